@@ -1,13 +1,12 @@
-"""Rules about adapters and frozen weights. Each function returns what is wrong and how to mend it, a line each, or nothing."""
+"""Rules about adapters and frozen weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from megatron.core.config.adapters import ALL_LINEAR, EXPERTS, PROJECTIONS, LinearShape, chosen_layers, read_target
-from megatron.core.config.flags import flag_name
 from megatron.core.config.plan import network_layer_plans
-from megatron.core.config.rules.rule import Rule, RuleInput
+from megatron.core.config.rules.rule import Rule, RuleInput, flags_given
 from megatron.core.config.settings.adapter import AdapterConfig
 
 _OF_ADAPTERS = (
@@ -21,22 +20,20 @@ _OF_ADAPTERS = (
 )
 
 
-def _adapter_numbers(s: RuleInput) -> str:
-    config, usual = s.run.model.adapter, AdapterConfig()
+def _adapter_numbers(s: RuleInput) -> Iterator[str]:
+    config = s.run.model.adapter
     if not config.has_adapters:
-        given = [flag_name(name) for name in _OF_ADAPTERS if getattr(config, name) != getattr(usual, name)]
-        given += ["--lora-plus-ratio"] if s.run.optimizer.lora_plus_ratio != 1.0 else []
-        return f"{', '.join(given)}: of adapters, and there are none; give --lora-rank" if given else ""
-    problems = []
+        if given := flags_given(config, _OF_ADAPTERS) + flags_given(s.run.optimizer, ("lora_plus_ratio",)):
+            yield f"{', '.join(given)}: of adapters, and there are none; give --lora-rank"
+        return
     if (config.lora_rank or 0) < 1:
-        problems.append(f"--lora-rank {config.lora_rank} is not a positive number")
+        yield f"--lora-rank {config.lora_rank} is not a positive number"
     if not 0.0 <= config.lora_dropout < 1.0:
-        problems.append(f"--lora-dropout {config.lora_dropout} must lie in [0, 1)")
+        yield f"--lora-dropout {config.lora_dropout} must lie in [0, 1)"
     if s.run.optimizer.lora_plus_ratio <= 0.0:
-        problems.append(f"--lora-plus-ratio {s.run.optimizer.lora_plus_ratio} is not a positive number")
+        yield f"--lora-plus-ratio {s.run.optimizer.lora_plus_ratio} is not a positive number"
     if not config.lora_targets:
-        problems.append("--lora-targets names nothing; leave it out for all linear layers")
-    return "\n  ".join(problems)
+        yield "--lora-targets names nothing; leave it out for all linear layers"
 
 
 def _adapter_needs_base(s: RuleInput) -> str:
@@ -92,40 +89,33 @@ def _target_problems(config: AdapterConfig, target: str, chosen: list[tuple[str,
         yield f"{flag} and adapters of experts ({target}) do not go together; name other --lora-targets, or drop it"
 
 
-def _adapter_conflicts(s: RuleInput) -> str:
-    run, problems = s.run, []
+def _adapter_conflicts(s: RuleInput) -> Iterator[str]:
+    run = s.run
     config = run.model.adapter
     if not config.has_adapters and not config.freeze:
-        return ""
+        return
     what = "--lora-rank" if config.has_adapters else "--freeze"
     if run.model.qk_clip:
-        problems.append(f"--qk-clip scales weights that {what} freezes; drop one of them")
+        yield f"--qk-clip scales weights that {what} freezes; drop one of them"
     if not config.has_adapters:
-        return "\n  ".join(problems)
+        return
     if config.lora_base_quantization != "none" and run.precision.low.recipe:
-        problems.append(
+        yield (
             f"--lora-base-quantization {config.lora_base_quantization} holds weights in 4 or 8 bits by blocks, and --fp8-format and --fp4-format "
             "round them again in others; drop one of them"
         )
     if run.checkpoint.export_hf is not None:
-        problems.append(
-            "--export-hf writes whole networks, and checkpoints of a run with --lora-rank hold adapters; leave it out"
-        )
+        yield "--export-hf writes whole networks, and checkpoints of a run with --lora-rank hold adapters; leave it out"
     if run.optimizer.is_muon:
-        problems.append("--optimizer muon updates whole matrices, and adapters are factors of matrices; choose adam")
+        yield "--optimizer muon updates whole matrices, and adapters are factors of matrices; choose adam"
     if (
         run.model.moe.num_experts
         and run.model.moe.moe_router_enable_expert_bias
         and run.model.moe.moe_router_bias_update_rate
     ):
-        problems.append(
-            "--moe-router-enable-expert-bias moves the bias of experts, which --lora-rank freezes; give --moe-router-bias-update-rate 0"
-        )
+        yield "--moe-router-enable-expert-bias moves the bias of experts, which --lora-rank freezes; give --moe-router-bias-update-rate 0"
     if run.model.moe.moe_use_upcycling:
-        problems.append(
-            "--moe-use-upcycling makes experts of a dense network, and --lora-rank freezes them; drop one of them"
-        )
-    return "\n  ".join(problems)
+        yield "--moe-use-upcycling makes experts of a dense network, and --lora-rank freezes them; drop one of them"
 
 
 ALWAYS = (

@@ -1,125 +1,102 @@
-"""Rules about attention and positions; each function returns what is wrong and how to mend it, a line each."""
+"""Rules about attention and positions."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from collections.abc import Iterator
 
 from megatron.core.config.flags import ConfigError, flag_name
 from megatron.core.config.plan import network_layer_plans
-from megatron.core.config.rules.rule import Rule, RuleInput
-from megatron.core.config.settings.model import ModelConfig, RopeConfig
+from megatron.core.config.rules.rule import Rule, RuleInput, flags_given
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.network import YARN
 
 
-def layer_pattern_problems(s: RuleInput) -> str:
+def layer_pattern_problems(s: RuleInput) -> Iterator[str]:
     """What says which layers have a property can be read, and has something to say it of."""
     run = s.run
-    model, problems = run.model, []
+    model = run.model
     try:
         network_layer_plans(model)
     except ConfigError as error:
-        problems.append(str(error))
+        yield str(error)
     if model.window_attn_skip_freq is not None and model.window_size is None:
-        problems.append(
-            "--window-attn-skip-freq chooses layers without a window, and there is none; give --window-size"
-        )
+        yield "--window-attn-skip-freq chooses layers without a window, and there is none; give --window-size"
     if model.rope.no_rope_freq is not None and not model.uses_rotary:
-        problems.append(
+        yield (
             f"--no-rope-freq chooses layers without rotations, and --position-embedding-type "
             f"{model.rope.position_embedding_type} has none; leave it out"
         )
-    return "\n  ".join(problems)
 
 
-def _query_norms(model: ModelConfig) -> list[str]:
+def _query_norms(model: ModelConfig) -> Iterator[str]:
     """Norms of queries and keys, beside the clipping of their scores."""
-    problems = []
     normed = [flag_name(name) for name in ("qk_layernorm", "qk_l2_norm") if getattr(model, name)]
     if (
         model.qk_clip and normed and not model.mla.multi_latent_attention
     ):  # whose norms stand before the matrices that shrink
-        problems.append(
-            f"--qk-clip shrinks weights whose size {' and '.join(normed)} takes away again; keep one of them"
-        )
+        yield f"--qk-clip shrinks weights whose size {' and '.join(normed)} takes away again; keep one of them"
     if model.qk_layernorm_across_heads and (
         not model.qk_layernorm or model.mla.multi_latent_attention or model.normalization != "RMSNorm"
     ):
-        problems.append(
+        yield (
             "--qk-layernorm-across-heads is a way to do --qk-layernorm with --normalization RMSNorm, and not for "
             "--multi-latent-attention; give both, or leave it out"
         )
     if not model.qk_clip and (model.qk_clip_threshold, model.qk_clip_alpha) != (100.0, 0.5):
-        problems.append("--qk-clip-threshold and --qk-clip-alpha are for --qk-clip only; add it")
-    return problems
+        yield "--qk-clip-threshold and --qk-clip-alpha are for --qk-clip only; add it"
 
 
-def attention(s: RuleInput) -> str:
+def attention(s: RuleInput) -> Iterator[str]:
     """Windows, sinks, caps, gates and clipping of scores."""
     run = s.run
-    model, problems = run.model, []
+    model = run.model
     for name in ("attention_logit_softcap", "final_logit_softcap", "qk_clip_threshold", "activation_func_clamp_value"):
         value = getattr(model, name)
         if value is not None and value <= 0:
-            problems.append(f"{flag_name(name)} {value:g} must be above 0")
+            yield f"{flag_name(name)} {value:g} must be above 0"
     if not 0 <= model.qk_clip_alpha <= 1:
-        problems.append(f"--qk-clip-alpha {model.qk_clip_alpha:g} is a share, from 0 to 1")
-    problems += _query_norms(model)
+        yield f"--qk-clip-alpha {model.qk_clip_alpha:g} is a share, from 0 to 1"
+    yield from _query_norms(model)
     if not model.gated and (model.activation_func_clamp_value is not None or model.glu_linear_offset):
-        problems.append(
+        yield (
             "--activation-func-clamp-value and --glu-linear-offset are for gated MLPs only; add --swiglu, --geglu or "
             "--quick-geglu"
         )
     given = _attention_variants(model)
     if given and model.architecture == "t5":
-        problems.append(f"{', '.join(given)}: not for an encoder and a decoder; leave out")
+        yield f"{', '.join(given)}: not for an encoder and a decoder; leave out"
     unknown = [name for name in given if name in ("--softmax-type", "--attention-output-gate", "--qk-l2-norm")]
     if unknown and model.mla.multi_latent_attention:
-        problems.append(f"{', '.join(unknown)}: not for --multi-latent-attention; leave out")
-    return "\n  ".join(problems)
+        yield f"{', '.join(unknown)}: not for --multi-latent-attention; leave out"
 
 
-def _rope_scaling_problems(model: ModelConfig, *, yarn: bool) -> list[str]:
+def _rope_scaling_problems(model: ModelConfig, *, yarn: bool) -> Iterator[str]:
     """One way to stretch rotations, by sound numbers."""
     rope = model.rope
-    problems = []
-    given = [
-        flag_name(field.name)
-        for field in fields(RopeConfig)
-        if field.name in YARN and getattr(rope, field.name) != field.default
-    ]
-    if given and not yarn:
-        problems.append(f"{', '.join(given)}: for yarn only; add --rope-type yarn or leave out")
+    if not yarn and (given := flags_given(rope, YARN)):
+        yield f"{', '.join(given)}: for yarn only; add --rope-type yarn or leave out"
     other = [
         flag_name(name) for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor") if getattr(rope, name)
     ]
     if other and yarn and not model.mla.multi_latent_attention:  # which has a rule of its own
-        problems.append(
-            f"{' and '.join(other)} and yarn each stretch the rotations; keep one (--rope-type rope is without yarn)"
-        )
+        yield f"{' and '.join(other)} and yarn each stretch the rotations; keep one (--rope-type rope is without yarn)"
     if rope.rotary_scaling_factor < 1:
-        problems.append(f"--rotary-scaling-factor {rope.rotary_scaling_factor:g} must be at least 1")
+        yield f"--rotary-scaling-factor {rope.rotary_scaling_factor:g} must be at least 1"
     if yarn and not 0 < rope.yarn_beta_slow <= rope.yarn_beta_fast:
-        problems.append(
-            f"--yarn-beta-slow {rope.yarn_beta_slow:g} must be above 0 and not above --yarn-beta-fast {rope.yarn_beta_fast:g}"
-        )
-    return problems
+        yield f"--yarn-beta-slow {rope.yarn_beta_slow:g} must be above 0 and not above --yarn-beta-fast {rope.yarn_beta_fast:g}"
 
 
-def rotary_problems(s: RuleInput) -> str:
+def rotary_problems(s: RuleInput) -> Iterator[str]:
     """Rotations: one way to stretch them, and sections that fit."""
     run = s.run
-    model, rope, problems = run.model, run.model.rope, []
+    model, rope = run.model, run.model.rope
     yarn = model.uses_rotary and rope.is_yarn
     if rope.rope_type == "yarn" and not yarn:
-        problems.append(
-            f"--rope-type yarn rotates, and --position-embedding-type {rope.position_embedding_type} does not; choose rope"
-        )
+        yield f"--rope-type yarn rotates, and --position-embedding-type {rope.position_embedding_type} does not; choose rope"
     if rope.position_embedding_type == "yarn" and not yarn:
-        problems.append(
-            f"--position-embedding-type yarn and --rope-type {rope.rope_type} contradict each other; keep one"
-        )
-    problems += _rope_scaling_problems(model, yarn=yarn)
+        yield f"--position-embedding-type yarn and --rope-type {rope.rope_type} contradict each other; keep one"
+    yield from _rope_scaling_problems(model, yarn=yarn)
     share = (
         rope.rotary_percent if math.isfinite(rope.rotary_percent) else 0.0
     )  # the rule of head sizes speaks of any other
@@ -128,10 +105,9 @@ def rotary_problems(s: RuleInput) -> str:
         section is None or len(section) % 3 or min(section) < 0 or sum(section) != pairs
     ):
         given = "nothing" if section is None else " ".join(map(str, section))
-        problems.append(f"--mrope-section {given} must give three numbers that add up to the {pairs} pairs of a head")
+        yield f"--mrope-section {given} must give three numbers that add up to the {pairs} pairs of a head"
     if rope.position_embedding_type != "mrope" and section is not None:
-        problems.append("--mrope-section is for --position-embedding-type mrope only; leave it out")
-    return "\n  ".join(problems)
+        yield "--mrope-section is for --position-embedding-type mrope only; leave it out"
 
 
 def _attention_variants(model: ModelConfig) -> list[str]:

@@ -1,118 +1,101 @@
-"""Rules about checkpoints and about what a run does when a step is bad. Each function returns what is wrong and how to mend it, a line each, or nothing."""
+"""Rules about checkpoints and about what a run does when a step is bad."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from megatron.core.config.flags import flag_name
 from megatron.core.config.rules.rule import Rule, RuleInput
 from megatron.core.config.settings.run import CheckpointConfig
 
 
-def _export_problems(checkpoint: CheckpointConfig) -> list[str]:
+def _export_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
     """What is written beside a checkpoint, or read from one."""
-    problems = []
     if checkpoint.export_hf is not None and checkpoint.save is None:
-        problems.append(f"--export-hf {checkpoint.export_hf} follows each save, and there is none; give --save")
+        yield f"--export-hf {checkpoint.export_hf} follows each save, and there is none; give --save"
     if checkpoint.export_hf_like is not None and checkpoint.export_hf is None:
-        problems.append(f"--export-hf-like {checkpoint.export_hf_like} has nothing to go into; give --export-hf")
+        yield f"--export-hf-like {checkpoint.export_hf_like} has nothing to go into; give --export-hf"
     if checkpoint.use_checkpoint_args and checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
-        problems.append("--use-checkpoint-args has no checkpoint to read; give --load or --pretrained-checkpoint")
-    return problems
+        yield "--use-checkpoint-args has no checkpoint to read; give --load or --pretrained-checkpoint"
 
 
-def _best_problems(s: RuleInput) -> list[str]:
+def _best_problems(s: RuleInput) -> Iterator[str]:
     """What --save-best needs."""
     checkpoint, train = s.run.checkpoint, s.run.train
     if checkpoint.save_best is None:
-        return (
-            []
-            if checkpoint.save_best_mode is None
-            else [f"--save-best-mode {checkpoint.save_best_mode} is of no figure; give --save-best"]
-        )
-    problems = []
+        if checkpoint.save_best_mode is not None:
+            yield f"--save-best-mode {checkpoint.save_best_mode} is of no figure; give --save-best"
+        return
     if checkpoint.save is None or train.skip_train:
-        problems.append(
-            f"--save-best {checkpoint.save_best} keeps a checkpoint of this run; give --save, and no --skip-train"
-        )
+        yield f"--save-best {checkpoint.save_best} keeps a checkpoint of this run; give --save, and no --skip-train"
     if train.eval_iters < 1 and not s.run.data.full_validation:
-        problems.append(
-            f"--save-best {checkpoint.save_best} compares evaluations; give --eval-iters, or --full-validation"
-        )
-    return problems
+        yield f"--save-best {checkpoint.save_best} compares evaluations; give --eval-iters, or --full-validation"
 
 
-def _checkpoint_problems(s: RuleInput) -> str:
+def _checkpoint_problems(s: RuleInput) -> Iterator[str]:
     checkpoint = s.run.checkpoint
-    problems = _best_problems(s)
+    yield from _best_problems(s)
     if checkpoint.save_interval is not None and checkpoint.save is None:
-        problems.append(f"--save-interval {checkpoint.save_interval} has no folder; give --save")
+        yield f"--save-interval {checkpoint.save_interval} has no folder; give --save"
     if (
         checkpoint.save_retain_interval
         and checkpoint.save_interval
         and checkpoint.save_retain_interval % checkpoint.save_interval
     ):
-        problems.append(
+        yield (
             f"--save-retain-interval {checkpoint.save_retain_interval} is not a multiple of --save-interval "
             f"{checkpoint.save_interval}"
         )
     if checkpoint.require_iteration is not None and checkpoint.load is None:
-        problems.append(f"--require-iteration {checkpoint.require_iteration} has no folder to look into; give --load")
+        yield f"--require-iteration {checkpoint.require_iteration} has no folder to look into; give --load"
     if checkpoint.require_iteration is not None and checkpoint.ckpt_step is not None:
-        problems.append(
+        yield (
             f"--require-iteration {checkpoint.require_iteration} speaks of the newest checkpoint, and --ckpt-step "
             f"{checkpoint.ckpt_step} chooses one; give one of them"
         )
-    problems += _export_problems(checkpoint)
-    return "\n  ".join(problems)
+    yield from _export_problems(checkpoint)
 
 
-def _bad_steps(s: RuleInput, *, checks: bool) -> list[str]:
+def _bad_steps(s: RuleInput, *, checks: bool) -> Iterator[str]:
     """What --on-bad-step needs. checks: whether a step is looked at."""
     faults, checkpoint = s.run.faults, s.run.checkpoint
-    problems = []
     if faults.on_bad_step is not None and not checks:
-        problems.append(
+        yield (
             f"--on-bad-step {faults.on_bad_step} knows no bad step with --no-check-for-nan-in-loss-and-grad; leave that out, "
             "or give --check-for-spiky-loss or --check-for-large-grads"
         )
     if faults.on_bad_step == "rollback" and not (
         checkpoint.save and checkpoint.save_interval and checkpoint.save_optim and checkpoint.save_rng
     ):
-        problems.append(
+        yield (
             "--on-bad-step rollback goes back to whole checkpoints of this run; give --save and --save-interval, and neither "
             "--no-save-optim nor --no-save-rng; or choose skip"
         )
     if faults.on_bad_step == "rollback" and s.run.data.dataloader_type == "external":
-        problems.append("--on-bad-step rollback reads data again, which --dataloader-type external cannot; choose skip")
-    return problems
+        yield "--on-bad-step rollback reads data again, which --dataloader-type external cannot; choose skip"
 
 
-def _rerun_problems(s: RuleInput, *, checks: bool) -> list[str]:
+def _rerun_problems(s: RuleInput, *, checks: bool) -> Iterator[str]:
     """What --rerun-mode needs. checks: whether a step is looked at."""
     faults = s.run.faults
-    problems = []
     if faults.error_injection_rate < 0:
-        problems.append(
-            f"--error-injection-rate {faults.error_injection_rate} must be 0, for none, or a number of steps"
-        )
+        yield f"--error-injection-rate {faults.error_injection_rate} must be 0, for none, or a number of steps"
     if faults.step_rerun == "validate_results" and not checks:
-        problems.append(
+        yield (
             "--rerun-mode validate_results knows no bad result with --no-check-for-nan-in-loss-and-grad; leave that out, "
             "or give --check-for-spiky-loss or --check-for-large-grads"
         )
     if faults.error_injection_rate > 0 and faults.step_rerun != "validate_results":
-        problems.append(
-            f"--error-injection-rate {faults.error_injection_rate} is for --rerun-mode validate_results, not {faults.rerun_mode}"
-        )
+        yield f"--error-injection-rate {faults.error_injection_rate} is for --rerun-mode validate_results, not {faults.rerun_mode}"
     if faults.step_rerun != "disabled" and s.run.graphs.cuda_graph_impl != "none":
-        problems.append(
+        yield (
             f"--rerun-mode {faults.step_rerun} runs a step twice, which graphs recorded for one pass do not; "
             "leave out --cuda-graph-impl"
         )
-    return problems
 
 
-def _fault_tolerance_problems(s: RuleInput) -> str:
-    faults, train, checkpoint, problems = s.run.faults, s.run.train, s.run.checkpoint, []
+def _fault_tolerance_problems(s: RuleInput) -> Iterator[str]:
+    faults, train, checkpoint = s.run.faults, s.run.train, s.run.checkpoint
     counts = ("straggler_minmax_count", "check_weight_hash_across_dp_replicas_interval", "max_bad_steps")
     wrong = [
         f"{flag_name(name)} {getattr(faults, name)}"
@@ -120,19 +103,16 @@ def _fault_tolerance_problems(s: RuleInput) -> str:
         if getattr(faults, name) is not None and getattr(faults, name) < 1
     ]
     if wrong:
-        problems.append(f"{', '.join(wrong)}: each must be at least 1")
+        yield f"{', '.join(wrong)}: each must be at least 1"
     if faults.hang_timeout_minutes is not None and faults.hang_timeout_minutes < 0:
-        problems.append(
-            f"--hang-timeout-minutes {faults.hang_timeout_minutes:g} is before the present; 0 stands for never"
-        )
+        yield f"--hang-timeout-minutes {faults.hang_timeout_minutes:g} is before the present; 0 stands for never"
     checks = train.check_for_nan_in_loss_and_grad or faults.check_for_spiky_loss or faults.check_for_large_grads
-    problems += _bad_steps(s, checks=checks)
-    problems += _rerun_problems(s, checks=checks)
+    yield from _bad_steps(s, checks=checks)
+    yield from _rerun_problems(s, checks=checks)
     if faults.failure_dump_weights and not faults.validates_steps:
-        problems.append("--failure-dump-weights has no failure dump to go into; give --on-bad-step")
+        yield "--failure-dump-weights has no failure dump to go into; give --on-bad-step"
     if faults.validates_steps and faults.failure_dump_weights and not (faults.error_dir or checkpoint.save):
-        problems.append("--failure-dump-weights has no folder to go into; give --error-dir or --save")
-    return "\n  ".join(problems)
+        yield "--failure-dump-weights has no folder to go into; give --error-dir or --save"
 
 
 ALWAYS = (

@@ -5,7 +5,7 @@ Each returns what is wrong and how to mend it, a line each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import lcm
 
 from megatron.core.config.rules.rule import Rule, RuleInput
@@ -13,33 +13,30 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
 
 
-def context(s: RuleInput) -> str:
+def context(s: RuleInput) -> Iterator[str]:
     """Networks, sequences and heads that can be divided over the context ranks."""
     run = s.run
-    model, parallel, problems = run.model, run.parallel, []
+    model, parallel = run.model, run.parallel
     size, length, tp = parallel.context_parallel_size, run.train.seq_length, parallel.tp
     if size > 1 and model.architecture != "gpt":
-        problems.append(
+        yield (
             f"--context-parallel-size {size}: for pretrain_gpt.py only; BERT's and T5's first positions, memories and "
             "tables of scores are whole on every rank; leave it out"
         )
     unit = lcm(2 * size, size * tp) if parallel.sequence_parallel else 2 * size
     if size > 1 and length % unit:
         over = f" x --tensor-model-parallel-size {tp}" if unit != 2 * size else ""
-        problems.append(
+        yield (
             f"--seq-length {length} cannot be cut into two chunks for each rank of --context-parallel-size {size}{over}; "
             f"choose {length // unit * unit or unit} or {-(-length // unit) * unit}"
         )
-    return "\n  ".join([*problems, *_context_parallel_transports(run)])
+    yield from _context_parallel_transports(run)
 
 
-def _attention_backends(model: ModelConfig, kinds: Sequence[str]) -> list[str]:
+def _attention_backends(model: ModelConfig, kinds: Sequence[str]) -> Iterator[str]:
     """Attention kernels that a sequence over several ranks can use."""
-    problems = []
     if model.attention_backend == "flash" and {"allgather", "all_gather"} & set(kinds):
-        problems.append(
-            "--attention-backend flash takes no mask tensor, which --cp-comm-type allgather gives it; choose p2p or a2a"
-        )
+        yield "--attention-backend flash takes no mask tensor, which --cp-comm-type allgather gives it; choose p2p or a2a"
     if model.attention_backend in (
         "cudnn",
         "varlen",
@@ -48,110 +45,103 @@ def _attention_backends(model: ModelConfig, kinds: Sequence[str]) -> list[str]:
         "transformer_engine",
         "flex",
     ) and set(kinds) != {"a2a"}:
-        problems.append(
+        yield (
             f"--attention-backend {model.attention_backend} is for whole sequences, which only --cp-comm-type a2a gives it; choose "
             "a2a, or --attention-backend fused"
         )
-    return problems
 
 
-def _context_parallel_transports(run: RunConfig) -> list[str]:
+def _context_parallel_transports(run: RunConfig) -> Iterator[str]:
     """How attention sees the whole sequence, in every layer."""
-    model, parallel, problems = run.model, run.parallel, []
+    model, parallel = run.model, run.parallel
     size, kinds = parallel.context_parallel_size, parallel.cp_comm_type
     if len(kinds) not in (1, model.num_layers):
-        problems.append(
-            f"--cp-comm-type names {len(kinds)} ways; give one for all layers, or one for each of {model.num_layers}"
-        )
+        yield f"--cp-comm-type names {len(kinds)} ways; give one for all layers, or one for each of {model.num_layers}"
     inner = 1
     if parallel.hierarchical_context_parallel_sizes is not None:
         given = parallel.hierarchical_context_parallel_sizes
         words = f"--hierarchical-context-parallel-sizes {' '.join(map(str, given))}"
         if len(given) != 2 or min(given) < 1 or given[0] * given[1] != size:
-            problems.append(
+            yield (
                 f"{words}: give two sizes, of the inner a2a and of the outer p2p, whose product is "
                 f"--context-parallel-size {size}"
             )
         else:
             inner = given[0]
         if "a2a+p2p" not in kinds:
-            problems.append(f"{words} is for --cp-comm-type a2a+p2p only; leave it out")
+            yield f"{words} is for --cp-comm-type a2a+p2p only; leave it out"
     elif size > 1 and "a2a+p2p" in kinds:
-        problems.append(
+        yield (
             "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes, the sizes of the inner a2a and of the "
             "outer p2p"
         )
     heads = model.num_attention_heads // parallel.tp
     for kind, ranks in (("a2a", size), ("a2a+p2p", inner)):
         if kind in kinds and heads % ranks:
-            problems.append(
+            yield (
                 f"--cp-comm-type {kind} cannot share out {heads} heads a tensor rank to {ranks} ranks; choose sizes that "
                 f"divide --num-attention-heads {model.num_attention_heads}, or p2p"
             )
-    problems += _attention_backends(model, kinds) if size > 1 else []
-    return problems
+    yield from _attention_backends(model, kinds) if size > 1 else []
 
 
-def hybrid_context_parallel(s: RuleInput) -> str:
+def hybrid_context_parallel(s: RuleInput) -> Iterator[str]:
     """Sequences that are divided by their length have ranks to be divided over, and a loss that does not mind."""
     run, world_size = s.run, s.world_size
-    model, parallel, train, problems = run.model, run.parallel, run.train, []
+    model, parallel, train = run.model, run.parallel, run.train
     limit = parallel.max_seqlen_per_dp_cp_rank
     if not parallel.hybrid_context_parallel:
-        return "--max-seqlen-per-dp-cp-rank is for --hybrid-context-parallel only; add it" if limit is not None else ""
+        if limit is not None:
+            yield "--max-seqlen-per-dp-cp-rank is for --hybrid-context-parallel only; add it"
+        return
     ranks = max(1, parallel.data_parallel_size(world_size))  # too few ranks are refused by another rule
     if limit is None or limit < 1:
-        problems.append(
+        yield (
             "--hybrid-context-parallel needs --max-seqlen-per-dp-cp-rank, the most places of a sequence on one rank, "
             "at least 1"
         )
     else:
         most = limit << (ranks.bit_length() - 1)
         if train.seq_length > most:
-            problems.append(
+            yield (
                 f"--max-seqlen-per-dp-cp-rank {limit} on {ranks} data-parallel ranks holds sequences of {most}, but "
                 f"--seq-length is {train.seq_length}; give at least {-(-train.seq_length * limit // most)}"
             )
     if parallel.context_parallel_size > 1:
-        problems.append(
+        yield (
             f"--context-parallel-size {parallel.context_parallel_size} cuts every sequence alike, and "
             "--hybrid-context-parallel each by its length; keep one"
         )
     if parallel.pp > 1:
-        problems.append(
+        yield (
             f"--hybrid-context-parallel gives every rank another number of microbatches, which a pipeline of "
             f"{parallel.pp} stages cannot have; choose --pipeline-model-parallel-size 1"
         )
     if not train.calculate_per_token_loss:
-        problems.append(
-            "--hybrid-context-parallel takes microbatches apart, of which no mean is left; add --calculate-per-token-loss"
-        )
+        yield "--hybrid-context-parallel takes microbatches apart, of which no mean is left; add --calculate-per-token-loss"
     if not run.data.separates_documents:
-        problems.append(
+        yield (
             "--hybrid-context-parallel takes rows apart into documents; add --reset-attention-mask, "
             "--dataloader-inter-document-masking or --sft"
         )
     if run.data.dataloader_type != "single":
-        problems.append(
+        yield (
             f"--hybrid-context-parallel lets every rank read the whole global batch; --dataloader-type "
             f"{run.data.dataloader_type} does not; choose single"
         )
     if model.moe.num_experts:
-        problems.append(
+        yield (
             "--hybrid-context-parallel gives ranks different numbers of microbatches, which experts over ranks and their "
             "balance cannot have; leave out --num-experts"
         )
     if "a2a+p2p" in parallel.cp_comm_type:
-        problems.append(
-            "--cp-comm-type a2a+p2p has two fixed sizes; choose p2p, a2a or allgather for --hybrid-context-parallel"
-        )
+        yield "--cp-comm-type a2a+p2p has two fixed sizes; choose p2p, a2a or allgather for --hybrid-context-parallel"
     most_ranks, heads = 1 << (ranks.bit_length() - 1), model.num_attention_heads // parallel.tp
     if "a2a" in parallel.cp_comm_type and heads % most_ranks:
-        problems.append(
+        yield (
             f"--cp-comm-type a2a cannot share out {heads} heads a tensor rank to blocks of up to {most_ranks} ranks; "
             "choose p2p"
         )
-    return "\n  ".join(problems)
 
 
 RULES = (

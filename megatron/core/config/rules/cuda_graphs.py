@@ -1,30 +1,26 @@
-"""What layers that are recorded as CUDA graphs do not go with; the function returns what is wrong and how to mend it."""
+"""What layers that are recorded as CUDA graphs do not go with."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config.flags import flag_name
 from megatron.core.config.plan import network_layer_plans
-from megatron.core.config.rules.rule import Rule, RuleInput
-from megatron.core.config.settings.cuda_graphs import GraphConfig
+from megatron.core.config.rules.rule import Rule, RuleInput, flags_given
 from megatron.core.config.settings.run import RunConfig
 
 
-def graphs(s: RuleInput) -> str:
+def graphs(s: RuleInput) -> Iterator[str]:
     """A recording does the same work on the same places of memory, and asks the host for nothing."""
     run = s.run
-    config, usual = run.graphs, GraphConfig()
+    config = run.graphs
     if config.cuda_graph_impl == "none":
-        given = [
-            flag_name(name)
-            for name in ("cuda_graph_modules", "cuda_graph_warmup_steps")
-            if getattr(config, name) != getattr(usual, name)
-        ]
-        return f"{' and '.join(given)}: for --cuda-graph-impl local only; add it" if given else ""
-    problems = [f"--cuda-graph-impl local: {why}" for why in (*_capture_obstacles(run), *_random_streams(run))]
+        if given := flags_given(config, ("cuda_graph_modules", "cuda_graph_warmup_steps")):
+            yield f"{' and '.join(given)}: for --cuda-graph-impl local only; add it"
+        return
+    for why in (*_capture_obstacles(run), *_random_streams(run)):
+        yield f"--cuda-graph-impl local: {why}"
     if config.cuda_graph_warmup_steps < 1:
-        problems.append(
+        yield (
             f"--cuda-graph-warmup-steps {config.cuda_graph_warmup_steps}: libraries make their plans in a step that is not recorded; "
             "give at least 1"
         )
@@ -33,10 +29,7 @@ def graphs(s: RuleInput) -> str:
         and run.model.num_layers
         and all(plan.mlp != "dense" for plan in network_layer_plans(run.model))
     ):
-        problems.append(
-            "--cuda-graph-modules mlp: no layer has an MLP without experts, whose rows are known only as they are computed; choose attn"
-        )
-    return "\n  ".join(problems)
+        yield "--cuda-graph-modules mlp: no layer has an MLP without experts, whose rows are known only as they are computed; choose attn"
 
 
 def _capture_obstacles(run: RunConfig) -> Iterator[str]:

@@ -1,11 +1,11 @@
-"""Rules about what is read: documents, fill in the middle, conversations, masked text. Each function returns what is wrong and how to mend it, a line each, or nothing."""
+"""Rules about what is read: documents, fill in the middle, conversations, masked text."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Iterator
 
 from megatron.core.config.flags import flag_name
-from megatron.core.config.rules.rule import Rule, RuleInput
+from megatron.core.config.rules.rule import Rule, RuleInput, flags_given
 
 
 def _data_sources(s: RuleInput) -> str:
@@ -33,61 +33,51 @@ def _data_sources(s: RuleInput) -> str:
     return ""
 
 
-def _fill_in_the_middle(s: RuleInput) -> str:
+def _fill_in_the_middle(s: RuleInput) -> Iterator[str]:
     fill = s.run.data.fill
-    given = [
-        flag_name(field.name)
-        for field in fields(fill)
-        if field.name != "fim_data" and getattr(fill, field.name) != field.default
-    ]
     if not fill.fim_data:
-        return f"{', '.join(given)}: for --fim-data only; add it" if given else ""
-    problems = []
+        if given := flags_given(fill, without=("fim_data",)):
+            yield f"{', '.join(given)}: for --fim-data only; add it"
+        return
     if s.run.data.chat.sft:
-        problems.append("--fim-data rearranges documents, and --sft reads conversations; keep one")
+        yield "--fim-data rearranges documents, and --sft reads conversations; keep one"
     for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
         rate = getattr(fill, name)
         if rate is not None and not 0 <= rate <= 1:
-            problems.append(f"{flag_name(name)} {rate:g} is a probability, from 0 to 1")
+            yield f"{flag_name(name)} {rate:g} is a probability, from 0 to 1"
     if fill.fim_fragment_rate is not None and fill.fim_split_sample is None:
-        problems.append("--fim-fragment-rate needs --fim-split-sample, which says what cuts a document into fragments")
-    return "\n  ".join(problems)
+        yield "--fim-fragment-rate needs --fim-split-sample, which says what cuts a document into fragments"
 
 
-def _conversation_data(s: RuleInput) -> str:
-    data, problems = s.run.data, []
+def _conversation_data(s: RuleInput) -> Iterator[str]:
+    data = s.run.data
     if not data.chat.sft:
-        return (
-            ""
-            if data.chat.sft_tokenizer_prompt_format == "tokenizer"
-            else "--sft-tokenizer-prompt-format is for --sft only; add it"
-        )
+        if data.chat.sft_tokenizer_prompt_format != "tokenizer":
+            yield "--sft-tokenizer-prompt-format is for --sft only; add it"
+        return
     if data.eod_mask_loss:
-        problems.append(
+        yield (
             "--eod-mask-loss has no place under --sft: the loss is on the answers and on the token that ends each; "
             "leave it out"
         )
     if s.run.tokenizer.chat_template is not None and data.chat.sft_tokenizer_prompt_format != "tokenizer":
-        problems.append(
+        yield (
             f"--chat-template and --sft-tokenizer-prompt-format {data.chat.sft_tokenizer_prompt_format} both say "
             "how a conversation is written; keep one"
         )
-    return "\n  ".join(problems)
 
 
-def _masked_text(s: RuleInput) -> str:
+def _masked_text(s: RuleInput) -> Iterator[str]:
     """What belongs to masked text, and what to windows of text only."""
     model, data, masking = s.run.model, s.run.data, s.run.data.masking
     if model.architecture == "gpt":
-        given = [flag_name(field.name) for field in fields(masking) if getattr(masking, field.name) != field.default]
-        return f"{', '.join(given)}: for pretrain_bert.py and pretrain_t5.py only; leave out" if given else ""
-    problems = []
+        if given := flags_given(masking):
+            yield f"{', '.join(given)}: for pretrain_bert.py and pretrain_t5.py only; leave out"
+        return
     if not 0 < masking.mask_prob < 1:
-        problems.append(
-            f"--mask-prob {masking.mask_prob:g} hides nothing or everything; choose a share between 0 and 1"
-        )
+        yield f"--mask-prob {masking.mask_prob:g} hides nothing or everything; choose a share between 0 and 1"
     if not 0 <= masking.short_seq_prob <= 1:
-        problems.append(f"--short-seq-prob {masking.short_seq_prob:g} is a probability, from 0 to 1")
+        yield f"--short-seq-prob {masking.short_seq_prob:g} is a probability, from 0 to 1"
     windows = {
         "reset_position_ids": data.reset_position_ids,
         "reset_attention_mask": data.reset_attention_mask,
@@ -98,12 +88,9 @@ def _masked_text(s: RuleInput) -> str:
     }
     names = [flag_name(name) for name, on in windows.items() if on]
     if names:
-        problems.append(f"{', '.join(names)}: for windows of text, which only pretrain_gpt.py reads; leave out")
+        yield f"{', '.join(names)}: for windows of text, which only pretrain_gpt.py reads; leave out"
     if model.architecture == "bert" and s.run.train.seq_length is not None and s.run.train.seq_length < 5:
-        problems.append(
-            f"--seq-length {s.run.train.seq_length} has no room for [CLS], two [SEP] and two texts; give at least 5"
-        )
-    return "\n  ".join(problems)
+        yield f"--seq-length {s.run.train.seq_length} has no room for [CLS], two [SEP] and two texts; give at least 5"
 
 
 ALWAYS = (

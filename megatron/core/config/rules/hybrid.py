@@ -1,4 +1,4 @@
-"""Rules about networks of layers of several kinds; each function returns what is wrong and how to mend it, a line each."""
+"""Rules about networks of layers of several kinds."""
 
 from __future__ import annotations
 
@@ -10,32 +10,29 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.parallel import exchanges_heads
 
 
-def _pattern(s: RuleInput) -> str:
+def _pattern(s: RuleInput) -> Iterator[str]:
     model = s.run.model
-    hybrid, problems = model.hybrid, list(model.hybrid.problems())
+    hybrid = model.hybrid
+    yield from model.hybrid.problems()
     if not (min(hybrid.ratios) >= 0 and sum(hybrid.ratios) <= 1):
-        problems.append(
+        yield (
             f"--hybrid-attention-ratio {hybrid.ratios[0]:g} and --hybrid-mlp-ratio {hybrid.ratios[1]:g} are shares of --num-layers, from 0 on and "
             "together at most 1; write --hybrid-layer-pattern"
         )
     if hybrid.hybrid_layer_pattern is None:
-        return "\n  ".join(problems)
+        return
     symbols = hybrid.symbols + "".join(hybrid.mtp_patterns)
     if model.architecture != "gpt":
-        problems.append("--hybrid-layer-pattern is for language models of one decoder; leave it out")
+        yield "--hybrid-layer-pattern is for language models of one decoder; leave it out"
     if model.num_layers != len(hybrid.symbols):
-        problems.append(
-            f"--num-layers {model.num_layers} and the {len(hybrid.symbols)} symbols of --hybrid-layer-pattern are two numbers; leave --num-layers out"
-        )
+        yield f"--num-layers {model.num_layers} and the {len(hybrid.symbols)} symbols of --hybrid-layer-pattern are two numbers; leave --num-layers out"
     if hybrid.experimental_attention_variant or model.moe.moe_layer_freq != "1":
-        problems.append(
-            "--hybrid-layer-pattern says what every layer is; leave out --experimental-attention-variant and --moe-layer-freq"
-        )
+        yield "--hybrid-layer-pattern says what every layer is; leave out --experimental-attention-variant and --moe-layer-freq"
     if ("E" in symbols) != bool(model.moe.num_experts):
-        problems.append("E in --hybrid-layer-pattern and --num-experts go together; give both or neither")
+        yield "E in --hybrid-layer-pattern and --num-experts go together; give both or neither"
     if ("+" in symbols) != model.mla.multi_latent_attention:
-        problems.append("+ in --hybrid-layer-pattern and --multi-latent-attention go together; give both or neither")
-    return "\n  ".join([*problems, *_pattern_separator_problems(s)])
+        yield "+ in --hybrid-layer-pattern and --multi-latent-attention go together; give both or neither"
+    yield from _pattern_separator_problems(s)
 
 
 def _pattern_separator_problems(s: RuleInput) -> Iterator[str]:
@@ -57,43 +54,41 @@ def _pattern_separator_problems(s: RuleInput) -> Iterator[str]:
         yield ("| in --hybrid-layer-pattern and --pipeline-model-parallel-layout both cut the layers; keep one")
 
 
-def _state_size_problems(s: RuleInput) -> str:
+def _state_size_problems(s: RuleInput) -> Iterator[str]:
     model, hybrid = s.run.model, s.run.model.hybrid
     used = {
         "mamba": ("--mamba-num-heads", "--mamba-num-groups"),
         "gated_delta_net": ("--linear-num-value-heads", "--linear-num-key-heads"),
     }
-    problems = [
+    yield from [
         problem
         for mixer in sorted(model.state_mixers)
         if (problem := _head_division_problem(s, *hybrid.heads_and_groups(mixer), *used[mixer]))
     ]
     if s.run.parallel.state_comm_type != "auto" and not model.state_mixers:
-        problems.append(f"--state-comm-type {s.run.parallel.state_comm_type}: no layer has a state; leave it out")
+        yield f"--state-comm-type {s.run.parallel.state_comm_type}: no layer has a state; leave it out"
     limits = hybrid.mamba_time_step_limit
     if limits and (len(limits) != 2 or not 0.0 <= limits[0] < limits[1]):
-        problems.append(f"--mamba-time-step-limit {limits}: give the smallest and the largest, such as 0.001 inf")
-    problems += _norms_of_states(model)
+        yield f"--mamba-time-step-limit {limits}: give the smallest and the largest, such as 0.001 inf"
+    yield from _norms_of_states(model)
     if hybrid.linear_attention_freq is not None and hybrid.experimental_attention_variant is None:
-        problems.append("--linear-attention-freq is for --experimental-attention-variant only; add it or leave out")
+        yield "--linear-attention-freq is for --experimental-attention-variant only; add it or leave out"
     if model.state_mixers and (model.norm_after_residual or model.apply_residual_connection_post_layernorm):
-        problems.append(
-            "layers with a state have their norm before them; leave out the flags that place norms elsewhere"
-        )
-    return "\n  ".join(problems)
+        yield "layers with a state have their norm before them; leave out the flags that place norms elsewhere"
 
 
-def _parallel_mamba_problems(s: RuleInput) -> str:
+def _parallel_mamba_problems(s: RuleInput) -> Iterator[str]:
     """Mamba-2 beside attention, and fixed factors."""
     model = s.run.model
-    problems, given = list(model.multipliers.problems()), model.multipliers.flags_given()
+    given = model.multipliers.flags_given()
+    yield from model.multipliers.problems()
     if model.hybrid.parallel_mamba and (
         model.architecture != "gpt"
         or model.hybrid.hybrid_layer_pattern is not None
         or model.hybrid.experimental_attention_variant
         or model.mla.multi_latent_attention
     ):
-        problems.append(
+        yield (
             "--parallel-mamba puts Mamba-2 beside the attention of a GPT's layers; leave out --hybrid-layer-pattern, --experimental-attention-variant "
             "and --multi-latent-attention"
         )
@@ -106,11 +101,10 @@ def _parallel_mamba_problems(s: RuleInput) -> str:
         or model.mla.multi_latent_attention
         or not model.gated
     ):
-        problems.append(
+        yield (
             f"{', '.join(given)}: factors are for GPTs with gated MLPs and plain attention (--swiglu --disable-bias-linear), without experts, latent "
             "attention and images; leave them out"
         )
-    return "\n  ".join(problems)
 
 
 def _norms_of_states(model: ModelConfig) -> Iterator[str]:

@@ -1,106 +1,87 @@
-"""Rules about latent attention and multi-token prediction; each function returns what is wrong and how to mend it, a
-line each."""
+"""Rules about latent attention and multi-token prediction."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Iterator
 
 from megatron.core.config.flags import ConfigError, flag_name
 from megatron.core.config.plan import read_layout
-from megatron.core.config.rules.rule import Rule, RuleInput
-from megatron.core.config.settings.model import MLAConfig, MTPConfig, RopeConfig
+from megatron.core.config.rules.rule import Rule, RuleInput, flags_given
+from megatron.core.config.settings.model import RopeConfig
 from megatron.core.config.settings.run import RunConfig
 
 
-def _rope_variants(rope: RopeConfig) -> list[str]:
+def _rope_variants(rope: RopeConfig) -> Iterator[str]:
     """Rotations that latent attention does otherwise."""
-    problems = []
     if rope.position_embedding_type in ("mrope", "relative"):
-        problems.append(
+        yield (
             f"--multi-latent-attention rotates a part of its heads by one position a token, and --position-embedding-type "
             f"{rope.position_embedding_type} does not fit beside it; choose rope or yarn"
         )
     if rope.rotary_interleaved:
-        problems.append(
-            "--multi-latent-attention rotates neighbouring channels together as it is; leave --rotary-interleaved out"
-        )
-    stretched = [
-        flag_name(name) for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor") if getattr(rope, name)
-    ]
-    if stretched:
-        problems.append(
+        yield "--multi-latent-attention rotates neighbouring channels together as it is; leave --rotary-interleaved out"
+    names = ("use_rope_scaling", "rotary_seq_len_interpolation_factor")
+    if stretched := [flag_name(name) for name in names if getattr(rope, name)]:
+        yield (
             f"{', '.join(stretched)}: Megatron's latent attention passes over it; stretch its rotations by "
             "--rope-type yarn --rotary-scaling-factor, or leave it out"
         )
-    return problems
 
 
-def _flags_without_mla(run: RunConfig) -> str:
+def _flags_without_mla(run: RunConfig) -> Iterator[str]:
     """What is left over when there are no latents."""
-    mla = run.model.mla
-    given = [flag_name(field.name) for field in fields(MLAConfig) if getattr(mla, field.name) != field.default]
-    problems = [f"{', '.join(given)}: for --multi-latent-attention only; add it or leave out"] if given else []
+    if given := flags_given(run.model.mla):
+        yield f"{', '.join(given)}: for --multi-latent-attention only; add it or leave out"
     if "mla_up_proj" in (run.recompute.recompute_modules or ()):
-        problems.append(
-            "--recompute-modules mla_up_proj: nothing has latents; add --multi-latent-attention or leave it out"
-        )
-    return "\n  ".join(problems)
+        yield "--recompute-modules mla_up_proj: nothing has latents; add --multi-latent-attention or leave it out"
 
 
-def mla_problems(s: RuleInput) -> str:
+def mla_problems(s: RuleInput) -> Iterator[str]:
     """Latent attention has sizes, positions that rotate, and heads of its own."""
     run = s.run
     model, mla, rope = run.model, run.model.mla, run.model.rope
     if not mla.multi_latent_attention:
-        return _flags_without_mla(run)
-    problems = []
+        yield from _flags_without_mla(run)
+        return
     sizes = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
     small = [f"{flag_name(name)} {size}" for name in sizes if (size := getattr(mla, name)) is not None and size < 1]
     if small:
-        problems.append(f"{', '.join(small)}: each must be at least 1")
+        yield f"{', '.join(small)}: each must be at least 1"
     if model.architecture != "gpt":
-        problems.append("--multi-latent-attention is for pretrain_gpt.py only; leave it out")
+        yield "--multi-latent-attention is for pretrain_gpt.py only; leave it out"
     if model.group_query_attention:
-        problems.append(
+        yield (
             "--multi-latent-attention makes a key and a value for every head, and --group-query-attention shares them; "
             "keep one"
         )
-    problems += _rope_variants(rope)
+    yield from _rope_variants(rope)
     if model.add_qkv_bias:
-        problems.append(
-            "--add-qkv-bias has no place under --multi-latent-attention, whose latents have none; leave it out"
-        )
-    return "\n  ".join(problems)
+        yield "--add-qkv-bias has no place under --multi-latent-attention, whose latents have none; leave it out"
 
 
-def multi_token_prediction(s: RuleInput) -> str:
+def multi_token_prediction(s: RuleInput) -> Iterator[str]:
     """Multi-token prediction has layers, and tokens to predict."""
     run = s.run
     model, mtp, length = run.model, run.model.mtp, run.train.seq_length
     depths, layout = mtp.mtp_num_layers, run.parallel.pipeline_model_parallel_layout
-    problems = []
     letters = _layout_letters(layout or "")
     if letters and letters.count("m") != (depths or 0):
-        problems.append(
+        yield (
             f"--pipeline-model-parallel-layout {layout} has {letters.count('m')} m, but --mtp-num-layers is "
             f"{depths or 'not given'}"
         )
     if depths is None:
-        given = [flag_name(field.name) for field in fields(MTPConfig) if getattr(mtp, field.name) != field.default]
-        if given:
-            problems.append(f"{', '.join(given)}: nothing is predicted ahead; give --mtp-num-layers or leave out")
-        return "\n  ".join(problems)
+        if given := flags_given(mtp):
+            yield f"{', '.join(given)}: nothing is predicted ahead; give --mtp-num-layers or leave out"
+        return
     if model.architecture != "gpt":
-        problems.append(f"--mtp-num-layers {depths} is for pretrain_gpt.py only; leave it out")
+        yield f"--mtp-num-layers {depths} is for pretrain_gpt.py only; leave it out"
     if depths < 1:
-        problems.append(f"--mtp-num-layers {depths} must be at least 1; leave it out to predict the next token only")
+        yield f"--mtp-num-layers {depths} must be at least 1; leave it out to predict the next token only"
     if length is not None and depths >= length > 0:
-        problems.append(
-            f"--mtp-num-layers {depths} looks beyond a sequence of --seq-length {length}; choose at most {length - 1}"
-        )
+        yield f"--mtp-num-layers {depths} looks beyond a sequence of --seq-length {length}; choose at most {length - 1}"
     if mtp.mtp_loss_scaling_factor < 0:
-        problems.append(f"--mtp-loss-scaling-factor {mtp.mtp_loss_scaling_factor:g} is a weight, and at least 0")
-    return "\n  ".join(problems)
+        yield f"--mtp-loss-scaling-factor {mtp.mtp_loss_scaling_factor:g} is a weight, and at least 0"
 
 
 def _layout_letters(layout: str) -> str:

@@ -1,6 +1,8 @@
-"""Rules about how layers, heads and sequences are divided over ranks. Each function returns what is wrong and how to mend it, a line each, or nothing."""
+"""Rules about how layers, heads and sequences are divided over ranks."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from megatron.core.config.flags import ConfigError, flag_name
 from megatron.core.config.plan import microbatch_group_problem
@@ -166,13 +168,13 @@ def _padded_vocabulary(s: RuleInput) -> str:
     return ""
 
 
-def _fully_sharded(s: RuleInput) -> str:
+def _fully_sharded(s: RuleInput) -> Iterator[str]:
     parallel = s.run.parallel
     if not parallel.use_torch_fsdp2:
         alone = parallel.torch_fsdp2_no_reshard_after_forward
-        return (
-            "--torch-fsdp2-no-reshard-after-forward keeps what --use-torch-fsdp2 has gathered; add it" if alone else ""
-        )
+        if alone:
+            yield "--torch-fsdp2-no-reshard-after-forward keeps what --use-torch-fsdp2 has gathered; add it"
+        return
     reasons = {
         "use_distributed_optimizer": "cuts the optimizer state, which is cut already",
         "overlap_grad_reduce": "is for buckets; FSDP2 sums gradients layer by layer, beside the backward pass",
@@ -181,7 +183,7 @@ def _fully_sharded(s: RuleInput) -> str:
         "ddp_num_buckets": "is for buckets; a layer is what is gathered and summed at once",
         "hybrid_context_parallel": "gives ranks different numbers of microbatches, and all must gather a layer as often",
     }
-    problems = [
+    yield from [
         f"{flag_name(name)} {why}; leave it out, or --use-torch-fsdp2"
         for name, why in reasons.items()
         if getattr(parallel, name) not in (False, None)
@@ -191,15 +193,12 @@ def _fully_sharded(s: RuleInput) -> str:
         "--online-evaluation-config": s.run.data.multimodal.online_evaluation_config,
     }
     for name in (name for name, file in writing.items() if file is not None):
-        problems.append(
+        yield (
             f"{name} lets every data-parallel rank write by itself, and all must gather a layer as often; leave it out, "
             "or --use-torch-fsdp2"
         )
     if parallel.splits_backward:
-        problems.append(
-            f"--pipeline-schedule {parallel.pipeline_schedule} adds to gradients when FSDP2 has summed them; choose 1f1b, or leave out --use-torch-fsdp2"
-        )
-    return "\n  ".join(problems)
+        yield f"--pipeline-schedule {parallel.pipeline_schedule} adds to gradients when FSDP2 has summed them; choose 1f1b, or leave out --use-torch-fsdp2"
 
 
 RULES = (

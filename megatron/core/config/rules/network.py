@@ -1,10 +1,11 @@
-"""Rules about the shape of a network: positions, encoder and decoder, activations, norms, dropout, recomputation. Each function returns what is wrong and how to mend it, a line each, or nothing."""
+"""Rules about the shape of a network: positions, encoder and decoder, activations, norms, dropout, recomputation."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from megatron.core.config.flags import flag_name
-from megatron.core.config.rules.rule import Rule, RuleInput
-from megatron.core.config.settings.compilation import CompileConfig
+from megatron.core.config.rules.rule import Rule, RuleInput, flags_given
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.vision import vision_encoder
@@ -22,49 +23,47 @@ def _position_range(s: RuleInput) -> str:
     )
 
 
-def _encoder_decoder_lengths(s: RuleInput) -> str:
+def _encoder_decoder_lengths(s: RuleInput) -> Iterator[str]:
     """What the lengths and depths of an encoder and a decoder must keep to."""
-    model, train, problems = s.run.model, s.run.train, []
+    model, train = s.run.model, s.run.train
     if model.encoder_num_layers is not None and model.encoder_num_layers != model.num_layers:
-        problems.append(
+        yield (
             f"--num-layers {model.num_layers} and --encoder-num-layers {model.encoder_num_layers} both say how deep "
             "the encoder is; keep one"
         )
     if train.encoder_seq_length is not None and train.encoder_seq_length != train.seq_length:
-        problems.append(
+        yield (
             f"--seq-length {train.seq_length} and --encoder-seq-length {train.encoder_seq_length} both say what the "
             "encoder reads; keep one"
         )
-    return "\n  ".join(problems + (_decoder_lengths(s) if model.architecture == "t5" else _flags_without_decoder(s)))
+    yield from _decoder_lengths(s) if model.architecture == "t5" else _flags_without_decoder(s)
 
 
-def _flags_without_decoder(s: RuleInput) -> list[str]:
+def _flags_without_decoder(s: RuleInput) -> Iterator[str]:
     given = {
         "--decoder-num-layers": s.run.model.decoder_num_layers,
         "--decoder-seq-length": s.run.train.decoder_seq_length,
     }
     names = [name for name, value in given.items() if value is not None]
-    return [f"{', '.join(names)}: for pretrain_t5.py only; give --num-layers and --seq-length"] if names else []
+    if names:
+        yield f"{', '.join(names)}: for pretrain_t5.py only; give --num-layers and --seq-length"
 
 
-def _decoder_lengths(s: RuleInput) -> list[str]:
-    model, train, problems = s.run.model, s.run.train, []
+def _decoder_lengths(s: RuleInput) -> Iterator[str]:
+    model, train = s.run.model, s.run.train
     length, tp = train.decoder_seq_length, s.run.parallel.tp
     if model.rope.position_embedding_type == "learned_absolute" and length > model.max_position_embeddings:
-        problems.append(
+        yield (
             f"--decoder-seq-length {length} is longer than --max-position-embeddings {model.max_position_embeddings}; "
             f"give at least {length} positions"
         )
     if s.run.parallel.sequence_parallel and length % tp:
-        problems.append(
+        yield (
             f"--sequence-parallel cannot cut --decoder-seq-length {length} over --tensor-model-parallel-size {tp}; "
             f"choose {length // tp * tp or tp} or {-(-length // tp) * tp}"
         )
     if train.seq_length < 4 or length < 4:
-        problems.append(
-            f"--encoder-seq-length {train.seq_length} and --decoder-seq-length {length}: each must be at least 4"
-        )
-    return problems
+        yield f"--encoder-seq-length {train.seq_length} and --decoder-seq-length {length}: each must be at least 4"
 
 
 def _one_activation(s: RuleInput) -> str:
@@ -149,35 +148,29 @@ def _dropout_range(s: RuleInput) -> str:
     return f"{', '.join(wrong)}: a share from 0 up to, but not, 1" if wrong else ""
 
 
-def _recompute_settings(s: RuleInput) -> str:
+def _recompute_settings(s: RuleInput) -> Iterator[str]:
     choice = s.run.recompute
     full = choice.recompute_granularity == "full"
-    problems = []
     if full and choice.recompute_method is None:
-        problems.append("--recompute-granularity full needs --recompute-method uniform or block")
+        yield "--recompute-granularity full needs --recompute-method uniform or block"
     if not full and choice.recompute_method is not None:
-        problems.append(f"--recompute-method {choice.recompute_method} is for --recompute-granularity full only")
+        yield f"--recompute-method {choice.recompute_method} is for --recompute-granularity full only"
     if choice.recompute_num_layers is not None and choice.recompute_num_layers < 1:
-        problems.append(f"--recompute-num-layers {choice.recompute_num_layers} must be at least 1")
+        yield f"--recompute-num-layers {choice.recompute_num_layers} must be at least 1"
     if choice.recompute_modules is not None and choice.recompute_granularity != "selective":
-        problems.append("--recompute-modules is for --recompute-granularity selective only")
+        yield "--recompute-modules is for --recompute-granularity selective only"
     if choice.distribute_saved_activations and not full:
-        problems.append("--distribute-saved-activations is for --recompute-granularity full only")
+        yield "--distribute-saved-activations is for --recompute-granularity full only"
     if choice.distribute_saved_activations and s.run.parallel.sequence_parallel:
-        problems.append("--distribute-saved-activations has nothing to cut under --sequence-parallel; drop one of them")
-    return "\n  ".join(problems)
+        yield "--distribute-saved-activations has nothing to cut under --sequence-parallel; drop one of them"
 
 
-def _kernel_choices(s: RuleInput) -> str:
+def _kernel_choices(s: RuleInput) -> Iterator[str]:
     kernels = s.run.model.kernels
-    problems = list(kernels.problems(compiles=s.run.compilation.compile))
-    if not problems:
-        problems = [
-            f"--kernel {word}: {reason}; leave it out"
-            for word in kernels.kernel
-            if (reason := _why_unused(s.run, word.partition("=")[0]))
-        ]
-    return "\n  ".join(problems)
+    yield from (unknown := list(kernels.problems(compiles=s.run.compilation.compile)))
+    for word in () if unknown else kernels.kernel:
+        if reason := _why_unused(s.run, word.partition("=")[0]):
+            yield f"--kernel {word}: {reason}; leave it out"
 
 
 def _why_unused(run: RunConfig, op: str) -> str:
@@ -205,10 +198,8 @@ def _why_unused(run: RunConfig, op: str) -> str:
 
 def _compilation(s: RuleInput) -> str:
     """What is wrong with these settings and how to mend it, a line each, or an empty string."""
-    config, usual = s.run.compilation, CompileConfig()
-    given = [
-        flag_name(name) for name in ("compile_mode", "compile_backend") if getattr(config, name) != getattr(usual, name)
-    ]
+    config = s.run.compilation
+    given = flags_given(config, ("compile_mode", "compile_backend"))
     if not config.compile:
         return f"{' and '.join(given)}: for --compile only; add it" if given else ""
     if config.compile_backend != "inductor" and "--compile-mode" in given:

@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 
 from megatron.core.config.flags import flag_name
-from megatron.core.config.rules.rule import Rule, RuleInput
-from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
-from megatron.core.config.settings.run import OffloadConfig
+from megatron.core.config.rules.rule import Rule, RuleInput, flags_given
+from megatron.core.config.settings.optim import OptimizerConfig
 
 _FORMATS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 _HOST = ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params")
 
 
-def _cpu_offload_problems(config: OptimizerConfig) -> list[str]:
+def _cpu_offload_problems(config: OptimizerConfig) -> Iterator[str]:
     """What --optimizer-cpu-offload needs."""
-    problems = []
     if config.optimizer_cpu_offload and config.is_muon:
-        problems.append(
-            "--optimizer-cpu-offload: Muon's products of matrices are no work for a CPU; leave it out, or choose adam"
-        )
+        yield "--optimizer-cpu-offload: Muon's products of matrices are no work for a CPU; leave it out, or choose adam"
     if config.optimizer_cpu_offload and config.optimizer == "adafactor":
-        problems.append(
-            "--optimizer-cpu-offload moves moments, and --optimizer adafactor keeps next to none; leave it out, or choose adam"
-        )
+        yield "--optimizer-cpu-offload moves moments, and --optimizer adafactor keeps next to none; leave it out, or choose adam"
     if not config.optimizer_cpu_offload:
-        problems += _flags_without_effect(config, OptimizerConfig(), _HOST, "--optimizer-cpu-offload")
+        yield from _flags_without_effect(config, _HOST, "--optimizer-cpu-offload")
     if not 0.0 <= config.optimizer_offload_fraction <= 1.0:
-        problems.append(f"--optimizer-offload-fraction {config.optimizer_offload_fraction:g} is a share, from 0 to 1")
-    return problems
+        yield f"--optimizer-offload-fraction {config.optimizer_offload_fraction:g} is a share, from 0 to 1"
 
 
-def update_rule(s: RuleInput) -> str:
+def update_rule(s: RuleInput) -> Iterator[str]:
     """Numbers of update rules, and settings of rules that are not chosen."""
     run = s.run
-    config, problems = run.optimizer, []
+    config = run.optimizer
     names = [field.name for field in fields(OptimizerConfig)]
     for prefix, chosen in (
         ("muon", config.is_muon),
@@ -44,94 +37,71 @@ def update_rule(s: RuleInput) -> str:
         ("adafactor", config.optimizer == "adafactor"),
     ):
         if not chosen:
-            flags = (name for name in names if name.startswith(f"{prefix}_"))
-            problems += _flags_without_effect(config, OptimizerConfig(), flags, f"--optimizer {prefix}")
-    problems += [
-        f"{flag_name(name)} {getattr(config, name):g} must be above 0"
-        for name in names
-        if name.startswith("adafactor_") and getattr(config, name) <= 0
-    ]
+            flags = [name for name in names if name.startswith(f"{prefix}_")]
+            yield from _flags_without_effect(config, flags, f"--optimizer {prefix}")
+    for name in names:
+        if name.startswith("adafactor_") and getattr(config, name) <= 0:
+            yield f"{flag_name(name)} {getattr(config, name):g} must be above 0"
     for name in ("lion_beta1", "lion_beta2", "muon_momentum"):
         if not 0.0 <= getattr(config, name) < 1.0:
-            problems.append(f"{flag_name(name)} {getattr(config, name):g} is a share from 0 up to, but not, 1")
+            yield f"{flag_name(name)} {getattr(config, name):g} is a share from 0 up to, but not, 1"
     if config.muon_num_ns_steps < 1:
-        problems.append(
-            f"--muon-num-ns-steps {config.muon_num_ns_steps} makes nothing orthogonal; give 5, or 8 for polar_express"
-        )
+        yield f"--muon-num-ns-steps {config.muon_num_ns_steps} makes nothing orthogonal; give 5, or 8 for polar_express"
     if config.muon_extra_scale_factor <= 0:
-        problems.append(
-            f"--muon-extra-scale-factor {config.muon_extra_scale_factor:g} must be above 0; 0.2 gives updates of AdamW's size"
-        )
-    problems += _cpu_offload_problems(config)
-    return "\n  ".join(problems)
+        yield f"--muon-extra-scale-factor {config.muon_extra_scale_factor:g} must be above 0; 0.2 gives updates of AdamW's size"
+    yield from _cpu_offload_problems(config)
 
 
-def low_precision_state(s: RuleInput) -> str:
+def low_precision_state(s: RuleInput) -> Iterator[str]:
     """Formats of the optimizer's state."""
     run = s.run
-    precision, problems = run.precision, []
+    precision = run.precision
     if not precision.use_precision_aware_optimizer:
-        return "\n  ".join(
-            _flags_without_effect(precision, PrecisionConfig(), _FORMATS, "--use-precision-aware-optimizer")
-        )
+        yield from _flags_without_effect(precision, _FORMATS, "--use-precision-aware-optimizer")
+        return
     if run.optimizer.optimizer != "adam":
-        problems.append(
-            f"--use-precision-aware-optimizer keeps the moments of adam, and --optimizer {run.optimizer.optimizer} has others; drop one"
-        )
+        yield f"--use-precision-aware-optimizer keeps the moments of adam, and --optimizer {run.optimizer.optimizer} has others; drop one"
     if run.optimizer.optimizer_cpu_offload:
-        problems.append(
-            "--use-precision-aware-optimizer and --optimizer-cpu-offload both make room for the same state; keep one"
-        )
+        yield "--use-precision-aware-optimizer and --optimizer-cpu-offload both make room for the same state; keep one"
     if precision.fp64:
-        problems.append("--use-precision-aware-optimizer computes in fp32, and --fp64 wants more; drop one")
+        yield "--use-precision-aware-optimizer computes in fp32, and --fp64 wants more; drop one"
     if precision.main_grads_dtype == "bf16" and not precision.bf16:
-        problems.append("--main-grads-dtype bf16 sums up gradients as --bf16 makes them; add that, or choose fp32")
+        yield "--main-grads-dtype bf16 sums up gradients as --bf16 makes them; add that, or choose fp32"
     if precision.main_params_dtype == "fp16" and not (precision.bf16 or precision.fp16):
-        problems.append(
-            "--main-params-dtype fp16 is of main weights beside half-precision weights; add --bf16 or --fp16, or choose fp32"
-        )
+        yield "--main-params-dtype fp16 is of main weights beside half-precision weights; add --bf16 or --fp16, or choose fp32"
     if run.parallel.use_torch_fsdp2 and (precision.main_params_dtype == "fp16" or precision.main_grads_dtype == "bf16"):
-        problems.append(
+        yield (
             "--use-torch-fsdp2 has fp32 main weights and gradients, which are all it keeps; leave --main-params-dtype and "
             "--main-grads-dtype at fp32"
         )
-    return "\n  ".join(problems)
 
 
-def activation_offloading(s: RuleInput) -> str:
+def activation_offloading(s: RuleInput) -> Iterator[str]:
     """Activations in the memory of the CPU."""
     run = s.run
-    config, problems = run.offload, []
+    config = run.offload
     if not config.any_offload:
-        problems += _flags_without_effect(
+        yield from _flags_without_effect(
             config,
-            OffloadConfig(),
             ("offload_modules", "min_offloaded_tensor_size"),
             "--fine-grained-activation-offloading or --cpu-offloading-num-layers",
         )
     if config.cpu_offloading_num_layers < 0 or config.min_offloaded_tensor_size < 0:
-        problems.append("--cpu-offloading-num-layers and --min-offloaded-tensor-size: neither is below 0")
+        yield "--cpu-offloading-num-layers and --min-offloaded-tensor-size: neither is below 0"
     if config.fine_grained_activation_offloading and not config.offload_modules:
-        problems.append(
-            "--fine-grained-activation-offloading has no modules; name them with --offload-modules, such as core_attn attn_proj"
-        )
+        yield "--fine-grained-activation-offloading has no modules; name them with --offload-modules, such as core_attn attn_proj"
     if config.offload_modules and config.cpu_offloading_num_layers > 0:
-        problems.append(
-            "--cpu-offloading-num-layers sends away all of a layer, and --offload-modules some of every one; keep one"
-        )
+        yield "--cpu-offloading-num-layers sends away all of a layer, and --offload-modules some of every one; keep one"
     experts = [name for name in config.offload_modules if name in ("expert_fc1", "moe_act")]
     if experts and not run.model.moe.num_experts:
-        problems.append(f"--offload-modules {' '.join(experts)}: of experts, and there are none; leave out")
+        yield f"--offload-modules {' '.join(experts)}: of experts, and there are none; leave out"
     if config.any_offload and run.compilation.compile:
-        problems.append(
-            "--compile decides itself what a layer saves, before it could be sent away; drop it, or activation offloading"
-        )
-    return "\n  ".join(problems)
+        yield "--compile decides itself what a layer saves, before it could be sent away; drop it, or activation offloading"
 
 
-def _flags_without_effect(config: Any, usual: Any, names: Iterable[str], wants: str) -> list[str]:
-    given = [flag_name(name) for name in names if getattr(config, name) != getattr(usual, name)]
-    return [f"{', '.join(given)}: for {wants} only; add it, or leave out"] if given else []
+def _flags_without_effect(config: Any, names: Iterable[str], wants: str) -> Iterator[str]:
+    if given := flags_given(config, names):
+        yield f"{', '.join(given)}: for {wants} only; add it, or leave out"
 
 
 ALWAYS = (

@@ -1,69 +1,62 @@
-"""Rules about what is sent while something is computed; each function returns what is wrong and how to mend it."""
+"""Rules about what is sent while something is computed."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from megatron.core.config.plan import read_layout
 from megatron.core.config.rules.rule import Rule, RuleInput
 from megatron.core.config.settings.run import RunConfig
 
 
-def overlap(s: RuleInput) -> str:
+def overlap(s: RuleInput) -> Iterator[str]:
     """What is overlapped is done at all, in pieces that can be."""
     run = s.run
-    parallel, problems = run.parallel, []
+    parallel = run.parallel
     if parallel.overlap_param_gather and not parallel.use_distributed_optimizer:
-        problems.append("--overlap-param-gather gathers what --use-distributed-optimizer has cut; add it")
+        yield "--overlap-param-gather gathers what --use-distributed-optimizer has cut; add it"
     if parallel.ddp_bucket_size is not None and parallel.ddp_num_buckets is not None:
-        problems.append("--ddp-bucket-size and --ddp-num-buckets both set the buckets; keep one")
+        yield "--ddp-bucket-size and --ddp-num-buckets both set the buckets; keep one"
     if parallel.tp_comm_overlap and not parallel.sequence_parallel:
-        problems.append("--tp-comm-overlap sends pieces of the sequence round, which --sequence-parallel cuts; add it")
+        yield "--tp-comm-overlap sends pieces of the sequence round, which --sequence-parallel cuts; add it"
     if parallel.tp_comm_overlap_rs_dgrad and not parallel.tp_comm_overlap:
-        problems.append("--tp-comm-overlap-rs-dgrad is for --tp-comm-overlap only; add it")
+        yield "--tp-comm-overlap-rs-dgrad is for --tp-comm-overlap only; add it"
     if parallel.tp_comm_overlap and run.precision.low.recipe:
-        problems.append(
+        yield (
             "--tp-comm-overlap multiplies piece by piece, and matrices of 8 and 4 bits are scaled as a whole; leave it out, or "
             "those"
         )
     if parallel.overlap_moe_expert_parallel_comm:
-        problems += _dual_batch(run)
+        yield from _dual_batch(run)
     if parallel.delay_wgrad_compute:
-        problems += _delayed_wgrad_problems(run)
-    return "\n  ".join(problems)
+        yield from _delayed_wgrad_problems(run)
 
 
-def _delayed_wgrad_problems(run: RunConfig) -> list[str]:
+def _delayed_wgrad_problems(run: RunConfig) -> Iterator[str]:
     """Why gradients of weights cannot wait for a time in which others are waited for."""
-    parallel, flag, problems = run.parallel, "--delay-wgrad-compute", []
+    parallel, flag = run.parallel, "--delay-wgrad-compute"
     if parallel.expert_model_parallel_size == 1:
-        problems.append(
-            f"{flag} computes while tokens travel to the experts of other ranks; give --expert-model-parallel-size, or leave it out"
-        )
+        yield f"{flag} computes while tokens travel to the experts of other ranks; give --expert-model-parallel-size, or leave it out"
     if parallel.splits_backward:
-        problems.append(
+        yield (
             f"--pipeline-schedule {parallel.pipeline_schedule} has places of its own for gradients of weights; leave {flag} out, "
             "or choose 1f1b"
         )
     if parallel.use_torch_fsdp2:
-        problems.append(f"{flag} adds to gradients when FSDP2 has summed them; leave it out, or --use-torch-fsdp2")
-    return problems
+        yield f"{flag} adds to gradients when FSDP2 has summed them; leave it out, or --use-torch-fsdp2"
 
 
-def _dual_batch(run: RunConfig) -> list[str]:
+def _dual_batch(run: RunConfig) -> Iterator[str]:
     """Yield why dual-batch overlap (the forward pass of a microbatch beside the backward pass of another) is impossible."""
     parallel, flag = run.parallel, "--overlap-moe-expert-parallel-comm"
-    problems = []
     if parallel.expert_model_parallel_size == 1:
-        problems.append(
-            f"{flag} computes while tokens travel to the experts of other ranks; give --expert-model-parallel-size, or leave it out"
-        )
+        yield f"{flag} computes while tokens travel to the experts of other ranks; give --expert-model-parallel-size, or leave it out"
     chunks = (
         len(read_layout(parallel.pipeline_model_parallel_layout or "")) > parallel.pp
         or parallel.num_layers_per_virtual_pipeline_stage
     )
     if parallel.pipeline_schedule != "1f1b" or chunks or (parallel.num_virtual_stages_per_pipeline_rank or 1) > 1:
-        problems.append(
-            f"{flag} does the passes of 1F1B two by two; choose --pipeline-schedule 1f1b, without virtual stages"
-        )
+        yield f"{flag} does the passes of 1F1B two by two; choose --pipeline-schedule 1f1b, without virtual stages"
     reasons = {
         "--recompute-granularity": run.recompute.recompute_granularity is not None,
         "--compile": run.compilation.compile,
@@ -71,12 +64,11 @@ def _dual_batch(run: RunConfig) -> list[str]:
         "what takes activations to the CPU's memory": run.offload.any_offload,
         "--hybrid-context-parallel": parallel.hybrid_context_parallel,
     }
-    problems += [
+    yield from [
         f"{flag} has two passes under way, and {other} serves one at a time; leave one of them out"
         for other, given in reasons.items()
         if given
     ]
-    return problems
 
 
 ALWAYS = (

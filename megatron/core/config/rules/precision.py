@@ -1,14 +1,13 @@
-"""Rules about matrices of 8 and 4 bits; each function returns what is wrong and how to mend it, a line each."""
+"""Rules about matrices of 8 and 4 bits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 
 from megatron.core.config.adapters import linear_layers
 from megatron.core.config.flags import flag_name
 from megatron.core.config.plan import LayerPlan
-from megatron.core.config.rules.rule import Rule, RuleInput
+from megatron.core.config.rules.rule import Rule, RuleInput, flags_given
 from megatron.core.config.settings.run import RunConfig
 
 _DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
@@ -16,57 +15,47 @@ _STATES = {"mamba": "Mamba-2", "gated_delta_net": "a gated delta net"}
 _ENDS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
 
-def _flags_of_other_recipes(run: RunConfig) -> list[str]:
+def _flags_of_other_recipes(run: RunConfig) -> Iterator[str]:
     """Settings that belong to another recipe, and the layers that are left out."""
     low, num_layers = run.precision.low, run.model.num_layers_of()
-    problems = []
-    if low.fp4_format is not None and (given := _flags_given(run, ("fp8_recipe",))):
-        problems.append(f"{given}: --fp4-format has a recipe of its own; leave it out")
-    elif low.recipe != "delayed" and (given := _flags_given(run, _DELAYED)):
-        problems.append(f"{given}: these are about --fp8-recipe delayed; choose it, or leave out")
-    if not low.first_last_layers_bf16 and (given := _flags_given(run, _ENDS)):
-        problems.append(f"{given}: these are about --first-last-layers-bf16; give it, or leave out")
+    if low.fp4_format is not None and (given := flags_given(low, ("fp8_recipe",))):
+        yield f"{', '.join(given)}: --fp4-format has a recipe of its own; leave it out"
+    elif low.recipe != "delayed" and (given := flags_given(low, _DELAYED)):
+        yield f"{', '.join(given)}: these are about --fp8-recipe delayed; choose it, or leave out"
+    if not low.first_last_layers_bf16 and (given := flags_given(low, _ENDS)):
+        yield f"{', '.join(given)}: these are about --first-last-layers-bf16; give it, or leave out"
     negative = [f"{flag_name(name)} {getattr(low, name)}" for name in _ENDS if getattr(low, name) < 0]
     if negative:
-        problems.append(f"{', '.join(negative)}: a number of layers is at least 0")
+        yield f"{', '.join(negative)}: a number of layers is at least 0"
     elif not any(low.is_low_precision_layer(layer, num_layers) for layer in range(num_layers)):
-        problems.append(
+        yield (
             f"--num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 leave none of {num_layers} layers to "
             f"{_format_flag(run)}; choose fewer"
         )
-    return problems
 
 
-def low_precision(s: RuleInput) -> str:
+def low_precision(s: RuleInput) -> Iterator[str]:
     """Matrices in low precision have one format, parts that belong together, and the run a format to fall back to."""
     run = s.run
-    low, _num_layers, problems = run.precision.low, run.model.num_layers_of(), []
+    low, _num_layers = run.precision.low, run.model.num_layers_of()
     if not low.recipe:
-        given = _flags_given(run, tuple(field.name for field in fields(low)))
-        return (
-            f"{given}: nothing is multiplied in 8 or 4 bits; give --fp8-format or --fp4-format, or leave out"
-            if given
-            else ""
-        )
+        if given := flags_given(low):
+            yield f"{', '.join(given)}: nothing is multiplied in 8 or 4 bits; give --fp8-format or --fp4-format, or leave out"
+        return
     if low.fp8_format is not None and low.fp4_format is not None:
-        problems.append("--fp8-format and --fp4-format contradict each other; keep one")
+        yield "--fp8-format and --fp4-format contradict each other; keep one"
     if run.precision.fp16:
-        problems.append(
-            f"--fp16 scales all gradients by one number, and {_format_flag(run)} each matrix by its own; choose --bf16"
-        )
-    problems += _flags_of_other_recipes(run)
+        yield f"--fp16 scales all gradients by one number, and {_format_flag(run)} each matrix by its own; choose --bf16"
+    yield from _flags_of_other_recipes(run)
     if low.fp8_amax_history_len < 1:
-        problems.append(
-            f"--fp8-amax-history-len {low.fp8_amax_history_len}: a history holds at least one step; choose 1 or more"
-        )
+        yield f"--fp8-amax-history-len {low.fp8_amax_history_len}: a history holds at least one step; choose 1 or more"
     if run.parallel.hybrid_context_parallel:
-        problems.append(
+        yield (
             f"--hybrid-context-parallel gives ranks different numbers of microbatches, so {_format_flag(run)} finds no scales in "
             "common; leave one of them out"
         )
     if low.has_quantized_weights:
-        problems += _quantized_weight_problems(run)
-    return "\n  ".join(problems)
+        yield from _quantized_weight_problems(run)
 
 
 def _quantized_weight_problems(run: RunConfig) -> Iterator[str]:
@@ -135,16 +124,6 @@ def _matrix_sizes(run: RunConfig) -> Iterator[tuple[str, int, int]]:
         )
     if moe.moe_shared_expert_intermediate_size is not None:
         yield "--moe-shared-expert-intermediate-size", moe.moe_shared_expert_intermediate_size, tp
-
-
-def _flags_given(run: RunConfig, names: tuple[str, ...]) -> str:
-    """Those of the flags that are not at their default."""
-    low = run.precision.low
-    return ", ".join(
-        flag_name(field.name)
-        for field in fields(low)
-        if field.name in names and getattr(low, field.name) != field.default
-    )
 
 
 def _format_flag(run: RunConfig) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
 
+from megatron.core.config.flags import flag_name
 from megatron.core.config.settings.run import RunConfig
 
 
@@ -18,11 +20,22 @@ class RuleInput:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`says` returns what is wrong and how to mend it, or an empty string. sentence: what holds where it is kept."""
+    """find: what is wrong and how to mend it, one message (empty where nothing is) or several. sentence: what holds where it is kept."""
 
     name: str
-    says: Callable[[RuleInput], str]
+    find: Callable[[RuleInput], str | Iterator[str]]
     sentence: str = ""
+
+    def says(self, setting: RuleInput) -> str:
+        """All that is wrong, a line each; an empty string where the rule is kept."""
+        messages = self.find(setting)
+        return messages if isinstance(messages, str) else "\n  ".join(messages)
+
+
+def flags_given(config: Any, names: Iterable[str] = (), *, without: Collection[str] = ()) -> list[str]:
+    """The flags of a config's fields that are not at their defaults. names: of these fields alone; none: of all but those in `without`."""
+    usual = {field.name: field.default for field in fields(config)}
+    return [flag_name(name) for name in names or usual if name not in without and getattr(config, name) != usual[name]]
 
 
 def divisors(value: int, limit: int = 6) -> str:

@@ -1,11 +1,12 @@
-"""Rules about batches, duration, number formats and samples of a run. Each function returns what is wrong and how to mend it, a line each, or nothing."""
+"""Rules about batches, duration, number formats and samples of a run."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import PurePath
 
 from megatron.core.config.flags import flag_name
-from megatron.core.config.rules.rule import Rule, RuleInput
+from megatron.core.config.rules.rule import Rule, RuleInput, flags_given
 
 
 def _required_sizes(setting: RuleInput) -> str:
@@ -113,60 +114,47 @@ def _number_format(s: RuleInput) -> str:
     return ""
 
 
-def _generated_samples(s: RuleInput) -> str:
-    train, problems = s.run.train, []
+def _generated_samples(s: RuleInput) -> Iterator[str]:
+    train = s.run.train
     online = s.run.data.multimodal.online_evaluation_config
     if online is not None and s.run.parallel.context_parallel_size > 1:
-        problems.append(
+        yield (
             f"--online-evaluation-config: answers are generated without --context-parallel-size {s.run.parallel.context_parallel_size}; "
             "leave one out"
         )
     if train.eval_generate is None:
-        given = [
-            flag_name(name)
-            for name, usual in (("eval_generate_tokens", 64), ("eval_generate_temperature", 0.0))
-            if getattr(train, name) != usual
-        ]
-        problems += [f"{', '.join(given)}: for --eval-generate only; give it a file of prompts"] if given else []
-        return "\n  ".join(problems)
+        if given := flags_given(train, ("eval_generate_tokens", "eval_generate_temperature")):
+            yield f"{', '.join(given)}: for --eval-generate only; give it a file of prompts"
+        return
     if s.run.model.architecture != "gpt":
-        problems.append("--eval-generate: text is continued by a GPT only; leave it out")
+        yield "--eval-generate: text is continued by a GPT only; leave it out"
     if s.run.parallel.context_parallel_size > 1:
-        problems.append(
-            f"--eval-generate: text is generated without --context-parallel-size {s.run.parallel.context_parallel_size}; leave one out"
-        )
+        yield f"--eval-generate: text is generated without --context-parallel-size {s.run.parallel.context_parallel_size}; leave one out"
     if train.eval_generate_tokens < 1:
-        problems.append(f"--eval-generate-tokens {train.eval_generate_tokens} are no tokens; give 1 or more")
+        yield f"--eval-generate-tokens {train.eval_generate_tokens} are no tokens; give 1 or more"
     if not 0.0 <= train.eval_generate_temperature <= 100.0:
-        problems.append(
-            f"--eval-generate-temperature {train.eval_generate_temperature} is no temperature; give one from 0 to 100"
-        )
-    return "\n  ".join(problems)
+        yield f"--eval-generate-temperature {train.eval_generate_temperature} is no temperature; give one from 0 to 100"
 
 
-def _elastic(s: RuleInput) -> str:
+def _elastic(s: RuleInput) -> Iterator[str]:
     run = s.run
     if not run.parallel.elastic:
-        return ""
-    problems = []
+        return
     if (
         run.checkpoint.save is None
         or run.checkpoint.load is None
         or PurePath(run.checkpoint.save) != PurePath(run.checkpoint.load)
     ):
-        problems.append("--elastic goes on from the last checkpoint; give one folder as both --save and --load")
+        yield "--elastic goes on from the last checkpoint; give one folder as both --save and --load"
     if run.checkpoint.save_interval is None:
-        problems.append("--elastic does again what was not saved when ranks are lost; give --save-interval")
+        yield "--elastic does again what was not saved when ranks are lost; give --save-interval"
     if run.data.dataloader_type != "single":
-        problems.append(
+        yield (
             f"--dataloader-type {run.data.dataloader_type} orders samples by the number of ranks, which --elastic changes; "
             "choose single"
         )
     if run.train.decrease_batch_size_if_needed:
-        problems.append(
-            "--decrease-batch-size-if-needed changes the global batch with the ranks, and --elastic keeps it; drop one of them"
-        )
-    return "\n  ".join(problems)
+        yield "--decrease-batch-size-if-needed changes the global batch with the ranks, and --elastic keeps it; drop one of them"
 
 
 NEEDS = (

@@ -1,13 +1,12 @@
-"""Rules about images: encoders, projectors, tiles. Each function returns what is wrong and how to mend it, a line each, or nothing."""
+"""Rules about images: encoders, projectors, tiles."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from collections.abc import Iterator
 
 from megatron.core.config.flags import flag_name
-from megatron.core.config.rules.rule import Rule, RuleInput, divisors
-from megatron.core.config.settings.multimodal import MultimodalConfig
+from megatron.core.config.rules.rule import Rule, RuleInput, divisors, flags_given
 from megatron.core.config.settings.vision import VisionConfig
 
 
@@ -19,77 +18,72 @@ def _flags_without_images(s: RuleInput) -> str:
     """What belongs to images, where there are none."""
     if _has_images(s):
         return ""
-    vision, data = s.run.model.vision, s.run.data.multimodal
-    given = [
-        flag_name(field.name)
-        for config, usual in ((vision, VisionConfig()), (data, MultimodalConfig()))
-        for field in fields(usual)
-        if getattr(config, field.name) != getattr(usual, field.name)
-    ]
+    given = flags_given(s.run.model.vision) + flags_given(s.run.data.multimodal)
     return f"{', '.join(given)}: of images, which this network does not read; add --vision-model-type" if given else ""
 
 
-def _image_and_encoder_sizes(s: RuleInput) -> str:
+def _image_and_encoder_sizes(s: RuleInput) -> Iterator[str]:
     """What the sizes of images and of the encoder must keep to."""
     if not _has_images(s):
-        return ""
-    vision, problems = s.run.model.vision, []
-    for name, size in (("--img-h", vision.img_h), ("--img-w", vision.img_w)):
-        if vision.patch_dim < 1 or size < 1 or size % vision.patch_dim:
-            problems.append(
-                f"{name} {size} is not a multiple of --patch-dim {vision.patch_dim}; choose "
-                f"{max(1, size // max(1, vision.patch_dim)) * max(1, vision.patch_dim)}"
-            )
-    if vision.num_channels not in (1, 3):
-        problems.append(f"--num-channels {vision.num_channels}: images have 3 channels, or 1 if they are grey")
+        return
+    vision = s.run.model.vision
+    yield from (bad_sizes := list(_image_sides(vision)))
     factor = vision.pixel_shuffle_factor
-    if not problems and vision.pixel_shuffle and (factor < 1 or any(side % factor for side in vision.patch_grid)):
+    if not bad_sizes and vision.pixel_shuffle and (factor < 1 or any(side % factor for side in vision.patch_grid)):
         rows, columns = vision.patch_grid
-        problems.append(
+        yield (
             f"--pixel-shuffle-factor {factor} does not divide the {rows} x {columns} patches of an image; choose a number "
             "that does, or another --img-h and --img-w"
         )
     if s.run.model.has_vision:
         hidden, heads = vision.vision_hidden_size or 0, vision.vision_num_attention_heads or 0
         if heads < 1 or hidden % heads:
-            problems.append(
+            yield (
                 f"--vision-num-attention-heads {heads} does not divide --vision-hidden-size {hidden}; choose one of "
                 f"{divisors(hidden)}"
             )
         if (vision.vision_num_layers or 0) < 1:
-            problems.append(f"--vision-num-layers {vision.vision_num_layers} is not a positive number")
-    return "\n  ".join(problems)
+            yield f"--vision-num-layers {vision.vision_num_layers} is not a positive number"
 
 
-def _image_sequence_problems(s: RuleInput) -> str:
+def _image_sides(vision: VisionConfig) -> Iterator[str]:
+    """What is wrong with the sides and channels of an image."""
+    for name, size in (("--img-h", vision.img_h), ("--img-w", vision.img_w)):
+        if vision.patch_dim < 1 or size < 1 or size % vision.patch_dim:
+            yield (
+                f"{name} {size} is not a multiple of --patch-dim {vision.patch_dim}; choose "
+                f"{max(1, size // max(1, vision.patch_dim)) * max(1, vision.patch_dim)}"
+            )
+    if vision.num_channels not in (1, 3):
+        yield f"--num-channels {vision.num_channels}: images have 3 channels, or 1 if they are grey"
+
+
+def _image_sequence_problems(s: RuleInput) -> Iterator[str]:
     """What the rows of images need of the sequence and of the layout."""
-    model, problems = s.run.model, []
+    model = s.run.model
     if not model.has_vision:
-        return ""
+        return
     if model.vision.patch_dim > 0 and model.vision.num_image_embeddings >= s.run.train.seq_length:
-        problems.append(
+        yield (
             f"an image takes {model.vision.num_image_embeddings} places of --seq-length {s.run.train.seq_length}, and no text has room; give a "
             "longer one, --pixel-shuffle, or smaller images"
         )
     if model.mtp.mtp_num_layers:
-        problems.append("--mtp-num-layers predicts tokens from tokens, which images are not; leave it out")
+        yield "--mtp-num-layers predicts tokens from tokens, which images are not; leave it out"
     if s.run.parallel.hybrid_context_parallel:
-        problems.append("--hybrid-context-parallel regroups texts without their images; leave it out")
+        yield "--hybrid-context-parallel regroups texts without their images; leave it out"
     if model.vision.vision_projection_type == "affine" and (
         model.vision.vision_projection_hidden_size != model.hidden_size
     ):
-        problems.append(
-            "--vision-projection-hidden-size is the width between two matrices; affine has one, so leave it out"
-        )
-    return "\n  ".join(problems)
+        yield "--vision-projection-hidden-size is the width between two matrices; affine has one, so leave it out"
 
 
-def _tile_settings(s: RuleInput) -> str:
-    data, problems = s.run.data.multimodal, []
+def _tile_settings(s: RuleInput) -> Iterator[str]:
+    data = s.run.data.multimodal
     if not _has_images(s):
-        return ""
+        return
     if data.max_num_tiles < 1:
-        problems.append(f"--max-num-tiles {data.max_num_tiles} is not a positive number")
+        yield f"--max-num-tiles {data.max_num_tiles} is not a positive number"
     of_tiling = {
         "--max-num-tiles": data.max_num_tiles != 1,
         "--use-thumbnail": data.use_thumbnail,
@@ -97,51 +91,46 @@ def _tile_settings(s: RuleInput) -> str:
     }
     if not data.use_tiling and any(of_tiling.values()):
         given = [name for name, on in of_tiling.items() if on]
-        problems.append(f"{', '.join(given)}: for --use-tiling only; add it")
+        yield f"{', '.join(given)}: for --use-tiling only; add it"
     if data.use_tiling and data.image_aspect_ratio != "square":
-        problems.append(
+        yield (
             f"--use-tiling stretches an image to its tiles, and --image-aspect-ratio {data.image_aspect_ratio} does not "
             "stretch it; keep one"
         )
-    problems += _smolvlm_tiles(s) if data.cuts_as_smolvlm else []
+    yield from _smolvlm_tiles(s) if data.cuts_as_smolvlm else []
     for name, value in (("max_image_pixels", data.max_image_pixels), ("max_image_bytes", data.max_image_bytes)):
         if value < 1:
-            problems.append(f"{flag_name(name)} {value} leaves every image out; give a positive number")
-    return "\n  ".join(problems)
+            yield f"{flag_name(name)} {value} leaves every image out; give a positive number"
 
 
-def _smolvlm_tiles(s: RuleInput) -> list[str]:
+def _smolvlm_tiles(s: RuleInput) -> Iterator[str]:
     """What SmolVLM's way of cutting images needs: a square of tiles at most, and the whole image behind them."""
-    data, vision, problems = s.run.data.multimodal, s.run.model.vision, []
+    data, vision = s.run.data.multimodal, s.run.model.vision
     side = math.isqrt(max(1, data.max_num_tiles))
     if side < 2 or side * side != data.max_num_tiles:
-        problems.append(
+        yield (
             f"--image-tag-type smolvlm with --max-num-tiles {data.max_num_tiles}: SmolVLM cuts the longer side of every image into a "
             "fixed number of tiles, and --max-num-tiles is its square; choose 4, 9 or 16 (as published)"
         )
     if vision.img_h != vision.img_w:
-        problems.append(f"--img-h {vision.img_h} --img-w {vision.img_w}: SmolVLM's tiles are squares; make them equal")
+        yield f"--img-h {vision.img_h} --img-w {vision.img_w}: SmolVLM's tiles are squares; make them equal"
     if not data.use_thumbnail:
-        problems.append("--image-tag-type smolvlm: the whole image follows the tiles; add --use-thumbnail")
+        yield "--image-tag-type smolvlm: the whole image follows the tiles; add --use-thumbnail"
     if data.use_tile_tags:
-        problems.append("--use-tile-tags: SmolVLM's tiles have tags of their own; leave it out")
-    return problems
+        yield "--use-tile-tags: SmolVLM's tiles have tags of their own; leave it out"
 
 
-def _classifier_problems(s: RuleInput) -> str:
+def _classifier_problems(s: RuleInput) -> Iterator[str]:
     """What a vision transformer by itself cannot do."""
     if s.run.model.architecture != "vit":
-        return ""
-    parallel, problems = s.run.parallel, []
+        return
+    parallel = s.run.parallel
     if parallel.sequence_parallel:
-        problems.append("--sequence-parallel cuts texts; an image's tokens are whole on every rank, so leave it out")
+        yield "--sequence-parallel cuts texts; an image's tokens are whole on every rank, so leave it out"
     if s.run.model.moe.num_experts:
-        problems.append("--num-experts: encoders of images have none; leave it out")
+        yield "--num-experts: encoders of images have none; leave it out"
     if s.run.model.vision.freeze_LM or s.run.model.vision.freeze_vision_projection:
-        problems.append(
-            "--freeze-LM, --freeze-vision-projection: of pretrain_vlm.py; freeze the encoder with --freeze-ViT"
-        )
-    return "\n  ".join(problems)
+        yield "--freeze-LM, --freeze-vision-projection: of pretrain_vlm.py; freeze the encoder with --freeze-ViT"
 
 
 ALWAYS = (Rule("images", _flags_without_images, "what belongs to images is given where there are some"),)
