@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from megatron.training.cli.arguments import parse_args
+from megatron.training.cli.hybrid import hybrid_problems
 from megatron.training.launch.launch_info import read_launch_info
 
 if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once
@@ -13,6 +14,7 @@ if __name__ == "__main__":  # before torch is imported, so that --help and refus
         speaks=PLACE.rank == 0,
         reads_data="datasets",
         defaults={"tokenizer_type": "GPT2BPETokenizer"},
+        own_problems=hybrid_problems,
     )
 
 from megatron.training.entry import run_entry

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import pairwise
+
 
 def pattern_of_ratios(layers: int, attention: float, mlp: float) -> str:
     """Return the pattern of a hybrid network, a symbol a layer: round(layers * attention) layers of attention (*) spread evenly, then
@@ -29,3 +32,15 @@ def _spread_symbol(symbols: list[str], symbol: str, first: float, step: float) -
             left += step
         else:
             left -= 1
+
+
+def nearest_patterns(pattern: str, symbols: Iterable[str], stages: int) -> tuple[str, ...]:
+    """Patterns near one that is refused: without what means no layer and with equal depths, the same without |, and cut by | into stages as
+    alike in length as can be.
+    """
+    known = "".join(one for one in pattern.upper().replace("D", "*") if one in {*symbols, "|", "/"})
+    main, *depths = known.split("/")
+    layers, depth = main.replace("|", ""), next(filter(None, depths), "").replace("|", "")
+    ends = [round(len(layers) * stage / stages) for stage in range(stages + 1)]
+    cut = "|".join(layers[start:end] for start, end in pairwise(ends))
+    return tuple(one + f"/{depth}" * bool(depth) * len(depths) for one in (main, layers, cut) if layers)

@@ -378,7 +378,7 @@ def _layout_problems(stages: tuple[str, ...], num_layers: int, pp: int, vpp: int
     problems = [f"--pipeline-model-parallel-layout {'|'.join(stages)}: {reason}" for reason in sections]
     if len(stages) != pp * vpp:
         problems += _stage_count_problem(len(stages), pp) or [
-            f"--pipeline-model-parallel-layout has {len(stages)} stages, but {_pipeline_ranks_text(pp, vpp)} make {pp * vpp}"
+            f"--pipeline-model-parallel-layout: {len(stages)} stages, but {_pipeline_ranks_text(pp, vpp)} make {pp * vpp}"
         ]
     return problems
 
@@ -406,8 +406,8 @@ def _stage_count_problem(stages: int, pp: int) -> list[str]:
     if stages % pp == 0:
         return []
     return [
-        f"--pipeline-model-parallel-layout has {stages} stages, which is not a multiple of "
-        f"--pipeline-model-parallel-size {pp}; write {_nearest_multiples(stages, pp)} stages"
+        f"--pipeline-model-parallel-layout: {stages} stages are not a multiple of --pipeline-model-parallel-size {pp}; "
+        f"write {_nearest_multiples(stages, pp)} stages"
     ]
 
 

@@ -26,6 +26,7 @@ from megatron.rl.arguments import no_training_ranks_message, num_training_ranks,
 from megatron.rl.planned_memory import extra_network_memory, generating_ranks, memory_error_message, memory_problem
 from megatron.rl.settings import RLConfig
 from megatron.training.cli.arguments import read_flags
+from megatron.training.cli.hybrid import hybrid_problems
 from megatron.trust.flags.repair import BrokenRule, RequestedSetup
 
 MemoryBeside = Callable[[RunConfig, int], Mapping[str, float]]
@@ -70,8 +71,8 @@ class EntryScript:
 
 ENTRIES: Mapping[str, EntryScript] = {
     "pretrain_gpt.py": EntryScript(lambda words: {"tokenizer_type": "GPT2BPETokenizer"}),
-    "pretrain_hybrid.py": EntryScript(lambda words: {"tokenizer_type": "GPT2BPETokenizer"}),
-    "pretrain_mamba.py": EntryScript(lambda words: {"tokenizer_type": "GPT2BPETokenizer"}),
+    "pretrain_hybrid.py": EntryScript(lambda words: {"tokenizer_type": "GPT2BPETokenizer"}, problems=hybrid_problems),
+    "pretrain_mamba.py": EntryScript(lambda words: {"tokenizer_type": "GPT2BPETokenizer"}, problems=hybrid_problems),
     "pretrain_bert.py": EntryScript(lambda words: {"architecture": "bert", "tokenizer_type": "BertWordPieceLowerCase"}),
     "pretrain_t5.py": EntryScript(lambda words: {"architecture": "t5", "tokenizer_type": "BertWordPieceLowerCase"}),
     "pretrain_vlm.py": EntryScript(

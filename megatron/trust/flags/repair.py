@@ -25,6 +25,7 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
 from megatron.core.config.flags import flag_fields, flag_name, flag_spellings
+from megatron.core.config.hybrid_pattern import nearest_patterns
 from megatron.core.config.settings.data import (
     ChatConfig,
     DataConfig,
@@ -33,6 +34,7 @@ from megatron.core.config.settings.data import (
     MaskingConfig,
     TokenizerConfig,
 )
+from megatron.core.config.settings.hybrid import SYMBOLS
 from megatron.core.config.settings.model import MLAConfig, ModelConfig, MTPConfig, RopeConfig
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig, ScheduleConfig
@@ -127,6 +129,7 @@ WEIGHT_OF: Mapping[str, float] = {
     "encoder_num_layers": 10,
     "hidden_size": 10,
     "num_attention_heads": 10,
+    "hybrid_layer_pattern": 12,
     "seq_length": 6,
     "max_position_embeddings": 2,
     "padded_vocab_size": 2,
@@ -346,6 +349,9 @@ def candidates(setting: RequestedSetup, one: BrokenRule, name: str) -> list[Flag
     values = dict.fromkeys(
         value for value in [*_candidate_values(flag.kind, before, numbers), flag.default] if value != before
     )
+    if name == "hybrid_layer_pattern" and before:
+        near = nearest_patterns(before, SYMBOLS, setting.config.parallel.pp)
+        values |= {one: None for one in near if one != before}
     example = before is None and name in EXAMPLES
     if example:
         values |= {EXAMPLES[name]: None}

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from megatron.core.config.flags import ConfigError
+from megatron.core.config.hybrid_pattern import nearest_patterns
 from megatron.core.config.plan import mtp_layer_plans, network_layer_plans
 from megatron.core.config.rules.engine import broken_rules
+from megatron.core.config.settings.hybrid import SYMBOLS
 from megatron.core.config.stages import stages_of
 from megatron.core.models.describe import layer_parameters
 from megatron.core.models.flops import flops_per_token
@@ -71,7 +73,12 @@ def test_mamba_beside_attention_costs_what_both_cost() -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"hybrid_layer_pattern": "MX"}, "X means no layer"),
+        ({"hybrid_layer_pattern": "MX"}, "'X' means no layer"),
+        ({"hybrid_layer_pattern": "M M"}, "' ' means no layer"),
+        ({"hybrid_layer_pattern": "M/M|M"}, r"write no \| behind /"),
+        ({"hybrid_layer_pattern": "M", "mamba_state_dim": 0}, "--mamba-state-dim 0: each must be at least 1"),
+        ({"hybrid_layer_pattern": "M", "mamba_head_dim": -8}, "--mamba-head-dim -8: each must be at least 1"),
+        ({"hybrid_layer_pattern": "G", "linear_conv_kernel_dim": 0}, "--linear-conv-kernel-dim 0: each must be at least 1"),
         ({"hybrid_layer_pattern": "M/M/*"}, "the same for all"),
         ({"hybrid_layer_pattern": "M/M", "mtp_num_layers": 2}, "the 1 depths of --hybrid-layer-pattern"),
         ({"hybrid_layer_pattern": "MD"}, "D is sparse attention"),
@@ -104,6 +111,31 @@ def test_ranks_divide_heads_and_groups() -> None:
     assert not problems(4, context_parallel_size=4, **changes)
     odd = {**changes, "mamba_num_heads": 6, "mamba_num_groups": 3}
     assert not problems(4, context_parallel_size=4, **odd), "states are gathered where heads cannot be divided"
+
+
+@pytest.mark.parametrize(
+    "pattern, flags, message",
+    [
+        ("M|*|-", {}, "| in --hybrid-layer-pattern: 3 stages are not a multiple of --pipeline-model-parallel-size 2"),
+        ("M*-", {}, "or say how to cut with | in --hybrid-layer-pattern"),
+        ("M|*", {"num_layers_per_virtual_pipeline_stage": 1}, "| in --hybrid-layer-pattern each say how many chunks a rank has"),
+        ("M*-", {"pipeline_model_parallel_layout": "Ett|t|L"}, "--pipeline-model-parallel-layout: 3 stages are not a multiple"),
+    ],
+)  # fmt: skip
+def test_a_cut_that_cannot_be_is_named_as_it_was_given(pattern: str, flags: dict[str, Any], message: str) -> None:
+    said = problems(2, hybrid_layer_pattern=pattern, pipeline_model_parallel_size=2, **SMALL, **flags)
+    assert message in said and said.count("stages are not a multiple") <= 1
+
+
+@pytest.mark.parametrize(
+    "pattern, stages, nearest",
+    [
+        ("mm*-", 1, "MM*-"), ("M-|M*/*|-", 2, "M-|M*/*-"), ("M-/M-/M*", 1, "M-/M-/M-"), ("M-M*/", 1, "M-M*"), ("MD-", 1, "M*-"), ("M X*", 1, "M*"),
+    ],
+)  # fmt: skip
+def test_a_pattern_that_cannot_be_read_has_one_beside_it_that_can(pattern: str, stages: int, nearest: str) -> None:
+    assert nearest_patterns(pattern, SYMBOLS, stages)[0] == nearest
+    assert nearest_patterns("M-M*-", SYMBOLS, 2)[-1] == "M-|M*-"
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_a_layout_that_is_no_cut_of_the_network_is_refused_with_every_reason() -
     assert "E must stand once, at the very beginning" in message
     assert "L must stand once, at the very end" in message
     assert "it has 3 t, but --num-layers is 4" in message
-    assert "5 stages, which is not a multiple of --pipeline-model-parallel-size 2; write 4 or 6 stages" in message
+    assert "5 stages are not a multiple of --pipeline-model-parallel-size 2; write 4 or 6 stages" in message
     assert "4 stages, but 2 pipeline ranks make 2" in refused(layer_plans(2), pp=2, layout="E|t|t|L")
 
 
@@ -192,7 +192,7 @@ def test_a_number_of_chunks_that_does_not_come_out_is_refused() -> None:
         virtual_size(24, pp=4, layers_per_chunk=2, chunks_per_rank=3)
     with pytest.raises(ConfigError, match="--num-virtual-stages-per-pipeline-rank 0 is not a positive number"):
         virtual_size(24, pp=4, chunks_per_rank=0)
-    with pytest.raises(ConfigError, match="3 stages, which is not a multiple"):
+    with pytest.raises(ConfigError, match="3 stages are not a multiple"):
         virtual_size(2, pp=2, layout="Et|t|L")
 
 

@@ -203,6 +203,26 @@ def test_every_entry_script_asks_before_it_starts(
     assert capsys.readouterr().err.count("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model; give it") == 1
 
 
+@pytest.mark.parametrize("script", ["pretrain_hybrid.py", "pretrain_mamba.py"])
+def test_scripts_of_hybrids_refuse_a_network_whose_layers_have_no_state(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = "no flag says which layers have a state: give --hybrid-layer-pattern (MMMM for Mamba-2 in all of --num-layers 4)"
+    monkeypatch.setattr(sys, "argv", [script, *BASE, *BYTES])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert end.value.code == 2 and message in capsys.readouterr().err
+    code, lines = of_the_tool(script, 1, [*BASE, *BYTES])
+    assert code == 2 and any(line.startswith(message) for line in lines), lines
+    small = ["--mamba-head-dim", "8", "--mamba-num-groups", "2"]
+    for told in (
+        "--hybrid-layer-pattern MMMM",
+        "--hybrid-attention-ratio 0.25",
+        "--experimental-attention-variant gdn",
+    ):
+        assert of_the_tool(script, 1, [*BASE, *BYTES, *small, *told.split()]) == (0, [])
+
+
 def test_a_launcher_shows_a_refusal_once(tmp_path: Path) -> None:
     words = [*BASE, *BYTES, "--attention-backend", "flash"]
     done = subprocess.run(

@@ -24,6 +24,9 @@ GROUPED = "--num-experts 64 --moe-router-num-groups"
 BAD: tuple[tuple[int, str, str, int], ...] = (
     (12, f"{TP} 8", "world-size", 1),
     (1, "--hybrid-layer-pattern M*M*", "hybrid-pattern", 1),
+    (1, f"--hybrid-layer-pattern {'M*-X' * 6}", "hybrid-pattern", 1),
+    (1, f"--hybrid-layer-pattern {'mm*-' * 6}", "hybrid-pattern", 1),
+    (2, f"--hybrid-layer-pattern {'M*-|' * 7}M*- {PP} 3", "pipeline-split world-size", 1),
     (1, "--linear-attention-freq 2", "states", 1),
     (1, "--mamba-time-step-limit 0.1", "states", 1),
     (1, "--ssm-multipliers 0.5 2", "multipliers", 1),

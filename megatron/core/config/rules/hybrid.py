@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config.plan import read_layout
 from megatron.core.config.rules.rule import Rule, RuleInput
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.parallel import exchanges_heads
@@ -44,12 +43,6 @@ def _pattern_separator_problems(s: RuleInput) -> Iterator[str]:
             f"--mtp-num-layers {depths} and the {len(hybrid.mtp_patterns)} depths of --hybrid-layer-pattern are two numbers; write a / with the layers of a "
             "depth for each, and leave --mtp-num-layers out"
         )
-    stages = len(read_layout(hybrid.layout)) if hybrid.layout is not None else parallel.pp
-    if parallel.pp > 1 and stages % parallel.pp:
-        yield (
-            f"--hybrid-layer-pattern has {stages} stages, no multiple of --pipeline-model-parallel-size {parallel.pp}; write {parallel.pp} or "
-            f"{2 * parallel.pp}, or no | for stages of one length"
-        )
     if parallel.pp > 1 and hybrid.layout not in (None, parallel.pipeline_model_parallel_layout):
         yield ("| in --hybrid-layer-pattern and --pipeline-model-parallel-layout both cut the layers; keep one")
 
@@ -69,7 +62,8 @@ def _state_size_problems(s: RuleInput) -> Iterator[str]:
         yield f"--state-comm-type {s.run.parallel.state_comm_type}: no layer has a state; leave it out"
     limits = hybrid.mamba_time_step_limit
     if limits and (len(limits) != 2 or not 0.0 <= limits[0] < limits[1]):
-        yield f"--mamba-time-step-limit {limits}: give the smallest and the largest, such as 0.001 inf"
+        given = " ".join(map(str, limits))
+        yield f"--mamba-time-step-limit {given}: give the smallest and the largest, such as 0.001 inf"
     yield from _norms_of_states(model)
     if hybrid.linear_attention_freq is not None and hybrid.experimental_attention_variant is None:
         yield "--linear-attention-freq is for --experimental-attention-variant only; add it or leave out"

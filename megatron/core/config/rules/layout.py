@@ -104,12 +104,12 @@ def _pipeline_stages(s: RuleInput) -> str:
     try:
         stages = stages_of(s.run)
     except ConfigError as error:
-        reasons = "\n  ".join(line.strip() for line in str(error).splitlines()[1:])
-        return (
-            reasons.replace("--num-layers ", "--encoder-num-layers + --decoder-num-layers ")
-            if s.run.model.architecture == "t5"
-            else reasons
-        )
+        reasons, model = "\n  ".join(line.strip() for line in str(error).splitlines()[1:]), s.run.model
+        if model.architecture == "t5":
+            return reasons.replace("--num-layers ", "--encoder-num-layers + --decoder-num-layers ")
+        if model.hybrid.symbols and model.hybrid.layout == parallel.pipeline_model_parallel_layout:
+            return reasons.replace("--pipeline-model-parallel-layout", "| in --hybrid-layer-pattern")
+        return reasons
     chunks = 2 if parallel.stage_placement == "v" else 1
     if parallel.splits_backward and len(stages) != chunks * parallel.pp:
         count = "one chunk" if chunks == 1 else "two chunks"

@@ -127,14 +127,20 @@ class HybridConfig:
 
     def problems(self) -> Iterator[str]:
         """What cannot be read in the pattern."""
-        unknown = sorted(set(self.symbols + "".join(self.mtp_patterns)) - set(SYMBOLS))
+        mtp = "".join(self.mtp_patterns)
+        unknown = sorted(set(self.symbols + mtp) - set(SYMBOLS) - {"|"})
         if self.hybrid_layer_pattern is not None and not self.symbols:
             yield f"--hybrid-layer-pattern {self.hybrid_layer_pattern!r} has no layers; give symbols of {' '.join(SYMBOLS)}"
         if len(set(self.mtp_patterns)) > 1 or "" in self.mtp_patterns:
             yield "--hybrid-layer-pattern: each / begins the layers of one depth of multi-token prediction, which are the same for all; repeat them"
+        if "|" in mtp:
+            yield "--hybrid-layer-pattern: layers of multi-token prediction are in the last pipeline stage; write no | behind /"
         if "D" in unknown:
             yield "--hybrid-layer-pattern: D is sparse attention, which is not built; choose * or +"
         elif unknown:
-            yield f"--hybrid-layer-pattern: {' '.join(unknown)} means no layer; use {' '.join(SYMBOLS)} and |"
+            yield (
+                f"--hybrid-layer-pattern: {', '.join(map(repr, unknown))} means no layer; write layers as {' '.join(SYMBOLS)}, | where the next pipeline "
+                "stage begins, and / where multi-token prediction begins"
+            )
         if {"*", "+"} <= set(self.symbols + "".join(self.mtp_patterns)):
             yield "--hybrid-layer-pattern: * and + are two kinds of attention; keep one"
