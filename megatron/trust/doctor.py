@@ -18,7 +18,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -76,6 +76,10 @@ class RunUnderTest:
     megabytes: int = 16
     all_kernels: bool = False
 
+    def first_problem(self, problems: Sequence[tuple[int, Any]]) -> str:
+        """The first of what ranks say, (rank, message), and which ranks have something to say."""
+        return f"{problems[0][1]}: on {self.rank_names([rank for rank, _ in problems])}"
+
     def rank_names(self, ranks: Sequence[int]) -> str:
         """Some ranks and their machines, in words."""
         names = [f"{rank} ({self.hosts[rank]})" for rank in ranks[:_MOST_NAMED]] + ["..."] * (len(ranks) > _MOST_NAMED)
@@ -89,11 +93,8 @@ def examine_all(subject: RunUnderTest) -> list[CheckResult]:
         try:
             rows += check(subject)
         except RanksFailed as error:
-            rows.append(
-                CheckResult(
-                    check.__name__.removeprefix("check_"), "FAIL", str(error), "the check could not be made there"
-                )
-            )
+            name = check.__name__.removeprefix("check_")
+            rows.append(CheckResult(name, "FAIL", str(error), "the check could not be made there"))
     return rows
 
 
@@ -130,38 +131,21 @@ def check_devices(subject: RunUnderTest) -> list[CheckResult]:
     seen = _gather_from_all(subject, lambda: (host, str(device), device_name(device), free_memory(device)))
     names = Counter(one[2] for _, one in seen)
     description = f"{' and '.join(f'{count} x {name}' for name, count in names.items())} on {len({one[0] for _, one in seen})} machine(s)"
-    rows = (
-        []
-        if len(names) == 1
-        else [
-            CheckResult(
-                "devices", "WARN", description, "all wait for the slowest in every step; take devices of one kind"
-            )
-        ]
-    )
-    if device.type == "cuda":
-        places = Counter(one[:2] for _, one in seen)
-        shared = [f"{host} {name}" for (host, name), count in places.items() if count > 1]
-        if shared:
-            rows.append(
-                CheckResult(
-                    "devices",
-                    "FAIL",
-                    f"several ranks share {', '.join(shared)}",
-                    "start as many ranks as a machine has GPUs",
-                )
-            )
-        full = [rank for rank, one in seen if one[3] is not None and one[3][0] < 0.9 * one[3][1]]
-        if full:
-            rows.append(
-                CheckResult(
-                    "devices",
-                    "WARN",
-                    f"a tenth of the memory or more is taken on {subject.rank_names(full)}",
-                    "end what else runs there",
-                )
-            )
+    mend = "all wait for the slowest in every step; take devices of one kind"
+    rows = [CheckResult("devices", "WARN", description, mend)] if len(names) > 1 else []
+    rows += _gpus_in_use(subject, seen) if device.type == "cuda" else ()
     return rows or [CheckResult("devices", "OK", description)]
+
+
+def _gpus_in_use(subject: RunUnderTest, seen: Sequence[tuple[int, Any]]) -> Iterator[CheckResult]:
+    """What else uses the GPUs. seen: (rank, (host, device, its name, free and all memory))."""
+    places = Counter(one[:2] for _, one in seen)
+    if shared := [f"{host} {name}" for (host, name), count in places.items() if count > 1]:
+        result = f"several ranks share {', '.join(shared)}"
+        yield CheckResult("devices", "FAIL", result, "start as many ranks as a machine has GPUs")
+    if full := [rank for rank, one in seen if one[3] is not None and one[3][0] < 0.9 * one[3][1]]:
+        result = f"a tenth of the memory or more is taken on {subject.rank_names(full)}"
+        yield CheckResult("devices", "WARN", result, "end what else runs there")
 
 
 def check_kernels(subject: RunUnderTest) -> list[CheckResult]:
@@ -173,7 +157,7 @@ def check_kernels(subject: RunUnderTest) -> list[CheckResult]:
     ]
 
 
-def check_kernel_results(subject: RunUnderTest) -> list[CheckResult]:
+def check_kernel_results(subject: RunUnderTest) -> Iterator[CheckResult]:
     """Every kernel computes what its op is defined to be, forward and backward, on every rank."""
     names = {op: name for op, name, _ in subject.kernels.report}
 
@@ -183,33 +167,21 @@ def check_kernel_results(subject: RunUnderTest) -> list[CheckResult]:
         return (errors_of_all(*run) if subject.all_kernels else {}) | chosen
 
     seen = _gather_from_all(subject, look)
-    limit, rows = TOLERANCE[subject.need.dtype], []
+    limit = TOLERANCE[subject.need.dtype]
     for op, name in seen[0][1] if seen else ():
         results = [(rank, one[op, name]) for rank, one in seen]
         wrong = [(rank, result) for rank, result in results if isinstance(result, str) or result > limit]
         what = f"{op} by {name} in {str(subject.need.dtype).removeprefix('torch.')}"
-        if wrong:
-            worst = (
-                wrong[0][1]
-                if isinstance(wrong[0][1], str)
-                else f"off by {max(result for _, result in wrong):.2g} of the largest value"
-            )
-            mend = f"choose another than {kernel_flag(op, name)}, or " if op in names else ""
-            rows.append(
-                CheckResult(
-                    "numbers",
-                    "FAIL",
-                    f"{what}: {worst}, {limit:g} allowed, on {subject.rank_names([rank for rank, _ in wrong])}",
-                    f"{mend}test the device and its driver",
-                )
-            )
-        else:
-            rows.append(
-                CheckResult(
-                    "numbers", "OK", f"{what}: within {max(result for _, result in results):.2g} of the definition"
-                )
-            )
-    return rows
+        if not wrong:
+            gap = max(result for _, result in results)
+            yield CheckResult("numbers", "OK", f"{what}: within {gap:.2g} of the definition")
+            continue
+        worst = wrong[0][1]
+        if not isinstance(worst, str):
+            worst = f"off by {max(result for _, result in wrong):.2g} of the largest value"
+        result = f"{what}: {worst}, {limit:g} allowed, on {subject.rank_names([rank for rank, _ in wrong])}"
+        mend = f"choose another than {kernel_flag(op, name)}, or " if op in names else ""
+        yield CheckResult("numbers", "FAIL", result, f"{mend}test the device and its driver")
 
 
 def check_links(subject: RunUnderTest) -> list[CheckResult]:
@@ -233,22 +205,15 @@ def check_clocks(subject: RunUnderTest) -> list[CheckResult]:
     rounds = list(zip(*collectives.gather_objects(ticks, subject.mesh.world)))  # [round][rank]
     ahead = [statistics.median(times[rank] - times[0] for times in rounds) for rank in range(len(rounds[0]))]
     skew = max(ahead) - min(ahead)
-    result = f"apart by {skew:.3f} s at most" + (
-        f": rank {ahead.index(max(ahead))} is ahead of rank {ahead.index(min(ahead))}" if skew > _MOST_SKEW else ""
-    )
-    return [
-        CheckResult(
-            "clocks",
-            "WARN" if skew > _MOST_SKEW else "OK",
-            result,
-            "set the clocks by NTP: logs and time limits of different machines do not fit together"
-            if skew > _MOST_SKEW
-            else "",
-        )
-    ]
+    result = f"apart by {skew:.3f} s at most"
+    if skew <= _MOST_SKEW:
+        return [CheckResult("clocks", "OK", result)]
+    result += f": rank {ahead.index(max(ahead))} is ahead of rank {ahead.index(min(ahead))}"
+    mend = "set the clocks by NTP: logs and time limits of different machines do not fit together"
+    return [CheckResult("clocks", "WARN", result, mend)]
 
 
-def check_limits(subject: RunUnderTest) -> list[CheckResult]:
+def check_limits(subject: RunUnderTest) -> Iterator[CheckResult]:
     """Open files, shared memory and temporary space on every machine."""
     mesh, host = subject.mesh, socket.gethostname()
 
@@ -281,26 +246,22 @@ def check_limits(subject: RunUnderTest) -> list[CheckResult]:
             _bytes_text,
         ),
     )
-    rows = []
     for name, place, least, mend, explanation in needs:
         values = [(rank, one[place], least(one)) for rank, one in seen if one[place] is not None]
         low = [rank for rank, there, needed in values if there < needed and there != resource.RLIM_INFINITY]
         if values:
             lowest = min(there for _, there, _ in values)
             below = f", below {explanation(values[0][2])} on {subject.rank_names(low)}" if low else ""
-            rows.append(
-                CheckResult(
-                    "limits", "WARN" if low else "OK", f"{name}: {explanation(lowest)}{below}", mend if low else ""
-                )
-            )
-    return rows
+            result = f"{name}: {explanation(lowest)}{below}"
+            yield CheckResult("limits", "WARN" if low else "OK", result, mend if low else "")
 
 
-def check_data(subject: RunUnderTest) -> list[CheckResult]:
+def check_data(subject: RunUnderTest) -> Iterator[CheckResult]:
     """Every rank sees the same data files."""
     prefixes = _dataset_prefixes(subject.config)
     if not prefixes:
-        return [CheckResult("data", "OK", "none asked for")]
+        yield CheckResult("data", "OK", "none asked for")
+        return
 
     def look() -> dict[str, int | str]:
         hashes: dict[str, int | str] = {}
@@ -316,26 +277,20 @@ def check_data(subject: RunUnderTest) -> list[CheckResult]:
         return hashes
 
     seen = _gather_from_all(subject, look)
-    rows = []
+    good = True
     for path in dict.fromkeys(path for _, one in seen for path in one):
         sizes = [(rank, one.get(path, "not looked for: here the prefix is a file of its own")) for rank, one in seen]
         lost = [(rank, size) for rank, size in sizes if isinstance(size, str)]
+        differ = not lost and len({size for _, size in sizes}) > 1
+        good = good and not lost and not differ
         if lost:
-            rows.append(
-                CheckResult(
-                    "data",
-                    "FAIL",
-                    f"{lost[0][1]}: on {subject.rank_names([rank for rank, _ in lost])}",
-                    "mount the folder there, under the same path",
-                )
-            )
-        elif len({size for _, size in sizes}) > 1:
-            rows.append(
-                _disagreement_row(
-                    subject, "data", f"bytes of {path} differ", sizes, "bring the same files to all machines"
-                )
-            )
-    return rows or [CheckResult("data", "OK", f"{len(seen[0][1])} files, on every rank")]
+            mend = "mount the folder there, under the same path"
+            yield CheckResult("data", "FAIL", subject.first_problem(lost), mend)
+        elif differ:
+            mend = "bring the same files to all machines"
+            yield _disagreement_row(subject, "data", f"bytes of {path} differ", sizes, mend)
+    if good:
+        yield CheckResult("data", "OK", f"{len(seen[0][1])} files, on every rank")
 
 
 def check_tokenizer(subject: RunUnderTest) -> list[CheckResult]:
@@ -392,14 +347,8 @@ def check_disk(subject: RunUnderTest) -> list[CheckResult]:
     collectives.barrier(subject.mesh.world)
     seen, problems = _try_on_all_ranks(subject, write)
     if problems:
-        return [
-            CheckResult(
-                "disk",
-                "FAIL",
-                f"--save {folder} cannot be written: {problems[0][1]}: on {subject.rank_names([rank for rank, _ in problems])}",
-                "let every rank write there: each saves its part",
-            )
-        ]
+        result = f"--save {folder} cannot be written: {subject.first_problem(problems)}"
+        return [CheckResult("disk", "FAIL", result, "let every rank write there: each saves its part")]
     rate = subject.megabytes * 2**20 * len(seen) / max(seconds for _, seconds in seen)
     free = shutil.disk_usage(folder).free
     result, mend = f"{_bytes_text(rate)}/s from {len(seen)} rank(s), {_bytes_text(free)} free in --save", ""
@@ -410,14 +359,12 @@ def check_disk(subject: RunUnderTest) -> list[CheckResult]:
         )
         result += f"; a checkpoint takes about {_bytes_text(size)} and {size / rate:.0f} s"
         if free < 2 * size:
-            status, mend = (
-                ("FAIL" if free < size else "WARN"),
-                "two must fit, since the old one is kept until the new one is whole; see --save-keep-last",
-            )
+            status = "FAIL" if free < size else "WARN"
+            mend = "two must fit, since the old one is kept until the new one is whole; see --save-keep-last"
     return [CheckResult("disk", status, result, mend)]
 
 
-CHECKS: tuple[Callable[[RunUnderTest], list[CheckResult]], ...] = (
+CHECKS: tuple[Callable[[RunUnderTest], Iterable[CheckResult]], ...] = (
     check_versions,
     check_devices,
     check_kernels,
@@ -451,7 +398,7 @@ def _gather_from_all(subject: RunUnderTest, look: Callable[[], Any]) -> list[tup
     """What every rank sees: (rank, value)."""
     seen, problems = _try_on_all_ranks(subject, look)
     if problems:
-        raise RanksFailed(f"{problems[0][1]}: on {subject.rank_names([rank for rank, _ in problems])}")
+        raise RanksFailed(subject.first_problem(problems))
     return seen
 
 
@@ -461,17 +408,10 @@ def _check_ranks_agree(
     """A row about something that all ranks must see alike."""
     seen, problems = _try_on_all_ranks(subject, look)
     if problems:
-        return [
-            CheckResult(
-                check, "FAIL", f"{problems[0][1]}: on {subject.rank_names([rank for rank, _ in problems])}", mend
-            )
-        ]
+        return [CheckResult(check, "FAIL", subject.first_problem(problems), mend)]
     if len({value for _, value in seen}) > 1:
-        return [
-            _disagreement_row(
-                subject, check, "ranks see different ones", [(rank, describe(value)) for rank, value in seen], mend
-            )
-        ]
+        described = [(rank, describe(value)) for rank, value in seen]
+        return [_disagreement_row(subject, check, "ranks see different ones", described, mend)]
     return [CheckResult(check, "OK", describe(seen[0][1]))]
 
 
@@ -482,12 +422,8 @@ def _disagreement_row(
     ranks: dict[Any, list[int]] = {}
     for rank, value in values:
         ranks.setdefault(value, []).append(rank)
-    return CheckResult(
-        check,
-        "FAIL",
-        f"{what}: " + "; ".join(f"{value} on {subject.rank_names(those)}" for value, those in ranks.items()),
-        mend,
-    )
+    each = "; ".join(f"{value} on {subject.rank_names(those)}" for value, those in ranks.items())
+    return CheckResult(check, "FAIL", f"{what}: {each}", mend)
 
 
 def _check_axis(subject: RunUnderTest, axis: Axis) -> CheckResult:
@@ -508,19 +444,11 @@ def _check_axis(subject: RunUnderTest, axis: Axis) -> CheckResult:
     )
     wrong = sorted({ranks for ranks, right, _, _ in many if not right})
     if wrong:
-        return CheckResult(
-            "links",
-            "FAIL",
-            f"{axis.name}: the sum over {subject.rank_names(wrong[0])} is wrong",
-            "test the network and its driver",
-        )
+        result = f"{axis.name}: the sum over {subject.rank_names(wrong[0])} is wrong"
+        return CheckResult("links", "FAIL", result, "test the network and its driver")
     if slowest[3] > 2 * fastest[3]:
-        return CheckResult(
-            "links",
-            "WARN",
-            f"{result} among {subject.rank_names(slowest[0])}, {_bytes_text(moved / fastest[3])}/s among {subject.rank_names(fastest[0])}",
-            "look at the cables, switches and NCCL settings of the slow ones",
-        )
+        result += f" among {subject.rank_names(slowest[0])}, {_bytes_text(moved / fastest[3])}/s among {subject.rank_names(fastest[0])}"
+        return CheckResult("links", "WARN", result, "look at the cables, switches and NCCL settings of the slow ones")
     return CheckResult("links", "OK", result)
 
 
@@ -554,23 +482,10 @@ def _check_shared_folder(subject: RunUnderTest, folder: Path) -> list[CheckResul
     blind = [rank for rank, there in seen if not there]
     mend = "give --save a folder that all machines share and may write"
     if problems:
-        return [
-            CheckResult(
-                "checkpoints",
-                "FAIL",
-                f"--save {folder}: {problems[0][1]}: on {subject.rank_names([rank for rank, _ in problems])}",
-                mend,
-            )
-        ]
+        return [CheckResult("checkpoints", "FAIL", f"--save {folder}: {subject.first_problem(problems)}", mend)]
     if blind:
-        return [
-            CheckResult(
-                "checkpoints",
-                "FAIL",
-                f"--save {folder}: what rank 0 writes is not seen by {subject.rank_names(blind)}",
-                mend,
-            )
-        ]
+        result = f"--save {folder}: what rank 0 writes is not seen by {subject.rank_names(blind)}"
+        return [CheckResult("checkpoints", "FAIL", result, mend)]
     return [CheckResult("checkpoints", "OK", f"--save {folder}: one folder for all ranks")]
 
 

@@ -159,7 +159,7 @@ PLANTED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("planted", PLANTED)
 def test_a_broken_kernel_fails(planted: str) -> None:
-    rows = doctor.check_kernel_results(subject(EVERYTHING, Mesh.single_process(), **PLANTED[planted]))
+    rows = list(doctor.check_kernel_results(subject(EVERYTHING, Mesh.single_process(), **PLANTED[planted])))
     failed = [row for row in rows if row.status == "FAIL"]
     (op,) = PLANTED[planted]
     assert len(failed) == 1 and failed[0].finding.startswith(op) and "rank 0 (machine0)" in failed[0].finding, rows
@@ -195,7 +195,7 @@ def test_a_scan_that_goes_on_into_the_next_document_fails(op: str) -> None:
 
     found = {}
     for name, planted in (("sound", {}), ("blind", {op: blind})):
-        rows = doctor.check_kernel_results(subject(STATES, Mesh.single_process(), **planted))
+        rows = list(doctor.check_kernel_results(subject(STATES, Mesh.single_process(), **planted)))
         found[name] = [row.finding.split()[0] for row in rows if row.status == "FAIL"]
     assert found == {"sound": [], "blind": [op]}
 
