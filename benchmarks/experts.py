@@ -23,7 +23,7 @@ from benchmarks.gpu import results
 from megatron.core.config.plan import LayerPlan
 from megatron.core.kernels import grouped, reference
 from megatron.core.kernels.mask import MaskSpec
-from megatron.core.models.flops import active_moe_elements
+from megatron.core.models.flops import matrix_elements
 from megatron.core.parallel.device import device_name, keep_freed_memory, pick_device, synchronize
 from megatron.core.parallel.rng import materialize
 from megatron.core.parallel.spec import set_global_names
@@ -149,7 +149,8 @@ def layers(device: torch.device, dtype: torch.dtype, tokens: int) -> None:
     """Layers of experts against the dense layer in which a token meets as many matrix elements."""
     for name, changes in (GPU_LAYERS if device.type == "cuda" else LAYERS).items():
         model = tiny.config(**{**LLAMA, "num_attention_heads": 1, **changes}).model
-        width = active_moe_elements(model) // (3 * model.hidden_size)
+        elements = matrix_elements(model, LayerPlan(0, "none", mlp="moe"))
+        width = elements // (3 * model.hidden_size)
         x = torch.randn(tokens, 1, model.hidden_size, device=device, dtype=dtype).requires_grad_()
         experts, dense = (layer_of(changes, device=device, dtype=dtype, dense=wide) for wide in (None, width))
         times = seconds(
@@ -161,7 +162,7 @@ def layers(device: torch.device, dtype: torch.dtype, tokens: int) -> None:
             ],
             device,
         )
-        speed = [6e-12 * tokens * active_moe_elements(model) / took for took in times]
+        speed = [6e-12 * tokens * elements / took for took in times]
         print(
             f"  {name}, {tokens} tokens, {dtype}: {speed[0]:.3f} TFLOP/s; a dense layer of equal FLOPs {speed[1]:.3f}: "
             f"{speed[0] / speed[1]:.2f} of it",

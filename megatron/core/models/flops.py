@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron.core.config.adapters import linear_layers
+from megatron.core.config.adapters import EXPERTS, linear_layers
 from megatron.core.config.plan import LayerPlan, StageSpec, mtp_layer_plans, network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
@@ -66,9 +66,12 @@ def flops_per_token(model: ModelConfig, seq_length: int, count: AttentionCount =
     h, depths = model.hidden_size, model.mtp.mtp_num_layers or 0
     v = 1 if model.reward_head else model.padded_vocab_size
     transform = h * h if model.architecture == "bert" else 0
+    plans = _layer_plans(model)
+    kinds = {(plan.mixer, plan.beside, plan.mlp): plan for plan in plans}  # few, of layers that are many
+    elements = {kind: matrix_elements(model, plan) for kind, plan in kinds.items()}
     layers = sum(
-        _mixer_flops(model, plan, keys) + 6 * _mlp_elements_of(model, plan.mlp)
-        for plan, keys in zip(_layer_plans(model), _mean_visible_keys(model, seq_length, count), strict=True)
+        6 * elements[plan.mixer, plan.beside, plan.mlp] + _mixing_flops(model, plan, keys)
+        for plan, keys in zip(plans, _mean_visible_keys(model, seq_length, count), strict=True)
     )
     return layers + 6 * (transform + h * v) + depths * 6 * (2 * h * h + h * v)
 
@@ -85,8 +88,9 @@ def flops_per_sample(
         return seq_length * flops_per_token(model, seq_length, count) + flops_per_image(model) * model.has_vision
     assert decoder_length is not None, "a decoder has a length of its own"
     h, q, k, s, t = model.hidden_size, model.query_size, model.key_size, seq_length, decoder_length
-    encoder = s * (6 * _layer_elements(model) + 12 * s * q)
-    decoder = t * (6 * _layer_elements(model) + 12 * t * q * (0.5 if count == "causal" else 1.0))
+    elements = matrix_elements(model, replace(network_layer_plans(model)[0], cross=False))
+    encoder = s * (6 * elements + 12 * s * q)
+    decoder = t * (6 * elements + 12 * t * q * (0.5 if count == "causal" else 1.0))
     cross = 6 * (t * 2 * h * q + s * 2 * h * k) + 12 * t * s * q
     return (
         model.encoder_num_layers * encoder
@@ -102,7 +106,8 @@ def flops_per_image(model: ModelConfig) -> float:
     vision, encoder = model.vision, vision_encoder(model)
     tokens, hidden = vision.tokens, encoder.hidden_size
     patches = 6 * vision.patch_grid[0] * vision.patch_grid[1] * vision.num_channels * vision.patch_dim**2 * hidden
-    layers = encoder.num_layers * tokens * (6 * _layer_elements(encoder) + 12 * tokens * encoder.query_size)
+    elements = matrix_elements(encoder, network_layer_plans(encoder)[0])
+    layers = encoder.num_layers * tokens * (6 * elements + 12 * tokens * encoder.query_size)
     if model.architecture == "vit":
         return patches + layers + 6 * hidden * vision.num_classes
     width = vision.vision_projection_hidden_size or model.hidden_size
@@ -389,21 +394,32 @@ def _layer_plans(model: ModelConfig) -> tuple[LayerPlan, ...]:
     return network_layer_plans(model) + tuple(row for depth in depths for row in mtp_layer_plans(model, depth))
 
 
-def _mixer_flops(model: ModelConfig, plan: LayerPlan, keys: float) -> float:
-    """Return the forward and backward FLOPs of a layer's mixer a token. keys: those that a query of attention sees on average.
+def matrix_elements(model: ModelConfig, plan: LayerPlan) -> int:
+    """Return the number of elements of the matrices that a token passes in a layer: of the experts those it is routed to, and the router."""
+    moe = model.moe
+    elements = sum(
+        shape.inputs * shape.outputs * (moe.moe_router_topk if EXPERTS in f".{name}" else 1)
+        for name, shape in linear_layers(model, plan).items()
+    )
+    routed = plan.mlp == "moe"
+    return elements + (model.hidden_size * (moe.experts + moe.moe_shared_expert_gate) if routed else 0)
+
+
+def _mixing_flops(model: ModelConfig, plan: LayerPlan, keys: float) -> float:
+    """Return the forward and backward FLOPs of a layer's mixers a token, beside their matrices. keys: those that a query of attention sees on
+    average.
 
     A scan costs 7 a number of the state, and a convolution 2 a tap.
     """
-    if plan.mixer == "none":
-        return 0.0
-    if plan.beside != "none":
-        return sum(_mixer_flops(model, replace(plan, mixer=mixer, beside="none"), keys) for mixer in plan.mixers)
-    if plan.mixer in ("attention", "mla"):
-        return 6 * _attention_elements(model) + 6 * sum(_head_widths(model)) * keys
-    widths, state = _conv_and_state(model, plan.mixer)
-    taps = 4 if plan.mixer == "mamba" else model.hybrid.linear_conv_kernel_dim
-    elements = sum(shape.inputs * shape.outputs for shape in linear_layers(model, replace(plan, mlp="none")).values())
-    return 3 * (2 * elements + 2 * taps * widths + 7 * state)
+    flops = 0.0
+    for mixer in plan.mixers:
+        if mixer in ("attention", "mla"):
+            flops += 6 * sum(_head_widths(model)) * keys
+        else:
+            widths, state = _conv_and_state(model, mixer)
+            taps = 4 if mixer == "mamba" else model.hybrid.linear_conv_kernel_dim
+            flops += 3 * (2 * taps * widths + 7 * state)
+    return flops
 
 
 def _conv_and_state(model: ModelConfig, mixer: str) -> tuple[int, int]:
@@ -417,13 +433,6 @@ def _conv_and_state(model: ModelConfig, mixer: str) -> tuple[int, int]:
     return 2 * keys + values, values * hybrid.linear_key_head_dim
 
 
-def _mlp_elements_of(model: ModelConfig, mlp: str) -> int:
-    """Return the number of elements of the matrices that a token passes in an MLP of a kind."""
-    if mlp == "none":
-        return 0
-    return active_moe_elements(model) if mlp == "moe" else _mlp_elements(model, model.ffn_hidden_size)
-
-
 def _mean_visible_keys(model: ModelConfig, length: int, count: AttentionCount) -> list[float]:
     """Return the average number of keys that a query sees, for every layer. Only the causal count considers windows."""
     windows = [plan.window for plan in _layer_plans(model)]
@@ -433,29 +442,6 @@ def _mean_visible_keys(model: ModelConfig, length: int, count: AttentionCount) -
     return [
         min(length / 2, left + 1 - left * (left + 1) / (2 * length)) if left < length else length / 2 for left in lefts
     ]
-
-
-def _layer_elements(model: ModelConfig, mlp: str = "dense") -> int:
-    """Return the number of elements of the matrices that a token passes in one layer, without cross attention."""
-    if mlp == "moe":
-        return _attention_elements(model) + active_moe_elements(model)
-    return _attention_elements(model) + _mlp_elements(model, model.ffn_hidden_size)
-
-
-def _mlp_elements(model: ModelConfig, width: int) -> int:
-    """Return the number of elements of the matrices of an MLP."""
-    return model.hidden_size * width * (3 if model.gated else 2)
-
-
-def active_moe_elements(model: ModelConfig) -> int:
-    """Return the number of elements of the matrices that a token passes: its experts', the shared expert's and the
-    router's.
-    """
-    moe, h = model.moe, model.hidden_size
-    shared = _mlp_elements(model, moe.moe_shared_expert_intermediate_size or 0) + (
-        h if moe.moe_shared_expert_gate else 0
-    )
-    return moe.moe_router_topk * _mlp_elements(model, moe.expert_width) + shared + h * moe.experts
 
 
 def _moe_activation_numbers(model: ModelConfig, split: ShardCounts, recomputed: frozenset[str]) -> float:
@@ -480,16 +466,6 @@ def _head_widths(model: ModelConfig) -> tuple[int, int]:
     if not mla.multi_latent_attention:
         return model.query_size, model.query_size
     return heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim), heads * mla.v_head_dim
-
-
-def _attention_elements(model: ModelConfig) -> int:
-    """Return the number of elements of the matrices of one attention layer."""
-    h, mla, (q, v) = model.hidden_size, model.mla, _head_widths(model)
-    if not mla.multi_latent_attention:
-        return h * (q * (2 if model.attention_output_gate else 1) + 2 * model.key_size) + v * h
-    rank, pairs = mla.kv_lora_rank, model.num_attention_heads * (mla.qk_head_dim + mla.v_head_dim)
-    queries = h * q if mla.q_lora_rank is None else h * mla.q_lora_rank + mla.q_lora_rank * q
-    return queries + h * (rank + mla.qk_pos_emb_head_dim) + rank * pairs + v * h
 
 
 def _key_size(model: ModelConfig, tensor_size: int) -> int:
