@@ -80,7 +80,7 @@ class RayRanks:
         actor = ray.remote(num_cpus=1, num_gpus=int(on_gpu))(_Rank)
         self._actors = [actor.remote() for _ in range(rl.rl_generation_ranks)]
         try:
-            hosts = ray.get([one.where.remote() for one in self._actors], timeout=rl.rl_ray_seconds)
+            hosts = ray.get([one.node_name.remote() for one in self._actors], timeout=rl.rl_ray_seconds)
         except ray.exceptions.GetTimeoutError:
             ray.shutdown()
             raise ConfigError(

@@ -6,7 +6,11 @@ import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -84,3 +88,67 @@ def test_ray_needs_a_launcher_where_all_ranks_meet(monkeypatch: pytest.MonkeyPat
     place = dataclasses.replace(read_launch_info(), meeting="")
     with pytest.raises(ConfigError, match="start with torchrun"):
         RayRanks(dataclasses.replace(RL, rl_ray_address="local", rl_generation_ranks=1), place, [], on_gpu=False)
+
+
+class _LocalRay(ModuleType):
+    """What is used of Ray's interface, with actors in this process: their methods run when their results are asked for."""
+
+    class exceptions:
+        class GetTimeoutError(Exception):
+            """As Ray's."""
+
+    def __init__(self) -> None:
+        super().__init__("ray")
+        self.initialized: dict[str, Any] = {}
+        self.is_shut_down = False
+
+    def init(self, **options: Any) -> None:
+        self.initialized = options
+
+    def remote(self, **_: int) -> Callable[[type], Any]:
+        def actor_of(cls: type) -> Any:
+            def new() -> Any:
+                one = cls()
+                methods = [name for name in vars(cls) if not name.startswith("__")]
+                return SimpleNamespace(
+                    **{name: SimpleNamespace(remote=partial(partial, getattr(one, name))) for name in methods}
+                )
+
+            return SimpleNamespace(remote=new)
+
+        return actor_of
+
+    def get(self, calls: Sequence[Callable[[], Any]], timeout: float = 0) -> list[Any]:
+        return [call() for call in calls]
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+
+def _ranks_over(ray: _LocalRay, program: str, monkeypatch: pytest.MonkeyPatch) -> RayRanks:
+    """Two ranks that run a program of Python, where the launcher has started two others."""
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    rl = dataclasses.replace(RL, rl_ray_address="local", rl_generation_ranks=2)
+    place = dataclasses.replace(read_launch_info(), meeting="localhost:1", size=2)
+    return RayRanks(rl, place, ["-c", program], on_gpu=False)
+
+
+def test_ranks_over_ray_are_planned_on_their_nodes_and_run_to_their_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = _LocalRay()
+    program = (
+        f"import os, pathlib; pathlib.Path({str(tmp_path)!r}, os.environ['RANK']).write_text(os.environ['WORLD_SIZE'])"
+    )
+    ranks = _ranks_over(ray, program, monkeypatch)
+    node = os.uname().nodename
+    assert ranks.plan == [f"rank {rank} of 4 generates on {node}, over Ray" for rank in (2, 3)]
+    ranks.wait()
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"2": "4", "3": "4"}
+    assert ray.is_shut_down and ray.initialized["address"] is None
+
+
+def test_a_rank_over_ray_that_fails_ends_the_job_with_what_it_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = _ranks_over(_LocalRay(), "raise SystemExit('no room for the cache')", monkeypatch)
+    with pytest.raises(RuntimeError, match="ended with code 1:\nno room for the cache"):
+        ranks.wait()
