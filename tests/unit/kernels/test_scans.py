@@ -119,22 +119,31 @@ def test_strong_decay_gives_finite_gradients() -> None:
     assert all(tensor.grad is not None and tensor.grad.isfinite().all() for tensor in inputs.values())
 
 
+def _torchs_convolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    padded = F.pad(x, (0, 0, 0, 0, 3, 0)).permute(1, 2, 0)
+    return F.silu(F.conv1d(padded, weight[:, None], bias, groups=len(weight))).permute(2, 0, 1)
+
+
+def _close_with_gradients(found: Tensor, expected: Tensor, tensors: list[Tensor]) -> None:
+    weights = torch.randn_like(expected)
+    gradients = [torch.autograd.grad((each * weights).sum(), tensors, retain_graph=True) for each in (found, expected)]
+    torch.testing.assert_close((found, *gradients[0]), (expected, *gradients[1]))
+
+
 @pytest.mark.parametrize("length", (1, 2, 9))
-def test_the_convolution_is_torchs_and_goes_on_from_the_last_inputs(length: int) -> None:
-    x, weight, bias = _drawn(length + 5, BATCH, 7), _drawn(7, 4), _drawn(7)
-    expected = F.silu(F.conv1d(x.permute(1, 2, 0), weight[:, None], bias, padding=3, groups=7)[..., : length + 5])
-    torch.testing.assert_close(scans.causal_conv(x, weight, bias), expected.permute(2, 0, 1))
+def test_the_convolution_is_torchs_forward_and_backward_and_goes_on_from_the_last_inputs(length: int) -> None:
+    x, weight, bias = tensors = [_drawn(*shape).requires_grad_() for shape in ((length + 5, BATCH, 7), (7, 4), (7,))]
+    expected = _torchs_convolution(x, weight, bias)
+    _close_with_gradients(scans.causal_conv(x, weight, bias), expected, tensors)
     before = scans.last_inputs(x[:length], 4)
-    found = scans.causal_conv(x[length:], weight, bias, before=before)
-    torch.testing.assert_close(found, expected.permute(2, 0, 1)[length:])
+    _close_with_gradients(scans.causal_conv(x[length:], weight, bias, before=before), expected[length:], tensors)
 
 
-def test_the_convolution_does_not_look_into_another_document() -> None:
-    x, weight = _drawn(9, 1, 7), _drawn(7, 4)
+def test_the_convolution_and_its_gradients_do_not_look_into_another_document() -> None:
+    x, weight = tensors = [_drawn(9, 1, 7).requires_grad_(), _drawn(7, 4).requires_grad_()]
     segments = scans.segments_of(torch.tensor([[0, 0, 0, 0, 1, 2, 2, 2, 2]]))
-    found = scans.causal_conv(x, weight, None, segments)
-    for low, high in ((0, 4), (4, 5), (5, 9)):
-        torch.testing.assert_close(found[low:high], scans.causal_conv(x[low:high], weight, None))
+    alone = torch.cat([_torchs_convolution(part, weight, None) for part in x.split((4, 1, 4))])
+    _close_with_gradients(scans.causal_conv(x, weight, None, segments), alone, tensors)
 
 
 @pytest.mark.parametrize("kind", KINDS)
