@@ -152,20 +152,20 @@ def main() -> None:
         for name, way in WAYS.items():
             if results.done("decode", way=name, rows=rows):
                 continue
-            engine = Engine(
-                stages,
-                NullTokenizer(words - 1),
-                InferenceConfig(
-                    inference_max_requests=rows,
-                    inference_max_seq_length=keys,
-                    inference_dynamic_batching_max_tokens=max(rows, 8192),
-                    inference_dynamic_batching_buffer_size_gb=None if options.small else 20.0,
-                    **way,
-                ),
+            settings = InferenceConfig(
+                inference_max_requests=rows,
+                inference_max_seq_length=keys,
+                inference_dynamic_batching_max_tokens=max(rows, 8192),
+                inference_dynamic_batching_buffer_size_gb=None if options.small else 20.0,
+                **way,
             )
-            engine.capture_all_graphs(lambda message: None)
-            taken = statistics.median(steps(engine, rows, options.prompt, options.new, words))
-            engine.close()
+            try:
+                taken = median_step(stages, settings, rows, options, words)
+            except Exception as error:  # noqa: BLE001 - whatever one way says, the others are measured
+                results.fail("decode", {"way": name, "rows": rows}, error)
+                continue
+            finally:
+                results.free()
             verdict = "within" if taken <= GOAL * floor else "NOT within"
             results.keep("decode", way=name, rows=rows, ms=1e3 * taken, floor_ms=1e3 * floor, ratio=taken / floor)
             print(
@@ -173,7 +173,19 @@ def main() -> None:
                 f"floor of {1e3 * floor:.2f} ms: {verdict} {GOAL} x",
                 flush=True,
             )
-            del engine
+    results.end()
+
+
+def median_step(
+    stages: list[Any], settings: InferenceConfig, rows: int, options: argparse.Namespace, words: int
+) -> float:
+    """Seconds of a decoding step of one way."""
+    engine = Engine(stages, NullTokenizer(words - 1), settings)
+    try:
+        engine.capture_all_graphs(lambda message: None)
+        return statistics.median(steps(engine, rows, options.prompt, options.new, words))
+    finally:
+        engine.close()
 
 
 if __name__ == "__main__":

@@ -149,6 +149,8 @@ def seconds(passes: dict[str, Callable[[], None]], rounds: int, calls: int, devi
 def measure(job: Job, need: KernelRequirements, options: argparse.Namespace) -> None:
     """Print the rows of one operation."""
     passes, refused = {}, {}
+    if results.path() is not None and results.done("job", op=job.op):
+        return
     fitting = [(one, one.unsupported_reason(need)) for one in CANDIDATES if one.op == job.op and one.name != "local"]
     kernels = [(one.name, None if reason else one.function, reason) for one, reason in fitting]
     if options.compile and job.op in PLAIN:
@@ -156,9 +158,12 @@ def measure(job: Job, need: KernelRequirements, options: argparse.Namespace) -> 
     for name, kernel, reason in kernels:
         try:
             if not reason:
-                passes[name] = job.passes(kernel)
-        except (RuntimeError, ImportError, TypeError) as error:
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                work = job.passes(kernel)
+                work()
+                passes[name] = work
+        except Exception as error:  # noqa: BLE001 - whatever a kernel says, the others are measured
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            results.fail("kernel", {"op": job.op, "kernel": name}, error)
         if reason:
             refused[name] = reason
     times = seconds(passes, options.rounds, options.calls, need.device)
@@ -175,6 +180,7 @@ def measure(job: Job, need: KernelRequirements, options: argparse.Namespace) -> 
         results.keep("kernel", op=job.op, kernel=name, ms=1e3 * took, host_ms=1e3 * timed.host, ratio=ratio)
     for name, reason in refused.items():
         print(f"  {job.op:16} {name:18} not here: {reason}", flush=True)
+    results.keep("job", op=job.op)
 
 
 def main() -> None:
@@ -203,6 +209,7 @@ def main() -> None:
     for job in jobs(options, device, dtype):
         if not options.only or job.op in options.only:
             measure(job, need, options)
+            results.free()
 
 
 if __name__ == "__main__":

@@ -43,10 +43,8 @@ from benchmarks.gpu.timing import timed
 WORK = ROOT / "runs" / "benchmarks" / "gpu"
 FIRST = 4  # steps that do not count: kernels are compiled and captured in them, and one is profiled
 PROFILED = 2  # steps before the profiled one
-LEAST = {
-    True: 75.0,
-    False: 120.0,
-}  # seconds without which a run of ours, or the plain loop that is compiled first, shows little
+# Seconds without which a run shows little: as it is, compiled, and the plain loop, which is compiled too.
+LEAST, LEAST_COMPILED, LEAST_PLAIN = 60.0, 85.0, 95.0
 GPT2 = ROOT / "examples" / "data" / "gpt2"
 
 
@@ -62,18 +60,16 @@ class Job:
 
 _GPT = (
     "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "
-    "--micro-batch-size 8 --global-batch-size 128"
+    "--micro-batch-size 8 --global-batch-size 64"
 )
 _LLAMA = (
     "--num-layers 8 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention --num-query-groups 8 "
     "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights "
-    "--global-batch-size 64"
+    "--global-batch-size 32"
 )
-_LLAMA_PLAIN = "--layers 8 --hidden 4096 --ffn 14336 --heads 32 --groups 8 --gated --batch 64"
+_LLAMA_PLAIN = "--layers 8 --hidden 4096 --ffn 14336 --heads 32 --groups 8 --gated --batch 32"
 JOBS = (
-    Job(
-        "1.3b", f"{_GPT} --bf16", "--layers 24 --hidden 2048 --heads 16 --length 2048 --micro-batch 8 --batch 128", 0.4
-    ),
+    Job("1.3b", f"{_GPT} --bf16", "--layers 24 --hidden 2048 --heads 16 --length 2048 --micro-batch 8 --batch 64", 0.4),
     Job(
         "llama",
         f"{_LLAMA} --seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 4 --bf16",
@@ -262,9 +258,13 @@ def _reports(journal: Path) -> list[dict]:
 
 def plain(job: Job, seconds: float) -> list[float]:
     """Seconds of each step of the plain loop, which ends within so many, compilation included."""
-    measured = max(5.0, seconds - (15 if "--eager" in job.plain else 90))
+    measured = max(5.0, seconds - 12)
     command = [sys.executable, "benchmarks/plain_loop.py", *job.plain.split(), "--seconds", str(measured)]
-    return json.loads(_run(command, seconds).splitlines()[-1])["seconds"]
+    lines = [line for line in _run(command, seconds, partly=True).splitlines() if line.startswith('{"seconds"')]
+    times = json.loads(lines[-1])["seconds"] if lines else []
+    if not times:
+        raise RuntimeError(f"it did not come to its third step in {seconds:.0f} s")
+    return times
 
 
 def plan(job: Job, extra: list[str]) -> subprocess.Popen[str]:
@@ -338,17 +338,19 @@ def beside_plain(job: Job, seconds: float) -> None:
         print(f"  {job.name:10} plain compiled loop: {error}", flush=True)
         results.keep("plain", network=job.name, failed=str(error)[:300])
         return
-    ratio = peer / min(steps)
+    ratio = peer / min(steps)  # the verdict takes the fastest at its time
     print(f"  {job.name:10} plain compiled loop: {peer:.3f} s a step; ours is {ratio:.2f} x as fast", flush=True)
     results.keep("plain", network=job.name, step_s=peer, ratio=ratio)
 
 
-def _run(command: list[str], seconds: float) -> str:
-    """What a command prints. Raises `RuntimeError` if it fails or takes longer."""
+def _run(command: list[str], seconds: float, *, partly: bool = False) -> str:
+    """What a command prints. Raises `RuntimeError` if it fails or takes longer. partly: in that case what it printed until then."""
     name = " ".join(command[1:3])
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=max(1.0, seconds))
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as error:
+        if partly:
+            return error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
         raise RuntimeError(f"{name} took longer than {seconds:.0f} s") from None
     if done.returncode:
         raise RuntimeError(f"{name} failed with {done.returncode}:\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}")
@@ -364,6 +366,13 @@ class Work:
     extra: list[str] | None  # flags of a run of ours; None: the plain loop
 
     @property
+    def least(self) -> float:
+        """Seconds without which it shows little."""
+        if self.extra is None:
+            return LEAST_PLAIN
+        return LEAST_COMPILED if "--compile" in self.extra else LEAST
+
+    @property
     def is_done(self) -> bool:
         """Whether an earlier call measured it."""
         if self.extra is None:
@@ -372,11 +381,17 @@ class Work:
 
 
 def works(jobs: Sequence[Job], variants: list[list[str]]) -> list[Work]:
-    """Everything, in order: runs with each of the flags, then the plain loop. Compiled layers do not go with fp8."""
-    result = []
-    for job in jobs:
-        result += [Work(job, 0.6 * job.share / len(variants), extra) for extra in variants]
-        result += [Work(job, 0.4 * job.share, None)] if job.plain else []
+    """Everything, in the order of its value: each network as it is, the first beside the plain loop; with the last flags; the rest."""
+
+    def ours_of(job: Job, extra: list[str]) -> Work:
+        return Work(job, 0.6 * job.share / len(variants), extra)
+
+    first, *more = variants
+    plains = [Work(job, 0.4 * job.share, None) for job in jobs if job.plain]
+    result = [ours_of(jobs[0], first), *plains[:1], *(ours_of(job, first) for job in jobs[1:])] if jobs else []
+    for place, extra in enumerate(reversed(more)):
+        result += [ours_of(job, extra) for job in jobs] + (plains[1:] if place == 0 else [])
+    result += [] if more else plains[1:]
     return [work for work in result if not work.is_done]
 
 
@@ -406,11 +421,12 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the memory is the runs' now
     left = works([job for job in JOBS if job.name in options.only], [flags.split() for flags in ("", *options.flags)])
+    failed = False
     while left:
         work, total = left[0], sum(one.share for one in left)
-        least = LEAST[work.extra is not None] if device.type == "cuda" else 15.0
+        least = work.least if device.type == "cuda" else 15.0
         if least > (remaining := deadline.left()):
-            print(f"  {len(left)} runs are left out: {remaining:.0f} s remain. Call again to go on", flush=True)
+            print(f"  {len(left)} runs are left: {remaining:.0f} s remain. Call again to go on", flush=True)
             break
         seconds = max(remaining * work.share / total, least)
         left.pop(0)
@@ -418,13 +434,15 @@ def main() -> None:
             beside_plain(work.job, seconds)
         else:
             measure(work.job, work.extra, seconds, gpu)
-    if "experts" in options.only and deadline.left() > LEAST[True]:
+        failed = failed or not work.is_done
+    if "experts" in options.only and deadline.left() > LEAST:
         try:
             print(_run([sys.executable, "benchmarks/experts.py"], deadline.left()), end="", flush=True)
         except RuntimeError as error:
             print(f"  experts: {error}", flush=True)
     if device.type == "cuda":
         print(verdict(results.read(results.path())), flush=True)
+    sys.exit(int(bool(left) or failed))
 
 
 if __name__ == "__main__":

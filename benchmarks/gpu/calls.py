@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""The four calls of benchmarks/gpu/run.sh: steps in the order of their value, each of which gets what is left of the call's time.
+"""The four calls of benchmarks/gpu/run.sh: steps in the order of their value, each of which gets its share of what is left of the call's time.
 
 A step is a process. What it prints goes to the terminal and into a file of its own as it comes; a step that takes longer than its limit
-is ended with all that it started. What came to its end is noted, and left out when the call is made again.
+is ended with all that it started, as it is by Ctrl-C or SIGTERM. What came to its end without a failure is noted, and left out when the
+call is made again; a step that was ended or failed begins with what it lacks.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -26,6 +28,7 @@ from benchmarks.gpu.goals import verdict
 
 SECONDS = 520.0  # of a call: below nine minutes with what comes after its last step
 SHORTEST = 10.0  # a step that gets less is left for the next time
+STARTS = 3  # of a step whose process breaks the GPU's context
 HERE = "benchmarks/gpu"
 # Rows of the parity table, each of another axis, that show the right calls, groups and orders of NCCL.
 PARITY = (
@@ -50,7 +53,9 @@ COMPILED = ("--flags=--compile", "--flags=--compile --cross-entropy-fusion-impl 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One process. words: after the interpreter; limit: seconds at most; gpu: whether it needs one; device: of tests; path: for Python."""
+    """One process. words: after the interpreter, "{seconds}" for those it has; limit: seconds that it wants of SECONDS; gpu: whether it needs one;
+    device: of tests; path: for Python.
+    """
 
     name: str
     words: tuple[str, ...]
@@ -70,8 +75,11 @@ class Step:
             "TORCHINDUCTOR_CACHE_DIR": str(ROOT / "runs" / "inductor"),
             "TRITON_CACHE_DIR": str(ROOT / "runs" / "triton"),
             "HF_HUB_OFFLINE": "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": "4",  # of each of the processes that run tests
             "MEGATRON_TEST_DEVICE": self.device,
+            "PYTHON": sys.executable,  # of the shell scripts
             "BENCHMARK_RESULTS": str(out / results.FILE),
+            "BENCHMARK_STEP": self.name,
         }
 
 
@@ -82,7 +90,7 @@ def pieces(*names: str, limit: float) -> Step:
 
 def pytest(*words: str) -> tuple[str, ...]:
     """Tests, with what failed in words."""
-    return "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", *words
+    return "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "-p", "benchmarks.gpu.each_test", *words
 
 
 CALLS: Mapping[int, tuple[Step, ...]] = {
@@ -98,15 +106,19 @@ CALLS: Mapping[int, tuple[Step, ...]] = {
     ),
     2: (pieces("rates", limit=80), pieces("attention", limit=100), Step("layers", (f"{HERE}/layers.py",), 330)),
     3: (
-        Step("kernels", ("benchmarks/kernels.py", "--compile"), 100),
+        Step(
+            "train",
+            ("benchmarks/train_gpu.py", "--only", "1.3b", "llama", "llama fp8", "--seconds", "{seconds}", *COMPILED),
+            390,
+        ),
         pieces("optimizer", limit=30),
-        Step("train", ("benchmarks/train_gpu.py", "--only", "1.3b", "llama", "llama fp8", *COMPILED), 390),
+        Step("kernels", ("benchmarks/kernels.py", "--compile", "--rounds", "5", "--calls", "10"), 100),
     ),
     4: (
         Step("two ranks on one GPU", ("-m", "torch.distributed.run", *RANKS, *ALONE), 60),
         Step(
             "parity",
-            pytest("-x", "-m", "nightly or not nightly", *(f"{TEST}[{row}-fp64]" for row in PARITY)),
+            pytest("--maxfail", "2", "-m", "nightly or not nightly", *(f"{TEST}[{row}-fp64]" for row in PARITY)),
             260,
             device="cuda",
             path=f"{HERE}/hostid",
@@ -118,26 +130,37 @@ CALLS: Mapping[int, tuple[Step, ...]] = {
 
 
 def ended(step: Step, out: Path) -> bool:
-    """Whether an earlier call brought it to its end."""
+    """Whether it came to its end without a failure in an earlier call."""
     return any(
-        line["section"] == "step" and line["step"] == step.name and line["ended"]
+        line["section"] == "step" and line["step"] == step.name and line["ended"] and not line["code"]
         for line in results.read(out / results.FILE)
     )
 
 
 def run(step: Step, seconds: float, out: Path) -> tuple[int, bool]:
-    """(exit code, whether it ended by itself). What it prints is shown and kept."""
-    file = out / f"{step.name.replace(' ', '_').replace(',', '')}.txt"
-    with file.open("a") as kept:
+    """(exit code, whether it ended by itself). What it prints is shown and kept. A process that breaks the GPU's context is started anew."""
+    stop, token = time.monotonic() + seconds, f"{os.getpid()}-{time.time_ns()}"
+    for _ in range(STARTS):
+        code, by_itself = _start(step, stop, out, token)
+        if code != results.AGAIN or stop - time.monotonic() < SHORTEST:
+            break
+    return code, by_itself
+
+
+def _start(step: Step, stop: float, out: Path, token: str) -> tuple[int, bool]:
+    seconds = stop - time.monotonic()
+    words = [word.replace("{seconds}", str(int(seconds - 8))) for word in step.words]  # eight to end by itself
+    with (out / f"{step.name.replace(' ', '_').replace(',', '')}.txt").open("a") as kept:
+        # In the group of this process: what ends that ends all.
         process = subprocess.Popen(
-            [sys.executable, *step.words],
+            [sys.executable, *words],
             cwd=ROOT,
-            env=step.environment(out),
+            env={**step.environment(out), "BENCHMARK_TOKEN": token},
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,
         )
 
         def tee() -> None:
@@ -150,45 +173,61 @@ def run(step: Step, seconds: float, out: Path) -> tuple[int, bool]:
         reader = threading.Thread(target=tee, daemon=True)
         reader.start()
         try:
-            code, by_itself = process.wait(timeout=seconds), True
+            code, by_itself = process.wait(timeout=max(0.0, seconds)), True
         except subprocess.TimeoutExpired:
             code, by_itself = 124, False
         finally:
-            end_group(process.pid)
-            process.wait()
+            end_all(process, token)
         reader.join(timeout=5)
     return code, by_itself
 
 
-def end_group(group: int) -> None:
-    """End all that a step started and left."""
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+def end_all(process: subprocess.Popen[str], token: str) -> None:
+    """End a process and all that it started, also in sessions of their own as torchrun's ranks are: they inherit the token."""
+    process.kill()
+    process.wait()
+    while left := started_with(token):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def started_with(token: str) -> list[int]:
+    """Processes in whose environment the token is."""
+    processes = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if f"BENCHMARK_TOKEN={token}".encode() in (folder / "environ").read_bytes():
+                processes.append(int(folder.name))
+    return processes
 
 
 def call(number: int, out: Path, *, gpu: bool, seconds: float, again: bool) -> int:
     """Do the steps of a call; returns how many of them are still to do."""
-    stop, left = time.monotonic() + seconds, 0
+    stop, left, todo = time.monotonic() + seconds, 0, list[Step]()
     for step in CALLS[number]:
-        remaining = min(step.limit, stop - time.monotonic())
         if step.gpu and not gpu:
             print(f"-- {step.name}: left out, there is no GPU", flush=True)
         elif ended(step, out) and not again:
             print(f"-- {step.name}: done in an earlier call", flush=True)
-        elif remaining < SHORTEST:
-            print(f"-- {step.name}: left for the next call, {max(0.0, remaining):.0f} s remain", flush=True)
-            left += 1
         else:
-            print(f"-- {step.name}: at most {remaining:.0f} s: {' '.join(step.words)}", flush=True)
-            began = time.monotonic()
-            code, by_itself = run(step, remaining, out)
-            line = {"step": step.name, "call": number, "code": code, "ended": by_itself}
-            results.append(out / results.FILE, "step", **line, seconds=round(time.monotonic() - began, 1))
-            state = f"exit code {code}" if by_itself else "ended at its limit; call again to go on"
-            print(f"-- {step.name}: {state} after {time.monotonic() - began:.0f} s", flush=True)
-            left += not by_itself
+            todo.append(step)
+    for place, step in enumerate(todo):
+        began = time.monotonic()
+        share = (stop - began) * step.limit / sum(one.limit for one in todo[place:])
+        if share < SHORTEST:
+            print(f"-- {step.name}: left for the next call, {max(0.0, stop - began):.0f} s remain", flush=True)
+            left += 1
+            continue
+        print(f"-- {step.name}: at most {share:.0f} s: {' '.join(step.words)}", flush=True)
+        code, by_itself = run(step, share, out)
+        took = time.monotonic() - began
+        line = {"step": step.name, "call": number, "code": code, "ended": by_itself}
+        results.append(out / results.FILE, "step", **line, seconds=round(took, 1))
+        state = ("done" if not code else f"exit code {code}") if by_itself else "ended at its limit"
+        print(f"-- {step.name}: {state} after {took:.0f} s", flush=True)
+        left += bool(code) or not by_itself
     return left
 
 
@@ -202,11 +241,21 @@ def dry_run(numbers: Sequence[int]) -> None:
 
 
 def has_gpu() -> tuple[bool, str]:
-    """Whether torch sees one, and which."""
+    """Whether torch sees one, and which. Raises `SystemExit` where there is no torch, or where it does not answer."""
     words = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", words], capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", words], capture_output=True, text=True, check=False, timeout=120
+        )
+    except subprocess.TimeoutExpired:
+        sys.exit("torch did not say within 120 s whether there is a GPU; look at nvidia-smi")
+    if done.returncode:
+        why = done.stderr.strip().splitlines()[-1:]
+        sys.exit(
+            f"{sys.executable} has no torch that works ({' '.join(why)}); give one that has: PYTHON=... bash benchmarks/gpu/run.sh"
+        )
     name = done.stdout.strip()
-    return bool(name), name or "no GPU" + (f" ({done.stderr.strip().splitlines()[-1]})" if done.returncode else "")
+    return bool(name), name or "no GPU"
 
 
 def main() -> int:
@@ -223,16 +272,22 @@ def main() -> int:
         return 0
     if options.call is None:
         parser.error("--call is missing: 1, 2, 3 or 4 (0: what needs no GPU)")
-    out = options.out.resolve()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    began, out = time.monotonic(), options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     gpu, name = has_gpu()
     print(f"call {options.call} on {name}, at most {options.seconds:.0f} s; results in {out}", flush=True)
     results.append(out / results.FILE, "machine", call=options.call, gpu=name)
-    left = call(options.call, out, gpu=gpu, seconds=options.seconds, again=options.again)
+    try:
+        seconds = options.seconds - (time.monotonic() - began)
+        left, code = call(options.call, out, gpu=gpu, seconds=seconds, again=options.again), 0
+        rest = f"\n{left} steps are left or failed: make call {options.call} again to do what they lack" if left else ""
+    except KeyboardInterrupt:
+        code, rest = 130, f"\nstopped: make call {options.call} again to go on"
     message = verdict(results.read(out / results.FILE))
     (out / "verdict.txt").write_text(message + "\n")
-    print(message + (f"\n{left} steps are left: make call {options.call} again" if left else ""), flush=True)
-    return 0
+    print(message + rest, flush=True)
+    return code
 
 
 if __name__ == "__main__":

@@ -63,7 +63,11 @@ def best(figure: str, **names: Any) -> Callable[[Lines], float | None]:
 
 def beside_plain(lines: Lines) -> float | None:
     """The smaller of both networks' ratios to the plain loop, each with its best flags."""
-    return _smallest(line["ratio"] for line in of(lines, "plain"))
+    ratios = []
+    for line in of(lines, "plain"):
+        steps = [run["step_s"] for run in of(lines, "train", network=line["network"])]
+        ratios += [line["step_s"] / min(steps)] if steps else []
+    return _smallest(ratios)
 
 
 def memory_error(lines: Lines) -> float | None:
@@ -78,11 +82,12 @@ def decode_ratio(lines: Lines) -> float | None:
 
 
 def failures(step: str) -> Callable[[Lines], float | None]:
-    """0 if the last run of a step that came to its end passed, else 1."""
+    """Tests of a step that failed when they last ran; None: none failed, and the step did not come to its end."""
 
     def figure_of(lines: Lines) -> float | None:
-        codes = [float(bool(line["code"])) for line in of(lines, "step", step=step) if line["ended"]]
-        return codes[-1] if codes else None
+        codes = [bool(line["code"]) for line in of(lines, "step", step=step) if line["ended"]]
+        failed = list(results.outcomes(list(lines), step).values()).count("failed")
+        return float(failed or codes[-1]) if codes else (float(failed) or None)
 
     return figure_of
 
@@ -102,7 +107,7 @@ def behind_roofline(lines: Lines) -> float | None:
 def _way(flags: str) -> str:
     """The way of the roofline that has these flags."""
     if "--compile" not in flags:
-        return "Triton kernels and loss" if "triton" in flags else "eager"
+        return "the same, Triton loss" if "impl triton" in flags else "a GPU's default kernels"
     return "--compile, Triton loss" if "impl triton" in flags else "--compile"
 
 

@@ -13,7 +13,6 @@ name and time, go into profiles.txt beside the results.
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 import time
 from collections.abc import Mapping
@@ -71,18 +70,19 @@ TRITON = ("rms_norm=triton", "gated_activation=triton", "rotary_qkv=triton", "re
 BLOCKS = {"cross_entropy_fusion_impl": "triton"}
 FP8: dict[str, Any] = {**LLAMA, "fp8_format": "hybrid"}
 IS_STAND_IN = torch.version.cuda is None  # which has no kernels to record, and compiles nothing
+# In the order of their value, as time may end.
 WAYS: Mapping[str, dict[str, Any]] = {
     "gpt": GPT,
-    "gpt, compiled": {**GPT, "compile": True},
-    "gpt, Triton loss": {**GPT, **BLOCKS},
     "llama": LLAMA,
-    "llama, compiled": {**LLAMA, "compile": True},
-    "llama, Triton": {**LLAMA, "kernel": TRITON},
-    "llama, Triton and loss": {**LLAMA, "kernel": TRITON, **BLOCKS},
     "llama, compiled, Triton loss": {**LLAMA, "compile": True, **BLOCKS},
     "llama, fp8 tensorwise": {**FP8, "fp8_recipe": "tensorwise"},
-    "llama, fp8 delayed": {**FP8, "fp8_recipe": "delayed"},
+    "gpt, compiled": {**GPT, "compile": True},
+    "llama, Triton and loss": {**LLAMA, "kernel": TRITON, **BLOCKS},
     "llama, fp8 blockwise": {**FP8, "fp8_recipe": "blockwise"},
+    "gpt, Triton loss": {**GPT, **BLOCKS},
+    "llama, compiled": {**LLAMA, "compile": True},
+    "llama, fp8 delayed": {**FP8, "fp8_recipe": "delayed"},
+    "llama, Triton": {**LLAMA, "kernel": TRITON},
 }
 
 
@@ -124,8 +124,8 @@ def profiled(step: Any, name: str) -> tuple[int, float]:
     return len(kernels), sum(one.device_time for one in kernels) / 1e6
 
 
-def measure(name: str, *, small: bool) -> dict[str, Any]:
-    """The figures of one way."""
+def measure(name: str, *, small: bool) -> None:
+    """Write the figures of one way, and those of its profile."""
     began = time.perf_counter()
     trainer = trainer_of(WAYS[name], small=small)
     config, iteration = trainer.run.config, iter(range(10**6))
@@ -141,17 +141,21 @@ def measure(name: str, *, small: bool) -> dict[str, Any]:
     result = timed(step, torch.device("cuda"), calls=1 if small else 4, rounds=1, warm=0)
     peak = torch.cuda.max_memory_allocated() / 1e9
     work = flops_per_sample(config.model, config.train.seq_length, "causal") * config.train.global_batch_size / 1e12
-    kernels, busy = profiled(step, name)
-    return {
+    figures = {
         "step_s": result.device,
         "host_s": result.host,
         "tflops": work / result.device,
         "mfu": 100 * work / result.device / PEAK,
-        "kernels": kernels,
-        "busy": busy / result.device,
         "peak_gb": peak,
         "start_s": start,
     }
+    results.add("layer", way=name, **figures)
+
+    def kernels() -> dict[str, Any]:
+        count, busy = profiled(step, name)
+        return {"kernels": count, "busy": busy / result.device}
+
+    results.attempt("profile", {"way": name}, kernels)
 
 
 def main() -> None:
@@ -163,15 +167,14 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("it needs a GPU, or the stand-in: bash tests/without_gpu/run.sh benchmarks/gpu/layers.py --small")
     for name in options.only:
-        if results.done("layer", way=name):
-            continue
-        try:
-            results.add("layer", way=name, **measure(name, small=options.small))
-        except Exception as error:  # noqa: BLE001 - whatever one way says, the others are measured
-            results.add("layer", way=name, failed=f"{type(error).__name__}: {str(error)[:300]}")
-        torch._dynamo.reset()
-        gc.collect()
-        torch.cuda.empty_cache()
+        if not results.done("layer", way=name) or not results.done("profile", way=name):
+            try:
+                measure(name, small=options.small)
+            except Exception as error:  # noqa: BLE001 - whatever one way says, the others are measured
+                results.fail("layer", {"way": name}, error)
+            torch._dynamo.reset()
+            results.free()
+    results.end()
 
 
 if __name__ == "__main__":

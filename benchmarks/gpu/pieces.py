@@ -15,10 +15,10 @@ nccl        the collective calls of the project at one rank, in place, averaged,
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,17 +78,6 @@ def milliseconds(work: Callable[[], Any]) -> dict[str, Any]:
     return {"ms": 1e3 * seconds(work, 5, 2)}
 
 
-def attempt(section: str, names: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> None:
-    """Measure one thing unless it is known; what fails is written with its reason, and the next follows."""
-    if results.done(section, **names):
-        return
-    try:
-        results.add(section, **names, **measure())
-    except Exception as error:  # noqa: BLE001 - whatever a kernel says, the rest is measured
-        results.add(section, **names, failed=f"{type(error).__name__}: {str(error)[:200]}")
-    torch.cuda.empty_cache()
-
-
 def rates(small: bool) -> None:
     """What this GPU reaches."""
     size, tokens = (256, 64) if small else (8192, 16384)
@@ -99,7 +88,7 @@ def rates(small: bool) -> None:
         first = work / seconds(lambda: a @ b)
         began = time.perf_counter()
         last = first
-        while time.perf_counter() - began < (0 if small else 15):  # what is left when the chip is warm
+        while time.perf_counter() - began < (0 if small else 6):  # what is left when the chip is warm
             last = work / seconds(lambda: a @ b, 50, 1)
         return {"tflops": first, "tflops_warm": last}
 
@@ -124,16 +113,23 @@ def rates(small: bool) -> None:
             "forward": work / seconds(lambda: F.linear(x, w)),
             "input_gradient": work / seconds(lambda: g @ w),
             "weight_gradient": work / seconds(lambda: g.t() @ x),
-            "added_by_matmul": work / seconds(lambda: torch.addmm(total, g.t(), x, torch.float32, out=total)),
             "added_after": work / seconds(lambda: total.add_(g.t() @ x)),
         }
 
-    attempt("rates", {"what": f"matmul {size}"}, products)
-    attempt("rates", {"what": "copy"}, copies)
-    attempt("rates", {"what": f"fp8 matmul {size}"}, fp8)
+    def added_by_matmul(k: int, m: int) -> dict[str, Any]:
+        x, g, total = draw(tokens, k), draw(tokens, m), torch.zeros(m, k, device=GPU)
+        took = seconds(lambda: torch.addmm(total, g.t(), x, torch.float32, out=total))
+        return {"weight_gradient": 2 * tokens * k * m / 1e12 / took}
+
+    results.attempt("rates", {"what": f"matmul {size}"}, products)
+    results.attempt("rates", {"what": "copy"}, copies)
+    results.attempt("rates", {"what": f"fp8 matmul {size}"}, fp8)
     shrink = 64 if small else 1
     for name, k, m in SHAPES:
-        attempt("rates", {"what": name}, partial(layer, k // shrink, m // shrink))
+        results.attempt("rates", {"what": name}, partial(layer, k // shrink, m // shrink))
+        results.attempt(
+            "rates", {"what": f"{name}, added by the matmul"}, partial(added_by_matmul, k // shrink, m // shrink)
+        )
 
 
 def attention(small: bool) -> None:
@@ -162,7 +158,7 @@ def attention(small: bool) -> None:
             backward = seconds(both) - forward
             return {"forward": work / forward, "backward": 2.5 * work / max(backward, 1e-9), "first_call_s": first}
 
-        attempt("attention", {"what": name, "kernel": "torch chooses"}, choice)
+        results.attempt("attention", {"what": name, "kernel": "torch chooses"}, choice)
         need = KernelRequirements(device="cuda", dtype=BF16, head_sizes=(d, d))
         for one in CANDIDATES:
             if one.op != "attention" or one.name in ("local", "unfused"):
@@ -170,7 +166,7 @@ def attention(small: bool) -> None:
             if reason := one.unsupported_reason(need):
                 results.add("attention", what=name, kernel=one.name, unsupported_reason=reason[:80])
             elif (call := one.function) is not None:
-                attempt("attention", {"what": name, "kernel": one.name}, partial(measure, call, q, k, v))
+                results.attempt("attention", {"what": name, "kernel": one.name}, partial(measure, call, q, k, v))
 
 
 def masks(small: bool) -> None:
@@ -198,7 +194,7 @@ def masks(small: bool) -> None:
             return {"ms": 1e3 * seconds(both, 3, 3), "peak_gb": peak, "first_call_s": first}
 
         for kernel, call in (("fused", fused.attention), ("flex", flex.attention)):
-            attempt("masks", {"what": name, "kernel": kernel}, partial(measure, call))
+            results.attempt("masks", {"what": name, "kernel": kernel}, partial(measure, call))
     blind_rows()
 
 
@@ -223,7 +219,7 @@ def blind_rows() -> None:
                 raise ArithmeticError("NaN in the output or in a gradient")
             return {"error": float((output.float() - exact).norm() / exact.norm().clamp(min=1e-9))}
 
-        attempt("masks", {"what": name}, measure)
+        results.attempt("masks", {"what": name}, measure)
 
 
 def plans(small: bool) -> None:
@@ -251,7 +247,7 @@ def plans(small: bool) -> None:
                     times.append(round(1e3 * (time.perf_counter() - began), 2))
                 return {"ms_each": times}
 
-            attempt("plans", {"what": name, "cudnn": cudnn}, measure)
+            results.attempt("plans", {"what": name, "cudnn": cudnn}, measure)
     torch.backends.cuda.enable_cudnn_sdp(True)
 
 
@@ -274,13 +270,20 @@ def optimizer(small: bool) -> None:
             "bytes_a_parameter_at_3_tb_s": result.device * 3e12 / parameters,
         }
 
-    attempt("optimizer", {"what": "AdamW"}, measure)
+    results.attempt("optimizer", {"what": "AdamW"}, measure)
 
 
 def nccl(small: bool) -> None:
     """One rank: NCCL takes the calls."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511", RANK="0", WORLD_SIZE="1")
-    dist.init_process_group("nccl", device_id=GPU if torch.version.cuda else None)
+    device = torch.device("cuda", torch.cuda.current_device())  # NCCL wants its number
+    dist.init_process_group(
+        "nccl",
+        init_method="tcp://127.0.0.1:29511",
+        rank=0,
+        world_size=1,
+        timeout=timedelta(seconds=60),
+        device_id=device if torch.version.cuda else None,
+    )
     x = draw(1 << (10 if small else 20), dtype=torch.float32)
     average = dist.ReduceOp.AVG
     calls: dict[str, Callable[[], Any]] = {
@@ -294,7 +297,7 @@ def nccl(small: bool) -> None:
         "barrier": dist.barrier,
     }  # fmt: skip
     for name, call in calls.items():
-        attempt("nccl", {"what": name}, partial(milliseconds, call))
+        results.attempt("nccl", {"what": name}, partial(milliseconds, call))
 
     def captured() -> dict[str, Any]:
         again, y = CudaGraphPool(GPU).capture(lambda: x * 2)
@@ -302,7 +305,7 @@ def nccl(small: bool) -> None:
         torch.cuda.synchronize()
         return {"right": bool(torch.equal(y, x * 2))}
 
-    attempt("nccl", {"what": "a graph captured beside NCCL's watchdog"}, captured)
+    results.attempt("nccl", {"what": "a graph captured beside NCCL's watchdog"}, captured)
     dist.destroy_process_group()
 
 
@@ -326,6 +329,7 @@ def main() -> None:
         sys.exit("it needs a GPU, or the stand-in: bash tests/without_gpu/run.sh benchmarks/gpu/pieces.py --small")
     for name in options.names or SECTIONS:
         SECTIONS[name](options.small)
+    results.end()
 
 
 if __name__ == "__main__":
