@@ -181,7 +181,14 @@ class _ForwardBackwardPair(Function):
         return context.of_gradient(gradient), None, None
 
 
-def _same_tensor(tensor: Tensor) -> Tensor:
+def _apply_pair(tensor: Tensor, axis: Axis, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
+    """`forward` of the tensor and `backward` of its gradient, over the axis; the tensor as it is where that has one rank."""
+    if axis.size == 1:
+        return tensor
+    return _ForwardBackwardPair.apply(tensor, partial(forward, axis=axis), partial(backward, axis=axis))
+
+
+def _same_tensor(tensor: Tensor, axis: Axis) -> Tensor:
     return tensor.view_as(tensor)
 
 
@@ -199,20 +206,12 @@ def _cut_columns(tensor: Tensor, axis: Axis) -> Tensor:
 
 def identity_then_reduce(tensor: Tensor, axis: Axis) -> Tensor:
     """Forward: identity. Backward: sum the gradient over the axis. tensor, result: [...]."""
-    return (
-        tensor
-        if axis.size == 1
-        else _ForwardBackwardPair.apply(tensor, _same_tensor, partial(_all_reduce_copy, axis=axis))
-    )
+    return _apply_pair(tensor, axis, _same_tensor, _all_reduce_copy)
 
 
 def reduce_then_identity(tensor: Tensor, axis: Axis) -> Tensor:
     """Forward: sum over the axis. Backward: identity, since every rank's gradient is complete. tensor, result: [...]."""
-    return (
-        tensor
-        if axis.size == 1
-        else _ForwardBackwardPair.apply(tensor, partial(_all_reduce_copy, axis=axis), _same_tensor)
-    )
+    return _apply_pair(tensor, axis, _all_reduce_copy, _same_tensor)
 
 
 def gather_then_scatter(tensor: Tensor, axis: Axis, meanwhile: Meanwhile = None) -> Tensor:
@@ -220,12 +219,8 @@ def gather_then_scatter(tensor: Tensor, axis: Axis, meanwhile: Meanwhile = None)
 
     tensor: [k, ...]; returns [axis.size * k, ...]. meanwhile: runs while either collective is in flight.
     """
-    if axis.size == 1:
-        return tensor
-    gather, scatter = (
-        partial(collective, axis=axis, meanwhile=meanwhile) for collective in (all_gather, reduce_scatter)
-    )
-    return _ForwardBackwardPair.apply(tensor, gather, scatter)
+    gather, scatter = partial(all_gather, meanwhile=meanwhile), partial(reduce_scatter, meanwhile=meanwhile)
+    return _apply_pair(tensor, axis, gather, scatter)
 
 
 def scatter_then_gather(tensor: Tensor, axis: Axis, meanwhile: Meanwhile = None) -> Tensor:
@@ -233,12 +228,8 @@ def scatter_then_gather(tensor: Tensor, axis: Axis, meanwhile: Meanwhile = None)
 
     tensor: [axis.size * k, ...]; returns [k, ...]. meanwhile: runs while either collective is in flight.
     """
-    if axis.size == 1:
-        return tensor
-    gather, scatter = (
-        partial(collective, axis=axis, meanwhile=meanwhile) for collective in (all_gather, reduce_scatter)
-    )
-    return _ForwardBackwardPair.apply(tensor, scatter, gather)
+    gather, scatter = partial(all_gather, meanwhile=meanwhile), partial(reduce_scatter, meanwhile=meanwhile)
+    return _apply_pair(tensor, axis, scatter, gather)
 
 
 def split_then_gather(tensor: Tensor, axis: Axis) -> Tensor:
@@ -246,11 +237,7 @@ def split_then_gather(tensor: Tensor, axis: Axis) -> Tensor:
 
     tensor: [axis.size * k, ...]; returns [k, ...].
     """
-    return (
-        tensor
-        if axis.size == 1
-        else _ForwardBackwardPair.apply(tensor, partial(local_chunk, axis=axis), partial(all_gather, axis=axis))
-    )
+    return _apply_pair(tensor, axis, local_chunk, all_gather)
 
 
 def gather_then_split(tensor: Tensor, axis: Axis) -> Tensor:
@@ -259,11 +246,7 @@ def gather_then_split(tensor: Tensor, axis: Axis) -> Tensor:
 
     tensor: [k, ...]; returns [axis.size * k, ...].
     """
-    return (
-        tensor
-        if axis.size == 1
-        else _ForwardBackwardPair.apply(tensor, partial(all_gather, axis=axis), partial(local_chunk, axis=axis))
-    )
+    return _apply_pair(tensor, axis, all_gather, local_chunk)
 
 
 def gather_columns_then_split(tensor: Tensor, axis: Axis) -> Tensor:
@@ -272,9 +255,7 @@ def gather_columns_then_split(tensor: Tensor, axis: Axis) -> Tensor:
 
     tensor: [..., k]; returns [..., axis.size * k].
     """
-    if axis.size == 1:
-        return tensor
-    return _ForwardBackwardPair.apply(tensor, partial(_gather_columns, axis=axis), partial(_cut_columns, axis=axis))
+    return _apply_pair(tensor, axis, _gather_columns, _cut_columns)
 
 
 # All-to-all of uneven chunks along dimension 0. Sizes are lists with a number of rows for every rank of the axis.
@@ -388,17 +369,13 @@ def uneven_gather_then_scatter(tensor: Tensor, sizes: list[int], axis: Axis) -> 
     """`gather_then_scatter` of chunks with these numbers of rows. tensor: [sizes[axis.rank], ...]; returns [sum(sizes),
     ...].
     """
-    if axis.size == 1:
-        return tensor
-    gather, scatter = (partial(collective, sizes=sizes, axis=axis) for collective in (_gather_uneven, _scatter_uneven))
-    return _ForwardBackwardPair.apply(tensor, gather, scatter)
+    gather, scatter = partial(_gather_uneven, sizes=sizes), partial(_scatter_uneven, sizes=sizes)
+    return _apply_pair(tensor, axis, gather, scatter)
 
 
 def uneven_scatter_then_gather(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
     """`scatter_then_gather` into chunks with these numbers of rows. tensor: [sum(sizes), ...]; returns
     [sizes[axis.rank], ...].
     """
-    if axis.size == 1:
-        return tensor
-    gather, scatter = (partial(collective, sizes=sizes, axis=axis) for collective in (_gather_uneven, _scatter_uneven))
-    return _ForwardBackwardPair.apply(tensor, scatter, gather)
+    gather, scatter = partial(_gather_uneven, sizes=sizes), partial(_scatter_uneven, sizes=sizes)
+    return _apply_pair(tensor, axis, scatter, gather)
