@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.core.config.flags import from_namespace
+from megatron.core.config.flags import from_namespace, given_words
 from megatron.core.config.settings.run import RequestedRun
 from megatron.preference.settings import PreferenceConfig, problems
 from megatron.training.cli.arguments import parse_args
@@ -17,8 +17,7 @@ UNKNOWN = 1_000_000  # iterations of a run in epochs, until its data are read
 
 def defaults_of(words: Sequence[str]) -> Mapping[str, Any]:
     """What the flags of a run are in finetune.py where they are not given. Epochs become iterations once the data are read."""
-    given = dict(zip(words, [*words[1:], ""]))
-    given |= dict(word.split("=", 1) for word in words if "=" in word)
+    given = given_words(words)
     task = given.get("--finetune-task", PreferenceConfig().finetune_task)
     defaults: dict[str, Any] = {"tokenizer_type": "GPT2BPETokenizer", "hidden_dropout": 0.0, "attention_dropout": 0.0}
     if task == "sft":

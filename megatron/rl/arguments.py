@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.core.config.flags import from_namespace
+from megatron.core.config.flags import from_namespace, given_words
 from megatron.core.config.rules.engine import NEEDS, broken_rules
 from megatron.core.config.rules.rule import RuleInput
 from megatron.core.config.settings.run import RequestedRun
@@ -17,8 +17,7 @@ from megatron.training.cli.arguments import parse_args
 
 def defaults_of(words: Sequence[str]) -> Mapping[str, Any]:
     """What the flags of a run are in train_rl.py where they are not given: a global batch is a whole round of rollouts."""
-    given = dict(zip(words, [*words[1:], ""]))
-    given |= dict(word.split("=", 1) for word in words if "=" in word)
+    given = given_words(words)
     rl = RLConfig()
     sizes = [
         given.get(f"--{name.replace('_', '-')}", str(getattr(rl, name)))
@@ -39,8 +38,7 @@ def num_training_ranks(words: Sequence[str], world_size: int) -> int:
     """How many of the ranks of a job train: all but those of --rl-generation-ranks, which Ray starts beside them with
     --rl-ray-address. 0 or less: none is left.
     """
-    given = dict(zip(words, [*words[1:], ""]))
-    given |= dict(word.split("=", 1) for word in words if "=" in word)
+    given = given_words(words)
     count = "0" if "--rl-ray-address" in given else given.get("--rl-generation-ranks", "0")
     return world_size - int(count) if count.isdecimal() else world_size
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config.flags import flag
+from megatron.core.config.flags import flag, given_words
 
 ZERO_SHOT = ("WIKITEXT103", "LAMBADA")
 
@@ -41,22 +41,13 @@ def defaults_of(words: Sequence[str]) -> dict[str, Any]:
 
     How long it trains is said by --epochs alone. What is wrong with the words is said by the parser.
     """
-    task, epochs = value_of(words, "--task"), value_of(words, "--epochs")
+    given = given_words(words)
     common = {"finetune": True, "mock_data": True, "eval_iters": 0, "micro_batch_size": 4, "train_iters": 1}
-    if task in (None, *ZERO_SHOT):
+    if given.get("--task") in (None, *ZERO_SHOT):
         return {**common, "tokenizer_type": "GPT2BPETokenizer", "skip_train": True}
     return {
         **common,
         "tokenizer_type": "BertWordPieceLowerCase",
         "architecture": "bert",
-        "skip_train": epochs in (None, "0"),
+        "skip_train": given.get("--epochs") in (None, "0"),
     }
-
-
-def value_of(words: Sequence[str], flag_name: str) -> str | None:
-    """What a flag is given on a command line, before it is parsed; None where it is not there."""
-    for number, word in enumerate(words):
-        name, _, value = word.partition("=")
-        if name == flag_name:
-            return value or (words[number + 1] if number + 1 < len(words) else None)
-    return None

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 
-from megatron.tasks.flags import TaskConfig, defaults_of, value_of
+from megatron.core.config.flags import given_words
+from megatron.tasks.flags import TaskConfig, defaults_of
 from megatron.training.cli.arguments import parse_args
 from megatron.training.launch.launch_info import read_launch_info
 
@@ -17,7 +18,7 @@ from megatron.training.launch.launch_info import read_launch_info
 def main() -> None:
     """Read the command line, so that --help and refusals answer at once; then import torch and do the task."""
     place = read_launch_info()
-    if value_of(sys.argv, "--task") is None and not {"-h", "--help"} & set(sys.argv):
+    if "--task" not in given_words(sys.argv) and not {"-h", "--help"} & set(sys.argv):
         sys.stderr.write("ConfigError: no --task stands on the command line; --help names them\n" * (place.rank == 0))
         sys.exit(2)
     args = parse_args(

@@ -47,6 +47,12 @@ def add_network_options(parser: argparse.ArgumentParser, title: str) -> argparse
     return group
 
 
+def add_ckpt_step(group: argparse._ActionsContainer, verb: str = "read") -> None:
+    """Add --ckpt-step, of a folder of checkpoints. verb: what is done with the iteration."""
+    text = f"iteration to {verb}, where the folder has several (default: the newest)"
+    group.add_argument("--ckpt-step", type=int, metavar="N", help=text)
+
+
 def add_dtype(group: argparse._ArgumentGroup) -> None:
     """Add --dtype, of the weights of a loaded network."""
     group.add_argument(

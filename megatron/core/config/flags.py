@@ -14,7 +14,7 @@ import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, TypeVar, Union
 
@@ -84,6 +84,12 @@ def roles_of(config_class: type) -> Mapping[str, Role | None]:
 def flag_name(name: str) -> str:
     """The flag of a field: `num_layers` -> `--num-layers`."""
     return "--" + name.replace("_", "-")
+
+
+def given_words(words: Sequence[str]) -> dict[str, str]:
+    """The word behind each flag of a command line that is not parsed yet, or the one glued to it by =; of a flag given twice, the last."""
+    given = dict(zip(words, [*words[1:], ""]))
+    return given | dict(word.split("=", 1) for word in words if "=" in word)
 
 
 def flag_fields(config_class: type) -> list[tuple[dataclasses.Field, Any]]:

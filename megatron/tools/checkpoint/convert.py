@@ -36,7 +36,8 @@ from megatron.core.families.registry import FAMILIES, model_of
 from megatron.core.families.tokenizer_files import folder_tokenizer
 from megatron.core.models.names import WORD_EMBEDDING
 from megatron.core.parallel.boxes import Box, whole_box
-from megatron.tools.parser import ToolParser
+from megatron.tools.checkpoint.export import DTYPES
+from megatron.tools.parser import ToolParser, add_ckpt_step
 from megatron.training.checkpoint.export import export
 from megatron.training.checkpoint.formats import FOREIGN, OURS, foreign_settings, open_checkpoint
 from megatron.training.launch.launch_info import install_interrupt_handler
@@ -44,7 +45,6 @@ from megatron.training.launch.launch_info import install_interrupt_handler
 OWN, PUBLISHED, MEGATRON = "own", "hf", "megatron"
 TORCH_DIST, TORCH = "torch_dist", "torch"
 CHECKPOINT_FORMATS = {OWN: OURS, **dict(zip((PUBLISHED, MEGATRON), FOREIGN, strict=True))}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 # Flags of Megatron's tool that have nothing to set here, and why; they are accepted and named.
 NEEDLESS = {
@@ -231,12 +231,7 @@ def parser() -> argparse.ArgumentParser:
     group = made.add_argument_group("what is read")
     group.add_argument("--load", "--load-dir", required=True, type=Path, metavar="DIR", help="folder of the checkpoint")
     group.add_argument("--loader", choices=CHECKPOINT_FORMATS, help="its format (default: as it looks)")
-    group.add_argument(
-        "--ckpt-step",
-        type=int,
-        metavar="N",
-        help="iteration to read, where the folder has several (default: the newest)",
-    )
+    add_ckpt_step(group)
     group.add_argument("--model-type", choices=("GPT", "BERT", "T5"), help="refuse any other")
     group.add_argument(
         "--true-vocab-size",

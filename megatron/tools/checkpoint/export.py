@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf
 from megatron.core.families.registry import FAMILIES
 from megatron.core.models.names import WORD_EMBEDDING
-from megatron.tools.parser import ToolParser
+from megatron.tools.parser import ToolParser, add_ckpt_step
 from megatron.training.checkpoint import export as exporting
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.launch.launch_info import install_interrupt_handler
@@ -103,12 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--load", required=True, metavar="DIR", help="a checkpoint's folder, or a --save folder, of any format"
     )
-    parser.add_argument(
-        "--ckpt-step",
-        type=int,
-        metavar="N",
-        help="iteration to read, where the folder has several (default: the newest)",
-    )
+    add_ckpt_step(parser)
     parser.add_argument(
         "--save", required=True, type=Path, metavar="DIR", help="folder to write; it must not be there yet"
     )

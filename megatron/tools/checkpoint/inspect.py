@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.dist_checkpointing.store import CheckpointError, scan_folder
-from megatron.tools.parser import ToolParser
+from megatron.tools.parser import ToolParser, add_ckpt_step
 from megatron.training.launch.launch_info import install_interrupt_handler
 from megatron.trust.compare.contents import (
     OWN,
@@ -38,12 +38,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("path", metavar="PATH", help="a checkpoint's folder, or a --save folder")
-    parser.add_argument(
-        "--ckpt-step",
-        type=int,
-        metavar="N",
-        help="iteration to show, where the folder has several (default: the newest)",
-    )
+    add_ckpt_step(parser, "show")
     parser.add_argument(
         "--match", nargs="+", default=[], metavar="PATTERN", help="show only names like these, such as 'model.*.bias'"
     )

@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron.core.config.flags import to_values
@@ -26,13 +25,13 @@ from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.registry import model_of
 from megatron.core.parallel.boxes import Box
-from megatron.tools.parser import ToolParser
+from megatron.tools.checkpoint.export import DTYPES
+from megatron.tools.parser import ToolParser, add_ckpt_step
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.launch.launch_info import install_interrupt_handler
 from megatron.trust.compare.checkpoints import compare_sources
 from megatron.trust.compare.contents import count_with_unit, size_words
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KEPT = ("run.config", "run.tokenizer", "run.progress", OPTIONAL)  # what weights keep; the others go with the optimizer
 
 
@@ -95,12 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--load", required=True, metavar="DIR", help="a checkpoint's folder, or a --save folder, of any format"
     )
-    parser.add_argument(
-        "--ckpt-step",
-        type=int,
-        metavar="N",
-        help="iteration to read, where the folder has several (default: the newest)",
-    )
+    add_ckpt_step(parser)
     parser.add_argument("--save", required=True, metavar="DIR", help="folder of checkpoints to write into")
     parser.add_argument(
         "--num-files", type=int, default=1, metavar="N", help="files that share the tensors about evenly (default: 1)"

@@ -51,18 +51,8 @@ BEYOND = (
     "layout",
     "machines",
 )
-LAST_BITS = (
-    "layout",
-    "machines",
-    "code",
-    "number format",
-    "resumed state",
-    "data",
-    "tokenizer",
-    "network",
-    "order of samples",
-    "optimizer",
-)
+_SUMS = ("layout", "machines", "code", "number format")  # what takes sums in another order
+LAST_BITS = (*_SUMS, *(kind for kind in BEYOND if kind not in _SUMS))
 _SOON = 3  # steps in which rounding does not grow far
 REPORTS = "reports"  # cannot change a number
 KINDS: Mapping[type, str] = {
