@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.settings.model import ModelConfig
+from megatron.core.config.settings.model import ModelConfig, RopeConfig
 from megatron.core.context_parallel.heads import HeadExchange
 from megatron.core.context_parallel.states import SequenceShards
 from megatron.core.distributed import finalize
@@ -18,7 +18,7 @@ from megatron.core.distributed.buffers import Segment
 from megatron.core.models.mtp import MultiTokenPrediction
 from megatron.core.parallel.spec import FusedSegment, Initial
 from megatron.core.tensor_parallel.linear import ColumnLinear
-from megatron.core.transformer import gated_delta_net, mamba
+from megatron.core.transformer import gated_delta_net, mamba, rope
 from megatron.core.transformer.gated_delta_net import DeltaNetSizes, GatedDeltaNet
 from megatron.core.transformer.layer import Layer
 from megatron.core.transformer.mamba import GatedNorm, MambaMixer, MambaSizes
@@ -30,6 +30,7 @@ _sizes_of, _log_uniform, _borders, _norm = (
     mamba.document_segments,
     GatedNorm.forward,
 )
+_frequencies = rope.frequencies
 _last_inputs, _states_before = SequenceShards._last_inputs, SequenceShards._states_before
 _split, _delta_sizes_of = MambaMixer._split_projection, DeltaNetSizes.from_model
 _run_depth = MultiTokenPrediction.run_depth
@@ -155,6 +156,10 @@ def _rates_below_one(model: ModelConfig) -> DeltaNetSizes:
     return replace(_delta_sizes_of(model), largest_rate=1.0)
 
 
+def _whole_heads_turned(config: RopeConfig, head_size: int, *inputs: Any) -> Tensor:
+    return _frequencies(replace(config, rotary_percent=1.0), head_size, *inputs)
+
+
 def _output_norms(segment: Segment) -> bool:
     return "out_norm" in segment.spec.name
 
@@ -244,6 +249,11 @@ HYBRIDS: tuple[Defect, ...] = (
         "the factors of z, x, B, C and dt stand one place off",
         (("tp2 sp", "parallel"),),
         ((MambaMixer, "_split_projection", _factors_one_place_off),),
+    ),
+    Defect(
+        "the attention of Bamba turns whole heads",
+        (("tp2 sp", "bamba"),),
+        ((rope, "frequencies", _whole_heads_turned),),
     ),
     Defect(
         "a delta net writes at rates up to one only",

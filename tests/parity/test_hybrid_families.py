@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core.config.settings.model import ModelConfig
+from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf
+from megatron.core.families.bamba import BAMBA
+from megatron.core.families.registry import FAMILIES
+from megatron.core.families.rules import ParameterMapping
+from megatron.core.families.settings import ConfigReader
 from megatron.core.parallel.boxes import whole_box
 from megatron.core.parallel.spec import spec_of
 from tests.helpers.tiny import VOCABULARY
@@ -81,3 +89,43 @@ def test_a_network_with_states_is_that_of_transformers_at_any_length(
         other = gradients.read(f"model.{name}", whole_box(spec_of(param).shape))
         gap = float((gradient[: len(other)] - other).abs().max())
         assert gap <= 1e-5 * largest, f"the gradient of {name} differs by {gap:.3g} of {largest:.3g}"
+
+
+def _attention_a_layer_later(keys: ConfigReader) -> dict[str, Any]:
+    settings = BAMBA.read_config(keys)
+    pattern = settings["hybrid_layer_pattern"]
+    return {**settings, "hybrid_layer_pattern": pattern[-2:] + pattern[:-2]}
+
+
+def _whole_heads_turned(keys: ConfigReader) -> dict[str, Any]:
+    return {**BAMBA.read_config(keys), "rotary_percent": 1.0}
+
+
+def _without_limits_of_steps(keys: ConfigReader) -> dict[str, Any]:
+    return {**BAMBA.read_config(keys), "mamba_time_step_limit": ()}
+
+
+def _norms_exchanged(model: ModelConfig) -> tuple[ParameterMapping, ...]:
+    mixer, mlp = ".input_layernorm.", ".pre_ff_layernorm."
+
+    def exchanged(name: str) -> str:
+        return name.replace(mixer, mlp) if mixer in name else name.replace(mlp, mixer)
+
+    return tuple(replace(row, theirs=tuple(map(exchanged, row.theirs))) for row in BAMBA.rows(model))
+
+
+DEFECTS: dict[str, dict[str, Any]] = {
+    "attention stands a layer later": {"read_config": _attention_a_layer_later},
+    "attention turns whole heads": {"read_config": _whole_heads_turned},
+    "time steps have no limits": {"read_config": _without_limits_of_steps},
+    "the norms of mixer and MLP are exchanged": {"rows": _norms_exchanged},
+}
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_planted_mistake_in_how_bamba_is_read_is_noticed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, "bamba", replace(BAMBA, **DEFECTS[name]))
+    with pytest.raises((AssertionError, CheckpointError)):
+        test_a_network_with_states_is_that_of_transformers_at_any_length("bamba", 65, tmp_path, monkeypatch)
