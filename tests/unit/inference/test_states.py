@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.config.stages import stages_of
 from megatron.core.models.gpt import GPTModel
@@ -18,7 +18,7 @@ from megatron.core.transformer.mamba import MambaMixer, MambaSizes
 from megatron.inference import states
 from megatron.inference.requests import Reply
 from tests.helpers import tiny
-from tests.unit.inference.serving import BASE, engine_of, greedy, prompts, slowly, stages_on
+from tests.unit.inference.serving import BASE, engine_of, greedy, prompts, scores, slowly, stages_on
 
 MAMBA = MambaSizes(heads=8, head=4, groups=2, state=6)
 DELTA = DeltaNetSizes(key_heads=4, value_heads=8, key_size=6, value_size=5)
@@ -140,6 +140,43 @@ def test_the_bytes_of_states_are_those_of_theory_and_of_any_length(hybrid: Calla
     pool = engine.runner.networks[0].state_pool
     slots = states.slot_count(TIGHT["together"], 0, TIGHT["together"])
     held = sum(part.numel() * part.element_size() for pair in pool._states.values() for part in pair)
+    assert held == slots * engine.metrics().state_bytes
+
+
+BYTES = {None: 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@pytest.mark.parametrize(
+    "conv, scan, largest", [("fp32", None, 1e-5), (None, "fp32", 1e-5), ("bf16", "fp16", 0.3), ("fp16", "bf16", 0.3)]
+)
+def test_states_kept_in_a_format_are_rounded_to_it_between_steps_and_have_its_bytes(
+    hybrid: Callable[[str], GPTModel], conv: str | None, scan: str | None, largest: float
+) -> None:
+    model, (text,) = hybrid("without attention"), prompts(1, shortest=21, longest=21)
+    words = {"mamba_inference_conv_states_dtype": conv, "mamba_inference_ssm_states_dtype": scan}
+    engine, exact = engine_of(model, **TIGHT, **words), engine_of(model, **TIGHT)
+    pool = exact.runner.networks[0].state_pool
+    write = pool.write
+
+    def rounded(part: Tensor, word: str | None) -> Tensor:
+        formats = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+        return part if word is None else part.to(formats[word]).double()
+
+    pool.write = lambda mixer, slots, state: write(
+        mixer, slots, type(state)(rounded(state.conv, conv), rounded(state.scan, scan))
+    )
+    (reply,), (expected,) = (one.run([greedy(text, 40, logprobs=True)]) for one in (engine, exact))
+    assert list(reply.ids) == list(expected.ids)
+    found = [token.logprob for token in reply.tokens]
+    assert found == pytest.approx([token.logprob for token in expected.tokens], abs=1e-10)
+    whole = scores(model, (*text, *reply.ids))[len(text) - 1 : -1]
+    gap = max(abs(float(row[token]) - one) for row, token, one in zip(whole, reply.ids, found, strict=True))
+    assert 1e-10 < gap < largest, f"log-probabilities are those of a whole pass but for {gap:.3g}"
+    first = 3 * (8 * 4 + 2 * 2 * 6) + 3 * (2 * 4 * 6 + 8 * 5)  # convolutions of both layers
+    states_of = 8 * 4 * 6 + 8 * 6 * 5
+    assert engine.metrics().state_bytes == first * BYTES[conv] + states_of * BYTES[scan]
+    slots = states.slot_count(TIGHT["together"], 0, TIGHT["together"])
+    held = sum(part.nbytes for pair in engine.runner.networks[0].state_pool._states.values() for part in pair)
     assert held == slots * engine.metrics().state_bytes
 
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 pytest.importorskip("fastapi", reason="fastapi is not installed; the extra `server` brings it")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed; the extra `server` brings it")
 
+from megatron.core.config.settings.inference import InferenceConfig
 from megatron.evaluation.reward import RewardModel
 from megatron.inference.engine import Engine
 from megatron.inference.requests import Request
@@ -142,6 +143,22 @@ def test_the_tool_serves_a_hybrid_though_room_is_short(tmp_path: Path) -> None:
         said = metrics(port).decode()
     assert status == 200 and [tuple(map(int, text.split()))[30:] for text in answer["text"]] == expected
     assert re.search(r"preemptions_total [1-9]", said) and re.search(r"state_bytes [1-9]", said), said
+
+
+def test_the_tool_keeps_states_in_the_formats_that_it_is_told(tmp_path: Path) -> None:
+    trained({**HYBRID, "seq_length": 64, "max_position_embeddings": 64}, str(tmp_path / "network"))
+    loaded, text = load_network(str(tmp_path / "network"), GPT), tuple(range(1, 21))
+    words = {"mamba_inference_conv_states_dtype": "bf16", "mamba_inference_ssm_states_dtype": "fp16"}
+    whole, engine = (Engine(loaded.stages, loaded.tokenizer, InferenceConfig(**each)) for each in ({}, words))
+    (expected,) = engine.run([Request(text, 20, Sampling(0.0))])
+    flags = [part for name, word in words.items() for part in (f"--{name.replace('_', '-')}", word)]
+    command = [sys.executable, str(TOOL), "--load", str(tmp_path / "network"), *flags]
+    with started(command, tmp_path / "log") as (_, port):
+        status, answer = put(port, prompts=[" ".join(map(str, text))], tokens_to_generate=20, top_k=1)
+        said = metrics(port).decode()
+    assert status == 200 and tuple(map(int, answer["text"][0].split()))[20:] == expected.ids
+    stored = engine.metrics().state_bytes
+    assert stored == whole.metrics().state_bytes // 4 and re.search(rf"state_bytes {stored}\b", said), said
 
 
 def metrics(port: int) -> bytes:
