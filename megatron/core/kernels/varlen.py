@@ -6,6 +6,7 @@ from 2.11 on, by its own build of flash-attn.
 
 from __future__ import annotations
 
+import inspect
 from importlib import import_module
 from typing import Any
 
@@ -18,6 +19,8 @@ from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
 
 # Imported here and not in a call, where torch's compiler would stop; and only by runs that take it, since it imports that compiler.
 _LIBRARY: Any = import_module("torch.nn.attention.varlen")
+# torch 2.11 gives flash-attn the groups that it gets, later ones want to be told.
+_ASKS_FOR_GROUPS = "enable_gqa" in inspect.signature(_LIBRARY.varlen_attn).parameters
 
 
 def attention(
@@ -48,6 +51,6 @@ def attention(
         longest,
         scale=scores.scale,
         window_size=(left, 0 if mask.causal else right),
-        enable_gqa=q.shape[2] != k.shape[2],
+        **({"enable_gqa": q.shape[2] != k.shape[2]} if _ASKS_FOR_GROUPS else {}),
     )
     return output.unflatten(0, (batch, length)).transpose(0, 1).flatten(2)

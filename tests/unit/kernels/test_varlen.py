@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections.abc import Iterator
 from dataclasses import replace
@@ -43,6 +44,22 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
 
     monkeypatch.setattr(varlen._LIBRARY, "varlen_attn", noted)
     yield calls
+
+
+def test_torch_2_11_is_given_groups_without_the_flag_that_later_ones_want(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_2_11(*given: Any, scale: float | None = None, window_size: tuple[int, int] = (-1, -1)) -> Tensor:
+        return varlen_stand_in.varlen_attn(*given, scale=scale, window_size=window_size, enable_gqa=True)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(varlen._LIBRARY, "varlen_attn", of_2_11)
+        spec = importlib.util.spec_from_file_location("varlen_of_2_11", varlen.__file__)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)  # it looks once, when it is imported
+        q, k, v = heads()
+        assert q.shape[2] != k.shape[2]
+        mask = MASKS["documents"] if "documents" in MASKS else MaskSpec()
+        torch.testing.assert_close(module.attention(q, k, v, mask), reference.attention(q, k, v, mask))
 
 
 def no_mask(*_: Any) -> Tensor:
@@ -205,4 +222,7 @@ def test_the_model_of_torchs_function_has_its_signature() -> None:
     ).parameters  # that of the function which the fixture replaces
     ours = list(inspect.signature(varlen_stand_in.varlen_attn).parameters)[:-1]
     assert list(library)[: len(ours)] == ours
-    assert {name: library[name].default for name in varlen_stand_in.OPTIONS} == varlen_stand_in.OPTIONS
+    known = {
+        name: default for name, default in varlen_stand_in.OPTIONS.items() if name in library or name != "enable_gqa"
+    }
+    assert {name: library[name].default for name in known} == known
