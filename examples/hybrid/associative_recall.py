@@ -107,7 +107,7 @@ def accuracy(network: torch.nn.Module, batch: Batch) -> float:
 
 def learn(pattern: str, pairs: int, steps: int) -> tuple[int, Curve]:
     """Train a network. Returns its number of parameters, and its accuracy on texts that it was not trained with, by step."""
-    config, mesh = settings(pattern, pairs, steps), Mesh.single(torch.device("cpu"))
+    config, mesh = settings(pattern, pairs, steps), Mesh.single_process(torch.device("cpu"))
     run = Run(
         args=argparse.Namespace(),
         config=config,
