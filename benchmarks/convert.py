@@ -30,7 +30,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.rewrite import rewrite
 from megatron.core.dist_checkpointing.saved import open_saved
 from megatron.core.dist_checkpointing.source import TensorFormat
-from megatron.core.families import hf
+from megatron.core.families import hf, hf_export
 from megatron.core.families.registry import model_of
 from megatron.core.models.describe import parameter_shapes
 from megatron.core.parallel.boxes import Box
@@ -99,7 +99,7 @@ def _measure(action: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[fl
 
 def make(folder: Path, gigabytes: float) -> None:
     """A published folder to convert."""
-    hf.export(Random(gigabytes), folder)
+    hf_export.export(Random(gigabytes), folder)
 
 
 def copy(folder: Path, target: Path) -> None:
@@ -120,7 +120,7 @@ def to_own(folder: Path, target: Path) -> None:
 
 def to_published(folder: Path, target: Path) -> None:
     """Ours to published."""
-    hf.export(open_saved(folder / "iter_0000000"), target)
+    hf_export.export(open_saved(folder / "iter_0000000"), target)
 
 
 def main() -> None:

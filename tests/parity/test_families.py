@@ -22,7 +22,7 @@ from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.stages import stages_of
 from megatron.core.context_parallel.sequence import Zigzag
 from megatron.core.dist_checkpointing.source import Source
-from megatron.core.families import hf
+from megatron.core.families import hf, hf_export
 from megatron.core.families.registry import family_of, model_of
 from megatron.core.families.tensor_file import read_header
 from megatron.core.models.bert import BERTModel
@@ -529,7 +529,7 @@ def saved_files(path: Path) -> dict[str, bytes]:
 def test_there_and_back_gives_the_files_of_transformers_byte_by_byte(
     case: str, folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    hf.export(hf.open_folder(folder(case)), tmp_path / "back", like=folder(case))
+    hf_export.export(hf.open_folder(folder(case)), tmp_path / "back", like=folder(case))
     assert saved_files(tmp_path / "back") == saved_files(folder(case))
 
 
@@ -538,7 +538,7 @@ def test_files_are_cut_as_transformers_cuts_them(case: str, tmp_path: Path) -> N
     published(case).save_pretrained(tmp_path / "many", max_shard_size="15KB")
     source = hf.open_folder(tmp_path / "many")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
-    hf.export(source, tmp_path / "back", like=tmp_path / "many", shard_bytes=15_000)
+    hf_export.export(source, tmp_path / "back", like=tmp_path / "many", shard_bytes=15_000)
     assert saved_files(tmp_path / "back") == saved_files(tmp_path / "many")
 
 
@@ -703,7 +703,7 @@ def test_a_network_of_ours_is_loaded_by_transformers_and_computes_the_same_there
     (stage,) = stages_of(config)
     model = NETWORKS[config.model.architecture](stage, tiny.run_of(config).build).materialize(5).eval()
     source = Held(model, to_values(config.model))
-    assert hf.export(source, tmp_path / "out").name == family
+    assert hf_export.export(source, tmp_path / "out").name == family
     (named,) = json.loads((tmp_path / "out" / "config.json").read_text())["architectures"]
     theirs = getattr(transformers, named).from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     with torch.no_grad():

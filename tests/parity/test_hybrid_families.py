@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families import hf
+from megatron.core.families import hf, hf_export
 from megatron.core.families.bamba import BAMBA
 from megatron.core.families.registry import FAMILIES
 from megatron.core.families.rules import ParameterMapping
@@ -54,7 +54,7 @@ def test_a_convolution_that_transformers_cut_in_equal_parts_is_read_whole(
     theirs.save_pretrained(tmp_path / "uneven")
     logits, expected = serial(tmp_path / "uneven")(ids=ids)[..., :VOCABULARY].transpose(0, 1), theirs(ids).logits
     assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
-    hf.export(hf.open_folder(tmp_path / "uneven"), tmp_path / "even", like=tmp_path / "uneven")
+    hf_export.export(hf.open_folder(tmp_path / "uneven"), tmp_path / "even", like=tmp_path / "uneven")
     again = type(theirs).from_pretrained(tmp_path / "even", dtype=torch.float32)
     assert all(torch.equal(one, theirs.state_dict()[name]) for name, one in again.state_dict().items())
 

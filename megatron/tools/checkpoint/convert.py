@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite
 from megatron.core.dist_checkpointing.saved import SavedCheckpoint
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families import hf
+from megatron.core.families import hf_export
 from megatron.core.families.megatron.export import flags_for_megatron, write_legacy, write_torch_dist
 from megatron.core.families.megatron.open import megatron_arguments
 from megatron.core.families.registry import FAMILIES, model_of
@@ -255,7 +255,7 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--max-shard-size",
         type=parse_shard_size,
-        default=hf.SHARD_BYTES,
+        default=hf_export.SHARD_BYTES,
         metavar="SIZE",
         help="of one file (default: 5GB)",
     )

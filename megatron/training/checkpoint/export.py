@@ -15,7 +15,7 @@ from typing import Any
 from megatron.core.config.flags import ConfigError, from_values
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.dist_checkpointing.source import Source
-from megatron.core.families import hf
+from megatron.core.families import hf_export
 from megatron.core.families.rules import Family
 from megatron.core.families.tokenizer_files import folder_tokenizer
 from megatron.core.models.names import WORD_EMBEDDING
@@ -28,11 +28,11 @@ def export(
     *,
     family: str | None = None,
     like: str | Path | None = None,
-    shard_bytes: int = hf.SHARD_BYTES,
+    shard_bytes: int = hf_export.SHARD_BYTES,
 ) -> Family:
-    """`hf.export` with the ids of the tokenizer, where its files are here. A config.json in `like` has the last word on them."""
+    """`hf_export.export` with the ids of the tokenizer, where its files are here. A config.json in `like` has the last word on them."""
     rows = source.formats[f"model.{WORD_EMBEDDING}"].shape[0] if f"model.{WORD_EMBEDDING}" in source.formats else 0
-    return hf.export(
+    return hf_export.export(
         source,
         folder,
         family=family,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.core.config.stages import stages_of
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families import hf
+from megatron.core.families import hf, hf_export
 from megatron.core.families.registry import family_of, fitting_family, lost_settings, model_of
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.describe import parameter_shapes
@@ -249,7 +249,7 @@ def test_a_folder_has_the_heads_that_its_source_has_and_says_so(
 ) -> None:
     named, without = HEADS[heads]
     source = at_most(Made(settings, torch.bfloat16), *without)
-    family = hf.export(source, tmp_path / "out")
+    family = hf_export.export(source, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == [named if family.name == "bert" else f"Megatron{named}"]
     found = hf.open_folder(tmp_path / "out")
@@ -265,7 +265,7 @@ def test_a_folder_has_the_heads_that_its_source_has_and_says_so(
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with all heads."""
-    hf.export(Made(PUBLISHED), tmp_path / "bert")
+    hf_export.export(Made(PUBLISHED), tmp_path / "bert")
     return tmp_path / "bert"
 
 
@@ -402,7 +402,7 @@ def test_embeddings_of_the_real_minilm_are_those_of_transformers(one_thread: Non
 
 @real
 def test_the_real_minilm_comes_back_byte_by_byte(tmp_path: Path) -> None:
-    hf.export(hf.open_folder(REAL), tmp_path / "back", like=REAL)
+    hf_export.export(hf.open_folder(REAL), tmp_path / "back", like=REAL)
     back, there = (
         safetensors.torch.load((path / "model.safetensors").read_bytes()) for path in (tmp_path / "back", REAL)
     )

@@ -14,7 +14,7 @@ import torch
 from megatron.core.config.flags import from_values
 from megatron.core.config.settings.model import RequestedModel
 from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_values
-from megatron.core.families import hf
+from megatron.core.families import hf, hf_export
 from megatron.core.parallel.boxes import whole_box
 from megatron.core.parallel.spec import spec_of
 from megatron.training.checkpoint.checkpointing import Checkpoint
@@ -43,7 +43,7 @@ def test_there_and_back_through_a_checkpoint_of_ours_gives_the_same_files(
     convert: ModuleType, tmp_path: Path, network: str
 ) -> None:
     kind = NETWORKS[network]["architecture"].upper()
-    hf.export(Made(NETWORKS[network], torch.bfloat16), tmp_path / "in")
+    hf_export.export(Made(NETWORKS[network], torch.bfloat16), tmp_path / "in")
     convert.main(["--load", str(tmp_path / "in"), "--save", str(tmp_path / "own"), "--model-type", kind, "--verify"])
     convert.main(["--load", str(tmp_path / "own"), "--save", str(tmp_path / "out"), "--saver", "hf", "--verify"])
     assert {file: (tmp_path / "out" / file).read_bytes() for file in ("config.json", "model.safetensors")} == {
@@ -55,7 +55,7 @@ def test_there_and_back_through_a_checkpoint_of_ours_gives_the_same_files(
 
 def test_a_bert_goes_to_megatron_and_back(convert: ModuleType, tmp_path: Path) -> None:
     source = Made(MEGATRON_BERT)
-    hf.export(source, tmp_path / "in")
+    hf_export.export(source, tmp_path / "in")
     convert.main(
         [
             "--load",
@@ -117,7 +117,7 @@ def beginning(folder: Path, settings: dict[str, Any]) -> Checkpoint:
 @pytest.mark.parametrize("network", NETWORKS)
 def test_a_run_begins_with_the_weights_of_a_folder_under_the_flags_that_it_gives(tmp_path: Path, network: str) -> None:
     source = Made({**NETWORKS[network], "true_vocab_size": tiny.VOCABULARY})
-    hf.export(source, tmp_path / "in")
+    hf_export.export(source, tmp_path / "in")
     settings = {**hf.model_settings(tmp_path / "in"), "architecture": NETWORKS[network]["architecture"]}
     assert (
         from_values(RequestedModel, settings).resolve().activation
@@ -132,7 +132,7 @@ def test_a_run_begins_with_the_weights_of_a_folder_under_the_flags_that_it_gives
 
 
 def test_a_run_with_another_network_than_the_folder_is_refused(tmp_path: Path) -> None:
-    hf.export(Made({**BERT, "true_vocab_size": tiny.VOCABULARY}), tmp_path / "bert")
+    hf_export.export(Made({**BERT, "true_vocab_size": tiny.VOCABULARY}), tmp_path / "bert")
     with pytest.raises(CheckpointError, match="holds another network") as raised:
         beginning(tmp_path / "bert", {**BERT, "norm_after_residual": False, "openai_gelu": True}).resume()
     assert {problem.split(":")[0] for problem in raised.value.problems} == {"--norm-after-residual", "--openai-gelu"}
@@ -141,7 +141,7 @@ def test_a_run_with_another_network_than_the_folder_is_refused(tmp_path: Path) -
 
 
 def test_a_run_that_needs_heads_that_a_folder_lacks_is_told_which(tmp_path: Path) -> None:
-    hf.export(at_most(Made({**BERT, "true_vocab_size": tiny.VOCABULARY}), *WORDS), tmp_path / "bert")
+    hf_export.export(at_most(Made({**BERT, "true_vocab_size": tiny.VOCABULARY}), *WORDS), tmp_path / "bert")
     with pytest.raises(CheckpointError, match="5 names .* do not fit") as raised:
         beginning(tmp_path / "bert", BERT).resume()
     assert "model.lm_head.dense.weight: missing in the checkpoint" in raised.value.problems

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.core.config.stages import stages_of
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families import hf
+from megatron.core.families import hf_export
 from megatron.core.families.megatron.export import write_legacy
 from megatron.core.families.megatron.legacy import open_legacy
 from megatron.core.families.megatron.open import open_megatron
@@ -111,7 +111,7 @@ def test_transformers_computes_the_same_with_what_is_read(tmp_path: Path) -> Non
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     write(tmp_path / "megatron", tensors_of(Made(BERT)), SETTINGS, age=FIRST, version=0, tp=2)
     source = open_megatron(tmp_path / "megatron", IDS)
-    assert hf.export(source, tmp_path / "out").name == "megatron_bert"
+    assert hf_export.export(source, tmp_path / "out").name == "megatron_bert"
     theirs = transformers.MegatronBertForPreTraining.from_pretrained(tmp_path / "out").eval()
     config = tiny.with_vocabulary(tiny.config(**{**source.settings, "seq_length": 8, "padded_vocab_size": PADDED}), 20)
     (stage,) = stages_of(config)

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.rewrite import CastSource
 from megatron.core.dist_checkpointing.source import TensorFormat
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families import hf
+from megatron.core.families import hf, hf_export
 from megatron.core.families.registry import model_of
 from megatron.core.models.names import OUTPUT, WORD_EMBEDDING
 from megatron.core.parallel.boxes import Box, whole_box
@@ -29,7 +29,7 @@ QKV = "model.decoder.layers.1.self_attention.linear_qkv.weight"
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     """A folder of three files."""
-    hf.export(Made(LLAMA), tmp_path / "llama", shard_bytes=8000)
+    hf_export.export(Made(LLAMA), tmp_path / "llama", shard_bytes=8000)
     assert len(list((tmp_path / "llama").glob("*.safetensors"))) == 3
     return tmp_path / "llama"
 
@@ -53,7 +53,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_written_is_what_is_read(settings: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
     source = Made(settings, dtype)
-    hf.export(source, tmp_path / "out")
+    hf_export.export(source, tmp_path / "out")
     found = hf.open_folder(tmp_path / "out")
     same_tensors(found, source)
     assert model_of(found.settings) == model_of(
@@ -70,7 +70,7 @@ def test_boxes_of_a_parameter_are_parts_of_the_whole(llama: Path) -> None:
 
 def test_only_one_whole_tensor_is_in_memory_while_a_folder_is_written(tmp_path: Path) -> None:
     source = Made(LLAMA)
-    hf.export(CastSource(source, torch.bfloat16), tmp_path / "out")
+    hf_export.export(CastSource(source, torch.bfloat16), tmp_path / "out")
     assert source.most == 0, f"{source.most} tensors were still held when the next was read"
 
 
@@ -161,7 +161,7 @@ def test_all_problems_are_listed_at_once(llama: Path) -> None:
 
 def one_file(folder: Path, settings: dict[str, Any]) -> Path:
     """A folder of one file."""
-    hf.export(Made(settings), folder)
+    hf_export.export(Made(settings), folder)
     return folder / "model.safetensors"
 
 
@@ -241,7 +241,7 @@ def test_checkpoint_args_are_the_flags_of_the_model_and_its_tokenizer(llama: Pat
 def test_a_folder_that_is_there_is_left_alone(llama: Path) -> None:
     before = {path.name: path.read_bytes() for path in llama.iterdir()}
     with pytest.raises(CheckpointError, match="is there already"):
-        hf.export(Made(GPT2), llama)
+        hf_export.export(Made(GPT2), llama)
     assert {path.name: path.read_bytes() for path in llama.iterdir()} == before
 
 
@@ -256,7 +256,7 @@ def test_a_save_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
-        hf.export(Made(LLAMA), tmp_path / "out")
+        hf_export.export(Made(LLAMA), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -267,7 +267,7 @@ def test_a_folder_gets_its_name_last_when_all_of_it_is_durable(tmp_path: Path, m
         os, "fsync", lambda handle: (events.append(("sync", os.readlink(f"/proc/self/fd/{handle}"))), sync(handle))
     )
     monkeypatch.setattr(os, "rename", lambda old, new: (events.append(("rename", str(new))), rename(old, new)))
-    hf.export(Made(LLAMA), tmp_path / "out", shard_bytes=8000)
+    hf_export.export(Made(LLAMA), tmp_path / "out", shard_bytes=8000)
     place = events.index(("rename", str(tmp_path / "out")))
     synced = {Path(path).name for kind, path in events[:place] if kind == "sync"}
     assert synced >= {path.name for path in (tmp_path / "out").iterdir()} | {".out.unfinished"}
@@ -277,7 +277,7 @@ def test_a_folder_gets_its_name_last_when_all_of_it_is_durable(tmp_path: Path, m
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda handle, content, place: real(handle, content[:7], place))
-    hf.export(Made(GPT2), tmp_path / "out")
+    hf_export.export(Made(GPT2), tmp_path / "out")
     monkeypatch.undo()
     same_tensors(hf.open_folder(tmp_path / "out"), Made(GPT2))
 
@@ -287,25 +287,25 @@ def test_a_source_that_is_not_the_network_of_its_settings_is_refused(tmp_path: P
     source.formats["model.decoder.final_layernorm.weight"] = TensorFormat((3,), torch.float32)
     source.formats["model.extra"] = source.formats.pop(QKV)
     with pytest.raises(CheckpointError) as raised:
-        hf.export(source, tmp_path / "out")
+        hf_export.export(source, tmp_path / "out")
     assert len(raised.value.problems) == 3 and not (tmp_path / "out").exists()
 
 
 def test_weights_change_their_dtype_when_asked_and_not_when_it_cannot_hold_them(tmp_path: Path) -> None:
-    hf.export(CastSource(Made(LLAMA), torch.bfloat16), tmp_path / "half")
+    hf_export.export(CastSource(Made(LLAMA), torch.bfloat16), tmp_path / "half")
     found, expected = hf.open_folder(tmp_path / "half"), Made(LLAMA)
     box = whole_box((32, 16))
     assert torch.equal(found.read(QKV, box), expected.read(QKV, box).bfloat16())
     assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     rewrite(one_file(tmp_path / "large", LLAMA), lambda tensors: tensors["model.norm.weight"].fill_(7e4))
     with pytest.raises(CheckpointError, match="final_layernorm.weight has values that float16 cannot hold"):
-        hf.export(CastSource(hf.open_folder(tmp_path / "large"), torch.float16), tmp_path / "out")
+        hf_export.export(CastSource(hf.open_folder(tmp_path / "large"), torch.float16), tmp_path / "out")
 
 
 def test_keys_of_a_folder_of_the_same_class_and_another_model_type_are_kept(llama: Path, tmp_path: Path) -> None:
     kept = {"model_type": "kimi_k2", "eos_token_id": 7, "pretraining_tp": 2, "auto_map": {"AutoConfig": "there.Config"}}
     edit(llama / "config.json", **kept)
-    hf.export(Made(LLAMA), tmp_path / "out", like=llama)
+    hf_export.export(Made(LLAMA), tmp_path / "out", like=llama)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {name: config.get(name) for name in kept} == kept and config.keys() >= json.loads(
         (llama / "config.json").read_text()
@@ -318,7 +318,7 @@ def test_files_of_the_tokenizer_and_ids_of_tokens_come_from_the_folder_that_is_l
     edit(llama / "config.json", eos_token_id=7, rope_theta=5.0)
     for name in ("tokenizer.json", "generation_config.json", "training_args.bin"):
         (llama / name).write_text(f"content of {name}")
-    hf.export(Made({**LLAMA, "ffn_hidden_size": 40}), tmp_path / "out", like=llama)
+    hf_export.export(Made({**LLAMA, "ffn_hidden_size": 40}), tmp_path / "out", like=llama)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["eos_token_id"], config["intermediate_size"], config["rope_theta"]) == (7, 40, 10000.0)
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "content of tokenizer.json"

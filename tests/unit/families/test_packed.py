@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.rewrite import CastSource
 from megatron.core.dist_checkpointing.source import TensorFormat
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families import hf
+from megatron.core.families import hf, hf_export
 from megatron.core.families.packed import dequantize_tensors
 from megatron.core.parallel.boxes import Box, whole_box
 from megatron.core.parallel.mesh import Axis
@@ -119,8 +119,8 @@ def test_eight_bits_have_a_scale_for_every_square() -> None:
 
 
 def test_a_network_in_four_bits_is_that_of_the_numbers_they_stand_for(tmp_path: Path) -> None:
-    hf.export(Made(GPT_OSS, torch.bfloat16), tmp_path / "plain")
-    hf.export(Made(GPT_OSS, torch.bfloat16), tmp_path / "packed")
+    hf_export.export(Made(GPT_OSS, torch.bfloat16), tmp_path / "plain")
+    hf_export.export(Made(GPT_OSS, torch.bfloat16), tmp_path / "packed")
     tensors, random = tensors_of(tmp_path / "plain"), torch.Generator().manual_seed(5)
     packed = dict(tensors)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
@@ -139,7 +139,7 @@ def test_a_network_in_four_bits_is_that_of_the_numbers_they_stand_for(tmp_path: 
     )
     source = hf.open_folder(tmp_path / "packed")
     same_tensors(source, hf.open_folder(write(tmp_path / "plain", tensors)))
-    hf.export(source, tmp_path / "again")
+    hf_export.export(source, tmp_path / "again")
     assert "quantization_config" not in json.loads((tmp_path / "again/config.json").read_text())
     assert all(torch.equal(tensors[name], one) for name, one in tensors_of(tmp_path / "again").items())
 
@@ -153,7 +153,7 @@ def test_a_network_in_four_bits_is_that_of_the_numbers_they_stand_for(tmp_path: 
     ],
 )
 def test_packed_tensors_that_do_not_fit_together_are_refused(change: dict[str, Tensor | None], tmp_path: Path) -> None:
-    hf.export(Made(GPT_OSS, torch.bfloat16), tmp_path / "out")
+    hf_export.export(Made(GPT_OSS, torch.bfloat16), tmp_path / "out")
     tensors, prefix = tensors_of(tmp_path / "out"), "model.layers.0.mlp.experts."
     del tensors[f"{prefix}down_proj"]
     parts = {
@@ -169,7 +169,7 @@ def test_packed_tensors_that_do_not_fit_together_are_refused(change: dict[str, T
 
 
 def test_only_the_experts_of_a_box_are_read(tmp_path: Path) -> None:
-    hf.export(Made(KIN), tmp_path / "out", family="mixtral")
+    hf_export.export(Made(KIN), tmp_path / "out", family="mixtral")
     source, name = hf.open_folder(tmp_path / "out"), "model.decoder.layers.1.mlp.experts.linear_fc1.weight"
     tensor = source.read(name, whole_box(source.formats[name].shape))
     parts = source._rows[name.removeprefix("model.")][1]
@@ -181,7 +181,7 @@ def test_only_the_experts_of_a_box_are_read(tmp_path: Path) -> None:
 
 def test_layers_that_predict_further_stand_behind_the_last_and_may_be_left(tmp_path: Path) -> None:
     source = Made({**DEEPSEEK, "mtp_num_layers": 1})
-    hf.export(source, tmp_path / "out")
+    hf_export.export(source, tmp_path / "out")
     tensors, last = tensors_of(tmp_path / "out"), "model.layers.2."
     own = {name.removeprefix(last) for name in tensors if name.startswith(last)}
     assert {
@@ -210,7 +210,7 @@ def test_layers_that_predict_further_stand_behind_the_last_and_may_be_left(tmp_p
 
 
 def test_a_network_that_was_published_in_eight_bits_is_read(tmp_path: Path) -> None:
-    hf.export(Made(DEEPSEEK, torch.bfloat16), tmp_path / "out")
+    hf_export.export(Made(DEEPSEEK, torch.bfloat16), tmp_path / "out")
     tensors = tensors_of(tmp_path / "out")
     for name in [name for name in tensors if "_proj" in name]:
         tensors[name] = tensors[name].to(torch.float8_e4m3fn)
@@ -236,7 +236,7 @@ def test_the_biases_of_experts_stay_fp32_whatever_the_weights_become() -> None:
 def test_a_run_takes_the_layers_that_predict_further_if_it_has_them_and_norms_latents_as_the_files_do(
     tmp_path: Path,
 ) -> None:
-    hf.export(Made({**DEEPSEEK, "mtp_num_layers": 1}), tmp_path / "out")
+    hf_export.export(Made({**DEEPSEEK, "mtp_num_layers": 1}), tmp_path / "out")
     for depths in (1, None):
         wanted = find_requested_checkpoint(
             tiny.config(**{**DEEPSEEK, "mtp_num_layers": depths, "load": str(tmp_path / "out")})

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.core.config.stages import stages_of
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families import hf
+from megatron.core.families import hf, hf_export
 from megatron.core.families.registry import FAMILIES, family_of, fitting_family, lost_settings, model_of
 from megatron.core.models.describe import parameter_shapes
 from megatron.core.models.t5 import T5Model
@@ -216,7 +216,7 @@ def test_a_network_that_is_no_published_t5_is_refused_with_the_settings_that_are
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_written_is_what_is_read(settings: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
     source = Made(settings, dtype)
-    assert hf.export(source, tmp_path / "out").name == "t5"
+    assert hf_export.export(source, tmp_path / "out").name == "t5"
     found = hf.open_folder(tmp_path / "out")
     same_tensors(found, source)
     assert model_of(found.settings) == model_of({**settings, "num_query_groups": 4})
@@ -225,7 +225,7 @@ def test_what_is_written_is_what_is_read(settings: dict[str, Any], dtype: torch.
 @pytest.fixture
 def later(tmp_path: Path) -> Path:
     """A folder of the later kind."""
-    hf.export(Made(LATER), tmp_path / "t5")
+    hf_export.export(Made(LATER), tmp_path / "t5")
     return tmp_path / "t5"
 
 
@@ -236,7 +236,7 @@ def test_folders_saved_later_are_told_apart_by_their_files(later: Path) -> None:
     same_tensors(found, Made(LATER))
     assert found.settings["untie_embeddings_and_output_weights"] is True
     assert hf.model_settings(later)["untie_embeddings_and_output_weights"] is True
-    hf.export(found, later.with_name("back"))
+    hf_export.export(found, later.with_name("back"))
     assert {path.name: path.read_bytes() for path in later.with_name("back").iterdir()}.keys() == {
         "config.json",
         "model.safetensors",
@@ -249,7 +249,7 @@ def test_folders_saved_later_are_told_apart_by_their_files(later: Path) -> None:
 
 
 def test_an_output_layer_of_its_own_where_the_config_says_that_there_is_none_is_refused(tmp_path: Path) -> None:
-    hf.export(Made(FIRST), tmp_path / "t5")
+    hf_export.export(Made(FIRST), tmp_path / "t5")
     path = tmp_path / "t5" / "model.safetensors"
     rewrite(path, lambda tensors: tensors.update({"lm_head.weight": tensors["shared.weight"].clone()}))
     same_tensors(hf.open_folder(tmp_path / "t5"), Made(FIRST))

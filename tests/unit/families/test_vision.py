@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megatron.core.config.plan import network_layer_plans, partition
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families import hf
+from megatron.core.families import hf, hf_export
 from megatron.core.families.registry import FAMILIES, model_of
 from megatron.core.kernels.table import KernelRequirements, select_kernels
 from megatron.core.models.on_meta import NETWORKS
@@ -190,7 +190,7 @@ def test_an_exported_encoder_is_the_one_that_was_read(
     make: Callable[[], transformers.PreTrainedModel], tmp_path: Path
 ) -> None:
     model = saved(make, tmp_path / "theirs")
-    hf.export(hf.open_folder(tmp_path / "theirs"), tmp_path / "back")
+    hf_export.export(hf.open_folder(tmp_path / "theirs"), tmp_path / "back")
     again, problems = type(model).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert {name for name in problems["missing_keys"] if "mask_token" not in name} == set()
     theirs, back = (load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "back"))
@@ -285,7 +285,7 @@ def test_an_exported_network_gives_the_same_logits(
     folder = hf.open_folder(tmp_path / "theirs")
     ids, _, _ = prompt(model_of(folder.settings).vision.num_image_embeddings)
     images = as_given(make, torch.randn(2, 3, 28, 28))
-    hf.export(folder, tmp_path / "back")
+    hf_export.export(folder, tmp_path / "back")
     again, problems = type(model).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not problems["missing_keys"] and not problems["unexpected_keys"]
     with torch.no_grad():

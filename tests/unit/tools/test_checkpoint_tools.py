@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 
 from megatron.core.dist_checkpointing.saved import SavedCheckpoint, open_saved
-from megatron.core.families import hf
+from megatron.core.families import hf_export
 from megatron.core.families.megatron.export import write_legacy
 from megatron.tools.checkpoint import diff, export, inspect, reshard, verify
 from megatron.training.checkpoint.checkpointing import Checkpoint
@@ -63,7 +63,7 @@ def checkpoint_formats(made: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """The same weights in every format."""
     there = tmp_path_factory.mktemp("formats")
     source = open_saved(made / "iter_0000002")
-    hf.export(source, there / "published")
+    hf_export.export(source, there / "published")
     write_legacy(source, there / "megatron", iteration=2, tensor_size=2, pipeline_size=1, fused_norms=True)
     return {"ours": made, "published": there / "published", "megatron": there / "megatron"}
 

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite
 from megatron.core.dist_checkpointing.saved import open_saved
 from megatron.core.dist_checkpointing.source import TensorFormat
 from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_values
-from megatron.core.families import hf
+from megatron.core.families import hf, hf_export
 from tests.unit.families.made import GPT2, LLAMA, Made, same_tensors
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "checkpoint" / "convert.py"
@@ -34,7 +34,7 @@ def tool() -> ModuleType:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A Hugging Face folder with a tokenizer."""
-    hf.export(Made(LLAMA, torch.bfloat16), tmp_path / "llama")
+    hf_export.export(Made(LLAMA, torch.bfloat16), tmp_path / "llama")
     (tmp_path / "llama" / "tokenizer.json").write_text("{}")
     return tmp_path / "llama"
 
@@ -194,8 +194,8 @@ def test_a_bad_copy_is_found_by_verify(
         content[-1] ^= 1
         (target / "model.safetensors").write_bytes(bytes(content))
 
-    real = hf.export
-    monkeypatch.setattr(hf, "export", careless)
+    real = hf_export.export
+    monkeypatch.setattr(hf_export, "export", careless)
     with pytest.raises(SystemExit, match="has other values"):
         tool.main(["--load", str(folder), "--save", str(tmp_path / "out"), "--saver", "hf", "--verify"])
 

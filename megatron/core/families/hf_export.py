@@ -1,0 +1,265 @@
+"""Writing a Hugging Face folder: weights, config.json, and the files that are carried along, a tensor at a time.
+
+`export` writes one from any `Source`; hf.py reads it, and says what the files are. Memory never holds more than one whole tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from megatron.core.config.settings.model import ModelConfig
+from megatron.core.dist_checkpointing.source import Source, TensorFormat
+from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.families.hf import CONFIG_FILE, DTYPE_WORDS, PUBLISHED, WEIGHTS_FILE, read_json
+from megatron.core.families.registry import family_of, fitting_family, model_of
+from megatron.core.families.rules import Family, HeadVariant, ParameterMapping, expand_mappings, hf_shapes
+from megatron.core.families.settings import classes_of
+from megatron.core.families.tensor_file import Stored, create, write
+from megatron.core.models.describe import parameter_shapes
+from megatron.core.models.names import WORD_EMBEDDING
+from megatron.core.parallel.boxes import Box, whole_box
+
+SHARD_BYTES = 5_000_000_000
+_CARRIED = tuple(
+    """
+    generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json
+    merges.txt vocab.txt tokenizer.model spiece.model chat_template.jinja chat_template.json
+    """.split()
+)
+
+
+def export(
+    source: Source,
+    folder: str | Path,
+    *,
+    family: str | None = None,
+    like: str | Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    ids: Mapping[str, int | list[int] | None] = MappingProxyType({}),
+) -> Family:
+    """Write the model of a source as a folder. The folder gets its name when it is complete. Returns the family.
+
+    family: one of `registry.FAMILIES`; left out, the one that the source came from, else the first that can say what the
+    network is. like: a folder whose tokenizer files, and whose ids of special tokens, are carried over.
+    shard_bytes: the largest file, if no tensor is larger. ids: of special tokens, where no earlier config.json says them.
+    `rewrite.CastSource` gives the weights another dtype on the way.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} is there already; move it away, or choose another folder")
+    earlier = (
+        read_json(Path(like) / CONFIG_FILE)
+        if like and (Path(like) / CONFIG_FILE).is_file()
+        else source.values.get(PUBLISHED, {})
+    )
+    embedding = source.formats.get(f"model.{WORD_EMBEDDING}", TensorFormat((0,), torch.float32))
+    model = model_of(
+        {"true_vocab_size": embedding.shape[0], **source.settings}
+    )  # a format without a tokenizer has its rows
+    if family is None and earlier:
+        family = family_of(earlier, f"{like or source.where}").name
+    chosen = fitting_family(model, family)
+    variant, rows, formats = _export_plan(chosen, model, source)
+    config = {
+        **dict(chosen.fallbacks),
+        **ids,
+        **_config_json(chosen, model, earlier if _config_is_of_family(earlier, chosen) else {}, formats),
+        "architectures": [variant.architecture],
+    } | _reward_head_keys(model, {**ids, **earlier})
+    made = folder.with_name(f".{folder.name}.unfinished")
+    try:
+        shutil.rmtree(made, ignore_errors=True)
+        made.mkdir(parents=True)
+        _write_weights(made, rows, formats, source, shard_bytes, chosen.constants(model))
+        _write_json(made / CONFIG_FILE, config)
+        _write_generation_config(made, config)
+        _copy_other_files(like, made)
+        _fsync_folder(made)
+        os.rename(made, folder)
+        _fsync_folder(folder.parent, only=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}") from None
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return chosen
+
+
+def _export_plan(
+    family: Family, model: ModelConfig, source: Source
+) -> tuple[HeadVariant, tuple[ParameterMapping, ...], dict[str, TensorFormat]]:
+    """The class, its rows, and what the folder will hold, in their order.
+
+    Refuses a source that lacks parameters or has others; heads it may lack.
+    """
+    there = {
+        name.removeprefix("model."): format for name, format in source.formats.items() if name.startswith("model.")
+    }
+    variant, lacking = family.class_for_parameters(there), family.missing_heads(there)
+    base = family.base if variant.bare else ""
+    rows = tuple(
+        ParameterMapping(row.ours, tuple(name.removeprefix(base) for name in row.theirs), row.op)
+        for row in expand_mappings(family.network_mappings(model), layers=model.num_layers)
+        if not row.ours.startswith(lacking)
+    )
+    shapes = {name: shape for name, shape in parameter_shapes(model).items() if not name.startswith(lacking)}
+    if problems := _parameter_differences(there, shapes):
+        raise CheckpointError(f"{source.where} does not hold the network that its settings describe", problems)
+    their = hf_shapes(rows, shapes)
+    formats = {name: TensorFormat(their[name], there[row.ours].dtype) for row in rows for name in row.theirs}
+    dtype = next(iter(formats.values())).dtype
+    return (
+        variant,
+        rows,
+        formats | {name: TensorFormat(shape, dtype) for name, (shape, _) in family.constants(model).items()},
+    )
+
+
+def _parameter_differences(formats: Mapping[str, TensorFormat], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """How the parameters of a source differ from those of the network that its settings describe."""
+    problems = [f"{name} is missing" for name in shapes if name not in formats]
+    problems += [f"{name} is unknown to the architecture" for name in formats if name not in shapes]
+    return problems + [
+        f"{name} has shape {list(formats[name].shape)}, and the settings say {list(shapes[name])}"
+        for name in shapes
+        if name in formats and formats[name].shape != shapes[name]
+    ]
+
+
+def _config_is_of_family(config: Mapping[str, Any], family: Family) -> bool:
+    """Whether an earlier config.json is of a family: by its class, whatever a model calls its type (Kimi K2: `kimi_k2`)."""
+    named = classes_of(config)
+    return bool(family.variant_among(named)) if named else config.get("model_type") == family.model_type
+
+
+def _config_json(
+    family: Family, model: ModelConfig, like: Mapping[str, Any], formats: Mapping[str, TensorFormat]
+) -> dict[str, Any]:
+    """The config.json."""
+    word = DTYPE_WORDS[Counter(format.dtype for format in formats.values()).most_common(1)[0][0]]
+    config = {**family.config_out(model, like), "model_type": like.get("model_type", family.model_type)}
+    config["dtype" if "dtype" in like else "torch_dtype"] = word
+    return config
+
+
+def _reward_head_keys(model: ModelConfig, ids: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a reward model: one score, at the last token that is not padding, which must then be no token of texts.
+
+    ids: of special tokens, by their keys in config.json.
+    """
+    if not model.reward_head:
+        return {}
+    ends = ids.get("eos_token_id")
+    others = [ids.get(name) for name in ("pad_token_id", "bos_token_id")]
+    known = ends if isinstance(ends, list) else [ends]
+    padding = next((one for one in others if one is not None and one not in known), None)
+    return {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "pad_token_id": padding}
+
+
+def _split_into_files(formats: Mapping[str, TensorFormat], limit: int) -> dict[str, list[str]]:
+    """File -> its tensors: in order, a new file when one would grow over the limit, a larger tensor alone."""
+    files: list[list[str]] = []
+    open_file: list[str] = []
+    size = 0
+    for name, one in formats.items():
+        length = whole_box(one.shape).size * one.dtype.itemsize
+        if length > limit:
+            files.append([name])
+            continue
+        if open_file and size + length > limit:
+            files.append(open_file)
+            open_file, size = [], 0
+        open_file.append(name)
+        size += length
+    files += [open_file] if open_file else []
+    if len(files) == 1:
+        return {WEIGHTS_FILE: files[0]}
+    return {f"model-{place:05d}-of-{len(files):05d}.safetensors": names for place, names in enumerate(files, start=1)}
+
+
+def _write_weights(
+    folder: Path,
+    rows: Sequence[ParameterMapping],
+    formats: Mapping[str, TensorFormat],
+    source: Source,
+    shard_bytes: int,
+    constants: Mapping[str, tuple[tuple[int, ...], float]],
+) -> None:
+    """Write the weight files of a folder, and their index if there are several. constants: what is written beside the rows."""
+    files = _split_into_files(formats, shard_bytes)
+    places = {
+        name: place
+        for file, names in files.items()
+        for name, place in create(folder / file, {name: formats[name] for name in names}).items()
+    }
+    for row in rows:
+        _write_parameter(row, source, places)
+    for name, (shape, value) in constants.items():
+        write(places[name], torch.full(shape, value, dtype=formats[name].dtype))
+    if len(files) > 1:
+        _write_json(folder / f"{WEIGHTS_FILE}.index.json", _index_json(files, formats))
+
+
+def _write_parameter(row: ParameterMapping, source: Source, places: Mapping[str, Stored]) -> None:
+    """Read a parameter once, of experts one at a time, and put its parts where they belong; on return nothing is in memory."""
+    name = f"model.{row.ours}"
+    shape, each = source.formats[name].shape, row.op.each
+    boxes = (
+        [Box((index, *(0,) * (len(shape) - 1)), (1, *shape[1:])) for index in range(shape[0])]
+        if each
+        else [whole_box(shape)]
+    )
+    for place, box in enumerate(boxes):
+        names = row.theirs[place * each : (place + 1) * each] if each else row.theirs
+        for their_name, part in zip(names, row.op.theirs(source.read(name, box)), strict=True):
+            write(places[their_name], part)
+
+
+def _index_json(files: Mapping[str, list[str]], formats: Mapping[str, TensorFormat]) -> dict[str, Any]:
+    elements = {name: whole_box(one.shape).size for name, one in formats.items()}
+    size = sum(elements[name] * one.dtype.itemsize for name, one in formats.items())
+    return {
+        "metadata": {"total_parameters": sum(elements.values()), "total_size": size},
+        "weight_map": {name: file for file, names in files.items() for name in names},
+    }
+
+
+def _write_generation_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write a generation_config.json of the config's ids, if it has some: what generates looks there first."""
+    generation = {
+        name: config[name]
+        for name in ("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id")
+        if name in config
+    }
+    if generation.get("eos_token_id") is not None:
+        _write_json(folder / "generation_config.json", generation)
+
+
+def _copy_other_files(like: str | Path | None, folder: Path) -> None:
+    """Copy the files that belong to a model and are not its network."""
+    if like is not None:
+        for name in _CARRIED:
+            if (Path(like) / name).is_file():
+                shutil.copyfile(Path(like) / name, folder / name)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _fsync_folder(folder: Path, *, only: bool = False) -> None:
+    """Make a folder, and unless `only` it is meant, its files durable."""
+    for path in [folder] if only else [*folder.iterdir(), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
