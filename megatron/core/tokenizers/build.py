@@ -1,16 +1,17 @@
 """Builds the tokenizer of a run from its settings, and defines the two kinds that need no files.
 
-To add a kind, write its class beside the others and add one row to `KINDS` and to `READS`.
+To add a kind, write its class beside the others and add one row to `KINDS`.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -147,6 +148,11 @@ def _build_tiktoken(config: TokenizerConfig) -> Tokenizer:
     )
 
 
+def _build_sentencepiece(special: Literal["bare", "begun", "named"], config: TokenizerConfig) -> Tokenizer:
+    extra_ids = config.vocab_extra_ids if special == "named" else 0
+    return SentencePieceTokenizer(_required_file(config.tokenizer_model), special, extra_ids=extra_ids)
+
+
 def _build_null(config: TokenizerConfig) -> Tokenizer:
     pad = None if config.null_tokenizer_pad_id == -1 else config.null_tokenizer_pad_id
     assert config.vocab_size is not None, "a tokenizer without its size is refused"
@@ -159,63 +165,50 @@ def _required_file(path: str | None) -> str:
     return path
 
 
-KINDS: Mapping[str, Callable[[TokenizerConfig], Tokenizer]] = MappingProxyType(
-    {
-        "GPT2BPETokenizer": lambda config: GPT2BPETokenizer(
-            _required_file(config.vocab_file), _required_file(config.merge_file)
-        ),
-        "BertWordPieceLowerCase": _build_bert,
-        "BertWordPieceCase": _build_bert,
-        "SentencePieceTokenizer": lambda config: SentencePieceTokenizer(
-            _required_file(config.tokenizer_model), "named", extra_ids=config.vocab_extra_ids
-        ),
-        "GPTSentencePieceTokenizer": lambda config: SentencePieceTokenizer(
-            _required_file(config.tokenizer_model), "bare"
-        ),
-        "Llama2Tokenizer": lambda config: SentencePieceTokenizer(_required_file(config.tokenizer_model), "begun"),
-        "HuggingFaceTokenizer": lambda config: HuggingFaceTokenizer(
-            _required_file(config.tokenizer_model), include_special=config.tokenizer_hf_include_special_tokens
-        ),
-        "TikTokenizer": _build_tiktoken,
-        "ByteTokenizer": lambda config: ByteTokenizer(),
-        "NullTokenizer": _build_null,
-    }
-)
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of tokenizer. needs: settings that it cannot do without; also: the others that it reads.
 
-# Settings that each kind cannot do without, and all that it reads. Any other would be ignored in silence: `build_tokenizer` refuses it, and
-# a run, which leaves it out, says so.
-COMMON = frozenset({"tokenizer_type", "chat_template"})
-NEEDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    Any other setting would be ignored in silence: `build_tokenizer` refuses it, and a run, which leaves it out, says so.
+    """
+
+    build: Callable[[TokenizerConfig], Tokenizer]
+    needs: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """All settings that have an effect."""
+        return frozenset((*self.needs, *self.also))
+
+
+_MODEL, _TYPE_AND_TEMPLATE = ("tokenizer_model",), frozenset({"tokenizer_type", "chat_template"})
+_BERT = Kind(_build_bert, ("vocab_file",), ("vocab_extra_ids",))
+KINDS: Mapping[str, Kind] = MappingProxyType(
     {
-        "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-        "BertWordPieceLowerCase": ("vocab_file",),
-        "BertWordPieceCase": ("vocab_file",),
-        "SentencePieceTokenizer": ("tokenizer_model",),
-        "GPTSentencePieceTokenizer": ("tokenizer_model",),
-        "Llama2Tokenizer": ("tokenizer_model",),
-        "HuggingFaceTokenizer": ("tokenizer_model",),
-        "TikTokenizer": ("tokenizer_model",),
-        "ByteTokenizer": (),
-        "NullTokenizer": ("vocab_size",),
-    }
-)
-READS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {kind: frozenset(needed) for kind, needed in NEEDS.items()}
-    | {
-        "BertWordPieceLowerCase": frozenset({"vocab_file", "vocab_extra_ids"}),
-        "BertWordPieceCase": frozenset({"vocab_file", "vocab_extra_ids"}),
-        "SentencePieceTokenizer": frozenset({"tokenizer_model", "vocab_extra_ids"}),
-        "HuggingFaceTokenizer": frozenset({"tokenizer_model", "tokenizer_hf_include_special_tokens"}),
-        "TikTokenizer": frozenset(
-            {
-                "tokenizer_model",
-                "tiktoken_pattern",
-                "vocab_size",
-                "tiktoken_num_special_tokens",
-                "tokenizer_special_tokens",
-            }
+        "GPT2BPETokenizer": Kind(
+            lambda config: GPT2BPETokenizer(_required_file(config.vocab_file), _required_file(config.merge_file)),
+            ("vocab_file", "merge_file"),
         ),
-        "NullTokenizer": frozenset({"vocab_size", "null_tokenizer_eod_id", "null_tokenizer_pad_id"}),
+        "BertWordPieceLowerCase": _BERT,
+        "BertWordPieceCase": _BERT,
+        "SentencePieceTokenizer": Kind(partial(_build_sentencepiece, "named"), _MODEL, ("vocab_extra_ids",)),
+        "GPTSentencePieceTokenizer": Kind(partial(_build_sentencepiece, "bare"), _MODEL),
+        "Llama2Tokenizer": Kind(partial(_build_sentencepiece, "begun"), _MODEL),
+        "HuggingFaceTokenizer": Kind(
+            lambda config: HuggingFaceTokenizer(
+                _required_file(config.tokenizer_model), include_special=config.tokenizer_hf_include_special_tokens
+            ),
+            _MODEL,
+            ("tokenizer_hf_include_special_tokens",),
+        ),
+        "TikTokenizer": Kind(
+            _build_tiktoken,
+            _MODEL,
+            ("tiktoken_pattern", "vocab_size", "tiktoken_num_special_tokens", "tokenizer_special_tokens"),
+        ),
+        "ByteTokenizer": Kind(lambda config: ByteTokenizer()),
+        "NullTokenizer": Kind(_build_null, ("vocab_size",), ("null_tokenizer_eod_id", "null_tokenizer_pad_id")),
     }
 )
 
@@ -229,7 +222,7 @@ def problems_of(config: TokenizerConfig) -> list[str]:
         return [f"{problem}; choose one of {', '.join(KINDS)}" + (f"; did you mean {near[0]}?" if near else "")]
     problems = [
         f"--tokenizer-type {kind} needs {flag_name(name)}; give it"
-        for name in NEEDS[kind]
+        for name in KINDS[kind].needs
         if getattr(config, name) is None
     ]
     if kind == "NullTokenizer" and config.vocab_size is not None and config.vocab_size < 1:
@@ -247,7 +240,7 @@ def unused_settings(config: TokenizerConfig) -> dict[str, str]:
         for field in fields(config)
         if kind is not None
         and kind in KINDS
-        and field.name not in READS[kind] | COMMON
+        and field.name not in KINDS[kind].reads | _TYPE_AND_TEMPLATE
         and getattr(config, field.name) != field.default
     }
 
@@ -273,7 +266,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         ]
     )
     assert config.tokenizer_type is not None, "settings without a kind are refused"
-    tokenizer = KINDS[config.tokenizer_type](config)
+    tokenizer = KINDS[config.tokenizer_type].build(config)
     if config.chat_template is not None:
         tokenizer.chat_template = _read_template(config.chat_template)
     return tokenizer

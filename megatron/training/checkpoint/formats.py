@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.store import (
 from megatron.core.families.hf import is_hf_checkpoint, model_settings, open_folder
 from megatron.core.families.megatron.open import find_megatron, open_megatron
 from megatron.core.families.megatron.source import MegatronSource
-from megatron.core.tokenizers.build import READS
+from megatron.core.tokenizers.build import KINDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,8 @@ def foreign_settings(path: str | Path, step: int | None = None) -> tuple[dict[st
         "null_tokenizer_ids"
     }
     beside: Mapping[str, Any] = source.run_settings if isinstance(source, MegatronSource) else {}
-    reads = READS.get(beside.get("tokenizer_type", ""), frozenset())  # Megatron has defaults for all kinds
+    kind = KINDS.get(beside.get("tokenizer_type", ""))
+    reads = kind.reads if kind else frozenset()  # Megatron has defaults for all kinds
     unread = {field.name for field, _ in flag_fields(TokenizerConfig)} - (
         reads | {"tokenizer_type"} if reads else set()
     )
