@@ -22,16 +22,13 @@ def _world_size(s: RuleInput) -> str:
     )
 
 
-def _attention_heads(s: RuleInput) -> str:
+def _attention_heads(s: RuleInput) -> Iterator[str]:
     heads, tp = s.run.model.num_attention_heads, s.run.parallel.tp
-    return (
-        ""
-        if heads % tp == 0
-        else (
+    if heads % tp:
+        yield (
             f"--num-attention-heads {heads} cannot be divided over --tensor-model-parallel-size "
             f"{tp}; choose a tensor size that divides the heads ({divisors(heads)})"
         )
-    )
 
 
 def _query_groups(s: RuleInput) -> str:
@@ -46,16 +43,13 @@ def _query_groups(s: RuleInput) -> str:
     return ""
 
 
-def _ffn_width(s: RuleInput) -> str:
+def _ffn_width(s: RuleInput) -> Iterator[str]:
     ffn, tp = s.run.model.ffn_hidden_size, s.run.parallel.tp
-    return (
-        ""
-        if ffn % tp == 0
-        else (
+    if ffn % tp:
+        yield (
             f"--ffn-hidden-size {ffn} cannot be divided over --tensor-model-parallel-size {tp}; "
             f"choose {ffn // tp * tp or tp} or {-(-ffn // tp) * tp}"
         )
-    )
 
 
 def _head_size(s: RuleInput) -> str:

@@ -11,16 +11,13 @@ from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.vision import vision_encoder
 
 
-def _position_range(s: RuleInput) -> str:
+def _position_range(s: RuleInput) -> Iterator[str]:
     longest, length = s.run.model.max_position_embeddings, s.run.train.seq_length
-    return (
-        ""
-        if longest >= length
-        else (
+    if longest < length:
+        yield (
             f"--seq-length {length} is longer than --max-position-embeddings {longest}; "
             f"give at least {length} positions"
         )
-    )
 
 
 def _encoder_decoder_lengths(s: RuleInput) -> Iterator[str]:
