@@ -7,7 +7,7 @@ All code that loads, converts, compares or shows checkpoints reads boxes from a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,3 +55,12 @@ class Source(Protocol):
 
         Raises `CheckpointError` that names the file if it is missing, damaged or truncated.
         """
+
+
+class PartOfSource:
+    """A source with the tensors and values alone that are kept, by their names."""
+
+    def __init__(self, source: Source, keep: Callable[[str], bool]) -> None:
+        self.where, self.settings, self.read = source.where, source.settings, source.read
+        self.formats = {name: one for name, one in source.formats.items() if keep(name)}
+        self.values = {name: value for name, value in source.values.items() if keep(name)}

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from megatron.core.config.flags import ConfigError, to_values
 from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite
 from megatron.core.dist_checkpointing.saved import SavedCheckpoint
-from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.source import PartOfSource, Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf_export
 from megatron.core.families.megatron.export import flags_for_megatron, write_legacy, write_torch_dist
@@ -176,21 +176,15 @@ def tensor_differences(source: Source, target: Source) -> Iterator[str]:
     yield from (f"{name} is new" for name in target.formats if name not in source.formats)
 
 
-class WeightsOnly:
-    """A source without anything but its weights."""
-
-    def __init__(self, source: Source) -> None:
-        self.where, self.values, self.settings, self.read = source.where, source.values, source.settings, source.read
-        self.formats = {name: one for name, one in source.formats.items() if name.startswith("model.")}
-
-
 def verify(source: Source, path: Path, saver: str) -> None:
     """Read the target again and compare. Raises `CheckpointError` with everything that differs."""
     target = CHECKPOINT_FORMATS[saver].open(
         path, {"true_vocab_size": source.formats[f"model.{WORD_EMBEDDING}"].shape[0]}
     )
     problems = target.verify() if isinstance(target, SavedCheckpoint) else []
-    problems += tensor_differences(source if saver == OWN else WeightsOnly(source), target)
+    problems += tensor_differences(
+        source if saver == OWN else PartOfSource(source, lambda name: name.startswith("model.")), target
+    )
     if problems:
         raise CheckpointError(f"{path} does not hold what {source.where} holds", problems)
 

@@ -15,16 +15,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
 from megatron.core.config.flags import to_values
 from megatron.core.dist_checkpointing.load import OPTIONAL
 from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite
 from megatron.core.dist_checkpointing.saved import SavedCheckpoint, open_saved
-from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.source import PartOfSource, Source
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.registry import model_of
-from megatron.core.parallel.boxes import Box
 from megatron.tools.checkpoint.export import DTYPES
 from megatron.tools.parser import ToolParser, add_ckpt_step
 from megatron.training.checkpoint.formats import open_checkpoint
@@ -35,25 +32,15 @@ from megatron.trust.compare.contents import count_with_unit, size_words
 KEPT = ("run.config", "run.tokenizer", "run.progress", OPTIONAL)  # what weights keep; the others go with the optimizer
 
 
-class WeightsOnly:
-    """A source without optimizer and random streams. It loads with --finetune, or with --no-load-optim --no-load-rng."""
-
-    def __init__(self, source: Source) -> None:
-        self.where, self.settings = source.where, source.settings
-        self.formats = {name: one for name, one in source.formats.items() if name.startswith("model.")}
-        self.values = {
-            name: value for name, value in source.values.items() if not name.startswith("run.") or name in KEPT
-        }
-        self._source = source
-
-    def read(self, name: str, box: Box) -> Tensor:
-        """Return a box of a tensor, [*box.shape]; see `Source`."""
-        return self._source.read(name, box)
-
-
 def resharded_source(source: Source, args: argparse.Namespace) -> Source:
-    """The source as it is to be written."""
-    chosen: Source = WeightsOnly(source) if args.weights_only else source
+    """The source as it is to be written; its weights alone load with --finetune, or with --no-load-optim --no-load-rng."""
+
+    def is_kept(name: str) -> bool:
+        if name in source.formats:
+            return name.startswith("model.")
+        return not name.startswith("run.") or name in KEPT
+
+    chosen = PartOfSource(source, is_kept) if args.weights_only else source
     return CastSource(chosen, DTYPES[args.dtype]) if args.dtype else chosen
 
 

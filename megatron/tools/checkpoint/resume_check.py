@@ -26,12 +26,11 @@ from pathlib import Path
 from typing import IO
 
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron.core.dist_checkpointing.rewrite import rewrite
-from megatron.core.dist_checkpointing.saved import SavedCheckpoint, open_saved
+from megatron.core.dist_checkpointing.saved import open_saved
+from megatron.core.dist_checkpointing.source import PartOfSource
 from megatron.core.dist_checkpointing.store import TRACKER, CheckpointError, iteration_folder, scan_folder
-from megatron.core.parallel.boxes import Box
 from megatron.tools.parser import ToolParser
 from megatron.training.launch.launch_info import install_interrupt_handler
 from megatron.trust.compare.contents import matches_pattern
@@ -135,19 +134,6 @@ class RankProcesses:
             raise RunFailed("\n".join([f"{what} failed with exit codes {codes}:", *(f"  {line}" for line in excerpt)]))
 
 
-class CheckpointWithoutNames:
-    """A checkpoint that lacks some names."""
-
-    def __init__(self, saved: SavedCheckpoint, patterns: Sequence[str]) -> None:
-        self.where, self.settings, self._saved = saved.where, saved.settings, saved
-        self.formats = {name: one for name, one in saved.formats.items() if not matches_pattern(name, patterns)}
-        self.values = {name: value for name, value in saved.values.items() if not matches_pattern(name, patterns)}
-
-    def read(self, name: str, box: Box) -> Tensor:
-        """Return a box of a tensor, [*box.shape]; see `Source`."""
-        return self._saved.read(name, box)
-
-
 def run_straight(plan: Plan) -> Path:
     """2N steps in one go. Returns the folder of its checkpoints."""
     save = plan.work / "straight"
@@ -188,7 +174,7 @@ def write_checkpoint_without(folder: Path, plan: Plan, patterns: Sequence[str]) 
     """A folder whose checkpoint of iteration N lacks some names."""
     saved = open_saved(iteration_folder(folder, plan.steps))
     rewrite(
-        CheckpointWithoutNames(saved, patterns),
+        PartOfSource(saved, lambda name: not matches_pattern(name, patterns)),
         plan.work / "without",
         iteration=plan.steps,
         settings=saved.settings,
