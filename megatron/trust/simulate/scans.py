@@ -194,7 +194,11 @@ class _RecordedScan(Function):
         given, spans, length = ctx.saved_tensors[2:], ctx.spans, len(output)
         asking = [each if needed else None for each, needed in zip(given, ctx.needs_input_grad[3:], strict=True)]
         size = sum(each.nbytes for each in asking if each is not None)
-        held = max(size * (length - span.start) // length + span.backward.workspace for span in spans)
+        # The span that comes last, the first of the sequence, copies what it needs of the output's gradient, which is then released.
+        held = max(
+            size * (length - span.start) // length + span.backward.workspace - (0 if span.start else output.nbytes)
+            for span in spans
+        )
         passes = [span.backward for span in reversed(spans)]
         _run(ctx.scan.recorder, f"{ctx.kind.name}_backward", output, passes, held, ctx.where)
         made = [None if each is None else each.new_empty(each.shape) for each in asking]
