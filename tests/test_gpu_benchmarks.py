@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import kernels
 from benchmarks.gpu import calls, goals, launches, layers, pieces, results, roofline, timing
 from benchmarks.train_gpu import Job, Work, profile_of, works
 
@@ -340,6 +341,21 @@ def test_a_call_is_timed_by_events_around_many_and_the_host_beside_it(monkeypatc
     found = timing.one_round(lambda: noted.append("call"), torch.device("cuda"), 3)
     assert found.device == pytest.approx(0.01) and 0 <= found.host != found.device
     assert noted == ["wait", "event", "call", "call", "call", "event", "wait"]
+
+
+def test_kernels_are_timed_by_events_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds: list[tuple[str, int]] = []
+
+    def one_round(work: Any, device: torch.device, number: int) -> timing.Timed:
+        rounds.append((device.type, number))
+        return timing.Timed(device=float(len(rounds)), host=0.5)
+
+    monkeypatch.setattr(kernels, "one_round", one_round)
+    times = kernels.seconds({"some": lambda: None}, 5, 20, "cuda")
+    assert rounds == [("cuda", 20)] * 7, "two rounds more, which do not count"
+    assert times["some"] == timing.Timed(device=5.0, host=0.5), (
+        "the median of the device's time, and the host's beside it"
+    )
 
 
 def test_the_computed_roofline_is_the_sum_of_bytes_and_operations() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.distributed.buffers import Ownership
@@ -25,6 +26,7 @@ from megatron.core.parallel.spec import (
     normal_initializer,
     set_global_names,
 )
+from megatron.training.step import train_step
 from tests.helpers import tiny
 
 RATE, DECAY, BETA = 1e-2, 0.1, 0.9
@@ -254,3 +256,35 @@ def test_a_rank_works_on_what_it_holds_anyway_if_nobody_has_less_to_do() -> None
     spec = matrix(4, 4)
     owned = [Ownership(spec, (4, 4), ((0, 4), (4, 16))), Ownership(spec, (4, 4), ((0, 16), (16, 16)))]
     assert [slab.owner for slab in assign_owners([muon_tasks(one, lambda spec: True)[0] for one in owned], 2)] == [1, 0]
+
+
+class _NumbersRead(TorchDispatchMode):
+    """Counts the numbers that the host reads, for each of which it would wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See `TorchDispatchMode`."""
+        self.count += func.overloadpacket.__name__ in ("_local_scalar_dense", "is_nonzero", "nonzero")
+        return func(*args, **(kwargs or {}))
+
+
+def numbers_read(changes: dict[str, Any]) -> int:
+    """On a rank: the numbers that an update reads."""
+    trainer = tiny.trainer_of(tiny.run_of(tiny.config(2, **changes)))
+    train_step(trainer, tiny.batches(trainer.run, 0))
+    trainer.optimizer.set_rates(RATE, DECAY, None)
+    with _NumbersRead() as read:
+        trainer.optimizer.step()
+    return read.count
+
+
+@pytest.mark.parametrize("mode", ["distributed", "blockwise", "duplicated"])
+@pytest.mark.parametrize("groups", [None, 1], ids=["all rows counted", "copies of key heads"])
+def test_no_number_is_read_by_an_update_over_tensor_ranks(world: Any, mode: str, groups: int | None) -> None:
+    changes = {"tensor_model_parallel_size": 2, "optimizer": "muon", "muon_tp_mode": mode, "clip_grad": 0.0}
+    if groups is not None:
+        changes |= {"group_query_attention": True, "num_query_groups": groups}
+    assert world(2).run(numbers_read, changes) == [0, 0]
