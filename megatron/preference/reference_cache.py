@@ -25,6 +25,7 @@ from torch import Tensor
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.paths import plan_splits
+from megatron.core.datasets.storage import atomic_file
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import fingerprint
 from megatron.core.transformer.adapters import without_adapters
@@ -115,10 +116,8 @@ def read_cache(file: Path, identity: Identity) -> np.ndarray | None:
 def _write(file: Path, values: np.ndarray, identity: Identity) -> None:
     """Write a cache, complete or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    made = file.with_suffix(f".{os.getpid()}.tmp")
-    with made.open("wb") as out:
+    with atomic_file(file, durable=False) as out:
         np.savez(out, logprobs=values, identity=np.array(json.dumps(dict(identity))))
-    os.replace(made, file)
 
 
 def _reference_weights_hash(config: PreferenceConfig, pretrained: str | None) -> str:

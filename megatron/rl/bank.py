@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.storage import atomic_file
 from megatron.core.dist_checkpointing.store import scan_folder
 from megatron.rl.batches import TrainingRollout
 from megatron.rl.rollouts import Rollout
@@ -46,11 +46,9 @@ def read_bank(file: str | Path) -> list[TrainingRollout]:
 def write_lines(file: Path, values: Iterable[Mapping[str, Any]]) -> None:
     """Write a compressed file of JSON lines, complete or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    made = file.with_suffix(f".{os.getpid()}.tmp")
-    with gzip.open(made, "wt", encoding="utf-8", compresslevel=1) as lines:
+    with atomic_file(file, durable=False) as raw, gzip.open(raw, "wt", encoding="utf-8", compresslevel=1) as lines:
         for one in values:
             lines.write(json.dumps(one) + "\n")
-    os.replace(made, file)
 
 
 def read_lines(file: str | Path) -> list[dict[str, Any]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import html
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megatron.core.datasets.storage import atomic_file
 from megatron.rl.batches import TrainingRollout
 from megatron.training.report.run_log import LogFile, to_json_value
 
@@ -56,12 +57,9 @@ class SampleFiles:
         self._rounds[iteration] = lines
         for number in sorted(self._rounds)[:-_ROUNDS]:
             del self._rounds[number]
-        made = self._page.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            made.write_text(html_page(self._rounds), encoding="utf-8")
-            os.replace(made, self._page)
-        except OSError:  # a full disk ends no run, and the file of samples has told of it
-            made.unlink(missing_ok=True)
+        # A full disk ends no run, and the file of samples has told of it.
+        with suppress(OSError), atomic_file(self._page, durable=False) as file:
+            file.write(html_page(self._rounds).encode())
 
 
 def read_samples(path: Path) -> dict[int, list[dict[str, Any]]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from megatron.core.config.flags import ConfigError, to_values
 from megatron.core.config.plan import StageSpec
+from megatron.core.datasets.storage import atomic_file
 from megatron.core.dist_checkpointing.lock import FolderLock
 from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError
@@ -366,12 +366,10 @@ def write_predictions(task: TaskConfig, sets: TaskData, rows: Sequence[Sequence[
         return
     path = Path(task.output_file)
     path.parent.mkdir(parents=True, exist_ok=True)
-    made = path.with_name(path.name + ".tmp")
-    with made.open("w", encoding="utf-8") as file:
+    with atomic_file(path, durable=False) as file:
         for name, samples, judged_ in zip(sets.names, sets.valid, rows):
             for row in judged_:
-                file.write(json.dumps(_sample_record(task, name, samples, row)) + "\n")
-    os.replace(made, path)
+                file.write((json.dumps(_sample_record(task, name, samples, row)) + "\n").encode())
 
 
 def _sample_record(task: TaskConfig, name: str, samples: Samples, row: Prediction) -> dict[str, object]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 import random
 import re
 import socket
@@ -30,6 +29,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.core.datasets.storage import atomic_file
 from megatron.core.distributed.buffers import Bucket
 from megatron.core.parallel import collectives
 from megatron.training.checkpoint.resuming import decide_on_first_rank
@@ -102,9 +102,8 @@ class Diagnosis:
     def write(self, path: Path) -> None:
         """Replace the file in one step."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        partial.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        with atomic_file(path, durable=False) as file:
+            file.write((json.dumps(asdict(self)) + "\n").encode())
 
 
 class StepRerun(StepHooks):
