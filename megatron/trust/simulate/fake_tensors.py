@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from megatron.trust.simulate.recorder import OpFacts, Recorder, op_facts, tensors_of
@@ -58,10 +59,14 @@ class _OutputPlan:
 
 @dataclass(slots=True)
 class FakeTensorCache:
-    """The fake tensor mode and the cached results that all recorders of a dry run share. scans: costs of their spans (scans.py)."""
+    """The fake tensor mode and the cached results that all recorders of a dry run share.
+
+    attributes: those with which torch makes a fake tensor of known shape; scans: costs of their spans (scans.py).
+    """
 
     mode: FakeTensorMode = field(default_factory=FakeTensorMode)
     plans: dict[Any, _OutputPlan | None] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict)
     scans: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -123,7 +128,8 @@ class FakeRecorder(Recorder):
 
     def communicate(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """As `Recorder.communicate`. All ranks make the same choices, so a gathered tensor repeats this rank's values."""
-        result = func(*args, **kwargs)
+        work = FakeWork().boxed()  # no data goes anywhere, and torch's own way compares lists of all tensors first
+        result = (args[0], work) if len(func._schema.returns) > 1 else work
         if self.knows:
             for tensor in tensors_of((args[0],)):
                 _set_known(tensor, None)
@@ -205,7 +211,21 @@ class FakeRecorder(Recorder):
                 tensor.set_(
                     source.untyped_storage(), source.storage_offset() + output.shift, output.size, output.stride
                 )
-        return FakeTensor(self.world.mode, tensor, _CPU)
+        return self._fake(tensor)
+
+    def _fake(self, elem: Tensor) -> FakeTensor:
+        """What `FakeTensor` makes of a meta tensor, whose attributes are copied from one that torch made: its own way takes ten times as long."""
+        attributes = self.world.attributes
+        if not attributes:
+            made = FakeTensor(self.world.mode, elem, _CPU)
+            attributes.update(vars(made))
+            return made
+        made = Tensor._make_subclass(
+            FakeTensor, elem, elem.requires_grad, dispatch_device=True, device_for_backend_keys=_CPU
+        )
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        vars(made).update(attributes)
+        return made
 
 
 def _cache_key(values: Any, inputs: list[Tensor]) -> tuple:
