@@ -30,8 +30,8 @@ from megatron.trust.simulate.trace import TOGETHER, DryRun, Event, communication
 
 MOST_PLAYED = 64  # ranks that are played together
 _ALONE = ("pp", "pp_backward")  # axes whose messages begin one by one; elsewhere a send and a receive begin together
-# Sums over tensor ranks of what a share of the optimizer's state has: as large as the share makes them, which those tensor ranks have alike.
-_OWNERS_SUMS = ("megatron/core/distributed/finalize.py:",)
+# Sums over tensor ranks, or stages, of what a share of the optimizer's state has: as large as the share makes them, which the ranks of a group have alike.
+_OWNERS_SUMS = "megatron/core/distributed/finalize.py:"
 Group = tuple[str, tuple[int, ...]]  # (which of the groups of these ranks, the ranks)
 
 
@@ -108,10 +108,10 @@ def match_collectives(run: DryRun) -> MatchReport:
     traced = {trace.rank: trace.events for trace in run.traces}
     stands = [trace.rank for trace in run.traces]
 
-    left_out = _files_left_out(run, lists)
+    compares = _owners_sums_meet(run, lists)
 
     def line(rank: int) -> RankTimeline:
-        return timeline_of(rank, stands[kind_of[rank]], traced[stands[kind_of[rank]]], lists, left_out)
+        return timeline_of(rank, stands[kind_of[rank]], traced[stands[kind_of[rank]]], lists, compares)
 
     chosen = played = [rank for rank in range(run.world_size) if rank in kind_of]
     if len(played) > MOST_PLAYED:
@@ -125,15 +125,12 @@ def match_collectives(run: DryRun) -> MatchReport:
     )
 
 
-def _files_left_out(run: DryRun, lists: Mapping[str, RankLists]) -> tuple[str, ...]:
-    """Files whose collectives are not compared: where traces stand for ranks that own another share of the optimizer's state than the traced one."""
+def _owners_sums_meet(run: DryRun, lists: Mapping[str, RankLists]) -> Callable[[Sequence[int]], bool]:
+    """Return whether sums of owners' shares can be compared in a group of ranks: the traces of all have the same share of the optimizer's state."""
     place = {rank: at for group in lists["dp_cp"] for at, rank in enumerate(group)}
-    differ = any(
-        place[rank] != place[trace.rank]
-        for trace, ranks in zip(run.traces, run.stands_for, strict=True)
-        for rank in ranks
-    )
-    return _OWNERS_SUMS if differ and run.config.parallel.use_distributed_optimizer else ()
+    share = {rank: place[trace.rank] for trace, ranks in zip(run.traces, run.stands_for, strict=True) for rank in ranks}
+    every = not run.config.parallel.use_distributed_optimizer
+    return lambda ranks: every or len({share[rank] for rank in ranks if rank in share}) <= 1
 
 
 def match_timelines(
@@ -150,11 +147,15 @@ def match_timelines(
 
 
 def timeline_of(
-    rank: int, traced: int, events: Sequence[Event], lists: Mapping[str, RankLists], left_out: tuple[str, ...] = ()
+    rank: int,
+    traced: int,
+    events: Sequence[Event],
+    lists: Mapping[str, RankLists],
+    compares: Callable[[Sequence[int]], bool] = lambda ranks: True,
 ) -> RankTimeline:
     """Return the timeline of a rank from the trace of another that stands for it: the same events, in its own groups.
 
-    left_out: files whose collectives are not compared.
+    compares: whether sums of owners' shares are compared in a group of ranks; elsewhere they are left out.
     """
     groups = {
         axis: (next((g for g in axis_groups if traced in g), None), next((g for g in axis_groups if rank in g), None))
@@ -164,9 +165,11 @@ def timeline_of(
     for event in communication_of(events):
         if event.kind == "action":
             steps.append(event.name)
-        elif event.is_communication and not event.where.startswith(left_out):
+        elif event.is_communication:
             theirs, event_ranks = groups.get(event.axis, (event.ranks, event.ranks))
             ranks = event_ranks if rank != traced and theirs == event.ranks and event_ranks is not None else event.ranks
+            if event.where.startswith(_OWNERS_SUMS) and not compares(ranks):
+                continue
             peer = _peer_rank(event, traced, rank, ranks)
             steps.append(
                 MatchedCollective(

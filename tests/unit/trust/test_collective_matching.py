@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
 import pytest
 
+from megatron.core.distributed import finalize
+from megatron.core.distributed.buffers import Segment
 from megatron.core.parallel.grid import axis_ranks
+from megatron.core.parallel.mesh import Mesh
 from megatron.trust.simulate.collective_matching import (
     MatchReport,
     RankTimeline,
@@ -267,3 +271,65 @@ def test_any_collective_or_message_that_one_rank_leaves_out_or_changes_is_notice
             assert found.problems, f"{change} at {where} of trace {place} was not noticed"
             blamed = {one.rank for problem in found.problems for one in problem.both}
             assert any(rank in blamed for rank in run.stands_for[place]), found.text
+
+
+SHARES = {
+    "tensor_model_parallel_size": 2,
+    "sequence_parallel": True,
+    "use_distributed_optimizer": True,
+    "global_batch_size": 16,
+}
+EXPERTS = {
+    "num_experts": 8,
+    "moe_ffn_hidden_size": 24,
+    "expert_model_parallel_size": 8,
+    "expert_tensor_parallel_size": 1,
+    "moe_token_dispatcher_type": "alltoall",
+    "add_bias_linear": False,
+}
+
+
+def _sums(run: DryRun, rank: int) -> list[tuple[int, ...]]:
+    (trace,) = (trace for trace in run.traces if trace.rank == rank)
+    return [
+        event.shape
+        for event in trace.events
+        if event.is_communication and event.where.startswith(finalize.__name__.replace(".", "/"))
+    ]
+
+
+def test_sums_of_owners_are_compared_where_traces_have_the_same_share() -> None:
+    run = dry_run(tiny.config(16, **SHARES, **EXPERTS), 16)
+    stands = {rank: trace.rank for trace, ranks in zip(run.traces, run.stands_for, strict=True) for rank in ranks}
+    assert (stands[6], stands[7]) == (2, 7) and _sums(run, 2) != _sums(run, 7), (
+        "other shares stand for tensor ranks 6 and 7"
+    )
+    assert match_collectives(run).problems == ()
+    for rank in (0, 3, 15):  # whose tensor rank is traced with the same share
+        place = next(place for place, trace in enumerate(run.traces) if trace.rank == rank)
+        changed = tuple(
+            replace(event, shape=(event.shape[0] - 8,))
+            if event.is_communication and "finalize.py" in event.where
+            else event
+            for event in run.traces[place].events
+        )
+        traces = (*run.traces[:place], replace(run.traces[place], events=changed), *run.traces[place + 1 :])
+        found = match_collectives(replace(run, traces=traces))
+        assert {problem.kind for problem in found.problems} == {"shape"} and "finalize.py" in found.text, found.text
+
+
+def test_a_tensor_rank_that_leaves_a_parameter_out_of_the_sums_of_owners_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = finalize.sum_replicated
+
+    def one_less(segments: Sequence[Segment], mesh: Mesh) -> None:
+        summed = [segment for segment in segments if "tp" in segment.spec.sum_over]
+        whole(
+            [segment for segment in segments if mesh.tp.is_first or segment is not summed[-1]] if summed else segments,
+            mesh,
+        )
+
+    monkeypatch.setattr(finalize, "sum_replicated", one_less)
+    found = match_collectives(dry_run(tiny.config(16, **SHARES), 16))
+    assert found.problems and "finalize.py" in found.text, found.text
