@@ -100,33 +100,34 @@ def write_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
 
 def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     """All parameters, in the order in which transformers has them."""
-    ours, theirs, after = "encoder.layers.{i}.", "bert.encoder.layer.{i}.", model.norm_after_residual
     rows = renamed_mappings("embedding.", "bert.embeddings.", _TABLES)
     if model.embedding_layernorm:
         rows += _weight_and_bias("embedding.layernorm", "bert.embeddings.LayerNorm")
-    if not after:
-        rows += _weight_and_bias(f"{ours}input_layernorm", f"{theirs}attention.ln")
-    heads, size = [f"{theirs}attention.self.{part}" for part in ("query", "key", "value")], model.query_size
-    rows += module_mappings(f"{ours}self_attention.linear_qkv", *heads, op=concat(size, size, size), kinds=BIASED)
-    rows += _weight_and_bias(f"{ours}self_attention.linear_proj", f"{theirs}attention.output.dense")
-    rows += (
-        _weight_and_bias(f"{ours}post_attention_layernorm", f"{theirs}attention.output.LayerNorm")
-        if after
-        else _weight_and_bias(f"{ours}pre_mlp_layernorm", f"{theirs}ln")
-    )
-    rows += _weight_and_bias(f"{ours}mlp.linear_fc1", f"{theirs}intermediate.dense")
-    rows += _weight_and_bias(f"{ours}mlp.linear_fc2", f"{theirs}output.dense")
-    rows += (
-        _weight_and_bias(f"{ours}post_mlp_layernorm", f"{theirs}output.LayerNorm")
-        if after
-        else _weight_and_bias("encoder.final_layernorm", "bert.encoder.ln")
-    )
+    for layer in range(model.num_layers):
+        rows += _layer_mappings(model, f"encoder.layers.{layer}.", f"bert.encoder.layer.{layer}.")
+    if not model.norm_after_residual:
+        rows += _weight_and_bias("encoder.final_layernorm", "bert.encoder.ln")
     if model.bert_binary_head:
         rows += _weight_and_bias("pooler.dense", "bert.pooler.dense")
     rows.append(ParameterMapping("output_layer.bias", ("cls.predictions.bias",), same))
     rows += _weight_and_bias("lm_head.dense", "cls.predictions.transform.dense")
     rows += _weight_and_bias("lm_head.layer_norm", "cls.predictions.transform.LayerNorm")
     return tuple(rows + (_weight_and_bias("binary_head", "cls.seq_relationship") if model.bert_binary_head else []))
+
+
+def _layer_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
+    heads, size = [f"{theirs}attention.self.{part}" for part in ("query", "key", "value")], model.query_size
+    after = model.norm_after_residual
+    second = ("post_attention_layernorm", "attention.output.LayerNorm") if after else ("pre_mlp_layernorm", "ln")
+    return [
+        *([] if after else _weight_and_bias(f"{ours}input_layernorm", f"{theirs}attention.ln")),
+        *module_mappings(f"{ours}self_attention.linear_qkv", *heads, op=concat(size, size, size), kinds=BIASED),
+        *_weight_and_bias(f"{ours}self_attention.linear_proj", f"{theirs}attention.output.dense"),
+        *_weight_and_bias(f"{ours}{second[0]}", f"{theirs}{second[1]}"),
+        *_weight_and_bias(f"{ours}mlp.linear_fc1", f"{theirs}intermediate.dense"),
+        *_weight_and_bias(f"{ours}mlp.linear_fc2", f"{theirs}output.dense"),
+        *(_weight_and_bias(f"{ours}post_mlp_layernorm", f"{theirs}output.LayerNorm") if after else []),
+    ]
 
 
 def _weight_and_bias(ours: str, theirs: str) -> list[ParameterMapping]:

@@ -5,6 +5,7 @@ Its matrices stand transposed, [in, out]; beside that, the fused one is laid out
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -79,18 +80,21 @@ def write_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+_MODULES = {
+    "input_layernorm": "ln_1",
+    "self_attention.linear_qkv": "attn.c_attn",
+    "self_attention.linear_proj": "attn.c_proj",
+    "pre_mlp_layernorm": "ln_2",
+    "mlp.linear_fc1": "mlp.c_fc",
+    "mlp.linear_fc2": "mlp.c_proj",
+}
+
+
 def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     """All parameters."""
     rows = renamed_mappings("embedding.", "transformer.", {"word_embeddings": "wte", "position_embeddings": "wpe"})
-    for ours, theirs in (
-        ("input_layernorm", "ln_1"),
-        ("self_attention.linear_qkv", "attn.c_attn"),
-        ("self_attention.linear_proj", "attn.c_proj"),
-        ("pre_mlp_layernorm", "ln_2"),
-        ("mlp.linear_fc1", "mlp.c_fc"),
-        ("mlp.linear_fc2", "mlp.c_proj"),
-    ):
-        mine, there = f"decoder.layers.{{i}}.{ours}", f"transformer.h.{{i}}.{theirs}"
+    for layer, (ours, theirs) in itertools.product(range(model.num_layers), _MODULES.items()):
+        mine, there = f"decoder.layers.{layer}.{ours}", f"transformer.h.{layer}.{theirs}"
         rows += module_mappings(mine, there, op=transpose if ".c_" in theirs else same)
         rows += module_mappings(mine, there, kinds=("bias",))
     rows += module_mappings("decoder.final_layernorm", "transformer.ln_f", kinds=BIASED)

@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.pickles import read_torch_file
 from megatron.core.families.packed import Readable, dequantize_tensors, unsupported_quantization
 from megatron.core.families.registry import family_of, model_of
-from megatron.core.families.rules import Family, HeadVariant, ParameterMapping, expand_mappings, hf_shapes
+from megatron.core.families.rules import Family, HeadVariant, ParameterMapping, hf_shapes
 from megatron.core.families.settings import classes_of
 from megatron.core.families.tensor_file import read_header
 from megatron.core.families.tokenizer_files import folder_tokenizer
@@ -310,7 +310,7 @@ def _present_mappings(
     family: Family, model: ModelConfig, files: Mapping[str, Readable], required: HeadVariant | None
 ) -> tuple[ParameterMapping, ...]:
     """The rows of a network without those of heads that the files lack."""
-    rows = expand_mappings(family.network_mappings(model), layers=model.num_layers)
+    rows = family.network_mappings(model)
     lacking = family.missing_heads([row.ours for row in rows if any(name in files for name in row.theirs)], required)
     return tuple(row for row in rows if not row.ours.startswith(lacking))
 

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.source import Source, TensorFormat
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.hf import CONFIG_FILE, DTYPE_WORDS, PUBLISHED, WEIGHTS_FILE, read_json
 from megatron.core.families.registry import family_of, fitting_family, model_of
-from megatron.core.families.rules import Family, HeadVariant, ParameterMapping, expand_mappings, hf_shapes
+from megatron.core.families.rules import Family, HeadVariant, ParameterMapping, hf_shapes
 from megatron.core.families.settings import classes_of
 from megatron.core.families.tensor_file import Stored, create, write
 from megatron.core.models.describe import parameter_shapes
@@ -107,7 +107,7 @@ def _export_plan(
     base = family.base if variant.bare else ""
     rows = tuple(
         ParameterMapping(row.ours, tuple(name.removeprefix(base) for name in row.theirs), row.op)
-        for row in expand_mappings(family.network_mappings(model), layers=model.num_layers)
+        for row in family.network_mappings(model)
         if not row.ours.startswith(lacking)
     )
     shapes = {name: shape for name, shape in parameter_shapes(model).items() if not name.startswith(lacking)}

@@ -33,7 +33,7 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.adapter_set import AdapterSet, AdapterWeights, without_adapters
 from megatron.core.families.registry import fitting_family
-from megatron.core.families.rules import ParameterMapping, expand_mappings
+from megatron.core.families.rules import ParameterMapping
 from megatron.core.models.describe import parameter_shapes
 from megatron.core.models.names import VOCABULARY
 
@@ -63,7 +63,7 @@ class _MatrixPlacement:
             raise CheckpointError(
                 "adapters of a gpt-oss network cannot be exchanged with PEFT: its experts are laid out otherwise"
             )
-        rows = expand_mappings(family.network_mappings(model), layers=model.num_layers)
+        rows = family.network_mappings(model)
         self.shapes = {
             f"{layer_name(model, plan)}.{path}": shape
             for plan in network_layer_plans(model)

@@ -1,7 +1,7 @@
 """Rows: how a parameter of ours is made of the parameters of a published file, and back.
 
-    Row("decoder.layers.{i}.self_attention.linear_qkv.weight",
-        ("model.layers.{i}.self_attn.q_proj.weight", "...k_proj.weight", "...v_proj.weight"), concat(q, kv, kv))
+    Row("decoder.layers.0.self_attention.linear_qkv.weight",
+        ("model.layers.0.self_attn.q_proj.weight", "...k_proj.weight", "...v_proj.weight"), concat(q, kv, kv))
 
 A `TensorConversion` is a pair of functions on whole tensors, so nothing here depends on ranks. Both directions stand in one row and
 cannot disagree; a test runs rows on tensors of indices and names every element that is lost, doubled or moved.
@@ -41,7 +41,7 @@ class TensorConversion:
 
 @dataclass(frozen=True, slots=True)
 class ParameterMapping:
-    """A parameter of ours and the parameters of theirs that hold it. `{i}` in names counts layers, `{e}` experts."""
+    """A parameter of ours and the parameters of theirs that hold it."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -204,37 +204,10 @@ def decoder_with_ends(
     )
 
 
-def expand_mappings(rows: Sequence[ParameterMapping], *, layers: int, experts: int = 0) -> tuple[ParameterMapping, ...]:
-    """The rows with every `{i}` written out, in order: rows without it before and after keep their places.
-
-    Names of theirs with `{e}` are written out for every expert, expert by expert.
-    """
-    concrete: list[ParameterMapping] = []
-    place = 0
-    while place < len(rows):
-        stop = place
-        while stop < len(rows) and "{i}" in rows[stop].ours:
-            stop += 1
-        for layer in range(layers if stop > place else 0):
-            concrete += [_mapping_for_layer(row, layer, experts) for row in rows[place:stop]]
-        if stop == place:
-            concrete.append(_mapping_for_layer(rows[place], 0, experts))
-            stop += 1
-        place = stop
-    return tuple(concrete)
-
-
 def hf_shapes(rows: Sequence[ParameterMapping], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Shapes of their parameters, in the order of the (expanded) rows. shapes: of ours. Nothing is computed."""
+    """Shapes of their parameters, in the order of the rows. shapes: of ours. Nothing is computed."""
     result_shapes: dict[str, Shape] = {}
     for row in rows:
         parts = row.op.theirs(torch.empty(shapes[row.ours], device="meta"))
         result_shapes |= {name: tuple(part.shape) for name, part in zip(row.theirs, parts, strict=True)}
     return result_shapes
-
-
-def _mapping_for_layer(row: ParameterMapping, layer: int, experts: int) -> ParameterMapping:
-    names = [name.replace("{i}", str(layer)) for name in row.theirs]
-    if any("{e}" in name for name in names):
-        names = [name.replace("{e}", str(expert)) for expert in range(experts) for name in names]
-    return ParameterMapping(row.ours.replace("{i}", str(layer)), tuple(names), row.op)

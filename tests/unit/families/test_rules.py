@@ -18,7 +18,6 @@ from megatron.core.families.rules import (
     Shape,
     TensorConversion,
     concat,
-    expand_mappings,
     hf_shapes,
     per_expert,
     same,
@@ -216,7 +215,7 @@ def test_every_element_is_used_exactly_once_in_both_directions(
             "untie_embeddings_and_output_weights": untied,
         }
     )
-    assert mapping_errors(expand_mappings(FAMILIES[family].rows(model), layers=layers), parameter_shapes(model)) == []
+    assert mapping_errors(FAMILIES[family].rows(model), parameter_shapes(model)) == []
 
 
 def mapping_errors(rows: Sequence[ParameterMapping], shapes: Mapping[str, Shape]) -> list[str]:
@@ -270,28 +269,6 @@ def test_ops_make_the_shapes_of_theirs_and_come_back(
     rows = [ParameterMapping("weight", names, op)]
     assert list(hf_shapes(rows, {"weight": shape}).values()) == theirs
     assert mapping_errors(rows, {"weight": shape}) == []
-
-
-def test_experts_are_written_out_expert_by_expert() -> None:
-    row = ParameterMapping("l.{i}.fc1", ("x.{i}.{e}.gate", "x.{i}.{e}.up"), per_expert(concat(1, 1), 2))
-    assert expand_mappings([row], layers=1, experts=2)[0].theirs == ("x.0.0.gate", "x.0.0.up", "x.0.1.gate", "x.0.1.up")
-
-
-def test_rows_of_layers_stay_together_and_in_their_place() -> None:
-    rows = [
-        ParameterMapping("first", ("a",), same),
-        ParameterMapping("l.{i}.x", ("b.{i}",), same),
-        ParameterMapping("l.{i}.y", ("c.{i}",), same),
-        ParameterMapping("last", ("d",), same),
-    ]
-    assert [row.ours for row in expand_mappings(rows, layers=2)] == [
-        "first",
-        "l.0.x",
-        "l.0.y",
-        "l.1.x",
-        "l.1.y",
-        "last",
-    ]
 
 
 SHAPES = {"a": (4, 3), "b": (4,)}
