@@ -123,7 +123,7 @@ class AdapterBank:
         """One where a token has the adapter that a column belongs to, [t or t/tp, 1, sum of ranks]. ranks: (number, rank) of each adapter."""
         if ranks not in self._masks:
             owners = [number for number, rank in ranks for _ in range(rank)]
-            same = self._adapter_of_tokens(low)[:, None] == _upload_numbers(owners, low.device)
+            same = self._adapter_of_tokens[:, None] == _upload_numbers(owners, low.device)
             self._masks[ranks] = same[:, None].to(low.dtype)
         mask = self._masks[ranks]
         return mask if len(mask) == len(low) else self.build.region.scatter_to_sequence(mask)
@@ -132,12 +132,13 @@ class AdapterBank:
         """For each token 1 + the place of its adapter among these numbers, or 0, int64 [t or t/tp]."""
         if numbers not in self._places:
             known = _upload_numbers(numbers, result.device)
-            same = self._adapter_of_tokens(result)[:, None] == known
+            same = self._adapter_of_tokens[:, None] == known
             self._places[numbers] = (same * torch.arange(1, len(numbers) + 1, device=result.device)).sum(1)
         places = self._places[numbers]
         return places if len(places) == len(result) else self.build.region.scatter_to_sequence(places)
 
-    def _adapter_of_tokens(self, like: Tensor) -> Tensor:
+    @property
+    def _adapter_of_tokens(self) -> Tensor:
         assert self._of_token is not None, "a pass with adapters says whose tokens are whose"
         return self._of_token
 

@@ -133,7 +133,7 @@ def read_glue(name: str, path: str | Path) -> list[Text]:
     """The samples of one file of a task. `DataError` names every line that cannot be used, and what was expected."""
     task = TASKS[name]
     lines = _read_lines(path)
-    header, first_line = _read_header(task, lines, path)
+    header, first_line = _read_header(task, lines)
     places = _column_positions(name, task, header, path)
     samples, problems = [], []
     for number, line in enumerate(lines[first_line - 1 :], first_line):
@@ -162,7 +162,7 @@ def _read_lines(path: str | Path) -> list[str]:
         raise DataError(f"{path} is not UTF-8 text: {error}") from None
 
 
-def _read_header(task: GlueTask, lines: Sequence[str], path: str | Path) -> tuple[list[str], int]:
+def _read_header(task: GlueTask, lines: Sequence[str]) -> tuple[list[str], int]:
     """The names of the columns, and the number of the first line after them."""
     first = lines[0].rstrip("\r").split("\t") if lines else []
     if task.header is not None and len(first) == len(task.header) and not set(task.header) & set(first):

@@ -71,7 +71,6 @@ class BERTDataset:
             documents=documents,
             num_samples=num_samples,
             split=split,
-            extra={},
             cache=cache,
         )
         self.options, self.seed, self.prefix = options, seed, source.prefix

@@ -16,9 +16,8 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -48,7 +47,6 @@ class SentenceMap:
     """The samples of some documents of a source, as rows (first sentence, one past the last, target length).
 
     documents: the split's range. num_samples: how many will be drawn, hence how many epochs; None: one epoch.
-    extra: what else the samples depend on, for the cache.
     """
 
     def __init__(
@@ -60,7 +58,6 @@ class SentenceMap:
         documents: range,
         num_samples: int | None,
         split: str,
-        extra: Mapping[str, Any],
         cache: IndexCache = IndexCache(None),
     ) -> None:
         bounds = source.document_indices[documents.start : documents.stop + 1]
@@ -86,7 +83,6 @@ class SentenceMap:
             "max_length": options.max_length,
             "short_seq_prob": options.short_seq_prob,
             "least_sentences": options.least_sentences,
-            **extra,
         }
         shapes = {"sample_index": ((None, 3), row_type(len(source.sequence_lengths))), "epochs": ((1,), np.int64)}
         arrays = load_or_build(

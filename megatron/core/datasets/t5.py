@@ -69,7 +69,6 @@ class T5Dataset:
             documents=documents,
             num_samples=num_samples,
             split=split,
-            extra={},
             cache=cache,
         )
         self.options, self.seed, self.prefix = options, seed, source.prefix

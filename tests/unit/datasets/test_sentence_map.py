@@ -146,7 +146,6 @@ def sentence_map(source: object, **changes: object) -> SentenceMap:
             "documents": range(40),
             "num_samples": None,
             "split": "train",
-            "extra": {},
             **changes,
         },
     )
