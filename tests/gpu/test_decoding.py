@@ -15,8 +15,10 @@ from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.config.stages import stages_of
 from megatron.core.kernels import paged
 from megatron.core.tokenizers.build import NullTokenizer
+from megatron.inference import adapters, sampled_tokens
 from megatron.inference.engine import Engine
 from megatron.inference.requests import Reply
+from tests.gpu.test_waits import no_wait
 from tests.helpers import tiny
 from tests.unit.inference.serving import BASE, KINDS, greedy, prompts
 from tests.unit.kernels.test_paged import CASES, draw
@@ -81,6 +83,26 @@ def test_a_step_is_launched_without_waiting_for_the_one_before() -> None:
     with HostReads() as reads:
         following = engine._launch_step()
     assert following is not None and not reads.found, reads.found
+
+
+def test_a_step_of_launched_kernels_waits_for_nothing_either() -> None:
+    settings = {"inference_dynamic_batching_num_cuda_graphs": 0, "inference_paged_attention": "gathered"}
+    engine = engine_on("cuda", KINDS["grouped"], **settings)
+    for text in prompts(3):
+        engine.submit(greedy(text, 12), lambda event: None)
+    for _ in range(3):
+        engine.step()
+    assert engine._in_flight is not None
+    with no_wait(), HostReads() as reads:
+        following = engine._launch_step()
+    assert following is not None and not reads.found, reads.found
+
+
+@pytest.mark.parametrize("upload", [adapters._upload_numbers, sampled_tokens._upload_indices], ids=["adapters", "rows"])
+def test_numbers_go_to_the_device_without_a_wait(upload: Callable[[list[int], torch.device], torch.Tensor]) -> None:
+    with no_wait(), HostReads() as reads:
+        there = upload([3, 1, 2], torch.device("cuda"))
+    assert there.is_cuda and there.tolist() == [3, 1, 2] and not reads.found, reads.found
 
 
 def unnoticed(repeat: Callable[[], None]) -> None:
