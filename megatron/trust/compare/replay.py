@@ -107,7 +107,7 @@ class Observer:
             self._found.largest[name] = known if known >= largest else largest
             if not largest <= self._bound and "output" not in self._found.first:
                 self._found.first["output"] = BadValue(
-                    "an output", name, self._current_action(), largest, self._cause_text(module, inputs)
+                    "an output", name, self._current_action(), largest, self._cause_text(name, module, inputs)
                 )
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._look_back, name))
@@ -122,17 +122,16 @@ class Observer:
     def _current_action(self) -> str:
         return describe_action(self._trail.action)
 
-    def _cause_text(self, module: nn.Module, inputs: Any) -> str:
+    def _cause_text(self, name: str, module: nn.Module, inputs: Any) -> str:
         weights = [
             name for name, param in module.named_parameters() if not _largest_absolute(param.detach()) <= self._bound
         ]
         if weights:
             return f"its {', '.join(weights[:3])} is not sound"
-        return (
-            "what goes in is sound"
-            if all(_largest_absolute(tensor) <= self._bound for tensor in _floating_tensors(inputs))
-            else "what goes in is not sound"
-        )
+        if all(_largest_absolute(tensor) <= self._bound for tensor in _floating_tensors(inputs)):
+            return "what goes in is sound"
+        outer = name.rpartition(".")[0] or "the whole network"
+        return f"what goes in is not sound, and every module's output before it is: {outer} computes it between its modules, as it does a scan"
 
 
 def replay(

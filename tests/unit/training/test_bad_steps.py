@@ -156,6 +156,11 @@ def judged(
             for param in stage.parameters():
                 if spec_of(param).name == "decoder.layers.1.mlp.linear_fc2.weight":
                     param.data.view(-1)[0] = math.nan
+    elif plant == "scan":
+        for stage in trainer.stages:
+            for param in stage.parameters():
+                if spec_of(param).name == "decoder.layers.1.mixer.D":
+                    param.data.fill_(3e38)  # finite, and what the scan makes of it is not
     elif plant == "gradient":
         param = next(
             param
@@ -225,6 +230,16 @@ def test_a_replay_finds_the_module_and_the_run_the_rank(
     assert all("first not finite in the gradients of rank 1 on node" in result[0] for result in results), results[0][0]
     assert main([str(tmp_path / "gradient" / "step-00000002")]) == 1, "on another machine nothing happens"
     assert "nothing of it happens here" in capsys.readouterr().out
+
+
+def test_a_replay_names_the_mixer_whose_scan_is_not_finite(world: Worlds, tmp_path: Path) -> None:
+    sizes = {"mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_state_dim": 6}
+    changes = {"num_layers": None, "hybrid_layer_pattern": "*M-", "tensor_model_parallel_size": 2, **sizes}
+    results = world(2).run(judged, str(tmp_path), changes, "scan")
+    assert all("lm loss is nan" in result[0] for result in results), results[0][0]
+    first = replay(tmp_path / "step-00000002", TINY_PROVIDERS).first["output"]
+    assert first.where == "decoder.layers.1.mixer.norm"
+    assert "what goes in is not sound" in first.cause and "decoder.layers.1.mixer computes it" in first.cause
 
 
 def test_evidence_that_finds_no_room_is_told_and_ends_no_run(world: Worlds, tmp_path: Path) -> None:
