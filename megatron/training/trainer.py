@@ -123,8 +123,7 @@ def build_trainer(run: Run, model: ModelProvider, forward_step: ForwardStep) -> 
     for stage in stages:
         offload_activations(stage, config.offload, mesh.device)
     parallels = [_initialize_stage(run, stage) for stage in stages]
-    sharded = config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2
-    optimizer = Optimizer(parallels, mesh, config.optimizer, config.precision, sharded=sharded, adamw=run.kernels.adamw)
+    optimizer = Optimizer(parallels, mesh, config.optimizer, config.precision, adamw=run.kernels.adamw)
     if config.optimizer.optimizer_cpu_offload and optimizer.cpu_offload is None:
         run.print_rank_0("--optimizer-cpu-offload moves nothing: this run's memory is the CPU's already")
     batches = BatchSchedule.build(config.train, data_parallel_size=mesh.dp.size, seq_length=config.train.seq_length)

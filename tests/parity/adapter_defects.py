@@ -70,8 +70,8 @@ def _own_box(box: Box, shape: tuple[int, ...]) -> Box:
     return box
 
 
-def _uncounted(segment: Segment, mesh: Mesh, *, sharded: bool) -> Iterator[tuple[int, int]]:
-    return iter(()) if segment.spec.kind in _FACTORS else _counted_ranges(segment, mesh, sharded=sharded)
+def _uncounted(segment: Segment, mesh: Mesh) -> Iterator[tuple[int, int]]:
+    return iter(()) if segment.spec.kind in _FACTORS else _counted_ranges(segment, mesh)
 
 
 ADAPTERS: tuple[Defect, ...] = (

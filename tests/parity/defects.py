@@ -88,10 +88,8 @@ _counted_ranges, _global_norm, _update = clip.ranges_counted_once, clip.global_n
 _group_of, _set_rates = rule.param_group_of, Optimizer.set_rates
 
 
-def _count_tied_twice(segment: Segment, mesh: Mesh, *, sharded: bool) -> Iterator[tuple[int, int]]:
-    return _counted_ranges(
-        dataclasses.replace(segment, spec=dataclasses.replace(segment.spec, tied=False)), mesh, sharded=sharded
-    )
+def _count_tied_twice(segment: Segment, mesh: Mesh) -> Iterator[tuple[int, int]]:
+    return _counted_ranges(dataclasses.replace(segment, spec=dataclasses.replace(segment.spec, tied=False)), mesh)
 
 
 def _count_copies(segment: Segment, mesh: Mesh) -> list[tuple[int, int, int, bool]]:
@@ -100,7 +98,7 @@ def _count_copies(segment: Segment, mesh: Mesh) -> list[tuple[int, int, int, boo
 
 def _clip_by_own_norm(self: Optimizer, factor: float | Tensor) -> None:
     alone = dataclasses.replace(self.mesh, model=Axis("model"), world=Axis("world"))
-    norm = _global_norm(self.segments, alone, sharded=self.sharded)
+    norm = _global_norm(self.segments, alone)
     _update(self, min(1.0, self.config.clip_grad / float(norm)))
 
 

@@ -50,16 +50,12 @@ _gathered, _sent, _begin_all_to_all = (
 # The gradient, from the experts on.
 
 
-def _count_experts_on_every_data_rank(segment: Segment, mesh: Mesh, *, sharded: bool) -> Iterator[tuple[int, int]]:
-    return _counted_ranges(segment, dataclasses.replace(mesh, edp=Axis("edp")), sharded=sharded)
+def _count_experts_on_every_data_rank(segment: Segment, mesh: Mesh) -> Iterator[tuple[int, int]]:
+    return _counted_ranges(segment, dataclasses.replace(mesh, edp=Axis("edp")))
 
 
-def _count_experts_on_the_first_ep_rank(segment: Segment, mesh: Mesh, *, sharded: bool) -> Iterator[tuple[int, int]]:
-    return (
-        _counted_ranges(segment, mesh, sharded=sharded)
-        if mesh.ep.is_first or segment.spec.reduce_over != "edp"
-        else iter(())
-    )
+def _count_experts_on_the_first_ep_rank(segment: Segment, mesh: Mesh) -> Iterator[tuple[int, int]]:
+    return _counted_ranges(segment, mesh) if mesh.ep.is_first or segment.spec.reduce_over != "edp" else iter(())
 
 
 def _experts_over_the_dense_data_ranks(module: Any, mesh: Mesh, **keywords: Any) -> Any:

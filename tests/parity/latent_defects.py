@@ -112,10 +112,8 @@ def _copy_of_its_own(module: GPTModel, mesh: Mesh, seed: int, **keywords: Any) -
         module.embedding.word_embeddings.weight.data.mul_(1.001)
 
 
-def _count_the_copy(segment: Segment, mesh: Mesh, *, sharded: bool) -> Iterator[tuple[int, int]]:
-    return _counted_ranges(
-        dataclasses.replace(segment, spec=dataclasses.replace(segment.spec, tied=False)), mesh, sharded=sharded
-    )
+def _count_the_copy(segment: Segment, mesh: Mesh) -> Iterator[tuple[int, int]]:
+    return _counted_ranges(dataclasses.replace(segment, spec=dataclasses.replace(segment.spec, tied=False)), mesh)
 
 
 class _GatherThenSum(torch.autograd.Function):

@@ -30,8 +30,9 @@ _ALIGNMENT = 64  # elements: aligned chunks of a bucket are faster for vector un
 class Segment:
     """The part of one parameter that this rank owns: flat elements [low, high) of its local tensor.
 
-    local_shape: of the local tensor. data, grad: the elements' weights and gradients [high - low]. rounds_to: dtype of
-    the working weights, if `data` is their fp32 main weight (FSDP2, fp8 parameter gather).
+    local_shape: of the local tensor. data, grad: the elements' weights and gradients [high - low]. sharded:
+    data-parallel ranks own different elements of the local tensor; otherwise each owns them all. rounds_to: dtype of the
+    working weights, if `data` is their fp32 main weight (FSDP2, fp8 parameter gather).
     """
 
     spec: ParamSpec
@@ -40,6 +41,7 @@ class Segment:
     high: int
     data: Tensor
     grad: Tensor
+    sharded: bool
     rounds_to: torch.dtype | None = None
 
     @property
@@ -135,6 +137,7 @@ class Bucket:
                     end - start,
                     self.data[begin:end],
                     self.grad[begin:end],
+                    self.sharded,
                 )
 
 

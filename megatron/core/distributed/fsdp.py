@@ -222,7 +222,11 @@ def _owned_segments(
     data, grad = param.to_local().detach().view(-1), param.grad.to_local().view(-1)
     low, high = _owned_rows(param, axis.size, axis.rank)
     assert high - low == data.numel(), f"torch gave this rank {data.numel()} elements of {spec.name}, not {high - low}"
-    return [Segment(spec, tuple(param.shape), low, high, data, grad, gather_dtype)] if data.numel() else []
+    return (
+        [Segment(spec, tuple(param.shape), low, high, data, grad, sharded=True, rounds_to=gather_dtype)]
+        if data.numel()
+        else []
+    )
 
 
 def _owned_rows(param: nn.Parameter, ranks: int, rank: int) -> tuple[int, int]:

@@ -191,7 +191,11 @@ class Adafactor(UpdateRule):
         ):
             values = second.view(-1)
             spec = replace(parameter.spec, shape=shape, shards=shards)
-            yield slot, Segment(spec, tuple(second.shape), 0, len(values), values, values), values
+            yield (
+                slot,
+                Segment(spec, tuple(second.shape), 0, len(values), values, values, owned_part.segment.sharded),
+                values,
+            )
 
     def _sums_of_squares(self, parameter: _Parameter) -> tuple[Tensor, ...]:
         """Return this rank's partial sums of squares: of weights [e] or [], and of a matrix's gradients by row and by

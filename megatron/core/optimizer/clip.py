@@ -22,13 +22,12 @@ from megatron.core.parallel.spec import is_shared_over_tensor, local_shards, ten
 _BLOCK = 2**18  # elements whose squares are summed in fp32 on a CPU, where a sum over 40M would be off by a thousandth
 
 
-def ranges_counted_once(segment: Segment, mesh: Mesh, *, sharded: bool) -> Iterator[tuple[int, int]]:
-    """Yield the ranges [low, high) of an owned segment, relative to its start, that this rank counts.
-
-    sharded: data-parallel ranks own different ranges; otherwise all own the same, and the first counts.
+def ranges_counted_once(segment: Segment, mesh: Mesh) -> Iterator[tuple[int, int]]:
+    """Yield the ranges [low, high) of an owned segment, relative to its start, that this rank counts: of what all
+    data-parallel ranks own, the first.
     """
     spec = segment.spec
-    if not sharded and not mesh.axis(spec.reduce_over).is_first:
+    if not segment.sharded and not mesh.axis(spec.reduce_over).is_first:
         return
     if is_shared_over_tensor(spec) and not mesh.axis(tensor_axis(spec)).is_first:
         return
@@ -52,18 +51,18 @@ def without_tied_duplicates(segments: Sequence[Segment]) -> list[Segment]:
     ]
 
 
-def _slices_counted_once(segments: Sequence[Segment], mesh: Mesh, *, sharded: bool, of: str) -> list[Tensor]:
+def _slices_counted_once(segments: Sequence[Segment], mesh: Mesh, *, of: str) -> list[Tensor]:
     return [
         getattr(segment, of)[low:high]
         for segment in without_tied_duplicates(segments)
-        for low, high in ranges_counted_once(segment, mesh, sharded=sharded)
+        for low, high in ranges_counted_once(segment, mesh)
         if low < high
     ]
 
 
-def global_norm(segments: Sequence[Segment], mesh: Mesh, *, sharded: bool, of: str = "grad") -> Tensor:
+def global_norm(segments: Sequence[Segment], mesh: Mesh, *, of: str = "grad") -> Tensor:
     """Return the 2-norm of the whole network's gradient (or its weights, of="data"): fp64 [], the same on every rank."""
-    views = _slices_counted_once(segments, mesh, sharded=sharded, of=of)
+    views = _slices_counted_once(segments, mesh, of=of)
     # fp64 on every rank, also on one that counts nothing; and never in fp16, whose largest number a scaled gradient passes.
     if views:
         if mesh.device.type == "cpu":
@@ -76,12 +75,12 @@ def global_norm(segments: Sequence[Segment], mesh: Mesh, *, sharded: bool, of: s
     return collectives.all_reduce(total, mesh.world).sqrt()
 
 
-def count_zeros(segments: Sequence[Segment], mesh: Mesh, *, sharded: bool) -> Tensor:
+def count_zeros(segments: Sequence[Segment], mesh: Mesh) -> Tensor:
     """Return the number of zero elements in the whole network's gradient: int64 [], the same on every rank."""
     zeros = torch.zeros((), dtype=torch.int64, device=mesh.device)
     for segment in without_tied_duplicates(segments):
         held = [piece.local for piece in local_shards(segment.spec, mesh)]
-        for low, high in ranges_counted_once(segment, mesh, sharded=sharded):
+        for low, high in ranges_counted_once(segment, mesh):
             for box, start, stop in boxes_of_flat_range(segment.local_shape, segment.low + low, segment.low + high):
                 true = sum(common.size for piece in held if (common := intersect(box, piece)) is not None)
                 padding = (stop - start) - true  # padded rows never receive a gradient: all their elements are zero

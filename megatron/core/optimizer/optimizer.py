@@ -68,11 +68,10 @@ class Optimizer:
         config: OptimizerConfig,
         precision: PrecisionConfig,
         *,
-        sharded: bool,
         adamw: AdamKernel = adamw,
     ) -> None:
         """Allocate the state. adamw: the kernel of AdamW, for what is updated on the device."""
-        self.parallels, self.mesh, self.config, self.sharded = parallels, mesh, config, sharded
+        self.parallels, self.mesh, self.config = parallels, mesh, config
         self.segments = [segment for parallel in parallels for segment in parallel.segments()]
         self.scaler = LossScaler(precision)
         self.fp16 = precision.fp16
@@ -126,10 +125,10 @@ class Optimizer:
         """
         finalize(self.segments, self.mesh)
         unscale = multiplier / self.scaler.scale
-        norm = global_norm(self.segments, self.mesh, sharded=self.sharded) * unscale
+        norm = global_norm(self.segments, self.mesh) * unscale
         overflow = self.fp16 and not bool(torch.isfinite(norm))
         self.scaler.update(overflow)
-        zeros = count_zeros(self.segments, self.mesh, sharded=self.sharded) if count_zero_elements else None
+        zeros = count_zeros(self.segments, self.mesh) if count_zero_elements else None
         if overflow or (accepts is not None and not accepts(norm)):
             return StepResult(norm, False, zeros)
         if self.config.clip_grad > 0:
@@ -188,7 +187,7 @@ class Optimizer:
 
     def weights_norm(self) -> Tensor:
         """Return the 2-norm of the whole network's weights, []."""
-        return global_norm(self.segments, self.mesh, sharded=self.sharded, of="data")
+        return global_norm(self.segments, self.mesh, of="data")
 
     def checkpoint_state(self) -> Iterator[Slot]:
         """Yield (slot, segment, flat tensor) of all state per element: main weights ("master") and moments.

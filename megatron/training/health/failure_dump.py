@@ -99,7 +99,7 @@ def parameters_table(work: StepWork) -> tuple[dict[str, dict[str, float]], str]:
     measures: dict[str, list[float]] = {}
     for segment in without_tied_duplicates(trainer.optimizer.segments):
         row = measures.setdefault(segment.name, [0.0, 0, 0.0, 0])
-        for low, high in ranges_counted_once(segment, mesh, sharded=trainer.optimizer.sharded):
+        for low, high in ranges_counted_once(segment, mesh):
             for place, values in ((0, segment.grad[low:high].double() * factor), (2, segment.data[low:high].double())):
                 row[place] += float(values.square().nansum())
                 row[place + 1] += int((~values.isfinite()).sum())

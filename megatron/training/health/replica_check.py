@@ -156,9 +156,9 @@ class ReplicaCheck:
 
     def _optimizer_state(self) -> Iterator[ReplicatedState]:
         """State of the optimizer that all data-parallel ranks hold; none where each of them owns a part."""
-        if self.trainer.optimizer.sharded:
-            return
         for slot, segment, tensor in self.trainer.optimizer.checkpoint_state():
+            if segment.sharded:
+                continue
             axis = self.mesh.axis(segment.spec.reduce_over)
             yield ReplicatedState(f"{slot} of {segment.name}", axis, tensor.to(self.mesh.device))
 

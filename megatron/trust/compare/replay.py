@@ -177,9 +177,7 @@ def replay(
     replayed.losses = {name: float(total / number) for name, (total, number) in work.loss_sums().items()}
     optimizer = trainer.optimizer
     replayed.norm = float(
-        global_norm(optimizer.segments, trainer.run.mesh, sharded=False)
-        * work.remaining_gradient_scale()
-        / optimizer.scaler.scale
+        global_norm(optimizer.segments, trainer.run.mesh) * work.remaining_gradient_scale() / optimizer.scaler.scale
     )
     replayed.bad_gradients = [segment.name for segment in optimizer.segments if not bool(segment.grad.isfinite().all())]
     return replayed

@@ -75,7 +75,6 @@ def ours(dtype: torch.dtype, steps: int, *, size: float, **settings: Any) -> tup
         Mesh.single_process(),
         OptimizerConfig(optimizer="adafactor", clip_grad=0.0, **settings),
         PrecisionConfig(fp64=dtype == torch.float64),
-        sharded=True,
     )
     for step in range(1, steps + 1):
         for bucket in parallel.buckets:

@@ -37,6 +37,7 @@ LAYOUTS = [
     ("tp2 ep2 dp2 zero", "moe-shared-bias"),
     ("etp2 dp4 zero", "moe-bias"),
     ("tp2 sp etp1 dp2", "moe-shared"),
+    ("tp2 etp1 fsdp", "moe-bias"),  # one data-parallel rank, two that hold the same experts
     ("pp2 ep2 dp4 zero pp-before-dp", "moe"),
 ]
 
@@ -65,6 +66,13 @@ def test_norms_and_zeros_count_every_element_once_in_every_layout(world: Worlds,
         assert found_zeros == zeros
 
 
+def test_fp32_weights_that_fsdp2_leaves_whole_count_once(world: Worlds) -> None:
+    changes: dict[str, Any] = {**MODELS["hybrid"], "bf16": True}
+    expected = ranks.weights_norm_here(changes)
+    found = world(2).run(ranks.weights_norm_here, {**changes, "use_torch_fsdp2": True})
+    assert found == pytest.approx([expected] * 2, rel=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_norms_are_exact_to_fp32_whatever_the_format_and_the_size(dtype: torch.dtype) -> None:
     mesh, size = Mesh.single_process(), 3_000_000
@@ -73,8 +81,6 @@ def test_norms_are_exact_to_fp32_whatever_the_format_and_the_size(dtype: torch.d
         dtype
     )  # alike in size: the hardest sum; its norm is above any fp16 number
     spec = ParamSpec((size,), constant_initializer(0.0), "vector")
-    segment = Segment(spec, (size,), 0, size, gradient, gradient)
+    segment = Segment(spec, (size,), 0, size, gradient, gradient, sharded=False)
     expected = float(gradient.double().square().sum().sqrt())
-    assert float(global_norm([segment], mesh, sharded=False)) == pytest.approx(
-        expected, rel=3e-5 if dtype != torch.float32 else 2e-6
-    )
+    assert float(global_norm([segment], mesh)) == pytest.approx(expected, rel=3e-5 if dtype != torch.float32 else 2e-6)

@@ -43,7 +43,7 @@ def test_the_pages_bytes_are_what_an_optimizer_holds(flags: str, said: str) -> N
         overlap_gather=False,
         average=False,
     )
-    optimizer = Optimizer([parallel], Mesh.single_process(), config.optimizer, config.precision, sharded=False)
+    optimizer = Optimizer([parallel], Mesh.single_process(), config.optimizer, config.precision)
     held = sum(tensor.nbytes for tensor in optimizer.stored_tensors()) / param.numel()
     assert held == owned_state_bytes(config) and f"{held:.3g}" == said
 

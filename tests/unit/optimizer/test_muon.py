@@ -92,7 +92,7 @@ def optimizer_of(
         average=False,
     )
     config = OptimizerConfig(optimizer="muon", clip_grad=0.0, muon_momentum=BETA, **settings)
-    return Optimizer([parallel], mesh, config, PrecisionConfig(fp64=wide), sharded=False)
+    return Optimizer([parallel], mesh, config, PrecisionConfig(fp64=wide))
 
 
 def made(spec: ParamSpec, dtype: torch.dtype = torch.float64, *, like: Tensor) -> torch.nn.Parameter:

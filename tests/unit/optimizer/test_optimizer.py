@@ -43,7 +43,7 @@ def optimizer_of(
         overlap_gather=False,
         average=False,
     )
-    return module, Optimizer([parallel], mesh, OptimizerConfig(**settings), precision, sharded=sharded, adamw=kernel)
+    return module, Optimizer([parallel], mesh, OptimizerConfig(**settings), precision, adamw=kernel)
 
 
 def gradient(name: str, step: int) -> Tensor:
@@ -201,7 +201,7 @@ def test_rates_reach_their_groups() -> None:
 
 
 def test_a_rank_that_owns_nothing_steps_all_the_same() -> None:
-    optimizer = Optimizer([], Mesh.single_process(), OptimizerConfig(), PrecisionConfig(), sharded=True)
+    optimizer = Optimizer([], Mesh.single_process(), OptimizerConfig(), PrecisionConfig())
     optimizer.set_rates(RATE, DECAY)
     result = optimizer.step(multiplier=torch.tensor(0.5), count_zero_elements=True)
     assert result.stepped and float(result.norm) == 0.0 and int(result.zeros) == 0 and optimizer.num_steps == 0
