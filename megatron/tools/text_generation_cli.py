@@ -12,10 +12,12 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from megatron.tools.parser import ToolParser
+
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "server", metavar="HOST:PORT", help="where the server listens; may begin with http:// or https://"
     )

@@ -33,6 +33,5 @@ def test_an_error_ends_with_where_to_look(parser: ToolParser, capsys: pytest.Cap
 
 
 def test_every_tool_has_this_parser() -> None:
-    alone = {"parser.py", "text_generation_cli.py"}  # the second needs nothing but the standard library
-    files = [path for path in TOOLS.rglob("*.py") if path.name not in alone]
+    files = [path for path in TOOLS.rglob("*.py") if path.name != "parser.py"]
     assert [path.name for path in files if "argparse.ArgumentParser(" in path.read_text()] == []
