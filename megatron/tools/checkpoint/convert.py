@@ -144,7 +144,7 @@ def write_for_megatron(source: Source, args: argparse.Namespace, iteration: int)
         )
     else:
         path = write_torch_dist(source, args.save, iteration=iteration, tensor_size=sizes[0], fused_norms=fused)
-    flags = flags_for_megatron(source)
+    flags = flags_for_megatron(source, sizes[1])
     return path, [
         f"in Megatron: --load {args.save} --use-checkpoint-args --finetune{' ' * bool(flags)}{flags}"
         f"{'' if fused else ' --transformer-impl local'}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +288,59 @@ def test_what_is_written_has_megatrons_names_and_comes_back(case: str, tmp_path:
         assert attributes(content["args"])["hybrid_layer_pattern"] == CASES[case][1].get(
             "hybrid_layer_pattern", PATTERN if case == "hybrid" else None
         )
+
+
+STAGES: dict[str, tuple[str, str, tuple[int, ...]]] = {  # case, pattern of the source, layers of each stage
+    "as the pattern says": ("hybrid", "MG|-*M", (2, 3)),
+    "evenly": ("hybrid", "MG|-*M", (1, 1, 1, 1, 1)),
+    "ahead": ("ahead", "MG-|*M/*M/*M", (3, 2)),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_files_of_pipeline_ranks_hold_what_megatrons_stages_hold(name: str, tmp_path: Path) -> None:
+    case, pattern, sizes = STAGES[name]
+    make, arguments = CASES[case]
+    whole = make()
+    source = open_torch_dist(saved_distributed(tmp_path / "saved", whole, arguments), IDS)
+    source.settings = {**source.settings, "hybrid_layer_pattern": pattern}
+    by_rank = write_legacy(source, tmp_path / "ranks", tensor_size=RANKS, pipeline_size=len(sizes))
+    again = open_legacy(by_rank, IDS)
+    check(contents(again), contents(source))
+    unbroken = {**source.settings, "hybrid_layer_pattern": pattern.replace("|", "")}
+    assert network_differences(model_of(again.settings), model_of(unbroken)) == []
+    first = 0
+    for stage, size in enumerate(sizes):
+        last = stage == len(sizes) - 1
+        expected = {}
+        for full, pieces in whole.items():
+            if match := re.match(r"decoder\.layers\.(\d+)\.(.*)", full):
+                if first <= int(match[1]) < first + size:
+                    expected[f"decoder.layers.{int(match[1]) - first}.{match[2]}"] = full
+            elif last if not full.startswith("embedding.") else stage == 0 or last and case == "ahead":
+                expected[full] = full
+        for rank in range(RANKS):
+            content = read_torch_file(by_rank / f"mp_rank_{rank:02d}_{stage:03d}" / "model_optim_rng.pt")
+            held = {key: tensor for key, tensor in content["model"].items() if tensor is not None}
+            assert held.keys() == expected.keys()
+            for key, full in expected.items():
+                rows = torch.cat([part for _, part in rank_rows(full, whole[full], rank, RANKS).values()])
+                if "embedding" not in full and "output_layer" not in full:  # whose padding is by Megatron's multiple
+                    assert torch.equal(held[key], rows), key
+            stated = attributes(content["args"])
+            by_pattern = len(sizes) == pattern.count("|") + 1
+            assert stated["hybrid_layer_pattern"] == (pattern if by_pattern else pattern.replace("|", ""))
+            assert stated["pipeline_model_parallel_size"] == len(sizes)
+        first += size
+
+
+def test_stages_that_divide_no_pattern_evenly_are_refused(tmp_path: Path) -> None:
+    source = open_torch_dist(saved_distributed(tmp_path / "saved", hybrid(), CASES["hybrid"][1]), IDS)
+    with pytest.raises(
+        CheckpointError, match="5 layers cannot be divided over 2 pipeline ranks; give the pattern as many stages"
+    ):
+        write_legacy(source, tmp_path / "ranks", pipeline_size=2)
+    assert not (tmp_path / "ranks").exists()
 
 
 def test_a_pure_network_of_mamba_is_known_by_its_tensors(tmp_path: Path) -> None:

@@ -103,6 +103,11 @@ class HybridConfig:
         return self._main.replace("|", "")
 
     @property
+    def stage_symbols(self) -> tuple[str, ...]:
+        """The symbols of the layers of each stage that the pattern names, without multi-token prediction."""
+        return tuple(self._main.split("|"))
+
+    @property
     def _main(self) -> str:
         """The pattern before multi-token prediction."""
         return (self.hybrid_layer_pattern or "").partition("/")[0]

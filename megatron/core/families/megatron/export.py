@@ -12,8 +12,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,11 @@ class _Export:
                 "ckpt_format": ckpt_format,
                 "transformer_impl": "transformer_engine" if self.fused else "local",
                 "moe_grouped_gemm": None if ckpt_format == "torch_dist" else False,
+                **(
+                    {"hybrid_layer_pattern": _pattern_of_stages(self.model, pipeline_size)}
+                    if self.model.is_hybrid
+                    else {}
+                ),
             },
         )  # whole tensors serve both
         return {"args": args, "checkpoint_version": 3.0, "iteration": self.iteration}
@@ -224,50 +231,64 @@ def write_legacy(
     Experts stand one after the other, as without `--moe-grouped-gemm`. Raises `CheckpointError` when Megatron has no such network,
     the ranks cannot share it, or the folder has that iteration already.
     """
-
-    def problems(export: _Export) -> list[str]:
-        problems = [
-            f"{name}: {reason} cannot be divided over {tensor_size} tensor ranks"
-            for name in export.names
-            if (reason := sharding_problem(name, tensor_size, export.layout))
-        ]
-        if export.model.mtp.mtp_num_layers and not (export.model.is_hybrid and pipeline_size == 1):
-            problems.append(
-                "layers of multi-token prediction have other names in each release's files of ranks; write torch_dist"
-            )
-        if export.layers % pipeline_size:
-            problems.append(f"{export.layers} layers cannot be divided over {pipeline_size} pipeline ranks")
-        return problems
-
-    export = _Export(source, folder, iteration, tensor_size, fused_norms, problems)
-    for p in range(pipeline_size):
+    export = _Export(
+        source, folder, iteration, tensor_size, fused_norms, partial(_division_problems, ranks=pipeline_size)
+    )
+    ends = list(accumulate(_stage_sizes(export.model, export.layers, pipeline_size)))
+    for p, end in enumerate(ends):
+        first = ends[p - 1] if p else 0
         held = {
             name: export.shards(name, tensor_size)
             for name in export.names
-            if _pipeline_rank_of(name, export.layers, pipeline_size) == p
+            if _is_on_stage(name, first, end, export.layers, ahead=bool(export.model.mtp.mtp_num_layers))
         }
-        if p and p == pipeline_size - 1 and export.model.ties_embeddings:
+        if p and end == export.layers and export.model.ties_embeddings:
             held["output_layer.weight"] = export.shards(_WORDS, tensor_size)
         for t in range(tensor_size):
             place = export.made / (f"mp_rank_{t:02d}" + (f"_{p:03d}" if pipeline_size > 1 else ""))
             place.mkdir()
-            model: dict[str, Tensor | None] = {
-                _stage_local_name(
-                    _hybrid_name(_transformer_engine_name(name, export.names) if fused_norms else name, export),
-                    export.layers // pipeline_size,
-                ): shards[t]
-                for name, shards in with_experts_apart(held).items()
-            }
-            model |= {f"{name.rpartition('.')[0]}._extra_state": None for name in model if _STATEFUL.search(name)}
-            if p == pipeline_size - 1 and export.model.architecture == "gpt":
+            model = _rank_state(export, {name: shards[t] for name, shards in with_experts_apart(held).items()}, first)
+            if end == export.layers and export.model.architecture == "gpt":
                 model["output_layer._extra_state"] = None  # of a tied one too
             torch.save({**export.common_entries(pipeline_size, "torch"), "model": model}, place / "model_optim_rng.pt")
     return export.finish()
 
 
-def flags_for_megatron(source: Source) -> str:
+def _rank_state(export: _Export, held: Mapping[str, Tensor], first: int) -> dict[str, Tensor | None]:
+    """What a rank holds by the names there, and the (empty) states of its modules' kernels. first: number of the first layer of its stage."""
+    model: dict[str, Tensor | None] = {
+        _stage_local_name(
+            _hybrid_name(_transformer_engine_name(name, export.names) if export.fused else name, export), first
+        ): shard
+        for name, shard in held.items()
+    }
+    return model | {f"{name.rpartition('.')[0]}._extra_state": None for name in model if _STATEFUL.search(name)}
+
+
+def _division_problems(export: _Export, *, ranks: int) -> list[str]:
+    """Why so many pipeline ranks and the tensor ranks cannot share a network, a line each."""
+    problems = [
+        f"{name}: {reason} cannot be divided over {export.tensor_size} tensor ranks"
+        for name in export.names
+        if (reason := sharding_problem(name, export.tensor_size, export.layout))
+    ]
+    if export.model.mtp.mtp_num_layers and not export.model.is_hybrid:
+        problems.append(
+            "layers of multi-token prediction have other names in each release's files of ranks; write torch_dist"
+        )
+    if sum(_stage_sizes(export.model, export.layers, ranks)) != export.layers:
+        more = "; give the pattern as many stages by |" if export.model.is_hybrid else ""
+        problems.append(f"{export.layers} layers cannot be divided over {ranks} pipeline ranks{more}")
+    return problems
+
+
+def flags_for_megatron(source: Source, pipeline_size: int = 1) -> str:
     """Flags that Megatron needs with `--use-checkpoint-args`, or nothing."""
-    return additional_flags(from_values(RequestedModel, source.settings).resolve())
+    model = from_values(RequestedModel, source.settings).resolve()
+    if model.is_hybrid:
+        hybrid = replace(model.hybrid, hybrid_layer_pattern=_pattern_of_stages(model, pipeline_size))
+        model = replace(model, hybrid=hybrid)
+    return additional_flags(model)
 
 
 def _export_problems(model: ModelConfig, names: list[str]) -> list[str]:
@@ -277,11 +298,24 @@ def _export_problems(model: ModelConfig, names: list[str]) -> list[str]:
     return without_counterpart(model)
 
 
-def _pipeline_rank_of(name: str, layers: int, pipeline_size: int) -> int:
-    match = _LAYER.search(name)
-    if match:
-        return int(match[2]) * pipeline_size // layers
-    return 0 if name.startswith("embedding.") else pipeline_size - 1
+def _stage_sizes(model: ModelConfig, layers: int, ranks: int) -> tuple[int, ...]:
+    """Layers of each pipeline rank: those between the | of a hybrid's pattern, if they make so many stages, else as many on each."""
+    stages = model.hybrid.stage_symbols
+    return tuple(map(len, stages)) if model.is_hybrid and len(stages) == ranks else (layers // ranks,) * ranks
+
+
+def _pattern_of_stages(model: ModelConfig, ranks: int) -> str:
+    """The pattern of a hybrid with the | of so many pipeline ranks: Megatron divides one without them evenly, and refuses other numbers of stages."""
+    stages = model.hybrid.stage_symbols
+    return "/".join(("|".join(stages) if len(stages) == ranks else model.hybrid.symbols, *model.hybrid.mtp_patterns))
+
+
+def _is_on_stage(name: str, first: int, end: int, layers: int, *, ahead: bool) -> bool:
+    """Whether the stage of the layers `first` to `end` holds a parameter. ahead: the last one predicts further tokens, and embeds them itself."""
+    if match := _LAYER.search(name):
+        return first <= int(match[2]) < end
+    is_last = end == layers
+    return (not first or ahead and is_last) if name.startswith("embedding.") else is_last
 
 
 def _transformer_engine_name(name: str, names: Collection[str]) -> str:
@@ -292,6 +326,6 @@ def _transformer_engine_name(name: str, names: Collection[str]) -> str:
     return name
 
 
-def _stage_local_name(name: str, layers_of_a_stage: int) -> str:
+def _stage_local_name(name: str, first: int) -> str:
     """The name with layers counted from the first of the stage."""
-    return _LAYER.sub(lambda match: f"{match[1]}.{int(match[2]) % layers_of_a_stage}.", name)
+    return _LAYER.sub(lambda match: f"{match[1]}.{int(match[2]) - first}.", name)
