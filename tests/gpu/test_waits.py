@@ -13,6 +13,10 @@ import torch
 
 from megatron.core.dist_checkpointing.saver import Saver, SaveRules
 from megatron.core.dist_checkpointing.store import Description
+from megatron.core.parallel.device import DeviceToHostCopy
+from megatron.core.parallel.mesh import Axis
+from megatron.core.transformer.dispatch import AllToAllDispatcher
+from megatron.core.transformer.router import Routing
 from megatron.training.health.exit_conditions import ExitConditions
 from megatron.training.loop import Session
 from megatron.training.step import train_step
@@ -66,6 +70,29 @@ def test_a_step_waits_for_nothing(name: str) -> None:
     batches = list(tiny.batches(trainer.run, 2))
     with no_wait():
         train_step(trainer, iter(batches))
+
+
+def test_experts_of_other_ranks_are_asked_for_with_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, wait = list[int](), DeviceToHostCopy.wait
+
+    def counted(self: DeviceToHostCopy) -> list[torch.Tensor]:
+        waits.append(1)
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return wait(self)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    monkeypatch.setattr(DeviceToHostCopy, "wait", counted)
+    experts = torch.tensor([[0, 2], [3, 2], [1, 0]], device="cuda")
+    tokens, weights = torch.randn(3, 8, device="cuda"), torch.rand(3, 2, device="cuda")
+    dispatcher = AllToAllDispatcher(4, Axis("ep"), Axis("etp"))
+    with no_wait():
+        dispatched = dispatcher.dispatch(tokens, Routing(weights, experts), None)
+        rows = dispatched.wait()
+        combined = dispatcher.combine(rows.tokens * rows.weights[:, None], dispatched)
+    assert waits == [1], "for the counts of rows, once a layer and microbatch"
+    torch.testing.assert_close(combined, tokens * weights.sum(1, keepdim=True))
 
 
 @pytest.mark.parametrize("operation", [lambda x: x.sum().item(), lambda x: x.cpu(), lambda x: x.nonzero()])

@@ -29,6 +29,7 @@ from megatron.core.kernels.permute import permute
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel import collectives
 from megatron.core.parallel.collectives import AsyncAllToAll
+from megatron.core.parallel.device import DeviceToHostCopy
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.transformer.router import Routing
 
@@ -266,18 +267,22 @@ class AllToAllDispatcher:
         here = self.num_experts // self.ep.size
         # [etp, ep, ep, here]: by etp rank and sender, and then by receiver and its expert
         whole = collectives.all_gather(collectives.all_gather(permutation.counts, self.ep), self.etp)
-        table = whole.view(self.etp.size, self.ep.size, self.ep.size, here).cpu()
-        arriving = table[:, :, self.ep.rank]
-        send = table[self.etp.rank, self.ep.rank].sum(-1).tolist()
+        whole = whole.view(self.etp.size, self.ep.size, self.ep.size, here)
+        known = DeviceToHostCopy([whole], whole.device)
+        # The device permutes while the host waits for the counts, the only wait here.
+        own_weights, own = permute_weights(routing.weights, permutation)[:, None], permute_tokens(tokens, permutation)
+        (table,) = known.wait()
+        arriving, there = table[:, :, self.ep.rank], whole[:, :, self.ep.rank]
+        send, gathered = table[self.etp.rank, self.ep.rank].sum(-1).tolist(), arriving.sum((1, 2)).tolist()
         handle = _ExchangeHandle(
             AsyncAllToAll(send, arriving[self.etp.rank].sum(-1).tolist(), self.ep, self.ep.overlap.switch_microbatch),
-            arriving.sum((1, 2)).tolist(),
-            *(index.to(tokens.device) for index in _sender_to_expert_order(arriving.reshape(-1, here))),
+            gathered,
+            *_sender_to_expert_order(there.reshape(-1, here), sum(gathered)),
         )
         beside = AsyncAllToAll(send, handle.exchange.receive, self.ep)  # its waits follow those of the tokens
-        weights = collectives.begin_all_to_all(permute_weights(routing.weights, permutation)[:, None], beside)
-        coming = collectives.begin_all_to_all(permute_tokens(tokens, permutation), handle.exchange)
-        counts = arriving.sum((0, 1)).to(tokens.device)
+        weights = collectives.begin_all_to_all(own_weights, beside)
+        coming = collectives.begin_all_to_all(own, handle.exchange)
+        counts = there.sum((0, 1))
 
         def wait() -> ExpertInputs:
             arrived = self._sort_by_expert(collectives.finish_all_to_all(coming, handle.exchange), handle)
@@ -333,14 +338,15 @@ class FlexDispatcher:
         return self.library.combine(unpermute_tokens(outputs, dispatched.permutation), dispatched.handle)
 
 
-def _sender_to_expert_order(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """(index, back) that bring blocks by sender and then expert into the order by expert and then sender.
+def _sender_to_expert_order(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """(index, back), [total], that bring blocks by sender and then expert into the order by expert and then sender.
 
-    counts: [senders, experts], rows of each block.
+    counts: [senders, experts], rows of each block, `total` in all.
     """
-    owners = torch.arange(counts.shape[1]).repeat(counts.shape[0]).repeat_interleave(counts.reshape(-1))
+    experts = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
+    owners = experts.repeat_interleave(counts.reshape(-1), output_size=total)
     index = owners.argsort(stable=True)
-    return index, index.argsort()
+    return index, torch.empty_like(index).scatter_(0, index, torch.arange(total, device=index.device))
 
 
 def dispatcher_of(kind: str, num_experts: int, mesh: Mesh, kernels: Kernels = Kernels()) -> Dispatcher:
