@@ -28,7 +28,7 @@ from megatron.core.parallel.boxes import Box, intersect
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import derive_seed
 from megatron.core.parallel.spec import spec_of
-from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.checkpoint.run_state import weights_of
 from megatron.training.run import Run
 from megatron.training.trainer import Trainer
 
@@ -82,7 +82,7 @@ def weights_in_training(trainer: Trainer) -> Tree:
     trained_only = tuple(getattr(trainer.stages[0], "optional_weights", ()))
     return {
         name.removeprefix("model."): placed
-        for name, placed in Checkpoint(trainer).weights(rounded=True).items()
+        for name, placed in weights_of(trainer, rounded=True).items()
         if not name.removeprefix("model.").startswith(trained_only)
     }
 

@@ -13,7 +13,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.rng import derive_seed
 from megatron.core.parallel.spec import local_shards, spec_of
-from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.checkpoint import run_state
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
 from tests.helpers import tiny
@@ -68,7 +68,7 @@ def held_weights(trainer: Trainer) -> Held:
 
 def weights_of(trainer: Trainer) -> dict[str, ShardedTensor]:
     """The weights that this rank holds, by name; all are views."""
-    return {name.removeprefix("model."): placed for name, placed in Checkpoint(trainer).weights().items()}
+    return {name.removeprefix("model."): placed for name, placed in run_state.weights_of(trainer).items()}
 
 
 def whole_gradient(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Tensor:

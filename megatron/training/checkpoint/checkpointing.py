@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,12 @@ from megatron.core.dist_checkpointing.load import OPTIONAL, load
 from megatron.core.dist_checkpointing.lock import FolderLock
 from megatron.core.dist_checkpointing.saved import open_saved
 from megatron.core.dist_checkpointing.saver import SaveOutcome, Saver, SaveRules
-from megatron.core.dist_checkpointing.source import Source, TensorFormat
+from megatron.core.dist_checkpointing.source import Source
 from megatron.core.dist_checkpointing.store import CheckpointError, Description
-from megatron.core.dist_checkpointing.tree import Tree, add_to_tree, sharded_optimizer_state, sharded_parameter
-from megatron.core.distributed.buffers import Segment
+from megatron.core.dist_checkpointing.tree import Tree, add_to_tree, sharded_optimizer_state
 from megatron.core.families.adapter_set import AdapterSource
 from megatron.core.optimizer.schedule import Schedule, resolve_schedule
 from megatron.core.parallel import collectives
-from megatron.core.parallel.spec import spec_of
 from megatron.core.tensor_parallel.low_precision import histories_of
 from megatron.core.tokenizers.base import fingerprint
 from megatron.training.checkpoint.adapters import (
@@ -61,13 +59,19 @@ from megatron.training.checkpoint.resuming import (
     open_requested_checkpoint,
     same_folder,
 )
+from megatron.training.checkpoint.run_state import (
+    Formats,
+    load_targets,
+    mark_written,
+    random_streams,
+    read_from_main_weights,
+    weights_of,
+    with_starts,
+)
 from megatron.training.hooks import StepHooks
 from megatron.training.launch.launch_info import read_launch_info
 from megatron.training.run import Run
 from megatron.training.trainer import Trainer
-
-Formats = Mapping[str, TensorFormat]
-Slot = tuple[str, Segment, Tensor]
 
 _PROJECTOR = "model.vision_projection."
 
@@ -246,11 +250,11 @@ class Checkpoint:
         if continues:
             self._say_formats(opened.source.settings)
         slots, streams = tuple(self.trainer.optimizer.checkpoint_state()), self._fitting_streams(opened)
-        state = self._part_of(source, self._load_targets(formats, slots, optimizer=continues))
+        state = self._part_of(source, load_targets(self.trainer, formats, slots, optimizer=continues))
         if options.allow_missing_vision_projection_checkpoint:
             state = self._without_missing_projector(state, formats)
         histories = self._fitting_histories(formats) if continues else {}
-        state, replacements = self._with_starts(state, formats)
+        state, replacements = with_starts(self.trainer, state, formats)
         load(
             state | streams | histories,
             source,
@@ -261,7 +265,7 @@ class Checkpoint:
             else (),  # where it starts from a language model
             instead=replacements,
         )
-        self._mark_written(slots)
+        mark_written(self.trainer, slots)
         self._load_histories(histories)
         if streams:
             self.trainer.run.streams.load({name.rpartition(".")[2]: value for name, value in streams.items()})
@@ -317,18 +321,18 @@ class Checkpoint:
         slots = tuple(self.trainer.optimizer.checkpoint_state())
         state = {
             name: value
-            for name, value in self._load_targets(formats, slots, optimizer=False).items()
+            for name, value in load_targets(self.trainer, formats, slots, optimizer=False).items()
             if not name.startswith(initial)
         }
         adopted = tuple(name for name in formats if name.startswith("model.") and not name.startswith(unused))
-        load(state, source, self.mesh.world, complete=adopted, instead=self._read_from_main_weights(formats))
-        self._mark_written(slots)
+        load(state, source, self.mesh.world, complete=adopted, instead=read_from_main_weights(self.trainer, formats))
+        mark_written(self.trainer, slots)
         self._log_info(f"adopted weights of {source.where} in {time.perf_counter() - started:.2f} s")
 
     def state(self) -> Tree:
         """Everything that a save holds: this rank's part."""
         options, trainer = self.config.checkpoint, self.trainer
-        state: Tree = trained_only(self.weights(rounded=True), self._adapter)
+        state: Tree = trained_only(weights_of(trainer, rounded=True), self._adapter)
         if self._adapter.has_adapters:
             self._base = self._base or self._own_base("the initial values of --seed")
             state[BASE] = self._base
@@ -348,19 +352,8 @@ class Checkpoint:
             state["run.schedule"] = None if trainer.schedule is None else trainer.schedule.state()
             state |= {f"run.amax.{name}": scaling.history for name, scaling in histories_of(trainer.stages).items()}
         if options.save_rng:
-            state |= self._random_streams()
+            state |= random_streams(self.trainer)
         return state
-
-    def weights(self, *, rounded: bool = False) -> Tree:
-        """The weights that this rank holds: views of them. rounded: as they work, also where a rank has only their main weights."""
-        weights: Tree = {}
-        for parallel in self.trainer.parallels:
-            for param in parallel.whole_params:
-                add_to_tree(weights, f"model.{spec_of(param).name}", sharded_parameter(param, self.mesh))
-            for segment in parallel.sharded_segments:
-                values = segment.data.to(segment.rounds_to) if rounded and segment.rounds_to else segment.data
-                add_to_tree(weights, f"model.{segment.name}", sharded_optimizer_state(segment, values, self.mesh))
-        return weights
 
     def _with_adapters(self, source: Source) -> Source:
         """What a run with adapters loads: adapters of its own base, or a base with the lengths of its rows; of others the source."""
@@ -383,11 +376,17 @@ class Checkpoint:
         slots = tuple(self.trainer.optimizer.checkpoint_state())
         state = {
             name: value
-            for name, value in self._load_targets(source.formats, slots, optimizer=False).items()
+            for name, value in load_targets(self.trainer, source.formats, slots, optimizer=False).items()
             if is_adapter(name) or name in source.formats
         }
-        load(state, source, self.mesh.world, complete=("model.",), instead=self._read_from_main_weights(source.formats))
-        self._mark_written(slots)
+        load(
+            state,
+            source,
+            self.mesh.world,
+            complete=("model.",),
+            instead=read_from_main_weights(self.trainer, source.formats),
+        )
+        mark_written(self.trainer, slots)
         self._log_info(
             f"loaded adapters of {folder}: {len(adapters.pairs)} of linear layers, and {len(adapters.saved)} whole parameters; "
             f"trained on {adapters.base.get('where') or 'a base that they do not name'}"
@@ -408,51 +407,6 @@ class Checkpoint:
         """What the adapters of this run belong to. All ranks call this together. where: its weights come from."""
         return {"hash": base_hash(self.trainer.stages, self.mesh, self._adapter), "where": where}
 
-    def _random_streams(self) -> Tree:
-        place = f"{self.mesh.pp.rank}.{self.mesh.tp.rank}.{self.mesh.dp_cp.rank}"
-        return {f"run.random.{place}.{name}": value for name, value in self.trainer.run.streams.state().items()}
-
-    def _load_targets(self, formats: Formats, slots: Sequence[Slot], *, optimizer: bool) -> Tree:
-        """What a load fills: weights, and slots of the optimizer. Masters that are not in the checkpoint, or not asked
-        for, are filled from the weights, in the precision in which those were saved."""
-        tensors = self.weights()
-        for slot, segment, tensor in slots:
-            name = f"optimizer.{slot}.{segment.name}"
-            if slot == "master" and not (optimizer and name in formats):
-                add_to_tree(tensors, f"model.{segment.name}", sharded_optimizer_state(segment, tensor, self.mesh))
-            elif optimizer:
-                add_to_tree(tensors, name, sharded_optimizer_state(segment, tensor, self.mesh))
-        return tensors
-
-    def _read_from_main_weights(self, formats: Formats) -> dict[str, str]:
-        """Weights to read from their main weights: those saved in another format than this run's, so as to round only once."""
-        replacements = {}
-        for stage in self.trainer.stages:
-            for param in stage.parameters():
-                name, master = f"model.{spec_of(param).name}", f"optimizer.master.{spec_of(param).name}"
-                if master in formats and name in formats and formats[name].dtype != param.dtype:
-                    replacements[name] = master
-        return replacements
-
-    def _with_starts(self, state: Tree, formats: Formats) -> tuple[Tree, dict[str, str]]:
-        """(the state without what keeps its initial values, name -> what is read in its place): see `ParamSpec.starts_from`."""
-        replacements = self._read_from_main_weights(formats)
-        for param in (param for stage in self.trainer.stages for param in stage.parameters()):
-            name, start = f"model.{spec_of(param).name}", spec_of(param).starts_from
-            if start is None or name in formats:
-                continue
-            if start:
-                replacements[name] = f"model.{start}"
-            else:
-                state = {other: value for other, value in state.items() if other != name}
-        return state, replacements
-
-    def _mark_written(self, slots: Sequence[Slot]) -> None:
-        """Let everybody know that weights and slots were written."""
-        self.trainer.optimizer.apply_loaded_state(slots)
-        for parallel in self.trainer.parallels:
-            parallel.refresh_params()
-
     def _fitting_streams(self, opened: OpenedCheckpoint) -> Tree:
         """Tensors to load this rank's dropout streams into; none if the checkpoint's do not belong to this layout."""
         formats = opened.source.formats
@@ -460,7 +414,7 @@ class Checkpoint:
             return {}
         now = _layout_of(to_values(self.config), self.mesh.world.size)
         then = _layout_of(opened.source.settings, opened.world_size)
-        mine = self._random_streams()
+        mine = random_streams(self.trainer)
         if now == then and all(
             name in formats and formats[name].shape == tuple(value.shape) for name, value in mine.items()
         ):

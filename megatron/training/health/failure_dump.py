@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.saver import Saver, SaveRules
 from megatron.core.dist_checkpointing.store import Description, scan_folder
 from megatron.core.optimizer.clip import ranges_counted_once, without_tied_duplicates
 from megatron.core.parallel import collectives
-from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.checkpoint.run_state import weights_of
 from megatron.training.data.batch import Batch
 from megatron.training.step import StepWork
 from megatron.training.trainer import Trainer
@@ -161,7 +161,7 @@ def _batch_arrays(batch: Batch) -> dict[str, Any]:
 def _save_weights(trainer: Trainer, target: Path) -> list[str]:
     """The weights as a checkpoint below `target`; what went wrong."""
     mesh = trainer.run.mesh
-    state = {name: placed for name, placed in Checkpoint(trainer).weights(rounded=True).items() if not placed.receivers}
+    state = {name: placed for name, placed in weights_of(trainer, rounded=True).items() if not placed.receivers}
     state["run.progress"] = asdict(trainer.progress)
     saver = Saver(str(target / WEIGHTS), mesh.world, rules=SaveRules(), device=mesh.device)
     saver.start(state, trainer.progress.iteration, Description(to_values(trainer.run.config), mesh.world.size))

@@ -42,7 +42,7 @@ from megatron.core.tokenizers.build import NullTokenizer
 from megatron.core.transformer.stack import Stack
 from megatron.preference.settings import PreferenceConfig
 from megatron.preference.step import PreferenceStep
-from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.checkpoint.run_state import weights_of
 from megatron.training.data.batch import Batch, LossFunction
 from megatron.training.data.rebalance import RebalancedBatches
 from megatron.training.hooks import StepHooks
@@ -270,7 +270,7 @@ def short_run(config: RunConfig, steps: int = STEPS, finetuning: PreferenceConfi
     for parallel in trainer.parallels:
         parallel.finish_gather()
     done[-1].weights = {
-        name.removeprefix("model."): _copy_shards(placed) for name, placed in Checkpoint(trainer).weights().items()
+        name.removeprefix("model."): _copy_shards(placed) for name, placed in weights_of(trainer).items()
     }
     done[-1].weights |= {
         spec_of(param).name: _dequantized(param, run.mesh)
