@@ -407,18 +407,23 @@ def _trace_in_groups(
     )
     with world.mode, recorder, recorder.patched((world.mode,)):
         trainer = make_trainer(config, mesh, recorder, varlen=varlen)
-        for bucket in (bucket for parallel in trainer.parallels for bucket in getattr(parallel, "buckets", ())):
-            for one in bucket.main_grads:  # as on the GPUs of the plan
-                one.mixed_dtype_addmm = one.total.dtype == torch.float32 and bucket.data.dtype in (
-                    torch.float16,
-                    torch.bfloat16,
-                )
+        add_products_as_on_gpus(trainer)
         around = (
             MicrobatchMemo(recorder, copied).installed_on(trainer.stages)
             if copied > _NEVER_REPLAYED and _can_replay_microbatches(config)
             else nullcontext()
         )
         return record_step(trainer, recorder, around)
+
+
+def add_products_as_on_gpus(trainer: Trainer) -> None:
+    """Let matmuls of 16-bit numbers add to fp32 gradients, which they do on the GPUs of the plan but not on a CPU."""
+    for bucket in (bucket for parallel in trainer.parallels for bucket in getattr(parallel, "buckets", ())):
+        for main_grad in bucket.main_grads:
+            main_grad.mixed_dtype_addmm = main_grad.total.dtype == torch.float32 and bucket.data.dtype in (
+                torch.float16,
+                torch.bfloat16,
+            )
 
 
 def _can_replay_microbatches(config: RunConfig) -> bool:
