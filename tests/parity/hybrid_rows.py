@@ -100,11 +100,16 @@ MODELS["bamba"] = {
     "group_query_attention": True,
     "num_query_groups": 2,
 }
-# What must not change any result: the ends of stages.
+# What must not change any result: the ends of stages, where activations are.
 WORDS: dict[str, dict[str, Any]] = {
     "pattern-stages": {"hybrid_layer_pattern": "M*|-M"},
     "states": {"state_comm_type": "states"},
     "pattern-chunks": {"hybrid_layer_pattern": "M|*|-|M"},
+    "offload-attention": {
+        "fine_grained_activation_offloading": True,
+        "min_offloaded_tensor_size": 0,
+        "offload_modules": ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"),
+    },
 }
 ROWS: tuple[tuple[str, str], ...] = (
     ("tp2", "hybrid"),
@@ -134,7 +139,7 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("tp2 sp", "hybrid-mtp"),
     ("tp2 dp2 zero mb2", "hybrid-muon"),
     ("pp2 zb mb2", "hybrid"),
-    ("offload-parts", "hybrid"),
+    ("offload-attention", "hybrid"),
     ("tp2", "delta"),
     ("tp4 sp", "delta"),
     ("cp2", "delta"),

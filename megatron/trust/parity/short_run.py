@@ -372,8 +372,9 @@ class _ActivationRecorder:
 
         def build(run: Run, stage: StageSpec) -> Network:
             made = model(run, stage)
-            for name, module in made.named_modules():
-                self._columns[name] = _cut_columns(module, run.mesh)
+            for name, _ in made.named_modules():  # an adapter takes and gives what its linear layer does
+                linear = made.get_submodule(name.removesuffix(".adapter"))
+                self._columns[name] = _cut_columns(linear, run.mesh)
             return made
 
         return build
@@ -397,7 +398,7 @@ class _ActivationRecorder:
             (name, module)
             for stage in stages
             for name, module in stage.named_modules()
-            if name and not isinstance(module, Stack)
+            if name and not any(isinstance(part, Stack) for part in module.modules())
         ]
         return [module.register_forward_pre_hook(self._input_hook(name)) for name, module in modules] + [
             module.register_forward_hook(self._output_hook(name)) for name, module in modules

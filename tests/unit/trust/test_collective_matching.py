@@ -204,7 +204,7 @@ def test_a_trace_stands_for_ranks_in_their_own_groups() -> None:
 def traced(layout: str, model: str) -> DryRun:
     """The dry run of a row of the table."""
     ranks, changes = read_layout(layout)
-    return dry_run(tiny.config(ranks, **MODELS[model], **changes), ranks)
+    return dry_run(tiny.config(ranks, **{**MODELS[model], **changes}), ranks)
 
 
 def agrees(layout: str, model: str) -> None:
