@@ -165,10 +165,17 @@ def model_settings(path: str | Path) -> dict[str, Any]:
     return {**{name: value for name, value in settings.items() if name in flags}, **folder_tokenizer(path)}
 
 
+# The keys of a config.json that hold keys of their own.
+_SECTIONS = ("rope_parameters", "rope_scaling", "text_config", "vision_config")
+
+
 def _settings_of_config(
     family: Family, config: Mapping[str, Any], names: Collection[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Our settings, and the keys that cannot be expressed. names: of the tensors in the files."""
+    """Return our settings, and the keys that cannot be expressed. names: of the tensors in the files."""
+    given = {name: config.get(name) or {} for name in _SECTIONS}
+    if damaged := [name for name, value in given.items() if not isinstance(value, Mapping)]:
+        return {}, [f"{CONFIG_FILE}: {name}: {given[name]!r:.80} is not an object" for name in damaged]
     settings, problems = family.config_in(
         {name: value for name, value in config.items() if name != "quantization_config"}
     )

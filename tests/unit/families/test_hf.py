@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.rewrite import CastSource
 from megatron.core.dist_checkpointing.source import TensorFormat
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf, hf_export
-from megatron.core.families.registry import model_of
+from megatron.core.families.registry import FAMILIES, model_of
 from megatron.core.models.names import OUTPUT, WORD_EMBEDDING
 from megatron.core.parallel.boxes import Box, whole_box
 from tests.unit.families.made import GPT2, LLAMA, Made, same_tensors
@@ -148,6 +148,15 @@ def test_a_folder_that_is_damaged_or_contradicts_itself_is_refused_with_the_reas
     change(llama)
     with pytest.raises(CheckpointError, match=complaint):
         hf.open_folder(llama)
+
+
+@pytest.mark.parametrize("section", ["rope_parameters", "rope_scaling", "text_config", "vision_config"])
+def test_a_section_of_a_config_that_is_no_object_is_refused_by_every_family(section: str, tmp_path: Path) -> None:
+    for family in FAMILIES.values():
+        config = {"model_type": family.model_type, "architectures": [family.architecture], section: "wide"}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match=f"config.json: {section}: 'wide' is not an object"):
+            hf.open_folder(tmp_path)
 
 
 def test_all_problems_are_listed_at_once(llama: Path) -> None:
