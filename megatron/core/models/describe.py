@@ -109,14 +109,13 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
 
 
 def active_parameters(model: ModelConfig) -> int:
-    """Count the parameters that one token uses: all except those of experts that it is not routed to."""
+    """Count the parameters that one token uses: all except those of experts that it is not routed to. A layer of
+    multi-token prediction that serves all depths counts as if every depth chose the same experts.
+    """
     inactive = 0
     for name, shape in _parameter_shapes(replace(model, true_vocab_size=model.padded_vocab_size)):
         if _EXPERTS in name:
-            depths = (
-                model.mtp.mtp_num_layers or 0 if name.startswith("mtp.") and model.mtp.mtp_use_repeated_layer else 1
-            )
-            inactive += depths * math.prod(shape) // shape[0] * (shape[0] - model.moe.moe_router_topk)
+            inactive += math.prod(shape) // shape[0] * (shape[0] - model.moe.moe_router_topk)
     return count_parameters(model).total - inactive
 
 

@@ -27,7 +27,7 @@ from megatron.core.transformer.passing import ForwardContext
 from tests.helpers import tiny
 from tests.parity.table import MODELS
 
-NETWORKS = ("moe", "moe-bias", "moe-shared", "moe-shared-bias", "moe-no-aux")
+NETWORKS = ("moe", "moe-bias", "moe-shared", "moe-shared-bias", "moe-no-aux", "moe-mtp3-repeated")
 SIZES: dict[str, Any] = {"hidden_size": 64, "moe_ffn_hidden_size": 40, "seq_length": 32, "max_position_embeddings": 32}
 
 
