@@ -298,7 +298,7 @@ def _own_count(self: StepWork) -> Tensor:
 # Data parallelism.
 
 _make_buckets, _start_gather, _init = ddp.make_buckets, DataParallel.start_gather, DataParallel.__init__
-_init_shares, _share, _init_optimizer = FullySharded.__init__, fsdp._owned_segments, Optimizer.__init__
+_init_shares, _share = FullySharded.__init__, fsdp._owned_segments
 
 
 def _buckets_over_tensor_ranks(module: GPTModel, mesh: Mesh, **keywords: Any) -> Any:
@@ -330,8 +330,8 @@ def _update_a_copy(*arguments: Any) -> list[Segment]:
     return [dataclasses.replace(share, data=share.data.clone()) for share in _share(*arguments)]
 
 
-def _count_shares_of_the_first_rank(self: Optimizer, *arguments: Any, **keywords: Any) -> None:
-    _init_optimizer(self, *arguments, **{**keywords, "sharded": False})
+def _count_shares_of_the_first_rank(*arguments: Any) -> list[Segment]:
+    return [dataclasses.replace(share, sharded=False) for share in _share(*arguments)]
 
 
 def _forget_the_divisor(self: StepWork) -> float:
@@ -602,7 +602,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "the norm counts the shares of the first rank only",
         (("dp2 fsdp", "gpt"), ("tp2 sp dp2 fsdp mb2", "gqa2")),
-        ((Optimizer, "__init__", _count_shares_of_the_first_rank),),
+        ((fsdp, "_owned_segments", _count_shares_of_the_first_rank),),
     ),
     Defect(
         "experts are cut over all data-parallel ranks",

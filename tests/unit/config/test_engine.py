@@ -111,7 +111,7 @@ BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
     ("head-size", 1, {"position_embedding_type": "rope", "kv_channels": 6, "rotary_percent": 0.5}, ("odd number",)),
     ("head-size", 1, {"position_embedding_type": "rope", "rotary_percent": 0.1}, ("rotates nothing",)),
     ("head-size", 1, {**MLA, "qk_pos_emb_head_dim": 3}, ("--qk-pos-emb-head-dim 3", "odd number")),
-    ("hybrid-pattern", 1, {"hybrid_layer_pattern": "*X", "num_layers": None}, ("X means no layer", "use M G * + - E")),
+    ("hybrid-pattern", 1, {"hybrid_layer_pattern": "*X", "num_layers": None}, ("'X' means no layer", "write layers as M G * + - E")),
     ("hybrid-pattern", 1, {"hybrid_layer_pattern": "*E", "num_layers": 3, "mtp_num_layers": 1},
      ("two numbers", "--num-experts go together", "--mtp-num-layers")),
     ("multipliers", 1, {"parallel_mamba": True, "mamba_num_heads": 8, "multi_latent_attention": True}, ("puts Mamba-2 beside the attention",)),
