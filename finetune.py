@@ -12,35 +12,35 @@ if __name__ == "__main__":  # before torch is imported, so that --help and refus
     PLACE = read_launch_info()
     ARGS, PREFERENCE = parse_preference_args(world_size=PLACE.size, speaks=PLACE.rank == 0)
 
-from megatron.preference.data import data_source, dataset_kind, with_epochs
+from megatron.preference.data import finetune_data_provider, finetune_dataset_kind, with_epoch_iterations
 from megatron.preference.step import PreferenceStep
-from megatron.training.entry import run_entry
+from megatron.training.entry import entry_point
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
 from megatron.training.run import Run
-from pretrain_gpt import forward_step, model, samples
+from pretrain_gpt import forward_step, make_sample_generator, model_provider
 
 
-def datasets(run: Run, counts: tuple[int, int | None, int]) -> Datasets:
-    """None: the data come from `data_source`."""
+def datasets_provider(run: Run, counts: tuple[int, int | None, int]) -> Datasets:
+    """Return no datasets: the data come from `finetune_data_provider`."""
     return None, None, None
 
 
-@run_entry
+@entry_point
 def main() -> None:
     """Initialize and train."""
     run = initialize_megatron(ARGS)
-    kind, learns_answers = dataset_kind(run, PREFERENCE), PREFERENCE.finetune_task == "sft"
+    kind, learns_answers = finetune_dataset_kind(run, PREFERENCE), PREFERENCE.finetune_task == "sft"
     step = forward_step if learns_answers else PreferenceStep(PREFERENCE)
     template = None if learns_answers else PREFERENCE.preference_prompt_format
     pretrain(
-        with_epochs(run, PREFERENCE, kind),
-        datasets,
-        model,
+        with_epoch_iterations(run, PREFERENCE, kind),
+        datasets_provider,
+        model_provider,
         step,
-        partial(samples, template=template),
-        data_of=data_source(PREFERENCE, kind),
+        partial(make_sample_generator, template=template),
+        data_of=finetune_data_provider(PREFERENCE, kind),
     )
 
 

@@ -20,51 +20,51 @@ if __name__ == "__main__":  # before torch is imported, so that --help and refus
 import torch
 
 from megatron.core.config.plan import StageSpec
-from megatron.core.datasets.blend import build_splits
-from megatron.core.datasets.sentence_kinds import bert_kind
+from megatron.core.datasets.blend import build_split_datasets
+from megatron.core.datasets.sentence_kinds import bert_dataset_kind
 from megatron.core.models.bert import BERTModel, BERTOutput
 from megatron.training.data.batch import Batch, Loss, LossFunction
 from megatron.training.data.bert_loss import mlm_and_pair_loss
-from megatron.training.entry import run_entry
+from megatron.training.entry import entry_point
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
 from megatron.training.run import Run
 
 
-def datasets(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
-    """Training, validation and test pairs of texts with hidden words."""
-    return build_splits(run.config.data, bert_kind(run.config, run.tokenizer), samples)
+def datasets_provider(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
+    """Return training, validation and test datasets of text pairs with masked words. samples: needed of each."""
+    return build_split_datasets(run.config.data, bert_dataset_kind(run.config, run.tokenizer), samples)
 
 
-def model(run: Run, stage: StageSpec) -> BERTModel:
-    """One pipeline stage."""
-    return BERTModel(stage, run.build)
+def model_provider(run: Run, stage: StageSpec) -> BERTModel:
+    """Build one pipeline stage."""
+    return BERTModel(stage, run.layer_build_context)
 
 
 def forward_step(
     run: Run, batches: Iterator[Batch], stage: BERTModel
 ) -> tuple[torch.Tensor | BERTOutput, LossFunction]:
-    """One microbatch through one stage; the last gives what its heads say."""
+    """Run one microbatch through one stage. Return (message, or the heads' outputs on the last stage; loss function)."""
     batch = next(batches)
     output = stage(
         ids=batch.tokens,
         types=batch.extras["types"],
         hidden=batch.hidden,
-        labels=batch.targets,
+        labels=batch.masked_labels,
         padding=batch.extras["padding_mask"].bool(),
     )
 
-    def loss(output: BERTOutput) -> Loss:
+    def microbatch_loss(output: BERTOutput) -> Loss:
         return mlm_and_pair_loss(output, batch, per_token=run.config.train.calculate_per_token_loss)
 
-    return output, loss
+    return output, microbatch_loss
 
 
-@run_entry
+@entry_point
 def main() -> None:
     """Initialize and train."""
-    pretrain(initialize_megatron(ARGS), datasets, model, forward_step)
+    pretrain(initialize_megatron(ARGS), datasets_provider, model_provider, forward_step)
 
 
 if __name__ == "__main__":

@@ -20,12 +20,12 @@ if __name__ == "__main__":  # before torch is imported, so that --help and refus
 import torch
 
 from megatron.core.config.plan import StageSpec
-from megatron.core.datasets.blend import build_datasets
+from megatron.core.datasets.blend import build_gpt_datasets
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.mtp import MTPLosses
-from megatron.inference.samples import continuations, read_prompts
+from megatron.inference.samples import generate_continuation_texts, read_prompts
 from megatron.training.data.batch import Batch, Loss, LossFunction, language_loss
-from megatron.training.entry import run_entry
+from megatron.training.entry import entry_point
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
@@ -33,10 +33,12 @@ from megatron.training.run import Run
 from megatron.training.trainer import Samples
 
 
-def datasets(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
-    """Training, validation and test samples: windows of tokens, or with --sft conversations."""
+def datasets_provider(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
+    """Return training, validation and test datasets: windows of tokens, or with --sft conversations. samples: needed of
+    each.
+    """
     train, valid, test = samples
-    return build_datasets(
+    return build_gpt_datasets(
         run.config.data,
         sequence_length=run.config.train.seq_length,
         seed=run.config.train.seed,
@@ -47,32 +49,36 @@ def datasets(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
     )
 
 
-def model(run: Run, stage: StageSpec) -> GPTModel:
-    """One pipeline stage."""
-    return GPTModel(stage, run.build)
+def model_provider(run: Run, stage: StageSpec) -> GPTModel:
+    """Build one pipeline stage."""
+    return GPTModel(stage, run.layer_build_context)
 
 
 def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:
-    """One microbatch through one stage; the last gives the loss of every token, and of those ahead."""
+    """Run one microbatch through one stage. Return (message, or on the last stage the loss of each token; loss
+    function).
+    """
     batch = next(batches)
     output = stage(
-        ids=batch.ids,
+        ids=batch.ids_with_images,
         hidden=batch.hidden,
-        labels=batch.targets,
+        labels=batch.masked_labels,
         positions=batch.positions,
         documents=batch.documents,
         microbatch_context=batch.microbatch_context,
-        ahead=batch.future_labels,
+        ahead=batch.mtp_inputs,
     )
 
-    def loss(losses: torch.Tensor | MTPLosses) -> Loss:
+    def microbatch_loss(losses: torch.Tensor | MTPLosses) -> Loss:
         return language_loss(losses, batch, run.config.model.mtp)
 
-    return output, loss
+    return output, microbatch_loss
 
 
-def samples(run: Run, template: str | None = None) -> Samples:
-    """What continues the prompts of --eval-generate. template: of conversations among them; left out: as --sft writes them."""
+def make_sample_generator(run: Run, template: str | None = None) -> Samples:
+    """Return the function that continues the prompts of --eval-generate. template: chat template of conversations among
+    them; left out: as --sft writes them.
+    """
     train, chat = run.config.train, run.config.data.chat
     assert train.eval_generate is not None, "nothing is continued without --eval-generate"
     prompts = read_prompts(
@@ -85,16 +91,16 @@ def samples(run: Run, template: str | None = None) -> Samples:
         template=template or (chat.sft_tokenizer_prompt_format if chat.sft else None),
     )
 
-    def continued(stages: Sequence[GPTModel]) -> list[tuple[str, str]]:
-        return list(zip(prompts.texts, continuations(stages, run.tokenizer, prompts), strict=True))
+    def generate_samples(stages: Sequence[GPTModel]) -> list[tuple[str, str]]:
+        return list(zip(prompts.texts, generate_continuation_texts(stages, run.tokenizer, prompts), strict=True))
 
-    return continued
+    return generate_samples
 
 
-@run_entry
+@entry_point
 def main() -> None:
     """Initialize and train."""
-    pretrain(initialize_megatron(ARGS), datasets, model, forward_step, samples)
+    pretrain(initialize_megatron(ARGS), datasets_provider, model_provider, forward_step, make_sample_generator)
 
 
 if __name__ == "__main__":

@@ -17,16 +17,16 @@ if __name__ == "__main__":  # before torch is imported, so that --help and refus
         own_problems=hybrid_problems,
     )
 
-from megatron.training.entry import run_entry
+from megatron.training.entry import entry_point
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loop import pretrain
-from pretrain_gpt import datasets, forward_step, model, samples
+from pretrain_gpt import datasets_provider, forward_step, make_sample_generator, model_provider
 
 
-@run_entry
+@entry_point
 def main() -> None:
     """Initialize and train."""
-    pretrain(initialize_megatron(ARGS), datasets, model, forward_step, samples)
+    pretrain(initialize_megatron(ARGS), datasets_provider, model_provider, forward_step, make_sample_generator)
 
 
 if __name__ == "__main__":

@@ -20,48 +20,50 @@ if __name__ == "__main__":  # before torch is imported, so that --help and refus
 import torch
 
 from megatron.core.config.plan import StageSpec
-from megatron.core.datasets.blend import build_splits
-from megatron.core.datasets.sentence_kinds import t5_kind
+from megatron.core.datasets.blend import build_split_datasets
+from megatron.core.datasets.sentence_kinds import t5_dataset_kind
 from megatron.core.models.t5 import Message, T5Model
 from megatron.training.data.batch import Batch, Loss, LossFunction, masked_loss
-from megatron.training.entry import run_entry
+from megatron.training.entry import entry_point
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
 from megatron.training.run import Run
 
 
-def datasets(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
-    """Training, validation and test texts with spans taken out."""
-    return build_splits(run.config.data, t5_kind(run.config, run.tokenizer), samples)
+def datasets_provider(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
+    """Return training, validation and test datasets of texts with corrupted spans. samples: needed of each."""
+    return build_split_datasets(run.config.data, t5_dataset_kind(run.config, run.tokenizer), samples)
 
 
-def model(run: Run, stage: StageSpec) -> T5Model:
-    """One pipeline stage."""
-    return T5Model(stage, run.build)
+def model_provider(run: Run, stage: StageSpec) -> T5Model:
+    """Build one pipeline stage."""
+    return T5Model(stage, run.layer_build_context)
 
 
 def forward_step(run: Run, batches: Iterator[Batch], stage: T5Model) -> tuple[torch.Tensor | Message, LossFunction]:
-    """One microbatch through one stage; the last gives the loss of every token that the decoder writes."""
+    """Run one microbatch through one stage. Return (message, or on the last stage the loss of each decoder token; loss
+    function).
+    """
     batch = next(batches)
     output = stage(
         encoder_ids=batch.tokens,
         encoder_padding=batch.extras["enc_mask"].bool(),
         decoder_ids=batch.extras["text_dec"],
         message=batch.message,
-        labels=batch.targets,
+        labels=batch.masked_labels,
     )
 
-    def loss(losses: torch.Tensor) -> Loss:
+    def microbatch_loss(losses: torch.Tensor) -> Loss:
         return masked_loss(losses, batch.loss_mask)
 
-    return output, loss
+    return output, microbatch_loss
 
 
-@run_entry
+@entry_point
 def main() -> None:
     """Initialize and train."""
-    pretrain(initialize_megatron(ARGS), datasets, model, forward_step)
+    pretrain(initialize_megatron(ARGS), datasets_provider, model_provider, forward_step)
 
 
 if __name__ == "__main__":

@@ -19,33 +19,35 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.config.plan import StageSpec
-from megatron.core.datasets.blend import build_splits
-from megatron.core.datasets.image_folder import image_folder_kind
+from megatron.core.datasets.blend import build_split_datasets
+from megatron.core.datasets.image_folder import image_folder_dataset_kind
 from megatron.core.models.vision import VisionModel
 from megatron.training.data.batch import Batch, Loss, LossFunction
-from megatron.training.entry import run_entry
+from megatron.training.entry import entry_point
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
 from megatron.training.run import Run
 
 
-def datasets(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
-    """Training, validation and test images."""
-    return build_splits(run.config.data, image_folder_kind(run.config, run.tokenizer), samples)
+def datasets_provider(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
+    """Return training, validation and test datasets of images. samples: needed of each."""
+    return build_split_datasets(run.config.data, image_folder_dataset_kind(run.config, run.tokenizer), samples)
 
 
-def model(run: Run, stage: StageSpec) -> VisionModel:
-    """One pipeline stage."""
-    return VisionModel(stage, run.build)
+def model_provider(run: Run, stage: StageSpec) -> VisionModel:
+    """Build one pipeline stage."""
+    return VisionModel(stage, run.layer_build_context)
 
 
 def forward_step(run: Run, batches: Iterator[Batch], stage: VisionModel) -> tuple[torch.Tensor, LossFunction]:
-    """One microbatch through one stage; the last gives the loss of every image, and how many are classified right."""
+    """Run one microbatch through one stage. Return (message, or on the last stage the class scores; loss function,
+    which also reports accuracy).
+    """
     batch = next(batches)
     output = stage(images=batch.images, hidden=batch.hidden)
 
-    def loss(scores: torch.Tensor) -> Loss:
+    def microbatch_loss(scores: torch.Tensor) -> Loss:
         assert batch.labels is not None and batch.loss_mask is not None, "every stage reads the labels"
         labels, mask = batch.labels[:, 0], batch.loss_mask[:, 0].to(scores.dtype)
         losses = F.cross_entropy(scores.to(mask.dtype), labels, reduction="none")
@@ -54,13 +56,13 @@ def forward_step(run: Run, batches: Iterator[Batch], stage: VisionModel) -> tupl
         report = {"lm loss": torch.stack((total.detach(), count)), "accuracy": torch.stack((right, count))}
         return total, count, report
 
-    return output, loss
+    return output, microbatch_loss
 
 
-@run_entry
+@entry_point
 def main() -> None:
     """Initialize and train."""
-    pretrain(initialize_megatron(ARGS), datasets, model, forward_step)
+    pretrain(initialize_megatron(ARGS), datasets_provider, model_provider, forward_step)
 
 
 if __name__ == "__main__":

@@ -15,55 +15,59 @@ if __name__ == "__main__":  # before torch is imported, so that --help and refus
     PLACE = read_launch_info()
     ARGS = parse_args(world_size=PLACE.size, speaks=PLACE.rank == 0, reads_data="datasets", defaults=DEFAULTS)
 
-from megatron.core.config.stages import stages_of
-from megatron.core.datasets.blend import build_splits
-from megatron.core.datasets.multimodal import Use, image_chat_kind
+from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.datasets.blend import build_split_datasets
+from megatron.core.datasets.multimodal import Use, image_chat_dataset_kind
 from megatron.core.models.gpt import GPTModel
-from megatron.evaluation.online import online_evaluation
-from megatron.inference.image_prompts import ImagePrompts
-from megatron.inference.samples import continuations, read_questions
-from megatron.training.entry import run_entry
+from megatron.evaluation.online import build_online_evaluation
+from megatron.inference.image_prompts import ImagePromptWriter
+from megatron.inference.samples import generate_continuation_texts, read_image_questions
+from megatron.training.entry import entry_point
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
 from megatron.training.run import Run
 from megatron.training.trainer import Evaluate, Samples
-from pretrain_gpt import forward_step, model
+from pretrain_gpt import forward_step, model_provider
 
 SHOWN = 8  # answers in the log of an evaluation
 
 
-def datasets(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
-    """Training, validation and test conversations, with the images that this rank's stages ask for."""
-    stages = [stage for stage in stages_of(run.config) if stage.rank == run.mesh.pp.rank]
+def datasets_provider(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
+    """Return training, validation and test datasets of conversations, with the images as far as this rank's stages need
+    them.
+    """
+    stages = [stage for stage in pipeline_stages_of(run.config) if stage.rank == run.mesh.pp.rank]
     use: Use = "check" if any(stage.has_output for stage in stages) else "nothing"
     if any(stage.has_embedding for stage in stages):
         use = "pixels"
-    return build_splits(run.config.data, image_chat_kind(run.config, run.tokenizer, use), samples)
+    return build_split_datasets(run.config.data, image_chat_dataset_kind(run.config, run.tokenizer, use), samples)
 
 
-def image_prompts(run: Run) -> ImagePrompts:
-    """What writes questions as conversations are written in training."""
+def make_image_prompt_writer(run: Run) -> ImagePromptWriter:
+    """Return a writer of prompts in the format of this run's training conversations."""
     data = run.config.data
-    return ImagePrompts.from_model(run.config.model, run.tokenizer, {**asdict(data.multimodal), **asdict(data.chat)})
-
-
-def benchmark(run: Run, path: str) -> tuple[str, Evaluate]:
-    """What --online-evaluation-config asks for."""
-    config = run.config
-    positions, save = config.model.max_position_embeddings, config.checkpoint.save
-    return online_evaluation(
-        path, image_prompts(run), run.tokenizer, positions=positions, seed=config.train.seed, save=save
+    return ImagePromptWriter.from_model(
+        run.config.model, run.tokenizer, {**asdict(data.multimodal), **asdict(data.chat)}
     )
 
 
-def samples(run: Run) -> Samples:
-    """What answers the questions of --eval-generate, and counts the right answers."""
+def make_online_evaluation(run: Run, path: str) -> tuple[str, Evaluate]:
+    """Return (task name, evaluation) of --online-evaluation-config. path: of its file."""
+    config = run.config
+    positions, save = config.model.max_position_embeddings, config.checkpoint.save
+    return build_online_evaluation(
+        path, make_image_prompt_writer(run), run.tokenizer, positions=positions, seed=config.train.seed, save=save
+    )
+
+
+def make_sample_generator(run: Run) -> Samples:
+    """Return the function that answers the questions of --eval-generate, and counts the right answers."""
     train, data = run.config.train, run.config.data
     assert train.eval_generate is not None, "nothing is answered without --eval-generate"
-    questions = read_questions(
+    questions = read_image_questions(
         train.eval_generate,
-        image_prompts(run),
+        make_image_prompt_writer(run),
         data.multimodal.image_folder,
         num_tokens=train.eval_generate_tokens,
         seed=train.seed,
@@ -71,21 +75,28 @@ def samples(run: Run) -> Samples:
         positions=run.config.model.max_position_embeddings,
     )
 
-    def answered(stages: Sequence[GPTModel]) -> list[tuple[str, str]]:
-        answers = continuations(stages, run.tokenizer, questions)
-        right, number = questions.count_correct(answers)
+    def answer_questions(stages: Sequence[GPTModel]) -> list[tuple[str, str]]:
+        answers = generate_continuation_texts(stages, run.tokenizer, questions)
+        right, number = questions.count_exact_matches(answers)
         first = list(zip(questions.texts, answers))[:SHOWN]
         return (
             [*first, ("accuracy", f"{100 * right / number:.2f} % of {number} answers are right")] if number else first
         )
 
-    return answered
+    return answer_questions
 
 
-@run_entry
+@entry_point
 def main() -> None:
     """Initialize and train."""
-    pretrain(initialize_megatron(ARGS), datasets, model, forward_step, samples, benchmark=benchmark)
+    pretrain(
+        initialize_megatron(ARGS),
+        datasets_provider,
+        model_provider,
+        forward_step,
+        make_sample_generator,
+        benchmark=make_online_evaluation,
+    )
 
 
 if __name__ == "__main__":

@@ -16,32 +16,32 @@ from megatron.core.parallel.device import pick_device
 from megatron.core.parallel.mesh import SplitMeshJob
 from megatron.rl.environments.config import read_environments
 from megatron.rl.generation_ranks import run_generation_rank, split_mesh_builder
-from megatron.rl.memory import refuse_too_large
+from megatron.rl.memory import refuse_beyond_device_memory
 from megatron.rl.policy_data import PolicyDataSource
 from megatron.rl.policy_step import PolicyStep, policy_model_provider
 from megatron.rl.ray_ranks import RayRanks, job_launch_info
-from megatron.training.entry import run_entry
+from megatron.training.entry import entry_point
 from megatron.training.initialize import initialize_megatron
-from megatron.training.launch.launch_info import limit_world_size
+from megatron.training.launch.launch_info import override_world_size
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
 from megatron.training.run import Run
 
 
-def datasets(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
-    """None: rollouts are made while the run trains."""
+def datasets_provider(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
+    """Return no datasets: rollouts are generated while the run trains."""
     return None, None, None
 
 
-@run_entry
+@entry_point
 def main() -> None:
-    """Initialize and train, or generate for the ranks that do."""
+    """Initialize and train, or generate for the ranks that train."""
     jobs: list[SplitMeshJob] = []
     place, remote = job_launch_info(PLACE, RL), None
     if RL.rl_ray_address and place.rank == 0:
         remote = RayRanks(RL, PLACE, sys.argv, on_gpu=pick_device().type == "cuda")
     if RL.rl_generation_ranks:
-        limit_world_size(place.size - RL.rl_generation_ranks)
+        override_world_size(place.size - RL.rl_generation_ranks)
     run = initialize_megatron(ARGS, split_mesh_builder(RL, place, jobs) if RL.rl_generation_ranks else None)
     job = jobs[0] if jobs else None
     if job is not None and place.rank >= job.training:
@@ -49,9 +49,9 @@ def main() -> None:
         return
     for line in remote.plan if remote is not None else ():
         run.print_rank_0(line)
-    refuse_too_large(RL, run)
+    refuse_beyond_device_memory(RL, run)
     source = PolicyDataSource(RL, job)
-    pretrain(run, datasets, policy_model_provider(RL), PolicyStep(RL), data_of=source)
+    pretrain(run, datasets_provider, policy_model_provider(RL), PolicyStep(RL), data_of=source)
     source.end_generation()
     if remote is not None:
         remote.wait()

@@ -39,14 +39,14 @@ from tokenizers import Tokenizer
 from megatron.core.datasets.samplers import collate
 from megatron.core.families import peft as folders
 from megatron.inference.engine import Engine
-from megatron.inference.requests import Request
-from megatron.inference.sampling import Sampling
+from megatron.inference.requests import GenerationRequest
+from megatron.inference.sampling import SamplingParams
 from megatron.preference.data import ReferenceScoredBatches
-from megatron.preference.dataset import PreferenceDataset, RowSource
-from megatron.preference.rows import RowReader, read_rows
+from megatron.preference.dataset import PreferenceDataset, PreferenceRowSource
+from megatron.preference.rows import PreferenceRowParser, parse_preference_rows
 from megatron.preference.settings import PreferenceConfig
 from megatron.preference.step import PreferenceStep
-from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.checkpoint.inference_model import GPT, load_network
 from megatron.training.data.batch import Batch
 from megatron.training.run import Run
@@ -85,13 +85,15 @@ def decoding(folder: str, batch: int, new: int) -> Ways:
         model = transformers.LlamaForCausalLM.from_pretrained(folder)
         made = peft.get_peft_model(model, peft.LoraConfig(init_lora_weights=False, **LORA))
         made.save_pretrained(f"{folder}/{name}")
-        engine.adapters.load(name, folders.read(f"{folder}/{name}", loaded.config.model))
+        engine.adapters.load(name, folders.read_peft_folder(f"{folder}/{name}", loaded.config.model))
     prompts = torch.randint(1, VOCABULARY, (batch, 32), generator=torch.Generator().manual_seed(2)).tolist()
 
     def way(*names: str) -> Callable[[], int]:
         def run() -> int:
             requests = [
-                Request(tuple(prompt), new, Sampling(0.0), ignore_eod=True, adapter=names[place % len(names)])
+                GenerationRequest(
+                    tuple(prompt), new, SamplingParams(0.0), ignore_eod=True, adapter=names[place % len(names)]
+                )
                 for place, prompt in enumerate(prompts)
             ]
             return sum(len(reply.tokens) for reply in engine.run(requests))
@@ -153,7 +155,7 @@ def training(model: torch.nn.Module, folder: str) -> Ways:
     adapted.save_pretrained(f"{folder}/start")
     finish = stepper([param for param in adapted.parameters() if param.requires_grad])
     trainer = tiny.trainer_of(run_of_ours(folder, seq_length=LENGTH, micro_batch_size=ROWS, global_batch_size=ROWS))
-    Checkpoint(trainer).resume()
+    Checkpointer(trainer).resume()
     rows = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(3))
     x, y, mask = rows[:, :-1], rows[:, 1:].contiguous(), torch.ones(ROWS, LENGTH)
 
@@ -191,8 +193,10 @@ def preference(folder: str) -> Ways:
     policy = their_trainer.model.train()
     finish = stepper([param for param in policy.parameters() if param.requires_grad])
 
-    rows, _ = read_rows([json.dumps(pair).encode() for pair in pairs], RowReader(Words(), "chatml"))  # type: ignore[arg-type]
-    source = RowSource("rows", tuple(rows))
+    rows, _ = parse_preference_rows(
+        [json.dumps(pair).encode() for pair in pairs], PreferenceRowParser(Words(), "chatml")
+    )  # type: ignore[arg-type]
+    source = PreferenceRowSource("rows", tuple(rows))
     packed = PreferenceDataset(source, range(PAIRS), length=PACK, num_samples=None, seed=0, split="train")
     samples = [packed[index] for index in range(len(packed))]
     batch = Batch.from_arrays(collate(samples), torch.device("cpu"), positions=True)
@@ -200,7 +204,7 @@ def preference(folder: str) -> Ways:
     flags = {"reset_attention_mask": True, "reset_position_ids": True, "calculate_per_token_loss": True}
     size = {"seq_length": PACK, "micro_batch_size": len(samples), "global_batch_size": len(samples)}
     trainer = build_trainer(run_of_ours(folder, **flags, **size), tiny.gpt, PreferenceStep(config))
-    Checkpoint(trainer).resume()
+    Checkpointer(trainer).resume()
 
     def ours() -> float:
         data = ReferenceScoredBatches(trainer, iter((batch,)), None, config)  # type: ignore[arg-type]

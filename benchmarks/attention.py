@@ -21,7 +21,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.kernels import fused, reference  # noqa: E402
-from megatron.core.kernels.mask import MaskSpec, ScoreModifiers  # noqa: E402
+from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers  # noqa: E402
 
 
 def milliseconds(call: Callable[..., Tensor], inputs: list[Tensor], repeats: int) -> float:
@@ -37,7 +37,9 @@ def milliseconds(call: Callable[..., Tensor], inputs: list[Tensor], repeats: int
     return 1000 * statistics.median(times[1:])
 
 
-def by_torch(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, _: ScoreModifiers) -> Tensor:
+def by_torch(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, dropout: float, _: AttentionScoreModifiers
+) -> Tensor:
     """Causal attention as torch has it for this device: on a CPU with dropout it keeps all scores."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     return (
@@ -58,12 +60,12 @@ def main() -> None:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     shapes = ((args.length, 1, 8, 64), (args.length, 1, 2, 64), (args.length, 1, 2, 64), (8,))
     inputs = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes]
-    plain, window = MaskSpec(), MaskSpec(window=(args.window, 0))
+    plain, window = AttentionMaskSpec(), AttentionMaskSpec(window=(args.window, 0))
 
     def run(
-        attention: Callable[..., Tensor], mask: MaskSpec, sink: bool, dropout: float = 0.0
+        attention: Callable[..., Tensor], mask: AttentionMaskSpec, sink: bool, dropout: float = 0.0
     ) -> Callable[..., Tensor]:
-        return lambda q, k, v, z: attention(q, k, v, mask, dropout, ScoreModifiers(sink=z if sink else None))
+        return lambda q, k, v, z: attention(q, k, v, mask, dropout, AttentionScoreModifiers(sink=z if sink else None))
 
     rows = {
         "causal, fused": run(fused.attention, plain, False),
@@ -78,7 +80,7 @@ def main() -> None:
         "dropout, torch's alone": run(by_torch, plain, False, 0.1),
     }
     times = {name: milliseconds(call, inputs, args.repeats) for name, call in rows.items()}
-    with patch.object(fused, "_band_width", lambda *_: None):
+    with patch.object(fused, "_short_window", lambda *_: None):
         times["window, as a mask"] = milliseconds(rows["window, in blocks"], inputs, args.repeats)
     base = times["causal, fused"]
     print(f"{args.length} tokens, 8 heads of 64, 2 groups, window {args.window}, {dtype} on {device}")

@@ -29,17 +29,17 @@ from torch import Tensor
 
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.kernels import linear_loss
-from megatron.core.kernels.mask import MaskSpec
+from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
-from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import set_global_names
-from megatron.core.tensor_parallel.loss import cross_entropy, linear_cross_entropy
-from megatron.core.tensor_parallel.region import Region
-from megatron.core.transformer.layer import Layer
+from megatron.core.parallel.rng import materialize_parameters
+from megatron.core.parallel.spec import set_global_param_names
+from megatron.core.tensor_parallel.loss import fused_linear_cross_entropy, vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.region import TensorParallelRegion
+from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.passing import ForwardContext
 from megatron.training.step import train_step
-from megatron.trust.simulate.recorder import Recorder
+from megatron.trust.simulate.recorder import StepRecorder
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 
@@ -102,9 +102,9 @@ def kept_here(changes: Changes) -> int:
     run = tiny.run_of(
         tiny.config(ranks, **{**SHAPE, **dropout, "bf16": True, "tensor_model_parallel_size": ranks, **changes})
     )
-    layer = Layer(network_layer_plans(run.config.model)[0], run.build)
-    set_global_names(layer)
-    materialize(layer, run.mesh, 1)
+    layer = TransformerLayer(network_layer_plans(run.config.model)[0], run.layer_build_context)
+    set_global_param_names(layer)
+    materialize_parameters(layer, run.mesh, 1)
     parameters_memory = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
     storages: dict[int, Tensor] = {}
 
@@ -112,9 +112,15 @@ def kept_here(changes: Changes) -> int:
         storages.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
-    x = torch.randn(run.build.region.local_length(LENGTH), BATCH, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(
+        run.layer_build_context.tp_region.local_sequence_length(LENGTH),
+        BATCH,
+        HIDDEN,
+        dtype=torch.bfloat16,
+        requires_grad=True,
+    )
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        layer(x, ForwardContext(MaskSpec()))
+        layer(x, ForwardContext(AttentionMaskSpec()))
     return sum(
         tensor.untyped_storage().nbytes() for place, tensor in storages.items() if place not in parameters_memory
     )
@@ -149,7 +155,7 @@ def sent_here(changes: Changes) -> dict[str, int]:
         patch.object(collectives, "_gather_single", counted(collectives._gather_single, 0, cut)),
         patch.object(collectives, "_scatter_single", counted(collectives._scatter_single, 1, cut)),
     ):
-        train_step(trainer, tiny.batches(run, 0))
+        train_step(trainer, tiny.short_run_batches(run, 0))
     return dict(sent) | {
         "parameters": sum(parameter.numel() for stage in trainer.stages for parameter in stage.parameters())
     }
@@ -202,16 +208,22 @@ def held_by_loss(kernel: str) -> int:
     tokens, width, words = 4096, 64, 16384
     x, weight = torch.randn(tokens, 1, width, requires_grad=True), torch.randn(words, width, requires_grad=True)
     targets, alone = torch.zeros(tokens, 1, dtype=torch.long), Axis("tp")
-    recorder = Recorder({})
+    recorder = StepRecorder({})
     for tensor in (x, weight, targets):
         recorder.memory.track(tensor)
     before = recorder.memory.live
     with recorder:
         if kernel == "native":
-            losses = cross_entropy(F.linear(x, weight), targets, alone, words)
+            losses = vocab_parallel_cross_entropy(F.linear(x, weight), targets, alone, words)
         else:
-            losses = linear_cross_entropy(
-                linear_loss.linear_cross_entropy, x, weight, None, targets, region=Region(alone), true_vocab_size=words
+            losses = fused_linear_cross_entropy(
+                linear_loss.blockwise_linear_cross_entropy,
+                x,
+                weight,
+                None,
+                targets,
+                region=TensorParallelRegion(alone),
+                true_vocab_size=words,
             )
         losses.mean().backward()
     return recorder.memory.peak - before

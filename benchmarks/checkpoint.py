@@ -25,12 +25,12 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron.core.dist_checkpointing.load import load, open_valid
-from megatron.core.dist_checkpointing.saver import Saver, SaveRules, save
-from megatron.core.dist_checkpointing.store import Description, candidates
+from megatron.core.dist_checkpointing.load import load, open_first_valid
+from megatron.core.dist_checkpointing.saver import CheckpointSaver, SaveOptions, save
+from megatron.core.dist_checkpointing.store import RunDescription, load_candidates
 
 NUM_TENSORS = 300
-ABOUT = Description({}, 1)
+ABOUT = RunDescription({}, 1)
 State = dict[str, torch.Tensor]
 
 
@@ -114,13 +114,13 @@ def our_save(state: State, folder: Path) -> None:
 
 def our_load(target: State, folder: Path) -> None:
     """Ours, every byte verified first."""
-    source, _ = open_valid(candidates(folder / "ours"))
+    source, _ = open_first_valid(load_candidates(folder / "ours"))
     load(dict(target), source)
 
 
 def our_load_unverified(target: State, folder: Path) -> None:
     """Ours, as mapped."""
-    source, _ = open_valid(candidates(folder / "ours"), verified=False)
+    source, _ = open_first_valid(load_candidates(folder / "ours"), verified=False)
     load(dict(target), source)
 
 
@@ -151,7 +151,7 @@ def timed(action: Callable[[], object]) -> float:
 
 def asynchronous(state: State, folder: Path, repeats: int) -> tuple[list[float], list[float]]:
     """Seconds that the memory takes, then those that each save blocks training; and seconds to the commits."""
-    saver = Saver(folder, rules=SaveRules(asynchronous=True))
+    saver = CheckpointSaver(folder, rules=SaveOptions(asynchronous=True))
     taking = timed(lambda: saver.prepare(dict(state)))
     blocked, whole = [taking], []
     for iteration in range(repeats):
@@ -166,7 +166,7 @@ def asynchronous(state: State, folder: Path, repeats: int) -> tuple[list[float],
 
 def beside_work(state: State, folder: Path, repeats: int) -> tuple[list[float], list[float]]:
     """Seconds that a save blocks training which has work before its next update, and by which that work gets longer."""
-    saver, factor = Saver(folder, rules=SaveRules(asynchronous=True)), torch.rand(1024, 1024)
+    saver, factor = CheckpointSaver(folder, rules=SaveOptions(asynchronous=True)), torch.rand(1024, 1024)
 
     def work() -> None:
         for _ in range(60):

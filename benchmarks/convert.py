@@ -27,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.rewrite import rewrite
-from megatron.core.dist_checkpointing.saved import open_saved
+from megatron.core.dist_checkpointing.rewrite import rewrite_checkpoint
+from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
 from megatron.core.dist_checkpointing.source import TensorFormat
 from megatron.core.families import hf, hf_export
-from megatron.core.families.registry import model_of
-from megatron.core.models.describe import parameter_shapes
+from megatron.core.families.registry import model_config_of
+from megatron.core.models.describe import global_parameter_shapes
 from megatron.core.parallel.boxes import Box
 
 LAYERS, VOCABULARY = 24, 32000
@@ -58,7 +58,7 @@ class Random:
         }
         self.formats = {
             f"model.{name}": TensorFormat(shape, torch.bfloat16)
-            for name, shape in parameter_shapes(model_of(self.settings)).items()
+            for name, shape in global_parameter_shapes(model_config_of(self.settings)).items()
         }
         self._pool = torch.randn(1 << 22).bfloat16()
 
@@ -99,7 +99,7 @@ def _measure(action: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[fl
 
 def make(folder: Path, gigabytes: float) -> None:
     """A published folder to convert."""
-    hf_export.export(Random(gigabytes), folder)
+    hf_export.export_hf_folder(Random(gigabytes), folder)
 
 
 def copy(folder: Path, target: Path) -> None:
@@ -114,13 +114,13 @@ def copy(folder: Path, target: Path) -> None:
 
 def to_own(folder: Path, target: Path) -> None:
     """Published to ours."""
-    source = hf.open_folder(folder)
-    rewrite(source, target, iteration=0, settings=source.settings)
+    source = hf.open_hf_folder(folder)
+    rewrite_checkpoint(source, target, iteration=0, settings=source.settings)
 
 
 def to_published(folder: Path, target: Path) -> None:
     """Ours to published."""
-    hf_export.export(open_saved(folder / "iter_0000000"), target)
+    hf_export.export_hf_folder(open_saved_checkpoint(folder / "iter_0000000"), target)
 
 
 def main() -> None:
@@ -132,7 +132,7 @@ def main() -> None:
     base = Path(tempfile.mkdtemp(dir=args.folder))
     try:
         make(base / "published", args.gigabytes)
-        source = hf.open_folder(base / "published")
+        source = hf.open_hf_folder(base / "published")
         sizes = [torch.empty(one.shape, dtype=one.dtype, device="meta").nbytes for one in source.formats.values()]
         print(f"{sum(sizes) / 1e9:.2f} GB in {len(sizes)} tensors, the largest {max(sizes) / 1e6:.0f} MB")
         for name, action, start, end in (

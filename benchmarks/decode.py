@@ -27,8 +27,8 @@ import transformers
 
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.inference.engine import Engine
-from megatron.inference.requests import Request
-from megatron.inference.sampling import Sampling
+from megatron.inference.requests import GenerationRequest
+from megatron.inference.sampling import SamplingParams
 from megatron.training.checkpoint.inference_model import GPT, load_network
 
 SIZES = {"10m": (6, 256, 8, 8192), "124m": (12, 768, 12, 50257)}
@@ -57,7 +57,7 @@ def peers(size: str, folder: str) -> tuple[dict[str, Peer], Engine]:
     engine = Engine(loaded.stages, loaded.tokenizer, InferenceConfig(inference_dynamic_batching_prefix_caching=False))
 
     def ours(prompts: Ids, count: int) -> Ids:
-        requests = [Request(tuple(prompt), count, Sampling(0.0), ignore_eod=True) for prompt in prompts]
+        requests = [GenerationRequest(tuple(prompt), count, SamplingParams(0.0), ignore_eod=True) for prompt in prompts]
         return [list(reply.ids) for reply in engine.run(requests)]
 
     def published(prompts: Ids, count: int) -> Ids:
@@ -85,7 +85,9 @@ def load(engine: Engine, words: int, options: argparse.Namespace) -> str:
     count = 2 * engine.config.inference_max_requests
     prompts = torch.randint(1, words - 1, (count, options.prompt), generator=torch.Generator().manual_seed(3)).tolist()
     began = time.perf_counter()
-    replies = engine.run([Request(tuple(prompt), options.new, Sampling(0.0), ignore_eod=True) for prompt in prompts])
+    replies = engine.run(
+        [GenerationRequest(tuple(prompt), options.new, SamplingParams(0.0), ignore_eod=True) for prompt in prompts]
+    )
     wall = time.perf_counter() - began
     first = sorted(reply.first for reply in replies if reply.first is not None)
     places = {"1 of 4": count // 4, "half": count // 2, "3 of 4": 3 * count // 4, "all": count}

@@ -26,12 +26,12 @@ import torch
 
 from benchmarks.gpu import results
 from megatron.core.config.settings.inference import InferenceConfig
-from megatron.core.config.stages import stages_of
+from megatron.core.config.stages import pipeline_stages_of
 from megatron.core.parallel.device import device_name, synchronize
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.inference.engine import Engine
-from megatron.inference.requests import Request
-from megatron.inference.sampling import Sampling
+from megatron.inference.requests import GenerationRequest
+from megatron.inference.sampling import SamplingParams
 from tests.helpers import tiny
 
 LLAMA: dict[str, Any] = {
@@ -98,7 +98,7 @@ def steps(engine: Engine, rows: int, prompt: int, new: int, words: int) -> Itera
     generator = torch.Generator().manual_seed(0)
     for _ in range(rows):
         ids = tuple(torch.randint(0, words - 1, (prompt,), generator=generator).tolist())
-        engine.submit(Request(ids, new, Sampling(0.0), ignore_eod=True), lambda event: None)
+        engine.submit(GenerationRequest(ids, new, SamplingParams(0.0), ignore_eod=True), lambda event: None)
     device, made = engine.mesh.device, 0
     while not engine.is_idle:
         began = time.perf_counter()
@@ -131,7 +131,7 @@ def main() -> None:
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, padded_vocab_size=None))
     where = torch.device("cpu") if options.computed else device
     run = tiny.run_of(tiny.with_vocabulary(config, words), where)
-    stages = [tiny.gpt(run, spec) for spec in stages_of(run.config)]
+    stages = [tiny.gpt(run, spec) for spec in pipeline_stages_of(run.config)]
     weights = sum(param.numel() * 2 for stage in stages for param in stage.parameters())
     weights -= 2 * words * run.config.model.hidden_size  # of the embedding a step reads a few rows
     model, keys = run.config.model, options.prompt + options.new

@@ -17,11 +17,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.config.settings.inference import InferenceConfig  # noqa: E402
-from megatron.core.config.stages import stages_of  # noqa: E402
+from megatron.core.config.stages import pipeline_stages_of  # noqa: E402
 from megatron.core.tokenizers.build import NullTokenizer  # noqa: E402
 from megatron.inference.engine import Engine  # noqa: E402
-from megatron.inference.requests import Request  # noqa: E402
-from megatron.inference.sampling import Sampling  # noqa: E402
+from megatron.inference.requests import GenerationRequest  # noqa: E402
+from megatron.inference.sampling import SamplingParams  # noqa: E402
 from tests.helpers import tiny  # noqa: E402
 
 LENGTHS = (1024, 4096, 16384)
@@ -37,7 +37,7 @@ def engine_of(pattern: str) -> Engine:
         position_embedding_type="none", max_position_embeddings=longest, normalization="RMSNorm",
     )  # fmt: skip
     run = tiny.run_of(config)
-    (stage,) = stages_of(run.config)
+    (stage,) = pipeline_stages_of(run.config)
     settings = InferenceConfig(inference_max_requests=1, inference_dynamic_batching_prefix_caching=False)
     return Engine([tiny.gpt(run, stage).materialize(1).eval()], NullTokenizer(tiny.VOCABULARY), settings)
 
@@ -47,7 +47,7 @@ def step_times(engine: Engine, length: int, tokens: int) -> list[float]:
     prompt = tuple(torch.randint(0, tiny.VOCABULARY - 1, (length,)).tolist())
     times, marks = list[float](), list[float]()
     engine.submit(
-        Request(prompt, tokens, Sampling(temperature=0.0), ignore_eod=True),
+        GenerationRequest(prompt, tokens, SamplingParams(temperature=0.0), ignore_eod=True),
         lambda event: marks.append(time.process_time()),
     )
     while not engine.is_idle:

@@ -22,17 +22,17 @@ from torch import Tensor
 from benchmarks.gpu import results
 from megatron.core.config.plan import LayerPlan
 from megatron.core.kernels import grouped, reference
-from megatron.core.kernels.mask import MaskSpec
-from megatron.core.models.flops import matrix_elements
-from megatron.core.parallel.device import device_name, keep_freed_memory, pick_device, synchronize
-from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import set_global_names
-from megatron.core.transformer.build import BuildContext
-from megatron.core.transformer.dispatch import Dispatched, ExpertInputs
+from megatron.core.kernels.mask import AttentionMaskSpec
+from megatron.core.models.flops import active_matrix_params
+from megatron.core.parallel.device import device_name, disable_malloc_trim, pick_device, synchronize
+from megatron.core.parallel.rng import materialize_parameters
+from megatron.core.parallel.spec import set_global_param_names
+from megatron.core.transformer.build import LayerBuildContext
+from megatron.core.transformer.dispatch import DispatchedTokens, ExpertInputs
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import MoELayer
 from megatron.core.transformer.passing import ForwardContext
-from megatron.core.transformer.router import Routing
+from megatron.core.transformer.router import ExpertRouting
 from megatron.training.step import train_step
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
@@ -103,7 +103,7 @@ def matmuls(device: torch.device, dtype: torch.dtype) -> None:
     """The grouped matmul against the loop."""
     calls = {"loop": reference.grouped_linear, "grouped": grouped.grouped_linear}
     if device.type == "cuda" and dtype == torch.bfloat16:
-        calls["torch"] = grouped.grouped_mm
+        calls["torch"] = grouped.grouped_linear_by_grouped_mm
     for rows, experts, inputs, outputs in GPU_SHAPES if device.type == "cuda" else SHAPES:
         random = torch.Generator(device).manual_seed(1)  # billions of numbers on a GPU
         x = torch.randn(rows, inputs, generator=random, device=device, dtype=dtype).requires_grad_()
@@ -131,16 +131,16 @@ def layer_of(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    build: BuildContext | None = None,
+    build: LayerBuildContext | None = None,
     dense: int | None = None,
 ) -> Any:
     """A layer with experts, or a dense one of this width."""
     settings = tiny.config(**{**LLAMA, "num_attention_heads": 1, **changes})
     if build is None:
-        build = dataclasses.replace(tiny.run_of(settings, device).build, dtype=dtype)
+        build = dataclasses.replace(tiny.run_of(settings, device).layer_build_context, dtype=dtype)
     layer = MoELayer(build, LayerPlan(0, mlp="moe")) if dense is None else MLP(build, width=dense)
-    set_global_names(layer)
-    materialize(layer, build.mesh, 1)
+    set_global_param_names(layer)
+    materialize_parameters(layer, build.mesh, 1)
     return layer
 
 
@@ -161,14 +161,14 @@ def layer_beside_dense(
 ) -> None:
     """One network's layer of experts beside its dense layer."""
     model = tiny.config(**{**LLAMA, "num_attention_heads": 1, **changes}).model
-    elements = matrix_elements(model, LayerPlan(0, "none", mlp="moe"))
+    elements = active_matrix_params(model, LayerPlan(0, "none", mlp="moe"))
     width = elements // (3 * model.hidden_size)
     x = torch.randn(tokens, 1, model.hidden_size, device=device, dtype=dtype).requires_grad_()
     experts, dense = (layer_of(changes, device=device, dtype=dtype, dense=wide) for wide in (None, width))
     times = seconds(
         [
             forward_and_backward(
-                lambda layer=layer: layer(x, None, ForwardContext(MaskSpec()))[0], [x, *layer.parameters()]
+                lambda layer=layer: layer(x, None, ForwardContext(AttentionMaskSpec()))[0], [x, *layer.parameters()]
             )
             for layer in (experts, dense)
         ],
@@ -197,15 +197,17 @@ def travel(changes: dict[str, Any], ranks: int, dispatcher: str, tokens: int) ->
             "expert_model_parallel_size": ranks,
         },
     )
-    layer = layer_of(changes, device=device, dtype=torch.float32, build=tiny.run_of(settings).build)
+    layer = layer_of(changes, device=device, dtype=torch.float32, build=tiny.run_of(settings).layer_build_context)
     x = torch.randn(tokens, 1, settings.model.hidden_size).requires_grad_()
     rows = layer.dispatcher.dispatch(
-        x.detach().flatten(0, 1), layer.router(x.detach(), ForwardContext(MaskSpec())), None
+        x.detach().flatten(0, 1), layer.router(x.detach(), ForwardContext(AttentionMaskSpec())), None
     ).wait()
     rows = dataclasses.replace(rows, tokens=rows.tokens.detach().requires_grad_(), weights=rows.weights.detach())
     whole, alone = seconds(
         [
-            forward_and_backward(lambda: layer(x, None, ForwardContext(MaskSpec()))[0], [x, *layer.parameters()]),
+            forward_and_backward(
+                lambda: layer(x, None, ForwardContext(AttentionMaskSpec()))[0], [x, *layer.parameters()]
+            ),
             forward_and_backward(lambda: layer.experts(rows), [rows.tokens, *layer.experts.parameters()]),
         ],
         device,
@@ -219,15 +221,15 @@ class Stay:
     def __init__(self, here: int) -> None:
         self.here = here
 
-    def dispatch(self, tokens: Tensor, routing: Routing, capacity: int | None) -> Dispatched:
+    def dispatch(self, tokens: Tensor, routing: ExpertRouting, capacity: int | None) -> DispatchedTokens:
         """As the protocol says."""
         each = routing.experts.numel() // self.here
         rows = ExpertInputs(
             tokens.repeat(routing.experts.shape[1], 1), routing.weights.t().reshape(-1), torch.full((self.here,), each)
         )
-        return Dispatched(lambda: rows, permutation=None, handle=routing.experts.shape)
+        return DispatchedTokens(lambda: rows, permutation=None, handle=routing.experts.shape)
 
-    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(self, outputs: Tensor, dispatched: DispatchedTokens) -> Tensor:
         """As the protocol says."""
         tokens, choices = dispatched.handle
         return outputs.view(choices, tokens, -1).sum(0)
@@ -251,7 +253,7 @@ def steps(changes: dict[str, Any], ranks: int, dispatcher: str, stays: bool) -> 
     trainer = tiny.trainer_of(run)
     for layer in (part for stage in trainer.stages for part in stage.modules() if isinstance(part, MoELayer) and stays):
         layer.dispatcher = Stay(run.config.model.moe.num_experts // ranks)
-    return seconds([lambda: train_step(trainer, tiny.batches(run, 0))], run.mesh.device)[0]
+    return seconds([lambda: train_step(trainer, tiny.short_run_batches(run, 0))], run.mesh.device)[0]
 
 
 def main() -> None:
@@ -260,7 +262,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="ranks that share the experts, on the CPU (default: 2)")
     options = parser.parse_args()
     device = pick_device()
-    keep_freed_memory(device)  # as initialize_megatron does
+    disable_malloc_trim(device)  # as initialize_megatron does
     if device.type == "cpu":
         torch.set_num_threads(1)
     print(f"on {device_name(device)}, torch {torch.__version__}; forward and backward, medians of {REPEATS}")

@@ -42,7 +42,7 @@ def wanted_samples(tokens: int, length: int, epochs: int) -> int | None:
 
 def build_ours(prefix: str, cache: str, length: int, tokens: int, epochs: int) -> Callable[[], list]:
     """A function that opens and indexes a pair, and returns the three arrays."""
-    from megatron.core.datasets.gpt import GPTDataset, WindowOptions
+    from megatron.core.datasets.gpt import GPTDataset, GPTSampleOptions
     from megatron.core.datasets.index_map import IndexCache
     from megatron.core.datasets.indexed import IndexedDataset
 
@@ -50,7 +50,7 @@ def build_ours(prefix: str, cache: str, length: int, tokens: int, epochs: int) -
         source = IndexedDataset(prefix)
         data = GPTDataset(
             source,
-            WindowOptions(length, 50257, 50256),
+            GPTSampleOptions(length, 50257, 50256),
             sequences=range(len(source)),
             seed=SEED,
             split="train",

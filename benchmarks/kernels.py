@@ -30,11 +30,11 @@ from benchmarks.gpu import results  # noqa: E402
 from benchmarks.gpu.timing import Timed, clock_of, one_round  # noqa: E402
 from megatron.core.kernels import reference  # noqa: E402
 from megatron.core.kernels.linear_loss import VocabularyShard  # noqa: E402
-from megatron.core.kernels.mask import MaskSpec  # noqa: E402
+from megatron.core.kernels.mask import AttentionMaskSpec  # noqa: E402
 from megatron.core.kernels.table import CANDIDATES, KernelRequirements  # noqa: E402
-from megatron.core.parallel.device import keep_freed_memory  # noqa: E402
+from megatron.core.parallel.device import disable_malloc_trim  # noqa: E402
 from megatron.core.parallel.mesh import Axis  # noqa: E402
-from megatron.core.tensor_parallel.loss import cross_entropy  # noqa: E402
+from megatron.core.tensor_parallel.loss import vocab_parallel_cross_entropy  # noqa: E402
 
 SIZES = {"cuda": (2048, 8192, 16, 2048, 8, 50304, 64), "cpu": (512, 2048, 8, 512, 2, 16384, 8)}
 NAMES = ("hidden", "ffn", "heads", "length", "micro_batch", "vocabulary", "experts")
@@ -86,7 +86,7 @@ def jobs(sizes: argparse.Namespace, device: str, dtype: torch.dtype) -> Iterator
     yield Job(
         "attention",
         (draw(s, b, n, d), draw(s, b, groups, d), draw(s, b, groups, d)),
-        lambda op, q, k, v: op(q, k, v, MaskSpec(), 0.0),
+        lambda op, q, k, v: op(q, k, v, AttentionMaskSpec(), 0.0),
         flops=7.0 * b * n * s * s * d,
     )
     x, weight, bias = draw(s, b, h), draw(h), draw(h)
@@ -115,7 +115,7 @@ def jobs(sizes: argparse.Namespace, device: str, dtype: torch.dtype) -> Iterator
         "cross_entropy",
         (draw(s * b, h), draw(sizes.vocabulary, h) * h**-0.5),
         lambda op, x, table: op(x, table, None, targets, words),
-        apart=lambda x, table: cross_entropy(
+        apart=lambda x, table: vocab_parallel_cross_entropy(
             F.linear(x, table)[:, None], targets[:, None], Axis("tp"), sizes.vocabulary
         )[:, 0],
         flops=6.0 * s * b * h * sizes.vocabulary,
@@ -152,7 +152,7 @@ def measure(job: Job, need: KernelRequirements, options: argparse.Namespace) -> 
     if results.path() is not None and results.done("job", op=job.op):
         return
     fitting = [(one, one.unsupported_reason(need)) for one in CANDIDATES if one.op == job.op and one.name != "local"]
-    kernels = [(one.name, None if reason else one.function, reason) for one, reason in fitting]
+    kernels = [(one.name, None if reason else one.loaded_kernel, reason) for one, reason in fitting]
     if options.compile and job.op in PLAIN:
         kernels.append(("compiled", torch.compile(PLAIN[job.op]), ""))
     for name, kernel, reason in kernels:
@@ -195,7 +195,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    keep_freed_memory(torch.device(device))  # as initialize_megatron does
+    disable_malloc_trim(torch.device(device))  # as initialize_megatron does
     for name, usual in zip(NAMES, SIZES[device], strict=True):
         setattr(options, name, getattr(options, name) or usual)
     options.calls = options.calls or (20 if device == "cuda" else 1)

@@ -30,14 +30,14 @@ VOCABULARY, SEED, BATCH = 50257, 1234, 4
 
 def ours(prefix: str, length: int, mmap: bool = True) -> tuple[int, Callable]:
     """(samples, read a micro batch)"""
-    from megatron.core.datasets.gpt import GPTDataset, WindowOptions
+    from megatron.core.datasets.gpt import GPTDataset, GPTSampleOptions
     from megatron.core.datasets.indexed import IndexedDataset
     from megatron.core.datasets.samplers import collate
 
     source = IndexedDataset(prefix, mmap)
     data = GPTDataset(
         source,
-        WindowOptions(length, VOCABULARY, VOCABULARY - 1),
+        GPTSampleOptions(length, VOCABULARY, VOCABULARY - 1),
         sequences=range(len(source)),
         num_samples=None,
         seed=SEED,
@@ -53,13 +53,13 @@ def ours_unmapped(prefix: str, length: int) -> tuple[int, Callable]:
 
 def plain(prefix: str, length: int) -> tuple[int, Callable]:
     """What one writes in a few minutes: numpy and the indices."""
-    from megatron.core.datasets.index_map import build_indices, plan_epochs
+    from megatron.core.datasets.index_map import build_gpt_indices, plan_epochs
 
     count = np.fromfile(f"{prefix}.idx", np.int64, 1, offset=18)[0]
     lengths = np.fromfile(f"{prefix}.idx", np.int32, count, offset=34)
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
     total = int(starts[-1])
-    arrays = build_indices(
+    arrays = build_gpt_indices(
         lengths, plan_epochs(total, None, sequence_length=length), first=0, sequence_length=length, seed=SEED
     )
     documents, samples, shuffle = arrays["document_index"], arrays["sample_index"], arrays["shuffle_index"]

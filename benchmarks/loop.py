@@ -55,7 +55,7 @@ def overhead(steps: int) -> None:
 
     inside, whole, data = [0.0], [0.0], [0.0]
     step.run, step.next_batch = clocked(step.run, inside), clocked(step.next_batch, data)
-    once = loop.Session._one_iteration
+    once = loop.TrainingSession._run_iteration
 
     def iteration(self: Any, watch: Any) -> None:
         if self.trainer.progress.iteration == 0:
@@ -66,10 +66,10 @@ def overhead(steps: int) -> None:
         for spent in (inside, whole, data):
             spent.append(0.0)
 
-    loop.Session._one_iteration = iteration
+    loop.TrainingSession._run_iteration = iteration
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # lines are made, and not shown
         run = initialize_megatron(read_args([*SHAPE, "--train-iters", str(steps)]))
-        loop.pretrain(run, pretrain_gpt.datasets, pretrain_gpt.model, pretrain_gpt.forward_step)
+        loop.pretrain(run, pretrain_gpt.datasets_provider, pretrain_gpt.model_provider, pretrain_gpt.forward_step)
     rest = [all_ - work + read for all_, work, read in zip(whole, inside, data)][2:-1]
     shares = sorted(left / all_ for left, all_ in zip(rest, whole[2:-1]))
     print(

@@ -31,7 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.parallel import mesh
-from megatron.core.parallel.grid import axis_ranks
+from megatron.core.parallel.grid import axis_rank_groups
 from megatron.trust.flags.parameter_counts import mesh_without_groups
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def in_name(ranks: int) -> None:
     for rank in (0, ranks // 2, ranks - 1):
         began = time.perf_counter()
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-        with patch.object(mesh, "backend_of", lambda *_: "fake"):
+        with patch.object(mesh, "process_group_backend", lambda *_: "fake"):
             built = mesh.Mesh.build(LARGE, CPU)
         seconds = time.perf_counter() - began
         dist.destroy_process_group()
@@ -72,7 +72,7 @@ def in_name(ranks: int) -> None:
             f"data {built.dp.rank}, expert {built.ep.rank}"
         )
     began = time.perf_counter()
-    lists = axis_ranks(LARGE, ranks)
+    lists = axis_rank_groups(LARGE, ranks)
     for rank in range(ranks):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
         here = mesh_without_groups(lists, rank)

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.core.kernels.mask import MaskSpec  # noqa: E402
-from megatron.core.parallel.rng import materialize  # noqa: E402
-from megatron.core.parallel.spec import set_global_names  # noqa: E402
+from megatron.core.kernels.mask import AttentionMaskSpec  # noqa: E402
+from megatron.core.parallel.rng import materialize_parameters  # noqa: E402
+from megatron.core.parallel.spec import set_global_param_names  # noqa: E402
 from megatron.core.transformer.gated_delta_net import DeltaNetSizes, GatedDeltaNet  # noqa: E402
 from megatron.core.transformer.mamba import MambaMixer, MambaSizes  # noqa: E402
 from megatron.core.transformer.passing import ForwardContext  # noqa: E402
@@ -34,12 +34,14 @@ def ours() -> dict[str, nn.Module]:
     """Our mixers, with drawn weights."""
     run = tiny.run_of(tiny.config(1, hidden_size=HIDDEN, normalization="RMSNorm"))
     mixers = {
-        "mamba": MambaMixer(run.build, MambaSizes(HEADS, SIZE, GROUPS, STATE, step_limits=(0.001, float("inf")))),
-        "gated delta net": GatedDeltaNet(run.build, DeltaNetSizes(KEY_HEADS, HEADS, SIZE, SIZE)),
+        "mamba": MambaMixer(
+            run.layer_build_context, MambaSizes(HEADS, SIZE, GROUPS, STATE, step_limits=(0.001, float("inf")))
+        ),
+        "gated delta net": GatedDeltaNet(run.layer_build_context, DeltaNetSizes(KEY_HEADS, HEADS, SIZE, SIZE)),
     }
     for mixer in mixers.values():
-        set_global_names(mixer)
-        materialize(mixer, run.mesh, seed=1)
+        set_global_param_names(mixer)
+        materialize_parameters(mixer, run.mesh, seed=1)
     return mixers
 
 
@@ -88,7 +90,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    context, others = ForwardContext(MaskSpec()), theirs()
+    context, others = ForwardContext(AttentionMaskSpec()), theirs()
     for name, mixer in ours().items():
         ways: dict[str, tuple[Any, nn.Module]] = {
             "transformers": (lambda x, other=others[name]: other(x.transpose(0, 1)), others[name]),

@@ -198,8 +198,8 @@ def loop_over(make: Callable[[Size], tuple[nn.Module, Loss]], size: Size, *, com
 
 def ours(size: Size, *, compiled: bool) -> Step:
     """One whole training step of ours: reduce, clip, schedule and counters included."""
-    from megatron.core.parallel.device import keep_freed_memory
-    from megatron.training.accelerate.compile import Compiler
+    from megatron.core.parallel.device import disable_malloc_trim
+    from megatron.training.accelerate.compile import LayerCompiler
     from megatron.training.data.batch import Batch
     from megatron.training.step import train_step
     from tests.helpers import tiny
@@ -230,8 +230,8 @@ def ours(size: Size, *, compiled: bool) -> Step:
     )
     trainer = tiny.trainer_of(tiny.run_of(tiny.with_vocabulary(settings, size.vocabulary)))
     if compiled:
-        Compiler(trainer)
-    keep_freed_memory(trainer.run.mesh.device)  # as initialize_megatron does
+        LayerCompiler(trainer)
+    disable_malloc_trim(trainer.run.mesh.device)  # as initialize_megatron does
     mask = torch.ones(size.batch, size.length)
 
     def step(x: Tensor, y: Tensor) -> float:

@@ -34,29 +34,29 @@ from torch import Tensor, nn
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.distributed import ddp
 from megatron.core.distributed.ddp import DataParallel
-from megatron.core.kernels.mask import MaskSpec
+from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.parallel.overlap import Overlap
-from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import ParamSpec, constant_initializer, meta_parameter, set_global_names
+from megatron.core.parallel.overlap import CommunicationOverlap
+from megatron.core.parallel.rng import materialize_parameters
+from megatron.core.parallel.spec import ParamSpec, constant_initializer, meta_parameter, set_global_param_names
 from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.pipeline_parallel import executor
 from megatron.core.pipeline_parallel.executor import Shape
 from megatron.core.pipeline_parallel.schedules import (
     Plan,
     gpipe,
-    interleaved,
+    interleaved_1f1b,
     one_f_one_b,
     one_f_one_b_dual_batch,
-    with_reduction,
-    zero_bubble,
+    with_reduction_actions,
+    zero_bubble_h1,
     zero_bubble_v,
 )
-from megatron.core.pipeline_parallel.timeline import simulate_plan
-from megatron.core.pipeline_parallel.transfers import rank_script
+from megatron.core.pipeline_parallel.timeline import simulate_pipeline_plan
+from megatron.core.pipeline_parallel.transfers import build_rank_script
 from megatron.core.tensor_parallel import overlapped_matmul
-from megatron.core.transformer.moe import Experts, MoELayer
+from megatron.core.transformer.moe import GroupedMLP, MoELayer
 from megatron.core.transformer.passing import ForwardContext
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
@@ -227,8 +227,8 @@ def data_here(delay: float, count: int, what: str) -> tuple[list[float], float]:
 
     def wrapped(overlaps: bool) -> DataParallel:
         network = Layers(mesh, count)
-        set_global_names(network)
-        materialize(network, mesh, 1)
+        set_global_param_names(network)
+        materialize_parameters(network, mesh, 1)
         return DataParallel(
             network,
             mesh,
@@ -293,7 +293,7 @@ def expert_here(delay: float) -> tuple[list[float], float]:
             there = link is not None and tensor.shape[-1] > 1 and not returning
             if tensor.shape[-1] > 1:
                 returning.append(True)
-            return coming, link.previous_result([work]) if there else work
+            return coming, link.reduce_deferred([work]) if there else work
 
         def slept(self: MoELayer, *arguments: Any) -> Tensor | None:
             time.sleep(STEP)
@@ -305,7 +305,7 @@ def expert_here(delay: float) -> tuple[list[float], float]:
             patch.object(MoELayer, "_shared_experts_output", slept),
             torch.no_grad(),
         ):
-            layer(torch.ones(8, 1, 32), None, ForwardContext(MaskSpec()))
+            layer(torch.ones(8, 1, 32), None, ForwardContext(AttentionMaskSpec()))
 
     plain, overlapped = layers
     seconds = timed(lambda: go(plain, None), lambda: go(plain, Link(delay)), lambda: go(overlapped, Link(delay)))
@@ -331,12 +331,12 @@ def passes_here(delay: float, flag: str) -> tuple[list[float], float]:
         )
         for on in (False, True)
     ]
-    experts, layer, begin = Experts.forward, MoELayer.forward, collectives.start_all_to_all
+    experts, layer, begin = GroupedMLP.forward, MoELayer.forward, collectives.start_all_to_all
 
     def slow(x: Tensor, wgrad_store: WeightGradStore | None) -> Tensor:
         return Slow.apply(x, torch.zeros(1, requires_grad=True), STEP, wgrad_store)
 
-    def slow_experts(self: Experts, rows: Any) -> Tensor:
+    def slow_experts(self: GroupedMLP, rows: Any) -> Tensor:
         return slow(experts(self, rows), self.build.wgrad_store)
 
     def after_attention(self: MoELayer, x: Tensor, *others: Any) -> Any:
@@ -349,10 +349,10 @@ def passes_here(delay: float, flag: str) -> tuple[list[float], float]:
 
         with (
             patch.object(collectives, "start_all_to_all", start_exchange),
-            patch.object(Experts, "forward", slow_experts),
+            patch.object(GroupedMLP, "forward", slow_experts),
             patch.object(MoELayer, "forward", after_attention),
         ):
-            train_step(trainer, tiny.batches(trainer.run, 0))
+            train_step(trainer, tiny.short_run_batches(trainer.run, 0))
 
     plain, other = trainers
     seconds = timed(lambda: go(plain, None), lambda: go(plain, Link(delay)), lambda: go(other, Link(delay)))
@@ -410,8 +410,8 @@ def schedules(pp: int, m: int) -> dict[str, Plan]:
         "gpipe": gpipe(pp, m),
         "1f1b": one_f_one_b(pp, m),
         DUAL_BATCH: one_f_one_b_dual_batch(pp, m),
-        "zb-h1": zero_bubble(pp, m),
-        "interleaved 2": interleaved(pp, 2, m, pp),
+        "zb-h1": zero_bubble_h1(pp, m),
+        "interleaved 2": interleaved_1f1b(pp, 2, m, pp),
         "zb-v": zero_bubble_v(pp, m),
     }
 
@@ -425,19 +425,19 @@ def pipeline_here(m: int, delay: float) -> dict[str, list[float]]:
     """Seconds of every schedule: without transport; and with it, blocking and overlapped."""
     size, rank = dist.get_world_size(), dist.get_rank()
     ranks = tuple(range(size))
-    overlap = Overlap()
+    overlap = CommunicationOverlap()
     axis, backward_axis = (
         Axis(name, size, rank, ranks, dist.new_group(list(ranks)), overlap=overlap) for name in ("pp", "pp_backward")
     )
     courier, seconds = Courier(delay), {}
     for name, plan in schedules(size, m).items():
-        whole, wgrad_store = with_reduction(plan), overlap.wgrad_store
+        whole, wgrad_store = with_reduction_actions(plan), overlap.wgrad_store
         work = Sleeper(seconds_of(plan, STEP), 1 + max(action.stage for row in plan for action in row), wgrad_store)
 
         def go(overlaps: bool, carrier: Courier | None) -> None:
             with messages_by(carrier):
                 executor.run(
-                    rank_script(whole, rank, overlap=overlaps, dual_batch_overlap=name == DUAL_BATCH),
+                    build_rank_script(whole, rank, overlap=overlaps, dual_batch_overlap=name == DUAL_BATCH),
                     work=work,
                     axis=axis,
                     backward_axis=backward_axis,
@@ -495,7 +495,7 @@ def main() -> None:
             for name, plan in schedules(n, m).items():
                 step = seconds_of(plan, STEP)
                 theory, late = (
-                    simulate_plan(
+                    simulate_pipeline_plan(
                         plan,
                         forward=step,
                         backward=2 * step,

@@ -65,7 +65,7 @@ def steps_here(changes: dict[str, Any], is_batched: bool, steps: int) -> list[fl
     for _ in range(steps + 1):
         dist.barrier()
         began = time.perf_counter()
-        train_step(trainer, tiny.batches(trainer.run, trainer.progress.iteration))
+        train_step(trainer, tiny.short_run_batches(trainer.run, trainer.progress.iteration))
         seconds.append(time.perf_counter() - began)
     return seconds[1:]
 

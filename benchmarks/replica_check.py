@@ -41,23 +41,23 @@ def main() -> None:
     device = pick_device()
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(**SHAPE), device))
     check = ReplicaCheck(trainer)
-    train_step(trainer, tiny.batches(trainer.run, 0))
+    train_step(trainer, tiny.short_run_batches(trainer.run, 0))
     steps, looks = [], []
     for _ in range(REPEATS):
         synchronize(device)
         began = time.perf_counter()
-        train_step(trainer, tiny.batches(trainer.run, trainer.progress.iteration))
+        train_step(trainer, tiny.short_run_batches(trainer.run, trainer.progress.iteration))
         synchronize(device)
         between = time.perf_counter()
-        for item in check.items():
+        for item in check.replicated_states():
             if item.axis.name == "dp_cp":
-                check.hash(item.value)
+                check.hash_value(item.value)
         synchronize(device)
         steps.append(between - began)
         looks.append(time.perf_counter() - between)
     size = sum(
         item.value.nbytes
-        for item in check.items()
+        for item in check.replicated_states()
         if item.axis.name == "dp_cp" and isinstance(item.value, torch.Tensor)
     )
     step, look = min(steps), min(looks)

@@ -35,9 +35,9 @@ from torch import Tensor
 
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.context_parallel import ring
-from megatron.core.context_parallel.attention import context_parallel_kernel
+from megatron.core.context_parallel.attention import context_parallel_attention
 from megatron.core.kernels.fused import attention
-from megatron.core.kernels.mask import MaskSpec
+from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from tests.helpers.world import Worlds
@@ -78,7 +78,7 @@ def mesh_here(inner: int = 1) -> Mesh:
 def timed_here(length: int, step: float, delay: float) -> tuple[float, float, float]:
     """On every rank: seconds without delay, with every message waited for at once, and overlapped."""
     mesh = mesh_here()
-    kernel, (q, k, v) = context_parallel_kernel(attention, mesh, "p2p"), tensors(length, mesh.cp.size, torch.float32)
+    kernel, (q, k, v) = context_parallel_attention(attention, mesh, "p2p"), tensors(length, mesh.cp.size, torch.float32)
     piece = length // mesh.cp.size
 
     def compute(q: Tensor, k: Tensor, causal: bool, factor: float) -> None:
@@ -114,10 +114,12 @@ def timed_here(length: int, step: float, delay: float) -> tuple[float, float, fl
             patch.object(
                 ring,
                 "blockwise_attention",
-                SimpleNamespace(forward=forward, backward=backward, merge=ring.blockwise_attention.merge),
+                SimpleNamespace(
+                    forward=forward, backward=backward, merge=ring.blockwise_attention.merge_attention_blocks
+                ),
             ),
         ):
-            kernel(q, k, v, MaskSpec(length=length)).sum().backward()
+            kernel(q, k, v, AttentionMaskSpec(length=length)).sum().backward()
         collectives.barrier(mesh.cp)
         return time.perf_counter() - began
 
@@ -130,7 +132,7 @@ def bytes_here(length: int, kind: str, inner: int) -> tuple[int, int]:
     """On every rank: bytes that this rank sends to others in a forward and in a backward pass, in bf16."""
     mesh, sent = mesh_here(inner), [0]
     rank = dist.get_rank()
-    kernel, (q, k, v) = context_parallel_kernel(attention, mesh, kind), tensors(length, mesh.cp.size, torch.bfloat16)
+    kernel, (q, k, v) = context_parallel_attention(attention, mesh, kind), tensors(length, mesh.cp.size, torch.bfloat16)
     shift, trade = dist.batch_isend_irecv, dist.all_to_all_single
     gather, scatter = collectives._gather_single, collectives._scatter_single
 
@@ -160,7 +162,7 @@ def bytes_here(length: int, kind: str, inner: int) -> tuple[int, int]:
             collectives, "_scatter_single", counted(scatter, lambda output, whole, **_: size(whole, 1 - 1 / ranks))
         ),
     ):
-        output = kernel(q, k, v, MaskSpec(length=length))
+        output = kernel(q, k, v, AttentionMaskSpec(length=length))
         forward = sent[0]
         output.sum().backward()
     return forward, sent[0] - forward

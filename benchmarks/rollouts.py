@@ -28,8 +28,8 @@ import transformers
 from benchmarks.decode import SIZES
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.inference.engine import Engine
-from megatron.inference.requests import Request
-from megatron.inference.sampling import Sampling
+from megatron.inference.requests import GenerationRequest
+from megatron.inference.sampling import SamplingParams
 from megatron.training.checkpoint.inference_model import GPT, load_network
 
 
@@ -66,10 +66,10 @@ def main() -> None:
     def ours(prompts: list[list[int]], seed: int) -> list[int]:
         engine = Engine(loaded.stages, loaded.tokenizer, InferenceConfig(inference_max_requests=min(64, count)))
         requests = [
-            Request(
+            GenerationRequest(
                 tuple(prompt),
                 options.new,
-                Sampling(1.0),
+                SamplingParams(1.0),
                 seed=seed * count + place,
                 stop_ids=tuple(ends),
                 logprobs=True,

@@ -89,7 +89,7 @@ def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[t
 
 def model(run: Run, stage: StageSpec) -> GPTModel:
     """One pipeline stage."""
-    return GPTModel(stage, run.build)
+    return GPTModel(stage, run.layer_build_context)
 
 
 def main() -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.pipeline_parallel.schedules import one_f_one_b, zero_bubble, zero_bubble_v
-from megatron.core.pipeline_parallel.timeline import simulate_plan, text_timeline
+from megatron.core.pipeline_parallel.schedules import one_f_one_b, zero_bubble_h1, zero_bubble_v
+from megatron.core.pipeline_parallel.timeline import draw_text_timeline, simulate_pipeline_plan
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -119,8 +119,8 @@ def test_commands_write_below_runs_only() -> None:
 
 def test_the_schedules_on_the_page_are_those_that_run() -> None:
     drawn = [
-        text_timeline(plan, simulate_plan(plan)).rstrip().splitlines()
-        for plan in (one_f_one_b(4, 6), zero_bubble(4, 6), zero_bubble_v(2, 4))
+        draw_text_timeline(plan, simulate_pipeline_plan(plan)).rstrip().splitlines()
+        for plan in (one_f_one_b(4, 6), zero_bubble_h1(4, 6), zero_bubble_v(2, 4))
     ]
     shown = [
         block.text.splitlines()

@@ -20,7 +20,7 @@ import torch
 import torch.utils._triton
 
 from megatron.core.kernels.documents import DocumentStarts
-from megatron.core.kernels.mask import MaskSpec
+from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.kernels.table import CANDIDATES
 
 OTHERS = {"attention": "varlen"}  # kernels that are not Triton's
@@ -40,7 +40,9 @@ def inputs() -> dict[str, tuple[Any, ...]]:
     cos, sin = torch.randn(4, 1, 1, 64), torch.randn(4, 1, 1, 64)
     places, back = torch.arange(8).view(8, 1), torch.arange(8).view(8, 1)
     documents = torch.zeros(2, 4, dtype=torch.long)
-    packed = MaskSpec(documents=documents, starts=DocumentStarts(torch.tensor([0, 4, 8], dtype=torch.int32), 4, 8))
+    packed = AttentionMaskSpec(
+        documents=documents, starts=DocumentStarts(torch.tensor([0, 4, 8], dtype=torch.int32), 4, 8)
+    )
     return {
         "rms_norm": (x, weight, 1e-5),
         "layer_norm": (x, weight, bias, 1e-5),
@@ -81,7 +83,7 @@ def main() -> None:
     setattr(torch.utils._triton, "has_triton", lambda: True)  # noqa: B010 - a function that is replaced
     failed = False
     for op, given in inputs().items():
-        call = next(one.function for one in CANDIDATES if (one.op, one.name) == (op, OTHERS.get(op, "triton")))
+        call = next(one.loaded_kernel for one in CANDIDATES if (one.op, one.name) == (op, OTHERS.get(op, "triton")))
         assert call is not None, "there is a kernel for it"
         why = problem(call, given)
         failed = failed or bool(why)

@@ -226,8 +226,8 @@ def step_of(changes: Mapping[str, Any], layers: int) -> tuple[list[str], list[st
     )
     config = tiny.config(**{**SIZES, "num_layers": layers, **changes, **pattern})
     trainer = tiny.trainer_of(tiny.run_of(config, torch.device("cuda")))
-    train_step(trainer, tiny.batches(trainer.run, 0))
-    batches = list(tiny.batches(trainer.run, 1))
+    train_step(trainer, tiny.short_run_batches(trainer.run, 0))
+    batches = list(tiny.short_run_batches(trainer.run, 1))
     counted, marks, update = Counted(), list[int](), Optimizer.step
 
     def step(self: Optimizer, *given: Any, **how: Any) -> Any:

@@ -29,7 +29,7 @@ from benchmarks.gpu import results
 from benchmarks.gpu.roofline import PEAK
 from benchmarks.gpu.timing import timed
 from megatron.core.models.flops import flops_per_sample
-from megatron.training.accelerate.compile import Compiler
+from megatron.training.accelerate.compile import LayerCompiler
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
 from tests.helpers import tiny
@@ -105,7 +105,7 @@ def trainer_of(changes: Mapping[str, Any], *, small: bool) -> Trainer:
     config = tiny.with_vocabulary(config, 512 if small else 50257)
     trainer = tiny.trainer_of(tiny.run_of(config, torch.device("cuda")))
     if config.compilation.compile:
-        Compiler(trainer)
+        LayerCompiler(trainer)
     return trainer
 
 
@@ -131,7 +131,7 @@ def measure(name: str, *, small: bool) -> None:
     config, iteration = trainer.run.config, iter(range(10**6))
 
     def step() -> None:
-        train_step(trainer, tiny.batches(trainer.run, next(iteration)))
+        train_step(trainer, tiny.short_run_batches(trainer.run, next(iteration)))
 
     for _ in range(1 if small else 3):
         step()

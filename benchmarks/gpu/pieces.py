@@ -34,7 +34,7 @@ from benchmarks.gpu import results
 from benchmarks.gpu.layers import GPT, trainer_of
 from benchmarks.gpu.timing import both_passes, timed
 from megatron.core.kernels import flex, fused, reference
-from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
+from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.core.kernels.table import CANDIDATES, KernelRequirements
 from megatron.core.parallel.device import CudaGraphPool
 
@@ -146,7 +146,7 @@ def attention(small: bool) -> None:
             return {"chosen": BACKENDS.get(number, number)}
 
         def measure(call: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
-            attend = lambda *given: call(*given, MaskSpec(), 0.0)
+            attend = lambda *given: call(*given, AttentionMaskSpec(), 0.0)
             work = 2 * s * s * n * d * b / 1e12
             began = time.perf_counter()
             both = both_passes(attend, q, k, v)
@@ -165,7 +165,7 @@ def attention(small: bool) -> None:
                 continue
             if reason := one.unsupported_reason(need):
                 results.add("attention", what=name, kernel=one.name, unsupported_reason=reason[:80])
-            elif (call := one.function) is not None:
+            elif (call := one.loaded_kernel) is not None:
                 results.attempt("attention", {"what": name, "kernel": one.name}, partial(measure, call, q, k, v))
 
 
@@ -175,14 +175,14 @@ def masks(small: bool) -> None:
     q, k, v = draw(s, b, n, d), draw(s, b, g, d), draw(s, b, g, d)
     documents = (torch.arange(s, device=GPU)[None].expand(b, -1) // (s // 5)).contiguous()
     for name, mask, scores in (
-        ("documents", MaskSpec(documents=documents), ScoreModifiers()),
-        ("window", MaskSpec(window=(min(512, s // 4), 0)), ScoreModifiers()),
-        ("cap 50", MaskSpec(), ScoreModifiers(softcap=50.0)),
-        ("sinks", MaskSpec(), ScoreModifiers(sink=draw(n))),
+        ("documents", AttentionMaskSpec(documents=documents), AttentionScoreModifiers()),
+        ("window", AttentionMaskSpec(window=(min(512, s // 4), 0)), AttentionScoreModifiers()),
+        ("cap 50", AttentionMaskSpec(), AttentionScoreModifiers(softcap=50.0)),
+        ("sinks", AttentionMaskSpec(), AttentionScoreModifiers(sink=draw(n))),
     ):
 
         def measure(
-            call: Callable[..., Tensor], mask: MaskSpec = mask, scores: ScoreModifiers = scores
+            call: Callable[..., Tensor], mask: AttentionMaskSpec = mask, scores: AttentionScoreModifiers = scores
         ) -> dict[str, Any]:
             torch.cuda.reset_peak_memory_stats()
             held, began = torch.cuda.memory_allocated(), time.perf_counter()
@@ -204,12 +204,12 @@ def blind_rows() -> None:
     q, k, v = draw(s, 2, 8, 64), draw(s, 2, 2, 64), draw(s, 2, 2, 64)
     nothing = torch.zeros(2, s, dtype=torch.bool, device=GPU)
     for name, mask in (
-        ("a band whose last block is padded", MaskSpec(window=(37, 0))),
-        ("a band of documents", MaskSpec(window=(37, 0), documents=torch.arange(s, device=GPU)[None].expand(2, -1) // 99)),
-        ("no key at all", MaskSpec(causal=False, padding=nothing)),
+        ("a band whose last block is padded", AttentionMaskSpec(window=(37, 0))),
+        ("a band of documents", AttentionMaskSpec(window=(37, 0), documents=torch.arange(s, device=GPU)[None].expand(2, -1) // 99)),
+        ("no key at all", AttentionMaskSpec(causal=False, padding=nothing)),
     ):  # fmt: skip
 
-        def measure(mask: MaskSpec = mask) -> dict[str, Any]:
+        def measure(mask: AttentionMaskSpec = mask) -> dict[str, Any]:
             attend: Callable[..., Tensor] = fused.attention
             gradients = both_passes(lambda *given: attend(*given, mask), q, k, v)()
             output = fused.attention(q, k, v, mask)

@@ -37,12 +37,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from megatron.core.kernels.adamw import AdamRates, AdamTensors
-from megatron.core.kernels.linear_loss import VocabularyShard, linear_cross_entropy
-from megatron.core.kernels.low_precision.fp8 import E4M3, E5M2, FusedRounding
-from megatron.core.kernels.mask import ScoreModifiers
-from megatron.core.kernels.paged import BlockTables
-from megatron.core.kernels.reference import GatingOptions
+from megatron.core.kernels.adamw import AdamStepSettings, AdamTensors
+from megatron.core.kernels.linear_loss import VocabularyShard, blockwise_linear_cross_entropy
+from megatron.core.kernels.low_precision.fp8 import E4M3, E5M2, FusedQuantizeKernels
+from megatron.core.kernels.mask import AttentionScoreModifiers
+from megatron.core.kernels.paged import CacheBlockTables
+from megatron.core.kernels.reference import GatedActivationOptions
 from megatron.core.kernels.table import CANDIDATES
 
 SPILLS = 0  # bytes a thread of spilled registers that a kernel may have
@@ -115,12 +115,12 @@ def normed(size: int, *, centred: bool) -> Case:
     return lambda op: both_passes(op(draw(8, size), *(draw(size) for _ in range(1 + centred)), 1e-5))
 
 
-def gated(name: str, gating: GatingOptions) -> Case:
+def gated(name: str, gating: GatedActivationOptions) -> Case:
     """A gated activation of Llama's width."""
     return lambda op: both_passes(op(draw(8, 2 * 14336), name, gating))
 
 
-def biased(name: str, gating: GatingOptions | None = None, *, experts: int = 0) -> Case:
+def biased(name: str, gating: GatedActivationOptions | None = None, *, experts: int = 0) -> Case:
     """A bias and an activation of GPT 1.3B's width, or a gated one of gpt-oss's; or one bias of each expert."""
     size = 8192 if gating is None else 2 * 2880
     counts = torch.tensor([80] + [0] * (experts - 1)) if experts else None
@@ -168,7 +168,7 @@ def paged(heads: int, groups: int, sizes: tuple[int, int], queries: int = 1, **h
     dtype = how.pop("dtype", torch.bfloat16)
 
     def call(op: Any) -> None:
-        blocks = BlockTables(
+        blocks = CacheBlockTables(
             torch.zeros(4, 132, dtype=torch.int32), torch.full((4,), 2112, dtype=torch.int32), 16, 2112
         )
         keys = torch.zeros(64, groups, sizes[0], dtype=dtype)
@@ -209,7 +209,7 @@ def loss(words: int, valid: int) -> Case:
     def call(op: Any) -> None:
         shard = VocabularyShard(0, valid, None, lambda stated: stated)
         targets = torch.zeros(16, dtype=torch.long)
-        both_passes(linear_cross_entropy(draw(16, 64), draw(words, 64), None, targets, shard, fused=True))
+        both_passes(blockwise_linear_cross_entropy(draw(16, 64), draw(words, 64), None, targets, shard, fused=True))
 
     return call
 
@@ -217,14 +217,14 @@ def loss(words: int, valid: int) -> Case:
 def quantised(block: tuple[int, int] | None, *, delayed: bool = False) -> Case:
     """A matrix in both orders. block: None: one scale; delayed: made for a history of largest values."""
 
-    def call(op: FusedRounding) -> None:
+    def call(op: FusedQuantizeKernels) -> None:
         x = draw(4096, 4096)
         if block is not None:
             op.quantize_per_block(x, E4M3, block)
         elif delayed:
             op.quantize_per_tensor(x, E5M2, torch.ones(16), seen=torch.zeros(()))
         else:
-            op.quantize_per_tensor(x, E4M3, op.largest_of(x))
+            op.quantize_per_tensor(x, E4M3, op.partial_amaxes(x))
 
     return call
 
@@ -239,7 +239,7 @@ def updated(weight: torch.dtype | None) -> Case:
             )
             for size in (4096, 33)
         ]
-        op(held, torch.ones((), dtype=torch.float64), AdamRates(1e-3, 0.1, 0.9, 0.95, 1e-8, 1))
+        op(held, torch.ones((), dtype=torch.float64), AdamStepSettings(1e-3, 0.1, 0.9, 0.95, 1e-8, 1))
 
     return call
 
@@ -256,14 +256,14 @@ CASES: Mapping[str, Mapping[str, Case]] = {
         "sum, rms 4096": lambda op: both_passes(op(draw(8, 4096), draw(8, 4096), draw(4096), None, 1e-5)),
     },
     "gated_activation": {
-        **{name: gated(name, GatingOptions()) for name in ("silu", "gelu", "gelu_tanh", "quick_gelu")},
-        "quick_gelu, clamp, offset": gated("quick_gelu", GatingOptions(7.0, 1.0)),
+        **{name: gated(name, GatedActivationOptions()) for name in ("silu", "gelu", "gelu_tanh", "quick_gelu")},
+        "quick_gelu, clamp, offset": gated("quick_gelu", GatedActivationOptions(7.0, 1.0)),
     },
     "bias_activation": {
         **{f"bias, {name}": biased(name) for name in ("gelu", "gelu_tanh", "squared_relu")},
-        "bias, silu, gated": biased("silu", GatingOptions()),
-        "bias, quick_gelu, clamp, offset": biased("quick_gelu", GatingOptions(7.0, 1.0)),
-        "biases of 128 experts, gated": biased("quick_gelu", GatingOptions(7.0, 1.0), experts=128),
+        "bias, silu, gated": biased("silu", GatedActivationOptions()),
+        "bias, quick_gelu, clamp, offset": biased("quick_gelu", GatedActivationOptions(7.0, 1.0)),
+        "biases of 128 experts, gated": biased("quick_gelu", GatedActivationOptions(7.0, 1.0), experts=128),
     },
     "rotary": {
         **{f"rotary {size}": rotated(size, interleaved=False) for size in (64, 96, 128)},
@@ -305,7 +305,9 @@ CASES: Mapping[str, Mapping[str, Case]] = {
         "Llama 8B reads a prompt": paged(32, 8, (128, 128), 512),
         "heads of 64, window": paged(64, 8, (64, 64), window=128),
         "heads of 96": paged(32, 32, (96, 96)),
-        "heads of 256, window, cap": paged(16, 8, (256, 256), window=4096, scores=ScoreModifiers(softcap=50.0)),
+        "heads of 256, window, cap": paged(
+            16, 8, (256, 256), window=4096, scores=AttentionScoreModifiers(softcap=50.0)
+        ),
         "latent": paged(128, 1, (576, 512)),
         "fp32": paged(32, 8, (128, 128), dtype=torch.float32),
     },
@@ -396,7 +398,7 @@ def main() -> int:
                 problems.append(f"{candidate.op} has a Triton kernel and no case in {Path(__file__).name}")
             for label, case in CASES.get(candidate.op, {}).items() if candidate.name == "triton" else ():
                 try:
-                    case(candidate.function)
+                    case(candidate.loaded_kernel)
                 except Exception as error:  # noqa: BLE001 - whatever the compiler says
                     problems.append(f"{candidate.op} ({label}): {type(error).__name__}: {str(error)[:500]}")
     problems += [

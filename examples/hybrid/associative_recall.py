@@ -94,7 +94,7 @@ def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[t
 
 def model(run: Run, stage: StageSpec) -> GPTModel:
     """The whole network."""
-    return GPTModel(stage, run.build)
+    return GPTModel(stage, run.layer_build_context)
 
 
 @torch.no_grad()

@@ -27,8 +27,10 @@ _CAPTION = f"{IMAGE}\nProvide a one-sentence caption for the provided image."
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """A question of a benchmark. images: paths from the benchmark's folder on. messages: none, where only answers are given."""
+class BenchmarkQuestion:
+    """A question of a benchmark. number: its id. references: right answers. messages: the prompt; empty where the files
+    give answers only. images: paths relative to the benchmark's folder. options: letter -> text, of multiple choice.
+    """
 
     number: Any
     references: Sequence[str]
@@ -37,66 +39,80 @@ class Question:
     options: Mapping[str, str] = field(default_factory=dict)
 
 
-Scored = Sequence[tuple[str, Question]]  # answers to questions
+Scored = Sequence[tuple[str, BenchmarkQuestion]]  # answers to questions
 
 
 @dataclass(frozen=True, slots=True)
-class Benchmark:
-    """How answers are scored. scores: by name, of all answers. result: the line of an answer in the file that its official program
-    reads; None: a mapping of ids to answers. read: the questions in its official files; None: only JSON lines.
+class VisionBenchmark:
+    """How answers are scored. scores: name -> function of all answers. result: returns an answer's entry in the file
+    that the official program reads; None: that file maps ids to answers. read: parses the official files; None: only
+    JSON lines are read. prompt: the default one, with {question} in it.
     """
 
     scores: Mapping[str, Callable[[Scored], float]]
     result: Callable[[Any, str], Mapping[str, Any]] | None = None
-    read: Callable[[Sequence[Any], str], Iterable[Question]] | None = None
+    read: Callable[[Sequence[Any], str], Iterable[BenchmarkQuestion]] | None = None
     prompt: str = _SHORT_ANSWER
 
 
-def _mean_score(score: Callable[[str, Question], float]) -> Callable[[Scored], float]:
+def _mean_score(score: Callable[[str, BenchmarkQuestion], float]) -> Callable[[Scored], float]:
+    """Return a function that averages `score` over all answers."""
     return lambda rows: sum(score(answer, question) for answer, question in rows) / len(rows)
 
 
-def _exact_match(answer: str, question: Question) -> float:
+def _exact_match(answer: str, question: BenchmarkQuestion) -> float:
+    """Return 1 if the answer equals a reference, without case and outer white space, else 0."""
     return float(answer.strip().lower() in [reference.strip().lower() for reference in question.references])
 
 
-def _mmmu_score(answer: str, question: Question) -> float:
+def _mmmu_score(answer: str, question: BenchmarkQuestion) -> float:
+    """Return 1 if the chosen option, or the open answer, is right, else 0."""
     if not question.options:
         return vision.open_answer_score(answer, question.references)
-    return float(vision.chosen_option(answer, question.options) in question.references)
+    return float(vision.parse_chosen_option(answer, question.options) in question.references)
 
 
-def _caption_score(score: Callable[..., float]) -> Callable[[Scored], float]:
+def _corpus_caption_score(score: Callable[..., float]) -> Callable[[Scored], float]:
+    """Return a function that scores all captions together, tokenized."""
+
     def score_captions(rows: Scored) -> float:
-        given = [vision.caption_tokens(answer.rstrip(".")) for answer, _ in rows]
-        return score(given, [[vision.caption_tokens(one) for one in question.references] for _, question in rows])
+        given = [vision.tokenize_caption(answer.rstrip(".")) for answer, _ in rows]
+        return score(given, [[vision.tokenize_caption(one) for one in question.references] for _, question in rows])
 
     return score_captions
 
 
-def _user_message(prompt: str, question: str = "") -> list[Message]:
+def _user_messages(prompt: str, question: str = "") -> list[Message]:
+    """Return a conversation of one user message: the prompt with the question filled in."""
     return [{"role": "user", "content": prompt.replace("{question}", question)}]
 
 
-def _read_coco(files: Sequence[Any], prompt: str) -> Iterable[Question]:
+def _read_coco(files: Sequence[Any], prompt: str) -> Iterable[BenchmarkQuestion]:
+    """Return the questions of COCO's caption annotations, one for each image."""
     names = {image["id"]: image["file_name"] for image in files[0]["images"]}
     captions: dict[Any, list[str]] = {number: [] for number in names}
     for annotation in files[0]["annotations"]:
         captions[annotation["image_id"]].append(annotation["caption"])
-    return [Question(number, captions[number], _user_message(prompt), [name]) for number, name in names.items()]
+    return [
+        BenchmarkQuestion(number, captions[number], _user_messages(prompt), [name]) for number, name in names.items()
+    ]
 
 
 def _answer_texts(answers: Any) -> list[str]:
-    """Answers, each a text or an object with one, or one alone."""
+    """Return the texts of answers: a list or one alone, each a text or an object with `answer`."""
     several = answers if isinstance(answers, list) else [answers]
     return [str(one["answer"] if isinstance(one, Mapping) else one) for one in several]
 
 
-def _read_vqav2(files: Sequence[Any], prompt: str) -> Iterable[Question]:
+def _read_vqav2(files: Sequence[Any], prompt: str) -> Iterable[BenchmarkQuestion]:
+    """Return the questions of VQAv2's files (annotations, and questions if given), or of Megatron's list."""
     if isinstance(files[0], list):  # Megatron's
         return [
-            Question(
-                row["question_id"], _answer_texts(row["answer"]), _user_message(prompt, row["question"]), [row["image"]]
+            BenchmarkQuestion(
+                row["question_id"],
+                _answer_texts(row["answer"]),
+                _user_messages(prompt, row["question"]),
+                [row["image"]],
             )
             for row in files[0]
         ]
@@ -107,70 +123,74 @@ def _read_vqav2(files: Sequence[Any], prompt: str) -> Iterable[Question]:
     subtype = inquiries.get("data_subtype", "val2014")
     given = {row["question_id"]: row for row in inquiries["questions"]}
     return [
-        Question(row["question_id"], _answer_texts(row["answers"]))
+        BenchmarkQuestion(row["question_id"], _answer_texts(row["answers"]))
         if row["question_id"] not in given
-        else Question(
+        else BenchmarkQuestion(
             row["question_id"],
             _answer_texts(row["answers"]),
-            _user_message(prompt, given[row["question_id"]]["question"]),
+            _user_messages(prompt, given[row["question_id"]]["question"]),
             [f"COCO_{subtype}_{int(row['image_id']):012d}.jpg"],
         )
         for row in answers["annotations"]
     ]
 
 
-def _read_textvqa(files: Sequence[Any], prompt: str) -> Iterable[Question]:
+def _read_textvqa(files: Sequence[Any], prompt: str) -> Iterable[BenchmarkQuestion]:
     return [
-        Question(
+        BenchmarkQuestion(
             row["question_id"],
             _answer_texts(row["answers"]),
-            _user_message(prompt, row["question"]),
+            _user_messages(prompt, row["question"]),
             [f"{row['image_id']}.jpg"],
         )
         for row in files[0]["data"]
     ]
 
 
-def _read_chartqa(files: Sequence[Any], prompt: str) -> Iterable[Question]:
+def _read_chartqa(files: Sequence[Any], prompt: str) -> Iterable[BenchmarkQuestion]:
     return [
-        Question(number, _answer_texts(row["label"]), _user_message(prompt, row["query"]), [row["imgname"]])
+        BenchmarkQuestion(number, _answer_texts(row["label"]), _user_messages(prompt, row["query"]), [row["imgname"]])
         for number, row in enumerate(files[0])
     ]
 
 
-def _read_docvqa(files: Sequence[Any], prompt: str) -> Iterable[Question]:
+def _read_docvqa(files: Sequence[Any], prompt: str) -> Iterable[BenchmarkQuestion]:
     return [
-        Question(
-            row["questionId"], _answer_texts(row["answers"]), _user_message(prompt, row["question"]), [row["image"]]
+        BenchmarkQuestion(
+            row["questionId"], _answer_texts(row["answers"]), _user_messages(prompt, row["question"]), [row["image"]]
         )
         for row in files[0]["data"]
     ]
 
 
 _VQA = {
-    "accuracy (official, nine of ten)": _mean_score(lambda answer, one: vision.vqa(answer, one.references)),
-    "accuracy (all ten)": _mean_score(lambda answer, one: vision.vqa(answer, one.references, leave_one_out=False)),
+    "accuracy (official, nine of ten)": _mean_score(lambda answer, one: vision.vqa_accuracy(answer, one.references)),
+    "accuracy (all ten)": _mean_score(
+        lambda answer, one: vision.vqa_accuracy(answer, one.references, leave_one_out=False)
+    ),
 }
 _RELAXED = _mean_score(
     lambda answer, one: max(vision.relaxed_accuracy(answer, reference) for reference in one.references)
 )
-BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
+BENCHMARKS: Mapping[str, VisionBenchmark] = MappingProxyType(
     {
-        "vqav2": Benchmark(_VQA, lambda number, answer: {"question_id": number, "answer": answer}, _read_vqav2),
-        "textvqa": Benchmark(_VQA, lambda number, answer: {"question_id": number, "answer": answer}, _read_textvqa),
-        "chartqa": Benchmark({"relaxed accuracy": _RELAXED}, None, _read_chartqa),
-        "docvqa": Benchmark(
-            {"ANLS": _mean_score(lambda answer, one: vision.anls(answer, one.references))},
+        "vqav2": VisionBenchmark(_VQA, lambda number, answer: {"question_id": number, "answer": answer}, _read_vqav2),
+        "textvqa": VisionBenchmark(
+            _VQA, lambda number, answer: {"question_id": number, "answer": answer}, _read_textvqa
+        ),
+        "chartqa": VisionBenchmark({"relaxed accuracy": _RELAXED}, None, _read_chartqa),
+        "docvqa": VisionBenchmark(
+            {"ANLS": _mean_score(lambda answer, one: vision.anls_score(answer, one.references))},
             lambda number, answer: {"questionId": number, "answer": answer},
             _read_docvqa,
         ),
-        "mmmu": Benchmark({"accuracy": _mean_score(_mmmu_score)}),
-        "exact": Benchmark({"accuracy": _mean_score(_exact_match)}),
-        "captions": Benchmark(
+        "mmmu": VisionBenchmark({"accuracy": _mean_score(_mmmu_score)}),
+        "exact": VisionBenchmark({"accuracy": _mean_score(_exact_match)}),
+        "captions": VisionBenchmark(
             {
-                "CIDEr": _caption_score(vision.cider),
-                **{f"BLEU-{n}": _caption_score(partial(vision.bleu, longest=n)) for n in (1, 2, 3, 4)},
-                "ROUGE-L": _caption_score(vision.rouge_l),
+                "CIDEr": _corpus_caption_score(vision.cider),
+                **{f"BLEU-{n}": _corpus_caption_score(partial(vision.bleu, longest=n)) for n in (1, 2, 3, 4)},
+                "ROUGE-L": _corpus_caption_score(vision.rouge_l),
             },
             lambda number, answer: {"image_id": number, "caption": answer},
             _read_coco,
@@ -180,18 +200,19 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
 )
 
 
-def read_questions(task: str, paths: Sequence[str], prompt: str | None = None) -> list[Question]:
-    """The questions of a benchmark, in its official files or as JSON lines. prompt: how one is put, with {question} in it.
+def read_benchmark_questions(task: str, paths: Sequence[str], prompt: str | None = None) -> list[BenchmarkQuestion]:
+    """Read the questions of a benchmark from its official files or JSON lines. prompt: text with {question};
+    None: the default.
 
-    Raises `ConfigError` for files that are neither.
+    Raises `ConfigError` for files that are neither, lack references, or have an id twice.
     """
     benchmark, where = BENCHMARKS[task], ", ".join(paths)
     try:
         texts = [Path(path).read_text(encoding="utf-8") for path in paths]
-        contents = [_parse_official_file(text) for text in texts]
+        contents = [_parse_if_single_json(text) for text in texts]
         if all(content is None for content in contents):
             result = [
-                _question_of_line(json.loads(line)) for text in texts for line in text.splitlines() if line.strip()
+                _parse_question_line(json.loads(line)) for text in texts for line in text.splitlines() if line.strip()
             ]
         elif benchmark.read is None:
             raise ConfigError(
@@ -207,7 +228,8 @@ def read_questions(task: str, paths: Sequence[str], prompt: str | None = None) -
     return result
 
 
-def _check_questions(questions: Sequence[Question], where: str) -> None:
+def _check_questions(questions: Sequence[BenchmarkQuestion], where: str) -> None:
+    """Raise `ConfigError` if a question lacks references, ids are not unique, or there are none."""
     if lacking := [question for question in questions if not question.references]:
         raise ConfigError(f'{where}: the line of {lacking[0].number!r} has no "references"')
     if len({question.number for question in questions}) < len(questions):
@@ -216,8 +238,8 @@ def _check_questions(questions: Sequence[Question], where: str) -> None:
         raise ConfigError(f"{where} has no lines")
 
 
-def _parse_official_file(text: str) -> Any:
-    """The content of a file that is one JSON list or object over all of its lines; None: a file of JSON lines."""
+def _parse_if_single_json(text: str) -> Any:
+    """Return the content of a file that is one JSON value; None for JSON lines."""
     try:
         content = json.loads(text)
     except ValueError:
@@ -225,22 +247,23 @@ def _parse_official_file(text: str) -> Any:
     return None if isinstance(content, Mapping) and "id" in content else content
 
 
-def _question_of_line(row: Mapping[str, Any]) -> Question:
+def _parse_question_line(row: Mapping[str, Any]) -> BenchmarkQuestion:
+    """Return the question of a JSON line's object. Raises `KeyError` or `TypeError` if it is invalid."""
     references = row.get("references", [])
     if not isinstance(references, list):
         raise TypeError("references are no list")
-    return Question(
+    return BenchmarkQuestion(
         row["id"], list(map(str, references)), row.get("messages", ()), row.get("images", ()), row.get("options") or {}
     )
 
 
-def scores(task: str, rows: Scored) -> dict[str, float]:
-    """The scores of answers, in percent, by name."""
+def benchmark_scores(task: str, rows: Scored) -> dict[str, float]:
+    """Return the scores of answers in percent, by name."""
     return {name: 100 * score(rows) for name, score in BENCHMARKS[task].scores.items()}
 
 
-def write_results(task: str, rows: Scored, path: Path) -> None:
-    """Write answers as the official program of a benchmark reads them."""
+def write_benchmark_results(task: str, rows: Scored, path: Path) -> None:
+    """Write answers to `path` in the format that the benchmark's official program reads."""
     line = BENCHMARKS[task].result
     content: Any = (
         {question.number: answer for answer, question in rows}

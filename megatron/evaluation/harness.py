@@ -6,7 +6,7 @@
 
 `lm_eval` finds the model where this package is installed (plugin.py). Under a launcher, `main` hands the command line over to it
 unchanged, ends all ranks when one fails, and lets the first report. A programme of your own imports this module before
-`lm_eval.simple_evaluate`. Everything that lm_eval can be told works. What --model_args understands is `ModelArgs`, and the
+`lm_eval.simple_evaluate`. Everything that lm_eval can be told works. What --model_args understands is `LmEvalModelArgs`, and the
 tokenizer's settings by the names of their flags (`tokenizer_type=...`) for a checkpoint that says nothing of its tokenizer.
 Every rank is asked every request, and the data ranks share them.
 """
@@ -32,14 +32,21 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.config.settings.parallel import ParallelConfig
-from megatron.core.datasets.marks import count_added_ids
-from megatron.core.datasets.templates import Template
+from megatron.core.datasets.marks import count_ids_around_text
+from megatron.core.datasets.templates import ChatTemplate
 from megatron.core.parallel import collectives
-from megatron.core.tokenizers.base import Tokenizer, fingerprint, hash_parts
-from megatron.evaluation.likelihood import BatchSize, Ids, Prompt, Request, generate_continuations, loglikelihoods
-from megatron.inference.sampling import Sampling
+from megatron.core.tokenizers.base import Tokenizer, hash_parts, tokenizer_fingerprint
+from megatron.evaluation.likelihood import (
+    BatchLimits,
+    GenerationPrompt,
+    Ids,
+    LoglikelihoodRequest,
+    continuation_loglikelihoods,
+    generate_without_kv_cache,
+)
+from megatron.inference.sampling import SamplingParams
 from megatron.training.checkpoint.inference_model import GPT, load_network
-from megatron.training.entry import run_entry
+from megatron.training.entry import entry_point
 from megatron.training.launch.launch_info import read_launch_info, world_size
 
 AUTO_TOKENS = 16384  # of a batch, when its size is chosen here
@@ -48,14 +55,14 @@ _WITHOUT_EFFECT: tuple[tuple[str, Any], ...] = (("num_beams", 1), ("repetition_p
 
 
 @dataclass(frozen=True, slots=True)
-class ModelArgs:
-    """What `--model_args` says.
+class LmEvalModelArgs:
+    """The settings in `--model_args`.
 
-    load: a run's --save, a Hugging Face folder, or one of Megatron's. ckpt_step: iteration, instead of the newest.
-    data_parallel_size: what the other two leave over; another number is refused. dtype: auto, float32, bfloat16, float16
-    or float64. max_length: positions of an input; left out: all that the network has. max_gen_toks: most new tokens where
-    a task does not say. seed: of draws. batch_size, max_batch_size, device: as of lm_eval; auto: at most 16384 tokens. lm_eval says
-    cuda:0 where nobody says anything, which here is the GPU of each rank, or where there is none the CPU.
+    load: a run's --save, a Hugging Face folder, or one of Megatron's. ckpt_step: iteration; None: the newest.
+    data_parallel_size: must be what the other two sizes leave. dtype: auto, float32, bfloat16, float16 or float64.
+    max_length: positions of an input; None: all that the network has. max_gen_toks: most new tokens where a task does
+    not say. seed: of sampling. batch_size, max_batch_size, device: as in lm_eval; batch_size
+    auto: at most 16384 tokens. device cuda:0, lm_eval's default, means each rank's GPU, or the CPU if there is none.
     """
 
     load: str
@@ -72,18 +79,18 @@ class ModelArgs:
     device: str | None = None
 
     @property
-    def batch_limits(self) -> BatchSize:
-        """The size of a batch."""
+    def batch_limits(self) -> BatchLimits:
+        """The limits of a batch. Raises `ConfigError` for an invalid batch_size."""
         word, _, _ = str(self.batch_size).partition(":")
         if word == "auto":
-            return BatchSize(self.max_batch_size or 1024, AUTO_TOKENS)
+            return BatchLimits(self.max_batch_size or 1024, AUTO_TOKENS)
         if not word.isdecimal() or int(word) < 1:
             raise ConfigError(f"batch_size {self.batch_size} is neither auto nor a number from 1 on")
-        return BatchSize(int(word))
+        return BatchLimits(int(word))
 
     @property
     def explicit_device(self) -> torch.device | None:
-        """The device of this rank, if it is not its own to choose."""
+        """The device that the user chose; None: the rank chooses. Raises `ConfigError` for one GPU for several ranks."""
         if self.device in (None, "cuda", "cuda:0"):
             return None
         if self.device.startswith("cuda") and world_size() > 1:
@@ -93,8 +100,8 @@ class ModelArgs:
         return torch.device(self.device)
 
     @property
-    def parallel(self) -> ParallelConfig:
-        """The layout."""
+    def parallel_config(self) -> ParallelConfig:
+        """The layout. Raises `ConfigError` if data_parallel_size does not fit the number of ranks."""
         tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         parallel = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
         left = parallel.data_parallel_size(world_size())
@@ -106,9 +113,11 @@ class ModelArgs:
         return parallel
 
 
-def parse_model_args(given: Mapping[str, Any]) -> tuple[ModelArgs, dict[str, Any]]:
-    """(settings, those of the tokenizer) of `--model_args`; `ConfigError` names every word that is neither."""
-    mine, theirs = ({field.name for field in dataclasses.fields(kind)} for kind in (ModelArgs, TokenizerConfig))
+def parse_model_args(given: Mapping[str, Any]) -> tuple[LmEvalModelArgs, dict[str, Any]]:
+    """Split `--model_args` into settings and tokenizer settings (by field name). `ConfigError` for unknown names or
+    without load.
+    """
+    mine, theirs = ({field.name for field in dataclasses.fields(kind)} for kind in (LmEvalModelArgs, TokenizerConfig))
     strangers = [name for name in given if name not in mine | theirs]
     if strangers or not given.get("load"):
         problem = f"--model_args has {', '.join(strangers)}" if strangers else "--model_args has no load=FOLDER"
@@ -116,14 +125,14 @@ def parse_model_args(given: Mapping[str, Any]) -> tuple[ModelArgs, dict[str, Any
             f"{problem}; the model megatron takes {', '.join(sorted(mine))}, and the tokenizer's "
             f"{', '.join(sorted(theirs))}"
         )
-    return ModelArgs(**{name: given[name] for name in given if name in mine}), {
+    return LmEvalModelArgs(**{name: given[name] for name in given if name in mine}), {
         name: given[name] for name in given if name in theirs
     }
 
 
 @register_model("megatron")
 class MegatronLM(TemplateLM):
-    """A checkpoint as lm-evaluation-harness asks for it. All ranks hold one, and are asked the same."""
+    """A checkpoint as a model of lm-evaluation-harness. All ranks hold it, and get the same requests."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__()
@@ -133,7 +142,7 @@ class MegatronLM(TemplateLM):
             self.settings.load,
             GPT,
             step=self.settings.ckpt_step,
-            parallel=self.settings.parallel,
+            parallel=self.settings.parallel_config,
             dtype=self.settings.dtype,
             tokenizer=tokenizer,
             device=self.settings.explicit_device,
@@ -144,43 +153,44 @@ class MegatronLM(TemplateLM):
         learned = self.loaded.config.model.rope.position_embedding_type == "learned_absolute"
         if self.max_length < 1 or learned and self.max_length > positions:
             raise ConfigError(f"max_length {self.max_length} is not between 1 and the network's {positions} positions")
-        before, behind = count_added_ids(self.ids)
-        framed = self.ids.tokenize("1")
+        before, behind = count_ids_around_text(self.megatron_tokenizer)
+        framed = self.megatron_tokenizer.tokenize("1")
         self._before, self._behind = framed[:before], framed[len(framed) - behind :]
 
     @property
-    def ids(self) -> Tokenizer:
+    def megatron_tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer. (`tokenizer` is transformers' own to lm_eval.)"""
         return self.loaded.tokenizer
 
     @property
     def eot_token_id(self) -> int:
-        """What ends a document."""
-        return self.ids.eod
+        """The id that ends a document."""
+        return self.megatron_tokenizer.eod
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without context."""
-        return self.ids.eod if self.ids.bos is None else self.ids.bos
+        """The id before a text without context: begin of text, else end of document."""
+        return self.megatron_tokenizer.eod if self.megatron_tokenizer.bos is None else self.megatron_tokenizer.bos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The ids of a text; names of special tokens are those tokens.
+        """Return the ids of a text; names of special tokens become those tokens.
 
-        add_special_tokens: with what the tokenizer puts around a text; left out: unless it begins with the prefix.
+        add_special_tokens: whether to add what the tokenizer puts around a text; None: unless the text begins with the
+        prefix.
         """
-        ids = self.ids.tokenize_with_special(string)
+        ids = self.megatron_tokenizer.tokenize_with_special(string)
         if add_special_tokens is None:
-            add_special_tokens = not string.startswith(self.ids.id_to_token(self.prefix_token_id))
+            add_special_tokens = not string.startswith(self.megatron_tokenizer.id_to_token(self.prefix_token_id))
         return [*self._before, *ids, *self._behind] if add_special_tokens else ids
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """(log-likelihood of a continuation after its context, whether it is the likeliest) of each request."""
-        self._asked_alike(requests)
+        """Return (log-likelihood of the continuation after its context, whether it is the greedy one) of each request."""
+        self._refuse_different_requests(requests)
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of each whole text, a window after the other; every token is predicted once."""
-        self._asked_alike(requests)
+        """Return the log-likelihood of each whole text, in windows of `max_length`; every token is predicted once."""
+        self._refuse_different_requests(requests)
         owners, windows = [], []
         for number, request in enumerate(requests):
             for pair in get_rolling_token_windows(
@@ -190,40 +200,43 @@ class MegatronLM(TemplateLM):
                 context_len=1,
             ):
                 owners.append(number)
-                windows.append(Request(*map(tuple, make_disjoint_window(pair))))
+                windows.append(LoglikelihoodRequest(*map(tuple, make_disjoint_window(pair))))
         totals = [0.0] * len(requests)
         for number, answer in zip(owners, self._loglikelihoods(windows), strict=True):
             totals[number] += answer[0]
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The continuation of each context, up to the first of the texts that end it."""
-        self._asked_alike(requests)
+        """Return the continuation of each context, cut at the first of its stop texts."""
+        self._refuse_different_requests(requests)
         prompts = [self._generation_request(number, *request.args) for number, request in enumerate(requests)]
-        texts = generate_continuations(self.loaded, [prompt for prompt, _ in prompts], size=self._size)
-        return [cut_at_stop(self._generated_text(new), until) for new, (_, until) in zip(texts, prompts, strict=True)]
+        texts = generate_without_kv_cache(self.loaded, [prompt for prompt, _ in prompts], size=self._size)
+        return [cut_at_stop(self._decode_generated(new), until) for new, (_, until) in zip(texts, prompts, strict=True)]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as one text, by the tokenizer's template."""
-        text = self.ids.chat_template
+        """Render a conversation as text by the tokenizer's template. `ConfigError` if it has none."""
+        text = self.megatron_tokenizer.chat_template
         if text is None:
             raise ConfigError("the tokenizer has no chat template; give one by chat_template=FILE in --model_args")
-        bos, eos = ("" if token is None else self.ids.id_to_token(token) for token in (self.ids.bos, self.ids.eos))
-        return Template(text, bos=bos, eos=eos, marks=()).render(
+        bos, eos = (
+            "" if token is None else self.megatron_tokenizer.id_to_token(token)
+            for token in (self.megatron_tokenizer.bos, self.megatron_tokenizer.eos)
+        )
+        return ChatTemplate(text, bos=bos, eos=eos, marks=()).render(
             chat_history, add_generation_prompt=add_generation_prompt
         )
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The tokenizer's template, for lm_eval's records."""
-        return self.ids.chat_template if chat_template else None
+        """Return the tokenizer's template for lm_eval's records, or None."""
+        return self.megatron_tokenizer.chat_template if chat_template else None
 
     @cached_property
     def tokenizer_name(self) -> str:
-        """What tells this tokenizer from others in lm_eval's caches."""
-        return str(fingerprint(self.ids)["hash"])
+        """A hash that identifies the tokenizer in lm_eval's caches."""
+        return str(tokenizer_fingerprint(self.megatron_tokenizer)["hash"])
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm_eval writes beside its results."""
+        """Return what lm_eval writes beside its results: checkpoint, dtype and layout."""
         parallel = self.loaded.config.parallel
         return {
             "checkpoint": self.loaded.source.where,
@@ -234,23 +247,30 @@ class MegatronLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """(log-likelihood, whether it is the likeliest) of ids after ids; the first of a request is its text."""
+        """Return (log-likelihood, whether greedy) of (text, context ids, continuation ids); the text is not used."""
         return self._loglikelihoods(
-            [Request(tuple(context), tuple(continuation)) for _, context, continuation in requests]
+            [LoglikelihoodRequest(tuple(context), tuple(continuation)) for _, context, continuation in requests]
         )
 
-    def _loglikelihoods(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
+    def _loglikelihoods(self, requests: Sequence[LoglikelihoodRequest]) -> list[tuple[float, bool]]:
+        """Return (log-likelihood, whether greedy) of each request. `ConfigError` if a continuation exceeds
+        `max_length`.
+        """
         long = [len(request.continuation) for request in requests if len(request.continuation) > self.max_length]
         if long:
             raise ConfigError(
                 f"a continuation of {max(long)} tokens does not fit into the network's {self.max_length} positions"
             )
-        answers = loglikelihoods(self.loaded, requests, max_length=self.max_length, size=self._size)
+        answers = continuation_loglikelihoods(self.loaded, requests, max_length=self.max_length, size=self._size)
         return [(answer.loglikelihood, answer.greedy) for answer in answers]
 
-    def _generation_request(self, number: int, context: str, given: Mapping[str, Any]) -> tuple[Prompt, list[str]]:
-        """A request to continue, and the texts that end it."""
-        until, num_tokens, sampling = parse_gen_kwargs(given, self.settings.max_gen_toks)
+    def _generation_request(
+        self, number: int, context: str, given: Mapping[str, Any]
+    ) -> tuple[GenerationPrompt, list[str]]:
+        """Return a request's prompt, cut at its start to fit, and its stop texts. `ConfigError` if no room is left for
+        a context.
+        """
+        until, num_tokens, sampling = sampling_from_gen_kwargs(given, self.settings.max_gen_toks)
         room = self.max_length - num_tokens
         if room < 1:
             raise ConfigError(
@@ -258,15 +278,16 @@ class MegatronLM(TemplateLM):
                 "max_gen_toks, by --gen_kwargs or in --model_args"
             )
         ids: Ids = tuple((self.tok_encode(context) or [self.prefix_token_id])[-room:])
-        ended: Callable[[list[int]], bool] = lambda new: any(word in self._generated_text(new) for word in until)
-        return Prompt(ids, num_tokens, ended, sampling, self.settings.seed + number), until
+        ended: Callable[[list[int]], bool] = lambda new: any(word in self._decode_generated(new) for word in until)
+        return GenerationPrompt(ids, num_tokens, ended, sampling, self.settings.seed + number), until
 
-    def _generated_text(self, new: Sequence[int]) -> str:
-        special = {*self.ids.special.values(), self.ids.eod}
-        return self.ids.detokenize([token for token in new if token not in special])
+    def _decode_generated(self, new: Sequence[int]) -> str:
+        """Decode new ids without special tokens."""
+        special = {*self.megatron_tokenizer.special.values(), self.megatron_tokenizer.eod}
+        return self.megatron_tokenizer.detokenize([token for token in new if token not in special])
 
-    def _asked_alike(self, requests: Sequence[Instance]) -> None:
-        """Refuse what ranks are not asked together, before they wait for each other for ever."""
+    def _refuse_different_requests(self, requests: Sequence[Instance]) -> None:
+        """Raise `ConfigError` if the ranks have different requests, which would deadlock. Collective."""
         mine = hash_parts(repr(request.args).encode() for request in requests)
         if len(set(collectives.gather_objects(mine, self.loaded.mesh.world))) > 1:
             raise ConfigError(
@@ -275,10 +296,10 @@ class MegatronLM(TemplateLM):
             )
 
 
-def parse_gen_kwargs(given: Mapping[str, Any], most: int) -> tuple[list[str], int, Sampling]:
-    """(texts that end a continuation, most new tokens, how they are drawn) of a task's `gen_kwargs`.
+def sampling_from_gen_kwargs(given: Mapping[str, Any], most: int) -> tuple[list[str], int, SamplingParams]:
+    """Return (stop texts, most new tokens, sampling) of a task's `gen_kwargs`; greedy unless do_sample is true.
 
-    Nothing is drawn unless do_sample is true. `ConfigError` for what is not known here.
+    most: the default number of new tokens. `ConfigError` for unknown settings.
     """
     known = {"until", *_NUMBERS_OF_TOKENS, "do_sample", "temperature", "top_k", "top_p"}
     unknown = [
@@ -291,26 +312,26 @@ def parse_gen_kwargs(given: Mapping[str, Any], most: int) -> tuple[list[str], in
         )
     until = given.get("until") or []
     numbers = [given[name] for name in _NUMBERS_OF_TOKENS if given.get(name) is not None]
-    sampling = _sampling(given) if given.get("do_sample") else Sampling(0.0)
+    sampling = _parse_sampling(given) if given.get("do_sample") else SamplingParams(0.0)
     ends = [until] if isinstance(until, str) else [word for word in until if word]
     return ends, int(numbers[0]) if numbers else most, sampling
 
 
-def _sampling(given: Mapping[str, Any]) -> Sampling:
+def _parse_sampling(given: Mapping[str, Any]) -> SamplingParams:
     temperature = 1.0 if given.get("temperature") is None else float(given["temperature"])
-    return Sampling(temperature, int(given.get("top_k") or 0), float(given.get("top_p") or 0.0))
+    return SamplingParams(temperature, int(given.get("top_k") or 0), float(given.get("top_p") or 0.0))
 
 
 def cut_at_stop(text: str, until: Sequence[str]) -> str:
-    """The text before the first of these."""
+    """Return the text before the first occurrence of a stop text."""
     for word in until:
         text = text.split(word)[0]
     return text
 
 
-@run_entry
+@entry_point
 def main() -> None:
-    """Hand over to lm_eval; ranks after the first report nothing."""
+    """Run lm_eval's command line on all ranks; ranks after the first report nothing."""
     if read_launch_info().rank == 0:
         cli_evaluate()
         return

@@ -17,46 +17,46 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import stages_of
+from megatron.core.config.stages import pipeline_stages_of
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.pipeline_parallel.executor import Shape, run
-from megatron.core.pipeline_parallel.schedules import forward_only
-from megatron.core.pipeline_parallel.transfers import rank_script
-from megatron.core.tensor_parallel.loss import cross_entropy
-from megatron.inference.sampling import Sampling, draw
+from megatron.core.pipeline_parallel.schedules import forward_only_plan
+from megatron.core.pipeline_parallel.transfers import build_rank_script
+from megatron.core.tensor_parallel.loss import vocab_parallel_cross_entropy
+from megatron.inference.sampling import SamplingParams, draw_tokens
 from megatron.training.checkpoint.inference_model import InferenceModel
 
 Ids = tuple[int, ...]
 Batch = Sequence[Ids]
 
 
-class Network(Protocol):
-    """What log-likelihoods are asked of: this rank's stages, in evaluation mode. `InferenceModel` is one."""
+class ScorableNetwork(Protocol):
+    """What log-likelihoods are computed with: this rank's stages, in evaluation mode. `InferenceModel` implements it."""
 
     @property
     def config(self) -> RunConfig:
-        """Its sizes and its layout."""
+        """The run's settings."""
 
     @property
     def mesh(self) -> Mesh:
-        """Its ranks."""
+        """The device mesh of its ranks."""
 
     @property
     def stages(self) -> Sequence[GPTModel]:
-        """Those of this rank, in order."""
+        """The stages of this rank, in order."""
 
 
 @dataclass(frozen=True, slots=True)
-class BatchSize:
+class BatchLimits:
     """At most `rows` inputs together, and at most `tokens` ids, padding included; a single input may be longer."""
 
     rows: int
     tokens: int | None = None
 
     def split_into_batches(self, inputs: Sequence[Ids]) -> list[Batch]:
-        """Inputs in batches, the longest first."""
+        """Split inputs into batches, the longest inputs first."""
         batches: list[list[Ids]] = []
         for ids in sorted(inputs, key=lambda ids: (-len(ids), ids)):
             full = (
@@ -71,39 +71,44 @@ class BatchSize:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """How likely is `continuation` after `context`? Ids, at least one each."""
+class LoglikelihoodRequest:
+    """A request for the likelihood of `continuation` after `context`; at least one id each."""
 
     context: Ids
     continuation: Ids
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """loglikelihood: sum of the log-probabilities (nats). greedy: whether each token is the likeliest at its place."""
+class ContinuationLikelihood:
+    """The likelihood of a given continuation. loglikelihood: sum of log-probabilities (nats). greedy: whether every
+    token of it is the likeliest.
+    """
 
     loglikelihood: float
     greedy: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """ids: at least one, `num_tokens` fewer than the network has positions. ended: asked of the new ids after each of them.
-
-    seed: of this prompt's draws, whatever else is in its batch.
+class GenerationPrompt:
+    """A prompt to continue. ids: at least one; with `num_tokens` they must fit the network's positions.
+    num_tokens: most new tokens. ended: called with the new ids after each; true ends the text. seed: of this prompt's
+    draws, whatever else is in its batch.
     """
 
     ids: Ids
     num_tokens: int
     ended: Callable[[list[int]], bool]
-    sampling: Sampling = Sampling(0.0)
+    sampling: SamplingParams = SamplingParams(0.0)
     seed: int = 0
 
 
-def loglikelihoods(loaded: Network, requests: Sequence[Request], *, max_length: int, size: BatchSize) -> list[Answer]:
-    """Answers in the order of the requests. What is longer than `max_length` inputs loses its first ids.
+def continuation_loglikelihoods(
+    loaded: ScorableNetwork, requests: Sequence[LoglikelihoodRequest], *, max_length: int, size: BatchLimits
+) -> list[ContinuationLikelihood]:
+    """Return the likelihood of each request's continuation, in order; the same on all ranks. Collective.
 
-    Requests with equal inputs, as answers of a multiple choice that differ in their last id, are computed once.
+    An input longer than `max_length` loses its first ids. Requests with equal inputs (all but the last id) are computed
+    once.
     """
     inputs = [(request.context + request.continuation)[-(max_length + 1) :][:-1] for request in requests]
     numbers_of: dict[Ids, list[int]] = {}
@@ -116,10 +121,10 @@ def loglikelihoods(loaded: Network, requests: Sequence[Request], *, max_length: 
     mine = (
         batches[axis.rank :: axis.size]
         if loaded.config.parallel.expert_model_parallel_size == 1
-        else _pad_batch_rounds(batches, axis)
+        else _equalize_batch_rounds(batches, axis)
     )
 
-    def keep(microbatch: int, logits: Tensor) -> None:
+    def store_likelihoods(microbatch: int, logits: Tensor) -> None:
         batch = mine[microbatch]
         numbers = [number for ids in batch for number in numbers_of[ids]]
         rows = [row for row, ids in enumerate(batch) for _ in numbers_of[ids]]
@@ -133,15 +138,16 @@ def loglikelihoods(loaded: Network, requests: Sequence[Request], *, max_length: 
         )
 
     with _progress_bar(loaded, mine, "loglikelihoods") as bar:
-        forward_batches(loaded, mine, keep, bar)
-    gathered = gather_answers(loaded, results)
+        forward_batches(loaded, mine, store_likelihoods, bar)
+    gathered = gather_results_by_number(loaded, results)
     return [gathered[number] for number in range(len(requests))]
 
 
-def _pad_batch_rounds(batches: Sequence[Batch], axis: Axis) -> list[Batch]:
-    """This rank's batches where ranks share experts: all have equally many, and each round the same rows and length.
+def _equalize_batch_rounds(batches: Sequence[Batch], axis: Axis) -> list[Batch]:
+    """Return this rank's batches when ranks share experts: all ranks get equally many, and each round has equal rows
+    and lengths.
 
-    What is missing is filled with the round's longest input, whose answer then comes more than once.
+    What is missing is filled with the round's longest input.
     """
     mine: list[Batch] = []
     for start in range(0, len(batches), axis.size):
@@ -153,9 +159,12 @@ def _pad_batch_rounds(batches: Sequence[Batch], axis: Axis) -> list[Batch]:
 
 
 def _score_continuations(
-    loaded: Network, logits: Tensor, rows: Sequence[int], inputs: Sequence[Ids], continuations: Sequence[Ids]
-) -> list[Answer]:
-    """logits: [s, b, v/tp], padded columns included; rows: each request's row of the batch. Only asked places are looked at."""
+    loaded: ScorableNetwork, logits: Tensor, rows: Sequence[int], inputs: Sequence[Ids], continuations: Sequence[Ids]
+) -> list[ContinuationLikelihood]:
+    """Return the likelihood of each continuation from a batch's logits.
+
+    logits: [s, b, v/tp], padded columns included. rows: each request's row of the batch.
+    """
     columns = [row for row, ids in zip(rows, continuations, strict=True) for _ in ids]
     places = [
         place
@@ -165,17 +174,17 @@ def _score_continuations(
     targets = torch.tensor([token for ids in continuations for token in ids], device=logits.device)
     chosen = logits[torch.tensor(places, device=logits.device), torch.tensor(columns, device=logits.device)]
     axis, true_size = loaded.mesh.tp, loaded.config.model.true_vocab_size
-    right = argmax_ids(chosen, axis, true_size) == targets
-    losses = cross_entropy(chosen[:, None], targets[:, None], axis, true_size)[:, 0]
+    right = argmax_token_ids(chosen, axis, true_size) == targets
+    losses = vocab_parallel_cross_entropy(chosen[:, None], targets[:, None], axis, true_size)[:, 0]
     lengths = [len(ids) for ids in continuations]
     return [
-        Answer(-float(loss.double().sum()), bool(hits.all()))
+        ContinuationLikelihood(-float(loss.double().sum()), bool(hits.all()))
         for loss, hits in zip(losses.split(lengths), right.split(lengths))
     ]
 
 
-def argmax_ids(logits: Tensor, axis: Axis, true_vocab_size: int) -> Tensor:
-    """The id with the largest logit at each place; the first, where several are equal.
+def argmax_token_ids(logits: Tensor, axis: Axis, true_vocab_size: int) -> Tensor:
+    """Return the id with the largest logit at each position; of equal ones the first. Collective over the tensor axis.
 
     logits: [..., v/tp], padded columns included. Returns int64 [...].
     """
@@ -191,10 +200,13 @@ def argmax_ids(logits: Tensor, axis: Axis, true_vocab_size: int) -> Tensor:
     return -collectives.all_reduce(-mine, axis, "max")
 
 
-def generate_continuations(loaded: InferenceModel, prompts: Sequence[Prompt], *, size: BatchSize) -> list[list[int]]:
-    """New ids after each prompt, until it is ended or has its number of them; the end of document is the last, if it comes.
+def generate_without_kv_cache(
+    loaded: InferenceModel, prompts: Sequence[GenerationPrompt], *, size: BatchLimits
+) -> list[list[int]]:
+    """Return the new ids after each prompt, until it ends, has `num_tokens` of them, or the end of document comes
+    (included).
 
-    Every step computes the whole of each text anew.
+    The same on all ranks. Collective. Every step computes the whole text anew, without a KV cache.
     """
     numbers: dict[Ids, list[int]] = {}
     for number, prompt in enumerate(prompts):
@@ -206,38 +218,39 @@ def generate_continuations(loaded: InferenceModel, prompts: Sequence[Prompt], *,
     mine = places[axis.rank :: axis.size]
     for batch in _progress_bar(loaded, mine, "continuations"):
         texts.update(zip(batch, _generate_batch(loaded, [prompts[number] for number in batch])))
-    gathered = gather_answers(loaded, texts)
+    gathered = gather_results_by_number(loaded, texts)
     return [gathered[number] for number in range(len(prompts))]
 
 
-def _generate_batch(loaded: InferenceModel, prompts: Sequence[Prompt]) -> list[list[int]]:
+def _generate_batch(loaded: InferenceModel, prompts: Sequence[GenerationPrompt]) -> list[list[int]]:
     """The new ids of one batch; the same on every stage and tensor rank."""
     new: list[list[int]] = [[] for _ in prompts]
     draws = [torch.Generator(loaded.mesh.device).manual_seed(prompt.seed) for prompt in prompts]
     active = list(range(len(prompts)))
-    while active := [row for row in active if not _is_over(prompts[row], new[row], loaded.tokenizer.eod)]:
+    while active := [row for row in active if not _prompt_is_finished(prompts[row], new[row], loaded.tokenizer.eod)]:
         texts = [prompts[row].ids + tuple(new[row]) for row in active]
         tokens = torch.zeros(len(active), dtype=torch.int64, device=loaded.mesh.device)
 
-        def keep(_: int, logits: Tensor) -> None:
+        def draw_next_tokens(_: int, logits: Tensor) -> None:
             places = torch.tensor([len(text) - 1 for text in texts], device=logits.device)
             last = _gather_logits(loaded, logits[places, torch.arange(len(texts), device=logits.device)])
             for place, row in enumerate(active):
-                tokens[place] = draw(last[place : place + 1], prompts[row].sampling, draws[row])[0]
+                tokens[place] = draw_tokens(last[place : place + 1], prompts[row].sampling, draws[row])[0]
 
-        forward_batches(loaded, [texts], keep)
-        collectives.broadcast(tokens, loaded.mesh.pp, stages_of(loaded.config)[-1].rank)
+        forward_batches(loaded, [texts], draw_next_tokens)
+        collectives.broadcast(tokens, loaded.mesh.pp, pipeline_stages_of(loaded.config)[-1].rank)
         for row, token in zip(active, tokens.tolist()):
             new[row].append(token)
     return new
 
 
-def _is_over(prompt: Prompt, new: list[int], eod: int) -> bool:
+def _prompt_is_finished(prompt: GenerationPrompt, new: list[int], eod: int) -> bool:
+    """Return whether a prompt has all its new tokens, or is ended."""
     return len(new) == prompt.num_tokens or bool(new) and (new[-1] == eod or prompt.ended(new))
 
 
 def _gather_logits(loaded: InferenceModel, logits: Tensor) -> Tensor:
-    """logits: [b, v/tp]. Returns [b, v] without padding, in fp32 (fp64 for fp64), the same on every tensor rank."""
+    """All-gather logits [b, v/tp] to [b, v] without padding, in fp32 (fp64 for fp64), on every tensor rank."""
     whole = collectives.all_gather(logits.t().contiguous(), loaded.mesh.tp).t()[
         :, : loaded.config.model.true_vocab_size
     ]
@@ -245,27 +258,31 @@ def _gather_logits(loaded: InferenceModel, logits: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
-class _Pass:
-    """The executor's view of a forward pass over batches. keep: takes the number of a batch and its logits, on the last stage."""
+class _ForwardOnlyWork:
+    """`PipelineWork` of a forward pass over batches. keep: called on the last stage with the number of a batch and its
+    logits.
+    """
 
-    loaded: Network
+    loaded: ScorableNetwork
     batches: Sequence[Batch]
     keep: Callable[[int, Tensor], None]
     bar: tqdm | None = None
 
     @property
     def device(self) -> torch.device:
-        """Where the network is."""
+        """Device of the network."""
         return self.loaded.mesh.device
 
     def input_specs(self, stage: int, microbatch: int) -> tuple[Shape, ...]:
-        """The message of the stage before."""
+        """Return shape and dtype of what the stage receives for a batch."""
         batch = self.batches[microbatch]
         chunk = self.loaded.stages[stage // self.loaded.mesh.pp.size]
-        return (chunk.message_shape(len(batch), self._padded_length(batch)),) * chunk.num_received_states
+        return (chunk.hidden_states_spec(len(batch), self._padded_length(batch)),) * chunk.num_received_tensors
 
     def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """One stage on one batch; rows are filled up to the length of the first, the longest."""
+        """Run one stage on one batch, padded to the length of its first, longest input; `keep` the output of the last
+        stage.
+        """
         chunk, batch = self.loaded.stages[stage // self.loaded.mesh.pp.size], self.batches[microbatch]
         ids = torch.tensor([ids + (0,) * (self._padded_length(batch) - len(ids)) for ids in batch], device=self.device)
         output = chunk(ids=ids, hidden=received[0] if received else None)
@@ -277,40 +294,44 @@ class _Pass:
         return ()
 
     def _padded_length(self, batch: Batch) -> int:
-        """Of the longest input, and such that tensor ranks can cut it where they do."""
+        """Return the length of the longest input, rounded up so that sequence parallelism can divide it."""
         parallel = self.loaded.config.parallel
         piece = parallel.tp if parallel.sequence_parallel else 1
         return -(-len(batch[0]) // piece) * piece
 
     def before_backward(self, stage: int, microbatch: int, last: bool) -> None:
-        """Never asked: the plan has no backward passes."""
+        """Never called: the plan has no backward passes."""
 
     def reduce(self, stage: int) -> None:
-        """Never asked."""
+        """Never called: the plan has no reductions."""
 
 
 def forward_batches(
-    loaded: Network, batches: Sequence[Batch], keep: Callable[[int, Tensor], None], bar: tqdm | None = None
+    loaded: ScorableNetwork, batches: Sequence[Batch], keep: Callable[[int, Tensor], None], bar: tqdm | None = None
 ) -> None:
-    """Run all batches through all stages. keep: takes the number of a batch and its logits [s, b, v/tp] (or scores [b, s]), on the last stage.
+    """Run all batches through all pipeline stages. Collective.
 
-    Inputs are lists of ids, the longest of a batch first.
+    batches: lists of ids, the longest of a batch first. keep: called on the last stage with the number of a batch and
+    its logits [s, b, v/tp] (of a reward model: scores [b, s]). bar: advanced for each batch.
     """
     axis = loaded.mesh.pp
     if batches:
-        plan = rank_script(
-            forward_only(axis.size, len(loaded.stages), len(batches), loaded.config.parallel.stage_placement), axis.rank
+        plan = build_rank_script(
+            forward_only_plan(axis.size, len(loaded.stages), len(batches), loaded.config.parallel.stage_placement),
+            axis.rank,
         )
-        run(plan, work=_Pass(loaded, batches, keep, bar), axis=axis, backward_axis=loaded.mesh.pp_backward)
+        run(plan, work=_ForwardOnlyWork(loaded, batches, keep, bar), axis=axis, backward_axis=loaded.mesh.pp_backward)
 
 
-def _progress_bar(loaded: Network, batches: Sequence[Any], title: str) -> tqdm:
-    """A progress bar over batches, on the first rank and on terminals only."""
+def _progress_bar(loaded: ScorableNetwork, batches: Sequence[Any], title: str) -> tqdm:
+    """Return a progress bar over batches, shown on the first rank and on terminals only."""
     return tqdm(batches, desc=title, disable=None if loaded.mesh.world.is_first else True)
 
 
-def gather_answers(loaded: Network, local: dict[int, Any]) -> dict[int, Any]:
-    """What the ranks found, of all data ranks, on all ranks."""
+def gather_results_by_number(loaded: ScorableNetwork, local: dict[int, Any]) -> dict[int, Any]:
+    """Return the results of all data-parallel ranks by number, on all ranks. local: this rank's, used on the last stage
+    and first tensor rank only.
+    """
     speaks = loaded.stages[-1].stage.has_output and loaded.mesh.tp.is_first
     everyone = collectives.gather_objects(local if speaks else {}, loaded.mesh.world)
     return {number: answer for theirs in everyone for number, answer in theirs.items()}

@@ -19,11 +19,17 @@ from typing import Any
 import yaml
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.tokenizers.base import Tokenizer, read_text
-from megatron.evaluation.benchmarks import BENCHMARKS, Question, read_questions, scores, write_results
-from megatron.inference.image_prompts import ImagePrompts
-from megatron.inference.samples import Prompts, continuations, image_prompt
-from megatron.inference.sampling import Sampling
+from megatron.core.tokenizers.base import Tokenizer, read_flag_file_text
+from megatron.evaluation.benchmarks import (
+    BENCHMARKS,
+    BenchmarkQuestion,
+    benchmark_scores,
+    read_benchmark_questions,
+    write_benchmark_results,
+)
+from megatron.inference.image_prompts import ImagePromptWriter
+from megatron.inference.samples import EvaluationPrompts, encode_image_question, generate_continuation_texts
+from megatron.inference.sampling import SamplingParams
 
 _TASKS = {
     "captioning": "captions",
@@ -33,7 +39,7 @@ _FLAG = "--online-evaluation-config"
 
 
 @dataclass(frozen=True, slots=True)
-class OnlineEvaluation:
+class OnlineEvaluationConfig:
     """The content of the file. gt_path: a path, or several. prompt: how a question is put; None: as the benchmark does.
 
     temperature is 0 unless given (in Megatron 1): the likeliest answer is scored.
@@ -53,15 +59,15 @@ class OnlineEvaluation:
     prompt: str | None = None
 
     @staticmethod
-    def read(path: str) -> OnlineEvaluation:
-        """The file of a flag. Raises `ConfigError` that names what is wrong in it."""
+    def read_yaml_config(path: str) -> OnlineEvaluationConfig:
+        """Read and check the YAML file of --online-evaluation-config. Raises `ConfigError` that names what is wrong."""
         try:
-            content = yaml.safe_load(read_text(path, _FLAG))
+            content = yaml.safe_load(read_flag_file_text(path, _FLAG))
         except yaml.YAMLError as error:
             raise ConfigError(f"{_FLAG} {path} is no YAML: {' '.join(str(error).split())}") from None
         if not isinstance(content, dict):
             raise ConfigError(f"{_FLAG} {path} holds no mapping")
-        known = {field.name: field for field in fields(OnlineEvaluation)}
+        known = {field.name: field for field in fields(OnlineEvaluationConfig)}
         if strange := [str(key) for key in content if key not in known]:
             raise ConfigError(f"{_FLAG} {path}: {', '.join(strange)} is not known; keys are {', '.join(known)}")
         if lacking := [key for key in ("task", "gt_path") if not content.get(key)]:
@@ -71,11 +77,12 @@ class OnlineEvaluation:
         if task not in BENCHMARKS:
             names = ", ".join([*BENCHMARKS, *_TASKS])
             raise ConfigError(f"{_FLAG} {path}: the task {content['task']} is not known; tasks are {names}")
-        result = OnlineEvaluation(**{**content, "task": task})
-        result._check(path)
+        result = OnlineEvaluationConfig(**{**content, "task": task})
+        result._check_values(path)
         return result
 
-    def _check(self, path: str) -> None:
+    def _check_values(self, path: str) -> None:
+        """Raise `ConfigError` for numbers of a wrong type or range. path: the file, for the message."""
         whole = ("top_k", "out_seq_length", "num_partitions", "partition_id", "num_samples_per_partition")
         least = {"out_seq_length": 1, "num_partitions": 1}
         problems = [
@@ -91,10 +98,10 @@ class OnlineEvaluation:
         if problems:
             raise ConfigError("\n".join(f"{_FLAG} {path}: {problem}" for problem in problems))
 
-    def questions(self) -> list[Question]:
-        """The questions that are asked."""
+    def select_questions(self) -> list[BenchmarkQuestion]:
+        """Return the benchmark's questions of this partition. `ConfigError` if it is empty, or a question has no text."""
         paths = [self.gt_path] if isinstance(self.gt_path, str) else list(self.gt_path)
-        every = read_questions(self.task, paths, self.prompt)
+        every = read_benchmark_questions(self.task, paths, self.prompt)
         if any(not question.messages for question in every):
             raise ConfigError(f"{', '.join(paths)} holds answers without questions; give the file of questions too")
         size = self.num_samples_per_partition or -(-len(every) // self.num_partitions)
@@ -104,18 +111,20 @@ class OnlineEvaluation:
         return chosen
 
 
-def online_evaluation(
-    path: str, written: ImagePrompts, tokenizer: Tokenizer, *, positions: int, seed: int, save: str | None
+def build_online_evaluation(
+    path: str, written: ImagePromptWriter, tokenizer: Tokenizer, *, positions: int, seed: int, save: str | None
 ) -> tuple[str, Callable[[Sequence[Any], int], dict[str, float]]]:
-    """The name of a file's task, and what answers its questions and scores them: (this rank's stages, iteration) -> scores in percent.
+    """Return (task name, function that evaluates) for a config file; the function takes (this rank's stages,
+    iteration), generates and scores the answers, and returns scores in percent by name. Collective.
 
-    written: writes prompts. positions: of the network. save: folder whose online_eval the answers go to, where the file names none.
+    written: writes prompts with images. positions: the network's. seed: of sampling. save: answers go to its
+    `online_eval` subfolder unless the file has an output_path; None: they are not written.
     """
-    config = OnlineEvaluation.read(path)
-    questions = config.questions()
+    config = OnlineEvaluationConfig.read_yaml_config(path)
+    questions = config.select_questions()
     room = positions - config.out_seq_length
     prompts_written = [
-        image_prompt(
+        encode_image_question(
             one.messages,
             one.images,
             written,
@@ -126,16 +135,16 @@ def online_evaluation(
         for one in questions
     ]
     ids, images = zip(*prompts_written, strict=True)
-    sampling = Sampling(config.temperature, config.top_k, config.top_p)
-    prompts = Prompts(("",) * len(ids), ids, config.out_seq_length, sampling, seed, images=images)
+    sampling = SamplingParams(config.temperature, config.top_k, config.top_p)
+    prompts = EvaluationPrompts(("",) * len(ids), ids, config.out_seq_length, sampling, seed, images=images)
     folder = config.output_path or (None if save is None else str(Path(save) / "online_eval"))
 
     def evaluate(stages: Sequence[Any], iteration: int) -> dict[str, float]:
-        answers = [answer.strip() for answer in continuations(stages, tokenizer, prompts)]
+        answers = [answer.strip() for answer in generate_continuation_texts(stages, tokenizer, prompts)]
         rows = list(zip(answers, questions, strict=True))
         if folder is not None and stages[0].build.mesh.world.is_first:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            write_results(config.task, rows, Path(folder) / f"{config.task}-{iteration:07d}.json")
-        return scores(config.task, rows)
+            write_benchmark_results(config.task, rows, Path(folder) / f"{config.task}-{iteration:07d}.json")
+        return benchmark_scores(config.task, rows)
 
     return config.task, evaluate

@@ -22,14 +22,14 @@ from megatron.core.datasets.conversations import ConversationEncoder
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.evaluation.likelihood import BatchSize, Ids, forward_batches, gather_answers
+from megatron.evaluation.likelihood import BatchLimits, Ids, forward_batches, gather_results_by_number
 from megatron.training.checkpoint.inference_model import REWARD, InferenceModel, load_network
 
 Message = Mapping[str, Any]
 
 
-def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text with its end, as reward models read it: [tokens]."""
+def encode_reward_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the ids of a text with the end of document, as reward models read it: [tokens]."""
     ids = list(tokenizer.tokenize(text))
     return ids if ids and ids[-1] == tokenizer.eod else [*ids, tokenizer.eod]
 
@@ -52,20 +52,24 @@ class RewardModel:
         device: torch.device | None = None,
         alone: bool = False,
     ) -> RewardModel:
-        """Load a checkpoint, or a folder of Hugging Face's; all ranks together, or with `alone` whole on this one, which scores by
-        itself then. The arguments are those of `load_network`.
+        """Load a checkpoint, or a Hugging Face folder, collectively over all ranks; with `alone`, whole on this rank,
+        which then scores by itself. template: see the class; other arguments as in `load_network`.
         """
         loaded = load_network(
             path, REWARD, parallel=parallel, dtype=dtype, tokenizer=tokenizer, device=device, alone=alone
         )
         return RewardModel(loaded, template)
 
-    def score(self, texts: Sequence[str | Sequence[Message]], *, size: BatchSize = BatchSize(32)) -> list[float]:
-        """The score of each text or conversation, in their order; the same on all ranks, which are all asked the same."""
-        return self.score_ids(self.ids(texts), size=size)
+    def score(self, texts: Sequence[str | Sequence[Message]], *, size: BatchLimits = BatchLimits(32)) -> list[float]:
+        """Return the score of each text or conversation, in order. Collective (unless loaded `alone`): all ranks pass
+        the same and get the same.
+        """
+        return self.score_ids(self.encode_reward_texts(texts), size=size)
 
-    def score_ids(self, inputs: Sequence[Ids], *, size: BatchSize = BatchSize(32)) -> list[float]:
-        """The score of each text as ids, as `score`."""
+    def score_ids(self, inputs: Sequence[Ids], *, size: BatchLimits = BatchLimits(32)) -> list[float]:
+        """As `score`, for texts given as ids with their end. `ConfigError` if one is longer than the network's
+        positions.
+        """
         longest = self.loaded.config.model.max_position_embeddings
         if too_long := [number for number, ids in enumerate(inputs) if len(ids) > longest]:
             raise ConfigError(
@@ -77,30 +81,30 @@ class RewardModel:
             numbers.setdefault(ids, []).append(number)
         batches, scores = size.split_into_batches(list(numbers)), dict[int, float]()
 
-        def keep(place: int, values: Tensor) -> None:
+        def store_scores(place: int, values: Tensor) -> None:
             """values: [b, s], at every position."""
             for row, ids in enumerate(batches[place]):
                 scores.update(dict.fromkeys(numbers[ids], float(values[row, len(ids) - 1])))
 
-        forward_batches(self.loaded, batches, keep)
-        gathered = gather_answers(self.loaded, scores)
+        forward_batches(self.loaded, batches, store_scores)
+        gathered = gather_results_by_number(self.loaded, scores)
         return [gathered[number] for number in range(len(inputs))]
 
     def score_as_leader(self, inputs: Sequence[Ids]) -> list[float]:
-        """`score_ids` on the first rank, while all others `run_as_follower`."""
+        """As `score_ids`, called on the first rank only, while all others are in `run_as_follower`."""
         return self.score_ids(collectives.broadcast_object(list(inputs), self.loaded.mesh.world))
 
     def release_followers(self) -> None:
-        """End `run_as_follower` on the other ranks."""
+        """On the first rank: end `run_as_follower` on the others."""
         collectives.broadcast_object(None, self.loaded.mesh.world)
 
     def run_as_follower(self) -> None:
-        """Score what the first rank scores, until it lets go."""
+        """Take part in what the first rank scores, until `release_followers`."""
         while (inputs := collectives.broadcast_object(None, self.loaded.mesh.world)) is not None:
             self.score_ids(inputs)
 
-    def ids(self, texts: Sequence[str | Sequence[Message]]) -> list[Ids]:
-        """The ids of each text or conversation, with its end."""
+    def encode_reward_texts(self, texts: Sequence[str | Sequence[Message]]) -> list[Ids]:
+        """Return the ids of each text or conversation, with its end."""
         tokenizer = self.loaded.tokenizer
         encoder = (
             ConversationEncoder(tokenizer, self.template) if any(not isinstance(text, str) for text in texts) else None
@@ -108,7 +112,7 @@ class RewardModel:
         inputs: list[Ids] = []
         for text in texts:
             if isinstance(text, str):
-                inputs.append(tuple(text_ids(tokenizer, text)))
+                inputs.append(tuple(encode_reward_text(tokenizer, text)))
                 continue
             assert encoder is not None, "conversations are written by a template"
             (ids,) = encoder.encode([encoder.template.render_segments(text)])

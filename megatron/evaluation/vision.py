@@ -35,7 +35,9 @@ _TOKEN = re.compile(
 
 
 def normalize_vqa_answer(answer: str) -> str:
-    """An answer as VQA compares it: lower case, without punctuation and articles, numbers as digits, contractions with apostrophes."""
+    """Normalize an answer as VQA's evaluation does: lower case, no punctuation or articles, digits for number words,
+    contractions with apostrophes.
+    """
     text = answer.replace("\n", " ").replace("\t", " ").strip()
     result = text
     for sign in _PUNCTUATION:
@@ -46,10 +48,10 @@ def normalize_vqa_answer(answer: str) -> str:
     return " ".join(_CONTRACTIONS.get(word, word) for word in words if word not in _ARTICLES)
 
 
-def vqa(answer: str, references: Sequence[str], *, leave_one_out: bool = True) -> float:
-    """The accuracy of an answer, given what people answered.
+def vqa_accuracy(answer: str, references: Sequence[str], *, leave_one_out: bool = True) -> float:
+    """Return the VQA accuracy of an answer, 0 to 1. references: what the annotators answered.
 
-    leave_one_out: the official mean over all sets of the other nine; else min(1, people / 3) of all, as many count it.
+    leave_one_out: the official mean over all sets of the other nine; else min(1, matches / 3) over all.
     """
     given, theirs = normalize_vqa_answer(answer), [normalize_vqa_answer(reference) for reference in references]
     same = sum(reference == given for reference in theirs)
@@ -67,14 +69,15 @@ def relaxed_accuracy(answer: str, reference: str) -> float:
 
 
 def _parse_number(text: str) -> float | None:
+    """Return the number in a text, without a percent sign; None if it is none."""
     try:
         return float(text.strip().rstrip("%"))
     except ValueError:
         return None
 
 
-def anls(answer: str, references: Sequence[str]) -> float:
-    """Average normalized Levenshtein similarity of one answer to the best of its references."""
+def anls_score(answer: str, references: Sequence[str]) -> float:
+    """Return the ANLS of an answer: normalized Levenshtein similarity to the best reference, 0 below one half."""
     given = " ".join(answer.lower().split())
     best = 0.0
     for reference in references:
@@ -85,7 +88,7 @@ def anls(answer: str, references: Sequence[str]) -> float:
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Fewest characters to insert, delete or change."""
+    """Return the Levenshtein distance: fewest characters to insert, delete or change."""
     row = list(range(len(b) + 1))
     for place, mine in enumerate(a, 1):
         before, row[0] = row[0], place
@@ -94,8 +97,10 @@ def edit_distance(a: str, b: str) -> int:
     return row[-1]
 
 
-def chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
-    """The letter that an answer gives: in brackets, else by itself, else by the text of its option; of several the last. None: none."""
+def parse_chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
+    """Return the letter that an answer chooses, or None: the letter in brackets, else by itself, else the option's
+    text; if several occur, the last.
+    """
     text = f" {answer.strip().strip('.,:;!?') if len(answer) < 4 else answer} "
     for spelled in ("({})", " {} ", "{}."):
         places = {letter: text.rfind(spelled.format(letter)) for letter in options}
@@ -107,7 +112,7 @@ def chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
 
 
 def open_answer_score(answer: str, references: Sequence[str]) -> float:
-    """1 where the answer holds a reference: a number, rounded to two places, or a text."""
+    """Return 1 if the answer contains a reference (a number rounded to two places, or a text), else 0."""
     text = answer.lower().replace(",", "")
     numbers = {round(float(one), 2) for one in re.findall(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?", text)}
     for reference in references:
@@ -117,8 +122,8 @@ def open_answer_score(answer: str, references: Sequence[str]) -> float:
     return 0.0
 
 
-def caption_tokens(text: str) -> list[str]:
-    """The tokens of a caption: lower case, after the Penn Treebank's rules, without punctuation."""
+def tokenize_caption(text: str) -> list[str]:
+    """Return the tokens of a caption by the Penn Treebank's rules, in lower case, without punctuation."""
     text = text.lower().replace("(", " -lrb- ").replace(")", " -rrb- ").replace("\n", " ")
     return [token for token in _TOKEN.findall(text) if token not in _LEFT_OUT]
 
@@ -127,6 +132,7 @@ Tokens = Sequence[str]
 
 
 def _count_ngrams(tokens: Tokens, longest: int = 4) -> Counter[tuple[str, ...]]:
+    """Count the n-grams of 1 to `longest` tokens."""
     return Counter(
         tuple(tokens[start : start + size]) for size in range(1, longest + 1) for start in range(len(tokens) - size + 1)
     )
@@ -141,10 +147,10 @@ def cider(captions: Sequence[Tokens], references: Sequence[Sequence[Tokens]], *,
     images: Counter[tuple[str, ...]] = Counter(gram for group in counted for gram in set().union(*group))
     total = math.log(len(captions))
 
-    def vector(counts: Counter[tuple[str, ...]]) -> dict[tuple[str, ...], float]:
+    def tfidf_vector(counts: Counter[tuple[str, ...]]) -> dict[tuple[str, ...], float]:
         return {gram: count * (total - math.log(max(1.0, images[gram]))) for gram, count in counts.items()}
 
-    def lengths(values: Mapping[tuple[str, ...], float]) -> list[float]:
+    def ngram_norms(values: Mapping[tuple[str, ...], float]) -> list[float]:
         sums = [0.0] * 4
         for gram, value in values.items():
             sums[len(gram) - 1] += value * value
@@ -152,11 +158,11 @@ def cider(captions: Sequence[Tokens], references: Sequence[Sequence[Tokens]], *,
 
     scores = []
     for caption, group in zip(captions, counted, strict=True):
-        mine = vector(_count_ngrams(caption))
-        norm, score = lengths(mine), 0.0
+        mine = tfidf_vector(_count_ngrams(caption))
+        norm, score = ngram_norms(mine), 0.0
         for counts in group:
-            theirs = vector(counts)
-            other, products = lengths(theirs), [0.0] * 4
+            theirs = tfidf_vector(counts)
+            other, products = ngram_norms(theirs), [0.0] * 4
             for gram, value in mine.items():
                 weight = theirs.get(gram, 0.0)
                 products[len(gram) - 1] += min(value, weight) * weight
@@ -170,7 +176,7 @@ def cider(captions: Sequence[Tokens], references: Sequence[Sequence[Tokens]], *,
 
 
 def bleu(captions: Sequence[Tokens], references: Sequence[Sequence[Tokens]], longest: int = 4) -> float:
-    """BLEU of all captions together, n-grams up to 4, each caption's length against its closest reference."""
+    """Return corpus BLEU of all captions, n-grams up to `longest`; the closest reference length counts for brevity."""
     right, guessed, length, closest = [0] * longest, [0] * longest, 0, 0
     for caption, group in zip(captions, references, strict=True):
         best: Counter[tuple[str, ...]] = Counter()
@@ -200,6 +206,7 @@ def rouge_l(captions: Sequence[Tokens], references: Sequence[Sequence[Tokens]], 
 
 
 def _longest_common_subsequence(a: Tokens, b: Tokens) -> int:
+    """Return the length of the longest common subsequence."""
     row = [0] * (len(b) + 1)
     for mine in a:
         before = 0

@@ -17,23 +17,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.config.adapters import layer_name, linear_layers
+from megatron.core.config.adapters import global_layer_name, linear_layer_shapes
 from megatron.core.config.plan import LayerPlan, network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.adapter_set import AdapterSet, AdapterSource
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import device as devices
-from megatron.core.parallel.spec import local_shape, local_shards, spec_of
+from megatron.core.parallel.spec import local_shape, local_shards, param_spec_of
 from megatron.core.tensor_parallel.adapter import AdapterBuildContext, LinearAdapter
-from megatron.core.tensor_parallel.linear import AdaptedLinear
-from megatron.core.tensor_parallel.quantized import dense
-from megatron.core.transformer.build import BuildContext
+from megatron.core.tensor_parallel.linear import AdaptableLinear
+from megatron.core.tensor_parallel.quantized import dense_weight
+from megatron.core.transformer.build import LayerBuildContext
 
 
 @dataclass(frozen=True, slots=True)
-class _Factors:
-    """Of one adapter in one layer, this rank's shards. first: A of all its parts, [r, in]; second: scale B, [out, r], zero where a row is of
-    another part; lengths: what DoRA multiplies rows by, [out].
+class _LoraFactors:
+    """Factors of one adapter in one layer, this rank's shards. first: A of all parts, [r, in]; second: scale * B, [out,
+    r], zero outside of a part's rows; lengths: DoRA's row factors, [out], or None.
     """
 
     first: Tensor
@@ -41,54 +41,60 @@ class _Factors:
     lengths: Tensor | None
 
 
-class ServedLinear(nn.Module):
-    """What stands in the place of a linear layer's adapter: those of all requests."""
+class MultiAdapterLinear(nn.Module):
+    """Replaces a linear layer's adapter: applies to each token the adapter of its request."""
 
-    def __init__(self, bank: AdapterBank, linear: AdaptedLinear) -> None:
+    def __init__(self, bank: AdapterBank, linear: AdaptableLinear) -> None:
         super().__init__()
-        self.bank, self.factors = bank, dict[int, _Factors]()
-        shards = spec_of(linear.weight).shards
+        self.bank, self.factors = bank, dict[int, _LoraFactors]()
+        shards = param_spec_of(linear.weight).shards
         self._dim = shards[0].dim if shards else None
         self._last: tuple[tuple[int, ...], Tensor, Tensor, Tensor | None] | None = None
 
     @property
     def enabled(self) -> bool:
-        """Whether an adapter of the pass is beside this layer."""
+        """Whether an adapter of the current pass is on this layer."""
         return any(number in self.factors for number in self.bank.active)
 
     @property
-    def has_magnitudes(self) -> bool:
-        """Whether rows have lengths of their own in one of them (DoRA), by which also the layer's product is multiplied."""
+    def has_dora_magnitudes(self) -> bool:
+        """Whether one of the current pass's adapters scales rows (DoRA), which also scales the layer's own product."""
         return any(self.factors[number].lengths is not None for number in self.bank.active if number in self.factors)
 
-    def put(self, number: int, factors: _Factors | None) -> None:
-        """Add an adapter, or take it out."""
+    def set_adapter(self, number: int, factors: _LoraFactors | None) -> None:
+        """Add an adapter's factors under its number, or with None remove them."""
         self._last = None
         self.factors.pop(number, None)
         if factors is not None:
             self.factors[number] = factors
 
     def forward(self, x: Tensor, base: Tensor, weight: Tensor) -> Tensor:
-        """x: the layer's input, [t, 1, in]; base: its output, without a bias where rows have lengths. Returns the adapted output."""
+        """Return the adapted output. x: the layer's input, [t, 1, in]; base: its output, without bias if rows are
+        scaled (DoRA).
+        """
         numbers, first, second, lengths = self._joined_factors()
-        region = self.bank.build.region
+        region = self.bank.build.tp_region
         low = F.linear(x, first)
         if self._dim == 0:
             low = region.copy_to_region(low)
         elif self._dim == 1:
             low = region.reduce_from_region(low)
         ranks = tuple((number, self.factors[number].first.shape[0]) for number in numbers)
-        result = base + F.linear(low * self.bank.mask(ranks, low), second)
+        result = base + F.linear(low * self.bank.token_rank_mask(ranks, low), second)
         if lengths is None:
             return result
         return result * lengths.index_select(0, self.bank.adapter_slots(numbers, result))[:, None]
 
     def merged_weight(self, weight: Tensor) -> Tensor:
-        """Return the weight (any shape) alone: an adapter of a layer that is multiplied by its weight is refused when it is loaded."""
+        """Return the weight (any shape) unchanged: adapters of layers whose weight is multiplied directly are refused
+        on load.
+        """
         return weight
 
     def _joined_factors(self) -> tuple[tuple[int, ...], Tensor, Tensor, Tensor | None]:
-        """The factors of the pass beside each other: A [sum of ranks, in], B [out, sum of ranks], lengths [1 + adapters, out]."""
+        """Return (adapter numbers, A [sum of ranks, in], B [out, sum of ranks], row factors [1 + adapters, out] or
+        None) of the pass's adapters.
+        """
         numbers = tuple(number for number in self.bank.active if number in self.factors)
         if self._last is None or self._last[0] != numbers:
             chosen = [self.factors[number] for number in numbers]
@@ -96,18 +102,17 @@ class ServedLinear(nn.Module):
             first, second = torch.cat([one.first for one in chosen]), torch.cat([one.second.t() for one in chosen]).t()
             ones = torch.ones_like(second[:, 0])
             lengths = [ones, *(ones if one.lengths is None else one.lengths for one in chosen)]
-            self._last = numbers, first, second, torch.stack(lengths) if self.has_magnitudes else None
+            self._last = numbers, first, second, torch.stack(lengths) if self.has_dora_magnitudes else None
         return self._last
 
 
 class AdapterBank:
-    """The adapters of the linear layers of this rank's stages, and which tokens of the pass under way have which.
-
+    """The adapters on the linear layers of this rank's stages, and which tokens of the current pass use which.
     active: numbers of the adapters in this pass, ascending.
     """
 
     def __init__(self, stages: Sequence[GPTModel]) -> None:
-        self.build: BuildContext = stages[0].build
+        self.build: LayerBuildContext = stages[0].build
         self.active: tuple[int, ...] = ()
         self._of_token: Tensor | None = None
         self._masks: dict[tuple[tuple[int, int], ...], Tensor] = {}
@@ -115,76 +120,86 @@ class AdapterBank:
         self._layers = [(int(index), layer) for stage in stages for index, layer in stage.decoder.layers.items()]
 
     def select_adapters(self, of_token: Tensor | None, numbers: Sequence[int] = ()) -> None:
-        """Begin a pass. of_token: the number of each token's adapter, int64 [t]; None: all are of the base. numbers: that occur in it."""
+        """Set the adapters of the next pass. of_token: the adapter number of each token, int64 [t], 0 for the base;
+        None: all of the base.
+        numbers: that occur in it.
+        """
         self.active, self._of_token = tuple(sorted({*numbers} - {0})), of_token
         self._masks, self._places = {}, {}
 
-    def mask(self, ranks: tuple[tuple[int, int], ...], low: Tensor) -> Tensor:
-        """One where a token has the adapter that a column belongs to, [t or t/tp, 1, sum of ranks]. ranks: (number, rank) of each adapter."""
+    def token_rank_mask(self, ranks: tuple[tuple[int, int], ...], low: Tensor) -> Tensor:
+        """Return 1 where a token uses the adapter that a column of `low` belongs to, [t or t/tp, 1, sum of ranks].
+        ranks: (number, rank) pairs.
+        """
         if ranks not in self._masks:
             owners = [number for number, rank in ranks for _ in range(rank)]
-            same = self._adapter_of_tokens[:, None] == _upload_numbers(owners, low.device)
+            same = self._adapter_of_tokens[:, None] == _upload_adapter_numbers(owners, low.device)
             self._masks[ranks] = same[:, None].to(low.dtype)
         mask = self._masks[ranks]
-        return mask if len(mask) == len(low) else self.build.region.scatter_to_sequence(mask)
+        return mask if len(mask) == len(low) else self.build.tp_region.scatter_to_sequence(mask)
 
     def adapter_slots(self, numbers: tuple[int, ...], result: Tensor) -> Tensor:
-        """For each token 1 + the place of its adapter among these numbers, or 0, int64 [t or t/tp]."""
+        """Return for each token 1 + the index of its adapter among these numbers, or 0 for none, int64 [t or t/tp]."""
         if numbers not in self._places:
-            known = _upload_numbers(numbers, result.device)
+            known = _upload_adapter_numbers(numbers, result.device)
             same = self._adapter_of_tokens[:, None] == known
             self._places[numbers] = (same * torch.arange(1, len(numbers) + 1, device=result.device)).sum(1)
         places = self._places[numbers]
-        return places if len(places) == len(result) else self.build.region.scatter_to_sequence(places)
+        return places if len(places) == len(result) else self.build.tp_region.scatter_to_sequence(places)
 
     @property
     def _adapter_of_tokens(self) -> Tensor:
+        """Return the adapter number of each token of the pass, int64 [t]."""
         assert self._of_token is not None, "a pass with adapters says whose tokens are whose"
         return self._of_token
 
     @property
-    def is_taken(self) -> bool:
-        """Whether another engine over the same stages has adapters beside them."""
-        return any(one.bank is not self and one.factors for one in self._served_layers())
+    def has_foreign_adapters(self) -> bool:
+        """Whether another engine over the same stages has adapters on them."""
+        return any(one.bank is not self and one.factors for one in self._multi_adapter_layers())
 
-    def _served_layers(self) -> Iterator[ServedLinear]:
+    def _multi_adapter_layers(self) -> Iterator[MultiAdapterLinear]:
+        """Yield the layers that have adapters of requests."""
         for _, layer in self._layers:
             for module in layer.modules():
-                if isinstance(module, ServedLinear):
+                if isinstance(module, MultiAdapterLinear):
                     yield module
 
     @torch.no_grad()
-    def put(self, number: int, adapters: AdapterSet | None) -> None:
-        """Add adapters under a number, or take those of the number out. All ranks that hold the network call this together."""
+    def set_adapter(self, number: int, adapters: AdapterSet | None) -> None:
+        """Add adapters under a number, or with None remove those of the number. Collective over the ranks that hold the
+        network.
+        """
         model = self.build.model if adapters is None else replace(self.build.model, adapter=adapters.model.adapter)
         plans = {plan.index: plan for plan in network_layer_plans(model)}
-        for served in self._served_layers():
-            served.put(number, None)
+        for served in self._multi_adapter_layers():
+            served.set_adapter(number, None)
         for index, layer in self._layers:
             if adapters is not None:
-                self._put_layer(number, layer, plans[index], AdapterSource(adapters), model)
+                self._set_layer_adapter(number, layer, plans[index], AdapterSource(adapters), model)
 
-    def _put_layer(
+    def _set_layer_adapter(
         self, number: int, layer: nn.Module, plan: LayerPlan, source: AdapterSource, model: ModelConfig
     ) -> None:
+        """Load the factors of one transformer layer's adapters and set them on its linear layers."""
         made = AdapterBuildContext(self.build.mesh, self.build.streams, self.build.dtype, 0.0, model.adapter.dora)
-        shapes = linear_layers(model, plan)
+        shapes = linear_layer_shapes(model, plan)
         for path, group in groupby(plan.adapters, key=lambda one: one.linear):
             linear = layer.get_submodule(path)
-            assert isinstance(linear, AdaptedLinear), "adapters of experts are refused"
+            assert isinstance(linear, AdaptableLinear), "adapters of experts are refused"
             names = [name for name, _ in shapes[path].parts]
-            adapter = LinearAdapter(tuple(group), names, linear.weight, self.build.region, made)
-            _load_parameters(adapter, f"model.{layer_name(model, plan)}.{path}.adapter", source, self.build)
-            if not (isinstance(linear.adapter, ServedLinear) and linear.adapter.bank is self):
-                linear.adapter = ServedLinear(self, linear)  # type: ignore[assignment]
-            served: ServedLinear = linear.adapter  # type: ignore[assignment]
-            served.put(number, _joint_factors(adapter, dense(linear.weight)))
+            adapter = LinearAdapter(tuple(group), names, linear.weight, self.build.tp_region, made)
+            _load_parameters(adapter, f"model.{global_layer_name(model, plan)}.{path}.adapter", source, self.build)
+            if not (isinstance(linear.adapter, MultiAdapterLinear) and linear.adapter.bank is self):
+                linear.adapter = MultiAdapterLinear(self, linear)  # type: ignore[assignment]
+            served: MultiAdapterLinear = linear.adapter  # type: ignore[assignment]
+            served.set_adapter(number, _joint_factors(adapter, dense_weight(linear.weight)))
 
 
-def _load_parameters(adapter: LinearAdapter, prefix: str, source: AdapterSource, build: BuildContext) -> None:
-    """Give the parameters of an adapter this rank's shards of a source."""
+def _load_parameters(adapter: LinearAdapter, prefix: str, source: AdapterSource, build: LayerBuildContext) -> None:
+    """Fill an adapter's parameters with this rank's shards from a source."""
     for name, param in list(adapter.named_parameters()):
-        spec = spec_of(param)
+        spec = param_spec_of(param)
         value = torch.zeros(local_shape(spec, build.mesh), dtype=build.dtype, device=build.mesh.device)
         for piece in local_shards(spec, build.mesh):
             value[piece.local.slices()] = source.read(f"{prefix}.{name}", piece.box).to(value)
@@ -194,16 +209,16 @@ def _load_parameters(adapter: LinearAdapter, prefix: str, source: AdapterSource,
         setattr(adapter.get_submodule(owner), last, filled)
 
 
-def _joint_factors(adapter: LinearAdapter, weight: Tensor) -> _Factors:
-    """The factors of all parts of a layer as one pair, and what its rows are multiplied by."""
-    pairs = adapter.named_pairs
+def _joint_factors(adapter: LinearAdapter, weight: Tensor) -> _LoraFactors:
+    """Return the factors of all parts of a layer as one pair, with DoRA's row factors."""
+    pairs = adapter.named_lora_factors
     first = torch.cat([pair.lora_A for _, pair in pairs])
     second = torch.cat(
         [adapter.join_part_rows({name: pair.scale * pair.lora_B}, weight[:, : pair.rank]) for name, pair in pairs], 1
     )
-    return _Factors(first.detach(), second.detach(), adapter.dora_row_factors(weight))
+    return _LoraFactors(first.detach(), second.detach(), adapter.dora_row_factors(weight))
 
 
-def _upload_numbers(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Numbers of adapters, int64 [n], on the device, which is not waited for."""
-    return devices.upload([np.array(numbers, np.int64)], device)[0]
+def _upload_adapter_numbers(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Copy adapter numbers to the device, int64 [n], without waiting for it."""
+    return devices.upload_arrays([np.array(numbers, np.int64)], device)[0]

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from megatron.core.config.flags import refuse
-from megatron.inference.requests import Ids, Reply, Request
-from megatron.inference.sampling import Sampling
+from megatron.core.config.flags import raise_config_error_if
+from megatron.inference.requests import GenerationReply, GenerationRequest, Ids
+from megatron.inference.sampling import SamplingParams
 
-Ask = Callable[[Sequence[Request]], list[Reply]]
+Ask = Callable[[Sequence[GenerationRequest]], list[GenerationReply]]
 
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A continuation. logprob: sum over its tokens, and over what ended it, which is not among `ids`; score: that sum over the
-    number of those tokens to the power of the length penalty.
+    """A continuation. logprob: sum over its tokens and the end token, which is not among `ids`; score: that sum over
+    the number of those tokens to the power of the length penalty.
     """
 
     ids: Ids
@@ -28,18 +28,18 @@ class Beam:
 
 
 class BeamFailed(Exception):
-    """The engine did not answer; the message says why."""
+    """The engine could not answer a request of the search; the message says why."""
 
 
 def beam_search(
     ask: Ask, prompt: Ids, *, width: int, num_tokens: int, ends: Collection[int], length_penalty: float = 1.0
 ) -> list[Beam]:
-    """The `width` continuations with the highest scores that the search finds, the best first.
-
-    ask: `Engine.run` or `Service.ask`. ends: ids that end a text. A length penalty above 1 favours long texts. Raises `ConfigError`
-    as `Engine.submit` does.
+    """Return the `width` continuations with the highest scores that beam search finds, the best first.
+    ask: runs requests, such as `Engine.run` or `Service.submit_and_wait`. ends: ids that end a text. A length penalty
+    above 1 favours long texts.
+    Raises `ConfigError` as `Engine.submit` does, and `BeamFailed`.
     """
-    refuse(
+    raise_config_error_if(
         filter(
             None,
             (
@@ -68,24 +68,31 @@ def beam_search(
                 ended.append(Beam(running[parent][0], total, total / length**length_penalty))
         ended = sorted(ended, key=lambda beam: -beam.score)[:width]
         running = going[:width]
-        if not running or _is_finished(ended, width, running[0][1], length, length_penalty):
+        if not running or _no_beam_can_improve(ended, width, running[0][1], length, length_penalty):
             break
     else:
         ended += [Beam(ids, total, total / len(ids) ** length_penalty) for ids, total in running]
     return sorted(ended, key=lambda beam: -beam.score)[:width]
 
 
-def _is_finished(ended: Sequence[Beam], width: int, best: float, length: int, penalty: float) -> bool:
-    """Whether no text in the running would get among the best if it ended now."""
+def _no_beam_can_improve(ended: Sequence[Beam], width: int, best: float, length: int, penalty: float) -> bool:
+    """Whether no running text would be among the best if it ended now. best: the highest sum of log-probabilities of
+    those running.
+    """
     return len(ended) == width and ended[-1].score >= best / length**penalty
 
 
 def _likeliest_next(ask: Ask, prompt: Ids, texts: Sequence[Ids], count: int) -> list[tuple[tuple[int, float], ...]]:
-    """(id, log-probability) of what is likeliest to follow each text."""
+    """Return the `count` likeliest (id, log-probability) after each text. Raises `BeamFailed`."""
     replies = ask(
         [
-            Request(
-                prompt + ids, num_tokens=1, sampling=Sampling(0.0), ignore_eod=True, logprobs=True, top_logprobs=count
+            GenerationRequest(
+                prompt + ids,
+                num_tokens=1,
+                sampling=SamplingParams(0.0),
+                ignore_eod=True,
+                logprobs=True,
+                top_logprobs=count,
             )
             for ids in texts
         ]

@@ -21,7 +21,9 @@ _NOWHERE = 0  # padding tokens are stored in block 0, which belongs to no sequen
 
 
 class BlockAllocator:
-    """The blocks of one cache. count: all blocks, block 0 included; size: tokens in a block; sharing: prefix caching."""
+    """Allocates the blocks of one paged KV cache. count: all blocks, block 0 included; size: tokens in a block;
+    sharing: prefix caching.
+    """
 
     def __init__(self, count: int, size: int, *, sharing: bool = True) -> None:
         self.count, self.size, self.sharing = count, size, sharing
@@ -35,27 +37,27 @@ class BlockAllocator:
 
     @property
     def capacity(self) -> int:
-        """Blocks that sequences can have."""
+        """Number of blocks that sequences can have."""
         return self.count - 1
 
     @property
     def available(self) -> int:
-        """Blocks that can be allocated now."""
+        """Number of blocks that can be allocated now, free or cached."""
         return len(self._free) + len(self._cached)
 
     @property
     def cached(self) -> int:
-        """Unused blocks whose content is still cached."""
+        """Number of unused blocks whose content is still cached."""
         return len(self._cached)
 
     def blocks_needed(self, tokens: int) -> int:
-        """Blocks for so many tokens."""
+        """Return the number of blocks for so many tokens."""
         return -(-tokens // self.size)
 
-    def reserve(self, count: int, behind: Sequence[int] = ()) -> range:
-        """Reserve a contiguous run of `count` blocks that are neither used nor reserved; behind a sequence's blocks as many as there are.
-
-        Free blocks first, then cached ones, next-fit. Returns an empty range if there is no such run.
+    def reserve_contiguous(self, count: int, behind: Sequence[int] = ()) -> range:
+        """Reserve a contiguous run of `count` blocks that are neither used nor reserved. Free blocks first, then cached
+        ones, next-fit; an empty range if there is no such run. behind: a sequence's blocks, directly behind which up to
+        `count` blocks are reserved instead.
         """
         open_ = self._unused & ~self._reserved
         if behind:
@@ -71,7 +73,7 @@ class BlockAllocator:
         return run
 
     def allocate(self, wish: int = _NOWHERE) -> int:
-        """Allocate a block; one must be available. wish: this one if it is unused."""
+        """Allocate and return a block; one must be available. wish: preferred block, taken if it is unused."""
         if not self._unused[wish]:
             unreserved = (block for block in self._free if not self._reserved[block])
             wish = next(unreserved, _NOWHERE) or next(iter(self._free), _NOWHERE) or next(iter(self._cached))
@@ -84,7 +86,9 @@ class BlockAllocator:
         return wish
 
     def release(self, blocks: Sequence[int], reserved: range = range(0)) -> None:
-        """Release a sequence's blocks and reservation. Its last blocks are evicted first, since a prefix is more likely to be
+        """Release a sequence's blocks and reservation. Its last blocks are evicted first, since a prefix is more likely
+        to
+        be
         used again.
         """
         self._reserved[reserved.start : reserved.stop] = False
@@ -96,10 +100,10 @@ class BlockAllocator:
             self._unused[block] = True
             (self._cached if block in self._content else self._free)[block] = None
 
-    def cached_prefix(self, ids: Sequence[int], content: bytes = b"") -> list[int]:
-        """The longest cached prefix of `ids`, as blocks that are now shared with it. At least the last token is left to compute.
-
-        content: what stands for everything before the first token, as in the first call of `publish`: the adapter that keys are computed with.
+    def share_cached_prefix(self, ids: Sequence[int], content: bytes = b"") -> list[int]:
+        """Return the blocks of the longest cached prefix of `ids`, now shared with the sequence. At least the last
+        token is left to compute.
+        content: hash of what precedes the first token (the adapter), as in the first call of `publish`.
         """
         blocks: list[int] = []
         if not self.sharing:
@@ -115,17 +119,19 @@ class BlockAllocator:
         return blocks
 
     def block_hashes(self, ids: Sequence[int], content: bytes = b"") -> list[bytes]:
-        """What stands for each beginning of `ids` that ends with a block: as many as there are full blocks."""
+        """Return the prefix hash at the end of each full block of `ids`. content: hash of what precedes the first
+        token.
+        """
         known = list[bytes]()
         for start in range(0, len(ids) - self.size + 1, self.size):
             content = _prefix_hash(content, ids[start : start + self.size])
             known.append(content)
         return known
 
-    def publish(self, blocks: Sequence[int], ids: Sequence[int], *, known: int, content: bytes) -> bytes:
+    def cache_full_blocks(self, blocks: Sequence[int], ids: Sequence[int], *, known: int, content: bytes) -> bytes:
         """Make the full blocks of a sequence available as a cached prefix.
-
-        ids: tokens whose keys and values are stored. known: number of blocks published before, and content: the hash that that
+        ids: tokens whose keys and values are stored. known: number of blocks published before, and content: the hash
+        that that
         call returned. Returns the hash of everything published so far.
         """
         if not self.sharing:
@@ -137,7 +143,7 @@ class BlockAllocator:
                 self._content[blocks[place]] = content
         return content
 
-    def clear(self) -> None:
+    def clear_prefix_cache(self) -> None:
         """Empty the prefix cache, as when the weights have changed."""
         self._free |= self._cached
         self._cached.clear()
@@ -145,11 +151,14 @@ class BlockAllocator:
         self._content.clear()
 
     def _evict_block(self, block: int) -> None:
+        """Remove a block from the prefix cache."""
         del self._by_content[self._content.pop(block)]
 
 
 def _contiguous_free_run(open_: np.ndarray, count: int, start: int) -> range:
-    """The first run of `count` open blocks from `start` on, else from the beginning, else an empty range."""
+    """Return the first run of `count` open blocks from `start` on, else from block 0 on, else an empty range. open_:
+    bool [blocks].
+    """
     for skipped in (start, 0):
         edges = np.flatnonzero(np.diff(open_[skipped:], prepend=False, append=False)).reshape(-1, 2) + skipped
         long = edges[edges[:, 1] - edges[:, 0] >= count]
@@ -159,5 +168,5 @@ def _contiguous_free_run(open_: np.ndarray, count: int, start: int) -> range:
 
 
 def _prefix_hash(before: bytes, ids: Sequence[int]) -> bytes:
-    """Hash of a block's ids and of everything before it."""
+    """Return the hash of a block's ids and of everything before it."""
     return hashlib.blake2b(before + np.asarray(ids, np.int64).tobytes(), digest_size=16).digest()

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from megatron.core.config.plan import LayerPlan
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
-from megatron.core.kernels.paged import BlockTables
+from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
+from megatron.core.kernels.paged import CacheBlockTables
 from megatron.core.transformer.cache import Mix, StatefulMixer
 from megatron.inference.states import EqualLengthGroup, StatePool
 
@@ -35,8 +35,8 @@ _CALL = 50_000  # numbers that a CPU copies in the time of one more call of the 
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """New tokens of one text in a step: `count` of them after `start` that are stored, in the blocks of its table."""
+class SequenceSpan:
+    """New tokens of one sequence in a step: `count` of them after `start` cached ones. blocks: its block table."""
 
     count: int
     start: int
@@ -44,13 +44,15 @@ class Span:
 
     @property
     def num_keys(self) -> int:
-        """Tokens that the last new one sees."""
+        """Number of keys that the last new token attends to."""
         return self.start + self.count
 
 
-def entry_sizes(model: ModelConfig, plan: LayerPlan, tensor_size: int) -> tuple[tuple[int, int], ...]:
-    """(heads, head size) of what a layer stores of a token on one rank: keys and values, or of latent attention one vector."""
-    if not plan.attends:  # it has a state, or nothing
+def cache_entry_sizes(model: ModelConfig, plan: LayerPlan, tensor_size: int) -> tuple[tuple[int, int], ...]:
+    """Return (heads, head size) of what a layer caches of a token on one rank: of keys and of values, or of MLA's one
+    latent vector. Empty for a layer without attention.
+    """
+    if not plan.has_attention:  # it has a state, or nothing
         return ()
     if plan.mixer == "mla":
         return ((1, model.mla.kv_lora_rank + model.mla.qk_pos_emb_head_dim),)
@@ -58,22 +60,23 @@ def entry_sizes(model: ModelConfig, plan: LayerPlan, tensor_size: int) -> tuple[
     return ((heads, model.kv_channels), (heads, model.kv_channels))
 
 
-def bytes_per_token(
+def cache_bytes_per_token(
     model: ModelConfig, plans: Sequence[LayerPlan], tensor_size: int, dtype: torch.dtype, *, states: int = 0
 ) -> int:
-    """Bytes that the layers of these rows, and so many states beside them, take of a token on one rank."""
+    """Return the cache bytes of a token on one rank, for these layers and `states` hidden states kept for multi-token
+    prediction.
+    """
     return dtype.itemsize * (
         states * model.hidden_size
-        + sum(heads * size for plan in plans for heads, size in entry_sizes(model, plan, tensor_size))
+        + sum(heads * size for plan in plans for heads, size in cache_entry_sizes(model, plan, tensor_size))
     )
 
 
 class KVCache:
-    """What the layers of one rank have stored: for each a tensor [slots, heads * size] of keys, and one of values.
-
-    Slot i of block b is b * block_size + i. width: numbers that a layer stores of a token, on average. states: what each depth
-    of multi-token prediction reads, [slots, h] a depth, if it makes guesses. paged: attention that reads blocks where they lie
-    (kernels/paged.py); None: the kernel that layers bring, on keys that are gathered.
+    """The paged KV cache of one rank: for each layer a tensor [slots, heads * size] of keys, and one of values. Slot i
+    of block b is b * block_size + i. width: numbers cached per token and layer, on average. states: hidden states for
+    each depth of multi-token prediction, [slots, h]. paged: attention kernel that reads blocks in place
+    (kernels/paged.py); None: keys are gathered for the layers' own kernel.
     """
 
     def __init__(
@@ -91,13 +94,13 @@ class KVCache:
         self.device, self.paged = device, paged
         self.states = tuple(torch.zeros(slots, model.hidden_size, dtype=dtype, device=device) for _ in range(states))
         self.width = sum(
-            sum(heads * size for heads, size in entry_sizes(model, plan, tensor_size)) for plan in plans
+            sum(heads * size for heads, size in cache_entry_sizes(model, plan, tensor_size)) for plan in plans
         ) // max(1, len(plans))
         self.first_ahead = model.num_layers
         self.layers = {
             plan.index: tuple(
                 torch.empty(slots, heads * size, dtype=dtype, device=device)
-                for heads, size in entry_sizes(model, plan, tensor_size)
+                for heads, size in cache_entry_sizes(model, plan, tensor_size)
             )
             for plan in plans
         }
@@ -110,19 +113,20 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Texts with equally many new tokens, which stand end to end, the first of them in place `first`. ragged: whether some have
-    fewer keys than `where.longest`. slots: what `keys_and_values` has found, by the number of keys.
+    """Sequences of a step with equally many new tokens, end to end from token `first` on. queries: new tokens of each.
+    ragged: whether some have fewer keys than `where.longest`. slots: results of `slots_of_last_positions`, by number of
+    keys.
     """
 
     first: int
     queries: int
-    where: BlockTables
+    where: CacheBlockTables
     ragged: bool
     slots: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
-    def rows(self) -> int:
-        """How many texts."""
+    def num_sequences(self) -> int:
+        """Number of sequences."""
         return self.where.tables.shape[0]
 
     @property
@@ -130,19 +134,23 @@ class CacheGroup:
         """Positions of the new tokens, int64 [b, queries]."""
         return self.where.lengths[:, None] + torch.arange(-self.queries, 0, device=self.where.lengths.device)
 
-    def keys_and_values(self, stored: Sequence[Tensor], seen: int) -> tuple[list[Tensor], Tensor | None]:
-        """The last `seen` keys and values of every text, [b, keys, heads * size] each, gathered; and their padding."""
+    def last_keys_and_values(self, stored: Sequence[Tensor], seen: int) -> tuple[list[Tensor], Tensor | None]:
+        """Gather the last `seen` keys and values of every sequence, [b, keys, heads * size] each; also their padding
+        mask or None.
+        """
         count = min(seen, self.where.longest)
         if count not in self.slots:  # all layers have the same
-            self.slots[count] = self.where.last_slots(count)
+            self.slots[count] = self.where.slots_of_last_positions(count)
         slots, there = self.slots[count]
         fetched = [pool.index_select(0, slots.reshape(-1)).view(*slots.shape, -1) for pool in stored]
         return fetched, there if self.ragged else None
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
-    """The same of `rows` texts that lie in the pool as a batch: `length` keys each from slot `start` on, `step` slots apart."""
+class _ContiguousView:
+    """Sequences whose keys form a strided batch in the pool: `rows` times `length` keys from slot `start` on, `step`
+    slots apart.
+    """
 
     first: int
     queries: int
@@ -151,8 +159,10 @@ class _View:
     start: int
     step: int
 
-    def keys_and_values(self, stored: Sequence[Tensor], seen: int) -> tuple[list[Tensor], None]:
-        """The last `seen` keys and values of every text, [b, keys, heads * size] each, where they lie."""
+    def last_keys_and_values(self, stored: Sequence[Tensor], seen: int) -> tuple[list[Tensor], None]:
+        """Return the last `seen` keys and values of every sequence as views of the pool, [b, keys, heads * size] each;
+        and None for padding.
+        """
         count = min(seen, self.length)
         first = self.start + self.length - count
         return [
@@ -163,8 +173,10 @@ class _View:
         ], None
 
 
-def spans_by_group(spans: Sequence[Span]) -> list[list[int]]:
-    """Numbers of the spans, group by group: the order in which their tokens stand in a step."""
+def spans_by_group(spans: Sequence[SequenceSpan]) -> list[list[int]]:
+    """Return indices of the spans by group (equally many new tokens, similar number of keys): the order of their tokens
+    in a step.
+    """
     groups: list[list[int]] = []
     for number in sorted(
         range(len(spans)), key=lambda number: (-spans[number].count, -spans[number].num_keys, spans[number].blocks[:1])
@@ -178,15 +190,16 @@ def spans_by_group(spans: Sequence[Span]) -> list[list[int]]:
 
 
 class StepCache:
-    """The `Cache` of one forward pass. positions, new: positions of its tokens and where they are stored, [t]; logit_positions: places
-    among them, or None for all; filling: how many at the end only fill the shape. depth: of multi-token prediction, 0 for none.
-    states: of layers that have them, and the groups' slots.
+    """The `Cache` of one forward pass. logit_positions: token indices whose logits are needed, None for all; filling:
+    number of padding tokens at the end. depth: of multi-token prediction, 0 for the network itself. states: pool of
+    recurrent states, and the groups' slots.
+    positions: of the tokens, [t].
     """
 
     def __init__(
         self,
         pool: KVCache,
-        groups: Sequence[tuple[CacheGroup, Sequence[_View]]],
+        groups: Sequence[tuple[CacheGroup, Sequence[_ContiguousView]]],
         *,
         logit_positions: Tensor | None = None,
         filling: int = 0,
@@ -198,16 +211,18 @@ class StepCache:
         self._groups = [one for group, views in groups for one in (views or (group,))]
         places = [group.positions for group, _ in groups]
         nowhere = [torch.zeros(filling, dtype=torch.int64, device=pool.device)] if filling else []
-        new = [group.where.slots(at).reshape(-1) for (group, _), at in zip(groups, places, strict=True)]
+        new = [group.where.slots_of_positions(at).reshape(-1) for (group, _), at in zip(groups, places, strict=True)]
         self._new = _concat_outputs([*new, *nowhere])
         self.positions = _concat_outputs([*(at.reshape(-1) for at in places), *nowhere])
 
     def depth_inputs(self) -> Tensor:
-        """What this pass's depth reads of its tokens, [t, 1, h]."""
+        """Return the hidden states that this pass's depth reads of its tokens, [t, 1, h]."""
         return self._pool.states[self._depth - 1].index_select(0, self._new)[:, None]
 
-    def scan(self, mixer: StatefulMixer, parts: Sequence[Tensor], mix: Mix) -> Tensor:
-        """What a mixer makes of the new tokens of all texts, group by group. parts: each [t, 1, ...]; returns [t, 1, ...]."""
+    def run_from_states(self, mixer: StatefulMixer, parts: Sequence[Tensor], mix: Mix) -> Tensor:
+        """Run a stateful mixer on the new tokens of all sequences, group by group, updating states. parts: each [t, 1,
+        ...]; returns [t, 1, ...].
+        """
         assert self._state_slots is not None, "a network whose layers have states has slots for them"
         pool, groups = self._state_slots
         outputs = [group.scan(pool, mixer, parts, mix) for group in groups]
@@ -217,30 +232,32 @@ class StepCache:
             outputs.append(like.new_zeros((self._filling, *like.shape[1:])))
         return _concat_outputs(outputs)
 
-    def cross_attention_memory(self, layer: object, make: Callable[[], Tensor]) -> Tensor:
+    def cached_cross_attention_kv(self, layer: object, make: Callable[[], Tensor]) -> Tensor:
         """Raise: a decoder without cross attention has no encoder output [s, b, h]."""
         raise AssertionError("a decoder alone has no memory")
 
     def select_logit_states(self, x: Tensor) -> Tensor:
-        """The hidden states whose logits are asked for; all are kept for the next depth. x: [t, 1, h]; returns [w, 1, h]."""
+        """Return the hidden states whose logits are needed; all are stored for the next MTP depth. x: [t, 1, h];
+        returns [w, 1, h].
+        """
         if self._depth < len(self._pool.states):
             self._pool.states[self._depth].index_copy_(0, self._new, x[:, 0].to(self._pool.states[0].dtype))
         return x if self._logit_positions is None else x.index_select(0, self._logit_positions)
 
-    def attention(self, layer: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return `kernel` for new tokens ([s, b, n, d]) of all sequences, which also attend to the stored keys and
-        values.
+    def cached_attention(self, layer: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return an attention function that stores new keys and values in the cache and lets the new tokens ([t, 1, n,
+        d]) of all sequences attend to the stored ones by `kernel`.
         """
         # One layer may serve all depths; what it stores of each is another thing.
         stored = self._pool.layers[self._pool.first_ahead + self._depth - 1 if self._depth else layer]
 
-        def attend(
+        def attend_with_cache(
             q: Tensor,
             k: Tensor,
             v: Tensor,
-            mask: MaskSpec,
+            mask: AttentionMaskSpec,
             dropout: float = 0.0,
-            scores: ScoreModifiers = ScoreModifiers(),
+            scores: AttentionScoreModifiers = AttentionScoreModifiers(),
         ) -> Tensor:
             assert dropout == 0.0 and scores.bias is None, (
                 "texts are decoded without dropout and without a bias of the scores"
@@ -252,7 +269,7 @@ class StepCache:
             paged = self._pool.paged
             outputs = [
                 _attend_group(group, stored, kernel, q, v, mask, scores)
-                if paged is None or isinstance(group, _View)
+                if paged is None or isinstance(group, _ContiguousView)
                 else _attend_paged(group, stored, paged, q, v, mask, scores)
                 for group in self._groups
             ]
@@ -260,20 +277,20 @@ class StepCache:
                 outputs.append(v.new_zeros(self._filling, 1, q.shape[2] * v.shape[3]))
             return _concat_outputs(outputs)
 
-        return attend
+        return attend_with_cache
 
 
-def tables_of(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
-    """Block tables of a group, and how many keys its texts have: int32 [b, blocks] and [b]."""
+def block_tables_of(spans: Sequence[SequenceSpan]) -> tuple[np.ndarray, np.ndarray]:
+    """Return block tables of a group, int32 [b, blocks], and the number of keys of each sequence, int32 [b]."""
     tables = np.zeros((len(spans), max(len(span.blocks) for span in spans)), np.int32)
     for row, span in enumerate(spans):
         tables[row, : len(span.blocks)] = span.blocks
     return tables, np.array([span.num_keys for span in spans], np.int32)
 
 
-def step_cache(
+def make_step_cache(
     pool: KVCache,
-    groups: Sequence[Sequence[Span]],
+    groups: Sequence[Sequence[SequenceSpan]],
     tables: Sequence[Tensor],
     *,
     block_size: int,
@@ -282,20 +299,20 @@ def step_cache(
     depth: int = 0,
     states: tuple[StatePool, Sequence[EqualLengthGroup]] | None = None,
 ) -> StepCache:
-    """Return the cache of a forward pass over `total` tokens: those of the spans, in the order of `spans_by_group`, then padding.
-
-    tables: of each group int32 [b, blocks] and [b], as `tables_of` returns them. logit_positions: [positions], the tokens whose
-    logits are needed; None: all. states: of layers that have them, and the slots of each group.
+    """Make the cache of a forward pass over `total` tokens: those of the spans, in the order of `spans_by_group`, then
+    padding.
+    tables: of each group int32 [b, blocks] and [b], as `block_tables_of` returns them. logit_positions: [positions],
+    the tokens whose logits are needed; None: all. states: pool of recurrent states, and the slots of each group.
     """
-    step_groups: list[tuple[CacheGroup, Sequence[_View]]] = []
+    step_groups: list[tuple[CacheGroup, Sequence[_ContiguousView]]] = []
     first = 0
     for number, spans in enumerate(groups):
         longest, count = max(span.num_keys for span in spans), spans[0].count
-        where = BlockTables(tables[2 * number], tables[2 * number + 1], block_size, longest)
+        where = CacheBlockTables(tables[2 * number], tables[2 * number + 1], block_size, longest)
         group = CacheGroup(first, count, where, min(span.num_keys for span in spans) < longest)
         # Prompts that begin here are attention of a sequence to itself, which kernels for training do best.
         begins = count > 1 and all(span.start == 0 for span in spans)
-        views = _pool_views(spans, block_size, first) if pool.paged is None or begins else []
+        views = _contiguous_views(spans, block_size, first) if pool.paged is None or begins else []
         copied = len(spans) * longest * pool.width if pool.device.type == "cpu" else 0
         few = len(views) == 1 or len(views) * _CALL < copied
         step_groups.append((group, views if few else ()))
@@ -305,9 +322,9 @@ def step_cache(
     )
 
 
-def _pool_views(spans: Sequence[Span], block_size: int, first: int) -> list[_View]:
-    """A group as views of the pool, as few as there can be in this order; none if the blocks of a text are scattered."""
-    views: list[_View] = []
+def _contiguous_views(spans: Sequence[SequenceSpan], block_size: int, first: int) -> list[_ContiguousView]:
+    """Return a group as few views of the pool, in this order; empty if a sequence's blocks are not contiguous."""
+    views: list[_ContiguousView] = []
     for row, span in enumerate(spans):
         blocks = span.blocks[: -(-span.num_keys // block_size)]
         if blocks != tuple(range(blocks[0], blocks[0] + len(blocks))):
@@ -317,24 +334,24 @@ def _pool_views(spans: Sequence[Span], block_size: int, first: int) -> list[_Vie
         if last is not None and span.num_keys == last.length and step > 0 and (last.rows == 1 or step == last.step):
             views[-1] = replace(last, rows=last.rows + 1, step=step)
         else:
-            views.append(_View(first + row * span.count, span.count, 1, span.num_keys, start, 0))
+            views.append(_ContiguousView(first + row * span.count, span.count, 1, span.num_keys, start, 0))
     return views
 
 
 def _attend_group(
-    group: CacheGroup | _View,
+    group: CacheGroup | _ContiguousView,
     stored: Sequence[Tensor],
     kernel: Callable[..., Tensor],
     q: Tensor,
     v: Tensor,
-    mask: MaskSpec,
-    scores: ScoreModifiers,
+    mask: AttentionMaskSpec,
+    scores: AttentionScoreModifiers,
 ) -> Tensor:
-    """The kernel on one group. q: [t, 1, n, d] of all groups; returns [b * queries, 1, n * dv]."""
+    """Apply the kernel to one group. q: [t, 1, n, d] of all groups; returns [b * queries, 1, n * dv]."""
     reach = -1 if mask.window is None else mask.window[0]
     windowed = reach >= 0
     # What no query of the group sees need not be fetched.
-    fetched, padding = group.keys_and_values(stored, reach + group.queries if windowed else _ALL)
+    fetched, padding = group.last_keys_and_values(stored, reach + group.queries if windowed else _ALL)
     rows, heads = fetched[0].shape[0], v.shape[2]
     k = fetched[0].unflatten(2, (heads, -1)).transpose(0, 1)
     values = fetched[1].unflatten(2, (heads, -1)).transpose(0, 1) if len(fetched) == 2 else k[..., : v.shape[-1]]
@@ -345,7 +362,7 @@ def _attend_group(
     folds = group.queries == 1 and heads < q.shape[2] and scores.sink is None
     if folds:  # the heads of a group are as many queries of one head, so that no key is repeated for each
         queries = queries[0].unflatten(1, (heads, -1)).permute(2, 0, 1, 3)
-    output = kernel(queries, k, values, MaskSpec(causal=causal, window=window, padding=padding), 0.0, scores)
+    output = kernel(queries, k, values, AttentionMaskSpec(causal=causal, window=window, padding=padding), 0.0, scores)
     if folds:
         return output.unflatten(2, (heads, -1)).permute(1, 2, 0, 3).reshape(rows, 1, -1)
     return output.transpose(0, 1).reshape(rows * group.queries, 1, -1)
@@ -357,15 +374,21 @@ def _attend_paged(
     kernel: Callable[..., Tensor],
     q: Tensor,
     v: Tensor,
-    mask: MaskSpec,
-    scores: ScoreModifiers,
+    mask: AttentionMaskSpec,
+    scores: AttentionScoreModifiers,
 ) -> Tensor:
-    """The same by a kernel that reads blocks where they lie."""
-    queries = q[group.first : group.first + group.rows * group.queries, 0].unflatten(0, (group.rows, group.queries))
+    """Apply a kernel that reads blocks in place to one group. q: [t, 1, n, d] of all groups; returns [b * queries, 1, n
+    * dv].
+    """
+    queries = q[group.first : group.first + group.num_sequences * group.queries, 0].unflatten(
+        0, (group.num_sequences, group.queries)
+    )
     k = stored[0].unflatten(1, (v.shape[2], -1))
     values = stored[1].unflatten(1, (v.shape[2], -1)) if len(stored) == 2 else k[..., : v.shape[-1]]
     window = None if mask.window is None or mask.window[0] < 0 else mask.window[0]
-    return kernel(queries, k, values, group.where, window=window, scores=scores).view(group.rows * group.queries, 1, -1)
+    return kernel(queries, k, values, group.where, window=window, scores=scores).view(
+        group.num_sequences * group.queries, 1, -1
+    )
 
 
 def _concat_outputs(parts: Sequence[Tensor]) -> Tensor:

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from megatron.core.kernels import reference
 from megatron.core.kernels.host_reads import forbid_host_reads
-from megatron.core.kernels.paged import BlockTables
+from megatron.core.kernels.paged import CacheBlockTables
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import device as devices
-from megatron.inference.cache import CacheGroup, KVCache, Span, StepCache, tables_of
+from megatron.inference.cache import CacheGroup, KVCache, SequenceSpan, StepCache, block_tables_of
 from megatron.inference.states import stateful_mixers
 
 _FEWEST_KEYS = 256  # of a graph
@@ -34,8 +34,8 @@ GraphShape = tuple[int, int]  # rows, keys
 Awaited = Sequence[tuple[int, int]]
 
 
-def unsupported_reason(stages: Sequence[GPTModel]) -> str:
-    """Why the passes of these stages cannot be captured; "" if they can."""
+def graph_capture_obstacle(stages: Sequence[GPTModel]) -> str:
+    """Return why decoding steps of these stages cannot be captured as CUDA graphs; "" if they can."""
     build = stages[0].build
     mesh, moe = build.mesh, build.model.moe
     if mesh.device.type != "cuda":
@@ -55,19 +55,20 @@ def unsupported_reason(stages: Sequence[GPTModel]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _CapturedGraph:
-    """One shape. given: int32 [rows * (2 + blocks)], ids, lengths and block tables; logits: [rows, 1, v]."""
+class _DecodingGraph:
+    """The captured graph of one shape. given: static input int32 [rows * (2 + blocks)], ids, lengths and block tables;
+    repeat: replays it; logits: static output [rows, 1, v].
+    """
 
     given: Tensor
     repeat: Callable[[], None]
     logits: Tensor
 
 
-class CapturedGraphs:
-    """Captured steps of one network, at most `count` shapes of them: the one longest unused goes.
-
-    most_rows, most_blocks: of a step, and of one text. record: runs what it is given, and returns what repeats it on the same tensors,
-    and the tensor that it returns. requested: shapes that were met and not captured.
+class DecodingGraphs:
+    """Decoding steps of one network captured as CUDA graphs, at most `count` shapes, least recently used evicted.
+    most_rows, most_blocks: of a step, and of one sequence. record: captures a function, and returns what replays it and
+    its static output. requested: shapes that were met and not captured.
     """
 
     def __init__(
@@ -84,25 +85,27 @@ class CapturedGraphs:
         self._stage, self._pool, self._block_size, self._count = stage, pool, block_size, count
         self._most_rows, self._most_blocks = most_rows, most_blocks
         self._record = record or devices.CudaGraphPool(pool.device).warm_up_and_capture
-        self._kept: OrderedDict[GraphShape, _CapturedGraph] = OrderedDict()
+        self._kept: OrderedDict[GraphShape, _DecodingGraph] = OrderedDict()
         self.requested: OrderedDict[GraphShape, None] = OrderedDict()
         if pool.paged is not None:
-            self.requested.update(dict.fromkeys(self._capture_sizes()))
+            self.requested.update(dict.fromkeys(self._default_graph_shapes()))
 
     @property
     def num_captured(self) -> int:
-        """How many shapes have been captured."""
+        """Number of captured shapes."""
         return len(self._kept)
 
-    def shape(self, texts: int, keys: int) -> GraphShape:
-        """The shape of a step of so many texts, of which the longest has so many keys."""
+    def graph_shape(self, texts: int, keys: int) -> GraphShape:
+        """Return the graph shape (rows, keys) for a step of so many sequences, the longest with so many keys."""
         whole = self._pool.paged is not None  # each row is read as long as it is, in tables as wide as there can be
-        pieces = self._stage.build.region.whole_length(1)  # that tokens are cut into between matrices
+        pieces = self._stage.build.tp_region.whole_sequence_length(1)  # that tokens are cut into between matrices
         rows = -(-_next_power_of_two(texts, 1) // pieces) * pieces
         return rows, self._most_blocks * self._block_size if whole else _next_power_of_two(keys, _FEWEST_KEYS)
 
-    def has_graph(self, shape: GraphShape, *, on_demand: bool) -> bool:
-        """Whether a step of this shape can be repeated. on_demand: it is captured now, if it was not."""
+    def ensure_graph(self, shape: GraphShape, *, on_demand: bool) -> bool:
+        """Whether a graph of this shape exists. on_demand: capture it now if not; else the shape is added to
+        `requested`.
+        """
         if shape in self._kept:
             self._kept.move_to_end(shape)
             return True
@@ -112,11 +115,13 @@ class CapturedGraphs:
         self.requested[shape] = None
         return False
 
-    def logits(
-        self, shape: GraphShape, ids: Sequence[int], spans: Sequence[Span], awaited: Awaited, sampled: Tensor
+    def replay_logits(
+        self, shape: GraphShape, ids: Sequence[int], spans: Sequence[SequenceSpan], awaited: Awaited, sampled: Tensor
     ) -> Tensor:
-        """What follows the next token of each text, [texts, 1, v]; good until the next step. ids: those tokens, of which some are
-        `awaited` from those that were `sampled`.
+        """Replay the graph and return the logits of each sequence's next token, [texts, 1, v]; valid until the next
+        step.
+        ids: the input tokens. awaited: (index among ids, index among `sampled`) of those known on the device only.
+        sampled: tokens of the previous pass.
         """
         graph, (rows, _), texts = self._kept[shape], shape, len(spans)
         values = np.zeros(graph.given.numel(), np.int32)
@@ -124,17 +129,19 @@ class CapturedGraphs:
         values[rows : 2 * rows] = 1
         if texts:
             tables = values[2 * rows :].reshape(rows, -1)
-            own, values[rows : rows + texts] = tables_of(spans)
+            own, values[rows : rows + texts] = block_tables_of(spans)
             tables[:texts, : own.shape[1]] = own[:, : tables.shape[1]]
             values[:texts] = ids
-        given, *places = devices.upload([values, *np.array(awaited, np.int32).reshape(-1, 2).T], self._pool.device)
+        given, *places = devices.upload_arrays(
+            [values, *np.array(awaited, np.int32).reshape(-1, 2).T], self._pool.device
+        )
         graph.given.copy_(given)
         write_sampled_ids(graph.given[:rows], sampled, *places)
         graph.repeat()
         return graph.logits[:texts]
 
     def capture(self, shape: GraphShape) -> None:
-        """Capture a step of this shape, on rows that hold nothing. All ranks of the network call this together."""
+        """Capture a step of this shape, on padding rows. Collective over the ranks of the network."""
         self.requested.pop(shape, None)
         if len(self._kept) == self._count:
             self._kept.popitem(last=False)
@@ -143,24 +150,26 @@ class CapturedGraphs:
         given = torch.zeros(rows * (2 + blocks), dtype=torch.int32, device=device)
         given[rows : 2 * rows] = 1
 
-        def step() -> Tensor:
+        def decoding_step() -> Tensor:
             ids, lengths, tables = given.split([rows, rows, rows * blocks])
-            where = BlockTables(tables.view(rows, blocks), lengths, self._block_size, keys)
+            where = CacheBlockTables(tables.view(rows, blocks), lengths, self._block_size, keys)
             cache = StepCache(self._pool, [(CacheGroup(0, 1, where, True), ())])
             return self._stage(ids=ids.to(torch.int64)[None], positions=cache.positions[None], cache=cache)
 
         with forbid_host_reads():
-            repeat, logits = self._record(step)
-        self._kept[shape] = _CapturedGraph(given, repeat, logits)
+            repeat, logits = self._record(decoding_step)
+        self._kept[shape] = _DecodingGraph(given, repeat, logits)
 
-    def _capture_sizes(self) -> list[GraphShape]:
-        """Of steps of 1, 2, 4, ... rows, as many as are kept, the largest first."""
+    def _default_graph_shapes(self) -> list[GraphShape]:
+        """Return the shapes of steps of 1, 2, 4, ... rows, the largest first, at most as many as are kept."""
         sizes = [1 << power for power in range((self._most_rows - 1).bit_length() + 1)]
-        return list(dict.fromkeys(self.shape(rows, 1) for rows in sizes[::-1]))[: self._count]
+        return list(dict.fromkeys(self.graph_shape(rows, 1) for rows in sizes[::-1]))[: self._count]
 
 
 def write_sampled_ids(ids: Tensor, sampled: Tensor, places: Tensor, numbers: Tensor) -> None:
-    """Write sampled tokens into the ids of the next pass. ids: [t]; sampled: [w]; places: [n], among the ids; numbers: [n], of the tokens."""
+    """Write sampled tokens into the ids of the next pass. ids: [t]; sampled: [w]; places: [n], indices of ids;
+    numbers: [n], of sampled.
+    """
     if len(places):
         # What is no token, since logits were no numbers, ends its text as soon as the host hears of it; until then any id will do.
         tokens = sampled.index_select(0, numbers.to(torch.int64)).clamp_(min=0)
@@ -168,5 +177,5 @@ def write_sampled_ids(ids: Tensor, sampled: Tensor, places: Tensor, numbers: Ten
 
 
 def _next_power_of_two(number: int, least: int) -> int:
-    """The next power of two from `least` on."""
+    """Return the smallest power of two that is at least `number`, or `least` if that is larger."""
     return max(least, 1 << (number - 1).bit_length())

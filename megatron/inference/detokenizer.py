@@ -15,7 +15,9 @@ _PATIENCE = 64  # ids without a complete character after which waiting for one e
 
 
 class Detokenizer:
-    """The text of one reply."""
+    """Incremental detokenization of one reply, with stop words. keep_stop: the text includes the stop word.
+    ended: whether a stop word was found.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int], stop_words: Sequence[str] = (), *, keep_stop: bool = False
@@ -32,25 +34,25 @@ class Detokenizer:
 
     @property
     def full_text(self) -> str:
-        """All text so far, up to a stop word."""
+        """All text decoded so far, up to a stop word."""
         return self._text
 
     def add(self, ids: Sequence[int]) -> str:
-        """Add new ids; returns the text that is now final. `ended` tells whether a stop word was found."""
+        """Add new ids; return the text that is now final. `ended` tells whether a stop word was found."""
         self._ids += ids
         self._decode_complete(finishing=False)
         self._cut_at_stop_word()
-        return self._emit_until(len(self._text) if self.ended else len(self._text) - self._possible_stop_length())
+        return self._take_text_until(len(self._text) if self.ended else len(self._text) - self._possible_stop_length())
 
     def finish(self) -> str:
-        """End the text; returns what was held back."""
+        """End the text; return what was held back."""
         if not self.ended:
             self._decode_complete(finishing=True)
             self._cut_at_stop_word()
-        return self._emit_until(len(self._text))
+        return self._take_text_until(len(self._text))
 
     def _decode_complete(self, *, finishing: bool) -> None:
-        """Decode all ids, without an incomplete character at the end."""
+        """Decode all ids. finishing: also an incomplete character at the end, which is left out otherwise."""
         context = self._tokenizer.detokenize(self._ids[self._first : self._settled])
         text = self._tokenizer.detokenize(self._ids[self._first :])[len(context) :]
         whole = finishing or not text.endswith(_UNFINISHED)
@@ -60,7 +62,7 @@ class Detokenizer:
             self._first = max(self._first, self._settled - _CONTEXT)
 
     def _cut_at_stop_word(self) -> None:
-        """Cut the text at the first stop word, if there is one in what is new."""
+        """Cut the text at the first stop word, if one is in the new text, and set `ended`."""
         longest = max(map(len, self._stop_words), default=0)
         first = max(0, self._searched - longest + 1)
         matches = [(place, len(word)) for word in self._stop_words if (place := self._text.find(word, first)) >= 0]
@@ -77,7 +79,8 @@ class Detokenizer:
             default=0,
         )
 
-    def _emit_until(self, end: int) -> str:
+    def _take_text_until(self, end: int) -> str:
+        """Return the text up to this index that was not returned before."""
         text = self._text[self._said : end] if end > self._said else ""
         self._said = max(self._said, end)
         return text

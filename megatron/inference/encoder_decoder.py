@@ -17,22 +17,29 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from megatron.core.config.flags import refuse
+from megatron.core.config.flags import raise_config_error_if
 from megatron.core.config.settings.inference import InferenceConfig
-from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
+from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.core.models.t5 import T5Model
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.cache import Mix, StatefulMixer
-from megatron.inference.requests import Event, Listener, Metrics, Reason, Reply, Request
-from megatron.inference.sampled_tokens import sample
+from megatron.inference.requests import (
+    EngineMetrics,
+    GenerationEvent,
+    GenerationReply,
+    GenerationRequest,
+    Listener,
+    Reason,
+)
+from megatron.inference.sampled_tokens import sample_next_tokens
 from megatron.inference.sequence import SequenceState
 from megatron.inference.step_input import SequenceInput
 from megatron.inference.throughput import ThroughputMeter
 
 
-class _BatchCache:
-    """The `Cache` of texts that grow together: keys and values of each layer, [t, b, g, d], room for `most` tokens."""
+class _EncoderDecoderCache:
+    """The `Cache` of equally long decoded texts: keys and values of each layer, [t, b, g, d], for up to `most` tokens."""
 
     def __init__(self, most: int) -> None:
         self._most, self._length = most, 0
@@ -40,19 +47,19 @@ class _BatchCache:
         self._memories: dict[object, Tensor] = {}
 
     def set_length(self, length: int) -> None:
-        """The next pass brings the token that makes texts so long."""
+        """Set the length of the texts including the next pass's token."""
         self._length = length
 
-    def attention(self, layer: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`kernel` for the last token of all texts, which sees those before."""
+    def cached_attention(self, layer: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return an attention function for the last token of all texts, which attends to all tokens before."""
 
-        def attend(
+        def attend_with_cache(
             q: Tensor,
             k: Tensor,
             v: Tensor,
-            mask: MaskSpec,
+            mask: AttentionMaskSpec,
             dropout: float = 0.0,
-            scores: ScoreModifiers = ScoreModifiers(),
+            scores: AttentionScoreModifiers = AttentionScoreModifiers(),
         ) -> Tensor:
             if layer not in self._stored:
                 self._stored[layer] = k.new_empty((self._most, *k.shape[1:])), v.new_empty((self._most, *v.shape[1:]))
@@ -61,28 +68,28 @@ class _BatchCache:
             keys, values = (stored[: self._length] for stored in self._stored[layer])
             return kernel(q, keys, values, replace(mask, causal=False), dropout, scores)  # the last token sees all
 
-        return attend
+        return attend_with_cache
 
-    def scan(self, mixer: StatefulMixer, parts: Sequence[Tensor], mix: Mix) -> Tensor:
+    def run_from_states(self, mixer: StatefulMixer, parts: Sequence[Tensor], mix: Mix) -> Tensor:
         """Raise: no layer of these networks has a state."""
         raise AssertionError("an encoder and a decoder have attention alone")
 
-    def cross_attention_memory(self, layer: object, make: Callable[[], Tensor]) -> Tensor:
-        """Keys and values of the memory."""
+    def cached_cross_attention_kv(self, layer: object, make: Callable[[], Tensor]) -> Tensor:
+        """Return a layer's keys and values of the encoder output, computed by `make` in the first pass."""
         if layer not in self._memories:
             self._memories[layer] = make()
         return self._memories[layer]
 
     def select_logit_states(self, x: Tensor) -> Tensor:
-        """All of them."""
+        """Return all hidden states x: [s, b, h]."""
         return x
 
 
-class EncoderDecoder:
-    """Answers requests from a T5, as an `Engine` does from a GPT, a batch after the other.
-
-    start: the token that every decoded text begins with. The first rank submits and steps; all others call `run_as_follower`. The ranks of a
-    tensor group share the network, and copies share the requests. Raises `ConfigError` for what does not fit together.
+class EncoderDecoderEngine:
+    """Answers requests with a T5, as `Engine` does with a GPT, one batch after the other.
+    start: the token that every decoded text begins with. The first rank submits and steps; all others call
+    `run_as_follower`. The ranks of a tensor group share the network, and data-parallel replicas share the requests.
+    Raises `ConfigError` for settings that do not fit.
     """
 
     def __init__(
@@ -97,7 +104,7 @@ class EncoderDecoder:
         self.mesh, self.model = self._stage.build.mesh, self._stage.build.model
         positions = self.model.max_position_embeddings
         self.max_length = min(config.inference_max_seq_length or positions, positions)
-        refuse(
+        raise_config_error_if(
             [
                 *config.problems(),
                 *filter(
@@ -113,15 +120,15 @@ class EncoderDecoder:
                 ),
             ]
         )
-        self._tickets, self._waiting = itertools.count(), deque[tuple[int, Request, Listener]]()
+        self._tickets, self._waiting = itertools.count(), deque[tuple[int, GenerationRequest, Listener]]()
         self._finished: dict[str, int] = dict.fromkeys(get_args(Reason), 0)
         self._throughput, self._made = ThroughputMeter(), 0
 
-    def submit(self, request: Request, listener: Listener) -> int:
-        """Ask for an answer; the number of the request. Raises `ConfigError` for what cannot be served."""
+    def submit(self, request: GenerationRequest, listener: Listener) -> int:
+        """Add a request; return its number. listener: called with its events. `ConfigError` if it cannot be served."""
         size = self.model.true_vocab_size
         bad = [token for token in (*request.prompt, *request.stop_ids) if not 0 <= token < size]
-        refuse(
+        raise_config_error_if(
             filter(
                 None,
                 (
@@ -143,30 +150,30 @@ class EncoderDecoder:
         return self._waiting[-1][0]
 
     def step(self) -> bool:
-        """Answer a batch of what waits; False when there was nothing to do."""
+        """Answer a batch of the waiting requests; False when there was none."""
         most = self.config.inference_max_requests * self.mesh.dp.size
         taken = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
         if not taken:
             return False
         collectives.broadcast_object([request for _, request, _ in taken], self.mesh.world)
         for (ticket, _, listener), reply in zip(
-            taken, self._replies_of_all([request for _, request, _ in taken]), strict=True
+            taken, self._replies_from_all_replicas([request for _, request, _ in taken]), strict=True
         ):
             self._finished[reply.reason] += 1
             self._made += len(reply.tokens)
             self._throughput.add(len(reply.tokens))
-            listener(Event(ticket, reply.tokens, reply.text, reply))
+            listener(GenerationEvent(ticket, reply.tokens, reply.text, reply))
         return True
 
-    def run(self, requests: Iterable[Request]) -> list[Reply]:
-        """Answer requests, in their order."""
-        replies: dict[int, Reply] = {}
+    def run(self, requests: Iterable[GenerationRequest]) -> list[GenerationReply]:
+        """Answer requests; replies in the order of the requests."""
+        replies: dict[int, GenerationReply] = {}
 
-        def keep(event: Event) -> None:
+        def keep_reply(event: GenerationEvent) -> None:
             assert event.reply is not None, "all comes at once"
             replies[event.ticket] = event.reply
 
-        tickets = [self.submit(request, keep) for request in requests]
+        tickets = [self.submit(request, keep_reply) for request in requests]
         while self.step():
             pass
         return [replies[ticket] for ticket in tickets]
@@ -174,33 +181,33 @@ class EncoderDecoder:
     def run_as_follower(self) -> None:
         """On every rank but the first: take part in steps until the first closes."""
         while (requests := collectives.broadcast_object(None, self.mesh.world)) is not None:
-            self._replies_of_all(requests)
+            self._replies_from_all_replicas(requests)
 
     def close(self) -> None:
-        """Let the other ranks go."""
+        """End `run_as_follower` on the other ranks."""
         collectives.broadcast_object(None, self.mesh.world)
 
-    def metrics(self) -> Metrics:
-        """Where this stands."""
-        return Metrics(
+    def metrics(self) -> EngineMetrics:
+        """Return counters of the engine."""
+        return EngineMetrics(
             waiting=len(self._waiting),
             finished=dict(self._finished),
             generated_tokens=self._made,
             tokens_per_second=self._throughput.current_rate(),
         )
 
-    def _replies_of_all(self, requests: Sequence[Request]) -> list[Reply]:
-        """The replies to all requests, of which each copy of the network answers its share; on all ranks."""
+    def _replies_from_all_replicas(self, requests: Sequence[GenerationRequest]) -> list[GenerationReply]:
+        """Return the replies to all requests, of which each replica of the network answers its share. Collective."""
         copies, mine = self.mesh.dp.size, self.mesh.dp.rank
         replies = self._decode_batch(requests[mine::copies]) if requests[mine::copies] else []
         gathered = dict(collectives.gather_objects((mine, replies), self.mesh.world))
         return [gathered[number % copies][number // copies] for number in range(len(requests))]
 
-    def _decode_batch(self, requests: Sequence[Request]) -> list[Reply]:
-        """The replies to requests that are decoded together."""
-        replies: dict[int, Reply] = {}
+    def _decode_batch(self, requests: Sequence[GenerationRequest]) -> list[GenerationReply]:
+        """Decode these requests together; return their replies."""
+        replies: dict[int, GenerationReply] = {}
 
-        def keep(event: Event) -> None:
+        def keep_reply(event: GenerationEvent) -> None:
             if event.reply is not None:
                 replies[event.ticket] = event.reply
 
@@ -209,7 +216,7 @@ class EncoderDecoder:
             SequenceState(
                 number,
                 replace(request, prompt=(self._start,)),
-                keep,
+                keep_reply,
                 self.tokenizer,
                 ends={*request.stop_ids, *(() if request.ignore_eod else (end,))},
             )
@@ -220,7 +227,7 @@ class EncoderDecoder:
         return [replies[number] for number in range(len(requests))]
 
     def _decode_loop(self, texts: Sequence[SequenceState], prompts: Sequence[Sequence[int]]) -> None:
-        """Decode texts until all have ended."""
+        """Encode the prompts, and decode token by token until all texts have ended."""
         longest, device = max(map(len, prompts)), self.mesh.device
         ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
         there = (
@@ -229,21 +236,21 @@ class EncoderDecoder:
         )
         padding = None if bool(there.all()) else there
         message = self._stage.encode(ids, padding)
-        past = _BatchCache(max(one.request.num_tokens for one in texts))
+        past = _EncoderDecoderCache(max(one.request.num_tokens for one in texts))
         last = torch.full((len(texts), 1), self._start, device=device)
         for place in itertools.count():
             past.set_length(place + 1)
-            logits = self._stage.decode(last, place, message, padding=padding, cache=past)
+            logits = self._stage.decode_next_logits(last, place, message, padding=padding, cache=past)
             rows = [one.next_input(1, ()) if one.reason is None else SequenceInput((0,), place, ()) for one in texts]
             numbers = [number for number, row in enumerate(rows) if row.num_logits]
             rows = [rows[number] for number in numbers]
-            outputs = sample(rows, logits[:, numbers].transpose(0, 1), self._stage.build).collect()
+            outputs = sample_next_tokens(rows, logits[:, numbers].transpose(0, 1), self._stage.build).collect()
             for number, row, what in zip(
                 numbers, rows, collectives.broadcast_object(outputs, self.mesh.tp), strict=True
             ):
-                texts[number].advance(row)
+                texts[number].mark_launched(row)
                 texts[number].append_output(row, what, time.monotonic())
-                texts[number].emit()
+                texts[number].notify_listener()
             if all(one.reason is not None for one in texts):
                 return
             last = torch.tensor([[max(0, one.ids[-1])] for one in texts], device=device)

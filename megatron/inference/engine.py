@@ -19,21 +19,29 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from megatron.core.config.flags import refuse
+from megatron.core.config.flags import raise_config_error_if
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.device import has_separate_memory
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.inference import engine_setup
 from megatron.inference.block_allocator import BlockAllocator
-from megatron.inference.image_prompts import ImagePrompts
+from megatron.inference.image_prompts import ImagePromptWriter
 from megatron.inference.model_runner import CachedNetwork, LaunchedStep, ModelRunner
-from megatron.inference.requests import Busy, Event, Listener, Metrics, Reason, Reply, Request
+from megatron.inference.requests import (
+    EngineBusyError,
+    EngineMetrics,
+    GenerationEvent,
+    GenerationReply,
+    GenerationRequest,
+    Listener,
+    Reason,
+)
 from megatron.inference.routes import ExpertChoiceRecorder
 from megatron.inference.sequence import SequenceState
 from megatron.inference.served_adapters import ServedAdapters
 from megatron.inference.speculative import DraftNetwork, MTPDraft
-from megatron.inference.states import SlotAllocator, StateFormats, TextStates, state_bytes
+from megatron.inference.states import SequenceStateSlots, StateDtypes, StateSlotAllocator, state_bytes
 from megatron.inference.step_input import SequenceInput, SequenceOutput, StepInput
 from megatron.inference.throughput import ThroughputMeter
 
@@ -42,11 +50,11 @@ _SCORED = 256  # most prompt positions per step with log-probabilities, which bo
 
 class Engine:
     """Continuous batching over the stages of a network.
-
     stages: this rank's, in evaluation mode. draft: stages of a smaller network with the same vocabulary and layout, for
-    speculative decoding; without, the layers of multi-token prediction are used. records_routes: replies tell the experts of each token, all of
-    which are computed: no prefix is shared, and no step is captured as a graph. The first rank of the mesh submits and steps; all others call
-    `run_as_follower`. Raises `ConfigError` for settings that do not fit together.
+    speculative decoding; without it the network's multi-token prediction layers propose. records_routes: replies
+    contain the experts of each token; then prefixes are not shared and no CUDA graphs are used. The first rank of the
+    mesh submits and steps; all others call `run_as_follower`. Raises `ConfigError` for settings that do not fit
+    together.
     """
 
     def __init__(
@@ -59,16 +67,16 @@ class Engine:
         records_routes: bool = False,
     ) -> None:
         build = stages[0].build
-        config = engine_setup.recording_settings(config, records_routes)
+        config = engine_setup.route_recording_settings(config, records_routes)
         self.model, self.mesh, self.config, self.tokenizer = build.model, build.mesh, config, tokenizer
-        self.image_prompts: ImagePrompts | None = None  # of a network that reads images, set by who loads it
-        refuse([*config.problems(), *engine_setup.problems(stages, config, draft)])
+        self.image_prompts: ImagePromptWriter | None = None  # of a network that reads images, set by who loads it
+        raise_config_error_if([*config.problems(), *engine_setup.engine_setting_problems(stages, config, draft)])
         size = config.inference_dynamic_batching_block_size
         positions = self.model.max_position_embeddings
         self.max_length = min(config.inference_max_seq_length or positions, positions)
         parts = [(stages, 0 if draft else config.num_speculative_tokens), *([(draft, 0)] if draft else [])]
-        count = engine_setup.block_count(parts, config, self.max_length)
-        snapshots = engine_setup.snapshot_count(stages, config)
+        count = engine_setup.num_cache_blocks(parts, config, self.max_length)
+        snapshots = engine_setup.state_snapshot_count(stages, config)
         networks = [
             CachedNetwork(
                 part,
@@ -78,13 +86,13 @@ class Engine:
                 most_rows=config.inference_max_requests,
                 depths=depths,
                 captured_graphs=engine_setup.max_captured_graphs(part, config),
-                paged=engine_setup.paged_attention(part[0].build, config),
+                paged=engine_setup.choose_paged_attention(part[0].build, config),
             )
             for part, depths in parts
         ]
         if snapshots is not None:
             networks[0].allocate_state_slots(
-                engine_setup.state_slots(snapshots, config), StateFormats.from_config(config)
+                engine_setup.num_state_slots(snapshots, config), StateDtypes.from_config(config)
             )
         self.runner = ModelRunner(networks)
         networks[0].recorder = ExpertChoiceRecorder(stages) if records_routes else None
@@ -94,11 +102,11 @@ class Engine:
             for _ in range(self.mesh.dp.size)
         ]
         self.slots = [
-            SlotAllocator(config.inference_max_requests, config.num_speculative_tokens, snapshots)
+            StateSlotAllocator(config.inference_max_requests, config.num_speculative_tokens, snapshots)
             for _ in range(self.mesh.dp.size if snapshots is not None else 0)
             if snapshots is not None
         ]
-        self._state_bytes = state_bytes(stages, StateFormats.from_config(config))
+        self._state_bytes = state_bytes(stages, StateDtypes.from_config(config))
         self._bytes = networks[0].bytes_per_token
         self._tickets = itertools.count()
         self._inbox: deque[SequenceState] = deque()
@@ -110,24 +118,23 @@ class Engine:
         self._finished: dict[str, int] = dict.fromkeys(get_args(Reason), 0)
         self._throughput = ThroughputMeter()
         self._after = _colon_newline_ids(tokenizer)
-        self._in_flight: _Pass | None = None
+        self._in_flight: _LaunchedPass | None = None
         self.is_paused = False
         self._overlaps = config.inference_async_scheduling and has_separate_memory(self.mesh.device)
         self._overlaps &= self.mesh.world.size == 1 and not config.num_speculative_tokens
         guesser = DraftNetwork if draft else MTPDraft if config.num_speculative_tokens else None
         self._draft = guesser and guesser(self.runner, config.num_speculative_tokens, self._after)
 
-    def submit(self, request: Request, listener: Listener) -> int:
-        """Add a request; returns its number. listener: called with its events, in the thread that steps.
-
+    def submit(self, request: GenerationRequest, listener: Listener) -> int:
+        """Add a request; return its number. listener: called with its events, in the thread that steps.
         Raises `ConfigError` for a request that can never be served, and `Busy` when too many wait.
         """
-        refuse(self._request_problems(request))
+        raise_config_error_if(self._request_problems(request))
         if (
             len(self._inbox) + len(self._waiting)
             >= self.config.inference_max_waiting_requests + self.config.inference_max_requests
         ):
-            raise Busy(f"{len(self._inbox) + len(self._waiting)} requests wait already; ask again later")
+            raise EngineBusyError(f"{len(self._inbox) + len(self._waiting)} requests wait already; ask again later")
         ticket, adapter = next(self._tickets), self.adapters.number_of(request.adapter)
         seed = secrets.randbits(63) if request.seed is None else request.seed
         end = () if request.ignore_eod else (self.tokenizer.eod,)
@@ -149,74 +156,75 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether no request or cancellation is pending."""
         return not (self._inbox or self._waiting or self._running or self._cancelled)
 
     def capture_next_graph(self) -> bool:
-        """In a moment without requests: capture a shape of a step as a CUDA graph; False if there is none left."""
+        """While idle: capture the next requested shape as a CUDA graph; False if there is none left."""
         return self.runner.capture_next_graph()
 
     def capture_all_graphs(self, say: Callable[[str], None]) -> None:
-        """Capture all shapes that are known beforehand, before there are requests. say: is told how far it is."""
+        """Capture all shapes known beforehand. say: called with progress lines."""
         number, total = 0, self.runner.num_uncaptured()
         while self.capture_next_graph():
             number += 1
             say(f"CUDA graphs: {number} of {total} shapes of a step are captured")
 
     def step(self) -> bool:
-        """Run one forward pass over the scheduled requests, and take its tokens; False when there was nothing to do. Where that
-        can be, the next pass is scheduled and launched before these tokens are known, so that the device need not wait.
+        """Run one forward pass over the scheduled requests, and append its tokens; False when there was nothing to do.
+        If possible, the next pass is scheduled and launched before these tokens are known, so that the device need not
+        wait.
         """
         if self.is_paused:
             return False
         if self._in_flight is None:
-            self._take_in()
+            self._process_inbox()
             self._in_flight = self._launch_step()
         current = self._in_flight
         if current is None:
             return False
         self._in_flight = self._launch_step() if self._can_look_ahead() else None
-        self._finish(current)
-        if self._in_flight is not None and not self._in_flight.has_listeners:
+        self._finish_pass(current)
+        if self._in_flight is not None and not self._in_flight.has_running_sequences:
             self._in_flight = None
-        self.adapters.forget_unloaded(one.adapter for one in (*self._inbox, *self._waiting, *self._running))
+        self.adapters.remove_unused_unloaded(one.adapter for one in (*self._inbox, *self._waiting, *self._running))
         return True
 
-    def _finish(self, current: _Pass) -> None:
-        """Take the tokens of a pass."""
+    def _finish_pass(self, current: _LaunchedPass) -> None:
+        """Wait for a launched pass and append its tokens to the sequences."""
         outputs = current.launched.collect()
         self._counts["steps"] += 1
         for blocks, *replica in zip(self.allocators, current.chosen, current.rows, outputs, strict=True):
             for (one, _), row, what in zip(*replica, strict=True):
                 if one.reason is None:  # else it had ended before, and nobody hears of this token
-                    self._append_tokens(one, row, what, blocks)
-                    one.emit()
+                    self._append_step_output(one, row, what, blocks)
+                    one.notify_listener()
 
-    def _launch_step(self) -> _Pass | None:
+    def _launch_step(self) -> _LaunchedPass | None:
         """Schedule and launch a pass; None when there is nothing to do."""
         chosen = self._schedule()
         if not any(chosen):
             return None
         if self._draft is not None:
             self._counts["proposed_tokens"] += self._draft.propose(chosen)
-        rows = tuple(tuple(self._row(one, count) for one, count in shares) for shares in chosen)
+        rows = tuple(tuple(self._sequence_input(one, count) for one, count in shares) for shares in chosen)
         launched = self.runner.launch(StepInput(0, rows))
         places = iter(launched.places)
         for shares, own in zip(chosen, rows, strict=True):
             for (one, _), row in zip(shares, own, strict=True):
-                one.advance(row, next(places, 0))
-        return _Pass(chosen, rows, launched)
+                one.mark_launched(row, next(places, 0))
+        return _LaunchedPass(chosen, rows, launched)
 
-    def _row(self, one: SequenceState, count: int) -> SequenceInput:
-        """The input of a sequence in the next step."""
-        states = one.next_states(count, self.allocators[one.replica])
+    def _sequence_input(self, one: SequenceState, count: int) -> SequenceInput:
+        """Return the input of a sequence in the next step. count: of its tokens."""
+        states = one.next_state_slots(count, self.allocators[one.replica])
         return replace(one.next_input(count, self._after), states=states)
 
     def _can_look_ahead(self) -> bool:
-        """Whether the next pass can be launched before the tokens of this one are known: each text grows by one, and gets a block if
-        it needs one, without another having to wait.
+        """Whether the next pass can be launched before this one's tokens are known: every sequence grows by one token,
+        and gets a block if it needs one without a preemption.
         """
-        if not self._overlaps or self._cancelled or not all(one.is_foreseeable for one in self._running):
+        if not self._overlaps or self._cancelled or not all(one.allows_lookahead for one in self._running):
             return False
         most = self.config.inference_dynamic_batching_max_tokens
         needed = [0] * len(self.allocators)
@@ -227,14 +235,17 @@ class Engine:
             )
         if any(count > blocks.available for count, blocks in zip(needed, self.allocators, strict=True)):
             return False
-        self._take_in()
+        self._process_inbox()
         return True
 
-    def run(self, requests: Iterable[Request]) -> list[Reply]:
-        """Run requests to their end in this thread; replies in the order of the requests. Other requests of the engine go on meanwhile."""
-        replies: dict[int, Reply] = {}
+    def run(self, requests: Iterable[GenerationRequest]) -> list[GenerationReply]:
+        """Run requests to their end in this thread; replies in the order of the requests. Other requests of the engine
+        go
+        on meanwhile.
+        """
+        replies: dict[int, GenerationReply] = {}
 
-        def keep(event: Event) -> None:
+        def keep_reply(event: GenerationEvent) -> None:
             if event.reply is not None:
                 replies[event.ticket] = event.reply
 
@@ -243,8 +254,8 @@ class Engine:
         while left or any(ticket not in replies for ticket in tickets):
             while left:
                 try:
-                    tickets.append(self.submit(left[0], keep))
-                except Busy:
+                    tickets.append(self.submit(left[0], keep_reply))
+                except EngineBusyError:
                     break
                 left.popleft()
             self.step()
@@ -255,28 +266,28 @@ class Engine:
         self.runner.run_as_follower()
 
     def heartbeat(self) -> None:
-        """To be called now and then while idle, so that the collectives of other ranks do not time out."""
+        """Run an empty collective; call it regularly while idle, so that the other ranks' collectives do not time out."""
         self.runner.heartbeat()
 
     def cancel_all(self) -> None:
         """Cancel all requests; each listener gets a last event with the tokens so far."""
         self._in_flight = None
-        self._take_in()
-        self._cancel([*self._waiting, *self._running])
+        self._process_inbox()
+        self._cancel_sequences([*self._waiting, *self._running])
 
     def close(self) -> None:
         """Cancel all requests, and end `run_as_follower` on the other ranks."""
         self.cancel_all()
         self.runner.shut_down()
 
-    def fail(self, problem: str) -> None:
+    def fail_all_requests(self, problem: str) -> None:
         """End all requests with an error, as when a rank has died. The engine cannot be used afterwards."""
         self._in_flight = None
         self._waiting += self._inbox
         self._inbox.clear()
         for one in [*self._waiting, *self._running]:
-            one.end("error", problem)
-            one.emit()
+            one.mark_ended("error", problem)
+            one.notify_listener()
             self._finished["error"] += 1
         self._waiting.clear()
         self._running.clear()
@@ -284,18 +295,18 @@ class Engine:
     def clear_prefix_cache(self) -> None:
         """Empty the prefix cache, as when the weights have changed."""
         for blocks in self.allocators:
-            blocks.clear()
+            blocks.clear_prefix_cache()
         for slots in self.slots:
             slots.clear_snapshots()
 
     def pause(self) -> None:
-        """Stop between two steps until `resume`, as while the weights change. Requests wait, and new ones are taken; those that were
-        running keep their tokens, which are read anew afterwards. All that the old weights computed is dropped: keys and values, the prefix
-        cache, states, images.
+        """Stop between two steps until `resume`, as while weights change. Requests wait, and new ones are accepted;
+        running ones keep their tokens and are prefilled again afterwards. Keys and values, prefix cache, states and
+        images are dropped.
         """
         if self._in_flight is not None:
             current, self._in_flight = self._in_flight, None
-            self._finish(current)
+            self._finish_pass(current)
         for one in sorted(self._running, key=lambda one: -one.ticket):
             one.preempt(self.allocators[one.replica])
             self._waiting.appendleft(one)
@@ -305,15 +316,15 @@ class Engine:
         self.is_paused = True
 
     def resume(self) -> None:
-        """Go on after `pause`, with the weights as they are."""
+        """Continue after `pause`, with the current weights."""
         self.is_paused = False
 
-    def metrics(self) -> Metrics:
-        """Counters and gauges of the engine. May be called from any thread."""
+    def metrics(self) -> EngineMetrics:
+        """Return counters and gauges of the engine. May be called from any thread."""
         capacity, available, cached = (
             sum(getattr(blocks, name) for blocks in self.allocators) for name in ("capacity", "available", "cached")
         )
-        return Metrics(
+        return EngineMetrics(
             waiting=len(self._inbox) + len(self._waiting),
             running=len(self._running),
             blocks=capacity,
@@ -339,7 +350,8 @@ class Engine:
             },
         )
 
-    def _request_problems(self, request: Request) -> list[str]:
+    def _request_problems(self, request: GenerationRequest) -> list[str]:
+        """Return why a request can never be served; empty if it can."""
         total = len(request.prompt) + request.num_tokens
         size = self.model.true_vocab_size
         images, sees = request.images, self.model.has_vision
@@ -374,31 +386,31 @@ class Engine:
             if broken
         ]
 
-    def _take_in(self) -> None:
-        """Take over submissions and cancellations since the last step."""
+    def _process_inbox(self) -> None:
+        """Process the submissions and cancellations since the last step."""
         while self._inbox:
             one = self._inbox.popleft()
             self._counts["requests"] += 1
             if self.adapters.has_adapter(one.adapter):
                 self._waiting.append(one)
             else:
-                one.end("error", f"the adapter {one.request.adapter!r} was unloaded")
-                self._release(one)
-                one.emit()
+                one.mark_ended("error", f"the adapter {one.request.adapter!r} was unloaded")
+                self._release_ended(one)
+                one.notify_listener()
         gone = {self._cancelled.popleft() for _ in range(len(self._cancelled))}
         if gone:
-            self._cancel([one for one in (*self._waiting, *self._running) if one.ticket in gone])
+            self._cancel_sequences([one for one in (*self._waiting, *self._running) if one.ticket in gone])
 
-    def _cancel(self, those: Sequence[SequenceState]) -> None:
+    def _cancel_sequences(self, those: Sequence[SequenceState]) -> None:
         """Cancel these requests."""
         for one in those:
-            one.end("cancelled")
-            self._release(one)
-            one.emit()
+            one.mark_ended("cancelled")
+            self._release_ended(one)
+            one.notify_listener()
         self._waiting = deque(one for one in self._waiting if one.reason is None)
 
     def _schedule(self) -> list[list[tuple[SequenceState, int]]]:
-        """For each data-parallel replica, the sequences of the next step and their numbers of tokens."""
+        """Return for each data-parallel replica the sequences of the next step and their numbers of tokens."""
         budget = [self.config.inference_dynamic_batching_max_tokens] * len(self.allocators)
         scored = [_SCORED] * len(self.allocators)
         chosen: list[list[tuple[SequenceState, int]]] = [[] for _ in self.allocators]
@@ -410,9 +422,9 @@ class Engine:
         while self._waiting and len(self._running) < self.config.inference_max_requests * len(self.allocators):
             one = self._waiting[0]
             replica = max(
-                range(len(self.allocators)), key=lambda replica: (budget[replica] > 0, -self._replica_load(replica))
+                range(len(self.allocators)), key=lambda replica: (budget[replica] > 0, -self._num_running_on(replica))
             )
-            if self._replica_load(replica) >= self.config.inference_max_requests or not self._admit(
+            if self._num_running_on(replica) >= self.config.inference_max_requests or not self._admit(
                 one, replica, budget[replica]
             ):
                 break
@@ -423,37 +435,42 @@ class Engine:
                 break
         return chosen
 
-    def _replica_load(self, replica: int) -> int:
+    def _num_running_on(self, replica: int) -> int:
+        """Return the number of running sequences on a replica."""
         return sum(one.replica == replica for one in self._running)
 
     def _admit(self, one: SequenceState, replica: int, budget: int) -> bool:
-        """Admit a waiting request with its cached prefix, if there is room for all of it."""
+        """Admit a waiting request with its cached prefix if there is room for all of it; return whether it was. budget:
+        tokens left in the step.
+        """
         blocks = self.allocators[replica]
-        beginning = [] if one.request.prompt_logprobs else blocks.cached_prefix(one.ids, one.hash_root)
+        beginning = [] if one.request.prompt_logprobs else blocks.share_cached_prefix(one.ids, one.hash_root)
         mark: bytes | None = None
         if self.slots:
             marks = blocks.block_hashes(one.ids, one.hash_root)[: len(beginning)]
-            reached = self.slots[replica].longest_snapshot(marks)
+            reached = self.slots[replica].num_blocks_with_snapshot(marks)
             blocks.release(beginning[reached:])
             beginning, mark = beginning[:reached], marks[reached - 1] if reached else None
         # One block more for each that runs here, so that a new one does not push out an old one at once.
-        needed = blocks.blocks_needed(len(one.ids) + 1) - len(beginning) + self._replica_load(replica)
+        needed = blocks.blocks_needed(len(one.ids) + 1) - len(beginning) + self._num_running_on(replica)
         left = len(one.ids) - len(beginning) * blocks.size
         whole = self.config.enable_chunked_prefill or left <= budget
         # Alone it always gets in, since what could never fit was refused: else it might wait for ever.
-        if self._replica_load(replica) and (budget < 1 or not whole or needed > blocks.available):
+        if self._num_running_on(replica) and (budget < 1 or not whole or needed > blocks.available):
             blocks.release(beginning)
             return False
-        one.admit(replica, beginning, blocks)
+        one.start_running(replica, beginning, blocks)
         if self.slots:
-            one.states = TextStates(self.slots[replica], mark)
+            one.states = SequenceStateSlots(self.slots[replica], mark)
         self._counts["cached_tokens"] += one.computed
         return True
 
     def _schedule_sequence(
         self, one: SequenceState, budget: list[int], scored: list[int], chosen: list[list[tuple[SequenceState, int]]]
     ) -> None:
-        """Put a request into the step with as many tokens as the budget allows."""
+        """Add a sequence to the step, with as many tokens as budgets and blocks allow. budget, scored: tokens, and
+        prompt tokens with log-probabilities, left on each replica.
+        """
         count = 0 if one.ends_with_awaited else min(one.num_uncomputed, budget[one.replica])
         if (
             one.states is not None
@@ -461,18 +478,20 @@ class Engine:
             and self.config.enable_chunked_prefill
             and not one.awaited
         ):
-            count = min(count, one.snapshot_place(self.allocators[one.replica]) - one.computed)
-        if one.scores_prompt:
+            count = min(count, one.next_snapshot_length(self.allocators[one.replica]) - one.computed)
+        if one.needs_prompt_logprobs:
             count = min(count, scored[one.replica])
         guesses = one.max_drafts(self.config.num_speculative_tokens)
         if count < 1 or not self._allocate_blocks(one, one.computed + count + guesses, chosen[one.replica]):
             return
         budget[one.replica] -= count + guesses
-        scored[one.replica] -= count * one.scores_prompt
+        scored[one.replica] -= count * one.needs_prompt_logprobs
         chosen[one.replica].append((one, count))
 
     def _allocate_blocks(self, one: SequenceState, tokens: int, chosen: list[tuple[SequenceState, int]]) -> bool:
-        """Allocate blocks for so many tokens; preempts the last come if there are none, which may be the request itself."""
+        """Allocate blocks for so many tokens, preempting the latest requests if there are none. False if the request
+        itself was preempted.
+        """
         blocks = self.allocators[one.replica]
         while len(one.blocks) < blocks.blocks_needed(tokens):
             if blocks.available:
@@ -490,10 +509,10 @@ class Engine:
                 return False
         return True
 
-    def _append_tokens(
+    def _append_step_output(
         self, one: SequenceState, row: SequenceInput, output: SequenceOutput, blocks: BlockAllocator
     ) -> None:
-        """Append the output of a step to a request."""
+        """Append a step's output to a request, cache its full blocks, and release it if it has ended."""
         guesses, read = len(one.drafts), len(row.ids) - len(one.drafts)
         made = one.append_output(row, output, time.monotonic())
         self._counts["accepted_tokens"] += max(0, made - 1) if guesses else 0
@@ -501,11 +520,11 @@ class Engine:
         self._counts["prompt_tokens"] += read if row.start < len(one.request.prompt) else 0
         self._throughput.add(made)
         if one.reason != "error":
-            one.publish(blocks, one.num_cached if self._draft is None else one.drafted)
+            one.cache_full_blocks(blocks, one.num_cached if self._draft is None else one.drafted)
         if one.reason is not None:
-            self._release(one)
+            self._release_ended(one)
 
-    def _release(self, one: SequenceState) -> None:
+    def _release_ended(self, one: SequenceState) -> None:
         """Release the blocks of a request that has ended."""
         if one in self._running:
             self._running.remove(one)
@@ -515,16 +534,18 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
-    """A pass that was launched. chosen: of each data-parallel replica, the sequences and their numbers of tokens; rows: their inputs."""
+class _LaunchedPass:
+    """A launched forward pass. chosen: of each data-parallel replica, the sequences and their numbers of tokens; rows:
+    their inputs.
+    """
 
     chosen: list[list[tuple[SequenceState, int]]]
     rows: tuple[tuple[SequenceInput, ...], ...]
     launched: LaunchedStep
 
     @property
-    def has_listeners(self) -> bool:
-        """Whether anybody waits for its tokens."""
+    def has_running_sequences(self) -> bool:
+        """Whether any of its sequences has not ended."""
         return any(one.reason is None for shares in self.chosen for one, _ in shares)
 
 

@@ -14,17 +14,19 @@ from megatron.core.kernels import paged
 from megatron.core.kernels.table import CANDIDATES, KernelRequirements, select_kernels
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
-from megatron.core.transformer.build import BuildContext
+from megatron.core.transformer.build import LayerBuildContext
 from megatron.inference import cuda_graphs
-from megatron.inference.cache import bytes_per_token
-from megatron.inference.model_runner import stored_layers
-from megatron.inference.states import StateFormats, slot_count, state_bytes, stateful_mixers
+from megatron.inference.cache import cache_bytes_per_token
+from megatron.inference.model_runner import cached_layers
+from megatron.inference.states import StateDtypes, num_slots_for, state_bytes, stateful_mixers
 
 _GRAPHS = 16  # shapes of a step
 
 
-def problems(stages: Sequence[GPTModel], config: InferenceConfig, draft: Sequence[GPTModel]) -> list[str]:
-    """What speaks against these settings for this network."""
+def engine_setting_problems(
+    stages: Sequence[GPTModel], config: InferenceConfig, draft: Sequence[GPTModel]
+) -> list[str]:
+    """Return why these settings do not fit this network; empty if they do."""
     build = stages[0].build
     problems = []
     if build.mesh.cp.size > 1:
@@ -48,13 +50,13 @@ def problems(stages: Sequence[GPTModel], config: InferenceConfig, draft: Sequenc
         )
     problems += _speculation_problems(build, config, draft)
     graphs = config.inference_dynamic_batching_num_cuda_graphs
-    if graphs and (reason := cuda_graphs.unsupported_reason(stages)):
+    if graphs and (reason := cuda_graphs.graph_capture_obstacle(stages)):
         problems.append(f"--inference-dynamic-batching-num-cuda-graphs {graphs} cannot be had: {reason}; leave it out")
     return problems
 
 
-def _speculation_problems(build: BuildContext, config: InferenceConfig, draft: Sequence[GPTModel]) -> list[str]:
-    """What speaks against speculative decoding as it is asked for. draft: the stages of the draft model, if there is one."""
+def _speculation_problems(build: LayerBuildContext, config: InferenceConfig, draft: Sequence[GPTModel]) -> list[str]:
+    """Return why speculative decoding cannot run as requested. draft: the stages of the draft model, if there is one."""
     problems = []
     guesses, depths = config.num_speculative_tokens, build.model.mtp.mtp_num_layers or 0
     if draft and not guesses or guesses and not (draft or depths):
@@ -67,13 +69,13 @@ def _speculation_problems(build: BuildContext, config: InferenceConfig, draft: S
             f"--num-speculative-tokens {guesses} is more than the network's {depths} layers of multi-token prediction guess; "
             f"give {depths} or fewer, or a draft"
         )
-    if guesses and not draft and build.region.sequence_parallel:
+    if guesses and not draft and build.tp_region.sequence_parallel:
         problems.append("multi-token prediction guesses without --sequence-parallel; leave it out")
     return problems + _draft_problems(draft[0].build.model, build.model, config) if draft else problems
 
 
 def _draft_problems(draft: ModelConfig, network: ModelConfig, config: InferenceConfig) -> list[str]:
-    """How a draft model does not fit the network."""
+    """Return why a draft model does not fit the network: vocabulary or positions."""
     problems = []
     if draft.true_vocab_size != network.true_vocab_size:
         problems.append(
@@ -89,9 +91,9 @@ def _draft_problems(draft: ModelConfig, network: ModelConfig, config: InferenceC
     return problems
 
 
-def paged_attention(build: BuildContext, config: InferenceConfig) -> Callable[..., Tensor] | None:
-    """Return the kernel that reads blocks where they lie (signature of `kernels.paged.attention`, q [b, queries, n, d]), after a trial on this
-    device; None: keys are gathered.
+def choose_paged_attention(build: LayerBuildContext, config: InferenceConfig) -> Callable[..., Tensor] | None:
+    """Return the kernel that reads cache blocks in place (signature of `kernels.paged.attention`, q [b, queries, n,
+    d]), after a trial on this device. None: keys are gathered. `ConfigError` if the kernel is inaccurate.
     """
     need, dtype = KernelRequirements(device=build.mesh.device.type, dtype=build.dtype), build.dtype
     offers = tuple(one for one in CANDIDATES if one.op == "paged_attention")
@@ -100,7 +102,7 @@ def paged_attention(build: BuildContext, config: InferenceConfig) -> Callable[..
         return None
     heads, groups = build.model.num_attention_heads, build.model.num_query_groups
     repeats = 1 if build.model.mla.multi_latent_attention else heads // groups
-    gap = paged.max_kernel_error(
+    gap = paged.paged_kernel_error(
         kernel, build.mesh.device, dtype, heads=2 * repeats, groups=2, size=build.model.kv_channels
     )
     if gap > paged.TOLERANCE[dtype]:
@@ -112,15 +114,19 @@ def paged_attention(build: BuildContext, config: InferenceConfig) -> Callable[..
 
 
 def max_captured_graphs(stages: Sequence[GPTModel], config: InferenceConfig) -> int:
-    """Most shapes of a step that are kept as CUDA graphs: those requested, or a few where that is possible."""
+    """Return how many shapes of a step may be kept as CUDA graphs: those requested, else a default, 0 if capture is
+    impossible.
+    """
     graphs = config.inference_dynamic_batching_num_cuda_graphs
-    return graphs if graphs is not None else 0 if cuda_graphs.unsupported_reason(stages) else _GRAPHS
+    return graphs if graphs is not None else 0 if cuda_graphs.graph_capture_obstacle(stages) else _GRAPHS
 
 
-def snapshot_count(stages: Sequence[GPTModel], config: InferenceConfig) -> int | None:
-    """How many snapshots of states are kept, the same number on every rank; None: no layer of the network has a state."""
+def state_snapshot_count(stages: Sequence[GPTModel], config: InferenceConfig) -> int | None:
+    """Return how many snapshots of recurrent states are kept, the same on every rank; None if no layer has a state.
+    Collective.
+    """
     each = max(
-        collectives.gather_objects(state_bytes(stages, StateFormats.from_config(config)), stages[0].build.mesh.world)
+        collectives.gather_objects(state_bytes(stages, StateDtypes.from_config(config)), stages[0].build.mesh.world)
     )
     if not each:
         return None
@@ -130,18 +136,21 @@ def snapshot_count(stages: Sequence[GPTModel], config: InferenceConfig) -> int |
     return config.inference_max_requests if given is None else int(given * 10**9 // each)
 
 
-def state_slots(snapshots: int, config: InferenceConfig) -> int:
-    """Slots of states on each rank."""
-    return slot_count(config.inference_max_requests, config.num_speculative_tokens, snapshots)
+def num_state_slots(snapshots: int, config: InferenceConfig) -> int:
+    """Return the number of recurrent-state slots on each rank."""
+    return num_slots_for(config.inference_max_requests, config.num_speculative_tokens, snapshots)
 
 
-def block_count(parts: Sequence[tuple[Sequence[GPTModel], int]], config: InferenceConfig, max_length: int) -> int:
-    """Blocks of the cache, block 0 included; the same number on every rank. parts: (stages, depths of multi-token prediction)."""
+def num_cache_blocks(parts: Sequence[tuple[Sequence[GPTModel], int]], config: InferenceConfig, max_length: int) -> int:
+    """Return the number of KV cache blocks, block 0 included, the same on every rank. Collective.
+    parts: (stages, depths of multi-token prediction). max_length: tokens of the longest sequence. `ConfigError` if the
+    given size is too small.
+    """
     size = config.inference_dynamic_batching_block_size
     mine = 0
     for stages, depths in parts:
-        build, (plans, states) = stages[0].build, stored_layers(stages, depths)
-        mine += bytes_per_token(build.model, plans, build.mesh.tp.size, build.dtype, states=states)
+        build, (plans, states) = stages[0].build, cached_layers(stages, depths)
+        mine += cache_bytes_per_token(build.model, plans, build.mesh.tp.size, build.dtype, states=states)
     each = max(1, *collectives.gather_objects(mine, build.mesh.world))
     longest = -(-(max_length + config.num_speculative_tokens) // size)
     needed = config.inference_max_requests * longest
@@ -156,8 +165,10 @@ def block_count(parts: Sequence[tuple[Sequence[GPTModel], int]], config: Inferen
     return max(count, longest) + 1
 
 
-def recording_settings(config: InferenceConfig, records: bool) -> InferenceConfig:  # noqa: FBT001
-    """The settings of an engine; of one that records the experts of every token, those with which all tokens pass its routers."""
+def route_recording_settings(config: InferenceConfig, records: bool) -> InferenceConfig:  # noqa: FBT001
+    """Return the engine's settings; with `records`, without prefix caching and CUDA graphs, so that all tokens pass the
+    routers.
+    """
     if not records:
         return config
     return replace(

@@ -6,31 +6,40 @@ from collections.abc import Iterator, Sequence
 
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.inference.engine import Engine
-from megatron.inference.requests import Request
-from megatron.inference.sampling import Sampling
+from megatron.inference.requests import GenerationRequest
+from megatron.inference.sampling import SamplingParams
 
 
 class GenerationFailed(Exception):
-    """The engine could not go on; the message says why."""
+    """The engine ended a request with an error; the message says why."""
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a prompt; of an empty one, the token that stands between documents."""
+    """Tokenize a prompt; an empty one becomes the end-of-document token."""
     return tokenizer.tokenize(text) or [tokenizer.eod]
 
 
 def generate_continuation(
-    engine: Engine, prompt: Sequence[int], *, num_tokens: int, sampling: Sampling, ends: bool = True, seed: int = 0
+    engine: Engine,
+    prompt: Sequence[int],
+    *,
+    num_tokens: int,
+    sampling: SamplingParams,
+    ends: bool = True,
+    seed: int = 0,
 ) -> list[int]:
-    """The tokens after a prompt, at most `num_tokens`. ends: the end of document ends it, and is not given.
-
-    A text longer than the network's positions slides out at the front, and is then read anew for every token.
+    """Return the tokens after a prompt, at most `num_tokens`. ends: the end-of-document token ends it, and is not
+    included. A text longer than the network's positions loses its beginning, and is then prefilled again for every
+    token.
+    Raises `GenerationFailed`.
     """
     ids, new = list(prompt), list[int]()
     while len(new) < num_tokens:
         window = ids[-engine.max_length :]
         count = min(num_tokens - len(new), engine.max_length - len(window) + 1)
-        (reply,) = engine.run([Request(tuple(window), count, sampling, seed, first_draw=len(new), ignore_eod=not ends)])
+        (reply,) = engine.run(
+            [GenerationRequest(tuple(window), count, sampling, seed, first_draw=len(new), ignore_eod=not ends)]
+        )
         if reply.reason == "error":
             raise GenerationFailed(reply.problem)
         ids += reply.ids
@@ -41,14 +50,16 @@ def generate_continuation(
 
 
 def generate_texts(
-    engine: Engine, prompts: Sequence[str], *, num_tokens: int, sampling: Sampling, seed: int = 0
+    engine: Engine, prompts: Sequence[str], *, num_tokens: int, sampling: SamplingParams, seed: int = 0
 ) -> list[str]:
-    """Each prompt and what follows it. Those that fit into the network's positions are decoded together."""
+    """Return each prompt with its continuation. Those that fit into the network's positions are decoded together.
+    Raises `GenerationFailed`.
+    """
     tokenizer = engine.tokenizer
     prompts_ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]
     fits = [len(ids) + num_tokens - 1 <= engine.max_length for ids in prompts_ids]
     requests = [
-        Request(tuple(ids), num_tokens, sampling, seed)
+        GenerationRequest(tuple(ids), num_tokens, sampling, seed)
         for ids, fit in zip(prompts_ids, fits, strict=True)
         if fit and num_tokens
     ]
@@ -67,14 +78,13 @@ def generate_texts(
 
 
 def decode_following(tokenizer: Tokenizer, ids: Sequence[int], new: Sequence[int]) -> str:
-    """The text of new ids, decoded with what stands before, since some tokenizers put a blank between tokens."""
+    """Return the text of new ids, decoded with those before, since some tokenizers put a space between tokens."""
     return tokenizer.detokenize([*ids, *new])[len(tokenizer.detokenize(ids)) :]
 
 
-def split_by_token(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """The text of each id, as far as it can be told apart; together they are the text of all.
-
-    An id that ends in the middle of a character has no text, and the one that completes the character has all of it.
+def text_of_each_token(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """Return the text of each id; joined they are the text of all. An id that ends in the middle of a character has no
+    text, and the one that completes the character has all of it.
     """
     return list(_token_texts(tokenizer, ids))
 

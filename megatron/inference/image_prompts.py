@@ -13,14 +13,21 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.config.flags import from_values
+from megatron.core.config.flags import config_from_values
 from megatron.core.config.settings.data import ChatConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.multimodal import MultimodalConfig
 from megatron.core.datasets.conversations import ConversationEncoder
-from megatron.core.datasets.image_conversations import SLOT, ConversationWriter
-from megatron.core.datasets.images import ImageError, ImageOptions, decode, empty_image_batch, read_grid, tile_image
-from megatron.core.datasets.multimodal import image_filler_id, image_token_writer
+from megatron.core.datasets.image_conversations import SLOT, ImageConversationEncoder
+from megatron.core.datasets.images import (
+    ImageError,
+    ImageOptions,
+    decode_image,
+    empty_image_batch,
+    read_tile_grid,
+    tile_image,
+)
+from megatron.core.datasets.multimodal import build_image_token_layout, image_slot_token_id
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.inference.step_input import PromptImages
 
@@ -28,10 +35,13 @@ KEPT_FILES = 32  # files whose tiles stay
 
 
 @dataclass(frozen=True, slots=True)
-class ImagePrompts:
-    """Writes prompts for one network. plain: the user says nothing but images."""
+class ImagePromptWriter:
+    """Encodes conversations with images as prompts of one network. rows: embeddings of an image tile. filler: id at
+    image slots.
+    cache: tiles of the latest files, by hash.
+    """
 
-    writer: ConversationWriter
+    writer: ImageConversationEncoder
     options: ImageOptions
     rows: int
     filler: int
@@ -42,30 +52,31 @@ class ImagePrompts:
     @staticmethod
     def from_model(
         model: ModelConfig, tokenizer: Tokenizer, settings: Mapping[str, Any], format: str | None = None
-    ) -> ImagePrompts:
-        """As the network was trained. settings: of its checkpoint. format: how conversations are written, if another."""
-        data, chat = from_values(MultimodalConfig, settings), from_values(ChatConfig, settings)
+    ) -> ImagePromptWriter:
+        """Return a writer of prompts as in the network's training. settings: of its checkpoint. format: of
+        conversations, if another.
+        """
+        data, chat = config_from_values(MultimodalConfig, settings), config_from_values(ChatConfig, settings)
         encoder = ConversationEncoder(tokenizer, format or chat.sft_tokenizer_prompt_format)
-        writer = ConversationWriter(
-            encoder, image_token_writer(model, data, tokenizer), plain=chat.sft_tokenizer_prompt_format == "plain"
+        writer = ImageConversationEncoder(
+            encoder, build_image_token_layout(model, data, tokenizer), plain=chat.sft_tokenizer_prompt_format == "plain"
         )
-        return ImagePrompts(
+        return ImagePromptWriter(
             writer,
             ImageOptions.from_config(model, data),
             model.vision.num_image_embeddings,
-            image_filler_id(model, tokenizer),
+            image_slot_token_id(model, tokenizer),
         )
 
-    def write(
+    def encode_prompt(
         self, messages: Sequence[Mapping[str, Any]], files: Sequence[bytes]
     ) -> tuple[tuple[int, ...], PromptImages]:
-        """The ids of a prompt that ends where an answer begins, and its images.
-
-        messages: with <image> in what the user says, as often as there are files. Raises `DataError` for what is no conversation,
-        and `ImageError` for a file that cannot be used.
+        """Return the ids of a prompt, up to where the answer begins, and its images.
+        messages: user messages contain <image> as often as there are files. Raises `DataError` for what is no
+        conversation, and `ImageError` for a file that cannot be used.
         """
         parts = [self._tiles(file) for file in files]
-        ids = self.writer.encode_prompt(messages, [read_grid(file, self.options) for file in files])
+        ids = self.writer.encode_prompt(messages, [read_tile_grid(file, self.options) for file in files])
         images = np.concatenate([empty_image_batch(self.options), *parts])
         is_slot = ids == SLOT
         slots = np.where(is_slot, np.cumsum(is_slot) - 1, -1)
@@ -73,12 +84,12 @@ class ImagePrompts:
         return tuple(np.where(is_slot, self.filler, ids).tolist()), PromptImages(images, tuple(slots.tolist()), digest)
 
     def _tiles(self, file: bytes) -> np.ndarray:
-        """The tiles of a file, which stay for conversations that show it again. float32 [n, channels, height, width]"""
+        """Return the tiles of a file, cached by its hash, float32 [n, channels, height, width]. Raises `ImageError`."""
         if len(file) > self.options.max_bytes:
             raise ImageError(f"it has more than {self.options.max_bytes} bytes")
         key = hashlib.blake2b(file, digest_size=16).digest()
         cached = self.cache.pop(key, None)
-        result = tile_image(decode(file, self.options), self.options) if cached is None else cached
+        result = tile_image(decode_image(file, self.options), self.options) if cached is None else cached
         self.cache[key] = result
         while len(self.cache) > KEPT_FILES:
             self.cache.popitem(last=False)

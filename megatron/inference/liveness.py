@@ -25,25 +25,27 @@ _JOIN_SECONDS, _HELLO_SECONDS = 60.0, 5.0
 
 
 class RankLiveness:
-    """The name of the first rank that died; always empty with one rank."""
+    """Which rank died first, as the first rank sees it; always empty with one rank, and on other ranks."""
 
     def __init__(self) -> None:
         self._news = threading.Event()
         self._watches, self._lost = False, ""
 
     @property
-    def lost(self) -> str:
-        """The rank that ended first; empty while all are alive."""
+    def lost_rank_text(self) -> str:
+        """In words, the rank that ended first; "" while all are alive."""
         return self._lost
 
     def wait_for_loss(self, seconds: float) -> str:
-        """`lost`, after waiting up to so many seconds: the news may come later than the failure that it explains."""
+        """Wait up to so many seconds for a rank to be found dead, and return `lost`: that may be noticed after the
+        failure that it explains.
+        """
         if self._watches:
             self._news.wait(seconds)
         return self._lost
 
     def watch(self, ranks: dict[socket.socket, str], over: socket.socket) -> None:
-        """Wait until the connection of a rank closes, or `over` does, which ends the watching."""
+        """Thread: wait until the connection of a rank closes, or `over` does, which ends the watching."""
         self._watches = True
         with selectors.DefaultSelector() as selector:
             for connection in (*ranks, over):
@@ -57,9 +59,8 @@ class RankLiveness:
 
 @contextmanager
 def watch_ranks(mesh: Mesh, address: str) -> Iterator[RankLiveness]:
-    """All ranks call this together and leave it together. address: of the first rank's machine, as the launcher gives it.
-
-    Raises `ConfigError` if a rank cannot reach the first.
+    """Watch on the first rank whether all ranks are alive. Collective at entry and exit.
+    address: of the first rank's machine. Raises `ConfigError` if a rank cannot reach the first.
     """
     liveness, axis = RankLiveness(), mesh.world
     if axis.size == 1:
@@ -67,7 +68,7 @@ def watch_ranks(mesh: Mesh, address: str) -> Iterator[RankLiveness]:
         return
     with ExitStack() as stack:
         if axis.is_first:
-            ranks = accept_ranks(axis.size, lambda line: collectives.broadcast_object(line, axis), stack)
+            ranks = accept_rank_connections(axis.size, lambda line: collectives.broadcast_object(line, axis), stack)
             here, there = (stack.enter_context(end) for end in socket.socketpair())
             watching = threading.Thread(target=liveness.watch, args=(ranks, there), name="rank liveness", daemon=True)
             watching.start()
@@ -82,8 +83,13 @@ def watch_ranks(mesh: Mesh, address: str) -> Iterator[RankLiveness]:
             yield liveness
 
 
-def accept_ranks(size: int, tell: Callable[[tuple[int, str]], object], stack: ExitStack) -> dict[socket.socket, str]:
-    """On the first rank: accept a connection of every other rank; connection -> its name."""
+def accept_rank_connections(
+    size: int, tell: Callable[[tuple[int, str]], object], stack: ExitStack
+) -> dict[socket.socket, str]:
+    """On the first rank: accept a TCP connection from every other rank; return connection -> its name. `ConfigError`
+    after a time limit.
+    tell: sends (port, secret) to the others. stack: closes the connections.
+    """
     secret, ranks = secrets.token_hex(16), dict[socket.socket, str]()
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     end = time.monotonic() + _JOIN_SECONDS
@@ -118,7 +124,7 @@ def _first_line(connection: socket.socket) -> str:
 
 
 def _connect_to_first(address: tuple[str, int], secret: str, name: str) -> socket.socket:
-    """On another rank: connect to the first."""
+    """On another rank: connect to the first and send secret and name."""
     try:
         connection = socket.create_connection(address, timeout=_JOIN_SECONDS)
     except OSError as error:

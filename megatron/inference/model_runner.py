@@ -24,14 +24,14 @@ from megatron.core.models.vision import IdsWithImages, ImageEmbedder
 from megatron.core.parallel import collectives
 from megatron.core.parallel import device as devices
 from megatron.core.pipeline_parallel.executor import Shape, run
-from megatron.core.pipeline_parallel.schedules import forward_only
-from megatron.core.pipeline_parallel.transfers import RankScript, rank_script
+from megatron.core.pipeline_parallel.schedules import forward_only_plan
+from megatron.core.pipeline_parallel.transfers import RankScript, build_rank_script
 from megatron.inference.adapters import AdapterBank
-from megatron.inference.cache import KVCache, bytes_per_token, spans_by_group, step_cache, tables_of
-from megatron.inference.cuda_graphs import CapturedGraphs, GraphShape, write_sampled_ids
+from megatron.inference.cache import KVCache, block_tables_of, cache_bytes_per_token, make_step_cache, spans_by_group
+from megatron.inference.cuda_graphs import DecodingGraphs, GraphShape, write_sampled_ids
 from megatron.inference.routes import ExpertChoiceRecorder, Routes, attach_expert_choices
-from megatron.inference.sampled_tokens import SampledTokens, sample
-from megatron.inference.states import StateFormats, StatePool, StepSlots
+from megatron.inference.sampled_tokens import SampledTokens, sample_next_tokens
+from megatron.inference.states import StateDtypes, StatePool, StepStateSlots
 from megatron.inference.step_input import PromptImages, SequenceInput, SequenceOutput, StepInput
 
 _KEPT_IMAGES = 64  # prompts whose images stay encoded
@@ -39,19 +39,21 @@ _KEPT_IMAGES = 64  # prompts whose images stay encoded
 
 @dataclass(frozen=True, slots=True)
 class AdapterChange:
-    """An adapter that all ranks are to have under a number, or no longer."""
+    """Broadcast command: load an adapter under a number on all ranks, or (None) remove it."""
 
     number: int
     adapters: AdapterSet | None
 
 
 @dataclass(frozen=True, slots=True)
-class ForgetImagesCommand:
-    """All ranks are to forget the images that they have encoded."""
+class ClearImageCacheCommand:
+    """Broadcast command: all ranks drop the images that they have encoded."""
 
 
-def stored_layers(stages: Sequence[GPTModel], depths: int) -> tuple[tuple[LayerPlan, ...], int]:
-    """(layers whose keys and values this rank stores, hidden states stored per token), with so many depths of multi-token prediction."""
+def cached_layers(stages: Sequence[GPTModel], depths: int) -> tuple[tuple[LayerPlan, ...], int]:
+    """Return (layers whose keys and values this rank caches, hidden states cached per token), with `depths` of
+    multi-token prediction.
+    """
     plans, model = tuple(plan for stage in stages for plan in stage.stage.layers), stages[0].build.model
     if stages[-1].mtp is None:
         return plans, 0
@@ -59,11 +61,11 @@ def stored_layers(stages: Sequence[GPTModel], depths: int) -> tuple[tuple[LayerP
 
 
 class CachedNetwork:
-    """This rank's stages of one network, and what they have stored.
-
-    stages: in order, in evaluation mode. blocks: of the cache, block_size tokens each; most_blocks: of one text; most_rows: of a pass. depths: of multi-token
-    prediction that guess. captured_graphs: shapes of a step that are kept as graphs, if it can be. paged: attention that reads
-    blocks where they lie; None: they are gathered.
+    """This rank's stages of one network, with their KV cache, recurrent states and CUDA graphs.
+    stages: in order, in evaluation mode. blocks: of the cache, block_size tokens each; most_blocks: of one sequence;
+    most_rows: sequences of a pass. depths: of multi-token prediction used as draft. captured_graphs: most shapes kept
+    as CUDA graphs.
+    paged: attention kernel that reads blocks in place; None: keys are gathered.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class CachedNetwork:
         self.build, self.mesh = build, build.mesh
         self.adapters = AdapterBank(stages)
         self.state_pool: StatePool | None = None
-        self.plans, states = stored_layers(stages, depths)
+        self.plans, states = cached_layers(stages, depths)
         self.pool = KVCache(
             build.model,
             self.plans,
@@ -98,9 +100,11 @@ class CachedNetwork:
             states=states,
             paged=paged,
         )
-        self.bytes_per_token = bytes_per_token(build.model, self.plans, self.mesh.tp.size, build.dtype, states=states)
+        self.bytes_per_token = cache_bytes_per_token(
+            build.model, self.plans, self.mesh.tp.size, build.dtype, states=states
+        )
         self.captured_graphs = (
-            CapturedGraphs(
+            DecodingGraphs(
                 stages[0],
                 self.pool,
                 block_size=block_size,
@@ -115,12 +119,12 @@ class CachedNetwork:
         self.sampled_before = torch.zeros(0, dtype=torch.int64, device=self.mesh.device)  # that the last pass sampled
         self._image_rows: OrderedDict[bytes, Tensor] = OrderedDict()  # of the images that were encoded last
 
-    def allocate_state_slots(self, slots: int, formats: StateFormats) -> None:
-        """Make slots for the states of layers that have them (inference/states.py)."""
+    def allocate_state_slots(self, slots: int, formats: StateDtypes) -> None:
+        """Allocate slots for the recurrent states of layers that have them (inference/states.py)."""
         self.state_pool = StatePool(self.stages, slots, formats)
 
-    def with_images(self, ids: Tensor, rows: Sequence[SequenceInput]) -> Tensor | IdsWithImages:
-        """The ids [1, t] of a pass with the images of its rows, encoded; the ids alone where no image stands."""
+    def ids_with_encoded_images(self, ids: Tensor, rows: Sequence[SequenceInput]) -> Tensor | IdsWithImages:
+        """Return the ids [1, t] of a pass with the encoded images of its rows; the ids alone without images."""
         image_input = self.stages[0].image_input
         if image_input is None or all(row.images is None for row in rows):
             return ids
@@ -132,12 +136,12 @@ class CachedNetwork:
             if row.images is not None:
                 encoded.append(self._encode_images(image_input, row.images))
         slots += [-1] * (ids.shape[1] - len(slots))
-        return IdsWithImages(ids, torch.cat(encoded), devices.upload([np.array([slots])], self.mesh.device)[0])
+        return IdsWithImages(ids, torch.cat(encoded), devices.upload_arrays([np.array([slots])], self.mesh.device)[0])
 
     def _encode_images(self, image_input: ImageEmbedder, images: PromptImages) -> Tensor:
-        """The rows of a prompt's images, which are kept for its next pass and for prompts with the same images."""
+        """Return the embeddings [n * rows, h] of a prompt's images, from a cache by digest."""
         if images.digest not in self._image_rows:
-            (pixels,) = devices.upload([images.images], self.mesh.device)
+            (pixels,) = devices.upload_arrays([images.images], self.mesh.device)
             self._image_rows[images.digest] = image_input.encode_images(pixels)
         self._image_rows.move_to_end(images.digest)
         while len(self._image_rows) > _KEPT_IMAGES:
@@ -145,46 +149,61 @@ class CachedNetwork:
         return self._image_rows[images.digest]
 
     def forget_images(self) -> None:
-        """Forget the images that are encoded."""
+        """Drop the cached image embeddings."""
         self._image_rows.clear()
 
     def launch(self, rows_of_all: Sequence[Sequence[SequenceInput]], *, on_demand: bool = True) -> list[SampledTokens]:
-        """Run the rows of this rank's replica through the stages, without waiting for the device. What the parts of the pass sample,
-        on the first tensor rank of the last stage; none elsewhere. on_demand: whether a step may be captured now.
+        """Run the rows of this rank's replica through the stages, without waiting for the device. rows_of_all: of each
+        replica.
+        Return what each microbatch sampled, on the first tensor rank of the last stage; empty ones elsewhere.
+        on_demand: capture a missing graph now.
         """
         rows, axis = rows_of_all[self.mesh.dp.rank], self.mesh.pp
-        if (shape := self._graph_of(rows_of_all, on_demand)) is not None and self.captured_graphs is not None:
+        if (
+            shape := self._matching_graph_shape(rows_of_all, on_demand)
+        ) is not None and self.captured_graphs is not None:
             ids, awaited = (
                 [row.ids[0] for row in rows],
                 [(n, row.awaits) for n, row in enumerate(rows) if row.awaits is not None],
             )
             spans = [row.cache_span for row in rows]
-            logits = self.captured_graphs.logits(shape, ids, spans, awaited, self.sampled_before)
-            sampled = [sample(rows, logits, self.build)]
+            logits = self.captured_graphs.replay_logits(shape, ids, spans, awaited, self.sampled_before)
+            sampled = [sample_next_tokens(rows, logits, self.build)]
         else:
             parts = min(axis.size, max(map(len, rows_of_all)))  # so that stages need not wait for each other
             shared = [[replica[part::parts] for replica in rows_of_all] for part in range(parts)]
-            steps = [_Step(self, replicas[self.mesh.dp.rank], self._padded_length(replicas)) for replicas in shared]
+            steps = [
+                _PassMicrobatch(self, replicas[self.mesh.dp.rank], self._padded_length(replicas)) for replicas in shared
+            ]
             if parts not in self._scripts:
-                self._scripts[parts] = rank_script(
-                    forward_only(axis.size, len(self.stages), parts, self.stages[0].stage.placement), axis.rank
+                self._scripts[parts] = build_rank_script(
+                    forward_only_plan(axis.size, len(self.stages), parts, self.stages[0].stage.placement), axis.rank
                 )
-            run(self._scripts[parts], work=_PipelinePass(self, steps), axis=axis, backward_axis=self.mesh.pp_backward)
-            self._keep_routes(steps)
+            run(
+                self._scripts[parts],
+                work=_PipelineForwardWork(self, steps),
+                axis=axis,
+                backward_axis=self.mesh.pp_backward,
+            )
+            self._collect_expert_choices(steps)
             sampled = [step.sampled for step in steps]
         if len(sampled) == 1:
             self.sampled_before = sampled[0].tokens
         return sampled
 
-    def _keep_routes(self, steps: Sequence[_Step]) -> None:
-        """Keep the experts of the tokens of a pass, of which each step has every len(steps)-th row."""
+    def _collect_expert_choices(self, steps: Sequence[_PassMicrobatch]) -> None:
+        """Set `routes` to the experts of each row's tokens in this pass, if they are recorded."""
         if self.recorder is not None:
             self.routes = self.recorder.choices_of_rows(
                 [(step.rows, [part + len(steps) * place for place in step.order]) for part, step in enumerate(steps)]
             )
 
-    def _graph_of(self, rows_of_all: Sequence[Sequence[SequenceInput]], on_demand: bool) -> GraphShape | None:
-        """The captured shape that a pass over these rows is of, if it is of one. Replicas that exchange tokens agree on it."""
+    def _matching_graph_shape(
+        self, rows_of_all: Sequence[Sequence[SequenceInput]], on_demand: bool
+    ) -> GraphShape | None:
+        """Return the shape of the CUDA graph that can run these rows, or None. Replicas that exchange tokens agree on
+        it.
+        """
         graphs, own = self.captured_graphs, self.mesh.dp.rank
         if graphs is None:
             return None
@@ -194,11 +213,11 @@ class CachedNetwork:
         if not plain or not all(plain):
             return None
         self.adapters.select_adapters(None)
-        shape = graphs.shape(max(map(len, together)), max(row.cache_span.num_keys for row in rows))
-        return shape if graphs.has_graph(shape, on_demand=on_demand) else None
+        shape = graphs.graph_shape(max(map(len, together)), max(row.cache_span.num_keys for row in rows))
+        return shape if graphs.ensure_graph(shape, on_demand=on_demand) else None
 
     def run(self, rows_of_all: Sequence[Sequence[SequenceInput]], *, on_demand: bool = True) -> list[SequenceOutput]:
-        """`launch`, and the outputs, when they are there: on the first tensor rank of the last stage, else none."""
+        """Launch a pass and return its outputs: on the first tensor rank of the last stage, empty ones elsewhere."""
         parts = self.launch(rows_of_all, on_demand=on_demand)
         outputs: list[SequenceOutput] = [SequenceOutput()] * len(rows_of_all[self.mesh.dp.rank])
         for part, sampled in enumerate(parts):
@@ -211,7 +230,7 @@ class CachedNetwork:
         if stage.mtp is None:
             assert not stage.stage.has_output, "the stage that predicts has what predicts ahead"
             return []
-        step = _Step(self, rows_of_all[self.mesh.dp.rank], self._padded_length(rows_of_all), depth)
+        step = _PassMicrobatch(self, rows_of_all[self.mesh.dp.rank], self._padded_length(rows_of_all), depth)
         self.adapters.select_adapters(None)  # what is proposed is verified with them
         _, logits = stage.run_mtp_depth(depth, step.cache.depth_inputs(), step.ids, step.positions, step.cache)
         if len(step.logit_positions):
@@ -219,15 +238,17 @@ class CachedNetwork:
         return step.sampled.collect()
 
     def _padded_length(self, replicas: Sequence[Sequence[SequenceInput]]) -> int:
-        """Tokens of a pass with its padding. With experts all replicas pad to the same number, since they exchange tokens."""
+        """Return the tokens of a pass with its padding. With experts all replicas pad to the same number, since they
+        exchange tokens.
+        """
         together = replicas if self.build.model.moe.num_experts else [replicas[self.mesh.dp.rank]]
         longest = max(1, *(sum(len(row.ids) for row in rows) for rows in together))
-        pieces = self.build.region.whole_length(1)
+        pieces = self.build.tp_region.whole_sequence_length(1)
         return -(-longest // pieces) * pieces
 
 
-class _Step:
-    """One microbatch of a pass: its tokens in the order of the cache's groups, and what is sampled."""
+class _PassMicrobatch:
+    """One microbatch of a pass: its device inputs, tokens in the order of the cache's groups, and what is sampled."""
 
     def __init__(self, network: CachedNetwork, rows: Sequence[SequenceInput], length: int, depth: int = 0) -> None:
         spans = [row.cache_span for row in rows]
@@ -236,7 +257,7 @@ class _Step:
         self.rows = [rows[number] for number in self.order]
         ids = [token for row in self.rows for token in row.ids]
         padding = [0] * (length - len(ids))
-        logit_positions, awaited = _logit_positions(self.rows)
+        logit_positions, awaited = _logit_and_awaited_positions(self.rows)
         self.length = length
         self.adapters = sorted({row.adapter for row in self.rows})
         of_token = _adapters_of_tokens(self.rows)
@@ -244,8 +265,8 @@ class _Step:
         device = network.mesh.device
         known = [np.array(one, np.int32) for one in (ids + padding, logit_positions)]
         known.extend(np.array(awaited, np.int32).reshape(-1, 2).T)
-        known += [table for group in grouped for table in tables_of(group)]
-        slots = StepSlots(
+        known += [table for group in grouped for table in block_tables_of(group)]
+        slots = StepStateSlots(
             ([rows[n].states for n in group] for group in groups),
             (spans[group[0]].count for group in groups),
             network.state_pool,
@@ -253,14 +274,14 @@ class _Step:
         known += slots.arrays_to_upload
         if of_token:
             known.append(np.array(of_token + padding, np.int32))
-        given, positions, awaited_at, sampled, *tables = devices.upload(known, device)
+        given, positions, awaited_at, sampled, *tables = devices.upload_arrays(known, device)
         self.of_token = tables.pop().to(torch.int64) if of_token else None
         self.ids, self.logit_positions = given.to(torch.int64)[None], positions.to(torch.int64)
         write_sampled_ids(self.ids[0], network.sampled_before, awaited_at, sampled)
         self._cut = (
-            network.build.region.sequence_parallel
+            network.build.tp_region.sequence_parallel
         )  # ranks hold pieces of the tokens: the positions with logits are chosen at the end
-        self.cache = step_cache(
+        self.cache = make_step_cache(
             network.pool,
             grouped,
             tables,
@@ -268,7 +289,7 @@ class _Step:
             logit_positions=None if self._cut else self.logit_positions,
             total=length,
             depth=depth,
-            states=slots.groups(tables[2 * len(groups) :]),
+            states=slots.pool_and_groups(tables[2 * len(groups) :]),
         )
         self.positions = self.cache.positions[None]
         self.sampled = SampledTokens(self.rows, self.order)
@@ -276,17 +297,19 @@ class _Step:
     def sample(self, network: CachedNetwork, logits: Tensor) -> None:
         """Sample the next tokens. logits: [w, 1, v/tp] of the positions with logits, or [t, 1, v/tp] of all."""
         chosen = logits[self.logit_positions] if self._cut else logits
-        self.sampled = sample(self.rows, chosen, network.build, self.order)
+        self.sampled = sample_next_tokens(self.rows, chosen, network.build, self.order)
 
 
 def _adapters_of_tokens(rows: Sequence[SequenceInput]) -> list[int]:
-    """Return the number of each token's adapter; nothing where no row has one."""
+    """Return the adapter number of each token; empty if no row has an adapter."""
     numbers = [row.adapter for row in rows for _ in row.ids]
     return numbers if any(numbers) else []
 
 
-def _logit_positions(rows: Sequence[SequenceInput]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return the positions with logits of the rows' joined tokens, and (position, number of the sampled token) of ids not known yet."""
+def _logit_and_awaited_positions(rows: Sequence[SequenceInput]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return (indices of the rows' joined tokens whose logits are needed, (index, index of the sampled token) of ids
+    known on the device only).
+    """
     logit_positions: list[int] = []
     awaited: list[tuple[int, int]] = []
     end = 0
@@ -299,27 +322,27 @@ def _logit_positions(rows: Sequence[SequenceInput]) -> tuple[list[int], list[tup
 
 
 @dataclass(slots=True)
-class _PipelinePass:
-    """The executor's view of a pass."""
+class _PipelineForwardWork:
+    """A forward pass as the pipeline executor sees it."""
 
     network: CachedNetwork
-    steps: list[_Step]
+    steps: list[_PassMicrobatch]
 
     @property
     def device(self) -> torch.device:
-        """Where the network is."""
+        """The network's device."""
         return self.network.mesh.device
 
     def input_specs(self, stage: int, microbatch: int) -> tuple[Shape, ...]:
-        """The message of the stage before."""
+        """Return the shapes of a stage's input message."""
         chunk = self.network.stages[stage // self.network.mesh.pp.size]
-        return (chunk.message_shape(1, self.steps[microbatch].length),) * chunk.num_received_states
+        return (chunk.hidden_states_spec(1, self.steps[microbatch].length),) * chunk.num_received_tensors
 
     def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """One stage on one microbatch."""
+        """Run one stage on one microbatch; the last stage samples and returns nothing."""
         chunk, step = self.network.stages[stage // self.network.mesh.pp.size], self.steps[microbatch]
         self.network.adapters.select_adapters(step.of_token, step.adapters)
-        ids = self.network.with_images(step.ids, step.rows) if chunk.stage.has_embedding else step.ids
+        ids = self.network.ids_with_encoded_images(step.ids, step.rows) if chunk.stage.has_embedding else step.ids
         recorder = self.network.recorder
         if recorder is not None:
             recorder.start(chunk)
@@ -341,8 +364,9 @@ class _PipelinePass:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step that may still be computed. places: where the tokens of each row begin among those sampled, if one rank does it all.
-    collect: waits for the outputs of each replica's rows.
+    """A step that may still be running on the device. places: index of each row's first sampled token, if there is one
+    rank only.
+    collect: waits, and returns the outputs of each replica's rows.
     """
 
     places: list[int]
@@ -350,7 +374,9 @@ class LaunchedStep:
 
 
 class ModelRunner:
-    """The worker group: all ranks that decode together. networks: the network, and its draft network if there is one."""
+    """Runs steps on all ranks that decode together; the first is the leader. networks: the network, and its draft
+    network if there is one.
+    """
 
     def __init__(self, networks: Sequence[CachedNetwork]) -> None:
         self.networks = tuple(networks)
@@ -364,7 +390,7 @@ class ModelRunner:
 
     @contextmanager
     def _grad_mode(self) -> Iterator[None]:
-        """What a step runs in: prompts come in ever new lengths."""
+        """Within: no gradients, no cuDNN attention (prompts come in ever new lengths)."""
         with self._without_gradients(), devices.without_cudnn_attention():
             yield
 
@@ -374,11 +400,11 @@ class ModelRunner:
         return self.mesh.world.is_first
 
     def run(self, step: StepInput) -> list[list[SequenceOutput]]:
-        """On the leader: run a step on all ranks; the outputs of each replica's rows."""
+        """On the leader: run a step on all ranks and return the outputs of each replica's rows."""
         return self.launch(step).collect()
 
     def launch(self, step: StepInput) -> LaunchedStep:
-        """On the leader: run a step on all ranks. One rank alone does not wait for its device."""
+        """On the leader: run a step on all ranks. A single rank does not wait for its device."""
         assert self.is_leader, "only the leader starts a step"
         step = replace(step, on_demand=self.on_demand)
         collectives.broadcast_object(step, self.mesh.world)
@@ -399,8 +425,8 @@ class ModelRunner:
         """On all other ranks: run the leader's steps until it shuts down."""
         while (step := collectives.broadcast_object(None, self.mesh.world)) is not None:
             if isinstance(step, AdapterChange):
-                self.networks[0].adapters.put(step.number, step.adapters)
-            elif isinstance(step, ForgetImagesCommand):
+                self.networks[0].adapters.set_adapter(step.number, step.adapters)
+            elif isinstance(step, ClearImageCacheCommand):
                 self._forget_images()
             elif step.capture is not None:
                 self._capture_graphs(step)
@@ -408,13 +434,13 @@ class ModelRunner:
                 self._run_step(step)
 
     def change_adapter(self, change: AdapterChange) -> None:
-        """On the leader: give all ranks an adapter of the network, or take it from them."""
+        """On the leader: load or remove an adapter on all ranks."""
         collectives.broadcast_object(change, self.mesh.world)
-        self.networks[0].adapters.put(change.number, change.adapters)
+        self.networks[0].adapters.set_adapter(change.number, change.adapters)
 
     def forget_images(self) -> None:
-        """On the leader: forget the images that are encoded, on all ranks, as when the weights change."""
-        collectives.broadcast_object(ForgetImagesCommand(), self.mesh.world)
+        """On the leader: drop the encoded images on all ranks, as when the weights change."""
+        collectives.broadcast_object(ClearImageCacheCommand(), self.mesh.world)
         self._forget_images()
 
     def _forget_images(self) -> None:
@@ -422,11 +448,11 @@ class ModelRunner:
             network.forget_images()
 
     def num_uncaptured(self) -> int:
-        """On the leader: how many shapes of a step wait to be captured."""
+        """On the leader: return how many requested shapes are not captured yet."""
         return sum(len(one.captured_graphs.requested) for one in self.networks if one.captured_graphs is not None)
 
     def capture_next_graph(self) -> bool:
-        """On the leader, in a moment without requests: capture one shape that was asked for; False if there is none."""
+        """On the leader, while idle: capture one requested shape on all ranks; False if there is none."""
         for number, network in enumerate(self.networks):
             if network.captured_graphs is not None and network.captured_graphs.requested:
                 step = StepInput(number, (), capture=next(iter(network.captured_graphs.requested)))
@@ -443,7 +469,7 @@ class ModelRunner:
             graphs.capture(step.capture)
 
     def heartbeat(self) -> None:
-        """On the leader, while it is idle: an empty step, so that no other rank's collective times out."""
+        """On the leader, while idle: broadcast an empty step, so that no other rank's collective times out."""
         collectives.broadcast_object(StepInput(0, ()), self.mesh.world)
 
     def shut_down(self) -> None:
@@ -451,6 +477,7 @@ class ModelRunner:
         collectives.broadcast_object(None, self.mesh.world)
 
     def _run_step(self, step: StepInput) -> list[list[SequenceOutput]]:
+        """Run a step and return the outputs of each replica's rows, on all ranks."""
         network = self.networks[step.network]
         with self._grad_mode():
             outputs = (
@@ -462,10 +489,16 @@ class ModelRunner:
         everyone = collectives.gather_objects((self.mesh.dp.rank, outputs) if speaks else None, self.mesh.world)
         by_copy = dict(replies for replies in everyone if replies is not None)
         outputs_of_all = [by_copy[replica] for replica in range(len(step.rows))]
-        return outputs_of_all if network.recorder is None or step.depth else self._routed(network, outputs_of_all)
+        return (
+            outputs_of_all
+            if network.recorder is None or step.depth
+            else self._with_expert_choices(network, outputs_of_all)
+        )
 
-    def _routed(self, network: CachedNetwork, outputs_of_all: list[list[SequenceOutput]]) -> list[list[SequenceOutput]]:
-        """The outputs with the experts of each token, on all ranks."""
+    def _with_expert_choices(
+        self, network: CachedNetwork, outputs_of_all: list[list[SequenceOutput]]
+    ) -> list[list[SequenceOutput]]:
+        """Return the outputs with the experts of each token, gathered from all ranks."""
         first = self.mesh.tp.is_first and self.mesh.cp.is_first
         recorded = collectives.gather_objects((self.mesh.dp.rank, network.routes) if first else None, self.mesh.world)
         parts = [part for part in recorded if part is not None]

@@ -6,34 +6,34 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron.core.config.flags import refuse
-from megatron.inference.sampling import Sampling
+from megatron.core.config.flags import raise_config_error_if
+from megatron.inference.sampling import SamplingParams
 from megatron.inference.step_input import PromptImages
 
 Ids = tuple[int, ...]
 Reason = Literal["stop", "length", "cancelled", "error"]
 
 
-class Busy(Exception):
-    """More requests wait than may wait; ask again later."""
+class EngineBusyError(Exception):
+    """As many requests wait as may wait; try again later."""
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """Continue a prompt.
-
-    prompt: ids, at least one. num_tokens: most new ones; 0 only scores the prompt. seed: of the draws; None: any. first_draw: draws
-    of this seed that were made before. stop_ids: tokens that end the text, beside the end of document unless `ignore_eod`;
-    they are not part of it. stop_words: texts that end it; they are cut off unless `keep_stop`. newline_after_colon: whether a
-    line may end with a colon. logprobs: of new tokens; prompt_logprobs: of the prompt's. top_logprobs: how many of the likeliest
-    tokens are named beside each. after_temperature: log-probabilities are those of the distribution with the temperature, before top-k and top-p.
-    adapter: name of the adapter that the text is made with; empty: none. images: of the prompt, whose rows stand in the place of some
-    of its ids.
+class GenerationRequest:
+    """A prompt to continue or to score.
+    prompt: ids, at least one. num_tokens: most new ones; 0 only scores the prompt. seed: of sampling; None: any.
+    first_draw: number of tokens that were sampled with this seed before. stop_ids: tokens that end the text, beside the
+    end of document unless `ignore_eod`; they are not part of it. stop_words: texts that end it; they are cut off unless
+    `keep_stop`.
+    newline_after_colon: whether a newline may follow a colon. logprobs: of new tokens; prompt_logprobs: of the
+    prompt's. top_logprobs: how many of the likeliest tokens are returned beside each. after_temperature:
+    log-probabilities are those of the distribution with the temperature, before top-k and top-p. adapter: name of the
+    adapter to use; empty: none. images: of the prompt, whose embeddings replace some of its ids.
     """
 
     prompt: Ids
     num_tokens: int = 64
-    sampling: Sampling = Sampling()
+    sampling: SamplingParams = SamplingParams()
     seed: int | None = None
     first_draw: int = 0
     stop_ids: Ids = ()
@@ -49,7 +49,7 @@ class Request:
     images: PromptImages | None = None
 
     def __post_init__(self) -> None:
-        refuse(
+        raise_config_error_if(
             filter(
                 None,
                 (
@@ -75,9 +75,9 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
-    """One token of an answer. logprob: natural logarithm of its probability after all before it, as the network says it,
-    before temperature and limits; None where it was not asked for, and of a text's first token. top: (id, logprob) of the likeliest.
+class TokenLogprob:
+    """One token of a reply. logprob: natural logarithm of its probability after all before it, before temperature and
+    limits; None if it was not requested, and for a text's first token. top: (id, logprob) of the likeliest.
     """
 
     id: int
@@ -86,26 +86,26 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """All that became of a request.
-
-    tokens: new ones, without what ended them. text: the new text. prompt: the prompt's tokens, when their log-probabilities were
-    asked for. cached_tokens: of the prompt, that were known from other requests. waited, first, total: seconds from the
-    submission to admission, to the first token and to the end. problem: why, if the reason is error. end: the token that ended the text, which `tokens` lacks.
-    routes: of each id that was read, from the prompt's first on, the experts of all layers that have some, where they are recorded.
+class GenerationReply:
+    """The result of a request.
+    tokens: new ones, without what ended them. text: the new text. prompt: the prompt's tokens, if their
+    log-probabilities were requested. cached_tokens: of the prompt, found in the prefix cache. waited, first, total:
+    seconds from the submission to admission, to the first token and to the end. problem: why, if the reason is error.
+    end: the end token, which `tokens` lacks.
+    routes: the experts in all MoE layers for each id that was read, from the prompt's first on, if they are recorded.
     """
 
     reason: Reason
-    tokens: tuple[Token, ...] = ()
+    tokens: tuple[TokenLogprob, ...] = ()
     text: str = ""
-    prompt: tuple[Token, ...] = ()
+    prompt: tuple[TokenLogprob, ...] = ()
     seed: int = 0
     cached_tokens: int = 0
     waited: float = 0.0
     first: float | None = None
     total: float = 0.0
     problem: str = ""
-    end: Token | None = None
+    end: TokenLogprob | None = None
     routes: tuple[Ids, ...] = ()
 
     @property
@@ -115,24 +115,25 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """News of a request: tokens and the text that is now certain; with the last comes the reply."""
+class GenerationEvent:
+    """New tokens and text of a request; the last event has the reply."""
 
     ticket: int
-    tokens: tuple[Token, ...] = ()
+    tokens: tuple[TokenLogprob, ...] = ()
     text: str = ""
-    reply: Reply | None = None
+    reply: GenerationReply | None = None
 
 
-Listener = Callable[[Event], None]
+Listener = Callable[[GenerationEvent], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Metrics:
-    """Where the engine stands. Counts since it began, but for `waiting`, `running` and blocks; rates over the last seconds.
-
-    state_bytes: of one text, of layers that have a state; states_kept: beginnings whose states are kept. blocks_used hold running requests; blocks_kept hold beginnings that nobody uses now and anybody may. A token is `prompt` when it
-    was read, `cached` when its keys and values were there already, `generated` when it was made.
+class EngineMetrics:
+    """Counters and gauges of an engine: counts since its start, but for `waiting`, `running` and blocks; rates over the
+    last seconds.
+    state_bytes: recurrent states of one sequence; states_kept: snapshots of prefixes. blocks_used: of running requests;
+    blocks_kept: unused ones in the prefix cache. prompt_tokens were computed, cached_tokens found in the cache,
+    generated_tokens sampled.
     """
 
     waiting: int = 0

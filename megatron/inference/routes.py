@@ -13,27 +13,29 @@ from torch import Tensor
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
-from megatron.core.transformer.router import Router, routers_of
+from megatron.core.transformer.router import TopKRouter, routers_of
 from megatron.inference.step_input import SequenceInput, SequenceOutput
 
 Routes = list[dict[int, np.ndarray]]  # for each row of a pass: layer -> experts of its new tokens, [tokens, k]
 
 
 class ExpertChoiceRecorder:
-    """Records the choices of the routers of this rank's stages. experts: of the microbatches of the pass under way, layer by layer."""
+    """Records which experts the routers of this rank's stages choose. passes: microbatch -> layer -> experts, of the
+    current pass.
+    """
 
     def __init__(self, stages: Sequence[GPTModel]) -> None:
-        self._routers: dict[int, list[Router]] = {id(stage): routers_of([stage]) for stage in stages}
+        self._routers: dict[int, list[TopKRouter]] = {id(stage): routers_of([stage]) for stage in stages}
         self._tp = stages[0].build.mesh.tp
         self.passes: dict[int, dict[int, Tensor]] = {}
 
     def start(self, stage: GPTModel) -> None:
-        """Note the choices of the next pass through a stage."""
+        """Record the choices of the next pass through a stage."""
         for router in self._routers[id(stage)]:
             router.observed = []
 
     def store(self, stage: GPTModel, microbatch: int, length: int) -> None:
-        """Keep what was noted of a microbatch of so many tokens, from all tensor ranks."""
+        """Store the recorded choices of a microbatch of `length` tokens, gathered over tensor ranks."""
         kept = self.passes.setdefault(microbatch, {})
         for router in self._routers[id(stage)]:
             assert router.observed is not None and len(router.observed) == 1, "a router is asked once in a pass"
@@ -41,7 +43,9 @@ class ExpertChoiceRecorder:
             router.observed = None
 
     def choices_of_rows(self, shares: Sequence[tuple[Sequence[SequenceInput], Sequence[int]]]) -> Routes:
-        """The choices of each row of the pass. shares: of each microbatch, its rows in their order there, and which row of the pass each is."""
+        """Return the choices of each row of the pass, and forget them. shares: of each microbatch, its rows and their
+        indices in the pass.
+        """
         result: Routes = [{} for rows, _ in shares for _ in rows]
         for microbatch, (rows, places) in enumerate(shares):
             layers = {layer: experts.cpu().numpy() for layer, experts in self.passes.get(microbatch, {}).items()}
@@ -54,7 +58,7 @@ class ExpertChoiceRecorder:
 
 
 def attach_expert_choices(outputs: Sequence[SequenceOutput], parts: Iterable[Routes]) -> list[SequenceOutput]:
-    """The outputs of a pass with the choices of all layers. parts: of each pipeline stage."""
+    """Return a pass's outputs with the expert choices of all layers. parts: of each pipeline stage."""
     every = list(parts)
     result = []
     for number, output in enumerate(outputs):

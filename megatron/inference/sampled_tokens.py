@@ -11,17 +11,22 @@ from torch import Tensor
 
 from megatron.core.parallel import collectives
 from megatron.core.parallel import device as devices
-from megatron.core.transformer.build import BuildContext
-from megatron.inference.sampling import Sampling, apply_repetition_penalty, sample_at, uniform_random
+from megatron.core.transformer.build import LayerBuildContext
+from megatron.inference.sampling import (
+    SamplingParams,
+    apply_repetition_penalty,
+    sample_by_uniform_numbers,
+    uniform_random,
+)
 from megatron.inference.step_input import SamplingState, SequenceInput, SequenceOutput
 
 
 class SampledTokens:
-    """What a pass has sampled, on its way to the host.
-
-    tokens: ids that were sampled, int64 [w] on the device, row by row. rows: of the pass; order: which of the caller's each is.
-    scores: log-probabilities [w'] of the tokens at all positions of the rows that are scored; best: (ids, log-probabilities) of
-    the likeliest there, [w', top]. Without tokens: nothing was sampled here.
+    """What a pass has sampled, while it is copied to the host.
+    tokens: sampled ids, int64 [w] on the device, row by row. rows: of the pass; order: index of each among the caller's
+    rows.
+    scores: log-probabilities [w'] at all positions of the rows that are scored; best: (ids, log-probabilities) of the
+    likeliest there, [w', top]. Without tokens: nothing was sampled on this rank.
     """
 
     def __init__(
@@ -39,7 +44,7 @@ class SampledTokens:
         self._coming = devices.DeviceToHostCopy(tensors, self.tokens.device)
 
     def first_token_indices(self) -> list[int]:
-        """For each of the caller's rows, the number of its first sampled token."""
+        """Return for each of the caller's rows the index of its first sampled token."""
         result, start = [0] * len(self._rows), 0
         for number, row in zip(self._order, self._rows, strict=True):
             result[number] = start
@@ -47,7 +52,7 @@ class SampledTokens:
         return result
 
     def collect(self) -> list[SequenceOutput]:
-        """The outputs of the caller's rows, when they have arrived; empty ones on a rank that samples nothing."""
+        """Wait for the copy; return the outputs of the caller's rows, empty ones on a rank that samples nothing."""
         outputs = [SequenceOutput()] * len(self._rows)
         if self._empty:
             return outputs
@@ -68,12 +73,12 @@ class SampledTokens:
         return outputs
 
 
-def sample(
-    rows: Sequence[SequenceInput], logits: Tensor, build: BuildContext, order: Sequence[int] | None = None
+def sample_next_tokens(
+    rows: Sequence[SequenceInput], logits: Tensor, build: LayerBuildContext, order: Sequence[int] | None = None
 ) -> SampledTokens:
-    """Sample the next tokens at the positions with logits of each row, on the first tensor rank, without waiting for the device.
-
-    logits: [w, 1, v/tp], row by row. order: which of the caller's rows each is; None: they are the same.
+    """Sample the next tokens at the positions with logits of each row, on the first tensor rank, without waiting for
+    the device.
+    logits: [w, 1, v/tp], row by row. order: index of each row among the caller's; None: the same order.
     """
     axis, size = build.mesh.tp, build.model.true_vocab_size
     order = range(len(rows)) if order is None else order
@@ -83,12 +88,12 @@ def sample(
     tokens = _sampled_ids(rows, whole if whole.dtype == torch.float64 else whole.float())
     if not any(row.scored and row.num_logits for row in rows):
         return SampledTokens(rows, order, tokens)
-    return SampledTokens(rows, order, tokens, *_scores_of(rows, whole, tokens))
+    return SampledTokens(rows, order, tokens, *_logprobs_of(rows, whole, tokens))
 
 
 def _sampled_ids(rows: Sequence[SequenceInput], logits: Tensor) -> Tensor:
-    """Ids of the next tokens where one is sampled, int64 [w']. logits: [w, v], row by row."""
-    settings: list[Sampling] = []
+    """Sample the next tokens, int64 [w'], at the positions that have no given target. logits: [w, v], row by row."""
+    settings: list[SamplingParams] = []
     numbers: list[float] = []
     places: list[int] = []
     changed: list[tuple[int, Tensor]] = []
@@ -98,7 +103,7 @@ def _sampled_ids(rows: Sequence[SequenceInput], logits: Tensor) -> Tensor:
         for place in range(first, start + row.num_logits):
             assert row.sampling_state is not None, "a row that picks tokens says how"
             step = place - first
-            settings.append(row.sampling_state.sampling.for_token(row.sampling_state.first + step))
+            settings.append(row.sampling_state.sampling.params_for_token(row.sampling_state.first + step))
             numbers.append(
                 0.0
                 if settings[-1].is_greedy
@@ -118,16 +123,16 @@ def _sampled_ids(rows: Sequence[SequenceInput], logits: Tensor) -> Tensor:
             _upload_indices([place for place, _ in changed], logits.device),
             torch.stack([scores for _, scores in changed]),
         )
-    return sample_at(chosen, settings, numbers)
+    return sample_by_uniform_numbers(chosen, settings, numbers)
 
 
 def _upload_indices(numbers: Sequence[int], device: torch.device) -> Tensor:
-    return devices.upload([np.array(numbers, np.int64)], device)[0]
+    """Copy indices to the device, int64 [n]."""
+    return devices.upload_arrays([np.array(numbers, np.int64)], device)[0]
 
 
 def _adjusted_logits(sampling_state: SamplingState, logits: Tensor, before: Sequence[int], step: int) -> Tensor | None:
-    """The logits [v] after repetition penalty and banned successors; None if these change nothing.
-
+    """Return the logits [v] after repetition penalty and banned successors, or None if these change nothing.
     before: the row's ids up to this position, of which the last `step` are not in `sampling_state.seen`.
     """
     banned = [then for first, then in sampling_state.after if before[-1] == first]
@@ -150,11 +155,12 @@ def _ids_at_positions(rows: Sequence[SequenceInput], tokens: Tensor) -> Tensor:
     return ids.index_copy_(0, _upload_indices(sampled, tokens.device), tokens)
 
 
-def _scores_of(
+def _logprobs_of(
     rows: Sequence[SequenceInput], logits: Tensor, tokens: Tensor
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """Log-probabilities of the tokens at all positions of the rows that are scored, [w'], and ids and log-probabilities of the
-    likeliest there, [w', top] each, if any row wants them. logits: [w, v]; tokens: [those sampled].
+    """Return log-probabilities of the tokens at all positions of the rows that are scored, [w'], and (ids,
+    log-probabilities) of the likeliest there, [w', top] each, or None if no row wants them. logits: [w, v]; tokens: [n]
+    sampled.
     """
     ids = _ids_at_positions(rows, tokens)
     pieces, start = list[tuple[Tensor, Tensor]](), 0

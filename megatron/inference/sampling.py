@@ -13,17 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.config.flags import refuse
-from megatron.core.parallel.device import upload
+from megatron.core.config.flags import raise_config_error_if
+from megatron.core.parallel.device import upload_arrays
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """temperature 0 or top_k 1: the most likely token. top_k 0, top_p 0 and min_p 0: no limit.
-
-    min_p: no token less likely than this share of the likeliest. repetition_penalty: logits of tokens that the text holds are
-    divided by it, or multiplied if negative (Keskar et al., 2019). top_p_decay: factor of top_p after every token, 0 for none;
-    top_p_bound: where that ends (Lee et al., 2022).
+class SamplingParams:
+    """Sampling parameters. temperature 0 or top_k 1: greedy. top_k 0, top_p 0 and min_p 0: no limit.
+    min_p: excludes tokens less likely than this share of the likeliest. repetition_penalty: logits of tokens in the
+    text are divided by it, or multiplied if negative (Keskar et al., 2019). top_p_decay: factor of top_p after every
+    token, 0 for none;
+    top_p_bound: lower limit of that (Lee et al., 2022).
     """
 
     temperature: float = 1.0
@@ -36,7 +36,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         # Written so that a number that is none (NaN) breaks each rule.
-        refuse(
+        raise_config_error_if(
             filter(
                 None,
                 (
@@ -66,11 +66,11 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether nothing is drawn."""
+        """Whether the likeliest token is always taken."""
         return self.temperature == 0.0 or self.top_k == 1
 
-    def for_token(self, number: int) -> Sampling:
-        """The settings of a request's token of that number, counted from 0."""
+    def params_for_token(self, number: int) -> SamplingParams:
+        """Return the parameters for a request's token of this number, from 0, with top_p decayed."""
         if not self.top_p_decay:
             return self
         return replace(
@@ -78,9 +78,8 @@ class Sampling:
         )
 
 
-def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The distribution to draw from. logits: [..., v] in fp32 or fp64, after penalties; returns [..., v].
-
+def sampling_probabilities(logits: Tensor, sampling: SamplingParams) -> Tensor:
+    """Return the distribution to sample from. logits: [..., v] in fp32 or fp64, after penalties; returns [..., v].
     top_k keeps the k most likely tokens; top_p the fewest of them whose probabilities reach p (Holtzman et al., 2020).
     """
     if sampling.is_greedy:
@@ -105,38 +104,40 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def apply_repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """logits with those of tokens that were seen made less likely. logits: [v]; seen: ids."""
+    """Return the logits with those of the ids `seen` made less likely. logits: [v]; seen: [n]."""
     scores = logits[seen]
     return logits.index_copy(0, seen, torch.where(scores > 0, scores / penalty, scores * penalty))
 
 
 def uniform_random(seed: int, number: int) -> float:
-    """The random number in [0, 1) of a request's token of that number: Philox (Salmon et al., 2011) keyed by both."""
+    """Return a random number in [0, 1) for a request's token of this number: Philox (Salmon et al., 2011) keyed by seed
+    and number.
+    """
     key = np.array((seed % 2**64, number), np.uint64)
     return (
         int(np.random.Philox(key=key).random_raw()) >> 12
     ) * 2.0**-52  # so far below 1 that no product rounds up to 1
 
 
-def sample_at(logits: Tensor, settings: Sequence[Sampling], numbers: Sequence[float]) -> Tensor:
-    """The token of each row where its number falls; -1 where logits are no numbers.
-
+def sample_by_uniform_numbers(logits: Tensor, settings: Sequence[SamplingParams], numbers: Sequence[float]) -> Tensor:
+    """Return for each row the token at which the cumulative probability passes its number; -1 if the row's largest
+    logit is not finite.
     logits: [w, v] after penalties; numbers: [w] in [0, 1). Returns [w].
     """
-    rows: dict[Sampling, list[int]] = {}
+    rows: dict[SamplingParams, list[int]] = {}
     for row, sampling in enumerate(settings):
         rows.setdefault(sampling, []).append(row)
     best, tokens = logits.max(dim=-1)
     for sampling, mine in rows.items():
         if not sampling.is_greedy:
-            (places,) = upload([np.array(mine, np.int64)], logits.device)
-            (drawn,) = upload([np.array([numbers[row] for row in mine])], logits.device)
+            (places,) = upload_arrays([np.array(mine, np.int64)], logits.device)
+            (drawn,) = upload_arrays([np.array([numbers[row] for row in mine])], logits.device)
             # fp64: in fp32 the running sum over a large vocabulary stops short of rare tokens
-            sums = probabilities(logits[places], sampling).double().cumsum(dim=-1)
+            sums = sampling_probabilities(logits[places], sampling).double().cumsum(dim=-1)
             tokens[places] = torch.searchsorted(sums, drawn[:, None] * sums[:, -1:], right=True)[:, 0]
     return tokens.masked_fill(~best.isfinite(), -1)
 
 
-def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> Tensor:
-    """One token of each distribution. logits: [b, v]; returns [b]."""
-    return torch.multinomial(probabilities(logits, sampling), 1, generator=generator)[:, 0]
+def draw_tokens(logits: Tensor, sampling: SamplingParams, generator: torch.Generator | None = None) -> Tensor:
+    """Sample one token of each row. logits: [b, v]; returns [b]."""
+    return torch.multinomial(sampling_probabilities(logits, sampling), 1, generator=generator)[:, 0]

@@ -19,8 +19,8 @@ import torch
 
 from megatron.core.parallel.device import set_current_device
 from megatron.inference.liveness import RankLiveness
-from megatron.inference.requests import Busy, Ids, Metrics
-from megatron.inference.service import Stopped
+from megatron.inference.requests import EngineBusyError, EngineMetrics, Ids
+from megatron.inference.service import ServiceStoppedError
 
 _TOGETHER = 64  # texts of several calls that are scored at once
 _MOST_WAITING = 1024  # texts
@@ -31,7 +31,10 @@ Scores = Future[list[float]]
 
 
 class ScoreService:
-    """Runs `score` in a thread. close: is called when it ends, to let other ranks go. liveness: tells when one of them is lost."""
+    """Runs `score` (reward model) in a thread, on the texts of several calls together. close: called at the end, to let
+    other ranks go.
+    liveness: tells when another rank is lost.
+    """
 
     def __init__(
         self,
@@ -46,16 +49,16 @@ class ScoreService:
         self._waiting: deque[tuple[Sequence[Ids], Scores]] = deque()
         self._running, self._steps, self._texts, self._tokens = 0, 0, 0, 0
         self._closing, self._ending, self._failure = "", False, ""
-        self._thread = threading.Thread(target=self._loop, name="scoring", daemon=True)
+        self._thread = threading.Thread(target=self._scoring_loop, name="scoring", daemon=True)
 
     @property
     def failure(self) -> str:
-        """Why scoring failed; empty while it works."""
-        return self._failure or ("" if self._ending else self._liveness.lost)
+        """Why scoring failed; "" while it works."""
+        return self._failure or ("" if self._ending else self._liveness.lost_rank_text)
 
     @property
     def closing_reason(self) -> str:
-        """Why no more texts are accepted; empty while they are."""
+        """Why no more texts are accepted; "" while they are."""
         return self._closing
 
     def start(self) -> None:
@@ -63,22 +66,24 @@ class ScoreService:
         self._thread.start()
 
     def submit(self, texts: Sequence[Ids]) -> Scores:
-        """The scores of texts, which may be cancelled while they wait. Raises `Busy`, and `Stopped` when no more are accepted."""
+        """Queue texts; return a future of their scores, which can be cancelled while it waits. Raises `Busy`, and
+        `Stopped` when no more are accepted.
+        """
         scores: Scores = Future()
         with self._lock:
             if self.failure or self._closing:
-                raise Stopped(self.failure or self._closing)
+                raise ServiceStoppedError(self.failure or self._closing)
             if (waiting := sum(len(one) for one, _ in self._waiting)) + len(texts) > _MOST_WAITING:
-                raise Busy(f"{waiting} texts wait already, and {_MOST_WAITING} may; try again later")
+                raise EngineBusyError(f"{waiting} texts wait already, and {_MOST_WAITING} may; try again later")
             self._waiting.append((texts, scores))
         self._news.set()
         return scores
 
-    def metrics(self) -> Metrics:
-        """Where it stands."""
+    def metrics(self) -> EngineMetrics:
+        """Return counters of the service."""
         with self._lock:
             waiting = sum(len(one) for one, _ in self._waiting)
-        return Metrics(
+        return EngineMetrics(
             waiting=waiting,
             running=self._running,
             requests=self._texts + self._running + waiting,
@@ -88,7 +93,7 @@ class ScoreService:
         )
 
     def drain(self, seconds: float | None = None) -> bool:
-        """Accept no more texts, and wait up to so many seconds for those that wait; returns whether all have ended."""
+        """Accept no more texts, and wait up to so many seconds for the accepted ones; return whether all are finished."""
         with self._lock:
             self._closing = self._closing or "no more texts are taken: the service is about to end"
         end = None if seconds is None else time.monotonic() + seconds
@@ -99,10 +104,10 @@ class ScoreService:
         return self._is_idle
 
     def stop(self) -> None:
-        """Accept no more texts, give up those that wait, let the other ranks go, and wait for the thread."""
+        """Accept no more texts, fail those that wait, let the other ranks go, and wait for the thread."""
         with self._lock:
             self._closing = self._closing or "no more texts are taken: the service has ended"
-        lost = self.failure and self._liveness.lost
+        lost = self.failure and self._liveness.lost_rank_text
         self._ending = not lost
         self._news.set()
         if self._thread.ident is not None:
@@ -112,30 +117,31 @@ class ScoreService:
     def _is_idle(self) -> bool:
         return not (self._waiting or self._running)
 
-    def _loop(self) -> None:
+    def _scoring_loop(self) -> None:
+        """Thread: score queued calls until stopped or failed, with a heartbeat to other ranks while idle."""
         set_current_device(self._device)
         try:
             while not self._ending:
-                if self._liveness.lost:
-                    raise RuntimeError(self._liveness.lost)
-                if calls := self._next_calls():
+                if self._liveness.lost_rank_text:
+                    raise RuntimeError(self._liveness.lost_rank_text)
+                if calls := self._take_queued_calls():
                     self._serve(calls)
                 elif not self._news.wait(_HEARTBEAT_SECONDS):
                     self._score(())
                 else:
                     self._news.clear()
             self._close()
-            self._end(Stopped(self._closing))
+            self._fail_queued_calls(ServiceStoppedError(self._closing))
         except BaseException as error:  # noqa: BLE001 - every waiting call must get an answer
             lost = self._liveness.wait_for_loss(_EXPLAINED_SECONDS)
             with self._lock:
                 self._failure = lost or f"{type(error).__name__}: {error}"
-            self._end(Stopped(self._failure))
+            self._fail_queued_calls(ServiceStoppedError(self._failure))
             if not lost:  # which says it all
                 raise
 
-    def _next_calls(self) -> list[tuple[Sequence[Ids], Scores]]:
-        """The calls that are served together: at least one, if any waits."""
+    def _take_queued_calls(self) -> list[tuple[Sequence[Ids], Scores]]:
+        """Take the calls to score together from the queue: at least one, if any waits."""
         calls: list[tuple[Sequence[Ids], Scores]] = []
         with self._lock:
             while self._waiting and (not calls or self._running + len(self._waiting[0][0]) <= _TOGETHER):
@@ -146,19 +152,21 @@ class ScoreService:
         return calls
 
     def _serve(self, calls: Sequence[tuple[Sequence[Ids], Scores]]) -> None:
+        """Score the texts of these calls and set their futures."""
         texts = [ids for one, _ in calls for ids in one]
         try:
             numbers = iter(self._score(texts))
         except BaseException as error:
             for _, scores in calls:
-                scores.set_exception(Stopped(f"{type(error).__name__}: {error}"))
+                scores.set_exception(ServiceStoppedError(f"{type(error).__name__}: {error}"))
             raise
         for one, scores in calls:
             scores.set_result([next(numbers) for _ in one])
         self._steps, self._texts = self._steps + 1, self._texts + len(texts)
         self._tokens, self._running = self._tokens + sum(map(len, texts)), 0
 
-    def _end(self, why: Stopped) -> None:
+    def _fail_queued_calls(self, why: ServiceStoppedError) -> None:
+        """Set an exception on all waiting calls."""
         with self._lock:
             while self._waiting:
                 _, scores = self._waiting.popleft()

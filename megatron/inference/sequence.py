@@ -8,23 +8,32 @@ from collections.abc import Collection, Sequence
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.inference.block_allocator import BlockAllocator
 from megatron.inference.detokenizer import Detokenizer
-from megatron.inference.requests import Event, Listener, Reason, Reply, Request, Token
-from megatron.inference.states import StateSlots, TextStates, next_snapshot_position
+from megatron.inference.requests import (
+    GenerationEvent,
+    GenerationReply,
+    GenerationRequest,
+    Listener,
+    Reason,
+    TokenLogprob,
+)
+from megatron.inference.states import SequenceStateSlots, StateSlots, next_snapshot_position
 from megatron.inference.step_input import PromptImages, SamplingState, SequenceInput, SequenceOutput
 
 
 class SequenceState:
-    """A request and its tokens.
-
-    ids: prompt and new tokens; keys and values of the first `computed` are in `blocks` (of the first `drafted` in the draft's cache).
-    adapter: its number, 0 for none. reserved: blocks reserved for it. drafts: proposed next tokens. reason: why it ended, None before. in_flight: tokens that a step
-    computes which has not been taken; awaited: whether that step samples the next token; place: which of those sampled it is.
+    """A request, its tokens and its cache blocks.
+    ids: prompt and new tokens; keys and values of the first `computed` are in `blocks` (of the first `drafted` in the
+    draft's cache).
+    adapter: its number, 0 for none. reserved: blocks reserved for it. drafts: proposed next tokens. reason: why it
+    ended, None before.
+    in_flight: tokens of a launched step whose output is not taken yet; awaited: whether that step samples the next
+    token; place: index of that token among those sampled.
     """
 
     def __init__(
         self,
         ticket: int,
-        request: Request,
+        request: GenerationRequest,
         listener: Listener,
         tokenizer: Tokenizer,
         *,
@@ -40,7 +49,7 @@ class SequenceState:
             frozenset(ends),
         )
         self.ids = list(request.prompt)
-        self.states: TextStates | None = None
+        self.states: SequenceStateSlots | None = None
         self.replica, self.blocks, self.computed, self.drafted = 0, list[int](), 0, 0
         self.reserved = range(0)
         self.drafts: tuple[int, ...] = ()
@@ -49,10 +58,10 @@ class SequenceState:
         self.adapter = adapter
         self._published, self._content = 0, self.hash_root
         self._text = Detokenizer(tokenizer, request.prompt, request.stop_words, keep_stop=request.keep_stop)
-        self._prompt_scores: list[Token] = []
-        self._tokens: list[Token] = []
+        self._prompt_scores: list[TokenLogprob] = []
+        self._tokens: list[TokenLogprob] = []
         self._num_emitted, self._pending_text, self._problem = 0, "", ""
-        self._end_token: Token | None = None
+        self._end_token: TokenLogprob | None = None
         self._routes: list[tuple[int, ...]] = []
         self._submitted, self._cached = time.monotonic(), 0
         self._admitted: float | None = None
@@ -60,51 +69,53 @@ class SequenceState:
 
     @property
     def hash_root(self) -> bytes:
-        """What stands for everything before its first token in the hashes of its blocks: keys of another adapter are others, and so are
-        those of other images at the same ids.
-        """
+        """Initial hash of its block hashes, which distinguishes adapters and images at equal ids."""
         images = b"" if self.request.images is None else b"images " + self.request.images.digest
         return images + (b"adapter %d" % self.adapter if self.adapter else b"")
 
     @property
     def num_uncomputed(self) -> int:
-        """Number of tokens that are in no step yet, neither taken nor in flight, so that later steps must compute them; the next
-        token counts if the step in flight samples it. 1 while decoding.
+        """Number of tokens that no step has computed or is computing; the token that a step in flight samples counts. 1
+        while decoding.
         """
         return len(self.ids) + self.awaited - self.computed
 
     @property
     def num_generated(self) -> int:
-        """Tokens generated so far."""
+        """Number of tokens generated so far."""
         return len(self.ids) - len(self.request.prompt)
 
     @property
     def ends_with_awaited(self) -> bool:
-        """Whether the step that is in flight brings the last token."""
+        """Whether the step in flight samples the last requested token."""
         return self.awaited and self.num_generated + 1 >= self.request.num_tokens
 
     @property
-    def is_foreseeable(self) -> bool:
-        """Whether its next step can be prepared before the token of this one is known to the host."""
+    def allows_lookahead(self) -> bool:
+        """Whether its next step can be prepared before this step's token is known to the host."""
         sampling = self.request.sampling
-        return sampling.repetition_penalty == 1.0 and self.request.newline_after_colon and not self.scores_prompt
+        return (
+            sampling.repetition_penalty == 1.0 and self.request.newline_after_colon and not self.needs_prompt_logprobs
+        )
 
     @property
     def num_cached(self) -> int:
-        """Tokens whose keys and values are computed by steps that were taken."""
+        """Number of tokens whose keys and values were computed by steps whose output was taken."""
         return self.computed - self.in_flight
 
     @property
-    def scores_prompt(self) -> bool:
+    def needs_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of the prompt are still to be computed."""
         return self.request.prompt_logprobs and len(self._prompt_scores) < len(self.request.prompt) - 1
 
     def max_drafts(self, most: int) -> int:
-        """How many draft tokens, of at most `most`, the next step should verify: none for the last token."""
+        """Return how many draft tokens, at most `most`, the next step should verify; 0 unless it decodes."""
         return max(0, min(most, self.request.num_tokens - self.num_generated - 1)) if self.num_uncomputed == 1 else 0
 
     def sampling_state(self, after: Sequence[tuple[int, int]]) -> SamplingState:
-        """How the next token is sampled."""
+        """Return how the next token is sampled. after: banned (id, next id) pairs, used unless newlines may follow a
+        colon.
+        """
         repeats = self.request.sampling.repetition_penalty != 1.0
         return SamplingState(
             self.request.sampling,
@@ -115,10 +126,10 @@ class SequenceState:
         )
 
     def next_input(self, count: int, after: Sequence[tuple[int, int]]) -> SequenceInput:
-        """The input of the next step: `count` tokens and the draft tokens. after: banned (id, next id) pairs."""
+        """Return the input of the next step: `count` tokens and the draft tokens. after: banned (id, next id) pairs."""
         ids = tuple(self.ids[self.computed : self.computed + count]) or (0,) * count  # one that is awaited
         ends = count == self.num_uncomputed
-        targets = tuple(self.ids[self.computed + 1 : self.computed + count + 1]) if self.scores_prompt else ()
+        targets = tuple(self.ids[self.computed + 1 : self.computed + count + 1]) if self.needs_prompt_logprobs else ()
         num_logits = len(ids) if targets else int(ends)
         if self.request.num_tokens == 0 and not targets:
             num_logits = 0
@@ -134,41 +145,43 @@ class SequenceState:
             self.request.sampling.temperature if self.request.after_temperature else 1.0,
             self.adapter,
             self.place if self.awaited else None,
-            self._prompt_images(len(ids)),
+            self._images_at_next_tokens(len(ids)),
         )
 
-    def _prompt_images(self, count: int) -> PromptImages | None:
-        """The images of the prompt, if a row of them stands at the next `count` tokens."""
+    def _images_at_next_tokens(self, count: int) -> PromptImages | None:
+        """Return the prompt's images if an embedding of them is among the next `count` tokens, else None."""
         images = self.request.images
         if images is None or max(images.slots[self.computed : self.computed + count], default=-1) < 0:
             return None
         return images
 
-    def next_states(self, count: int, blocks: BlockAllocator) -> StateSlots:
-        """Slots of its states in the next step, of `count` tokens; with a snapshot where one is to be."""
+    def next_state_slots(self, count: int, blocks: BlockAllocator) -> StateSlots:
+        """Return the slots of its recurrent states in the next step of `count` tokens, with a snapshot's slot if one is
+        due.
+        """
         if self.states is None:
             return StateSlots()
         end = self.computed + count
-        at_snapshot = self.states.takes_snapshots and not self.awaited and end == self.snapshot_place(blocks)
+        at_snapshot = self.states.takes_snapshots and not self.awaited and end == self.next_snapshot_length(blocks)
         mark = blocks.block_hashes(self.ids[:end], self.hash_root)[-1] if at_snapshot else None
         return self.states.slots_for_step(len(self.drafts), mark)
 
-    def snapshot_place(self, blocks: BlockAllocator) -> int:
-        """Behind how many tokens the next snapshot is to be taken."""
+    def next_snapshot_length(self, blocks: BlockAllocator) -> int:
+        """Return after how many tokens the next snapshot of the states is to be taken."""
         return next_snapshot_position(self.computed, len(self.ids), blocks.size)
 
-    def advance(self, row: SequenceInput, place: int = 0) -> None:
-        """Note that a step computes this row. place: which of the sampled tokens its first is."""
+    def mark_launched(self, row: SequenceInput, place: int = 0) -> None:
+        """Record that a launched step computes this row. place: index of its first sampled token."""
         count = len(row.ids) - len(self.drafts)
         self.computed += count
         self.in_flight += count
         self.awaited, self.place = row.num_sampled > 0, place
 
-    def admit(self, replica: int, beginning: list[int], blocks: BlockAllocator) -> None:
-        """Start or resume, with a cached prefix in the blocks `beginning`."""
+    def start_running(self, replica: int, beginning: list[int], blocks: BlockAllocator) -> None:
+        """Start or resume on a replica, with a cached prefix in the blocks `beginning`."""
         self.replica, self.blocks = replica, beginning
         longest = blocks.blocks_needed(len(self.request.prompt) + self.request.num_tokens)
-        self.reserved = blocks.reserve(longest - len(beginning), beginning)
+        self.reserved = blocks.reserve_contiguous(longest - len(beginning), beginning)
         self.computed = self.drafted = len(beginning) * blocks.size
         if self._admitted is None:
             self._admitted, self._cached = time.monotonic(), self.computed
@@ -179,7 +192,7 @@ class SequenceState:
         self.blocks.append(blocks.allocate(following) if following in self.reserved else blocks.allocate())
 
     def release_blocks(self, blocks: BlockAllocator) -> None:
-        """Release all blocks and reservations, and the slots of states."""
+        """Release all blocks and reservations, and the recurrent-state slots."""
         if self.states is not None:
             self.states.release()
             self.states = None
@@ -192,77 +205,83 @@ class SequenceState:
         assert not self.in_flight, "nobody is asked to wait while a step computes its tokens"
         self.computed, self.drafted, self.drafts = 0, 0, ()
         self._published, self._content = 0, self.hash_root
-        if self.scores_prompt:
+        if self.needs_prompt_logprobs:
             self._prompt_scores.clear()
 
     def append_output(self, row: SequenceInput, output: SequenceOutput, now: float) -> int:
-        """Append the output of a step; returns the number of new tokens."""
+        """Append the output of a step; return the number of new tokens. now: time.monotonic(), for the time to the
+        first token.
+        """
         count = len(row.ids) - len(self.drafts)
         drafts, self.drafts = self.drafts, ()
         self.in_flight -= count
         self.awaited = self.in_flight > 0 and self.awaited
         if self.states is not None and not drafts:
-            self.states.after_pass(0)
+            self.states.finish_pass(0)
         self._routes[row.start :] = output.routes[:count]
-        tokens = [Token(token, *_scores_at(output, place)) for place, token in enumerate(output.ids)]
+        tokens = [TokenLogprob(token, *_logprobs_at(output, place)) for place, token in enumerate(output.ids)]
         self._prompt_scores += tokens[: len(row.targets)]
         accepted = 0
         if row.start + count == len(self.ids):
             if self.request.num_tokens == 0:
-                self.end("length")
+                self.mark_ended("length")
                 return 0
             accepted = self._accept_drafts(tokens[len(row.targets) :], drafts, now)
             self.computed += max(0, accepted - 1)
             if self.states is not None and drafts:
-                self.states.after_pass(max(0, accepted - 1))
+                self.states.finish_pass(max(0, accepted - 1))
         self.drafted = min(self.drafted, self.computed)
         return accepted
 
-    def publish(self, blocks: BlockAllocator, stored: int) -> None:
-        """Offer the full blocks of the first `num_cached` tokens to other sequences (prefix caching)."""
+    def cache_full_blocks(self, blocks: BlockAllocator, stored: int) -> None:
+        """Make the full blocks of its first `stored` tokens available for prefix caching."""
         if stored // blocks.size > self._published:
-            self._content = blocks.publish(self.blocks, self.ids[:stored], known=self._published, content=self._content)
+            self._content = blocks.cache_full_blocks(
+                self.blocks, self.ids[:stored], known=self._published, content=self._content
+            )
             self._published = stored // blocks.size
 
-    def end(self, reason: Reason, problem: str = "") -> None:
-        """Mark the sequence as ended."""
+    def mark_ended(self, reason: Reason, problem: str = "") -> None:
+        """Mark the sequence as ended. problem: why, if the reason is error."""
         self.reason, self._problem = reason, problem
         self._pending_text += self._text.finish()
 
-    def emit(self) -> None:
-        """Send the listener the tokens and text that are new since the last call."""
+    def notify_listener(self) -> None:
+        """Send the listener the tokens and text that are new since the last call; with the reply if it has ended."""
         new, text = tuple(self._tokens[self._num_emitted :]), self._pending_text
         self._num_emitted, self._pending_text = len(self._tokens), ""
         if new or text or self.reason is not None:
-            self._listener(Event(self.ticket, new, text, None if self.reason is None else self._build_reply()))
+            self._listener(
+                GenerationEvent(self.ticket, new, text, None if self.reason is None else self._build_reply())
+            )
 
-    def _accept_drafts(self, picked: Sequence[Token], drafts: Sequence[int], now: float) -> int:
-        """Append tokens as long as the draft tokens agree, and one more; returns how many."""
+    def _accept_drafts(self, picked: Sequence[TokenLogprob], drafts: Sequence[int], now: float) -> int:
+        """Append tokens as long as they equal the draft tokens, and one more; return how many."""
         self._first = now if self._first is None else self._first
         for place, token in enumerate(picked):
             if token.id < 0:
-                self.end("error", "the network's logits are not finite numbers")
+                self.mark_ended("error", "the network's logits are not finite numbers")
                 return place
             self.ids.append(token.id)
             if token.id in self._ends:
                 self._end_token = token
-                self.end("stop")
+                self.mark_ended("stop")
                 return place + 1
-            self._tokens.append(token if self.request.logprobs else Token(token.id))
+            self._tokens.append(token if self.request.logprobs else TokenLogprob(token.id))
             self._pending_text += self._text.add((token.id,))
             if self._text.ended:
-                self.end("stop")
+                self.mark_ended("stop")
             elif self.num_generated == self.request.num_tokens:
-                self.end("length")
+                self.mark_ended("length")
             if self.reason is not None or place == len(drafts) or drafts[place] != token.id:
                 return place + 1
         raise AssertionError("a pass picks one token more than it checks")
 
-    def _build_reply(self) -> Reply:
+    def _build_reply(self) -> GenerationReply:
         assert self.reason is not None, "a reply is given at the end"
         now, request = time.monotonic(), self.request
-        prompt = (Token(request.prompt[0]), *self._prompt_scores) if request.prompt_logprobs else ()
-        return Reply(
+        prompt = (TokenLogprob(request.prompt[0]), *self._prompt_scores) if request.prompt_logprobs else ()
+        return GenerationReply(
             self.reason,
             tuple(self._tokens),
             self._text.full_text,
@@ -278,6 +297,6 @@ class SequenceState:
         )
 
 
-def _scores_at(output: SequenceOutput, place: int) -> tuple[float | None, tuple[tuple[int, float], ...]]:
-    """(log-probability, likeliest tokens) at a position, as far as they were requested."""
+def _logprobs_at(output: SequenceOutput, place: int) -> tuple[float | None, tuple[tuple[int, float], ...]]:
+    """Return (log-probability, likeliest tokens) at an index of a step's output, as far as they were requested."""
     return output.logprobs[place] if output.logprobs else None, output.top[place] if output.top else ()

@@ -9,7 +9,7 @@ from megatron.core.config.adapters import EXPERTS
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.adapter_set import AdapterSet, require_matching_network
+from megatron.core.families.adapter_set import AdapterSet, require_adapters_fit_network
 from megatron.inference.model_runner import AdapterChange, ModelRunner
 
 # What decoding multiplies by the weight of, and not by calling the layer (latent attention).
@@ -17,9 +17,9 @@ _ABSORBED = ".linear_kv_up_proj"
 
 
 class ServedAdapters:
-    """On the rank that leads. Adapters change between steps, in the thread that steps; `names` may be read by any.
-
-    most: adapters at once; rank: the largest that may be loaded.
+    """The adapters that requests may name, on the leader. They change between steps, in the thread that steps; `names`
+    may be read by any.
+    most: adapters at once; rank: the largest LoRA rank that may be loaded.
     """
 
     def __init__(self, runner: ModelRunner, *, most: int, rank: int) -> None:
@@ -33,38 +33,40 @@ class ServedAdapters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What requests may name."""
+        """Names of the loaded adapters."""
         return tuple(self._numbers)
 
     def number_of(self, name: str) -> int:
-        """The number of an adapter; 0 of the base, whose name is empty. Raises `ConfigError` for one that is not loaded."""
+        """Return the number of an adapter; 0 for the base, whose name is empty. `ConfigError` if it is not loaded."""
         if name and name not in self._numbers:
             raise ConfigError(f"there is no adapter {name[:100]!r}; load it first")
         return self._numbers[name] if name else 0
 
     def has_adapter(self, number: int) -> bool:
-        """Whether all ranks have the adapter of a number; of the base they always do."""
+        """Whether all ranks have the adapter of this number; always for the base, 0."""
         return number == 0 or number in self._retired or number in self._numbers.values()
 
     def load(self, name: str, adapters: AdapterSet) -> None:
-        """Serve an adapter under a name, from now on. Raises one `CheckpointError` for one that does not fit, before any rank has it."""
+        """Load an adapter under a name on all ranks. `CheckpointError` if it does not fit, before any rank has it."""
         problems = [*self._name_problems(name), *_adapter_problems(adapters, self._model, self._rank)]
-        if self._runner.networks[0].adapters.is_taken:
+        if self._runner.networks[0].adapters.has_foreign_adapters:
             problems.append("another engine of this process has adapters beside this network")
         if problems:
             raise CheckpointError(f"{adapters.where} cannot be served", problems)
-        require_matching_network(adapters, self._model)
+        require_adapters_fit_network(adapters, self._model)
         number = next(self._serial)
         self._runner.change_adapter(AdapterChange(number, adapters))
         self._numbers = {**self._numbers, name: number}  # anew, since other threads read it
 
     def unload(self, name: str) -> None:
-        """Refuse requests for an adapter from now on; it goes when the last that has it ends. Raises `ConfigError` for an unknown one."""
+        """Refuse new requests for an adapter; it is removed when the last that uses it ends. `ConfigError` if it is not
+        loaded.
+        """
         self._retired.add(self.number_of(name))
         self._numbers = {other: number for other, number in self._numbers.items() if other != name}
 
-    def forget_unloaded(self, used: Iterable[int]) -> None:
-        """Have all ranks forget the adapters that were unloaded. used: numbers that requests still have."""
+    def remove_unused_unloaded(self, used: Iterable[int]) -> None:
+        """Remove from all ranks the unloaded adapters that no request uses. used: numbers that requests still use."""
         if not self._retired:
             return
         for number in sorted(self._retired - set(used)):

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.parallel.device import set_current_device
 from megatron.inference.engine import Engine
 from megatron.inference.liveness import RankLiveness
-from megatron.inference.requests import Event, Listener, Reply, Request
+from megatron.inference.requests import GenerationEvent, GenerationReply, GenerationRequest, Listener
 
 T = TypeVar("T")
 
@@ -35,30 +35,30 @@ _EXPLAINED_SECONDS = 1.0  # after a failure, for the news that a rank is lost
 _STUCK_SECONDS = 3.0  # after that news, for a collective to fail; some never do
 
 
-class Stopped(Exception):
-    """The service takes no more requests; the message says why."""
+class ServiceStoppedError(Exception):
+    """The service accepts no more requests; the message says why."""
 
 
-class RankLost(Exception):
-    """A rank that decodes has ended; the message says which."""
+class DecodingRankLostError(Exception):
+    """Another rank of the engine has ended; the message says which."""
 
 
-class Stream:
+class RequestStream:
     """The events of one request; iterate over it once, in one thread."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: EngineService) -> None:
         self._service = service
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._reply: Reply | None = None
+        self._events: queue.SimpleQueue[GenerationEvent] = queue.SimpleQueue()
+        self._reply: GenerationReply | None = None
         self.ticket = -1
 
-    def __iter__(self) -> Iterator[Event]:
+    def __iter__(self) -> Iterator[GenerationEvent]:
         while self._reply is None:
             event = self._events.get()
             self._reply = event.reply
             yield event
 
-    def reply(self) -> Reply:
+    def wait_for_reply(self) -> GenerationReply:
         """Wait for the reply; events before it are discarded."""
         for _ in self:
             pass
@@ -69,14 +69,14 @@ class Stream:
         """Cancel the request; it completes with the tokens generated so far."""
         self._service.cancel(self.ticket)
 
-    def on_event(self, event: Event) -> None:
-        """Called by the engine with each event."""
+    def on_event(self, event: GenerationEvent) -> None:
+        """Queue an event; called by the engine."""
         self._events.put(event)
 
 
-class Service:
-    """Runs an engine's steps in a thread. listeners are called in that thread; they must be quick and never raise. roll: tells when
-    one of several ranks is lost.
+class EngineService:
+    """Runs an engine's steps in a thread. Listeners are called in that thread; they must be quick and never raise.
+    liveness: tells when another rank is lost.
     """
 
     def __init__(self, engine: Engine, liveness: RankLiveness | None = None) -> None:
@@ -87,7 +87,7 @@ class Service:
         self._closing, self._ending, self._failure = "", False, ""
         self._thread = threading.Thread(target=self._engine_loop, name="decoding", daemon=True)
 
-    def __enter__(self) -> Service:
+    def __enter__(self) -> EngineService:
         self.start()
         return self
 
@@ -98,28 +98,28 @@ class Service:
 
     @property
     def failure(self) -> str:
-        """Why the engine failed; empty while it works."""
-        return self._failure or ("" if self._ending else self._liveness.lost)
+        """Why the engine failed; "" while it works."""
+        return self._failure or ("" if self._ending else self._liveness.lost_rank_text)
 
     @property
     def closing_reason(self) -> str:
-        """Why no more requests are accepted; empty while they are."""
+        """Why no more requests are accepted; "" while they are."""
         return self._closing
 
     def start(self) -> None:
-        """Start the thread. From now on CUDA graphs are captured between requests alone."""
+        """Start the thread. From now on CUDA graphs are captured only while no request runs."""
         self.engine.runner.on_demand = False
         self._thread.start()
 
-    def submit(self, request: Request, listener: Listener | None = None) -> Stream:
-        """Submit a request. With a listener the stream stays empty, and only serves to cancel.
-
+    def submit(self, request: GenerationRequest, listener: Listener | None = None) -> RequestStream:
+        """Submit a request; return the stream of its events. With a listener the stream stays empty, and only serves to
+        cancel.
         Raises `ConfigError`, `Busy`, and `Stopped` when no more requests are accepted.
         """
-        stream = Stream(self)
+        stream = RequestStream(self)
         with self._lock:
             if self.failure or self._closing:
-                raise Stopped(self.failure or self._closing)
+                raise ServiceStoppedError(self.failure or self._closing)
             stream.ticket = self.engine.submit(request, listener or stream.on_event)
         self._news.set()
         return stream
@@ -130,10 +130,13 @@ class Service:
         self._news.set()
 
     def run_between_steps(self, work: Callable[[], T]) -> T:
-        """Run a function between steps, in the thread that steps; returns what it does, or raises it. Raises `Stopped` as `submit` does."""
+        """Run a function between steps, in the thread that steps; return its result, or raise its `ConfigError` or
+        `CheckpointError`.
+        Raises `Stopped` as `submit` does.
+        """
         result: Future[T] = Future()
 
-        def run() -> None:
+        def run_and_set_result() -> None:
             try:
                 result.set_result(work())
             except (ConfigError, CheckpointError) as error:
@@ -141,18 +144,18 @@ class Service:
 
         with self._lock:
             if self.failure or self._closing:
-                raise Stopped(self.failure or self._closing)
-            self._calls.append((run, result))
+                raise ServiceStoppedError(self.failure or self._closing)
+            self._calls.append((run_and_set_result, result))
         self._news.set()
         return result.result()
 
-    def submit_and_wait(self, requests: Sequence[Request]) -> list[Reply]:
+    def submit_and_wait(self, requests: Sequence[GenerationRequest]) -> list[GenerationReply]:
         """Submit these requests and wait for all replies, in their order."""
         streams = [self.submit(request) for request in requests]
-        return [stream.reply() for stream in streams]
+        return [stream.wait_for_reply() for stream in streams]
 
     def drain(self, seconds: float | None = None) -> bool:
-        """Accept no more requests, and wait up to so many seconds for the running ones; returns whether all have ended."""
+        """Accept no more requests, and wait up to so many seconds for the running ones; return whether all have ended."""
         with self._lock:
             self._closing = self._closing or "no more requests are taken: the service is about to end"
         end = None if seconds is None else time.monotonic() + seconds
@@ -165,20 +168,25 @@ class Service:
         return self.engine.is_idle
 
     def stop(self) -> None:
-        """Accept no more requests, cancel the running ones, end `follow` on the other ranks, and wait for the thread."""
+        """Accept no more requests, cancel the running ones, end `run_as_follower` on the other ranks, and wait for the
+        thread.
+        """
         with self._lock:
             self._closing = self._closing or "no more requests are taken: the service has ended"
-        lost = self.failure and self._liveness.lost
+        lost = self.failure and self._liveness.lost_rank_text
         self._ending = not lost
         self._news.set()
         self._thread.join(_STUCK_SECONDS if lost else None)
 
     def _engine_loop(self) -> None:
+        """Thread: step the engine until stopped or failed; while idle capture graphs, and send heartbeats to the other
+        ranks.
+        """
         set_current_device(self.engine.mesh.device)
         try:
             while not self._ending:
-                if self._liveness.lost:
-                    raise RankLost(self._liveness.lost)
+                if self._liveness.lost_rank_text:
+                    raise DecodingRankLostError(self._liveness.lost_rank_text)
                 while self._calls:
                     self._calls[0][0]()
                     self._calls.popleft()
@@ -188,18 +196,19 @@ class Service:
                     self.engine.heartbeat()
                 self._news.clear()
             self.engine.close()
-            self._end_calls(self._closing)
+            self._fail_pending_calls(self._closing)
         except BaseException as error:  # noqa: BLE001 - every waiting request must get an answer
             lost = self._liveness.wait_for_loss(_EXPLAINED_SECONDS)
             with self._lock:
                 self._failure = lost or f"{type(error).__name__}: {error}"
-                self.engine.fail(self._failure)
-                self._end_calls(self._failure)
+                self.engine.fail_all_requests(self._failure)
+                self._fail_pending_calls(self._failure)
             if not lost:  # which says it all
                 raise
 
-    def _end_calls(self, why: str) -> None:
+    def _fail_pending_calls(self, why: str) -> None:
+        """Raise `Stopped` in all pending `run_between_steps`."""
         for _, result in self._calls:
             if not result.done():
-                result.set_exception(Stopped(why))
+                result.set_exception(ServiceStoppedError(why))
         self._calls.clear()

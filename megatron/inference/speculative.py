@@ -35,14 +35,16 @@ class DraftNetwork:
         self._runner, self._most, self._after = runner, most, after
 
     def propose(self, chosen: Sequence[Shares]) -> int:
-        """Propose tokens for each sequence that decodes in the next step, and process the prompt tokens of the others; number of proposals."""
+        """Set `drafts` of each sequence that decodes in the next step, and prefill the draft's cache for the others;
+        return the number of proposals.
+        """
         guesses: dict[int, list[int]] = {one.ticket: [] for shares in chosen for one, _ in shares}
-        self._draft_pass(chosen, guesses, self._draft_prefix)
+        self._draft_pass(chosen, guesses, self._unread_tokens_input)
         for step in range(1, self._most):
             going = [[(one, count) for one, count in shares if one.max_drafts(self._most) > step] for shares in chosen]
             if not any(going):
                 break
-            self._draft_pass(going, guesses, self._last_proposal)
+            self._draft_pass(going, guesses, self._last_proposal_input)
         for shares in chosen:
             for one, _ in shares:
                 one.drafts = tuple(guesses[one.ticket])
@@ -54,7 +56,9 @@ class DraftNetwork:
         guesses: dict[int, list[int]],
         make: Callable[[SequenceState, int, list[int]], SequenceInput],
     ) -> None:
-        """One pass of the draft over a row of each sequence; its proposals are appended to `guesses`."""
+        """Run one pass of the draft over a row of each sequence, made by `make`; its proposals are appended to
+        `guesses`.
+        """
         rows = tuple(tuple(make(one, count, guesses[one.ticket]) for one, count in shares) for shares in chosen)
         for shares, outputs in zip(chosen, self._runner.run(StepInput(_DRAFT, rows)), strict=True):
             for (one, _), what in zip(shares, outputs, strict=True):
@@ -62,8 +66,10 @@ class DraftNetwork:
                     max(0, token) for token in what.ids
                 ]  # logits that are not finite give -1; any id will do
 
-    def _draft_prefix(self, one: SequenceState, count: int, _: list[int]) -> SequenceInput:
-        """The tokens that the network will have processed after the step, and the draft has not."""
+    def _unread_tokens_input(self, one: SequenceState, count: int, _: list[int]) -> SequenceInput:
+        """Build the draft's input of the tokens that the network will have processed after the step, and the draft has
+        not.
+        """
         end = one.computed + count
         row = SequenceInput(tuple(one.ids[one.drafted : end]), one.drafted, tuple(one.blocks))
         one.drafted = end
@@ -73,8 +79,8 @@ class DraftNetwork:
             else row
         )
 
-    def _last_proposal(self, one: SequenceState, _: int, guessed: list[int]) -> SequenceInput:
-        """The last proposal, as input for the next."""
+    def _last_proposal_input(self, one: SequenceState, _: int, guessed: list[int]) -> SequenceInput:
+        """Build the draft's input of its last proposal, to propose the next."""
         sampling_state = one.sampling_state(self._after)
         seen = (*sampling_state.seen, *guessed) if sampling_state.seen else ()
         row = SequenceInput(
@@ -89,13 +95,17 @@ class DraftNetwork:
 
 
 class MTPDraft:
-    """Uses the network's layers of multi-token prediction as the draft: depth k proposes the k-th of at most `most` tokens."""
+    """Proposes tokens with the network's multi-token prediction layers: depth k proposes the k-th of at most `most`
+    tokens.
+    """
 
     def __init__(self, runner: ModelRunner, most: int, after: Sequence[tuple[int, int]]) -> None:
         self._runner, self._most, self._after = runner, most, after
 
     def propose(self, chosen: Sequence[Shares]) -> int:
-        """Process what the network has processed, and propose tokens for each sequence that decodes in the next step; number of proposals."""
+        """Let each depth process what the network has processed, and set `drafts` of each sequence that decodes in the
+        next step; return the number of proposals.
+        """
         guesses: dict[int, list[int]] = {one.ticket: [] for shares in chosen for one, _ in shares}
         for depth in range(1, self._most + 1):
             rows = [
@@ -114,7 +124,10 @@ class MTPDraft:
         return sum(map(len, guesses.values()))
 
     def _depth_input(self, one: SequenceState, depth: int, guessed: Sequence[int]) -> SequenceInput:
-        """The tokens `depth` positions ahead of those that this depth has not processed, or has processed next to a proposal."""
+        """Build the input of depth `depth`: ids shifted ahead by `depth`, at positions that it has not computed, or
+        computed with a draft token; sampling if the sequence gets a proposal of it. guessed: proposals of the depths
+        before.
+        """
         known = len(one.ids) + len(guessed)
         start, end = max(0, one.drafted - depth + 1), min(one.computed, known - depth)
         ids = tuple(one.ids[start + depth : end + depth]) + tuple(guessed)

@@ -33,7 +33,9 @@ _INTERVAL = 512  # tokens between snapshots, beside the one at the end of the pr
 
 @dataclass(frozen=True, slots=True)
 class StateSlots:
-    """Slots of a text in a pass: the one it goes on from; those written behind its last tokens; the snapshot written behind the last of all."""
+    """Recurrent-state slots of a sequence in a pass: the one read; those written after its last tokens; the snapshot
+    written after the last one.
+    """
 
     read: int = BLANK
     write: tuple[int, ...] = ()
@@ -41,21 +43,21 @@ class StateSlots:
 
 
 def stateful_mixers(stages: Iterable[nn.Module]) -> list[StatefulMixer]:
-    """The mixers of these stages that keep a state, in order."""
+    """Return the mixers of these stages that keep a recurrent state, in order."""
     return [module for stage in stages for module in stage.modules() if isinstance(module, (MambaMixer, GatedDeltaNet))]
 
 
 @dataclass(frozen=True, slots=True)
-class StateFormats:
-    """Formats in which the last inputs of convolutions and the states of scans are kept; None: those in which a mixer computes them."""
+class StateDtypes:
+    """Dtypes in which convolution inputs and scan states are stored; None: those in which a mixer computes them."""
 
     conv: torch.dtype | None = None
     scan: torch.dtype | None = None
 
     @staticmethod
-    def from_config(config: InferenceConfig) -> StateFormats:
-        """The formats that the flags ask for."""
-        return StateFormats(
+    def from_config(config: InferenceConfig) -> StateDtypes:
+        """Return the dtypes that the flags ask for."""
+        return StateDtypes(
             *(
                 None if word is None else _FORMATS[word]
                 for word in (config.mamba_inference_conv_states_dtype, config.mamba_inference_ssm_states_dtype)
@@ -63,7 +65,7 @@ class StateFormats:
         )
 
     def first_slots(self, mixer: StatefulMixer, count: int) -> tuple[Tensor, Tensor]:
-        """So many states before a text: conv [count, width - 1, c/tp], scan [count, n/tp, ...]."""
+        """Return `count` initial (zero) states: conv [count, width - 1, c/tp], scan [count, n/tp, ...]."""
         first = mixer.initial_state(1)
         conv, scan = first.conv.transpose(0, 1), first.scan
         return (
@@ -72,25 +74,25 @@ class StateFormats:
         )
 
 
-def state_bytes(stages: Iterable[nn.Module], formats: StateFormats = StateFormats()) -> int:
-    """Bytes of the states of one text on this rank."""
+def state_bytes(stages: Iterable[nn.Module], formats: StateDtypes = StateDtypes()) -> int:
+    """Return the bytes of one sequence's recurrent states on this rank."""
     return sum(part.nbytes for mixer in stateful_mixers(stages) for part in formats.first_slots(mixer, 1))
 
 
-def slot_count(texts: int, drafts: int, snapshots: int) -> int:
-    """Slots for so many running texts, draft tokens of each and snapshots."""
+def num_slots_for(texts: int, drafts: int, snapshots: int) -> int:
+    """Return the number of slots for so many running sequences, draft tokens of each, and snapshots."""
     return _FIRST + texts * (1 + drafts) + snapshots
 
 
 class StatePool:
     """The states of one rank: for each mixer conv [slots, width - 1, c/tp] and scan [slots, n/tp, ...]."""
 
-    def __init__(self, stages: Iterable[nn.Module], slots: int, formats: StateFormats = StateFormats()) -> None:
+    def __init__(self, stages: Iterable[nn.Module], slots: int, formats: StateDtypes = StateDtypes()) -> None:
         self._states = {mixer: formats.first_slots(mixer, slots) for mixer in stateful_mixers(stages)}
         self._computed = {mixer: mixer.initial_state(0) for mixer in self._states}
 
     def read(self, mixer: StatefulMixer, slots: Tensor) -> MixerState:
-        """The states in these slots, int64 [b], in the formats of computing."""
+        """Return the states in these slots, int64 [b], in the dtypes that the mixer computes in."""
         (conv, scan), computed = self._states[mixer], self._computed[mixer]
         return MixerState(
             conv.index_select(0, slots).transpose(0, 1).to(computed.conv.dtype),
@@ -98,16 +100,15 @@ class StatePool:
         )
 
     def write(self, mixer: StatefulMixer, slots: Tensor, state: MixerState) -> None:
-        """Write the states of b texts into slots, int64 [b]."""
+        """Write the states of b sequences into slots, int64 [b]."""
         conv, scan = self._states[mixer]
         conv.index_copy_(0, slots, state.conv.transpose(0, 1).to(conv.dtype))
         scan.index_copy_(0, slots, state.scan.to(scan.dtype))
 
 
 def slot_columns(rows: Sequence[StateSlots], queries: int) -> list[list[int]]:
-    """Of texts with equally many new tokens, the slots that each pass over a column of them needs: read, snapshot, and those written.
-
-    There is one column written if only the states behind the last tokens are asked for, else one for every token.
+    """Return for sequences with equally many new tokens their slots by column: read, snapshot, and those written. One
+    written column if only states after the last tokens are needed, else one for every token.
     """
     width = queries if any(len(row.write) > 1 for row in rows) else 1
     written = [(NOWHERE,) * (width - len(row.write)) + row.write for row in rows]
@@ -116,8 +117,8 @@ def slot_columns(rows: Sequence[StateSlots], queries: int) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class EqualLengthGroup:
-    """Texts with equally many new tokens, end to end from place `first` on. columns: as `slot_columns` returns them, int64 [b] each;
-    keeps: whether some are to be kept as snapshots.
+    """Sequences with equally many new tokens, end to end from token `first` on. queries: new tokens of each. columns:
+    as `slot_columns` returns them, int64 [b] each; keeps: whether some are stored as snapshots.
     """
 
     first: int
@@ -126,7 +127,9 @@ class EqualLengthGroup:
     keeps: bool
 
     def scan(self, pool: StatePool, mixer: StatefulMixer, parts: Sequence[Tensor], mix: Mix) -> Tensor:
-        """What `mix` makes of this group's tokens. parts: each [t, 1, ...] of all groups; returns [b * queries, 1, ...]."""
+        """Run `mix` on this group's tokens from their states, and write the new states. parts: each [t, 1, ...] of all
+        groups; returns [b * queries, 1, ...].
+        """
         read, snapshot, *written = self.columns
         rows = len(read)
         own = [
@@ -144,8 +147,10 @@ class EqualLengthGroup:
         return torch.cat(outputs).transpose(0, 1).flatten(0, 1)[:, None]
 
 
-class StepSlots:
-    """The slots of all groups of a pass. rows: the slots of their texts; queries: new tokens of one; pool: None where no layer has a state."""
+class StepStateSlots:
+    """State slots of all groups of a pass. rows: slots of each group's sequences; queries: new tokens of each; pool:
+    None if no layer has a state.
+    """
 
     def __init__(self, rows: Iterable[Sequence[StateSlots]], queries: Iterable[int], pool: StatePool | None) -> None:
         self._pool, self._queries = pool, list(queries)
@@ -153,13 +158,15 @@ class StepSlots:
 
     @property
     def arrays_to_upload(self) -> list[np.ndarray]:
-        """What is to be uploaded, int32 [b] each."""
+        """The slots as int32 arrays [b], to be copied to the device."""
         if self._pool is None:
             return []
         return [np.array(column, np.int32) for group in self._columns for column in group]
 
-    def groups(self, uploaded: Iterable[Tensor]) -> tuple[StatePool, list[EqualLengthGroup]] | None:
-        """The pool and the groups. uploaded: the arrays in their order, [b] each."""
+    def pool_and_groups(self, uploaded: Iterable[Tensor]) -> tuple[StatePool, list[EqualLengthGroup]] | None:
+        """Return the pool and the groups with their slots, or None without states. uploaded: `arrays_to_upload` on the
+        device, [b] each.
+        """
         if self._pool is None:
             return None
         groups, first, given = list[EqualLengthGroup](), 0, iter(uploaded)
@@ -170,11 +177,10 @@ class StepSlots:
         return self._pool, groups
 
 
-class SlotAllocator:
-    """The books of one data-parallel replica's slots. texts: that run at once; drafts: draft tokens of each; snapshots: how many are kept.
-
-    Snapshots are known by the hash of all tokens before them. One that a text is about to go on from is pinned; of the others the one longest
-    unused goes.
+class StateSlotAllocator:
+    """Allocates the state slots of one data-parallel replica. texts: sequences that run at once; drafts: draft tokens
+    of each; snapshots: number kept. A snapshot's key is the hash of all tokens before it. One that a sequence is about
+    to read is pinned; of the others the least recently used is evicted.
     """
 
     def __init__(self, texts: int, drafts: int, snapshots: int) -> None:
@@ -188,35 +194,37 @@ class SlotAllocator:
 
     @property
     def num_snapshots(self) -> int:
-        """How many snapshots there are."""
+        """Number of stored snapshots."""
         return len(self._snapshots)
 
     def allocate(self) -> tuple[int, ...]:
-        """The slots of a text that begins to run."""
+        """Allocate the slots of a sequence that begins to run."""
         return self._free.pop()
 
     def release(self, slots: tuple[int, ...]) -> None:
         """Give a text's slots back."""
         self._free.append(slots)
 
-    def longest_snapshot(self, marks: Sequence[bytes]) -> int:
-        """How many of these beginnings, each one block longer than the one before, there are up to the longest with a snapshot."""
+    def num_blocks_with_snapshot(self, marks: Sequence[bytes]) -> int:
+        """Return how many blocks the longest prefix with a snapshot has, 0 for none. marks: hash of each prefix, one
+        block longer each.
+        """
         return next((count for count in range(len(marks), 0, -1) if marks[count - 1] in self._snapshots), 0)
 
     def pin_snapshot(self, mark: bytes) -> int:
-        """The slot of a snapshot, which stays until it is unpinned."""
+        """Pin a snapshot so that it is not evicted; return its slot."""
         self._snapshots.move_to_end(mark)
         self._pinned[mark] = self._pinned.get(mark, 0) + 1
         return self._snapshots[mark]
 
     def unpin_snapshot(self, mark: bytes) -> None:
-        """The snapshot may go."""
+        """Undo one `pin_snapshot`."""
         self._pinned[mark] -= 1
         if not self._pinned[mark]:
             del self._pinned[mark]
 
     def allocate_snapshot(self, mark: bytes) -> int:
-        """A slot for a new snapshot; NOWHERE if there is one of these tokens, or no room."""
+        """Allocate a slot for a new snapshot, evicting if needed; NOWHERE if there is one with this hash, or no room."""
         if mark in self._snapshots:
             return NOWHERE
         if not self._blank:
@@ -227,7 +235,7 @@ class SlotAllocator:
         return self._blank.pop()
 
     def store_snapshot(self, mark: bytes, slot: int) -> None:
-        """A snapshot has been written."""
+        """Record that a snapshot has been written to a slot."""
         if mark in self._snapshots:
             self._blank.append(slot)
         else:
@@ -238,57 +246,61 @@ class SlotAllocator:
         self._blank.append(slot)
 
     def clear_snapshots(self) -> None:
-        """Forget all snapshots, as when the weights have changed."""
+        """Forget all snapshots that are not pinned, as when the weights have changed."""
         for mark in [known for known in self._snapshots if known not in self._pinned]:
             self._blank.append(self._snapshots.pop(mark))
 
 
 def next_snapshot_position(start: int, known: int, block: int) -> int:
-    """Where, behind `start` tokens of a text of which `known` are known, a snapshot is to be taken: at the end of a block."""
+    """Return after how many tokens, more than `start`, the next snapshot is to be taken, at a block's end. known:
+    length of the known text.
+    """
     interval = max(block, _INTERVAL // block * block)
     regular, last = (start // interval + 1) * interval, (known - 1) // block * block
     return last if start < last < regular else regular
 
 
-class TextStates:
-    """The slots of one running text. beginning: the mark of the snapshot that it goes on from; None: it begins."""
+class SequenceStateSlots:
+    """The state slots of one running sequence. beginning: hash of the prefix whose snapshot it starts from; None: from
+    the initial state.
+    """
 
-    def __init__(self, slots: SlotAllocator, beginning: bytes | None) -> None:
+    def __init__(self, slots: StateSlotAllocator, beginning: bytes | None) -> None:
         self._slots, self._own, self._pinned = slots, slots.allocate(), beginning
         self._read = BLANK if beginning is None else slots.pin_snapshot(beginning)
         self._pending = deque[tuple[bytes, int] | None]()  # snapshots of the steps that have not been taken
 
     @property
     def takes_snapshots(self) -> bool:
-        """Whether snapshots are taken."""
+        """Whether snapshots are stored."""
         return self._slots.shares
 
     def slots_for_step(self, drafts: int, mark: bytes | None) -> StateSlots:
-        """Slots for the next pass. mark: of the tokens behind which a snapshot is to be taken, if any."""
+        """Return the slots for the next pass. mark: hash of the prefix after which a snapshot is to be stored, or None."""
         slot = NOWHERE if mark is None else self._slots.allocate_snapshot(mark)
         self._pending.append(None if mark is None or slot == NOWHERE else (mark, slot))
         result = StateSlots(self._read, self._own[: 1 + drafts], slot)
         self._read = self._own[0]
         return result
 
-    def after_pass(self, accepted: int) -> None:
-        """A pass is done. accepted: of its draft tokens."""
+    def finish_pass(self, accepted: int) -> None:
+        """Record that a pass is done, and store its snapshot. accepted: number of its accepted draft tokens."""
         if accepted:
             self._read = self._own[accepted]
-        self._unpin()
+        self._unpin_start_snapshot()
         if (snapshot := self._pending.popleft()) is not None:
             self._slots.store_snapshot(*snapshot)
 
     def release(self) -> None:
         """Give all slots back."""
-        self._unpin()
+        self._unpin_start_snapshot()
         self._slots.release(self._own)
         for snapshot in self._pending:
             if snapshot is not None:
                 self._slots.discard_slot(snapshot[1])
         self._pending.clear()
 
-    def _unpin(self) -> None:
+    def _unpin_start_snapshot(self) -> None:
         if self._pinned is not None:
             self._slots.unpin_snapshot(self._pinned)
             self._pinned = None

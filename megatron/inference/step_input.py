@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.inference.cache import Span
+from megatron.inference.cache import SequenceSpan
 from megatron.inference.cuda_graphs import GraphShape
-from megatron.inference.sampling import Sampling
+from megatron.inference.sampling import SamplingParams
 from megatron.inference.states import StateSlots
 
 
@@ -20,7 +20,7 @@ class SamplingState:
     after: (id, id) pairs of which the second is never sampled after the first.
     """
 
-    sampling: Sampling
+    sampling: SamplingParams
     seed: int
     first: int
     seen: tuple[int, ...] = ()
@@ -29,8 +29,8 @@ class SamplingState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptImages:
-    """The images of a prompt. images: float32 [n, channels, height, width], normalized. slots: for each token of the prompt the row of
-    all images that stands there, -1 for text. digest: tells them from any others.
+    """The images of a prompt. images: float32 [n, channels, height, width], normalized. slots: for each token of the
+    prompt the index of the image embedding that replaces it, -1 for text. digest: hash of the images.
     """
 
     images: np.ndarray
@@ -41,13 +41,12 @@ class PromptImages:
 @dataclass(frozen=True, slots=True)
 class SequenceInput:
     """New tokens of one sequence. start: position of the first of them. blocks: its block table in the KV cache.
-
-    num_logits: for how many of the last positions logits are computed. targets: known next tokens at the first of these, to be
-    scored; at the others a token is sampled as `sampling_state` says. scored: whether log-probabilities are returned, with
-    those of the `top` likeliest tokens. temperature: divides the logits before these log-probabilities. adapter: number of the adapter
-    of all of its tokens; 0: none. awaits: the only id is not
-    known on the host yet; it is the token of this number that the step before sampled. images: of its prompt, where rows of them
-    stand at some of its new tokens. states: slots of the states of layers that have them.
+    num_logits: number of last positions whose logits are computed. targets: known next tokens at the first of these, to
+    be scored; at the others a token is sampled as `sampling_state` says. scored: whether log-probabilities are
+    returned, with those of the `top` likeliest tokens. temperature: divides the logits before these log-probabilities.
+    adapter: number of the sequence's adapter, 0 for none. awaits: the only id is known on the device only, as the token
+    of this index sampled by the step before. images: of its prompt, if embeddings of them are among its new tokens.
+    states: slots of its recurrent states.
     """
 
     ids: tuple[int, ...]
@@ -66,26 +65,25 @@ class SequenceInput:
 
     @property
     def image_slots(self) -> tuple[int, ...]:
-        """The row of an image that stands at each of the new tokens, -1 for none."""
+        """The index of the image embedding at each of the new tokens, -1 for none."""
         given = () if self.images is None else self.images.slots[self.start : self.start + len(self.ids)]
         return (*given, *(-1 for _ in range(len(self.ids) - len(given))))
 
     @property
     def num_sampled(self) -> int:
-        """How many tokens are sampled."""
+        """Number of tokens to sample."""
         return self.num_logits - len(self.targets)
 
     @property
-    def cache_span(self) -> Span:
-        """Where its keys and values are in the cache."""
-        return Span(len(self.ids), self.start, self.blocks)
+    def cache_span(self) -> SequenceSpan:
+        """Its new tokens and blocks, as the KV cache takes them."""
+        return SequenceSpan(len(self.ids), self.start, self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """Next tokens at the positions with logits of a sequence: ids (targets first), and log-probabilities if they were requested.
-
-    routes: of each of its new tokens, the experts of all layers that have some, where the engine records them.
+    """Next tokens at a sequence's positions with logits: ids (targets first), and log-probabilities if requested.
+    routes: experts of each of its new tokens in all MoE layers, if the engine records them.
     """
 
     ids: tuple[int, ...] = ()
@@ -97,9 +95,8 @@ class SequenceOutput:
 @dataclass(frozen=True, slots=True)
 class StepInput:
     """One forward pass of one network. network: its index in the runner. rows: of each data-parallel replica.
-
-    depth: the depth of multi-token prediction to run, whose ids are so many positions ahead of where the rows start; 0: the network.
-    on_demand: whether its shape may be captured now. capture: no pass, but this shape is captured.
+    depth: the depth of multi-token prediction to run, whose ids are so many positions ahead of `start`; 0: the network.
+    on_demand: whether its shape may be captured now. capture: run no pass, but capture this shape.
     """
 
     network: int

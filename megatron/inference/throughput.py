@@ -22,7 +22,7 @@ class ThroughputMeter:
         self._last = now
 
     def current_rate(self) -> float:
-        """The rate at this moment."""
+        """Return the tokens per second averaged over the last seconds."""
         now = time.monotonic()
         seen = 1.0 - math.exp((self._begun - now) / _RATE_SECONDS)  # of the time that counts, how much there has been
         return self._rate * math.exp((self._last - now) / _RATE_SECONDS) / seen if seen > 0.0 else 0.0

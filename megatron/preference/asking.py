@@ -18,10 +18,11 @@ from megatron.training.step import StepWork
 from megatron.training.trainer import Trainer
 
 
-def logprobs(trainer: Trainer, network: Trainer, batches: Sequence[Batch]) -> list[Tensor]:
-    """Log-probabilities of the answers' labels, [b, s] for each microbatch, on ranks of the last stage; nothing elsewhere.
+def answer_logprobs(trainer: Trainer, network: Trainer, batches: Sequence[Batch]) -> list[Tensor]:
+    """Return log-probabilities of the answers' labels, 0 at others: [b, s] for each microbatch on ranks of the last
+    stage, [] on others. No gradients. Collective.
 
-    network: the trainer with the stages that are asked, which have no dropout in this pass. All ranks call this together.
+    trainer: the run's. network: the trainer whose stages compute them, which have no dropout in this pass.
     """
     mesh, step = trainer.run.mesh, trainer.forward_step
     assert isinstance(step, PreferenceStep), "answers are trained by a preference step"
@@ -41,8 +42,10 @@ def logprobs(trainer: Trainer, network: Trainer, batches: Sequence[Batch]) -> li
         step.collected, network.loss_names = None, names
 
 
-def mismatched_batch(batch: Batch, context: Axis) -> Batch:
-    """The microbatch of mismatched answers that belongs to one of kto. A sample that only fills up an evaluation has none."""
+def mismatched_answers_batch(batch: Batch, context: Axis) -> Batch:
+    """Return KTO's microbatch of mismatched answers that belongs to a batch. Samples that only pad an evaluation get a
+    zero mask.
+    """
     if batch.tokens is None or batch.loss_mask is None:
         return batch
     counts = collectives.all_reduce(batch.loss_mask.sum(dim=1, keepdim=True), context) > 0

@@ -16,37 +16,39 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from megatron.core.datasets.blend import build_splits
-from megatron.core.datasets.kinds import gpt_kind
+from megatron.core.datasets.blend import build_split_datasets
+from megatron.core.datasets.kinds import gpt_dataset_kind
 from megatron.core.datasets.samples import DatasetKind
 from megatron.core.parallel import collectives
 from megatron.core.transformer.adapters import without_adapters
-from megatron.preference.asking import logprobs, mismatched_batch
-from megatron.preference.dataset import PreferenceKind
+from megatron.preference.asking import answer_logprobs, mismatched_answers_batch
+from megatron.preference.dataset import PreferenceDatasetKind
 from megatron.preference.reference_cache import attach_reference_logprobs
-from megatron.preference.settings import PreferenceConfig, reference_folder
+from megatron.preference.settings import PreferenceConfig, reference_checkpoint_path
 from megatron.training.checkpoint.reference import reference_trainer
 from megatron.training.data.batch import Batch
-from megatron.training.loader import Batches, Datasets, SplitBatches, build_data
+from megatron.training.loader import ClosableBatches, Datasets, SplitBatches, build_split_batches
 from megatron.training.run import Run
 from megatron.training.trainer import Trainer
 
 
-def dataset_kind(run: Run, config: PreferenceConfig) -> DatasetKind:
-    """How files become samples."""
+def finetune_dataset_kind(run: Run, config: PreferenceConfig) -> DatasetKind:
+    """Return the dataset kind of the task: conversations (sft), or rows of answers."""
     train, data = run.config.train, run.config.data
     if config.finetune_task == "sft":
-        return gpt_kind(data, sequence_length=train.seq_length, seed=train.seed, tokenizer=run.tokenizer)
-    return PreferenceKind(run.tokenizer, config.preference_prompt_format, train.seq_length, train.seed, config)
+        return gpt_dataset_kind(data, sequence_length=train.seq_length, seed=train.seed, tokenizer=run.tokenizer)
+    return PreferenceDatasetKind(run.tokenizer, config.preference_prompt_format, train.seq_length, train.seed, config)
 
 
-def with_epochs(run: Run, config: PreferenceConfig, kind: DatasetKind) -> Run:
-    """The run with as many iterations as --finetune-epochs asks for. All ranks call this together."""
+def with_epoch_iterations(run: Run, config: PreferenceConfig, kind: DatasetKind) -> Run:
+    """Return the run with as many iterations as --finetune-epochs amounts to. Collective."""
     if config.finetune_epochs is None:
         return run
     train = run.config.train
     if run.mesh.world.is_first:  # which also makes the caches of the others
-        samples = sum(len(part) for part in build_splits(run.config.data, kind, (None, 0, 0)) if part is not None)
+        samples = sum(
+            len(part) for part in build_split_datasets(run.config.data, kind, (None, 0, 0)) if part is not None
+        )
     else:
         samples = 0
     samples = collectives.broadcast_object(samples, run.mesh.world)
@@ -60,9 +62,13 @@ def with_epochs(run: Run, config: PreferenceConfig, kind: DatasetKind) -> Run:
 
 
 class ReferenceScoredBatches:
-    """The microbatches of a split, with what is asked of networks about each global batch. All ranks call everything together."""
+    """The microbatches of a split, to which each step's reference log-probabilities (and KTO's divergence) are added.
+    Collective.
+    """
 
-    def __init__(self, trainer: Trainer, inner: Batches, reference: Trainer | None, config: PreferenceConfig) -> None:
+    def __init__(
+        self, trainer: Trainer, inner: ClosableBatches, reference: Trainer | None, config: PreferenceConfig
+    ) -> None:
         """reference: None where it is the base under adapters, or where samples say what it gives."""
         self._trainer, self._inner, self._reference, self._config = trainer, inner, reference, config
         self._batches: Iterator[Batch] = iter(())
@@ -74,35 +80,40 @@ class ReferenceScoredBatches:
         return next(self._batches)
 
     def prepare_step(self, num_microbatches: int) -> int:
-        """Read the next global batch and ask the networks; returns its number of microbatches."""
+        """Read the next global batch and score it with the networks; return its number of microbatches. Collective."""
         batches = [next(self._inner) for _ in range(num_microbatches)]
         is_cached = self._config.preference_reference_cache is not None
         if self._config.has_reference and not is_cached:
-            batches = _add_tensors(batches, "reference", self._reference_logprobs(batches))
+            batches = _add_extra_tensors(batches, "reference", self._reference_logprobs(batches))
         if self._config.finetune_task == "kto":
-            others = [mismatched_batch(batch, self._trainer.run.mesh.cp) for batch in batches]
+            others = [mismatched_answers_batch(batch, self._trainer.run.mesh.cp) for batch in batches]
             if not is_cached:
-                others = _add_tensors(others, "reference", self._reference_logprobs(others))
-            divergence = self._divergence(others, logprobs(self._trainer, self._trainer, others))
+                others = _add_extra_tensors(others, "reference", self._reference_logprobs(others))
+            divergence = self._kto_divergence(others, answer_logprobs(self._trainer, self._trainer, others))
             batches = [_with_extras(batch, {"divergence": divergence}) for batch in batches]
         self._batches = iter(batches)
         return num_microbatches
 
     def batch_metrics(self) -> Mapping[str, tuple[float, float]]:
-        """Nothing beside what the loss reports."""
+        """Return no metrics: the loss reports all."""
         return {}
 
     def close(self) -> None:
-        """End the threads that read ahead."""
+        """Stop the threads that read ahead."""
         self._inner.close()
 
     def _reference_logprobs(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """Return the reference's log-probabilities of the answers, as `logprobs`; by the base under adapters if it is
+        no network of its own.
+        """
         trainer = self._trainer
         with nullcontext() if self._reference is not None else without_adapters(*trainer.stages):
-            return logprobs(trainer, self._reference or trainer, batches)
+            return answer_logprobs(trainer, self._reference or trainer, batches)
 
-    def _divergence(self, batches: Sequence[Batch], policy: Sequence[Tensor]) -> Tensor:
-        """z of the global batch, the same on all ranks, without a gradient. policy: as `logprobs` gives them."""
+    def _kto_divergence(self, batches: Sequence[Batch], policy: Sequence[Tensor]) -> Tensor:
+        """Return KTO's z of the global batch, a scalar without gradient, equal on all ranks: the mean log-ratio of
+        policy to reference on mismatched answers, at least 0. policy: as `logprobs` returns them.
+        """
         mesh = self._trainer.run.mesh
         pair = torch.zeros(2, dtype=torch.float64, device=mesh.device)
         if mesh.tp.is_first:  # tensor ranks have the same
@@ -115,54 +126,57 @@ class ReferenceScoredBatches:
 
 
 def _with_extras(batch: Batch, values: Mapping[str, Tensor]) -> Batch:
+    """Return the batch with more extra tensors."""
     return dataclasses.replace(batch, extras={**batch.extras, **values})
 
 
-def _add_tensors(batches: Sequence[Batch], name: str, values: Sequence[Tensor]) -> list[Batch]:
-    """The batches with a tensor of each; as they are on stages that have none."""
+def _add_extra_tensors(batches: Sequence[Batch], name: str, values: Sequence[Tensor]) -> list[Batch]:
+    """Return the batches with the extra tensor `name`, one value each; unchanged if there are no values (earlier
+    stages).
+    """
     if not values:
         return list(batches)
     return [_with_extras(batch, {name: value}) for batch, value in zip(batches, values, strict=True)]
 
 
-def data_source(config: PreferenceConfig, kind: DatasetKind) -> Callable[[Trainer], SplitBatches]:
-    """What gives the shared training loop its data. The reference is loaded once."""
+def finetune_data_provider(config: PreferenceConfig, kind: DatasetKind) -> Callable[[Trainer], SplitBatches]:
+    """Return the function that gives the training loop its data for a trainer. The reference is loaded once."""
     references: list[Trainer | None] = []
 
     def datasets(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
-        return build_splits(run.config.data, kind, samples)
+        return build_split_datasets(run.config.data, kind, samples)
 
-    def data_of(trainer: Trainer) -> SplitBatches:
+    def build_trainer_data(trainer: Trainer) -> SplitBatches:
         if config.finetune_task == "sft":
-            return build_data(trainer, datasets)
-        assert isinstance(kind, PreferenceKind), "answers are read by their own kind"
+            return build_split_batches(trainer, datasets)
+        assert isinstance(kind, PreferenceDatasetKind), "answers are read by their own kind"
         if not references:
             if config.preference_reference_cache:
                 attach_reference_logprobs(
                     trainer,
                     config,
                     kind,
-                    lambda: reference_trainer(trainer, reference_folder(config, trainer.run.config)),
+                    lambda: reference_trainer(trainer, reference_checkpoint_path(config, trainer.run.config)),
                 )
                 references.append(None)
             else:
-                references.append(reference_trainer(trainer, reference_folder(config, trainer.run.config)))
-        data = build_data(trainer, datasets)
+                references.append(reference_trainer(trainer, reference_checkpoint_path(config, trainer.run.config)))
+        data = build_split_batches(trainer, datasets)
 
-        def referenced(batches: Batches) -> Batches:
+        def with_reference_scores(batches: ClosableBatches) -> ClosableBatches:
             return ReferenceScoredBatches(trainer, batches, references[0], config)
 
-        train = None if data.train is None else referenced(data.train)
+        train = None if data.train is None else with_reference_scores(data.train)
         splits = []
         for part in (data.valid, data.test):
             if part is not None:
                 once = part.once
                 part = dataclasses.replace(
                     part,
-                    batches=referenced(part.batches),
-                    once=None if once is None else lambda once=once: referenced(once()),  # type: ignore[misc]
+                    batches=with_reference_scores(part.batches),
+                    once=None if once is None else lambda once=once: with_reference_scores(once()),  # type: ignore[misc]
                 )
             splits.append(part)
         return SplitBatches(train, *splits)
 
-    return data_of
+    return build_trainer_data

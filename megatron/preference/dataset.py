@@ -22,10 +22,10 @@ import numpy as np
 
 from megatron.core.datasets.index_map import IndexCache
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.packing import plan_packs
-from megatron.core.datasets.samples import Sample, Span
+from megatron.core.datasets.packing import plan_sequence_packs
+from megatron.core.datasets.samples import Sample, TokenSpan
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.preference.rows import LabeledAnswer, Pair, Row, RowReader, read_rows
+from megatron.preference.rows import LabeledAnswer, PreferencePair, PreferenceRowParser, Row, parse_preference_rows
 from megatron.preference.settings import PreferenceConfig, Task
 
 FURTHEST = 100  # rows behind a row, among which one with another prompt is looked for
@@ -35,10 +35,11 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class RowSource:
+class PreferenceRowSource:
     """The rows of a JSONL file. prefix: its path.
 
-    reference: what the reference gives each answer of each row, if that is known: [rows, documents], the mismatched ones last.
+    reference: the reference's log-probability of each answer of each row, if known: [rows, answers], mismatched ones
+    last.
     """
 
     prefix: str
@@ -55,7 +56,7 @@ class PreferenceDataset:
 
     def __init__(
         self,
-        source: RowSource,
+        source: PreferenceRowSource,
         part: range,
         *,
         length: int,
@@ -67,8 +68,8 @@ class PreferenceDataset:
     ) -> None:
         self.prefix, self._length, self._task, self._source = source.prefix, length, task, source
         rows = source.rows[part.start : part.stop]
-        self._documents = [_documents(source.rows, place, task) for place in part]
-        count = len(rows[0].answers) if rows else 0  # the rest is mismatched, and stands beside
+        self._documents = [_row_documents(source.rows, place, task) for place in part]
+        count = len(rows[0].answer_ids) if rows else 0  # the rest is mismatched, and stands beside
         sizes = np.array(
             [
                 max(sum(len(ids) - 1 for ids in part) for part in (documents[:count], documents[count:]))
@@ -81,14 +82,14 @@ class PreferenceDataset:
             long = [f"line {row.line}" for row, size in zip(rows, sizes, strict=True) if size > length]
             logger.warning(
                 "%s (%s): %d of %d rows are left out: their answers with their prompts do not fit into --seq-length %d: %s",
-                self.prefix, split, len(long), len(rows), length, _shorten_names(long, ", "),
+                self.prefix, split, len(long), len(rows), length, _join_first_names(long, ", "),
             )  # fmt: skip
         if len(fitting) == 0:
             raise DataError(
                 f"the {split} split of {self.prefix} holds {len(rows)} rows, none of which fits into --seq-length {length}; give a larger one"
             )
         self._rows, self._first = rows, part.start
-        order, last = plan_packs(sizes[fitting], length if packing else int(sizes.max()) + 1, seed)
+        order, last = plan_sequence_packs(sizes[fitting], length if packing else int(sizes.max()) + 1, seed)
         self._planned = fitting[order]
         self._packs = np.concatenate([[0], np.flatnonzero(last) + 1 if packing else np.arange(1, len(order) + 1)])
         packs = len(self._packs) - 1
@@ -114,54 +115,60 @@ class PreferenceDataset:
 
     def __getitem__(self, index: int) -> Sample:
         """The index-th sample in shuffled order, [length] each."""
-        places = self._places(index)
-        count = len(self._rows[places[0]].answers)
-        sample = _build_sample([ids for place in places for ids in self._documents[place][:count]], self._length)
+        places = self._packed_rows(index)
+        count = len(self._rows[places[0]].answer_ids)
+        sample = _build_answer_sample([ids for place in places for ids in self._documents[place][:count]], self._length)
         values = {name: np.zeros(self._length) for name in ("reference", "margin", "desirable")}
         ends = np.flatnonzero(sample["loss_mask"])
         for number, place in enumerate(places):
             end, row = ends[number * count], self._rows[place]
-            values["margin"][end] = row.margin if isinstance(row, Pair) else 0.0
+            values["margin"][end] = row.margin if isinstance(row, PreferencePair) else 0.0
             values["desirable"][end] = isinstance(row, LabeledAnswer) and row.desirable
-        self._put_reference(values["reference"], ends, places, slice(0, count))
+        self._fill_reference_logprobs(values["reference"], ends, places, slice(0, count))
         sample["loss_mask"][:] = 0
         sample["loss_mask"][ends[::count]] = 1
         if self._task == "kto":
-            other = _build_sample([self._documents[place][1] for place in places], self._length)
+            other = _build_answer_sample([self._documents[place][1] for place in places], self._length)
             known = np.zeros(self._length)
-            self._put_reference(known, np.flatnonzero(other["loss_mask"]), places, slice(1, 2))
+            self._fill_reference_logprobs(known, np.flatnonzero(other["loss_mask"]), places, slice(1, 2))
             # One longer, so that documents stay whole where context ranks cut what is as long as a sample.
             other["document_ids"] = np.append(other["document_ids"], 0)
             sample |= {f"kl_{name}": array for name, array in other.items()} | {"kl_reference": known}
         return {**sample, **values}
 
-    def _put_reference(self, values: np.ndarray, ends: np.ndarray, places: Sequence[int], which: slice) -> None:
-        """What is known of the reference, where each answer ends."""
+    def _fill_reference_logprobs(
+        self, values: np.ndarray, ends: np.ndarray, places: Sequence[int], which: slice
+    ) -> None:
+        """Set the known reference log-probabilities in `values` [length] at the last label of each answer.
+
+        ends: positions of these labels. places: rows of the sample. which: slice of a row's answers.
+        """
         if self._source.reference is not None:
             values[ends] = self._source.reference[self._first + np.array(places), which].flatten()
 
-    def _places(self, index: int) -> list[int]:
+    def _packed_rows(self, index: int) -> list[int]:
+        """Return the rows packed into sample `index`, as positions in this part. `IndexError` out of range."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         pack = self._order[index]
         return self._planned[self._packs[pack] : self._packs[pack + 1]].tolist()
 
-    def token_sources(self, index: int) -> list[Span]:
-        """Which rows stand in the index-th sample: a span for each answer."""
+    def token_sources(self, index: int) -> list[TokenSpan]:
+        """Return which rows the index-th sample holds: a span for each answer."""
         spans, at = [], 0
-        for place in self._places(index):
-            for ids in self._documents[place][: len(self._rows[place].answers)]:
+        for place in self._packed_rows(index):
+            for ids in self._documents[place][: len(self._rows[place].answer_ids)]:
                 number = self._first + place
-                spans.append(Span(self.prefix, number, number, 0, len(ids) - 1, at))
+                spans.append(TokenSpan(self.prefix, number, number, 0, len(ids) - 1, at))
                 at += len(ids) - 1
         return spans
 
-    def documents(self, index: int) -> list[tuple[int, int]]:
-        """(row, which of its answers) of each document of the index-th sample."""
+    def answers_in_sample(self, index: int) -> list[tuple[int, int]]:
+        """Return (row, index of its answer) of each answer in the index-th sample."""
         return [
             (self._first + place, which)
-            for place in self._places(index)
-            for which in range(len(self._rows[place].answers))
+            for place in self._packed_rows(index)
+            for which in range(len(self._rows[place].answer_ids))
         ]
 
     def samples_with_document(self, document: int) -> np.ndarray:
@@ -170,26 +177,30 @@ class PreferenceDataset:
         return np.flatnonzero(np.isin(self._order, np.searchsorted(self._packs, places, side="right") - 1))
 
 
-def _documents(rows: Sequence[Row], place: int, task: Task) -> list[np.ndarray]:
-    """The documents of a row: its answers, for kto also its prompt with the answer to another."""
-    answers = list(rows[place].answers)
+def _row_documents(rows: Sequence[Row], place: int, task: Task) -> list[np.ndarray]:
+    """Return the documents of a row: its answers; for kto also its prompt with another row's answer.
+
+    For a reward model only the last token, one appended label, is learnt.
+    """
+    answers = list(rows[place].answer_ids)
     if task == "reward":  # a text is read to its end, where its score is: one more label, and the only one that counts
         return [np.append(np.where(ids < 0, ids, ~ids), np.int32(0)) for ids in answers]
     return [*answers, _mismatched_answer(rows, place)] if task == "kto" else answers
 
 
 def _mismatched_answer(rows: Sequence[Row], place: int) -> np.ndarray:
-    """The prompt of a row with the answer of the next one that has another prompt; of the next one if none has.
+    """Return the prompt of a row with the answer of the next row that has another prompt, or of the next row if none
+    has.
 
-    It does not depend on --split, so that what a reference says of it can be kept.
+    It does not depend on --split, so that a reference's log-probabilities of it can be cached.
     """
-    prompt, _ = _split_prompt_answer(rows[place].answers[0])
+    prompt, _ = _split_prompt_answer(rows[place].answer_ids[0])
     others = [(place + step) % len(rows) for step in range(1, min(len(rows), FURTHEST))] or [place]
     for other in others:
-        theirs, answer = _split_prompt_answer(rows[other].answers[0])
+        theirs, answer = _split_prompt_answer(rows[other].answer_ids[0])
         if not np.array_equal(theirs, prompt):
             return np.concatenate([prompt, answer])
-    return np.concatenate([prompt, _split_prompt_answer(rows[others[0]].answers[0])[1]])
+    return np.concatenate([prompt, _split_prompt_answer(rows[others[0]].answer_ids[0])[1]])
 
 
 def _split_prompt_answer(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -198,8 +209,8 @@ def _split_prompt_answer(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return ids[:first], ids[first:]
 
 
-def _build_sample(documents: Sequence[np.ndarray], size: int) -> Sample:
-    """Documents end to end. loss_mask: where each answer has its last label."""
+def _build_answer_sample(documents: Sequence[np.ndarray], size: int) -> Sample:
+    """Concatenate documents to a sample of `size` tokens; loss_mask is 1 at the last label of each answer."""
     names = ("tokens", "labels", "position_ids", "document_ids", "preference", "answer_mask")
     sample: Sample = {name: np.zeros(size, np.int64) for name in names}
     sample["loss_mask"], at = np.zeros(size, np.float32), 0
@@ -218,14 +229,14 @@ def _build_sample(documents: Sequence[np.ndarray], size: int) -> Sample:
     return sample
 
 
-def _shorten_names(names: Sequence[str], separator: str) -> str:
-    """The first of many names, and how many more there are."""
+def _join_first_names(names: Sequence[str], separator: str) -> str:
+    """Return the first MOST_NAMED names joined, and how many more there are."""
     more = [f"and {len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
     return separator.join([*names[:MOST_NAMED], *more])
 
 
 @dataclass(frozen=True, slots=True)
-class PreferenceKind:
+class PreferenceDatasetKind:
     """Rows of answers; --split counts rows. opened: files that were read before, by their paths."""
 
     tokenizer: Tokenizer
@@ -234,39 +245,43 @@ class PreferenceKind:
     seed: int
     config: PreferenceConfig = PreferenceConfig()
     name: str = PreferenceDataset.__name__
-    opened: dict[str, RowSource] = field(default_factory=dict)
+    opened: dict[str, PreferenceRowSource] = field(default_factory=dict)
 
-    def open(self, prefix: str) -> RowSource:
-        """The rows of a JSONL file. Lines that cannot be used are named and left out; `DataError` if none is left."""
+    def open(self, prefix: str) -> PreferenceRowSource:
+        """Return the rows of a JSONL file, read once. Invalid lines are logged and left out; `DataError` if none is
+        left.
+        """
         if prefix not in self.opened:
-            self.opened[prefix] = self._read(prefix)
+            self.opened[prefix] = self._read_rows_file(prefix)
         return self.opened[prefix]
 
-    def _read(self, prefix: str) -> RowSource:
+    def _read_rows_file(self, prefix: str) -> PreferenceRowSource:
         try:
             with Path(prefix).open("rb") as lines:
-                rows, dropped = read_rows(lines, RowReader(self.tokenizer, self.template, self.config.finetune_task))
+                rows, dropped = parse_preference_rows(
+                    lines, PreferenceRowParser(self.tokenizer, self.template, self.config.finetune_task)
+                )
         except OSError as error:
             raise DataError(
                 f"{prefix} cannot be read: {error.strerror}; give JSONL files by their whole names"
             ) from error
         if dropped:
-            named = _shorten_names([f"line {number}: {reason}" for number, reason in dropped], "; ")
+            named = _join_first_names([f"line {number}: {reason}" for number, reason in dropped], "; ")
             logger.warning("%s: %d lines are left out: %s", prefix, len(dropped), named)
         if not rows:
             raise DataError(f"{prefix} holds no row of answers")
-        return RowSource(prefix, tuple(rows))
+        return PreferenceRowSource(prefix, tuple(rows))
 
-    def count(self, source: RowSource) -> int:
+    def num_split_units(self, source: PreferenceRowSource) -> int:
         """The number of rows."""
         return len(source.rows)
 
-    def has_sample(self, source: RowSource, part: range) -> bool:
+    def has_sample(self, source: PreferenceRowSource, part: range) -> bool:
         """Whether there is a row."""
         return len(part) > 0
 
     def build(
-        self, source: RowSource, part: range, *, num_samples: int | None, split: str, cache: IndexCache
+        self, source: PreferenceRowSource, part: range, *, num_samples: int | None, split: str, cache: IndexCache
     ) -> PreferenceDataset:
         """Samples of these rows."""
         return PreferenceDataset(

@@ -26,12 +26,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.preference.options import KTOOptions, LossOptions
+from megatron.preference.options import KTOOptions, PairLossOptions
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerScores:
-    """Log-probabilities of answers, [pairs] each: the sum over an answer's tokens, the same by the reference, and how many tokens it has."""
+class AnswerLogprobs:
+    """Log-probabilities of answers, [answers] each. logprob, reference: sums over an answer's tokens by policy and
+    reference. tokens: its number of tokens.
+    """
 
     logprob: Tensor
     reference: Tensor
@@ -48,51 +50,56 @@ class AnswerScores:
         return self.logprob / self.tokens.clamp(min=1.0)
 
 
-def kto_loss(answers: AnswerScores, desirable: Tensor, divergence: Tensor, options: KTOOptions) -> Tensor:
-    """Return the loss of each answer, [answers]. desirable: [answers], 1 or 0. divergence: z, a scalar without a gradient."""
+def kto_loss(answers: AnswerLogprobs, desirable: Tensor, divergence: Tensor, options: KTOOptions) -> Tensor:
+    """Return KTO's loss of each answer, [answers]. desirable: [answers], 1 or 0. divergence: z, a scalar without a
+    gradient.
+    """
     against = options.beta * (answers.log_ratio - divergence)
     good, bad = (weight * (1.0 - signed.sigmoid()) for weight, signed in zip(options.weights, (against, -against)))
     return torch.where(desirable > 0, good, bad)
 
 
 def reward_loss(chosen: Tensor, rejected: Tensor, margin: Tensor, centre: float) -> Tensor:
-    """Return the loss of each pair, [pairs]. chosen, rejected: scores; margin: by how much more the chosen one is to have."""
+    """Return the reward model's loss of each pair, [pairs]. chosen, rejected: scores [pairs]. margin: least difference
+    wanted [pairs]. centre: weight of the squared sum of both scores.
+    """
     return -F.logsigmoid(chosen - rejected - margin) + centre * (chosen + rejected).square()
 
 
 def _label_smoothed_loss(logits: Tensor, smoothing: float) -> Tensor:
+    """Return the logistic loss with label smoothing, [pairs]."""
     return -(1.0 - smoothing) * F.logsigmoid(logits) - smoothing * F.logsigmoid(-logits)
 
 
-def _dpo_loss(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
+def _dpo_loss(chosen: AnswerLogprobs, rejected: AnswerLogprobs, options: PairLossOptions) -> Tensor:
     return _label_smoothed_loss(options.beta * (chosen.log_ratio - rejected.log_ratio), options.smoothing)
 
 
-def _robust_dpo_loss(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
+def _robust_dpo_loss(chosen: AnswerLogprobs, rejected: AnswerLogprobs, options: PairLossOptions) -> Tensor:
     logits, e = options.beta * (chosen.log_ratio - rejected.log_ratio), options.smoothing
     return (-(1.0 - e) * F.logsigmoid(logits) + e * F.logsigmoid(-logits)) / (1.0 - 2.0 * e)
 
 
-def _hinge_loss(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
+def _hinge_loss(chosen: AnswerLogprobs, rejected: AnswerLogprobs, options: PairLossOptions) -> Tensor:
     return (1.0 - options.beta * (chosen.log_ratio - rejected.log_ratio)).relu()
 
 
-def _ipo_loss(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
+def _ipo_loss(chosen: AnswerLogprobs, rejected: AnswerLogprobs, options: PairLossOptions) -> Tensor:
     means = (one.log_ratio / one.tokens.clamp(min=1.0) for one in (chosen, rejected))
     return (next(means) - next(means) - 1.0 / (2.0 * options.beta)).square()
 
 
-def _apo_zero(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
+def _apo_zero_loss(chosen: AnswerLogprobs, rejected: AnswerLogprobs, options: PairLossOptions) -> Tensor:
     return 1.0 - (options.beta * chosen.log_ratio).sigmoid() + (options.beta * rejected.log_ratio).sigmoid()
 
 
-def _simpo_loss(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
+def _simpo_loss(chosen: AnswerLogprobs, rejected: AnswerLogprobs, options: PairLossOptions) -> Tensor:
     return _label_smoothed_loss(
         options.beta * (chosen.mean_logprob - rejected.mean_logprob) - options.gamma, options.smoothing
     )
 
 
-def _orpo_loss(chosen: AnswerScores, rejected: AnswerScores, options: LossOptions) -> Tensor:
+def _orpo_loss(chosen: AnswerLogprobs, rejected: AnswerLogprobs, options: PairLossOptions) -> Tensor:
     return -chosen.mean_logprob - options.beta * F.logsigmoid(
         _log_odds(chosen.mean_logprob) - _log_odds(rejected.mean_logprob)
     )
@@ -104,13 +111,13 @@ def _log_odds(logprob: Tensor) -> Tensor:
     return logprob - (-torch.expm1(logprob)).clamp(min=small).log()
 
 
-PAIR_LOSSES: Mapping[str, Callable[[AnswerScores, AnswerScores, LossOptions], Tensor]] = MappingProxyType(
+PAIR_LOSSES: Mapping[str, Callable[[AnswerLogprobs, AnswerLogprobs, PairLossOptions], Tensor]] = MappingProxyType(
     {
         "sigmoid": _dpo_loss,
         "robust": _robust_dpo_loss,
         "hinge": _hinge_loss,
         "ipo": _ipo_loss,
-        "apo_zero": _apo_zero,
+        "apo_zero": _apo_zero_loss,
         "simpo": _simpo_loss,
         "orpo": _orpo_loss,
     }

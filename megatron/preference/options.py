@@ -10,7 +10,7 @@ WITHOUT_REFERENCE = ("simpo", "orpo")
 
 
 @dataclass(frozen=True, slots=True)
-class LossOptions:
+class PairLossOptions:
     """beta: strength of the tie to the reference. smoothing: share of labels taken to be wrong. gamma: SimPO's margin."""
 
     beta: float = 0.1

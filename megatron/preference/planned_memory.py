@@ -6,23 +6,25 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import stages_of
-from megatron.core.models.flops import BYTES, rank_memory
-from megatron.preference.settings import PreferenceConfig, reference_folder
+from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.models.flops import BYTES, estimate_rank_memory
+from megatron.preference.settings import PreferenceConfig, reference_checkpoint_path
 
 
-def reference_memory(preference: PreferenceConfig, run: RunConfig, world_size: int) -> Mapping[str, float]:
-    """Return bytes of the fullest rank: of the reference network, where it is one of its own. The base under adapters takes none.
+def reference_network_memory(preference: PreferenceConfig, run: RunConfig, world_size: int) -> Mapping[str, float]:
+    """Estimate the bytes of the reference network on the fullest rank, by name; empty if it is the base under adapters,
+    or unused.
 
-    A cache of the reference's log-probabilities is on disk. The network that fills it is there before the first step, when there are no
-    activations yet: what it takes beyond theirs counts.
+    With a cache the network is there only before the first step, when there are no activations: only what exceeds
+    theirs counts.
     """
-    if reference_folder(preference, run) is None:
+    if reference_checkpoint_path(preference, run) is None:
         return {}
     plain = replace(run, model=replace(run.model, adapter=type(run.model.adapter)()))
     copies = run.parallel.data_parallel_size(world_size)
     ranks, policy = (
-        rank_memory(one, stages_of(one), data_parallel_size=copies, num_microbatches=1) for one in (plain, run)
+        estimate_rank_memory(one, pipeline_stages_of(one), data_parallel_size=copies, num_microbatches=1)
+        for one in (plain, run)
     )
     size = BYTES[run.precision.dtype]
     if preference.preference_reference_cache is None:

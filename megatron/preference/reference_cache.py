@@ -24,19 +24,19 @@ from torch import Tensor
 
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.paths import plan_splits
+from megatron.core.datasets.paths import plan_data_splits
 from megatron.core.datasets.storage import atomic_file
 from megatron.core.parallel import collectives
-from megatron.core.tokenizers.base import fingerprint
+from megatron.core.tokenizers.base import tokenizer_fingerprint
 from megatron.core.transformer.adapters import without_adapters
-from megatron.preference.asking import logprobs, mismatched_batch
-from megatron.preference.dataset import PreferenceDataset, PreferenceKind, RowSource
+from megatron.preference.asking import answer_logprobs, mismatched_answers_batch
+from megatron.preference.dataset import PreferenceDataset, PreferenceDatasetKind, PreferenceRowSource
 from megatron.preference.settings import PreferenceConfig
-from megatron.training.checkpoint.adapters import source_hash
+from megatron.training.checkpoint.adapters import source_base_hash
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.checkpoint.resuming import decide_on_first_rank
 from megatron.training.data.batch import Batch
-from megatron.training.data.sample_order import FILL, needs_text
+from megatron.training.data.sample_order import FILL, stages_read_data
 from megatron.training.loader import single_pass_microbatches
 from megatron.training.trainer import Trainer
 
@@ -52,16 +52,17 @@ Identity = Mapping[str, str]
 
 
 def attach_reference_logprobs(
-    trainer: Trainer, config: PreferenceConfig, kind: PreferenceKind, network: Callable[[], Trainer | None]
+    trainer: Trainer, config: PreferenceConfig, kind: PreferenceDatasetKind, network: Callable[[], Trainer | None]
 ) -> None:
-    """Let the files of a run say what the reference gives their answers; computed and kept where that is not known yet.
+    """Attach the reference's log-probabilities to the run's data files (in `kind.opened`): read from the cache folder,
+    or computed and cached there. Collective.
 
-    network: loads the reference; None: it is the base under adapters. All ranks call this together.
+    network: loads the reference; returns None if it is the base under adapters. `DataError` for a stale cache.
     """
     run = trainer.run
     folder = Path(str(config.preference_reference_cache))
     prefixes = dict.fromkeys(
-        prefix for plan in plan_splits(run.config.data) if plan is not None for prefix in plan.blend.prefixes
+        prefix for plan in plan_data_splits(run.config.data) if plan is not None for prefix in plan.blend.prefixes
     )
     weights = decide_on_first_rank(
         run.mesh.world, lambda: _reference_weights_hash(config, run.config.checkpoint.pretrained_checkpoint)
@@ -69,30 +70,32 @@ def attach_reference_logprobs(
     loaded: list[Trainer | None] = []
     for prefix in prefixes:
         source = kind.open(prefix)
-        identity = _identity(source, kind, weights)
-        file = cache_file(folder, prefix)
-        values = decide_on_first_rank(run.mesh.world, partial(read_cache, file, identity))
+        identity = _reference_cache_identity(source, kind, weights)
+        file = reference_cache_path(folder, prefix)
+        values = decide_on_first_rank(run.mesh.world, partial(read_reference_cache, file, identity))
         if values is None:
             loaded = loaded or [network()]
-            values = _compute_logprobs(trainer, loaded[0], kind, source)
+            values = _compute_reference_logprobs(trainer, loaded[0], kind, source)
             if run.mesh.world.is_first:
-                _write(file, values, identity)
+                _write_reference_cache(file, values, identity)
             run.print_rank_0(
                 f"the reference's log-probabilities of {values.shape[0]} rows of {prefix} are kept in {file}"
             )
         else:
             run.print_rank_0(f"{file}: the reference's log-probabilities of {values.shape[0]} rows of {prefix}")
-        kind.opened[prefix] = RowSource(source.prefix, source.rows, values)
+        kind.opened[prefix] = PreferenceRowSource(source.prefix, source.rows, values)
 
 
-def cache_file(folder: Path, prefix: str) -> Path:
-    """Where the values of a data file are kept."""
+def reference_cache_path(folder: Path, prefix: str) -> Path:
+    """Return the path of a data file's reference cache."""
     place = hashlib.sha256(os.path.abspath(prefix).encode()).hexdigest()[:8]
     return folder / f"{Path(prefix).name}.{place}.npz"
 
 
-def read_cache(file: Path, identity: Identity) -> np.ndarray | None:
-    """The values of a cache, float64 [rows, documents]; None where there is none. Raises `DataError` for one of something else."""
+def read_reference_cache(file: Path, identity: Identity) -> np.ndarray | None:
+    """Return the cached log-probabilities, float64 [rows, answers]; None without a cache. `DataError` if it is of other
+    data.
+    """
     if not file.is_file():
         return None
     try:
@@ -113,7 +116,7 @@ def read_cache(file: Path, identity: Identity) -> np.ndarray | None:
     return values
 
 
-def _write(file: Path, values: np.ndarray, identity: Identity) -> None:
+def _write_reference_cache(file: Path, values: np.ndarray, identity: Identity) -> None:
     """Write a cache, complete or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(file, durable=False) as out:
@@ -121,29 +124,32 @@ def _write(file: Path, values: np.ndarray, identity: Identity) -> None:
 
 
 def _reference_weights_hash(config: PreferenceConfig, pretrained: str | None) -> str:
-    """A hash of the reference's weights, the same in every format of a checkpoint."""
+    """Return a hash of the reference's weights, equal for every checkpoint format."""
     folder = config.preference_reference or pretrained
     assert folder is not None, "a rule asks for a checkpoint"
-    return source_hash(open_checkpoint(folder), _EVERYTHING)
+    return source_base_hash(open_checkpoint(folder), _EVERYTHING)
 
 
-def _identity(source: RowSource, kind: PreferenceKind, weights: str) -> Identity:
+def _reference_cache_identity(source: PreferenceRowSource, kind: PreferenceDatasetKind, weights: str) -> Identity:
+    """Return what a cache depends on, by name: hashes of answers, tokenizer and weights, and the task."""
     digest = hashlib.sha256()
     for row in source.rows:
-        for ids in row.answers:
+        for ids in row.answer_ids:
             digest.update(np.int64(len(ids)).tobytes() + ids.astype(np.int32).tobytes())
     return {
         "answers": digest.hexdigest()[:16],
-        "tokenizer": str(fingerprint(kind.tokenizer)["hash"])[:16],
+        "tokenizer": str(tokenizer_fingerprint(kind.tokenizer)["hash"])[:16],
         "reference": weights,
         "task": kind.config.finetune_task,
     }
 
 
-def _compute_logprobs(
-    trainer: Trainer, reference: Trainer | None, kind: PreferenceKind, source: RowSource
+def _compute_reference_logprobs(
+    trainer: Trainer, reference: Trainer | None, kind: PreferenceDatasetKind, source: PreferenceRowSource
 ) -> np.ndarray:
-    """What the reference gives each answer, float64 [rows, documents]; NaN for rows that fit into no sample."""
+    """Compute the reference's log-probability of each answer, float64 [rows, 2] (the second of a row of kto is
+    mismatched); NaN for rows that fit into no sample. Collective.
+    """
     run, task = trainer.run, kind.config.finetune_task
     train, mesh = run.config.train, run.mesh
     dataset = PreferenceDataset(
@@ -155,16 +161,16 @@ def _compute_logprobs(
         split="reference",
         task=task,
     )
-    reads = needs_text(run.config, trainer.specs)
+    reads = stages_read_data(run.config, trainer.specs)
     batches = single_pass_microbatches(run, dataset, full_batch=train.global_batch_size, reads=reads, split="reference")
     rounds = -(-len(dataset) // train.global_batch_size)
     sums: dict[tuple[int, int], float] = defaultdict(float)
     for _ in range(rounds):
         mine = [next(batches) for _ in range(train.global_batch_size // (train.micro_batch_size * mesh.dp.size))]
-        requested = [mine] if task == "dpo" else [mine, [mismatched_batch(batch, mesh.cp) for batch in mine]]
+        requested = [mine] if task == "dpo" else [mine, [mismatched_answers_batch(batch, mesh.cp) for batch in mine]]
         for first, part in enumerate(requested):
             with nullcontext() if reference is not None else without_adapters(*trainer.stages):
-                result = logprobs(trainer, reference or trainer, part)
+                result = answer_logprobs(trainer, reference or trainer, part)
             for batch, values in zip(part if result else (), result, strict=True):
                 _add_answer_sums(sums, dataset, batch, values, first)
     batches.close()
@@ -179,7 +185,10 @@ def _compute_logprobs(
 def _add_answer_sums(
     sums: dict[tuple[int, int], float], dataset: PreferenceDataset, batch: Batch, values: Tensor, first: int
 ) -> None:
-    """Add the sums over this rank's tokens of each answer of a microbatch. first: number of a row's first document. values: [b, s]."""
+    """Add this rank's sum over the tokens of each answer of a microbatch to `sums`, by (row, answer).
+
+    first: index of the first answer that the batch holds of a row. values: [b, s].
+    """
     assert batch.samples is not None, "samples of files have numbers"
     numbers: Any = batch.extras["preference"]
     totals = torch.zeros(len(values), int(numbers.max()) + 1, dtype=torch.float64, device=values.device)
@@ -187,5 +196,5 @@ def _add_answer_sums(
     for row, sample in zip(totals.tolist(), batch.samples, strict=True):
         if sample == FILL:
             continue
-        for place, (number, document) in enumerate(dataset.documents(sample)):
+        for place, (number, document) in enumerate(dataset.answers_in_sample(sample)):
             sums[number, first + document] += row[place] if place < len(row) else 0.0

@@ -21,16 +21,15 @@ import numpy as np
 
 from megatron.core.datasets.conversations import ConversationEncoder
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.marks import count_added_ids
+from megatron.core.datasets.marks import count_ids_around_text
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.preference.settings import Task
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """Two answers to one prompt, prompt included: int32 [tokens] each, ids of the prompt as ~id. margin: of the chosen one (reward).
-
-    line: of its file, from 1.
+class PreferencePair:
+    """A chosen and a rejected answer, each with its prompt: int32 [tokens], ids of the prompt as ~id. margin: by how
+    much the chosen one is better (reward models). line: of its file, from 1.
     """
 
     chosen: np.ndarray
@@ -39,38 +38,42 @@ class Pair:
     line: int = 0
 
     @property
-    def answers(self) -> tuple[np.ndarray, ...]:
-        """Both, [tokens] each."""
+    def answer_ids(self) -> tuple[np.ndarray, ...]:
+        """Chosen and rejected, [tokens] each."""
         return (self.chosen, self.rejected)
 
 
 @dataclass(frozen=True, slots=True)
 class LabeledAnswer:
-    """An answer to a prompt, prompt included, and whether it is desirable (kto): int32 [tokens], ids of the prompt as ~id. line: of its file."""
+    """An answer with its prompt, and whether it is desirable (kto): int32 [tokens], ids of the prompt as ~id.
+    line: of its file, from 1.
+    """
 
     answer: np.ndarray
     desirable: bool
     line: int = 0
 
     @property
-    def answers(self) -> tuple[np.ndarray, ...]:
-        """The one, [tokens]."""
+    def answer_ids(self) -> tuple[np.ndarray, ...]:
+        """The answer alone, [tokens]."""
         return (self.answer,)
 
 
-Row = Pair | LabeledAnswer
+Row = PreferencePair | LabeledAnswer
 
 
-class RowReader:
-    """Turns lines into rows. template: of conversations, as `Encoder` takes it. task: what the rows are for."""
+class PreferenceRowParser:
+    """Parses lines of JSON to rows. template: of conversations, as in `ConversationEncoder`. task: what the rows are
+    for.
+    """
 
     def __init__(self, tokenizer: Tokenizer, template: str, task: Task = "dpo") -> None:
         self.tokenizer, self.task, self._template = tokenizer, task, template
         self._encoder: ConversationEncoder | None = None
         self._frame: tuple[int, int] | None = None
 
-    def read(self, line: bytes) -> Row | None:
-        """The row of a line; None for a blank one. Raises `DataError` that says why a line cannot be used."""
+    def parse_row_line(self, line: bytes) -> Row | None:
+        """Return the row of a line; None for a blank one. `DataError` if it is invalid."""
         if not line.strip():
             return None
         try:
@@ -78,10 +81,11 @@ class RowReader:
         except (ValueError, RecursionError) as error:
             raise DataError(f"not JSON: {error}") from error
         if self.task == "kto":
-            return self._judged(row)
-        return self._pair(row)
+            return self._parse_labeled_answer(row)
+        return self._parse_pair(row)
 
-    def _pair(self, row: Any) -> Pair:
+    def _parse_pair(self, row: Any) -> PreferencePair:
+        """Return the pair of a JSON object. `DataError` if it is invalid."""
         if not isinstance(row, dict) or not {"chosen", "rejected"} <= row.keys():
             raise DataError('no "chosen" and "rejected"')
         chosen, rejected, margin = row["chosen"], row["rejected"], row.get("margin", 0.0)
@@ -89,26 +93,27 @@ class RowReader:
             raise DataError("both answers are the same")
         if not isinstance(margin, (int, float)) or isinstance(margin, bool):
             raise DataError('"margin" is no number')
-        first, second = self._answers(row.get("prompt"), {"chosen": chosen, "rejected": rejected})
+        first, second = self._encode_answers(row.get("prompt"), {"chosen": chosen, "rejected": rejected})
         if np.array_equal(first, second):
             raise DataError("both answers are the same ids")
-        return Pair(first, second, float(margin))
+        return PreferencePair(first, second, float(margin))
 
-    def _judged(self, row: Any) -> LabeledAnswer:
+    def _parse_labeled_answer(self, row: Any) -> LabeledAnswer:
+        """Return the labeled answer of a JSON object. `DataError` if it is invalid."""
         if not isinstance(row, dict) or not {"prompt", "completion", "label"} <= row.keys():
             raise DataError('no "prompt", "completion" and "label"')
         if not isinstance(row["label"], bool):
             raise DataError('"label" is neither true nor false')
-        (answer,) = self._answers(row["prompt"], {"completion": row["completion"]})
+        (answer,) = self._encode_answers(row["prompt"], {"completion": row["completion"]})
         return LabeledAnswer(answer, row["label"])
 
-    def _answers(self, prompt: Any, answers: dict[str, Any]) -> list[np.ndarray]:
-        """The ids of each answer behind the prompt; all are text, or all are lists of messages."""
+    def _encode_answers(self, prompt: Any, answers: dict[str, Any]) -> list[np.ndarray]:
+        """Return the ids of each answer with its prompt; all are text, or all are lists of messages."""
         kinds = {type(answer) for answer in answers.values()}
         if kinds == {str}:
-            encoded = self._of_text(prompt, list(answers.values()))
+            encoded = self._encode_text_answers(prompt, list(answers.values()))
         elif kinds == {list}:
-            encoded = self._of_messages(prompt or [], list(answers.values()))
+            encoded = self._encode_conversations(prompt or [], list(answers.values()))
         else:
             raise DataError(
                 f"{' and '.join(json.dumps(name) for name in answers)} are both text, or both lists of messages"
@@ -118,23 +123,28 @@ class RowReader:
                 raise DataError(f"the {name} answer has no tokens")
         return encoded
 
-    def _of_text(self, prompt: Any, answers: list[str]) -> list[np.ndarray]:
+    def _encode_text_answers(self, prompt: Any, answers: list[str]) -> list[np.ndarray]:
+        """Encode text answers, each with its prompt; without a prompt, for dpo what both begin with. `DataError` if
+        invalid.
+        """
         if prompt is None:
-            prompt = _common_start(answers) if self.task == "dpo" else ""
+            prompt = _common_prompt(answers) if self.task == "dpo" else ""
             answers = [answer[len(prompt) :] for answer in answers]
         if not isinstance(prompt, str):
             raise DataError('"prompt" is text where the answers are')
         if not all(answers):
             raise DataError("an answer is empty")
         try:
-            return [self._joined(prompt, answer) for answer in answers]
+            return [self._encode_prompt_and_answer(prompt, answer) for answer in answers]
         except ValueError as error:
             raise DataError(f"text that the tokenizer does not take: {error}") from error
 
-    def _joined(self, prompt: str, answer: str) -> np.ndarray:
-        """Prompt and answer as one text where that leaves the ids of the prompt as they are; else each by itself."""
+    def _encode_prompt_and_answer(self, prompt: str, answer: str) -> np.ndarray:
+        """Encode prompt and answer as one text if that keeps the ids of the prompt, else each by itself; the prompt as
+        ~id.
+        """
         if self._frame is None:
-            self._frame = count_added_ids(self.tokenizer)
+            self._frame = count_ids_around_text(self.tokenizer)
         before, after = self._frame
 
         def ids_of(text: str) -> list[int]:
@@ -147,7 +157,8 @@ class RowReader:
             start = [self.tokenizer.eod]
         return np.concatenate([~np.array(start, np.int32), np.array([*rest, self.tokenizer.eod], np.int32)])
 
-    def _of_messages(self, prompt: Any, answers: list[list[Any]]) -> list[np.ndarray]:
+    def _encode_conversations(self, prompt: Any, answers: list[list[Any]]) -> list[np.ndarray]:
+        """Encode conversations by the chat template; only the last answer is learnt. `DataError` if invalid."""
         if not isinstance(prompt, list):
             raise DataError('"prompt" is a list of messages where the answers are')
         if self._encoder is None:
@@ -162,17 +173,17 @@ class RowReader:
             ids = self._encoder.encode([self._encoder.template.render_segments(messages) for messages in whole])
         except ValueError as error:
             raise DataError(f"text that the tokenizer does not take: {error}") from error
-        return list(map(_last_answer, ids))
+        return list(map(_keep_last_answer, ids))
 
 
-def _common_start(answers: Sequence[str]) -> str:
-    """What all answers begin with, up to the blank before the word in which they part, as TRL finds it."""
+def _common_prompt(answers: Sequence[str]) -> str:
+    """Return what all answers begin with, without a final blank, as TRL does."""
     common = os.path.commonprefix(list(answers))
     return common[:-1] if common.endswith(" ") else common
 
 
-def _last_answer(ids: np.ndarray) -> np.ndarray:
-    """Keep only the last run of learnt ids, [tokens]; earlier answers belong to the prompt."""
+def _keep_last_answer(ids: np.ndarray) -> np.ndarray:
+    """Return the ids with only the last run of learnt ids kept so, [tokens]; earlier answers become part of the prompt."""
     earlier = np.flatnonzero(ids < 0)
     learnt = np.flatnonzero(ids >= 0)
     if len(learnt) == 0:
@@ -181,12 +192,14 @@ def _last_answer(ids: np.ndarray) -> np.ndarray:
     return np.concatenate([np.where(ids[:start] < 0, ids[:start], ~ids[:start]), ids[start:]])
 
 
-def read_rows(lines: Sequence[bytes] | Iterator[bytes], reader: RowReader) -> tuple[list[Row], list[tuple[int, str]]]:
-    """All rows of a file, and (line, reason) of each line that is left out."""
+def parse_preference_rows(
+    lines: Sequence[bytes] | Iterator[bytes], reader: PreferenceRowParser
+) -> tuple[list[Row], list[tuple[int, str]]]:
+    """Parse all lines of a file; return the rows, and (line, reason) of each line left out."""
     rows, dropped = [], []
     for number, line in enumerate(lines, 1):
         try:
-            row = reader.read(line)
+            row = reader.parse_row_line(line)
         except DataError as error:
             dropped.append((number, str(error)))
             continue

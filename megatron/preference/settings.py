@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config.adapters import is_trained
+from megatron.core.config.adapters import is_trained_parameter
 from megatron.core.config.figures import find_metric
 from megatron.core.config.flags import flag, flag_fields, flag_name
 from megatron.core.config.settings.run import RunConfig
@@ -95,23 +95,23 @@ class PreferenceConfig:
         )
 
     @property
-    def num_passes_before(self) -> int:
-        """Forward passes over the samples of a step before it: of the reference, if it is not cached; of KTO as many of the mismatched answers, and
-        one by the policy.
+    def num_scoring_passes(self) -> int:
+        """Forward passes over a step's samples before it trains: one by the reference, unless cached; for kto as many
+        over the mismatched answers, and one by the policy.
         """
         num_reference = self.has_reference and self.preference_reference_cache is None
         return num_reference + (num_reference + 1) * (self.finetune_task == "kto")
 
 
-def reference_folder(config: PreferenceConfig, run: RunConfig) -> str | None:
-    """The checkpoint of the reference; None where the loss has none, or where it is the base under adapters."""
+def reference_checkpoint_path(config: PreferenceConfig, run: RunConfig) -> str | None:
+    """Return the reference's checkpoint; None if the loss needs none, or if it is the base under adapters."""
     if not config.has_reference or (run.model.adapter.has_adapters and config.preference_reference is None):
         return None
     return config.preference_reference or run.checkpoint.pretrained_checkpoint
 
 
-def problems(config: PreferenceConfig, run: RunConfig, given: Collection[str] = ()) -> Iterator[str]:
-    """What is wrong between these settings and those of the run, a line each. given: settings that are on the command line."""
+def preference_config_problems(config: PreferenceConfig, run: RunConfig, given: Collection[str] = ()) -> Iterator[str]:
+    """Yield a line for each problem between these settings and the run's. given: settings on the command line."""
     task = config.finetune_task
     yield from _epoch_problems(config, given)
     strangers = [
@@ -122,7 +122,7 @@ def problems(config: PreferenceConfig, run: RunConfig, given: Collection[str] = 
     if strangers:
         yield f"{', '.join(strangers)}: not for --finetune-task {task}; leave {'it' if len(strangers) == 1 else 'them'} out"
     else:
-        yield from _number_problems(config)
+        yield from _loss_number_problems(config)
     yield from _reference_problems(config, run)
     if (best := run.checkpoint.save_best) is not None and find_metric(best, FIGURES[task]) is None:
         yield f"--save-best {best}: --finetune-task {task} has no such figure; choose of: {', '.join(FIGURES[task])}"
@@ -130,7 +130,11 @@ def problems(config: PreferenceConfig, run: RunConfig, given: Collection[str] = 
         if not run.data.chat.sft:
             yield "--finetune-task sft learns conversations; leave out --no-sft"
         return
-    if run.model.reward_head and run.model.adapter.has_adapters and not is_trained("score.weight", run.model.adapter):
+    if (
+        run.model.reward_head
+        and run.model.adapter.has_adapters
+        and not is_trained_parameter("score.weight", run.model.adapter)
+    ):
         yield "--lora-rank freezes the head that scores; add --lora-modules-to-save score.weight"
     if run.train.eval_generate and task == "reward":
         yield "--eval-generate: a reward model writes no texts; leave it out"
@@ -138,7 +142,7 @@ def problems(config: PreferenceConfig, run: RunConfig, given: Collection[str] = 
 
 
 def _epoch_problems(config: PreferenceConfig, given: Collection[str]) -> Iterator[str]:
-    """What is wrong with --finetune-epochs."""
+    """Yield problems of --finetune-epochs."""
     if config.finetune_epochs is not None and not (
         math.isfinite(config.finetune_epochs) and config.finetune_epochs > 0
     ):
@@ -147,21 +151,21 @@ def _epoch_problems(config: PreferenceConfig, given: Collection[str]) -> Iterato
         yield f"--finetune-epochs and {flag_name(both[0])} both say how long the run is; keep one"
 
 
-def _number_problems(config: PreferenceConfig) -> Iterator[str]:
-    """What is wrong with the numbers of a task's loss."""
+def _loss_number_problems(config: PreferenceConfig) -> Iterator[str]:
+    """Yield problems of the numbers of a task's loss."""
     task = config.finetune_task
     if config.preference_beta <= 0:
         yield f"--preference-beta {config.preference_beta} must be positive"
     if task == "dpo":
-        yield from _pair_problems(config)
+        yield from _pair_loss_problems(config)
     elif task == "kto" and min(config.kto_desirable_weight, config.kto_undesirable_weight) < 0:
         yield "--kto-desirable-weight and --kto-undesirable-weight must not be negative"
     elif task == "reward" and config.reward_centre < 0:
         yield f"--reward-centre {config.reward_centre} must not be negative"
 
 
-def _pair_problems(config: PreferenceConfig) -> Iterator[str]:
-    """What is wrong with the loss of pairs."""
+def _pair_loss_problems(config: PreferenceConfig) -> Iterator[str]:
+    """Yield problems of the loss of pairs."""
     smoothing = config.preference_label_smoothing
     if not 0 <= smoothing < 0.5:
         yield f"--preference-label-smoothing {smoothing} is a share of wrong labels; give 0 or more, and less than 0.5"
@@ -176,7 +180,7 @@ def _pair_problems(config: PreferenceConfig) -> Iterator[str]:
 
 
 def _reference_problems(config: PreferenceConfig, run: RunConfig) -> Iterator[str]:
-    """What is wrong with where the reference comes from."""
+    """Yield problems of where the reference comes from."""
     loss = f"--preference-loss {config.preference_loss}" if config.finetune_task == "dpo" else "--finetune-task kto"
     if config.finetune_task not in ("dpo", "kto"):
         return
@@ -184,7 +188,7 @@ def _reference_problems(config: PreferenceConfig, run: RunConfig) -> Iterator[st
         needless = [name for name in ("preference_reference", "preference_reference_cache") if getattr(config, name)]
         if needless:
             yield f"{loss} has no reference; leave out {', '.join(map(flag_name, needless))}"
-    elif not run.model.adapter.has_adapters and reference_folder(config, run) is None:
+    elif not run.model.adapter.has_adapters and reference_checkpoint_path(config, run) is None:
         yield (
             f"{loss} compares with a reference; give --pretrained-checkpoint, which is also where "
             "the policy starts, or --preference-reference, or --lora-rank, whose base is the reference"
@@ -201,7 +205,7 @@ def _reference_problems(config: PreferenceConfig, run: RunConfig) -> Iterator[st
 
 
 def _run_problems(run: RunConfig) -> Iterator[str]:
-    """What training on answers needs of the settings of every run."""
+    """Yield what in the run's settings does not allow training on answers."""
     if run.data.chat.sft or run.data.mock_data:
         yield "answers are read from the files of --data-path; leave out --sft and --mock-data"
     if run.model.hidden_dropout or run.model.attention_dropout or run.model.adapter.lora_dropout:

@@ -11,15 +11,17 @@ from torch import Tensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
-from megatron.preference.losses import PAIR_LOSSES, AnswerScores, kto_loss, reward_loss
-from megatron.preference.options import KTOOptions, LossOptions
+from megatron.preference.losses import PAIR_LOSSES, AnswerLogprobs, kto_loss, reward_loss
+from megatron.preference.options import KTOOptions, PairLossOptions
 from megatron.preference.settings import PreferenceConfig
 from megatron.training.data.batch import Batch, Loss, LossFunction
 from megatron.training.run import Run
 
 
 class PreferenceStep:
-    """The forward step of preference optimization. collected: while a network is asked, its log-probabilities so far, [b, s] each."""
+    """The forward step of preference optimization. collected: list to which log-probabilities [b, s] are added instead
+    of a loss; None in training.
+    """
 
     def __init__(self, config: PreferenceConfig) -> None:
         self.config = config
@@ -50,10 +52,11 @@ class PreferenceStep:
         return output, loss
 
 
-class Answers:
-    """The answers of a microbatch: sums over the tokens of each, over all context ranks, which have parts of the same ones.
+class PackedAnswers:
+    """The answers packed into a microbatch, for sums over the tokens of each, across context ranks.
 
-    each: documents of a row, 2 of a pair. This rank has the n rows whose first answer has its last token here: each row is had once.
+    each: answers of a row, 2 of a pair. This rank has the n rows whose first answer ends on it, so that each row is
+    counted once.
     """
 
     def __init__(self, batch: Batch, context: Axis, dtype: torch.dtype, *, each: int) -> None:
@@ -64,40 +67,45 @@ class Answers:
         if context.group is not None:
             width = int(collectives.all_reduce(torch.tensor(width, device=self._mask.device), context, "max"))
         self._width = -(-width // each) * each
-        self._here = self._scattered(batch.loss_mask.to(dtype))[:, ::each] > 0
+        self._here = self._sum_local_tokens(batch.loss_mask.to(dtype))[:, ::each] > 0
 
-    def sums(self, values: Tensor) -> tuple[Tensor, ...]:
-        """The sum over the labels of each answer, [n] for each document of a row. values: [b, s]."""
-        local = self._scattered(values * self._mask)
+    def sum_per_answer(self, values: Tensor) -> tuple[Tensor, ...]:
+        """Return the sum of values [b, s] over the labels of each answer: for each of a row's answers [n]."""
+        local = self._sum_local_tokens(values * self._mask)
         whole = collectives.identity_then_reduce(collectives.reduce_then_identity(local, self._context), self._context)
         return tuple(whole[:, which :: self._each][self._here] for which in range(self._each))
 
-    def sample_values(self, name: str) -> tuple[Tensor, ...]:
-        """The same of what the samples hold by this name, [n] for each document of a row."""
-        return self.sums(self._extras[name].to(self._dtype))
+    def values_per_answer(self, name: str) -> tuple[Tensor, ...]:
+        """Return the sum over each answer of the batch's extra `name`, [n] for each of a row's answers."""
+        return self.sum_per_answer(self._extras[name].to(self._dtype))
 
-    def answer_scores(self, token_losses: Tensor, *, reference: bool) -> tuple[AnswerScores, ...]:
-        """What a loss is made of, for each document of a row. token_losses: [b, s], minus the log-probabilities of the labels."""
-        logprobs, tokens = self.sums(-token_losses), self.sums(torch.ones_like(self._mask))
-        references = self.sample_values("reference") if reference else tuple(map(torch.zeros_like, logprobs))
-        return tuple(map(AnswerScores, logprobs, references, tokens))
+    def logprobs_per_answer(self, token_losses: Tensor, *, reference: bool) -> tuple[AnswerLogprobs, ...]:
+        """Return log-probabilities and token counts for each of a row's answers. token_losses: [b, s], minus the
+        labels' log-probabilities. reference: add the reference's; else 0.
+        """
+        logprobs, tokens = self.sum_per_answer(-token_losses), self.sum_per_answer(torch.ones_like(self._mask))
+        references = self.values_per_answer("reference") if reference else tuple(map(torch.zeros_like, logprobs))
+        return tuple(map(AnswerLogprobs, logprobs, references, tokens))
 
-    def loss(self, losses: Tensor, figures: dict[str, Tensor]) -> Loss:
+    def loss_and_figures(self, losses: Tensor, figures: dict[str, Tensor]) -> Loss:
         """Return (sum over rows, number of rows, figures to log). losses, figures: [n]."""
         count = self._here.sum().to(self._dtype)
         report = {name: torch.stack((values.detach().to(self._dtype).sum(), count)) for name, values in figures.items()}
         return losses.sum(), count, report
 
-    def _scattered(self, values: Tensor) -> Tensor:
-        """The sum over each answer of this context rank's tokens, [b, answers]. values: [b, s]."""
+    def _sum_local_tokens(self, values: Tensor) -> Tensor:
+        """Return the sum over each answer of this context rank's tokens, [b, answers]. values: [b, s]."""
         return values.new_zeros(len(values), self._width).scatter_add(1, self._numbers, values)
 
 
-def pair_loss(config: PreferenceConfig, token_losses: Tensor, batch: Batch, context: Axis) -> Loss:
-    """Return (sum over pairs, number of pairs, figures to log). token_losses: [b, s], minus the log-probabilities of the labels."""
-    answers = Answers(batch, context, token_losses.dtype, each=2)
-    chosen, rejected = answers.answer_scores(token_losses, reference=config.has_reference)
-    options = LossOptions(config.preference_beta, config.preference_label_smoothing, config.preference_margin)
+def pair_step_loss(config: PreferenceConfig, token_losses: Tensor, batch: Batch, context: Axis) -> Loss:
+    """Return (sum of --preference-loss over pairs, number of pairs, figures to log).
+
+    token_losses: [b, s], minus the log-probabilities of the labels.
+    """
+    answers = PackedAnswers(batch, context, token_losses.dtype, each=2)
+    chosen, rejected = answers.logprobs_per_answer(token_losses, reference=config.has_reference)
+    options = PairLossOptions(config.preference_beta, config.preference_label_smoothing, config.preference_margin)
     losses = PAIR_LOSSES[config.preference_loss](chosen, rejected, options)
     if config.preference_sft_weight:
         losses = losses - config.preference_sft_weight * chosen.mean_logprob
@@ -111,18 +119,23 @@ def pair_loss(config: PreferenceConfig, token_losses: Tensor, batch: Batch, cont
         "rejected reward": rewards[1],
         "chosen logprob": chosen.mean_logprob,
     }
-    return answers.loss(losses, figures)
+    return answers.loss_and_figures(losses, figures)
 
 
 def kto_step_loss(config: PreferenceConfig, token_losses: Tensor, batch: Batch, context: Axis) -> Loss:
-    """Return (sum over answers, number of answers, figures to log) of KTO. token_losses: [b, s], as of `pair_loss`."""
-    answers = Answers(batch, context, token_losses.dtype, each=1)
-    (scores,), (desirable,) = answers.answer_scores(token_losses, reference=True), answers.sample_values("desirable")
+    """Return (sum over answers, number of answers, figures to log) of KTO. token_losses: [b, s], as of
+    `pair_step_loss`.
+    """
+    answers = PackedAnswers(batch, context, token_losses.dtype, each=1)
+    (scores,), (desirable,) = (
+        answers.logprobs_per_answer(token_losses, reference=True),
+        answers.values_per_answer("desirable"),
+    )
     options = KTOOptions(config.preference_beta, (config.kto_desirable_weight, config.kto_undesirable_weight))
     losses = kto_loss(scores, desirable, batch.extras["divergence"].to(scores.logprob.dtype), options)
     above = scores.log_ratio.detach() > batch.extras["divergence"].to(scores.log_ratio.dtype)
     figures = {"preference loss": losses, "preference accuracy": above == (desirable > 0)}
-    total, count, report = answers.loss(losses, figures)
+    total, count, report = answers.loss_and_figures(losses, figures)
     reward = config.preference_beta * scores.log_ratio.detach()
     for name, which in (("chosen reward", desirable > 0), ("rejected reward", desirable <= 0)):
         report[name] = torch.stack((reward[which].sum(), which.sum().to(reward.dtype)))
@@ -130,10 +143,10 @@ def kto_step_loss(config: PreferenceConfig, token_losses: Tensor, batch: Batch, 
     return total, count, report
 
 
-def reward_model_loss(config: PreferenceConfig, values: Tensor, batch: Batch, context: Axis) -> Loss:
+def reward_step_loss(config: PreferenceConfig, values: Tensor, batch: Batch, context: Axis) -> Loss:
     """Return (sum over pairs, number of pairs, figures to log) of a reward model. values: [b, s], the score at every position."""
-    answers = Answers(batch, context, values.dtype, each=2)
-    (chosen, rejected), (margin, _) = answers.sums(values), answers.sample_values("margin")
+    answers = PackedAnswers(batch, context, values.dtype, each=2)
+    (chosen, rejected), (margin, _) = answers.sum_per_answer(values), answers.values_per_answer("margin")
     losses = reward_loss(chosen, rejected, margin, config.reward_centre)
     figures = {
         "preference loss": losses,
@@ -142,7 +155,7 @@ def reward_model_loss(config: PreferenceConfig, values: Tensor, batch: Batch, co
         "chosen reward": chosen,
         "rejected reward": rejected,
     }
-    return answers.loss(losses, figures)
+    return answers.loss_and_figures(losses, figures)
 
 
-LOSSES = {"dpo": pair_loss, "kto": kto_step_loss, "reward": reward_model_loss}
+LOSSES = {"dpo": pair_step_loss, "kto": kto_step_loss, "reward": reward_step_loss}

@@ -14,7 +14,7 @@ STD_EPSILON = 1e-4  # added to a standard deviation, as Megatron and TRL do
 VARIANCE_EPSILON = 1e-8  # added to the variance of a round's advantages, as TRL's PPO does
 
 
-def advantages(rewards: Tensor, baseline: Baseline, *, unbiased: bool = False) -> Tensor:
+def answer_advantages(rewards: Tensor, baseline: Baseline, *, unbiased: bool = False) -> Tensor:
     """Return the advantage of every answer, [groups, answers].
 
     group-std: (r - mean) / (std + 1e-4) over the answers of a prompt (GRPO, Shao et al., 2024). group-mean: r - mean, without the
@@ -45,8 +45,10 @@ def _group_std(rewards: Tensor, *, unbiased: bool) -> Tensor:
     return rewards.std(dim=1, correction=int(unbiased), keepdim=True)
 
 
-def informative_groups(rewards: Tensor) -> Tensor:
-    """Return for each prompt whether its answers have different rewards, [groups] of bool. All others have advantages of zero (DAPO)."""
+def groups_with_varied_rewards(rewards: Tensor) -> Tensor:
+    """Return for each prompt whether its answers have different rewards, bool [groups]; advantages of all others are
+    zero (DAPO).
+    """
     return (rewards != rewards[:, :1]).any(dim=1)
 
 
@@ -69,7 +71,7 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     return (values - (chosen.mean() if len(chosen) else 0.0)) * torch.rsqrt(variance + VARIANCE_EPSILON) * mask
 
 
-def generalized_advantages(
+def gae_advantages_and_returns(
     rewards: Tensor, values: Tensor, mask: Tensor, *, discount: float, smoothing: float
 ) -> tuple[Tensor, Tensor]:
     """Return (advantages, returns) of every token, [answers, tokens] each: GAE (Schulman et al., 2015), for PPO.

@@ -13,7 +13,7 @@ Average = Literal["answer", "token", "length"]
 
 
 @dataclass(frozen=True, slots=True)
-class Algorithm:
+class PolicyAlgorithm:
     """One policy-gradient method.
 
     baseline: as in `advantages`. loss: of a token. sequence_ratio: one ratio of the whole answer stands for those of its tokens: exp of the
@@ -29,13 +29,13 @@ class Algorithm:
     has_critic: bool = False
 
 
-ALGORITHMS: Mapping[str, Algorithm] = {
-    "grpo": Algorithm("group-std", average="answer"),
-    "dapo": Algorithm("group-std", average="token"),
-    "dr_grpo": Algorithm("group-mean", average="length"),
-    "gspo": Algorithm("group-std", average="answer", sequence_ratio="mean"),
-    "cispo": Algorithm("group-std", "cispo", average="token"),
-    "rloo": Algorithm("leave-one-out", average="answer", sequence_ratio="sum"),
-    "reinforce++": Algorithm("batch-std", average="token"),
-    "ppo": Algorithm("group-mean", average="token", has_critic=True),
+ALGORITHMS: Mapping[str, PolicyAlgorithm] = {
+    "grpo": PolicyAlgorithm("group-std", average="answer"),
+    "dapo": PolicyAlgorithm("group-std", average="token"),
+    "dr_grpo": PolicyAlgorithm("group-mean", average="length"),
+    "gspo": PolicyAlgorithm("group-std", average="answer", sequence_ratio="mean"),
+    "cispo": PolicyAlgorithm("group-std", "cispo", average="token"),
+    "rloo": PolicyAlgorithm("leave-one-out", average="answer", sequence_ratio="sum"),
+    "reinforce++": PolicyAlgorithm("batch-std", average="token"),
+    "ppo": PolicyAlgorithm("group-mean", average="token", has_critic=True),
 }

@@ -46,7 +46,7 @@ class TrainingRollout:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class RowSlot:
     """Where a rollout lies: its row, its first position there, and its number in the row."""
 
     row: int
@@ -54,11 +54,13 @@ class Slot:
     number: int
 
 
-def pack_rollouts(rollouts: Sequence[TrainingRollout], length: int, *, packed: bool) -> list[Slot]:
-    """Assign rollouts to rows of `length` positions; packed: several to a row, the longest first into the first row with room."""
+def pack_rollouts(rollouts: Sequence[TrainingRollout], length: int, *, packed: bool) -> list[RowSlot]:
+    """Assign each rollout a slot in rows of `length` positions; packed: several to a row, longest first into the first
+    row with room.
+    """
     if not packed:
-        return [Slot(row, 0, 0) for row in range(len(rollouts))]
-    slots: list[Slot | None] = [None] * len(rollouts)
+        return [RowSlot(row, 0, 0) for row in range(len(rollouts))]
+    slots: list[RowSlot | None] = [None] * len(rollouts)
     room: list[int] = []
     numbers: list[int] = []
     for index in sorted(range(len(rollouts)), key=lambda index: (-len(rollouts[index].rollout.ids), index)):
@@ -67,13 +69,13 @@ def pack_rollouts(rollouts: Sequence[TrainingRollout], length: int, *, packed: b
         if row == len(room):
             room.append(length)
             numbers.append(0)
-        slots[index] = Slot(row, length - room[row], numbers[row])
+        slots[index] = RowSlot(row, length - room[row], numbers[row])
         room[row] -= size
         numbers[row] += 1
     return [slot for slot in slots if slot is not None]
 
 
-def rows_of(
+def build_training_rows(
     rollouts: Sequence[TrainingRollout],
     length: int,
     *,
@@ -130,8 +132,10 @@ def _token_weights(lengths: Sequence[int], average: Average, limit: int) -> list
     return [scale / length if length else 0.0 for length in lengths]
 
 
-def microbatches(rows: Arrays, mesh: Mesh, micro_batch_size: int, *, packed: bool) -> Iterator[Batch]:
-    """This rank's microbatches of a step, in order: its data-parallel share of the rows, and its positions of them."""
+def build_rank_microbatches(rows: Arrays, mesh: Mesh, micro_batch_size: int, *, packed: bool) -> Iterator[Batch]:
+    """Yield this rank's microbatches of a step, in order: its data-parallel share of the rows, and its context-parallel
+    positions.
+    """
     count = len(rows["tokens"]) // (micro_batch_size * mesh.dp.size)
     for microbatch in range(count):
         first = (microbatch * mesh.dp.size + mesh.dp.rank) * micro_batch_size
@@ -145,7 +149,7 @@ def microbatches(rows: Arrays, mesh: Mesh, micro_batch_size: int, *, packed: boo
 def values_per_rollout(
     rollouts: Sequence[TrainingRollout], rows: Arrays, table: np.ndarray, *, packed: bool
 ) -> list[tuple[float, ...]]:
-    """Return for each rollout a value of each of its ids, 0.0 for the first, from a table over `rl_place`, [rows * s]."""
+    """Return a value for each id of each rollout, 0.0 for the first, from a table over `rl_place`, [rows * s]."""
     length = rows["tokens"].shape[1]
     values = table.reshape(-1, length)
     return [

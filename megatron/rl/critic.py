@@ -18,21 +18,21 @@ from megatron.core.config.settings.run import TrainConfig
 from megatron.core.models.embedding import Embedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.output_heads import ScalarHead
-from megatron.core.parallel.spec import constant_initializer, set_global_names, spec_of
-from megatron.core.transformer.build import BuildContext
+from megatron.core.parallel.spec import constant_initializer, param_spec_of, set_global_param_names
+from megatron.core.transformer.build import LayerBuildContext
 from megatron.core.transformer.passing import ForwardContext, MicrobatchContext
 from megatron.core.transformer.rope import rotary_table_for
-from megatron.core.transformer.stack import Stack
+from megatron.core.transformer.stack import TransformerStack
 
 
 class Critic(nn.Module):
     """One pipeline stage of the critic."""
 
-    def __init__(self, stage: StageSpec, build: BuildContext) -> None:
+    def __init__(self, stage: StageSpec, build: LayerBuildContext) -> None:
         super().__init__()
         self.build = build
         self.embedding = Embedding(build, tied=False) if stage.has_embedding else None
-        self.decoder = Stack(stage.layers, build, final_norm=stage.has_output)
+        self.decoder = TransformerStack(stage.layers, build, final_norm=stage.has_output)
         self.value_head = ScalarHead(build, init=constant_initializer(0.0), bias=True) if stage.has_output else None
 
     def forward(
@@ -47,7 +47,9 @@ class Critic(nn.Module):
         """Run this stage; the arguments are those of `GPTModel`. Returns the input of the next stage; on the last, values [b, s]."""
         if self.embedding is not None:
             assert ids is not None, "the first stage reads ids"
-            hidden = self.embedding(ids, self.build.positions(ids.shape[1])[None] if positions is None else positions)
+            hidden = self.embedding(
+                ids, self.build.local_positions(ids.shape[1])[None] if positions is None else positions
+            )
         assert hidden is not None, "a later stage receives the output of the previous stage"
         context = ForwardContext(
             self.build.causal_mask(hidden, documents),
@@ -69,16 +71,19 @@ class ActorCritic(GPTModel):
 
     optional_weights = ("critic.",)
 
-    def __init__(self, stage: StageSpec, build: BuildContext, *, lr_ratio: float = 1.0) -> None:
+    def __init__(self, stage: StageSpec, build: LayerBuildContext, *, lr_ratio: float = 1.0) -> None:
         super().__init__(stage, build)
         self.critic = Critic(stage, build)
         for name, param in self.critic.named_parameters():
             same = "" if name.startswith("value_head.") else name
             param.spec = dataclasses.replace(  # type: ignore[attr-defined]
-                spec_of(param), name="", starts_from=same, lr_ratio=lr_ratio
+                param_spec_of(param), name="", starts_from=same, lr_ratio=lr_ratio
             )
-        set_global_names(self)
+        set_global_param_names(self)
 
-    def input_specs(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], object], ...]:  # type: ignore[override]
+    def received_tensor_specs(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], object], ...]:  # type: ignore[override]
         """Shape and dtype of each tensor that a stage receives: the policy's hidden states, and the critic's."""
-        return (*super().input_specs(train), self.message_shape(train.micro_batch_size, train.seq_length))
+        return (
+            *super().received_tensor_specs(train),
+            self.hidden_states_spec(train.micro_batch_size, train.seq_length),
+        )

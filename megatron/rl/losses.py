@@ -16,12 +16,12 @@ KLEstimator = Literal["k1", "k2", "k3"]
 _MOST = 20.0  # of differences of log-probabilities before exp, as in TRL and Megatron: e^20 is 5e8
 
 
-def ratio_of(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+def policy_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """Return exp(logprobs - old_logprobs), any shape, with the difference limited to +-20."""
     return (logprobs - old_logprobs).clamp(-_MOST, _MOST).exp()
 
 
-def clipped_loss(
+def clipped_policy_loss(
     ratio: Tensor, advantages: Tensor, *, lower: float, upper: float, dual_clip: float | None = None
 ) -> Tensor:
     """Return -min(ratio A, clip(ratio, 1 - lower, 1 + upper) A), any shape: PPO's loss (Schulman et al., 2017).
@@ -48,8 +48,8 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     return 0.5 * errors
 
 
-def is_clipped(ratio: Tensor, advantages: Tensor, *, lower: float, upper: float) -> Tensor:
-    """Return where clipping stops the gradient, as bool; any shape."""
+def is_ratio_clipped(ratio: Tensor, advantages: Tensor, *, lower: float, upper: float) -> Tensor:
+    """Return for each token whether clipping stops its gradient; bool, any shape."""
     return ((ratio > 1.0 + upper) & (advantages > 0)) | ((ratio < 1.0 - lower) & (advantages < 0))
 
 
@@ -90,5 +90,5 @@ def importance_weight(old_logprobs: Tensor, generation_logprobs: Tensor, *, cap:
     Truncated importance sampling (Yao et al., 2025). masks: weights above the cap are 0 instead (masked importance sampling).
     No gradient passes.
     """
-    weight = ratio_of(old_logprobs, generation_logprobs).detach()
+    weight = policy_ratio(old_logprobs, generation_logprobs).detach()
     return weight.masked_fill(weight > cap, 0.0) if masks else weight.clamp(max=cap)

@@ -8,23 +8,25 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megatron.core.config.flags import refuse
-from megatron.core.parallel.device import free_memory
+from megatron.core.config.flags import raise_config_error_if
+from megatron.core.parallel.device import free_and_total_memory
 from megatron.rl.planned_memory import memory_problem
 from megatron.rl.settings import RLConfig
 from megatron.training.run import Run
 
 
-def refuse_too_large(rl: RLConfig, run: Run) -> None:
-    """Raise `ConfigError` for a run that cannot fit a device with memory of its own, before anything is built."""
-    memory = free_memory(run.mesh.device)
+def refuse_beyond_device_memory(rl: RLConfig, run: Run) -> None:
+    """Raise `ConfigError` for a run that cannot fit the device's memory, before anything is built; nothing on a CPU."""
+    memory = free_and_total_memory(run.mesh.device)
     if memory is not None:
-        refuse(filter(None, [memory_problem(rl, run.config, run.mesh.world.size, memory[1])]))
+        raise_config_error_if(filter(None, [memory_problem(rl, run.config, run.mesh.world.size, memory[1])]))
 
 
 @contextmanager
 def offload_to_host(tensors: Iterable[Tensor]) -> Iterator[int]:
-    """Keep the storage of tensors (any shape) in CPU memory, as long as nobody uses them; gives the number of bytes."""
+    """Context manager: the storages of the tensors (any shape) are in CPU memory, and must not be used; gives their
+    bytes.
+    """
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors if tensor.numel()}
     kept = [(storage, torch.UntypedStorage(storage.nbytes()).copy_(storage)) for storage in storages.values()]
     for storage, _ in kept:

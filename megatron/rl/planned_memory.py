@@ -12,68 +12,76 @@ import yaml
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.inference import MOST_CACHE_BYTES
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import stages_of
-from megatron.core.models.flops import BYTES, rank_memory
+from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.models.flops import BYTES, estimate_rank_memory
 from megatron.rl.algorithms import ALGORITHMS
-from megatron.rl.settings import RLConfig, generation_config, reference_folder
+from megatron.rl.settings import RLConfig, generation_run_config, reference_checkpoint_path
 
 TOGETHER = 64  # sequences decoded at once by each replica
 
 
-def extra_network_memory(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[str, float]:
-    """Return bytes of the fullest rank that trains: of the reference, the critic, and where it also generates the copy that does, and the
-    cache of keys and values.
+def memory_beside_policy(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[str, float]:
+    """Estimate the bytes on the fullest training rank beside the policy, by part: reference and critic, and, if it also
+    generates, the generating copy and the KV cache.
 
-    The cache is there while rollouts are sampled, and the activations of training are not.
+    The KV cache is there while rollouts are sampled; activations are not.
     """
     size, dp = BYTES[run.precision.dtype], run.parallel.data_parallel_size(world_size)
-    ranks = rank_memory(run, stages_of(run), data_parallel_size=dp, num_microbatches=1)
+    ranks = estimate_rank_memory(run, pipeline_stages_of(run), data_parallel_size=dp, num_microbatches=1)
     weights = size * max(rank.parameters for rank in ranks)
-    parts: dict[str, float] = {"reference": weights} if reference_folder(rl, run) else {}
+    parts: dict[str, float] = {"reference": weights} if reference_checkpoint_path(rl, run) else {}
     if ALGORITHMS[rl.rl_algorithm].has_critic:
         parts["critic"] = max(rank.total for rank in ranks)
     return parts if rl.rl_generation_ranks else {**parts, **generation_memory(rl, run, world_size)}
 
 
 def generation_memory(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[str, float]:
-    """Return bytes of the fullest rank that generates: beside the policy in training, or with --rl-generation-ranks all of it."""
+    """Estimate the bytes on the fullest generating rank, by part: beside the policy in training, or with
+    --rl-generation-ranks all.
+    """
     own, parts = rl.rl_generation_ranks, dict[str, float]()
-    generating = generation_config(run, rl.inference_parallel_sizes) if rl.needs_network_copy(run) else run
+    generating = generation_run_config(run, rl.inference_parallel_sizes) if rl.needs_network_copy(run) else run
     replicas = generating.parallel.data_parallel_size(own or world_size)
     if rl.needs_network_copy(run):
-        copies = rank_memory(generating, stages_of(generating), data_parallel_size=replicas, num_microbatches=1)
+        copies = estimate_rank_memory(
+            generating, pipeline_stages_of(generating), data_parallel_size=replicas, num_microbatches=1
+        )
         name = "network that generates" if own else "copy that generates"
         parts[name] = BYTES[run.precision.dtype] * max(rank.parameters for rank in copies)
-    together = min(TOGETHER, -(-rl.rollouts_per_round * (1 + rl.lag * rl.rl_partial_rollouts) // replicas))
-    text = run.train.seq_length * _bytes_per_token(generating)
+    together = min(TOGETHER, -(-rl.rollouts_per_round * (1 + rl.generation_lag * rl.rl_partial_rollouts) // replicas))
+    text = run.train.seq_length * _kv_bytes_per_token(generating)
     parts["keys and values"] = min(together * text, max(text, MOST_CACHE_BYTES))
     if scoring := _reward_model_bytes(rl.langrl_env_config):
         parts["reward models of the first rank"] = scoring
     return parts
 
 
-def generating_ranks(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[str, float]:
-    """Return bytes of the fullest rank that only generates; none where --rl-generation-ranks leaves none. world_size: ranks that train."""
+def generation_rank_memory(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[str, float]:
+    """Estimate the bytes on the fullest rank that only generates, by part; empty without --rl-generation-ranks.
+    world_size: ranks that train.
+    """
     return generation_memory(rl, run, world_size) if rl.rl_generation_ranks else {}
 
 
-def rank_plan(rl: RLConfig, run: RunConfig, world_size: int, hosts: Sequence[str]) -> list[str]:
-    """Return who holds what where some ranks only generate, a line each. world_size: ranks that train; hosts: of all ranks."""
+def rank_memory_plan_lines(rl: RLConfig, run: RunConfig, world_size: int, hosts: Sequence[str]) -> list[str]:
+    """Return lines on which ranks train and generate, their layout and memory. world_size: ranks that train.
+    hosts: of all ranks.
+    """
     dp = run.parallel.data_parallel_size(world_size)
     count = max(1, run.train.global_batch_size // (run.train.micro_batch_size * dp))
-    ranks = rank_memory(run, stages_of(run), data_parallel_size=dp, num_microbatches=count)
-    training = {"policy in training": max(rank.total for rank in ranks), **extra_network_memory(rl, run, world_size)}
-    generating = generation_config(run, rl.inference_parallel_sizes)
+    ranks = estimate_rank_memory(run, pipeline_stages_of(run), data_parallel_size=dp, num_microbatches=count)
+    training = {"policy in training": max(rank.total for rank in ranks), **memory_beside_policy(rl, run, world_size)}
+    generating = generation_run_config(run, rl.inference_parallel_sizes)
     return [
         "who holds what, by the formulas, on the fullest rank of each kind:",
-        f"  training: {_host_ranges(hosts, range(world_size))} ({_layout(run, world_size)}): {memory_line(training)}",
-        f"  generation: {_host_ranges(hosts, range(world_size, len(hosts)))} ({_layout(generating, rl.rl_generation_ranks)}): "
-        f"{memory_line(generating_ranks(rl, run, world_size))}; rank {world_size} plays the environments",
+        f"  training: {_host_ranges_text(hosts, range(world_size))} ({_layout_text(run, world_size)}): {memory_parts_text(training)}",
+        f"  generation: {_host_ranges_text(hosts, range(world_size, len(hosts)))} ({_layout_text(generating, rl.rl_generation_ranks)}): "
+        f"{memory_parts_text(generation_rank_memory(rl, run, world_size))}; rank {world_size} plays the environments",
     ]
 
 
-def _layout(run: RunConfig, world_size: int) -> str:
-    """The sizes of a mesh above 1, and that of data parallelism."""
+def _layout_text(run: RunConfig, world_size: int) -> str:
+    """Return a mesh's sizes above 1 and its data-parallel size as text."""
     sizes = {
         "tensor": run.parallel.tensor_model_parallel_size,
         "pipeline": run.parallel.pipeline_model_parallel_size,
@@ -84,8 +92,8 @@ def _layout(run: RunConfig, world_size: int) -> str:
     return " x ".join([*parts, f"data {run.parallel.data_parallel_size(world_size)}"])
 
 
-def _host_ranges(hosts: Sequence[str], ranks: range) -> str:
-    """The ranks of each host: "ranks 0 to 7 on a, 8 to 15 on b"."""
+def _host_ranges_text(hosts: Sequence[str], ranks: range) -> str:
+    """Return which ranks are on which host as text: "ranks 0 to 7 on a, 8 to 15 on b"."""
     parts: list[str] = []
     for host, group in itertools.groupby(ranks, key=lambda rank: hosts[rank]):
         held = list(group)
@@ -93,13 +101,13 @@ def _host_ranges(hosts: Sequence[str], ranks: range) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
 
 
-def least_memory(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[str, float]:
-    """Return bytes that the fullest rank needs at least, by parts, while it trains or while it generates, whichever needs more."""
+def least_rank_memory(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[str, float]:
+    """Estimate the least bytes that the fullest rank needs, by part: in training or in generation, whichever is more."""
     dp = run.parallel.data_parallel_size(world_size)
     count = max(1, (run.train.global_batch_size or 1) // (run.train.micro_batch_size * dp))
-    ranks = rank_memory(run, stages_of(run), data_parallel_size=dp, num_microbatches=count)
+    ranks = estimate_rank_memory(run, pipeline_stages_of(run), data_parallel_size=dp, num_microbatches=count)
     fullest = max(ranks, key=lambda rank: rank.total)
-    beside = dict(extra_network_memory(rl, run, world_size))
+    beside = dict(memory_beside_policy(rl, run, world_size))
     cache = beside.pop("keys and values", 0.0)
     training = {"policy in training": fullest.total, **beside}
     if rl.rl_offload_inference_model_weights_when_idle:
@@ -109,28 +117,28 @@ def least_memory(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[str, 
         held = BYTES[run.precision.dtype] * fullest.parameters
     generating: Mapping[str, float] = {"policy while it generates": held, **beside, "keys and values": cache}
     if rl.rl_generation_ranks:
-        generating = generating_ranks(rl, run, world_size)
+        generating = generation_rank_memory(rl, run, world_size)
     return max(training, generating, key=lambda parts: sum(parts.values()))
 
 
 def memory_problem(rl: RLConfig, run: RunConfig, world_size: int, memory: float) -> str:
-    """What is wrong where the device of each rank has so many bytes; "" if nothing is known to be."""
-    parts = least_memory(rl, run, world_size)
+    """Return a message if a rank needs more than its device's `memory` bytes, else ""."""
+    parts = least_rank_memory(rl, run, world_size)
     if sum(parts.values()) <= memory:
         return ""
     return memory_error_message(parts, memory) + ", --rl-offload-optimizer-during-inference, or a shorter --seq-length"
 
 
 def memory_error_message(parts: Mapping[str, float], memory: float) -> str:
-    """Why a run does not fit."""
+    """Return the message that a run does not fit. parts: bytes by part."""
     return (
-        f"the fullest rank needs at least {sum(parts.values()) / 2**30:.2f} GiB ({memory_line(parts)}), and its device has {memory / 2**30:.2f} GiB "
+        f"the fullest rank needs at least {sum(parts.values()) / 2**30:.2f} GiB ({memory_parts_text(parts)}), and its device has {memory / 2**30:.2f} GiB "
         "for tensors; give more ranks, a larger --tensor-model-parallel-size or --pipeline-model-parallel-size, --use-distributed-optimizer"
     )
 
 
 def _reward_model_bytes(path: str | None) -> float:
-    """Bytes of the weights of all reward models of an environment file; 0 of what cannot be read here. No environment is made."""
+    """Return the bytes of the weights of all reward models in an environment file; 0 if it cannot be read."""
     from megatron.core.dist_checkpointing.store import (
         CheckpointError,
     )  # the command line is read before torch is imported
@@ -150,8 +158,8 @@ def _reward_model_bytes(path: str | None) -> float:
     return float(sum(math.prod(one.shape) * one.dtype.itemsize for one in formats))
 
 
-def _bytes_per_token(run: RunConfig) -> float:
-    """Bytes of a token's keys and values on the rank that has most layers."""
+def _kv_bytes_per_token(run: RunConfig) -> float:
+    """Return the bytes of a token's keys and values on the pipeline rank with most layers."""
     model, parallel = run.model, run.parallel
     if model.mla.multi_latent_attention:
         each: float = model.mla.kv_lora_rank + model.mla.qk_pos_emb_head_dim
@@ -159,12 +167,12 @@ def _bytes_per_token(run: RunConfig) -> float:
         groups = model.num_query_groups if model.group_query_attention else model.num_attention_heads
         assert groups is not None and model.kv_channels is not None, "a config that holds says them"
         each = 2.0 * max(1, groups // parallel.tensor_model_parallel_size) * model.kv_channels
-    layers = max(sum(len(s.layers) for s in stages_of(run) if s.rank == rank) for rank in range(parallel.pp))
+    layers = max(sum(len(s.layers) for s in pipeline_stages_of(run) if s.rank == rank) for rank in range(parallel.pp))
     return layers * each * BYTES[run.precision.dtype]
 
 
-def memory_line(parts: Mapping[str, float]) -> str:
-    """The parts in a line, in MiB, or GiB."""
+def memory_parts_text(parts: Mapping[str, float]) -> str:
+    """Return bytes by part as one line, in MiB or GiB."""
     return ", ".join(
         f"{name} {size / 2**30:.2f} GiB" if size >= 2**30 else f"{name} {size / 2**20:.2f} MiB"
         for name, size in parts.items()

@@ -27,34 +27,41 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.device import empty_cache, has_separate_memory
 from megatron.core.parallel.mesh import SplitMeshJob
 from megatron.core.transformer.adapters import without_adapters
-from megatron.inference.sampling import Sampling
+from megatron.inference.sampling import SamplingParams
 from megatron.rl import batches
 from megatron.rl.algorithms import ALGORITHMS
-from megatron.rl.bank import bank_file, read_bank, remove_expired, saved_iterations, write_bank
+from megatron.rl.bank import (
+    read_rollout_bank,
+    remove_expired_rollouts,
+    rollout_bank_path,
+    saved_checkpoint_iterations,
+    write_rollout_bank,
+)
 from megatron.rl.batches import Arrays, TrainingRollout
 from megatron.rl.environments.config import read_environments, start_environments
-from megatron.rl.evaluation import evaluate_held_out, results_text
+from megatron.rl.evaluation import evaluate_held_out, evaluation_text
 from megatron.rl.generation_ranks import GenerationRanks
 from megatron.rl.memory import offload_to_host
-from megatron.rl.planned_memory import extra_network_memory, memory_line, rank_plan
+from megatron.rl.planned_memory import memory_beside_policy, memory_parts_text, rank_memory_plan_lines
 from megatron.rl.policy_step import PolicyStep, compute_logprobs_and_values
 from megatron.rl.refit import GenerationNetwork
-from megatron.rl.rollout_advantages import with_advantages, with_token_advantages
+from megatron.rl.rollout_advantages import rollouts_with_advantages, rollouts_with_token_advantages
 from megatron.rl.rollout_queue import RolloutQueue
-from megatron.rl.rollouts import Draft, Limits, PlayTimes, Rollout, Task, play_rollouts
-from megatron.rl.samples import SampleFiles, sample_records
-from megatron.rl.settings import RLConfig, generation_config, reference_folder
+from megatron.rl.rollouts import Draft, Rollout, RolloutLimits, RolloutTask, RolloutTimes, play_rollouts
+from megatron.rl.samples import RolloutSampleFiles, rollout_sample_records
+from megatron.rl.settings import RLConfig, generation_run_config, reference_checkpoint_path
 from megatron.training.checkpoint.reference import reference_trainer
 from megatron.training.data.batch import Batch
 from megatron.training.evaluate import evaluation_mode
-from megatron.training.health.bad_steps import BadStep
+from megatron.training.health.bad_steps import BadStepError
 from megatron.training.hooks import StepHooks
 from megatron.training.loader import SplitBatches
 from megatron.training.trainer import Trainer
 
 
 class PolicyData(StepHooks):
-    """Rollouts of the policy in training, as the microbatches of each optimizer step. Every method is called by all ranks that train together.
+    """Rollouts of the policy, as the microbatches of each optimizer step. Every method is collective over the training
+    ranks.
 
     job: with --rl-generation-ranks, the ranks that train and those that generate.
     """
@@ -65,7 +72,7 @@ class PolicyData(StepHooks):
         self.run = trainer.run
         train = self.run.config.train
         self.step.steps = rl.rollouts_per_round // train.global_batch_size * rl.grpo_iterations
-        self._reference = reference_trainer(trainer, reference_folder(rl, trainer.run.config))
+        self._reference = reference_trainer(trainer, reference_checkpoint_path(rl, trainer.run.config))
         self._round: tuple[int, list[TrainingRollout]] | None = None
         self._batches: Iterator[Batch] = iter(())
         self._informative = True
@@ -85,38 +92,42 @@ class PolicyData(StepHooks):
         if not isinstance(self._generator, GenerationRanks):
             start_environments(self.queue.environments, self.run.mesh.world)
         shows = self._bank is not None and rl.rl_samples_per_round and self.run.mesh.world.is_first
-        self._samples = SampleFiles(self._bank) if shows and self._bank is not None else None
+        self._samples = RolloutSampleFiles(self._bank) if shows and self._bank is not None else None
         self._bank_is_full = False  # and it was told
         self._since = time.monotonic()  # the last round was prepared, or the run began
         self._waited = 0.0  # seconds since then, for rollouts of other ranks
         if trainer.samples is None and rl.rl_samples_per_round:
             trainer.samples = lambda stages: self._shown_answers()
-        self._tell_memory()
+        self._print_memory_plan()
         trainer.add_hook(self)
 
-    def _tell_memory(self) -> None:
-        """Say what ranks hold beside the policy in training; where some only generate, who holds what."""
+    def _print_memory_plan(self) -> None:
+        """Print what ranks hold beside the policy; if some only generate, who holds what."""
         rl = self.rl
         if rl.rl_offload_optimizer_during_inference and not has_separate_memory(self.run.mesh.device):
             self.run.print_rank_0(
                 "--rl-offload-optimizer-during-inference moves nothing: this run's memory is the CPU's already"
             )
         if isinstance(self._generator, GenerationRanks):
-            for line in rank_plan(rl, self.run.config, self.run.mesh.world.size, self._generator.hosts):
+            for line in rank_memory_plan_lines(rl, self.run.config, self.run.mesh.world.size, self._generator.hosts):
                 self.run.print_rank_0(line)
         else:
-            beside = extra_network_memory(rl, self.run.config, self.run.mesh.world.size)
-            self.run.print_rank_0(f"memory of a rank beside the policy in training: {memory_line(beside) or 'none'}")
+            beside = memory_beside_policy(rl, self.run.config, self.run.mesh.world.size)
+            self.run.print_rank_0(
+                f"memory of a rank beside the policy in training: {memory_parts_text(beside) or 'none'}"
+            )
 
     def _build_generator(self, job: SplitMeshJob | None) -> GenerationNetwork | GenerationRanks | None:
-        """The network that generates; None: that in training."""
+        """Return the network or the ranks that generate; None if the network in training does."""
         rl, config = self.rl, self.run.config
         verify = rl.rl_verify_model_weights_swap
         if job is not None:
             return GenerationRanks(self.trainer, job, self.queue.environments, verify=verify)
         if not rl.needs_network_copy(config):
             return None
-        return GenerationNetwork(self.trainer, generation_config(config, rl.inference_parallel_sizes), verify=verify)
+        return GenerationNetwork(
+            self.trainer, generation_run_config(config, rl.inference_parallel_sizes), verify=verify
+        )
 
     def __iter__(self) -> PolicyData:
         return self
@@ -126,31 +137,31 @@ class PolicyData(StepHooks):
 
     @property
     def rollouts(self) -> list[TrainingRollout] | None:
-        """The rollouts of the round under way."""
+        """The rollouts of the current round, or None."""
         return None if self._round is None else self._round[1]
 
     def close(self) -> None:
-        """Forget the rollouts of the round: the run ends, or goes back to a checkpoint."""
+        """Drop the rollouts of the round and the queue, as the run ends or goes back to a checkpoint."""
         self._round = None
         if isinstance(self._generator, GenerationRanks) and self._generator.is_busy:
-            self._generator.collect()
+            self._generator.collect_rollouts()
         self.queue.clear()
 
     def end_generation(self) -> None:
-        """At the end of the run: let the ranks that generate end."""
+        """End the generating ranks, at the end of the run."""
         if isinstance(self._generator, GenerationRanks):
-            self._generator.end()
+            self._generator.end_generation()
 
     def before_save(self) -> None:
-        """Collect what other ranks play meanwhile: the bank has to have it before there is a checkpoint that needs it."""
-        self._collect()
+        """Hook before a save: collect and store what other ranks have played, which the checkpoint will need."""
+        self._collect_rollouts_ahead()
 
     def prepare_step(self, num_microbatches: int) -> int:
         """Prepare the next optimizer step; returns its number of microbatches."""
         progress, train = self.run.progress, self.run.config.train
         first = progress.iteration - progress.iteration % self.step.steps
         if self._round is None or self._round[0] != first:
-            self._round = (first, self._new_round(first))
+            self._round = (first, self._prepare_round(first))
         place = (progress.iteration - first) % (self.rl.rollouts_per_round // train.global_batch_size)
         size = train.global_batch_size
         chosen = [one for one in self._round[1][place * size : (place + 1) * size] if one.rollout.num_sampled]
@@ -162,7 +173,7 @@ class PolicyData(StepHooks):
         return len(rows["tokens"]) // (train.micro_batch_size * self.run.mesh.dp.size)
 
     def batch_metrics(self) -> dict[str, tuple[float, float]]:
-        """Rewards and lengths of the round's answers, from the first rank."""
+        """Return (sum, count) of rewards, lengths and so on of the round's answers, by name; counted on the first rank."""
         trained = self.rollouts or []
         speaks = self.run.mesh.world.is_first
         valid = [one.rollout for one in trained if speaks and not one.rollout.problem]
@@ -172,12 +183,12 @@ class PolicyData(StepHooks):
         ]  # also of what is not trained on
         cut = [float(not one.finished) for one in valid]
         facts: dict[str, list[float]] = {"reward": rewards, "answer tokens": lengths, "answers cut off": cut}
-        if self.rl.lag:
-            facts["policy lag"] = self._lags(trained) if speaks else []
+        if self.rl.generation_lag:
+            facts["policy lag"] = self._token_policy_lags(trained) if speaks else []
         return {name: (sum(values), len(values)) for name, values in facts.items()}
 
-    def _lags(self, trained: Sequence[TrainingRollout]) -> list[float]:
-        """Of each sampled token, how many iterations its weights were behind those at the beginning of the round."""
+    def _token_policy_lags(self, trained: Sequence[TrainingRollout]) -> list[float]:
+        """Return for each sampled token how many iterations older its weights are than the beginning of the round."""
         first = 0 if self._round is None else self._round[0]
         return [float(first - version) for one in trained for version in one.rollout.versions if version >= 0]
 
@@ -185,7 +196,7 @@ class PolicyData(StepHooks):
         """Return whether the optimizer may update: False if no rollout has an advantage, so that momentum and weight
         decay do not move the weights.
 
-        losses, norm: scalars. Raises `BadStep` when log-probabilities of generation and training differ by more
+        losses, norm: scalars. Raises `BadStepError` when log-probabilities of generation and training differ by more
         than --rl-max-logprob-difference.
         """
         limit = self.rl.rl_max_logprob_difference
@@ -194,31 +205,33 @@ class PolicyData(StepHooks):
                 losses["generation logprob difference"].double(), self.run.mesh.world
             ).tolist()
             if count and not total / count <= limit:
-                raise BadStep(
+                raise BadStepError(
                     f"iteration {self.run.progress.iteration + 1}: log-probabilities of generation and training differ by {total / count:.3g} "
                     f"nats on average, more than --rl-max-logprob-difference {limit}; the weights are as before this iteration"
                 )
         return self._informative
 
-    def _new_round(self, first: int) -> list[TrainingRollout]:
-        """The rollouts of the round that begins at an iteration: new ones, or those of the bank if the run was resumed within it."""
-        self._collect()
-        file, number = None if self._bank is None else bank_file(self._bank, first), first // self.step.steps
+    def _prepare_round(self, first: int) -> list[TrainingRollout]:
+        """Return the rollouts of the round that begins at iteration `first`: sampled now, or from the bank if the run
+        was resumed in it.
+        """
+        self._collect_rollouts_ahead()
+        file, number = None if self._bank is None else rollout_bank_path(self._bank, first), first // self.step.steps
         if self.run.progress.iteration != first:
-            self._restore(number)
-            return self._from_bank(file, first)
-        if self.rl.lag and number and self.queue.is_empty:
-            self._restore(number - 1)
+            self._restore_queue(number)
+            return self._read_round_from_bank(file, first)
+        if self.rl.generation_lag and number and self.queue.is_empty:
+            self._restore_queue(number - 1)
         begun = time.monotonic()
-        with self.run.timers("rollouts", 1), evaluation_mode(self.trainer), self._generating():
-            if self._evaluates_before(first):
-                self.evaluate()
+        with self.run.timers("rollouts", 1), evaluation_mode(self.trainer), self._generation_context():
+            if self._evaluation_is_due(first):
+                self.evaluate_held_out_problems()
             sampling = time.monotonic()
-            rollouts, times = self._take(number)
+            rollouts, times = self._sample_round(number)
             sampled = time.monotonic()
         with self.run.timers("rollouts", 1), evaluation_mode(self.trainer):
-            trained = self._with_logprobs(
-                with_advantages(
+            trained = self._add_logprobs(
+                rollouts_with_advantages(
                     rollouts, self.rl, longest=min(self._generation_limits.num_tokens, self._generation_limits.length)
                 )
             )
@@ -233,57 +246,63 @@ class PolicyData(StepHooks):
         self._since = time.monotonic()
         self._report_round(number, rollouts, seconds)
         if self.run.mesh.world.is_first and file is not None:
-            self.queue.write(number)
-            write_bank(file, trained)
-            self._remove_expired(file.parent, first)
+            self.queue.write_ahead_file(number)
+            write_rollout_bank(file, trained)
+            self._remove_expired_rollouts(file.parent, first)
         if self._samples is not None:
-            self._samples.write(first, sample_records(first, trained, self.rl.rl_samples_per_round))
+            self._samples.write(first, rollout_sample_records(first, trained, self.rl.rl_samples_per_round))
         collectives.barrier(self.run.mesh.world)
         return trained
 
-    def _take(self, number: int) -> tuple[list[Rollout], PlayTimes]:
-        """The rollouts of a round; other ranks may go on to play those ahead of it."""
+    def _sample_round(self, number: int) -> tuple[list[Rollout], RolloutTimes]:
+        """Return the rollouts of round `number` and their times; generating ranks may go on with later rounds."""
         if not isinstance(self._generator, GenerationRanks):
-            return self.queue.next_round(number, self._play)
-        times = PlayTimes()
-        self._start(self._generator, number)
-        if not self.queue.is_whole(number):
-            played, times = self._generator.collect()
-            self.queue.fill(played)
-            self._start(self._generator, number)
-        return self.queue.pop(number), times
+            return self.queue.sample_round(number, self._play_rollouts)
+        times = RolloutTimes()
+        self._start_missing_rollouts(self._generator, number)
+        if not self.queue.is_round_complete(number):
+            played, times = self._generator.collect_rollouts()
+            self.queue.store_results(played)
+            self._start_missing_rollouts(self._generator, number)
+        return self.queue.pop_round(number), times
 
-    def _start(self, ranks: GenerationRanks, number: int) -> None:
-        """Let other ranks play what a round and those ahead of it miss; with partial rollouts, until the first of these rounds is whole."""
-        if tasks := self.queue.missing(number):
+    def _start_missing_rollouts(self, ranks: GenerationRanks, number: int) -> None:
+        """Start what round `number` and those ahead miss on the generating ranks; with partial rollouts, until the
+        first of these rounds is complete.
+        """
+        if tasks := self.queue.missing_tasks(number):
             version = self.run.progress.iteration
-            ranks.start_rollouts(tasks, self._generation_limits, version=version, until=self.queue.until)
+            ranks.start_rollouts(tasks, self._generation_limits, version=version, until=self.queue.num_to_finish)
 
-    def _collect(self) -> None:
-        """Wait for what other ranks play ahead of the round under way, and keep it."""
+    def _collect_rollouts_ahead(self) -> None:
+        """Wait for what other ranks play ahead of the current round; store it in the queue and its file."""
         if not isinstance(self._generator, GenerationRanks) or not self._generator.is_busy:
             return
         assert self._round is not None, "rollouts are played ahead of a round"
         begun = time.monotonic()
-        played, _ = self._generator.collect()
+        played, _ = self._generator.collect_rollouts()
         self._waited += time.monotonic() - begun
-        self.queue.fill(played)
+        self.queue.store_results(played)
         if self.run.mesh.world.is_first:
-            self.queue.write(self._round[0] // self.step.steps)
+            self.queue.write_ahead_file(self._round[0] // self.step.steps)
 
-    def _remove_expired(self, folder: Path, first: int) -> None:
-        """Remove the files of the bank that no checkpoint needs; first: iteration at which the round under way begins."""
+    def _remove_expired_rollouts(self, folder: Path, first: int) -> None:
+        """Remove the bank's files that no checkpoint needs, and warn when the limit can no longer be kept. first:
+        iteration at which the current round begins.
+        """
         options = self.run.config.checkpoint
-        saved = saved_iterations({options.save, options.load}) if options.save else None
+        saved = saved_checkpoint_iterations({options.save, options.load}) if options.save else None
         limit = self.rl.rl_rollout_bank_max_bytes
-        trouble = remove_expired(folder, first=first, steps=self.step.steps, saved=saved, max_bytes=limit)
+        trouble = remove_expired_rollouts(folder, first=first, steps=self.step.steps, saved=saved, max_bytes=limit)
         if trouble and not self._bank_is_full:
             self.run.log.warning(trouble)
         self._bank_is_full = bool(trouble)
 
     @contextmanager
-    def _generating(self) -> Iterator[None]:
-        """While text is generated: the weights are those in training, and what only training needs is out of the way."""
+    def _generation_context(self) -> Iterator[None]:
+        """Context manager for generation: the generating network has the weights in training, and optimizer state is
+        offloaded if asked.
+        """
         device = self.run.mesh.device
         if isinstance(self._generator, GenerationRanks):
             self._generator.refit()
@@ -302,22 +321,24 @@ class PolicyData(StepHooks):
                 self._generator.release_weights()
                 empty_cache(device)
 
-    def _evaluates_before(self, first: int) -> bool:
-        """Whether held-out problems are due before the round of an iteration."""
+    def _evaluation_is_due(self, first: int) -> bool:
+        """Return whether held-out problems are due before the round of iteration `first`."""
         interval = self.run.config.train.eval_interval
         if not interval or not self.rl.rl_prompts_per_eval:
             return False
         return not first or first // interval != (first - self.step.steps) // interval
 
-    def _restore(self, number: int) -> None:
-        """Read what was ahead of a round, which may have to be sampled anew."""
-        if self.rl.lag and not self.queue.restore(number):
+    def _restore_queue(self, number: int) -> None:
+        """Read what was sampled ahead of round `number`; print that it will be sampled anew if it is not in the bank."""
+        if self.rl.generation_lag and not self.queue.restore_ahead_file(number):
             self.run.print_rank_0(
                 f"the rollouts that were ahead of round {number} are not in the bank: they are sampled anew, with the weights as they are"
             )
 
-    def _play(self, tasks: Sequence[Task], until: int | None) -> tuple[list[Rollout | Draft], PlayTimes]:
-        """Play rollouts on all ranks, with the weights as they are."""
+    def _play_rollouts(
+        self, tasks: Sequence[RolloutTask], until: int | None
+    ) -> tuple[list[Rollout | Draft], RolloutTimes]:
+        """Play rollouts on all ranks, with the present weights. until: see `play_rollouts`."""
         version = self.run.progress.iteration
         return play_rollouts(
             self._generation_stages,
@@ -330,7 +351,7 @@ class PolicyData(StepHooks):
         )
 
     def _shown_answers(self) -> list[tuple[str, str]]:
-        """An answer to each of the first prompts of the round, with its reward."""
+        """Return (prompt, answer with its reward) for each of the first prompts of the round."""
         firsts = {one.rollout.group: one.rollout for one in reversed(self.rollouts or [])}
         return [
             (one.prompt, f"{one.answer}   [reward {one.reward:.3f}]")
@@ -340,24 +361,28 @@ class PolicyData(StepHooks):
 
     @property
     def _generation_stages(self) -> list[GPTModel]:
+        """This rank's stages of the network that generates."""
         assert not isinstance(self._generator, GenerationRanks), "other ranks generate"
         return list(self.trainer.stages if self._generator is None else self._generator.stages)  # type: ignore[arg-type]
 
     @property
-    def _generation_limits(self) -> Limits:
+    def _generation_limits(self) -> RolloutLimits:
+        """How rollouts are sampled, as the flags say."""
         rl, length = self.rl, self.run.config.train.seq_length
-        sampling = Sampling(rl.rl_default_temperature, max(0, rl.rl_default_top_k), rl.rl_default_top_p)
-        return Limits(
+        sampling = SamplingParams(rl.rl_default_temperature, max(0, rl.rl_default_top_k), rl.rl_default_top_p)
+        return RolloutLimits(
             sampling, length, rl.rl_max_new_tokens or length, rl.rl_rollout_seconds, rl.rl_max_inflight_requests
         )
 
-    def _with_logprobs(self, trained: list[TrainingRollout]) -> list[TrainingRollout]:
-        """Add the log-probabilities by the weights of this round, if they change before it ends, and by the reference."""
+    def _add_logprobs(self, trained: list[TrainingRollout]) -> list[TrainingRollout]:
+        """Return the rollouts with log-probabilities by this round's weights (if they change within it) and by the
+        reference, and with the critic's values and token advantages if there is one.
+        """
         train = self.run.config.train
         for start in range(0, len(trained), train.global_batch_size):
             chosen = trained[start : start + train.global_batch_size]
             rows = self._training_rows([one for one in chosen if one.rollout.num_sampled])
-            names = self._tables(rows)
+            names = self._score_tables(rows)
             kept = [place for place, one in enumerate(chosen) if one.rollout.num_sampled]
             for name, table in names.items():
                 packed = self.rl.rl_use_sequence_packing
@@ -366,10 +391,12 @@ class PolicyData(StepHooks):
                     trained[start + place] = dataclasses.replace(
                         trained[start + place], **dict[str, Any]({name: value})
                     )
-        return with_token_advantages(trained, self.rl) if self._has_critic else trained
+        return rollouts_with_token_advantages(trained, self.rl) if self._has_critic else trained
 
-    def _tables(self, rows: Arrays) -> dict[str, np.ndarray]:
-        """What a round needs of its tokens before its first step, over `rl_place`: old and reference log-probabilities, values."""
+    def _score_tables(self, rows: Arrays) -> dict[str, np.ndarray]:
+        """Compute what the round needs of its tokens before its first step, by name over `rl_place`: old and reference
+        log-probabilities, values.
+        """
         names: dict[str, np.ndarray] = {}
         if self.step.has_old_logprobs or self._has_critic:
             scores = self._score_rows(self.trainer, rows)
@@ -387,15 +414,18 @@ class PolicyData(StepHooks):
         return ALGORITHMS[self.rl.rl_algorithm].has_critic
 
     def _score_rows(self, trainer: Trainer, rows: Arrays) -> Mapping[str, np.ndarray]:
-        """Log-probabilities and values of all labels that count, by a network's present weights; see `score`."""
+        """Return log-probabilities and values of all labels by a network's present weights; see
+        `compute_logprobs_and_values`.
+        """
         count = len(rows["tokens"]) // (self.run.config.train.micro_batch_size * self.run.mesh.dp.size)
         return compute_logprobs_and_values(
             trainer, self.step, self._microbatches(rows), count=count, size=rows["tokens"].size
         )
 
     def _training_rows(self, trained: Sequence[TrainingRollout]) -> Arrays:
+        """Return the row arrays of one optimizer step; see `batches.rows_of`."""
         train, limits = self.run.config.train, self._generation_limits
-        return batches.rows_of(
+        return batches.build_training_rows(
             trained,
             train.seq_length,
             average=ALGORITHMS[self.rl.rl_algorithm].average,
@@ -406,11 +436,16 @@ class PolicyData(StepHooks):
         )
 
     def _microbatches(self, rows: Arrays) -> Iterator[Batch]:
+        """Yield this rank's microbatches of the rows."""
         train = self.run.config.train
-        return batches.microbatches(rows, self.run.mesh, train.micro_batch_size, packed=self.rl.rl_use_sequence_packing)
+        return batches.build_rank_microbatches(
+            rows, self.run.mesh, train.micro_batch_size, packed=self.rl.rl_use_sequence_packing
+        )
 
     def _report_round(self, number: int, rollouts: Sequence[Rollout], seconds: Mapping[str, float]) -> None:
-        """One line about a round, and its figures for the run log. seconds: of each part of the time since the last round."""
+        """Print a line about a round, and add it to the run log. seconds: of each part of the time since the last
+        round.
+        """
         valid = [one for one in rollouts if not one.problem]
         lengths = [one.num_sampled for one in rollouts]
         facts = {
@@ -430,30 +465,34 @@ class PolicyData(StepHooks):
             f"{100 * _mean([float(one.finished) for one in rollouts]):.0f} % finished{failed}; {total:.1f} s: {shares}"
         )
 
-    def evaluate(self) -> dict[str, dict[str, float]]:
-        """The rewards of held-out problems of each environment; on every rank."""
+    def evaluate_held_out_problems(self) -> dict[str, dict[str, float]]:
+        """Return the scores of held-out problems of each environment, on every rank; also printed and logged."""
 
-        def played(tasks: Sequence[Task], limits: Limits) -> list[Rollout]:
+        def played(tasks: Sequence[RolloutTask], limits: RolloutLimits) -> list[Rollout]:
             if isinstance(self._generator, GenerationRanks):
                 self._generator.start_rollouts(tasks, limits)
-                results, _ = self._generator.collect()
+                results, _ = self._generator.collect_rollouts()
             else:
                 results, _ = play_rollouts(self._generation_stages, self.run.tokenizer, tasks, limits)
             return [one for one in results if isinstance(one, Rollout)]
 
         results = evaluate_held_out(self.rl, self.queue.environments, self._generation_limits, played)
         self.run.run_log.add("evaluation", iteration=self.run.progress.iteration, results=results)
-        self.run.print_rank_0(f"held-out problems at iteration {self.run.progress.iteration}: {results_text(results)}")
+        self.run.print_rank_0(
+            f"held-out problems at iteration {self.run.progress.iteration}: {evaluation_text(results)}"
+        )
         return results
 
-    def _from_bank(self, file: Path | None, first: int) -> list[TrainingRollout]:
-        """The rollouts of a round that was begun before the run was resumed."""
+    def _read_round_from_bank(self, file: Path | None, first: int) -> list[TrainingRollout]:
+        """Read the rollouts of a round that was begun before the run was resumed. `DataError` if they are not in the
+        bank.
+        """
         if file is None or not file.is_file():
             raise DataError(
                 f"the run is resumed at iteration {self.run.progress.iteration}, in the middle of the round of iteration {first}, whose "
                 f"rollouts are not in {file or 'a bank'}; give --rl-rollout-bank-dir, or resume from a checkpoint between two rounds"
             )
-        return read_bank(file)
+        return read_rollout_bank(file)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -461,7 +500,9 @@ def _mean(values: Sequence[float]) -> float:
 
 
 class PolicyDataSource:
-    """What gives the shared training loop its data: one `PolicyData`, also after the run has gone back to a checkpoint."""
+    """Callable that gives the training loop its data: always the same `PolicyData`, also after going back to a
+    checkpoint.
+    """
 
     def __init__(self, rl: RLConfig, job: SplitMeshJob | None = None) -> None:
         self._rl, self._job = rl, job
@@ -474,6 +515,6 @@ class PolicyDataSource:
         return SplitBatches(self._made, None, None)
 
     def end_generation(self) -> None:
-        """At the end of the run."""
+        """End the generating ranks, at the end of the run."""
         if self._made is not None:
             self._made.end_generation()

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 from megatron.rl import losses
-from megatron.rl.algorithms import ALGORITHMS, Algorithm
+from megatron.rl.algorithms import ALGORITHMS, PolicyAlgorithm
 from megatron.rl.settings import RLConfig
 from megatron.training.data.batch import Batch, Loss
 
@@ -25,8 +25,8 @@ class PolicyLoss:
     has_reference: bool
 
     @property
-    def algorithm(self) -> Algorithm:
-        """What the loss is made of."""
+    def algorithm(self) -> PolicyAlgorithm:
+        """The algorithm of --rl-algorithm."""
         return ALGORITHMS[self.config.rl_algorithm]
 
     def __call__(
@@ -49,7 +49,7 @@ class PolicyLoss:
         if self.algorithm.loss == "cispo":
             loss = losses.cispo_loss(logprobs, ratio, advantages, upper=limits["upper"])
         else:
-            loss = losses.clipped_loss(ratio, advantages, dual_clip=config.rl_dual_clip, **limits)
+            loss = losses.clipped_policy_loss(ratio, advantages, dual_clip=config.rl_dual_clip, **limits)
         if config.rl_inference_logprobs_is_correction:
             loss = loss * self._importance_weight((old - generation) * mask, extras["rl_answer"])
         divergence = torch.zeros_like(loss)
@@ -60,7 +60,7 @@ class PolicyLoss:
         bonus = losses.entropy_term(logprobs) if entropy is None else entropy.to(loss.dtype)
         loss = loss - config.grpo_entropy_term_weight * bonus
         count, total = mask.sum(), (loss * weight).sum()
-        clipped = losses.is_clipped(ratio, advantages, **limits)
+        clipped = losses.is_ratio_clipped(ratio, advantages, **limits)
         difference = (old - generation).abs()
 
         def mean(values: Tensor) -> Tensor:
@@ -87,24 +87,29 @@ class PolicyLoss:
         return total, count, report
 
     def _importance_ratio(self, logprobs: Tensor, old: Tensor, mask: Tensor, answers: Tensor) -> Tensor:
-        """The ratio of each token, or that of its whole answer, [b, s]. answers: number of each token's answer in its row."""
+        """Return the policy ratio of each token, or of its whole answer, [b, s]. answers: index of each token's answer
+        in its row.
+        """
         if self.algorithm.sequence_ratio == "none":
-            return losses.ratio_of(logprobs, old)
-        sums = answer_sums((logprobs - old) * mask, answers, self.context)
+            return losses.policy_ratio(logprobs, old)
+        sums = sum_over_answers((logprobs - old) * mask, answers, self.context)
         if self.algorithm.sequence_ratio == "mean":
-            sums = sums / answer_sums(mask, answers, self.context).clamp(min=1.0)
-        return losses.ratio_of(sums, torch.zeros_like(sums))
+            sums = sums / sum_over_answers(mask, answers, self.context).clamp(min=1.0)
+        return losses.policy_ratio(sums, torch.zeros_like(sums))
 
     def _importance_weight(self, differences: Tensor, answers: Tensor) -> Tensor:
-        """What corrects a token's loss for how it was sampled, [b, s]. differences: of log-probabilities before this round and of generation."""
+        """Return the weight that corrects for generation's log-probabilities, [b, s], by --rl-importance-sampling-mode.
+
+        differences: old minus generation's log-probabilities.
+        """
         level, _, above = self.config.rl_importance_sampling_mode.partition("_")
         if level == "sequence":
-            differences = answer_sums(differences, answers, self.context)
+            differences = sum_over_answers(differences, answers, self.context)
         cap = self.config.rl_importance_sampling_truncation_coef or float("inf")
         return losses.importance_weight(differences, torch.zeros_like(differences), cap=cap, masks=above == "mask")
 
 
-def answer_sums(values: Tensor, answers: Tensor, context: Axis) -> Tensor:
+def sum_over_answers(values: Tensor, answers: Tensor, context: Axis) -> Tensor:
     """Return at each token the sum of the values over its answer, on all context ranks. values, answers: [b, s]; answers counts from 0 in each row."""
     rows, length = values.shape
     width = (

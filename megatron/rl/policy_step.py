@@ -50,14 +50,14 @@ class PolicyStep:
             stage.output_layer.even = False
             stage.output_layer.wants_entropy = self.rl.rl_full_entropy and self.collected is None
         if (routes := batch.extras.get("rl_routes")) is not None and batch.microbatch_context is not None:
-            batch.microbatch_context.routes = routes_by_layer(routes, run.config.model)
+            batch.microbatch_context.routes = expert_routes_by_layer(routes, run.config.model)
         inputs: dict[str, Any] = {
             "ids": batch.tokens,
             "positions": batch.positions,
             "documents": batch.documents,
             "microbatch_context": batch.microbatch_context,
         }
-        output: Any = stage(hidden=batch.hidden, labels=batch.targets, **inputs)
+        output: Any = stage(hidden=batch.hidden, labels=batch.masked_labels, **inputs)
         entropy = None
         if stage.output_layer is not None:
             entropy, stage.output_layer.entropy = stage.output_layer.entropy, None
@@ -65,7 +65,7 @@ class PolicyStep:
             output = (output, stage.critic(hidden=None if batch.message is None else batch.message[-1], **inputs))
         loss = PolicyLoss(self.rl, run.mesh.cp, self.has_old_logprobs, self.rl.grpo_kl_beta != 0)
 
-        def of_tokens(output: Any) -> Loss:
+        def loss_of_output(output: Any) -> Loss:
             token_losses, values = output if isinstance(output, tuple) else (output, None)
             if self.collected is None:
                 return loss(token_losses, batch, values, entropy)
@@ -75,10 +75,10 @@ class PolicyStep:
             zero = torch.zeros((), device=token_losses.device)
             return zero, zero, {}
 
-        return output, of_tokens
+        return output, loss_of_output
 
 
-def routes_by_layer(routes: Tensor, model: ModelConfig) -> Mapping[int, Tensor]:
+def expert_routes_by_layer(routes: Tensor, model: ModelConfig) -> Mapping[int, Tensor]:
     """Return layer -> experts, int64 [s, b, k]. routes: [b, layers * k, s]; layers that have experts are counted."""
     layers = [row.index for row in network_layer_plans(model) if row.mlp == "moe"]
     by_layer = routes.unflatten(1, (len(layers), model.moe.moe_router_topk)).permute(1, 3, 0, 2)
@@ -86,12 +86,12 @@ def routes_by_layer(routes: Tensor, model: ModelConfig) -> Mapping[int, Tensor]:
 
 
 def policy_model_provider(rl: RLConfig) -> ModelProvider:
-    """What builds a pipeline stage of the policy, with its critic where --rl-algorithm has one."""
+    """Return the function that builds a pipeline stage of the policy, with its critic if --rl-algorithm has one."""
 
     def model(run: Run, stage: StageSpec) -> GPTModel:
         if ALGORITHMS[rl.rl_algorithm].has_critic:
-            return ActorCritic(stage, run.build, lr_ratio=rl.rl_critic_lr_ratio)
-        return GPTModel(stage, run.build)
+            return ActorCritic(stage, run.layer_build_context, lr_ratio=rl.rl_critic_lr_ratio)
+        return GPTModel(stage, run.layer_build_context)
 
     return model
 
@@ -99,9 +99,10 @@ def policy_model_provider(rl: RLConfig) -> ModelProvider:
 def compute_logprobs_and_values(
     trainer: Trainer, step: PolicyStep, microbatches: Iterator[Batch], *, count: int, size: int
 ) -> Mapping[str, np.ndarray]:
-    """Return `logprobs`, and with a critic `values`, of all labels that count, by a network's present weights: [size] over `rl_place`.
+    """Return `logprobs`, and with a critic `values`, of all labels by a network's present weights: [size] over
+    `rl_place`; `values` is zero without a critic. Collective; equal on all ranks.
 
-    All ranks call this together and get the same. count: microbatches of this rank.
+    count: microbatches of this rank. size: rows * s.
     """
     mesh = trainer.run.mesh
     step.collected = []

@@ -21,12 +21,14 @@ _FLAG = "--rl-ray-address"
 
 
 def job_launch_info(place: LaunchInfo, rl: RLConfig) -> LaunchInfo:
-    """This rank's place in the job of all ranks, those over Ray included."""
+    """Return this rank's launch info in the job of all ranks, those started by Ray included."""
     return dataclasses.replace(place, size=place.size + rl.rl_generation_ranks) if rl.rl_ray_address else place
 
 
-def rank_command_line(words: Sequence[str]) -> list[str]:
-    """The command line of a rank over Ray: that of a job whose last ranks generate."""
+def generation_rank_command(words: Sequence[str]) -> list[str]:
+    """Return the command line of a rank started by Ray: without --rl-ray-address, as if it were one of the job's last
+    ranks.
+    """
     kept, skips = list[str](), False
     for word in words:
         if not skips and not word.startswith(f"{_FLAG}="):
@@ -35,15 +37,15 @@ def rank_command_line(words: Sequence[str]) -> list[str]:
     return kept
 
 
-class _Rank:
-    """An actor of Ray: one rank, in a process of its own."""
+class _RayRankActor:
+    """Ray actor that runs one rank in a process."""
 
     def node_name(self) -> str:
-        """The node that it was given."""
+        """Return the name of the node that the actor is on."""
         return os.uname().nodename
 
     def run(self, command: list[str], environment: dict[str, str], folder: str) -> tuple[int, str]:
-        """Run a rank to its end; its exit code, and the end of what it wrote."""
+        """Run a rank to its end; return its exit code, and the last 4000 characters of its output."""
         done = subprocess.run(
             command,
             env=child_environment(environment),
@@ -57,7 +59,7 @@ class _Rank:
 
 
 class RayRanks:
-    """The ranks over Ray, as the first rank sees them. plan: who generates where, a line each."""
+    """The ranks started by Ray, on the first rank. plan: lines on which rank generates on which node."""
 
     def __init__(self, rl: RLConfig, place: LaunchInfo, words: Sequence[str], *, on_gpu: bool) -> None:
         """words: this process's command line, with its script. Raises `ConfigError` where the cluster cannot be reached or has no room."""
@@ -77,7 +79,7 @@ class RayRanks:
             )
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(f"{_FLAG} {rl.rl_ray_address}: no cluster answers there: {error}") from None
-        actor = ray.remote(num_cpus=1, num_gpus=int(on_gpu))(_Rank)
+        actor = ray.remote(num_cpus=1, num_gpus=int(on_gpu))(_RayRankActor)
         self._actors = [actor.remote() for _ in range(rl.rl_generation_ranks)]
         try:
             hosts = ray.get([one.node_name.remote() for one in self._actors], timeout=rl.rl_ray_seconds)
@@ -91,14 +93,14 @@ class RayRanks:
         self.plan = [
             f"rank {place.size + number} of {size} generates on {host}, over Ray" for number, host in enumerate(hosts)
         ]
-        command = [sys.executable, *rank_command_line(words)]
+        command = [sys.executable, *generation_rank_command(words)]
         self._running = [
             one.run.remote(command, rendezvous_environment(place.size + number, size), os.getcwd())
             for number, one in enumerate(self._actors)
         ]
 
     def wait(self) -> None:
-        """Wait until all have ended. Raises `RuntimeError` with what one wrote that failed."""
+        """Wait until all ranks have ended. Raises `RuntimeError` with the output of one that failed."""
         ends = self._ray.get(self._running)
         self._ray.shutdown()
         for code, text in ends:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import stages_of
+from megatron.core.config.stages import pipeline_stages_of
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree, add_to_tree, sharded_parameter
 from megatron.core.models.gpt import GPTModel
@@ -27,7 +27,7 @@ from megatron.core.parallel.box_hash import box_hash
 from megatron.core.parallel.boxes import Box, intersect
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import derive_seed
-from megatron.core.parallel.spec import spec_of
+from megatron.core.parallel.spec import param_spec_of
 from megatron.training.checkpoint.run_state import weights_of
 from megatron.training.run import Run
 from megatron.training.trainer import Trainer
@@ -38,9 +38,9 @@ Boxes = dict[str, list[Box]]  # parameter -> what a rank holds of it
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
-    """A box that one rank reads from another. source_box, target_box: the index of the piece on either side that has it;
-    dtype: of the reader.
+class WeightTransfer:
+    """A box that rank `target` reads from rank `source`. source_box, target_box: index of the piece that contains it on
+    either side. dtype: of the target.
     """
 
     name: str
@@ -52,33 +52,37 @@ class Transfer:
     dtype: torch.dtype
 
 
-class Refit:
-    """Copies weights over an axis whose ranks have them, are to get them, or both. verify: compare a hash of all weights each time."""
+class WeightRefit:
+    """Copies weights between layouts over an axis whose ranks hold them, are to get them, or both. verify: compare
+    hashes each time.
+    """
 
     def __init__(self, axis: Axis, device: torch.device, *, verify: bool) -> None:
         self.axis, self.device, self._verify = axis, device, verify
-        self._transfers: list[list[Transfer]] | None = None
+        self._transfers: list[list[WeightTransfer]] | None = None
 
-    def copy(self, source: Tree, target: Tree) -> None:
-        """Copy. source, target: what this rank has and what it is to get, either may be empty. All ranks of the axis call this together.
+    def copy_weights(self, source: Tree, target: Tree) -> None:
+        """Copy the weights. source, target: what this rank has and what it is to get; either may be empty. Collective
+        over the axis.
 
-        Raises `CheckpointError` when the two networks do not have the same parameters, or with verify when their weights differ afterwards.
+        Raises `CheckpointError` if the two networks differ in parameters, or with verify if their weights differ
+        afterwards.
         """
         if self._transfers is None:
-            self._transfers = _plan_transfers(source, target, self.axis)
+            self._transfers = _plan_weight_transfers(source, target, self.axis)
         with torch.no_grad():
             for group in self._transfers:
-                _send_group(group, source, target, self.axis, self.device)
+                _exchange_transfers(group, source, target, self.axis, self.device)
         if self._verify:
-            mine, theirs = tree_hash(source, self.axis), tree_hash(target, self.axis)
+            mine, theirs = layout_independent_hash(source, self.axis), layout_independent_hash(target, self.axis)
             if mine != theirs:
                 raise CheckpointError(
                     f"the weights for generation have hash {theirs}, those in training {mine}: the refit did not copy all of them"
                 )
 
 
-def weights_in_training(trainer: Trainer) -> Tree:
-    """The weights of a policy, as they are rounded for its passes; without a critic, which generates nothing."""
+def policy_weights_tree(trainer: Trainer) -> Tree:
+    """Return the policy's weights, as rounded for its passes, without those of a critic."""
     trained_only = tuple(getattr(trainer.stages[0], "optional_weights", ()))
     return {
         name.removeprefix("model."): placed
@@ -87,27 +91,27 @@ def weights_in_training(trainer: Trainer) -> Tree:
     }
 
 
-def generating_stages(run: Run) -> list[GPTModel]:
-    """This rank's stages of a network that only generates."""
-    specs = [spec for spec in stages_of(run.config) if spec.rank == run.mesh.pp.rank]
-    stages = [GPTModel(spec, run.build).materialize(run.config.train.seed).eval() for spec in specs]
+def build_generation_stages(run: Run) -> list[GPTModel]:
+    """Build this rank's stages of a network that only generates."""
+    specs = [spec for spec in pipeline_stages_of(run.config) if spec.rank == run.mesh.pp.rank]
+    stages = [GPTModel(spec, run.layer_build_context).materialize(run.config.train.seed).eval() for spec in specs]
     for stage in stages:
         stage.requires_grad_(requires_grad=False)
     return stages
 
 
-def refit_targets(stages: Sequence[GPTModel], mesh: Mesh) -> Tree:
-    """What a refit fills."""
+def refit_target_tree(stages: Sequence[GPTModel], mesh: Mesh) -> Tree:
+    """Return the tree that a refit fills, with the storage of released weights allocated again."""
     target: Tree = {}
     for stage in stages:
         for param in stage.parameters():
-            param.untyped_storage().resize_(max(param.untyped_storage().nbytes(), _num_bytes(param)))
-            add_to_tree(target, spec_of(param).name, sharded_parameter(param, mesh))
+            param.untyped_storage().resize_(max(param.untyped_storage().nbytes(), _tensor_num_bytes(param)))
+            add_to_tree(target, param_spec_of(param).name, sharded_parameter(param, mesh))
     return target
 
 
 class GenerationNetwork:
-    """A network of its own for generation, on the ranks of the training. stages: this rank's, in evaluation mode."""
+    """A separate network for generation, on the training ranks. stages: this rank's, in evaluation mode."""
 
     def __init__(self, trainer: Trainer, config: RunConfig, *, verify: bool) -> None:
         """config: as `settings.generation_config` gives it. verify: compare a hash of all weights after each refit."""
@@ -117,28 +121,28 @@ class GenerationNetwork:
             if trainer.run.mesh.world.size > 1
             else trainer.run.mesh
         )
-        self.stages = generating_stages(replace(trainer.run, config=config, mesh=mesh))
+        self.stages = build_generation_stages(replace(trainer.run, config=config, mesh=mesh))
         self.mesh = mesh
-        self._refit = Refit(trainer.run.mesh.world, mesh.device, verify=verify)
+        self._refit = WeightRefit(trainer.run.mesh.world, mesh.device, verify=verify)
 
     def release_weights(self) -> None:
-        """Give back the memory of the weights until the next refit."""
+        """Free the memory of the weights until the next refit."""
         for stage in self.stages:
             for param in stage.parameters():
                 param.untyped_storage().resize_(0)
 
     def refit(self) -> None:
-        """Copy the weights in training, which must be whole on their ranks; see `Refit.copy`. All ranks call this together."""
-        self._refit.copy(weights_in_training(self.trainer), refit_targets(self.stages, self.mesh))
+        """Copy the weights in training, which must be gathered; see `Refit.copy_weights`. Collective."""
+        self._refit.copy_weights(policy_weights_tree(self.trainer), refit_target_tree(self.stages, self.mesh))
 
 
-def tree_hash(tree: Tree, world: Axis) -> str:
-    """Return a hash of weights that is the same under every layout. All ranks call this together.
+def layout_independent_hash(tree: Tree, world: Axis) -> str:
+    """Return a hash of weights that is equal under every layout. Collective.
 
-    A sum over elements, modulo 2**64; a box that several ranks hold is counted by the first of them.
+    A sum over elements modulo 2**64; a box that several ranks hold counts once.
     """
     earlier: set[tuple[str, Box]] = set()
-    for boxes in collectives.gather_objects(_boxes_of(tree), world)[: world.rank]:
+    for boxes in collectives.gather_objects(_held_boxes(tree), world)[: world.rank]:
         earlier |= {(name, box) for name, held in boxes.items() for box in held}
     total = torch.zeros((), dtype=torch.int64)
     for name, placed in tree.items():
@@ -149,10 +153,10 @@ def tree_hash(tree: Tree, world: Axis) -> str:
     return f"{sum(collectives.gather_objects(int(total), world)) % 2**64:016x}"
 
 
-def _plan_transfers(source: Tree, target: Tree, world: Axis) -> list[list[Transfer]]:
+def _plan_weight_transfers(source: Tree, target: Tree, world: Axis) -> list[list[WeightTransfer]]:
     """Return the transfers of all ranks, in groups of about GROUP_BYTES; the same on every rank."""
     facts = {name: (placed.shape, placed.dtype) for name, placed in target.items()}
-    gathered = collectives.gather_objects((_boxes_of(source), _boxes_of(target), facts), world)
+    gathered = collectives.gather_objects((_held_boxes(source), _held_boxes(target), facts), world)
     sources, targets = [each[0] for each in gathered], [each[1] for each in gathered]
     formats: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for *_, known in gathered:
@@ -163,7 +167,7 @@ def _plan_transfers(source: Tree, target: Tree, world: Axis) -> list[list[Transf
         raise CheckpointError(
             f"networks of training and generation differ in {len(lacking)} parameters: {', '.join(lacking[:5])}"
         )
-    groups: list[list[Transfer]] = [[]]
+    groups: list[list[WeightTransfer]] = [[]]
     held = 0
     for name in sorted(sizes):
         if held and held + sizes[name] > GROUP_BYTES:
@@ -171,21 +175,23 @@ def _plan_transfers(source: Tree, target: Tree, world: Axis) -> list[list[Transf
             held = 0
         held += sizes[name]
         for rank, boxes in enumerate(targets):
-            groups[-1] += _sources_of(name, rank, boxes.get(name, []), sources, formats[name][1])
+            groups[-1] += _transfers_for_boxes(name, rank, boxes.get(name, []), sources, formats[name][1])
     return groups
 
 
-def _sources_of(
+def _transfers_for_boxes(
     name: str, rank: int, boxes: Sequence[Box], sources: Sequence[Boxes], dtype: torch.dtype
-) -> Iterator[Transfer]:
-    """Yield what a rank reads for its boxes of a parameter: from itself first, then from the ranks after it in turn."""
+) -> Iterator[WeightTransfer]:
+    """Yield the transfers by which a rank gets its boxes of a parameter: from itself first, then from the ranks after
+    it.
+    """
     for index, box in enumerate(boxes):
         missing = [box]
         for distance in range(len(sources)):
             other = (rank + distance) % len(sources)
             for place, held in enumerate(sources[other].get(name, [])):
                 for part in [common for rest in missing if (common := intersect(rest, held)) is not None]:
-                    yield Transfer(name, other, rank, place, index, part, dtype)
+                    yield WeightTransfer(name, other, rank, place, index, part, dtype)
                     missing = [piece for rest in missing for piece in subtract_box(rest, part)]
             if not missing:
                 break
@@ -194,7 +200,7 @@ def _sources_of(
 
 
 def subtract_box(box: Box, part: Box) -> list[Box]:
-    """Return the rest of a box without a part, as boxes that do not overlap."""
+    """Return box without part, as boxes that do not overlap."""
     common = intersect(box, part)
     if common is None:
         return [box]
@@ -208,14 +214,16 @@ def subtract_box(box: Box, part: Box) -> list[Box]:
 
 
 def _replace_range(box: Box, dim: int, start: int, stop: int) -> Box:
-    """A box with another range of one dimension."""
+    """Return the box with the range [start, stop) in one dimension."""
     offset, shape = list(box.offset), list(box.shape)
     offset[dim], shape[dim] = start, stop - start
     return Box(tuple(offset), tuple(shape))
 
 
-def _send_group(transfers: Sequence[Transfer], source: Tree, target: Tree, world: Axis, device: torch.device) -> None:
-    """Carry out a group of transfers, by one all-to-all of bytes."""
+def _exchange_transfers(
+    transfers: Sequence[WeightTransfer], source: Tree, target: Tree, world: Axis, device: torch.device
+) -> None:
+    """Carry out a group of transfers by one all-to-all of bytes."""
     outgoing: list[list[Tensor]] = [[] for _ in range(world.size)]
     incoming: list[list[Tensor]] = [[] for _ in range(world.size)]
     for transfer in transfers:
@@ -227,23 +235,24 @@ def _send_group(transfers: Sequence[Transfer], source: Tree, target: Tree, world
     sent = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *itertools.chain(*outgoing)])
     sizes = [[tensor.numel() for tensor in tensors] for tensors in outgoing]
     received = collectives.all_to_all(
-        sent, [sum(each) for each in sizes], [sum(map(_num_bytes, views)) for views in incoming], world
+        sent, [sum(each) for each in sizes], [sum(map(_tensor_num_bytes, views)) for views in incoming], world
     )
     start = 0
     for view in itertools.chain(*incoming):
-        view.copy_(received[start : start + _num_bytes(view)].view(view.dtype).view(view.shape))
-        start += _num_bytes(view)
+        view.copy_(received[start : start + _tensor_num_bytes(view)].view(view.dtype).view(view.shape))
+        start += _tensor_num_bytes(view)
 
 
-def _num_bytes(tensor: Tensor) -> int:
+def _tensor_num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
 def _box_view(placed: ShardedTensor, index: int, box: Box) -> Tensor:
-    """The values of a box within a piece."""
+    """Return a view of a box within piece `index` of a sharded tensor. box: in coordinates of the whole tensor."""
     outer, values = placed.pieces[index]
     return values[box.shifted(tuple(-start for start in outer.offset)).slices()]
 
 
-def _boxes_of(tree: Tree) -> Boxes:
+def _held_boxes(tree: Tree) -> Boxes:
+    """Return the boxes of each parameter that a tree holds."""
     return {name: [box for box, _ in placed.pieces] for name, placed in tree.items()}

@@ -7,17 +7,24 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron.rl.advantages import advantages, generalized_advantages, informative_groups, overlong_penalty, whiten
+from megatron.rl.advantages import (
+    answer_advantages,
+    gae_advantages_and_returns,
+    groups_with_varied_rewards,
+    overlong_penalty,
+    whiten,
+)
 from megatron.rl.algorithms import ALGORITHMS
 from megatron.rl.batches import TrainingRollout
 from megatron.rl.rollouts import Rollout
 from megatron.rl.settings import RLConfig
 
 
-def with_advantages(rollouts: Sequence[Rollout], rl: RLConfig, *, longest: int) -> list[TrainingRollout]:
-    """Compare the answers to each prompt. A rollout that failed counts as the mean of its group, and is not trained on.
+def rollouts_with_advantages(rollouts: Sequence[Rollout], rl: RLConfig, *, longest: int) -> list[TrainingRollout]:
+    """Return the rollouts with advantages, by comparing the answers to each prompt.
 
-    longest: most tokens of an answer. With a critic the advantage is the reward.
+    One that failed counts as the mean of its group, and is not trained on. longest: most tokens of an answer. With a
+    critic the advantage is the reward.
     """
     rewards = torch.tensor([one.reward for one in rollouts], dtype=torch.float64).view(-1, rl.grpo_group_size)
     if rl.rl_overlong_margin:
@@ -27,12 +34,12 @@ def with_advantages(rollouts: Sequence[Rollout], rl: RLConfig, *, longest: int) 
     means = rewards.nanmean(dim=1, keepdim=True).nan_to_num(0.0)
     rewards = torch.where(failed, means, rewards)
     algorithm = ALGORITHMS[rl.rl_algorithm]
-    values = rewards if algorithm.has_critic else advantages(rewards, algorithm.baseline)
+    values = rewards if algorithm.has_critic else answer_advantages(rewards, algorithm.baseline)
     dropped = failed
     if rl.rl_overlong_filtering:
         dropped = dropped | ~torch.tensor([one.finished for one in rollouts]).view_as(failed)
     if rl.grpo_filter_groups_with_same_reward:
-        dropped = dropped | ~informative_groups(rewards)[:, None]
+        dropped = dropped | ~groups_with_varied_rewards(rewards)[:, None]
     return [
         TrainingRollout(
             dataclasses.replace(one, sampled=(False,) * len(one.ids)) if drop else one, 0.0 if drop else value
@@ -41,7 +48,7 @@ def with_advantages(rollouts: Sequence[Rollout], rl: RLConfig, *, longest: int) 
     ]
 
 
-def with_token_advantages(trained: Sequence[TrainingRollout], rl: RLConfig) -> list[TrainingRollout]:
+def rollouts_with_token_advantages(trained: Sequence[TrainingRollout], rl: RLConfig) -> list[TrainingRollout]:
     """Return the rollouts with advantages and returns of each token, from their values and rewards (`advantage`)."""
     longest = max((len(one.rollout.ids) for one in trained), default=0)
     table = torch.zeros(3, len(trained), longest, dtype=torch.float64)
@@ -52,7 +59,9 @@ def with_token_advantages(trained: Sequence[TrainingRollout], rl: RLConfig) -> l
         if one.values:
             values[row, :size] = torch.tensor(one.values, dtype=torch.float64)
             rewards[row, max(place for place, known in enumerate(one.rollout.sampled) if known)] = one.advantage
-    gains, returns = generalized_advantages(rewards, values, mask, discount=rl.rl_discount, smoothing=rl.rl_gae_lambda)
+    gains, returns = gae_advantages_and_returns(
+        rewards, values, mask, discount=rl.rl_discount, smoothing=rl.rl_gae_lambda
+    )
     gains = whiten(gains, mask)
     return [
         dataclasses.replace(

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.datasets.indexed import DataError
-from megatron.rl.bank import lists_to_tuples, queue_file, read_lines, write_lines
-from megatron.rl.environments.config import WeightedEnvironment, environment_of
-from megatron.rl.rollouts import Answer, Draft, PlayTimes, Rollout, Task
+from megatron.rl.bank import lists_to_tuples, read_json_lines_gz, rollout_queue_path, write_json_lines_gz
+from megatron.rl.environments.config import WeightedEnvironment, environment_of_problem
+from megatron.rl.rollouts import Draft, Rollout, RolloutAnswer, RolloutTask, RolloutTimes
 from megatron.rl.settings import RLConfig
 
 # plays tasks with the weights as they are, until so many of the first have ended
-Player = Callable[[Sequence[Task], int | None], tuple[list[Rollout | Draft], PlayTimes]]
+Player = Callable[[Sequence[RolloutTask], int | None], tuple[list[Rollout | Draft], RolloutTimes]]
 _SEEDS_A_ROUND = 2**32
 
 
@@ -51,25 +51,31 @@ class RolloutQueue:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is ahead."""
+        """Whether the queue holds nothing."""
         return not self._ahead
 
     def clear(self) -> None:
-        """Forget what is ahead."""
+        """Drop everything."""
         self._ahead.clear()
         self._places = []
 
-    def next_round(self, number: int, play: Player) -> tuple[list[Rollout], PlayTimes]:
-        """The rollouts of a round, and how long they took; what is ahead of it is sampled too, as far as the lag says."""
-        tasks = self.missing(number)
+    def sample_round(self, number: int, play: Player) -> tuple[list[Rollout], RolloutTimes]:
+        """Return the rollouts of round `number` and their times; rounds ahead of it are sampled too, up to the lag."""
+        tasks = self.missing_tasks(number)
         until = sum(one == number for one, _ in self._places) if self.rl.rl_partial_rollouts else None
-        played, times = play(tasks, until) if tasks else ([], PlayTimes())
-        self.fill(played)
-        return self.pop(number), times
+        played, times = play(tasks, until) if tasks else ([], RolloutTimes())
+        self.store_results(played)
+        return self.pop_round(number), times
 
-    def missing(self, number: int) -> list[Task]:
-        """What is to be played before a round, of it and of those ahead of it; `fill` takes the results."""
-        most = number + self.rl.lag if self._last is None else max(number, min(number + self.rl.lag, self._last))
+    def missing_tasks(self, number: int) -> list[RolloutTask]:
+        """Return the tasks to play before round `number` is trained on, of it and of the rounds ahead; `fill` takes
+        their results.
+        """
+        most = (
+            number + self.rl.generation_lag
+            if self._last is None
+            else max(number, min(number + self.rl.generation_lag, self._last))
+        )
         self._ahead = {
             one: self._ahead.get(one) or [()] * self.rl.rollouts_per_round for one in range(number, most + 1)
         }
@@ -79,46 +85,48 @@ class RolloutQueue:
             for place, result in enumerate(results)
             if not isinstance(result, Rollout)
         ]
-        return [self._task(one, place, self._ahead[one][place]) for one, place in self._places]  # type: ignore[arg-type]
+        return [self._make_task(one, place, self._ahead[one][place]) for one, place in self._places]  # type: ignore[arg-type]
 
     @property
-    def until(self) -> int | None:
-        """How many of the first of what is being played have to end, those of one round; None: all."""
+    def num_to_finish(self) -> int | None:
+        """How many of the first tasks of `missing`, those of one round, must finish; None: all."""
         return sum(one == self._places[0][0] for one, _ in self._places) if self.rl.rl_partial_rollouts else None
 
-    def fill(self, played: Sequence[Rollout | Draft]) -> None:
-        """Take the results of what `missing` gave, in its order."""
+    def store_results(self, played: Sequence[Rollout | Draft]) -> None:
+        """Store the results of the tasks of `missing`, in their order."""
         for (one, place), result in zip(self._places, played, strict=True):
             self._ahead[one][place] = result
         self._places = []
 
-    def is_whole(self, number: int) -> bool:
-        """Whether all rollouts of a round are there."""
+    def is_round_complete(self, number: int) -> bool:
+        """Return whether all rollouts of a round have finished."""
         return all(isinstance(one, Rollout) for one in self._ahead[number])
 
-    def pop(self, number: int) -> list[Rollout]:
-        """The rollouts of a round, which is trained on now."""
+    def pop_round(self, number: int) -> list[Rollout]:
+        """Remove and return the rollouts of a round, which is trained on now."""
         mine = [one for one in self._ahead.pop(number) if isinstance(one, Rollout)]
         assert len(mine) == self.rl.rollouts_per_round, "a round is trained on when all its rollouts have ended"
         return mine
 
-    def write(self, number: int) -> None:
-        """Write what is ahead of a round, on the first rank."""
-        if self._folder is not None and self.rl.lag:
+    def write_ahead_file(self, number: int) -> None:
+        """Write what is ahead of round `number` to the bank, if there is a lag; call on the first rank."""
+        if self._folder is not None and self.rl.generation_lag:
             lines = (
                 {"round": one, "place": place, **_result_to_json(result)}
                 for one, results in self._ahead.items()
                 for place, result in enumerate(results)
             )
-            write_lines(self._file(number), lines)
+            write_json_lines_gz(self._ahead_file_path(number), lines)
 
-    def restore(self, number: int) -> bool:
-        """Read what was ahead of a round; whether that is known."""
-        file = None if self._folder is None else self._file(number)
+    def restore_ahead_file(self, number: int) -> bool:
+        """Read what was ahead of round `number` from the bank; return whether the file exists. `DataError` if it is of
+        another run.
+        """
+        file = None if self._folder is None else self._ahead_file_path(number)
         if file is None or not file.is_file():
             return False
         self._ahead = {}
-        for line in read_lines(file):
+        for line in read_json_lines_gz(file):
             try:
                 results = self._ahead.setdefault(line["round"], [()] * self.rl.rollouts_per_round)
                 results[line["place"]] = _result_from_json(line)
@@ -128,17 +136,17 @@ class RolloutQueue:
                 ) from None
         return True
 
-    def _file(self, number: int) -> Path:
+    def _ahead_file_path(self, number: int) -> Path:
         assert self._folder is not None, "asked where there is a bank"
-        return queue_file(self._folder, number * self._steps)
+        return rollout_queue_path(self._folder, number * self._steps)
 
-    def _task(self, number: int, place: int, draft: Draft) -> Task:
-        """The rollout at a place of a round. The same problem and the same draws in every run of this seed."""
+    def _make_task(self, number: int, place: int, draft: Draft) -> RolloutTask:
+        """Return the task at position `place` of a round: the same problem and draws in every run of this seed."""
         group = place // self.rl.grpo_group_size
-        which, problem = environment_of(self.environments, number * self.rl.grpo_prompts_per_step + group)
+        which, problem = environment_of_problem(self.environments, number * self.rl.grpo_prompts_per_step + group)
         chosen = self.environments[which]
         seed = (self._seed * 1_000_003 + number) * _SEEDS_A_ROUND + place
-        return Task(chosen.environment, chosen.name, problem, group, seed, draft)
+        return RolloutTask(chosen.environment, chosen.name, problem, group, seed, draft)
 
 
 def _result_to_json(result: Rollout | Draft) -> Mapping[str, Any]:
@@ -150,4 +158,4 @@ def _result_to_json(result: Rollout | Draft) -> Mapping[str, Any]:
 def _result_from_json(line: Mapping[str, Any]) -> Rollout | Draft:
     if "rollout" in line:
         return Rollout(**lists_to_tuples(line["rollout"]))
-    return tuple(Answer(**lists_to_tuples(answer)) for answer in line["draft"])
+    return tuple(RolloutAnswer(**lists_to_tuples(answer)) for answer in line["draft"])

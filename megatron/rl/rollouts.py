@@ -23,10 +23,16 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.inference.engine import Engine
-from megatron.inference.requests import Busy, Event, Reply, Request, Token
-from megatron.inference.sampling import Sampling
+from megatron.inference.requests import (
+    EngineBusyError,
+    GenerationEvent,
+    GenerationReply,
+    GenerationRequest,
+    TokenLogprob,
+)
+from megatron.inference.sampling import SamplingParams
 from megatron.rl.environments.base import Environment, Problem
-from megatron.rl.environments.threads import in_thread
+from megatron.rl.environments.threads import run_in_thread
 
 _TOGETHER = 64  # sequences decoded at once by each replica
 _IDLE_SECONDS = 0.01  # between looks at environments that wait for something else than the engine
@@ -34,10 +40,10 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One answer of a rollout. versions: of the weights that sampled each id; text: of a whole answer only.
+class RolloutAnswer:
+    """One answer of a rollout. versions: iteration of the weights that sampled each id. text: of a whole answer only.
 
-    ended: whether it ended by itself; whole: whether nothing of it is missing. routes: see `Rollout`, of what was read since the answer before.
+    ended: it ended by itself. whole: nothing of it is missing. routes: as in `Rollout`, since the answer before.
     """
 
     ids: tuple[int, ...]
@@ -49,12 +55,14 @@ class Answer:
     routes: tuple[tuple[int, ...], ...] = ()
 
 
-Draft = tuple[Answer, ...]  # what a rollout that is not finished has said so far
+Draft = tuple[RolloutAnswer, ...]  # what a rollout that is not finished has said so far
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """One rollout to play. group: index of its prompt among those of the step. seed: of its draws. draft: what was sampled before."""
+class RolloutTask:
+    """One rollout to play. number: of the problem. group: index of its prompt in the round. seed: of sampling.
+    draft: what was sampled before it was paused.
+    """
 
     environment: Environment
     name: str
@@ -95,13 +103,13 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RolloutLimits:
     """How rollouts are sampled. length: most tokens of a rollout; num_tokens: most tokens of one answer; seconds: of one rollout, 0 for no limit.
 
     together: most rollouts that are played at once; None: as many as the engine decodes together.
     """
 
-    sampling: Sampling
+    sampling: SamplingParams
     length: int
     num_tokens: int
     seconds: float = 0.0
@@ -109,7 +117,7 @@ class Limits:
 
 
 @dataclass(slots=True)
-class PlayTimes:
+class RolloutTimes:
     """Seconds that rollouts took: generating; waiting, when nothing could be generated because environments were at work."""
 
     generating: float = 0.0
@@ -120,28 +128,28 @@ class RolloutFailed(Exception):
     """The engine could not continue a text."""
 
 
-class _Paused(BaseException):
-    """The rollout goes on later. No `Exception`, which environments may catch."""
+class _RolloutPaused(BaseException):
+    """Raised in a paused rollout, which goes on later. No `Exception`, which environments may catch."""
 
 
 @dataclass(slots=True)
-class _Conversation:
+class _RolloutConversation:
     """The text of one rollout, and how the engine continues it. See `environments.base.Conversation`.
 
     known: answers of the draft that are still to be given; answers: given so far. version: of the weights. prompt: what came before the first answer.
     """
 
     tokenizer: Tokenizer
-    limits: Limits
+    limits: RolloutLimits
     seed: int
     version: int
-    submit: Callable[[Request], asyncio.Future[Reply]]
-    known: list[Answer]
+    submit: Callable[[GenerationRequest], asyncio.Future[GenerationReply]]
+    known: list[RolloutAnswer]
     ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[RolloutAnswer] = field(default_factory=list)
     routes: list[tuple[int, ...]] = field(default_factory=list)
     is_finished: bool = False
     prompt: str = ""
@@ -162,8 +170,8 @@ class _Conversation:
         if most < 1:
             self.is_finished = False
             return ""
-        begun = self.known[0] if self.known else Answer((), (), (), whole=False)
-        answer = begun if begun.whole else await self._continued(begun, most, stop)
+        begun = self.known[0] if self.known else RolloutAnswer((), (), (), whole=False)
+        answer = begun if begun.whole else await self._continue_answer(begun, most, stop)
         del self.known[:1]
         self.answers.append(answer)
         self.ids += answer.ids
@@ -172,22 +180,22 @@ class _Conversation:
         self.versions += answer.versions
         self.routes += answer.routes
         if not answer.whole:
-            raise _Paused
+            raise _RolloutPaused
         self.is_finished = answer.ended
         return answer.text
 
     async def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What a function gives that may take long: where rollouts have a limit of time, from a thread of its own."""
-        return await in_thread(function, *args) if self.limits.seconds else function(*args)
+        """Run a function that may take long; in a thread of its own if rollouts have a time limit."""
+        return await run_in_thread(function, *args) if self.limits.seconds else function(*args)
 
-    async def _continued(self, begun: Answer, most: int, stop: tuple[str, ...]) -> Answer:
-        """The answer as the engine continues it, to its end if it is not paused.
+    async def _continue_answer(self, begun: RolloutAnswer, most: int, stop: tuple[str, ...]) -> RolloutAnswer:
+        """Continue an answer by the engine until it ends or is paused.
 
-        A text that may have begun to say a stop word before it was paused is sampled again from its beginning.
+        With stop words it is sampled again from its beginning, since a stop word may have begun before the pause.
         """
         if stop:
-            begun = Answer((), (), (), whole=False)
-        request = Request(
+            begun = RolloutAnswer((), (), (), whole=False)
+        request = GenerationRequest(
             (*self.ids, *begun.ids),
             most - len(begun.ids),
             self.limits.sampling,
@@ -201,10 +209,10 @@ class _Conversation:
         reply = await self.submit(request)
         if reply.reason == "error":
             raise RolloutFailed(reply.problem)
-        tokens: tuple[Token, ...] = reply.tokens if reply.end is None else (*reply.tokens, reply.end)
+        tokens: tuple[TokenLogprob, ...] = reply.tokens if reply.end is None else (*reply.tokens, reply.end)
         ids = (*begun.ids, *(token.id for token in tokens))
         text = self.tokenizer.detokenize([*begun.ids, *reply.ids]) if begun.ids else reply.text
-        return Answer(
+        return RolloutAnswer(
             ids,
             (*begun.logprobs, *(token.logprob or 0.0 for token in tokens)),
             (*begun.versions, *(self.version for _ in tokens)),
@@ -218,29 +226,31 @@ class _Conversation:
 def play_rollouts(
     stages: Sequence[GPTModel],
     tokenizer: Tokenizer,
-    tasks: Sequence[Task],
-    limits: Limits,
+    tasks: Sequence[RolloutTask],
+    limits: RolloutLimits,
     *,
     version: int = 0,
     until: int | None = None,
     records_routes: bool = False,
     engine: Engine | None = None,
-) -> tuple[list[Rollout | Draft], PlayTimes]:
-    """Play rollouts with the weights as they are; the same on every rank. stages: this rank's, in evaluation mode.
+) -> tuple[list[Rollout | Draft], RolloutTimes]:
+    """Play rollouts with the weights as they are; return the rollouts, or drafts of paused ones, and times, on every
+    rank. Collective.
 
-    version: iterations after which these weights are. until: only so many, the first ones, have to end; those that are not finished
-    then are paused. records_routes: note the experts of each token. Environments that raise or exceed `limits.seconds` cost their rollout, whose reward is NaN.
-    engine: that of `rollout_engine`, which is paused before and after; left out: one for this call.
+    stages: this rank's, in evaluation mode. version: iteration of these weights. until: only the first so many must
+    end; then the others are paused. records_routes: note the experts of each token. An environment that raises or
+    exceeds `limits.seconds` costs its rollout, whose reward is NaN. engine: of `build_rollout_engine`, paused before
+    and after; None: one for this call.
     """
     mesh, lasting = stages[0].build.mesh, engine is not None
-    engine = engine or rollout_engine(stages, tokenizer, len(tasks), limits, records_routes=records_routes)
+    engine = engine or build_rollout_engine(stages, tokenizer, len(tasks), limits, records_routes=records_routes)
     if not mesh.world.is_first:
         engine.run_as_follower()
         return collectives.broadcast_object(None, mesh.world)
-    times = PlayTimes()
+    times = RolloutTimes()
     engine.resume()
     try:
-        results = asyncio.run(_play_all(engine, tokenizer, tasks, limits, version, until, times))
+        results = asyncio.run(_play_all_rollouts(engine, tokenizer, tasks, limits, version, until, times))
     finally:
         if lasting:
             engine.pause()
@@ -248,49 +258,54 @@ def play_rollouts(
     return collectives.broadcast_object((results, times), mesh.world)
 
 
-def rollout_engine(
-    stages: Sequence[GPTModel], tokenizer: Tokenizer, rollouts: int, limits: Limits, *, records_routes: bool = False
+def build_rollout_engine(
+    stages: Sequence[GPTModel],
+    tokenizer: Tokenizer,
+    rollouts: int,
+    limits: RolloutLimits,
+    *,
+    records_routes: bool = False,
 ) -> Engine:
-    """An engine for so many rollouts at once; all ranks call this together."""
+    """Build an engine that decodes up to `rollouts` rollouts at once. Collective."""
     each = max(1, min(_TOGETHER, -(-rollouts // stages[0].build.mesh.dp.size)))
     config = InferenceConfig(inference_max_requests=each, inference_max_seq_length=limits.length)
     return Engine(stages, tokenizer, config, records_routes=records_routes)
 
 
-async def _play_all(
+async def _play_all_rollouts(
     engine: Engine,
     tokenizer: Tokenizer,
-    tasks: Sequence[Task],
-    limits: Limits,
+    tasks: Sequence[RolloutTask],
+    limits: RolloutLimits,
     version: int,
     until: int | None,
-    times: PlayTimes,
+    times: RolloutTimes,
 ) -> list[Rollout | Draft]:
-    """Play all rollouts at once, and step the engine while any of them waits for it."""
+    """Play all rollouts at once, stepping the engine; return rollouts, and drafts of those that were paused."""
     loop = asyncio.get_running_loop()
 
-    def submit(request: Request) -> asyncio.Future[Reply]:
-        future: asyncio.Future[Reply] = loop.create_future()
+    def submit(request: GenerationRequest) -> asyncio.Future[GenerationReply]:
+        future: asyncio.Future[GenerationReply] = loop.create_future()
 
-        def listen(event: Event) -> None:
+        def resolve_future(event: GenerationEvent) -> None:
             if event.reply is not None and not future.done():
                 future.set_result(event.reply)
 
-        engine.submit(request, listen)
+        engine.submit(request, resolve_future)
         return future
 
     together = engine.config.inference_max_requests * engine.mesh.dp.size
     semaphore = asyncio.Semaphore(min(together, limits.together or together))
 
-    async def limited(task: Task) -> Rollout | Draft:
-        conversation = _Conversation(tokenizer, limits, task.seed, version, submit, list(task.draft))
+    async def play_with_limit(task: RolloutTask) -> Rollout | Draft:
+        conversation = _RolloutConversation(tokenizer, limits, task.seed, version, submit, list(task.draft))
         try:
             async with semaphore:
-                return await _play_one(task, conversation, limits.seconds)
-        except (_Paused, asyncio.CancelledError):
+                return await _play_one_rollout(task, conversation, limits.seconds)
+        except (_RolloutPaused, asyncio.CancelledError):
             return (*conversation.answers, *conversation.known)
 
-    playing = [asyncio.ensure_future(limited(task)) for task in tasks]
+    playing = [asyncio.ensure_future(play_with_limit(task)) for task in tasks]
     first = playing[:until]
     beat = since = time.monotonic()
     while not all(task.done() for task in first):
@@ -305,12 +320,12 @@ async def _play_all(
         times.generating += (now - since) * stepped
         times.waiting += (now - since) * (not stepped)
         since = now
-    await _pause(engine, playing)
+    await _pause_unfinished(engine, playing)
     return [task.result() for task in playing]
 
 
-async def _pause(engine: Engine, playing: Sequence[asyncio.Task[Any]]) -> None:
-    """Pause the rollouts that are not finished: what is generated ends where it is, then environments are cancelled where they wait."""
+async def _pause_unfinished(engine: Engine, playing: Sequence[asyncio.Task[Any]]) -> None:
+    """Pause unfinished rollouts: cancel what the engine generates, then the environments where they wait."""
     engine.cancel_all()
     for _ in itertools.takewhile(lambda _: not all(task.done() for task in playing), range(10)):
         await asyncio.sleep(0)
@@ -319,8 +334,8 @@ async def _pause(engine: Engine, playing: Sequence[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*playing)
 
 
-async def _play_one(task: Task, conversation: _Conversation, seconds: float) -> Rollout:
-    """Play one rollout; what goes wrong in it is told in it."""
+async def _play_one_rollout(task: RolloutTask, conversation: _RolloutConversation, seconds: float) -> Rollout:
+    """Play one rollout; errors and time-outs are stored in it."""
     problem, reward, trouble = Problem(""), float("nan"), ""
     try:
         problem = task.environment.problem(task.number)
@@ -329,7 +344,7 @@ async def _play_one(task: Task, conversation: _Conversation, seconds: float) -> 
             reward, trouble = float("nan"), f"the environment gave a reward of {reward}"
     except TimeoutError:
         trouble = f"the environment took longer than {seconds:g} s"
-    except Busy as busy:
+    except EngineBusyError as busy:
         trouble = str(busy)
     except Exception as error:  # of the user's code
         trouble = f"{type(error).__name__}: {error}"

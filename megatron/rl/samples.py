@@ -22,8 +22,8 @@ _STYLE = (
 )
 
 
-def sample_records(iteration: int, trained: Sequence[TrainingRollout], prompts: int) -> list[dict[str, Any]]:
-    """What is told of the answers to the first prompts of a round."""
+def rollout_sample_records(iteration: int, trained: Sequence[TrainingRollout], prompts: int) -> list[dict[str, Any]]:
+    """Return the records of the answers to the first `prompts` prompts of a round, for samples.jsonl."""
     return [
         {
             "iteration": iteration,
@@ -42,16 +42,18 @@ def sample_records(iteration: int, trained: Sequence[TrainingRollout], prompts: 
     ]
 
 
-class SampleFiles:
-    """samples.jsonl, which is only appended to, and samples.html in a folder. A run that is resumed writes rounds again; the later lines count."""
+class RolloutSampleFiles:
+    """samples.jsonl, which is only appended to, and samples.html, in a folder. A resumed run writes rounds again; later
+    lines count.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._page, self._path = folder / "samples.html", folder / "samples.jsonl"
         self._file = LogFile(self._path, "the file of samples")
-        self._rounds: dict[int, list[dict[str, Any]]] = read_samples(self._path) if self._path.is_file() else {}
+        self._rounds: dict[int, list[dict[str, Any]]] = read_rollout_samples(self._path) if self._path.is_file() else {}
 
     def write(self, iteration: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Add a round. The page is complete at any time."""
+        """Append a round's samples, and rewrite the page atomically."""
         lines = [to_json_value(dict(sample)) for sample in samples]
         self._file.add("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
         self._rounds[iteration] = lines
@@ -59,11 +61,13 @@ class SampleFiles:
             del self._rounds[number]
         # A full disk ends no run, and the file of samples has told of it.
         with suppress(OSError), atomic_file(self._page, durable=False) as file:
-            file.write(html_page(self._rounds).encode())
+            file.write(samples_html_page(self._rounds).encode())
 
 
-def read_samples(path: Path) -> dict[int, list[dict[str, Any]]]:
-    """The rounds of a file of samples; of a round that was written twice the later lines. A torn line is passed over."""
+def read_rollout_samples(path: Path) -> dict[int, list[dict[str, Any]]]:
+    """Return the samples of each round by iteration; of a round written twice the later ones. Damaged lines are
+    skipped.
+    """
     rounds: dict[int, list[dict[str, Any]]] = {}
     latest = None
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -79,17 +83,17 @@ def read_samples(path: Path) -> dict[int, list[dict[str, Any]]]:
     return rounds
 
 
-def html_page(rounds: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:
-    """A page with a table of each round, the latest first. All texts are escaped."""
+def samples_html_page(rounds: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:
+    """Return an HTML page with a table for each round, the latest first; all texts are escaped."""
     return (
         "<!doctype html><html lang=en><meta charset=utf-8><meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src "
         f"'unsafe-inline'\"><title>Rollouts</title><style>{_STYLE}</style><h1>Rollouts</h1>"
-        + "".join(_table(number, rounds[number]) for number in sorted(rounds, reverse=True))
+        + "".join(_round_table_html(number, rounds[number]) for number in sorted(rounds, reverse=True))
         + "</html>\n"
     )
 
 
-def _table(iteration: int, samples: Iterable[Mapping[str, Any]]) -> str:
+def _round_table_html(iteration: int, samples: Iterable[Mapping[str, Any]]) -> str:
     rows = []
     for one in samples:
         reward = one.get("reward")

@@ -162,7 +162,7 @@ class RLConfig:
         return self.grpo_prompts_per_step * self.grpo_group_size
 
     @property
-    def lag(self) -> int:
+    def generation_lag(self) -> int:
         """Rounds that rollouts are sampled ahead of their training."""
         return int(self.rl_partial_rollouts) if self.rl_generation_lag is None else self.rl_generation_lag
 
@@ -177,7 +177,9 @@ class RLConfig:
         )
 
     def needs_network_copy(self, run: RunConfig) -> bool:
-        """Whether a network of its own generates: in another layout, or because sequences are cut in training."""
+        """Return whether a separate network generates: on other ranks, in another layout, or because training uses
+        context parallelism.
+        """
         return (
             self.rl_generation_ranks > 0
             or run.parallel.context_parallel_size > 1
@@ -185,7 +187,7 @@ class RLConfig:
         )
 
 
-def generation_config(config: RunConfig, sizes: Sequence[int | None]) -> RunConfig:
+def generation_run_config(config: RunConfig, sizes: Sequence[int | None]) -> RunConfig:
     """Return the config of the generating network. sizes: its tensor, pipeline, expert and expert-tensor sizes; None: as in training."""
     parallel = config.parallel
     tensor, pipeline, expert, expert_tensor = sizes
@@ -205,15 +207,15 @@ def generation_config(config: RunConfig, sizes: Sequence[int | None]) -> RunConf
     return replace(config, parallel=layout, model=model)
 
 
-def reference_folder(rl: RLConfig, run: RunConfig) -> str | None:
-    """The checkpoint of the reference network; None where it is the base under adapters, or where there is none."""
+def reference_checkpoint_path(rl: RLConfig, run: RunConfig) -> str | None:
+    """Return the reference's checkpoint; None if it is the base under adapters, or if there is no KL term."""
     if not rl.grpo_kl_beta or run.model.adapter.has_adapters and rl.rl_reference is None:
         return None
     return rl.rl_reference or run.checkpoint.pretrained_checkpoint
 
 
-def problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
-    """What is wrong between these settings and those of the run, a line each."""
+def rl_config_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
+    """Yield a line for each problem between these settings and the run's."""
     if rl.langrl_env_config is None:
         yield "nothing says what is rewarded; give --langrl-env-config"
     sizes = ("grpo_prompts_per_step", "grpo_group_size", "grpo_iterations")
@@ -228,7 +230,7 @@ def problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
         )
     if rl.rl_algorithm == "rloo" and rl.grpo_group_size < 2:
         yield "--rl-algorithm rloo compares answers with the others to the same prompt; give --grpo-group-size 2 or more"
-    if rl.grpo_kl_beta and not reference_folder(rl, run) and not run.model.adapter.has_adapters:
+    if rl.grpo_kl_beta and not reference_checkpoint_path(rl, run) and not run.model.adapter.has_adapters:
         yield (
             f"--grpo-kl-beta {rl.grpo_kl_beta} needs a reference network; give --pretrained-checkpoint or --rl-reference FOLDER, or "
             "--lora-rank, whose base is the reference, or --grpo-kl-beta 0"
@@ -246,7 +248,7 @@ def problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
 
 
 def _critic_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
-    """What a critic does not go with."""
+    """Yield problems of the critic's flags and of what it cannot be combined with."""
     if rl.rl_algorithm != "ppo":
         given = [flag_name(name) for name in _CRITIC_FLAGS if getattr(rl, name) != getattr(RLConfig(), name)]
         if given:
@@ -270,7 +272,7 @@ _CRITIC_FLAGS = ("rl_discount", "rl_gae_lambda", "rl_value_clip", "rl_value_loss
 
 
 def _generation_rank_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
-    """What ranks that only generate do not go with."""
+    """Yield problems of --rl-generation-ranks and --rl-ray-address."""
     if rl.rl_generation_ranks < 0:
         yield f"--rl-generation-ranks {rl.rl_generation_ranks} must be 0 or more"
     if rl.rl_ray_address and rl.rl_generation_ranks < 1:
@@ -290,7 +292,7 @@ def _generation_rank_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
 
 
 def _sampling_problems(rl: RLConfig) -> Iterator[str]:
-    """What is wrong with how answers are sampled and their tokens weighed."""
+    """Yield problems of how answers are sampled and their tokens weighted."""
     if rl.rl_default_temperature <= 0:
         yield f"--rl-default-temperature {rl.rl_default_temperature}: answers are sampled; give a temperature above 0"
     if rl.rl_dual_clip is not None and rl.rl_dual_clip <= 1:
@@ -305,12 +307,12 @@ def _sampling_problems(rl: RLConfig) -> Iterator[str]:
 
 
 def _rollout_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
-    """What is wrong with when and how many answers are sampled."""
-    if rl.lag < 0 or rl.rl_partial_rollouts and not rl.lag:
-        yield f"--rl-generation-lag {rl.lag} must be 0 or more, and 1 or more with --rl-partial-rollouts, which samples beyond the round"
-    if rl.lag and rl.rl_max_logprob_difference is not None:
+    """Yield problems of when and how many answers are sampled."""
+    if rl.generation_lag < 0 or rl.rl_partial_rollouts and not rl.generation_lag:
+        yield f"--rl-generation-lag {rl.generation_lag} must be 0 or more, and 1 or more with --rl-partial-rollouts, which samples beyond the round"
+    if rl.generation_lag and rl.rl_max_logprob_difference is not None:
         yield (
-            f"--rl-max-logprob-difference {rl.rl_max_logprob_difference}: with --rl-generation-lag {rl.lag} older weights sample, which differ by "
+            f"--rl-max-logprob-difference {rl.rl_max_logprob_difference}: with --rl-generation-lag {rl.generation_lag} older weights sample, which differ by "
             "nature; leave it out"
         )
     length = run.train.seq_length
@@ -331,7 +333,7 @@ def _rollout_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
 
 
 def _run_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
-    """What policy training needs of the settings of every run."""
+    """Yield what in the run's settings does not allow policy training."""
     if run.model.hidden_dropout or run.model.attention_dropout:
         yield "with dropout, training would not compute the log-probabilities of generation; give --hidden-dropout 0 --attention-dropout 0"
     if not run.train.calculate_per_token_loss:

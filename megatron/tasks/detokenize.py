@@ -50,8 +50,10 @@ _PENN_TREEBANK: _Rules = (
 _BY_NAME: tuple[tuple[str, _Rules], ...] = (("wiki", _WIKITEXT), ("ptb", _PENN_TREEBANK), ("lambada", ()))
 
 
-def detokenize_text(text: str, path: str | Path) -> str:
-    """The text of a published corpus as people write it; of a file with another name, as it is."""
+def detokenize_corpus_text(text: str, path: str | Path) -> str:
+    """Return the text of a published corpus as people write it, by the rules for its file name; other files as they
+    are.
+    """
     rules = next((rules for word, rules in _BY_NAME if word in str(path)), ())
     for pattern, replacement in rules:
         text = re.sub(pattern, replacement, text)

@@ -21,42 +21,44 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.flags import ConfigError, to_values
+from megatron.core.config.flags import ConfigError, config_to_values
 from megatron.core.config.plan import StageSpec
 from megatron.core.datasets.storage import atomic_file
 from megatron.core.dist_checkpointing.lock import FolderLock
-from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.models.classify import ClassifierModel
 from megatron.core.parallel import collectives
 from megatron.tasks.flags import TaskConfig
-from megatron.tasks.glue import TASKS, Pairs, accuracy, read_glue, task_metrics
-from megatron.tasks.race import CHOICES, read_race
-from megatron.tasks.texts import ChoiceSamples, PairSamples, TextPairTokenizer, truncation_warning
-from megatron.training.accelerate.compile import Compiler
-from megatron.training.checkpoint.checkpointing import Checkpoint, lock_save_folder
+from megatron.tasks.glue import TASKS, Pairs, accuracy, glue_metrics, read_glue_samples
+from megatron.tasks.race import CHOICES, read_race_questions
+from megatron.tasks.texts import MultipleChoiceSamples, PairSamples, TextPairTokenizer, truncation_warning
+from megatron.training.accelerate.compile import LayerCompiler
+from megatron.training.checkpoint.checkpointing import Checkpointer, lock_save_folder
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.data.batch import Batch, Loss, LossFunction
-from megatron.training.data.sample_order import FILL, needs_text, read_microbatch
-from megatron.training.evaluate import evaluate
+from megatron.training.data.sample_order import FILL, read_microbatch, stages_read_data
+from megatron.training.evaluate import evaluate_loss
 from megatron.training.health.bad_steps import StepValidator
 from megatron.training.health.exit_conditions import ExitConditions
 from megatron.training.loader import single_pass_microbatches
-from megatron.training.report.metrics import Meter
+from megatron.training.report.metrics import StepMetricsMeter
 from megatron.training.report.run_record import record_steps
 from megatron.training.report.writers import Writers
 from megatron.training.run import Run
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer, build_trainer
 
-Samples = PairSamples | ChoiceSamples
+Samples = PairSamples | MultipleChoiceSamples
 _HEADS = ("model.classification_head.", "model.multichoice_head.")
 _UNUSED = ("model.lm_head.", "model.output_layer.", "model.binary_head.", *_HEADS)
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What was said of one sample. predicted: number of a class, or the number itself. label: None where the file has none."""
+    """The prediction for one sample. predicted: number of a class, or on the scale of a regression task. label: None if
+    the file has none. scores: the network's outputs.
+    """
 
     index: int
     predicted: int | float
@@ -65,7 +67,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
-class TaskData:
+class FinetuneData:
     """The data of a task. names: files or folders of the evaluation sets."""
 
     train: Samples | None
@@ -73,33 +75,35 @@ class TaskData:
     names: tuple[str, ...]
 
 
-def read_sets(task: TaskConfig, run: Run) -> TaskData:
-    """Read every file of a task. What is wrong with one is said before anything is trained."""
+def read_finetune_data(task: TaskConfig, run: Run) -> FinetuneData:
+    """Read all files of a task. Raises `ConfigError` for missing flags, `DataError` for invalid files."""
     if not task.valid_data:
         raise ConfigError(f"--task {task.task} needs --valid-data")
     if task.epochs and not task.train_data:
         raise ConfigError(f"--epochs {task.epochs} of --task {task.task} need --train-data")
     encoder = TextPairTokenizer(run.tokenizer, run.config.train.seq_length)
 
-    def samples(paths: Sequence[str], name: str) -> Samples:
+    def read_task_samples(paths: Sequence[str], name: str) -> Samples:
         if task.task == "RACE":
-            samples: Samples = ChoiceSamples([question for path in paths for question in read_race(path)], encoder)
+            samples: Samples = MultipleChoiceSamples(
+                [question for path in paths for question in read_race_questions(path)], encoder
+            )
         else:
-            texts = [text for path in paths for text in read_glue(str(task.task), path)]
+            texts = [text for path in paths for text in read_glue_samples(str(task.task), path)]
             samples = PairSamples(texts, encoder, numbers=TASKS[str(task.task)].scale is not None)
         message = truncation_warning(samples, name, encoder.length, refuse=task.long_texts == "refuse")
         if message:
             run.print_rank_0(message)
         return samples
 
-    train = samples(task.train_data, "training data") if task.epochs and task.train_data else None
-    return TaskData(train, tuple(samples([path], path) for path in task.valid_data), task.valid_data)
+    train = read_task_samples(task.train_data, "training data") if task.epochs and task.train_data else None
+    return FinetuneData(train, tuple(read_task_samples([path], path) for path in task.valid_data), task.valid_data)
 
 
-def forward_and_loss(run: Run, batches: Iterator[Batch], stage: ClassifierModel) -> tuple[Tensor, LossFunction]:
-    """Run one microbatch through one stage;
+def classifier_forward_step(run: Run, batches: Iterator[Batch], stage: ClassifierModel) -> tuple[Tensor, LossFunction]:
+    """Run one microbatch through one stage; return its output and the loss function.
 
-    the last stage gives the loss of every sample [b]: cross entropy of its class, or squared error.
+    The loss function takes the scores [b, classes] of the last stage: cross entropy of the class, or squared error.
     """
     batch = next(batches)
     scores = classifier_output(batch, stage)
@@ -120,9 +124,8 @@ def forward_and_loss(run: Run, batches: Iterator[Batch], stage: ClassifierModel)
 
 
 def classifier_output(batch: Batch, stage: ClassifierModel) -> Tensor:
-    """Return a stage's output for a microbatch, [b, classes] from the last;
-
-    the choices of a question are rows of their own.
+    """Return a stage's output for a microbatch; from the last stage the scores [b, classes], or [b, choices] for
+    multiple choice.
     """
     assert batch.tokens is not None, "every stage of an encoder reads the batch: it must know what is padding"
     scores = stage(
@@ -135,10 +138,10 @@ def classifier_output(batch: Batch, stage: ClassifierModel) -> Tensor:
 
 
 class EpochBatches:
-    """The microbatches of one data-parallel rank over all epochs, each in an order of its own.
+    """The microbatches of one data-parallel rank over all epochs, each epoch in its own order.
 
-    The order of an epoch follows from the seed and its number alone. A last batch that is not full is left out, or filled up
-    with samples without loss.
+    steps: global batches an epoch. full: samples of a global batch. keep_last: fill up a last batch that is not full
+    with samples without loss; else it is left out. The order of an epoch follows from the seed and its number alone.
     """
 
     def __init__(self, run: Run, samples: Samples, *, full: int, keep_last: bool) -> None:
@@ -150,8 +153,8 @@ class EpochBatches:
                 "smaller batch, or --keep-last"
             )
 
-    def batches(self, epoch: int) -> Iterator[Batch]:
-        """The microbatches of an epoch, from 0."""
+    def epoch_microbatches(self, epoch: int) -> Iterator[Batch]:
+        """Yield this rank's microbatches of an epoch, counted from 0."""
         train, axis = self.run.config.train, self.run.mesh.dp
         order = np.random.default_rng((train.seed, epoch)).permutation(len(self.samples)).tolist()
         order += [FILL] * (self.steps * self.full - len(order))
@@ -168,8 +171,10 @@ def finetune(run: Run, task: TaskConfig) -> dict[str, float]:
 
 
 def _finetune_locked(run: Run, task: TaskConfig, lock: FolderLock | None) -> dict[str, float]:
-    """The same. lock: of `--save`."""
-    sets = read_sets(task, run)
+    """Finetune and evaluate, with the lock of `--save` held (None if nothing is trained). Returns the last epoch's
+    metrics.
+    """
+    sets = read_finetune_data(task, run)
     train = run.config.train
     epochs = (
         EpochBatches(run, sets.train, full=train.global_batch_size, keep_last=task.keep_last)
@@ -180,36 +185,40 @@ def _finetune_locked(run: Run, task: TaskConfig, lock: FolderLock | None) -> dic
         raise ConfigError(
             "--on-bad-step rollback goes back within the data of pretraining; finetuning can only stop or skip"
         )
-    if run.config.faults.step_rerun != "disabled":
+    if run.config.faults.effective_rerun_mode != "disabled":
         raise ConfigError(
-            f"--rerun-mode {run.config.faults.step_rerun} is for pretraining; finetuning looks at its steps with --on-bad-step"
+            f"--rerun-mode {run.config.faults.effective_rerun_mode} is for pretraining; finetuning looks at its steps with --on-bad-step"
         )
     if epochs is not None:
         length = dataclasses.replace(train, train_iters=epochs.steps * task.epochs, skip_train=False)
         run = dataclasses.replace(run, config=dataclasses.replace(run.config, train=length))
         epochs.run = run
-    trainer = build_trainer(run, lambda run, stage: model_of(run, stage, task), forward_and_loss)
+    trainer = build_trainer(run, lambda run, stage: build_classifier_stage(run, stage, task), classifier_forward_step)
     if run.config.compilation.compile:
-        Compiler(trainer)
-    checkpoint = Checkpoint(trainer, lock=lock)
+        LayerCompiler(trainer)
+    checkpoint = Checkpointer(trainer, lock=lock)
     load_pretrained(checkpoint, task)
     validator = StepValidator(run.config)
     if run.config.faults.validates_steps:
         trainer.add_hook(validator)
-    with closing(writers_of(run)) as writers:
+    with closing(build_writers(run)) as writers:
         return _train_and_keep_best(trainer, task, sets, epochs, checkpoint, validator, writers)
 
 
 def _train_and_keep_best(
     trainer: Trainer,
     task: TaskConfig,
-    sets: TaskData,
+    sets: FinetuneData,
     epochs: EpochBatches | None,
-    checkpoint: Checkpoint,
+    checkpoint: Checkpointer,
     validator: StepValidator,
     writers: Writers,
 ) -> dict[str, float]:
-    """Train epoch by epoch and keep the best; without epochs, measure. Returns the last metrics."""
+    """Train epoch by epoch, and save and predict whenever the first metric is the best so far; without epochs evaluate
+    only.
+
+    Returns the last metrics.
+    """
     run, best, results = trainer.run, -1.0, dict[str, float]()
     if epochs is None:
         results, rows = evaluate_sets(trainer, task, sets)
@@ -229,27 +238,29 @@ def _train_and_keep_best(
     return results
 
 
-def writers_of(run: Run) -> Writers:
-    """Where the numbers of finetuning go: as those of pretraining, from the rank that has the loss."""
+def build_writers(run: Run) -> Writers:
+    """Return the metric writers of finetuning, which write on the rank that has the loss."""
     return Writers(
         run.config.log,
         speaks=run.mesh.world.is_last,
         world_size=run.mesh.world.size,
-        settings=to_values(run.config),
+        settings=config_to_values(run.config),
         start_iteration=run.progress.iteration,
         train_iters=run.config.train.train_iters or 0,
     )
 
 
-def model_of(run: Run, stage: StageSpec, task: TaskConfig) -> ClassifierModel:
-    """One stage of the task's network."""
+def build_classifier_stage(run: Run, stage: StageSpec, task: TaskConfig) -> ClassifierModel:
+    """Build one stage of the task's network."""
     if task.task == "RACE":
-        return ClassifierModel(stage, run.build, classes=1, choices=CHOICES)
-    return ClassifierModel(stage, run.build, classes=len(TASKS[str(task.task)].classes) or 1)
+        return ClassifierModel(stage, run.layer_build_context, classes=1, choices=CHOICES)
+    return ClassifierModel(stage, run.layer_build_context, classes=len(TASKS[str(task.task)].classes) or 1)
 
 
-def load_pretrained(checkpoint: Checkpoint, task: TaskConfig) -> None:
-    """Start from `--pretrained-checkpoint`, an encoder in any format, or from `--load`, which has this task's head."""
+def load_pretrained(checkpoint: Checkpointer, task: TaskConfig) -> None:
+    """Load `--load`, a finetuned model with this task's head, or the encoder of `--pretrained-checkpoint`.
+    `ConfigError` if neither is given and nothing is trained.
+    """
     requested, run = checkpoint.config.checkpoint, checkpoint.trainer.run
     if requested.load:
         if not checkpoint.resume():
@@ -267,8 +278,11 @@ def load_pretrained(checkpoint: Checkpoint, task: TaskConfig) -> None:
         raise ConfigError(f"--task {task.task} without --epochs evaluates a finetuned model: give it by --load")
 
 
-def open_encoder_checkpoint(path: str, given: dict[str, Any]) -> Source:
-    """The checkpoint of an encoder; `CheckpointError` for one of another kind of network."""
+def open_encoder_checkpoint(path: str, given: dict[str, Any]) -> CheckpointSource:
+    """Open the checkpoint of an encoder in any format. `CheckpointError` for another kind of network.
+
+    given: settings that the checkpoint may lack, by field name.
+    """
     source = open_checkpoint(path, given=given)
     if not any(name.startswith("model.encoder.") for name in source.formats) or any(
         name.startswith("model.decoder.") for name in source.formats
@@ -282,11 +296,11 @@ def open_encoder_checkpoint(path: str, given: dict[str, Any]) -> Source:
 
 
 def train_epoch(trainer: Trainer, epochs: EpochBatches, epoch: int, validator: StepValidator, writers: Writers) -> None:
-    """Go through the training data once, with Megatron's log lines. A step that is bad ends the run, unless it is skipped."""
+    """Train on every sample once, with Megatron's log lines. A bad step ends the run, unless it is to be skipped."""
     run, progress, precision = trainer.run, trainer.progress, trainer.run.config.precision
-    meter = Meter(lambda tensor: collectives.all_reduce(tensor, run.mesh.world))
+    meter = StepMetricsMeter(lambda tensor: collectives.all_reduce(tensor, run.mesh.world))
     watch = ExitConditions(run.config.train, tolerates_overflow=precision.fp16 and precision.loss_scale is None)
-    batches, since = epochs.batches(epoch), time.perf_counter()
+    batches, since = epochs.epoch_microbatches(epoch), time.perf_counter()
     for step in range(epochs.steps):
         meter.add(train_step(trainer, batches))
         if validator.problem:
@@ -295,7 +309,7 @@ def train_epoch(trainer: Trainer, epochs: EpochBatches, epoch: int, validator: S
             resolved = meter.resolve()  # the same on all ranks
             writers.write_steps(resolved)
             record_steps(run.run_log, resolved)
-            watch.demand_finite(resolved)
+            watch.require_finite(resolved)
             train = run.config.train
             assert train.train_iters is not None, "finetuning counts its steps before it begins"
             writers.write_report(
@@ -310,26 +324,28 @@ def train_epoch(trainer: Trainer, epochs: EpochBatches, epoch: int, validator: S
     run.print_rank_0(f"epoch {epoch + 1} is done")
 
 
-def predict(trainer: Trainer, samples: Samples) -> list[Prediction]:
-    """What the network says of every sample, in their order; the same on every rank."""
+def predict_samples(trainer: Trainer, samples: Samples) -> list[Prediction]:
+    """Return the prediction for every sample, in order, on every rank. Collective."""
     run, full = trainer.run, trainer.batches.final_batch_size
     rows: dict[int, tuple[float, ...]] = {}
 
-    def collecting(run: Run, batches: Iterator[Batch], stage: ClassifierModel) -> tuple[Tensor, LossFunction]:
+    def collecting_forward_step(
+        run: Run, batches: Iterator[Batch], stage: ClassifierModel
+    ) -> tuple[Tensor, LossFunction]:
         batch = next(batches)
-        output, loss = forward_and_loss(run, iter((batch,)), stage)
+        output, loss = classifier_forward_step(run, iter((batch,)), stage)
 
-        def kept(scores: Tensor) -> Loss:
+        def collecting_loss(scores: Tensor) -> Loss:
             rows.update(zip(batch.extras["index"][:, 0].tolist(), map(tuple, scores.detach().float().tolist())))
             return loss(scores)
 
-        return output, kept
+        return output, collecting_loss
 
-    ordinary, trainer.forward_step = trainer.forward_step, collecting
+    ordinary, trainer.forward_step = trainer.forward_step, collecting_forward_step
     batches = single_pass_microbatches(
-        run, samples, split="valid", full_batch=full, reads=needs_text(run.config, trainer.specs)
+        run, samples, split="valid", full_batch=full, reads=stages_read_data(run.config, trainer.specs)
     )
-    evaluate(trainer, batches, -(-len(samples) // full))
+    evaluate_loss(trainer, batches, -(-len(samples) // full))
     trainer.forward_step = ordinary
     predicted = {
         index: scores for theirs in collectives.gather_objects(rows, run.mesh.world) for index, scores in theirs.items()
@@ -343,10 +359,12 @@ def predict(trainer: Trainer, samples: Samples) -> list[Prediction]:
 
 
 def evaluate_sets(
-    trainer: Trainer, task: TaskConfig, sets: TaskData
+    trainer: Trainer, task: TaskConfig, sets: FinetuneData
 ) -> tuple[dict[str, float], list[list[Prediction]]]:
-    """Judge every evaluation set and say how well. Returns the metrics over all that have labels, and what was said."""
-    rows = [predict(trainer, samples) for samples in sets.valid]
+    """Evaluate every set and print its metrics. Returns the metrics over all sets with labels, and each set's
+    predictions.
+    """
+    rows = [predict_samples(trainer, samples) for samples in sets.valid]
     together: list[tuple[float, float]] = []
     for name, judged_ in zip(sets.names, rows):
         pairs = [(row.predicted, row.label) for row in judged_ if row.label is not None]
@@ -360,8 +378,8 @@ def evaluate_sets(
     return _task_metrics(task, together) if together else {}, rows
 
 
-def write_predictions(task: TaskConfig, sets: TaskData, rows: Sequence[Sequence[Prediction]], run: Run) -> None:
-    """Write `--output-file`, whole or not at all: a JSON line for each sample of each set."""
+def write_predictions(task: TaskConfig, sets: FinetuneData, rows: Sequence[Sequence[Prediction]], run: Run) -> None:
+    """Write `--output-file` atomically on the first rank: a JSON line for each sample of each set."""
     if not task.output_file or not run.mesh.world.is_first:
         return
     path = Path(task.output_file)
@@ -369,15 +387,15 @@ def write_predictions(task: TaskConfig, sets: TaskData, rows: Sequence[Sequence[
     with atomic_file(path, durable=False) as file:
         for name, samples, judged_ in zip(sets.names, sets.valid, rows):
             for row in judged_:
-                file.write((json.dumps(_sample_record(task, name, samples, row)) + "\n").encode())
+                file.write((json.dumps(_prediction_record(task, name, samples, row)) + "\n").encode())
 
 
-def _sample_record(task: TaskConfig, name: str, samples: Samples, row: Prediction) -> dict[str, object]:
-    """One sample's line: classes by their names, answers of RACE by their letters, numbers as they are."""
+def _prediction_record(task: TaskConfig, name: str, samples: Samples, row: Prediction) -> dict[str, object]:
+    """Return one sample's output line: classes by name, RACE's answers by letter, numbers as they are."""
     if isinstance(samples, PairSamples) and not TASKS[str(task.task)].classes:
         numbers = {"prediction": round(row.predicted, 6), **({} if row.label is None else {"label": row.label})}
         return {"file": name, "uid": samples.texts[row.index].uid, **numbers}
-    if isinstance(samples, ChoiceSamples):
+    if isinstance(samples, MultipleChoiceSamples):
         question = samples.questions[row.index]
         classes: Sequence[str] = "ABCD"[: len(question.answers)]
         uid = question.uid
@@ -393,10 +411,12 @@ def _sample_record(task: TaskConfig, name: str, samples: Samples, row: Predictio
 
 
 def _task_metrics(task: TaskConfig, pairs: Pairs) -> dict[str, float]:
-    return {"accuracy": accuracy(pairs)} if task.task == "RACE" else task_metrics(TASKS[str(task.task)], pairs)
+    """Return the task's metrics of (predicted, true) pairs, by name."""
+    return {"accuracy": accuracy(pairs)} if task.task == "RACE" else glue_metrics(TASKS[str(task.task)], pairs)
 
 
 def _metrics_text(task: TaskConfig, pairs: Pairs) -> str:
+    """Return the task's metrics in percent and the number of samples, as text."""
     numbers = " | ".join(f"{name}: {100 * value:.2f} %" for name, value in _task_metrics(task, pairs).items())
     if task.task != "RACE" and not TASKS[str(task.task)].classes:
         return f"{numbers} ({len(pairs)} pairs)"

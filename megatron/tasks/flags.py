@@ -36,10 +36,10 @@ class TaskConfig:
     strict_lambada: bool = flag(False, "LAMBADA: the whole last word must be predicted, not its last token only")
 
 
-def defaults_of(words: Sequence[str]) -> dict[str, Any]:
-    """What the flags of a run are in the task that a command line names, where they are not given.
+def task_flag_defaults(words: Sequence[str]) -> dict[str, Any]:
+    """Return the defaults of a run's flags for the task on the command line.
 
-    How long it trains is said by --epochs alone. What is wrong with the words is said by the parser.
+    How long it trains is set by --epochs alone. Invalid words are reported by the parser, not here.
     """
     given = given_words(words)
     common = {"finetune": True, "mock_data": True, "eval_iters": 0, "micro_batch_size": 4, "train_iters": 1}

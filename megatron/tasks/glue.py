@@ -20,7 +20,7 @@ Pairs = Sequence[tuple[float, float]]  # (predicted, true) class, or number, of 
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class GlueSample:
     """One sample as text.
 
     label: number of its class (int), or the number it has on the task's scale (float); None in a file without labels. place:
@@ -40,14 +40,14 @@ def accuracy(pairs: Pairs) -> float:
 
 
 def f1(pairs: Pairs) -> float:
-    """Harmonic mean of precision and recall of class 1."""
+    """Return the F1 score of class 1."""
     right = sum(predicted == true == 1 for predicted, true in pairs)
     named = sum((predicted == 1) + (true == 1) for predicted, true in pairs)
     return 2 * right / named if named else 0.0
 
 
 def matthews(pairs: Pairs) -> float:
-    """Correlation of two binary variables (Matthews, 1975); 0 where one of them never changes."""
+    """Return Matthews' correlation of two binary variables; 0 if one of them is constant."""
     both = sum(predicted == true == 1 for predicted, true in pairs)
     neither = sum(predicted == true == 0 for predicted, true in pairs)
     only_found = sum(predicted == 1 and true == 0 for predicted, true in pairs)
@@ -57,14 +57,14 @@ def matthews(pairs: Pairs) -> float:
 
 
 def pearson(pairs: Pairs) -> float:
-    """Covariance over the product of the deviations (Pearson, 1895); 0 where one of the two never changes."""
+    """Return Pearson's correlation; 0 if one of the two is constant."""
     predicted, true = (np.array(side, np.float64) - np.mean(side, dtype=np.float64) for side in zip(*pairs))
     spread = float(np.sqrt((predicted @ predicted) * (true @ true)))
     return float(predicted @ true) / spread if spread else 0.0
 
 
 def spearman(pairs: Pairs) -> float:
-    """Pearson's correlation of the ranks (Spearman, 1904); equal numbers share the mean of their ranks."""
+    """Return Spearman's rank correlation; equal numbers share the mean of their ranks."""
     predicted, true = (_ranks_of_values(side) for side in zip(*pairs))
     return pearson(list(zip(predicted.tolist(), true.tolist())))
 
@@ -77,8 +77,9 @@ def _ranks_of_values(numbers: Sequence[float]) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class GlueTask:
-    """texts: names of the columns, the first that is there of each tuple. classes: empty where labels are numbers of `scale`,
-    from its first to its last. header: of a file that is published without one.
+    """A task's columns, labels and metrics. texts: for each text the possible names of its column. label, uid: names of
+    columns. classes: empty if labels are numbers on `scale`, (lowest, highest). header: of a file that is published
+    without one.
     """
 
     texts: tuple[tuple[str, ...], ...]
@@ -90,7 +91,9 @@ class GlueTask:
     scale: tuple[float, float] | None = None
 
     def read_label(self, word: str) -> int | float:
-        """The label that a table writes so; `ValueError` with what was expected."""
+        """Return the label for a table's word: the number of its class, or a number on the scale. `ValueError` with
+        what was expected.
+        """
         if self.scale is None:
             if word not in self.classes:
                 raise ValueError(f"label {word!r}, expected one of {', '.join(self.classes)}")
@@ -129,7 +132,7 @@ TASKS: Mapping[str, GlueTask] = MappingProxyType(
 _SHOWN = 20  # bad lines that an error lists
 
 
-def read_glue(name: str, path: str | Path) -> list[Text]:
+def read_glue_samples(name: str, path: str | Path) -> list[GlueSample]:
     """The samples of one file of a task. `DataError` names every line that cannot be used, and what was expected."""
     task = TASKS[name]
     lines = _read_lines(path)
@@ -154,6 +157,7 @@ def read_glue(name: str, path: str | Path) -> list[Text]:
 
 
 def _read_lines(path: str | Path) -> list[str]:
+    """Return the lines of a UTF-8 file. `DataError` if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
@@ -171,7 +175,10 @@ def _read_header(task: GlueTask, lines: Sequence[str]) -> tuple[list[str], int]:
 
 
 def _column_positions(name: str, task: GlueTask, header: Sequence[str], path: str | Path) -> dict[str, int]:
-    """Where the columns are that the task needs; the label's, if the file has it."""
+    """Return the position of each needed column: text0, text1, and label and uid if the file has them.
+
+    name, path: for messages. `DataError` if a text's column is missing.
+    """
     places, missing = {}, []
     for number, spellings in enumerate(task.texts):
         columns = [word for word in spellings if word in header]
@@ -189,7 +196,10 @@ def _column_positions(name: str, task: GlueTask, header: Sequence[str], path: st
     return places
 
 
-def _parse_sample(task: GlueTask, header: Sequence[str], places: Mapping[str, int], line: str, place: str) -> Text:
+def _parse_sample(
+    task: GlueTask, header: Sequence[str], places: Mapping[str, int], line: str, place: str
+) -> GlueSample:
+    """Parse a line of the table. `ValueError` if it does not fit. place: file and line."""
     cells = line.rstrip("\r").split("\t")
     if len(cells) != len(header):
         raise ValueError(f"{len(cells)} columns, expected {len(header)} as in the header")
@@ -199,9 +209,9 @@ def _parse_sample(task: GlueTask, header: Sequence[str], places: Mapping[str, in
             raise ValueError(f"the column {spellings[0]} is empty")
     label = task.read_label(cells[places["label"]].strip()) if "label" in places else None
     uid = cells[places["uid"]] if "uid" in places else place.rpartition(":")[2]
-    return Text(uid, texts[0], texts[1] if len(texts) > 1 else None, label, place)
+    return GlueSample(uid, texts[0], texts[1] if len(texts) > 1 else None, label, place)
 
 
-def task_metrics(task: GlueTask, pairs: Pairs) -> dict[str, float]:
-    """The task's metrics."""
+def glue_metrics(task: GlueTask, pairs: Pairs) -> dict[str, float]:
+    """Return the task's metrics of (predicted, true) pairs, by name."""
     return {metric.__name__: metric(pairs) for metric in task.metrics}

@@ -10,19 +10,19 @@ from __future__ import annotations
 import sys
 
 from megatron.core.config.flags import given_words
-from megatron.tasks.flags import TaskConfig, defaults_of
+from megatron.tasks.flags import TaskConfig, task_flag_defaults
 from megatron.training.cli.arguments import parse_args
 from megatron.training.launch.launch_info import read_launch_info
 
 
 def main() -> None:
-    """Read the command line, so that --help and refusals answer at once; then import torch and do the task."""
+    """Parse the command line before torch is imported, so that --help and errors come at once; then run the task."""
     place = read_launch_info()
     if "--task" not in given_words(sys.argv) and not {"-h", "--help"} & set(sys.argv):
         sys.stderr.write("ConfigError: no --task stands on the command line; --help names them\n" * (place.rank == 0))
         sys.exit(2)
     args = parse_args(
-        world_size=place.size, speaks=place.rank == 0, extra=(TaskConfig,), defaults=defaults_of(sys.argv)
+        world_size=place.size, speaks=place.rank == 0, extra=(TaskConfig,), defaults=task_flag_defaults(sys.argv)
     )
     from megatron.tasks.run import run_task
 

@@ -23,7 +23,7 @@ _SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class RaceQuestion:
     """One question. answers: question and answer as one text, for each of two to four. label: number of the right one."""
 
     uid: str
@@ -33,7 +33,7 @@ class Question:
     place: str
 
 
-def read_race(folder: str | Path) -> list[Question]:
+def read_race_questions(folder: str | Path) -> list[RaceQuestion]:
     """The questions of a folder, its files in the order of their names. `DataError` lists all that cannot be used."""
     paths = sorted(Path(folder).glob("*.txt"))
     if not paths:
@@ -60,8 +60,8 @@ def read_race(folder: str | Path) -> list[Question]:
     return questions
 
 
-def _parse_questions(line: str, place: str) -> tuple[list[Question], list[str]]:
-    """The questions of one passage, and what is wrong with it."""
+def _parse_questions(line: str, place: str) -> tuple[list[RaceQuestion], list[str]]:
+    """Return the questions of one passage, and a sentence for each problem. line: a JSON object. place: file and line."""
     try:
         content = json.loads(line)
     except ValueError as error:
@@ -84,7 +84,7 @@ def _parse_questions(line: str, place: str) -> tuple[list[Question], list[str]]:
             continue
         texts = tuple(question_with_answer(question, option) for option in options)
         questions.append(
-            Question(
+            RaceQuestion(
                 f"{content.get('id', Path(place.rpartition(':')[0]).stem)}-{number}",
                 content["article"],
                 texts,
@@ -96,6 +96,7 @@ def _parse_questions(line: str, place: str) -> tuple[list[Question], list[str]]:
 
 
 def _question_problem(question: Any, options: Any, answer: Any) -> str:
+    """Return what is wrong with a question, or ""."""
     if not isinstance(question, str):
         return "it is no text"
     if (
@@ -109,5 +110,5 @@ def _question_problem(question: Any, options: Any, answer: Any) -> str:
 
 
 def question_with_answer(question: str, answer: str) -> str:
-    """Question and answer as one text: the answer in the question's gap, or behind it."""
+    """Return question and answer as one text: the answer in the question's gap, else after it."""
     return _GAP.sub(lambda _: answer, question) if "_" in question else f"{question} {answer}"

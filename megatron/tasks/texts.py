@@ -9,17 +9,19 @@ import numpy as np
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.marks import ids_without_special_tokens
+from megatron.core.datasets.marks import encode_without_special_tokens
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.tasks.glue import Text
-from megatron.tasks.race import CHOICES, MOST_QUESTION_TOKENS, Question
+from megatron.tasks.glue import GlueSample
+from megatron.tasks.race import CHOICES, MOST_QUESTION_TOKENS, RaceQuestion
 
 Sample = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
 class TextPairTokenizer:
-    """How texts become rows of `length` ids."""
+    """Tokenizes texts and pairs of texts to rows of `length` ids. `ConfigError` if the tokenizer lacks [CLS], [SEP] or
+    padding.
+    """
 
     tokenizer: Tokenizer
     length: int
@@ -33,13 +35,15 @@ class TextPairTokenizer:
             )
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text by itself; `encode_pair` puts [CLS] and [SEP] around."""
-        return [ids.tolist() for ids in ids_without_special_tokens(self.tokenizer, texts)]
+        """Return the ids of each text without special tokens; `encode_pair` adds [CLS] and [SEP]."""
+        return [ids.tolist() for ids in encode_without_special_tokens(self.tokenizer, texts)]
 
     def encode_pair(
         self, first: Sequence[int], second: Sequence[int] | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-        """(ids, types, padding mask: int64 [length] each; tokens cut off). What is too long loses its end."""
+        """Return ids, types and padding mask (1: a token) of [CLS] first [SEP] second [SEP], int64 [length] each, and
+        the number of tokens cut off at the end.
+        """
         tokenizer = self.tokenizer
         ids = [tokenizer.cls, *first, tokenizer.sep]
         types = [0] * len(ids)
@@ -66,7 +70,7 @@ class PairSamples:
     loss_mask (float32 [1]; 0 without a label). cut: places of the texts that are longer than a row.
     """
 
-    def __init__(self, texts: Sequence[Text], encoder: TextPairTokenizer, *, numbers: bool = False) -> None:
+    def __init__(self, texts: Sequence[GlueSample], encoder: TextPairTokenizer, *, numbers: bool = False) -> None:
         self.texts, self.encoder, self._numbers = texts, encoder, numbers
         firsts = encoder.tokenize([text.first for text in texts])
         seconds = encoder.tokenize([text.second or "" for text in texts])
@@ -94,7 +98,7 @@ class PairSamples:
         }
 
 
-class ChoiceSamples:
+class MultipleChoiceSamples:
     """Questions with several answers, one of them right.
 
     A sample holds tokens, types, padding_mask (int64 [4, length]), labels, index (int64 [1]), loss_mask (float32 [1]) and
@@ -102,7 +106,7 @@ class ChoiceSamples:
     repeats its first, without a chance. cut: places of the texts that are longer than a row.
     """
 
-    def __init__(self, questions: Sequence[Question], encoder: TextPairTokenizer) -> None:
+    def __init__(self, questions: Sequence[RaceQuestion], encoder: TextPairTokenizer) -> None:
         self.questions, self.encoder = questions, encoder
         articles = list(dict.fromkeys(question.article for question in questions))
         self._articles = dict(zip(articles, encoder.tokenize(articles)))
@@ -140,6 +144,7 @@ class ChoiceSamples:
 
 
 def _label_arrays(index: int, label: int | float | None, *, numbers: bool = False) -> Sample:
+    """Return labels, index and loss_mask of a sample; without a label the mask is 0."""
     return {
         "labels": np.array([label or 0], np.float32 if numbers else np.int64),
         "index": np.array([index], np.int64),
@@ -147,8 +152,8 @@ def _label_arrays(index: int, label: int | float | None, *, numbers: bool = Fals
     }
 
 
-def truncation_warning(samples: PairSamples | ChoiceSamples, name: str, length: int, *, refuse: bool) -> str:
-    """A sentence about the texts that lose their ends, or nothing; `DataError` instead with `refuse`."""
+def truncation_warning(samples: PairSamples | MultipleChoiceSamples, name: str, length: int, *, refuse: bool) -> str:
+    """Return a sentence on samples longer than a row, or "". With `refuse`, raise it as `DataError`."""
     if not samples.cut:
         return ""
     first = ", ".join(samples.cut[:3]) + (", ..." if len(samples.cut) > 3 else "")

@@ -21,18 +21,23 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.marks import count_added_ids, ids_without_special_tokens
+from megatron.core.datasets.marks import count_ids_around_text, encode_without_special_tokens
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.evaluation.likelihood import Answer, BatchSize, Request, loglikelihoods
-from megatron.tasks.detokenize import detokenize_text
+from megatron.evaluation.likelihood import (
+    BatchLimits,
+    ContinuationLikelihood,
+    LoglikelihoodRequest,
+    continuation_loglikelihoods,
+)
+from megatron.tasks.detokenize import detokenize_corpus_text
 from megatron.tasks.flags import TaskConfig
-from megatron.training.accelerate.compile import Compiler
-from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.accelerate.compile import LayerCompiler
+from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.data.batch import Batch, LossFunction, masked_loss
-from megatron.training.data.sample_order import needs_text
-from megatron.training.evaluate import evaluate, evaluation_mode
+from megatron.training.data.sample_order import stages_read_data
+from megatron.training.evaluate import evaluate_loss, evaluation_mode
 from megatron.training.loader import single_pass_microbatches
 from megatron.training.run import Run
 from megatron.training.trainer import Trainer, build_trainer
@@ -41,9 +46,10 @@ LARGEST_EXPONENT = 20.0  # a perplexity is not stated beyond e^20
 
 
 class TokenWindows:
-    """Windows of `length` tokens, each `stride` further on than the last; what a window scores no other does.
+    """Overlapping windows of `length` tokens, each `stride` after the last; every token is scored in one window.
 
-    ids: the whole text. The first window scores all its labels, the others their last `stride`. fill: stands behind the end.
+    ids: the whole text. The first window scores all its labels, the others their last `stride`. fill: id of the
+    padding.
     """
 
     def __init__(self, ids: Sequence[int], *, length: int, stride: int, fill: int) -> None:
@@ -79,28 +85,32 @@ def _window_sample(window: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class PerplexityText:
     """A text to score. original_words: words of the file as it is published, white space between."""
 
     windows: TokenWindows
     original_words: int
 
 
-def read_text(path: str, tokenizer: Tokenizer, *, length: int, stride: int) -> Text:
-    """The text of a file, as WIKITEXT103 scores it."""
-    text = _text_of(path)
-    ids = tokenizer.tokenize(detokenize_text(text, path).strip())
-    return Text(TokenWindows(ids, length=length, stride=stride, fill=tokenizer.eod), len(text.strip().split(" ")))
+def read_perplexity_text(path: str, tokenizer: Tokenizer, *, length: int, stride: int) -> PerplexityText:
+    """Read a text file for WIKITEXT103: detokenized, tokenized and cut into windows."""
+    text = _read_utf8(path)
+    ids = tokenizer.tokenize(detokenize_corpus_text(text, path).strip())
+    return PerplexityText(
+        TokenWindows(ids, length=length, stride=stride, fill=tokenizer.eod), len(text.strip().split(" "))
+    )
 
 
-def read_passages(paths: Sequence[str], tokenizer: Tokenizer, *, length: int, strict: bool) -> list[Request]:
+def read_lambada_passages(
+    paths: Sequence[str], tokenizer: Tokenizer, *, length: int, strict: bool
+) -> list[LoglikelihoodRequest]:
     """The passages of LAMBADA, JSON lines with a `text` each, whose last word is to be predicted.
 
     `DataError` names every line that cannot be used.
     """
     passages, problems = [], []
     for path in paths:
-        for number, line in enumerate(_text_of(path).splitlines(), 1):
+        for number, line in enumerate(_read_utf8(path).splitlines(), 1):
             try:
                 passages.append(_lambada_request(line, tokenizer, strict=strict, length=length))
             except ValueError as error:
@@ -110,7 +120,11 @@ def read_passages(paths: Sequence[str], tokenizer: Tokenizer, *, length: int, st
     return passages
 
 
-def _lambada_request(line: str, tokenizer: Tokenizer, *, strict: bool, length: int) -> Request:
+def _lambada_request(line: str, tokenizer: Tokenizer, *, strict: bool, length: int) -> LoglikelihoodRequest:
+    """Return a passage's context and last word as ids. `ValueError` if it does not fit.
+
+    strict: the whole last word is the continuation, else its last token only.
+    """
     content = json.loads(line)
     text = content.get("text") if isinstance(content, dict) else None
     if not isinstance(text, str) or len(text.split()) < 2:
@@ -119,23 +133,24 @@ def _lambada_request(line: str, tokenizer: Tokenizer, *, strict: bool, length: i
         last = text.split()[-1]
         start = text[: text.rfind(last)].strip()
         beginning, whole, alone = (
-            ids.tolist() for ids in ids_without_special_tokens(tokenizer, (start, f"{start} {last}", f" {last}"))
+            ids.tolist() for ids in encode_without_special_tokens(tokenizer, (start, f"{start} {last}", f" {last}"))
         )
         word = whole[len(beginning) :] if whole[: len(beginning)] == beginning else alone
     else:
-        (ids,) = (ids.tolist() for ids in ids_without_special_tokens(tokenizer, (text,)))
+        (ids,) = (ids.tolist() for ids in encode_without_special_tokens(tokenizer, (text,)))
         beginning, word = ids[:-1], ids[-1:]
     beginning = (
-        tokenizer.tokenize("1")[: count_added_ids(tokenizer)[0]] + beginning
+        tokenizer.tokenize("1")[: count_ids_around_text(tokenizer)[0]] + beginning
     )  # a begin of text, where the tokenizer has one
     if not beginning or not word or len(word) > length:
         raise ValueError(
             f"of {len(beginning) + len(word)} tokens, {len(word)} are to be predicted; that fits no window"
         )
-    return Request(tuple(beginning), tuple(word))
+    return LoglikelihoodRequest(tuple(beginning), tuple(word))
 
 
-def _text_of(path: str) -> str:
+def _read_utf8(path: str) -> str:
+    """Return the content of a UTF-8 file. `DataError` if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -144,8 +159,10 @@ def _text_of(path: str) -> str:
         raise DataError(f"{path} is not UTF-8 text: {error}") from None
 
 
-def perplexity_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[Tensor, LossFunction]:
-    """Run one microbatch through one stage; the last stage gives the loss of every token, [b, s]."""
+def perplexity_forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[Tensor, LossFunction]:
+    """Run one microbatch through one stage; return its output (of the last stage the losses [b, s]) and the loss
+    function.
+    """
     batch = next(batches)
     output = stage(ids=batch.tokens, hidden=batch.hidden, labels=batch.labels)
     return output, lambda losses: masked_loss(losses, batch.loss_mask)
@@ -158,18 +175,18 @@ def run_zero_shot(run: Run, task: TaskConfig) -> dict[str, float]:
         raise ConfigError(f"--task {task.task} needs --valid-data")
     wiki = task.task == "WIKITEXT103"
     length = run.config.train.seq_length
-    trainer = build_trainer(run, language_model, perplexity_step)
+    trainer = build_trainer(run, build_gpt_stage, perplexity_forward_step)
     if run.config.compilation.compile and wiki:  # passages of many lengths would be as many graphs
-        Compiler(trainer)
-    if not Checkpoint(trainer).resume():
+        LayerCompiler(trainer)
+    if not Checkpointer(trainer).resume():
         raise ConfigError("a zero-shot task scores a trained model: give its checkpoint by --load")
     results: dict[str, float] = {}
     for path in paths:
         if wiki:
-            text = read_text(path, run.tokenizer, length=length, stride=task.overlapping_eval)
-            results = perplexities(mean_score(trainer, text.windows), text)
+            text = read_perplexity_text(path, run.tokenizer, length=length, stride=task.overlapping_eval)
+            results = perplexity_metrics(mean_window_loss(trainer, text.windows), text)
         else:
-            passages = read_passages([path], run.tokenizer, length=length, strict=task.strict_lambada)
+            passages = read_lambada_passages([path], run.tokenizer, length=length, strict=task.strict_lambada)
             results = last_word_metrics(score_last_words(trainer, passages))
         run.print_rank_0(
             f"{task.task} on {path}: " + " | ".join(f"{name}: {value:.6g}" for name, value in results.items())
@@ -177,20 +194,20 @@ def run_zero_shot(run: Run, task: TaskConfig) -> dict[str, float]:
     return results
 
 
-def mean_score(trainer: Trainer, windows: TokenWindows) -> float:
-    """The mean of what the trainer's forward step scores over all windows, each seen once."""
+def mean_window_loss(trainer: Trainer, windows: TokenWindows) -> float:
+    """Return the mean loss over all windows, each seen once, by the trainer's forward step. Collective."""
     run, full = trainer.run, trainer.batches.final_batch_size
     batches = single_pass_microbatches(
-        run, windows, split="valid", full_batch=full, reads=needs_text(run.config, trainer.specs)
+        run, windows, split="valid", full_batch=full, reads=stages_read_data(run.config, trainer.specs)
     )
-    (score,) = evaluate(trainer, batches, -(-len(windows) // full)).values()
+    (score,) = evaluate_loss(trainer, batches, -(-len(windows) // full)).values()
     return score
 
 
-def perplexities(loss: float, text: Text) -> dict[str, float]:
-    """What is stated of a mean loss per token.
+def perplexity_metrics(loss: float, text: PerplexityText) -> dict[str, float]:
+    """Return loss, perplexity, adjusted perplexity and token ratio for a mean loss per token.
 
-    The adjusted perplexity shares the whole loss among the words of the published file, so that tokenizers compare.
+    The adjusted perplexity divides the whole loss by the words of the published file, so that tokenizers compare.
     """
     ratio = text.windows.labels / max(1, text.original_words - 1)
     return {
@@ -203,27 +220,31 @@ def perplexities(loss: float, text: Text) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class _TrainedNetwork:
-    """A trainer's network, to be asked."""
+    """A trainer's network as `loglikelihoods` needs it."""
 
     config: RunConfig
     mesh: Mesh
     stages: Sequence[GPTModel]
 
 
-def score_last_words(trainer: Trainer, passages: Sequence[Request]) -> list[Answer]:
-    """How likely each last word is; the same on every rank. A passage longer than --seq-length loses its first tokens."""
+def score_last_words(trainer: Trainer, passages: Sequence[LoglikelihoodRequest]) -> list[ContinuationLikelihood]:
+    """Return the likelihood of each last word, on every rank. Collective. A passage longer than --seq-length loses its
+    first tokens.
+    """
     run, train = trainer.run, trainer.run.config.train
     with evaluation_mode(trainer), torch.no_grad():
-        return loglikelihoods(
+        return continuation_loglikelihoods(
             _TrainedNetwork(run.config, run.mesh, [stage for stage in trainer.stages if isinstance(stage, GPTModel)]),
             passages,
             max_length=train.seq_length,
-            size=BatchSize(train.micro_batch_size),
+            size=BatchLimits(train.micro_batch_size),
         )
 
 
-def last_word_metrics(answers: Sequence[Answer]) -> dict[str, float]:
-    """What is stated of last words. ppl: of a word, however many tokens it has (lm-evaluation-harness's definition)."""
+def last_word_metrics(answers: Sequence[ContinuationLikelihood]) -> dict[str, float]:
+    """Return accuracy and perplexity of last words. ppl: per word, however many tokens it has
+    (lm-evaluation-harness's).
+    """
     right, count = sum(answer.greedy for answer in answers), len(answers)
     loss = -sum(answer.loglikelihood for answer in answers) / count
     return {
@@ -234,6 +255,6 @@ def last_word_metrics(answers: Sequence[Answer]) -> dict[str, float]:
     }
 
 
-def language_model(run: Run, stage: StageSpec) -> GPTModel:
-    """One pipeline stage."""
-    return GPTModel(stage, run.build)
+def build_gpt_stage(run: Run, stage: StageSpec) -> GPTModel:
+    """Build one pipeline stage of a GPT."""
+    return GPTModel(stage, run.layer_build_context)

@@ -29,14 +29,14 @@ from tqdm import tqdm
 from megatron.core.config.flags import ConfigError, add_arguments, flag_fields
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.ingest.inputs import find_sources, read_spans, record_location, shard_spans
-from megatron.core.datasets.ingest.records import BLANK, read_records
-from megatron.core.datasets.ingest.source import SourcePosition
-from megatron.core.datasets.marks import ids_without_special_tokens
+from megatron.core.datasets.ingest.inputs import find_input_files, read_input_chunks, record_location, shard_input_spans
+from megatron.core.datasets.ingest.records import BLANK, parse_records
+from megatron.core.datasets.ingest.source import InputPosition
+from megatron.core.datasets.marks import encode_without_special_tokens
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.models.bert import BERTModel
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.tools.parser import ToolParser, add_dtype, add_network_options
+from megatron.tools.parser import ToolArgumentParser, add_checkpoint_options, add_dtype
 from megatron.training.checkpoint.inference_model import ModelKind, load_network
 from megatron.training.launch.launch_info import install_interrupt_handler
 
@@ -45,11 +45,10 @@ _HEADER_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Embedder:
-    """How a text becomes a vector.
-
-    pooling: mean of the hidden states of all tokens, [CLS] and [SEP] included; first: that of [CLS]; pooled: what the
-    pooler makes of that. normalize: to length 1. length: most tokens of a text; batch_tokens: of a batch, padding included.
+class BertTextEmbedder:
+    """Computes a vector for each text by a BERT.
+    pooling: mean of the hidden states of all tokens, [CLS] and [SEP] included; first: that of [CLS]; pooled: the
+    pooler's output. normalize: to length 1. length: most tokens of a text; batch_tokens: of a batch, padding included.
     """
 
     network: BERTModel
@@ -60,17 +59,17 @@ class Embedder:
     batch_tokens: int = 8192
 
     @property
-    def width(self) -> int:
-        """Numbers of a vector."""
+    def vector_size(self) -> int:
+        """Size of a vector, h."""
         return self.network.build.model.hidden_size
 
     def tokenize(self, texts: Sequence[str]) -> tuple[list[np.ndarray], list[int]]:
-        """(the ids of each text with [CLS] and [SEP], numbers of the texts that are too long and lose their ends)."""
+        """Return (the ids of each text with [CLS] and [SEP], indices of the texts that were truncated)."""
         rows: list[np.ndarray] = []
         cut: list[int] = []
         cls, sep = self.tokenizer.cls, self.tokenizer.sep
         assert cls is not None and sep is not None, "a tokenizer without [CLS] and [SEP] is refused"
-        for number, ids in enumerate(ids_without_special_tokens(self.tokenizer, texts)):
+        for number, ids in enumerate(encode_without_special_tokens(self.tokenizer, texts)):
             if len(ids) + 2 > self.length:
                 cut.append(number)
                 ids = ids[: self.length - 2]
@@ -78,14 +77,14 @@ class Embedder:
         return rows, cut
 
     def embed(self, rows: Sequence[np.ndarray]) -> np.ndarray:
-        """float32 [len(rows), h]."""
-        vectors = np.empty((len(rows), self.width), np.float32)
+        """Return the vectors of these rows of ids, float32 [len(rows), h]."""
+        vectors = np.empty((len(rows), self.vector_size), np.float32)
         for batch in self._batches_by_length([len(row) for row in rows]):
             vectors[batch] = self._embed_batch([rows[number] for number in batch]).float().cpu().numpy()
         return vectors
 
     def _batches_by_length(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Numbers of rows that are computed together, the longest first."""
+        """Yield indices of rows that are computed together, the longest first."""
         batch: list[int] = []
         for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
             if batch and (len(batch) + 1) * lengths[batch[0]] > self.batch_tokens:
@@ -97,7 +96,7 @@ class Embedder:
 
     @torch.no_grad()
     def _embed_batch(self, rows: Sequence[np.ndarray]) -> Tensor:
-        """[b, h]; the sums of a mean are taken in fp32 or better."""
+        """Return the vectors of a batch, [b, h]; means are computed in fp32 or better."""
         ids = np.full((len(rows), len(rows[0])), self.tokenizer.pad, np.int64)
         for row, line in zip(ids, rows):
             row[: len(line)] = line
@@ -117,7 +116,7 @@ class Embedder:
 
 
 class NpyWriter:
-    """A float32 .npy file that is written a few rows at a time; it appears when the block ends, or not at all."""
+    """Writes a float32 .npy file a few rows at a time; the file appears when the block ends without an error."""
 
     def __init__(self, path: str, width: int) -> None:
         self.path, self.width, self.count = Path(path), width, 0
@@ -150,19 +149,21 @@ class NpyWriter:
             self._made.unlink()
 
     def _npy_header(self) -> bytes:
-        """Version 1.0 of the format, filled up so that its size does not depend on the number of rows."""
+        """Return a version 1.0 header, padded so that its size does not depend on the number of rows."""
         shape = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({self.count}, {self.width}), }}"
         room = _HEADER_BYTES - 10
         return b"\x93NUMPY\x01\x00" + room.to_bytes(2, "little") + (shape.ljust(room - 1) + "\n").encode()
 
 
-def texts_of(words: Sequence[str], key: str, bar: tqdm) -> Iterator[list[str]]:
-    """The texts of all inputs, some at a time. `DataError` names the first lines that cannot be read."""
-    spans = shard_spans(find_sources(words, "auto", "line"), None)
+def read_text_batches(words: Sequence[str], key: str, bar: tqdm) -> Iterator[list[str]]:
+    """Yield the texts of all inputs, some at a time, advancing the bar. `DataError` names the first lines that cannot
+    be read.
+    """
+    spans = shard_input_spans(find_input_files(words, "auto", "line"), None)
     behind = [sum(span.source.size for span in spans[:number]) for number in range(len(spans))]
-    for chunk in read_spans(spans, [key], SourcePosition()):
+    for chunk in read_input_chunks(spans, [key], InputPosition()):
         span = spans[chunk.start.span]
-        records = read_records(chunk, [key])
+        records = parse_records(chunk, [key])
         bad = [
             f"{record_location(span, number)}: {reason}"
             for reason, drop in records.drops.items()
@@ -177,14 +178,18 @@ def texts_of(words: Sequence[str], key: str, bar: tqdm) -> Iterator[list[str]]:
         yield records.texts[0]
 
 
-def embed(embedder: Embedder, words: Sequence[str], *, key: str, output: str, refuse_long: bool) -> tuple[int, int]:
-    """Write the vectors of all texts. Returns the number of texts, and of those that lost their ends."""
-    lost, size = 0, sum(source.size for source in find_sources(words, "auto", "line"))
+def write_embeddings(
+    embedder: BertTextEmbedder, words: Sequence[str], *, key: str, output: str, refuse_long: bool
+) -> tuple[int, int]:
+    """Write the vectors of all texts of the inputs. Return (number of texts, number of those that were truncated).
+    `DataError` for unreadable texts, and with `refuse_long` for long ones.
+    """
+    lost, size = 0, sum(source.size for source in find_input_files(words, "auto", "line"))
     with (
-        NpyWriter(output, embedder.width) as rows,
+        NpyWriter(output, embedder.vector_size) as rows,
         tqdm(total=size, unit="B", unit_scale=True, desc="embeddings", disable=None) as bar,
     ):
-        for texts in texts_of(words, key, bar):
+        for texts in read_text_batches(words, key, bar):
             try:
                 tokenized, cut = embedder.tokenize(texts)
             except ValueError as error:
@@ -203,10 +208,12 @@ def embed(embedder: Embedder, words: Sequence[str], *, key: str, output: str, re
     return rows.count, lost
 
 
-def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    what = add_network_options(parser, "what")
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = ToolArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    what = add_checkpoint_options(parser, "what")
     what.add_argument(
         "--input",
         nargs="+",
@@ -242,8 +249,8 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def embedder_of(given: argparse.Namespace) -> Embedder:
-    """What the command line describes; `ConfigError` and `CheckpointError` for what cannot be."""
+def load_embedder(given: argparse.Namespace) -> BertTextEmbedder:
+    """Load the embedder that the command line describes; `ConfigError` and `CheckpointError` if it cannot be."""
     parts = ("model.embedding.", "model.encoder.", *(("model.pooler.",) if given.pooling == "pooled" else ()))
     tokenizer = {
         field.name: getattr(given, field.name)
@@ -268,17 +275,17 @@ def embedder_of(given: argparse.Namespace) -> Embedder:
         )
     if given.batch_tokens < 1:
         raise ConfigError(f"--batch-tokens {given.batch_tokens} is less than 1")
-    return Embedder(network, loaded.tokenizer, length, given.pooling, given.normalize, given.batch_tokens)
+    return BertTextEmbedder(network, loaded.tokenizer, length, given.pooling, given.normalize, given.batch_tokens)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Load, embed, write."""
+    """Write the embeddings, and print how many."""
     install_interrupt_handler()
-    given, began = options(argv), time.perf_counter()
+    given, began = parse_arguments(argv), time.perf_counter()
     logging.basicConfig(level=logging.WARNING)
     try:
-        embedder = embedder_of(given)
-        count, lost = embed(
+        embedder = load_embedder(given)
+        count, lost = write_embeddings(
             embedder, given.input, key=given.json_key, output=given.output, refuse_long=given.long_texts == "refuse"
         )
     except (ConfigError, CheckpointError, DataError) as error:
@@ -286,6 +293,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(1) from None
     seconds = time.perf_counter() - began
     sys.stdout.write(
-        f"{given.output}: {count} texts x {embedder.width} ({given.pooling}) in {seconds:.1f} s; {lost} lost what is behind "
+        f"{given.output}: {count} texts x {embedder.vector_size} ({given.pooling}) in {seconds:.1f} s; {lost} lost what is behind "
         f"{embedder.length} tokens\n"
     )

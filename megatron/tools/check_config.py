@@ -19,18 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.tokenizers.build import expected_vocab_size
-from megatron.tools.parser import ToolParser, add_run_options, parse_with_run
+from megatron.tools.parser import ToolArgumentParser, add_run_options, parse_options_and_run_words
 from megatron.training.cli.preflight import resolve_and_examine
-from megatron.trust.flags.command import ENTRIES, Command, read_command
+from megatron.trust.flags.command import ENTRIES, ParsedCommand, parse_command
 from megatron.trust.flags.repair import WORLD, BrokenRule, RepairResult, RequestedSetup, smallest_repair
-from megatron.trust.flags.rule_page import page
-from megatron.trust.plan.analytic_estimate import with_vocabulary
+from megatron.trust.flags.rule_page import rules_page_markdown
+from megatron.trust.plan.analytic_estimate import with_padded_vocabulary
 from megatron.trust.plan.hardware import PROFILES, hardware_of
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The tool's own options, and the words of the run."""
-    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    """Parse the command line: (the tool's own options, the words of the run)."""
+    parser = ToolArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     add_run_options(parser, ENTRIES)
     parser.add_argument(
         "--device",
@@ -65,13 +67,13 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     )
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     parser.add_argument("--write-rules", type=Path, metavar="FILE", help="write the page of all rules, and stop")
-    return parse_with_run(parser, argv, without="write_rules")
+    return parse_options_and_run_words(parser, argv, without="write_rules")
 
 
-def apply_changes(
+def apply_flag_changes(
     words: Sequence[str], wishes: Sequence[str], options: argparse.Namespace
-) -> tuple[Command, list[str]]:
-    """The command with these changes, `flag=value` or a switch each; and the fields that they fix."""
+) -> tuple[ParsedCommand, list[str]]:
+    """Return the command with these changes, `flag=value` or a switch each, and the fields that they set."""
     ranks, more, fixed = options.world_size, [], []
     for wish in wishes:
         name, glued, value = wish.removeprefix("--").partition("=")
@@ -81,11 +83,11 @@ def apply_changes(
         else:
             more += [f"--{name}", *(value.split() if glued else ())]
             fixed[-1] = fixed[-1].removeprefix("no_") if not glued else fixed[-1]
-    return with_startup_checks(read_command([*words, *more], ranks=ranks, entry=options.entry), options), fixed
+    return with_startup_checks(parse_command([*words, *more], ranks=ranks, entry=options.entry), options), fixed
 
 
-def with_startup_checks(command: Command, options: argparse.Namespace) -> Command:
-    """The command, of which all is asked that a run asks before it starts."""
+def with_startup_checks(command: ParsedCommand, options: argparse.Namespace) -> ParsedCommand:
+    """Return the command with all checks enabled that a run makes before it starts."""
     if command.setting is None:
         return command
     return replace(
@@ -93,24 +95,26 @@ def with_startup_checks(command: Command, options: argparse.Namespace) -> Comman
     )
 
 
-def memory_violations(command: Command, options: argparse.Namespace) -> tuple[BrokenRule, ...]:
-    """What cannot fit the memory of the machine of --gpu."""
+def memory_violations(command: ParsedCommand, options: argparse.Namespace) -> tuple[BrokenRule, ...]:
+    """Return a broken rule "memory" if the run cannot fit the memory of the machine of --gpu."""
     if options.gpu is None or command.setting is None:
         return ()
     setting = command.setting.with_elastic_layout()
     config, _ = resolve_and_examine(setting.config, setting.world_size)
-    config = with_vocabulary(config, options.true_vocab_size or expected_vocab_size(config.tokenizer)[0])
+    config = with_padded_vocabulary(config, options.true_vocab_size or expected_vocab_size(config.tokenizer)[0])
     trouble = command.memory(config, setting.world_size, hardware_of(options.gpu).usable_bytes())
     return (BrokenRule("memory", trouble),) if trouble else ()
 
 
-def notes_on(command: Command) -> list[str]:
-    """What is accepted although it changes nothing, and what could not be looked at."""
-    return list(dict.fromkeys([*command.messages, *(command.setting.validate().notes if command.setting else ())]))
+def command_notes(command: ParsedCommand) -> list[str]:
+    """Return notes on what is accepted although it changes nothing, and what could not be checked."""
+    return list(
+        dict.fromkeys([*command.messages, *(command.setting.run_preflight_checks().notes if command.setting else ())])
+    )
 
 
-def broken_rules_text(broken: Sequence[BrokenRule], before: Sequence[BrokenRule]) -> list[str]:
-    """The broken rules, and under each what it says. before: what was broken already."""
+def broken_rule_lines(broken: Sequence[BrokenRule], before: Sequence[BrokenRule]) -> list[str]:
+    """Return lines with the broken rules and their messages. before: what was broken without the change asked about."""
     lines: list[str] = []
     for rule in dict.fromkeys(one.rule for one in broken):
         lines += ["", f"  {rule}"]
@@ -122,8 +126,10 @@ def broken_rules_text(broken: Sequence[BrokenRule], before: Sequence[BrokenRule]
     return lines
 
 
-def repair_text(answer: RepairResult, *, beside: bool, unread: bool) -> list[str]:
-    """The changes that keep every rule. beside: of other flags than those that were asked about. unread: some could not be read."""
+def repair_lines(answer: RepairResult, *, beside: bool, unread: bool) -> list[str]:
+    """Return lines with the edits that keep every rule. beside: edits of other flags than those asked about. unread:
+    some flags could not be read.
+    """
     what = "Beside that, " if beside else ""
     if answer.edits is None:
         return [
@@ -141,10 +147,12 @@ def repair_text(answer: RepairResult, *, beside: bool, unread: bool) -> list[str
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What is found about a command. before: rules that were broken without `why_not`. answer: changes that keep every rule."""
+class ConfigReport:
+    """What is found about a command. before: rules that are broken without `why_not`. answer: edits that keep every
+    rule, if searched. built: result of --build.
+    """
 
-    command: Command
+    command: ParsedCommand
     broken: Sequence[BrokenRule]
     before: Sequence[BrokenRule]
     why_not: Sequence[str]
@@ -152,23 +160,23 @@ class Report:
     built: dict[str, Any] | None
     ranks: int
 
-    def as_dict(self) -> dict[str, Any]:
-        """The report as plain values."""
+    def report_values(self) -> dict[str, Any]:
+        """Return the report as JSON-serializable values."""
         answer = self.answer
         return {
             "ranks": self.ranks,
             "kept": not self.broken,
             "broken": [asdict(one) for one in self.broken],
             "built": self.built,
-            "notes": notes_on(self.command),
+            "notes": command_notes(self.command),
             "why_not": self.why_not,
             "tried": answer.tried if answer else 0,
             "fewest": answer.fewest if answer else True,
-            "edits": None if answer and answer.edits is None else _edits_json(answer),
+            "edits": None if answer and answer.edits is None else _edit_values(answer),
         }
 
-    def lines(self) -> list[str]:
-        """The report as text."""
+    def report_lines(self) -> list[str]:
+        """Return the report as lines of text."""
         count, wish = (
             len({one.rule for one in self.broken}),
             f"With {', '.join(self.why_not)}: " if self.why_not else "",
@@ -176,37 +184,39 @@ class Report:
         what = f"{count} rule{'s are' if count != 1 else ' is'} broken" if self.broken else "all rules are kept"
         lines = [
             f"{wish}{what} on {self.ranks} rank{'s' * (self.ranks > 1)}",
-            *broken_rules_text(self.broken, self.before),
+            *broken_rule_lines(self.broken, self.before),
         ]
         if not self.broken:
-            lines += [f"note: {line}" for line in notes_on(self.command)]
+            lines += [f"note: {line}" for line in command_notes(self.command)]
         if self.answer:
-            lines += repair_text(self.answer, beside=bool(self.why_not), unread=bool(self.command.unread))
-        return [*lines, *(_network_check_lines(self.built) if self.built else ())]
+            lines += repair_lines(self.answer, beside=bool(self.why_not), unread=bool(self.command.unread))
+        return [*lines, *(_build_check_lines(self.built) if self.built else ())]
 
 
-def _edits_json(answer: RepairResult | None) -> list[dict[str, Any]]:
+def _edit_values(answer: RepairResult | None) -> list[dict[str, Any]]:
     return [
         {"flag": "world-size" if edit.name == WORLD else edit.flag, "text": str(edit), **asdict(edit)}
         for edit in (answer.edits if answer and answer.edits else ())
     ]
 
 
-def _network_check_lines(built: dict[str, Any]) -> list[str]:
+def _build_check_lines(built: dict[str, Any]) -> list[str]:
     if built["problems"]:
         return ["what was built does not agree:", *(f"    {line}" for line in built["problems"])]
     counts = f"{built['layers']} layers and {built['parameters']:,} parameters"
     return [f"built {built['ranks']} places: {counts}, as the formulas say"]
 
 
-def network_check_values(setting: RequestedSetup, true_vocab_size: int | None) -> dict[str, Any]:
-    """What `--build` found, as plain values."""
-    from megatron.trust.flags.parameter_counts import check_build  # needs torch, which no other answer waits for
+def build_check_values(setting: RequestedSetup, true_vocab_size: int | None) -> dict[str, Any]:
+    """Build the layout's stages on the meta device and return what `--build` reports, as plain values."""
+    from megatron.trust.flags.parameter_counts import (
+        compare_layout_build,
+    )  # needs torch, which no other answer waits for
 
     setting = setting.with_elastic_layout()
     config, _ = resolve_and_examine(setting.config, setting.world_size)
     return asdict(
-        check_build(
+        compare_layout_build(
             config, setting.world_size, true_vocab_size=true_vocab_size or expected_vocab_size(config.tokenizer)[0]
         )
     )
@@ -216,20 +226,20 @@ def main(argv: list[str] | None = None) -> None:
     """Print the report, and exit with its code."""
     options, words = parse_arguments(sys.argv[1:] if argv is None else argv)
     if options.write_rules is not None:
-        options.write_rules.write_text(page(), encoding="utf-8")
+        options.write_rules.write_text(rules_page_markdown(), encoding="utf-8")
         return
-    report = _config_report(options, words)
-    text = json.dumps(report.as_dict(), indent=2) if options.json else "\n".join(report.lines())
+    report = _make_config_report(options, words)
+    text = json.dumps(report.report_values(), indent=2) if options.json else "\n".join(report.report_lines())
     sys.stdout.write(text + "\n")
     raise SystemExit(2 if report.broken else 1 if report.built and report.built["problems"] else 0)
 
 
-def _config_report(options: argparse.Namespace, words: Sequence[str]) -> Report:
-    """What is wrong with a command, what would mend it and, with --build, what the built network says."""
-    first = with_startup_checks(read_command(words, ranks=options.world_size, entry=options.entry), options)
-    command, fixed = apply_changes(words, options.why_not, options)
-    before = (*first.unread, *(first.setting.broken_rules() if first.setting else ())) if options.why_not else ()
-    rules = command.setting.broken_rules() if command.setting else ()
+def _make_config_report(options: argparse.Namespace, words: Sequence[str]) -> ConfigReport:
+    """Check a command, search edits that would mend it and, with --build, build the network."""
+    first = with_startup_checks(parse_command(words, ranks=options.world_size, entry=options.entry), options)
+    command, fixed = apply_flag_changes(words, options.why_not, options)
+    before = (*first.unread, *(first.setting.find_broken_rules() if first.setting else ())) if options.why_not else ()
+    rules = command.setting.find_broken_rules() if command.setting else ()
     broken = (*command.unread, *rules)
     broken = broken or memory_violations(command, options)
     answer = None
@@ -237,6 +247,6 @@ def _config_report(options: argparse.Namespace, words: Sequence[str]) -> Report:
         answer = smallest_repair(replace(command.setting, files=False), fixed=fixed, tries=options.tries)
     built = None
     if options.build and command.setting and not broken:
-        built = network_check_values(command.setting, options.true_vocab_size)
+        built = build_check_values(command.setting, options.true_vocab_size)
     ranks = command.setting.world_size if command.setting else options.world_size or 1
-    return Report(command, broken, before, options.why_not, answer, built, ranks)
+    return ConfigReport(command, broken, before, options.why_not, answer, built, ranks)

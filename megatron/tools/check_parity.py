@@ -21,15 +21,17 @@ from typing import Any
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
-from megatron.tools.parser import ToolParser, add_run_options, parse_with_run
+from megatron.tools.parser import ToolArgumentParser, add_run_options, parse_options_and_run_words
 from megatron.training.cli.preflight import resolve_and_examine
-from megatron.trust.flags.command import ENTRIES, read_command
-from megatron.trust.parity.proxy_config import ProxyConfig, proxy_config
+from megatron.trust.flags.command import ENTRIES, parse_command
+from megatron.trust.parity.proxy_config import ProxyConfig, make_proxy_config
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The tool's own options, and the words of the run."""
-    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    """Parse the command line: (the tool's own options, the words of the run)."""
+    parser = ToolArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     add_run_options(parser, ENTRIES)
     parser.add_argument(
         "--most-ranks", type=int, default=8, help="ranks to start here at most (default: 8); what does not fit is said"
@@ -41,13 +43,13 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         help="seconds after which ranks that have not come back are stopped (default: 300)",
     )
     parser.add_argument("--json", action="store_true", help="the report as JSON")
-    return parse_with_run(parser, argv)
+    return parse_options_and_run_words(parser, argv)
 
 
-def small_config(options: argparse.Namespace, words: Sequence[str]) -> ProxyConfig:
-    """The config of these words, made small; `ConfigError` if it breaks rules."""
-    command = read_command(words, ranks=options.world_size, entry=options.entry)
-    broken = [one.says for one in (*command.unread, *(command.setting.broken_rules() if command.setting else ()))]
+def proxy_config_of_command(options: argparse.Namespace, words: Sequence[str]) -> ProxyConfig:
+    """Return the proxy config of a command; `ConfigError` if it breaks rules or cannot be made small."""
+    command = parse_command(words, ranks=options.world_size, entry=options.entry)
+    broken = [one.says for one in (*command.unread, *(command.setting.find_broken_rules() if command.setting else ()))]
     if broken or command.setting is None:
         lines = [
             "these flags would not start; tools/check_config.py says what to change",
@@ -56,15 +58,15 @@ def small_config(options: argparse.Namespace, words: Sequence[str]) -> ProxyConf
         raise ConfigError("\n".join(lines))
     setting = command.setting.with_elastic_layout()
     config, _ = resolve_and_examine(setting.config, setting.world_size)
-    small = proxy_config(config, setting.world_size, most_ranks=options.most_ranks)
+    small = make_proxy_config(config, setting.world_size, most_ranks=options.most_ranks)
     return replace(small, finetuning=command.finetuning)
 
 
-def comparison_values(small: ProxyConfig, limit: float) -> dict[str, Any]:
-    """How the two short runs differ, as plain values."""
-    from megatron.trust.parity.parity import check_on_ranks  # needs torch, which no other answer waits for
+def parity_values(small: ProxyConfig, limit: float) -> dict[str, Any]:
+    """Run the proxy config both ways and return how the runs differ, as plain values. limit: seconds."""
+    from megatron.trust.parity.parity import run_parity_check  # needs torch, which no other answer waits for
 
-    result = check_on_ranks(small, limit)
+    result = run_parity_check(small, limit)
     if isinstance(result, str):
         return {
             "same": False,
@@ -78,24 +80,24 @@ def comparison_values(small: ProxyConfig, limit: float) -> dict[str, Any]:
         }
     counts = {kind: sum(one.kind == kind for one in result.checked) for kind in ("loss", "norm", "gradient", "weight")}
     return {
-        "same": result.same,
+        "same": result.is_within_tolerance,
         "failed": None,
         "compared": result.compared,
         "counts": counts,
         "tolerance": result.tolerance,
-        "start": None if result.same or result.start is None else asdict(result.start),
-        "problems": [_json_value(one) for one in result.problems],
-        "largest": [_json_value(one) for one in result.largest_differences()],
+        "start": None if result.is_within_tolerance or result.start is None else asdict(result.start),
+        "problems": [_difference_values(one) for one in result.problems],
+        "largest": [_difference_values(one) for one in result.largest_differences()],
     }
 
 
-def _json_value(one: Any) -> dict[str, Any]:
-    """A difference; JSON knows no infinity."""
+def _difference_values(one: Any) -> dict[str, Any]:
+    """Return a difference as plain values, an infinite gap as None."""
     return {**asdict(one), "gap": one.gap if math.isfinite(one.gap) else None}
 
 
 def layout_text(config: RunConfig, ranks: int) -> str:
-    """The degrees above 1, in words."""
+    """Describe the parallel sizes above 1."""
     parallel = config.parallel
     sizes = {
         "tensor": parallel.tp,
@@ -108,8 +110,8 @@ def layout_text(config: RunConfig, ranks: int) -> str:
     return f"{' x '.join(words) or 'no axis'} = {ranks} rank{'s' * (ranks > 1)}{experts}"
 
 
-def _difference_lines(result: dict[str, Any]) -> list[str]:
-    """Where the two runs begin to differ, what differs, and the largest differences."""
+def _parity_difference_lines(result: dict[str, Any]) -> list[str]:
+    """Return lines on where the runs begin to differ, what differs, and the largest differences."""
     lines: list[str] = []
     if result["start"] is not None:
         start = result["start"]
@@ -131,8 +133,8 @@ def _difference_lines(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def report_lines(small: ProxyConfig, result: dict[str, Any], seconds: float) -> list[str]:
-    """The report, line by line."""
+def parity_report_lines(small: ProxyConfig, result: dict[str, Any], seconds: float) -> list[str]:
+    """Return the lines of the report. result: of `parity_values`; seconds: that it took."""
     model = small.config.model
     layers = model.num_layers + (model.decoder_num_layers or 0)
     lines = [
@@ -149,7 +151,7 @@ def report_lines(small: ProxyConfig, result: dict[str, Any], seconds: float) -> 
             f"compared: {counts['loss']} losses, {counts['norm']} gradient norms, {counts['gradient']} gradients and "
             f"{counts['weight']} weights; {result['compared']} pieces of activations"
         )
-    lines += _difference_lines(result)
+    lines += _parity_difference_lines(result)
     smaller, lost = [one for one in small.changes if not one.lost], [one for one in small.changes if one.lost]
     lines += ["", "made smaller", *(f"    {one}" for one in smaller)] if smaller else []
     lines += ["", "not compared", *(f"    {one}" for one in lost)] if lost else []
@@ -161,12 +163,12 @@ def main(argv: list[str] | None = None) -> None:
     options, words = parse_arguments(sys.argv[1:] if argv is None else argv)
     began = time.monotonic()
     try:
-        small = small_config(options, words)
+        small = proxy_config_of_command(options, words)
     except ConfigError as error:
         sys.stderr.write(f"ConfigError: {error}\n")
         raise SystemExit(2) from None
     sys.stderr.write(f"one rank against {layout_text(small.config, small.world_size)} ...\n")
-    result = comparison_values(small, options.limit)
+    result = parity_values(small, options.limit)
     seconds = time.monotonic() - began
     if options.json:
         changes = [
@@ -182,5 +184,5 @@ def main(argv: list[str] | None = None) -> None:
         }
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
-        sys.stdout.write("\n".join(report_lines(small, result, seconds)) + "\n")
+        sys.stdout.write("\n".join(parity_report_lines(small, result, seconds)) + "\n")
     raise SystemExit(0 if result["same"] else 1)

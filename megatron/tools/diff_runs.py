@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from megatron.tools.parser import ToolParser
+from megatron.tools.parser import ToolArgumentParser
 from megatron.training.launch.launch_info import install_interrupt_handler
 from megatron.training.report.run_log import to_json_value
 from megatron.trust.compare.runs import (
-    Difference,
-    History,
     InputDifference,
+    RunDivergence,
+    RunHistory,
     StepDifference,
     find_divergence,
     read_history,
@@ -32,7 +32,7 @@ WIDEST = 60  # characters of one value
 
 
 def format_value(value: Any) -> str:
-    """A value in few characters."""
+    """Format a value, truncated."""
     if value is None:
         return "(none)"
     text = value if isinstance(value, str) else json.dumps(value)
@@ -40,7 +40,7 @@ def format_value(value: Any) -> str:
 
 
 def format_ranges(iterations: Sequence[int]) -> str:
-    """Rising numbers as ranges."""
+    """Format ascending numbers as ranges: "1-5, 8"."""
     ends = [
         place
         for place, number in enumerate(iterations)
@@ -53,14 +53,14 @@ def format_ranges(iterations: Sequence[int]) -> str:
     return ", ".join(parts) or "none"
 
 
-def description(letter: str, run: History) -> list[str]:
-    """A run in two lines."""
+def run_history_lines(letter: str, run: RunHistory) -> list[str]:
+    """Describe a run in two lines. letter: A or B."""
     starts = f"{len(run.starts)} start{'s' * (len(run.starts) > 1)}"
     return [f"{letter}  {run.path}", f"   steps {format_ranges(sorted(run.steps))}; {starts}; {run.end}"]
 
 
-def value_table(apart: StepDifference) -> list[str]:
-    """The values of one step, side by side."""
+def step_value_lines(apart: StepDifference) -> list[str]:
+    """Return lines with the values of one step in both runs."""
     return [
         f"  {name:16} A {'none' if a is None else repr(a):24} B {'none' if b is None else repr(b):24}"
         + ("" if a is None or b is None or not math.isfinite(a - b) else f" apart by {abs(a - b):.3g}")
@@ -69,7 +69,7 @@ def value_table(apart: StepDifference) -> list[str]:
 
 
 def input_difference_lines(inputs: Sequence[InputDifference]) -> list[str]:
-    """What differs, a rank each."""
+    """Return lines with the inputs that differ, numbered, with both values."""
     lines = []
     for place, one in enumerate(inputs, start=1):
         origins = one.origins or ("", "")
@@ -82,9 +82,9 @@ def input_difference_lines(inputs: Sequence[InputDifference]) -> list[str]:
     return lines
 
 
-def report(a: History, b: History, difference: Difference, tolerance: float) -> str:
-    """What there is to say, as text."""
-    lines = [*description("A", a), *description("B", b), ""]
+def run_divergence_report(a: RunHistory, b: RunHistory, difference: RunDivergence, tolerance: float) -> str:
+    """Return the report as text: where the runs diverge, and what may be the cause."""
+    lines = [*run_history_lines("A", a), *run_history_lines("B", b), ""]
     if not difference.common:
         lines.append("They have no step in common.")
     elif difference.first is None:
@@ -94,14 +94,14 @@ def report(a: History, b: History, difference: Difference, tolerance: float) -> 
         lines += [
             f"They part in step {difference.first.iteration}, by {difference.first.size:.2g} of the value; equal to the last bit before: "
             f"{format_ranges(before)}",
-            *value_table(difference.first),
+            *step_value_lines(difference.first),
         ]
         if difference.beyond is None:
             lines.append(f"No step differs by more than {tolerance:g}.")
         elif difference.beyond.iteration != difference.first.iteration:
             lines += [
                 f"By more than {tolerance:g} they first differ in step {difference.beyond.iteration}:",
-                *value_table(difference.beyond),
+                *step_value_lines(difference.beyond),
             ]
     if difference.restarts:
         lines.append(
@@ -120,9 +120,9 @@ def report(a: History, b: History, difference: Difference, tolerance: float) -> 
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the report, and exit with its code."""
+    """Print the report; exit with 1 if the runs diverge."""
     install_interrupt_handler()
-    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("a", metavar="RUN_A", help="--save folder or run log of a run")
     parser.add_argument("b", metavar="RUN_B", help="that of another")
     parser.add_argument(
@@ -145,6 +145,6 @@ def main(argv: list[str] | None = None) -> None:
         }
         text = json.dumps(to_json_value({**ends, **asdict(result)}), indent=2) + "\n"
     else:
-        text = report(a, b, result, options.tolerance)
+        text = run_divergence_report(a, b, result, options.tolerance)
     sys.stdout.write(text)
     raise SystemExit(1 if result.first else 0)

@@ -17,21 +17,21 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from megatron.core.config.flags import ConfigError, from_namespace
+from megatron.core.config.flags import ConfigError, config_from_namespace
 from megatron.core.config.settings.run import RequestedRun, RunConfig
-from megatron.core.kernels.startup_check import ChosenKernels, choose_kernels
+from megatron.core.kernels.startup_check import KernelChoice, choose_tried_kernels
 from megatron.core.kernels.table import KernelRequirements
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import pick_device, set_current_device
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.tools.parser import ToolParser
+from megatron.tools.parser import ToolArgumentParser
 from megatron.training.cli.arguments import read_flags
 from megatron.training.cli.device_checks import kernel_requirements
-from megatron.training.cli.preflight import fit_to_ranks, resolve_and_examine
-from megatron.training.initialize import build_mesh, shut_down
+from megatron.training.cli.preflight import fit_elastic_layout, resolve_and_examine
+from megatron.training.initialize import build_mesh, leave_process_group
 from megatron.training.launch.launch_info import world_size
-from megatron.trust.doctor import CheckResult, RunUnderTest, examine_all
+from megatron.trust.doctor import DoctorFinding, RunToDiagnose, diagnose_all
 from megatron.trust.flags.command import ENTRIES, split_command
 
 # Stands for the network of a run whose flags are missing or broken, so that the machines can be examined all the same.
@@ -41,28 +41,30 @@ STAND_IN = (
 ).split()
 
 
-def read_settings(words: Sequence[str], entry: str) -> tuple[RunConfig, list[CheckResult]]:
-    """The config to examine, resolved; and the rows of flags that cannot be read and of rules that are broken."""
-    stand_in, _ = resolve_and_examine(from_namespace(RequestedRun, read_flags(STAND_IN)), 1)
+def parse_config_to_diagnose(words: Sequence[str], entry: str) -> tuple[RunConfig, list[DoctorFinding]]:
+    """Return (the resolved config to check, rows on flags that cannot be read and rules that are broken). Without valid
+    flags it is a small stand-in.
+    """
+    stand_in, _ = resolve_and_examine(config_from_namespace(RequestedRun, read_flags(STAND_IN)), 1)
     if not words:
-        return stand_in, [CheckResult("rules", "OK", "no flags given: the machines alone, with a small network")]
+        return stand_in, [DoctorFinding("rules", "OK", "no flags given: the machines alone, with a small network")]
     try:
         args = read_flags(words, defaults=ENTRIES[entry].defaults(words), extra=ENTRIES[entry].extra)
     except ConfigError as error:
         return stand_in, [
-            CheckResult("rules", "FAIL", line.strip(), "see --help of the entry script")
+            DoctorFinding("rules", "FAIL", line.strip(), "see --help of the entry script")
             for line in str(error).splitlines()
         ]
-    config, broken = resolve_and_examine(from_namespace(RequestedRun, args), world_size())
-    rows = [CheckResult("rules", "FAIL", problem) for problem in args.problems]
+    config, broken = resolve_and_examine(config_from_namespace(RequestedRun, args), world_size())
+    rows = [DoctorFinding("rules", "FAIL", problem) for problem in args.problems]
     rows += [
-        CheckResult("rules", "FAIL", f"{name}: {problem}", "tools/check_config.py finds the fewest changes")
+        DoctorFinding("rules", "FAIL", f"{name}: {problem}", "tools/check_config.py finds the fewest changes")
         for name, problem in broken
     ]
-    _, ranks = fit_to_ranks(from_namespace(RequestedRun, args), world_size())
+    _, ranks = fit_elastic_layout(config_from_namespace(RequestedRun, args), world_size())
     if not rows and ranks < world_size():
         rows = [
-            CheckResult(
+            DoctorFinding(
                 "rules",
                 "WARN",
                 f"--elastic: {ranks} of {world_size()} ranks would train; the machines are examined with a small network",
@@ -71,36 +73,40 @@ def read_settings(words: Sequence[str], entry: str) -> tuple[RunConfig, list[Che
         ]
     if rows:
         return dataclasses.replace(stand_in, data=config.data, checkpoint=config.checkpoint), rows
-    return config, [CheckResult("rules", "OK", f"all are kept on {world_size()} rank(s)")]
+    return config, [DoctorFinding("rules", "OK", f"all are kept on {world_size()} rank(s)")]
 
 
-def kernels_of(config: RunConfig, need: KernelRequirements, mesh: Mesh) -> tuple[ChosenKernels, list[CheckResult]]:
-    """The kernels of the run, as its start chooses them, with a row for each default that failed its trial; where a wish cannot be met, those of no
-    wish, and a row that says so.
+def choose_kernels_with_findings(
+    config: RunConfig, need: KernelRequirements, mesh: Mesh
+) -> tuple[KernelChoice, list[DoctorFinding]]:
+    """Choose the run's kernels as its start does. Return them, with a row for each default that failed its trial; if a
+    requested kernel cannot be used, those chosen without requests and a FAIL row.
     """
 
-    def chosen(wishes: dict[str, str]) -> ChosenKernels:
-        return choose_kernels(
+    def choose_by_wishes(wishes: dict[str, str]) -> KernelChoice:
+        return choose_tried_kernels(
             config, need, mesh.device, wishes=wishes, gather=lambda rows: collectives.gather_objects(rows, mesh.world)
         )
 
     try:
-        chosen_kernels, rows = chosen(config.model.kernel_requests), list[CheckResult]()
+        chosen_kernels, rows = choose_by_wishes(config.model.all_requested_kernels), list[DoctorFinding]()
     except ConfigError as error:
-        chosen_kernels, rows = chosen({}), [CheckResult("kernels", "FAIL", str(error))]
+        chosen_kernels, rows = choose_by_wishes({}), [DoctorFinding("kernels", "FAIL", str(error))]
     return chosen_kernels, [
         *rows,
         *(
-            CheckResult("kernels", "WARN", line, "test the device, its driver and triton")
+            DoctorFinding("kernels", "WARN", line, "test the device, its driver and triton")
             for line in chosen_kernels.failures
         ),
     ]
 
 
-def build_run_under_test(
+def build_run_to_diagnose(
     config: RunConfig, *, whole: bool, megabytes: int, all_kernels: bool
-) -> tuple[RunUnderTest, list[CheckResult]]:
-    """The run on these ranks, as far as it can be examined before it is built, and what speaks against it. Joins the other ranks."""
+) -> tuple[RunToDiagnose, list[DoctorFinding]]:
+    """Join the other ranks; return the run to check on them, and rows on its kernels. whole: the settings keep every
+    rule.
+    """
     device = pick_device()
     set_current_device(device)
     mesh = build_mesh(config, device)
@@ -112,12 +118,12 @@ def build_run_under_test(
         except (ConfigError, OSError):
             pass  # the check of the tokenizer tells on which ranks
     hosts = tuple(collectives.gather_objects(socket.gethostname(), mesh.world))
-    chosen, rows = kernels_of(config, need, mesh)
-    return RunUnderTest(config, mesh, chosen.kernels, chosen.need, hosts, whole, megabytes, all_kernels), rows
+    chosen, rows = choose_kernels_with_findings(config, need, mesh)
+    return RunToDiagnose(config, mesh, chosen.kernels, chosen.need, hosts, whole, megabytes, all_kernels), rows
 
 
-def check_table(rows: Sequence[CheckResult]) -> str:
-    """The rows, and how many there are of each kind."""
+def findings_table_text(rows: Sequence[DoctorFinding]) -> str:
+    """Return the rows as text, and the number of each status."""
     lines = []
     for row in rows:
         lines.append(f"{row.status:4}  {row.check:11}  {row.finding}")
@@ -127,8 +133,10 @@ def check_table(rows: Sequence[CheckResult]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the report on rank 0, and exit with its code on all."""
-    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    """Print the report on rank 0; exit with 1 on all ranks if a row is FAIL."""
+    parser = ToolArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--entry", choices=ENTRIES, default="pretrain_gpt.py", help="script that the flags are for")
     parser.add_argument(
         "--megabytes", type=int, default=16, help="MiB that each rank sums and writes to measure rates (default: 16)"
@@ -139,19 +147,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     options, words = parser.parse_known_args(argv)
     _, entry, words = split_command([word for word in words if word != "--"], options.entry)
-    config, rows = read_settings(words, entry)
+    config, rows = parse_config_to_diagnose(words, entry)
     whole = bool(words) and all(row.status == "OK" for row in rows)
     try:
-        subject, kernels = build_run_under_test(
+        subject, kernels = build_run_to_diagnose(
             config, whole=whole, megabytes=options.megabytes, all_kernels=options.all_kernels
         )
-        rows += [*kernels, *examine_all(subject)]
+        rows += [*kernels, *diagnose_all(subject)]
         if subject.mesh.world.is_first:
             sys.stdout.write(
                 json.dumps([dataclasses.asdict(row) for row in rows], indent=2) + "\n"
                 if options.json
-                else check_table(rows)
+                else findings_table_text(rows)
             )
     finally:
-        shut_down()
+        leave_process_group()
     raise SystemExit(1 if any(row.status == "FAIL" for row in rows) else 0)

@@ -21,13 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.flags import ConfigError
-from megatron.evaluation.benchmarks import BENCHMARKS, Question, read_questions, scores, write_results
-from megatron.tools.parser import ToolParser
+from megatron.evaluation.benchmarks import (
+    BENCHMARKS,
+    BenchmarkQuestion,
+    benchmark_scores,
+    read_benchmark_questions,
+    write_benchmark_results,
+)
+from megatron.tools.parser import ToolArgumentParser
 from megatron.training.launch.launch_info import install_interrupt_handler
 
 
 def read_lines_by_id(path: str) -> dict[Any, Mapping[str, Any]]:
-    """The lines of a file by their id."""
+    """Return the JSON lines of a file by their id. `ConfigError` if an id is missing or repeated."""
     try:
         rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
         result = {row["id"]: row for row in rows}
@@ -38,19 +44,23 @@ def read_lines_by_id(path: str) -> dict[Any, Mapping[str, Any]]:
     return result
 
 
-def evaluate(task: str, answers: str, questions: Sequence[Question], results: Path | None) -> list[str]:
-    """Score and write; a line for each score."""
+def score_answers(task: str, answers: str, questions: Sequence[BenchmarkQuestion], results: Path | None) -> list[str]:
+    """Score the answers of a task, and write them for its official program if `results` is given. Return a line for
+    each score.
+    """
     given = read_lines_by_id(answers)
     rows = [(str(given.get(one.number, {}).get("text", "")).strip(), one) for one in questions]
     lacking = sum("text" not in given.get(one.number, {}) for one in questions)
     if results is not None:
-        write_results(task, rows, results)
-    lines = [f"{task} {name}: {score:.2f} of {len(rows)} answers" for name, score in scores(task, rows).items()]
+        write_benchmark_results(task, rows, results)
+    lines = [
+        f"{task} {name}: {score:.2f} of {len(rows)} answers" for name, score in benchmark_scores(task, rows).items()
+    ]
     return lines + ([f"{lacking} answers are missing or errors, and count as wrong"] if lacking else [])
 
 
-def write_prompts(questions: Sequence[Question], folder: str, path: Path) -> None:
-    """Questions as tools/generate.py reads them."""
+def write_questions_as_prompts(questions: Sequence[BenchmarkQuestion], folder: str, path: Path) -> None:
+    """Write questions as JSON lines that tools/generate.py reads. `ConfigError` if one has no text."""
     if mute := [one for one in questions if not one.messages]:
         raise ConfigError(f"{mute[0].number!r} is an answer without a question; give the file of questions too")
     rows = [
@@ -61,9 +71,11 @@ def write_prompts(questions: Sequence[Question], folder: str, path: Path) -> Non
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry of the tool."""
+    """Write the questions, print the scores, or both, as the flags ask."""
     install_interrupt_handler()
-    made = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    made = ToolArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     made.add_argument("--task", required=True, choices=BENCHMARKS, help="whose definition holds")
     made.add_argument("--references", required=True, nargs="+", metavar="FILE", help="official files, or JSON lines")
     made.add_argument("--answers", metavar="FILE", help="what tools/generate.py wrote, to be scored")
@@ -77,11 +89,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if args.answers is None and args.questions is None:
             raise ConfigError("nothing to do; give --answers to be scored, or --questions to be written")
-        questions = read_questions(args.task, args.references, args.prompt)
+        questions = read_benchmark_questions(args.task, args.references, args.prompt)
         if args.questions is not None:
-            write_prompts(questions, args.image_folder, args.questions)
+            write_questions_as_prompts(questions, args.image_folder, args.questions)
         if args.answers is not None:
-            print("\n".join(evaluate(args.task, args.answers, questions, args.results)))
+            print("\n".join(score_answers(args.task, args.answers, questions, args.results)))
     except (ConfigError, OSError) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         raise SystemExit(1) from None

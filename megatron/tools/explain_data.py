@@ -20,32 +20,32 @@ from io import TextIOWrapper
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import stages_of
+from megatron.core.config.stages import pipeline_stages_of
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.kinds import KINDS
 from megatron.core.datasets.paths import SPLITS
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.parallel.grid import axis_ranks
+from megatron.core.parallel.grid import axis_rank_groups
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.tools.parser import ToolParser
+from megatron.tools.parser import ToolArgumentParser
 from megatron.training.cli.arguments import config_of, read_args
 from megatron.training.data.inspect_samples import (
-    Microbatch,
+    DocumentOccurrence,
+    MicrobatchDescription,
+    ResumeCounters,
     RunDataInspector,
     SampleDescription,
-    SampleUse,
-    StartCounters,
 )
-from megatron.training.data.sample_order import needs_text
+from megatron.training.data.sample_order import stages_read_data
 from megatron.trust.flags.command import ENTRIES
 
 SHOWN_TEXT = 72
 _READS_AS = {"hybrid": "gpt", "mamba": "gpt"}  # scripts that read the samples of another
 
 
-def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The tool's own options, and the flags of the run."""
-    parser = ToolParser(
+def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the command line: (the tool's own options, flags of the run)."""
+    parser = ToolArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -80,29 +80,31 @@ def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def explain(options: argparse.Namespace, flags: Sequence[str]) -> Iterator[str]:
-    """The lines to print."""
-    explanation, ranks = _build_explanation(options, flags)
+def explanation_lines(options: argparse.Namespace, flags: Sequence[str]) -> Iterator[str]:
+    """Yield the lines to print: what a step reads, or when a document is read."""
+    explanation, ranks = _make_data_inspector(options, flags)
     if options.document is not None:
         prefix, _, number = options.document.rpartition(":")
         if not prefix or not number.isdecimal():
             raise ConfigError(f"--document {options.document} is not PREFIX:NUMBER")
         uses = explanation.occurrences(options.set, prefix, int(number))
         uses = [use for use in uses if ranks is None or use.data_rank in ranks]
-        yield from map(_entry_json, uses) if options.json else _sample_use_lines(uses, options)
+        yield from map(_description_json, uses) if options.json else _document_occurrence_lines(uses, options)
     else:
         for microbatch in explanation.microbatches_of_step(options.set, options.step, ranks):
-            yield from (_entry_json(microbatch),) if options.json else _microbatch_lines(microbatch, options)
+            yield from (_description_json(microbatch),) if options.json else _microbatch_lines(microbatch, options)
 
 
-def _build_explanation(options: argparse.Namespace, flags: Sequence[str]) -> tuple[RunDataInspector, list[int] | None]:
-    """The data of the run, and the data-parallel ranks to print, None for all."""
+def _make_data_inspector(
+    options: argparse.Namespace, flags: Sequence[str]
+) -> tuple[RunDataInspector, list[int] | None]:
+    """Return (inspector of the run's data, data-parallel ranks to print or None for all)."""
     defaults = ENTRIES[f"pretrain_{options.entry}.py"].defaults(())
     config = config_of(read_args(flags, defaults=defaults, world_size=options.world_size), options.world_size)
-    ranks = None if options.rank is None else [_data_rank(options, config)]
+    ranks = None if options.rank is None else [_data_parallel_rank(options, config)]
     if options.resumed_at is not None and len(options.resumed_at) > 3:
         raise ConfigError(f"--resumed-at takes up to 3 numbers, not {len(options.resumed_at)}")
-    start = StartCounters(*(options.resumed_at or ()))
+    start = ResumeCounters(*(options.resumed_at or ()))
     explanation = RunDataInspector(
         config,
         build_tokenizer(config.tokenizer),
@@ -113,30 +115,30 @@ def _build_explanation(options: argparse.Namespace, flags: Sequence[str]) -> tup
     return explanation, ranks
 
 
-def _data_rank(options: argparse.Namespace, config: RunConfig) -> int:
-    """The place of a rank on the data axis; `ConfigError` for one that reads nothing."""
-    groups = axis_ranks(config.parallel, options.world_size)
+def _data_parallel_rank(options: argparse.Namespace, config: RunConfig) -> int:
+    """Return the index of --rank on the data axis; `ConfigError` if there is no such rank, or it reads nothing."""
+    groups = axis_rank_groups(config.parallel, options.world_size)
     if not 0 <= options.rank < options.world_size:
         raise ConfigError(f"--rank {options.rank}: the run has ranks 0 to {options.world_size - 1} (see --world-size)")
     place = next(line.index(options.rank) for line in groups["pp"] if options.rank in line)
-    if not needs_text(config, [stage for stage in stages_of(config) if stage.rank == place]):
+    if not stages_read_data(config, [stage for stage in pipeline_stages_of(config) if stage.rank == place]):
         raise ConfigError(
             f"--rank {options.rank} is pipeline rank {place} and reads no text: only the first and the last do"
         )
     return next(line.index(options.rank) for line in groups["dp"] if options.rank in line)
 
 
-def _entry_json(entry: Microbatch | SampleUse) -> str:
+def _description_json(entry: MicrobatchDescription | DocumentOccurrence) -> str:
     return json.dumps(dataclasses.asdict(entry))
 
 
-def _sample_use_lines(uses: Sequence[SampleUse], options: argparse.Namespace) -> Iterator[str]:
+def _document_occurrence_lines(uses: Sequence[DocumentOccurrence], options: argparse.Namespace) -> Iterator[str]:
     yield f"{options.document} is seen {len(uses)} times in the {options.set} data of this run"
     for one in uses:
         yield f"  step {one.step}, microbatch {one.microbatch}, data-parallel rank {one.data_rank}: sample {one.sample}"
 
 
-def _microbatch_lines(microbatch: Microbatch, options: argparse.Namespace) -> Iterator[str]:
+def _microbatch_lines(microbatch: MicrobatchDescription, options: argparse.Namespace) -> Iterator[str]:
     yield (
         f"{microbatch.split} step {microbatch.step}, microbatch {microbatch.microbatch}, data-parallel rank {microbatch.data_rank}: "
         f"samples {' '.join('-' if s.sample is None else str(s.sample) for s in microbatch.samples)}, hash {microbatch.hash}"
@@ -174,15 +176,15 @@ def _quote_text(text: str, options: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the answer."""
+    """Print what a step reads, or when a document is read."""
     if argv is None and hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as other tools do when `head` has seen enough
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # texts may hold what the terminal cannot show
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    options, flags = read_options(sys.argv[1:] if argv is None else argv)
+    options, flags = parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
-        for line in explain(options, flags):
+        for line in explanation_lines(options, flags):
             sys.stdout.write(line + "\n")
     except (ConfigError, DataError, CheckpointError) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")

@@ -26,25 +26,37 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from megatron.core.config.flags import ConfigError, add_arguments, from_namespace
+from megatron.core.config.flags import ConfigError, add_arguments, config_from_namespace
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.config.settings.parallel import ParallelConfig
-from megatron.core.datasets.images import ImageError, read_bytes
+from megatron.core.datasets.images import ImageError, read_image_bytes
 from megatron.core.datasets.indexed import DataError
 from megatron.core.families.hf import is_hf_checkpoint
 from megatron.core.models.t5 import T5Model
-from megatron.core.tokenizers.base import read_text
-from megatron.inference.encoder_decoder import EncoderDecoder
+from megatron.core.tokenizers.base import read_flag_file_text
+from megatron.inference.encoder_decoder import EncoderDecoderEngine
 from megatron.inference.engine import Engine
 from megatron.inference.generate import prompt_ids
-from megatron.inference.image_prompts import ImagePrompts
-from megatron.inference.requests import Event, Reply, Request, Token
-from megatron.inference.sampling import Sampling
+from megatron.inference.image_prompts import ImagePromptWriter
+from megatron.inference.requests import GenerationEvent, GenerationReply, GenerationRequest, TokenLogprob
+from megatron.inference.sampling import SamplingParams
 from megatron.inference.step_input import PromptImages
-from megatron.tools.parser import ToolParser, add_dtype, add_network_options, add_sampling_options, add_sizes
+from megatron.tools.parser import (
+    ToolArgumentParser,
+    add_checkpoint_options,
+    add_dtype,
+    add_parallel_size_options,
+    add_sampling_options,
+)
 from megatron.training.checkpoint.formats import open_checkpoint
-from megatron.training.checkpoint.inference_model import GPT, InferenceModel, ModelKind, architecture_of, load_network
-from megatron.training.entry import run_entry
+from megatron.training.checkpoint.inference_model import (
+    GPT,
+    InferenceModel,
+    ModelKind,
+    checkpoint_architecture,
+    load_network,
+)
+from megatron.training.entry import entry_point
 
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -66,10 +78,10 @@ KINDS: dict[str, tuple[type, ...]] = {
 AHEAD = 4  # times the requests that are decoded together: how far lines are read before the first of them is answered
 
 
-def options(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = add_network_options(parser, "what")
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = ToolArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = add_checkpoint_options(parser, "what")
     what.add_argument(
         "--draft",
         metavar="FOLDER",
@@ -84,7 +96,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         help="answers, a JSON object a line; begun by an earlier run: gone on with",
     )
     add_dtype(what)
-    add_sizes(what, SIZES)
+    add_parallel_size_options(what, SIZES)
     how = parser.add_argument_group("how, where a line does not say")
     add_sampling_options(how, "line n draws with seed + n")
     how.add_argument(
@@ -105,30 +117,36 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def engine_of(given: argparse.Namespace) -> Engine | EncoderDecoder:
-    """What answers, on this rank."""
+def load_engine(given: argparse.Namespace) -> Engine | EncoderDecoderEngine:
+    """Load the network(s) of the command line, and return this rank's engine. `ConfigError` and `CheckpointError` if
+    they do not fit.
+    """
     parallel = ParallelConfig(**{name: getattr(given, name) for name in SIZES})
-    config = from_namespace(InferenceConfig, given)
-    if architecture_of(open_checkpoint(given.load, given.ckpt_step)) == "t5":
+    config = config_from_namespace(InferenceConfig, given)
+    if checkpoint_architecture(open_checkpoint(given.load, given.ckpt_step)) == "t5":
         if given.draft:
             raise ConfigError("a T5 is decoded without drafts; leave out --draft")
         t5 = load_network(
             given.load, ModelKind("t5", T5Model), step=given.ckpt_step, parallel=parallel, dtype=given.dtype
         )
-        return EncoderDecoder(t5.stages, t5.tokenizer, config, start=decoder_start_token(t5))
+        return EncoderDecoderEngine(t5.stages, t5.tokenizer, config, start=decoder_start_token(t5))
     loaded = load_network(given.load, GPT, step=given.ckpt_step, parallel=parallel, dtype=given.dtype)
     draft = load_network(given.draft, GPT, parallel=parallel, dtype=given.dtype).stages if given.draft else ()
     engine = Engine(loaded.stages, loaded.tokenizer, config, draft=draft)
     if loaded.config.model.has_vision:
-        engine.image_prompts = ImagePrompts.from_model(loaded.config.model, loaded.tokenizer, loaded.source.settings)
+        engine.image_prompts = ImagePromptWriter.from_model(
+            loaded.config.model, loaded.tokenizer, loaded.source.settings
+        )
     return engine
 
 
 def decoder_start_token(loaded: InferenceModel) -> int:
-    """The token that every text of a decoder begins with: of a published folder as it says, else the begin of a text."""
+    """Return the token that a T5's decoded text begins with: a Hugging Face folder's own, else the tokenizer's bos.
+    `ConfigError` if there is none.
+    """
     where, tokenizer = loaded.source.where, loaded.tokenizer
     message = (
-        json.loads(read_text(Path(where) / "config.json", "--load")).get("decoder_start_token_id")
+        json.loads(read_flag_file_text(Path(where) / "config.json", "--load")).get("decoder_start_token_id")
         if is_hf_checkpoint(where)
         else tokenizer.bos
     )
@@ -140,9 +158,13 @@ def decoder_start_token(loaded: InferenceModel) -> int:
     return message
 
 
-def request_of(line: str, number: int, given: argparse.Namespace, engine: Engine | EncoderDecoder) -> Request:
-    """The request of a line; `ConfigError` says what is wrong with it."""
-    fields, images = _fields_of(line), None
+def parse_request_line(
+    line: str, number: int, given: argparse.Namespace, engine: Engine | EncoderDecoderEngine
+) -> GenerationRequest:
+    """Return the engine request of an input line; `ConfigError` says what is wrong with it. number: of the line, added
+    to the seed.
+    """
+    fields, images = _parse_line_fields(line), None
     prompt: Sequence[int]
     try:
         if "messages" in fields:
@@ -151,8 +173,8 @@ def request_of(line: str, number: int, given: argparse.Namespace, engine: Engine
             prompt = tokenize_prompt(engine, fields["prompt"]) if "prompt" in fields else fields["ids"]
     except (ValueError, DataError, ImageError) as error:
         raise ConfigError(f"the prompt cannot be read: {error}") from None
-    sampling = Sampling(**{name: fields.get(name, getattr(given, name)) for name in SAMPLING})
-    return Request(
+    sampling = SamplingParams(**{name: fields.get(name, getattr(given, name)) for name in SAMPLING})
+    return GenerationRequest(
         tuple(prompt),
         fields.get("num_tokens", given.num_tokens),
         sampling,
@@ -165,17 +187,17 @@ def request_of(line: str, number: int, given: argparse.Namespace, engine: Engine
 
 
 def tokenize_conversation(
-    engine: Engine | EncoderDecoder, messages: list[Any], paths: list[Any]
+    engine: Engine | EncoderDecoderEngine, messages: list[Any], paths: list[Any]
 ) -> tuple[tuple[int, ...], PromptImages]:
-    """The ids of a conversation with images, and these."""
+    """Return the ids of a conversation with images, and the images. paths: of image files."""
     prompts = engine.image_prompts if isinstance(engine, Engine) else None
     if prompts is None:
         raise ConfigError("the network reads no images; give a prompt")
-    return prompts.write(messages, [read_bytes(str(path), prompts.options) for path in paths])
+    return prompts.encode_prompt(messages, [read_image_bytes(str(path), prompts.options) for path in paths])
 
 
-def _fields_of(line: str) -> dict[str, Any]:
-    """The JSON object of a line, with values of the right types."""
+def _parse_line_fields(line: str) -> dict[str, Any]:
+    """Return the JSON object of a line; `ConfigError` if it is none, or a value has a wrong type."""
     try:
         fields = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -192,30 +214,34 @@ def _fields_of(line: str) -> dict[str, Any]:
     return fields
 
 
-def tokenize_prompt(engine: Engine | EncoderDecoder, text: str) -> list[int]:
-    """The ids of a prompt."""
+def tokenize_prompt(engine: Engine | EncoderDecoderEngine, text: str) -> list[int]:
+    """Return the ids of a prompt, with the end of text for a T5."""
     tokenizer = engine.tokenizer
     if isinstance(engine, Engine):
         return prompt_ids(tokenizer, text)
     return [*tokenizer.tokenize(text), tokenizer.eod if tokenizer.eos is None else tokenizer.eos]
 
 
-def answer_of(line: str, reply: Reply) -> dict[str, Any]:
-    """What is written for a line."""
+def reply_as_output(line: str, reply: GenerationReply) -> dict[str, Any]:
+    """Return the output object for an input line and its reply."""
     request = json.loads(line)
     answer = {name: request[name] for name in ("id", "prompt") if name in request}
     if reply.reason == "error":
         return {**answer, "error": reply.problem}
     answer |= {"text": reply.text, "ids": list(reply.ids), "reason": reply.reason, "seed": reply.seed}
-    return {**answer, "logprobs": [_token_scores(token) for token in reply.tokens]} if "logprobs" in request else answer
+    return (
+        {**answer, "logprobs": [_logprobs_as_output(token) for token in reply.tokens]}
+        if "logprobs" in request
+        else answer
+    )
 
 
-def _token_scores(token: Token) -> dict[str, Any]:
+def _logprobs_as_output(token: TokenLogprob) -> dict[str, Any]:
     return {"logprob": token.logprob, "top": [[number, score] for number, score in token.top]}
 
 
-def refusal_of(line: str, problem: str) -> dict[str, Any]:
-    """What is written for a line that cannot be served."""
+def error_as_output(line: str, problem: str) -> dict[str, Any]:
+    """Return the output object for an input line that cannot be served."""
     try:
         value = json.loads(line)
     except (json.JSONDecodeError, RecursionError):
@@ -225,9 +251,9 @@ def refusal_of(line: str, problem: str) -> dict[str, Any]:
 
 
 def generate_answers(
-    engine: Engine | EncoderDecoder, lines: Iterator[tuple[int, str]], given: argparse.Namespace
+    engine: Engine | EncoderDecoderEngine, lines: Iterator[tuple[int, str]], given: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """The answers to lines, in their order; only so many lines are held at once."""
+    """Yield the output objects of the lines, in order; only a limited number of lines is held at once."""
     replies: dict[int, dict[str, Any]] = {}
     requests: dict[int, tuple[int, str]] = {}
     config, following, first, end = engine.config, None, None, False
@@ -235,10 +261,10 @@ def generate_answers(
         AHEAD * config.inference_max_requests, config.inference_max_requests + config.inference_max_waiting_requests
     )
 
-    def keep(event: Event) -> None:
+    def keep_reply(event: GenerationEvent) -> None:
         if event.reply is not None:
             number, line = requests.pop(event.ticket)
-            replies[number] = answer_of(line, event.reply)
+            replies[number] = reply_as_output(line, event.reply)
 
     while not end or requests or replies:
         while not end and len(requests) + len(replies) < most:
@@ -249,9 +275,9 @@ def generate_answers(
             number, line = following
             first = number if first is None else first
             try:
-                requests[engine.submit(request_of(line, number, given, engine), keep)] = following
+                requests[engine.submit(parse_request_line(line, number, given, engine), keep_reply)] = following
             except ConfigError as error:
-                replies[number] = refusal_of(
+                replies[number] = error_as_output(
                     line, " ".join(part.strip() for part in str(error).splitlines()[1:]) or str(error)
                 )
         engine.step()
@@ -261,7 +287,9 @@ def generate_answers(
 
 
 def count_finished_lines(output: Path, lines: Iterator[tuple[int, str]]) -> int:
-    """Whole lines that an earlier run wrote; a line that it did not finish is cut off. `ConfigError` if they answer another input."""
+    """Return the number of whole lines that an earlier run wrote to `output`, truncating an unfinished one.
+    `ConfigError` if they do not answer these lines.
+    """
     if not output.exists():
         return 0
     whole = number = 0
@@ -270,7 +298,7 @@ def count_finished_lines(output: Path, lines: Iterator[tuple[int, str]]) -> int:
             if not answer.endswith(b"\n"):
                 break
             _, line = next(lines, (number, ""))
-            if not _is_answer_to(line, answer):
+            if not _is_output_of_line(line, answer):
                 raise ConfigError(
                     f"line {number + 1} of {output} is no answer to that line of the input; give another --output, or delete it"
                 )
@@ -281,7 +309,7 @@ def count_finished_lines(output: Path, lines: Iterator[tuple[int, str]]) -> int:
     return number
 
 
-def _is_answer_to(line: str, answer: bytes) -> bool:
+def _is_output_of_line(line: str, answer: bytes) -> bool:
     try:
         request, answer_fields = json.loads(line), json.loads(answer)
     except ValueError:
@@ -292,12 +320,12 @@ def _is_answer_to(line: str, answer: bytes) -> bool:
 
 
 def numbered_lines(file: TextIO) -> Iterator[tuple[int, str]]:
-    """(number, line) of a file's lines that are not blank."""
+    """Yield (number, line) of a file's lines that are not blank; numbers from 0, blank lines not counted."""
     return enumerate(line for line in file if line.strip())
 
 
-def write_all(engine: Engine | EncoderDecoder, given: argparse.Namespace) -> int:
-    """On the first rank: answer what is not answered yet; the number of lines that could not be served."""
+def write_missing_answers(engine: Engine | EncoderDecoderEngine, given: argparse.Namespace) -> int:
+    """On the first rank: answer the lines that have no output yet. Return the number of those that could not be served."""
     failed = 0
     with open(given.input, encoding="utf-8") as file:
         before = count_finished_lines(Path(given.output), numbered_lines(file))
@@ -313,19 +341,19 @@ def write_all(engine: Engine | EncoderDecoder, given: argparse.Namespace) -> int
     return failed
 
 
-@run_entry
+@entry_point
 def main() -> None:
-    """Load, answer, write."""
-    given = options()
+    """Load the engine and answer all lines; exit with 1 if some could not be served."""
+    given = parse_arguments()
     logging.basicConfig(level=logging.WARNING)
     for path in (given.input, Path(given.output).parent):
         if not Path(path).exists():
             raise ConfigError(f"{path} is not there")
-    engine = engine_of(given)
+    engine = load_engine(given)
     if not engine.mesh.world.is_first:
         engine.run_as_follower()
         return
-    failed = write_all(engine, given)
+    failed = write_missing_answers(engine, given)
     engine.close()
     if failed:
         sys.stderr.write(f"{failed} lines could not be served; each says why in {given.output}\n")

@@ -13,18 +13,18 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.inference.engine import Engine
 from megatron.inference.generate import GenerationFailed, generate_texts
-from megatron.inference.sampling import Sampling
-from megatron.tools.parser import ToolParser, add_network_options, add_sampling_options, add_tokenizer_files
+from megatron.inference.sampling import SamplingParams
+from megatron.tools.parser import ToolArgumentParser, add_checkpoint_options, add_sampling_options, add_tokenizer_files
 from megatron.training.checkpoint.inference_model import GPT, load_network
 from megatron.training.launch.launch_info import install_interrupt_handler
 
 TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
 
 
-def options(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = add_network_options(parser, "what to continue")
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = ToolArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = add_checkpoint_options(parser, "what to continue")
     what.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times")
     add_sampling_options(parser.add_argument_group("how"), "seed of the draws")
     add_tokenizer_files(parser, TOKENIZER)
@@ -32,14 +32,14 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Load, continue, print."""
+    """Load the network, and print each prompt with its continuation."""
     install_interrupt_handler()
-    given = options(argv)
+    given = parse_arguments(argv)
     logging.basicConfig(level=logging.WARNING)
     try:
         changed = {name: value for name in TOKENIZER if (value := getattr(given, name)) is not None}
         loaded = load_network(given.load, GPT, step=given.ckpt_step, tokenizer=changed)
-        sampling = Sampling(given.temperature, given.top_k, given.top_p)
+        sampling = SamplingParams(given.temperature, given.top_k, given.top_p)
         engine = Engine(loaded.stages, loaded.tokenizer)
         texts = generate_texts(engine, given.prompt, num_tokens=given.num_tokens, sampling=sampling, seed=given.seed)
     except (ConfigError, CheckpointError, GenerationFailed) as error:

@@ -22,16 +22,16 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from megatron.core.config.flags import ConfigError, add_arguments, from_namespace
+from megatron.core.config.flags import ConfigError, add_arguments, config_from_namespace
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets import sidecar
 from megatron.core.datasets.indexed import IndexedDataset, bin_path, idx_path
-from megatron.core.datasets.pair_check import document_lengths, pair_problems
-from megatron.core.datasets.sidecar import tokenizer_name
-from megatron.core.datasets.storage import DataError, size_of
-from megatron.core.tokenizers.base import Tokenizer, fingerprint
+from megatron.core.datasets.pair_check import bin_idx_pair_problems, document_lengths
+from megatron.core.datasets.sidecar import describe_tokenizer
+from megatron.core.datasets.storage import DataError, file_or_object_size
+from megatron.core.tokenizers.base import Tokenizer, tokenizer_fingerprint
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.tools.parser import ToolParser
+from megatron.tools.parser import ToolArgumentParser
 from megatron.training.launch.launch_info import install_interrupt_handler
 
 BAR = 50
@@ -39,8 +39,10 @@ SHOWN = 2000
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    """Parse the command line."""
+    parser = ToolArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="the files are PREFIX.bin and PREFIX.idx")
     parser.add_argument(
         "--seq-length", type=int, metavar="N", help="also say how many documents have more than N tokens"
@@ -100,13 +102,13 @@ def histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
     return [(1 << row - 1 if row else 0, (1 << row) - 1, count) for row, count in enumerate(counts.tolist())]
 
 
-def inspect(prefix: str, args: argparse.Namespace) -> tuple[dict[str, Any], np.ndarray]:
-    """Return everything about a pair of files but its text, and the tokens of each document, [documents]."""
+def inspect_pair(prefix: str, args: argparse.Namespace) -> tuple[dict[str, Any], np.ndarray]:
+    """Return (all facts about a .bin/.idx pair but its text, tokens of each document [documents])."""
     data = IndexedDataset(prefix, multimodal=args.multimodal)
     lengths = document_lengths(data)
     if len(lengths) and lengths.min() < 0:
         raise DataError(f"{idx_path(prefix)} is damaged; see --verify")
-    facts = sidecar.read(prefix)
+    facts = sidecar.read_sidecar(prefix)
     summary: dict[str, Any] = {
         "prefix": prefix,
         "documents": data.num_documents,
@@ -114,8 +116,8 @@ def inspect(prefix: str, args: argparse.Namespace) -> tuple[dict[str, Any], np.n
         "sequences": len(data),
         "tokens": int(lengths.sum()),
         "dtype": str(data.dtype),
-        "bin_bytes": size_of(bin_path(prefix)),
-        "idx_bytes": size_of(idx_path(prefix)),
+        "bin_bytes": file_or_object_size(bin_path(prefix)),
+        "idx_bytes": file_or_object_size(idx_path(prefix)),
         "tokens_per_document": length_statistics(lengths, args.seq_length),
         "histogram": histogram(lengths),
         "sidecar": facts is not None,
@@ -127,7 +129,7 @@ def inspect(prefix: str, args: argparse.Namespace) -> tuple[dict[str, Any], np.n
 
 
 def first_documents(prefix: str, count: int, tokenizer: Tokenizer) -> list[str]:
-    """The text of the first documents, each cut after some characters."""
+    """Return the text of the first `count` documents, each truncated. `DataError` for ids that the tokenizer lacks."""
     data = IndexedDataset(prefix)
     texts = []
     for first, last in zip(data.document_indices[:count].tolist(), data.document_indices[1 : count + 1].tolist()):
@@ -147,14 +149,14 @@ def first_documents(prefix: str, count: int, tokenizer: Tokenizer) -> list[str]:
     return texts
 
 
-def report(summary: dict[str, Any], seq_length: int | None) -> str:
-    """The findings as text, with a bar for each doubling of the length."""
+def pair_facts_text(summary: dict[str, Any], seq_length: int | None) -> str:
+    """Return the facts about a pair as text, with a bar for each doubling of the length."""
     lines = [
         summary["prefix"],
         f"  {summary['documents']:,} documents ({summary['empty_documents']:,} empty), {summary['sequences']:,} sequences, "
         f"{summary['tokens']:,} tokens of {summary['dtype']}",
         f"  .bin {summary['bin_bytes']:,} bytes, .idx {summary['idx_bytes']:,} bytes",
-        f"  tokenizer: {tokenizer_name(summary['tokenizer']) if summary['tokenizer'] else 'not recorded'}",
+        f"  tokenizer: {describe_tokenizer(summary['tokenizer']) if summary['tokenizer'] else 'not recorded'}",
     ]
     for thing in ("document", "sequence"):
         words = summary.get(f"tokens_per_{thing}")
@@ -172,8 +174,10 @@ def report(summary: dict[str, Any], seq_length: int | None) -> str:
     return "\n".join(lines)
 
 
-def draw(lengths_of: dict[str, np.ndarray], seq_length: int | None, path: str) -> None:
-    """Draw histograms of the documents' lengths, [documents] of each pair, as a PNG with one line a pair."""
+def draw_length_histograms(lengths_of: dict[str, np.ndarray], seq_length: int | None, path: str) -> None:
+    """Draw a histogram of the documents' lengths into a PNG, one curve for each pair. lengths_of: prefix ->
+    [documents].
+    """
     if importlib.util.find_spec("matplotlib") is None:
         raise DataError("--plot needs matplotlib: pip install matplotlib")
     from matplotlib.figure import Figure  # optional, and half a second that other uses need not wait for
@@ -191,14 +195,14 @@ def draw(lengths_of: dict[str, np.ndarray], seq_length: int | None, path: str) -
     figure.savefig(path, format="png", dpi=120)
 
 
-def verify(prefix: str, args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[str]:
-    """All that is wrong with a pair, with a progress bar on a terminal."""
+def verify_pair(prefix: str, args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[str]:
+    """Return all that is wrong with a pair, showing a progress bar on a terminal."""
     try:
-        size = size_of(bin_path(prefix))
+        size = file_or_object_size(bin_path(prefix))
     except DataError:
         size = 0
     with tqdm(total=size, unit="B", unit_scale=True, desc=prefix, disable=not sys.stderr.isatty()) as bar:
-        return pair_problems(
+        return bin_idx_pair_problems(
             prefix,
             vocab_size=tokenizer.vocab_size if tokenizer else None,
             multimodal=args.multimodal,
@@ -206,33 +210,33 @@ def verify(prefix: str, args: argparse.Namespace, tokenizer: Tokenizer | None) -
         )
 
 
-def run(args: argparse.Namespace) -> bool:
-    """Print the facts about every pair. Returns whether all pairs that were verified are good."""
-    tokenizer = build_tokenizer(from_namespace(TokenizerConfig, args)) if args.tokenizer_type else None
+def inspect_all_pairs(args: argparse.Namespace) -> bool:
+    """Print the facts about every pair, and draw the plot. Return whether all pairs that were verified are good."""
+    tokenizer = build_tokenizer(config_from_namespace(TokenizerConfig, args)) if args.tokenizer_type else None
     lengths_of: dict[str, np.ndarray] = {}
     good = True
     for prefix in args.prefixes:
-        problems = verify(prefix, args, tokenizer) if args.verify else []
+        problems = verify_pair(prefix, args, tokenizer) if args.verify else []
         facts: dict[str, Any] = {"prefix": prefix}
         if not problems:
             if tokenizer:
-                sidecar.check_tokenizer(prefix, fingerprint(tokenizer))
-            facts, lengths_of[prefix] = inspect(prefix, args)
+                sidecar.check_dataset_tokenizer(prefix, tokenizer_fingerprint(tokenizer))
+            facts, lengths_of[prefix] = inspect_pair(prefix, args)
             if args.documents and tokenizer:
                 facts["first_documents"] = first_documents(prefix, args.documents, tokenizer)
         if args.verify:
             facts["problems"] = problems
         good = good and not problems
-        print(json.dumps(facts) if args.json else _facts_text(facts, args.seq_length))
+        print(json.dumps(facts) if args.json else _pair_report_text(facts, args.seq_length))
     if args.plot and lengths_of:
-        draw(lengths_of, args.seq_length, args.plot)
+        draw_length_histograms(lengths_of, args.seq_length, args.plot)
     return good
 
 
-def _facts_text(facts: dict[str, Any], seq_length: int | None) -> str:
-    """The facts of one pair, its first documents and its problems, for people."""
+def _pair_report_text(facts: dict[str, Any], seq_length: int | None) -> str:
+    """Return the facts of one pair, its first documents and its problems, as text."""
     problems = facts.get("problems")
-    lines = [facts["prefix"] if problems else report(facts, seq_length)]
+    lines = [facts["prefix"] if problems else pair_facts_text(facts, seq_length)]
     lines += [f"--- document {number}\n{text}" for number, text in enumerate(facts.get("first_documents", ()))]
     if problems is not None:
         lines.append(f"  verified: {len(problems)} problems" if problems else "  verified: everything fits")
@@ -241,10 +245,10 @@ def _facts_text(facts: dict[str, Any], seq_length: int | None) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry of the tool."""
+    """Inspect the pairs; exit with 1 if a verified one is damaged."""
     install_interrupt_handler()
     try:
-        good = run(parse_arguments(arguments))
+        good = inspect_all_pairs(parse_arguments(arguments))
     except (ConfigError, DataError, OSError) as error:
         sys.exit(f"inspect_dataset.py: {error}")
     if not good:

@@ -19,15 +19,17 @@ from tqdm import tqdm
 
 from megatron.core.datasets import sidecar
 from megatron.core.datasets.indexed import DataError, IndexedDataset, IndexedDatasetBuilder, bin_path, idx_path
-from megatron.core.datasets.sidecar import Sidecar, tokenizer_name
-from megatron.tools.parser import ToolParser
+from megatron.core.datasets.sidecar import DatasetSidecar, describe_tokenizer
+from megatron.tools.parser import ToolArgumentParser
 from megatron.training.launch.launch_info import install_interrupt_handler
 
 SHOWN = 10  # missing shards that are named
 
 
-def pairs_in(folder: Path) -> list[str]:
-    """The prefixes of all pairs in a folder, sorted."""
+def find_pairs_in_folder(folder: Path) -> list[str]:
+    """Return the prefixes of all .bin/.idx pairs in a folder, sorted. `DataError` if there is none, or a file lacks its
+    other half.
+    """
     if not folder.is_dir():
         raise DataError(f"--input {folder} is not a folder")
     names = {ending: {path.name[: -len(ending)] for path in folder.glob(f"*{ending}")} for ending in (".bin", ".idx")}
@@ -39,8 +41,10 @@ def pairs_in(folder: Path) -> list[str]:
     return [str(folder / name) for name in sorted(names[".idx"])]
 
 
-def differing_fact(facts: Mapping[str, object], what: str, describe: Callable[[object], str]) -> Iterator[str]:
-    """A sentence for the first pair whose fact is not that of the pair before it; None says nothing."""
+def first_disagreement_text(facts: Mapping[str, object], what: str, describe: Callable[[object], str]) -> Iterator[str]:
+    """Yield at most one sentence, on the first two pairs whose facts differ; None counts as unknown. what: the
+    sentence's verb.
+    """
     known = [(prefix, fact) for prefix, fact in facts.items() if fact is not None]
     for (first, fact), (second, other) in zip(known, known[1:]):
         if fact != other:
@@ -49,7 +53,7 @@ def differing_fact(facts: Mapping[str, object], what: str, describe: Callable[[o
 
 
 def shard_problems(shards: Mapping[str, tuple[int, int] | None]) -> Iterator[str]:
-    """What is wrong with the shards among the pairs: some of them missing, twice there, or beside other pairs."""
+    """Yield what is wrong with the shards among the pairs: missing, repeated, or mixed with other pairs."""
     given = {prefix: shard for prefix, shard in shards.items() if shard is not None}
     if not given:
         return
@@ -74,14 +78,14 @@ def shard_problems(shards: Mapping[str, tuple[int, int] | None]) -> Iterator[str
             return
 
 
-def check(prefixes: Sequence[str]) -> list[tuple[str, Sidecar | None]]:
-    """The pairs in the order in which they are joined, with what is known of them; `DataError` if they do not fit."""
-    known = {prefix: sidecar.read(prefix) for prefix in prefixes}
+def order_and_check_pairs(prefixes: Sequence[str]) -> list[tuple[str, DatasetSidecar | None]]:
+    """Return (prefix, sidecar or None) of the pairs in the order to join them; `DataError` if they do not fit together."""
+    known = {prefix: sidecar.read_sidecar(prefix) for prefix in prefixes}
     dtypes = {prefix: IndexedDataset(prefix).dtype for prefix in prefixes}
     problems = [
-        *differing_fact(dtypes, "holds ids of type", str),
-        *_unlike_tokenizers(known),
-        *differing_fact(
+        *first_disagreement_text(dtypes, "holds ids of type", str),
+        *_tokenizer_disagreement(known),
+        *first_disagreement_text(
             {prefix: facts and facts.level for prefix, facts in known.items()}, "has sequences that are a", str
         ),
         *shard_problems({prefix: facts.shard if facts else None for prefix, facts in known.items()}),
@@ -91,23 +95,23 @@ def check(prefixes: Sequence[str]) -> list[tuple[str, Sidecar | None]]:
     return sorted(((prefix, known[prefix]) for prefix in prefixes), key=lambda pair: _shard_number(pair[1]))
 
 
-def _unlike_tokenizers(known: Mapping[str, Sidecar | None]) -> Iterator[str]:
-    """Yield what is wrong where the pairs were written with different tokenizers."""
+def _tokenizer_disagreement(known: Mapping[str, DatasetSidecar | None]) -> Iterator[str]:
+    """Yield a sentence if pairs were written with different tokenizers."""
     tokenizers = {prefix: facts.tokenizer if facts else None for prefix, facts in known.items()}
     hashes = {prefix: tokenizer and tokenizer["hash"] for prefix, tokenizer in tokenizers.items()}
-    names = {tokenizer["hash"]: tokenizer_name(tokenizer) for tokenizer in tokenizers.values() if tokenizer}
-    yield from differing_fact(hashes, "was written with", lambda key: names[str(key)])
+    names = {tokenizer["hash"]: describe_tokenizer(tokenizer) for tokenizer in tokenizers.values() if tokenizer}
+    yield from first_disagreement_text(hashes, "was written with", lambda key: names[str(key)])
 
 
-def _shard_number(facts: Sidecar | None) -> int:
+def _shard_number(facts: DatasetSidecar | None) -> int:
     return facts.shard[0] if facts and facts.shard else 0
 
 
-def merge(prefixes: Sequence[str], output_prefix: str, multimodal: bool) -> str:
-    """Join the pairs. Returns a line that says what was joined."""
+def merge_pairs(prefixes: Sequence[str], output_prefix: str, multimodal: bool) -> str:
+    """Join the pairs into one. Return a line that says what was joined."""
     if Path(output_prefix).resolve() in [Path(prefix).resolve() for prefix in prefixes]:
         raise DataError(f"--output-prefix {output_prefix} is one of the pairs to join; choose another name")
-    pairs = check(prefixes)
+    pairs = order_and_check_pairs(prefixes)
     facts = [known for _, known in pairs]
     # What is not known of a part is not said of the whole.
     first = facts[0]
@@ -125,9 +129,11 @@ def merge(prefixes: Sequence[str], output_prefix: str, multimodal: bool) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry of the tool."""
+    """Join the pairs, and print what was done."""
     install_interrupt_handler()
-    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = ToolArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     given = parser.add_mutually_exclusive_group(required=True)
     given.add_argument(
         "--input", type=Path, metavar="DIR", help="folder whose pairs are joined, in the order of their names"
@@ -141,6 +147,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(arguments)
     try:
-        print(merge(args.prefixes or pairs_in(args.input), args.output_prefix, args.multimodal))
+        print(merge_pairs(args.prefixes or find_pairs_in_folder(args.input), args.output_prefix, args.multimodal))
     except (DataError, OSError) as error:
         sys.exit(f"merge_datasets.py: {error}")

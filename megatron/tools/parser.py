@@ -9,24 +9,24 @@ from typing import NoReturn
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-class ToolParser(argparse.ArgumentParser):
-    """argparse's parser with a usage of one line: what must be given, and that there is more."""
+class ToolArgumentParser(argparse.ArgumentParser):
+    """argparse.ArgumentParser with a one-line usage: required arguments and "[options]"."""
 
     def format_usage(self) -> str:
-        """The line, with its end."""
-        self.usage = self._usage_line()
+        """Return the usage line, with a newline."""
+        self.usage = self._one_line_usage()
         return super().format_usage()
 
     def format_help(self) -> str:
-        """The line, the description and the groups of options."""
-        self.usage = self._usage_line()
+        """Return usage, description and groups of options."""
+        self.usage = self._one_line_usage()
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong and where to look, and exit with 2."""
+        """Print usage, the error and a hint to --help, and exit with 2."""
         self.exit(2, f"{self.format_usage()}{self.prog}: error: {message}\n--help says what each option takes\n")
 
-    def _usage_line(self) -> str:
+    def _one_line_usage(self) -> str:
         words = []
         for action in self._actions:
             name = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
@@ -37,8 +37,8 @@ class ToolParser(argparse.ArgumentParser):
         return " ".join([self.prog, *words, "[options]"]).replace("%", "%%")
 
 
-def add_network_options(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGroup:
-    """Add --load and --ckpt-step in a new group, which is returned."""
+def add_checkpoint_options(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGroup:
+    """Add --load and --ckpt-step in a new group; return the group."""
     group = parser.add_argument_group(title)
     group.add_argument(
         "--load", required=True, metavar="FOLDER", help="a run's --save, a Hugging Face folder, or one of Megatron's"
@@ -63,8 +63,8 @@ def add_dtype(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def add_sizes(group: argparse._ArgumentGroup, names: Sequence[str]) -> None:
-    """Add the sizes of a layout, by their names in `ParallelConfig`."""
+def add_parallel_size_options(group: argparse._ArgumentGroup, names: Sequence[str]) -> None:
+    """Add options for parallel sizes, by their names in `ParallelConfig`."""
     for name in names:
         group.add_argument("--" + name.replace("_", "-"), type=int, default=1, metavar="N", help="ranks (default: 1)")
 
@@ -85,7 +85,7 @@ def add_sampling_options(group: argparse._ArgumentGroup, seed: str) -> None:
 
 
 def add_tokenizer_files(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    """Add a group of settings of the tokenizer, by their names in `TokenizerConfig`."""
+    """Add a group of tokenizer settings, by their names in `TokenizerConfig`."""
     group = parser.add_argument_group(
         "tokenizer", "Other files than the run was given; with a type, instead of all its settings."
     )
@@ -102,10 +102,12 @@ def add_run_options(parser: argparse.ArgumentParser, entries: Iterable[str]) -> 
     )
 
 
-def parse_with_run(
+def parse_options_and_run_words(
     parser: argparse.ArgumentParser, argv: Sequence[str], *, without: str = ""
 ) -> tuple[argparse.Namespace, list[str]]:
-    """The tool's own options and the words of the run. without: the option with which no run needs to be given."""
+    """Parse the command line: (the tool's own options, the words of the run). without: the option with which no run
+    needs to be given.
+    """
     place = list(argv).index("--") if "--" in argv else len(argv)
     options, words = parser.parse_known_args(list(argv[:place]))
     words += argv[place + 1 :]

@@ -25,24 +25,32 @@ from tqdm import tqdm
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.tokenizers.build import expected_vocab_size
-from megatron.rl.planned_memory import memory_line
-from megatron.tools.parser import ToolParser, add_run_options, parse_with_run
+from megatron.rl.planned_memory import memory_parts_text
+from megatron.tools.parser import ToolArgumentParser, add_run_options, parse_options_and_run_words
 from megatron.training.cli.preflight import resolve_and_examine
-from megatron.trust.flags.command import ENTRIES, read_command
+from megatron.trust.flags.command import ENTRIES, parse_command
 from megatron.trust.flags.repair import RequestedSetup
-from megatron.trust.plan.analytic_estimate import with_vocabulary
+from megatron.trust.plan.analytic_estimate import with_padded_vocabulary
 from megatron.trust.plan.cost import StepTime
-from megatron.trust.plan.hardware import PROFILES, Hardware, hardware_of, to_json
+from megatron.trust.plan.hardware import PROFILES, Hardware, hardware_of, hardware_to_json
 from megatron.trust.plan.layout_search import search_layouts
-from megatron.trust.plan.planner import DryRunner, plan, with_advice
-from megatron.trust.plan.report import layout_search_text, layout_search_values, page, report_values, text
+from megatron.trust.plan.planner import DryRunner, plan_run, with_memory_advice
+from megatron.trust.plan.report import (
+    layout_search_text,
+    layout_search_values,
+    plan_report_html,
+    plan_report_text,
+    plan_report_values,
+)
 from megatron.trust.simulate.collective_matching import match_collectives
 from megatron.trust.units import bytes_text
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The tool's own options, and the words of the run."""
-    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    """Parse the command line: (the tool's own options, the words of the run)."""
+    parser = ToolArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     add_run_options(parser, ENTRIES)
     parser.add_argument("--gpu", choices=PROFILES, default="h100-80", help="kind of machine (default: h100-80)")
     parser.add_argument("--hardware", metavar="FILE", help="a profile that --measure wrote, instead of --gpu")
@@ -71,26 +79,26 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         metavar="FILE",
         help="measure this machine, write its profile, and stop; under torchrun, its links too",
     )
-    options, words = parse_with_run(parser, argv, without="measure")
+    options, words = parse_options_and_run_words(parser, argv, without="measure")
     if options.search and options.html:
         parser.error("--html draws one plan; give it without --search")
     return options, words
 
 
 def print_progress(what: str) -> None:
-    """One line of progress."""
+    """Print a line of progress to standard error."""
     sys.stderr.write(f"{what}\n")
 
 
-def resolve_setup(options: argparse.Namespace, words: Sequence[str]) -> tuple[RequestedSetup, RunConfig]:
+def resolve_setup_or_exit(options: argparse.Namespace, words: Sequence[str]) -> tuple[RequestedSetup, RunConfig]:
     """Return the setting that the words of a run ask for, and its resolved config with its vocabulary; sets options.true_vocab_size
     if it is None.
 
     Prints broken rules and exits with 1; with --search only words that cannot be read do that, and a config that breaks rules is
     returned without its vocabulary.
     """
-    command = read_command(words, ranks=options.world_size, entry=options.entry)
-    broken = (*command.unread, *(command.setting.broken_rules() if command.setting else ()))
+    command = parse_command(words, ranks=options.world_size, entry=options.entry)
+    broken = (*command.unread, *(command.setting.find_broken_rules() if command.setting else ()))
     # A search looks for the layout itself: only what cannot be read stops it.
     if command.setting is None or command.unread or broken and not options.search:
         print_progress(
@@ -114,28 +122,28 @@ def resolve_setup(options: argparse.Namespace, words: Sequence[str]) -> tuple[Re
             print_progress(
                 f"{doubt}; so {options.true_vocab_size:,} ids are taken, as GPT-2 has (--true-vocab-size says another number)"
             )
-    return setting, config if broken else with_vocabulary(config, options.true_vocab_size)
+    return setting, config if broken else with_padded_vocabulary(config, options.true_vocab_size)
 
 
 def dry_runner(hardware: Hardware) -> DryRunner:
-    """The dry run, which needs torch, with the attention that this hardware has for documents."""
+    """Return the dry run function, which needs torch, with the document attention that this hardware has."""
     from megatron.trust.simulate.dry_run import dry_run
 
     return partial(dry_run, varlen=hardware.fused)
 
 
-def look_for_layouts(options: argparse.Namespace, setting: RequestedSetup, hardware: Hardware) -> int:
-    """Print the layouts that fit; the exit code."""
+def print_layout_search(options: argparse.Namespace, setting: RequestedSetup, hardware: Hardware) -> int:
+    """Search and print the layouts that fit; return the exit code."""
     dry_run = dry_runner(hardware) if options.plans else None
 
-    def planner(config: RunConfig, world_size: int) -> tuple[int, StepTime]:
+    def peak_and_step_time(config: RunConfig, world_size: int) -> tuple[int, StepTime]:
         assert dry_run is not None, "a search without dry runs plans nothing"
-        planned = plan(config, world_size, hardware, dry_run, passes=setting.passes)
+        planned = plan_run(config, world_size, hardware, dry_run, passes=setting.passes)
         return planned.run.worst_trace.peak, planned.cost.time
 
     with tqdm(file=sys.stderr, leave=False, disable=not sys.stderr.isatty()) as bar:
 
-        def progress(done: int, whole: int, what: str) -> None:
+        def update_progress_bar(done: int, whole: int, what: str) -> None:
             bar.total, bar.n = whole, done
             bar.set_description(what)
 
@@ -143,12 +151,12 @@ def look_for_layouts(options: argparse.Namespace, setting: RequestedSetup, hardw
             setting,
             hardware,
             true_vocab_size=options.true_vocab_size,
-            planner=planner if options.plans else None,
+            planner=peak_and_step_time if options.plans else None,
             plans=options.plans,
             seconds=options.seconds,
-            progress=progress,
+            progress=update_progress_bar,
         )
-    flags = [one.layout.flags(setting) for one in ranking.fits]
+    flags = [one.layout.changed_flags_text(setting) for one in ranking.fits]
     sys.stdout.write(
         json.dumps(layout_search_values(ranking, flags), indent=2) + "\n"
         if options.json
@@ -157,74 +165,79 @@ def look_for_layouts(options: argparse.Namespace, setting: RequestedSetup, hardw
     return 0 if ranking.fits else 1
 
 
-def plan_one(
+def print_plan(
     options: argparse.Namespace, setting: RequestedSetup, config: RunConfig, hardware: Hardware, command: Sequence[str]
 ) -> int:
-    """Run a step of one layout dry and print its plan, with changes that save memory if it does not fit; also write the page of --html.
-
-    command: the whole command line, shown in the page, and read again for the memory beside training. Returns the exit code: 0 if
-    every rank's memory suffices, what it holds beside training included, and no rank would wait forever; else 1.
+    """Simulate a step of one layout and print its plan, with changes that save memory if it does not fit; also write
+    the page of --html.
+    command: the whole command line, shown in the page, and read again for the memory beside training. Returns the
+    exit code: 0 if every rank's memory suffices, what it holds beside training included, and no rank would wait
+    forever; else 1.
     """
     dry_run = dry_runner(hardware)
     print_progress(f"running one step dry on {setting.world_size:,} ranks")
-    planned = plan(config, setting.world_size, hardware, dry_run, passes=setting.passes)
+    planned = plan_run(config, setting.world_size, hardware, dry_run, passes=setting.passes)
     planned = replace(planned, matching=match_collectives(planned.run))
-    if not planned.fits:
+    if not planned.fits_in_memory:
         print_progress(f"it does not fit (after {planned.seconds:.1f} s); trying changes")
-        planned = with_advice(
+        planned = with_memory_advice(
             planned, setting, dry_run, true_vocab_size=options.true_vocab_size, seconds=options.seconds
         )
     if options.html:
         options.html.parent.mkdir(parents=True, exist_ok=True)
-        options.html.write_text(page(planned, command), encoding="utf-8")
+        options.html.write_text(plan_report_html(planned, command), encoding="utf-8")
         print_progress(f"written: {options.html}")
-    read = read_command(parse_arguments(command[2:])[1], ranks=options.world_size, entry=options.entry)
+    read = parse_command(parse_arguments(command[2:])[1], ranks=options.world_size, entry=options.entry)
     beside = read.beside(config, setting.world_size)
     whole, budget = planned.run.worst_trace.peak + sum(beside.values()), hardware.usable_bytes()
     trouble = read.memory(config, setting.world_size, budget)  # also of ranks that do not train
-    lines = [f"beside that a rank holds: {memory_line(beside)}; {bytes_text(whole)} of {bytes_text(budget)} in all"]
+    lines = [
+        f"beside that a rank holds: {memory_parts_text(beside)}; {bytes_text(whole)} of {bytes_text(budget)} in all"
+    ]
     apart = read.apart(config, setting.world_size)
     lines = lines * bool(beside) + [
-        f"a rank that only generates holds: {memory_line(apart)}; {bytes_text(sum(apart.values()))} of {bytes_text(budget)} in all"
+        f"a rank that only generates holds: {memory_parts_text(apart)}; {bytes_text(sum(apart.values()))} of {bytes_text(budget)} in all"
     ] * bool(apart)
-    facts = report_values(planned) | {
+    facts = plan_report_values(planned) | {
         name: dict(parts) for name, parts in (("beside", beside), ("generating", apart)) if parts
     }
     sys.stdout.write(
         json.dumps(facts, indent=2) + "\n"
         if options.json
-        else "\n".join([text(planned).rstrip("\n"), *lines, *[trouble] * bool(trouble), ""])
+        else "\n".join([plan_report_text(planned).rstrip("\n"), *lines, *[trouble] * bool(trouble), ""])
     )
-    return 0 if planned.fits and planned.terminates and whole <= budget and not trouble else 1
+    return 0 if planned.fits_in_memory and planned.no_rank_deadlocks and whole <= budget and not trouble else 1
 
 
-def write_hardware_profile(path: Path) -> None:
-    """Measure, and write what was found."""
+def measure_and_write_profile(path: Path) -> None:
+    """Measure this machine, and write its profile (on the first rank)."""
     from megatron.trust.plan.measure import measure_hardware
 
     hardware = measure_hardware(say=print_progress)
     if hardware is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(to_json(replace(hardware, name=path.stem)), indent=2) + "\n", encoding="utf-8")
+        path.write_text(
+            json.dumps(hardware_to_json(replace(hardware, name=path.stem)), indent=2) + "\n", encoding="utf-8"
+        )
         print_progress(f"written: {path}")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the report, and exit with its code."""
+    """Print the plan or search; exit with its code."""
     argv = sys.argv[1:] if argv is None else argv
     options, words = parse_arguments(argv)
     if options.measure:
-        write_hardware_profile(options.measure)
+        measure_and_write_profile(options.measure)
         return
     try:
         hardware = hardware_of(options.hardware or options.gpu)
     except ConfigError as error:
         print_progress(f"ConfigError: {error}")
         raise SystemExit(2) from None
-    setting, config = resolve_setup(options, words)
+    setting, config = resolve_setup_or_exit(options, words)
     code = (
-        look_for_layouts(options, setting, hardware)
+        print_layout_search(options, setting, hardware)
         if options.search
-        else plan_one(options, setting, config, hardware, ["python", "tools/plan.py", *argv])
+        else print_plan(options, setting, config, hardware, ["python", "tools/plan.py", *argv])
     )
     raise SystemExit(code)

@@ -17,22 +17,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.tools.parser import ToolParser
+from megatron.tools.parser import ToolArgumentParser
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 if HAS_MATPLOTLIB:
     from matplotlib.figure import Figure
 
 
-class LogError(Exception):
-    """A log that cannot be drawn."""
+class UnreadableLogError(Exception):
+    """A log that is no JSON or lacks the loss."""
 
 
 @dataclass(frozen=True, slots=True)
-class Curves:
-    """What one log says about one loss.
-
-    train, valid: points (iteration, loss), rising. resumed: iterations at which a later stretch began.
+class LossCurves:
+    """The curves of one loss in a log. train, valid: points (iteration, loss), ascending. resumed: iterations at which
+    the run resumed.
     """
 
     name: str
@@ -41,8 +40,10 @@ class Curves:
     resumed: list[int]
 
 
-def read_curves(path: Path, loss: str) -> Curves:
-    """The curves of a loss in a log; a later line about an iteration replaces an earlier one."""
+def read_loss_curves(path: Path, loss: str) -> LossCurves:
+    """Read the curves of a loss in a log; a later line about an iteration replaces an earlier one. Raises
+    `UnreadableLogError`.
+    """
     train: dict[int, float] = {}
     valid: dict[int, float] = {}
     resumed: list[int] = []
@@ -52,7 +53,7 @@ def read_curves(path: Path, loss: str) -> Curves:
         seen.update(losses)
         if kind == "start":
             # What a stretch wrote beyond the iteration at which the next one begins was never part of the run.
-            train, valid = _up_to(train, record["iteration"]), _up_to(valid, record["iteration"])
+            train, valid = _points_up_to(train, record["iteration"]), _points_up_to(valid, record["iteration"])
             resumed += [record["iteration"]] if train else []
         elif kind == "step" and loss in losses:
             train[record["iteration"]] = float(losses[loss])
@@ -60,26 +61,26 @@ def read_curves(path: Path, loss: str) -> Curves:
             valid[record["iteration"]] = float(losses[loss])
     if not train and not valid:
         known = f"it has {', '.join(sorted(seen))}" if seen else "it has no losses at all"
-        raise LogError(f"{path} has no '{loss}'; {known}")
+        raise UnreadableLogError(f"{path} has no '{loss}'; {known}")
     name = path.stem if path.stem != "log" else path.parent.name
-    return Curves(name, sorted(train.items()), sorted(valid.items()), resumed)
+    return LossCurves(name, sorted(train.items()), sorted(valid.items()), resumed)
 
 
 def _log_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a log, line by line."""
+    """Yield the JSON objects of a log, line by line. Raises `UnreadableLogError`."""
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             yield json.loads(line)
         except json.JSONDecodeError as error:
-            raise LogError(f"{path} line {number} is not JSON: {error}") from None
+            raise UnreadableLogError(f"{path} line {number} is not JSON: {error}") from None
 
 
-def _up_to(points: dict[int, float], iteration: int) -> dict[int, float]:
+def _points_up_to(points: dict[int, float], iteration: int) -> dict[int, float]:
     return {at: value for at, value in points.items() if at <= iteration}
 
 
 def moving_average(points: Sequence[tuple[int, float]], window: int) -> list[tuple[int, float]]:
-    """Means over the last `window` points (over fewer at the start)."""
+    """Return the means over the last `window` points (over fewer at the start)."""
     means = []
     for place, (iteration, _) in enumerate(points):
         recent = [value for _, value in points[max(0, place + 1 - window) : place + 1]]
@@ -87,8 +88,10 @@ def moving_average(points: Sequence[tuple[int, float]], window: int) -> list[tup
     return means
 
 
-def draw(curves: Iterable[Curves], loss: str, lines: Sequence[tuple[str, float]] = ()) -> Figure:
-    """The picture: each log in a colour of its own, faint as measured and strong as a running mean."""
+def draw_loss_curves(curves: Iterable[LossCurves], loss: str, lines: Sequence[tuple[str, float]] = ()) -> Figure:
+    """Draw the curves: each log in its own colour, faint as measured and strong as moving average. lines: (name, value)
+    of horizontal lines.
+    """
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     axes = figure.add_subplot(xlabel="iteration", ylabel=loss)
     for place, curve in enumerate(curves):
@@ -115,8 +118,8 @@ def draw(curves: Iterable[Curves], loss: str, lines: Sequence[tuple[str, float]]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry of the tool."""
-    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Draw the curves into a PNG."""
+    parser = ToolArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="files that --log-jsonl wrote")
     parser.add_argument("--output", type=Path, default=Path("loss.png"), metavar="PNG", help="default: loss.png")
     parser.add_argument("--loss", default="lm loss", metavar="NAME", help="which loss (default: 'lm loss')")
@@ -132,12 +135,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not HAS_MATPLOTLIB:
         sys.exit("plot_loss.py needs the package matplotlib, which is not installed: pip install matplotlib")
     try:
-        figure = draw(
-            [read_curves(path, args.loss) for path in args.logs],
+        figure = draw_loss_curves(
+            [read_loss_curves(path, args.loss) for path in args.logs],
             args.loss,
             [(name, float(value)) for name, value in args.line],
         )
         figure.savefig(args.output)
-    except (LogError, OSError, ValueError) as error:
+    except (UnreadableLogError, OSError, ValueError) as error:
         sys.exit(f"plot_loss.py: {error}")
     print(f"{args.output}: {args.loss} of {', '.join(str(path) for path in args.logs)}")

@@ -19,20 +19,27 @@ from dataclasses import replace
 
 from tqdm import tqdm
 
-from megatron.core.config.flags import ConfigError, add_arguments, from_namespace, refuse
+from megatron.core.config.flags import ConfigError, add_arguments, config_from_namespace, raise_config_error_if
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.ingest.encode import EncodeOptions
-from megatron.core.datasets.ingest.inputs import find_sources
-from megatron.core.datasets.ingest.journal import Totals
-from megatron.core.datasets.ingest.pipeline import PreprocessOptions, describe_drops, measure_throughput, preprocess
+from megatron.core.datasets.ingest.inputs import find_input_files
+from megatron.core.datasets.ingest.journal import PreprocessTotals
+from megatron.core.datasets.ingest.pipeline import (
+    PreprocessOptions,
+    describe_dropped_lines,
+    measure_preprocess_throughput,
+    preprocess,
+)
 from megatron.core.datasets.ingest.source import STANDARD_INPUT
-from megatron.tools.parser import ToolParser
+from megatron.tools.parser import ToolArgumentParser
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    """Parse the command line."""
+    parser = ToolArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     _add_input_arguments(parser)
     _add_sentence_arguments(parser)
     add_arguments(parser, TokenizerConfig)
@@ -173,7 +180,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="+",
         metavar="N",
-        default=_powers_to(os.cpu_count() or 1),
+        default=_powers_of_two_up_to(os.cpu_count() or 1),
         help="numbers of workers to measure (default: powers of 2 up to the processors)",
     )
     group.add_argument(
@@ -185,22 +192,23 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _powers_to(limit: int) -> list[int]:
+def _powers_of_two_up_to(limit: int) -> list[int]:
     return [2**power for power in range(limit.bit_length())]
 
 
 def _parse_shard(word: str) -> tuple[int, int]:
+    """Parse "I/N" as (index, number of shards)."""
     index, slash, count = word.partition("/")
     if not (slash and index.isdecimal() and count.isdecimal() and int(index) < int(count)):
         raise argparse.ArgumentTypeError(f"{word!r} is not I/N with I from 0 to N - 1, as in 0/8 to 7/8")
     return int(index), int(count)
 
 
-def options_of(args: argparse.Namespace) -> PreprocessOptions:
-    """What the flags ask for."""
-    sources = find_sources(args.input, args.input_format, args.text_documents)
+def preprocess_options_of(args: argparse.Namespace) -> PreprocessOptions:
+    """Return the preprocessing options that the flags ask for; `ConfigError` if they do not fit together."""
+    sources = find_input_files(args.input, args.input_format, args.text_documents)
     plain = [source.path for source in sources if source.kind in ("lines", "document")]
-    refuse(
+    raise_config_error_if(
         [
             *[
                 f"--json-keys {' '.join(args.json_keys)}: {plain[0]} is plain text, with one text for one key"
@@ -222,7 +230,7 @@ def options_of(args: argparse.Namespace) -> PreprocessOptions:
         ]
     )
     job = EncodeOptions(
-        from_namespace(TokenizerConfig, args),
+        config_from_namespace(TokenizerConfig, args),
         tuple(args.json_keys),
         args.append_eod,
         args.lang if args.split_sentences else None,
@@ -240,17 +248,17 @@ def options_of(args: argparse.Namespace) -> PreprocessOptions:
     )
 
 
-class Progress:
-    """A bar on a terminal; elsewhere a line every so many documents."""
+class PreprocessProgress:
+    """Progress of preprocessing: a bar on a terminal, else a line every `interval` documents."""
 
     def __init__(self, size: int | None, interval: int) -> None:
         self._size, self._interval = size, interval
         self._bar = tqdm(total=size, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
         self._began, self._shown = time.perf_counter(), 0
-        self._before = Totals()
+        self._before = PreprocessTotals()
 
-    def start(self, totals: Totals, engine: str) -> None:
-        """Begin to count; `totals` is what a run before has done. engine: a sentence on what turns text to ids."""
+    def start(self, totals: PreprocessTotals, engine: str) -> None:
+        """Start counting. totals: what a run before has done. engine: a sentence on the tokenizer implementation."""
         print(f"tokenizer: {engine}", file=sys.stderr, flush=True)
         self._began, self._before = time.perf_counter(), replace(totals)
         self._shown = totals.documents // self._interval
@@ -260,8 +268,8 @@ class Progress:
                 f"going on after {totals.documents} documents of the run that was stopped", file=sys.stderr, flush=True
             )
 
-    def update_display(self, totals: Totals) -> None:
-        """Bring what is shown up to date."""
+    def update_display(self, totals: PreprocessTotals) -> None:
+        """Update the bar, or print a line if one is due."""
         if not self._bar.disable:
             self._bar.set_postfix_str(self._rates_text(totals), refresh=False)
             self._bar.update(totals.consumed - self._bar.n)
@@ -274,35 +282,35 @@ class Progress:
             )
 
     def close(self) -> None:
-        """End the bar."""
+        """Close the bar."""
         self._bar.close()
 
     @property
     def seconds(self) -> float:
-        """Time since the start."""
+        """Seconds since the start."""
         return time.perf_counter() - self._began
 
-    def megabytes_per_second(self, totals: Totals) -> float:
-        """MB of text a second, in this run."""
+    def megabytes_per_second(self, totals: PreprocessTotals) -> float:
+        """Return the MB of text per second, in this run."""
         return (totals.num_bytes - self._before.num_bytes) / 1e6 / self.seconds
 
-    def _rates_text(self, totals: Totals) -> str:
+    def _rates_text(self, totals: PreprocessTotals) -> str:
         documents, tokens = totals.documents - self._before.documents, totals.tokens - self._before.tokens
         return (
             f"{documents / self.seconds:.1f} docs/s, {tokens / self.seconds:.0f} tokens/s, "
             f"{self.megabytes_per_second(totals):.2f} MB/s"
         )
 
-    def _time_left_text(self, totals: Totals) -> str:
+    def _time_left_text(self, totals: PreprocessTotals) -> str:
         done = totals.consumed - self._before.consumed
         if self._size is None or done <= 0:
             return ""
         return f", {tqdm.format_interval(self.seconds * (self._size - totals.consumed) / done)} left"
 
 
-def tokenize(args: argparse.Namespace) -> str:
-    """Write the pairs. Returns the summary."""
-    order = options_of(args)
+def preprocess_and_summarize(args: argparse.Namespace) -> str:
+    """Tokenize the input into .bin/.idx pairs. Return a summary."""
+    order = preprocess_options_of(args)
     if args.partitions > 1 or args.keep_sequential_samples:
         print(
             "--partitions and --keep-sequential-samples: the input is one stream, and its order is kept without them",
@@ -310,7 +318,7 @@ def tokenize(args: argparse.Namespace) -> str:
         )
     known = all(source.path != STANDARD_INPUT for source in order.sources)
     size = sum(source.size for source in order.sources) // (order.shard[1] if order.shard else 1) if known else None
-    progress = Progress(size, args.log_interval)
+    progress = PreprocessProgress(size, args.log_interval)
     try:
         totals = preprocess(order, progress.start, progress.update_display)
     finally:
@@ -322,27 +330,27 @@ def tokenize(args: argparse.Namespace) -> str:
     )
     return (
         f"{totals.documents} documents{f' ({empty})' * bool(empty)}, {totals.tokens} tokens, "
-        f"{describe_drops(totals)}; {progress.seconds:.1f} s, {progress.megabytes_per_second(totals):.2f} MB/s -> "
-        + ", ".join(f"{pair}.bin and .idx" for pair in order.pairs)
+        f"{describe_dropped_lines(totals)}; {progress.seconds:.1f} s, {progress.megabytes_per_second(totals):.2f} MB/s -> "
+        + ", ".join(f"{pair}.bin and .idx" for pair in order.pair_prefixes)
     )
 
 
 def benchmark_worker_counts(args: argparse.Namespace) -> str:
-    """Measure numbers of workers. Returns a table and the best of them."""
-    order = options_of(args)
+    """Measure the throughput with each number of workers, printing each. Return a line with the best."""
+    order = preprocess_options_of(args)
     rates = {}
     for workers in args.workers_to_check:
-        documents, seconds = measure_throughput(replace(order, workers=workers), args.max_documents)
+        documents, seconds = measure_preprocess_throughput(replace(order, workers=workers), args.max_documents)
         rates[workers] = documents / seconds
         print(f"{workers} workers: {documents} documents in {seconds:.1f} s, {rates[workers]:.1f} docs/s", flush=True)
     return f"the best of these: --workers {max(rates, key=lambda workers: rates[workers])}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry of the tool."""
+    """Preprocess, or benchmark workers, and print the summary."""
     args = parse_arguments(arguments)
     try:
-        print(benchmark_worker_counts(args) if args.find_optimal_num_workers else tokenize(args))
+        print(benchmark_worker_counts(args) if args.find_optimal_num_workers else preprocess_and_summarize(args))
     except (ConfigError, DataError, OSError) as error:
         sys.exit(f"preprocess_data.py: {error}")
     except KeyboardInterrupt:

@@ -20,21 +20,23 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.core.config.flags import ConfigError, add_arguments, from_namespace
+from megatron.core.config.flags import ConfigError, add_arguments, config_from_namespace
 from megatron.core.config.settings.data import TokenizerConfig
-from megatron.core.datasets.image_pairs import IMAGE, TEXT, packed_image
+from megatron.core.datasets.image_pairs import IMAGE, TEXT, pack_image_bytes
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
 from megatron.core.datasets.storage import DataError
-from megatron.core.tokenizers.base import Tokenizer, fingerprint
+from megatron.core.tokenizers.base import Tokenizer, tokenizer_fingerprint
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.tools.parser import ToolParser
+from megatron.tools.parser import ToolArgumentParser
 from megatron.training.launch.launch_info import install_interrupt_handler
 
 _AT_ONCE = 256
 
 
-def pairs(path: str, folder: str) -> Iterator[tuple[str, Path]]:
-    """(text, path of its image) of each line. `DataError` where a line has no text, or texts and images are not as many."""
+def read_text_image_pairs(path: str, folder: str) -> Iterator[tuple[str, Path]]:
+    """Yield (text, path of its image) of each line. `DataError` if a line has no text, or texts and images are not as
+    many.
+    """
     names = iter(sorted(os.listdir(folder)))
     number = 0
     with open(path, encoding="utf-8") as file:
@@ -53,34 +55,36 @@ def pairs(path: str, folder: str) -> Iterator[tuple[str, Path]]:
         raise DataError(f"{folder} has {left} images more than {path} has lines without one; which belong together?")
 
 
-def write(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
-    """Write the pair; return the number of documents."""
+def write_multimodal_pair(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
+    """Write the .bin/.idx pair; return the number of documents."""
 
-    def ids(text: str) -> np.ndarray:
+    def tokenize_and_pad(text: str) -> np.ndarray:
         result = tokenizer.tokenize(text)
         if result and args.append_eod:
             result = result[: args.pad_length] + [tokenizer.eod] * (args.pad_length - len(result))
         return np.array(result, np.int32)
 
-    rows = pairs(args.input, args.input_image)
+    rows = read_text_image_pairs(args.input, args.input_image)
     with (
         IndexedDatasetBuilder(
-            args.output_prefix, np.int32, tokenizer=fingerprint(tokenizer), multimodal=True
+            args.output_prefix, np.int32, tokenizer=tokenizer_fingerprint(tokenizer), multimodal=True
         ) as builder,
         ThreadPoolExecutor(args.workers) as pool,
     ):
         while batch := list(islice(rows, _AT_ONCE)):
             for (text, _), image in zip(batch, pool.map(lambda row: row[1].read_bytes(), batch), strict=True):
-                builder.add_sequence(ids(text), TEXT)
-                builder.add_sequence(packed_image(image), IMAGE)
+                builder.add_sequence(tokenize_and_pad(text), TEXT)
+                builder.add_sequence(pack_image_bytes(image), IMAGE)
                 builder.end_document()
         return builder.num_documents
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry of the tool."""
+    """Write the pair, and print the number of documents."""
     install_interrupt_handler()
-    made = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    made = ToolArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     made.add_argument("--input", required=True, metavar="FILE", help='JSON lines, each with a "text"')
     made.add_argument("--input-image", required=True, metavar="FOLDER", help="folder of the images")
     made.add_argument("--pad-length", type=int, required=True, metavar="IDS", help="--append-eod: ids of every text")
@@ -96,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if min(args.pad_length, args.workers) < 1:
         made.error("--pad-length and --workers are 1 or more")
     try:
-        count = write(args, build_tokenizer(from_namespace(TokenizerConfig, args)))
+        count = write_multimodal_pair(args, build_tokenizer(config_from_namespace(TokenizerConfig, args)))
     except (ConfigError, DataError, OSError) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         raise SystemExit(1) from None

@@ -23,21 +23,21 @@ import pretrain_t5
 import pretrain_vision_classify
 from megatron.core.config.flags import ConfigError
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.tools.parser import ToolParser
+from megatron.tools.parser import ToolArgumentParser
 from megatron.training.launch.launch_info import install_interrupt_handler
 from megatron.training.trainer import ForwardStep, ModelProvider
-from megatron.trust.compare.replay import ReplayResult, replay
+from megatron.trust.compare.replay import ReplayResult, replay_failure_dump
 
 PROVIDERS: Mapping[str, tuple[ModelProvider, ForwardStep]] = {
-    "gpt": (pretrain_gpt.model, pretrain_gpt.forward_step),
-    "bert": (pretrain_bert.model, pretrain_bert.forward_step),
-    "t5": (pretrain_t5.model, pretrain_t5.forward_step),
-    "vit": (pretrain_vision_classify.model, pretrain_vision_classify.forward_step),
+    "gpt": (pretrain_gpt.model_provider, pretrain_gpt.forward_step),
+    "bert": (pretrain_bert.model_provider, pretrain_bert.forward_step),
+    "t5": (pretrain_t5.model_provider, pretrain_t5.forward_step),
+    "vit": (pretrain_vision_classify.model_provider, pretrain_vision_classify.forward_step),
 }
 
 
-def report_lines(replayed: ReplayResult, most: int) -> Iterator[str]:
-    """The report. shown: how many modules with the largest outputs to list."""
+def replay_report_lines(replayed: ReplayResult, most: int) -> Iterator[str]:
+    """Yield the lines of the report. most: number of modules with the largest outputs to list."""
     facts = replayed.facts
     yield f"iteration {facts['iteration']} of {facts['world_size']} ranks: {facts['problem']}"
     yield from (f"note: {note}" for note in replayed.notes)
@@ -60,9 +60,11 @@ def report_lines(replayed: ReplayResult, most: int) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read the options, replay, report."""
+    """Replay the step and print the report. Return the exit code."""
     install_interrupt_handler()
-    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = ToolArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("dump", type=Path, help="folder of a bad step")
     parser.add_argument(
         "--weights", type=Path, help="checkpoint to start from, instead of the one in the failure dump or named by it"
@@ -74,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     options = parser.parse_args(argv)
     try:
-        replayed = replay(options.dump, PROVIDERS, weights=options.weights, bound=options.large)
+        replayed = replay_failure_dump(options.dump, PROVIDERS, weights=options.weights, bound=options.large)
     except (ConfigError, CheckpointError) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 2
@@ -92,5 +94,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         sys.stdout.write(json.dumps(report, indent=1) + "\n")
     else:
-        sys.stdout.write("\n".join(report_lines(replayed, options.modules)) + "\n")
+        sys.stdout.write("\n".join(replay_report_lines(replayed, options.modules)) + "\n")
     return 0 if replayed.first or replayed.bad_gradients or replayed.bad_weights else 1

@@ -18,37 +18,43 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.core.config.flags import ConfigError, add_arguments, from_namespace, from_values
+from megatron.core.config.flags import ConfigError, add_arguments, config_from_namespace, config_from_values
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.data import ChatConfig
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.datasets.templates import FORMATS as CHAT_FORMATS
-from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.families.adapter_set import AdapterSet
-from megatron.core.families.registry import model_of
-from megatron.core.tokenizers.base import Tokenizer, read_text
+from megatron.core.families.registry import model_config_of
+from megatron.core.tokenizers.base import Tokenizer, read_flag_file_text
 from megatron.evaluation.reward import RewardModel
 from megatron.inference.engine import Engine
-from megatron.inference.image_prompts import ImagePrompts
+from megatron.inference.image_prompts import ImagePromptWriter
 from megatron.inference.liveness import RankLiveness, watch_ranks
 from megatron.inference.score_service import ScoreService
-from megatron.inference.server.chat import Chat
-from megatron.inference.server.serving import Limits, ServedThread, Serving
-from megatron.inference.service import Service
-from megatron.tools.parser import ToolParser, add_dtype, add_network_options, add_sizes, add_tokenizer_files
-from megatron.training.checkpoint.adapters import open_adapters, require_base, source_hash
+from megatron.inference.server.chat import ChatPromptEncoder
+from megatron.inference.server.serving import DrainableService, GenerationServing, RequestLimits
+from megatron.inference.service import EngineService
+from megatron.tools.parser import (
+    ToolArgumentParser,
+    add_checkpoint_options,
+    add_dtype,
+    add_parallel_size_options,
+    add_tokenizer_files,
+)
+from megatron.training.checkpoint.adapters import open_adapters, require_matching_base, source_base_hash
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.checkpoint.inference_model import GPT, REWARD, InferenceModel, load_network
-from megatron.training.entry import run_entry
-from megatron.training.health.watchdog import RankLost
+from megatron.training.entry import entry_point
+from megatron.training.health.watchdog import RankLostError
 from megatron.training.launch.launch_info import has_desktop, read_launch_info
 
 LACKING = ""  # a package without which only --help works
 try:
     from megatron.inference.server.app import LOCAL, RequestFilter, build_app
-    from megatron.inference.server.run import ServerFailed, bind_socket, follow_leader, serve
+    from megatron.inference.server.run import ServerFailed, bind_socket, follow_ignoring_signals, serve_on_socket
     from megatron.inference.server.scoring import ScoringServing, build_scoring_app
 except ModuleNotFoundError as missing:
     if missing.name not in ("fastapi", "starlette", "uvicorn"):
@@ -60,15 +66,15 @@ SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_m
 TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "chat_template")
 
 
-def options(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = add_network_options(parser, "what")
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = ToolArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = add_checkpoint_options(parser, "what")
     what.add_argument(
         "--draft", metavar="FOLDER", help="a smaller network with the same tokenizer, for --num-speculative-tokens"
     )
     add_dtype(what)
-    add_sizes(what, SIZES)
+    add_parallel_size_options(what, SIZES)
     where = parser.add_argument_group("where, and for whom")
     where.add_argument(
         "--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine only)"
@@ -107,15 +113,15 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         default="tokenizer",
         help="how conversations are written (default: by the tokenizer's chat template, if it has one)",
     )
-    _add_limits(parser)
+    _add_limit_options(parser)
     add_tokenizer_files(parser, TOKENIZER)
     add_arguments(parser, InferenceConfig)
     return parser.parse_args(argv)
 
 
-def _add_limits(parser: argparse.ArgumentParser) -> None:
-    """How much one call may ask for."""
-    limits, usual = parser.add_argument_group("limits of one call"), Limits()
+def _add_limit_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that limit a request."""
+    limits, usual = parser.add_argument_group("limits of one call"), RequestLimits()
     limits.add_argument(
         "--max-body-bytes",
         type=int,
@@ -158,30 +164,30 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def bearer_token(given: argparse.Namespace) -> str:
-    """The bearer token, or nothing. Raises `ConfigError` for one that no header can hold."""
+    """Return the bearer token of --token-file, or "". `ConfigError` if no header can hold it."""
     if given.token_file is None:
         return ""
-    token = read_text(given.token_file, "--token-file").strip()
+    token = read_flag_file_text(given.token_file, "--token-file").strip()
     if not token or not token.isascii() or not token.isprintable():
         raise ConfigError(f"--token-file {given.token_file} must hold one line of printable ASCII")
     return token
 
 
-def chat_of(given: argparse.Namespace, tokenizer: Tokenizer) -> Chat | None:
-    """How conversations are written; None if the tokenizer does not say and the command line does not either."""
+def make_chat_encoder(given: argparse.Namespace, tokenizer: Tokenizer) -> ChatPromptEncoder | None:
+    """Return the encoder of conversations, or None if neither tokenizer nor command line has a chat template."""
     if given.chat_format == "tokenizer" and tokenizer.chat_template is None:
         return None
-    return Chat(tokenizer, given.chat_format)
+    return ChatPromptEncoder(tokenizer, given.chat_format)
 
 
 def allowed_hosts(given: argparse.Namespace) -> tuple[str, ...]:
-    """Names by which the server may be called; none: by any."""
+    """Return the Host names that requests may have; empty: any."""
     names = tuple(name.lower() for name in given.allowed_hosts)
-    return (*LOCAL, *names) if names or is_local(given) else ()
+    return (*LOCAL, *names) if names or listens_locally_only(given) else ()
 
 
-def is_local(given: argparse.Namespace) -> bool:
-    """Whether only this machine is listened to."""
+def listens_locally_only(given: argparse.Namespace) -> bool:
+    """Whether the server listens to this machine only."""
     return given.host in (*LOCAL, "::1")
 
 
@@ -191,42 +197,48 @@ def open_browser(page: str) -> None:
         threading.Thread(target=webbrowser.open, args=(page,), daemon=True).start()
 
 
-def model_name(given: argparse.Namespace) -> str:
-    """What clients call the network."""
+def served_model_name(given: argparse.Namespace) -> str:
+    """Return the name by which clients call the network."""
     return given.model_name or Path(given.load).resolve().name
 
 
-def adapters_of(given: argparse.Namespace) -> dict[str, str]:
-    """The folder of each adapter by its name. Raises `ConfigError`."""
+def adapter_folders_by_name(given: argparse.Namespace) -> dict[str, str]:
+    """Return name -> folder of the adapters of --lora-modules. Raises `ConfigError`."""
     pairs = [word.partition("=") for word in given.lora_modules]
     bad = [name + sign + folder for name, sign, folder in pairs if not (name and folder)]
     if bad or len({name for name, _, _ in pairs}) < len(pairs):
         raise ConfigError(f"--lora-modules {' '.join(bad or given.lora_modules)}: write NAME=FOLDER, each name once")
-    if model_name(given) in {name for name, _, _ in pairs}:
-        raise ConfigError(f"--lora-modules {model_name(given)}=...: so the network is called; choose another name")
+    if served_model_name(given) in {name for name, _, _ in pairs}:
+        raise ConfigError(
+            f"--lora-modules {served_model_name(given)}=...: so the network is called; choose another name"
+        )
     return {name: folder for name, _, folder in pairs}
 
 
-def adapter_opener(source: Source, model: ModelConfig, names: Sequence[str] = ()) -> Callable[[str], AdapterSet]:
-    """What reads adapters of a network. source: where that was loaded from, to tell whether adapters were trained on it; names: it has more."""
+def make_adapter_opener(
+    source: CheckpointSource, model: ModelConfig, names: Sequence[str] = ()
+) -> Callable[[str], AdapterSet]:
+    """Return a function that opens a folder's adapters of this network. source: the network's, by which their base is
+    checked; names: further names of the network.
+    """
     hashes: dict[AdapterConfig, str] = {}
 
-    def open_(folder: str) -> AdapterSet:
+    def open_checked_adapters(folder: str) -> AdapterSet:
         adapters = open_adapters(folder, model)
         config, known = adapters.model.adapter, adapters.base.get("hash") is not None
         if known and not adapters.saved and config not in hashes:
-            hashes[config] = source_hash(source, config)
+            hashes[config] = source_base_hash(source, config)
         if not adapters.saved:  # those are refused by the engine
-            require_base(adapters, {"hash": hashes.get(config), "where": source.where}, names)
+            require_matching_base(adapters, {"hash": hashes.get(config), "where": source.where}, names)
         return adapters
 
-    return open_
+    return open_checked_adapters
 
 
-@run_entry
+@entry_point
 def main() -> None:
-    """Load, serve, drain."""
-    given = options()
+    """Load the network, and serve it until a signal."""
+    given = parse_arguments()
     if LACKING:
         sys.exit(f"serving needs {LACKING}: pip install fastapi uvicorn")
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
@@ -234,10 +246,10 @@ def main() -> None:
     place = read_launch_info()
     token, sock = bearer_token(given), bind_socket(given.host, given.port) if place.rank == 0 else None
     parallel = ParallelConfig(**{name: getattr(given, name) for name in SIZES})
-    config = from_namespace(InferenceConfig, given)
+    config = config_from_namespace(InferenceConfig, given)
     changed = {name: value for name in TOKENIZER if (value := getattr(given, name)) is not None}
-    if model_of(open_checkpoint(given.load, given.ckpt_step).settings).reward_head:
-        serve_scores(given, parallel, changed, sock, token)
+    if model_config_of(open_checkpoint(given.load, given.ckpt_step).settings).reward_head:
+        serve_reward_model(given, parallel, changed, sock, token)
         return
     loaded = load_network(
         given.load, GPT, step=given.ckpt_step, parallel=parallel, dtype=given.dtype, tokenizer=changed
@@ -247,22 +259,22 @@ def main() -> None:
     enable_image_prompts(engine, loaded, given)
     with watch_ranks(loaded.mesh, place.meeting.rpartition(":")[0]) as liveness:
         if sock is None:
-            follow_leader(engine.run_as_follower)
+            follow_ignoring_signals(engine.run_as_follower)
         else:
-            reads = adapter_opener(loaded.source, loaded.config.model, [model_name(given)])
-            for name, folder in adapters_of(given).items():
+            reads = make_adapter_opener(loaded.source, loaded.config.model, [served_model_name(given)])
+            for name, folder in adapter_folders_by_name(given).items():
                 engine.adapters.load(name, reads(folder))
-            run_leader(engine, liveness, sock, given, limits_of(given, engine), token, reads)
+            serve_as_leader(engine, liveness, sock, given, request_limits_of(given, engine), token, reads)
 
 
-def serve_scores(
+def serve_reward_model(
     given: argparse.Namespace,
     parallel: ParallelConfig,
     tokenizer: Mapping[str, str],
     sock: socket.socket | None,
     token: str,
 ) -> None:
-    """Serve a reward model, on all ranks together. sock: of the first."""
+    """Serve a reward model until a signal. Collective. sock: of the first rank, else None."""
     needless = [word for word, value in (("--draft", given.draft), ("--lora-modules", given.lora_modules)) if value]
     if needless:
         raise ConfigError(f"{', '.join(needless)}: {given.load} holds a reward model, which writes no texts; leave out")
@@ -272,41 +284,47 @@ def serve_scores(
     model, place = RewardModel(loaded, given.chat_format), read_launch_info()
     with watch_ranks(loaded.mesh, place.meeting.rpartition(":")[0]) as liveness:
         if sock is None:
-            follow_leader(model.run_as_follower)
+            follow_ignoring_signals(model.run_as_follower)
             return
         service = ScoreService(
             model.score_as_leader, close=model.release_followers, device=loaded.mesh.device, liveness=liveness
         )
-        limits = Limits(given.max_body_bytes or Limits().body_bytes, given.max_prompts, given.max_prompt_tokens)
+        limits = RequestLimits(
+            given.max_body_bytes or RequestLimits().body_bytes, given.max_prompts, given.max_prompt_tokens
+        )
         serving = ScoringServing(
             service,
-            model_name(given),
-            lambda text: model.ids([text])[0],
+            served_model_name(given),
+            lambda text: model.encode_reward_texts([text])[0],
             loaded.config.model.max_position_embeddings,
             given.chat_format != "tokenizer" or loaded.tokenizer.chat_template is not None,
             replace(limits, connections=given.max_connections),
         )
         service.start()
-        serve_until_signal(
+        serve_and_name_lost_rank(
             build_scoring_app(serving, token=token, hosts=allowed_hosts(given)), service, liveness, sock, given, token
         )
 
 
 def enable_image_prompts(engine: Engine, loaded: InferenceModel, given: argparse.Namespace) -> None:
-    """Let the engine of a network that reads images take prompts with some, written as it was trained unless the command line differs."""
+    """Give the engine of a network that reads images an encoder of prompts, with the format of its training unless the
+    command line differs.
+    """
     if not loaded.config.model.has_vision:
         return
     if given.chat_format == "tokenizer":
-        given.chat_format = from_values(ChatConfig, loaded.source.settings).sft_tokenizer_prompt_format
-    prompts = ImagePrompts.from_model(loaded.config.model, loaded.tokenizer, loaded.source.settings, given.chat_format)
+        given.chat_format = config_from_values(ChatConfig, loaded.source.settings).sft_tokenizer_prompt_format
+    prompts = ImagePromptWriter.from_model(
+        loaded.config.model, loaded.tokenizer, loaded.source.settings, given.chat_format
+    )
     options = replace(prompts.options, max_pixels=min(prompts.options.max_pixels, given.max_image_pixels))
     engine.image_prompts = replace(prompts, options=options)
 
 
-def limits_of(given: argparse.Namespace, engine: Engine) -> Limits:
-    """How much one call may ask for."""
-    body = BODY_WITH_IMAGES if engine.image_prompts is not None else Limits().body_bytes
-    return Limits(
+def request_limits_of(given: argparse.Namespace, engine: Engine) -> RequestLimits:
+    """Return the limits of requests."""
+    body = BODY_WITH_IMAGES if engine.image_prompts is not None else RequestLimits().body_bytes
+    return RequestLimits(
         given.max_body_bytes or body,
         given.max_prompts,
         given.max_prompt_tokens,
@@ -316,40 +334,44 @@ def limits_of(given: argparse.Namespace, engine: Engine) -> Limits:
     )
 
 
-def run_leader(
+def serve_as_leader(
     engine: Engine,
     liveness: RankLiveness,
     sock: socket.socket,
     given: argparse.Namespace,
-    limits: Limits,
+    limits: RequestLimits,
     token: str,
     reads: Callable[[str], AdapterSet],
 ) -> None:
-    """What the first rank does."""
-    chat, name = chat_of(given, engine.tokenizer), model_name(given)
+    """On the first rank: capture graphs, start the engine's thread, and serve until a signal. reads: opens adapters."""
+    chat, name = make_chat_encoder(given, engine.tokenizer), served_model_name(given)
     engine.capture_all_graphs(logging.getLogger(__name__).info)
-    service = Service(engine, liveness)
+    service = EngineService(engine, liveness)
     service.start()
     updates = given.allow_runtime_lora_updating
-    app = build_app(Serving(service, name, limits, reads, updates), chat=chat, token=token, hosts=allowed_hosts(given))
-    serve_until_signal(app, service, liveness, sock, given, token)
+    app = build_app(
+        GenerationServing(service, name, limits, reads, updates), chat=chat, token=token, hosts=allowed_hosts(given)
+    )
+    serve_and_name_lost_rank(app, service, liveness, sock, given, token)
 
 
-def serve_until_signal(
+def serve_and_name_lost_rank(
     app: RequestFilter,
-    service: ServedThread,
+    service: DrainableService,
     liveness: RankLiveness,
     sock: socket.socket,
     given: argparse.Namespace,
     token: str,
 ) -> None:
-    """Serve, and say which rank was lost if that ended it. The service has been started."""
-    if not token and not is_local(given):
+    """Serve until a signal. The service must be started. Raises `RankLost` if a lost rank ended it, else
+    `ServerFailed`.
+    """
+    if not token and not listens_locally_only(given):
         logging.getLogger(__name__).warning(
             "--host %s without --token-file: everyone who reaches this port may use it", given.host
         )
     try:
-        serve(
+        serve_on_socket(
             app,
             service,
             sock,
@@ -357,6 +379,6 @@ def serve_until_signal(
             ready=open_browser if given.open else lambda page: None,
         )
     except ServerFailed as failed:
-        if liveness.lost:  # which says it all
-            raise RankLost(str(failed)) from None
+        if liveness.lost_rank_text:  # which says it all
+            raise RankLostError(str(failed)) from None
         raise

@@ -11,30 +11,32 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from megatron.core.config.flags import ConfigError, from_namespace, refuse
+from megatron.core.config.flags import ConfigError, config_from_namespace, raise_config_error_if
 from megatron.core.config.rules.engine import NEEDS, RULES
 from megatron.core.config.rules.rule import RuleInput
 from megatron.core.config.settings.run import RequestedRun, RunConfig
-from megatron.core.config.stages import stages_of
-from megatron.core.models.describe import active_parameters, count_parameters
-from megatron.core.models.flops import rank_memory
-from megatron.core.parallel.grid import axis_ranks
-from megatron.core.pipeline_parallel.schedules import Plan, num_stages, training_plan
-from megatron.core.pipeline_parallel.timeline import simulate_plan, text_timeline
+from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.models.describe import count_active_parameters, count_parameters
+from megatron.core.models.flops import estimate_rank_memory
+from megatron.core.parallel.grid import axis_rank_groups
+from megatron.core.pipeline_parallel.schedules import Plan, num_plan_stages, pipeline_training_plan
+from megatron.core.pipeline_parallel.timeline import draw_text_timeline, simulate_pipeline_plan
 from megatron.core.tokenizers.build import expected_vocab_size
-from megatron.tools.parser import ToolParser
+from megatron.tools.parser import ToolArgumentParser
 from megatron.training.cli.arguments import read_flags
 
 CAN_DRAW = importlib.util.find_spec("matplotlib") is not None
 if CAN_DRAW:
-    from megatron.core.pipeline_parallel.picture import draw
+    from megatron.core.pipeline_parallel.picture import draw_pipeline_timeline
 
 WIDEST = 160
 
 
 def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, RunConfig]:
-    """The tool's own options, and the config of the run it is to show."""
-    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Parse the command line: (the tool's own options, the resolved config of the run). `ConfigError` if rules are
+    broken.
+    """
+    parser = ToolArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world-size", type=int, default=1, help="ranks that will run (default: 1)")
     parser.add_argument(
         "--true-vocab-size",
@@ -48,23 +50,25 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
     args = read_flags(flags)
     if options.picture and not CAN_DRAW:
         args.problems.append("--picture needs the package matplotlib, which is not installed: pip install matplotlib")
-    refuse(args.problems)
-    config = from_namespace(RequestedRun, args).resolve(options.world_size)
+    raise_config_error_if(args.problems)
+    config = config_from_namespace(RequestedRun, args).resolve(options.world_size)
     for rules in (NEEDS, RULES):  # the others speak of data, rates and durations, which a layout does without
-        refuse(message for rule in rules if (message := rule.says(RuleInput(config, options.world_size))))
+        raise_config_error_if(
+            message for rule in rules if (message := rule.problem_message(RuleInput(config, options.world_size)))
+        )
     if options.true_vocab_size is None:
         options.true_vocab_size, _ = expected_vocab_size(config.tokenizer)
     return options, config
 
 
 def rank_table(config: RunConfig, world_size: int) -> list[str]:
-    """The groups of every axis that has more than one rank."""
+    """Return lines with the groups of every axis that has more than one rank."""
     lines = [f"{world_size} ranks"]
     axes = [("tp", "tensor"), ("pp", "pipeline"), ("dp", "data"), ("embed", "tied embedding")]
     if config.model.moe.num_experts:
         axes += [("ep", "experts"), ("etp", "expert tensor"), ("edp", "expert data")]
     for name, title in axes:
-        groups = axis_ranks(config.parallel, world_size)[name]
+        groups = axis_rank_groups(config.parallel, world_size)[name]
         if max(len(group) for group in groups) > 1:
             first_groups = "  ".join(" ".join(map(str, group)) for group in groups[:8])
             lines.append(f"  {title + ':':16}{first_groups}{'  ...' if len(groups) > 8 else ''}")
@@ -72,17 +76,17 @@ def rank_table(config: RunConfig, world_size: int) -> list[str]:
 
 
 def stage_table(config: RunConfig, true_vocab_size: int, world_size: int, num_microbatches: int) -> list[str]:
-    """What each pipeline rank holds."""
+    """Return lines with layers, parameters and memory of each pipeline rank."""
     model = config.model.with_vocabulary(true_vocab_size, config.parallel.tp)
     config = dataclasses.replace(config, model=model)
-    stages = stages_of(config)
-    memory = rank_memory(
+    stages = pipeline_stages_of(config)
+    memory = estimate_rank_memory(
         config,
         stages,
         data_parallel_size=config.parallel.data_parallel_size(world_size),
         num_microbatches=num_microbatches,
     )
-    active = f", {active_parameters(model):,} of them used by a token" if model.moe.num_experts else ""
+    active = f", {count_active_parameters(model):,} of them used by a token" if model.moe.num_experts else ""
     lines = [
         f"{count_parameters(model).total:,} parameters{active}, vocabulary padded to {model.padded_vocab_size:,}",
         f"  {'pipeline rank':14}{'layers':28}{'parameters':>16}{'weights+optimizer':>20}{'activations':>14}",
@@ -104,12 +108,12 @@ def stage_table(config: RunConfig, true_vocab_size: int, world_size: int, num_mi
     return lines
 
 
-def schedule_of(config: RunConfig, world_size: int) -> tuple[Plan, int]:
-    """The plan of one step, and its microbatches."""
+def pipeline_schedule_of(config: RunConfig, world_size: int) -> tuple[Plan, int]:
+    """Return (pipeline schedule of one step, number of microbatches)."""
     parallel, train = config.parallel, config.train
     count = max(1, train.global_batch_size // (train.micro_batch_size * parallel.data_parallel_size(world_size)))
-    chunks = len(stages_of(config)) // parallel.pp
-    return training_plan(
+    chunks = len(pipeline_stages_of(config)) // parallel.pp
+    return pipeline_training_plan(
         parallel.pp,
         chunks,
         count,
@@ -124,22 +128,22 @@ def main(argv: list[str] | None = None) -> None:
     try:
         options, config = parse_arguments(argv)
         lines = rank_table(config, options.world_size)
-        plan, count = schedule_of(config, options.world_size)
+        plan, count = pipeline_schedule_of(config, options.world_size)
         lines += ["", *stage_table(config, options.true_vocab_size, options.world_size, count)]
     except ConfigError as error:
         sys.stderr.write(f"ConfigError: {error}\n")
         raise SystemExit(2) from None
-    timeline = simulate_plan(plan)
+    timeline = simulate_pipeline_plan(plan)
     lines += [
         "",
-        f"{count} microbatches a step over {num_stages(plan)} stages, bubble {timeline.bubble:.1%}, at most "
+        f"{count} microbatches a step over {num_plan_stages(plan)} stages, bubble {timeline.bubble:.1%}, at most "
         f"{max(timeline.peak)} microbatches alive on a rank",
     ]
-    drawn = text_timeline(plan, timeline).splitlines()
+    drawn = draw_text_timeline(plan, timeline).splitlines()
     lines += [line[:WIDEST] + (" ..." if len(line) > WIDEST else "") for line in drawn]
     sys.stdout.write("\n".join(lines) + "\n")
     if options.picture:
-        draw(plan, timeline, options.picture)
+        draw_pipeline_timeline(plan, timeline, options.picture)
         sys.stdout.write(f"drawn: {options.picture}\n")
 
 

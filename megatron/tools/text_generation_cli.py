@@ -12,12 +12,12 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from megatron.tools.parser import ToolParser
+from megatron.tools.parser import ToolArgumentParser
 
 
-def options(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = ToolArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "server", metavar="HOST:PORT", help="where the server listens; may begin with http:// or https://"
     )
@@ -28,8 +28,8 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def request_text(server: str, prompt: str, count: int, *, token: str, timeout: float) -> str:
-    """The prompt and what follows it; a line that says what went wrong, if something did."""
+def request_continuation(server: str, prompt: str, count: int, *, token: str, timeout: float) -> str:
+    """Return the server's response: the prompt and what follows it, or a line that says what went wrong. count: tokens."""
     address = (server if "://" in server else f"http://{server}").rstrip("/") + "/api"
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
     body = json.dumps({"prompts": [prompt], "tokens_to_generate": count}).encode()
@@ -45,7 +45,7 @@ def request_text(server: str, prompt: str, count: int, *, token: str, timeout: f
 
 
 def error_message(body: bytes) -> str:
-    """What a server says is wrong, in any of the ways that servers have."""
+    """Return the message in a server's error body, of any of the usual forms."""
     try:
         reply = json.loads(body)
     except ValueError:
@@ -54,8 +54,8 @@ def error_message(body: bytes) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Ask until there is nothing more to ask."""
-    given = options(argv)
+    """Ask the user for prompts and print the answers, until the input ends."""
+    given = parse_arguments(argv)
     token = Path(given.token_file).read_text(encoding="utf-8").strip() if given.token_file else ""
     while True:
         try:
@@ -66,4 +66,6 @@ def main(argv: list[str] | None = None) -> None:
         if not count.strip().isdecimal():
             sys.stdout.write(f"{count!r} is no number of tokens\n")
             continue
-        sys.stdout.write(request_text(given.server, prompt, int(count), token=token, timeout=given.timeout) + "\n")
+        sys.stdout.write(
+            request_continuation(given.server, prompt, int(count), token=token, timeout=given.timeout) + "\n"
+        )

@@ -19,25 +19,25 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megatron.core.config.flags import ConfigError, add_arguments, from_namespace
+from megatron.core.config.flags import ConfigError, add_arguments, config_from_namespace
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.ingest.inputs import find_sources, read_spans, shard_spans
-from megatron.core.datasets.ingest.records import read_records
-from megatron.core.datasets.ingest.source import SourcePosition
-from megatron.core.tokenizers.base import Tokenizer, fingerprint
+from megatron.core.datasets.ingest.inputs import find_input_files, read_input_chunks, shard_input_spans
+from megatron.core.datasets.ingest.records import parse_records
+from megatron.core.datasets.ingest.source import InputPosition
+from megatron.core.tokenizers.base import Tokenizer, tokenizer_fingerprint
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.core.tokenizers.check import check_corpus, check_tokenizer, promises_round_trips
-from megatron.core.tokenizers.engines import num_processors
-from megatron.core.tokenizers.train import train_byte_level_bpe, train_sentencepiece, write_all
-from megatron.tools.parser import ToolParser
+from megatron.core.tokenizers.check import examine_tokenizer, measure_corpus_round_trips, promises_round_trips
+from megatron.core.tokenizers.engines import num_usable_processors
+from megatron.core.tokenizers.train import train_byte_level_bpe, train_sentencepiece, write_files_atomically
+from megatron.tools.parser import ToolArgumentParser
 from megatron.training.launch.launch_info import install_interrupt_handler
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     shape = argparse.RawDescriptionHelpFormatter
-    parser = ToolParser(description=__doc__, formatter_class=shape, allow_abbrev=False)
+    parser = ToolArgumentParser(description=__doc__, formatter_class=shape, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train = commands.add_parser(
         "train",
@@ -141,13 +141,13 @@ def _add_input_arguments(group: argparse._ArgumentGroup, *, required: bool) -> N
 
 
 def read_texts(inputs: Sequence[str], key: str) -> Iterator[list[str]]:
-    """The texts of all inputs in batches, with progress on standard error; records that cannot be read are counted there."""
-    spans = shard_spans(find_sources(inputs, "auto", "line"), None)
+    """Yield the texts of all inputs in batches, with progress on standard error; unreadable records are counted there."""
+    spans = shard_input_spans(find_input_files(inputs, "auto", "line"), None)
     dropped: dict[str, int] = {}
     documents = 0
     with tqdm(unit="B", unit_scale=True, disable=None, desc="read", file=sys.stderr) as progress:
-        for chunk in read_spans(spans, [key], SourcePosition()):
-            records = read_records(chunk, [key])
+        for chunk in read_input_chunks(spans, [key], InputPosition()):
+            records = parse_records(chunk, [key])
             for reason, drop in records.drops.items():
                 dropped[reason] = dropped.get(reason, 0) + drop.count
             documents += len(records.texts[0])
@@ -157,8 +157,8 @@ def read_texts(inputs: Sequence[str], key: str) -> Iterator[list[str]]:
     print(f"read {documents} texts{left_out}", file=sys.stderr)
 
 
-def train(args: argparse.Namespace) -> int:
-    """Learn a vocabulary, and write it."""
+def train_and_write_tokenizer(args: argparse.Namespace) -> int:
+    """Train a tokenizer and write its files. Return the exit code."""
     texts = read_texts(args.input, args.json_key)
     if args.kind == "byte-bpe":
         if args.keep_whitespace:
@@ -179,14 +179,14 @@ def train(args: argparse.Namespace) -> int:
             special_tokens=args.special_tokens or (),
             keep_whitespace=args.keep_whitespace,
             max_lines=args.max_lines,
-            threads=num_processors(),
+            threads=num_usable_processors(),
         )
         files = {"tokenizer.model": model}
         use = f"GPTSentencePieceTokenizer --tokenizer-model {args.output_dir / 'tokenizer.model'}"
         kind = TokenizerConfig(
             tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=str(args.output_dir / "tokenizer.model")
         )
-    write_all(args.output_dir, files)
+    write_files_atomically(args.output_dir, files)
     size = build_tokenizer(kind).vocab_size
     print(f"wrote {', '.join(files)} to {args.output_dir}: {size} ids\nuse it with --tokenizer-type {use}")
     if size < args.vocab_size:
@@ -194,11 +194,11 @@ def train(args: argparse.Namespace) -> int:
     return 0
 
 
-def check(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
-    """Report what is wrong; 1 if anything is."""
-    findings = check_tokenizer(tokenizer, args.padded_vocab_size)
+def print_tokenizer_findings(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
+    """Print what is wrong with a tokenizer. Return the exit code, 1 if anything is."""
+    findings = examine_tokenizer(tokenizer, args.padded_vocab_size)
     if args.input:
-        result = check_corpus(tokenizer, read_texts(args.input, args.json_key))
+        result = measure_corpus_round_trips(tokenizer, read_texts(args.input, args.json_key))
         print(
             f"corpus: {result.texts} texts, {result.num_bytes} bytes, {result.ids} ids, "
             f"{result.num_bytes / max(result.ids, 1):.2f} bytes an id, highest id {result.highest}"
@@ -207,7 +207,7 @@ def check(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
             (findings.wrong if promises_round_trips(tokenizer) else findings.notes).append(
                 f"{result.lost} of {result.texts} texts of the corpus do not come back from their ids; the first: {result.first_loss}"
             )
-    mark = fingerprint(tokenizer)
+    mark = tokenizer_fingerprint(tokenizer)
     print(f"{mark['kind']}: {mark['vocab_size']} ids, end of document {mark['eod']}, hash {mark['hash']}")
     print(tokenizer.engine)
     for word, lines in (("wrong", findings.wrong), ("note", findings.notes)):
@@ -218,12 +218,12 @@ def check(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
     return 1 if findings.wrong or (args.strict and findings.notes) else 0
 
 
-def encode(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
-    """Show the ids of texts."""
+def print_encoded_texts(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
+    """Print the ids of texts, with their tokens and byte spans. Return the exit code."""
     for text in args.text or [sys.stdin.read()]:
         ids = (tokenizer.tokenize_with_special if args.marked else tokenizer.tokenize)(text)
         tokens = [tokenizer.id_to_token(token) for token in ids]
-        spans = None if args.marked else tokenizer.spans(text)
+        spans = None if args.marked else tokenizer.token_byte_spans(text)
         if args.json:
             print(json.dumps({"ids": ids, "tokens": tokens, **({} if spans is None else {"spans": spans})}))
         elif args.ids_only:
@@ -240,8 +240,8 @@ def encode(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
     return 0
 
 
-def decode(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
-    """Write the text of ids."""
+def print_decoded_text(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
+    """Print the text of ids. Return the exit code."""
     ids = args.ids or [int(word) for word in sys.stdin.read().split()]
     unknown = [token for token in ids if not 0 <= token < tokenizer.vocab_size]
     if unknown:
@@ -251,14 +251,16 @@ def decode(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says; 1 when something is wrong, 2 when it cannot be done."""
+    """Run the command. Return the exit code: 1 if something is wrong, 2 if it cannot be done."""
     install_interrupt_handler()
     args = parse_arguments(arguments)
     try:
         if args.command == "train":
-            return train(args)
-        tokenizer = build_tokenizer(from_namespace(TokenizerConfig, args))
-        return {"check": check, "encode": encode, "decode": decode}[args.command](args, tokenizer)
+            return train_and_write_tokenizer(args)
+        tokenizer = build_tokenizer(config_from_namespace(TokenizerConfig, args))
+        return {"check": print_tokenizer_findings, "encode": print_encoded_texts, "decode": print_decoded_text}[
+            args.command
+        ](args, tokenizer)
     except (ConfigError, DataError, ValueError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2

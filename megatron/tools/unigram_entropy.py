@@ -14,12 +14,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron.core.datasets.indexed import DataError, IndexedDataset
-from megatron.tools.parser import ToolParser
+from megatron.tools.parser import ToolArgumentParser
 from megatron.training.launch.launch_info import install_interrupt_handler
 
 
 def token_counts(prefix: str) -> np.ndarray:
-    """How often each id occurs in PREFIX.bin: [largest id + 1]. Reads one sequence at a time."""
+    """Return how often each id occurs in PREFIX.bin, [largest id + 1], reading one sequence at a time."""
     dataset = IndexedDataset(prefix)
     counts = np.zeros(0, dtype=np.int64)
     for sequence in range(len(dataset)):
@@ -37,9 +37,9 @@ def entropy(counts: np.ndarray) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry of the tool."""
+    """Print the unigram entropy."""
     install_interrupt_handler()
-    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prefix", metavar="PREFIX", help="the token file is PREFIX.bin with PREFIX.idx")
     parser.add_argument("--quiet", action="store_true", help="print the number only")
     args = parser.parse_args(arguments)

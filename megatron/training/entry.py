@@ -26,23 +26,33 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.training.health.bad_steps import BadStep
-from megatron.training.health.exit_conditions import NotFinite
-from megatron.training.health.failures import error_text, name_of_rank
-from megatron.training.health.replica_check import ReplicasDiffer
-from megatron.training.health.watchdog import LOST, RankLost
-from megatron.training.initialize import shut_down
+from megatron.training.health.bad_steps import BadStepError
+from megatron.training.health.exit_conditions import NonFiniteError
+from megatron.training.health.failures import error_text, rank_and_node_text
+from megatron.training.health.replica_check import ReplicaMismatchError
+from megatron.training.health.watchdog import LOST, RankLostError
+from megatron.training.initialize import leave_process_group
 from megatron.training.launch.launch_info import LaunchInfo, install_interrupt_handler, read_launch_info
 from megatron.training.launch.rendezvous import FIRST_FAILURE, RendezvousStore
 
-USER_ERRORS = (ConfigError, DataError, CheckpointError, NotFinite, BadStep, ReplicasDiffer, RankLost)
+USER_ERRORS = (
+    ConfigError,
+    DataError,
+    CheckpointError,
+    NonFiniteError,
+    BadStepError,
+    ReplicaMismatchError,
+    RankLostError,
+)
 _LOOK_EVERY, _GRACE = 1.0, 3.0  # seconds
 _SHOWN = 6  # lines of another rank's failure
 _SILENCE, _AGAIN = 30.0, 5.0  # seconds: how long a store may not answer, and how long each new connection is tried
 
 
 class FailureReporter:
-    """Tells the other ranks of a failure, and ends this one when another failed or its launcher is gone."""
+    """Reports this rank's failure in the launcher's store, and ends this process when another rank failed or the
+    launcher is gone.
+    """
 
     def __init__(self, place: LaunchInfo) -> None:
         self.place = place
@@ -54,27 +64,28 @@ class FailureReporter:
             self._watching.start()
 
     def report_failure(self, error: BaseException) -> bool:
-        """This rank is about to die of `error`. Returns whether it is the first, as far as it can know."""
-        self.disarm()
+        """Report that this rank dies of `error`. Return whether it is the first to fail, as far as it can know."""
+        self.stop_watching()
         board = RendezvousStore.connect(self.place)
         if board is None:
             return True
         return (
-            board.claim(FIRST_FAILURE, f"{name_of_rank(self.place.rank)}: {error_text(error)}")
+            board.write_if_absent(FIRST_FAILURE, f"{rank_and_node_text(self.place.rank)}: {error_text(error)}")
             or board.read(FIRST_FAILURE) is None
         )
 
-    def disarm(self) -> None:
-        """All went well. A thread that came back from the store while Python ends would abort the process."""
+    def stop_watching(self) -> None:
+        """Stop the watching thread: one that returns from the store while Python ends would abort the process."""
         self._over.set()
         if self._watching.is_alive():
             self._watching.join(_GRACE)
 
     def _watch_launcher(self) -> None:
+        """Thread: end this process when the launcher is gone, or shortly after another rank has failed."""
         while not self._over.wait(_LOOK_EVERY):
-            if gone := self._launcher_is_gone():
+            if gone := self._launcher_loss_text():
                 _write_stderr(
-                    f"{name_of_rank(self.place.rank)} ends: {gone}, and nobody would end this rank or start it again"
+                    f"{rank_and_node_text(self.place.rank)} ends: {gone}, and nobody would end this rank or start it again"
                 )
                 if not self._over.is_set():
                     os._exit(1)
@@ -82,28 +93,26 @@ class FailureReporter:
             failed = None if self._board is None else self._board.read(FIRST_FAILURE)
             if failed is not None:
                 message = "\n  ".join(failed.splitlines()[:_SHOWN])
-                _write_stderr(f"{name_of_rank(self.place.rank)} ends, since this failed first: {message}")
+                _write_stderr(f"{rank_and_node_text(self.place.rank)} ends, since this failed first: {message}")
                 # Long enough for this rank's own error, if it has one, and for the launcher to see who was first.
                 if not self._over.wait(_GRACE):
                     os._exit(1)
                 return
 
-    def _launcher_is_gone(self) -> str:
-        """How this rank knows that its launcher does not live any more; "" while it does."""
+    def _launcher_loss_text(self) -> str:
+        """Return how this rank knows that its launcher is gone; "" while it is alive."""
         if self.place.is_launched and os.getppid() != self._parent:
             return f"its launcher, process {self._parent}, is gone"
-        if self._board is None or not self._board.silent_for:
+        if self._board is None or not self._board.seconds_without_answer:
             return ""
-        if self._board.silent_for > _SILENCE:
-            return (
-                f"the store of its launcher at {self.place.store} has not answered for {self._board.silent_for:.0f} s"
-            )
+        if self._board.seconds_without_answer > _SILENCE:
+            return f"the store of its launcher at {self.place.store} has not answered for {self._board.seconds_without_answer:.0f} s"
         self._board.reconnect(_AGAIN)
         return ""
 
 
 def _write_stderr(text: str) -> None:
-    """To standard error, which may have ended with the launcher."""
+    """Write a line to standard error, which may be closed since the launcher ended."""
     try:
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
@@ -111,14 +120,13 @@ def _write_stderr(text: str) -> None:
         pass
 
 
-def _delayed_failure(main: Callable[[], None]) -> Callable[[], None]:
-    """Let the rank that failed first be seen first: one that merely lost its connection waits before it fails too.
-
-    The launcher notices a killed rank by looking now and then; without the wait, the complaint of a neighbour would
-    carry the earlier time, and be shown as the cause.
+def _delay_secondary_failure(main: Callable[[], None]) -> Callable[[], None]:
+    """Wrap `main` so that a rank that merely lost its connection waits before it raises. The launcher notices a killed
+    rank only when it looks; without the wait, the error of a neighbour would have the earlier time, and be shown as the
+    cause.
     """
 
-    def attempt() -> None:
+    def main_with_delay() -> None:
         try:
             main()
         except USER_ERRORS as error:
@@ -128,15 +136,17 @@ def _delayed_failure(main: Callable[[], None]) -> Callable[[], None]:
                 time.sleep(_GRACE)
             raise
 
-    return attempt
+    return main_with_delay
 
 
-def run_entry(main: Callable[[], None]) -> Callable[[], None]:
-    """Run `main` so that every error ends all ranks and is shown once. User errors are shown without a traceback."""
-    recorded = record(_delayed_failure(main))
+def entry_point(main: Callable[[], None]) -> Callable[[], None]:
+    """Decorator of a script's main function: every error ends all ranks and is shown once, user errors without a
+    traceback.
+    """
+    recorded = record(_delay_secondary_failure(main))
 
     @functools.wraps(main)
-    def wrapped() -> None:
+    def guarded_main() -> None:
         install_interrupt_handler()
         place = read_launch_info()
         alarm = FailureReporter(place)
@@ -145,18 +155,18 @@ def run_entry(main: Callable[[], None]) -> Callable[[], None]:
         except SystemExit as leaving:
             if leaving.code:
                 alarm.report_failure(leaving)
-            alarm.disarm()
+            alarm.stop_watching()
             raise
         except USER_ERRORS as error:
             # What all ranks found together, one says; the launcher and each rank's own file have it of all.
             if alarm.report_failure(error):
-                who = f"{name_of_rank(place.rank)}: " if place.size > 1 else ""
+                who = f"{rank_and_node_text(place.rank)}: " if place.size > 1 else ""
                 sys.stderr.write(f"{who}{type(error).__name__}: {error}\n")
             raise SystemExit(getattr(error, "exit_code", 1)) from None
         except BaseException as error:
             alarm.report_failure(error)
             raise
-        alarm.disarm()
-        shut_down()
+        alarm.stop_watching()
+        leave_process_group()
 
-    return wrapped
+    return guarded_main

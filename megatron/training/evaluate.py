@@ -15,8 +15,10 @@ from megatron.training.step import StepWork
 from megatron.training.trainer import Trainer
 
 
-def evaluate(trainer: Trainer, batches: Iterator[Batch], iterations: int) -> dict[str, float]:
-    """The mean of each loss over `iterations` global batches, the same on every rank. Random streams stay untouched."""
+def evaluate_loss(trainer: Trainer, batches: Iterator[Batch], iterations: int) -> dict[str, float]:
+    """Return the mean of each loss over `iterations` global batches, the same on every rank. Random streams are left as
+    they were.
+    """
     mesh = trainer.run.mesh
     count = trainer.batches.evaluation_batch_size // trainer.batches.unit
     totals: dict[str, torch.Tensor] = {}
@@ -41,12 +43,14 @@ def evaluate(trainer: Trainer, batches: Iterator[Batch], iterations: int) -> dic
 
 @contextmanager
 def evaluation_mode(trainer: Trainer) -> Iterator[None]:
-    """Between two steps: weights whole, dropout off; after it, all is as it was, the random streams too."""
+    """Within: parameters gathered, dropout off, no cuDNN attention. Afterwards training mode and random streams are
+    restored.
+    """
     streams = trainer.run.streams.state()
-    trainer.train_mode(False)
+    trainer.set_train_mode(False)
     for parallel in trainer.parallels:
         parallel.finish_gather()
     with without_cudnn_attention():
         yield
-    trainer.train_mode(True)
+    trainer.set_train_mode(True)
     trainer.run.streams.load(streams)

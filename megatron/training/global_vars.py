@@ -11,29 +11,29 @@ from megatron.training.run import Run
 _RUN: Run | None = None
 
 
-def set_run(run: Run) -> None:
-    """Make this the run that the functions below speak of. Called once, by initialize_megatron."""
+def set_global_run(run: Run) -> None:
+    """Set the global run that the getters of this module return. Called once, by initialize_megatron."""
     global _RUN
     _RUN = run
 
 
-def get_run() -> Run:
-    """The installed run."""
+def get_global_run() -> Run:
+    """Return the global run; `RuntimeError` before initialize_megatron."""
     if _RUN is None:
         raise RuntimeError("no run is installed; call initialize_megatron first")
     return _RUN
 
 
 def get_args() -> argparse.Namespace:
-    """The namespace of the command line."""
-    return get_run().args
+    """Return the namespace of the command line."""
+    return get_global_run().args
 
 
 def get_tokenizer() -> Tokenizer:
-    """The tokenizer."""
-    return get_run().tokenizer
+    """Return the run's tokenizer."""
+    return get_global_run().tokenizer
 
 
 def get_timers() -> Timers:
-    """The timers."""
-    return get_run().timers
+    """Return the run's timers."""
+    return get_global_run().timers

@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
-from megatron.core.config.flags import ConfigError, from_namespace, refuse
-from megatron.core.config.settings.parallel import exchanges_heads
+from megatron.core.config.flags import ConfigError, config_from_namespace, raise_config_error_if
+from megatron.core.config.settings.parallel import can_exchange_heads
 from megatron.core.config.settings.run import RequestedRun, RunConfig
-from megatron.core.dist_checkpointing.store import check_writable
+from megatron.core.dist_checkpointing.store import check_save_folder_writable
 from megatron.core.kernels.low_precision import recipes
-from megatron.core.kernels.startup_check import choose_kernels
+from megatron.core.kernels.startup_check import choose_tried_kernels
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import (
-    backend_of,
     device_name,
-    keep_freed_memory,
+    disable_malloc_trim,
     pick_device,
+    process_group_backend,
     set_current_device,
     synchronize,
 )
@@ -37,11 +37,11 @@ from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training import global_vars
 from megatron.training.cli.device_checks import kernel_requirements
-from megatron.training.cli.preflight import fit_to_ranks, preflight
-from megatron.training.launch.elastic import layout_change
+from megatron.training.cli.preflight import fit_elastic_layout, preflight
+from megatron.training.launch.elastic import layout_change_text
 from megatron.training.launch.launch_info import read_launch_info, world_size
-from megatron.training.launch.rendezvous import join_ranks, missing_store_warning
-from megatron.training.launch.spare_ranks import stand_by, tell_done
+from megatron.training.launch.rendezvous import init_default_process_group, missing_store_warning
+from megatron.training.launch.spare_ranks import release_spare_ranks, wait_as_spare_rank
 from megatron.training.report.run_log import RunLog
 from megatron.training.report.run_record import run_log_path
 from megatron.training.report.timers import Timers
@@ -51,13 +51,12 @@ MeshOf = Callable[[RunConfig, torch.device], tuple[Mesh, RunConfig]]
 
 
 def initialize_megatron(args: argparse.Namespace, mesh_of: MeshOf | None = None) -> Run:
-    """Join the other ranks and build what every provider needs. mesh_of: makes the mesh of this rank, and its config, where not all
-    ranks are one mesh.
-
-    Prints what is wrong and exits with code 2 when settings cannot be used; one rank speaks for all.
+    """Check the settings, join the other ranks, and return the `Run` that every provider receives.
+    mesh_of: makes this rank's mesh and config, where not all ranks are one mesh. Prints what is wrong and exits with
+    code 2 when settings cannot be used; one rank prints for all.
     """
     try:
-        config, tokenizer = _resolve_settings(args)
+        config, tokenizer = _checked_config_and_tokenizer(args)
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(f"ConfigError: {error}\n")
@@ -65,10 +64,10 @@ def initialize_megatron(args: argparse.Namespace, mesh_of: MeshOf | None = None)
     log = _make_logger(config)
     device = pick_device()
     set_current_device(device)
-    keep_freed_memory(device)
+    disable_malloc_trim(device)
     _set_deterministic(config)
     mesh, config = (build_mesh(config, device), config) if mesh_of is None else mesh_of(config, device)
-    chosen = choose_kernels(
+    chosen = choose_tried_kernels(
         config,
         kernel_requirements(config, device),
         device,
@@ -86,8 +85,8 @@ def initialize_megatron(args: argparse.Namespace, mesh_of: MeshOf | None = None)
         log=log,
         run_log=_run_log(config, mesh),
     )
-    global_vars.set_run(run)
-    parallel_state.set_mesh(mesh)
+    global_vars.set_global_run(run)
+    parallel_state.install_mesh(mesh)
     lines = (*getattr(args, "messages", ()), *chosen.failures)
     for message in (*lines, *filter(None, [missing_store_warning(read_launch_info())])):
         run.print_rank_0(message)
@@ -95,57 +94,61 @@ def initialize_megatron(args: argparse.Namespace, mesh_of: MeshOf | None = None)
     return run
 
 
-def shut_down() -> None:
-    """Leave the process group, and let ranks go that stand by."""
+def leave_process_group() -> None:
+    """Destroy the process group; the first rank also tells waiting spare ranks to end."""
     waiting = int(os.environ.get("MEGATRON_STAND_BY", "0"))
     if waiting and read_launch_info().rank == 0:
-        tell_done(read_launch_info(), waiting)
+        release_spare_ranks(read_launch_info(), waiting)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _resolve_settings(args: argparse.Namespace) -> tuple[RunConfig, Tokenizer]:
-    """The checked config with its vocabulary, and the tokenizer."""
-    checked = preflight(from_namespace(RequestedRun, args), world_size())
-    refuse(line for _, line in checked.problems)
+def _checked_config_and_tokenizer(args: argparse.Namespace) -> tuple[RunConfig, Tokenizer]:
+    """Return the checked config with its vocabulary, and the tokenizer; `ConfigError` otherwise. A spare rank waits
+    here and exits.
+    """
+    checked = preflight(config_from_namespace(RequestedRun, args), world_size())
+    raise_config_error_if(line for _, line in checked.problems)
     assert checked.tokenizer is not None, "a run whose tokenizer cannot be read is refused"
     args.messages = list(dict.fromkeys([*getattr(args, "messages", ()), *checked.notes]))
     config = checked.config
-    _ranks_that_train(args)
+    _hold_spare_ranks(args)
     if config.checkpoint.save and os.environ.get("RANK", "0") == "0":
-        check_writable(config.checkpoint.save)
+        check_save_folder_writable(config.checkpoint.save)
     return config, checked.tokenizer
 
 
-def _ranks_that_train(args: argparse.Namespace) -> int:
-    """How many ranks the layout has a place for. With --elastic, the others stand by and end here, and it is said what changed."""
-    given, place = from_namespace(RequestedRun, args), read_launch_info()
-    chosen, ranks = fit_to_ranks(given, place.size)
-    if line := layout_change(given.parallel, chosen.parallel, world_size=place.size, ranks=ranks):
+def _hold_spare_ranks(args: argparse.Namespace) -> int:
+    """Return how many ranks train. With --elastic, a rank beyond them waits until they have finished and exits here;
+    the change of layout is added to `args.messages`.
+    """
+    given, place = config_from_namespace(RequestedRun, args), read_launch_info()
+    chosen, ranks = fit_elastic_layout(given, place.size)
+    if line := layout_change_text(given.parallel, chosen.parallel, world_size=place.size, ranks=ranks):
         args.messages = [*getattr(args, "messages", ()), line]
     if ranks == place.size:
         return ranks
     if place.rank >= ranks:
-        stand_by(place)
+        wait_as_spare_rank(place)
         raise SystemExit(0)
     os.environ.update(WORLD_SIZE=str(ranks), MEGATRON_STAND_BY=str(place.size - ranks))
     return ranks
 
 
-class Console(logging.StreamHandler):
-    """A stream of lines, where a line that finds no room on the disk is lost without a word: there is no other place to say it."""
+class ConsoleHandler(logging.StreamHandler):
+    """Log handler that ignores a line that cannot be written (disk full), as there is nowhere else to report it."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        """See `logging.Handler`."""
+        """Ignore an `OSError`; handle others as `logging.Handler` does."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
 
 def _make_logger(config: RunConfig) -> logging.Logger:
-    """Lines go to standard output as they are."""
+    """Return the logger "megatron", which prints messages to standard output without a prefix."""
     log = logging.getLogger("megatron")
     if not log.handlers:
-        handler = Console(sys.stdout)
+        handler = ConsoleHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("%(message)s"))
         log.addHandler(handler)
         log.propagate = False
@@ -164,14 +167,14 @@ def _set_deterministic(config: RunConfig) -> None:
 
 
 def build_mesh(config: RunConfig, device: torch.device) -> Mesh:
-    """The mesh of all ranks; without a launcher, of this process alone."""
+    """Join all ranks and return their mesh; without a launcher, a mesh of this process alone."""
     if "WORLD_SIZE" not in os.environ:
         return Mesh.single_process(device)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
-    join_ranks(
-        backend_of(device, config.parallel.distributed_backend),
+    init_default_process_group(
+        process_group_backend(device, config.parallel.distributed_backend),
         read_launch_info(),
         timedelta(minutes=config.parallel.distributed_timeout_minutes),
         device if device.type == "cuda" else None,
@@ -180,6 +183,7 @@ def build_mesh(config: RunConfig, device: torch.device) -> Mesh:
 
 
 def _run_log(config: RunConfig, mesh: Mesh) -> RunLog:
+    """Return the run log; only the first rank of all writes."""
     speaks = mesh.world.is_first and mesh.world.ranks[0] == 0
     return RunLog(run_log_path(config.log, config.checkpoint.save) if speaks else None)
 
@@ -195,13 +199,13 @@ def _make_timers(config: RunConfig, mesh: Mesh) -> Timers:
     )
 
 
-def _report_states_over_context_ranks(run: Run) -> None:
-    """Print how layers with a state see sequences that are cut over context ranks, and why."""
+def _print_state_context_parallel(run: Run) -> None:
+    """Print by which method layers with a recurrent state process sequences sharded over context ranks, and why."""
     parallel, hybrid = run.config.parallel, run.config.model.hybrid
     size, ways = parallel.context_parallel_size, []
-    for mixer in sorted(run.config.model.state_mixers) if size > 1 else ():
-        heads, groups = (count // parallel.tp for count in hybrid.heads_and_groups(mixer))
-        divides = exchanges_heads(size, heads, groups)
+    for mixer in sorted(run.config.model.stateful_mixer_kinds) if size > 1 else ():
+        heads, groups = (count // parallel.tp for count in hybrid.state_heads_and_groups(mixer))
+        divides = can_exchange_heads(size, heads, groups)
         way = "states" if parallel.state_comm_type == "states" or not divides else "a2a"
         why = "" if divides else f", since they do not divide {heads} heads in {groups} groups"
         ways.append(f"{mixer} by {way}{why}")
@@ -212,7 +216,7 @@ def _report_states_over_context_ranks(run: Run) -> None:
 
 
 def _startup_table(run: Run) -> None:
-    """The table of what was chosen, once."""
+    """Print mesh, formats, kernels and other choices, once at start."""
     mesh, config = run.mesh, run.config
     axes = " x ".join(
         f"{name} {getattr(mesh, axis).size}" for axis, name in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data"))
@@ -245,11 +249,11 @@ def _startup_table(run: Run) -> None:
         + ", ".join(
             f"{op} by {name}" + (f" (not {why})" if why else "")
             for op, name, why in run.kernels.report
-            if op not in config.model.idle_kernels
+            if op not in config.model.unused_kernel_ops
         )
     )
-    _report_states_over_context_ranks(run)
-    if (recipe := recipes.recipe_of(config.precision.low, mesh.device)) is not None:
+    _print_state_context_parallel(run)
+    if (recipe := recipes.low_precision_recipe_of(config.precision.low, mesh.device)) is not None:
         ends = (config.precision.low.num_layers_at_start_in_bf16, config.precision.low.num_layers_at_end_in_bf16)
         run.print_rank_0(
             f"matrices: {recipe.forward.name}, gradients {recipe.backward.name}, {recipe.name}, "

@@ -23,15 +23,15 @@ from megatron.core.parallel import collectives
 from megatron.training.data.batch import Batch
 from megatron.training.data.rebalance import RebalancedBatches
 from megatron.training.data.sample_order import (
-    Dataset,
+    NumberedDataset,
     SampleLog,
-    check_external,
+    batch_external_samples,
     microbatch_sample_indices,
-    needs_text,
-    read_external,
     read_microbatch,
+    require_iterable_dataset,
     samples_needed,
     single_pass_samples,
+    stages_read_data,
 )
 from megatron.training.launch.launch_info import read_launch_info
 from megatron.training.run import Run
@@ -40,14 +40,14 @@ from megatron.training.trainer import Trainer
 _AHEAD = 2  # microbatches prepared by each reading thread
 
 # Numbered samples; with --dataloader-type external: an iterable of this data-parallel rank's samples, from where the run is.
-SampleSource = Dataset | Iterable[Mapping[str, np.ndarray]]
+SampleSource = NumberedDataset | Iterable[Mapping[str, np.ndarray]]
 Datasets = tuple[SampleSource | None, SampleSource | None, SampleSource | None]
 DatasetProvider = Callable[[Run, tuple[int, int | None, int]], Datasets]
 Arrays = dict[str, np.ndarray]
 
 
-class Batches(Protocol):
-    """This rank's microbatches."""
+class ClosableBatches(Protocol):
+    """Iterator of this rank's microbatches, to be closed."""
 
     def __iter__(self) -> Iterator[Batch]: ...
 
@@ -59,9 +59,9 @@ class Batches(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SplitBatches:
-    """Microbatches of each split, for this rank. A split without data, or that is never asked for, is None."""
+    """This rank's microbatches of each split; None for a split without data, or never used."""
 
-    train: Batches | None
+    train: ClosableBatches | None
     valid: EvaluationData | None
     test: EvaluationData | None
 
@@ -74,19 +74,17 @@ class SplitBatches:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationData:
-    """The data of a split that is evaluated now and then.
-
-    batches: goes on from evaluation to evaluation. once: makes the microbatches of all samples, for --full-validation,
-    whose evaluations all see the same.
+    """The data of a split that is evaluated at intervals. iterations: global batches of an evaluation.
+    batches: continues from evaluation to evaluation. once: makes microbatches of all samples, for --full-validation.
     """
 
     iterations: int
-    batches: Batches
-    once: Callable[[], Batches] | None = None
+    batches: ClosableBatches
+    once: Callable[[], ClosableBatches] | None = None
 
     @contextmanager
-    def next(self) -> Iterator[tuple[Batches, int]]:
-        """The microbatches of the next evaluation, and of how many global batches it consists."""
+    def open_next_evaluation(self) -> Iterator[tuple[ClosableBatches, int]]:
+        """Yield the microbatches of the next evaluation and its number of global batches."""
         if self.once is None:
             yield self.batches, self.iterations
             return
@@ -94,23 +92,23 @@ class EvaluationData:
             yield batches, self.iterations
 
 
-def build_data(trainer: Trainer, provider: DatasetProvider) -> SplitBatches:
-    """The microbatches that come next, from the counters alone."""
+def build_split_batches(trainer: Trainer, provider: DatasetProvider) -> SplitBatches:
+    """Build the datasets and this rank's microbatches of each split, from the sample that the counters say on."""
     run, progress, train = trainer.run, trainer.progress, trainer.run.config.train
-    reads = needs_text(run.config, trainer.specs)
+    reads = stages_read_data(run.config, trainer.specs)
     datasets = _build_datasets_in_order(run, provider, samples_needed(run.config, trainer.batches))
     if datasets[0] is None and not train.skip_train:
         raise DataError("the training split holds no data; give it a share in --split")
     if run.config.data.dataloader_type == "external":
         for dataset in datasets:
             if dataset is not None:
-                check_external(dataset)
+                require_iterable_dataset(dataset)
 
-    def evaluations(dataset: SampleSource | None, split: str, consumed: int) -> EvaluationData | None:
+    def evaluation_data(dataset: SampleSource | None, split: str, consumed: int) -> EvaluationData | None:
         complete = split == "valid" and run.config.data.full_validation
         if dataset is None or not (train.eval_iters or complete):
             return None
-        batches = microbatches(run, dataset, split=split, consumed_samples=consumed, reads=reads)
+        batches = split_microbatches(run, dataset, split=split, consumed_samples=consumed, reads=reads)
         if not complete:
             return EvaluationData(train.eval_iters, batches)
         full = trainer.batches.evaluation_batch_size
@@ -121,19 +119,19 @@ def build_data(trainer: Trainer, provider: DatasetProvider) -> SplitBatches:
             once=lambda: single_pass_microbatches(run, dataset, split=split, full_batch=full, reads=reads),
         )
 
-    training = microbatches(run, datasets[0], consumed_samples=progress.consumed_train_samples, reads=reads)
+    training = split_microbatches(run, datasets[0], consumed_samples=progress.consumed_train_samples, reads=reads)
     # A run that only evaluates has a validation set for one evaluation, and begins at its beginning.
     seen = 0 if train.skip_train else progress.consumed_valid_samples
     return SplitBatches(
         None if datasets[0] is None else training,
-        evaluations(datasets[1], "valid", seen),
-        evaluations(datasets[2], "test", 0),
+        evaluation_data(datasets[1], "valid", seen),
+        evaluation_data(datasets[2], "test", 0),
     )
 
 
 def _build_datasets_in_order(run: Run, provider: DatasetProvider, counts: tuple[int, int | None, int]) -> Datasets:
-    """Call the provider so that index caches are built once: by the first rank of all, where the folder is shared; else
-    by the first rank of each machine. A rank that fails ends the others, which wait (see `entry.py`).
+    """Call the provider in turns, so that index caches are built once: by the first rank, then by the first rank of
+    each machine, then by the others. Collective.
     """
     world = run.mesh.world
     wave = 0 if world.is_first else 1 if read_launch_info().local_rank == 0 else 2
@@ -145,43 +143,51 @@ def _build_datasets_in_order(run: Run, provider: DatasetProvider, counts: tuple[
     return datasets
 
 
-def is_map_style(dataset: SampleSource) -> TypeGuard[Dataset]:
-    """Whether samples have numbers, so that they can be read in any order."""
+def is_map_style(dataset: SampleSource) -> TypeGuard[NumberedDataset]:
+    """Whether a dataset has numbered samples (`__getitem__` and `__len__`)."""
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
 
-def microbatches(
+def split_microbatches(
     run: Run, dataset: SampleSource | None, *, consumed_samples: int, reads: bool, split: str = "train"
-) -> Batches:
-    """This rank's microbatches, from the sample after `consumed_samples` on. Close it to end its threads."""
+) -> ClosableBatches:
+    """Return this rank's microbatches, from sample `consumed_samples` on. Close it to end its threads.
+    reads: whether this rank reads the data; else its batches are empty.
+    """
     if dataset is None or not reads:
         return _empty_batches()
     if run.config.data.dataloader_type == "external":
         assert isinstance(dataset, Iterable), "external data are read in their own order"
         samples = (dict(sample) for sample in dataset)
-        arrays = ((None, arrays) for arrays in read_external(samples, run.config.train.micro_batch_size))
+        arrays = ((None, arrays) for arrays in batch_external_samples(samples, run.config.train.micro_batch_size))
         return _device_batches(run, arrays, split)
     assert is_map_style(dataset), "only external data are not numbered"
     regroups = run.config.parallel.hybrid_context_parallel
     order = microbatch_sample_indices(
-        run.config, len(dataset), consumed_samples=consumed_samples, **_reader_ranks(run, regroups)
+        run.config, len(dataset), consumed_samples=consumed_samples, **_reader_rank_kwargs(run, regroups)
     )
     batches = _device_batches(run, _read_ahead(run, dataset, order), split)
     return RebalancedBatches(batches, run.mesh, run.config) if regroups else batches
 
 
-def single_pass_microbatches(run: Run, dataset: Dataset, *, full_batch: int, reads: bool, split: str) -> Batches:
-    """This rank's microbatches of an evaluation that sees every sample once; the last global batch is filled up."""
+def single_pass_microbatches(
+    run: Run, dataset: NumberedDataset, *, full_batch: int, reads: bool, split: str
+) -> ClosableBatches:
+    """Return this rank's microbatches of an evaluation that sees every sample once; the last global batch is padded.
+    full_batch: samples of a global batch. reads: whether this rank reads the data; else its batches are empty.
+    """
     if not reads:
         return _empty_batches()
     regroups = run.config.parallel.hybrid_context_parallel
-    order = single_pass_samples(run.config, len(dataset), full_batch=full_batch, **_reader_ranks(run, regroups))
+    order = single_pass_samples(run.config, len(dataset), full_batch=full_batch, **_reader_rank_kwargs(run, regroups))
     batches = _device_batches(run, _read_ahead(run, dataset, order), split)
     return RebalancedBatches(batches, run.mesh, run.config) if regroups else batches
 
 
-def _reader_ranks(run: Run, everything: bool) -> dict[str, int]:
-    """Whose samples this rank reads: its own, or those of all data-parallel ranks."""
+def _reader_rank_kwargs(run: Run, everything: bool) -> dict[str, int]:
+    """Return `rank` and `num_ranks` of whose samples this rank reads: its own or, with `everything`, all data-parallel
+    ranks'.
+    """
     return {"rank": 0, "num_ranks": 1} if everything else {"rank": run.mesh.dp.rank, "num_ranks": run.mesh.dp.size}
 
 
@@ -194,11 +200,14 @@ def next_batch(batches: Iterator[Batch]) -> Batch:
 
 
 def _empty_batches() -> Generator[Batch]:
+    """Yield batches without tensors, for ever."""
     yield from repeat(Batch())
 
 
 def _device_batches(run: Run, source: Generator[tuple[list[int] | None, Arrays]], split: str) -> Generator[Batch]:
-    """Batches on the device. What is taken is logged, not what is read ahead."""
+    """Yield batches on the device, sharded over context ranks. Samples are logged when they are taken, not when read
+    ahead.
+    """
     data, log = run.config.data, None
     if data.log_samples:
         log = SampleLog(
@@ -219,22 +228,24 @@ def _device_batches(run: Run, source: Generator[tuple[list[int] | None, Arrays]]
             ).shard_over_context(run.mesh.cp)
 
 
-def _read_ahead(run: Run, dataset: Dataset, order: Iterator[list[int]]) -> Generator[tuple[list[int] | None, Arrays]]:
-    """Microbatches in order, prepared by threads while the model computes. Those not asked for are dropped at the end."""
+def _read_ahead(
+    run: Run, dataset: NumberedDataset, order: Iterator[list[int]]
+) -> Generator[tuple[list[int] | None, Arrays]]:
+    """Yield (sample numbers, arrays) in order, read by threads ahead of their use."""
     num_threads = run.config.data.num_workers
 
-    def prepare(numbers: list[int]) -> tuple[list[int], Arrays]:
+    def read_and_pin(numbers: list[int]) -> tuple[list[int], Arrays]:
         arrays = read_microbatch(dataset, numbers)
         return numbers, pin_arrays(arrays) if run.mesh.device.type == "cuda" else arrays
 
     if num_threads == 0:
-        yield from map(prepare, order)
+        yield from map(read_and_pin, order)
         return
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="data")
     try:
         waiting: deque[Future[Any]] = deque()
         for numbers in order:
-            waiting.append(pool.submit(prepare, numbers))
+            waiting.append(pool.submit(read_and_pin, numbers))
             if len(waiting) > _AHEAD * num_threads:
                 yield waiting.popleft().result()
         while waiting:
@@ -244,5 +255,5 @@ def _read_ahead(run: Run, dataset: Dataset, order: Iterator[list[int]]) -> Gener
 
 
 def pin_arrays(arrays: Arrays) -> Arrays:
-    """Copy arrays (any shape) into page-locked memory, from where copies to the device overlap with computation."""
+    """Copy arrays (any shape) into pinned memory, from where copies to the device overlap with computation."""
     return {name: torch.from_numpy(array).pin_memory().numpy() for name, array in arrays.items()}

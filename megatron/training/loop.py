@@ -12,43 +12,43 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.config.flags import ConfigError, to_values
+from megatron.core.config.flags import ConfigError, config_to_values
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import stages_of
+from megatron.core.config.stages import pipeline_stages_of
 from megatron.core.dist_checkpointing.saver import SaveOutcome
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.models.flops import flops_per_sample, rank_memory
+from megatron.core.models.flops import estimate_rank_memory, flops_per_sample
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import device_name, empty_cache, memory_report, profiler_activities
-from megatron.training.accelerate.compile import Compiler
+from megatron.core.parallel.device import device_memory_stats, device_name, empty_cache, profiler_activities
+from megatron.training.accelerate.compile import LayerCompiler
 from megatron.training.accelerate.cuda_graphs import CapturedGraphs
-from megatron.training.checkpoint.best import note_if_best, require_metric
-from megatron.training.checkpoint.checkpointing import Checkpoint, lock_save_folder
-from megatron.training.evaluate import evaluate, evaluation_mode
-from megatron.training.health.bad_steps import BadStep, RollBack, StepValidator
-from megatron.training.health.causality_check import demand_no_leak
-from megatron.training.health.exit_conditions import ExitConditions, NotFinite, Profile
-from megatron.training.health.failures import with_location
-from megatron.training.health.interrupts import Interrupts
-from megatron.training.health.replica_check import ReplicaCheck, ReplicasDiffer
-from megatron.training.health.rerun import ResultRejected, StepRerun
+from megatron.training.checkpoint.best import note_if_best, require_save_best_metric
+from megatron.training.checkpoint.checkpointing import Checkpointer, lock_save_folder
+from megatron.training.evaluate import evaluate_loss, evaluation_mode
+from megatron.training.health.bad_steps import BadStepError, RollBackRequest, StepValidator
+from megatron.training.health.causality_check import require_causal_attention
+from megatron.training.health.exit_conditions import ExitConditions, NonFiniteError, TorchProfile
+from megatron.training.health.failures import annotate_errors
+from megatron.training.health.interrupts import InterruptHandler
+from megatron.training.health.replica_check import ReplicaCheck, ReplicaMismatchError
+from megatron.training.health.rerun import ResultRejectedError, StepRerun
 from megatron.training.health.stragglers import StragglerDetector
-from megatron.training.health.vote import Vote
+from megatron.training.health.vote import AnyRankVote
 from megatron.training.health.watchdog import HangDetector
 from megatron.training.launch.launch_info import read_launch_info
-from megatron.training.loader import DatasetProvider, EvaluationData, SplitBatches, build_data, next_batch
+from megatron.training.loader import DatasetProvider, EvaluationData, SplitBatches, build_split_batches, next_batch
 from megatron.training.report.metrics import (
     FlopsPerSample,
-    Meter,
-    known_peak,
+    StepMetricsMeter,
+    known_peak_tflops,
     memory_line,
-    progress_facts,
-    progress_line,
+    progress_file_facts,
+    progress_file_line,
     theoretical_memory_line,
 )
 from megatron.training.report.run_log import LogFile
-from megatron.training.report.run_record import record_run, record_steps
-from megatron.training.report.timers import times_scalars, times_text
+from megatron.training.report.run_record import record_run_start_and_error, record_steps
+from megatron.training.report.timers import max_times_by_tag, times_text
 from megatron.training.report.writers import Writers
 from megatron.training.run import Run
 from megatron.training.step import train_step
@@ -65,14 +65,13 @@ def pretrain(
     benchmark: Callable[[Run, str], tuple[str, Evaluate]] | None = None,
     data_of: Callable[[Trainer], SplitBatches] | None = None,
 ) -> None:
-    """Train, evaluate, save and report as the config says.
-
-    datasets(run, (train, valid, test) samples) -> three datasets; model(run, stage) -> one stage of the network;
-    forward_step(run, batches, stage) -> (output, loss function). samples(run): what continues the prompts of --eval-generate, of
-    networks that can. benchmark(run, file): what --online-evaluation-config asks for, of networks that can. data_of(trainer): the data, where they are not read from datasets.
+    """Train, evaluate, save and report as the config says. datasets(run, (train, valid, test) sample counts) -> three
+    datasets; model(run, stage spec) -> one stage of the network; forward_step(run, batches, stage) -> (output, loss
+    function). samples(run): makes the generator for --eval-generate. benchmark(run, file): makes (task name,
+    evaluation) for --online-evaluation-config. data_of(trainer): the data, if not read from datasets.
     """
-    with lock_save_folder(run) as lock, record_run(run), HangDetector(run), with_location(run):
-        demand_no_leak(run)
+    with lock_save_folder(run) as lock, record_run_start_and_error(run), HangDetector(run), annotate_errors(run):
+        require_causal_attention(run)
         trainer = build_trainer(run, model, forward_step)
         if run.config.train.eval_generate:
             if samples is None:
@@ -86,21 +85,21 @@ def pretrain(
                     "--online-evaluation-config: this script answers no questions about images; leave it out"
                 )
             trainer.benchmark = benchmark(run, file)
-        compiler = Compiler(trainer) if run.config.compilation.compile else None
+        compiler = LayerCompiler(trainer) if run.config.compilation.compile else None
         recordings = CapturedGraphs(trainer) if run.config.graphs.cuda_graph_impl == "local" else None
-        checkpoint = Checkpoint(trainer, lock=lock)
+        checkpoint = Checkpointer(trainer, lock=lock)
         if checkpoint.resume():
             run.run_log.add("loaded", **dataclasses.asdict(run.progress))
-        trainer.batches.check(run.progress.consumed_train_samples)
+        trainer.batches.require_divisible_sizes(run.progress.consumed_train_samples)
         validator = StepValidator(run.config)
-        rerun = StepRerun(trainer, validator) if run.config.faults.step_rerun != "disabled" else None
+        rerun = StepRerun(trainer, validator) if run.config.faults.effective_rerun_mode != "disabled" else None
         if run.config.faults.validates_steps and rerun is None:
             trainer.add_hook(validator)
         while True:
             try:
-                with closing(build_data(trainer, datasets) if data_of is None else data_of(trainer)) as data:
-                    return Session(trainer, checkpoint, data, validator, rerun, compiler or recordings).run()
-            except RollBack as bad:
+                with closing(build_split_batches(trainer, datasets) if data_of is None else data_of(trainer)) as data:
+                    return TrainingSession(trainer, checkpoint, data, validator, rerun, compiler or recordings).run()
+            except RollBackRequest as bad:
                 run.print_rank_0(
                     f"WARNING: {bad}\nThe run goes back to its last checkpoint, and will pass over the data of that iteration"
                 )
@@ -108,17 +107,17 @@ def pretrain(
                 run.run_log.add("rollback", reason=str(bad), **dataclasses.asdict(run.progress))
 
 
-class Session:
-    """One stretch of a run, from a checkpoint (or the start) to an exit."""
+class TrainingSession:
+    """One stretch of a run, from a checkpoint (or the start) to an exit or rollback."""
 
     def __init__(
         self,
         trainer: Trainer,
-        checkpoint: Checkpoint,
+        checkpoint: Checkpointer,
         data: SplitBatches,
         validator: StepValidator,
         rerun: StepRerun | None = None,
-        layers: Compiler | CapturedGraphs | None = None,
+        layers: LayerCompiler | CapturedGraphs | None = None,
     ) -> None:
         """layers: who makes layers faster, and tells of it."""
         self.trainer, self.checkpoint, self.data, self.validator, self.rerun, self.layers = (
@@ -130,7 +129,7 @@ class Session:
             layers,
         )
         self.config, self.mesh, self.log = trainer.run.config, trainer.run.mesh, trainer.run.log
-        self.meter = Meter(lambda tensor: collectives.all_reduce(tensor, self.mesh.world))
+        self.meter = StepMetricsMeter(lambda tensor: collectives.all_reduce(tensor, self.mesh.world))
         self.total = _total_iterations(trainer)
         self.writers = Writers(
             self.config.log,
@@ -138,7 +137,7 @@ class Session:
             world_size=self.mesh.world.size,
             start_iteration=trainer.progress.iteration,
             train_iters=self.total,
-            settings=to_values(self.config),
+            settings=config_to_values(self.config),
         )
         if self.config.checkpoint.save_best and data.valid is None:
             raise ConfigError("--save-best: there are no validation data; give them a share in --split")
@@ -155,66 +154,69 @@ class Session:
         self.notes: dict[int, str] = {}  # iteration that is being saved -> its line in progress.txt
 
     def run(self) -> None:
-        """Train until there is a reason to stop; then evaluate and save."""
+        """Train until there is a reason to stop; then save, and evaluate if the run came to its end."""
         self._log_sizes()
         with closing(self.writers), self._exit_conditions() as watch:
             try:
                 reason = "" if self.config.train.skip_train else self._train_loop(watch)
                 self._resolve_steps(watch)
-            except ResultRejected:
+            except ResultRejectedError:
                 if self.trainer.progress.iteration:  # the state before the step, to run it again from
-                    self._save_if_due(watch)
-                self._record_save(self.checkpoint.finish())
+                    self._save_if_unsaved(watch)
+                self._record_save(self.checkpoint.finish_save())
                 raise
             except (
-                NotFinite,
-                BadStep,
-                RollBack,
-                ReplicasDiffer,
+                NonFiniteError,
+                BadStepError,
+                RollBackRequest,
+                ReplicaMismatchError,
             ):  # of which all ranks know: they can still end a save together
-                self._record_save(self.checkpoint.finish())
+                self._record_save(self.checkpoint.finish_save())
                 raise
-            self._finish(reason, watch)
+            self._save_and_evaluate_at_end(reason, watch)
             self.trainer.run.run_log.add("end", reason=reason or "complete", iteration=self.trainer.progress.iteration)
 
     def _train_loop(self, watch: ExitConditions) -> str:
-        """Iterate to the end, or until there is a reason to stop, which is returned."""
+        """Run iterations to the end or until there is a reason to stop; return the reason, "" at the end."""
         progress, reason = self.trainer.progress, ""
-        self.checkpoint.prepare()
+        self.checkpoint.prepare_async_save()
         self.since = time.perf_counter()
         # Asked after a step, never before the first: a run that resumes where it exited must get on.
         while progress.iteration < self.total and not reason:
-            self._one_iteration(watch)
+            self._run_iteration(watch)
             if progress.iteration < self.total:
                 reason = watch.reason_to_stop(progress.iteration)
         return reason
 
-    def _one_iteration(self, watch: ExitConditions) -> None:
+    def _run_iteration(self, watch: ExitConditions) -> None:
+        """Run one training step, or skip its data, and what is due after it."""
         progress = self.trainer.progress
-        before = self.trainer.batches.step_after(progress.consumed_train_samples).num_microbatches
+        before = self.trainer.batches.batch_size_after(progress.consumed_train_samples).num_microbatches
         watch.before_step(progress.iteration)
-        if (flag := self._skipped_by(progress.iteration + 1)) is not None:
+        if (flag := self._skip_flag(progress.iteration + 1)) is not None:
             self._skip_iteration(flag)
         else:
-            assert self.data.train is not None, "build_data refuses a run that trains without data"
+            assert self.data.train is not None, "build_split_batches refuses a run that trains without data"
             with nullcontext() if self.layers is None else self.layers.watch_step(progress.iteration + 1):
-                step = self.rerun.step if self.rerun is not None else partial(train_step, self.trainer)
+                step = self.rerun.train_step_checked if self.rerun is not None else partial(train_step, self.trainer)
                 self.meter.add(step(self.data.train))
             if self.config.checkpoint.save_best is not None:
-                require_metric(self.config.checkpoint.save_best, self.trainer.loss_names or ())
+                require_save_best_metric(self.config.checkpoint.save_best, self.trainer.loss_names or ())
             self.steps_since += 1
             progress.floating_point_operations += int(self.work.causal_flops * before * self.trainer.batches.unit)
             if self.validator.problem:
-                self._bad_step(watch, before * self.trainer.batches.unit)
+                self._handle_bad_step(watch, before * self.trainer.batches.unit)
         self.mesh.flight_recorder.enter_phase("")
         watch.after_step(progress.iteration)
         self._after_step(watch, before)
 
     def _after_step(self, watch: ExitConditions, before: int) -> None:
-        """What is due after this iteration: checks, log line, evaluation, checkpoint. before: its microbatches."""
+        """Do what is due after this iteration: replica check, log line, evaluation, checkpoint. before: microbatches of
+        its step.
+        """
         progress, train = self.trainer.progress, self.config.train
         if self._is_due(self.config.faults.check_weight_hash_across_dp_replicas_interval):
-            self.replica_check.check()
+            self.replica_check.require_equal_replicas()
         if train.empty_unused_memory_level:
             empty_cache(self.mesh.device)  # level 2 also does so between the backward pass and the update
         if self._is_due(self.config.log.log_interval) or progress.iteration == 1:
@@ -222,14 +224,14 @@ class Session:
         if self._is_due(train.eval_interval) and self.data.valid is not None:
             self._evaluate(watch)
         if self._is_due(train.eval_interval):
-            self._show_samples()
-        after = self.trainer.batches.step_after(progress.consumed_train_samples).num_microbatches
+            self._run_online_evaluations()
+        after = self.trainer.batches.batch_size_after(progress.consumed_train_samples).num_microbatches
         if self._is_due(self.config.checkpoint.save_interval) or (after != before and self.config.checkpoint.save):
-            self._save_if_due(watch)
-        self._record_save(self.checkpoint.poll())
+            self._save_if_unsaved(watch)
+        self._record_save(self.checkpoint.poll_save())
 
-    def _skipped_by(self, iteration: int) -> str | None:
-        """The flag that lets the run pass over the data of an iteration, None where it is trained on."""
+    def _skip_flag(self, iteration: int) -> str | None:
+        """Return the flag that says to skip an iteration's data, or None to train on it."""
         if iteration in self.config.train.iterations_to_skip:
             return "--iterations-to-skip"
         if iteration in self.validator.passed_over:
@@ -239,10 +241,13 @@ class Session:
         return None
 
     def _is_due(self, interval: int | None) -> bool:
+        """Whether the current iteration is a multiple of the interval; False without one."""
         return interval is not None and interval > 0 and self.trainer.progress.iteration % interval == 0
 
-    def _bad_step(self, watch: ExitConditions, samples: int) -> None:
-        """What becomes of the run after a step without an update (`--on-bad-step`); raises unless it goes on."""
+    def _handle_bad_step(self, watch: ExitConditions, samples: int) -> None:
+        """After a step without an update, do as --on-bad-step says; raises unless the run goes on. samples: of the
+        step.
+        """
         progress = self.trainer.progress
         progress.skipped_train_samples += samples
         self._resolve_steps(watch)
@@ -252,9 +257,9 @@ class Session:
         self.trainer.run.print_rank_0(f"WARNING: {self.validator.decide_after_bad_step(progress.iteration)}")
 
     def _skip_iteration(self, reason: str) -> None:
-        """Pass over the data of one iteration; reason: the flag that asks for it."""
-        size = self.trainer.batches.step_after(self.trainer.progress.consumed_train_samples)
-        assert self.data.train is not None, "build_data refuses a run that trains without data"
+        """Read and drop the data of one iteration. reason: the flag that asks for it."""
+        size = self.trainer.batches.batch_size_after(self.trainer.progress.consumed_train_samples)
+        assert self.data.train is not None, "build_split_batches refuses a run that trains without data"
         for _ in range(size.num_microbatches):
             next_batch(self.data.train)
         progress = self.trainer.progress
@@ -266,13 +271,14 @@ class Session:
         )
 
     def _resolve_steps(self, watch: ExitConditions) -> None:
+        """Bring the steps' numbers to the host, and write and check them. Collective."""
         steps = self.meter.resolve()
         self.writers.write_steps(steps)
         record_steps(self.trainer.run.run_log, steps)
-        watch.demand_finite(steps)
+        watch.require_finite(steps)
 
     def _log_steps(self, watch: ExitConditions) -> None:
-        """One log line for the steps since the last."""
+        """Write one log line for the steps since the last."""
         self._resolve_steps(watch)
         if not self.steps_since:
             return
@@ -290,14 +296,14 @@ class Session:
             ),
         )
         self.writers.write_report(report)
-        self.writers.write_times(progress.iteration, times_text(times, log.timing_log_option), times_scalars(times))
+        self.writers.write_times(progress.iteration, times_text(times, log.timing_log_option), max_times_by_tag(times))
         if not self.reported_memory or self._is_due(log.log_memory_interval):
             self.reported_memory = True
-            memory = memory_report(self.mesh.device)
+            memory = device_memory_stats(self.mesh.device)
             self.writers.write_memory(progress.iteration, memory)
             if self.mesh.dp.is_first:  # data-parallel ranks hold the same
                 self.log.info(memory_line(self.mesh.world.rank, progress.iteration, memory))
-        if self.rerun is not None and (determinism := self.rerun.report()):
+        if self.rerun is not None and (determinism := self.rerun.determinism_report()):
             self.trainer.run.print_rank_0(determinism)
         if self.stragglers is not None:
             self.trainer.run.print_rank_0(
@@ -306,41 +312,41 @@ class Session:
         self.since, self.steps_since = time.perf_counter(), 0
 
     def _evaluate(self, watch: ExitConditions) -> None:
-        """The mean validation loss over --eval-iters global batches, or over all of the validation data."""
+        """Compute and write the validation losses; save if they are the best and --save-best is given."""
         progress = self.trainer.progress
         paused = time.perf_counter()
         self._resolve_steps(watch)
-        watch.around_evaluation()
+        watch.collect_evaluation_garbage()
         assert self.data.valid is not None, "only runs with validation data evaluate"
-        losses = self._losses_of(self.data.valid)
+        losses = self._evaluation_losses(self.data.valid)
         if not self.config.data.full_validation:
             progress.consumed_valid_samples += self.data.valid.iterations * self.trainer.batches.evaluation_batch_size
         self.writers.write_validation(
             losses, iteration=progress.iteration, consumed_samples=progress.consumed_train_samples
         )
         self.trainer.run.run_log.add("validation", iteration=progress.iteration, losses=losses)
-        watch.around_evaluation()
+        watch.collect_evaluation_garbage()
         self.since += time.perf_counter() - paused
         if self.config.checkpoint.save_best is not None:
             self._save_if_best(losses, watch)
 
     def _save_if_best(self, losses: Mapping[str, float], watch: ExitConditions) -> None:
-        """Begin to save where an evaluation is better than all before (--save-best)."""
+        """Begin to save if an evaluation is better than all before (--save-best)."""
         progress = self.trainer.progress
         if note_if_best(progress, losses, self.config.checkpoint, self.mesh.world):
             self.trainer.run.print_rank_0(
                 f"iteration {progress.iteration} is the best so far: {progress.best_figure[4:]} {progress.best_value:.6E}"
             )
-            self._save_if_due(watch)
+            self._save_if_unsaved(watch)
 
-    def _show_samples(self) -> None:
-        """What the network says after the prompts of --eval-generate, and its scores of --online-evaluation-config."""
+    def _run_online_evaluations(self) -> None:
+        """Write the completions of --eval-generate's prompts and the scores of --online-evaluation-config."""
         trainer, iteration = self.trainer, self.trainer.progress.iteration
         if trainer.samples is not None or trainer.benchmark is not None:
             paused = time.perf_counter()
             with (
                 evaluation_mode(self.trainer),
-                torch.compiler.set_stance("force_eager") if isinstance(self.layers, Compiler) else nullcontext(),
+                torch.compiler.set_stance("force_eager") if isinstance(self.layers, LayerCompiler) else nullcontext(),
             ):
                 if trainer.samples is not None:
                     self.writers.write_samples(trainer.samples(trainer.stages), iteration=iteration)
@@ -352,21 +358,21 @@ class Session:
                     self.writers.write_scores(task, scores, iteration=iteration)
             self.since += time.perf_counter() - paused
 
-    def _save_if_due(self, watch: ExitConditions) -> None:
-        """Begin to save, if that is asked for and has not been done in this iteration."""
+    def _save_if_unsaved(self, watch: ExitConditions) -> None:
+        """Begin to save, if --save is given and this iteration is not saved yet."""
         iteration = self.trainer.progress.iteration
         if self.config.checkpoint.save and iteration not in (self.checkpoint.last_saved, self.checkpoint.on_its_way):
             paused = time.perf_counter()
             self._resolve_steps(watch)
             self.mesh.flight_recorder.begin_activity("save", iteration)
             ended = self.checkpoint.begin_save()
-            self.notes[iteration] = self._progress_text("Saved checkpoint")
+            self.notes[iteration] = self._progress_file_line("Saved checkpoint")
             for outcome in ended:
                 self._record_save(outcome)
             self.since += time.perf_counter() - paused
 
     def _record_save(self, outcome: SaveOutcome | None) -> None:
-        """Record how a save ended, if one did."""
+        """Write the outcome of a save to writers and run log, and count failures; nothing for None."""
         if outcome is None:
             return
         self.failed_saves += bool(outcome.problems)
@@ -386,39 +392,43 @@ class Session:
         )
         text = self.notes.pop(outcome.iteration)
         if not outcome.problems:
-            self._note_progress(text)
+            self._append_progress_file(text)
 
-    def _progress_text(self, event: str) -> str:
-        """A line for SAVE/progress.txt, as things are now."""
+    def _progress_file_line(self, event: str) -> str:
+        """Return a line for SAVE/progress.txt with the current counters."""
         progress, devices = self.trainer.progress, self.mesh.world.size
         seconds = max(1e-9, time.monotonic() - self.trainer.run.started)
         done = progress.floating_point_operations - self.flops_at_start
-        facts = progress_facts(
+        facts = progress_file_facts(
             progress.iteration,
             job_tflops=done / seconds / devices / 1e12,
             total_flops=progress.floating_point_operations,
             total_tokens=progress.consumed_tokens,
         )
-        return progress_line(event, now=datetime.now(), job_id=read_launch_info().job, num_devices=devices, facts=facts)
+        return progress_file_line(
+            event, now=datetime.now(), job_id=read_launch_info().job, num_devices=devices, facts=facts
+        )
 
-    def _note_progress(self, text: str) -> None:
+    def _append_progress_file(self, text: str) -> None:
         """Append to SAVE/progress.txt (`--log-progress`)."""
         if self.progress_file is not None:
             self.progress_file.add(text)
 
-    def _finish(self, reason: str, watch: ExitConditions) -> None:
-        """Save, and evaluate if the run came to its end."""
+    def _save_and_evaluate_at_end(self, reason: str, watch: ExitConditions) -> None:
+        """Save, and evaluate if the run came to its end (reason is ""). `CheckpointError` if the last iteration could
+        not be saved.
+        """
         progress, train = self.trainer.progress, self.config.train
         losses: dict[str, float] | None = None
         if self.config.checkpoint.save_best and not (reason or train.skip_train or self._is_due(train.eval_interval)):
-            losses = self._losses_of(self.data.valid)  # before the last save, which may be the best
+            losses = self._evaluation_losses(self.data.valid)  # before the last save, which may be the best
             self._save_if_best(losses, watch)
         if not train.skip_train:
             self._record_save(
-                self.checkpoint.finish()
+                self.checkpoint.finish_save()
             )  # if it is of this very iteration and failed, here is another chance
-            self._save_if_due(watch)
-            self._record_save(self.checkpoint.finish())
+            self._save_if_unsaved(watch)
+            self._record_save(self.checkpoint.finish_save())
         if reason:
             self.trainer.run.print_rank_0(reason)
         else:
@@ -428,21 +438,23 @@ class Session:
                 f"the last checkpoint of this run, of iteration {progress.iteration}, could not be saved; see above"
             )
 
-    def _losses_of(self, evaluations: EvaluationData | None) -> dict[str, float]:
-        """The losses of the next evaluation of a split."""
+    def _evaluation_losses(self, evaluations: EvaluationData | None) -> dict[str, float]:
+        """Return the mean of each loss, by name, over the evaluation samples of a split that has data."""
         assert evaluations is not None, "only splits with data are evaluated"
-        with evaluations.next() as (batches, iterations):
-            return evaluate(self.trainer, batches, iterations)
+        with evaluations.open_next_evaluation() as (batches, iterations):
+            return evaluate_loss(self.trainer, batches, iterations)
 
     def _evaluate_at_end(self, validated: dict[str, float] | None) -> None:
-        """One evaluation of each split that is there. validated: the losses of the validation split, where they are known already."""
+        """Evaluate and write each split that has data. validated: losses of the validation split, if they are known
+        already.
+        """
         progress, train = self.trainer.progress, self.config.train
         if train.skip_train or not self._is_due(train.eval_interval):  # else it has just been done
-            self._show_samples()
+            self._run_online_evaluations()
         for name, evaluations in (("validation", self.data.valid), ("test", self.data.test)):
             if evaluations is not None:
                 known = validated if name == "validation" else None
-                losses = self._losses_of(evaluations) if known is None else known
+                losses = self._evaluation_losses(evaluations) if known is None else known
                 self.writers.write_validation(
                     losses, iteration=progress.iteration, consumed_samples=progress.consumed_train_samples, final=name
                 )
@@ -451,32 +463,33 @@ class Session:
     def _exit_conditions(self) -> ExitConditions:
         config = self.config
         dynamic = config.precision.fp16 and config.precision.loss_scale is None
-        profile = Profile.build(
+        profile = TorchProfile.build(
             config.log,
             rank=self.mesh.world.rank,
             activities=profiler_activities(self.mesh.device),
             folder=config.log.tensorboard_dir or config.checkpoint.save or ".",
         )
 
-        run, vote = self.trainer.run, Vote(self.mesh.world, self.mesh.device)
+        run, vote = self.trainer.run, AnyRankVote(self.mesh.world, self.mesh.device)
         return ExitConditions(
             config.train,
-            agree=vote.result,
-            poll=vote.poll,
+            agree=vote.any_now,
+            poll=vote.any_in_previous,
             started=run.started,
             ending=run.ending,
             tolerates_overflow=dynamic,
             profile=profile,
-            interrupts=Interrupts(run.ending, first=self._say_interrupted, last=self._end_at_once),
+            interrupts=InterruptHandler(run.ending, first=self._print_interrupted, last=self._log_forced_exit),
         )
 
-    def _say_interrupted(self) -> None:
+    def _print_interrupted(self) -> None:
         saves = "and saves" if self.config.checkpoint.save else "without a save, for which there is no --save"
         self.trainer.run.print_rank_0(
             f"SIGINT: the run ends after this step {saves}; once more (Ctrl-C) ends it at once"
         )
 
-    def _end_at_once(self) -> None:
+    def _log_forced_exit(self) -> None:
+        """Log that a second SIGINT ends the run; the caller then ends the process."""
         last = self.checkpoint.last_saved
         self.trainer.run.run_log.add(
             "end", reason="SIGINT, twice", iteration=self.trainer.progress.iteration, failed=True
@@ -487,7 +500,7 @@ class Session:
         )
 
     def _log_sizes(self) -> None:
-        """Sizes, once: what each rank of the first replica holds, and the footprint that follows from the config."""
+        """Print once the parameters of each rank of the first replica, and the theoretical memory footprint."""
         count = sum(param.numel() for stage in self.trainer.stages for param in stage.parameters())
         rows = collectives.gather_objects(
             (self.mesh.dp.rank, self.mesh.tp.rank, self.mesh.pp.rank, count), self.mesh.world
@@ -495,18 +508,22 @@ class Session:
         for data, tensor, pipeline, held in rows:
             if data == 0:
                 self.trainer.run.print_rank_0(f"parameters on (tensor, pipeline) rank ({tensor}, {pipeline}): {held}")
-        count = self.trainer.batches.step_after(self.trainer.progress.consumed_train_samples).num_microbatches
+        count = self.trainer.batches.batch_size_after(self.trainer.progress.consumed_train_samples).num_microbatches
         largest = max(
-            rank_memory(
-                self.config, stages_of(self.config), data_parallel_size=self.mesh.dp.size, num_microbatches=count
+            estimate_rank_memory(
+                self.config,
+                pipeline_stages_of(self.config),
+                data_parallel_size=self.mesh.dp.size,
+                num_microbatches=count,
             ),
             key=lambda held: held.total,
         )
         self.trainer.run.print_rank_0(theoretical_memory_line(largest.weights_and_optimizer, largest.activations))
-        self._note_progress(self._progress_text("Starting job"))
+        self._append_progress_file(self._progress_file_line("Starting job"))
 
 
 def _total_iterations(trainer: Trainer) -> int:
+    """Return the number of iterations of the run, from --train-iters or --train-samples."""
     train = trainer.run.config.train
     if train.train_iters is not None:
         return train.train_iters
@@ -516,7 +533,7 @@ def _total_iterations(trainer: Trainer) -> int:
 def _flops_per_sample(trainer: Trainer) -> FlopsPerSample:
     config: RunConfig = trainer.run.config
     length = config.train.seq_length
-    peak = config.log.peak_tflops or known_peak(device_name(trainer.run.mesh.device), config.precision.dtype)
+    peak = config.log.peak_tflops or known_peak_tflops(device_name(trainer.run.mesh.device), config.precision.dtype)
     causal, square = (
         flops_per_sample(config.model, length, count, decoder_length=config.train.decoder_seq_length)
         for count in ("causal", "square")

@@ -15,17 +15,17 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tensor_parallel.overlapped_matmul import OverlappedMatmuls
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.core.transformer.build import BuildContext
+from megatron.core.transformer.build import LayerBuildContext
 from megatron.training.report.run_log import RunLog
 from megatron.training.report.timers import Timers
 
 
 @dataclass(slots=True)
-class Progress:
-    """The only counters of a run; saved as they are.
-
-    schedule_samples: samples of steps that moved the weights, which is what the learning rate follows. best_iteration, best_value,
-    best_figure: of the best evaluation so far (--save-best); best_figure also says whether it is the smallest or the largest.
+class TrainingProgress:
+    """The counters of a run, saved in checkpoints.
+    schedule_samples: samples of steps that updated the weights, by which the learning rate is scheduled.
+    best_iteration, best_value,
+    best_figure: of the best evaluation so far (--save-best); best_figure is its mode (min or max) and metric.
     """
 
     iteration: int = 0
@@ -42,14 +42,14 @@ class Progress:
 
 @dataclass(slots=True)
 class TerminationSignal:
-    """The signal that told this process to end, "" so far. `Watch` notes it."""
+    """The name of the signal that told this process to end, "" so far."""
 
     signal: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One process's handle on the run."""
+    """What one process knows of the run: config, mesh, kernels, tokenizer, logs, counters."""
 
     config: RunConfig
     mesh: Mesh
@@ -60,14 +60,14 @@ class Run:
     log: logging.Logger
     args: argparse.Namespace = field(default_factory=argparse.Namespace)
     run_log: RunLog = field(default_factory=RunLog)
-    progress: Progress = field(default_factory=Progress)
+    progress: TrainingProgress = field(default_factory=TrainingProgress)
     ending: TerminationSignal = field(default_factory=TerminationSignal)
     started: float = field(default_factory=time.monotonic)
 
     @property
-    def build(self) -> BuildContext:
-        """What layers are built with."""
-        return BuildContext(
+    def layer_build_context(self) -> LayerBuildContext:
+        """The `LayerBuildContext` that layers are built with."""
+        return LayerBuildContext(
             model=self.config.model,
             mesh=self.mesh,
             kernels=self.kernels,

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron.core.config.stages import stages_of
+from megatron.core.config.stages import pipeline_stages_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import empty_cache
 from megatron.core.pipeline_parallel.executor import Shape, run
 from megatron.core.transformer.passing import MicrobatchContext
-from megatron.core.transformer.qk_clip import clip_factors
+from megatron.core.transformer.qk_clip import qk_clip_row_factors
 from megatron.core.transformer.router import routers_of
-from megatron.training.data.batch import Batch, PlannedBatches
+from megatron.training.data.batch import Batch, VariableCountBatches
 from megatron.training.loader import next_batch
-from megatron.training.report.metrics import ExpertLoads, Step
+from megatron.training.report.metrics import ExpertLoads, StepMetrics
 from megatron.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 
 
 class StepWork:
-    """The executor's view of one step of a trainer: which tensors its stages take, and what they do with them."""
+    """One step of a trainer as the pipeline executor sees it: its microbatches, and the stages' passes over them.
+    reports: metrics of each microbatch's loss. count: tokens with loss so far.
+    """
 
     def __init__(
         self,
@@ -56,7 +58,9 @@ class StepWork:
             self.own_microbatches = again.own_microbatches
         else:
             self.own_microbatches = (
-                batches.prepare_step(num_microbatches) if isinstance(batches, PlannedBatches) else num_microbatches
+                batches.prepare_step(num_microbatches)
+                if isinstance(batches, VariableCountBatches)
+                else num_microbatches
             )
         self._contexts: dict[int, MicrobatchContext] = {}
         self.reports: list[dict[str, Tensor]] = []
@@ -66,17 +70,19 @@ class StepWork:
 
     @property
     def taken_microbatches(self) -> tuple[Batch, ...]:
-        """The microbatches that were taken so far, in order."""
+        """The microbatches read so far, in order."""
         return tuple(self._seen)
 
     def input_specs(self, stage: int, microbatch: int) -> tuple[Shape, ...]:
-        """What the stage says."""
-        return self.trainer.stages[stage // self.trainer.run.mesh.pp.size].input_specs(self.trainer.run.config.train)
+        """Return the shapes of a stage's input message."""
+        return self.trainer.stages[stage // self.trainer.run.mesh.pp.size].received_tensor_specs(
+            self.trainer.run.config.train
+        )
 
     def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Run one stage on one microbatch:
-
-        activations [s, b, h] in and out; the last stage returns the scaled loss, a scalar.
+        """Run one stage on one microbatch. received: the previous stage's message, empty for the first; activations [s,
+        b, h].
+        Returns the message to the next stage; the last stage returns the scaled loss, a scalar.
         """
         chunk = self.trainer.stages[stage // self.trainer.run.mesh.pp.size]
         batch = replace(self._microbatch(microbatch), microbatch_context=self._microbatch_context(microbatch))
@@ -92,20 +98,22 @@ class StepWork:
         return (self._scale_loss(total, count),)
 
     def before_backward(self, stage: int, microbatch: int, last: bool) -> None:
-        """Gradients of the stage's last backward pass are final as they come."""
+        """Before a stage's last backward pass, let its gradients be reduced as they become final."""
         if last:
             self._parallel_of_stage(stage).before_last_backward()
 
     def reduce(self, stage: int) -> None:
-        """Start to sum the stage's gradients."""
+        """Start the reduction of a stage's gradients."""
         self._parallel_of_stage(stage).start_reduction()
 
     def loss_sums(self) -> dict[str, Tensor]:
-        """[sum, count] of every loss: this rank's share, zero unless it has the loss and is first of its tensor group."""
+        """Return [sum, count] of each loss, this rank's share: zeros unless it has the last stage and is first of its
+        tensor group. Collective over the pipeline in the first step.
+        """
         speaks = self.trainer.stages[-1].stage.has_output and self.trainer.run.mesh.tp.is_first
         if self.trainer.loss_names is None:
             names = tuple(self.reports[0]) if self.reports else ()
-            last = stages_of(self.trainer.run.config)[-1]
+            last = pipeline_stages_of(self.trainer.run.config)[-1]
             self.trainer.loss_names = collectives.broadcast_object(names, self.trainer.run.mesh.pp, last.rank)
         zero = torch.zeros(2, dtype=self.count.dtype, device=self.device)
         return {
@@ -113,13 +121,15 @@ class StepWork:
             for name in self.trainer.loss_names
         }
 
-    def layer_figures(self) -> dict[str, Tensor]:
-        """[sum, count] of every figure that layers noted: this rank's share. All ranks learn all names in the first step."""
+    def layer_metric_sums(self) -> dict[str, Tensor]:
+        """Return [sum, count] of each metric that layers or the data reported, this rank's share. Collective in the
+        first step, when all ranks learn all names.
+        """
         notes: dict[str, Tensor] = {}
         for microbatch_context in self._contexts.values():
             for name, pair in microbatch_context.metrics.items():
                 notes[name] = notes[name] + pair if name in notes else pair
-        if isinstance(self._batches, PlannedBatches):
+        if isinstance(self._batches, VariableCountBatches):
             facts = self._batches.batch_metrics()
             self.data_figures = tuple(facts)
             notes |= {name: self.count.new_tensor(pair) for name, pair in facts.items()}
@@ -129,9 +139,8 @@ class StepWork:
         return {name: notes.get(name, torch.zeros_like(self.count).expand(2)) for name in self.trainer.note_names}
 
     def remaining_gradient_scale(self) -> float | Tensor:
-        """Return the scalar by which gradients must still be multiplied once all microbatches are done:
-
-        expected over true number of tokens.
+        """Return the scalar that gradients still lack once all microbatches are done: expected over true number of
+        tokens. Collective with --calculate-per-token-loss, else 1.
         """
         if not self.trainer.run.config.train.calculate_per_token_loss:
             return 1.0
@@ -145,11 +154,14 @@ class StepWork:
         return self.num_microbatches * train.micro_batch_size * self.trainer.run.mesh.dp.size * train.seq_length
 
     def _loss_scale(self) -> float:
-        """Loss scale, and the number of data and context ranks where the collective divides by it."""
+        """Return the loss scale, times the number of data and context ranks if the gradient reduction averages."""
         averages = self.trainer.run.config.parallel.ddp_average_in_collective
         return self.trainer.optimizer.scaler.scale * (self.trainer.run.mesh.dp_cp.size if averages else 1)
 
     def _scale_loss(self, total: Tensor, count: Tensor) -> Tensor:
+        """Scale a microbatch's loss sum so that gradients of all microbatches and ranks add up. Collective over context
+        ranks.
+        """
         if self.trainer.run.config.train.calculate_per_token_loss:
             return total * (self._scale / self._expected_tokens())
         # Each context rank sees a piece of every sequence: its share of the sum, over the number of all.
@@ -157,27 +169,28 @@ class StepWork:
         return total / count.clamp(min=1.0) * (self._scale / (self.num_microbatches * self.trainer.run.mesh.dp.size))
 
     def _microbatch_context(self, microbatch: int) -> MicrobatchContext:
-        """What its layers say of a microbatch, in all chunks of this rank."""
+        """Return the context in which a microbatch's layers report losses and metrics, one for all chunks of this rank."""
         if microbatch not in self._contexts:
             train, dp = self.trainer.run.config.train, self.trainer.run.mesh.dp
             sample = (microbatch * dp.size + dp.rank) * train.micro_batch_size
             self._contexts[microbatch] = MicrobatchContext(
-                self._mean_weight(self._microbatch(microbatch)), training=self.training, sample=sample
+                self._layer_loss_weight(self._microbatch(microbatch)), training=self.training, sample=sample
             )
         return self._contexts[microbatch]
 
-    def _mean_weight(self, batch: Batch) -> float | Tensor:
-        """What a mean over a microbatch's tokens counts in the objective; `remaining_gradient_scale` is still to come."""
+    def _layer_loss_weight(self, batch: Batch) -> float | Tensor:
+        """Return the weight of a microbatch's mean layer loss in the objective, before `remaining_gradient_scale`."""
         train, mesh = self.trainer.run.config.train, self.trainer.run.mesh
         if not train.calculate_per_token_loss:
             return self._scale / (self.num_microbatches * mesh.dp.size)
         if batch.loss_mask is None:
-            return float("nan")  # `needs_text` gives one to every stage whose layers have losses
+            return float("nan")  # `stages_read_data` gives one to every stage whose layers have losses
         return collectives.all_reduce(batch.loss_mask.sum().to(self.count.dtype), mesh.cp) * (
             self._scale / self._expected_tokens()
         )
 
     def _microbatch(self, microbatch: int) -> Batch:
+        """Return a microbatch by index, reading as far as necessary."""
         flight_recorder = self.trainer.run.mesh.flight_recorder
         while len(self._seen) <= microbatch:
             action = flight_recorder.action
@@ -195,15 +208,14 @@ def _uses_fp64(trainer: Trainer) -> bool:
     return trainer.run.config.precision.fp64
 
 
-def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | None = None) -> Step:
-    """Train on the next global batch. Nothing waits for the device but an fp16 run's test for overflow.
-
+def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | None = None) -> StepMetrics:
+    """Run one optimizer step on the next global batch. Waits for the device only for fp16's overflow check.
     again: an earlier pass over this global batch, which is run once more instead of reading the next one.
     """
     run_, progress, timers = trainer.run, trainer.progress, trainer.run.timers
     config, mesh, optimizer = run_.config, run_.mesh, trainer.optimizer
     assert trainer.schedule is not None, "a trainer that trains has a schedule"
-    size = trainer.batches.step_after(progress.consumed_train_samples)
+    size = trainer.batches.batch_size_after(progress.consumed_train_samples)
     mesh.flight_recorder.begin_activity("training", progress.iteration + 1)
     for parallel in trainer.parallels:
         parallel.zero_gradients()
@@ -227,11 +239,11 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | 
     optimizer.set_rates(
         trainer.schedule.lr(progress.schedule_samples),
         trainer.schedule.weight_decay(progress.schedule_samples),
-        _decoupled_rate(trainer),
+        _decoupled_learning_rate(trainer),
     )
     for hook in trainer.hooks:
         hook.before_update()
-    losses = {**work.loss_sums(), **work.layer_figures()}
+    losses = {**work.loss_sums(), **work.layer_metric_sums()}
     mesh.flight_recorder.enter_phase("optimizer")
     with timers("optimizer", 1):
         result = optimizer.step(
@@ -249,14 +261,14 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | 
     progress.consumed_tokens += size.global_batch_size * config.train.seq_length
     if result.stepped:
         progress.schedule_samples += size.global_batch_size
-    return Step(
+    return StepMetrics(
         iteration=progress.iteration,
         consumed_samples=progress.consumed_train_samples,
         batch_size=size.global_batch_size,
         learning_rate=trainer.schedule.lr(progress.schedule_samples),
         losses=losses,
         loads=loads,
-        decoupled_learning_rate=_decoupled_rate(trainer),
+        decoupled_learning_rate=_decoupled_learning_rate(trainer),
         loss_scale=optimizer.scaler.scale,
         grad_norm=result.norm,
         num_zeros=result.zeros,
@@ -267,7 +279,7 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | 
 
 
 def _expert_loads(trainer: Trainer) -> ExpertLoads | None:
-    """What the experts of every layer had to do in this step, this rank's share."""
+    """Return how many tokens chose each expert in this step, this rank's share; None without experts."""
     model = trainer.run.config.model
     if not model.moe.num_experts:
         return None
@@ -282,18 +294,18 @@ def _expert_loads(trainer: Trainer) -> ExpertLoads | None:
 
 
 def _qk_clip_factors(trainer: Trainer) -> dict[str, Tensor]:
-    """What --qk-clip multiplies rows of queries and keys by, after this step's update."""
+    """Return the factors by which --qk-clip rescales rows of query and key weights after this step, by parameter name."""
     model = trainer.run.config.model
     if not model.qk_clip:
         return {}
     modules = (module for stage in trainer.stages for module in stage.modules())
-    return clip_factors(modules, trainer.run.mesh, threshold=model.qk_clip_threshold, alpha=model.qk_clip_alpha)
+    return qk_clip_row_factors(modules, trainer.run.mesh, threshold=model.qk_clip_threshold, alpha=model.qk_clip_alpha)
 
 
-def _decoupled_rate(trainer: Trainer) -> float | None:
+def _decoupled_learning_rate(trainer: Trainer) -> float | None:
     config = trainer.run.config.optimizer
     if config.decoupled_lr is None or trainer.schedule is None:
         return None
-    return trainer.schedule.scaled_lr(
+    return trainer.schedule.lr_between(
         trainer.progress.schedule_samples, max_lr=config.decoupled_lr, min_lr=config.decoupled_min_lr or 0.0
     )

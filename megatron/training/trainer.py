@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.core.config.plan import StageSpec
-from megatron.core.config.stages import stages_of
+from megatron.core.config.stages import pipeline_stages_of
 from megatron.core.distributed.buffers import default_bucket_size
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.models.bert import BERTModel
@@ -19,17 +19,17 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5 import T5Model
 from megatron.core.models.vision import VisionModel
 from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.optimizer.schedule import Schedule
-from megatron.core.parallel.rng import materialize
-from megatron.core.pipeline_parallel.schedules import forward_only, training_plan, with_reduction
-from megatron.core.pipeline_parallel.transfers import RankScript, rank_script
-from megatron.core.transformer.activation_offloading import offload_activations
+from megatron.core.optimizer.schedule import OptimizerParamSchedule
+from megatron.core.parallel.rng import materialize_parameters
+from megatron.core.pipeline_parallel.schedules import forward_only_plan, pipeline_training_plan, with_reduction_actions
+from megatron.core.pipeline_parallel.transfers import RankScript, build_rank_script
+from megatron.core.transformer.activation_offloading import set_up_activation_offload
 from megatron.core.transformer.adapters import freeze_untrained
-from megatron.core.transformer.layer import Layer
+from megatron.core.transformer.layer import TransformerLayer
 from megatron.training.data.batch import Batch, LossFunction
 from megatron.training.data.microbatches import BatchSchedule
 from megatron.training.hooks import ModuleHooks, StepHooks
-from megatron.training.run import Progress, Run
+from megatron.training.run import Run, TrainingProgress
 
 if TYPE_CHECKING:
     from megatron.core.distributed.fsdp import Parallel
@@ -46,9 +46,10 @@ Evaluate = Callable[[Sequence[Any], int], Mapping[str, float]]
 
 @dataclass(slots=True)
 class Trainer:
-    """What a step works on. stages, parallels: this rank's chunks in order. schedule: None in a run that only evaluates.
-
-    samples: what --eval-generate asks for. benchmark: name and scores of --online-evaluation-config. hooks: what takes part in each step.
+    """What a step works on. specs, stages, parallels: this rank's chunks in order. schedule: None in a run that only
+    evaluates.
+    samples: generates for --eval-generate. benchmark: name and evaluation of --online-evaluation-config. hooks: called
+    in each step.
     """
 
     run: Run
@@ -57,7 +58,7 @@ class Trainer:
     stages: list[Network]
     parallels: list[Parallel]
     optimizer: Optimizer
-    schedule: Schedule | None
+    schedule: OptimizerParamSchedule | None
     batches: BatchSchedule
     scripts: dict[tuple[int, bool], RankScript] = field(default_factory=dict)
     loss_names: tuple[str, ...] | None = None
@@ -79,19 +80,19 @@ class Trainer:
                 parallel.bucket_hooks.append(hook.bucket_ready)
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> TrainingProgress:
         """The run's counters."""
         return self.run.progress
 
     def pipeline_script(self, num_microbatches: int, *, training: bool) -> RankScript:
-        """What this rank does in one step, or in one forward-only pass."""
+        """Return this rank's pipeline actions of one step, or of one forward-only pass."""
         key = (num_microbatches, training)
         if key not in self.scripts:
             parallel, axis = self.run.config.parallel, self.run.mesh.pp
             chunks, dual_batch_overlap = len(self.stages), training and parallel.overlap_moe_expert_parallel_comm
             if training:
-                plan = with_reduction(
-                    training_plan(
+                plan = with_reduction_actions(
+                    pipeline_training_plan(
                         axis.size,
                         chunks,
                         num_microbatches,
@@ -101,14 +102,14 @@ class Trainer:
                     )
                 )
             else:
-                plan = forward_only(axis.size, chunks, num_microbatches, parallel.stage_placement)
-            self.scripts[key] = rank_script(
+                plan = forward_only_plan(axis.size, chunks, num_microbatches, parallel.stage_placement)
+            self.scripts[key] = build_rank_script(
                 plan, axis.rank, overlap=parallel.overlap_p2p_communication, dual_batch_overlap=dual_batch_overlap
             )
         return self.scripts[key]
 
-    def train_mode(self, training: bool) -> None:
-        """Dropout on or off."""
+    def set_train_mode(self, training: bool) -> None:
+        """Set all stages to training mode, or to evaluation mode (dropout off)."""
         for stage in self.stages:
             stage.train(training)
 
@@ -116,23 +117,27 @@ class Trainer:
 def build_trainer(run: Run, model: ModelProvider, forward_step: ForwardStep) -> Trainer:
     """Build this rank's stages with their initial values, their buckets and the optimizer."""
     config, mesh = run.config, run.mesh
-    specs = tuple(spec for spec in stages_of(config) if spec.rank == mesh.pp.rank)
+    specs = tuple(spec for spec in pipeline_stages_of(config) if spec.rank == mesh.pp.rank)
     stages = [model(run, spec) for spec in specs]
     for stage in stages:
         freeze_untrained(stage, config.model.adapter, mesh)
     for stage in stages:
-        offload_activations(stage, config.offload, mesh.device)
+        set_up_activation_offload(stage, config.offload, mesh.device)
     parallels = [_initialize_stage(run, stage) for stage in stages]
     optimizer = Optimizer(parallels, mesh, config.optimizer, config.precision, adamw=run.kernels.adamw)
     if config.optimizer.optimizer_cpu_offload and optimizer.cpu_offload is None:
         run.print_rank_0("--optimizer-cpu-offload moves nothing: this run's memory is the CPU's already")
     batches = BatchSchedule.build(config.train, data_parallel_size=mesh.dp.size, seq_length=config.train.seq_length)
-    schedule = None if config.train.skip_train else Schedule.build(config.schedule, config.optimizer, config.train)
+    schedule = (
+        None
+        if config.train.skip_train
+        else OptimizerParamSchedule.build(config.schedule, config.optimizer, config.train)
+    )
     return Trainer(run, forward_step, specs, stages, parallels, optimizer, schedule, batches)
 
 
 def _initialize_stage(run: Run, stage: Network) -> Parallel:
-    """Give a stage its initial values, and its place among the data-parallel ranks."""
+    """Initialize a stage's parameters and wrap it for data parallelism or FSDP2."""
     parallel, grad_dtype = run.config.parallel, getattr(torch, run.config.precision.gradient_dtype)
     seed, source = run.config.train.seed, torch.device("cpu") if parallel.use_cpu_initialization else None
     if parallel.use_torch_fsdp2 and run.mesh.dp_cp.group is not None:
@@ -142,12 +147,12 @@ def _initialize_stage(run: Run, stage: Network) -> Parallel:
 
         return FullySharded(
             stage,
-            [part for part in stage.modules() if isinstance(part, Layer)],
+            [part for part in stage.modules() if isinstance(part, TransformerLayer)],
             run.mesh,
             grad_dtype=grad_dtype,
             average=parallel.ddp_average_in_collective,
             keep_layers=parallel.torch_fsdp2_no_reshard_after_forward,
-            fill=partial(materialize, mesh=run.mesh, seed=seed, draw_on=source),
+            fill=partial(materialize_parameters, mesh=run.mesh, seed=seed, draw_on=source),
         )
     stage.materialize(seed, draw_on=source)
     size: int | None = None

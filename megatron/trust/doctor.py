@@ -28,17 +28,17 @@ import torch
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.indexed import bin_path, idx_path
-from megatron.core.datasets.paths import MOCK_PREFIX, plan_splits
-from megatron.core.datasets.storage import DataError, size_of
+from megatron.core.datasets.paths import MOCK_PREFIX, plan_data_splits
+from megatron.core.datasets.storage import DataError, file_or_object_size
 from megatron.core.dist_checkpointing.store import CheckpointError, newest_iteration
-from megatron.core.kernels.kernel_check import TOLERANCE, errors, errors_of_all
-from megatron.core.kernels.table import KernelRequirements, Kernels, kernel_flag
+from megatron.core.kernels.kernel_check import TOLERANCE, chosen_kernel_errors, usable_kernel_errors
+from megatron.core.kernels.table import KernelRequirements, Kernels, kernel_request_flag
 from megatron.core.models.describe import count_parameters
-from megatron.core.models.flops import BYTES, state_bytes
+from megatron.core.models.flops import BYTES, state_bytes_per_parameter
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import device_name, free_memory, synchronize
+from megatron.core.parallel.device import device_name, free_and_total_memory, synchronize
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.tokenizers.base import fingerprint
+from megatron.core.tokenizers.base import tokenizer_fingerprint
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.training.report.run_record import code_version
 
@@ -50,8 +50,8 @@ _ROUNDS, _SUMS, _MOST_NAMED = 5, 10, 8
 
 
 @dataclass(frozen=True, slots=True)
-class CheckResult:
-    """One finding. mend: what to do about it, where it is not OK."""
+class DoctorFinding:
+    """A row of the doctor's report. check: its subject. mend: what to do about it, if it is not OK."""
 
     check: str
     status: Status
@@ -60,11 +60,10 @@ class CheckResult:
 
 
 @dataclass(frozen=True, slots=True)
-class RunUnderTest:
-    """What is examined: a run's settings on these ranks. hosts: the machine of each. whole: the settings keep every rule.
-
-    megabytes: how much each rank sends and writes where rates are measured. all_kernels: those are tried too that the run does
-    not use.
+class RunToDiagnose:
+    """A run whose machines are checked. hosts: of each rank. whole: the settings keep every rule.
+    megabytes: how much each rank sends and writes where rates are measured. all_kernels: also check kernels that the
+    run does not use.
     """
 
     config: RunConfig
@@ -78,32 +77,32 @@ class RunUnderTest:
 
     def first_problem(self, problems: Sequence[tuple[int, Any]]) -> str:
         """The first of what ranks say, (rank, message), and which ranks have something to say."""
-        return f"{problems[0][1]}: on {self.rank_names([rank for rank, _ in problems])}"
+        return f"{problems[0][1]}: on {self.ranks_with_hosts_text([rank for rank, _ in problems])}"
 
-    def rank_names(self, ranks: Sequence[int]) -> str:
-        """Some ranks and their machines, in words."""
+    def ranks_with_hosts_text(self, ranks: Sequence[int]) -> str:
+        """Name ranks with their machines."""
         names = [f"{rank} ({self.hosts[rank]})" for rank in ranks[:_MOST_NAMED]] + ["..."] * (len(ranks) > _MOST_NAMED)
         return f"rank{'s' * (len(ranks) > 1)} {', '.join(names)}"
 
 
-def examine_all(subject: RunUnderTest) -> list[CheckResult]:
-    """The rows of every check."""
-    rows: list[CheckResult] = []
+def diagnose_all(subject: RunToDiagnose) -> list[DoctorFinding]:
+    """Run every check and return its rows. Collective."""
+    rows: list[DoctorFinding] = []
     for check in CHECKS:
         try:
             rows += check(subject)
-        except RanksFailed as error:
-            name = check.__name__.removeprefix("check_")
-            rows.append(CheckResult(name, "FAIL", str(error), "the check could not be made there"))
+        except CheckFailedOnRanks as error:
+            name = check.__name__.removeprefix("diagnose_")
+            rows.append(DoctorFinding(name, "FAIL", str(error), "the check could not be made there"))
     return rows
 
 
-class RanksFailed(Exception):
-    """Some ranks could not look; raised on all of them."""
+class CheckFailedOnRanks(Exception):
+    """A check could not be made on some ranks; raised on all of them."""
 
 
-def check_versions(subject: RunUnderTest) -> list[CheckResult]:
-    """All ranks run the same software."""
+def diagnose_versions(subject: RunToDiagnose) -> list[DoctorFinding]:
+    """Return rows on whether all ranks run the same software."""
     mine = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -122,51 +121,53 @@ def check_versions(subject: RunUnderTest) -> list[CheckResult]:
         for name in mine
         if len({one[name] for _, one in seen}) > 1
     ]
-    return rows or [CheckResult("versions", "OK", ", ".join(f"{name} {value}" for name, value in mine.items()))]
+    return rows or [DoctorFinding("versions", "OK", ", ".join(f"{name} {value}" for name, value in mine.items()))]
 
 
-def check_devices(subject: RunUnderTest) -> list[CheckResult]:
-    """Every rank has a device of its own, and all are alike."""
+def diagnose_devices(subject: RunToDiagnose) -> list[DoctorFinding]:
+    """Return rows on whether every rank has a device of its own, all are alike, and their memory is free."""
     device, host = subject.mesh.device, socket.gethostname()
-    seen = _gather_from_all(subject, lambda: (host, str(device), device_name(device), free_memory(device)))
+    seen = _gather_from_all(subject, lambda: (host, str(device), device_name(device), free_and_total_memory(device)))
     names = Counter(one[2] for _, one in seen)
     description = f"{' and '.join(f'{count} x {name}' for name, count in names.items())} on {len({one[0] for _, one in seen})} machine(s)"
     mend = "all wait for the slowest in every step; take devices of one kind"
-    rows = [CheckResult("devices", "WARN", description, mend)] if len(names) > 1 else []
+    rows = [DoctorFinding("devices", "WARN", description, mend)] if len(names) > 1 else []
     rows += _gpus_in_use(subject, seen) if device.type == "cuda" else ()
-    return rows or [CheckResult("devices", "OK", description)]
+    return rows or [DoctorFinding("devices", "OK", description)]
 
 
-def _gpus_in_use(subject: RunUnderTest, seen: Sequence[tuple[int, Any]]) -> Iterator[CheckResult]:
+def _gpus_in_use(subject: RunToDiagnose, seen: Sequence[tuple[int, Any]]) -> Iterator[DoctorFinding]:
     """What else uses the GPUs. seen: (rank, (host, device, its name, free and all memory))."""
     places = Counter(one[:2] for _, one in seen)
     if shared := [f"{host} {name}" for (host, name), count in places.items() if count > 1]:
         result = f"several ranks share {', '.join(shared)}"
-        yield CheckResult("devices", "FAIL", result, "start as many ranks as a machine has GPUs")
+        yield DoctorFinding("devices", "FAIL", result, "start as many ranks as a machine has GPUs")
     if full := [rank for rank, one in seen if one[3] is not None and one[3][0] < 0.9 * one[3][1]]:
-        result = f"a tenth of the memory or more is taken on {subject.rank_names(full)}"
-        yield CheckResult("devices", "WARN", result, "end what else runs there")
+        result = f"a tenth of the memory or more is taken on {subject.ranks_with_hosts_text(full)}"
+        yield DoctorFinding("devices", "WARN", result, "end what else runs there")
 
 
-def check_kernels(subject: RunUnderTest) -> list[CheckResult]:
-    """Which kernels serve the run, and why better ones do not."""
+def diagnose_kernel_choice(subject: RunToDiagnose) -> list[DoctorFinding]:
+    """Return a row for each op: the kernel that serves it, and why not a better one."""
     return [
-        CheckResult("kernels", "OK", f"{op} by {name}" + (f"; not by {why}" if why else ""))
+        DoctorFinding("kernels", "OK", f"{op} by {name}" + (f"; not by {why}" if why else ""))
         for op, name, why in subject.kernels.report
-        if op not in subject.config.model.idle_kernels
+        if op not in subject.config.model.unused_kernel_ops
     ]
 
 
-def check_kernel_results(subject: RunUnderTest) -> Iterator[CheckResult]:
-    """Every kernel computes what its op is defined to be, forward and backward, on every rank."""
+def diagnose_kernel_results(subject: RunToDiagnose) -> Iterator[DoctorFinding]:
+    """Yield rows on whether every kernel computes what its op is defined to be, forward and backward, on every rank."""
     names = {op: name for op, name, _ in subject.kernels.report}
 
-    def look() -> dict[tuple[str, str], float | str]:
+    def kernel_errors() -> dict[tuple[str, str], float | str]:
         run = subject.config, subject.need, subject.mesh.device
-        chosen = {(op, names.get(op, "torch")): error for op, error in errors(subject.kernels, *run).items()}
-        return (errors_of_all(*run) if subject.all_kernels else {}) | chosen
+        chosen = {
+            (op, names.get(op, "torch")): error for op, error in chosen_kernel_errors(subject.kernels, *run).items()
+        }
+        return (usable_kernel_errors(*run) if subject.all_kernels else {}) | chosen
 
-    seen = _gather_from_all(subject, look)
+    seen = _gather_from_all(subject, kernel_errors)
     limit = TOLERANCE[subject.need.dtype]
     for op, name in seen[0][1] if seen else ():
         results = [(rank, one[op, name]) for rank, one in seen]
@@ -174,30 +175,30 @@ def check_kernel_results(subject: RunUnderTest) -> Iterator[CheckResult]:
         what = f"{op} by {name} in {str(subject.need.dtype).removeprefix('torch.')}"
         if not wrong:
             gap = max(result for _, result in results)
-            yield CheckResult("numbers", "OK", f"{what}: within {gap:.2g} of the definition")
+            yield DoctorFinding("numbers", "OK", f"{what}: within {gap:.2g} of the definition")
             continue
         worst = wrong[0][1]
         if not isinstance(worst, str):
             worst = f"off by {max(result for _, result in wrong):.2g} of the largest value"
-        result = f"{what}: {worst}, {limit:g} allowed, on {subject.rank_names([rank for rank, _ in wrong])}"
-        mend = f"choose another than {kernel_flag(op, name)}, or " if op in names else ""
-        yield CheckResult("numbers", "FAIL", result, f"{mend}test the device and its driver")
+        result = f"{what}: {worst}, {limit:g} allowed, on {subject.ranks_with_hosts_text([rank for rank, _ in wrong])}"
+        mend = f"choose another than {kernel_request_flag(op, name)}, or " if op in names else ""
+        yield DoctorFinding("numbers", "FAIL", result, f"{mend}test the device and its driver")
 
 
-def check_links(subject: RunUnderTest) -> list[CheckResult]:
-    """Latency and rate of a sum over each axis with more than one rank, all its groups at once, and that the sum is right."""
+def diagnose_links(subject: RunToDiagnose) -> list[DoctorFinding]:
+    """Return rows with latency and rate of an all-reduce over each axis of several ranks, and whether its sum is right."""
     mesh, rows, known = subject.mesh, [], set()
     for name in (field.name for field in fields(Mesh) if field.name not in ("device", "hybrid_cp", "pp_backward")):
         axis = mesh.axis(name)
         groups = {ranks for ranks in collectives.gather_objects(axis.ranks, mesh.world) if len(ranks) > 1}
         if groups and frozenset(groups) not in known:
             known.add(frozenset(groups))
-            rows.append(_check_axis(subject, axis))
-    return rows or [CheckResult("links", "OK", "one rank: nothing to send")]
+            rows.append(_diagnose_axis(subject, axis))
+    return rows or [DoctorFinding("links", "OK", "one rank: nothing to send")]
 
 
-def check_clocks(subject: RunUnderTest) -> list[CheckResult]:
-    """The clocks of all machines tell one time, as far as a barrier can say."""
+def diagnose_clocks(subject: RunToDiagnose) -> list[DoctorFinding]:
+    """Return a row on how far the clocks of the ranks differ."""
     ticks = []
     for _ in range(_ROUNDS):
         collectives.barrier(subject.mesh.world)
@@ -207,17 +208,17 @@ def check_clocks(subject: RunUnderTest) -> list[CheckResult]:
     skew = max(ahead) - min(ahead)
     result = f"apart by {skew:.3f} s at most"
     if skew <= _MOST_SKEW:
-        return [CheckResult("clocks", "OK", result)]
+        return [DoctorFinding("clocks", "OK", result)]
     result += f": rank {ahead.index(max(ahead))} is ahead of rank {ahead.index(min(ahead))}"
     mend = "set the clocks by NTP: logs and time limits of different machines do not fit together"
-    return [CheckResult("clocks", "WARN", result, mend)]
+    return [DoctorFinding("clocks", "WARN", result, mend)]
 
 
-def check_limits(subject: RunUnderTest) -> Iterator[CheckResult]:
-    """Open files, shared memory and temporary space on every machine."""
+def diagnose_system_limits(subject: RunToDiagnose) -> Iterator[DoctorFinding]:
+    """Yield rows on open files, shared memory and temporary space on every machine."""
     mesh, host = subject.mesh, socket.gethostname()
 
-    def look() -> tuple[str, int, int | None, int]:
+    def own_system_limits() -> tuple[str, int, int | None, int]:
         shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None
         return (
             host,
@@ -226,7 +227,7 @@ def check_limits(subject: RunUnderTest) -> Iterator[CheckResult]:
             shutil.disk_usage(tempfile.gettempdir()).free,
         )
 
-    seen = _gather_from_all(subject, look)
+    seen = _gather_from_all(subject, own_system_limits)
     each = Counter(one[0] for _, one in seen)
     files = 256 + 8 * mesh.world.size + 2 * len(_dataset_prefixes(subject.config))
     needs = (
@@ -251,19 +252,19 @@ def check_limits(subject: RunUnderTest) -> Iterator[CheckResult]:
         low = [rank for rank, there, needed in values if there < needed and there != resource.RLIM_INFINITY]
         if values:
             lowest = min(there for _, there, _ in values)
-            below = f", below {explanation(values[0][2])} on {subject.rank_names(low)}" if low else ""
+            below = f", below {explanation(values[0][2])} on {subject.ranks_with_hosts_text(low)}" if low else ""
             result = f"{name}: {explanation(lowest)}{below}"
-            yield CheckResult("limits", "WARN" if low else "OK", result, mend if low else "")
+            yield DoctorFinding("limits", "WARN" if low else "OK", result, mend if low else "")
 
 
-def check_data(subject: RunUnderTest) -> Iterator[CheckResult]:
-    """Every rank sees the same data files."""
+def diagnose_data_files(subject: RunToDiagnose) -> Iterator[DoctorFinding]:
+    """Yield rows on whether every rank sees the same data files."""
     prefixes = _dataset_prefixes(subject.config)
     if not prefixes:
-        yield CheckResult("data", "OK", "none asked for")
+        yield DoctorFinding("data", "OK", "none asked for")
         return
 
-    def look() -> dict[str, int | str]:
+    def own_file_sizes() -> dict[str, int | str]:
         hashes: dict[str, int | str] = {}
         for path in (
             path
@@ -271,12 +272,12 @@ def check_data(subject: RunUnderTest) -> Iterator[CheckResult]:
             for path in ((prefix,) if Path(prefix).is_file() else (bin_path(prefix), idx_path(prefix)))
         ):
             try:
-                hashes[path] = size_of(path)
+                hashes[path] = file_or_object_size(path)
             except _EXPECTED as error:
                 hashes[path] = str(error)
         return hashes
 
-    seen = _gather_from_all(subject, look)
+    seen = _gather_from_all(subject, own_file_sizes)
     good = True
     for path in dict.fromkeys(path for _, one in seen for path in one):
         sizes = [(rank, one.get(path, "not looked for: here the prefix is a file of its own")) for rank, one in seen]
@@ -285,33 +286,33 @@ def check_data(subject: RunUnderTest) -> Iterator[CheckResult]:
         good = good and not lost and not differ
         if lost:
             mend = "mount the folder there, under the same path"
-            yield CheckResult("data", "FAIL", subject.first_problem(lost), mend)
+            yield DoctorFinding("data", "FAIL", subject.first_problem(lost), mend)
         elif differ:
             mend = "bring the same files to all machines"
             yield _disagreement_row(subject, "data", f"bytes of {path} differ", sizes, mend)
     if good:
-        yield CheckResult("data", "OK", f"{len(seen[0][1])} files, on every rank")
+        yield DoctorFinding("data", "OK", f"{len(seen[0][1])} files, on every rank")
 
 
-def check_tokenizer(subject: RunUnderTest) -> list[CheckResult]:
-    """Every rank reads the same tokenizer."""
+def diagnose_tokenizer(subject: RunToDiagnose) -> list[DoctorFinding]:
+    """Return a row on whether every rank reads the same tokenizer."""
     if not subject.whole:
         return []
-    return _check_ranks_agree(
+    return _diagnose_agreement(
         subject,
         "tokenizer",
-        lambda: fingerprint(build_tokenizer(subject.config.tokenizer))["hash"],
+        lambda: tokenizer_fingerprint(build_tokenizer(subject.config.tokenizer))["hash"],
         lambda hash: f"hash {hash[:12]}, on every rank",
         "bring the same tokenizer files to all machines",
     )
 
 
-def check_checkpoints(subject: RunUnderTest) -> list[CheckResult]:
-    """Every rank sees the same checkpoint to load, and one folder to save into."""
+def diagnose_checkpoint_folders(subject: RunToDiagnose) -> list[DoctorFinding]:
+    """Return rows on whether every rank sees the same checkpoint to load, and one folder to save into."""
     requested, rows = subject.config.checkpoint, []
     load = requested.load
     if load:
-        rows = _check_ranks_agree(
+        rows = _diagnose_agreement(
             subject,
             "checkpoints",
             lambda: newest_iteration(load),
@@ -322,18 +323,18 @@ def check_checkpoints(subject: RunUnderTest) -> list[CheckResult]:
             "mount the folder on all machines, under the same path",
         )
     if requested.save:
-        rows += _check_shared_folder(subject, Path(requested.save))
+        rows += _diagnose_shared_folder(subject, Path(requested.save))
     return rows
 
 
-def check_disk(subject: RunUnderTest) -> list[CheckResult]:
-    """How fast all ranks together write into --save, and whether two checkpoints fit there."""
+def diagnose_disk(subject: RunToDiagnose) -> list[DoctorFinding]:
+    """Return a row on how fast all ranks together write into --save, and whether two checkpoints fit there."""
     folder = subject.config.checkpoint.save
     if folder is None:
         return []
     path, content = Path(folder) / f"doctor-{uuid.uuid4().hex}", bytes(2**20)
 
-    def write() -> float:
+    def write_test_file() -> float:
         since = time.perf_counter()
         try:
             with open(path, "wb", buffering=0) as file:
@@ -345,44 +346,46 @@ def check_disk(subject: RunUnderTest) -> list[CheckResult]:
             path.unlink(missing_ok=True)
 
     collectives.barrier(subject.mesh.world)
-    seen, problems = _try_on_all_ranks(subject, write)
+    seen, problems = _try_on_all_ranks(subject, write_test_file)
     if problems:
         result = f"--save {folder} cannot be written: {subject.first_problem(problems)}"
-        return [CheckResult("disk", "FAIL", result, "let every rank write there: each saves its part")]
+        return [DoctorFinding("disk", "FAIL", result, "let every rank write there: each saves its part")]
     rate = subject.megabytes * 2**20 * len(seen) / max(seconds for _, seconds in seen)
     free = shutil.disk_usage(folder).free
     result, mend = f"{_bytes_text(rate)}/s from {len(seen)} rank(s), {_bytes_text(free)} free in --save", ""
     status: Literal["OK", "WARN", "FAIL"] = "OK"
     if subject.whole and subject.config.model.padded_vocab_size:
         size = count_parameters(subject.config.model).total * (
-            state_bytes(subject.config) - BYTES[subject.config.precision.gradient_dtype]
+            state_bytes_per_parameter(subject.config) - BYTES[subject.config.precision.gradient_dtype]
         )
         result += f"; a checkpoint takes about {_bytes_text(size)} and {size / rate:.0f} s"
         if free < 2 * size:
             status = "FAIL" if free < size else "WARN"
             mend = "two must fit, since the old one is kept until the new one is whole; see --save-keep-last"
-    return [CheckResult("disk", status, result, mend)]
+    return [DoctorFinding("disk", status, result, mend)]
 
 
-CHECKS: tuple[Callable[[RunUnderTest], Iterable[CheckResult]], ...] = (
-    check_versions,
-    check_devices,
-    check_kernels,
-    check_kernel_results,
-    check_links,
-    check_clocks,
-    check_limits,
-    check_data,
-    check_tokenizer,
-    check_checkpoints,
-    check_disk,
+CHECKS: tuple[Callable[[RunToDiagnose], Iterable[DoctorFinding]], ...] = (
+    diagnose_versions,
+    diagnose_devices,
+    diagnose_kernel_choice,
+    diagnose_kernel_results,
+    diagnose_links,
+    diagnose_clocks,
+    diagnose_system_limits,
+    diagnose_data_files,
+    diagnose_tokenizer,
+    diagnose_checkpoint_folders,
+    diagnose_disk,
 )
 
 
 def _try_on_all_ranks(
-    subject: RunUnderTest, look: Callable[[], Any]
+    subject: RunToDiagnose, look: Callable[[], Any]
 ) -> tuple[list[tuple[int, Any]], list[tuple[int, str]]]:
-    """What every rank sees, and what those say that cannot: (rank, value) and (rank, problem)."""
+    """Call `look` on every rank and gather: ([(rank, value)], [(rank, problem)] of those that raised an expected
+    error). Collective.
+    """
     value, problem = None, ""
     try:
         value = look()
@@ -394,40 +397,40 @@ def _try_on_all_ranks(
     ]
 
 
-def _gather_from_all(subject: RunUnderTest, look: Callable[[], Any]) -> list[tuple[int, Any]]:
-    """What every rank sees: (rank, value)."""
+def _gather_from_all(subject: RunToDiagnose, look: Callable[[], Any]) -> list[tuple[int, Any]]:
+    """Call `look` on every rank and return [(rank, value)]; `CheckFailedOnRanks` if one failed. Collective."""
     seen, problems = _try_on_all_ranks(subject, look)
     if problems:
-        raise RanksFailed(subject.first_problem(problems))
+        raise CheckFailedOnRanks(subject.first_problem(problems))
     return seen
 
 
-def _check_ranks_agree(
-    subject: RunUnderTest, check: str, look: Callable[[], Any], describe: Callable[[Any], str], mend: str
-) -> list[CheckResult]:
-    """A row about something that all ranks must see alike."""
+def _diagnose_agreement(
+    subject: RunToDiagnose, check: str, look: Callable[[], Any], describe: Callable[[Any], str], mend: str
+) -> list[DoctorFinding]:
+    """Return a row on whether `look` gives the same value on all ranks. describe: value -> finding. Collective."""
     seen, problems = _try_on_all_ranks(subject, look)
     if problems:
-        return [CheckResult(check, "FAIL", subject.first_problem(problems), mend)]
+        return [DoctorFinding(check, "FAIL", subject.first_problem(problems), mend)]
     if len({value for _, value in seen}) > 1:
         described = [(rank, describe(value)) for rank, value in seen]
         return [_disagreement_row(subject, check, "ranks see different ones", described, mend)]
-    return [CheckResult(check, "OK", describe(seen[0][1]))]
+    return [DoctorFinding(check, "OK", describe(seen[0][1]))]
 
 
 def _disagreement_row(
-    subject: RunUnderTest, check: str, what: str, values: Sequence[tuple[int, Any]], mend: str
-) -> CheckResult:
-    """The row of something that differs: who sees what."""
+    subject: RunToDiagnose, check: str, what: str, values: Sequence[tuple[int, Any]], mend: str
+) -> DoctorFinding:
+    """Return a FAIL row that says which ranks have which value."""
     ranks: dict[Any, list[int]] = {}
     for rank, value in values:
         ranks.setdefault(value, []).append(rank)
-    each = "; ".join(f"{value} on {subject.rank_names(those)}" for value, those in ranks.items())
-    return CheckResult(check, "FAIL", f"{what}: {each}", mend)
+    each = "; ".join(f"{value} on {subject.ranks_with_hosts_text(those)}" for value, those in ranks.items())
+    return DoctorFinding(check, "FAIL", f"{what}: {each}", mend)
 
 
-def _check_axis(subject: RunUnderTest, axis: Axis) -> CheckResult:
-    """The row of one axis."""
+def _diagnose_axis(subject: RunToDiagnose, axis: Axis) -> DoctorFinding:
+    """Return the row of one axis: latency and rate of an all-reduce, and whether its sum is right. Collective."""
     mesh, size = subject.mesh, axis.size
     word = torch.full((1,), float(axis.rank + 1), device=mesh.device)
     right = collectives.all_reduce(word.clone(), axis).item() == size * (size + 1) / 2
@@ -444,16 +447,16 @@ def _check_axis(subject: RunUnderTest, axis: Axis) -> CheckResult:
     )
     wrong = sorted({ranks for ranks, right, _, _ in many if not right})
     if wrong:
-        result = f"{axis.name}: the sum over {subject.rank_names(wrong[0])} is wrong"
-        return CheckResult("links", "FAIL", result, "test the network and its driver")
+        result = f"{axis.name}: the sum over {subject.ranks_with_hosts_text(wrong[0])} is wrong"
+        return DoctorFinding("links", "FAIL", result, "test the network and its driver")
     if slowest[3] > 2 * fastest[3]:
-        result += f" among {subject.rank_names(slowest[0])}, {_bytes_text(moved / fastest[3])}/s among {subject.rank_names(fastest[0])}"
-        return CheckResult("links", "WARN", result, "look at the cables, switches and NCCL settings of the slow ones")
-    return CheckResult("links", "OK", result)
+        result += f" among {subject.ranks_with_hosts_text(slowest[0])}, {_bytes_text(moved / fastest[3])}/s among {subject.ranks_with_hosts_text(fastest[0])}"
+        return DoctorFinding("links", "WARN", result, "look at the cables, switches and NCCL settings of the slow ones")
+    return DoctorFinding("links", "OK", result)
 
 
-def _all_reduce_seconds(subject: RunUnderTest, axis: Axis, tensor: torch.Tensor, times: int) -> float:
-    """Seconds of one sum over the axis."""
+def _all_reduce_seconds(subject: RunToDiagnose, axis: Axis, tensor: torch.Tensor, times: int) -> float:
+    """Return the seconds of one all-reduce of a tensor over an axis, mean of `times`."""
     collectives.all_reduce(tensor.clone(), axis)
     target = tensor.clone()
     synchronize(subject.mesh.device)
@@ -465,16 +468,16 @@ def _all_reduce_seconds(subject: RunUnderTest, axis: Axis, tensor: torch.Tensor,
     return (time.perf_counter() - since) / times
 
 
-def _check_shared_folder(subject: RunUnderTest, folder: Path) -> list[CheckResult]:
-    """Whether what one rank writes into the folder is seen by all."""
+def _diagnose_shared_folder(subject: RunToDiagnose, folder: Path) -> list[DoctorFinding]:
+    """Return a row on whether what the first rank writes into a folder is seen by all. Collective."""
     mark = collectives.broadcast_object(folder / f"doctor-{uuid.uuid4().hex}", subject.mesh.world)
 
-    def put() -> None:
+    def write_mark() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if subject.mesh.world.is_first:
             mark.touch()
 
-    _, problems = _try_on_all_ranks(subject, put)
+    _, problems = _try_on_all_ranks(subject, write_mark)
     seen, _ = _try_on_all_ranks(subject, mark.exists)
     collectives.barrier(subject.mesh.world)
     if subject.mesh.world.is_first:
@@ -482,17 +485,19 @@ def _check_shared_folder(subject: RunUnderTest, folder: Path) -> list[CheckResul
     blind = [rank for rank, there in seen if not there]
     mend = "give --save a folder that all machines share and may write"
     if problems:
-        return [CheckResult("checkpoints", "FAIL", f"--save {folder}: {subject.first_problem(problems)}", mend)]
+        return [DoctorFinding("checkpoints", "FAIL", f"--save {folder}: {subject.first_problem(problems)}", mend)]
     if blind:
-        result = f"--save {folder}: what rank 0 writes is not seen by {subject.rank_names(blind)}"
-        return [CheckResult("checkpoints", "FAIL", result, mend)]
-    return [CheckResult("checkpoints", "OK", f"--save {folder}: one folder for all ranks")]
+        result = f"--save {folder}: what rank 0 writes is not seen by {subject.ranks_with_hosts_text(blind)}"
+        return [DoctorFinding("checkpoints", "FAIL", result, mend)]
+    return [DoctorFinding("checkpoints", "OK", f"--save {folder}: one folder for all ranks")]
 
 
 def _dataset_prefixes(config: RunConfig) -> list[str]:
-    """The datasets that the run reads from files."""
+    """Return the prefixes of the datasets that the run reads; empty if the settings break rules."""
     try:
-        prefixes = dict.fromkeys(prefix for plan in plan_splits(config.data) if plan for prefix in plan.blend.prefixes)
+        prefixes = dict.fromkeys(
+            prefix for plan in plan_data_splits(config.data) if plan for prefix in plan.blend.prefixes
+        )
     except ConfigError:  # the rules tell
         return []
     return [prefix for prefix in prefixes if prefix != MOCK_PREFIX]

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.core.config.adapters import is_trained
-from megatron.core.config.flags import from_values
+from megatron.core.config.adapters import is_trained_parameter
+from megatron.core.config.flags import config_from_values
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
 from megatron.core.config.settings.vision import VisionConfig
-from megatron.core.dist_checkpointing.source import Source
-from megatron.trust.compare.checkpoints import Difference, compare_sources
+from megatron.core.dist_checkpointing.source import CheckpointSource
+from megatron.trust.compare.checkpoints import CheckpointDifference, compare_sources
 from megatron.trust.compare.contents import matches_pattern
 
 Settings = Mapping[str, Any]
@@ -38,10 +38,10 @@ _MATRICES = (".linear_", ".out_proj.", ".router.", ".eh_proj.", ".gate_weight", 
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """A piece of state. names: patterns of what is saved. places: patterns of where it lives.
-
-    expected: names that a checkpoint must hold, from its settings, its number of ranks and its parameters' names.
+class StateItem:
+    """A piece of training state. names: patterns of its names in a checkpoint. places: patterns of where it lives in a
+    session.
+    expected: (settings, number of ranks, parameter names) -> names that a checkpoint must hold.
     """
 
     what: str
@@ -51,35 +51,40 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """How an item of two checkpoints compares. missing: names that a checkpoint lacks, with the checkpoint.
-    differences: of names that both hold, or that only one holds and need not."""
+class StateItemComparison:
+    """How an item of two checkpoints compares. count: names that either holds. missing: required names that a
+    checkpoint lacks.
+    differences: other names that differ, or that only one holds.
+    """
 
-    item: Item
+    item: StateItem
     count: int
     missing: tuple[str, ...]
-    differences: tuple[Difference, ...]
+    differences: tuple[CheckpointDifference, ...]
 
     @property
     def is_equal(self) -> bool:
-        """Whether both hold all of it, bit for bit alike."""
+        """Whether both hold all of it, bitwise equal."""
         return not self.missing and not self.differences
 
 
-def _optimizer_slot(slot: str, needed: Callable[[Settings], bool]) -> Callable[[Settings, int, list[str]], list[str]]:
+def _expected_optimizer_slot(
+    slot: str, needed: Callable[[Settings], bool]
+) -> Callable[[Settings, int, list[str]], list[str]]:
+    """Return a function that gives the expected names of an optimizer slot, if the settings need it."""
     return lambda settings, ranks, parameters: [
-        f"optimizer.{slot}.{name}" for name in (_trained(settings, parameters) if needed(settings) else ())
+        f"optimizer.{slot}.{name}" for name in (_trained_names(settings, parameters) if needed(settings) else ())
     ]
 
 
-def _trained(settings: Settings, parameters: list[str]) -> list[str]:
-    """Those that an optimizer updates."""
-    adapter, vision = from_values(AdapterConfig, settings), from_values(VisionConfig, settings)
-    config = replace(adapter, freeze=(*adapter.freeze, *vision.frozen))
-    return [name for name in parameters if is_trained(name, config) and not name.endswith(_UNTRAINED)]
+def _trained_names(settings: Settings, parameters: list[str]) -> list[str]:
+    """Return the parameters that an optimizer updates."""
+    adapter, vision = config_from_values(AdapterConfig, settings), config_from_values(VisionConfig, settings)
+    config = replace(adapter, freeze=(*adapter.freeze, *vision.frozen_patterns))
+    return [name for name in parameters if is_trained_parameter(name, config) and not name.endswith(_UNTRAINED)]
 
 
-def _by_muon(settings: Settings, name: str) -> bool:
+def _is_updated_by_muon(settings: Settings, name: str) -> bool:
     """Whether Muon updates a parameter of that name: a matrix of a layer, which is multiplied by and not looked up in."""
     return (
         settings["optimizer"] == "muon"
@@ -89,51 +94,52 @@ def _by_muon(settings: Settings, name: str) -> bool:
     )
 
 
-def _elementwise_slot(slot: str, *rules: str) -> Callable[[Settings, int, list[str]], list[str]]:
-    """A slot of elementwise rules, which Muon leaves some parameters to."""
+def _expected_elementwise_slot(slot: str, *rules: str) -> Callable[[Settings, int, list[str]], list[str]]:
+    """Return a function that gives the expected names of a slot of these elementwise rules, without Muon's parameters."""
 
-    def expected(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
+    def expected_names(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
         rule = settings["muon_scalar_optimizer"] if settings["optimizer"] == "muon" else settings["optimizer"]
-        rest = [name for name in parameters if not _by_muon(settings, name)]
-        return _optimizer_slot(slot, lambda settings: rule in rules)(settings, ranks, rest)
+        rest = [name for name in parameters if not _is_updated_by_muon(settings, name)]
+        return _expected_optimizer_slot(slot, lambda settings: rule in rules)(settings, ranks, rest)
 
-    return expected
+    return expected_names
 
 
 def _is_factored(name: str) -> bool:
-    """Whether a parameter of that name has rows and columns."""
+    """Whether Adafactor factors the second moments of a parameter of this name, a matrix."""
     return name.endswith("weight") and "norm" not in name
 
 
-def _second_moments(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
-    """Those of single elements, which Adafactor has of vectors."""
+def _expected_second_moments(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
+    """Return the expected names of elementwise second moments; Adafactor has them for vectors only."""
     if settings["optimizer"] != "adafactor":
-        return _elementwise_slot("exp_avg_sq", "adam")(settings, ranks, parameters)
-    return _optimizer_slot("exp_avg_sq", lambda settings: True)(
+        return _expected_elementwise_slot("exp_avg_sq", "adam")(settings, ranks, parameters)
+    return _expected_optimizer_slot("exp_avg_sq", lambda settings: True)(
         settings, ranks, [name for name in parameters if not _is_factored(name)]
     )
 
 
-def _factored_second_moments(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
+def _expected_factored_moments(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
     return [
         f"optimizer.exp_avg_sq_{what}.{name}"
         for what in ("row", "col")
-        for name in _trained(settings, parameters)
+        for name in _trained_names(settings, parameters)
         if settings["optimizer"] == "adafactor" and _is_factored(name)
     ]
 
 
-def _always_present(*names: str) -> Callable[[Settings, int, list[str]], list[str]]:
+def _expect_names(*names: str) -> Callable[[Settings, int, list[str]], list[str]]:
+    """Return a function that always expects these names."""
     return lambda settings, ranks, parameters: list(names)
 
 
-def _main_weights(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
-    """Those of weights in half precision."""
-    slot = _optimizer_slot("master", lambda settings: bool(settings["bf16"] or settings["fp16"]))
+def _expected_main_weights(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
+    """Return the expected names of main weights: of parameters in half precision."""
+    slot = _expected_optimizer_slot("master", lambda settings: bool(settings["bf16"] or settings["fp16"]))
     return slot(settings, ranks, [name for name in parameters if not name.endswith(_FP32)])
 
 
-def _random_streams(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
+def _expected_random_streams(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
     tensor, pipeline = settings["tensor_model_parallel_size"], settings["pipeline_model_parallel_size"]
     return [
         f"run.random.{p}.{t}.{d}.{stream}"
@@ -144,11 +150,11 @@ def _random_streams(settings: Settings, ranks: int, parameters: list[str]) -> li
     ]
 
 
-def _amax_histories(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
+def _expected_amax_histories(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
     if settings.get("fp8_format") is None or settings["fp8_recipe"] != "delayed":
         return []
     matches = [match for match in map(_ROUNDED.search, parameters) if match]
-    low, depth = from_values(LowPrecisionConfig, settings), dict[str, int]()
+    low, depth = config_from_values(LowPrecisionConfig, settings), dict[str, int]()
     for match in matches:  # encoders and decoders count their own layers
         depth[match[1]] = max(depth.get(match[1], 0), int(match[2]) + 1)
     return [
@@ -159,7 +165,7 @@ def _amax_histories(settings: Settings, ranks: int, parameters: list[str]) -> li
 
 
 INVENTORY = (
-    Item(
+    StateItem(
         "weights",
         ("model.*",),
         (
@@ -171,19 +177,19 @@ INVENTORY = (
         ),
         lambda settings, ranks, parameters: [f"model.{name}" for name in parameters],
     ),
-    Item(
+    StateItem(
         "fp32 master weights",
         ("optimizer.master.*",),
         ("trainer.optimizer.main_weights.*", "trainer.optimizer.rules.*.states.*.slots.master.*"),
-        _main_weights,
+        _expected_main_weights,
     ),
-    Item(
+    StateItem(
         "first moments (Adam)",
         ("optimizer.exp_avg.*",),
         ("trainer.optimizer.rules.*.state.*.exp_avg", "trainer.optimizer.rules.*.states.*.slots.exp_avg.*"),
-        _elementwise_slot("exp_avg", "adam", "lion"),
+        _expected_elementwise_slot("exp_avg", "adam", "lion"),
     ),
-    Item(
+    StateItem(
         "second moments (Adam)",
         ("optimizer.exp_avg_sq.*",),
         (
@@ -191,66 +197,76 @@ INVENTORY = (
             "trainer.optimizer.rules.*.states.*.slots.exp_avg_sq.*",
             "trainer.optimizer.rules.*.parameters.*.owned.second.*",
         ),
-        _second_moments,
+        _expected_second_moments,
     ),
-    Item(
+    StateItem(
         "second moments by row and column (Adafactor)",
         ("optimizer.exp_avg_sq_row.*", "optimizer.exp_avg_sq_col.*"),
         ("trainer.optimizer.rules.*.parameters.*.owned.second.*",),
-        _factored_second_moments,
+        _expected_factored_moments,
     ),
-    Item(
+    StateItem(
         "momentum (SGD)",
         ("optimizer.momentum_buffer.*",),
         ("trainer.optimizer.rules.*.state.*.momentum_buffer",),
-        _optimizer_slot("momentum_buffer", lambda settings: settings["optimizer"] == "sgd"),
+        _expected_optimizer_slot("momentum_buffer", lambda settings: settings["optimizer"] == "sgd"),
     ),
-    Item(
+    StateItem(
         "momentum (Muon)",
         ("optimizer.momentum_buffer.*",),
         ("trainer.optimizer.rules.*.owned_parts.*.momentum",),
         lambda settings, ranks, parameters: [
-            f"optimizer.momentum_buffer.{name}" for name in _trained(settings, parameters) if _by_muon(settings, name)
+            f"optimizer.momentum_buffer.{name}"
+            for name in _trained_names(settings, parameters)
+            if _is_updated_by_muon(settings, name)
         ],
     ),
-    Item(
+    StateItem(
         "updates done",
         ("run.optimizer_steps",),
         ("trainer.optimizer.rules.*.counts.*", "trainer.optimizer.rules.*.steps"),
-        _always_present("run.optimizer_steps"),
+        _expect_names("run.optimizer_steps"),
     ),
-    Item("loss scale", ("run.loss_scale",), ("trainer.optimizer.scaler.*",), _always_present("run.loss_scale")),
-    Item(
+    StateItem("loss scale", ("run.loss_scale",), ("trainer.optimizer.scaler.*",), _expect_names("run.loss_scale")),
+    StateItem(
         "schedule of learning rate and weight decay",
         ("run.schedule",),
         ("trainer.schedule.*",),
-        _always_present("run.schedule"),
+        _expect_names("run.schedule"),
     ),
-    Item(
+    StateItem(
         "counters and position in the data",
         ("run.progress",),
         ("trainer.run.progress.*",),
-        _always_present("run.progress"),
+        _expect_names("run.progress"),
     ),
-    Item("random streams", ("run.random.*",), ("trainer.run.streams.*", "randomness.torch"), _random_streams),
-    Item(
+    StateItem(
+        "random streams", ("run.random.*",), ("trainer.run.streams.*", "randomness.torch"), _expected_random_streams
+    ),
+    StateItem(
         "histories of delayed scales",
         ("run.amax.*",),
         ("trainer.stages.*.scaling.history", "trainer.stages.*.scaling.knows_steps"),
-        _amax_histories,
+        _expected_amax_histories,
     ),
-    Item("tokenizer", ("run.tokenizer",), ("trainer.run.tokenizer.*",), _always_present("run.tokenizer")),
+    StateItem("tokenizer", ("run.tokenizer",), ("trainer.run.tokenizer.*",), _expect_names("run.tokenizer")),
 )
 
 
-def missing_names(item: Item, source: Source, *, world_size: int, parameters: list[str]) -> list[str]:
-    """Names of an item that a checkpoint should hold and does not. parameters: names of the network's parameters."""
+def missing_state_names(
+    item: StateItem, source: CheckpointSource, *, world_size: int, parameters: list[str]
+) -> list[str]:
+    """Return the names of an item that a checkpoint should hold and does not. parameters: names of the network's
+    parameters.
+    """
     held = {*source.formats, *source.values}
     return [name for name in item.expected(source.settings, world_size, parameters) if name not in held]
 
 
-def parameters_of(*sources: Source) -> list[str]:
-    """Names of the network's parameters: every name that any of the checkpoints has a weight, a master or a moment for."""
+def parameter_names_of(*sources: CheckpointSource) -> list[str]:
+    """Return the names of the network's parameters: every name that any of the checkpoints has a weight or an optimizer
+    slot for.
+    """
     parameters: dict[str, None] = {}
     for name in (name for source in sources for name in source.formats):
         if name.startswith("model."):
@@ -260,14 +276,20 @@ def parameters_of(*sources: Source) -> list[str]:
     return list(parameters)
 
 
-def compare_checkpoints(a: Source, b: Source, *, world_size: int) -> Iterator[Comparison]:
-    """Each item of two checkpoints that should be equal: both of one run, of `world_size` ranks."""
-    parameters = parameters_of(a, b)
+def compare_training_states(
+    a: CheckpointSource, b: CheckpointSource, *, world_size: int
+) -> Iterator[StateItemComparison]:
+    """Yield the comparison of each state item of two checkpoints that should be equal: both of one run, of `world_size`
+    ranks.
+    """
+    parameters = parameter_names_of(a, b)
     for item in INVENTORY:
-        lacking = {one.where: missing_names(item, one, world_size=world_size, parameters=parameters) for one in (a, b)}
+        lacking = {
+            one.where: missing_state_names(item, one, world_size=world_size, parameters=parameters) for one in (a, b)
+        }
         names = [name for name in {*a.formats, *b.formats, *a.values, *b.values} if matches_pattern(name, item.names)]
         keys = {name for lines in lacking.values() for name in lines}
-        yield Comparison(
+        yield StateItemComparison(
             item,
             len(names),
             tuple(f"{name} in {where}" for where, lines in lacking.items() for name in lines),

@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 import pretrain_gpt
 from megatron.core.dist_checkpointing import store
-from megatron.core.dist_checkpointing.saved import open_saved
+from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
 from megatron.training.cli.arguments import read_args
-from megatron.training.initialize import initialize_megatron, shut_down
+from megatron.training.initialize import initialize_megatron, leave_process_group
 from megatron.training.loop import pretrain
 from tests.helpers.programme import TINY
 
@@ -73,8 +73,8 @@ def rank_lives(rank: int, ranks: int, port: int, flags: list[str], output: str) 
         TORCHELASTIC_RESTART_COUNT="0",
     )
     run = initialize_megatron(read_args([*TINY, *flags], world_size=ranks))
-    pretrain(run, pretrain_gpt.datasets, pretrain_gpt.model, pretrain_gpt.forward_step)
-    shut_down()
+    pretrain(run, pretrain_gpt.datasets_provider, pretrain_gpt.model_provider, pretrain_gpt.forward_step)
+    leave_process_group()
     sys.stdout.flush()
 
 
@@ -125,10 +125,10 @@ class Lives:
 
     def look(self) -> int:
         """The iteration of the newest checkpoint, after all of it was read; 0 while there is none."""
-        steps = store.scan_folder(self.folder).steps
+        steps = store.scan_checkpoint_folder(self.folder).steps
         if not steps:
             return 0
-        problems = open_saved(steps[0].folder).verify(threads=1)
+        problems = open_saved_checkpoint(steps[0].folder).verify(threads=1)
         assert not problems, problems
         return steps[0].iteration
 

@@ -94,5 +94,5 @@ def test_ranks_end_with_a_launcher_that_was_killed(program: list[str], sign: str
                 os.kill(rank, signal.SIGKILL)
         said = Path(log.name).read_text()
     assert sign in said and "Traceback" not in said, said[-3000:]
-    steps = store.scan_folder(tmp_path)
+    steps = store.scan_checkpoint_folder(tmp_path)
     assert steps.steps and not steps.damaged, "what was saved is whole"

@@ -13,7 +13,7 @@ import pytest
 
 from megatron.core.dist_checkpointing import store
 from megatron.core.dist_checkpointing.lock import LOCK, FolderLock
-from megatron.core.dist_checkpointing.saved import open_saved
+from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
 from megatron.core.dist_checkpointing.store import CheckpointError
 from tests.conftest import NOTES
 from tests.helpers.programme import TINY
@@ -49,11 +49,11 @@ def saves_on(folder: str, first: int, count: int, results: multiprocessing.Queue
 
 def unsound(folder: Path) -> list[str]:
     """Folders that are named like a checkpoint, and are not whole."""
-    found = store.scan_folder(folder)
+    found = store.scan_checkpoint_folder(folder)
     wrong = [str(problem) for problem in found.damaged]
     for step in found.steps:
         try:
-            wrong += open_saved(step.folder).verify(threads=1)
+            wrong += open_saved_checkpoint(step.folder).verify(threads=1)
         except CheckpointError as error:
             wrong.append(str(error))
     return wrong

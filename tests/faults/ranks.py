@@ -25,11 +25,11 @@ from torch import nn
 import pretrain_gpt
 from megatron.core.distributed import ddp
 from megatron.core.optimizer import optimizer
-from megatron.core.parallel.spec import spec_of
+from megatron.core.parallel.spec import param_spec_of
 from megatron.training import loop, step
-from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.checkpoint import checkpointing
 from megatron.training.cli.arguments import read_args
-from megatron.training.entry import run_entry
+from megatron.training.entry import entry_point
 from megatron.training.initialize import initialize_megatron
 from megatron.training.run import Run
 from tests.helpers.programme import TINY, write_tokens
@@ -142,13 +142,13 @@ def rank_runs(case: Case, rank: int, port: int, folder: str) -> None:
         str(case.longest / 60.0),
     ]
 
-    @run_entry
+    @entry_point
     def main() -> None:
         run = initialize_megatron(read_args(flags, world_size=case.ranks))
         providers = (
             _planted(case, run, folder)
             if rank == case.rank
-            else (pretrain_gpt.datasets, pretrain_gpt.model, pretrain_gpt.forward_step)
+            else (pretrain_gpt.datasets_provider, pretrain_gpt.model_provider, pretrain_gpt.forward_step)
         )
         loop.pretrain(run, *providers)
 
@@ -197,10 +197,10 @@ def _planted(case: Case, run: Run, folder: str) -> tuple[Callable[..., Any], Cal
     def datasets(*arguments: Any) -> Any:
         if case.phase == "start-up":
             fault(always=True)
-        return pretrain_gpt.datasets(*arguments)
+        return pretrain_gpt.datasets_provider(*arguments)
 
     def model(inner: Run, stage: Any) -> Any:
-        stages.append(pretrain_gpt.model(inner, stage))
+        stages.append(pretrain_gpt.model_provider(inner, stage))
         return stages[-1]
 
     def forward_step(inner: Run, batches: Any, stage: Any) -> Any:
@@ -213,9 +213,9 @@ def _planted(case: Case, run: Run, folder: str) -> tuple[Callable[..., Any], Cal
 
     owners = {
         "data": (step, "next_batch"),
-        "reduce": (ddp, "_start_reduction"),
-        "optimizer": (optimizer, "finalize"),
-        "save": (Checkpoint, "weights"),
+        "reduce": (ddp, "_start_bucket_reduction"),
+        "optimizer": (optimizer, "finalize_gradients"),
+        "save": (checkpointing, "weights_of"),
     }
     if case.phase in owners:
         before(*owners[case.phase])
@@ -225,9 +225,9 @@ def _planted(case: Case, run: Run, folder: str) -> tuple[Callable[..., Any], Cal
 def _spoil(stages: list[nn.Module], case: Case) -> None:
     """Change one element of a weight."""
     part = SHARED[case.layout] if case.how == "flip" else "mlp.linear_fc1.weight"
-    weight = next(param for stage in stages for param in stage.parameters() if part in spec_of(param).name).data.view(
-        -1
-    )
+    weight = next(
+        param for stage in stages for param in stage.parameters() if part in param_spec_of(param).name
+    ).data.view(-1)
     if case.how == "nan":
         weight[5] = math.nan
     else:

@@ -55,7 +55,7 @@ def check(case: Case, found: Outcome) -> None:
         step = {"start-up": 1, "reduce": 3, "optimizer": 3, "save": 3, "evaluation": 3}.get(
             case.phase, 2
         )  # in which it is computed with
-        assert f"BadStep: iteration {step} is bad" in found.all and "is nan" in found.all, found.all
+        assert f"BadStepError: iteration {step} is bad" in found.all and "is nan" in found.all, found.all
         culprits = found.all.partition("first not finite in the ")[2].partition("; ")[0]
         assert f"rank {case.rank} on node" in culprits, found.all
         assert case.layout != "data" or culprits.count(" on node ") == 1, (
@@ -63,9 +63,9 @@ def check(case: Case, found: Outcome) -> None:
         )
     elif case.how == "flip":
         step = {"start-up": 1, "save": 3, "evaluation": 3}.get(case.phase, 2)  # after which it is looked for
-        assert f"ReplicasDiffer: ranks differ in what they must hold alike after iteration {step};" in found.all, (
-            found.all
-        )
+        assert (
+            f"ReplicaMismatchError: ranks differ in what they must hold alike after iteration {step};" in found.all
+        ), found.all
         assert f"{SHARED[case.layout]}: {DIFFERS[case.layout]}" in found.all, found.all
     else:
         assert f"the others wait for rank {case.rank}" in survivors, found.all

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.accelerate.compile import Compiler
+from megatron.training.accelerate.compile import LayerCompiler
 from tests.helpers import tiny
 from tests.helpers.training import train_on
 from tests.parity.table import MODELS
@@ -23,7 +23,7 @@ def test_compiled_training_on_a_gpu_equals_the_cpu(model: str, more: dict[str, A
     changes = {**MODELS[model], **more, "use_cpu_initialization": True}
     expected, _ = train_on(tiny.trainer_of(tiny.run_of(tiny.config(**changes))), 4)
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(**changes, compile=True), torch.device("cuda")))
-    Compiler(trainer)
+    LayerCompiler(trainer)
     found, _ = train_on(trainer, 4)
     torch._dynamo.reset()
     assert found == pytest.approx(expected, rel=1e-4)
@@ -33,5 +33,5 @@ def test_dropout_draws_on_a_gpu_what_it_draws_without_a_compiler() -> None:
     changes = {**MODELS["llama"], "hidden_dropout": 0.1}
     expected, _ = train_on(tiny.trainer_of(tiny.run_of(tiny.config(**changes), torch.device("cuda"))), 4)
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(**changes, compile=True), torch.device("cuda")))
-    Compiler(trainer)
+    LayerCompiler(trainer)
     assert train_on(trainer, 4)[0] == pytest.approx(expected, rel=1e-4)

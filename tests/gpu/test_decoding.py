@@ -12,12 +12,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from megatron.core.config.settings.inference import InferenceConfig
-from megatron.core.config.stages import stages_of
+from megatron.core.config.stages import pipeline_stages_of
 from megatron.core.kernels import paged
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.inference import adapters, sampled_tokens
 from megatron.inference.engine import Engine
-from megatron.inference.requests import Reply
+from megatron.inference.requests import GenerationReply
 from tests.gpu.test_waits import no_wait
 from tests.helpers import tiny
 from tests.unit.inference.serving import BASE, KINDS, greedy, prompts
@@ -37,11 +37,14 @@ def engine_on(device: str, network: dict[str, Any], **settings: Any) -> Engine:
     """An engine over values drawn on the CPU."""
     changes = {**BASE, **network, "fp64": False, "use_cpu_initialization": True}
     run = tiny.run_of(tiny.config(1, **changes), torch.device(device))
-    stages = [tiny.gpt(run, spec).materialize(7, draw_on=torch.device("cpu")).eval() for spec in stages_of(run.config)]
+    stages = [
+        tiny.gpt(run, spec).materialize(7, draw_on=torch.device("cpu")).eval()
+        for spec in pipeline_stages_of(run.config)
+    ]
     return Engine(stages, NullTokenizer(tiny.VOCABULARY), InferenceConfig(inference_max_requests=5, **settings))
 
 
-def replies(device: str, network: dict[str, Any], **settings: Any) -> list[Reply]:
+def replies(device: str, network: dict[str, Any], **settings: Any) -> list[GenerationReply]:
     """Greedy continuations of random prompts, scored."""
     engine = engine_on(device, network, **settings)
     if settings == GRAPHS:
@@ -50,7 +53,7 @@ def replies(device: str, network: dict[str, Any], **settings: Any) -> list[Reply
     return engine.run([greedy(text, 4 + 2 * number, logprobs=True) for number, text in enumerate(texts)])
 
 
-def same(found: list[Reply], expected: list[Reply]) -> None:
+def same(found: list[GenerationReply], expected: list[GenerationReply]) -> None:
     assert [reply.ids for reply in found] == [reply.ids for reply in expected]
     for one, other in zip(found, expected, strict=True):
         mine, theirs = ([token.logprob for token in reply.tokens] for reply in (one, other))
@@ -98,7 +101,9 @@ def test_a_step_of_launched_kernels_waits_for_nothing_either() -> None:
     assert following is not None and not reads.found, reads.found
 
 
-@pytest.mark.parametrize("upload", [adapters._upload_numbers, sampled_tokens._upload_indices], ids=["adapters", "rows"])
+@pytest.mark.parametrize(
+    "upload", [adapters._upload_adapter_numbers, sampled_tokens._upload_indices], ids=["adapters", "rows"]
+)
 def test_numbers_go_to_the_device_without_a_wait(upload: Callable[[list[int], torch.device], torch.Tensor]) -> None:
     with no_wait(), HostReads() as reads:
         there = upload([3, 1, 2], torch.device("cuda"))

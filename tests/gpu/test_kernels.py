@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from megatron.core.kernels import linear_loss, reference
-from megatron.core.kernels.kernel_check import TOLERANCE, errors_of_all
+from megatron.core.kernels.kernel_check import TOLERANCE, usable_kernel_errors
 from megatron.core.kernels.linear_loss import VocabularyShard
-from megatron.core.kernels.mask import MaskSpec
-from megatron.core.kernels.startup_check import choose_kernels
+from megatron.core.kernels.mask import AttentionMaskSpec
+from megatron.core.kernels.startup_check import choose_tried_kernels
 from megatron.core.kernels.table import CANDIDATES
 from megatron.training.cli.device_checks import kernel_requirements
-from megatron.training.health.causality_check import demand_no_leak
+from megatron.training.health.causality_check import require_causal_attention
 from tests.gpu.test_training import losses_on
 from tests.helpers import tiny
 
@@ -55,7 +55,7 @@ def test_every_kernel_that_fits_computes_its_op(name: str, numbers: str) -> None
     need = kernel_requirements(config, CUDA)
     wrong = {
         key: error
-        for key, error in errors_of_all(config, need, CUDA).items()
+        for key, error in usable_kernel_errors(config, need, CUDA).items()
         if isinstance(error, str) or error > TOLERANCE[need.dtype]
     }
     assert not wrong
@@ -64,7 +64,7 @@ def test_every_kernel_that_fits_computes_its_op(name: str, numbers: str) -> None
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_defaults_of_a_run_pass_their_trial(name: str) -> None:
     config = tiny.config(**NETWORKS[name], bf16=True)
-    chosen = choose_kernels(config, kernel_requirements(config, CUDA), CUDA)
+    chosen = choose_tried_kernels(config, kernel_requirements(config, CUDA), CUDA)
     taken = {op: kernel for op, kernel, _ in chosen.kernels.report}
     assert not chosen.failures
     assert taken["attention"] == {
@@ -85,7 +85,7 @@ def test_no_attention_lets_a_token_leak(backend: str, changes: dict[str, Any]) -
     if reason := candidate.unsupported_reason(kernel_requirements(config, CUDA)):
         pytest.skip(reason)
     settings = tiny.config(bf16=True, attention_backend=backend, **HEADS, **changes)
-    demand_no_leak(tiny.run_of(settings, CUDA))
+    require_causal_attention(tiny.run_of(settings, CUDA))
 
 
 @pytest.mark.parametrize("backend", PACKAGES)
@@ -96,8 +96,8 @@ def test_a_later_query_alone_sees_all_keys_before_it(backend: str) -> None:
         pytest.skip("it is not asked for that")
     q, k, v = (torch.randn(length, 2, 4, 64, device=CUDA, dtype=torch.bfloat16) for length in (3, 11, 11))
     torch.testing.assert_close(
-        candidate.function(q, k, v, MaskSpec()).float(),
-        reference.attention(q, k, v, MaskSpec()).float(),
+        candidate.loaded_kernel(q, k, v, AttentionMaskSpec()).float(),
+        reference.attention(q, k, v, AttentionMaskSpec()).float(),
         rtol=3e-2,
         atol=3e-2,
     )
@@ -116,7 +116,7 @@ def test_the_loss_of_blocks_takes_far_less_memory_than_the_logits(fused: bool) -
     weight = torch.randn(words, width, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    losses = linear_loss.linear_cross_entropy(
+    losses = linear_loss.blockwise_linear_cross_entropy(
         x,
         weight,
         None,

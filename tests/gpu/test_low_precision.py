@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
 from megatron.core.kernels.low_precision import fp8, fp8_native, recipes
-from megatron.core.kernels.low_precision.recipes import recipe_of
+from megatron.core.kernels.low_precision.recipes import low_precision_recipe_of
 from tests.helpers import tiny
 from tests.helpers.low_precision import operands
 from tests.helpers.training import train_on
@@ -25,14 +25,14 @@ RECIPES["nvfp4"] = {"fp4_format": "e2m1"}
 def fitting(name: str) -> dict[str, Any]:
     """The settings of a recipe that this GPU has units for."""
     config, device = LowPrecisionConfig(**RECIPES[name]), torch.device("cuda")
-    if reason := recipes.unsupported_reason(config, device):
+    if reason := recipes.recipe_unsupported_reason(config, device):
         pytest.skip(reason)
     return RECIPES[name]
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_native_products_are_the_emulated_ones(name: str) -> None:
-    recipe = recipe_of(LowPrecisionConfig(**fitting(name)), torch.device("cuda"))
+    recipe = low_precision_recipe_of(LowPrecisionConfig(**fitting(name)), torch.device("cuda"))
     assert recipe is not None and recipe.native
     generator = torch.Generator("cuda").manual_seed(1)
     x, weight, gradient = (
@@ -40,7 +40,10 @@ def test_native_products_are_the_emulated_ones(name: str) -> None:
         for shape in ((300, 512), (384, 512), (300, 384))
     )
     for what, (a, b) in operands(recipe, x, weight, gradient).items():
-        found, expected = fp8_native.product(a, b, torch.bfloat16).float(), fp8.product(a, b, torch.float32)
+        found, expected = (
+            fp8_native.native_quantized_matmul(a, b, torch.bfloat16).float(),
+            fp8.emulated_quantized_matmul(a, b, torch.float32),
+        )
         assert torch.allclose(found, expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max())), what
 
 

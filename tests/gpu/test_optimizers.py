@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.core.kernels import adamw
-from megatron.core.parallel.device import memory_report
+from megatron.core.parallel.device import device_memory_stats
 from tests.gpu.test_training import losses_on
 from tests.helpers import tiny
 from tests.helpers.training import train_on
@@ -39,7 +39,7 @@ def test_updates_on_a_gpu_are_the_cpus(changes: dict[str, Any]) -> None:
 
 def test_adamws_kernel_is_the_formula() -> None:
     kernel = pytest.importorskip("megatron.core.kernels.triton.adamw", exc_type=ImportError)
-    assert adamw.reference_error(kernel.adamw, torch.device("cuda"), torch.bfloat16) < adamw.TOLERANCE
+    assert adamw.adamw_kernel_error(kernel.adamw, torch.device("cuda"), torch.bfloat16) < adamw.TOLERANCE
 
 
 @pytest.mark.parametrize("changes", [{"bf16": True}, {"bf16": True, "use_distributed_optimizer": True}, {}])
@@ -79,10 +79,10 @@ def test_masters_and_moments_leave_the_gpu() -> None:
     held = []
     for changes in ({}, AWAY):
         torch.cuda.empty_cache()
-        before = memory_report(torch.device("cuda"))["allocated"]
+        before = device_memory_stats(torch.device("cuda"))["allocated"]
         trainer = tiny.trainer_of(tiny.run_of(tiny.config(**WIDE, **changes), torch.device("cuda")))
         train_on(trainer, 1)
-        held.append(memory_report(torch.device("cuda"))["allocated"] - before)
+        held.append(device_memory_stats(torch.device("cuda"))["allocated"] - before)
         parameters = sum(param.numel() for param in trainer.stages[0].parameters())
         assert all(master.is_pinned() for master in trainer.optimizer.main_weights) == bool(changes)
         del trainer
@@ -110,7 +110,7 @@ def test_activations_in_the_cpus_memory_change_nothing_and_make_room(changes: di
             tiny.run_of(tiny.config(**{**WIDE, "hidden_dropout": 0.1}, **settings), torch.device("cuda"))
         )
         found.append(train_on(trainer, 3))
-        peaks.append(memory_report(torch.device("cuda"))["max allocated"])
+        peaks.append(device_memory_stats(torch.device("cuda"))["max allocated"])
         del trainer
     assert peaks[1] < peaks[0]
     for kept, offloaded in zip(*found, strict=True):  # losses, norms: backward passes of attention add in any order

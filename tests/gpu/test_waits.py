@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.saver import Saver, SaveRules
-from megatron.core.dist_checkpointing.store import Description
+from megatron.core.dist_checkpointing.saver import CheckpointSaver, SaveOptions
+from megatron.core.dist_checkpointing.store import RunDescription
 from megatron.core.parallel.device import DeviceToHostCopy
 from megatron.core.parallel.mesh import Axis
-from megatron.core.transformer.dispatch import AllToAllDispatcher
-from megatron.core.transformer.router import Routing
+from megatron.core.transformer.dispatch import AllToAllTokenDispatcher
+from megatron.core.transformer.router import ExpertRouting
 from megatron.training.health.exit_conditions import ExitConditions
-from megatron.training.loop import Session
+from megatron.training.loop import TrainingSession
 from megatron.training.step import train_step
 from tests.gpu.test_training import MODELS
 from tests.helpers import tiny
@@ -66,8 +66,8 @@ def no_wait() -> Iterator[None]:
 def test_a_step_waits_for_nothing(name: str) -> None:
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(**STEPS[name]), torch.device("cuda")))
     for iteration in range(2):
-        train_step(trainer, tiny.batches(trainer.run, iteration))
-    batches = list(tiny.batches(trainer.run, 2))
+        train_step(trainer, tiny.short_run_batches(trainer.run, iteration))
+    batches = list(tiny.short_run_batches(trainer.run, 2))
     with no_wait():
         train_step(trainer, iter(batches))
 
@@ -86,9 +86,9 @@ def test_experts_of_other_ranks_are_asked_for_with_one_wait(monkeypatch: pytest.
     monkeypatch.setattr(DeviceToHostCopy, "wait", counted)
     experts = torch.tensor([[0, 2], [3, 2], [1, 0]], device="cuda")
     tokens, weights = torch.randn(3, 8, device="cuda"), torch.rand(3, 2, device="cuda")
-    dispatcher = AllToAllDispatcher(4, Axis("ep"), Axis("etp"))
+    dispatcher = AllToAllTokenDispatcher(4, Axis("ep"), Axis("etp"))
     with no_wait():
-        dispatched = dispatcher.dispatch(tokens, Routing(weights, experts), None)
+        dispatched = dispatcher.dispatch(tokens, ExpertRouting(weights, experts), None)
         rows = dispatched.wait()
         combined = dispatcher.combine(rows.tokens * rows.weights[:, None], dispatched)
     assert waits == [1], "for the counts of rows, once a layer and microbatch"
@@ -102,9 +102,9 @@ def test_a_wait_is_found(operation: Callable[[torch.Tensor], Any]) -> None:
 
 
 def test_an_iteration_of_the_loop_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    one, asked, seen = Session._one_iteration, ExitConditions.reason_to_stop, []
+    one, asked, seen = TrainingSession._run_iteration, ExitConditions.reason_to_stop, []
 
-    def iteration(self: Session, watch: ExitConditions) -> None:
+    def iteration(self: TrainingSession, watch: ExitConditions) -> None:
         if self.trainer.progress.iteration < 2:
             return one(self, watch)
         seen.append(self.trainer.progress.iteration)
@@ -115,7 +115,7 @@ def test_an_iteration_of_the_loop_waits_for_nothing(monkeypatch: pytest.MonkeyPa
         with no_wait():
             return asked(self, done)
 
-    monkeypatch.setattr(Session, "_one_iteration", iteration)
+    monkeypatch.setattr(TrainingSession, "_run_iteration", iteration)
     monkeypatch.setattr(ExitConditions, "reason_to_stop", reason)
     monkeypatch.chdir(tmp_path)
     assert os.environ.get("MEGATRON_DEVICE", "auto") != "cpu"
@@ -125,8 +125,8 @@ def test_an_iteration_of_the_loop_waits_for_nothing(monkeypatch: pytest.MonkeyPa
 
 def test_polling_a_save_waits_for_nothing(tmp_path: Path) -> None:
     state = {"model.a": torch.full((100,), 1.0, device="cuda")}
-    saver = Saver(tmp_path, rules=SaveRules(asynchronous=True), device=torch.device("cuda"))
-    saver.start(state, 1, Description({}, 1))
+    saver = CheckpointSaver(tmp_path, rules=SaveOptions(asynchronous=True), device=torch.device("cuda"))
+    saver.start(state, 1, RunDescription({}, 1))
     outcome = None
     with no_wait():
         while outcome is None:

@@ -75,9 +75,9 @@ LATE_IMPORTS = (
 # Parts of ours that may come late: the command line is read before torch is imported, and DTensor only with FSDP2.
 LATE_OWN = (
     ("megatron/training/trainer.py", "megatron.core.distributed.fsdp.FullySharded"),
-    ("megatron/training/cli/arguments.py", "megatron.training.checkpoint.formats.foreign_settings"),
-    ("megatron/training/cli/arguments.py", "megatron.training.checkpoint.adapters.adapter_settings"),
-    ("megatron/training/cli/arguments.py", "megatron.core.families.megatron.open.megatron_arguments"),
+    ("megatron/training/cli/arguments.py", "megatron.training.checkpoint.formats.foreign_checkpoint_settings"),
+    ("megatron/training/cli/arguments.py", "megatron.training.checkpoint.adapters.adapter_config_of"),
+    ("megatron/training/cli/arguments.py", "megatron.core.families.megatron.open.read_megatron_arguments"),
     ("megatron/training/cli/preflight.py", "megatron.training.cli.device_checks.machine_problems"),
     ("megatron/training/cli/preflight.py", "megatron.training.cli.device_checks.device_type"),
     *(
@@ -89,8 +89,8 @@ LATE_OWN = (
     ("megatron/rl/planned_memory.py", "megatron.training.checkpoint.formats.open_checkpoint"),
     ("megatron/tasks/main.py", "megatron.tasks.run.run_task"),
     ("megatron/tools/checkpoint/inspect.py", "megatron.trust.compare.foreign_contents.foreign_contents"),
-    ("megatron/tools/check_config.py", "megatron.trust.flags.parameter_counts.check_build"),
-    ("megatron/tools/check_parity.py", "megatron.trust.parity.parity.check_on_ranks"),
+    ("megatron/tools/check_config.py", "megatron.trust.flags.parameter_counts.compare_layout_build"),
+    ("megatron/tools/check_parity.py", "megatron.trust.parity.parity.run_parity_check"),
     ("megatron/tools/plan.py", "megatron.trust.simulate.dry_run.dry_run"),
     ("megatron/tools/plan.py", "megatron.trust.plan.measure.measure_hardware"),
 )

@@ -17,7 +17,7 @@ import pretrain_gpt
 from megatron.core.models.gpt import GPTModel
 from megatron.training.cli.arguments import parse_args
 from megatron.training.data.batch import Batch, LossFunction
-from megatron.training.entry import run_entry
+from megatron.training.entry import entry_point
 from megatron.training.initialize import initialize_megatron
 from megatron.training.launch.launch_info import world_size
 from megatron.training.loop import pretrain
@@ -39,11 +39,11 @@ def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[t
     return pretrain_gpt.forward_step(run, batches, stage)
 
 
-@run_entry
+@entry_point
 def main() -> None:
     """Parse, initialize, train."""
     run = initialize_megatron(parse_args(world_size=world_size()))
-    pretrain(run, pretrain_gpt.datasets, pretrain_gpt.model, forward_step)
+    pretrain(run, pretrain_gpt.datasets_provider, pretrain_gpt.model_provider, forward_step)
 
 
 if __name__ == "__main__":

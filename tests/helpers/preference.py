@@ -10,11 +10,11 @@ import torch
 
 from megatron.core.parallel import collectives
 from megatron.preference.data import ReferenceScoredBatches
-from megatron.preference.dataset import PreferenceDataset, RowSource
-from megatron.preference.rows import LabeledAnswer, Pair, Row
+from megatron.preference.dataset import PreferenceDataset, PreferenceRowSource
+from megatron.preference.rows import LabeledAnswer, PreferencePair, Row
 from megatron.preference.settings import PreferenceConfig
 from megatron.preference.step import PreferenceStep
-from megatron.training.loader import microbatches
+from megatron.training.loader import split_microbatches
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer, build_trainer
 from tests.helpers import tiny
@@ -33,7 +33,7 @@ BASE: dict[str, Any] = {
 }
 
 
-def random_pairs(number: int) -> tuple[Pair, ...]:
+def random_pairs(number: int) -> tuple[PreferencePair, ...]:
     """Pairs with a common prompt of 1 to 4 ids and answers of 1 to 7, of very uneven lengths."""
     random = np.random.default_rng(0)
 
@@ -43,7 +43,7 @@ def random_pairs(number: int) -> tuple[Pair, ...]:
     pairs = []
     for _ in range(number):
         prompt = ids(1, 5)
-        pairs.append(Pair(*(np.concatenate([~prompt, ids(1, 8)]) for _ in range(2))))
+        pairs.append(PreferencePair(*(np.concatenate([~prompt, ids(1, 8)]) for _ in range(2))))
     return tuple(pairs)
 
 
@@ -51,7 +51,7 @@ def random_rows(task: str, number: int) -> tuple[Row, ...]:
     """Rows of a task: pairs, of reward models with margins, or of kto one of the answers of each and whether it is desirable."""
     pairs = random_pairs(number)
     if task == "kto":
-        return tuple(LabeledAnswer(pair.answers[place % 2], place % 3 > 0) for place, pair in enumerate(pairs))
+        return tuple(LabeledAnswer(pair.answer_ids[place % 2], place % 3 > 0) for place, pair in enumerate(pairs))
     return tuple(dataclasses.replace(pair, margin=0.25 * (place % 3)) for place, pair in enumerate(pairs))
 
 
@@ -69,7 +69,7 @@ def trainer_of(config: PreferenceConfig, **changes: Any) -> tuple[Trainer, Refer
             stage.eval()
         reference = dataclasses.replace(trainer, stages=stages, parallels=[], hooks=[], scripts={})
     dataset = PreferenceDataset(
-        RowSource("rows", random_rows(config.finetune_task, 40)),
+        PreferenceRowSource("rows", random_rows(config.finetune_task, 40)),
         range(40),
         length=run.config.train.seq_length,
         num_samples=200,
@@ -78,7 +78,7 @@ def trainer_of(config: PreferenceConfig, **changes: Any) -> tuple[Trainer, Refer
         task=config.finetune_task,
         packing=config.finetune_packing,
     )
-    inner = microbatches(run, dataset, consumed_samples=0, reads=True)
+    inner = split_microbatches(run, dataset, consumed_samples=0, reads=True)
     return trainer, ReferenceScoredBatches(trainer, inner, reference, config)
 
 

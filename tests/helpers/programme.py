@@ -38,13 +38,13 @@ def started(argv: Sequence[str]) -> Run:
 def trained(
     argv: Sequence[str],
     *,
-    datasets: DatasetProvider = pretrain_gpt.datasets,
+    datasets: DatasetProvider = pretrain_gpt.datasets_provider,
     forward_step: ForwardStep = pretrain_gpt.forward_step,
 ) -> Run:
     """pretrain_gpt, with these flags behind TINY."""
     run = started(argv)
     try:
-        pretrain(run, datasets, pretrain_gpt.model, forward_step, pretrain_gpt.samples)
+        pretrain(run, datasets, pretrain_gpt.model_provider, forward_step, pretrain_gpt.make_sample_generator)
     finally:
         logging.getLogger("megatron").handlers.clear()
         if torch.are_deterministic_algorithms_enabled():  # to say so at all imports the compiler

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.checkpoint.checkpointing import Checkpointer
 from tests.helpers import tiny
 from tests.helpers.training import Held, Outcome, held_weights, outcome, train_on, weights_of
 
@@ -19,7 +19,7 @@ def train_and_save(changes: dict[str, Any], folder: str | None, steps: int) -> t
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(world_size, **changes, save=folder)))
     losses, norms = train_on(trainer, steps)
     if folder:
-        Checkpoint(trainer).save()
+        Checkpointer(trainer).save()
     return losses, norms, held_weights(trainer)
 
 
@@ -30,7 +30,7 @@ def resume_and_train(changes: dict[str, Any], folder: str, steps: int) -> tuple[
     for placed in weights_of(trainer).values():  # whatever is not loaded would show
         for _, value in placed.pieces:
             value.fill_(float("nan"))
-    assert Checkpoint(trainer).resume()
+    assert Checkpointer(trainer).resume()
     assert trainer.progress.iteration == BEFORE
     losses, norms = train_on(trainer, steps)
     return losses, norms, held_weights(trainer)

@@ -15,10 +15,10 @@ import torch.distributed as dist
 import pretrain_bert
 import pretrain_t5
 import pretrain_vision_classify
-from megatron.core.config.flags import from_values
+from megatron.core.config.flags import config_from_values
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import RequestedRun, RunConfig
-from megatron.core.kernels.startup_check import choose_kernels
+from megatron.core.kernels.startup_check import choose_tried_kernels
 from megatron.core.kernels.table import KernelRequirements
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.mesh import Mesh
@@ -29,7 +29,7 @@ from megatron.training.data.batch import Batch, LossFunction, language_loss
 from megatron.training.report.timers import Timers
 from megatron.training.run import Run
 from megatron.training.trainer import Trainer, build_trainer
-from megatron.trust.parity.short_run import batches, random_global_batch, rank_microbatches  # noqa: F401 - from here tests take them
+from megatron.trust.parity.short_run import random_global_batch, rank_microbatches, short_run_batches  # noqa: F401 - from here tests take them
 
 DEVICE = torch.device(os.environ.get("MEGATRON_TEST_DEVICE", "cpu"))
 VOCABULARY = 50  # not a multiple of anything: padding is always at work
@@ -59,7 +59,7 @@ BASE: dict[str, Any] = {
 
 def config(world_size: int = 1, **changes: Any) -> RunConfig:
     """The base config with changes, resolved and with its vocabulary."""
-    run = from_values(RequestedRun, {**BASE, **changes}).resolve(world_size)
+    run = config_from_values(RequestedRun, {**BASE, **changes}).resolve(world_size)
     return replace(run, model=run.model.with_vocabulary(VOCABULARY, run.parallel.tp))
 
 
@@ -80,7 +80,7 @@ def run_of(settings: RunConfig, device: torch.device = DEVICE) -> Run:
         args=argparse.Namespace(),
         config=settings,
         mesh=mesh,
-        kernels=choose_kernels(settings, need, device).kernels,
+        kernels=choose_tried_kernels(settings, need, device).kernels,
         tokenizer=NullTokenizer(VOCABULARY),
         streams=RandomStreams.build(mesh, settings.train.seed),
         timers=Timers(level=0),
@@ -90,29 +90,29 @@ def run_of(settings: RunConfig, device: torch.device = DEVICE) -> Run:
 
 def gpt(run: Run, stage: StageSpec) -> GPTModel:
     """The model provider."""
-    return GPTModel(stage, run.build)
+    return GPTModel(stage, run.layer_build_context)
 
 
 def forward_step(run: Run, microbatches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:
     """The forward step of pretrain_gpt."""
     batch = next(microbatches)
     output = stage(
-        ids=batch.ids,
+        ids=batch.ids_with_images,
         hidden=batch.hidden,
-        labels=batch.targets,
+        labels=batch.masked_labels,
         positions=batch.positions,
         documents=batch.documents,
         microbatch_context=batch.microbatch_context,
-        ahead=batch.future_labels,
+        ahead=batch.mtp_inputs,
     )
     return output, lambda losses: language_loss(losses, batch, run.config.model.mtp)
 
 
 PROVIDERS = {
     "gpt": (gpt, forward_step),
-    "bert": (pretrain_bert.model, pretrain_bert.forward_step),
-    "t5": (pretrain_t5.model, pretrain_t5.forward_step),
-    "vit": (pretrain_vision_classify.model, pretrain_vision_classify.forward_step),
+    "bert": (pretrain_bert.model_provider, pretrain_bert.forward_step),
+    "t5": (pretrain_t5.model_provider, pretrain_t5.forward_step),
+    "vit": (pretrain_vision_classify.model_provider, pretrain_vision_classify.forward_step),
 }
 
 

@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.tree import ShardedTensor
 from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.rng import derive_seed
-from megatron.core.parallel.spec import local_shards, spec_of
+from megatron.core.parallel.spec import local_shards, param_spec_of
 from megatron.training.checkpoint import run_state
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
@@ -44,7 +44,7 @@ def train_on(trainer: Trainer, steps: int) -> tuple[list[float], list[float]]:
     """Train a trainer for some more steps; losses over all tokens, and gradient norms. A loss of tokens ahead is added."""
     losses, norms = [], []
     for _ in range(steps):
-        step = train_step(trainer, tiny.batches(trainer.run, trainer.progress.iteration))
+        step = train_step(trainer, tiny.short_run_batches(trainer.run, trainer.progress.iteration))
         pairs = [
             collectives.all_reduce(pair.double(), trainer.run.mesh.world).tolist()
             for name, pair in step.losses.items()
@@ -83,7 +83,7 @@ def fill_gradients(trainer: Trainer, factor: float = 1.0) -> None:
     for parallel in trainer.parallels:
         for bucket in parallel.buckets:
             for param, view in zip(bucket.params, bucket.gradient_views(), strict=True):
-                spec = spec_of(param)
+                spec = param_spec_of(param)
                 whole = factor * whole_gradient(spec.name, spec.shape)
                 view.zero_()
                 for piece in local_shards(spec, trainer.run.mesh):

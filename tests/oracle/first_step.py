@@ -208,8 +208,8 @@ class Decoder:
 
     def activated(self, wide: Tensor) -> Tensor:
         """Of a gated MLP (Shazeer, 2020) [..., 2f] to [..., f]."""
-        act = ACTIVATIONS[self.model.activation]
-        if not self.model.gated:
+        act = ACTIVATIONS[self.model.activation_name]
+        if not self.model.has_gated_mlp:
             return act(wide)
         gate, up = wide.chunk(2, dim=-1)
         if (bound := self.model.activation_func_clamp_value) is not None:  # gpt-oss (2025)

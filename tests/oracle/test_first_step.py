@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.flags import from_values
+from megatron.core.config.flags import config_from_values
 from megatron.core.config.settings.run import RequestedRun
-from megatron.core.parallel.spec import spec_of
+from megatron.core.parallel.spec import param_spec_of
 from megatron.training.cli.preflight import resolve_and_examine
 from megatron.training.step import train_step
 from tests.helpers import tiny
@@ -170,7 +170,7 @@ def accepted(count: int, first: int) -> list[int]:
     """Seeds from `first` on whose composition the rules accept."""
     found, seed = [], first
     while len(found) < count:
-        if not resolve_and_examine(from_values(RequestedRun, {**tiny.BASE, **composition(seed)}), 1)[1]:
+        if not resolve_and_examine(config_from_values(RequestedRun, {**tiny.BASE, **composition(seed)}), 1)[1]:
             found.append(seed)
         seed += 1
     return found
@@ -184,15 +184,16 @@ def compare(settings: dict[str, Any]) -> None:
     weights = {}
     for param in trainer.stages[0].parameters():
         if (
-            param.dim() == 1 or "bias" in spec_of(param).name
+            param.dim() == 1 or "bias" in param_spec_of(param).name
         ):  # norms and biases are constant at first: none may be forgotten
             param.data.add_(torch.randn(param.shape, generator=generator, dtype=param.dtype), alpha=0.2)
-        weights[spec_of(param).name] = param.detach().clone()
+        weights[param_spec_of(param).name] = param.detach().clone()
     batches = [
-        Microbatch(batch.tokens, batch.labels, batch.loss_mask.double()) for batch in tiny.batches(trainer.run, 0)
+        Microbatch(batch.tokens, batch.labels, batch.loss_mask.double())
+        for batch in tiny.short_run_batches(trainer.run, 0)
     ]
     expected = first_step(config.model, weights, batches, per_token=config.train.calculate_per_token_loss)
-    step = train_step(trainer, tiny.batches(trainer.run, 0))
+    step = train_step(trainer, tiny.short_run_batches(trainer.run, 0))
     found = {name: float(total / count) for name, (total, count) in step.losses.items()}
     assert {name for name in found if not name.startswith("moe/")} == set(expected.losses), settings
     for name, value in expected.losses.items():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed import finalize
-from megatron.core.distributed.buffers import Segment
+from megatron.core.distributed.buffers import OwnedSegment
 from megatron.core.optimizer import clip
 from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.mesh import Mesh
@@ -22,7 +22,11 @@ from megatron.core.transformer import adapters
 from megatron.training import trainer
 from tests.parity.defect import Defect, nothing, sum_replicated_but
 
-_forward, _norm, _counted_ranges = (LinearAdapter.forward, LinearAdapter._weight_row_norms, clip.ranges_counted_once)
+_forward, _norm, _counted_ranges = (
+    LinearAdapter.forward,
+    LinearAdapter._adapted_row_norms,
+    clip.gradient_ranges_counted_once,
+)
 _FACTORS = ("lora_a", "lora_b")
 
 
@@ -33,11 +37,11 @@ def _cut_in_two(shape: tuple[int, ...], init: Any, kind: str, shards: tuple[Shar
     return ParamSpec(shape, init, kind, shards, *rest)
 
 
-def _of_experts(segment: Segment) -> bool:
+def _of_experts(segment: OwnedSegment) -> bool:
     return segment.spec.kind in _FACTORS and segment.spec.stacked
 
 
-def _of_layers(segment: Segment) -> bool:
+def _of_layers(segment: OwnedSegment) -> bool:
     return segment.spec.kind in _FACTORS and not segment.spec.stacked
 
 
@@ -70,7 +74,7 @@ def _own_box(box: Box, shape: tuple[int, ...]) -> Box:
     return box
 
 
-def _uncounted(segment: Segment, mesh: Mesh) -> Iterator[tuple[int, int]]:
+def _uncounted(segment: OwnedSegment, mesh: Mesh) -> Iterator[tuple[int, int]]:
     return iter(()) if segment.spec.kind in _FACTORS else _counted_ranges(segment, mesh)
 
 
@@ -78,12 +82,12 @@ ADAPTERS: tuple[Defect, ...] = (
     Defect(
         "factors that are whole see a share of the sequence, and are not summed over tensor ranks",
         (("tp2 sp", "lora"), ("tp2 sp", "lora-fused"), ("tp2 sp", "lora-bert")),
-        ((finalize, "sum_replicated", sum_replicated_but(_of_layers)),),
+        ((finalize, "sum_replicated_grads", sum_replicated_but(_of_layers)),),
     ),
     Defect(
         "factors of experts that are whole are not summed over their tensor ranks",
         (("ep2 etp2 dp4", "lora-moe-fused"), ("tp2 sp ep2 etp2 dp2", "lora-moe")),
-        ((finalize, "sum_replicated", sum_replicated_but(_of_experts)),),
+        ((finalize, "sum_replicated_grads", sum_replicated_but(_of_experts)),),
     ),
     Defect(
         "B of q, k and v together is cut as one matrix",
@@ -113,22 +117,22 @@ ADAPTERS: tuple[Defect, ...] = (
     Defect(
         "the lengths of rows are not taken as constants",
         (("tp2", "dora-fused"), ("tp2 sp pp2", "dora")),
-        ((LinearAdapter, "_weight_row_norms", _norm.__wrapped__),),
+        ((LinearAdapter, "_adapted_row_norms", _norm.__wrapped__),),
     ),
     Defect(
         "the lengths of rows are those of a rank's columns",
         (("tp2", "dora-fused"), ("tp2 sp", "lora-mla")),
-        ((LinearAdapter, "_weight_row_norms", _own_rows_length),),
+        ((LinearAdapter, "_adapted_row_norms", _own_rows_length),),
     ),
     Defect(
         "adapters are not in the norm of the gradient",
         (("pp2", "lora-fused"), ("dp2 zero mb2", "lora"), ("dp2 fsdp", "lora-fused")),
-        ((clip, "ranges_counted_once", _uncounted),),
+        ((clip, "gradient_ranges_counted_once", _uncounted),),
     ),
     Defect(
         "a rank quantizes its shard by blocks that begin with it",
         (("tp4 sp dp2 zero", "qlora"), ("tp2 sp", "qdora-mla")),
-        ((quantized, "_whole_blocks", _own_box),),
+        ((quantized, "_enclosing_whole_blocks", _own_box),),
     ),
     Defect(
         "frozen weights are in the optimizer",

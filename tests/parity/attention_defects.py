@@ -22,16 +22,16 @@ from megatron.training import trainer as stages
 from tests.parity.defect import Defect, collectives_with
 
 _stages_of, _recompute, _sink, _clip_rows = (
-    stages.stages_of,
+    stages.pipeline_stages_of,
     attention.recompute,
-    SelfAttention._attention_sink,
+    SelfAttention._attention_sink_logits,
     SelfAttention.qk_clip_factors,
 )
 _scale_rows, _publish, _logits, _sum_replicated = (
     Optimizer._scale_rows,
     Optimizer._write_weights,
     LanguageModelHead.logits,
-    finalize.sum_replicated,
+    finalize.sum_replicated_grads,
 )
 _rotary_table = rope.rotary_table
 
@@ -86,14 +86,14 @@ def _each_head_alone(self: SelfAttention, shrink: Tensor, alpha: float) -> dict[
 
 
 def _nothing_yet(self: Optimizer, factors: Mapping[str, Tensor]) -> None:
-    self.previous_result = factors
+    self.reduce_deferred = factors
 
 
 def _scaled_when_all_have_gone_round(self: Optimizer) -> None:
     _publish(self)
     for parallel in self.parallels:
         parallel.finish_gather()
-    _scale_rows(self, self.previous_result)
+    _scale_rows(self, self.reduce_deferred)
 
 
 def _rows_from_the_start_of_the_piece(self: Optimizer, factors: Mapping[str, Tensor]) -> None:
@@ -122,22 +122,22 @@ VARIANTS: tuple[Defect, ...] = (
     Defect(
         "windows are counted from the first layer of each stage",
         (("pp2 vpp2 mb2", "windows"),),
-        ((stages, "stages_of", _pattern_of_the_stage),),
+        ((stages, "pipeline_stages_of", _pattern_of_the_stage),),
     ),
     Defect(
         "layers without rotations are counted from the first layer of each stage",
         (("pp4 mb2", "some-rope"),),
-        ((stages, "stages_of", _pattern_of_the_stage),),
+        ((stages, "pipeline_stages_of", _pattern_of_the_stage),),
     ),
     Defect(
         "tensor ranks use the sinks of the first rank's heads",
         (("tp2 mb4", "gpt-oss-dense"), ("tp4 sp mb4", "gpt-oss-dense")),
-        ((SelfAttention, "_attention_sink", _sinks_of_the_first_rank),),
+        ((SelfAttention, "_attention_sink_logits", _sinks_of_the_first_rank),),
     ),
     Defect(
         "gradients of sinks are summed over tensor ranks",
         (("tp2 mb4", "gpt-oss-dense"), ("tp2 sp mb4", "sinks-mqa")),
-        ((finalize, "sum_replicated", _sinks_like_norms),),
+        ((finalize, "sum_replicated_grads", _sinks_like_norms),),
     ),
     Defect(
         "recomputation loses the gradients of sinks",

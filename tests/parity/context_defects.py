@@ -11,15 +11,15 @@ from torch import Tensor
 from megatron.core.context_parallel import attention as transports
 from megatron.core.context_parallel import ring
 from megatron.core.context_parallel.attention import UlyssesRingAttention
-from megatron.core.context_parallel.ring import ChunkPair, RingSettings
+from megatron.core.context_parallel.ring import QueryKeyChunkPair, RingSettings
 from megatron.core.context_parallel.sequence import Zigzag
 from megatron.core.distributed import ddp
 from megatron.core.kernels import blockwise_attention
-from megatron.core.kernels.mask import MaskSpec
+from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.transformer import attention
-from megatron.core.transformer.build import BuildContext
+from megatron.core.transformer.build import LayerBuildContext
 from megatron.training.data import rebalance as regroup
 from megatron.training.data.batch import Batch
 from megatron.training.step import StepWork
@@ -27,8 +27,12 @@ from tests.parity.defect import Defect, collectives_with
 
 # The ring.
 
-_merge, _forward, _backward = blockwise_attention.merge, blockwise_attention.forward, blockwise_attention.backward
-_kind, _pairs, _seen = ring._chunk_visibility, ring.chunk_pairs, RingSettings._visible_mask
+_merge, _forward, _backward = (
+    blockwise_attention.merge_attention_blocks,
+    blockwise_attention.block_attention_forward,
+    blockwise_attention.block_attention_backward,
+)
+_kind, _pairs, _seen = ring._chunk_visibility, ring.visible_chunk_pairs, RingSettings._visible_mask
 
 
 def _merge_by_sums(output: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,17 +57,21 @@ def _keep_gradients_where_they_were_found(arriving: Tensor, tensor: Tensor, axis
     return []
 
 
-def _own_chunk_only(queries: tuple[range, range], keys: tuple[range, range], mask: MaskSpec) -> list[ChunkPair]:
+def _own_chunk_only(
+    queries: tuple[range, range], keys: tuple[range, range], mask: AttentionMaskSpec
+) -> list[QueryKeyChunkPair]:
     return [pair for pair in _pairs(queries, keys, mask) if queries == keys or pair.queries.start == 0]
 
 
-def _future_between_chunks(queries: range, keys: range, mask: MaskSpec) -> str:
+def _future_between_chunks(queries: range, keys: range, mask: AttentionMaskSpec) -> str:
     return (
         _kind(queries, keys, mask) if queries == keys else _kind(queries, keys, dataclasses.replace(mask, causal=False))
     )
 
 
-def _documents_of_the_own_piece(self: RingSettings, source: int, pair: ChunkPair, device: torch.device) -> Tensor:
+def _documents_of_the_own_piece(
+    self: RingSettings, source: int, pair: QueryKeyChunkPair, device: torch.device
+) -> Tensor:
     documents = self.mask.documents
     if documents is not None:
         own = self.cut.shard(documents, self.axis.rank, dim=1).repeat(1, self.axis.size)
@@ -71,7 +79,9 @@ def _documents_of_the_own_piece(self: RingSettings, source: int, pair: ChunkPair
     return _seen(self, source, pair, device)
 
 
-def _window_short_across_the_border(self: RingSettings, source: int, pair: ChunkPair, device: torch.device) -> Tensor:
+def _window_short_across_the_border(
+    self: RingSettings, source: int, pair: QueryKeyChunkPair, device: torch.device
+) -> Tensor:
     if self.mask.window is not None and (source != self.axis.rank or pair.queries != pair.keys):
         left, right = self.mask.window
         self = dataclasses.replace(self, mask=dataclasses.replace(self.mask, window=(left - 1, right)))
@@ -99,7 +109,7 @@ _call = UlyssesRingAttention.__call__
 # What a rank knows of the whole.
 
 
-def _places_from_zero(self: BuildContext, held: int) -> Tensor:
+def _places_from_zero(self: LayerBuildContext, held: int) -> Tensor:
     return torch.arange(held, device=self.mesh.device)
 
 
@@ -149,17 +159,17 @@ CONTEXT: tuple[Defect, ...] = (
     Defect(
         "results of two blocks are averaged instead of merged",
         (("cp2", "gpt"), ("cp4 two-level mb2", "llama")),
-        ((blockwise_attention, "merge", _merge_by_sums),),
+        ((blockwise_attention, "merge_attention_blocks", _merge_by_sums),),
     ),
     Defect(
         "the log-sum-exp of two blocks is the larger one",
         (("cp2", "gpt"), ("cp2 mb2", "packed")),
-        ((blockwise_attention, "merge", _merge_into_the_larger),),
+        ((blockwise_attention, "merge_attention_blocks", _merge_into_the_larger),),
     ),
     Defect(
         "gradients of a block use the log-sum-exp of that block",
         (("cp2", "gpt"), ("cp2 tp2 sp mb4", "mla-q")),
-        ((blockwise_attention, "backward", _backward_of_the_block_alone),),
+        ((blockwise_attention, "block_attention_backward", _backward_of_the_block_alone),),
     ),
     Defect(
         "keys, values and their gradients stay where they are",
@@ -172,7 +182,9 @@ CONTEXT: tuple[Defect, ...] = (
         ((RingSettings, "_visible_mask", _window_short_across_the_border),),
     ),
     Defect(
-        "late chunks do not look at other ranks' keys", (("cp2", "gpt"),), ((ring, "chunk_pairs", _own_chunk_only),)
+        "late chunks do not look at other ranks' keys",
+        (("cp2", "gpt"),),
+        ((ring, "visible_chunk_pairs", _own_chunk_only),),
     ),
     Defect(
         "chunks of other ranks are seen whatever their place",
@@ -208,7 +220,7 @@ CONTEXT: tuple[Defect, ...] = (
     Defect(
         "positions begin at zero on every rank",
         (("cp2", "gpt"), ("cp2 mb2", "llama")),
-        ((BuildContext, "positions", _places_from_zero),),
+        ((LayerBuildContext, "local_positions", _places_from_zero),),
     ),
     Defect(
         "tokens are cut from left to right and labels in the zigzag",
@@ -251,7 +263,7 @@ CONTEXT: tuple[Defect, ...] = (
         (
             (
                 attention,
-                "gather_keys",
+                "gather_context_parallel_keys",
                 lambda k, mask, mesh: (k, dataclasses.replace(mask, length=None, key_places=mask.query_places)),
             ),
         ),

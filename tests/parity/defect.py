@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron.core.distributed import finalize
-from megatron.core.distributed.buffers import Segment
+from megatron.core.distributed.buffers import OwnedSegment
 from megatron.core.parallel import collectives
 
 Row = tuple[str, str]
@@ -36,7 +36,7 @@ def nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-def sum_replicated_but(left_out: Callable[[Segment], bool]) -> Callable[..., None]:
-    """`sum_replicated` that leaves some parameters out."""
-    whole = finalize.sum_replicated
+def sum_replicated_but(left_out: Callable[[OwnedSegment], bool]) -> Callable[..., None]:
+    """`sum_replicated_grads` that leaves some parameters out."""
+    whole = finalize.sum_replicated_grads
     return lambda segments, mesh: whole([segment for segment in segments if not left_out(segment)], mesh)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.core.config.plan import StageSpec
 from megatron.core.distributed import ddp, finalize, fsdp
-from megatron.core.distributed.buffers import Segment
+from megatron.core.distributed.buffers import OwnedSegment
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.distributed.fsdp import FullySharded
 from megatron.core.models import gpt, output_heads
@@ -37,11 +37,11 @@ from megatron.core.parallel.spec import FusedSegment
 from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.pipeline_parallel.executor import _ScriptRunner
 from megatron.core.tensor_parallel import linear, loss
-from megatron.core.tensor_parallel.embedding import PositionEmbedding, VocabEmbedding
-from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
-from megatron.core.tensor_parallel.region import Region
+from megatron.core.tensor_parallel.embedding import PositionEmbedding, VocabParallelEmbedding
+from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.region import TensorParallelRegion
 from megatron.core.transformer import attention, stack
-from megatron.core.transformer.stack import Stack
+from megatron.core.transformer.stack import TransformerStack
 from megatron.training import trainer as stages
 from megatron.training.step import StepWork
 from tests.helpers.training import Held, train_here
@@ -76,23 +76,27 @@ def train_planted_here(name: str, changes: dict[str, Any], steps: int) -> tuple[
 # Sums that layouts ask for.
 
 
-def _sum_shared_heads_over_everyone(segments: list[Segment], mesh: Mesh) -> None:
+def _sum_shared_heads_over_everyone(segments: list[OwnedSegment], mesh: Mesh) -> None:
     for segment in segments:
-        for low, high, _, _ in finalize.replicated_ranges(segment, mesh):
+        for low, high, _, _ in finalize.ranges_replicated_over_tensor(segment, mesh):
             collectives.all_reduce(segment.grad[low:high], mesh.tp)
 
 
 # The norm, and what it is used for.
 
-_counted_ranges, _global_norm, _update = clip.ranges_counted_once, clip.global_norm, Optimizer._apply_rules
+_counted_ranges, _global_norm, _update = (
+    clip.gradient_ranges_counted_once,
+    clip.global_norm,
+    Optimizer._apply_update_rules,
+)
 _group_of, _set_rates = rule.param_group_of, Optimizer.set_rates
 
 
-def _count_tied_twice(segment: Segment, mesh: Mesh) -> Iterator[tuple[int, int]]:
+def _count_tied_twice(segment: OwnedSegment, mesh: Mesh) -> Iterator[tuple[int, int]]:
     return _counted_ranges(dataclasses.replace(segment, spec=dataclasses.replace(segment.spec, tied=False)), mesh)
 
 
-def _count_copies(segment: Segment, mesh: Mesh) -> list[tuple[int, int, int, bool]]:
+def _count_copies(segment: OwnedSegment, mesh: Mesh) -> list[tuple[int, int, int, bool]]:
     return []
 
 
@@ -117,10 +121,10 @@ def _one_rate_on_the_last_rank(
 # Initial values and what a stage holds.
 
 _materialize, _seed_of, _stages_of, _groups = (
-    gpt.materialize,
+    gpt.materialize_parameters,
     rng.derive_seed,
-    stages.stages_of,
-    Stack._recompute_groups,
+    stages.pipeline_stages_of,
+    TransformerStack._recompute_groups,
 )
 
 
@@ -149,19 +153,19 @@ def _turn_the_way_back(config: Any) -> tuple[StageSpec, ...]:
     )
 
 
-def _skip_the_last_layer(self: Stack) -> list[tuple[list[Any], bool]]:
+def _skip_the_last_layer(self: TransformerStack) -> list[tuple[list[Any], bool]]:
     found = _groups(self)
     return found if self.final_layernorm is None else [*found[:-1], (found[-1][0][:-1], found[-1][1])]
 
 
-def _one_part(input_size: int, parts: tuple[FusedSegment, ...], **keywords: Any) -> ColumnLinear:
-    return ColumnLinear(input_size, (FusedSegment(sum(part.size for part in parts)),), **keywords)
+def _one_part(input_size: int, parts: tuple[FusedSegment, ...], **keywords: Any) -> ColumnParallelLinear:
+    return ColumnParallelLinear(input_size, (FusedSegment(sum(part.size for part in parts)),), **keywords)
 
 
 # Forward and backward of cut layers.
 
 
-def _bias_before_the_sum(self: RowLinear, x: Tensor) -> Tensor:
+def _bias_before_the_sum(self: RowParallelLinear, x: Tensor) -> Tensor:
     return self.region.reduce_from_region(F.linear(x, self.weight, self.bias))
 
 
@@ -186,21 +190,21 @@ def _own_product(x: Tensor, matrix: Tensor, axis: Axis) -> Tensor:
     return x.chunk(axis.size)[axis.rank].matmul(matrix)
 
 
-def _embed_foreign_ids(self: VocabEmbedding, ids: Tensor) -> Tensor:
+def _embed_foreign_ids(self: VocabParallelEmbedding, ids: Tensor) -> Tensor:
     local = ids.t() - self.first
     return self.region.reduce_from_region(F.embedding(local.clamp(0, self.rows - 1), self.weight))
 
 
 def _positions_of_the_first_piece(self: PositionEmbedding, positions: Tensor) -> Tensor:
-    return F.embedding(positions.t()[: self.region.local_length(positions.shape[1])], self.weight)
+    return F.embedding(positions.t()[: self.region.local_sequence_length(positions.shape[1])], self.weight)
 
 
 def _softmax_with_padding(logits: Tensor, targets: Tensor, axis: Axis, true_vocab_size: int) -> Tensor:
-    return loss.cross_entropy(logits, targets, axis, logits.shape[-1] * axis.size)
+    return loss.vocab_parallel_cross_entropy(logits, targets, axis, logits.shape[-1] * axis.size)
 
 
 def _blocks_with_padding(kernel: Any, *given: Any, true_vocab_size: int, region: Any, **more: Any) -> Tensor:
-    return loss.linear_cross_entropy(
+    return loss.fused_linear_cross_entropy(
         kernel, *given, true_vocab_size=len(given[1]) * region.axis.size, region=region, **more
     )
 
@@ -226,7 +230,7 @@ def _forget_documents(self: GPTModel, *, documents: Tensor | None = None, **keyw
 
 # Encoders, and what travels with their messages.
 
-_bert, _t5, _bias_of = BERTModel.forward, T5Model.forward, T5Model._relative_bias
+_bert, _t5, _bias_of = BERTModel.forward, T5Model.forward, T5Model._relative_score_bias
 
 
 def _forget_padding(self: BERTModel, *, padding: Tensor | None, **keywords: Any) -> Any:
@@ -275,7 +279,7 @@ def _another_activation(self: _ScriptRunner, action: Any) -> Any:
 
 def _piece_of_the_input(x: Tensor, gradient: Tensor, region: Any, bias: bool, into: Any) -> tuple[Tensor | None, ...]:
     first = gradient.tensor_split(region.axis.size)[region.axis.rank] if region.sequence_parallel else gradient
-    return linear._weight_gradients(x, first, bias=bias, into=into)
+    return linear._weight_and_bias_gradients(x, first, bias=bias, into=into)
 
 
 def _another_batch_at_the_end(self: StepWork, microbatch: int) -> Any:
@@ -326,11 +330,11 @@ def _always_average_shares(self: FullySharded, *arguments: Any, **keywords: Any)
     _init_shares(self, *arguments, **{**keywords, "average": True})
 
 
-def _update_a_copy(*arguments: Any) -> list[Segment]:
+def _update_a_copy(*arguments: Any) -> list[OwnedSegment]:
     return [dataclasses.replace(share, data=share.data.clone()) for share in _share(*arguments)]
 
 
-def _count_shares_of_the_first_rank(*arguments: Any) -> list[Segment]:
+def _count_shares_of_the_first_rank(*arguments: Any) -> list[OwnedSegment]:
     return [dataclasses.replace(share, sharded=False) for share in _share(*arguments)]
 
 
@@ -339,9 +343,9 @@ def _forget_the_divisor(self: StepWork) -> float:
 
 
 def _rows_of_all_ranks(
-    param: torch.nn.Parameter, ranks: int, rank: int, rows: Callable[..., tuple[int, int]] = fsdp._owned_rows
+    param: torch.nn.Parameter, ranks: int, rank: int, rows: Callable[..., tuple[int, int]] = fsdp._owned_row_range
 ) -> tuple[int, int]:
-    """`fsdp._owned_rows` as if every rank were a data-parallel one."""
+    """`fsdp._owned_row_range` as if every rank were a data-parallel one."""
     return rows(param, dist.get_world_size(), dist.get_rank())
 
 
@@ -349,47 +353,47 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "norm gradients are not summed under sequence parallelism",
         (("tp2 sp", "gpt"), ("tp2 sp mb4", "rope-interleaved")),
-        ((finalize, "sum_replicated", sum_replicated_but(lambda s: "layernorm" in s.name)),),
+        ((finalize, "sum_replicated_grads", sum_replicated_but(lambda s: "layernorm" in s.name)),),
     ),
     Defect(
         "row bias gradients are not summed under sequence parallelism",
         (("tp2 sp", "gpt"),),
-        ((finalize, "sum_replicated", sum_replicated_but(lambda s: s.name.endswith(("proj.bias", "fc2.bias")))),),
+        ((finalize, "sum_replicated_grads", sum_replicated_but(lambda s: s.name.endswith(("proj.bias", "fc2.bias")))),),
     ),
     Defect(
         "position embedding gradients are not summed under sequence parallelism",
         (("tp2 sp", "gpt"),),
-        ((finalize, "sum_replicated", sum_replicated_but(lambda s: "position" in s.name)),),
+        ((finalize, "sum_replicated_grads", sum_replicated_but(lambda s: "position" in s.name)),),
     ),
     Defect(
         "query and key norm gradients are not summed over tensor ranks",
         (("tp2 mb4", "qk-norm-decays"),),
-        ((finalize, "sum_replicated", sum_replicated_but(lambda s: s.spec.kind == "qk_norm")),),
+        ((finalize, "sum_replicated_grads", sum_replicated_but(lambda s: s.spec.kind == "qk_norm")),),
     ),
     Defect(
         "gradients of key/value head copies are not summed",
         (("tp4 mb4", "mqa"),),
-        ((finalize, "sum_shared_heads", nothing),),
+        ((finalize, "sum_shared_kv_head_grads", nothing),),
     ),
     Defect(
         "key/value head copies are summed over all ranks, not over those that share",
         (("tp4 sp mb2", "gqa2"),),
-        ((finalize, "sum_shared_heads", _sum_shared_heads_over_everyone),),
+        ((finalize, "sum_shared_kv_head_grads", _sum_shared_heads_over_everyone),),
     ),
     Defect(
         "the tied matrix's gradients are not summed over its two stages",
         (("pp2", "gpt"), ("pp2 vpp2", "gpt"), ("pp2 zbv", "gpt")),
-        ((finalize, "sum_tied", nothing),),
+        ((finalize, "sum_tied_grads", nothing),),
     ),
     Defect(
         "the norm counts replicated parameters on every tensor rank",
         (("tp2", "gpt"), ("tp2 sp", "gpt")),
-        ((clip, "is_shared_over_tensor", lambda spec: False),),
+        ((clip, "is_replicated_over_tensor", lambda spec: False),),
     ),
     Defect(
         "the norm counts the tied matrix on both stages",
         (("pp2", "gpt"),),
-        ((clip, "ranges_counted_once", _count_tied_twice),),
+        ((clip, "gradient_ranges_counted_once", _count_tied_twice),),
     ),
     Defect(
         "the norm counts both homes of a tied matrix on one rank",
@@ -399,12 +403,12 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "the norm counts every copy of a key/value head",
         (("tp4 mb4", "mqa"),),
-        ((clip, "replicated_ranges", _count_copies),),
+        ((clip, "ranges_replicated_over_tensor", _count_copies),),
     ),
     Defect(
         "gradients are clipped by each rank's own norm",
         (("tp2", "gpt"),),
-        ((Optimizer, "_apply_rules", _clip_by_own_norm),),
+        ((Optimizer, "_apply_update_rules", _clip_by_own_norm),),
     ),
     Defect(
         "weight decay reaches norms and biases on one stage",
@@ -419,7 +423,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "the tied matrix starts differently on its two stages",
         (("pp2", "gpt"),),
-        ((gpt, "materialize", _second_home_of_its_own),),
+        ((gpt, "materialize_parameters", _second_home_of_its_own),),
     ),
     Defect(
         "initial values are drawn by rank instead of by name",
@@ -427,21 +431,27 @@ DEFECTS: tuple[Defect, ...] = (
         ((rng, "derive_seed", _seed_of_the_rank),),
     ),
     Defect(
-        "the chunks of a rank are in the wrong order", (("pp2 vpp2", "gpt"),), ((stages, "stages_of", _swap_chunks),)
+        "the chunks of a rank are in the wrong order",
+        (("pp2 vpp2", "gpt"),),
+        ((stages, "pipeline_stages_of", _swap_chunks),),
     ),
     Defect(
         "the way back begins on the first rank",
         (("pp4 zbv layout=E|t|t||t||t|L mb2", "llama"),),
-        ((stages, "stages_of", _turn_the_way_back),),
+        ((stages, "pipeline_stages_of", _turn_the_way_back),),
     ),
-    Defect("a stage skips a layer", (("pp2", "gpt"),), ((Stack, "_recompute_groups", _skip_the_last_layer),)),
     Defect(
-        "queries, keys and values are cut as one matrix", (("tp2", "gpt"),), ((attention, "ColumnLinear", _one_part),)
+        "a stage skips a layer", (("pp2", "gpt"),), ((TransformerStack, "_recompute_groups", _skip_the_last_layer),)
+    ),
+    Defect(
+        "queries, keys and values are cut as one matrix",
+        (("tp2", "gpt"),),
+        ((attention, "ColumnParallelLinear", _one_part),),
     ),
     Defect(
         "a row layer adds its bias on every rank before the sum",
         (("tp2", "gpt"),),
-        ((RowLinear, "forward", _bias_before_the_sum),),
+        ((RowParallelLinear, "forward", _bias_before_the_sum),),
     ),
     Defect(
         "a column layer does not sum its input gradient",
@@ -469,7 +479,9 @@ DEFECTS: tuple[Defect, ...] = (
         ((linear, "matmul_reduce_scatter", _own_product),),
     ),
     Defect(
-        "ids of another rank are embedded too", (("tp2", "gpt"),), ((VocabEmbedding, "forward", _embed_foreign_ids),)
+        "ids of another rank are embedded too",
+        (("tp2", "gpt"),),
+        ((VocabParallelEmbedding, "forward", _embed_foreign_ids),),
     ),
     Defect(
         "positions restart on every piece of the sequence",
@@ -479,7 +491,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "padded vocabulary rows take part in the softmax",
         (("tp2 sp native vocab96 mb4", "untied"), ("tp2 native", "gpt")),
-        ((output_heads, "cross_entropy", _softmax_with_padding),),
+        ((output_heads, "vocab_parallel_cross_entropy", _softmax_with_padding),),
     ),
     Defect(
         "ranks subtract different maxima in the softmax",
@@ -489,7 +501,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "padded vocabulary rows take part in the softmax of blocks",
         (("tp2 sp vocab96 mb4", "untied"), ("tp2", "gpt")),
-        ((output_heads, "linear_cross_entropy", _blocks_with_padding),),
+        ((output_heads, "fused_linear_cross_entropy", _blocks_with_padding),),
     ),
     Defect(
         "the softmax of blocks is of a rank's own words",
@@ -535,7 +547,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "inputs that wait for their weights are pieces of the sequence",
         (("tp2 sp pp2 dp2 zb zero overlap-reduce overlap-gather bucket600", "gpt"),),
-        ((linear, "_delayed_weight_gradients", _piece_of_the_input),),
+        ((linear, "_gather_then_weight_gradients", _piece_of_the_input),),
     ),
     Defect(
         "the last stage reads another microbatch's labels",
@@ -607,7 +619,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "experts are cut over all data-parallel ranks",
         (("ep2 dp4 fsdp alltoall", "moe-no-aux"),),
-        ((fsdp, "_row_placement", nothing), (fsdp, "_owned_rows", _rows_of_all_ranks)),
+        ((fsdp, "_row_placement", nothing), (fsdp, "_owned_row_range", _rows_of_all_ranks)),
     ),
     Defect(
         "padding is left out on the first stage only",
@@ -637,7 +649,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "later stages take the encoder's bias for the decoder's",
         (("pp2 first-layers4", "t5-v1.1"),),
-        ((T5Model, "_relative_bias", _tables_swapped),),
+        ((T5Model, "_relative_score_bias", _tables_swapped),),
     ),
     Defect(
         "recomputation loses the gradients of memory and bias",
@@ -647,17 +659,17 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "each tensor rank pools the first position of its own piece",
         (("tp2 sp mb2", "bert"), ("tp4 sp mb4", "bert-published")),
-        ((Region, "first_position", lambda self, x: x[0]),),
+        ((TensorParallelRegion, "replicate_first_position", lambda self, x: x[0]),),
     ),
     Defect(
         "the masked-word transform's gradients are not summed under sequence parallelism",
         (("tp2 sp mb4", "bert-words"),),
-        ((finalize, "sum_replicated", sum_replicated_but(lambda s: "lm_head.dense" in s.name)),),
+        ((finalize, "sum_replicated_grads", sum_replicated_but(lambda s: "lm_head.dense" in s.name)),),
     ),
     Defect(
         "gradients of token types are not summed under sequence parallelism",
         (("tp2 sp mb2", "bert"),),
-        ((finalize, "sum_replicated", sum_replicated_but(lambda s: "tokentype" in s.name)),),
+        ((finalize, "sum_replicated_grads", sum_replicated_but(lambda s: "tokentype" in s.name)),),
     ),
     *VARIANTS,
     *CONTEXT,

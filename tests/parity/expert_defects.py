@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed import ddp, finalize
-from megatron.core.distributed.buffers import Segment
+from megatron.core.distributed.buffers import OwnedSegment
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.optimizer import clip
 from megatron.core.parallel import collectives, rng
@@ -19,42 +19,42 @@ from megatron.core.parallel.collectives import AsyncAllToAll
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import derive_seed
 from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard
-from megatron.core.tensor_parallel.region import Region
+from megatron.core.tensor_parallel.region import TensorParallelRegion
 from megatron.core.transformer import dispatch, moe
 from megatron.core.transformer.dispatch import (
-    AllGatherDispatcher,
-    AllToAllDispatcher,
-    Dispatched,
+    AllGatherTokenDispatcher,
+    AllToAllTokenDispatcher,
+    DispatchedTokens,
     ExpertInputs,
     ExpertPermutation,
 )
-from megatron.core.transformer.moe import Experts, GroupedLinear
-from megatron.core.transformer.router import Routing
+from megatron.core.transformer.moe import GroupedLinear, GroupedMLP
+from megatron.core.transformer.router import ExpertRouting
 from tests.parity.defect import Defect, collectives_with, sum_replicated_but
 
 _counted_ranges, _make_buckets, _launch, _order_of, _cut = (
-    clip.ranges_counted_once,
+    clip.gradient_ranges_counted_once,
     ddp.make_buckets,
-    DataParallel._launch_reductions,
-    dispatch.sort_by_expert,
+    DataParallel._launch_next_reduction,
+    dispatch.permutation_by_expert,
     moe.Shard,
 )
-_forward, _collect, _act = GroupedLinear.forward, dispatch.unpermute_tokens, Experts._activate
+_forward, _collect, _act = GroupedLinear.forward, dispatch.unpermute_tokens, GroupedMLP._activate_and_weigh
 _gathered, _sent, _begin_all_to_all = (
-    AllGatherDispatcher.dispatch,
-    AllToAllDispatcher.dispatch,
-    collectives.begin_all_to_all,
+    AllGatherTokenDispatcher.dispatch,
+    AllToAllTokenDispatcher.dispatch,
+    collectives.start_autograd_all_to_all,
 )
 
 
 # The gradient, from the experts on.
 
 
-def _count_experts_on_every_data_rank(segment: Segment, mesh: Mesh) -> Iterator[tuple[int, int]]:
+def _count_experts_on_every_data_rank(segment: OwnedSegment, mesh: Mesh) -> Iterator[tuple[int, int]]:
     return _counted_ranges(segment, dataclasses.replace(mesh, edp=Axis("edp")))
 
 
-def _count_experts_on_the_first_ep_rank(segment: Segment, mesh: Mesh) -> Iterator[tuple[int, int]]:
+def _count_experts_on_the_first_ep_rank(segment: OwnedSegment, mesh: Mesh) -> Iterator[tuple[int, int]]:
     return _counted_ranges(segment, mesh) if mesh.ep.is_first or segment.spec.reduce_over != "edp" else iter(())
 
 
@@ -92,8 +92,8 @@ def _collect_one_row_off(rows: Tensor, order: ExpertPermutation) -> Tensor:
 
 
 def _count_one_expert_off(
-    self: AllToAllDispatcher, tokens: Tensor, routing: Routing, capacity: int | None
-) -> Dispatched:
+    self: AllToAllTokenDispatcher, tokens: Tensor, routing: ExpertRouting, capacity: int | None
+) -> DispatchedTokens:
     dispatched = _sent(self, tokens, routing, capacity)
 
     def wait() -> ExpertInputs:
@@ -116,8 +116,8 @@ def _without_a_way_back(tensor: Tensor, exchange: AsyncAllToAll) -> Tensor:
 
 
 def _weights_of_this_rank_only(
-    self: AllGatherDispatcher, tokens: Tensor, routing: Routing, capacity: int | None
-) -> Dispatched:
+    self: AllGatherTokenDispatcher, tokens: Tensor, routing: ExpertRouting, capacity: int | None
+) -> DispatchedTokens:
     here = self.num_experts // self.ep.size
     mine = (routing.experts // here == self.ep.rank).to(routing.weights.dtype)
     return _gathered(self, tokens, dataclasses.replace(routing, weights=routing.weights * mine), capacity)
@@ -126,7 +126,7 @@ def _weights_of_this_rank_only(
 # In the layer.
 
 
-def _weigh_twice(self: Experts, wide: Tensor, weights: Tensor) -> Tensor:
+def _weigh_twice(self: GroupedMLP, wide: Tensor, weights: Tensor) -> Tensor:
     return _act(self, wide, weights) * weights[:, None]
 
 
@@ -147,12 +147,12 @@ EXPERTS: tuple[Defect, ...] = (
     Defect(
         "the norm counts experts on every rank that has a copy",
         (("tp2 etp1 dp2 average", "moe-bias"), ("ep2 dp4", "moe-capacity")),
-        ((clip, "ranges_counted_once", _count_experts_on_every_data_rank),),
+        ((clip, "gradient_ranges_counted_once", _count_experts_on_every_data_rank),),
     ),
     Defect(
         "the norm counts the experts of the first ep rank only",
         (("ep2 dp2", "moe"), ("tp2 etp1 ep2", "moe")),
-        ((clip, "ranges_counted_once", _count_experts_on_the_first_ep_rank),),
+        ((clip, "gradient_ranges_counted_once", _count_experts_on_the_first_ep_rank),),
     ),
     Defect(
         "expert gradients are summed over all data ranks",
@@ -165,22 +165,22 @@ EXPERTS: tuple[Defect, ...] = (
             ("tp2 etp1 dp2 average", "moe-bias"),
             ("ep2 dp4 zero average overlap-reduce overlap-gather bucket900 alltoall", "moe-shared"),
         ),
-        ((DataParallel, "_launch_reductions", _divide_by_the_ranks_of_the_bucket),),
+        ((DataParallel, "_launch_next_reduction", _divide_by_the_ranks_of_the_bucket),),
     ),
     Defect(
         "router gradients are not summed over tensor ranks",
         (("tp2", "moe-bias"), ("tp2 sp", "moe-bias")),
-        ((finalize, "sum_replicated", sum_replicated_but(lambda s: "router" in s.name)),),
+        ((finalize, "sum_replicated_grads", sum_replicated_but(lambda s: "router" in s.name)),),
     ),
     Defect(
         "bias gradients of cut experts are not summed",
         (("etp2 dp2 alltoall", "moe-shared-bias"), ("tp2", "moe-bias")),
-        ((finalize, "sum_replicated", sum_replicated_but(lambda s: s.name.endswith("experts.linear_fc2.bias"))),),
+        ((finalize, "sum_replicated_grads", sum_replicated_but(lambda s: s.name.endswith("experts.linear_fc2.bias"))),),
     ),
     Defect(
         "gradients of the shared expert's gate are not summed under sequence parallelism",
         (("tp2 sp ep2 dp2 alltoall", "moe-shared"),),
-        ((finalize, "sum_replicated", sum_replicated_but(lambda s: "gate_weight" in s.name)),),
+        ((finalize, "sum_replicated_grads", sum_replicated_but(lambda s: "gate_weight" in s.name)),),
     ),
     Defect(
         "experts are drawn by their place on the rank",
@@ -200,12 +200,12 @@ EXPERTS: tuple[Defect, ...] = (
     Defect(
         "rows meet the expert beside their own",
         (("ep2 dp2 overlap-shared", "moe-shared"), ("etp2 dp2 alltoall", "moe-shared-bias")),
-        ((AllToAllDispatcher, "dispatch", _count_one_expert_off),),
+        ((AllToAllTokenDispatcher, "dispatch", _count_one_expert_off),),
     ),
     Defect(
         "every rank takes the choices of the first experts for its own",
         (("ep2 dp2", "moe"),),
-        ((dispatch, "sort_by_expert", _all_choices_are_mine),),
+        ((dispatch, "permutation_by_expert", _all_choices_are_mine),),
     ),
     Defect(
         "shares of cut experts are not added up",
@@ -215,22 +215,25 @@ EXPERTS: tuple[Defect, ...] = (
     Defect(
         "gradients of weights do not come home",
         (("ep4 dp4 alltoall grouped", "moe"), ("ep2 dp2 overlap-shared", "moe-shared")),
-        ((dispatch, "collectives", collectives_with(begin_all_to_all=_without_a_way_back)),),
+        ((dispatch, "collectives", collectives_with(start_autograd_all_to_all=_without_a_way_back)),),
     ),
     Defect(
         "tokens of other ranks weigh nothing",
         (("ep2 dp2", "moe"),),
-        ((AllGatherDispatcher, "dispatch", _weights_of_this_rank_only),),
+        ((AllGatherTokenDispatcher, "dispatch", _weights_of_this_rank_only),),
     ),
     Defect(
         "every tensor rank sends all tokens",
         (("tp2 etp1 alltoall mb2", "moe-bias"),),
-        ((Region, "scatter_tokens", lambda self, x: x), (Region, "gather_tokens", lambda self, own, held: own)),
+        (
+            (TensorParallelRegion, "scatter_tokens", lambda self, x: x),
+            (TensorParallelRegion, "gather_tokens", lambda self, own, held: own),
+        ),
     ),
     Defect(
         "routing weights are applied twice",
         (("tp2", "moe-bias"), ("ep2 dp2", "moe")),
-        ((Experts, "_activate", _weigh_twice),),
+        ((GroupedMLP, "_activate_and_weigh", _weigh_twice),),
     ),
     Defect(
         "every rank of a cut expert adds its bias",

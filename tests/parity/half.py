@@ -27,7 +27,7 @@ def train_half_here(changes: dict[str, Any], steps: int) -> tuple[list[HalfStep]
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(world_size, **changes)))
     done = []
     for _ in range(steps):
-        step = train_step(trainer, tiny.batches(trainer.run, trainer.progress.iteration))
+        step = train_step(trainer, tiny.short_run_batches(trainer.run, trainer.progress.iteration))
         pairs = [
             collectives.all_reduce(pair.double(), trainer.run.mesh.world).tolist()
             for name, pair in step.losses.items()

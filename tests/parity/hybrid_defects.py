@@ -12,26 +12,26 @@ from torch import Tensor
 
 from megatron.core.config.settings.model import ModelConfig, RopeConfig
 from megatron.core.context_parallel.heads import HeadExchange
-from megatron.core.context_parallel.states import SequenceShards
+from megatron.core.context_parallel.states import SequenceShardedKernels
 from megatron.core.distributed import finalize
-from megatron.core.distributed.buffers import Segment
+from megatron.core.distributed.buffers import OwnedSegment
 from megatron.core.models.mtp import MultiTokenPrediction
 from megatron.core.parallel.spec import FusedSegment, Initial
-from megatron.core.tensor_parallel.linear import ColumnLinear
+from megatron.core.tensor_parallel.linear import ColumnParallelLinear
 from megatron.core.transformer import gated_delta_net, mamba, rope
 from megatron.core.transformer.gated_delta_net import DeltaNetSizes, GatedDeltaNet
-from megatron.core.transformer.layer import Layer
+from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.mamba import GatedNorm, MambaMixer, MambaSizes
 from tests.parity.defect import Defect, sum_replicated_but
 
 _sizes_of, _log_uniform, _borders, _norm = (
     MambaSizes.from_model,
-    mamba.log_uniform,
+    mamba.log_uniform_initializer,
     mamba.document_segments,
     GatedNorm.forward,
 )
-_frequencies = rope.frequencies
-_last_inputs, _states_before = SequenceShards._last_inputs, SequenceShards._states_before
+_frequencies = rope.rotary_frequencies
+_last_inputs, _states_before = SequenceShardedKernels._halo_inputs, SequenceShardedKernels._states_before_chunks
 _split, _delta_sizes_of = MambaMixer._split_projection, DeltaNetSizes.from_model
 _run_depth = MultiTokenPrediction.run_depth
 _share, _order, _mix, _mix_delta = (
@@ -42,8 +42,8 @@ _share, _order, _mix, _mix_delta = (
 )
 
 
-def _in_one_piece(size: int, pieces: tuple[FusedSegment, ...], **settings: Any) -> ColumnLinear:
-    return ColumnLinear(size, (FusedSegment(sum(piece.size for piece in pieces)),), **settings)
+def _in_one_piece(size: int, pieces: tuple[FusedSegment, ...], **settings: Any) -> ColumnParallelLinear:
+    return ColumnParallelLinear(size, (FusedSegment(sum(piece.size for piece in pieces)),), **settings)
 
 
 def _without_segments(mix: Callable[..., Any], *names: str) -> Callable[..., Any]:
@@ -116,7 +116,7 @@ def _borders_of_pieces(mask: Any) -> Tensor | None:
     return segments + (places >= segments.shape[1] // 2)
 
 
-def _nothing_before(self: SequenceShards, x: Tensor, width: int, segments: Tensor | None) -> list[Tensor]:
+def _nothing_before(self: SequenceShardedKernels, x: Tensor, width: int, segments: Tensor | None) -> list[Tensor]:
     return [torch.zeros_like(one) for one in _last_inputs(self, x, width, segments)]
 
 
@@ -124,7 +124,7 @@ def _without_gradient(find: Callable[..., list[Tensor]]) -> Callable[..., list[T
     return lambda *inputs: [one.detach() for one in find(*inputs)]
 
 
-def _own_only(self: SequenceShards, made: list[Tensor], *_: Any) -> list[Tensor]:
+def _own_only(self: SequenceShardedKernels, made: list[Tensor], *_: Any) -> list[Tensor]:
     return [torch.zeros_like(one) for one in made]
 
 
@@ -136,7 +136,9 @@ def _layers_of_the_first_depth(self: MultiTokenPrediction, *inputs: Any) -> Tens
         self.layers = layers
 
 
-def _one_after_the_other(self: Layer, x: Tensor, norm: Any, context: Any, bias: Any = None) -> tuple[Tensor, Tensor]:
+def _one_after_the_other(
+    self: TransformerLayer, x: Tensor, norm: Any, context: Any, bias: Any = None
+) -> tuple[Tensor, Tensor]:
     assert self.self_attention is not None and self.mixer is not None
     normed = x if norm is None else norm(x)
     attended, _ = self.self_attention(normed, None, context, bias)
@@ -160,7 +162,7 @@ def _whole_heads_turned(config: RopeConfig, head_size: int, *inputs: Any) -> Ten
     return _frequencies(replace(config, rotary_percent=1.0), head_size, *inputs)
 
 
-def _output_norms(segment: Segment) -> bool:
+def _output_norms(segment: OwnedSegment) -> bool:
     return "out_norm" in segment.spec.name
 
 
@@ -168,7 +170,7 @@ HYBRIDS: tuple[Defect, ...] = (
     Defect(
         "z, x, B, C and dt are cut as one piece",
         (("tp2", "hybrid"), ("tp2 sp", "hybrid")),
-        ((mamba, "ColumnLinear", _in_one_piece),),
+        ((mamba, "ColumnParallelLinear", _in_one_piece),),
     ),
     Defect(
         "the convolution sees the document before",
@@ -199,7 +201,7 @@ HYBRIDS: tuple[Defect, ...] = (
         (("tp2", "hybrid-limits"),),
         ((MambaSizes, "from_model", _without_limits),),
     ),
-    Defect("decays are held in bf16", (("tp2", "hybrid"),), ((mamba, "log_uniform", _in_half_precision),)),
+    Defect("decays are held in bf16", (("tp2", "hybrid"),), ((mamba, "log_uniform_initializer", _in_half_precision),)),
     Defect(
         "copies of groups stand beside the heads of others",
         (("cp4", "hybrid-two-groups"),),
@@ -213,7 +215,7 @@ HYBRIDS: tuple[Defect, ...] = (
     Defect(
         "the gradient of a delta net's output norm is not summed over tensor ranks",
         (("tp2", "delta"), ("tp4 sp", "delta")),
-        ((finalize, "sum_replicated", sum_replicated_but(_output_norms)),),
+        ((finalize, "sum_replicated_grads", sum_replicated_but(_output_norms)),),
     ),
     Defect(
         "every context rank begins a document of its own",
@@ -223,27 +225,27 @@ HYBRIDS: tuple[Defect, ...] = (
     Defect(
         "the convolution does not see the chunk before",
         (("cp2", "hybrid-odd"), ("cp4", "hybrid-odd-packed")),
-        ((SequenceShards, "_last_inputs", _nothing_before),),
+        ((SequenceShardedKernels, "_halo_inputs", _nothing_before),),
     ),
     Defect(
         "the inputs before a chunk get no gradient",
         (("cp2", "hybrid-odd"),),
-        ((SequenceShards, "_last_inputs", _without_gradient(_last_inputs)),),
+        ((SequenceShardedKernels, "_halo_inputs", _without_gradient(_last_inputs)),),
     ),
     Defect(
         "the states of other context ranks are left out",
         (("cp2", "hybrid-odd"), ("cp4", "hybrid-odd-packed")),
-        ((SequenceShards, "_states_before", _own_only),),
+        ((SequenceShardedKernels, "_states_before_chunks", _own_only),),
     ),
     Defect(
         "the states before a chunk get no gradient",
         (("cp2", "hybrid-odd"),),
-        ((SequenceShards, "_states_before", _without_gradient(_states_before)),),
+        ((SequenceShardedKernels, "_states_before_chunks", _without_gradient(_states_before)),),
     ),
     Defect(
         "Mamba-2 beside attention sees what attention adds",
         (("tp2 sp", "parallel"), ("cp2", "parallel")),
-        ((Layer, "_mix_both", _one_after_the_other),),
+        ((TransformerLayer, "_attention_plus_mamba", _one_after_the_other),),
     ),
     Defect(
         "the factors of z, x, B, C and dt stand one place off",
@@ -253,7 +255,7 @@ HYBRIDS: tuple[Defect, ...] = (
     Defect(
         "the attention of Bamba turns whole heads",
         (("tp2 sp", "bamba"),),
-        ((rope, "frequencies", _whole_heads_turned),),
+        ((rope, "rotary_frequencies", _whole_heads_turned),),
     ),
     Defect(
         "a delta net writes at rates up to one only",

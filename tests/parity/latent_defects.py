@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core.config.settings.model import MTPConfig
 from megatron.core.distributed import finalize
-from megatron.core.distributed.buffers import Segment
+from megatron.core.distributed.buffers import OwnedSegment
 from megatron.core.models import gpt
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.mtp import MTPLosses, MultiTokenPrediction
@@ -20,15 +20,19 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.spec import FusedSegment
 from megatron.core.tensor_parallel import region
-from megatron.core.tensor_parallel.linear import ColumnLinear
-from megatron.core.tensor_parallel.region import Region
+from megatron.core.tensor_parallel.linear import ColumnParallelLinear
+from megatron.core.tensor_parallel.region import TensorParallelRegion
 from megatron.core.transformer import mla
 from megatron.core.transformer.mla import MultiLatentAttention
 from megatron.training.data.batch import Batch, Loss, language_loss, masked_loss
 from tests.helpers import tiny
 from tests.parity.defect import Defect, collectives_with, nothing, sum_replicated_but
 
-_counted_ranges, _materialize, _sum_replicated = clip.ranges_counted_once, gpt.materialize, finalize.sum_replicated
+_counted_ranges, _materialize, _sum_replicated = (
+    clip.gradient_ranges_counted_once,
+    gpt.materialize_parameters,
+    finalize.sum_replicated_grads,
+)
 _look, _cut, _message, _predict, _turn = (
     Batch.with_future_tokens,
     Batch.shard_over_context,
@@ -41,14 +45,14 @@ _look, _cut, _message, _predict, _turn = (
 # Latents.
 
 
-def _sum_down_projections_too(segments: list[Segment], mesh: Mesh) -> None:
+def _sum_down_projections_too(segments: list[OwnedSegment], mesh: Mesh) -> None:
     _sum_replicated(segments, mesh)
     for segment in segments:
         if "down_proj" in segment.name:
             collectives.all_reduce(segment.grad, mesh.tp)
 
 
-def _keep_own_gradient(self: Region, x: Tensor) -> Tensor:
+def _keep_own_gradient(self: TensorParallelRegion, x: Tensor) -> Tensor:
     return collectives.gather_then_split(x, self.axis) if self.sequence_parallel else x
 
 
@@ -59,9 +63,9 @@ def _turn_from_the_rank(self: MultiLatentAttention, x: Tensor, table: Any) -> Te
     return _turn(self, x, dataclasses.replace(table, cos=table.cos.roll(rank, 0), sin=table.sin.roll(rank, 0)))
 
 
-def _keys_beside_values(input_size: int, parts: tuple[FusedSegment, ...], **keywords: Any) -> ColumnLinear:
+def _keys_beside_values(input_size: int, parts: tuple[FusedSegment, ...], **keywords: Any) -> ColumnParallelLinear:
     (whole,) = parts
-    return ColumnLinear(input_size, (FusedSegment(whole.size // 2), FusedSegment(whole.size // 2)), **keywords)
+    return ColumnParallelLinear(input_size, (FusedSegment(whole.size // 2), FusedSegment(whole.size // 2)), **keywords)
 
 
 # Tokens ahead.
@@ -112,7 +116,7 @@ def _copy_of_its_own(module: GPTModel, mesh: Mesh, seed: int, **keywords: Any) -
         module.embedding.word_embeddings.weight.data.mul_(1.001)
 
 
-def _count_the_copy(segment: Segment, mesh: Mesh) -> Iterator[tuple[int, int]]:
+def _count_the_copy(segment: OwnedSegment, mesh: Mesh) -> Iterator[tuple[int, int]]:
     return _counted_ranges(dataclasses.replace(segment, spec=dataclasses.replace(segment.spec, tied=False)), mesh)
 
 
@@ -142,12 +146,12 @@ LATENTS: tuple[Defect, ...] = (
     Defect(
         "gradients of whole down projections are summed over tensor ranks",
         (("tp2 mb4", "mla-q"),),
-        ((finalize, "sum_replicated", _sum_down_projections_too),),
+        ((finalize, "sum_replicated_grads", _sum_down_projections_too),),
     ),
     Defect(
         "gradients of down projections are not summed under sequence parallelism",
         (("tp2 sp mb2", "mla-q"), ("tp4 sp mb4", "mla")),
-        ((finalize, "sum_replicated", sum_replicated_but(lambda s: "down_proj" in s.name)),),
+        ((finalize, "sum_replicated_grads", sum_replicated_but(lambda s: "down_proj" in s.name)),),
     ),
     Defect(
         "gradients of the latents' norms are not summed under sequence parallelism",
@@ -155,7 +159,7 @@ LATENTS: tuple[Defect, ...] = (
         (
             (
                 finalize,
-                "sum_replicated",
+                "sum_replicated_grads",
                 sum_replicated_but(lambda s: s.name.endswith(("q_layernorm.weight", "kv_layernorm.weight"))),
             ),
         ),
@@ -163,7 +167,7 @@ LATENTS: tuple[Defect, ...] = (
     Defect(
         "each tensor rank keeps its own gradient of the shared key",
         (("tp2 mb4", "mla"), ("tp2 sp mb2", "mla-q")),
-        ((Region, "copy_to_region", _keep_own_gradient),),
+        ((TensorParallelRegion, "copy_to_region", _keep_own_gradient),),
     ),
     Defect(
         "tensor ranks rotate the shared key by other positions",
@@ -173,7 +177,7 @@ LATENTS: tuple[Defect, ...] = (
     Defect(
         "keys and values of all heads are cut as two parts",
         (("tp2 mb4", "mla"),),
-        ((mla, "ColumnLinear", _keys_beside_values),),
+        ((mla, "ColumnParallelLinear", _keys_beside_values),),
     ),
     Defect(
         "scores are not sharpened as yarn asks",
@@ -208,17 +212,17 @@ LATENTS: tuple[Defect, ...] = (
     Defect(
         "gradients of the embedding's copy are not summed",
         (("pp2", "mtp2"), ("pp4 layout=E|ttt|tmm|L", "mtp2")),
-        ((finalize, "sum_tied", nothing),),
+        ((finalize, "sum_tied_grads", nothing),),
     ),
     Defect(
         "the embedding's copy starts otherwise",
         (("pp2", "mtp2"), ("pp4 layout=Et|t|ttmm|L mb2", "mtp2-tied-packed")),
-        ((gpt, "materialize", _copy_of_its_own),),
+        ((gpt, "materialize_parameters", _copy_of_its_own),),
     ),
     Defect(
         "the norm counts the embedding's copy",
         (("pp2", "mtp2"), ("pp4 layout=E|ttt|tmm|L", "mtp2")),
-        ((clip, "ranges_counted_once", _count_the_copy),),
+        ((clip, "gradient_ranges_counted_once", _count_the_copy),),
     ),
     Defect(
         "whole gradients are summed where columns were gathered",

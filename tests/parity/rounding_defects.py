@@ -11,18 +11,18 @@ from torch import Tensor
 
 from megatron.core.distributed import fp8_param_gather
 from megatron.core.distributed.ddp import DataParallel
-from megatron.core.kernels.low_precision.fp8 import Quantised
+from megatron.core.kernels.low_precision.fp8 import QuantizedMatrix
 from megatron.core.kernels.low_precision.recipes import OPERANDS, Operand
 from megatron.core.parallel.mesh import Axis
 from megatron.core.tensor_parallel import low_precision
-from megatron.core.tensor_parallel.low_precision import LowLinearOptions, Scaling
+from megatron.core.tensor_parallel.low_precision import LowPrecisionLinearOptions, LowPrecisionScaling
 from tests.parity.defect import Defect, collectives_with, nothing
 
 _largest, _maxima, _whole, _later = (
-    Scaling.largest_value,
-    low_precision._find_maxima,
+    LowPrecisionScaling.global_amax,
+    low_precision._compute_weight_amaxes,
     low_precision._gather_quantized,
-    low_precision._delayed_weight_gradients,
+    low_precision._gather_then_weight_gradients,
 )
 
 
@@ -30,12 +30,12 @@ def _of_own_piece(tensor: Tensor, *_: Any) -> Tensor:
     return tensor
 
 
-def _of_own_pieces(layers: Sequence[tuple[Scaling, Tensor]]) -> None:
+def _of_own_pieces(layers: Sequence[tuple[LowPrecisionScaling, Tensor]]) -> None:
     with patch.object(low_precision, "collectives", collectives_with(all_reduce=_of_own_piece)):
         _maxima(layers)
 
 
-def _by_the_step_under_way(self: Scaling, operand: Operand, x: Tensor) -> Tensor | None:
+def _by_the_step_under_way(self: LowPrecisionScaling, operand: Operand, x: Tensor) -> Tensor | None:
     found = _largest(self, operand, x)
     place = OPERANDS.index(operand)
     if found is not None and self.knows_steps:
@@ -43,18 +43,20 @@ def _by_the_step_under_way(self: Scaling, operand: Operand, x: Tensor) -> Tensor
     return found
 
 
-def _of_own_data(scalings: Sequence[Scaling], *, stepped: bool) -> None:
-    Scaling.append_to_history(scalings, torch.stack([scaling.seen for scaling in scalings]))
+def _of_own_data(scalings: Sequence[LowPrecisionScaling], *, stepped: bool) -> None:
+    LowPrecisionScaling.append_to_amax_history(scalings, torch.stack([scaling.seen for scaling in scalings]))
 
 
-def _scales_of_own_rows(x: Quantised, axis: Axis) -> Quantised:
+def _scales_of_own_rows(x: QuantizedMatrix, axis: Axis) -> QuantizedMatrix:
     whole = _whole(x, axis)
     return (
-        whole if x.blocks is None else Quantised(whole.values, whole.scale, x.blocks.repeat(axis.size, 1), whole.block)
+        whole
+        if x.blocks is None
+        else QuantizedMatrix(whole.values, whole.scale, x.blocks.repeat(axis.size, 1), whole.block)
     )
 
 
-def _own_tokens_later(compute: Any, kept: Tensor, way: LowLinearOptions) -> tuple[Tensor, ...]:
+def _own_tokens_later(compute: Any, kept: Tensor, way: LowPrecisionLinearOptions) -> tuple[Tensor, ...]:
     return _later(compute, kept if not way.gathers else torch.zeros_like(kept), way)
 
 
@@ -74,9 +76,9 @@ ROUNDING: tuple[Defect, ...] = (
         (("tp2 sp dp2 fp8-gather", "fp8-mx"),),
         (
             (
-                LowLinearOptions,
-                "transposed_matrix",
-                property(lambda self: self.rounded_matrix and self.rounded_matrix.t()),
+                LowPrecisionLinearOptions,
+                "held_transposed_weight",
+                property(lambda self: self.held_quantized_weight and self.held_quantized_weight.t()),
             ),
         ),
     ),
@@ -85,8 +87,8 @@ ROUNDING: tuple[Defect, ...] = (
         (("tp2 sp dp2 fp8-gather", "fp8-experts-tensorwise"),),
         (
             (
-                LowLinearOptions,
-                "rounded_matrix",
+                LowPrecisionLinearOptions,
+                "held_quantized_weight",
                 property(lambda self: self.scaling.held[0] if self.scaling.held else None),
             ),
         ),
@@ -104,17 +106,17 @@ ROUNDING: tuple[Defect, ...] = (
     Defect(
         "pieces of a weight are scaled apart",
         (("tp4", "fp8-tensorwise"),),
-        ((low_precision, "_find_maxima", _of_own_pieces),),
+        ((low_precision, "_compute_weight_amaxes", _of_own_pieces),),
     ),
     Defect(
         "delayed scales know the largest values of this rank only",
         (("tp2 sp dp2 zero", "fp8-delayed"), ("dp2 fsdp", "fp8-delayed")),
-        ((Scaling, "after_step", staticmethod(_of_own_data)),),
+        ((LowPrecisionScaling, "after_step", staticmethod(_of_own_data)),),
     ),
     Defect(
         "delayed scales move within a step, so that what is recomputed is rounded anew",
         (("recompute-uniform cp2", "fp8-delayed"),),
-        ((Scaling, "largest_value", _by_the_step_under_way),),
+        ((LowPrecisionScaling, "global_amax", _by_the_step_under_way),),
     ),
     Defect(
         "gathered blocks take this rank's scales",
@@ -124,6 +126,6 @@ ROUNDING: tuple[Defect, ...] = (
     Defect(
         "gradients of weights that wait see no tokens",
         (("pp2 zb tp2 sp", "fp8-tensorwise"),),
-        ((low_precision, "_delayed_weight_gradients", _own_tokens_later),),
+        ((low_precision, "_gather_then_weight_gradients", _own_tokens_later),),
     ),
 )

@@ -11,17 +11,17 @@ from torch import Tensor
 from megatron.core.parallel.mesh import Axis
 from megatron.core.transformer import router
 from megatron.core.transformer.passing import MicrobatchContext
-from megatron.core.transformer.router import Router
+from megatron.core.transformer.router import TopKRouter
 from megatron.training.data.batch import Batch
 from megatron.training.step import StepWork
 from tests.parity.defect import Defect, collectives_with
 
 _share, _size, _evened, _mean_weight, _after_step = (
     router.local_balancing_loss,
-    router.local_z_loss,
+    router.local_router_z_loss,
     router.sinkhorn,
-    StepWork._mean_weight,
-    Router.after_step,
+    StepWork._layer_loss_weight,
+    TopKRouter.after_step,
 )
 
 
@@ -54,7 +54,7 @@ def _every_time(self: MicrobatchContext, key: object, make: Callable[[], Any]) -
         return make()
 
 
-def _a_step_of_one_layer(routers: Sequence[Router], *, stepped: bool) -> None:
+def _a_step_of_one_layer(routers: Sequence[TopKRouter], *, stepped: bool) -> None:
     _after_step(routers[:1], stepped=stepped)
 
 
@@ -67,7 +67,7 @@ ROUTING: tuple[Defect, ...] = (
     Defect(
         "every rank's z-loss is a mean of its own tokens",
         (("tp2 sp", "moe-balanced"), ("cp2", "moe-balanced")),
-        ((router, "local_z_loss", _size_over_own_tokens),),
+        ((router, "local_router_z_loss", _size_over_own_tokens),),
     ),
     Defect(
         "a rank knows only its own choices",
@@ -77,17 +77,17 @@ ROUTING: tuple[Defect, ...] = (
     Defect(
         "balancing losses count once a data rank",
         (("ep2 dp2 alltoall", "moe-balanced"), ("pp2 ep2 dp2", "moe-balanced")),
-        ((StepWork, "_mean_weight", _without_the_number_of_data_ranks),),
+        ((StepWork, "_layer_loss_weight", _without_the_number_of_data_ranks),),
     ),
     Defect(
         "balancing losses of short microbatches count as much as those of long ones",
         (("pp2 ep2 dp2", "moe-balanced"), ("tp2 sp", "moe-balanced")),
-        ((StepWork, "_mean_weight", _every_microbatch_alike),),
+        ((StepWork, "_layer_loss_weight", _every_microbatch_alike),),
     ),
     Defect(
         "balancing losses forget that the collective divides",
         (("ep2 dp2 average", "moe-mean"),),
-        ((StepWork, "_mean_weight", _without_the_division_of_the_collective),),
+        ((StepWork, "_layer_loss_weight", _without_the_division_of_the_collective),),
     ),
     Defect(
         "a recomputed pass counts its choices again",
@@ -97,7 +97,7 @@ ROUTING: tuple[Defect, ...] = (
     Defect(
         "the counts of a step are kept for the next",
         (("tp2 sp pp2", "moe-global"), ("ep4 dp4", "moe-no-aux")),
-        ((Router, "after_step", staticmethod(_a_step_of_one_layer)),),
+        ((TopKRouter, "after_step", staticmethod(_a_step_of_one_layer)),),
     ),
     Defect(
         "each rank evens out its own tokens",

@@ -17,21 +17,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.config.flags import to_values
+from megatron.core.config.flags import config_to_values
 from megatron.core.config.plan import network_layer_plans
-from megatron.core.config.stages import stages_of
+from megatron.core.config.stages import pipeline_stages_of
 from megatron.core.context_parallel.sequence import Zigzag
-from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.families import hf, hf_export
-from megatron.core.families.registry import family_of, model_of
-from megatron.core.families.tensor_file import read_header
+from megatron.core.families.registry import family_of_config, model_config_of
+from megatron.core.families.tensor_file import read_safetensors_header
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5 import T5Model
 from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import whole_box
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import local_shards, spec_of
+from megatron.core.parallel.spec import local_shards, param_spec_of
 from tests.helpers import tiny
 from tests.helpers.tiny import VOCABULARY
 from tests.helpers.world import Worlds
@@ -350,12 +350,12 @@ def padding() -> Tensor:
     return torch.arange(LENGTH) < torch.tensor([[LENGTH], [11]])
 
 
-def fill(model: nn.Module, source: Source, mesh: Mesh) -> None:
+def fill(model: nn.Module, source: CheckpointSource, mesh: Mesh) -> None:
     """Load this rank's boxes, and nothing else."""
     for param in model.parameters():
-        param.data.fill_(float("nan") if spec_of(param).kind != "embedding" else 0.0)  # padding stays
-        for piece in local_shards(spec_of(param), mesh):
-            param.data[piece.local.slices()] = source.read(f"model.{spec_of(param).name}", piece.box)
+        param.data.fill_(float("nan") if param_spec_of(param).kind != "embedding" else 0.0)  # padding stays
+        for piece in local_shards(param_spec_of(param), mesh):
+            param.data[piece.local.slices()] = source.read(f"model.{param_spec_of(param).name}", piece.box)
 
 
 def ask(model: GPTModel | BERTModel | T5Model, message: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -372,7 +372,7 @@ def ask(model: GPTModel | BERTModel | T5Model, message: tuple[Tensor, ...]) -> t
 
 def logits_here(path: Path, layout: dict[str, Any]) -> Said | None:
     """On every rank: our network with the folder's weights. Returns what the last stage says, and None on other stages."""
-    source = hf.open_folder(path)
+    source = hf.open_hf_folder(path)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     config = tiny.config(
         world_size,
@@ -388,14 +388,14 @@ def logits_here(path: Path, layout: dict[str, Any]) -> Said | None:
         **({"decoder_seq_length": SHORT} if "decoder_num_layers" in source.settings else {}),
     )
     run = tiny.run_of(config)
-    (stage,) = [stage for stage in stages_of(config) if stage.rank == run.mesh.pp.rank]
-    model = NETWORKS[config.model.architecture](stage, run.build).materialize(1).eval()
+    (stage,) = [stage for stage in pipeline_stages_of(config) if stage.rank == run.mesh.pp.rank]
+    model = NETWORKS[config.model.architecture](stage, run.layer_build_context).materialize(1).eval()
     fill(model, source, run.mesh)
     with torch.no_grad():
         message = (
             ()
             if stage.has_embedding
-            else tuple(torch.empty(shape, dtype=dtype) for shape, dtype in model.input_specs(config.train))
+            else tuple(torch.empty(shape, dtype=dtype) for shape, dtype in model.received_tensor_specs(config.train))
         )
         for part in message:
             dist.recv(part, src=run.mesh.pp.ranks[stage.rank - 1])
@@ -462,11 +462,11 @@ def test_gradients_are_those_of_transformers(case: str, folder: Callable[[str], 
     for param in model.parameters():
         param.data = torch.zeros_like(param) if param.grad is None else param.grad
     model.save_pretrained(tmp_path)
-    theirs, stage = hf.open_folder(tmp_path), serial(folder(case))
+    theirs, stage = hf.open_hf_folder(tmp_path), serial(folder(case))
     named = {name: param for name, param in stage.named_parameters() if param.requires_grad}
     found = torch.autograd.grad(loss_of(stage(ids=ids())[..., :VOCABULARY].transpose(0, 1)), list(named.values()))
     for (name, param), gradient in zip(named.items(), found, strict=True):
-        expected = theirs.read(f"model.{name}", whole_box(spec_of(param).shape))
+        expected = theirs.read(f"model.{name}", whole_box(param_spec_of(param).shape))
         gap, size = float((gradient[: len(expected)] - expected).abs().max()), float(expected.abs().max())
         assert 0 < size and gap <= 1e-4 * size, f"the gradient of {name} differs by {gap:.3g} of {size:.3g}"
 
@@ -484,8 +484,8 @@ def test_layers_with_a_window_are_those_of_transformers_where_a_config_does_not_
     }
     config = getattr(transformers, f"{kind}Config")(**{**sizes, "sliding_window": 4}).to_dict()
     kinds = config.pop("layer_types")
-    settings, problems = family_of({"model_type": config["model_type"]}, kind).config_in(config)
-    windows = [plan.window for plan in network_layer_plans(model_of(settings))]
+    settings, problems = family_of_config({"model_type": config["model_type"]}, kind).settings_from_config(config)
+    windows = [plan.window for plan in network_layer_plans(model_config_of(settings))]
     assert problems == [] and windows == [(3, 0) if one == "sliding_attention" else None for one in kinds]
     assert set(kinds) == {"sliding_attention", "full_attention"}
 
@@ -497,10 +497,10 @@ def loss_of(logits: Tensor) -> Tensor:
 
 def serial(path: Path) -> GPTModel:
     """Our decoder with the folder's weights, in one process."""
-    source = hf.open_folder(path)
+    source = hf.open_hf_folder(path)
     config = tiny.config(**{**source.settings, "seq_length": LENGTH, "attention_dropout": 0.0, "hidden_dropout": 0.0})
     run = tiny.run_of(config)
-    model = GPTModel(stages_of(config)[0], run.build).materialize(1).eval()
+    model = GPTModel(pipeline_stages_of(config)[0], run.layer_build_context).materialize(1).eval()
     fill(model, source, run.mesh)
     return model
 
@@ -510,10 +510,10 @@ def test_experts_that_are_saved_as_one_tensor_are_read_as_the_same_network(
     case: str, folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     published(case).save_pretrained(tmp_path, save_original_format=False)
-    source, expected = hf.open_folder(tmp_path), hf.open_folder(folder(case))
+    source, expected = hf.open_hf_folder(tmp_path), hf.open_hf_folder(folder(case))
     assert any(
         name.endswith(("experts.gate_up_proj", "experts.up_proj"))
-        for name in read_header(tmp_path / "model.safetensors")
+        for name in read_safetensors_header(tmp_path / "model.safetensors")
     )
     assert source.formats == expected.formats
     for name, one in source.formats.items():
@@ -529,16 +529,16 @@ def saved_files(path: Path) -> dict[str, bytes]:
 def test_there_and_back_gives_the_files_of_transformers_byte_by_byte(
     case: str, folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    hf_export.export(hf.open_folder(folder(case)), tmp_path / "back", like=folder(case))
+    hf_export.export_hf_folder(hf.open_hf_folder(folder(case)), tmp_path / "back", like=folder(case))
     assert saved_files(tmp_path / "back") == saved_files(folder(case))
 
 
 @pytest.mark.parametrize("case", ["gpt2", "llama2", "qwen3"])
 def test_files_are_cut_as_transformers_cuts_them(case: str, tmp_path: Path) -> None:
     published(case).save_pretrained(tmp_path / "many", max_shard_size="15KB")
-    source = hf.open_folder(tmp_path / "many")
+    source = hf.open_hf_folder(tmp_path / "many")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
-    hf_export.export(source, tmp_path / "back", like=tmp_path / "many", shard_bytes=15_000)
+    hf_export.export_hf_folder(source, tmp_path / "back", like=tmp_path / "many", shard_bytes=15_000)
     assert saved_files(tmp_path / "back") == saved_files(tmp_path / "many")
 
 
@@ -548,7 +548,8 @@ class Held:
     def __init__(self, model: nn.Module, settings: dict[str, Any]) -> None:
         self.where, self.values, self.settings = "memory", {}, settings
         self._tensors = {
-            f"model.{spec_of(param).name}": param.detach()[: spec_of(param).shape[0]] for param in model.parameters()
+            f"model.{param_spec_of(param).name}": param.detach()[: param_spec_of(param).shape[0]]
+            for param in model.parameters()
         }
         self.formats = {
             name: hf.TensorFormat(tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()
@@ -700,10 +701,10 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_network_of_ours_is_loaded_by_transformers_and_computes_the_same_there(ours: str, tmp_path: Path) -> None:
     family, settings = OURS[ours]
     config = tiny.config(**settings)
-    (stage,) = stages_of(config)
-    model = NETWORKS[config.model.architecture](stage, tiny.run_of(config).build).materialize(5).eval()
-    source = Held(model, to_values(config.model))
-    assert hf_export.export(source, tmp_path / "out").name == family
+    (stage,) = pipeline_stages_of(config)
+    model = NETWORKS[config.model.architecture](stage, tiny.run_of(config).layer_build_context).materialize(5).eval()
+    source = Held(model, config_to_values(config.model))
+    assert hf_export.export_hf_folder(source, tmp_path / "out").name == family
     (named,) = json.loads((tmp_path / "out" / "config.json").read_text())["architectures"]
     theirs = getattr(transformers, named).from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     with torch.no_grad():

@@ -20,7 +20,7 @@ from megatron.core.families.registry import FAMILIES
 from megatron.core.families.rules import ParameterMapping
 from megatron.core.families.settings import ConfigReader
 from megatron.core.parallel.boxes import whole_box
-from megatron.core.parallel.spec import spec_of
+from megatron.core.parallel.spec import param_spec_of
 from tests.helpers.tiny import VOCABULARY
 from tests.parity.test_families import CASES, published, serial
 
@@ -56,7 +56,7 @@ def test_a_convolution_that_transformers_cut_in_equal_parts_is_read_whole(
     theirs.save_pretrained(tmp_path / "uneven")
     logits, expected = serial(tmp_path / "uneven")(ids=ids)[..., :VOCABULARY].transpose(0, 1), theirs(ids).logits
     assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
-    hf_export.export(hf.open_folder(tmp_path / "uneven"), tmp_path / "even", like=tmp_path / "uneven")
+    hf_export.export_hf_folder(hf.open_hf_folder(tmp_path / "uneven"), tmp_path / "even", like=tmp_path / "uneven")
     again = type(theirs).from_pretrained(tmp_path / "even", dtype=torch.float32)
     assert all(torch.equal(one, theirs.state_dict()[name]) for name, one in again.state_dict().items())
 
@@ -83,7 +83,7 @@ def test_a_network_with_states_is_that_of_transformers_at_any_length(
     exact = _gradients(precise, ids, targets, tmp_path / "exact")
     rounded = _gradients(theirs, ids, targets, tmp_path / "rounded")
     named = {name: param for name, param in stage.named_parameters() if param.requires_grad}
-    shapes = {name: spec_of(param).shape for name, param in named.items()}
+    shapes = {name: param_spec_of(param).shape for name, param in named.items()}
     pairs = {
         name: tuple(folder.read(f"model.{name}", whole_box(shape)).double() for folder in (rounded, exact))
         for name, shape in shapes.items()
@@ -105,7 +105,7 @@ def _gradients(network: Any, ids: Tensor, targets: Tensor, folder: Path) -> hf.H
     for param in network.parameters():
         param.data = torch.zeros_like(param) if param.grad is None else param.grad
     network.save_pretrained(folder)
-    return hf.open_folder(folder)
+    return hf.open_hf_folder(folder)
 
 
 def _attention_a_layer_later(keys: ConfigReader) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def test_off_per_token_loss_the_gradient_is_that_of_the_mean_of_microbatch_means
     run = tiny.run_of(tiny.config(**changes))
     trainer = tiny.trainer_of(run)
     means = []
-    for batch in tiny.batches(run, 0):
+    for batch in tiny.short_run_batches(run, 0):
         losses = trainer.stages[0](ids=batch.tokens, labels=batch.labels)
         means.append((losses * batch.loss_mask).sum() / batch.loss_mask.sum())
     gradients = torch.autograd.grad(torch.stack(means).mean(), list(trainer.stages[0].parameters()))

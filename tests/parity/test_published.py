@@ -136,7 +136,7 @@ def ours_and_theirs(model: str, precision: str, **changes: Any) -> tuple[Trainer
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(**settings)))
     make, rename = PUBLISHED[model]
     with taken_in_fp64(precision):
-        published = make().to(trainer.run.build.dtype)
+        published = make().to(trainer.run.layer_build_context.dtype)
     missing = published.load_state_dict(
         {name: value.clone() for name, value in rename(weights(trainer)).items()}, strict=False
     )
@@ -152,7 +152,7 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
 
 def whole_batch(trainer: Trainer, iteration: int) -> Batch:
     """All samples of an iteration in one batch."""
-    parts = list(tiny.batches(trainer.run, iteration))
+    parts = list(tiny.short_run_batches(trainer.run, iteration))
     return Batch(
         **{name: torch.cat([getattr(part, name) for part in parts]) for name in ("tokens", "labels", "loss_mask")}
     )
@@ -210,7 +210,7 @@ def test_steps_are_those_of_torch_adamw_with_clipping(model: str, precision: str
         norm = nn.utils.clip_grad_norm_(published.parameters(), BASE["clip_grad"])
         assert norm > BASE["clip_grad"], "clipping is meant to be at work"
         adam.step()
-        step = train_step(trainer, tiny.batches(trainer.run, iteration))
+        step = train_step(trainer, tiny.short_run_batches(trainer.run, iteration))
         assert float(step.grad_norm) == pytest.approx(float(norm), rel=TOLERANCES[precision][0])
     theirs = {name: param.detach() for name, param in published.named_parameters()}
     check_close(PUBLISHED[model][1](weights(trainer)), theirs, TOLERANCES[precision][1])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.checkpoint.checkpointing import Checkpointer
 from tests.helpers import tiny
 from tests.helpers.resuming import AFTER, BEFORE, resume_and_train, train_and_save
 from tests.helpers.training import outcome, train_on
@@ -27,9 +27,9 @@ def test_delayed_scales_resume_to_the_last_bit(tmp_path: Path) -> None:
     resumed = outcome([resume_and_train(changes, str(tmp_path), AFTER)])
     assert (resumed.losses, resumed.norms) == (whole.losses[BEFORE:], whole.norms[BEFORE:])
     afresh = tiny.trainer_of(tiny.run_of(tiny.config(**changes, load=str(tmp_path))))
-    assert Checkpoint(afresh).resume()
+    assert Checkpointer(afresh).resume()
     for scaling in (module for module in afresh.stages[0].modules() if hasattr(module, "history")):
-        scaling.load(scaling.history * 0.0)
+        scaling.load_amax_history(scaling.history * 0.0)
     assert train_on(afresh, AFTER)[0] != resumed.losses, "a history that is lost would show"
 
 

@@ -45,7 +45,7 @@ def losses(**changes: Any) -> list[float]:
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(**{**SHAPE, **changes})))
     found = []
     for step in range(STEPS):
-        total, count = train_step(trainer, tiny.batches(trainer.run, step % TEXTS)).losses["lm loss"].tolist()
+        total, count = train_step(trainer, tiny.short_run_batches(trainer.run, step % TEXTS)).losses["lm loss"].tolist()
         found.append(total / count)
     return found
 

@@ -15,12 +15,12 @@ from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.orthogonal import orthogonalize, orthogonalize_distributed
 from megatron.core.optimizer.owners import MuonTask
 from megatron.core.parallel import offload
-from megatron.core.parallel.offload import OffloadedBytes
+from megatron.core.parallel.offload import OffloadedBuffer
 from megatron.core.parallel.spec import ParamSpec
 from tests.parity.defect import Defect
 
-_returned, _direction, _arrived = muon._order_by_receiver, Muon._momentum_direction, OffloadedBytes.wait
-_blocks, _sum = adafactor._segment_rectangles, Adafactor._all_reduce_sums
+_returned, _direction, _arrived = muon._pack_send_buffer, Muon._momentum_direction, OffloadedBuffer.wait
+_blocks, _sum = adafactor._owned_rectangles, Adafactor._all_reduce_sums
 
 
 def _each_piece_for_a_matrix(self: Muon, x: Tensor, spec: ParamSpec) -> Tensor:
@@ -56,7 +56,7 @@ def _every_block_counts(segment: Any, mesh: Any) -> Any:
     return (replace(block, is_counted=True) for block in _blocks(segment, mesh))
 
 
-def _as_it_was_last(self: OffloadedBytes) -> Tensor:
+def _as_it_was_last(self: OffloadedBuffer) -> Tensor:
     self._back = torch.zeros_like(self.host) if self._back is None else self._back
     self._mark = self.side_stream.record_event()
     return _arrived(self)
@@ -66,7 +66,7 @@ UPDATES: tuple[Defect, ...] = (
     Defect(
         "a piece of a matrix is taken for the matrix",
         (("tp4 mb4", "muon"),),
-        ((Muon, "_sharded_update", _each_piece_for_a_matrix),),
+        ((Muon, "_orthogonalize_local_shard", _each_piece_for_a_matrix),),
     ),
     Defect(
         "copies of key heads count twice where tensor ranks share Muon's work",
@@ -76,7 +76,7 @@ UPDATES: tuple[Defect, ...] = (
     Defect(
         "owners send updates back one element off",
         (("dp4 zero bucket600 mb2", "muon"),),
-        ((muon, "_order_by_receiver", _back_to_the_rank_beside),),
+        ((muon, "_pack_send_buffer", _back_to_the_rank_beside),),
     ),
     Defect(
         "an owner hears of the first data rank's momentum only",
@@ -101,11 +101,11 @@ UPDATES: tuple[Defect, ...] = (
     Defect(
         "squares of copied key heads count twice",
         (("tp4 mb4", "adafactor-gqa"),),
-        ((adafactor, "_segment_rectangles", _every_block_counts),),
+        ((adafactor, "_owned_rectangles", _every_block_counts),),
     ),
     Defect(
         "activations are used before they have come back",
         (("offload-layers pp2 vpp2 recompute-mlp mb2", "llama"), ("offload-parts ep2 dp2 alltoall mb2", "moe")),
-        ((offload.OffloadedBytes, "wait", _as_it_was_last),),
+        ((offload.OffloadedBuffer, "wait", _as_it_was_last),),
     ),
 )

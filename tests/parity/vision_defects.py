@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.config.vision import vision_encoder
+from megatron.core.config.vision import vision_encoder_config
 from megatron.core.datasets.samplers import collate
 from megatron.core.models import vision
 from megatron.core.models.vision import ImageEmbedder, VisionEncoder
@@ -25,7 +25,7 @@ _encode, _forward, _rows, _is_trained = (
     VisionEncoder.forward,
     ImageEmbedder.forward,
     ImageEmbedder.encode_images,
-    adapters.is_trained,
+    adapters.is_trained_parameter,
 )
 
 
@@ -65,7 +65,7 @@ def _same(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _with_gelu(model: ModelConfig) -> ModelConfig:
-    return replace(vision_encoder(model), quick_gelu=False)
+    return replace(vision_encoder_config(model), quick_gelu=False)
 
 
 def _columns_first(x: Tensor, grid: tuple[int, int], factor: int) -> Tensor:
@@ -125,7 +125,7 @@ VISION: tuple[Defect, ...] = (
     Defect(
         "CLIP's layers have GELU instead of quick GELU",
         (("tp2", "vlm"), ("pp2", "vlm")),
-        ((vision, "vision_encoder", _with_gelu),),
+        ((vision, "vision_encoder_config", _with_gelu),),
     ),
     Defect(
         "pixel shuffle puts columns before rows",

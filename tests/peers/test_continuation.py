@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.core.families.megatron.open import open_megatron
+from megatron.core.families.megatron.open import open_megatron_checkpoint
 from megatron.core.families.megatron.source import MegatronSource
 from megatron.core.parallel.boxes import whole_box
 from megatron.training.cli.arguments import read_args
@@ -72,7 +72,13 @@ def steps_of_continuation(folder: Path, *flags: str) -> Steps:
         )
     )
     try:
-        pretrain(run, pretrain_gpt.datasets, pretrain_gpt.model, pretrain_gpt.forward_step, pretrain_gpt.samples)
+        pretrain(
+            run,
+            pretrain_gpt.datasets_provider,
+            pretrain_gpt.model_provider,
+            pretrain_gpt.forward_step,
+            pretrain_gpt.make_sample_generator,
+        )
     finally:
         logging.getLogger("megatron").handlers.clear()
     steps = [json.loads(line) for line in log.read_text().splitlines()]
@@ -119,7 +125,7 @@ def test_masters_in_fp32_of_weights_in_bf16_are_read_and_the_losses_agree_as_bf1
     name: str, tmp_path: Path
 ) -> None:
     folder = unpack(name, tmp_path)
-    source = open_megatron(folder / "checkpoints")
+    source = open_megatron_checkpoint(folder / "checkpoints")
     for one in [
         one for one in source.formats if one.startswith("model.") and source.formats[one].dtype == torch.bfloat16
     ]:
@@ -139,7 +145,9 @@ def test_masters_in_fp32_of_weights_in_bf16_are_read_and_the_losses_agree_as_bf1
 @pytest.fixture(scope="module")
 def names_of_deepseek(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """All tensors of a checkpoint with every kind of layer: weights, and what Adam keeps."""
-    return sorted(open_megatron(unpack("deepseek", tmp_path_factory.mktemp("names")) / "checkpoints").formats)
+    return sorted(
+        open_megatron_checkpoint(unpack("deepseek", tmp_path_factory.mktemp("names")) / "checkpoints").formats
+    )
 
 
 @pytest.mark.parametrize(

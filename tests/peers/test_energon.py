@@ -16,9 +16,9 @@ from PIL import Image
 
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.datasets import images
-from megatron.core.datasets.energon import EnergonPart
-from megatron.core.datasets.paths import plan_splits
-from megatron.core.datasets.webdataset import energon_rows
+from megatron.core.datasets.energon import EnergonSplitPart
+from megatron.core.datasets.paths import plan_data_splits
+from megatron.core.datasets.webdataset import read_energon_rows
 from tests.unit.datasets.test_energon import KINDS, folder, joined
 from tests.unit.datasets.test_images import content, options, picture
 
@@ -75,7 +75,7 @@ def theirs(package: str, where: Path, path: str, part: str = "train") -> list[di
 
 def described(path: Path, name: str) -> list[Any]:
     """Size and sum of the image that a row names."""
-    image = Image.open(io.BytesIO(images.read_bytes(os.path.join(path, name), options()))).convert("RGB")
+    image = Image.open(io.BytesIO(images.read_image_bytes(os.path.join(path, name), options()))).convert("RGB")
     return [*image.size, int(np.asarray(image, np.int64).sum())]
 
 
@@ -103,7 +103,7 @@ def test_samples_are_those_that_energon_reads(kind: str, package: str, tmp_path:
     run(package, tmp_path, "prepare", str(path), "train=.*")
     (path / ".nv-meta" / "split.yaml").write_text(split)
     read = theirs(package, tmp_path, str(path))
-    own = [row for row in energon_rows(EnergonPart(str(path), "train")) if not isinstance(row, str)]
+    own = [row for row in read_energon_rows(EnergonSplitPart(str(path), "train")) if not isinstance(row, str)]
     assert len(read) == len(own) == len(samples)
     for sample, row in zip(read, own, strict=True):
         assert row["conversations"][1]["value"] == answer_of(sample)
@@ -118,10 +118,10 @@ def test_a_join_is_that_of_energon(package: str, tmp_path: Path) -> None:
         run(package, tmp_path, "prepare", str(tmp_path / name), "train=.*")
         (tmp_path / name / ".nv-meta" / "split.yaml").write_text(split)
     read = theirs(package, tmp_path, path)
-    plan = plan_splits(DataConfig(data_path=(path,)))[0]
+    plan = plan_data_splits(DataConfig(data_path=(path,)))[0]
     assert plan is not None
-    part = EnergonPart.parse_prefix(plan.blend.prefixes[0])
+    part = EnergonSplitPart.parse_prefix(plan.blend.prefixes[0])
     assert part is not None
-    own = [row for row in energon_rows(part) if not isinstance(row, str)]
+    own = [row for row in read_energon_rows(part) if not isinstance(row, str)]
     assert [row["conversations"][1]["value"] for row in own] == [sample["text"] for sample in read]
     assert [described(tmp_path / "pictures", row["image"]) for row in own] == [sample["image"] for sample in read]

@@ -15,10 +15,14 @@ import torch
 import pretrain_gpt
 from megatron.core.config.flags import ConfigError
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.megatron.export import flags_for_megatron, write_legacy, write_torch_dist
-from megatron.core.families.megatron.open import open_megatron
+from megatron.core.families.megatron.export import (
+    flags_for_megatron,
+    write_legacy_checkpoint,
+    write_torch_dist_checkpoint,
+)
+from megatron.core.families.megatron.open import open_megatron_checkpoint
 from megatron.core.families.megatron.pickles import read_torch_file
-from megatron.core.families.megatron.torch_dist import _index_entries, _read_index
+from megatron.core.families.megatron.torch_dist import _parse_index, _read_torch_dist_index
 from megatron.tools.checkpoint import convert
 from megatron.training.cli.arguments import read_args
 from megatron.training.initialize import initialize_megatron
@@ -43,8 +47,10 @@ ENGINE = {
 @pytest.mark.parametrize("name", WRITTEN_ALIKE)
 def test_files_of_ranks_are_those_that_megatron_wrote(name: str, tmp_path: Path) -> None:
     folder = unpack(name, tmp_path)
-    theirs = open_megatron(folder / "checkpoints")
-    written = write_legacy(theirs, tmp_path / "out", iteration=3, tensor_size=CASES[name].ranks, fused_norms=False)
+    theirs = open_megatron_checkpoint(folder / "checkpoints")
+    written = write_legacy_checkpoint(
+        theirs, tmp_path / "out", iteration=3, tensor_size=CASES[name].ranks, fused_norms=False
+    )
     for file in written.glob("*/*.pt"):
         ours, given = (
             read_torch_file(place)["model"]
@@ -57,9 +63,11 @@ def test_files_of_ranks_are_those_that_megatron_wrote(name: str, tmp_path: Path)
 @pytest.mark.parametrize("name", ["deepseek", "experts", "gqa"])
 def test_a_distributed_checkpoint_has_the_keys_and_shapes_that_megatron_asks_for(name: str, tmp_path: Path) -> None:
     folder = unpack(name, tmp_path)
-    written = write_torch_dist(open_megatron(folder / "checkpoints"), tmp_path / "out", fused_norms=False)
+    written = write_torch_dist_checkpoint(
+        open_megatron_checkpoint(folder / "checkpoints"), tmp_path / "out", fused_norms=False
+    )
     (ours, _), (theirs, _) = (
-        _index_entries(_read_index(place / ".metadata"), place)
+        _parse_index(_read_torch_dist_index(place / ".metadata"), place)
         for place in (written, folder / "checkpoints/iter_0000003")
     )
     shapes = {key: stored.shape for key, stored in theirs.items() if not key.startswith("optimizer.")}
@@ -72,25 +80,26 @@ def test_a_distributed_checkpoint_has_the_keys_and_shapes_that_megatron_asks_for
 
 @pytest.mark.parametrize("name", ENGINE)
 def test_norms_have_the_names_of_transformer_engines_layers(name: str, tmp_path: Path) -> None:
-    written = write_torch_dist(open_megatron(unpack(name, tmp_path) / "checkpoints"), tmp_path / "out")
+    written = write_torch_dist_checkpoint(
+        open_megatron_checkpoint(unpack(name, tmp_path) / "checkpoints"), tmp_path / "out"
+    )
     keys = {
-        key.removeprefix("decoder.layers.1.") for key in _index_entries(_read_index(written / ".metadata"), written)[0]
+        key.removeprefix("decoder.layers.1.")
+        for key in _parse_index(_read_torch_dist_index(written / ".metadata"), written)[0]
     }
     assert {key for key in keys if "norm" in key and not key.startswith(("decoder.", "mtp."))} == ENGINE[name]
 
 
 def test_flags_are_named_that_megatron_does_not_take_from_a_checkpoint(tmp_path: Path) -> None:
-    assert flags_for_megatron(open_megatron(unpack("gqa", tmp_path) / "checkpoints")) == ""
-    assert flags_for_megatron(open_megatron(unpack("deepseek", tmp_path / "d") / "checkpoints")).split(" --")[:3] == [
-        "--qk-layernorm",
-        "rope-type rope",
-        "multi-latent-attention",
-    ]
+    assert flags_for_megatron(open_megatron_checkpoint(unpack("gqa", tmp_path) / "checkpoints")) == ""
+    assert flags_for_megatron(open_megatron_checkpoint(unpack("deepseek", tmp_path / "d") / "checkpoints")).split(
+        " --"
+    )[:3] == ["--qk-layernorm", "rope-type rope", "multi-latent-attention"]
 
 
 def test_layers_that_predict_ahead_are_not_written_into_files_of_ranks(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
-        write_legacy(open_megatron(unpack("mtp", tmp_path) / "checkpoints"), tmp_path / "out")
+        write_legacy_checkpoint(open_megatron_checkpoint(unpack("mtp", tmp_path) / "checkpoints"), tmp_path / "out")
     assert "write torch_dist" in caught.value.problems[0]
 
 
@@ -142,7 +151,13 @@ def trained(flags: str, folder: Path, tokens: Path) -> dict[str, float]:
     places = ["--data-path", str(tokens), "--save", str(folder / "ours"), "--log-jsonl", str(log)]
     run = initialize_megatron(read_args([*COMMON, *flags.split(), *places]))
     try:
-        pretrain(run, pretrain_gpt.datasets, pretrain_gpt.model, pretrain_gpt.forward_step, pretrain_gpt.samples)
+        pretrain(
+            run,
+            pretrain_gpt.datasets_provider,
+            pretrain_gpt.model_provider,
+            pretrain_gpt.forward_step,
+            pretrain_gpt.make_sample_generator,
+        )
     finally:
         logging.getLogger("megatron").handlers.clear()
     return [line for line in map(json.loads, log.read_text().splitlines()) if line["kind"] == "step"][-1]

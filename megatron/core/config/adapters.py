@@ -43,32 +43,34 @@ PROJECTIONS: Mapping[tuple[str, str], str] = {
 
 
 class LayerStructure(Protocol):
-    """What of a layer's plan says which linear layers it has."""
+    """The fields of a layer's plan that determine which linear layers it has."""
 
     @property
     def index(self) -> int:
-        """Number of the layer."""
+        """Number of the layer, from 0."""
 
     @property
     def mixer(self) -> str:
-        """attention, mla, mamba, gated_delta_net or none."""
+        """Kind of sequence mixer: attention, mla, mamba, gated_delta_net or none."""
 
     @property
     def beside(self) -> str:
-        """mamba or none."""
+        """Kind of a second mixer in parallel to the first: mamba or none."""
 
     @property
     def cross(self) -> bool:
-        """Whether it looks at an encoder."""
+        """Whether it has cross attention to an encoder."""
 
     @property
     def mlp(self) -> str:
-        """dense, moe or none."""
+        """Kind of MLP: dense, moe or none."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """A linear layer of a layer: inputs, and the parts of its output with their sizes. A matrix that is not fused has one, named ""."""
+    """Input size of a linear layer, and the fused parts of its output, (name, size) each. An unfused matrix has one
+    part, named "".
+    """
 
     inputs: int
     parts: tuple[tuple[str, int], ...]
@@ -78,8 +80,8 @@ class LinearShape:
         """Size of the whole output."""
         return sum(size for _, size in self.parts)
 
-    def rows(self, part: str) -> tuple[int, int]:
-        """First row and number of rows of a part; of "" all."""
+    def row_range(self, part: str) -> tuple[int, int]:
+        """Return first row and number of rows of a part of the matrix; of all rows for ""."""
         first = 0
         for name, size in self.parts if part else ():
             if name == part:
@@ -90,7 +92,11 @@ class LinearShape:
 
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
-    """One adapter. linear: path of the linear layer in its layer. part: of a fused matrix; "": all of it. scale: of the product B A."""
+    """One adapter of a layer. linear: path of the linear layer in its layer. part: name of the fused part; "": the
+    whole matrix.
+
+    scale: factor of B A.
+    """
 
     linear: str
     part: str
@@ -98,32 +104,39 @@ class AdapterPlan:
     scale: float
 
 
-def linear_layers(model: ModelConfig, plan: LayerStructure) -> dict[str, LinearShape]:
-    """Every linear layer of a layer, by its path in it."""
+def linear_layer_shapes(model: ModelConfig, plan: LayerStructure) -> dict[str, LinearShape]:
+    """Return the shape of every linear layer of a transformer layer, by its path in the layer."""
     result = _MIXERS[plan.mixer](model) | _MIXERS[plan.beside](model)
     hidden = model.hidden_size
     if plan.cross:
-        result["cross_attention.linear_q"] = LinearShape(hidden, (("", model.query_size),))
-        result["cross_attention.linear_kv"] = LinearShape(hidden, (("k", model.key_size), ("v", model.key_size)))
-        result["cross_attention.linear_proj"] = LinearShape(model.query_size, (("", hidden),))
+        result["cross_attention.linear_q"] = LinearShape(hidden, (("", model.query_projection_width),))
+        result["cross_attention.linear_kv"] = LinearShape(
+            hidden, (("k", model.key_projection_width), ("v", model.key_projection_width))
+        )
+        result["cross_attention.linear_proj"] = LinearShape(model.query_projection_width, (("", hidden),))
     widths = {} if plan.mlp == "none" else {"mlp": model.ffn_hidden_size}
     if plan.mlp == "moe":
         shared = model.moe.moe_shared_expert_intermediate_size
         widths = {"mlp.experts": model.moe.moe_ffn_hidden_size or model.ffn_hidden_size}
         widths |= {} if shared is None else {"mlp.shared_experts": shared}
     for path, width in widths.items():
-        parts = (("gate", width), ("up", width)) if model.gated else (("", width),)
+        parts = (("gate", width), ("up", width)) if model.has_gated_mlp else (("", width),)
         result[f"{path}.linear_fc1"] = LinearShape(hidden, parts)
         result[f"{path}.linear_fc2"] = LinearShape(width, (("", hidden),))
     return result
 
 
 def _attention_linear_layers(model: ModelConfig) -> dict[str, LinearShape]:
-    gate = (("gate", model.query_size),) if model.attention_output_gate else ()
-    heads = (("q", model.query_size), *gate, ("k", model.key_size), ("v", model.key_size))
+    gate = (("gate", model.query_projection_width),) if model.attention_output_gate else ()
+    heads = (
+        ("q", model.query_projection_width),
+        *gate,
+        ("k", model.key_projection_width),
+        ("v", model.key_projection_width),
+    )
     return {
         "self_attention.linear_qkv": LinearShape(model.hidden_size, heads),
-        "self_attention.linear_proj": LinearShape(model.query_size, (("", model.hidden_size),)),
+        "self_attention.linear_proj": LinearShape(model.query_projection_width, (("", model.hidden_size),)),
     }
 
 
@@ -148,7 +161,7 @@ def _mamba_linear_layers(model: ModelConfig) -> dict[str, LinearShape]:
     heads = hybrid.mamba_num_heads or 0
     inner, shared = heads * hybrid.mamba_head_dim, hybrid.mamba_num_groups * hybrid.mamba_state_dim
     parts = (("z", inner), ("x", inner), ("B", shared), ("C", shared), ("dt", heads))
-    return _in_and_out(model, "mixer", parts, inner)
+    return _in_and_out_projections(model, "mixer", parts, inner)
 
 
 def _delta_net_linear_layers(model: ModelConfig) -> dict[str, LinearShape]:
@@ -156,12 +169,13 @@ def _delta_net_linear_layers(model: ModelConfig) -> dict[str, LinearShape]:
     keys = hybrid.linear_num_key_heads * hybrid.linear_key_head_dim
     values, heads = hybrid.linear_num_value_heads * hybrid.linear_value_head_dim, hybrid.linear_num_value_heads
     parts = (("q", keys), ("k", keys), ("v", values), ("z", values), ("b", heads), ("a", heads))
-    return _in_and_out(model, "self_attention", parts, values)
+    return _in_and_out_projections(model, "self_attention", parts, values)
 
 
-def _in_and_out(
+def _in_and_out_projections(
     model: ModelConfig, name: str, parts: tuple[tuple[str, int], ...], width: int
 ) -> dict[str, LinearShape]:
+    """Return the shapes of in_proj, with these output parts, and out_proj, with this input width, of the mixer `name`."""
     return {
         f"{name}.in_proj": LinearShape(model.hidden_size, parts),
         f"{name}.out_proj": LinearShape(width, (("", model.hidden_size),)),
@@ -177,33 +191,39 @@ _MIXERS: Mapping[str, Callable[[ModelConfig], dict[str, LinearShape]]] = {
 }
 
 
-def layer_name(model: ModelConfig, plan: LayerStructure) -> str:
-    """Global name of a layer: `decoder.layers.3`."""
+def global_layer_name(model: ModelConfig, plan: LayerStructure) -> str:
+    """Return the global name of a layer, such as `decoder.layers.3`."""
     if model.architecture == "vit":
         return f"vision_model.encoder.layers.{plan.index}"
     encodes = model.architecture == "bert" or (model.architecture == "t5" and not plan.cross)
     return f"{'encoder' if encodes else 'decoder'}.layers.{plan.index}"
 
 
-def adapters_of(model: ModelConfig, plan: LayerStructure) -> tuple[AdapterPlan, ...]:
-    """The adapters of a layer. Of several targets that name the same adapter the last one holds."""
+def adapter_plans_of(model: ModelConfig, plan: LayerStructure) -> tuple[AdapterPlan, ...]:
+    """Return the adapters of a layer, none without --lora-rank. If several targets name the same adapter, the last one
+    counts.
+    """
     config, result = model.adapter, []
     if config.lora_rank is None:
         return ()
-    for linear, shape in linear_layers(model, plan).items():
+    for linear, shape in linear_layer_shapes(model, plan).items():
         chosen: dict[str, str] = {}
         for target in config.lora_targets:
-            chosen |= dict.fromkeys(matching_parts(target, f"{layer_name(model, plan)}.{linear}", shape), target)
+            chosen |= dict.fromkeys(
+                parts_matching_target(target, f"{global_layer_name(model, plan)}.{linear}", shape), target
+            )
         for part in ("", *(name for name, _ in shape.parts if name)):
-            rank, alpha = read_target(config, chosen[part]) if part in chosen else (0, 0.0)
+            rank, alpha = parse_lora_target(config, chosen[part]) if part in chosen else (0, 0.0)
             if rank > 0:
                 scale = alpha / (math.sqrt(rank) if config.lora_rslora else rank)
                 result.append(AdapterPlan(linear, part, rank, scale))
     return tuple(result)
 
 
-def read_target(config: AdapterConfig, target: str) -> tuple[int, float]:
-    """Rank and alpha of a target: NAME, NAME=RANK or NAME=RANK:ALPHA; rank 0 where that cannot be read, which a rule refuses."""
+def parse_lora_target(config: AdapterConfig, target: str) -> tuple[int, float]:
+    """Return rank and alpha of a target, NAME, NAME=RANK or NAME=RANK:ALPHA; (0, 0.0) if it cannot be parsed, which a
+    rule reports.
+    """
     result = re.fullmatch(r"[^=]+(?:=(\d+)(?::(\d*\.?\d+(?:[eE][-+]?\d+)?))?)?", target)
     if result is None:
         return 0, 0.0
@@ -212,10 +232,11 @@ def read_target(config: AdapterConfig, target: str) -> tuple[int, float]:
     return int(result[1] or default), float(result[2] or alpha)
 
 
-def matching_parts(target: str, linear: str, shape: LinearShape) -> tuple[str, ...]:
-    """What a target names of a linear layer: "" all of the matrix as one, else names of its parts. linear: its global name.
+def parts_matching_target(target: str, linear: str, shape: LinearShape) -> tuple[str, ...]:
+    """Return which parts of a linear layer a target names: "" for the whole matrix, else names of fused parts.
+    linear: its global name.
 
-    What names the whole and the parts means the parts; of experts, whose matrices published networks have fused, the whole.
+    A target that names both means the parts; for experts, whose matrices are fused in published networks, the whole.
     """
     name, matrix = target.partition("=")[0], linear.rpartition(".")[2]
     parts = [""] if len(shape.parts) == 1 else ["", *(part for part, _ in shape.parts)]
@@ -230,18 +251,25 @@ def matching_parts(target: str, linear: str, shape: LinearShape) -> tuple[str, .
 
 
 def _matches_target(name: str, full: str, projection: str | None) -> bool:
+    """Whether a target's name is "all-linear", the projection, the full name, or a pattern of the full name or its
+    ending.
+    """
     return name in (ALL_LINEAR, projection, full) or fnmatchcase(full, name) or fnmatchcase(full, f"*.{name}")
 
 
-def is_adapter(name: str) -> bool:
+def is_adapter_parameter(name: str) -> bool:
     """Whether a parameter, by its global name, belongs to an adapter."""
     return ".adapter." in name
 
 
-def is_trained(name: str, config: AdapterConfig) -> bool:
-    """Whether a parameter, by its global name, is trained: with adapters these and --lora-modules-to-save, and nothing of --freeze."""
+def is_trained_parameter(name: str, config: AdapterConfig) -> bool:
+    """Whether the run trains a parameter, by its global name: with adapters only those and --lora-modules-to-save, and
+    none that --freeze matches.
+    """
     frozen = (
-        config.has_adapters and not is_adapter(name) and not _matches_any_pattern(name, config.lora_modules_to_save)
+        config.has_adapters
+        and not is_adapter_parameter(name)
+        and not _matches_any_pattern(name, config.lora_modules_to_save)
     )
     return not frozen and not _matches_any_pattern(name, config.freeze)
 
@@ -250,13 +278,13 @@ def _matches_any_pattern(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def chosen_layers(
+def layers_matching_target(
     model: ModelConfig, rows: Iterable[LayerStructure], target: str
 ) -> list[tuple[str, str, LinearShape]]:
-    """(linear layer, part, its shape) of everything that a target names in a network."""
+    """Return (path of linear layer, part, its shape) of everything that a target names in the layers `rows`."""
     return [
         (linear, part, shape)
         for plan in rows
-        for linear, shape in linear_layers(model, plan).items()
-        for part in matching_parts(target, f"{layer_name(model, plan)}.{linear}", shape)
+        for linear, shape in linear_layer_shapes(model, plan).items()
+        for part in parts_matching_target(target, f"{global_layer_name(model, plan)}.{linear}", shape)
     ]

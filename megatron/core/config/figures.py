@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 
 def find_metric(word: str, names: Sequence[str]) -> str | None:
-    """The figure of that name, with spaces or hyphens, or the first whose name ends in the word; None where there is none."""
+    """Return the metric of this name (hyphens count as spaces), or the first whose name ends in this word; None if
+    there is none.
+    """
     word = word.replace("-", " ")
     return word if word in names else next((name for name in names if name.endswith(f" {word}")), None)

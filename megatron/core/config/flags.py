@@ -3,7 +3,7 @@
     sequence_parallel: bool = flag(False, "between matrices, cut the sequence over the tensor ranks")
 
 declares the field, its default, the flag `--sequence-parallel` (and `--no-sequence-parallel`) and its line of help.
-`add_arguments` turns a dataclass into an argparse group headed by the class's docstring; `from_namespace` turns the
+`add_arguments` turns a dataclass into an argparse group headed by the class's docstring; `config_from_namespace` turns the
 parsed namespace back into the frozen dataclass. A field without `flag` is plain data and has no option. A field whose
 type is itself a config dataclass contributes its own flags.
 """
@@ -31,11 +31,11 @@ Role = Literal["network", "adaptable", "tokenizer", "data", "training", "free"]
 
 
 class ConfigError(Exception):
-    """Settings that cannot be used. The message lists every broken rule and its mend."""
+    """Settings that cannot be used. The message lists every broken rule and what to do."""
 
 
-def refuse(problems: Iterable[str]) -> None:
-    """Raise one `ConfigError` that lists all `problems`; do nothing when there is none."""
+def raise_config_error_if(problems: Iterable[str]) -> None:
+    """Raise one `ConfigError` that lists all distinct `problems`; return if there are none."""
     distinct = list(dict.fromkeys(problems))
     if distinct:
         noun = "setting cannot" if len(distinct) == 1 else "settings cannot"
@@ -52,37 +52,38 @@ def flag(
     metavar: str | None = None,
     role: Role | None = None,
 ) -> Any:
-    """Declare a dataclass field that is also a flag.
+    """Declare a dataclass field that is also a flag. Returns the `dataclasses.field`.
 
-    help: what the flag does as it is listed; of a switch that is on, that is the spelling that turns it off.
-    role: what another value means for a run that goes on from a checkpoint; every field of a `RunConfig` has one.
-    off: the spelling that turns a default-on switch off, when it is not `--no-<name>`.
-    also: further spellings of the same flag. parse: reads one word of the command line; default: the field's type.
+    help: line of the help text; for a switch that is on by default, of the spelling that turns it off. role: what
+    another value means when a run resumes from a checkpoint (`Role`); every field of a `RunConfig` has one. off: the
+    spelling that turns a default-on switch off, if it is not `--no-<name>`. also: further spellings of the same flag.
+    parse: converts one word of the command line; None: the type of the field.
+    metavar: as in argparse.
     """
     metadata = {"help": help, "off": off, "also": also, "parse": parse, "metavar": metavar, "role": role}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def plain_field(default: Any, *, role: Role) -> Any:
-    """Declare a dataclass field that is not a flag, and its role."""
+    """Declare a dataclass field that is not a flag, with its role. Returns the `dataclasses.field`."""
     return dataclasses.field(default=default, metadata={"role": role})
 
 
 @cache
-def roles_of(config_class: type) -> Mapping[str, Role | None]:
-    """Field name -> role, of a config class and of the parts it holds; None where a field was not given one."""
-    hints = _field_types(config_class)
+def field_roles(config_class: type) -> Mapping[str, Role | None]:
+    """Return field name -> role, of a config class and of nested config classes; None for a field without role."""
+    hints = _resolved_type_hints(config_class)
     roles: dict[str, Role | None] = {}
     for field in dataclasses.fields(config_class):
         if dataclasses.is_dataclass(hints[field.name]):
-            roles |= roles_of(hints[field.name])
+            roles |= field_roles(hints[field.name])
         else:
             roles[field.name] = field.metadata.get("role")
     return roles
 
 
 def flag_name(name: str) -> str:
-    """The flag of a field: `num_layers` -> `--num-layers`."""
+    """Return the flag of a field name: `num_layers` -> `--num-layers`."""
     return "--" + name.replace("_", "-")
 
 
@@ -93,8 +94,8 @@ def given_words(words: Sequence[str]) -> dict[str, str]:
 
 
 def flag_fields(config_class: type) -> list[tuple[dataclasses.Field, Any]]:
-    """All flags of a config class and of the parts it holds, with their types."""
-    hints = _field_types(config_class)
+    """Return (field, type) of every flag of a config class and of nested config classes."""
+    hints = _resolved_type_hints(config_class)
     fields: list[tuple[dataclasses.Field, Any]] = []
     for field in dataclasses.fields(config_class):
         kind = hints[field.name]
@@ -106,7 +107,7 @@ def flag_fields(config_class: type) -> list[tuple[dataclasses.Field, Any]]:
 
 
 def flag_spellings(field: dataclasses.Field, kind: Any) -> list[str]:
-    """Every spelling on the command line that belongs to this field."""
+    """Return every spelling of a flag on the command line, including --no-... of switches. kind: type of the field."""
     words = [flag_name(field.name), *field.metadata["also"]]
     if kind is bool:
         words.append("--no-" + flag_name(field.name)[2:])
@@ -116,8 +117,10 @@ def flag_spellings(field: dataclasses.Field, kind: Any) -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser, config_class: type) -> None:
-    """Add one help group for the class's own flags, then the groups of the parts it holds."""
-    hints = _field_types(config_class)
+    """Add a config class's flags to a parser: one help group, titled by its docstring, then those of nested config
+    classes.
+    """
+    hints = _resolved_type_hints(config_class)
     own = [f for f in dataclasses.fields(config_class) if "help" in f.metadata]
     if own:
         title, _, rest = (config_class.__doc__ or config_class.__name__).strip().partition("\n")
@@ -130,6 +133,9 @@ def add_arguments(parser: argparse.ArgumentParser, config_class: type) -> None:
 
 
 def _add_argument(group: Any, field: dataclasses.Field, kind: Any) -> None:
+    """Add one flag to an argparse group; for a switch both spellings, of which only the one that changes the default is
+    listed.
+    """
     help_text = field.metadata["help"].replace("%", "%%")
     names = [flag_name(field.name), *field.metadata["also"]]
     if kind is bool:
@@ -150,8 +156,8 @@ def _add_argument(group: Any, field: dataclasses.Field, kind: Any) -> None:
             help=argparse.SUPPRESS,
         )
         return
-    element, many, choices = _value_parser(kind)
-    default = "" if field.default is None or field.default == () else f" (default: {_format_value(field.default)})"
+    element, many, choices = _argparse_type_of(kind)
+    default = "" if field.default is None or field.default == () else f" (default: {_format_default(field.default)})"
     group.add_argument(
         *names,
         dest=field.name,
@@ -164,17 +170,19 @@ def _add_argument(group: Any, field: dataclasses.Field, kind: Any) -> None:
     )
 
 
-def _format_value(value: Any) -> str:
+def _format_default(value: Any) -> str:
     return " ".join(str(v) for v in value) if isinstance(value, (tuple, list)) else str(value)
 
 
-def _value_parser(kind: Any) -> tuple[Callable[[str], Any], bool, list[Any] | None]:
-    """(how to read one word, whether several words are taken, the allowed values)."""
+def _argparse_type_of(kind: Any) -> tuple[Callable[[str], Any], bool, list[Any] | None]:
+    """Return for the type of a flag (function that converts one word, whether it takes several words, allowed values or
+    None).
+    """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Union, types.UnionType):
-        return _value_parser(next(a for a in arguments if a is not type(None)))
+        return _argparse_type_of(next(a for a in arguments if a is not type(None)))
     if origin is tuple:
-        element, _, choices = _value_parser(arguments[0])
+        element, _, choices = _argparse_type_of(arguments[0])
         return element, True, choices
     if origin is Literal:
         return type(arguments[0]), False, list(arguments)
@@ -183,39 +191,41 @@ def _value_parser(kind: Any) -> tuple[Callable[[str], Any], bool, list[Any] | No
 
 
 @cache
-def _field_types(config_class: Hashable) -> dict[str, Any]:
-    """The type of each field: `get_type_hints` compiles the text of every annotation."""
+def _resolved_type_hints(config_class: Hashable) -> dict[str, Any]:
+    """Return the resolved type of each field; cached, as `get_type_hints` compiles every annotation."""
     return typing.get_type_hints(typing.cast(type, config_class))
 
 
-def from_values(config_class: type[Config], values: Mapping[str, Any]) -> Config:
-    """Build the frozen config from a mapping of field names; fields that it lacks keep their defaults."""
-    hints = _field_types(typing.cast(Hashable, config_class))
+def config_from_values(config_class: type[Config], values: Mapping[str, Any]) -> Config:
+    """Build a config from a flat mapping of field names, nested configs included; missing fields keep their defaults."""
+    hints = _resolved_type_hints(typing.cast(Hashable, config_class))
     chosen: dict[str, Any] = {}
     for field in dataclasses.fields(config_class):  # type: ignore[arg-type]
         kind = hints[field.name]
         if isinstance(kind, type) and dataclasses.is_dataclass(
             kind
         ):  # never looked up by name: a part may share its name with a flag
-            chosen[field.name] = from_values(kind, values)
+            chosen[field.name] = config_from_values(kind, values)
         elif field.name in values:
             value = values[field.name]
             chosen[field.name] = tuple(value) if isinstance(value, list) else value
     return config_class(**chosen)
 
 
-def from_namespace(config_class: type[Config], namespace: argparse.Namespace) -> Config:
-    """Build the frozen config from a parsed namespace."""
-    return from_values(config_class, vars(namespace))
+def config_from_namespace(config_class: type[Config], namespace: argparse.Namespace) -> Config:
+    """Build a config from the namespace of an argparse parser."""
+    return config_from_values(config_class, vars(namespace))
 
 
-def to_values(config: Any) -> dict[str, Any]:
-    """The config as a flat mapping of field names to plain values, the inverse of `from_values`."""
+def config_to_values(config: Any) -> dict[str, Any]:
+    """Return a config as one flat mapping of field names to plain values, tuples as lists; the inverse of
+    `config_from_values`.
+    """
     values: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
-            values.update(to_values(value))
+            values.update(config_to_values(value))
         else:
             values[field.name] = list(value) if isinstance(value, tuple) else value
     return values

@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 
-def pattern_of_ratios(layers: int, attention: float, mlp: float) -> str:
-    """Return the pattern of a hybrid network, a symbol a layer: round(layers * attention) layers of attention (*) spread evenly, then
-    round(layers * mlp) MLPs (-) spread evenly over the others, the rest Mamba-2 (M).
+def hybrid_pattern_from_ratios(layers: int, attention: float, mlp: float) -> str:
+    """Return the layer pattern of a hybrid network, one symbol for each layer.
+
+    round(layers * attention) layers of attention (*) are spread evenly, then round(layers * mlp) MLPs (-) evenly over
+    the others; the rest is Mamba-2 (M).
     """
     symbols, attending, dense = ["M"] * layers, round(layers * attention), round(layers * mlp)
     if attending:
@@ -22,7 +24,9 @@ def pattern_of_ratios(layers: int, attention: float, mlp: float) -> str:
 
 
 def _spread_symbol(symbols: list[str], symbol: str, first: float, step: float) -> None:
-    """Put a symbol in the place of an M after every `step` that stay, `first` before the first one."""
+    """Replace some M by `symbol`, in place: the first after about `first` remaining M, each further one after about
+    `step` more.
+    """
     left = first
     for index in range(len(symbols)):
         if symbols[index] != "M":
@@ -34,9 +38,9 @@ def _spread_symbol(symbols: list[str], symbol: str, first: float, step: float) -
             left -= 1
 
 
-def nearest_patterns(pattern: str, symbols: Iterable[str], stages: int) -> tuple[str, ...]:
-    """Patterns near one that is refused: without what means no layer and with equal depths, the same without |, and cut by | into stages as
-    alike in length as can be.
+def suggested_hybrid_patterns(pattern: str, symbols: Iterable[str], stages: int) -> tuple[str, ...]:
+    """Return valid hybrid patterns close to a refused one: without unknown symbols and with equal MTP depths; the same
+    without |; and split by | into `stages` stages of about equal length. () if no layer is left.
     """
     known = "".join(one for one in pattern.upper().replace("D", "*") if one in {*symbols, "|", "/"})
     main, *depths = known.split("/")

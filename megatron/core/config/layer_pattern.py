@@ -7,10 +7,13 @@ import ast
 from megatron.core.config.flags import ConfigError
 
 
-def read_pattern(text: str | int, length: int, flag: str) -> int | tuple[int, ...]:
-    """`4` as a number; `([0]*1+[1]*26)` as a tuple of `length` zeros and ones. `ConfigError` names the flag."""
+def parse_layer_pattern(text: str | int, length: int, flag: str) -> int | tuple[int, ...]:
+    """Parse a layer pattern: `4` to the number 4, `([0]*1+[1]*26)` to a tuple of `length` zeros and ones.
+
+    Raises `ConfigError`, naming `flag`, if it cannot be parsed or has another length.
+    """
     try:
-        pattern = _evaluate(ast.parse(str(text).strip(), mode="eval").body)
+        pattern = _evaluate_pattern(ast.parse(str(text).strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError):
         raise ConfigError(
             f"{flag} {text} cannot be read; write a number, or a list such as [0]*1+[1]*{length - 1}"
@@ -24,20 +27,23 @@ def read_pattern(text: str | int, length: int, flag: str) -> int | tuple[int, ..
     return tuple(pattern)
 
 
-def _evaluate(node: ast.expr) -> int | list[int]:
+def _evaluate_pattern(node: ast.expr) -> int | list[int]:
+    """Return the integer or list of integers that an expression of +, * and literals stands for; `ValueError` for
+    anything else.
+    """
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.List):
-        items = [_evaluate(item) for item in node.elts]
+        items = [_evaluate_pattern(item) for item in node.elts]
         if len(numbers := [item for item in items if isinstance(item, int)]) == len(items):
             return numbers
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
-        return _apply_operator(node.op, _evaluate(node.left), _evaluate(node.right))
+        return _apply_list_operator(node.op, _evaluate_pattern(node.left), _evaluate_pattern(node.right))
     raise ValueError("not a pattern")
 
 
-def _apply_operator(op: ast.operator, left: int | list[int], right: int | list[int]) -> list[int]:
-    """Two lists one after the other, or a list so many times."""
+def _apply_list_operator(op: ast.operator, left: int | list[int], right: int | list[int]) -> list[int]:
+    """Concatenate two lists, or repeat a list (up to 100,000 elements); `ValueError` for other operands."""
     if isinstance(op, ast.Add) and isinstance(left, list) and isinstance(right, list):
         return left + right
     if isinstance(left, int):

@@ -1,6 +1,6 @@
 """One row per layer, and which layers each pipeline stage builds.
 
-A network is a tuple of `LayerPlan` rows. `partition` cuts it into `StageSpec`s, which run through the ranks vpp times. `rank_and_chunk`
+A network is a tuple of `LayerPlan` rows. `partition` cuts it into `StageSpec`s, which run through the ranks vpp times. `stage_rank_and_chunk`
 says where a stage lives: as chunk s // pp of a rank, each time from the first rank on (wrap), or there and back (v):
 
     12 layers, pp=2, vpp=3      rank 0    stage 0: 0 1      stage 2: 4 5      stage 4: 8 9
@@ -21,17 +21,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron.core.config.adapters import AdapterPlan, adapters_of
-from megatron.core.config.flags import refuse
-from megatron.core.config.layer_pattern import read_pattern
+from megatron.core.config.adapters import AdapterPlan, adapter_plans_of
+from megatron.core.config.flags import raise_config_error_if
+from megatron.core.config.layer_pattern import parse_layer_pattern
 from megatron.core.config.settings.hybrid import SYMBOLS
 from megatron.core.config.settings.model import ModelConfig
 
 Placement = Literal["wrap", "v"]
 
 
-def rank_and_chunk(stage: int, pp: int, placement: Placement = "wrap") -> tuple[int, int]:
-    """(pipeline rank, chunk): where a stage lives. wrap: every chunk begins on the first rank; v: where the one before ended."""
+def stage_rank_and_chunk(stage: int, pp: int, placement: Placement = "wrap") -> tuple[int, int]:
+    """Return (pipeline rank, chunk on it) of a stage. placement: wrap, where each chunk begins on the first rank; v,
+    where it begins on the rank that the one before ended on.
+    """
     chunk, place = divmod(stage, pp)
     return (pp - 1 - place if placement == "v" and chunk % 2 else place), chunk
 
@@ -56,22 +58,22 @@ class LayerPlan:
     adapters: tuple[AdapterPlan, ...] = ()
 
     @property
-    def mixers(self) -> set[str]:
-        """Its mixers."""
+    def mixer_kinds(self) -> set[str]:
+        """Kinds of its one or two mixers, without "none"."""
         return {self.mixer, self.beside} - {"none"}
 
     @property
-    def attends(self) -> bool:
-        """Whether it looks at other positions by attention, whose keys and values decoding keeps."""
+    def has_attention(self) -> bool:
+        """Whether its mixer is attention, with keys and values that decoding caches."""
         return self.mixer in ("attention", "mla")
 
 
 @dataclass(frozen=True, slots=True)
 class StageSpec:
-    """One of `count` pipeline stages: where it lives, its layers, and whether it has the embedding and the head.
+    """One of `count` pipeline stages: its rank and chunk, its layers, and whether it has the embedding and the output
+    layer.
 
-    has_mtp: whether it has what is behind the last layer but the head: the final norm and the layers of multi-token prediction.
-    placement: of all stages.
+    has_mtp: whether it has the final norm and the layers of multi-token prediction. placement: of all stages.
     """
 
     index: int
@@ -85,62 +87,74 @@ class StageSpec:
     placement: Placement = "wrap"
 
 
-def layer_plans(num_layers: int, *, causal: bool = True, cross: bool = False) -> tuple[LayerPlan, ...]:
-    """The rows of a plain decoder, of an encoder (not causal), or of a decoder that looks at one (cross)."""
+def uniform_layer_plans(num_layers: int, *, causal: bool = True, cross: bool = False) -> tuple[LayerPlan, ...]:
+    """Return plans of equal layers: of a decoder, of an encoder (causal=False), or of a decoder with cross attention
+    (cross).
+    """
     return tuple(LayerPlan(index, causal=causal, cross=cross) for index in range(num_layers))
 
 
 def network_layer_plans(model: ModelConfig) -> tuple[LayerPlan, ...]:
-    """The rows of the whole network: of T5 the encoder's and then the decoder's, each numbered from 0."""
-    return tuple(replace(row, adapters=adapters_of(model, row)) for row in _plans_without_adapters(model))
+    """Return the plans of all layers of a network; for T5 the encoder's, then the decoder's, each numbered from 0."""
+    return tuple(replace(row, adapters=adapter_plans_of(model, row)) for row in _plans_without_adapters(model))
 
 
 def _plans_without_adapters(model: ModelConfig) -> tuple[LayerPlan, ...]:
-    """The rows without their adapters."""
+    """Return the plans of all layers of a network, not yet with adapters."""
     if model.architecture == "t5":
-        return layer_plans(model.encoder_num_layers, causal=False) + layer_plans(model.decoder_num_layers, cross=True)
-    if model.hybrid.symbols:
-        return _plans_from_symbols(model)
-    rows = layer_plans(model.num_layers, causal=model.architecture == "gpt")
+        return uniform_layer_plans(model.encoder_num_layers, causal=False) + uniform_layer_plans(
+            model.decoder_num_layers, cross=True
+        )
+    if model.hybrid.layer_symbols:
+        return _hybrid_layer_plans(model)
+    rows = uniform_layer_plans(model.num_layers, causal=model.architecture == "gpt")
     beside = "mamba" if model.hybrid.parallel_mamba else "none"
     return tuple(
         replace(
             row,
             mixer=mixer,
             beside=beside,
-            window=model.window if windowed else None,
+            window=model.parsed_window_size if windowed else None,
             rope=rope,
             mlp="moe" if moe else "dense",
         )
         for row, mixer, windowed, rope, moe in zip(
             rows,
-            _mixers(model),
-            _sliding_window_layers(model),
-            _rotary_layers(model),
-            _with_experts(model),
+            _mixer_of_each_layer(model),
+            _is_sliding_window_layer(model),
+            _is_rotary_layer(model),
+            _is_moe_layer(model),
             strict=True,
         )
     )
 
 
-def _plans_from_symbols(model: ModelConfig) -> tuple[LayerPlan, ...]:
-    """The rows of a network whose layers are told by symbols. Windows and rotations are those of its attention layers, counted with all others."""
+def _hybrid_layer_plans(model: ModelConfig) -> tuple[LayerPlan, ...]:
+    """Return the plans of a hybrid network, one for each symbol. Window and rotary patterns count all layers, and hold
+    for attention layers.
+    """
     rows = []  # a number of layers that is not that of the symbols a rule refuses
     for index, (symbol, windowed, rope) in enumerate(
-        zip(model.hybrid.symbols, _sliding_window_layers(model), _rotary_layers(model), strict=False)
+        zip(model.hybrid.layer_symbols, _is_sliding_window_layer(model), _is_rotary_layer(model), strict=False)
     ):
         mixer, mlp = SYMBOLS.get(symbol, ("none", "none"))  # what is unknown a rule refuses
         attends = mixer in ("attention", "mla")
         rows.append(
             LayerPlan(
-                index, mixer, window=model.window if windowed and attends else None, rope=rope and attends, mlp=mlp
+                index,
+                mixer,
+                window=model.parsed_window_size if windowed and attends else None,
+                rope=rope and attends,
+                mlp=mlp,
             )
         )
     return tuple(rows)
 
 
 def mtp_layer_plans(model: ModelConfig, depth: int) -> tuple[LayerPlan, ...]:
-    """The rows of one depth of multi-token prediction, counted from 0: those of its symbols, or one like the last."""
+    """Return the plans of one depth (from 0) of multi-token prediction: those of its symbols, or one like the last
+    layer, without adapters.
+    """
     if not model.hybrid.mtp_patterns:
         return (replace(network_layer_plans(model)[-1], index=model.num_layers + depth, adapters=()),)
     symbols = model.hybrid.mtp_patterns[0]
@@ -150,8 +164,10 @@ def mtp_layer_plans(model: ModelConfig, depth: int) -> tuple[LayerPlan, ...]:
     )
 
 
-def _mixers(model: ModelConfig) -> list[str]:
-    """The mixer of every layer: a variant in all but every n-th, counted from one, or where the list has a 1."""
+def _mixer_of_each_layer(model: ModelConfig) -> list[str]:
+    """Return the mixer of every layer: the attention variant in all but every n-th layer, counted from one, or where
+    the list has a 1.
+    """
     usual = "mla" if model.mla.multi_latent_attention else "attention"
     if model.hybrid.experimental_attention_variant is None:
         return [usual] * model.num_layers
@@ -164,8 +180,10 @@ def _mixers(model: ModelConfig) -> list[str]:
     ]
 
 
-def _sliding_window_layers(model: ModelConfig) -> list[bool]:
-    """Layers that see a window: all but every n-th, counted from one, or those with a 1 in the list."""
+def _is_sliding_window_layer(model: ModelConfig) -> list[bool]:
+    """Return for every layer whether it has a window: all but every n-th, counted from one, or those with a 1 in the
+    list.
+    """
     flags = _read_layer_pattern(model, model.window_attn_skip_freq, "--window-attn-skip-freq")
     if model.window_size is None:
         return [False] * model.num_layers
@@ -175,8 +193,10 @@ def _sliding_window_layers(model: ModelConfig) -> list[bool]:
     ]
 
 
-def _rotary_layers(model: ModelConfig) -> list[bool]:
-    """Layers whose queries and keys are rotated: all but every n-th, counted from one, or those with a 0 in the list."""
+def _is_rotary_layer(model: ModelConfig) -> list[bool]:
+    """Return for every layer whether queries and keys are rotated: all but every n-th, counted from one, or those with
+    a 0 in the list.
+    """
     flags = _read_layer_pattern(model, model.rope.no_rope_freq, "--no-rope-freq")
     return [
         not flags or not flags[i] if not isinstance(flags, int) else (i + 1) % flags != 0
@@ -184,8 +204,8 @@ def _rotary_layers(model: ModelConfig) -> list[bool]:
     ]
 
 
-def _with_experts(model: ModelConfig) -> list[bool]:
-    """Layers with experts: every n-th from the first on, or those with a 1 in the list."""
+def _is_moe_layer(model: ModelConfig) -> list[bool]:
+    """Return for every layer whether it has experts: every n-th from the first on, or those with a 1 in the list."""
     if not model.moe.num_experts:
         return [False] * model.num_layers
     flags = _read_layer_pattern(model, model.moe.moe_layer_freq, "--moe-layer-freq")
@@ -193,10 +213,11 @@ def _with_experts(model: ModelConfig) -> list[bool]:
 
 
 def _read_layer_pattern(model: ModelConfig, text: str | None, flag: str) -> int | tuple[int, ...]:
-    return () if text is None else read_pattern(text, model.num_layers, flag)
+    """Parse a pattern over all layers of the model; () if it is None."""
+    return () if text is None else parse_layer_pattern(text, model.num_layers, flag)
 
 
-def partition(
+def partition_into_stages(
     layers: Sequence[LayerPlan],
     *,
     pp: int,
@@ -209,22 +230,26 @@ def partition(
 ) -> tuple[StageSpec, ...]:
     """Cut the layers into pp * vpp stages, in order; `ConfigError` with every reason if that is impossible.
 
-    ends: layers on the first and on the last rank, over all its chunks; the other ranks share the rest
-    evenly. account_for_...: count the embedding or the loss as one layer of the even division.
-    layout: the whole cut as a string, such as `Et*3|(tt|)*29m|L`; see `read_layout`. placement: see `rank_and_chunk`.
+    ends: layers on the first and on the last rank, over all its chunks; the other ranks share the rest evenly.
+    account_for_...: count the embedding or the loss as one layer of the even division.
+    layout: the whole cut as a string, such as `Et*3|(tt|)*29m|L`; see `read_layout`. placement: see
+    `stage_rank_and_chunk`.
     """
     counted = account_for_embedding + account_for_loss
     uneven = ends != (None, None)
-    problems = _size_problems(len(layers), pp, vpp)
+    problems = _pipeline_size_problems(len(layers), pp, vpp)
     if uneven + bool(counted) + (layout is not None) > 1:
         problems.append(
             "the pipeline split is given more than once; keep one of --pipeline-model-parallel-layout, "
             "--decoder-first/last-pipeline-num-layers, --account-for-embedding/loss-in-pipeline-split"
         )
-    refuse(problems)
+    raise_config_error_if(problems)
     if layout is not None:
-        stages = read_layout(layout)
-        problems, counts = _layout_problems(stages, len(layers), pp, vpp), [stage.count("t") for stage in stages]
+        stages = parse_pipeline_layout(layout)
+        problems, counts = (
+            _pipeline_layout_problems(stages, len(layers), pp, vpp),
+            [stage.count("t") for stage in stages],
+        )
         problems += _mtp_layout_problems(stages, pp, placement)
     elif uneven:
         problems, counts = _uneven_layer_counts(len(layers), pp, vpp, ends, placement)
@@ -232,12 +257,12 @@ def partition(
         problems, counts = _even_layer_counts(len(layers), pp, vpp, counted)
         counts[0] -= account_for_embedding
         counts[-1] -= account_for_loss
-    refuse(problems)
+    raise_config_error_if(problems)
     apart = layout is not None and "m" in layout and "m" not in stages[-1]
-    return _stages(layers, counts, pp, ahead=len(counts) - 1 - apart, placement=placement)
+    return _make_stage_specs(layers, counts, pp, ahead=len(counts) - 1 - apart, placement=placement)
 
 
-def virtual_size(
+def virtual_pipeline_size(
     num_layers: int,
     *,
     pp: int,
@@ -248,7 +273,8 @@ def virtual_size(
     layout: str | None = None,
     unsaid: int = 1,
 ) -> int:
-    """Chunks on each rank, from whichever of the flags says so; `unsaid` if none does.
+    """Return the number of chunks on each rank, from whichever flag gives it; `unsaid` if none does. `ConfigError` if
+    two do, or if it does not divide.
 
     chunks_per_rank: --num-virtual-stages-per-pipeline-rank; layers_per_chunk: --num-layers-per-virtual-pipeline-stage.
     """
@@ -264,16 +290,16 @@ def virtual_size(
         for flag, value in given.items()
         if isinstance(value, int) and value < 1
     ]
-    problems += _size_problems(num_layers, pp, 1)
-    refuse(problems)
+    problems += _pipeline_size_problems(num_layers, pp, 1)
+    raise_config_error_if(problems)
     if layout is not None:
-        stages = len(read_layout(layout))
-        refuse(_stage_count_problem(stages, pp))
+        stages = len(parse_pipeline_layout(layout))
+        raise_config_error_if(_stage_count_problem(stages, pp))
         return stages // pp
     if layers_per_chunk is not None:
         counted = account_for_embedding + account_for_loss
         if (num_layers + counted) % (pp * layers_per_chunk):
-            refuse(
+            raise_config_error_if(
                 [
                     f"{_num_layers_text(num_layers, counted)} cannot be cut into chunks of "
                     f"--num-layers-per-virtual-pipeline-stage {layers_per_chunk} over --pipeline-model-parallel-size "
@@ -284,11 +310,11 @@ def virtual_size(
     return chunks_per_rank or unsaid
 
 
-def read_layout(layout: str) -> tuple[str, ...]:
-    """A layout string as one string of letters a stage: `Et*3|(tt|)*2L` is Ettt, tt, tt, L.
+def parse_pipeline_layout(layout: str) -> tuple[str, ...]:
+    """Parse a layout string to one string of letters for each stage: `Et*3|(tt|)*2L` is Ettt, tt, tt, L.
 
-    Letters: E embedding, t layer, m layer of multi-token prediction, L output layer and loss. `|` begins the next stage; `x*n`
-    and `(...)*n` repeat; commas and blanks mean nothing.
+    Letters: E embedding, t layer, m layer of multi-token prediction, L output layer and loss. `|` begins the next
+    stage; `x*n` and `(...)*n` repeat; commas and blanks are ignored. Raises `ConfigError` for anything else.
     """
     groups, problems = [[""]], []
     for token in re.findall(r"\*\d+|.", re.sub(r"[\s,]", "", layout)):
@@ -305,12 +331,12 @@ def read_layout(layout: str) -> tuple[str, ...]:
             problems.append(f"{token!r} has no meaning there; use E t m L | ( ) and *n after a letter or a group")
     if len(groups) > 1:
         problems.append("a '(' is never closed")
-    refuse(f"--pipeline-model-parallel-layout {layout}: {problem}" for problem in problems)
+    raise_config_error_if(f"--pipeline-model-parallel-layout {layout}: {problem}" for problem in problems)
     return tuple("".join(groups[0]).split("|"))
 
 
 def _even_layer_counts(num_layers: int, pp: int, vpp: int, counted: int) -> tuple[list[str], list[int]]:
-    """The same count for every stage; `counted` places of it go to the embedding and the loss."""
+    """Return problems, and the same number of layers for every stage; `counted` of them are the embedding and the loss."""
     problems = []
     if (num_layers + counted) % (pp * vpp):
         problems.append(
@@ -324,7 +350,10 @@ def _even_layer_counts(num_layers: int, pp: int, vpp: int, counted: int) -> tupl
 def _uneven_layer_counts(
     num_layers: int, pp: int, vpp: int, given: tuple[int | None, int | None], placement: Placement
 ) -> tuple[list[str], list[int]]:
-    """The counts given for the first and the last rank, each over its chunks; the others share the rest."""
+    """Return problems, and the number of layers of each stage.
+
+    given: layers of the first and the last rank over all chunks, or None; the other ranks share the rest evenly.
+    """
     first, last = given
     ends = {
         flag: value
@@ -344,7 +373,7 @@ def _uneven_layer_counts(
     per_rank = [rest // max(ranks, 1)] * pp
     per_rank[0] = per_rank[0] if first is None else first
     per_rank[-1] = per_rank[-1] if last is None else last
-    return problems, [per_rank[rank_and_chunk(stage, pp, placement)[0]] // vpp for stage in range(pp * vpp)]
+    return problems, [per_rank[stage_rank_and_chunk(stage, pp, placement)[0]] // vpp for stage in range(pp * vpp)]
 
 
 def _uneven_rest_problems(num_layers: int, pp: int, vpp: int, ends: Mapping[str, int]) -> list[str]:
@@ -366,8 +395,8 @@ def _uneven_rest_problems(num_layers: int, pp: int, vpp: int, ends: Mapping[str,
     return []
 
 
-def _layout_problems(stages: tuple[str, ...], num_layers: int, pp: int, vpp: int) -> list[str]:
-    """Why these stages are not a cut of the network."""
+def _pipeline_layout_problems(stages: tuple[str, ...], num_layers: int, pp: int, vpp: int) -> list[str]:
+    """Return why a parsed layout does not fit the network and the pipeline, a text each."""
     letters, sections = "".join(stages), []
     if letters.count("E") != 1 or not stages[0].startswith("E"):
         sections.append("E must stand once, at the very beginning")
@@ -384,7 +413,7 @@ def _layout_problems(stages: tuple[str, ...], num_layers: int, pp: int, vpp: int
 
 
 def _mtp_layout_problems(stages: tuple[str, ...], pp: int, placement: Placement) -> list[str]:
-    """Why the layers of multi-token prediction cannot be where the layout has them."""
+    """Return why the m of a parsed layout are at impossible places, a text each."""
     letters, homes = "".join(stages), [index for index, stage in enumerate(stages) if "m" in stage]
     layout = f"--pipeline-model-parallel-layout {'|'.join(stages)}"
     if not homes:
@@ -394,7 +423,7 @@ def _mtp_layout_problems(stages: tuple[str, ...], pp: int, placement: Placement)
             f"{layout}: all m must stand in one stage behind the last t, which is that of L or the one before it: what they "
             "make goes to L only"
         ]
-    if len(stages) - 1 > homes[0] > 0 and rank_and_chunk(homes[0], pp, placement)[0] == 0:
+    if len(stages) - 1 > homes[0] > 0 and stage_rank_and_chunk(homes[0], pp, placement)[0] == 0:
         return [
             f"{layout}: the stage of m is on the rank of the embedding, of which it needs a copy; choose "
             "--pipeline-model-parallel-size 3 or more, or put m beside L"
@@ -403,6 +432,7 @@ def _mtp_layout_problems(stages: tuple[str, ...], pp: int, placement: Placement)
 
 
 def _stage_count_problem(stages: int, pp: int) -> list[str]:
+    """Return why a layout with so many stages cannot be placed on `pp` ranks, as a list of one text, or an empty list."""
     if stages % pp == 0:
         return []
     return [
@@ -411,20 +441,23 @@ def _stage_count_problem(stages: int, pp: int) -> list[str]:
     ]
 
 
-def _size_problems(num_layers: int, pp: int, vpp: int) -> list[str]:
+def _pipeline_size_problems(num_layers: int, pp: int, vpp: int) -> list[str]:
+    """Return a text for each of these sizes that is not positive."""
     sizes = {"--num-layers": num_layers, "--pipeline-model-parallel-size": pp, "the number of chunks a rank": vpp}
     return [f"{name} {size} is not a positive number" for name, size in sizes.items() if size < 1]
 
 
-def _stages(
+def _make_stage_specs(
     layers: Sequence[LayerPlan], counts: Sequence[int], pp: int, *, ahead: int, placement: Placement
 ) -> tuple[StageSpec, ...]:
-    """The stages with these many layers each, in order. ahead: the stage behind the last layer."""
+    """Return stages with these numbers of layers, in order. ahead: index of the stage that gets the final norm and MTP
+    layers.
+    """
     assert sum(counts) == len(layers) and min(counts) >= 0, f"stages of {counts} layers do not make {len(layers)}"
     specs, start = [], 0
     for index, count in enumerate(counts):
         own = tuple(layers[start : start + count])
-        rank, chunk = rank_and_chunk(index, pp, placement)
+        rank, chunk = stage_rank_and_chunk(index, pp, placement)
         specs.append(
             StageSpec(
                 index=index,
@@ -458,7 +491,9 @@ def _nearest_multiples(value: int, step: int, offset: int = 0) -> str:
 
 
 def microbatch_group_problem(pp: int, m: int, group: int) -> str:
-    """Why m microbatches cannot be interleaved in groups of this size, or nothing. A single group, full or not, always can."""
+    """Return why m microbatches cannot be interleaved in groups of this size, or "". A single group, full or not,
+    always can.
+    """
     flag = f"--microbatch-group-size-per-virtual-pipeline-stage {group}"
     if group < pp:
         return f"{flag} is smaller than --pipeline-model-parallel-size {pp}; leave it out or choose {pp} or more"

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from megatron.core.config.plan import StageSpec, network_layer_plans, partition, virtual_size
+from megatron.core.config.plan import StageSpec, network_layer_plans, partition_into_stages, virtual_pipeline_size
 from megatron.core.config.settings.run import RunConfig
 
 
-def stages_of(config: RunConfig) -> tuple[StageSpec, ...]:
-    """The pipeline stages of a run; `ConfigError` when the layers cannot be split so."""
+def pipeline_stages_of(config: RunConfig) -> tuple[StageSpec, ...]:
+    """Return the pipeline stages of a run; `ConfigError` if the layers cannot be split as configured."""
     model, parallel = config.model, config.parallel
     counted = {
         "account_for_embedding": parallel.account_for_embedding_in_pipeline_split,
         "account_for_loss": parallel.account_for_loss_in_pipeline_split,
     }
     layout, rows = parallel.pipeline_model_parallel_layout, network_layer_plans(model)
-    chunks = virtual_size(
+    chunks = virtual_pipeline_size(
         len(rows),
         pp=parallel.pp,
         chunks_per_rank=parallel.num_virtual_stages_per_pipeline_rank,
@@ -23,7 +23,7 @@ def stages_of(config: RunConfig) -> tuple[StageSpec, ...]:
         unsaid=2 if parallel.stage_placement == "v" else 1,
         **counted,
     )
-    return partition(
+    return partition_into_stages(
         rows,
         pp=parallel.pp,
         vpp=chunks,

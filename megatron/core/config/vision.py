@@ -8,8 +8,8 @@ from megatron.core.config.settings.model import ModelConfig, RequestedModel
 
 
 @lru_cache(maxsize=64)
-def vision_encoder(model: ModelConfig) -> ModelConfig:
-    """The encoder of a network that reads images; an encoder itself is returned as it is."""
+def vision_encoder_config(model: ModelConfig) -> ModelConfig:
+    """Return the config of the vision encoder of a network that reads images; that of a vision transformer unchanged."""
     if model.architecture == "vit":
         return model
     vision = model.vision
@@ -31,7 +31,9 @@ def vision_encoder(model: ModelConfig) -> ModelConfig:
     ).resolve()
 
 
-def is_whole_on_every_rank(model: ModelConfig, tensor_size: int) -> bool:
-    """Whether the tensor ranks do not divide the encoder of a network, so that each has a copy."""
-    encoder = vision_encoder(model)
+def is_encoder_replicated(model: ModelConfig, tensor_size: int) -> bool:
+    """Whether the vision encoder is replicated on all tensor ranks, as their number does not divide its heads or MLP
+    width.
+    """
+    encoder = vision_encoder_config(model)
     return bool(encoder.num_attention_heads % tensor_size or encoder.ffn_hidden_size % tensor_size)

@@ -22,32 +22,33 @@ from torch import Tensor
 from megatron.core.context_parallel.ring import RingSettings, ring_attention
 from megatron.core.context_parallel.sequence import Zigzag
 from megatron.core.kernels import reference
-from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
+from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 
 Kernel = Callable[..., Tensor]
 
 
-def context_parallel_kernel(kernel: Kernel, mesh: Mesh, kind: str) -> Kernel:
-    """Wrap an attention kernel so that its queries, keys and values are this rank's shards. kind: a value of
-    --cp-comm-type.
+def context_parallel_attention(kernel: Kernel, mesh: Mesh, kind: str) -> Kernel:
+    """Return attention with the signature of `kernel` for queries, keys and values that are this rank's shards;
+    `kernel` itself without context parallelism. kind: a value of --cp-comm-type.
     """
     if mesh.hybrid_cp:
         return VariableContextSizeAttention(
             {
                 1: kernel,
                 **{
-                    axis.size: _kernel_over_axis(kernel, axis, kind, mesh)
+                    axis.size: _attention_over_axis(kernel, axis, kind, mesh)
                     for axis in mesh.hybrid_cp
                     if axis.group is not None
                 },
             }
         )
-    return kernel if mesh.cp.group is None else _kernel_over_axis(kernel, mesh.cp, kind, mesh)
+    return kernel if mesh.cp.group is None else _attention_over_axis(kernel, mesh.cp, kind, mesh)
 
 
-def _kernel_over_axis(kernel: Kernel, axis: Axis, kind: str, mesh: Mesh) -> Kernel:
+def _attention_over_axis(kernel: Kernel, axis: Axis, kind: str, mesh: Mesh) -> Kernel:
+    """Return context-parallel attention over one axis, by a value of --cp-comm-type."""
     if kind in ("allgather", "all_gather"):
         return AllGatherAttention(kernel, axis)
     single = Axis("alone", ranks=axis.ranks[axis.rank : axis.rank + 1])
@@ -66,9 +67,9 @@ class VariableContextSizeAttention:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: MaskSpec,
+        mask: AttentionMaskSpec,
         dropout: float = 0.0,
-        scores: ScoreModifiers = ScoreModifiers(),
+        scores: AttentionScoreModifiers = AttentionScoreModifiers(),
     ) -> Tensor:
         """q: [s/cp, b, n, d]; k: [s/cp, b, g, d]; v: [s/cp, b, g, dv]. Returns [s/cp, b, n * dv]."""
         size = 1 if mask.length is None else mask.length // len(q)
@@ -76,7 +77,7 @@ class VariableContextSizeAttention:
 
 
 @torch.no_grad()
-def gather_keys(k: Tensor, mask: MaskSpec, mesh: Mesh) -> tuple[Tensor, MaskSpec]:
+def gather_context_parallel_keys(k: Tensor, mask: AttentionMaskSpec, mesh: Mesh) -> tuple[Tensor, AttentionMaskSpec]:
     """Return the keys of all ranks, [s, b, g, d] in order of position, and the mask of this rank's queries over them.
 
     k: [s/cp, b, g, d].
@@ -85,7 +86,7 @@ def gather_keys(k: Tensor, mask: MaskSpec, mesh: Mesh) -> tuple[Tensor, MaskSpec
         return k, mask
     axis = mesh.sequence_axis(mask.length // len(k))
     cut = Zigzag(mask.length, axis.size)
-    keys = collectives.uneven_gather_then_scatter(k, cut.positions_per_rank(), axis)[
+    keys = collectives.uneven_gather_then_scatter(k, cut.num_positions_per_rank(), axis)[
         cut.sorting_permutation(range(cut.size), k.device)
     ]
     places, documents = cut.positions_of_rank(axis.rank, k.device), mask.documents
@@ -105,16 +106,16 @@ class AllGatherAttention:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: MaskSpec,
+        mask: AttentionMaskSpec,
         dropout: float = 0.0,
-        scores: ScoreModifiers = ScoreModifiers(),
+        scores: AttentionScoreModifiers = AttentionScoreModifiers(),
     ) -> Tensor:
         """q: [s/cp, b, n, d]; k: [s/cp, b, g, d]; v: [s/cp, b, g, dv]. Returns [s/cp, b, n * dv]."""
         cut = _zigzag_of(mask, scores, self.axis.size)
         order = cut.sorting_permutation(range(cut.size), q.device)
-        both = collectives.uneven_gather_then_scatter(torch.cat((k, v), dim=-1), cut.positions_per_rank(), self.axis)[
-            order
-        ]
+        both = collectives.uneven_gather_then_scatter(
+            torch.cat((k, v), dim=-1), cut.num_positions_per_rank(), self.axis
+        )[order]
         k, v = both.split((k.shape[-1], v.shape[-1]), dim=-1)
         # A rank without positions returns an empty tensor that depends on v, so that it takes part in the reduction of gradients.
         outputs = [v[:0].repeat_interleave(q.shape[2] // v.shape[2], dim=2).flatten(2)]
@@ -139,26 +140,36 @@ class UlyssesRingAttention:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: MaskSpec,
+        mask: AttentionMaskSpec,
         dropout: float = 0.0,
-        scores: ScoreModifiers = ScoreModifiers(),
+        scores: AttentionScoreModifiers = AttentionScoreModifiers(),
     ) -> Tensor:
         """q: [s/cp, b, n, d]; k: [s/cp, b, g, d]; v: [s/cp, b, g, dv]. Returns [s/cp, b, n * dv]."""
         cut = _zigzag_of(mask, scores, self.inner.size * self.outer.size)
         size, block = self.inner.size, self.outer.rank * self.inner.size
-        counts = cut.positions_per_rank()[block : block + size]
+        counts = cut.num_positions_per_rank()[block : block + size]
         order = cut.sorting_permutation(range(block, block + size), q.device)
         # If there are fewer key heads than ranks, heads are repeated; autograd sums their gradients.
         repeats = size // gcd(size, k.shape[2])
         k, v = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in (k, v))
-        q, k, v = (self._to_places(x, counts, order) for x in (q, k, v))
+        q, k, v = (self._to_head_shards(x, counts, order) for x in (q, k, v))
         sink = None if scores.sink is None else scores.sink.chunk(size)[self.inner.rank]
         output = self._attend(q, k, v, replace(scores, sink=sink), mask, dropout, cut.merge_ranks(size))
-        return self._to_heads(output, counts, order)
+        return self._to_position_shards(output, counts, order)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scores: ScoreModifiers, mask: MaskSpec, dropout: float, cut: Zigzag
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scores: AttentionScoreModifiers,
+        mask: AttentionMaskSpec,
+        dropout: float,
+        cut: Zigzag,
     ) -> Tensor:
+        """Attend over this rank's heads, by the ring if the outer axis has several ranks. cut: positions over that
+        axis.
+        """
         if self.outer.group is None:
             return self.kernel(q, k, v, replace(mask, length=None, query_places=None), dropout, scores)
         seed = int(torch.randint(2**62, (), device=q.device)) if dropout else 0
@@ -168,16 +179,16 @@ class UlyssesRingAttention:
         )
         return ring_attention(q, k, v, scores.sink, ring)
 
-    def _to_places(self, x: Tensor, counts: list[int], order: Tensor) -> Tensor:
+    def _to_head_shards(self, x: Tensor, counts: list[int], order: Tensor) -> Tensor:
         """All-to-all from shards of positions to shards of heads: [s/cp, b, n, d] to [s/outer, b, n/inner, d], in order
-        of position.
+        of position. counts: positions of each inner rank. order: the permutation that sorts them.
         """
         if self.inner.group is None:
             return x
         heads = x.unflatten(2, (self.inner.size, -1)).movedim(2, 0).flatten(0, 1)
         return collectives.all_to_all(heads, [len(x)] * self.inner.size, counts, self.inner)[order]
 
-    def _to_heads(self, x: Tensor, counts: list[int], order: Tensor) -> Tensor:
+    def _to_position_shards(self, x: Tensor, counts: list[int], order: Tensor) -> Tensor:
         """All-to-all back to shards of positions: [s/outer, b, n/inner * dv] to [s/cp, b, n * dv]."""
         if self.inner.group is None:
             return x
@@ -186,17 +197,19 @@ class UlyssesRingAttention:
         return places.unflatten(0, (self.inner.size, own)).movedim(0, 2).flatten(2)
 
 
-def _zigzag_of(mask: MaskSpec, scores: ScoreModifiers, size: int) -> Zigzag:
+def _zigzag_of(mask: AttentionMaskSpec, scores: AttentionScoreModifiers, size: int) -> Zigzag:
+    """Return the zigzag of the mask's sequence over `size` ranks."""
     assert mask.length is not None, "under context parallelism a mask holds the length of the whole sequence"
     assert scores.bias is None, "a bias of the scores is refused under context parallelism"
     return Zigzag(mask.length, size)
 
 
 def _split_by_chunk(q: Tensor, cut: Zigzag, rank: int) -> tuple[Tensor, ...]:
+    """Split a rank's queries [s/cp, ...] into its two chunks."""
     return q.split([len(chunk) for chunk in cut.chunks(rank)])
 
 
-def _visible_key_range(queries: range, mask: MaskSpec, length: int) -> tuple[int, int]:
+def _visible_key_range(queries: range, mask: AttentionMaskSpec, length: int) -> tuple[int, int]:
     """Return the first key that any of these queries may see, and one past the last."""
     left, right = mask.window or (-1, -1)
     first = max(0, queries.start - left) if left >= 0 else 0
@@ -204,7 +217,7 @@ def _visible_key_range(queries: range, mask: MaskSpec, length: int) -> tuple[int
     return first, min(length, queries.stop + right) if right >= 0 else length
 
 
-def _mask_slice(mask: MaskSpec, queries: range, keys: range, device: torch.device) -> MaskSpec:
+def _mask_slice(mask: AttentionMaskSpec, queries: range, keys: range, device: torch.device) -> AttentionMaskSpec:
     """Return the mask restricted to these queries and keys."""
     documents, padding = mask.documents, mask.padding
     part = replace(

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.config.settings.parallel import exchanges_heads
+from megatron.core.config.settings.parallel import can_exchange_heads
 from megatron.core.context_parallel.sequence import Zigzag
-from megatron.core.context_parallel.states import SequenceShards
-from megatron.core.kernels.mask import MaskSpec
+from megatron.core.context_parallel.states import SequenceShardedKernels
+from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
@@ -29,44 +29,50 @@ class HeadExchange:
 
     axis: Axis
     cut: Zigzag
-    shards: SequenceShards | None = None
+    shards: SequenceShardedKernels | None = None
 
     @staticmethod
     def from_mask(
-        mesh: Mesh, mask: MaskSpec, held: int, *, heads: int, groups: int, state_comm_type: str
+        mesh: Mesh, mask: AttentionMaskSpec, held: int, *, heads: int, groups: int, state_comm_type: str
     ) -> HeadExchange:
-        """held: positions of a sequence on this rank. mask: of the whole sequence, whose length it has where that is cut. heads, groups: of this
-        tensor rank. state_comm_type: as the flag.
+        """Return the exchange for the ranks that share a sequence; one that does nothing if it is not divided.
+
+        held: positions of the sequence on this rank. mask: of the whole sequence, with its length if that is divided.
+        heads, groups: of this tensor rank. state_comm_type: as the flag.
         """
         if mask.length is None:
             return ALONE
         axis = mesh.sequence_axis(mask.length // held)
         cut = Zigzag(mask.length, axis.size)
-        if state_comm_type == "states" or not exchanges_heads(axis.size, heads, groups):
-            return HeadExchange(ALONE.axis, ALONE.cut, SequenceShards(axis, cut))
+        if state_comm_type == "states" or not can_exchange_heads(axis.size, heads, groups):
+            return HeadExchange(ALONE.axis, ALONE.cut, SequenceShardedKernels(axis, cut))
         return HeadExchange(axis, cut)
 
     def wrap_kernels(self, kernels: Kernels) -> Kernels:
-        """Kernels for what this exchange brings: whole sequences, or this rank's positions."""
+        """Return the kernels for what this exchange gives them: whole sequences, or, with `shards`, this rank's
+        positions.
+        """
         return kernels if self.shards is None else self.shards.wrap_kernels(kernels)
 
-    def to_heads(self, *parts: Tensor) -> tuple[Tensor, ...]:
-        """Each part [s/cp, b, n, w] to [s, b, n/cp, w]; numbers of heads and widths may differ between parts."""
+    def to_head_shards(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """All-to-all of each part from shards of positions [s/cp, b, n, w] to shards of heads [s, b, n/cp, w]; n and w
+        may differ between parts.
+        """
         size = self.axis.size
         if size == 1:
             return parts
         shares = [part.unflatten(2, (size, -1)) for part in parts]  # [s/cp, b, cp, n/cp, w]
         joined = torch.cat([share.flatten(3) for share in shares], dim=-1).movedim(2, 0)
         sent = [joined.shape[1]] * size
-        whole = collectives.all_to_all(joined.flatten(0, 1), sent, self.cut.positions_per_rank(), self.axis)[
+        whole = collectives.all_to_all(joined.flatten(0, 1), sent, self.cut.num_positions_per_rank(), self.axis)[
             self._sequence_permutation(joined.device)
         ]
         pieces = whole.split([share.shape[3] * share.shape[4] for share in shares], dim=-1)
         return tuple(piece.unflatten(2, share.shape[3:]) for piece, share in zip(pieces, shares, strict=True))
 
-    def to_positions(self, x: Tensor) -> Tensor:
-        """[s, b, n/cp, w] back to [s/cp, b, n, w]."""
-        size, counts = self.axis.size, self.cut.positions_per_rank()
+    def to_position_shards(self, x: Tensor) -> Tensor:
+        """All-to-all back from shards of heads [s, b, n/cp, w] to shards of positions [s/cp, b, n, w]."""
+        size, counts = self.axis.size, self.cut.num_positions_per_rank()
         if size == 1:
             return x
         own = counts[self.axis.rank]
@@ -76,14 +82,16 @@ class HeadExchange:
         return places.unflatten(0, (size, own)).movedim(0, 2).flatten(2, 3)
 
     def shard_parameter(self, x: Tensor, heads: int, copies: int = 1) -> Tensor:
-        """This rank's heads of a parameter, [heads * k, ...] to [heads * copies / cp * k, ...], each head repeated `copies` times first."""
+        """Return this rank's heads of a parameter, [heads * k, ...] to [heads * copies / cp * k, ...], each head
+        repeated `copies` times first.
+        """
         if self.axis.size == 1:
             return x
         by_head = x.unflatten(0, (heads, -1)).repeat_interleave(copies, dim=0)
         return by_head.chunk(self.axis.size)[self.axis.rank].flatten(0, 1)
 
     def _sequence_permutation(self, device: torch.device) -> Tensor:
-        """The permutation that brings the ranks' shards, one behind the other, to true order."""
+        """Return the permutation that sorts the ranks' concatenated shards by position."""
         return self.cut.sorting_permutation(range(self.axis.size), device)
 
 

@@ -30,7 +30,7 @@ class SequenceGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
+class SequenceAssignment:
     """The groups in the order in which every rank processes them, and each rank's load in units of `sequence_cost`."""
 
     shares: tuple[SequenceGroup, ...]
@@ -43,7 +43,7 @@ class Assignment:
         return sum(self.loads) / len(self.loads) / largest if largest else 1.0
 
 
-def ranks_needed(length: int, limit: int) -> int:
+def context_ranks_needed(length: int, limit: int) -> int:
     """Return the smallest power of two of ranks that hold `length` positions with at most `limit` each."""
     size = 1
     while size * limit < length:
@@ -52,20 +52,26 @@ def ranks_needed(length: int, limit: int) -> int:
 
 
 def sequence_cost(length: int, linear: float) -> float:
-    """Return the work on a sequence: length * linear for the matrices (in units of attention to one position) +
-    length^2.
+    """Return the work on a sequence: length * linear + length^2, in units of attention to one position; linear: the
+    work of the matrices on a position.
     """
     return length * (linear + length)
 
 
-def assign_sequences(lengths: Sequence[int], *, ranks: int, limit: int, linear: float = 0.0) -> Assignment:
-    """Assign sequences of these lengths to the ranks. No length may exceed limit * largest_block(ranks)."""
+def assign_sequences_to_ranks(
+    lengths: Sequence[int], *, ranks: int, limit: int, linear: float = 0.0
+) -> SequenceAssignment:
+    """Assign sequences of these lengths to blocks of ranks. Asserts that each fits on a power of two of at most `ranks`
+    ranks.
+
+    limit: most positions of a sequence on a rank. linear: see `sequence_cost`.
+    """
     loads = [0.0] * ranks
     groups: list[tuple[int, int, list[int]]] = []
     open_groups: dict[tuple[int, int], tuple[int, int]] = {}  # block -> (its last group, free positions in it)
     for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
         length = lengths[number]
-        size = ranks_needed(length, limit)
+        size = context_ranks_needed(length, limit)
         assert size <= ranks, f"a sequence of {length} positions does not fit on {ranks} ranks of {limit}"
         first = min(range(0, ranks - size + 1, size), key=lambda first: (max(loads[first : first + size]), first))
         group, free = open_groups.get((first, size), (-1, 0))
@@ -76,6 +82,6 @@ def assign_sequences(lengths: Sequence[int], *, ranks: int, limit: int, linear: 
         open_groups[first, size] = group, free - length
         done = max(loads[first : first + size]) + sequence_cost(length, linear) / size
         loads[first : first + size] = [done] * size
-    return Assignment(
+    return SequenceAssignment(
         tuple(SequenceGroup(first, size, tuple(members)) for first, size, members in groups), tuple(loads)
     )

@@ -21,15 +21,15 @@ from torch.autograd import Function
 
 from megatron.core.context_parallel.sequence import Zigzag
 from megatron.core.kernels import blockwise_attention
-from megatron.core.kernels.blockwise_attention import Block
-from megatron.core.kernels.mask import MaskSpec
-from megatron.core.kernels.reference import accumulation_dtype
+from megatron.core.kernels.blockwise_attention import AttentionBlock
+from megatron.core.kernels.mask import AttentionMaskSpec
+from megatron.core.kernels.reference import accumulation_dtype_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkPair:
+class QueryKeyChunkPair:
     """Chunks of a rank's queries and of another rank's keys, as slices of their shards.
 
     kind: all (every query sees every key), causal (the same positions on both sides), some (needs the explicit mask).
@@ -48,20 +48,20 @@ class RingSettings:
 
     axis: Axis
     cut: Zigzag
-    mask: MaskSpec
+    mask: AttentionMaskSpec
     scale: float
     softcap: float | None
     dropout: float
     seed: int
     fused: bool
 
-    def blocks(self, source: int, q: Tensor) -> Iterator[tuple[slice, slice, Block]]:
+    def visible_blocks(self, source: int, q: Tensor) -> Iterator[tuple[slice, slice, AttentionBlock]]:
         """Yield (query slice, key slice, block settings) of each visible pair with the keys of rank `source`. q: [b, n,
         queries, d].
         """
         rank = self.axis.rank
-        for number, pair in enumerate(chunk_pairs(self.cut.chunks(rank), self.cut.chunks(source), self.mask)):
-            block = Block(self.scale, self.softcap, causal=pair.kind == "causal", fused=self.fused)
+        for number, pair in enumerate(visible_chunk_pairs(self.cut.chunks(rank), self.cut.chunks(source), self.mask)):
+            block = AttentionBlock(self.scale, self.softcap, causal=pair.kind == "causal", fused=self.fused)
             rows, columns = _slice_length(pair.queries), _slice_length(pair.keys)
             if pair.kind == "some":
                 block = replace(block, seen=self._visible_mask(source, pair, q.device))
@@ -73,7 +73,8 @@ class RingSettings:
                 block = replace(block, kept=(drawn >= self.dropout) / (1 - self.dropout))
             yield pair.queries, pair.keys, block
 
-    def _visible_mask(self, source: int, pair: ChunkPair, device: torch.device) -> Tensor:
+    def _visible_mask(self, source: int, pair: QueryKeyChunkPair, device: torch.device) -> Tensor:
+        """Return which keys of a pair its queries see, as a boolean mask."""
         queries = self.cut.positions_of_rank(self.axis.rank, device)[pair.queries]
         keys = self.cut.positions_of_rank(source, device)[pair.keys]
         documents, padding = self.mask.documents, self.mask.padding
@@ -85,7 +86,7 @@ class RingSettings:
             documents=None if documents is None else documents[:, keys],
             padding=None if padding is None else padding[:, keys],
         )
-        return part.as_bool(len(queries), len(keys), device)
+        return part.as_bool_tensor(len(queries), len(keys), device)
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, ring: RingSettings) -> Tensor:
@@ -96,17 +97,19 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, ring: R
     return _RingAttention.apply(q, k, v, sink, ring)
 
 
-def chunk_pairs(queries: tuple[range, range], keys: tuple[range, range], mask: MaskSpec) -> list[ChunkPair]:
+def visible_chunk_pairs(
+    queries: tuple[range, range], keys: tuple[range, range], mask: AttentionMaskSpec
+) -> list[QueryKeyChunkPair]:
     """Return the pairs of chunks that the mask does not hide; adjacent chunks of the same kind are merged."""
-    rows: list[list[ChunkPair]] = []
+    rows: list[list[QueryKeyChunkPair]] = []
     for query_chunk, query_slice in zip(queries, _chunk_slices(queries), strict=True):
-        row: list[ChunkPair] = []
+        row: list[QueryKeyChunkPair] = []
         for key_chunk, key_slice in zip(keys, _chunk_slices(keys), strict=True):
             kind = _chunk_visibility(query_chunk, key_chunk, mask)
             if row and kind == row[-1].kind != "causal":
-                row[-1] = ChunkPair(query_slice, slice(row[-1].keys.start, key_slice.stop), kind)
+                row[-1] = QueryKeyChunkPair(query_slice, slice(row[-1].keys.start, key_slice.stop), kind)
             elif kind != "none":
-                row.append(ChunkPair(query_slice, key_slice, kind))
+                row.append(QueryKeyChunkPair(query_slice, key_slice, kind))
         rows.append(row)
     first, second = rows
     same_keys = [(pair.keys, pair.kind) for pair in first] == [(pair.keys, pair.kind) for pair in second]
@@ -115,7 +118,7 @@ def chunk_pairs(queries: tuple[range, range], keys: tuple[range, range], mask: M
     return first + second
 
 
-def _chunk_visibility(queries: range, keys: range, mask: MaskSpec) -> str:
+def _chunk_visibility(queries: range, keys: range, mask: AttentionMaskSpec) -> str:
     """Return how much of these keys the mask shows to these queries: all, causal, some or none."""
     if not queries or not keys:
         return "none"
@@ -134,6 +137,7 @@ def _chunk_visibility(queries: range, keys: range, mask: MaskSpec) -> str:
 
 
 def _chunk_slices(chunks: tuple[range, range]) -> tuple[slice, slice]:
+    """Return the slices of two consecutive chunks in a shard."""
     first, both = len(chunks[0]), len(chunks[0]) + len(chunks[1])
     return slice(0, first), slice(first, both)
 
@@ -151,35 +155,37 @@ class _PackedKeyValue:
     key: tuple[int, ...]
     value: tuple[int, ...]
 
-    def sizes(self, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def shapes(self, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the shapes of keys and values for a shard of `count` positions."""
         return (*self.key[:2], count, self.key[3]), (*self.value[:2], count, self.value[3])
 
     def empty(self, like: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         """Return an empty flat tensor for a shard of `count` positions."""
-        key, value = self.sizes(count)
+        key, value = self.shapes(count)
         return like.new_empty(torch.Size(key).numel() + torch.Size(value).numel(), dtype=dtype)
 
     def unpack(self, flat: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return views of the keys and the values in a flat tensor."""
-        key, value = self.sizes(count)
+        """Return views of the keys and the values in a flat tensor of a shard of `count` positions."""
+        key, value = self.shapes(count)
         split = torch.Size(key).numel()
         return flat[:split].view(key), flat[split:].view(value)
 
 
 class _RingAttention(Function):
+    """Autograd function of `ring_attention`."""
+
     @staticmethod
     def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, ring: RingSettings) -> Tensor:
         q, k, v = (x.permute(1, 2, 0, 3).contiguous() for x in (q, k, v))
         rows = q.shape[:3]
-        output = q.new_zeros((*rows, v.shape[-1]), dtype=accumulation_dtype(q.dtype))
+        output = q.new_zeros((*rows, v.shape[-1]), dtype=accumulation_dtype_of(q.dtype))
         lse = output.new_full(rows, float("-inf"))
         for source, key, value in _ring_steps(k, v, ring):
-            for query_slice, key_slice, block in ring.blocks(source, q):
-                result = blockwise_attention.forward(
+            for query_slice, key_slice, block in ring.visible_blocks(source, q):
+                result = blockwise_attention.block_attention_forward(
                     q[:, :, query_slice], key[:, :, key_slice], value[:, :, key_slice], block
                 )
-                output[:, :, query_slice], lse[:, :, query_slice] = blockwise_attention.merge(
+                output[:, :, query_slice], lse[:, :, query_slice] = blockwise_attention.merge_attention_blocks(
                     output[:, :, query_slice], lse[:, :, query_slice], *result
                 )
         if sink is not None:  # the sink adds a score without a value; queries that see no key keep their zero
@@ -197,15 +203,15 @@ class _RingAttention(Function):
         ring: RingSettings = context.ring
         gradient = gradient.unflatten(-1, (q.shape[1], -1)).permute(1, 2, 0, 3).contiguous()
         dq = torch.zeros_like(q, dtype=lse.dtype)
-        packed, counts = _PackedKeyValue(k.shape, v.shape), ring.cut.positions_per_rank()
+        packed, counts = _PackedKeyValue(k.shape, v.shape), ring.cut.num_positions_per_rank()
         works: list[Any] = []
         received: Tensor | None = None
         for step, (source, key, value) in enumerate(_ring_steps(k, v, ring)):
             count = counts[source]
             flat = packed.empty(k, count, lse.dtype).zero_()
             dk, dv = packed.unpack(flat, count)
-            for query_slice, key_slice, block in ring.blocks(source, q):
-                gradients = blockwise_attention.backward(
+            for query_slice, key_slice, block in ring.visible_blocks(source, q):
+                gradients = blockwise_attention.block_attention_backward(
                     gradient[:, :, query_slice],
                     q[:, :, query_slice],
                     key[:, :, key_slice],
@@ -237,7 +243,7 @@ class _RingAttention(Function):
 
 def _ring_steps(k: Tensor, v: Tensor, ring: RingSettings) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield (rank, its keys, its values) of every rank, this one first; the next are in flight while these are used."""
-    axis, counts, packed = ring.axis, ring.cut.positions_per_rank(), _PackedKeyValue(k.shape, v.shape)
+    axis, counts, packed = ring.axis, ring.cut.num_positions_per_rank(), _PackedKeyValue(k.shape, v.shape)
     flat = torch.cat((k.flatten(), v.flatten()))
     for step in range(axis.size):
         source, next_source = (axis.rank - step) % axis.size, (axis.rank - step - 1) % axis.size
@@ -251,5 +257,6 @@ def _ring_steps(k: Tensor, v: Tensor, ring: RingSettings) -> Iterator[tuple[int,
 
 
 def _wait_all(works: list[Any]) -> None:
+    """Wait for all works and remove them from the list."""
     while works:  # a completed work still references its tensors
         collectives.wait(works.pop())

@@ -33,7 +33,7 @@ class Zigzag:
         """Return the number of positions that a rank holds."""
         return sum(len(chunk) for chunk in self.chunks(rank))
 
-    def positions_per_rank(self) -> list[int]:
+    def num_positions_per_rank(self) -> list[int]:
         """Return the number of positions of every rank."""
         return [self.num_positions(rank) for rank in range(self.size)]
 
@@ -47,8 +47,8 @@ class Zigzag:
         return torch.cat(parts, dim=dim)
 
     def merge_ranks(self, factor: int) -> Zigzag:
-        """Return the zigzag in which each group of `factor` neighbouring ranks is one rank, holding the chunks of the
-        group.
+        """Return the zigzag in which each group of `factor` neighbouring ranks is one rank that holds all their
+        positions. factor must divide the number of ranks.
         """
         return Zigzag(self.length, self.size // factor)
 
@@ -59,5 +59,6 @@ class Zigzag:
         return torch.cat([self.positions_of_rank(rank, device) for rank in ranks]).argsort()
 
     def _chunk_range(self, number: int) -> range:
+        """Return the positions of chunk `number` of 2 * size."""
         chunks = 2 * self.size
         return range(number * self.length // chunks, (number + 1) * self.length // chunks)

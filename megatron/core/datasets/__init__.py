@@ -24,6 +24,6 @@ mock.py        made-up tokens and conversations, without files
 blend_index.py which dataset of a blend each sample comes from
 paths.py       what the data settings say: prefixes, weights and splits
 kinds.py       which kind of data set the settings ask for
-blend.py       mixed datasets; `build_splits` makes the datasets of a run
+blend.py       mixed datasets; `build_split_datasets` makes the datasets of a run
 samplers.py    which samples come next, from the number of consumed samples alone
 """

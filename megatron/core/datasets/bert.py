@@ -19,18 +19,19 @@ import numpy as np
 from megatron.core.datasets.gpt import TokenSource
 from megatron.core.datasets.index_map import IndexCache
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.masking import MaskOptions, mask, word_positions
-from megatron.core.datasets.samples import Sample, Span
-from megatron.core.datasets.sentence_map import MapOptions, SentenceMap
+from megatron.core.datasets.masking import MaskOptions, group_positions_by_word, mask_tokens
+from megatron.core.datasets.samples import Sample, TokenSpan
+from megatron.core.datasets.sentence_map import SentenceMap, SentenceMapOptions
 
 PairTask = Literal["sentence-order", "next-sentence"]
 
 
 @dataclass(frozen=True, slots=True)
-class PairOptions:
-    """How sentences become a sample of `sequence_length` positions. pairs: None for one text without a binary label.
+class BERTSampleOptions:
+    """How sentences become one BERT sample of `sequence_length` tokens, [CLS] and [SEP] included.
 
-    continues: which ids continue a word, bool [v]; its length is the vocabulary's size.
+    pairs: the task of the binary head; None: one text and no such label. continues: bool [v], whether an id continues a
+    word (its length is the vocabulary size). cls, sep, mask, pad: token ids.
     """
 
     sequence_length: int
@@ -54,7 +55,7 @@ class BERTDataset:
     def __init__(
         self,
         source: TokenSource,
-        options: PairOptions,
+        options: BERTSampleOptions,
         *,
         documents: range,
         num_samples: int | None,
@@ -63,7 +64,7 @@ class BERTDataset:
         cache: IndexCache = IndexCache(None),
     ) -> None:
         # [CLS] and two [SEP] are not the sentences'.
-        rows = MapOptions(options.sequence_length - 3, options.short_seq_prob, 2 if options.pairs else 1, seed)
+        rows = SentenceMapOptions(options.sequence_length - 3, options.short_seq_prob, 2 if options.pairs else 1, seed)
         self.map = SentenceMap(
             source,
             rows,
@@ -96,9 +97,9 @@ class BERTDataset:
                 return options.mask
             return int(random.randint(0, len(options.continues))) if random.random_sample() >= 0.5 else token
 
-        hidden = mask(
+        hidden = mask_tokens(
             ids,
-            word_positions(ids, options.continues, (options.cls, options.sep)),
+            group_positions_by_word(ids, options.continues, (options.cls, options.sep)),
             options.masking,
             target_length=target,
             replace=replace,
@@ -121,12 +122,12 @@ class BERTDataset:
             "truncated": np.array(truncated, np.int64),
         }
 
-    def token_sources(self, index: int) -> list[Span]:
+    def token_sources(self, index: int) -> list[TokenSpan]:
         """Where the tokens of the index-th sample came from, before words were hidden."""
         _, texts, _, _ = self._text_pair(index)
         result, start = [], 1
         for text in texts:
-            result += self.map.spans(text.first, text.last, text.low, text.high, start)
+            result += self.map.token_spans(text.first, text.last, text.low, text.high, start)
             start += text.high - text.low + 1
         return result
 
@@ -135,8 +136,8 @@ class BERTDataset:
         return self.map.samples_with_document(document)
 
     def _text_pair(self, index: int) -> tuple[np.random.RandomState, list[_TextRange], bool, int]:
-        """The sample's generator, its one or two texts as cut to the target length, whether they are a wrong pair, and that
-        length.
+        """Return what sample `index` is made of: its random generator; its one or two texts, cut to the target length;
+        whether they are a wrong pair (is_random); and the target length in tokens.
         """
         first, last, target = self.map.row(index)
         random = np.random.RandomState((self.seed + index) % 2**32)
@@ -155,12 +156,14 @@ class BERTDataset:
         return random, texts, is_random, target
 
     def _sentence_range(self, first: int, last: int) -> _TextRange:
+        """Return the uncut token range of sentences [first, last)."""
         length = int(self.map.source.sequence_lengths[first:last].sum(dtype=np.int64))
         return _TextRange(first, last, length, 0, length)
 
     def _token_ids(self, text: _TextRange) -> list[int]:
-        ids = self.map.ids(text.first, text.last)[text.low : text.high]
-        check_ids(ids, len(self.options.continues), self.prefix)
+        """Return the ids of a text's tokens [low, high). `DataError` for ids outside the vocabulary."""
+        ids = self.map.token_ids(text.first, text.last)[text.low : text.high]
+        check_ids_in_vocab(ids, len(self.options.continues), self.prefix)
         return ids
 
 
@@ -176,7 +179,9 @@ class _TextRange:
 
 
 def _truncate_pair(texts: list[_TextRange], target: int, random: np.random.RandomState) -> None:
-    """Take tokens away one by one, from the longer text (the last of equals), at its front or its back, until all fit."""
+    """Shorten the texts in place to `target` tokens together: drop one token at a time from the longer text (of equals
+    the last), at its front or its back as `random` draws.
+    """
     excess = sum(text.length for text in texts) - target
     for draw in random.random_sample(max(0, excess)):
         longer = (
@@ -188,8 +193,8 @@ def _truncate_pair(texts: list[_TextRange], target: int, random: np.random.Rando
             longer.high -= 1
 
 
-def check_ids(ids: list[int], vocab_size: int, prefix: str) -> None:
-    """Refuse ids that the vocabulary does not have."""
+def check_ids_in_vocab(ids: list[int], vocab_size: int, prefix: str) -> None:
+    """Raise `DataError` if an id is not in [0, vocab_size). prefix: the dataset, named in the message."""
     if ids and not (0 <= min(ids) and max(ids) < vocab_size):
         token = min(ids) if min(ids) < 0 else max(ids)
         raise DataError(

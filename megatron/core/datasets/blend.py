@@ -19,11 +19,11 @@ import numpy as np
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.datasets.blend_index import blend_order
-from megatron.core.datasets.index_map import IndexCache, load_or_build
-from megatron.core.datasets.kinds import gpt_kind
-from megatron.core.datasets.paths import SplitPlan, normalize_weights, plan_splits
-from megatron.core.datasets.samples import DatasetKind, Sample, SampleSet, Span
-from megatron.core.datasets.storage import is_remote
+from megatron.core.datasets.index_map import IndexCache, load_or_build_arrays
+from megatron.core.datasets.kinds import gpt_dataset_kind
+from megatron.core.datasets.paths import DataSplitPlan, normalize_weights, plan_data_splits
+from megatron.core.datasets.samples import DatasetKind, Sample, SampleSet, TokenSpan
+from megatron.core.datasets.storage import is_remote_path
 from megatron.core.tokenizers.base import Tokenizer
 
 MOST_DATASETS = 32766
@@ -63,7 +63,7 @@ class BlendedDataset:
             "weights": list(weights),
             "size": size,
         } | ({"order": "exact"} if exact else {})
-        arrays = load_or_build(
+        arrays = load_or_build_arrays(
             cache,
             f"{type(self).__name__}-{split}",
             self.description,
@@ -73,7 +73,7 @@ class BlendedDataset:
             ),
         )
         self.dataset_index, self.dataset_sample_index = arrays["dataset_index"], arrays["dataset_sample_index"]
-        self.drawn = self.counts(size)
+        self.drawn = self.samples_per_dataset(size)
 
     def __len__(self) -> int:
         """The number of samples."""
@@ -87,7 +87,7 @@ class BlendedDataset:
         sample = self.datasets[number][int(self.dataset_sample_index[index])]
         return {**sample, "dataset_id": np.array(number, np.int64)}
 
-    def counts(self, samples: int) -> np.ndarray:
+    def samples_per_dataset(self, samples: int) -> np.ndarray:
         """How many of the first `samples` samples come from each dataset. int64 [datasets]"""
         # In pieces: counting needs eight bytes for each sample it looks at, and every process does this.
         ends = [*range(0, samples, COUNTED_AT_ONCE), samples]
@@ -96,12 +96,12 @@ class BlendedDataset:
             np.zeros(len(self.datasets), np.int64),
         )
 
-    def token_sources(self, index: int) -> list[Span]:
+    def token_sources(self, index: int) -> list[TokenSpan]:
         """Where the tokens of the index-th sample came from."""
         return self.datasets[self.dataset_index[index]].token_sources(int(self.dataset_sample_index[index]))
 
-    def sample_places(self, number: int, samples: np.ndarray) -> np.ndarray:
-        """Where these samples of the dataset of that number come in the blend, in rising order. int64 [places]"""
+    def blend_positions(self, number: int, samples: np.ndarray) -> np.ndarray:
+        """Return the positions in the blend, ascending, of these samples of dataset `number`. int64 [positions]"""
         places = np.flatnonzero(self.dataset_index == number)
         return places[np.isin(self.dataset_sample_index[places], samples)]
 
@@ -109,7 +109,7 @@ class BlendedDataset:
 Splits = tuple[SampleSet | BlendedDataset | None, SampleSet | BlendedDataset | None, SampleSet | BlendedDataset | None]
 
 
-def build_datasets(
+def build_gpt_datasets(
     config: DataConfig,
     *,
     sequence_length: int,
@@ -119,32 +119,34 @@ def build_datasets(
     test_samples: int | None,
     tokenizer: Tokenizer,
 ) -> Splits:
-    """The training, validation and test dataset of a run that trains a GPT; see `build_splits`."""
-    kind = gpt_kind(config, sequence_length=sequence_length, seed=seed, tokenizer=tokenizer)
-    return build_splits(config, kind, (train_samples, valid_samples, test_samples))
+    """Build a GPT run's training, validation and test datasets; arguments and result as in `build_split_datasets`."""
+    kind = gpt_dataset_kind(config, sequence_length=sequence_length, seed=seed, tokenizer=tokenizer)
+    return build_split_datasets(config, kind, (train_samples, valid_samples, test_samples))
 
 
-def build_splits(config: DataConfig, kind: DatasetKind, samples: Samples) -> Splits:
-    """The training, validation and test dataset of a run, of any kind.
+def build_split_datasets(config: DataConfig, kind: DatasetKind, samples: Samples) -> Splits:
+    """Build a run's training, validation and test datasets, of any kind.
 
-    samples: how many will be drawn of each; None for one pass over the data, 0 for no dataset. A dataset is None when it
-    has no data or no samples.
+    samples: the number to draw from each; None: one epoch; 0: no dataset. Returns None in the place of a split without
+    data or samples. `ConfigError` or `DataError` if the settings or files do not allow it.
     """
-    requested = [(plan, count) if plan and count != 0 else None for plan, count in zip(plan_splits(config), samples)]
+    requested = [
+        (plan, count) if plan and count != 0 else None for plan, count in zip(plan_data_splits(config), samples)
+    ]
     prefixes = list(dict.fromkeys(prefix for job in requested if job for prefix in job[0].blend.prefixes))
     with ThreadPoolExecutor(config.num_dataset_builder_threads) as threads:
         sources = dict(zip(prefixes, threads.map(kind.open, prefixes)))
-        builder = _Builder(config, kind, sources, threads.map)
+        builder = _SplitDatasetBuilder(config, kind, sources, threads.map)
         built = [builder.build(*job) if job is not None else None for job in requested]
     for dataset, job in zip(built, requested):
         if dataset is not None and job is not None:
-            _report_sources(dataset, *job, most_epochs=config.warn_epochs)
+            _log_data_sources(dataset, *job, most_epochs=config.warn_epochs)
     train, valid, test = built
     return train, valid, test
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixUsage:
+class DataSourceUsage:
     """What a run draws from one source: samples, the tokens they hold, and how often that goes through the source."""
 
     prefix: str
@@ -154,29 +156,33 @@ class PrefixUsage:
     epochs: float
 
 
-def source_usage(dataset: SampleSet | BlendedDataset, samples: int | None) -> list[PrefixUsage]:
-    """What each source gives to `samples` samples of the dataset (None: to all). Beyond its end it begins again."""
+def data_source_usage(dataset: SampleSet | BlendedDataset, samples: int | None) -> list[DataSourceUsage]:
+    """Return what each source contributes to the first `samples` samples of a dataset (None: to all). A `samples` above
+    the length starts over from the beginning.
+    """
     count = len(dataset) if samples is None else samples
     parts: tuple[SampleSet, ...]
     weights: Sequence[float]
     if isinstance(dataset, BlendedDataset):
         parts, weights = dataset.datasets, dataset.weights
         rounds, rest = divmod(count, len(dataset))
-        drawn = (rounds * dataset.counts(len(dataset)) + dataset.counts(rest)).tolist()
+        drawn = (rounds * dataset.samples_per_dataset(len(dataset)) + dataset.samples_per_dataset(rest)).tolist()
     else:
         parts, weights, drawn = (dataset,), (1.0,), (count,)
     epochs = [number / part.samples_per_epoch for number, part in zip(drawn, parts)]
     return [
-        PrefixUsage(part.prefix, weight, number, round(times * part.tokens_per_epoch), times)
+        DataSourceUsage(part.prefix, weight, number, round(times * part.tokens_per_epoch), times)
         for part, weight, number, times in zip(parts, weights, drawn, epochs)
     ]
 
 
-def _report_sources(
-    dataset: SampleSet | BlendedDataset, plan: SplitPlan, samples: int | None, *, most_epochs: float
+def _log_data_sources(
+    dataset: SampleSet | BlendedDataset, plan: DataSplitPlan, samples: int | None, *, most_epochs: float
 ) -> None:
-    """A table of what the run draws from each source, and a warning about those that it goes through very often."""
-    uses = source_usage(dataset, samples)
+    """Log a table of what the run draws from each source, and warn of sources repeated for more than `most_epochs`
+    epochs.
+    """
+    uses = data_source_usage(dataset, samples)
     total = sum(use.samples for use in uses)
     width = max(len("source"), *(len(use.prefix) for use in uses))
     logger.info("%s: %d samples from %d source%s", plan.name, total, len(uses), "" if len(uses) == 1 else "s")
@@ -211,33 +217,35 @@ def _report_sources(
 
 
 @dataclass(frozen=True, slots=True)
-class _Builder:
-    """What the datasets of all splits have in common, and how one split's is made of it."""
+class _SplitDatasetBuilder:
+    """Builds the dataset of each split. sources: by prefix, opened. each: `map` over a thread pool."""
 
     config: DataConfig
     kind: DatasetKind
     sources: dict[str, Any]
     each: Callable  # the built-in `map`, over the threads that build
 
-    def build(self, plan: SplitPlan, samples: int | None) -> SampleSet | BlendedDataset | None:
-        """One split's dataset of (at least) so many samples; None where the default shares leave nothing for it."""
+    def build(self, plan: DataSplitPlan, samples: int | None) -> SampleSet | BlendedDataset | None:
+        """Return one split's dataset, of at least `samples` samples (None: one epoch). None if the default --split
+        leaves the split too little for a sample. `ConfigError` for weights without a number of samples.
+        """
         prefixes, weights = plan.blend.prefixes, plan.blend.weights
-        if self.config.split is None and plan.name != "train" and any(self._is_empty(plan, p) for p in prefixes):
+        if self.config.split is None and plan.name != "train" and any(self._split_is_empty(plan, p) for p in prefixes):
             logger.info(
                 "%s: no data, since the default --split leaves none of %s for it", plan.name, " ".join(prefixes)
             )
             return None
         if weights is None and len(prefixes) == 1:
-            return self._build_single(plan, prefixes[0], samples)
+            return self._build_source_dataset(plan, prefixes[0], samples)
         if weights is None:
-            return self._once_each(plan, samples)
+            return self._build_one_epoch_blend(plan, samples)
         if samples is None:
             raise ConfigError(f"one pass over the {plan.name} data is not defined for weights; leave the weights out")
         targets = [math.ceil(samples * weight) for weight in weights]
         prepared = [math.ceil(target * (1 + self.config.mid_level_dataset_surplus)) for target in targets]
         for _ in range(2):
             datasets = list(
-                self.each(lambda prefix, count: self._build_single(plan, prefix, count), prefixes, prepared)
+                self.each(lambda prefix, count: self._build_source_dataset(plan, prefix, count), prefixes, prepared)
             )
             # Normalised twice, as Megatron does: the last bit of a weight can decide a tie.
             blended = self._build_blended(plan, datasets, normalize_weights(weights), sum(targets))
@@ -248,8 +256,11 @@ class _Builder:
             prepared = [max(pair) for pair in zip(prepared, drawn)]
         raise AssertionError("datasets of as many samples as are drawn are large enough")
 
-    def _once_each(self, plan: SplitPlan, samples: int | None) -> BlendedDataset:
-        datasets = list(self.each(lambda prefix: self._build_single(plan, prefix, None), plan.blend.prefixes))
+    def _build_one_epoch_blend(self, plan: DataSplitPlan, samples: int | None) -> BlendedDataset:
+        """Blend the sources of a split without weights, each gone through once; at most `samples` samples.
+        `ConfigError` if there are fewer and --dataloader-type is single.
+        """
+        datasets = list(self.each(lambda prefix: self._build_source_dataset(plan, prefix, None), plan.blend.prefixes))
         sizes = [len(dataset) for dataset in datasets]
         size = sum(sizes)
         if samples is not None and samples > size and self.config.dataloader_type == "single":
@@ -262,26 +273,27 @@ class _Builder:
             plan, datasets, normalize_weights(sizes), size if samples is None else min(samples, size)
         )
 
-    def _split_share(self, plan: SplitPlan, prefix: str) -> range:
-        """The split's share of what the source counts."""
-        count = self.kind.count(self.sources[prefix])
+    def _split_range(self, plan: DataSplitPlan, prefix: str) -> range:
+        """Return the range of the source's sequences (or documents, as the kind counts) that belongs to the split."""
+        count = self.kind.num_split_units(self.sources[prefix])
         return range(*(round(end * float(count)) for end in plan.share))
 
-    def _is_empty(self, plan: SplitPlan, prefix: str) -> bool:
+    def _split_is_empty(self, plan: DataSplitPlan, prefix: str) -> bool:
         """Whether a split is too small for a single sample."""
-        return not self.kind.has_sample(self.sources[prefix], self._split_share(plan, prefix))
+        return not self.kind.has_sample(self.sources[prefix], self._split_range(plan, prefix))
 
-    def _build_single(self, plan: SplitPlan, prefix: str, samples: int | None) -> SampleSet:
+    def _build_source_dataset(self, plan: DataSplitPlan, prefix: str, samples: int | None) -> SampleSet:
+        """Build one source's dataset for a split: at least `samples` samples, or one epoch if None."""
         return self.kind.build(
             self.sources[prefix],
-            self._split_share(plan, prefix),
+            self._split_range(plan, prefix),
             num_samples=samples,
             split=plan.name,
             cache=self._index_cache(prefix),
         )
 
     def _build_blended(
-        self, plan: SplitPlan, datasets: Sequence[SampleSet], weights: Sequence[float], size: int
+        self, plan: DataSplitPlan, datasets: Sequence[SampleSet], weights: Sequence[float], size: int
     ) -> BlendedDataset:
         chosen = self.config.data_cache_path
         cache = IndexCache(Path(chosen) if chosen else None)
@@ -290,9 +302,14 @@ class _Builder:
         )
 
     def _index_cache(self, prefix: str) -> IndexCache:
+        """Return where the index of a source is cached: --data-cache-path, else beside the files (nowhere for mock or
+        remote data).
+        """
         if self.config.data_cache_path:
             return IndexCache(Path(self.config.data_cache_path))
         beside = (
-            None if self.config.mock_data or is_remote(prefix) else Path(prefix) / "cache" / f"{self.kind.name}_indices"
+            None
+            if self.config.mock_data or is_remote_path(prefix)
+            else Path(prefix) / "cache" / f"{self.kind.name}_indices"
         )
         return IndexCache(beside, chosen=False)

@@ -35,7 +35,9 @@ def blend_order(weights: np.ndarray, size: int, *, exact: bool = False) -> tuple
     weights: double [datasets], summing to 1. With weights in proportion to the datasets' sizes and `size` their sum,
     every sample of every dataset comes exactly once. exact: after any number of samples, less than one from the shares.
     """
-    datasets = _draw_sources(np.asarray(weights, np.float64), size, _first_due if exact else _furthest_behind)
+    datasets = _draw_dataset_order(
+        np.asarray(weights, np.float64), size, _earliest_due_dataset if exact else _most_lagging_dataset
+    )
     by_dataset = np.argsort(datasets, kind="stable")
     counts = np.bincount(datasets, minlength=len(weights))
     numbers = np.arange(size, dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -44,11 +46,15 @@ def blend_order(weights: np.ndarray, size: int, *, exact: bool = False) -> tuple
     return datasets, samples
 
 
-def _furthest_behind(weights: np.ndarray, times: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def _most_lagging_dataset(weights: np.ndarray, times: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return for each lane the dataset that lags furthest behind its share (Megatron's rule). [lanes]"""
     return (weights * np.maximum(times, 1).astype(np.float64) - counts).argmax(axis=0)
 
 
-def _first_due(weights: np.ndarray, times: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def _earliest_due_dataset(weights: np.ndarray, times: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return for each lane the dataset whose next sample is due first, of those that may be drawn (Tijdeman's rule).
+    [lanes]
+    """
     spare = 1 / max(1, 2 * len(weights) - 2)
     lag = weights * (times + 1).astype(np.float64) - counts
     due = (1 - spare - lag) / weights
@@ -57,11 +63,14 @@ def _first_due(weights: np.ndarray, times: np.ndarray, counts: np.ndarray) -> np
     return due.argmin(axis=0)
 
 
-def _draw_sources(weights: np.ndarray, size: int, rule: Rule) -> np.ndarray:
+def _draw_dataset_order(weights: np.ndarray, size: int, rule: Rule) -> np.ndarray:
+    """Return the dataset of each of `size` draws by `rule`, int16 [size]; computed in parallel lanes (see the file's
+    head).
+    """
     lanes = max(1, min(MOST_LANES, size // SHORTEST_LANE))
     steps = -(-size // lanes)
     times = np.arange(lanes, dtype=np.int64) * steps
-    starts = _guess_counts(weights, times)
+    starts = _estimate_drawn_counts(weights, times)
     choices, ends = _draw_parallel_lanes(weights, times, starts, steps, rule)
     for _ in range(PASSES_SIDE_BY_SIDE):
         true_starts = np.concatenate([starts[:, :1], ends[:, :-1]], axis=1)
@@ -71,7 +80,7 @@ def _draw_sources(weights: np.ndarray, size: int, rule: Rule) -> np.ndarray:
     for lane in range(1, lanes):
         if (ends[:, lane - 1] != starts[:, lane]).any():
             start = ends[:, lane - 1]
-            if rule is _furthest_behind:
+            if rule is _most_lagging_dataset:
                 choices[lane], ends[:, lane] = _draw_single_lane(weights, int(times[lane]), start, steps)
             else:
                 drawn, end = _draw_parallel_lanes(weights, times[lane : lane + 1], start[:, None], steps, rule)
@@ -79,8 +88,10 @@ def _draw_sources(weights: np.ndarray, size: int, rule: Rule) -> np.ndarray:
     return choices.reshape(-1)[:size]
 
 
-def _guess_counts(weights: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """About how much of each dataset is drawn by each time: its share, rounded to the right sum. [datasets, lanes]"""
+def _estimate_drawn_counts(weights: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """Estimate how many samples of each dataset are drawn before each time: its share, rounded so that they sum to the
+    time. [datasets, lanes]
+    """
     ideal = np.outer(weights, times)
     counts = np.floor(ideal)
     missing = times - counts.sum(axis=0)
@@ -91,7 +102,10 @@ def _guess_counts(weights: np.ndarray, times: np.ndarray) -> np.ndarray:
 def _draw_parallel_lanes(
     weights: np.ndarray, times: np.ndarray, starts: np.ndarray, steps: int, rule: Rule
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`steps` draws of every lane from its time and counts: the choices [lanes, steps], the counts after them."""
+    """Make `steps` draws in every lane, from its time and counts.
+
+    Returns the datasets drawn, int16 [lanes, steps], and the counts afterwards, [datasets, lanes].
+    """
     lanes = len(times)
     columns = np.arange(lanes)
     counts = np.array(starts, order="C")
@@ -104,7 +118,9 @@ def _draw_parallel_lanes(
 
 
 def _draw_single_lane(weights: np.ndarray, time: int, start: np.ndarray, steps: int) -> tuple[list[int], list[float]]:
-    """The rule of the largest lag for one lane, where Python's own numbers are quicker."""
+    """Make `steps` draws by Megatron's rule in one lane, in plain Python, which is faster for one. Returns the datasets
+    drawn and the counts afterwards.
+    """
     shares, counts, choices = weights.tolist(), start.tolist(), []
     for now in range(time, time + steps):
         weight = float(max(now, 1))

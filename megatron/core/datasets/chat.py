@@ -26,11 +26,11 @@ import numpy as np
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.datasets.conversations import ConversationEncoder, open_conversations
 from megatron.core.datasets.gpt import TokenSource
-from megatron.core.datasets.index_map import IndexCache, load_or_build
+from megatron.core.datasets.index_map import IndexCache, load_or_build_arrays
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.mock import MockConversations
-from megatron.core.datasets.packing import plan_packs
-from megatron.core.datasets.samples import Sample, Span
+from megatron.core.datasets.packing import plan_sequence_packs
+from megatron.core.datasets.samples import Sample, TokenSpan
 from megatron.core.tokenizers.base import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -77,12 +77,12 @@ class ChatDataset:
             "split": split,
             "sequence_length": sequence_length,
         }  # not the number of samples: the plan is the same for any
-        arrays = load_or_build(
+        arrays = load_or_build_arrays(
             cache,
             f"{type(self).__name__}-{split}",
             self.description,
             {"order": ((len(retained),), np.int64), "last_of_pack": ((len(retained),), bool)},
-            lambda: dict(zip(("order", "last_of_pack"), plan_packs(sizes, sequence_length, seed))),
+            lambda: dict(zip(("order", "last_of_pack"), plan_sequence_packs(sizes, sequence_length, seed))),
         )
         self._conversations = first + retained[arrays["order"]]
         ends = np.flatnonzero(arrays["last_of_pack"]) + 1
@@ -141,14 +141,14 @@ class ChatDataset:
             "document_ids": documents,
         }
 
-    def token_sources(self, index: int) -> list[Span]:
-        """Which conversations stand in the index-th sample; the last token of each is a label only, and not counted."""
-        spans: list[Span] = []
+    def token_sources(self, index: int) -> list[TokenSpan]:
+        """Return which conversations the index-th sample holds. The last token of each is a label only and not counted."""
+        spans: list[TokenSpan] = []
         at = 0
         for conversation in self._packed_conversations(index):
             document = int(np.searchsorted(self.source.document_indices, conversation, side="right")) - 1
             size = min(int(self.source.sequence_lengths[conversation]) - 1, self.sequence_length)
-            spans.append(Span(self.prefix, document, conversation, 0, size, at))
+            spans.append(TokenSpan(self.prefix, document, conversation, 0, size, at))
             at += size
         return spans
 
@@ -160,6 +160,7 @@ class ChatDataset:
         return np.flatnonzero(np.isin(self._order, packs))
 
     def _packed_conversations(self, index: int) -> Sequence[int]:
+        """Return the numbers of the conversations packed into sample `index`. `IndexError` out of range."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         pack = self._order[index]
@@ -167,7 +168,7 @@ class ChatDataset:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatKind:
+class ChatDatasetKind:
     """Conversations; --split counts the lines of a file."""
 
     config: DataConfig
@@ -181,9 +182,9 @@ class ChatKind:
         """The ids of a file's conversations, or made-up ones."""
         if self.encoder is None:
             return MockConversations(self.tokenizer.vocab_size, self.tokenizer.eod)
-        return open_conversations(prefix, self.encoder, self._cache_path(prefix))
+        return open_conversations(prefix, self.encoder, self._index_cache(prefix))
 
-    def count(self, source: TokenSource) -> int:
+    def num_split_units(self, source: TokenSource) -> int:
         """The number of lines."""
         return len(source.document_indices) - 1
 
@@ -202,11 +203,11 @@ class ChatKind:
             num_samples=num_samples,
             seed=self.seed,
             split=split,
-            cache=cache if self.encoder is None else self._cache_path(source.prefix),
+            cache=cache if self.encoder is None else self._index_cache(source.prefix),
         )
 
-    def _cache_path(self, path: str) -> IndexCache:
-        """Where the ids and the plan are kept: beside the file, whose name a folder cannot have."""
+    def _index_cache(self, path: str) -> IndexCache:
+        """Return where ids and packing plan are cached: --data-cache-path, else PATH.cache beside the file."""
         chosen = self.config.data_cache_path
         return (
             IndexCache(Path(chosen))
@@ -215,7 +216,7 @@ class ChatKind:
         )
 
 
-def chat_kind(config: DataConfig, *, sequence_length: int, seed: int, tokenizer: Tokenizer) -> ChatKind:
-    """What --sft trains on, as the settings say; `ConfigError` when the tokenizer does not do."""
+def chat_dataset_kind(config: DataConfig, *, sequence_length: int, seed: int, tokenizer: Tokenizer) -> ChatDatasetKind:
+    """Return the dataset kind of --sft. `ConfigError` if the tokenizer has no chat template and no format is named."""
     encoder = None if config.mock_data else ConversationEncoder(tokenizer, config.chat.sft_tokenizer_prompt_format)
-    return ChatKind(config, tokenizer, encoder, sequence_length, seed)
+    return ChatDatasetKind(config, tokenizer, encoder, sequence_length, seed)

@@ -21,20 +21,20 @@ from typing import Any
 import numpy as np
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.datasets.index_map import Arrays, IndexCache, load_or_build
+from megatron.core.datasets.index_map import Arrays, IndexCache, load_or_build_arrays
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.marks import count_added_ids, named_tokens
+from megatron.core.datasets.marks import count_ids_around_text, token_ids_by_name
 from megatron.core.datasets.templates import (
     BOS,
     EOS,
     FORMATS,
     MARK_LIKE,
+    ChatTemplate,
     Message,
-    Template,
     TemplateLimitError,
     TemplateSegment,
 )
-from megatron.core.tokenizers.base import Tokenizer, fingerprint
+from megatron.core.tokenizers.base import Tokenizer, tokenizer_fingerprint
 
 AT_ONCE = 256  # lines that are tokenized together
 MOST_TOLD = 20  # bad lines that an error names
@@ -53,13 +53,13 @@ class ConversationEncoder:
                 "--sft writes conversations by the tokenizer's chat template, and it has none; give --chat-template, "
                 f"or --sft-tokenizer-prompt-format {', '.join(FORMATS)}"
             )
-        self.tokenizer, self._frame = tokenizer, count_added_ids(tokenizer)
+        self.tokenizer, self._frame = tokenizer, count_ids_around_text(tokenizer)
         end = tokenizer.eod if tokenizer.eos is None else tokenizer.eos
         bos = "" if tokenizer.bos is None else tokenizer.id_to_token(tokenizer.bos) or BOS
         eos = tokenizer.id_to_token(end) or EOS
         words = set(MARK_LIKE.findall(text))
         special = {name: token for token in tokenizer.special_ids if len(name := tokenizer.id_to_token(token)) > 1}
-        self.marks = {**named_tokens(tokenizer, words), **special, eos: end}
+        self.marks = {**token_ids_by_name(tokenizer, words), **special, eos: end}
         if tokenizer.bos is not None:
             self.marks[bos] = tokenizer.bos
         missing = sorted(word for word in words - self.marks.keys() if word.startswith("<|"))
@@ -68,15 +68,15 @@ class ConversationEncoder:
                 "the vocabulary has no token %s; what the template writes so is spelled with several",
                 ", ".join(missing),
             )
-        self.template = Template(text, bos=bos, eos=eos, marks=list(self.marks))
-        self.identity = {"tokenizer": fingerprint(tokenizer)["hash"], "template": text}
+        self.template = ChatTemplate(text, bos=bos, eos=eos, marks=list(self.marks))
+        self.identity = {"tokenizer": tokenizer_fingerprint(tokenizer)["hash"], "template": text}
 
     def encode(self, conversations: Sequence[Sequence[TemplateSegment]]) -> list[np.ndarray]:
-        """The ids of each conversation, ~id where it is not learnt. Raises `ValueError` for text that has none. int32 [t]
+        """Return the ids of each conversation, int32 [t]; an id that is not learnt is stored as ~id.
 
-        Each piece is tokenized by itself, as a prompt is when the model is asked. Where the tokenizer gives the same ids
-        to a piece and the text before it when they are one text, as it does to the piece, they are taken from there:
-        some tokenizers begin every text with a space.
+        `ValueError` for text that the tokenizer cannot encode. Each segment is tokenized by itself, as a prompt is at
+        inference. If the ids of (previous text + segment) begin with those of the previous text, the rest of them is
+        used instead: some tokenizers put a space before every text.
         """
         texts = [
             (piece.text, previous.text + piece.text if previous is not None and not previous.mark else None)
@@ -94,14 +94,16 @@ class ConversationEncoder:
         return [self._join_segments(conversation, encoded) for conversation in conversations]
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of a conversation and of what stands before its next answer. Raises `DataError` and `ValueError` for what has none."""
-        (encoded,) = self.encode([self.template.generation_prompt(messages)])
+        """Return the ids of a conversation up to where the next answer begins. `DataError` if the template rejects it,
+        `ValueError` if its text cannot be encoded.
+        """
+        (encoded,) = self.encode([self.template.render_generation_prompt(messages)])
         return (~encoded).tolist()  # nothing of it is learnt
 
-    def answer_end(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """(ids, words) that the template writes after an answer, of which one ends a generated one.
+    def answer_terminators(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Return (token ids, texts) that the template puts after an answer; one of them ends generation.
 
-        Found in a small conversation: its answer is `b`, and what comes after it ends it.
+        Found by rendering a two-message conversation; both are empty if the template rejects it.
         """
         try:
             pieces = self.template.render_segments(
@@ -117,6 +119,7 @@ class ConversationEncoder:
         return tuple(marks[:1]), () if marks else tuple(words[:1])
 
     def _join_segments(self, conversation: Sequence[TemplateSegment], encoded: Iterator[np.ndarray]) -> np.ndarray:
+        """Return one conversation's ids, int32 [t], ~id where not learnt. encoded: what `encode` tokenized, in order."""
         parts: list[np.ndarray] = []
         before: np.ndarray | None = None  # ids of the text just before, by itself
         for piece in conversation:
@@ -133,8 +136,10 @@ class ConversationEncoder:
         return np.concatenate([np.empty(0, np.int32), *parts])
 
 
-def conversations_of(line: bytes) -> list[tuple[list[Message], Any]]:
-    """The conversations of a line, each with its tools; `DataError` says what is wrong with it. A blank line has none."""
+def parse_conversations(line: bytes) -> list[tuple[list[Message], Any]]:
+    """Parse a JSONL line into (messages, tools) per conversation; an empty list for a blank line. `DataError` if it is
+    invalid.
+    """
     if not line.strip():
         return []
     try:
@@ -154,6 +159,7 @@ def conversations_of(line: bytes) -> list[tuple[list[Message], Any]]:
 
 
 def _check_messages(messages: Sequence[Any]) -> None:
+    """Raise `DataError` for a message without a role, or with neither text nor tool calls."""
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(f'message {number} has no "role"')
@@ -161,7 +167,7 @@ def _check_messages(messages: Sequence[Any]) -> None:
             raise DataError(f'message {number} has no text as "content"')
 
 
-class Conversations:
+class ConversationTokenSource:
     """A token source of a JSONL file; see the top of this file for what the ids are."""
 
     def __init__(self, path: str, arrays: Arrays) -> None:
@@ -169,13 +175,15 @@ class Conversations:
         self.sequence_lengths, self.document_indices = np.diff(self._starts), arrays["lines"]
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Ids [offset, offset + length) of one conversation, to its end when `length` is None. int32"""
+        """Return ids [offset, offset + length) of one conversation as int32, cut off at its end; length None: to its
+        end.
+        """
         first, last = self._starts[sequence : sequence + 2].tolist()
         return self._ids[first + offset : last if length is None else min(last, first + offset + length)]
 
 
-def open_conversations(path: str, encoder: ConversationEncoder, cache: IndexCache) -> Conversations:
-    """The conversations of a JSONL file, as ids; `DataError` names the first bad lines, with what is wrong."""
+def open_conversations(path: str, encoder: ConversationEncoder, cache: IndexCache) -> ConversationTokenSource:
+    """Tokenize a JSONL file of conversations, or map its cached ids. `DataError` names the first bad lines."""
     try:
         state = os.stat(path)
     except OSError as error:
@@ -185,13 +193,17 @@ def open_conversations(path: str, encoder: ConversationEncoder, cache: IndexCach
     if path.endswith((".gz", ".zst")):
         raise DataError(f"{path} is compressed; --sft reads plain JSONL")
     description = {**encoder.identity, "file": os.path.abspath(path), "bytes": state.st_size, "time": state.st_mtime_ns}
-    return Conversations(
-        path, load_or_build(cache, "Conversations", description, SHAPES, lambda: _tokenize_file(path, encoder))
+    return ConversationTokenSource(
+        path, load_or_build_arrays(cache, "Conversations", description, SHAPES, lambda: _tokenize_file(path, encoder))
     )
 
 
 def _tokenize_file(path: str, encoder: ConversationEncoder) -> Arrays:
-    """ids: all conversations end to end; starts: of each and, last, the end; lines: the first of each line and, last, the end."""
+    """Tokenize a JSONL file of conversations. `DataError` names the first bad lines.
+
+    Returns ids: int32 [t] of all conversations; starts: int64, where each begins in ids and, last, their end;
+    lines: int64, the first conversation of each line and, last, the number of conversations.
+    """
     # Machine integers, not Python's.
     ids, starts, lines = array.array("i"), array.array("q", [0]), array.array("q", [0])
     bad: list[tuple[int, str]] = []
@@ -202,14 +214,14 @@ def _tokenize_file(path: str, encoder: ConversationEncoder) -> Arrays:
             for number, line in rows:
                 try:
                     result.append(
-                        [encoder.template.render_segments(*conversation) for conversation in conversations_of(line)]
+                        [encoder.template.render_segments(*conversation) for conversation in parse_conversations(line)]
                     )
                 except TemplateLimitError as error:  # all lines would take as long
                     raise DataError(f"{path}, line {number}: {error}") from error
                 except DataError as error:
                     bad.append((number, str(error)))
                     result.append([])
-            for (number, _), sequences in zip(rows, _encode_lines(encoder, result)):
+            for (number, _), sequences in zip(rows, _encode_conversation_lines(encoder, result)):
                 if isinstance(sequences, str):
                     bad.append((number, sequences))
                     continue
@@ -229,16 +241,16 @@ def _tokenize_file(path: str, encoder: ConversationEncoder) -> Arrays:
     }
 
 
-def _encode_lines(
+def _encode_conversation_lines(
     encoder: ConversationEncoder, lines: Sequence[Sequence[Sequence[TemplateSegment]]]
 ) -> list[list[np.ndarray] | str]:
-    """The sequences of each line, or what is wrong with its text."""
+    """Return the id sequences of each line, or instead a text saying what is wrong with it."""
     try:
         ids = iter(encoder.encode(list(chain.from_iterable(lines))))
     except ValueError as error:
         if len(lines) == 1:  # half of a surrogate pair, say
             return [f"text that the tokenizer does not take: {error}"]
-        return [result for line in lines for result in _encode_lines(encoder, [line])]
+        return [result for line in lines for result in _encode_conversation_lines(encoder, [line])]
     result: list[list[np.ndarray] | str] = []
     for line in lines:
         sequences = list(islice(ids, len(line)))

@@ -36,7 +36,7 @@ _DEEPEST = 16  # YAML files that name each other
 
 
 @dataclass(frozen=True, slots=True)
-class EnergonPart:
+class EnergonSplitPart:
     """Samples [start, stop) of a part of a folder; stop None: to the end.
 
     joined: (nonmatch, prefix) of the parts that give them more fields. kind: the kind of sample that results.
@@ -51,13 +51,13 @@ class EnergonPart:
 
     @property
     def prefix(self) -> str:
-        """As it stands among the prefixes of a blend."""
+        """The text that names the part among a blend's prefixes: FOLDER:train[0:500]|error:OTHER:train|=VQASample."""
         own = f"{self.folder}:{self.part}" + ("" if self.stop is None else f"[{self.start}:{self.stop}]")
         return "|".join([own, *map(":".join, self.joined), *([f"={self.kind}"] if self.joined else [])])
 
     @staticmethod
-    def parse_prefix(prefix: str) -> EnergonPart | None:
-        """The part that a prefix names; None if it is the name of something else."""
+    def parse_prefix(prefix: str) -> EnergonSplitPart | None:
+        """Parse the text form of a part; None if it does not name a part of an Energon folder."""
         own, *others = prefix.split("|")
         match = _PREFIX.fullmatch(own)
         if match is None or not os.path.isdir(os.path.join(match["folder"], META)):
@@ -66,7 +66,7 @@ class EnergonPart:
         last = None if stop is None else int(stop)
         joined = tuple((nonmatch, other) for nonmatch, _, other in (each.partition(":") for each in others[:-1]))
         kind = others[-1].removeprefix("=") if others else ""
-        return EnergonPart(match["folder"], match["part"], int(match["start"] or 0), last, joined, kind)
+        return EnergonSplitPart(match["folder"], match["part"], int(match["start"] or 0), last, joined, kind)
 
     @property
     def shards(self) -> list[tuple[str, int]]:
@@ -88,19 +88,21 @@ class EnergonPart:
         return [(name, counts[name]) for name in names]
 
     @property
-    def excluded(self) -> frozenset[str]:
+    def excluded_samples(self) -> frozenset[str]:
         """Samples that are left out, as SHARD/KEY."""
         return frozenset(
             name for name in _expand_braces(_read_meta_file(self.folder, "split").get("exclude") or ()) if "/" in name
         )
 
     @property
-    def description(self) -> Mapping[str, Any]:
+    def dataset_yaml(self) -> Mapping[str, Any]:
         """The content of dataset.yaml."""
         return _read_meta_file(self.folder, "dataset")
 
-    def select_subset(self, subset: Any, where: str) -> EnergonPart:
-        """These samples of a part, as `subset: {range: [25%, 75%]}` or `[100, end]` says."""
+    def select_subset(self, subset: Any, where: str) -> EnergonSplitPart:
+        """Return the part limited to `subset`: a mapping such as {range: [25%, 75%]} or {range: [100, end]}.
+        `DataError`, named by `where`, if that is no valid range.
+        """
         total = sum(count for _, count in self.shards)
         first, last = self.start, total if self.stop is None else self.stop
         ends = subset.get("range") if isinstance(subset, Mapping) else None
@@ -127,28 +129,35 @@ class EnergonBlend:
     weights: tuple[float, ...] | None
 
 
-def is_energon(path: str) -> bool:
+def is_energon_path(path: str) -> bool:
     """Whether a path of data settings is one of Energon's: a folder with `.nv-meta`, or a YAML file."""
-    if os.path.isdir(os.path.join(path, META)) or EnergonPart.parse_prefix(path) is not None:
+    if os.path.isdir(os.path.join(path, META)) or EnergonSplitPart.parse_prefix(path) is not None:
         return True
     return path.endswith((".yaml", ".yml")) and os.path.isfile(path)
 
 
-def read_blend(path: str, split: str) -> EnergonBlend | None:
-    """What a folder or a YAML file gives to training, validation or test; None: nothing. split: train, valid or test."""
-    named = EnergonPart.parse_prefix(path)
+def read_energon_blend(path: str, split: str) -> EnergonBlend | None:
+    """Return the parts that an Energon folder or YAML file gives to a split, or None if it gives nothing.
+
+    split: train, valid or test. `DataError` for files that are invalid.
+    """
+    named = EnergonSplitPart.parse_prefix(path)
     if named is not None:
         return EnergonBlend((named.prefix,), None)
-    return _resolve_reference({"path": os.path.abspath(path)}, "", _PARTS[split], path, 0)
+    return _resolve_dataset_node({"path": os.path.abspath(path)}, "", _PARTS[split], path, 0)
 
 
-def _resolve_reference(node: Mapping[str, Any], base: str, part: str, where: str, depth: int) -> EnergonBlend | None:
-    """What a mapping with a path stands for."""
+def _resolve_dataset_node(node: Mapping[str, Any], base: str, part: str, where: str, depth: int) -> EnergonBlend | None:
+    """Return the parts that a YAML node stands for: a join, a YAML file or a folder. None if it has nothing for `part`.
+
+    base: folder of relative paths. where: named in errors. depth: how many YAML files deep; 0: the path that the user
+    gave.
+    """
     unserved = [key for key in _UNSERVED if node.get(key)]
     if unserved:
         raise DataError(f"{where}: {', '.join(unserved)} is not read; write what it yields into a folder of its own")
     if node.get("join"):
-        return _join(node, base, part, where)
+        return _join_datasets(node, base, part, where)
     if not isinstance(node.get("path"), str):
         raise DataError(f"{where}: a data set without a path")
     path, part = os.path.join(base, node["path"]), str(node.get("split_part") or part)
@@ -161,12 +170,14 @@ def _resolve_reference(node: Mapping[str, Any], base: str, part: str, where: str
     parts = _read_meta_file(path, "split").get("split_parts")
     if not depth and isinstance(parts, Mapping) and not parts.get(part):
         return None  # a folder that is given by itself need not have every part
-    return _apply_subset(EnergonBlend((EnergonPart(path, part).prefix,), None), node.get("subset"), where)
+    return _apply_subset(EnergonBlend((EnergonSplitPart(path, part).prefix,), None), node.get("subset"), where)
 
 
 def _read_metadataset(path: str, part: str, depth: int) -> EnergonBlend | None:
-    """What a YAML file says of a part: a Metadataset, or a MetadatasetV2."""
-    content = _load_mapping(path)
+    """Return the parts that a Metadataset (or V2) YAML file gives to `part`. None if it lacks that split and is not
+    nested.
+    """
+    content = _load_yaml_or_json(path)
     splits = content.get("splits")
     if not isinstance(splits, Mapping):
         raise DataError(f"{path} has no splits; it is no blend of Energon's")
@@ -183,11 +194,15 @@ def _read_metadataset(path: str, part: str, depth: int) -> EnergonBlend | None:
             return _apply_subset(
                 _blend_datasets(node[key], base, part, where, depth, repeated), node.get("subset"), where
             )
-    return _resolve_reference(node, base, part, where, depth)
+    return _resolve_dataset_node(node, base, part, where, depth)
 
 
-def _join(node: Mapping[str, Any], base: str, part: str, where: str) -> EnergonBlend:
-    """Samples with the fields of those with the same key in other folders, as Energon's own joiner makes them."""
+def _join_datasets(node: Mapping[str, Any], base: str, part: str, where: str) -> EnergonBlend:
+    """Return the part that a `join` node describes: the first folder's samples with the fields of equal keys in the
+    others.
+
+    `DataError` if the joiner is user code or a folder cannot be joined.
+    """
     joiner, nodes = node.get("joiner"), node["join"]
     own = isinstance(joiner, Mapping) and joiner.get("__module__") == "megatron.energon"
     if not own or not isinstance(nodes, list):
@@ -195,11 +210,11 @@ def _join(node: Mapping[str, Any], base: str, part: str, where: str) -> EnergonB
             f"{where}: a join whose joiner is code of its own is not run; what is read is a list of folders with a kind of sample of "
             "megatron.energon as joiner"
         )
-    parts: list[tuple[str, EnergonPart]] = []
+    parts: list[tuple[str, EnergonSplitPart]] = []
     for each in _require_dataset_list(nodes, where):
         chosen = each.get("split_part") or node.get("split_part") or part
-        inner = _resolve_reference({**each, "split_part": chosen}, base, part, where, 1)
-        first = None if inner is None or len(inner.prefixes) != 1 else EnergonPart.parse_prefix(inner.prefixes[0])
+        inner = _resolve_dataset_node({**each, "split_part": chosen}, base, part, where, 1)
+        first = None if inner is None or len(inner.prefixes) != 1 else EnergonSplitPart.parse_prefix(inner.prefixes[0])
         nonmatch = str(each.get("nonmatch", "error"))
         if first is None or nonmatch not in _NONMATCH or each.get("subset"):
             raise DataError(
@@ -216,11 +231,11 @@ def _join(node: Mapping[str, Any], base: str, part: str, where: str) -> EnergonB
 
 
 def _blend_datasets(nodes: Any, base: str, part: str, where: str, depth: int, repeated: bool) -> EnergonBlend:
-    """A list of data sets with weights, or, repeated, with repetitions."""
+    """Return the parts of a list of datasets: with weights that sum to 1, or, if `repeated`, each `repetitions` times."""
     prefixes: list[str] = []
     weights: list[float] = []
     for node in _require_dataset_list(nodes, where):
-        inner = _resolve_reference(node, base, part, where, depth)
+        inner = _resolve_dataset_node(node, base, part, where, depth)
         assert inner is not None, "what is named inside a file has the part or is refused"
         number = _read_weight(node, "repetitions" if repeated else "weight", where)
         if repeated and inner.weights is None:
@@ -234,6 +249,7 @@ def _blend_datasets(nodes: Any, base: str, part: str, where: str, depth: int, re
 
 
 def _require_dataset_list(nodes: Any, where: str) -> list[Mapping[str, Any]]:
+    """Return `nodes`. `DataError` if it is not a non-empty list of mappings."""
     if not isinstance(nodes, list) or not nodes or not all(isinstance(node, Mapping) for node in nodes):
         raise DataError(f"{where} is no list of data sets")
     return nodes
@@ -248,7 +264,8 @@ def _read_weight(node: Mapping[str, Any], key: str, where: str) -> float:
 
 
 def _repeat_prefix(prefix: str, repetitions: float) -> list[str]:
-    part = EnergonPart.parse_prefix(prefix)
+    """Return the prefix as often as `repetitions` says; a fractional rest is a prefix with fewer samples."""
+    part = EnergonSplitPart.parse_prefix(prefix)
     assert part is not None, "the parts of a blend are parts"
     whole, rest = int(repetitions), round((repetitions % 1) * len(part))
     last = replace(part, stop=part.start + rest)
@@ -256,15 +273,17 @@ def _repeat_prefix(prefix: str, repetitions: float) -> list[str]:
 
 
 def _apply_subset(blend: EnergonBlend | None, subset: Any, where: str) -> EnergonBlend | None:
+    """Return the blend with each part limited to `subset`; as it is if either is None."""
     if blend is None or subset is None:
         return blend
-    parts = [EnergonPart.parse_prefix(prefix) for prefix in blend.prefixes]
+    parts = [EnergonSplitPart.parse_prefix(prefix) for prefix in blend.prefixes]
     return EnergonBlend(
         tuple(part.select_subset(subset, where).prefix for part in parts if part is not None), blend.weights
     )
 
 
 def _parse_subset_bound(end: Any, total: int, where: str) -> int:
+    """Return a bound of a subset as a number of samples: a number, "25%" of `total`, or "end"."""
     if end == "end":
         return total
     if isinstance(end, int):
@@ -276,7 +295,7 @@ def _parse_subset_bound(end: Any, total: int, where: str) -> int:
 
 
 def _expand_braces(patterns: Sequence[Any]) -> list[str]:
-    """Names written as a-{0..3}.tar or {a,b}.tar, one by one."""
+    """Return the names that patterns such as a-{0..3}.tar or {a,b}.tar stand for."""
     result: list[str] = []
     for pattern in map(str, patterns):
         pieces = re.split(r"\{([^{}]*)\}", pattern)
@@ -295,15 +314,15 @@ def _brace_alternatives(inside: str) -> list[str]:
 
 
 def _read_meta_file(folder: str, name: str) -> Mapping[str, Any]:
-    """A file of `.nv-meta`, YAML or JSON."""
+    """Read a file of a folder's `.nv-meta`, YAML or JSON. `DataError` if there is none."""
     for ending in (".json", ".yaml") if name == ".info" else (".yaml", ".json"):
         path = os.path.join(folder, META, name + ending)
         if os.path.isfile(path):
-            return _load_mapping(path)
+            return _load_yaml_or_json(path)
     raise DataError(f"{folder}/{META} has no {name}.yaml or {name}.json; prepare the folder with `energon prepare`")
 
 
-def _load_mapping(path: str) -> Mapping[str, Any]:
+def _load_yaml_or_json(path: str) -> Mapping[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file) if path.endswith(".json") else yaml.safe_load(file)
@@ -314,16 +333,16 @@ def _load_mapping(path: str) -> Mapping[str, Any]:
     return content
 
 
-def read_blend_of_flag(path: str, split: str) -> EnergonBlend | None:
-    """`read_blend`, for flags: what is wrong with the files is the user's mistake."""
+def read_energon_blend_for_flag(path: str, split: str) -> EnergonBlend | None:
+    """As `read_energon_blend`, but raise `ConfigError`, as the path comes from a flag."""
     try:
-        return read_blend(path, split)
+        return read_energon_blend(path, split)
     except DataError as error:
         raise ConfigError(str(error)) from None
 
 
 def ranges_within_shards(counts: Sequence[int], start: int, stop: int | None) -> list[range]:
-    """Of shards with these many samples, those in [start, stop) of all, by their places within each shard."""
+    """Return, for shards of `counts` samples end to end, which positions in each shard lie in [start, stop)."""
     ends = list(accumulate(counts))
     stop = ends[-1] if stop is None and ends else stop or 0
     return [range(max(0, start - end + n), max(0, min(n, stop - end + n))) for n, end in zip(counts, ends, strict=True)]

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.core.config.flags import flag_name, refuse
+from megatron.core.config.flags import flag_name, raise_config_error_if
 from megatron.core.config.settings.data import FIMConfig
-from megatron.core.datasets.marks import count_added_ids, named_tokens
+from megatron.core.datasets.marks import count_ids_around_text, token_ids_by_name
 from megatron.core.tokenizers.base import Tokenizer
 
 BROKEN = "\ufffd"  # what bytes that are no whole character look like
@@ -62,6 +62,9 @@ class FillInTheMiddle:
         return _map_between_separators(ids, self.marks.eod, lambda part: self._rearrange_document(part, random))
 
     def _rearrange_document(self, ids: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        """Return a document rearranged, with probability `rate`; if it has `split` tokens, each fragment with
+        `fragment_rate`.
+        """
         if random.random() >= self.rate:
             return ids
         split = self.marks.split
@@ -74,7 +77,8 @@ class FillInTheMiddle:
         )
 
     def _rearrange_part(self, ids: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        text = self._whole_characters(ids)
+        """Return the ids with prefix, middle and suffix rearranged (PSM or SPM), or as they are if the text is spared."""
+        text = self._decode_whole_characters(ids)
         if self.spared is not None and text.startswith(self.spared):
             return ids
         first, last = np.sort(random.integers(0, len(text) + 1, size=2)).tolist()
@@ -87,11 +91,12 @@ class FillInTheMiddle:
         return np.array(parts, np.int64)
 
     def _encode_texts(self, texts: list[str]) -> list[list[int]]:
+        """Return the ids of each text, without those that the tokenizer puts around it."""
         before, after = self.frame
         ids, lengths = self.tokenizer.encode_flat(texts)
         return [part[before : len(part) - after].tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])]
 
-    def _whole_characters(self, ids: np.ndarray) -> str:
+    def _decode_whole_characters(self, ids: np.ndarray) -> str:
         """The text without the pieces of a character that the edges of the window cut through."""
         text = self.tokenizer.detokenize(ids.tolist())
         for _ in range(MOST_BROKEN):
@@ -105,7 +110,7 @@ class FillInTheMiddle:
 
 
 def _map_between_separators(ids: np.ndarray, end: int, change: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """The ids with every part between two `end`s changed; the ends, and parts without ids, stay as they are."""
+    """Return the ids with `change` applied to each non-empty run between two ids `end`; the `end`s stay."""
     parts: list[np.ndarray] = []
     start = 0
     for stop in [*np.flatnonzero(ids == end).tolist(), len(ids)]:
@@ -115,7 +120,9 @@ def _map_between_separators(ids: np.ndarray, end: int, change: Callable[[np.ndar
 
 
 def build_fill_in_middle(fill: FIMConfig, tokenizer: Tokenizer, *, seed: int, pad: int) -> FillInTheMiddle:
-    """What the settings describe; `ConfigError` when the vocabulary lacks a token. pad: where --fim-pad-token is not given."""
+    """Build the rearrangement that the --fim flags describe. `ConfigError` if a token is not in the vocabulary, or two
+    of prefix, middle and suffix are equal. pad: used without --fim-pad-token.
+    """
     flags = {
         flag_name(name): getattr(fill, name)
         for name in (
@@ -127,14 +134,14 @@ def build_fill_in_middle(fill: FIMConfig, tokenizer: Tokenizer, *, seed: int, pa
             "fim_split_sample",
         )
     }
-    ids = named_tokens(tokenizer, [name for name in flags.values() if name is not None])
-    refuse(
+    ids = token_ids_by_name(tokenizer, [name for name in flags.values() if name is not None])
+    raise_config_error_if(
         f"{flag} {name!r} is not one token of the vocabulary; add it to the tokenizer, or name one that is there"
         for flag, name in flags.items()
         if name is not None and name not in ids
     )
     order = [fill.fim_prefix_token, fill.fim_middle_token, fill.fim_suffix_token]
-    refuse(
+    raise_config_error_if(
         [
             "--fim-prefix-token, --fim-middle-token and --fim-suffix-token must be three different tokens, not "
             + ", ".join(order)
@@ -159,5 +166,5 @@ def build_fill_in_middle(fill: FIMConfig, tokenizer: Tokenizer, *, seed: int, pa
         spm_rate=fill.fim_spm_rate,
         fragment_rate=1.0 if fill.fim_fragment_rate is None else fill.fim_fragment_rate,
         spared=fill.fim_no_prefix,
-        frame=count_added_ids(tokenizer),
+        frame=count_ids_around_text(tokenizer),
     )

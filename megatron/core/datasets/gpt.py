@@ -20,14 +20,14 @@ import numpy as np
 
 from megatron.core.datasets.index_map import (
     IndexCache,
-    build_indices,
+    build_gpt_indices,
+    gpt_index_shapes,
     hash_arrays,
-    index_shapes,
-    load_or_build,
+    load_or_build_arrays,
     plan_epochs,
 )
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.samples import Sample, Span
+from megatron.core.datasets.samples import Sample, TokenSpan
 
 NO_PAD = -1  # padding that no token id equals
 
@@ -50,7 +50,7 @@ class TokenSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class WindowOptions:
+class GPTSampleOptions:
     """How a window of ids becomes a sample.
 
     pad: this id has no loss and is fed as 0. keep_partial: a last window that is not full is padded, not dropped.
@@ -77,7 +77,7 @@ class GPTDataset:
     def __init__(
         self,
         source: TokenSource,
-        options: WindowOptions,
+        options: GPTSampleOptions,
         *,
         sequences: range,
         num_samples: int | None,
@@ -108,12 +108,12 @@ class GPTDataset:
             "sequence_length": size,
             "keep_partial": options.keep_partial,
         }
-        arrays = load_or_build(
+        arrays = load_or_build_arrays(
             cache,
             f"{type(self).__name__}-{split}",
             description,
-            index_shapes(len(sequences), plan),
-            lambda: build_indices(lengths, plan, first=sequences.start, sequence_length=size, seed=seed),
+            gpt_index_shapes(len(sequences), plan),
+            lambda: build_gpt_indices(lengths, plan, first=sequences.start, sequence_length=size, seed=seed),
         )
         self.document_index = arrays["document_index"]
         self.sample_index = arrays["sample_index"]
@@ -136,7 +136,7 @@ class GPTDataset:
         loss_mask = np.ones(options.sequence_length, np.float32)
         sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": self._positions}
         if options.eod_mask_loss or options.reset_position_ids or options.reset_attention_mask:
-            self._mark_documents(sample)
+            self._reset_at_document_ends(sample)
         padding = labels == options.pad
         if padding.any() or tokens[0] == options.pad:
             loss_mask[padding] = 0
@@ -144,11 +144,11 @@ class GPTDataset:
             tokens[tokens == options.pad] = 0
         return sample
 
-    def token_sources(self, index: int) -> list[Span]:
+    def token_sources(self, index: int) -> list[TokenSpan]:
         """Where the L + 1 tokens of the index-th sample came from; the last is a label only."""
         place = int(self.shuffle_index[index])
         (first, offset), (last, end) = self.sample_index[place].tolist(), self.sample_index[place + 1].tolist()
-        spans: list[Span] = []
+        spans: list[TokenSpan] = []
         at = 0
         for position in range(first, last + 1):
             sequence = int(self.document_index[position])
@@ -156,7 +156,7 @@ class GPTDataset:
             stop = end + 1 if position == last else int(self.source.sequence_lengths[sequence])
             if stop > start:
                 document = int(np.searchsorted(self.source.document_indices, sequence, side="right")) - 1
-                spans.append(Span(self.prefix, document, sequence, start, stop - start, at))
+                spans.append(TokenSpan(self.prefix, document, sequence, start, stop - start, at))
             at += stop - start
         return spans
 
@@ -176,8 +176,10 @@ class GPTDataset:
         np.add.at(held, ends, -1)
         return np.flatnonzero(np.cumsum(held)[:-1][self.shuffle_index] > 0)
 
-    def _mark_documents(self, sample: Sample) -> None:
-        """What depends on where documents end: an end of document belongs to the document that it ends."""
+    def _reset_at_document_ends(self, sample: Sample) -> None:
+        """Set loss mask, positions and document ids of a sample by its end-of-document tokens, as the options say, in
+        place. Such a token belongs to the document that it ends.
+        """
         options = self.options
         ends = sample["tokens"] == options.eod
         if options.eod_mask_loss:
@@ -190,7 +192,11 @@ class GPTDataset:
             sample["document_ids"] = np.cumsum(ends, dtype=np.int64) - ends
 
     def _token_window(self, place: int, index: int) -> np.ndarray:
-        """The L + 1 ids from where sample `place` begins, rearranged as those of sample `index`. int64 [L + 1]"""
+        """Return the L + 1 ids of window `place` (before shuffling), padded at the end. int64 [L + 1]
+
+        index: the sample's number, which seeds the rearrangement. `DataError` if the index does not fit the data, or an
+        id is outside the vocabulary.
+        """
         (first, offset), (last, end) = self.sample_index[place].tolist(), self.sample_index[place + 1].tolist()
         window = np.empty(self.options.sequence_length + 1, np.int64)
         filled = 0
@@ -205,7 +211,7 @@ class GPTDataset:
                 f"the index of {self.source.prefix} does not fit its data ({error}); if the files were "
                 "replaced while the run was going on, start again; else remove the index cache"
             ) from error
-        self._check_ids(window[:filled])
+        self._check_ids_in_vocab(window[:filled])
         if self.rearrange is not None:
             ids = self.rearrange(window[:filled], index)[: len(window)]
             filled = len(ids)
@@ -213,7 +219,7 @@ class GPTDataset:
         window[filled:] = self.options.pad
         return window
 
-    def _check_ids(self, ids: np.ndarray) -> None:
+    def _check_ids_in_vocab(self, ids: np.ndarray) -> None:
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.options.vocab_size:
             raise DataError(

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from megatron.core.datasets.conversations import AT_ONCE, MOST_TOLD, ConversationEncoder
-from megatron.core.datasets.images import ImageError, ImageOptions, TileGrid, read_bytes, read_grid
-from megatron.core.datasets.index_map import Arrays, IndexCache, load_or_build
+from megatron.core.datasets.images import ImageError, ImageOptions, TileGrid, read_image_bytes, read_tile_grid
+from megatron.core.datasets.index_map import Arrays, IndexCache, load_or_build_arrays
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.marks import IMAGE
 from megatron.core.datasets.templates import Message, TemplateSegment
@@ -47,12 +47,12 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class ImageTokenWriter:
-    """How an image stands in a sequence. rows: of a tile. tags: ids before each tile, the last those of a thumbnail; around: ids
-    before and after an image.
+class ImageTokenLayout:
+    """Which tokens stand for an image in a sequence. rows: embedding rows (slots) of a tile. tags: ids before each
+    tile, the last of them before a thumbnail. around: ids before and after an image.
 
-    places: ids before the tile of each row and column, where these are told (SmolVLM); `around` is then around the thumbnail. ends: ids
-    behind each row of tiles, and behind the last.
+    places: ids before the tile of each row and column (SmolVLM; `around` is then around the thumbnail). ends: ids after
+    each row of tiles, and after the last row.
     """
 
     rows: int
@@ -62,9 +62,9 @@ class ImageTokenWriter:
     ends: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     def image_tokens(self, grid: TileGrid) -> np.ndarray:
-        """The ids of an image that is cut so, ~id each. int32 [t]"""
+        """Return the ids of an image cut into `grid`, each as ~id, with `SLOT` for each embedding row. int32 [t]"""
         ids: list[int] = []
-        tiles = grid.tiles
+        tiles = grid.num_tiles
         if self.places and tiles > 1:
             for row in range(grid.rows):
                 for place in self.places[row][: grid.columns]:
@@ -79,10 +79,10 @@ class ImageTokenWriter:
         return ~np.array([*ids, *self.around[1]], np.int32)
 
 
-class ConversationWriter:
+class ImageConversationEncoder:
     """Writes conversations about images as ids. plain: of what the user says only the images are kept."""
 
-    def __init__(self, encoder: ConversationEncoder, slots: ImageTokenWriter, *, plain: bool) -> None:
+    def __init__(self, encoder: ConversationEncoder, slots: ImageTokenLayout, *, plain: bool) -> None:
         self.encoder, self.slots, self.plain = encoder, slots, plain
         encoder.marks[_CHARACTER] = SLOT
 
@@ -91,18 +91,20 @@ class ConversationWriter:
         """What the ids depend on."""
         return {**self.encoder.identity, **asdict(self.slots), "plain": self.plain}
 
-    def parse_row(self, row: Any) -> ImageRow:
-        """The conversation of a row of a file and its images; `DataError` says what is wrong with it."""
-        return _read_row(row, plain=self.plain)
+    def parse_row(self, row: Any) -> ImageConversationRow:
+        """Parse a row of a file into messages and image paths. `DataError` if it is invalid."""
+        return _parse_conversation_row(row, plain=self.plain)
 
     def render_segments(self, messages: Sequence[Message]) -> list[TemplateSegment]:
-        """A conversation of `parse_row` as the template writes it; `DataError` when the template does not take it."""
+        """Render messages by the chat template, each image as a segment of its own. `DataError` if the template rejects
+        them.
+        """
         return list(_split_at_images(self.encoder.template.render_segments(messages)))
 
-    def expanded(self, ids: np.ndarray, grids: Sequence[TileGrid]) -> np.ndarray:
-        """The ids of a conversation with the slots of every image in the place of its mark.
+    def expand_image_slots(self, ids: np.ndarray, grids: Sequence[TileGrid]) -> np.ndarray:
+        """Replace each image mark in the ids of a conversation by the tokens of that image.
 
-        ids: int32 [t]; grids: how each image is cut. Returns int32 [t with images].
+        ids: int32 [t]; grids: the tile grid of each image. Returns int32 [t'].
         """
         parts = np.split(ids, np.flatnonzero(ids == ~SLOT))
         result = [parts[0]]
@@ -111,18 +113,21 @@ class ConversationWriter:
         return np.concatenate(result)
 
     def encode_prompt(self, messages: Sequence[Message], grids: Sequence[TileGrid]) -> np.ndarray:
-        """The ids of a conversation that ends where an answer begins, `SLOT` at slots. int64 [t]"""
+        """Return the ids of a conversation up to where the answer begins, with `SLOT` at image slots. int64 [t]
+
+        grids: the tile grid of each image. `DataError` if their number is not that of the image marks.
+        """
         turns = [_parse_turn(message, place) for place, message in enumerate(messages, 1)]
         own = [{"role": role, "content": _insert_image_marks(role, text, plain=self.plain)} for role, text in turns]
         marks = sum(message["content"].count(_CHARACTER) for message in own)
         if marks != len(grids):
             raise DataError(f"the user says {IMAGE} {marks} times, and there are {len(grids)} images")
-        (ids,) = self.encoder.encode([list(_split_at_images(self.encoder.template.generation_prompt(own)))])
-        whole = self.expanded(ids, grids).astype(np.int64)
+        (ids,) = self.encoder.encode([list(_split_at_images(self.encoder.template.render_generation_prompt(own)))])
+        whole = self.expand_image_slots(ids, grids).astype(np.int64)
         return whole ^ (whole >> 63)
 
 
-class ImageConversations:
+class ImageConversationTokenSource:
     """A token source of a JSON file, with the images of every conversation. Ids that are not learnt are kept as ~id."""
 
     def __init__(self, path: str, folder: str, arrays: Arrays) -> None:
@@ -146,10 +151,11 @@ class ImageConversations:
 
 
 @dataclass(frozen=True, slots=True)
-class RowSource:
-    """Where rows come from. path: as messages name it. folder: that the paths of images begin at. identity: what the rows depend on.
+class ConversationRowSource:
+    """Where conversation rows come from. path: named in messages. folder: base of image paths. identity: for the cache
+    key.
 
-    read: the rows, each as in LLaVA's JSON, an `ImageRow`, or, where it cannot be used and is left out, what is wrong with it.
+    read: yields each row as LLaVA's JSON object, as an `ImageConversationRow`, or as a text saying why it is left out.
     """
 
     path: str
@@ -158,31 +164,35 @@ class RowSource:
     read: Callable[[], Iterable[Any]]
 
 
-def json_rows(path: str, folder: str) -> RowSource:
+def json_row_source(path: str, folder: str) -> ConversationRowSource:
     """The rows of a JSON file."""
     try:
         state = os.stat(path)
     except OSError as error:
         raise DataError(f"{path} cannot be opened: {error.strerror}; give the whole name of a JSON file") from error
     identity = {"file": os.path.abspath(path), "bytes": state.st_size, "time": state.st_mtime_ns}
-    return RowSource(path, folder, identity, lambda: _read_rows(path))
+    return ConversationRowSource(path, folder, identity, lambda: _read_json_rows(path))
 
 
 def open_image_conversations(
-    source: RowSource, writer: ConversationWriter, options: ImageOptions, cache: IndexCache
-) -> ImageConversations:
-    """The conversations of some rows, as ids."""
+    source: ConversationRowSource, writer: ImageConversationEncoder, options: ImageOptions, cache: IndexCache
+) -> ImageConversationTokenSource:
+    """Tokenize the conversations of some rows, or map their cached ids. `DataError` names rows that are no
+    conversations.
+    """
     description = {
         **writer.fingerprint,
         **source.identity,
         "images": {**asdict(options), "folder": os.path.abspath(source.folder)},
     }
-    arrays = load_or_build(cache, "ImageConversations", description, _SHAPES, _Builder(source, writer, options).build)
-    return ImageConversations(source.path, source.folder, arrays)
+    arrays = load_or_build_arrays(
+        cache, "ImageConversations", description, _SHAPES, _ImageConversationBuilder(source, writer, options).build
+    )
+    return ImageConversationTokenSource(source.path, source.folder, arrays)
 
 
 @dataclass(frozen=True, slots=True)
-class ImageRow:
+class ImageConversationRow:
     """A conversation and the paths of its images, in order. ids: int32 [t], where it is written already, ~SLOT for an image."""
 
     messages: list[Message]
@@ -190,14 +200,14 @@ class ImageRow:
     ids: np.ndarray | None = None
 
 
-class _Builder:
+class _ImageConversationBuilder:
     """Makes the arrays of a source."""
 
-    def __init__(self, source: RowSource, writer: ConversationWriter, options: ImageOptions) -> None:
+    def __init__(self, source: ConversationRowSource, writer: ImageConversationEncoder, options: ImageOptions) -> None:
         self.source, self.writer, self.options = source, writer, options
 
     def build(self) -> Arrays:
-        """Read the rows, and the header of every image."""
+        """Tokenize all rows and read the header of every image; return the arrays of `_SHAPES`."""
         ids: list[np.ndarray] = []
         names: list[bytes] = []
         tiles: list[int] = []
@@ -207,20 +217,20 @@ class _Builder:
         rows = enumerate(self.source.read(), 1)
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             while given := list(islice(rows, AT_ONCE)):
-                batch = [(number, self._row(number, row, bad, unreadable)) for number, row in given]
-                grids = list(pool.map(lambda entry: self._grids(entry[1]), batch))
-                pieces = self._pieces(batch, grids, bad, unreadable)
+                batch = [(number, self._parse_row(number, row, bad, unreadable)) for number, row in given]
+                grids = list(pool.map(lambda entry: self._read_tile_grids(entry[1]), batch))
+                pieces = self._render_rows(batch, grids, bad, unreadable)
                 encoded = iter(self.writer.encoder.encode([one for one in pieces if one]))
                 for (_, row), piece, cut in zip(batch, pieces, grids, strict=True):
                     if piece is not None and row is not None and not isinstance(cut, str):
                         own = next(encoded) if row.ids is None else row.ids
-                        ids.append(self.writer.expanded(own, cut))
+                        ids.append(self.writer.expand_image_slots(own, cut))
                         starts.append(starts[-1] + len(ids[-1]))
                         names += [name.encode() for name in row.images]
-                        tiles += [grid.tiles for grid in cut]
+                        tiles += [grid.num_tiles for grid in cut]
                         image_starts.append(len(tiles))
                     lines.append(len(starts) - 1)
-        self._tell(bad, sorted(unreadable), len(lines) - 1)
+        self._report_bad_rows(bad, sorted(unreadable), len(lines) - 1)
         return {
             "ids": np.concatenate([np.empty(0, np.int32), *ids]),
             "starts": np.array(starts, np.int64),
@@ -231,10 +241,11 @@ class _Builder:
             "name_ends": np.cumsum([len(name) for name in names], dtype=np.int64),
         }
 
-    def _row(
+    def _parse_row(
         self, number: int, row: Any, bad: list[tuple[int, str]], unreadable: list[tuple[int, str]]
-    ) -> ImageRow | None:
-        if isinstance(row, ImageRow):
+    ) -> ImageConversationRow | None:
+        """Parse a row; None if it cannot be used, which is noted in `bad` or `unreadable` with its number."""
+        if isinstance(row, ImageConversationRow):
             return row
         if isinstance(row, str):
             unreadable.append((number, row))
@@ -245,24 +256,28 @@ class _Builder:
             bad.append((number, str(error)))
             return None
 
-    def _grids(self, row: ImageRow | None) -> list[TileGrid] | str:
-        """How each image of a conversation is cut, or what is wrong with one."""
+    def _read_tile_grids(self, row: ImageConversationRow | None) -> list[TileGrid] | str:
+        """Return the tile grid of each image of a conversation, or a text saying which image cannot be used and why."""
         grids = []
         for name in row.images if row is not None else ():
             try:
-                grids.append(read_grid(read_bytes(os.path.join(self.source.folder, name), self.options), self.options))
+                grids.append(
+                    read_tile_grid(read_image_bytes(os.path.join(self.source.folder, name), self.options), self.options)
+                )
             except ImageError as error:
                 return f"{name}: {error}"
         return grids
 
-    def _pieces(
+    def _render_rows(
         self,
-        batch: Sequence[tuple[int, ImageRow | None]],
+        batch: Sequence[tuple[int, ImageConversationRow | None]],
         grids: Sequence[list[TileGrid] | str],
         bad: list[tuple[int, str]],
         unreadable: list[tuple[int, str]],
     ) -> list[list[TemplateSegment] | None]:
-        """Each conversation as a template writes it; None where it cannot be used, which is noted."""
+        """Return each conversation's template segments: [] if it has ids already, None if it cannot be used, which is
+        noted in `bad` or `unreadable`.
+        """
         result: list[list[TemplateSegment] | None] = []
         for (number, row), cut in zip(batch, grids, strict=True):
             result.append(None)
@@ -277,8 +292,10 @@ class _Builder:
                 bad.append((number, str(error)))
         return result
 
-    def _tell(self, bad: list[tuple[int, str]], unreadable: list[tuple[int, str]], total: int) -> None:
-        """Refuse rows that are no conversations; count and name those whose images cannot be used."""
+    def _report_bad_rows(self, bad: list[tuple[int, str]], unreadable: list[tuple[int, str]], total: int) -> None:
+        """Raise `DataError` for rows that are no conversations; warn of those whose images cannot be used. total:
+        number of rows.
+        """
         if bad:
             listed = "\n".join(
                 f"  {self.source.path}, row {number}: {problem}" for number, problem in sorted(bad)[:MOST_TOLD]
@@ -298,7 +315,7 @@ class _Builder:
             )
 
 
-def _read_rows(path: str) -> list[Any]:
+def _read_json_rows(path: str) -> list[Any]:
     """The rows of a JSON list, or of a file with a JSON object a line."""
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -309,8 +326,11 @@ def _read_rows(path: str) -> list[Any]:
         raise DataError(f"{path} is neither a JSON list nor a file of JSON lines: {error}") from error
 
 
-def _read_row(row: Any, *, plain: bool) -> ImageRow:
-    """The conversation of a row and its images; `DataError` says what is wrong with it."""
+def _parse_conversation_row(row: Any, *, plain: bool) -> ImageConversationRow:
+    """Parse a row of LLaVA's (or OpenAI's) JSON into messages and image paths. `DataError` if it is invalid.
+
+    plain: of user messages keep the images only.
+    """
     turns = row.get("conversations", row.get("messages")) if isinstance(row, Mapping) else None
     if not isinstance(turns, list) or not turns:
         raise DataError('no list of "conversations"')
@@ -329,18 +349,20 @@ def _read_row(row: Any, *, plain: bool) -> ImageRow:
         raise DataError(f"the user says {IMAGE} {marks} times, and there are {len(images)} images")
     if all(message["role"] != "assistant" for message in messages):
         raise DataError("a conversation without an answer: none of its turns is of the assistant")
-    return ImageRow(messages, images)
+    return ImageConversationRow(messages, images)
 
 
 def _insert_image_marks(role: str, text: str, *, plain: bool) -> str:
-    """What is said, with a character for every image that the user shows."""
+    """Return the text with `<image>` replaced by the mark character in user messages; plain: the marks alone."""
     if role != "user":
         return text
     return _CHARACTER * text.count(IMAGE) if plain else text.replace(IMAGE, _CHARACTER)
 
 
 def _parse_turn(turn: Any, place: int) -> tuple[str, str]:
-    """Role and text of a turn, in the words of LLaVA or of OpenAI."""
+    """Return role and text of a turn, in LLaVA's or OpenAI's format. `DataError` if it is invalid. place: its number,
+    from 1.
+    """
     if not isinstance(turn, Mapping):
         raise DataError(f"turn {place} is no object")
     role, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
@@ -352,7 +374,7 @@ def _parse_turn(turn: Any, place: int) -> tuple[str, str]:
 
 
 def _split_at_images(pieces: Sequence[TemplateSegment]) -> Iterator[TemplateSegment]:
-    """The pieces with every image as a piece of its own."""
+    """Yield the segments with each image mark as a segment of its own."""
     for piece in pieces:
         if piece.mark:
             yield piece

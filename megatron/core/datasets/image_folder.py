@@ -15,11 +15,18 @@ import numpy as np
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.conversations import MOST_TOLD
-from megatron.core.datasets.images import ImageError, ImageOptions, decode, read_bytes, tile_image, upright_size
+from megatron.core.datasets.images import (
+    ImageError,
+    ImageOptions,
+    decode_image,
+    read_image_bytes,
+    tile_image,
+    upright_image_size,
+)
 from megatron.core.datasets.index_map import IndexCache
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.multimodal import DamagedImages
-from megatron.core.datasets.samples import Sample, Span
+from megatron.core.datasets.samples import Sample, TokenSpan
 from megatron.core.tokenizers.base import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -71,7 +78,7 @@ class ImageFolderDataset:
         path, label = self.source.files[self._order[index]]
         learnt = 1.0
         try:
-            image = tile_image(decode(read_bytes(path, self.options), self.options), self.options)
+            image = tile_image(decode_image(read_image_bytes(path, self.options), self.options), self.options)
             self.damaged.note_usable()
         except ImageError as error:
             self.damaged.add(path, str(error))
@@ -86,10 +93,10 @@ class ImageFolderDataset:
             "image_rows": np.array(0, np.int64),
         }
 
-    def token_sources(self, index: int) -> list[Span]:
+    def token_sources(self, index: int) -> list[TokenSpan]:
         """The file of a sample, as a document of one token."""
         number = int(self._order[index])
-        return [Span(self.prefix, number, number, 0, 1, 0)]
+        return [TokenSpan(self.prefix, number, number, 0, 1, 0)]
 
     def samples_with_document(self, document: int) -> np.ndarray:
         """The samples with this file, in rising order. int64 [samples]"""
@@ -97,7 +104,7 @@ class ImageFolderDataset:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageFolderKind:
+class ImageFolderDatasetKind:
     """Images in folders; --split counts files."""
 
     run: RunConfig
@@ -122,7 +129,7 @@ class ImageFolderKind:
             for file in sorted(os.listdir(os.path.join(prefix, name)))
         ]
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            problems = list(pool.map(lambda file: self._folder_problem(file[0]), files))
+            problems = list(pool.map(lambda file: self._image_problem(file[0]), files))
         bad = [(path, problem) for (path, _), problem in zip(files, problems, strict=True) if problem]
         if bad:
             listed = "\n".join(f"  {path}: {problem}" for path, problem in bad[:MOST_TOLD])
@@ -131,14 +138,15 @@ class ImageFolderKind:
         usable = tuple(file for file, problem in zip(files, problems, strict=True) if not problem)
         return ImageFolder(prefix, usable, classes)
 
-    def _folder_problem(self, path: str) -> str:
+    def _image_problem(self, path: str) -> str:
+        """Return why the image file cannot be used, or "" if its header can be read."""
         try:
-            upright_size(read_bytes(path, self.options), self.options)
+            upright_image_size(read_image_bytes(path, self.options), self.options)
         except ImageError as error:
             return str(error)
         return ""
 
-    def count(self, source: ImageFolder) -> int:
+    def num_split_units(self, source: ImageFolder) -> int:
         """The number of images."""
         return len(source.files)
 
@@ -154,6 +162,6 @@ class ImageFolderKind:
         return ImageFolderDataset(source, part, self.options, num_samples=num_samples, seed=seed, split=split)
 
 
-def image_folder_kind(run: RunConfig, tokenizer: Tokenizer) -> ImageFolderKind:
-    """What a classifier of images is trained on."""
-    return ImageFolderKind(run, ImageOptions.from_config(run.model, run.data.multimodal))
+def image_folder_dataset_kind(run: RunConfig, tokenizer: Tokenizer) -> ImageFolderDatasetKind:
+    """Return the dataset kind of an image classifier. tokenizer: unused."""
+    return ImageFolderDatasetKind(run, ImageOptions.from_config(run.model, run.data.multimodal))

@@ -14,36 +14,39 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.core.datasets.image_conversations import SLOT, ImageRow, RowSource
+from megatron.core.datasets.image_conversations import SLOT, ConversationRowSource, ImageConversationRow
 from megatron.core.datasets.indexed import IndexedDataset, bin_path, idx_path
-from megatron.core.datasets.sidecar import check_tokenizer
+from megatron.core.datasets.sidecar import check_dataset_tokenizer
 from megatron.core.datasets.storage import DataError
-from megatron.core.tokenizers.base import Tokenizer, fingerprint
+from megatron.core.tokenizers.base import Tokenizer, tokenizer_fingerprint
 
 TEXT, IMAGE = 0, 1  # modes
 
 
-def is_image_pair(prefix: str) -> bool:
-    """Whether a prefix names a pair of files."""
+def is_bin_idx_pair(prefix: str) -> bool:
+    """Return whether a prefix names a .bin/.idx pair."""
     return os.path.isfile(idx_path(prefix)) and not os.path.isfile(prefix)
 
 
-def packed_image(content: bytes) -> np.ndarray:
-    """The bytes of a file as a sequence of a pair: how many zeros were added, then the bytes. int32 [1 + bytes/4]"""
+def pack_image_bytes(content: bytes) -> np.ndarray:
+    """Encode the bytes of an image file as a sequence of a pair: the number of zeros added, then the bytes. int32 [1 +
+    bytes / 4]
+    """
     padding = -len(content) % 4
     return np.concatenate([np.array([padding], "<i4"), np.frombuffer(content + bytes(padding), "<i4")])
 
 
-def pair_rows(prefix: str, tokenizer: Tokenizer) -> RowSource:
-    """The documents of a pair."""
-    check_tokenizer(prefix, fingerprint(tokenizer))
+def pair_row_source(prefix: str, tokenizer: Tokenizer) -> ConversationRowSource:
+    """Return the documents of a multimodal pair as conversation rows. `DataError` if another tokenizer wrote it."""
+    check_dataset_tokenizer(prefix, tokenizer_fingerprint(tokenizer))
     state = os.stat(bin_path(prefix))
     identity = {"pair": os.path.abspath(prefix), "bytes": state.st_size, "time": state.st_mtime_ns}
     folder = os.path.dirname(os.path.abspath(prefix))
-    return RowSource(prefix, folder, identity, lambda: _documents(prefix, tokenizer.eod))
+    return ConversationRowSource(prefix, folder, identity, lambda: _read_pair_documents(prefix, tokenizer.eod))
 
 
-def _documents(prefix: str, eod: int) -> Iterator[ImageRow | str]:
+def _read_pair_documents(prefix: str, eod: int) -> Iterator[ImageConversationRow | str]:
+    """Yield each document of a multimodal pair as an `ImageConversationRow`, or as a text saying why it cannot be used."""
     data = IndexedDataset(prefix, multimodal=True)
     modes, name = data.sequence_modes, Path(bin_path(prefix)).name
     assert modes is not None, "a pair opened as multimodal has modes"
@@ -67,13 +70,17 @@ def _documents(prefix: str, eod: int) -> Iterator[ImageRow | str]:
         else:
             text = np.concatenate([np.empty(0, np.int32), *ids])
             marks = np.full(len(images), ~SLOT, np.int32)
-            yield ImageRow([], images, np.concatenate([marks, text])) if len(text) else f"document {number} has no text"
+            yield (
+                ImageConversationRow([], images, np.concatenate([marks, text]))
+                if len(text)
+                else f"document {number} has no text"
+            )
             continue
         yield f"document {number}: its image does not begin with a number of padding bytes"
 
 
 def _collapse_repeated_eod(ids: np.ndarray, eod: int) -> np.ndarray:
-    """Ids with the ends that fill them up cut to one."""
+    """Return the ids with the run of `eod` that pads them cut to one."""
     text = np.asarray(ids, np.int32)
     others = np.flatnonzero(text != eod)
     length = int(others[-1]) + 1 if len(others) else 0

@@ -54,7 +54,7 @@ class ImageOptions:
     @staticmethod
     def from_config(model: ModelConfig, config: MultimodalConfig) -> ImageOptions:
         """The options of a run."""
-        vision, traits = model.vision, model.vision.traits
+        vision, traits = model.vision, model.vision.encoder_traits
         grey = vision.num_channels == 1
         return ImageOptions(
             height=vision.img_h,
@@ -80,13 +80,16 @@ class TileGrid:
     thumbnail: bool = False
 
     @property
-    def tiles(self) -> int:
+    def num_tiles(self) -> int:
         """The number of tiles, the thumbnail included."""
         return self.columns * self.rows + self.thumbnail
 
 
-def read_bytes(path: str | Path, options: ImageOptions) -> bytes:
-    """The content of a file within the limit, or of a part of one: SHARD.tar@512+20480/1.jpg is 20480 bytes from 512 on."""
+def read_image_bytes(path: str | Path, options: ImageOptions) -> bytes:
+    """Read an image file, or a byte range of one: SHARD.tar@512+20480/1.jpg is 20480 bytes from byte 512 on.
+
+    `ImageError` if it cannot be opened, is above `max_bytes`, or ends early.
+    """
     part = _PART.match(str(path))
     name, start, size = (part[1], int(part[2]), int(part[3])) if part else (path, 0, None)
     try:
@@ -103,7 +106,7 @@ def read_bytes(path: str | Path, options: ImageOptions) -> bytes:
 
 
 def _open_image(content: bytes, options: ImageOptions) -> Image.Image:
-    """An image of which nothing but the header is read."""
+    """Open an image and read its header only. `ImageError` if it is no image or has more than `max_pixels` pixels."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our limit is told below
         try:
@@ -117,8 +120,10 @@ def _open_image(content: bytes, options: ImageOptions) -> Image.Image:
     return image
 
 
-def decode(content: bytes, options: ImageOptions) -> Image.Image:
-    """The whole image, upright, as RGB or grey."""
+def decode_image(content: bytes, options: ImageOptions) -> Image.Image:
+    """Decode an image, rotated as EXIF says, to RGB (or grey for one channel). `ImageError` if it is damaged or too
+    large.
+    """
     image = _open_image(content, options)
     try:
         image.load()
@@ -133,8 +138,8 @@ def decode(content: bytes, options: ImageOptions) -> Image.Image:
     return image if image.mode == mode else image.convert(mode)
 
 
-def upright_size(content: bytes, options: ImageOptions) -> tuple[int, int]:
-    """Width and height of an image as it will be seen, from its header."""
+def upright_image_size(content: bytes, options: ImageOptions) -> tuple[int, int]:
+    """Return (width, height) after EXIF rotation, from the header alone."""
     image = _open_image(content, options)
     try:
         turned = image.getexif().get(_ORIENTATION, 1) >= 5
@@ -143,15 +148,19 @@ def upright_size(content: bytes, options: ImageOptions) -> tuple[int, int]:
     return (image.height, image.width) if turned else (image.width, image.height)
 
 
-def tile_grid(width: int, height: int, options: ImageOptions) -> TileGrid:
-    """How an image of this size is cut."""
+def choose_tile_grid(width: int, height: int, options: ImageOptions) -> TileGrid:
+    """Choose how an image of this size is cut into tiles."""
     if options.max_tiles == 1:
         return TileGrid()
-    columns, rows = _side_grid(width, height, options) if options.whole_side else _nearest_grid(width, height, options)
+    columns, rows = (
+        _longer_side_grid(width, height, options)
+        if options.whole_side
+        else _nearest_aspect_grid(width, height, options)
+    )
     return TileGrid(columns, rows, options.thumbnail and columns * rows > 1)
 
 
-def _nearest_grid(width: int, height: int, options: ImageOptions) -> tuple[int, int]:
+def _nearest_aspect_grid(width: int, height: int, options: ImageOptions) -> tuple[int, int]:
     """Columns and rows of the grid whose shape is nearest to the image's.
 
     Of grids of one shape the largest whose area the image covers by half (InternVL 1.5, Chen et al., 2024).
@@ -170,9 +179,9 @@ def _nearest_grid(width: int, height: int, options: ImageOptions) -> tuple[int, 
     return best
 
 
-def _side_grid(width: int, height: int, options: ImageOptions) -> tuple[int, int]:
-    """Columns and rows of tiles with `whole_side` on the longer side of the image (Idefics3, Laurencon et al., 2024)."""
-    width, height = _enlarged(width, height, options)
+def _longer_side_grid(width: int, height: int, options: ImageOptions) -> tuple[int, int]:
+    """Return (columns, rows) with `whole_side` tiles on the image's longer side (Idefics3, Laurencon et al., 2024)."""
+    width, height = _enlarged_size(width, height, options)
     side, ratio = options.width, width / height
     if width >= height:
         columns = math.ceil(width / side)
@@ -181,8 +190,10 @@ def _side_grid(width: int, height: int, options: ImageOptions) -> tuple[int, int
     return math.ceil(int(rows * side * ratio) / side), rows
 
 
-def _enlarged(width: int, height: int, options: ImageOptions) -> tuple[int, int]:
-    """Width and height of an image whose longer side is that of `whole_side` tiles; the shorter is even."""
+def _enlarged_size(width: int, height: int, options: ImageOptions) -> tuple[int, int]:
+    """Return the (width, height) to which an image is resized: the longer side is `whole_side` tiles, the shorter is
+    even.
+    """
     longest, ratio = options.whole_side * options.width, width / height
     if width >= height:
         shorter = int(longest / ratio)
@@ -191,20 +202,20 @@ def _enlarged(width: int, height: int, options: ImageOptions) -> tuple[int, int]
     return max(1, shorter + shorter % 2), longest
 
 
-def read_grid(content: bytes, options: ImageOptions) -> TileGrid:
-    """How an image is cut, from its header."""
-    return tile_grid(*upright_size(content, options), options)
+def read_tile_grid(content: bytes, options: ImageOptions) -> TileGrid:
+    """Choose how an image is cut into tiles, from its header alone."""
+    return choose_tile_grid(*upright_image_size(content, options), options)
 
 
 def tile_image(image: Image.Image, options: ImageOptions) -> np.ndarray:
-    """The tiles of an image, row by row, and last the thumbnail. float32 [n, channels, height, width]"""
+    """Cut an image into normalized tiles, row by row, with the thumbnail last. float32 [n, channels, height, width]"""
     if options.max_tiles == 1:
-        return normalized([_resize_to_tile(image, options)], options)
-    grid, width, height = tile_grid(*image.size, options), options.width, options.height
+        return normalize_images([_resize_to_tile(image, options)], options)
+    grid, width, height = choose_tile_grid(*image.size, options), options.width, options.height
     whole, filter = image, Image.Resampling.BICUBIC
     if options.whole_side:
         filter = Image.Resampling.LANCZOS
-        whole = image.resize(_enlarged(*image.size, options), filter)
+        whole = image.resize(_enlarged_size(*image.size, options), filter)
     large = whole.resize((grid.columns * width, grid.rows * height), filter)
     cut = [
         large.crop((column * width, row * height, (column + 1) * width, (row + 1) * height))
@@ -213,11 +224,11 @@ def tile_image(image: Image.Image, options: ImageOptions) -> np.ndarray:
     ]
     if grid.thumbnail:
         cut.append((large if options.whole_side else image).resize((width, height), filter))
-    return normalized(cut, options)
+    return normalize_images(cut, options)
 
 
 def _resize_to_tile(image: Image.Image, options: ImageOptions) -> Image.Image:
-    """The image at the size of a tile."""
+    """Resize an image to one tile: stretched, padded to a square or cropped, as `aspect_ratio` says."""
     size = (options.width, options.height)
     if options.aspect_ratio == "crop":
         scale = max(options.width / image.width, options.height / image.height)
@@ -234,8 +245,8 @@ def _resize_to_tile(image: Image.Image, options: ImageOptions) -> Image.Image:
     return image.resize(size, Image.Resampling.BICUBIC)
 
 
-def normalized(images: list[Image.Image], options: ImageOptions) -> np.ndarray:
-    """Images of one size as numbers: (value / 255 - mean) / std. float32 [n, channels, height, width]"""
+def normalize_images(images: list[Image.Image], options: ImageOptions) -> np.ndarray:
+    """Convert images of one size to normalized values, (value / 255 - mean) / std. float32 [n, channels, height, width]"""
     pixels = np.stack([np.asarray(image).reshape(options.height, options.width, -1) for image in images])
     factor = 1.0 / (255.0 * np.asarray(options.std))
     shift = np.asarray(options.mean) / np.asarray(options.std)

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from megatron.core.datasets.sidecar import CHECKSUM, Sidecar, sidecar_path
+from megatron.core.datasets.sidecar import CHECKSUM, DatasetSidecar, sidecar_path
 
 AT_ONCE = 2**16  # what is computed on the way stays in the processor's cache
 
 
-class DatasetFindings:
+class WrongEntryCount:
     """How many entries are wrong, and which is the first."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ def index_problems(
     bytes of an id. The caller checks the ends of the arrays.
     """
     problems: list[str] = []
-    misplaced, falling, end = DatasetFindings(), DatasetFindings(), 0
+    misplaced, falling, end = WrongEntryCount(), WrongEntryCount(), 0
     for first in range(0, len(lengths), AT_ONCE):
         ends = end + np.cumsum(lengths[first : first + AT_ONCE], dtype=np.int64) * itemsize
         starts = offsets[first : first + AT_ONCE]
@@ -61,11 +61,12 @@ def index_problems(
 
 
 def sidecar_problems(
-    prefix: str, facts: Sidecar, measured: Mapping[str, object], checksums: Mapping[str, str]
+    prefix: str, facts: DatasetSidecar, measured: Mapping[str, object], checksums: Mapping[str, str]
 ) -> list[str]:
-    """A sentence for each fact of a sidecar that the pair contradicts.
+    """Return a sentence for each fact of a sidecar that the pair contradicts; empty if they agree.
 
-    measured: documents, sequences, tokens and dtype of the pair. checksums: hex xxh3_128 of its files, by their endings.
+    measured: documents, sequences, tokens and dtype of the pair. checksums: hex xxh3_128 of its files, by "bin" and
+    "idx".
     """
     path = sidecar_path(prefix)
     problems = [

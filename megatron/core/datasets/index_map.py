@@ -7,7 +7,7 @@ When the last epoch is needed only in part, it is shuffled by itself, so that ea
 
     one RandomState(seed):  shuffle documents  [, shuffle the last epoch's]  ->  shuffle samples  [, the last epoch's]
 
-`load_or_build` keeps such arrays on disk. Of the processes of one machine the first to come builds, and the others wait
+`load_or_build_arrays` keeps such arrays on disk. Of the processes of one machine the first to come builds, and the others wait
 for it. Files appear by renaming and hold the same bytes whichever process built them, so processes of several machines may race;
 a process that finds a file missing, cut short or with another content builds it again.
 """
@@ -57,15 +57,15 @@ class EpochPlan:
     samples_before_last: int  # below `samples` when the last epoch is shuffled by itself
 
     @property
-    def separates_last(self) -> bool:
+    def separates_last_epoch(self) -> bool:
         """Whether the last epoch is shuffled by itself."""
         return self.samples_before_last < self.samples
 
 
 def plan_epochs(tokens: int, num_samples: int | None, *, sequence_length: int, keep_partial: bool = False) -> EpochPlan:
-    """The fewest epochs of `tokens` tokens that give `num_samples` samples; one epoch when that is None.
+    """Plan the fewest epochs of `tokens` tokens that give `num_samples` samples; one epoch if that is None.
 
-    keep_partial: a last sample that is not full counts too.
+    keep_partial: count a last sample that is not full.
     """
     assert tokens > 0, "a split without tokens has no samples"
     needed = tokens if num_samples is None else num_samples * sequence_length + 1
@@ -80,7 +80,7 @@ def plan_epochs(tokens: int, num_samples: int | None, *, sequence_length: int, k
     return EpochPlan(epochs, samples, before if separate else samples)
 
 
-def build_indices(lengths: np.ndarray, plan: EpochPlan, *, first: int, sequence_length: int, seed: int) -> Arrays:
+def build_gpt_indices(lengths: np.ndarray, plan: EpochPlan, *, first: int, sequence_length: int, seed: int) -> Arrays:
     """The three index arrays of the sequences [first, first + len(lengths)) whose lengths are given.
 
     Returns document_index [epochs * len(lengths)], sample_index [samples + 1, 2], shuffle_index [samples].
@@ -93,8 +93,8 @@ def build_indices(lengths: np.ndarray, plan: EpochPlan, *, first: int, sequence_
     return {"document_index": document_index, "sample_index": sample_index, "shuffle_index": shuffle_index}
 
 
-def index_shapes(num_sequences: int, plan: EpochPlan) -> Shapes:
-    """Shape and type of each array of `build_indices`."""
+def gpt_index_shapes(num_sequences: int, plan: EpochPlan) -> Shapes:
+    """Shape and type of each array of `build_gpt_indices`."""
     documents = num_sequences * plan.epochs
     return {
         "document_index": ((documents,), np.int32),
@@ -113,11 +113,14 @@ def _shuffle_index_dtype(samples: int) -> type:
 
 
 def _document_index(count: int, plan: EpochPlan, first: int, random: np.random.RandomState) -> np.ndarray:
-    together = plan.epochs - 1 if plan.separates_last else plan.epochs
+    """Return the sequence numbers of all epochs in shuffled order, int32 [epochs * count]; the last epoch is shuffled
+    apart if the plan says so.
+    """
+    together = plan.epochs - 1 if plan.separates_last_epoch else plan.epochs
     ids = np.arange(first, first + count, dtype=np.int32)
     index = np.tile(ids, plan.epochs)
     random.shuffle(index[: together * count])
-    if plan.separates_last:
+    if plan.separates_last_epoch:
         random.shuffle(index[together * count :])
     return index
 
@@ -151,9 +154,10 @@ def _sample_index(
 
 
 def _shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> np.ndarray:
+    """Return the shuffled order of the samples, [samples]; those of the last epoch apart if the plan says so."""
     index: np.ndarray = np.arange(plan.samples, dtype=_shuffle_index_dtype(plan.samples))
     random.shuffle(index[: plan.samples_before_last])
-    if plan.separates_last:
+    if plan.separates_last_epoch:
         random.shuffle(index[plan.samples_before_last :])
     return index
 
@@ -169,7 +173,7 @@ class IndexCache:
     chosen: bool = True
 
     def report_unwritable(self, error: OSError) -> None:
-        """Raise `DataError`, or warn, that the folder cannot be written."""
+        """Raise `DataError` if the user chose the folder, else warn, that it cannot be written."""
         message = f"index cache {self.folder} cannot be written: {error.strerror}"
         if self.chosen:
             raise DataError(f"{message}; choose a folder with --data-cache-path") from error
@@ -185,7 +189,7 @@ def hash_arrays(*arrays: np.ndarray) -> str:
     return total.hexdigest()
 
 
-def load_or_build(
+def load_or_build_arrays(
     cache: IndexCache, name: str, description: Mapping[str, Any], shapes: Shapes, build: Callable[[], Arrays]
 ) -> Arrays:
     """Return the arrays that `description` determines: mapped from the cache, or built and stored there.
@@ -204,12 +208,12 @@ def load_or_build(
     with ExitStack() as stack:
         try:
             cache.folder.mkdir(parents=True, exist_ok=True)
-            lock = _lock(entry.path("lock"))
+            lock = _lock_file(entry.path("lock"))
         except OSError as error:
             cache.report_unwritable(error)
             return build()
         if lock is not None:
-            stack.callback(_unlock, entry.path("lock"), lock)
+            stack.callback(_remove_lock_file, entry.path("lock"), lock)
             result = entry.load()  # by the process that held the lock before
             if result is not None:
                 return result
@@ -240,7 +244,7 @@ class _CachedIndex:
         """Write all files; each appears whole."""
         message = {}
         for key, array in arrays.items():
-            assert self._is_as_announced(key, array), f"{key} is as announced"
+            assert self._has_declared_shape(key, array), f"{key} is as announced"
             with atomic_file(self.path(f"{key}.npy"), durable=array.nbytes > CHECKED_BYTES) as file:
                 np.save(file, np.ascontiguousarray(array))
             message[key] = {"shape": array.shape, "checksum": xxhash.xxh3_128(np.ascontiguousarray(array)).hexdigest()}
@@ -252,7 +256,7 @@ class _CachedIndex:
                     left.unlink()
 
     def load(self) -> Arrays | None:
-        """The arrays, mapped; None when they are not there, or damaged, which is logged."""
+        """Return the arrays, memory-mapped; None if they are not cached, or damaged, which is logged."""
         try:
             message = self._array_descriptions()
             return None if message is None else {key: self._map_array(key, **message[key]) for key in self.shapes}
@@ -265,7 +269,9 @@ class _CachedIndex:
             return None
 
     def _array_descriptions(self) -> dict[str, Any] | None:
-        """What the description says of each array."""
+        """Return shape and checksum of each array, from the description file; None if there is none. `ValueError` if it
+        describes something else.
+        """
         path = self.path("description.txt")
         if not path.is_file():
             return None
@@ -275,7 +281,9 @@ class _CachedIndex:
         return json.loads(message)
 
     def _map_array(self, key: str, *, shape: Sequence[int], checksum: str) -> np.ndarray:
-        """One array. The file is compared with what it must be, and not interpreted."""
+        """Memory-map one array. `ValueError` if header, size, shape or (up to CHECKED_BYTES) checksum is not as
+        expected.
+        """
         path, dtype = self.path(f"{key}.npy"), np.dtype(self.shapes[key][1])
         content = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
         header = _npy_header(tuple(shape), dtype)
@@ -283,13 +291,14 @@ class _CachedIndex:
         if len(content) != len(header) + size or content[: len(header)].tobytes() != header:
             raise ValueError(f"{path.name} is not an array of shape {tuple(shape)} and type {dtype}")
         array = content[len(header) :].view(dtype).reshape(shape)
-        if not self._is_as_announced(key, array):
+        if not self._has_declared_shape(key, array):
             raise ValueError(f"{key} has shape {array.shape}, not {self.shapes[key][0]}")
         if size <= CHECKED_BYTES and xxhash.xxh3_128(content[len(header) :]).hexdigest() != checksum:
             raise ValueError(f"{path.name} has another checksum than it was written with")
         return array
 
-    def _is_as_announced(self, key: str, array: np.ndarray) -> bool:
+    def _has_declared_shape(self, key: str, array: np.ndarray) -> bool:
+        """Return whether an array has the dtype and shape declared for its key (None: any size)."""
         shape, dtype = self.shapes[key]
         return (
             array.dtype == dtype
@@ -307,11 +316,12 @@ def _npy_header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
     return header.getvalue()
 
 
-def _lock(path: Path) -> IO[bytes] | None:
-    """Wait until no other process of this machine holds the lock of a file, and take it; it is let go when we die.
+def _lock_file(path: Path) -> IO[bytes] | None:
+    """Take the lock file that no other process of this machine holds, waiting for it; it is released when this process
+    dies.
 
-    None after LONGEST_WAIT seconds, or where the file system knows no locks: then processes build side by side, which
-    costs time and memory only. Raises OSError when the file cannot be made.
+    None after LONGEST_WAIT seconds, or on a file system without locks: then each process builds for itself, which costs
+    time and memory only. `OSError` if the file cannot be made.
     """
     began = time.monotonic()
     while time.monotonic() - began < LONGEST_WAIT:
@@ -333,6 +343,7 @@ def _lock(path: Path) -> IO[bytes] | None:
     return None
 
 
-def _unlock(path: Path, lock: IO[bytes]) -> None:
+def _remove_lock_file(path: Path, lock: IO[bytes]) -> None:
+    """Remove the lock file and release the lock."""
     path.unlink(missing_ok=True)
     lock.close()

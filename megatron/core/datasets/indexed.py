@@ -28,18 +28,18 @@ import xxhash
 
 from megatron.core.datasets import sidecar
 from megatron.core.datasets.index_check import index_problems, sidecar_problems
-from megatron.core.datasets.sidecar import CHECKSUM, Fingerprint, Sidecar, sidecar_path
+from megatron.core.datasets.sidecar import CHECKSUM, DatasetSidecar, Fingerprint, sidecar_path
 from megatron.core.datasets.storage import (
     COPY_BYTES,
-    BlockReader,
     DataError,
     FileReader,
     MappedFile,
+    ObjectBlockReader,
+    file_or_object_size,
     fsync_file,
-    is_remote,
-    read_whole,
-    size_of,
-    sync_folder,
+    fsync_parent_folder,
+    is_remote_path,
+    read_whole_file,
     temporary_name,
 )
 
@@ -62,8 +62,8 @@ LONGEST_SEQUENCE = 2**31 - 1
 COPY_ENTRIES = 2**20
 
 
-def best_dtype(vocab_size: int | None) -> np.dtype:
-    """The smallest of uint16 and int32 that new files use for a vocabulary of this size (unknown: int32)."""
+def token_id_dtype(vocab_size: int | None) -> np.dtype:
+    """Return the dtype in which new files store ids: uint16 for a vocabulary below 65500, else (or unknown) int32."""
     return np.dtype(np.uint16) if vocab_size is not None and vocab_size < 65500 else np.dtype(np.int32)
 
 
@@ -104,21 +104,22 @@ class IndexedDataset:
         if check:
             self._check_index()
         path = bin_path(prefix)
-        expected, result = self.num_bytes, size_of(path)
+        expected, result = self.num_bytes, file_or_object_size(path)
         if result < expected:
             raise DataError(
                 f"{path} has {result} bytes, but {idx_path(prefix)} describes {expected}; "
                 "the pair is damaged or not of one run: write it again"
             )
-        self._mapped = MappedFile(path) if mmap and not is_remote(path) else None
-        self._reader = BlockReader(path, result) if is_remote(path) else None if mmap else FileReader(path)
+        self._mapped = MappedFile(path) if mmap and not is_remote_path(path) else None
+        self._reader = ObjectBlockReader(path, result) if is_remote_path(path) else None if mmap else FileReader(path)
 
     def _read_index(self) -> None:
+        """Read the index file and set the arrays that the class describes. `DataError` if it is no valid index."""
         path = idx_path(self.prefix)
-        size = size_of(path)
+        size = file_or_object_size(path)
         if size < HEADER.size:
             raise DataError(f"{path} has {size} bytes, fewer than its header of {HEADER.size}; write it again")
-        content = read_whole(path, self.cache)
+        content = read_whole_file(path, self.cache)
         magic, version, code, sequences, documents = HEADER.unpack(content[: HEADER.size].tobytes())
         if magic.startswith(OLD_MAGIC):
             raise DataError(
@@ -174,9 +175,9 @@ class IndexedDataset:
             raise DataError(
                 f"{'; '.join(problems)}; the index is damaged: see tools/inspect_dataset.py --verify, and write it again"
             )
-        facts = sidecar.read(self.prefix)
+        facts = sidecar.read_sidecar(self.prefix)
         problems = (
-            sidecar_problems(self.prefix, facts, self.counts, {"idx": self.checksum}) if facts is not None else []
+            sidecar_problems(self.prefix, facts, self.counts, {"idx": self.index_checksum}) if facts is not None else []
         )
         if problems:
             raise DataError(
@@ -185,7 +186,7 @@ class IndexedDataset:
             )
 
     @property
-    def checksum(self) -> str:
+    def index_checksum(self) -> str:
         """Hex xxh3_128 of the index."""
         return xxhash.xxh3_128(self._index).hexdigest()
 
@@ -233,7 +234,9 @@ class IndexedDataset:
         return np.frombuffer(self._reader.read(start, length * self.dtype.itemsize), self.dtype)
 
     def _sequence_location(self, sequence: int) -> tuple[int, int]:
-        """The first byte of a sequence and its tokens; it must end where the next one begins."""
+        """Return (first byte, number of tokens) of a sequence. `DataError` if it does not end where the next one
+        begins.
+        """
         start, tokens = self._offsets.item(sequence), self.sequence_lengths.item(sequence)
         last = sequence + 1 == len(self._offsets)
         end = self.num_bytes if last else self._offsets.item(sequence + 1)
@@ -249,7 +252,7 @@ class IndexedDataset:
         """Where sequences [first, last) begin in the .bin file, in bytes, as the index says. int64"""
         return self._offsets[first:last]
 
-    def raw(self, start: int, count: int) -> np.ndarray:
+    def read_raw_bytes(self, start: int, count: int) -> np.ndarray:
         """Bytes [start, start + count) of the .bin file, uint8."""
         if self._mapped is not None:
             return self._mapped.read_whole()[start : start + count]
@@ -258,10 +261,10 @@ class IndexedDataset:
 
     def __reduce__(self) -> tuple[Callable, tuple[str, bool, str | None, bool]]:
         """Pickle as a name: another process opens the files for itself."""
-        return _unpickle, (self.prefix, self.mmap, self.cache, self.multimodal)
+        return _reopen_indexed_dataset, (self.prefix, self.mmap, self.cache, self.multimodal)
 
 
-def _unpickle(prefix: str, mmap: bool, cache: str | None, multimodal: bool) -> IndexedDataset:
+def _reopen_indexed_dataset(prefix: str, mmap: bool, cache: str | None, multimodal: bool) -> IndexedDataset:
     return IndexedDataset(prefix, mmap, cache=cache, multimodal=multimodal)
 
 
@@ -282,24 +285,24 @@ class _AppendOnlyIntFile:
         self._file = _open_to_append(path, None if keep is None else keep * self._values.itemsize)
 
     def append(self, value: int) -> None:
-        """One more."""
+        """Append one value."""
         self._values.append(value)
         if len(self._values) >= COPY_ENTRIES // 16:
-            self.drain()
+            self.write_buffered()
 
     def extend(self, values: np.ndarray) -> None:
-        """Some more, of the column's own type."""
-        self.drain()
+        """Append values, of the file's own dtype."""
+        self.write_buffered()
         self._file.write(values.tobytes())
 
-    def drain(self) -> None:
-        """Hand what was appended to the file."""
+    def write_buffered(self) -> None:
+        """Write the buffered values to the file."""
         self._file.write(self._values)
         del self._values[:]
 
     def sync(self) -> None:
-        """Return when all is on disk."""
-        self.drain()
+        """Write everything and fsync it."""
+        self.write_buffered()
         fsync_file(self._file)
 
     def close(self) -> None:
@@ -308,7 +311,9 @@ class _AppendOnlyIntFile:
 
 
 def _open_to_append(path: str, keep: int | None) -> IO[bytes]:
-    """A new file; or, with `keep`, the file that is there, cut to so many bytes."""
+    """Open a new file for writing; with `keep`, the existing file, truncated to that many bytes. `DataError` if it is
+    shorter.
+    """
     if keep is None:
         return open(path, "wb", buffering=2**20)
     if not os.path.exists(path) or os.path.getsize(path) < keep:
@@ -349,11 +354,11 @@ class IndexedDatasetBuilder:
         self.dtype = np.dtype(dtype)
         if self.dtype not in CODES:
             raise DataError(f"{prefix}: no code for ids of type {self.dtype}; use one of {[str(d) for d in CODES]}")
-        if is_remote(prefix):
+        if is_remote_path(prefix):
             raise DataError(f"{prefix}: pairs are written to files; write to a local folder, and copy the files")
         assert marks is None or partial is not None, "files that are found again have names that are known"
         os.makedirs(os.path.dirname(os.path.abspath(self.prefix)), exist_ok=True)
-        sidecar.check_not_overwriting(prefix)
+        sidecar.check_sidecar_path_free(prefix)
         self._tokenizer, self._shard, self._level, self._multimodal = tokenizer, shard, level, multimodal
         self._ending = partial or temporary_name("")[1:]
         at = marks or BuilderProgress()
@@ -361,7 +366,7 @@ class IndexedDatasetBuilder:
         self._document_end = self.num_sequences
         keep = None if marks is None else at.tokens * self.dtype.itemsize
         self._bin = _open_to_append(self._temporary_name("bin"), keep)
-        self._checksum = _checksum_of(self._temporary_name("bin"), keep or 0)
+        self._checksum = _hash_file_start(self._temporary_name("bin"), keep or 0)
         self._lengths = _AppendOnlyIntFile(
             self._temporary_name("lengths"), "i", None if marks is None else at.sequences
         )
@@ -415,10 +420,10 @@ class IndexedDatasetBuilder:
             )
         self._write_ids(ids)
         self._lengths.extend(lengths.astype(np.int32, copy=False))
-        self._extend_documents(np.cumsum(sequences, dtype=np.int64), len(lengths))
+        self._append_document_ends(np.cumsum(sequences, dtype=np.int64), len(lengths))
 
-    def _extend_documents(self, ends: np.ndarray, sequences: int) -> None:
-        """Count so many sequences more, and documents that end with these of them."""
+    def _append_document_ends(self, ends: np.ndarray, sequences: int) -> None:
+        """Record `sequences` new sequences, and documents that end after `ends` of them. ends: int64 [documents]"""
         self._documents.extend(self.num_sequences + ends)
         self.num_documents += len(ends)
         self.num_sequences += sequences
@@ -428,17 +433,21 @@ class IndexedDatasetBuilder:
         assert self._document_end == self.num_sequences, "the last document was not ended"
 
     def _write_ids(self, ids: np.ndarray) -> None:
+        """Convert ids [tokens] to the pair's dtype and append them to the .bin file. `DataError` if they do not fit."""
         if ids.ndim != 1:
             raise DataError(f"{self.prefix}: a sequence has one dimension, not {ids.ndim}")
         if ids.dtype != self.dtype:
-            self._check_range(ids)
+            self._check_ids_fit_dtype(ids)
             ids = ids.astype(self.dtype)
         content = memoryview(np.ascontiguousarray(ids)).cast("B") if len(ids) else b""
         self._bin.write(content)
         self._checksum.update(content)
         self.num_tokens += len(ids)
 
-    def _check_range(self, ids: np.ndarray) -> None:
+    def _check_ids_fit_dtype(self, ids: np.ndarray) -> None:
+        """Raise `DataError` for ids that are no integers or out of the dtype's range; any number may go to a float
+        dtype.
+        """
         if len(ids) == 0 or self.dtype.kind == "f":
             return
         if ids.dtype.kind not in "iu":
@@ -465,21 +474,23 @@ class IndexedDatasetBuilder:
             if other.sequence_modes is not None:
                 self._modes.extend(other.sequence_modes[first : first + COPY_ENTRIES])
         for start in range(0, other.num_bytes, COPY_BYTES):
-            piece = other.raw(start, min(COPY_BYTES, other.num_bytes - start))
+            piece = other.read_raw_bytes(start, min(COPY_BYTES, other.num_bytes - start))
             self._bin.write(piece)
             self._checksum.update(piece)
         self.num_tokens += other.num_tokens
-        self._extend_documents(other.document_indices[1:], len(other))
+        self._append_document_ends(other.document_indices[1:], len(other))
 
     def flush(self) -> BuilderProgress:
-        """Bring everything to the disk. Returns from where a later builder can go on; called between documents."""
+        """Fsync everything written and return how much that is, from where a later builder can go on. Call between
+        documents.
+        """
         self._assert_between_documents()
         fsync_file(self._bin)
         for column in (self._lengths, self._modes, self._documents):
             column.sync()
         return BuilderProgress(self.num_documents, self.num_sequences, self.num_tokens)
 
-    def close(self) -> None:
+    def close_unfinished(self) -> None:
         """Close the files and leave them under the names they have."""
         self._bin.close()
         for column in (self._lengths, self._modes, self._documents):
@@ -488,14 +499,14 @@ class IndexedDatasetBuilder:
     def finish(self) -> None:
         """Write the index and the sidecar, and put the files under their final names, the index last."""
         self.flush()
-        self.close()
+        self.close_unfinished()
         checksum = xxhash.xxh3_128()
         with open(self._temporary_name("idx"), "wb") as index:
-            for piece in self._index_pieces():
+            for piece in self._index_file_chunks():
                 index.write(piece)
                 checksum.update(piece)
             fsync_file(index)
-        facts = Sidecar(
+        facts = DatasetSidecar(
             self.num_documents,
             self.num_sequences,
             self.num_tokens,
@@ -506,31 +517,31 @@ class IndexedDatasetBuilder:
             {"bin": f"{CHECKSUM}:{self._checksum.hexdigest()}", "idx": f"{CHECKSUM}:{checksum.hexdigest()}"},
         )
         with open(self._temporary_name("json"), "wb") as file:
-            file.write(sidecar.encode(facts))
+            file.write(sidecar.encode_sidecar(facts))
             fsync_file(file)
         # Between the renames the old index must not stand beside the new ids: better no pair than a mixed one.
         Path(idx_path(self.prefix)).unlink(missing_ok=True)
         for part, path in (("bin", bin_path), ("json", sidecar_path), ("idx", idx_path)):
             os.replace(self._temporary_name(part), path(self.prefix))
-        sync_folder(self.prefix)
+        fsync_parent_folder(self.prefix)
         self.discard()
 
-    def _index_pieces(self) -> Iterator[bytes | np.ndarray]:
-        """The content of the index, from front to back."""
+    def _index_file_chunks(self) -> Iterator[bytes | np.ndarray]:
+        """Yield the content of the .idx file, from front to back."""
         yield HEADER.pack(MAGIC, VERSION, CODES[self.dtype], self.num_sequences, self.num_documents + 1)
-        yield from _read_in_pieces(self._temporary_name("lengths"), np.int32)
+        yield from _read_array_chunks(self._temporary_name("lengths"), np.int32)
         end = 0
-        for lengths in _read_in_pieces(self._temporary_name("lengths"), np.int32):
+        for lengths in _read_array_chunks(self._temporary_name("lengths"), np.int32):
             ends = end + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
             yield np.concatenate([np.full(1, end, np.int64), ends[:-1]])
             end = int(ends[-1])
         yield bytes(8)
-        yield from _read_in_pieces(self._temporary_name("documents"), np.int64)
-        yield from _read_in_pieces(self._temporary_name("modes"), np.int8)
+        yield from _read_array_chunks(self._temporary_name("documents"), np.int64)
+        yield from _read_array_chunks(self._temporary_name("modes"), np.int8)
 
     def discard(self) -> None:
         """Remove the unfinished files; after `finish` there is nothing."""
-        self.close()
+        self.close_unfinished()
         for part in ("bin", "lengths", "modes", "documents", "json", "idx"):
             Path(self._temporary_name(part)).unlink(missing_ok=True)
 
@@ -545,16 +556,16 @@ class IndexedDatasetBuilder:
             self.discard()
 
 
-def _read_in_pieces(path: str, dtype: type) -> Iterator[np.ndarray]:
-    """The numbers in a file, some at a time."""
+def _read_array_chunks(path: str, dtype: type) -> Iterator[np.ndarray]:
+    """Yield the values of a binary file, as arrays of `dtype` of at most COPY_ENTRIES values."""
     with open(path, "rb") as file:
         piece: np.ndarray
         while len(piece := np.fromfile(file, dtype, COPY_ENTRIES)):
             yield piece
 
 
-def _checksum_of(path: str, size: int) -> xxhash.xxh3_128:
-    """The checksum of the first bytes of a file, to be continued."""
+def _hash_file_start(path: str, size: int) -> xxhash.xxh3_128:
+    """Return an xxh3 hasher of the first `size` bytes of a file, to be updated further."""
     checksum = xxhash.xxh3_128()
     with open(path, "rb") as file:
         while size:

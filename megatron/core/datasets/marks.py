@@ -12,8 +12,10 @@ from megatron.core.tokenizers.base import Tokenizer
 IMAGE = "<image>"  # what stands for an image in a text
 
 
-def named_tokens(tokenizer: Tokenizer, names: Iterable[str]) -> dict[str, int]:
-    """The id of each of these names that the vocabulary has as one token."""
+def token_ids_by_name(tokenizer: Tokenizer, names: Iterable[str]) -> dict[str, int]:
+    """Return the id of each of these names that is one token of the vocabulary; other names are missing from the
+    result.
+    """
     requested = set(names)
     result: dict[str, int] = {}
     for token in range(tokenizer.vocab_size if requested else 0):
@@ -26,8 +28,10 @@ def named_tokens(tokenizer: Tokenizer, names: Iterable[str]) -> dict[str, int]:
     return result
 
 
-def count_added_ids(tokenizer: Tokenizer) -> tuple[int, int]:
-    """How many ids `tokenize` puts before and after every text; `ConfigError` when that cannot be told."""
+def count_ids_around_text(tokenizer: Tokenizer) -> tuple[int, int]:
+    """Return how many ids (such as BOS and EOS) `tokenize` puts (before, after) every text. `ConfigError` if that is
+    unclear.
+    """
     empty, letter = tokenizer.tokenize(""), tokenizer.tokenize("1")
     for before in range(len(empty) + 1):
         after = len(empty) - before
@@ -43,16 +47,16 @@ def count_added_ids(tokenizer: Tokenizer) -> tuple[int, int]:
     )
 
 
-def ids_without_special_tokens(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
+def encode_without_special_tokens(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
     """The ids of each text, [t] each, without those that the tokenizer puts around it."""
-    before, after = count_added_ids(tokenizer)
+    before, after = count_ids_around_text(tokenizer)
     ids, lengths = tokenizer.encode_flat(texts)
     return [part[before : len(part) - after] for part in np.split(ids, np.cumsum(lengths)[:-1])] if len(texts) else []
 
 
 def refuse_added_special_tokens(tokenizer: Tokenizer) -> None:
-    """`ConfigError` for a tokenizer that puts ids around every text: as texts are sentences, samples would be full of them."""
-    if not any(count_added_ids(tokenizer)):
+    """Raise `ConfigError` for a tokenizer that puts ids around every text: each sentence of a sample would get them."""
+    if not any(count_ids_around_text(tokenizer)):
         return
     way_out = {
         "HuggingFaceTokenizer": "give --tokenizer-hf-no-include-special-tokens",

@@ -23,8 +23,9 @@ _GEOMETRIC = 0.2  # SpanBERT's (Joshi et al., 2019)
 
 @dataclass(frozen=True, slots=True)
 class MaskOptions:
-    """How tokens are chosen. probability: share of tokens. longer: long runs are the likelier ones, where not geometric.
-    permute: as many tokens again change places with each other, and are to be predicted too.
+    """Which tokens are masked. probability: share of tokens. max_ngram: longest run, in words. geometric: run lengths
+    are drawn from a geometric distribution, else with 1/n (longer: reversed, long runs are likelier).
+    permute: as many tokens again are permuted among themselves, and predicted too.
     """
 
     probability: float
@@ -34,7 +35,7 @@ class MaskOptions:
     permute: bool = False
 
     @property
-    def cumulative_probabilities(self) -> list[float]:
+    def cumulative_ngram_probs(self) -> list[float]:
         """Probability of a run of at most 1, 2, ... max_ngram words."""
         shares = 1.0 / np.arange(1, self.max_ngram + 1)
         shares /= shares.sum(keepdims=True)
@@ -43,7 +44,7 @@ class MaskOptions:
 
 
 @dataclass(slots=True)
-class Masked:
+class MaskedTokens:
     """ids: what the network sees. labels: position -> the token that stood there. spans: the runs, as they were chosen."""
 
     ids: list[int]
@@ -51,8 +52,8 @@ class Masked:
     spans: list[list[int]] = field(default_factory=list)
 
 
-def word_continuations(tokenizer: Tokenizer) -> np.ndarray:
-    """Which ids continue a word: ##pieces, or of a SentencePiece vocabulary those without a space before. bool [v]"""
+def word_continuation_mask(tokenizer: Tokenizer) -> np.ndarray:
+    """Return which ids continue a word: ## pieces, or for SentencePiece those without a leading space. bool [v]"""
     tokens = [tokenizer.id_to_token(token) for token in range(tokenizer.vocab_size)]
     if any(token.startswith("\u2581") for token in tokens):
         special = {tokenizer.pad, *tokenizer.special_ids, *tokenizer.additional_special_tokens_ids}
@@ -62,7 +63,7 @@ def word_continuations(tokenizer: Tokenizer) -> np.ndarray:
     return np.array([token.startswith("##") for token in tokens])
 
 
-def word_positions(ids: Sequence[int], continues: np.ndarray, apart: Sequence[int]) -> list[list[int]]:
+def group_positions_by_word(ids: Sequence[int], continues: np.ndarray, apart: Sequence[int]) -> list[list[int]]:
     """The positions of each word. apart: ids that belong to no word, such as [CLS]."""
     result: list[list[int]] = []
     for position, (token, joins) in enumerate(zip(ids, continues[np.asarray(ids, np.int64)].tolist())):
@@ -75,7 +76,7 @@ def word_positions(ids: Sequence[int], continues: np.ndarray, apart: Sequence[in
     return result
 
 
-def mask(
+def mask_tokens(
     ids: list[int],
     words: list[list[int]],
     options: MaskOptions,
@@ -83,16 +84,17 @@ def mask(
     target_length: int,
     replace: Callable[[int], int],
     random: np.random.RandomState,
-) -> Masked:
-    """Hide about `options.probability` of the tokens, and no more than that share of `target_length`; none where it is short.
+) -> MaskedTokens:
+    """Mask about `options.probability` of the tokens, at most that share of `target_length` (so none if it is small).
 
-    words: positions that are hidden together. replace: what stands in the place of a hidden token; may draw.
+    words: positions that are masked together. replace: returns the id that stands in the place of a masked one; may
+    draw from `random`.
     """
     requested = min(options.probability * target_length, max(1, int(round(len(ids) * options.probability))))
-    result = Masked(list(ids))
+    result = MaskedTokens(list(ids))
     order = np.arange(len(words))
     random.shuffle(order)
-    for span in _choose_spans(order, words, options, requested, set(), random):
+    for span in _choose_mask_spans(order, words, options, requested, set(), random):
         result.spans.append(span)
         for position in span:
             result.labels[position] = ids[position]
@@ -100,7 +102,7 @@ def mask(
     if options.permute:
         random.shuffle(order)
         moved = sorted(
-            p for span in _choose_spans(order, words, options, requested, set(result.labels), random) for p in span
+            p for span in _choose_mask_spans(order, words, options, requested, set(result.labels), random) for p in span
         )
         sources = list(moved)
         random.shuffle(sources)
@@ -110,7 +112,7 @@ def mask(
     return result
 
 
-def _choose_spans(
+def _choose_mask_spans(
     order: np.ndarray,
     words: list[list[int]],
     options: MaskOptions,
@@ -118,8 +120,12 @@ def _choose_spans(
     covered: set[int],
     random: np.random.RandomState,
 ) -> Iterator[list[int]]:
-    """Runs of words from these starting places on, until `target` positions are found; none meets a covered one."""
-    count, cumulative = 0, options.cumulative_probabilities
+    """Yield runs of words, as positions, until `target` positions are chosen; `order`: the words at which to try to
+    start.
+
+    covered: positions that no run may touch; those chosen are added.
+    """
+    count, cumulative = 0, options.cumulative_ngram_probs
     for start in order.tolist():
         if count + 1 > target:  # not even one more
             return

@@ -58,7 +58,7 @@ class MockConversations:
 
 
 class MockSentences:
-    """10,000 made-up documents of 1 to 20 sentences of 1 to 40 tokens; each sentence counts up from a place of its own.
+    """10,000 mock documents of 1 to 20 sentences of 1 to 40 tokens; each sentence counts up from a start of its own.
 
     plain: the ids to use, as if they were 0, 1, 2, ...
     """

@@ -26,24 +26,31 @@ from megatron.core.config.settings.multimodal import MultimodalConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.chat import ChatDataset
 from megatron.core.datasets.conversations import ConversationEncoder
-from megatron.core.datasets.energon import META, EnergonPart
+from megatron.core.datasets.energon import META, EnergonSplitPart
 from megatron.core.datasets.image_conversations import (
     SLOT,
-    ConversationWriter,
-    ImageConversations,
-    ImageTokenWriter,
-    RowSource,
-    json_rows,
+    ConversationRowSource,
+    ImageConversationEncoder,
+    ImageConversationTokenSource,
+    ImageTokenLayout,
+    json_row_source,
     open_image_conversations,
 )
-from megatron.core.datasets.image_pairs import is_image_pair, pair_rows
-from megatron.core.datasets.images import ImageError, ImageOptions, decode, empty_image_batch, read_bytes, tile_image
+from megatron.core.datasets.image_pairs import is_bin_idx_pair, pair_row_source
+from megatron.core.datasets.images import (
+    ImageError,
+    ImageOptions,
+    decode_image,
+    empty_image_batch,
+    read_image_bytes,
+    tile_image,
+)
 from megatron.core.datasets.index_map import IndexCache
-from megatron.core.datasets.marks import IMAGE, ids_without_special_tokens, named_tokens
+from megatron.core.datasets.marks import IMAGE, encode_without_special_tokens, token_ids_by_name
 from megatron.core.datasets.mock import MockConversations
-from megatron.core.datasets.samples import Sample, Span
+from megatron.core.datasets.samples import Sample, TokenSpan
 from megatron.core.datasets.storage import DataError
-from megatron.core.datasets.webdataset import energon_rows, part_fingerprint
+from megatron.core.datasets.webdataset import energon_part_fingerprint, read_energon_rows
 from megatron.core.tokenizers.base import Tokenizer
 
 # What a rank needs of images: their pixels (first stage), whether they are sound (the stage of the loss), or nothing.
@@ -73,7 +80,9 @@ class DamagedImages:
         self._lock = threading.Lock()
 
     def add(self, name: str, reason: str) -> None:
-        """Note an image. `DataError` if its folder or tar is gone, or if `MOST_IN_A_ROW` images of the ones read last are damaged."""
+        """Note a damaged image. `DataError` if its folder, or that of its tar, is gone, or if it is the
+        `MOST_IN_A_ROW`th damaged image in a row.
+        """
         with self._lock:
             self._in_a_row += 1
             if name not in self.names:
@@ -90,7 +99,7 @@ class DamagedImages:
             )
 
     def note_usable(self) -> None:
-        """Note that an image could be used."""
+        """Note that an image could be used, which ends a row of damaged ones."""
         self._in_a_row = 0
 
 
@@ -108,7 +117,7 @@ class MockImageConversations:
         return whole[offset : None if length is None else offset + length]
 
     def images(self, sequence: int) -> list[tuple[str, int]]:
-        """The name of its image, a number, and its only tile."""
+        """Return [(name, number of tiles)] of the conversation's only image: its number as a text, and 1."""
         return [(str(sequence), 1)]
 
     def pixels(self, name: str) -> np.ndarray:
@@ -127,7 +136,7 @@ class ImageChatDataset:
     def __init__(
         self,
         chat: ChatDataset,
-        source: ImageConversations | MockImageConversations,
+        source: ImageConversationTokenSource | MockImageConversations,
         options: ImageOptions,
         *,
         rows: int,
@@ -161,7 +170,7 @@ class ImageChatDataset:
             place = slice(span.start, span.start + span.length)
             number = int(is_slot[place].sum())
             slots[place][is_slot[place]] = first + np.arange(number)
-            names, seen = self._images_shown(span.sequence, number)
+            names, seen = self._images_within_slots(span.sequence, number)
             first += seen * self.rows
             for name, count in names:
                 try:
@@ -181,12 +190,12 @@ class ImageChatDataset:
             "image_rows": np.array(first, np.int64),
         }
 
-    def token_sources(self, index: int) -> list[Span]:
+    def token_sources(self, index: int) -> list[TokenSpan]:
         """Which conversations stand in the index-th sample, and their images."""
         result = []
         for span in self.chat.token_sources(index):
             slots = int((self.source.get(span.sequence, span.offset, span.length) == ~SLOT).sum())
-            names, _ = self._images_shown(span.sequence, slots)
+            names, _ = self._images_within_slots(span.sequence, slots)
             result.append(replace(span, images=tuple(name for name, _ in names)))
         return result
 
@@ -194,8 +203,10 @@ class ImageChatDataset:
         """The samples with a conversation of this document, in rising order. int64 [samples]"""
         return self.chat.samples_with_document(document)
 
-    def _images_shown(self, conversation: int, slots: int) -> tuple[list[tuple[str, int]], int]:
-        """The images of a conversation that a sample with this many slots of it shows, and the number of their tiles."""
+    def _images_within_slots(self, conversation: int, slots: int) -> tuple[list[tuple[str, int]], int]:
+        """Return (path, tiles) of the images of a conversation that fit in `slots` slots, and the sum of their tiles;
+        later images were cut off with the text.
+        """
         result, tiles_seen = [], 0
         for name, count in self.source.images(conversation):
             if tiles_seen * self.rows >= slots:  # what comes behind was cut off
@@ -205,12 +216,14 @@ class ImageChatDataset:
         return result, tiles_seen
 
     def _read_tiles(self, name: str, count: int) -> np.ndarray:
-        """The tiles of an image, as many as it had when lengths were counted; without pixels, zeros."""
+        """Read an image and cut it into `count` tiles, float32 [count, channels, height, width]; an empty batch unless
+        `use` is "pixels". `ImageError` if it cannot be used or has another number of tiles.
+        """
         if self.use == "nothing":
             return empty_image_batch(self.options)
         if isinstance(self.source, MockImageConversations):
             return self.source.pixels(name)
-        image = decode(read_bytes(name, self.options), self.options)
+        image = decode_image(read_image_bytes(name, self.options), self.options)
         if self.use == "check":
             return empty_image_batch(self.options)
         result = tile_image(image, self.options)
@@ -220,44 +233,46 @@ class ImageChatDataset:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageChatKind:
+class ImageChatDatasetKind:
     """Conversations about images; --split counts the rows of a file."""
 
     run: RunConfig
     tokenizer: Tokenizer
-    writer: ConversationWriter | None  # of made-up conversations none
+    writer: ImageConversationEncoder | None  # of made-up conversations none
     options: ImageOptions
     use: Use
     name: str = ImageChatDataset.__name__
 
-    def open(self, prefix: str) -> ImageConversations | MockImageConversations:
+    def open(self, prefix: str) -> ImageConversationTokenSource | MockImageConversations:
         """The ids of a file's conversations, or made-up ones."""
         if self.writer is None:
             made_up = MockConversations(self.tokenizer.vocab_size, self.tokenizer.eod)
             return MockImageConversations(made_up, self.run.model.vision.num_image_embeddings, self.options)
-        return open_image_conversations(self._rows(prefix), self.writer, self.options, self._cache_path(prefix))
+        return open_image_conversations(self._row_source(prefix), self.writer, self.options, self._index_cache(prefix))
 
-    def _rows(self, prefix: str) -> RowSource:
-        """The rows of a part of an Energon folder, a pair of .bin and .idx, or a JSON file."""
-        part = EnergonPart.parse_prefix(prefix)
+    def _row_source(self, prefix: str) -> ConversationRowSource:
+        """Return the rows behind a prefix: a part of an Energon folder, a .bin/.idx pair, or a JSON file."""
+        part = EnergonSplitPart.parse_prefix(prefix)
         if part is not None:
-            return RowSource(prefix, part.folder, part_fingerprint(part), lambda: energon_rows(part))
-        if is_image_pair(prefix):
-            return pair_rows(prefix, self.tokenizer)
+            return ConversationRowSource(
+                prefix, part.folder, energon_part_fingerprint(part), lambda: read_energon_rows(part)
+            )
+        if is_bin_idx_pair(prefix):
+            return pair_row_source(prefix, self.tokenizer)
         folder = self.run.data.multimodal.image_folder or os.path.dirname(os.path.abspath(prefix))
-        return json_rows(prefix, folder)
+        return json_row_source(prefix, folder)
 
-    def count(self, source: ImageConversations | MockImageConversations) -> int:
+    def num_split_units(self, source: ImageConversationTokenSource | MockImageConversations) -> int:
         """The number of rows."""
         return len(source.document_indices) - 1
 
-    def has_sample(self, source: ImageConversations | MockImageConversations, part: range) -> bool:
+    def has_sample(self, source: ImageConversationTokenSource | MockImageConversations, part: range) -> bool:
         """Whether these rows hold a conversation."""
         return bool(source.document_indices[part.stop] > source.document_indices[part.start])
 
     def build(
         self,
-        source: ImageConversations | MockImageConversations,
+        source: ImageConversationTokenSource | MockImageConversations,
         part: range,
         *,
         num_samples: int | None,
@@ -272,62 +287,67 @@ class ImageChatKind:
             num_samples=num_samples,
             seed=self.run.train.seed,
             split=split,
-            cache=cache if self.writer is None else self._cache_path(source.prefix),
+            cache=cache if self.writer is None else self._index_cache(source.prefix),
         )
         rows = self.run.model.vision.num_image_embeddings
         return ImageChatDataset(
-            chat, source, self.options, rows=rows, use=self.use, filler=image_filler_id(self.run.model, self.tokenizer)
+            chat,
+            source,
+            self.options,
+            rows=rows,
+            use=self.use,
+            filler=image_slot_token_id(self.run.model, self.tokenizer),
         )
 
-    def _cache_path(self, path: str) -> IndexCache:
-        """Where ids and plans are kept: beside the file."""
+    def _index_cache(self, path: str) -> IndexCache:
+        """Return where ids and packing plan are cached: --data-cache-path, else beside the data."""
         chosen = self.run.data.data_cache_path
         if chosen:
             return IndexCache(Path(chosen))
-        part = EnergonPart.parse_prefix(path)
+        part = EnergonSplitPart.parse_prefix(path)
         beside = os.path.join(part.folder, META, "cache") if part else f"{path}.cache"
         return IndexCache(Path(beside) / f"{self.name}_indices", chosen=False)
 
 
-def image_filler_id(model: ModelConfig, tokenizer: Tokenizer) -> int:
-    """The id that stands at slots: of an image token, where there is one."""
+def image_slot_token_id(model: ModelConfig, tokenizer: Tokenizer) -> int:
+    """Return the id placed at image slots, whose embedding is not used: --image-token-index or `<image>`, else 0."""
     index = model.vision.image_token_index
-    index = named_tokens(tokenizer, [IMAGE]).get(IMAGE) if index is None else index
+    index = token_ids_by_name(tokenizer, [IMAGE]).get(IMAGE) if index is None else index
     return 0 if index is None or index >= tokenizer.vocab_size else index
 
 
-def image_token_writer(model: ModelConfig, config: MultimodalConfig, tokenizer: Tokenizer) -> ImageTokenWriter:
-    """How an image stands in a sequence, as the settings say."""
+def build_image_token_layout(model: ModelConfig, config: MultimodalConfig, tokenizer: Tokenizer) -> ImageTokenLayout:
+    """Return which tokens stand for an image in a sequence, as the settings say."""
 
-    def ids(text: str) -> tuple[int, ...]:
-        return tuple(ids_without_special_tokens(tokenizer, [text])[0].tolist()) if text else ()
+    def encode_tag(text: str) -> tuple[int, ...]:
+        return tuple(encode_without_special_tokens(tokenizer, [text])[0].tolist()) if text else ()
 
     tags: tuple[tuple[int, ...], ...] = ()
     if config.use_tile_tags:
         names = [f"<tile_{place}>" for place in range(1, config.max_num_tiles + 1)]
-        tags = tuple(map(ids, [*names, "<tile_global_thumbnail>"]))
+        tags = tuple(map(encode_tag, [*names, "<tile_global_thumbnail>"]))
     before, after = IMAGE_TAGS.get(config.image_tag_type or "", ("", ""))
-    around = ids(before), ids(after)
+    around = encode_tag(before), encode_tag(after)
     if not config.cuts_as_smolvlm:
-        return ImageTokenWriter(model.vision.num_image_embeddings, tags, around)
+        return ImageTokenLayout(model.vision.num_image_embeddings, tags, around)
     side = range(1, math.isqrt(config.max_num_tiles) + 1)
-    places = tuple(tuple(ids(_PLACE.format(row=row, column=column)) for column in side) for row in side)
-    return ImageTokenWriter(
-        model.vision.num_image_embeddings, (), around, places, (ids(_ROW_ENDS[0]), ids(_ROW_ENDS[1]))
+    places = tuple(tuple(encode_tag(_PLACE.format(row=row, column=column)) for column in side) for row in side)
+    return ImageTokenLayout(
+        model.vision.num_image_embeddings, (), around, places, (encode_tag(_ROW_ENDS[0]), encode_tag(_ROW_ENDS[1]))
     )
 
 
-def image_chat_kind(run: RunConfig, tokenizer: Tokenizer, use: Use = "pixels") -> ImageChatKind:
-    """What a language model that sees is trained on, as the settings say."""
+def image_chat_dataset_kind(run: RunConfig, tokenizer: Tokenizer, use: Use = "pixels") -> ImageChatDatasetKind:
+    """Return the dataset kind of a vision-language model. use: what is read of images."""
     format, options = (
         run.data.chat.sft_tokenizer_prompt_format,
         ImageOptions.from_config(run.model, run.data.multimodal),
     )
     if run.data.mock_data:
-        return ImageChatKind(run, tokenizer, None, options, use)
-    writer = ConversationWriter(
+        return ImageChatDatasetKind(run, tokenizer, None, options, use)
+    writer = ImageConversationEncoder(
         ConversationEncoder(tokenizer, format),
-        image_token_writer(run.model, run.data.multimodal, tokenizer),
+        build_image_token_layout(run.model, run.data.multimodal, tokenizer),
         plain=format == "plain",
     )
-    return ImageChatKind(run, tokenizer, writer, options, use)
+    return ImageChatDatasetKind(run, tokenizer, writer, options, use)

@@ -9,12 +9,11 @@ import numpy as np
 WINDOW = 4096  # pieces that are packed with each other: what is packed together was shuffled together
 
 
-def plan_packs(sizes: np.ndarray, capacity: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pieces in an order in which packs follow each other, and where packs end.
+def plan_sequence_packs(sizes: np.ndarray, capacity: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Plan which sequences share a sample: return their order, int64 [n], and which are the last of a pack, bool [n].
 
-    sizes: int [n], each from 1 to `capacity`. Returns the numbers of the pieces, int64 [n], and whether each is the last
-    of its pack, bool [n]. Windows of a random order of the pieces are packed for themselves: the longest first, each into
-    the pack where the least room remains. It follows from the arguments alone.
+    sizes: int [n], each in 1..capacity. Each window of a random permutation is packed best-fit decreasing. The result
+    depends on the arguments alone.
     """
     order = np.random.default_rng((seed, len(sizes))).permutation(len(sizes)).astype(np.int64)
     pieces: list[int] = []
@@ -29,6 +28,7 @@ def plan_packs(sizes: np.ndarray, capacity: int, seed: int) -> tuple[np.ndarray,
 
 
 def _pack_greedily(pieces: list[int], sizes: list[int], capacity: int) -> list[list[int]]:
+    """Pack each piece, in the order given, where the least room remains (best fit). Returns the pieces of each pack."""
     packs: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (what remains, number of the pack), the tightest first
     for piece, size in zip(pieces, sizes):

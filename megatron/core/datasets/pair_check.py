@@ -1,6 +1,6 @@
 """A .bin/.idx pair read from end to end: everything that is wrong with it, and how long its documents are.
 
-Reading for training looks only at what it needs. `pair_problems` reads every byte once, a piece at a time, and compares:
+Reading for training looks only at what it needs. `bin_idx_pair_problems` reads every byte once, a piece at a time, and compares:
 
     index       size, offsets the running sum of the lengths, document array rising from 0 to S
     ids         within the vocabulary (the one given, else the sidecar's, else only not negative)
@@ -16,38 +16,38 @@ import numpy as np
 import xxhash
 
 from megatron.core.datasets import sidecar
-from megatron.core.datasets.index_check import DatasetFindings, index_problems, sidecar_problems
+from megatron.core.datasets.index_check import WrongEntryCount, index_problems, sidecar_problems
 from megatron.core.datasets.indexed import HEADER, IndexedDataset, bin_path, idx_path
-from megatron.core.datasets.storage import COPY_BYTES, DataError, size_of
+from megatron.core.datasets.storage import COPY_BYTES, DataError, file_or_object_size
 
 Advance = Callable[[int], object]
 
 
-def pair_problems(
+def bin_idx_pair_problems(
     prefix: str, *, vocab_size: int | None = None, multimodal: bool = False, advance: Advance = lambda count: None
 ) -> list[str]:
-    """A sentence for each thing that is wrong with a pair; empty for a good one.
+    """Read a .bin/.idx pair whole and return a sentence for each thing wrong with it; empty for a good one.
 
-    advance: called with the number of bytes of the .bin file that were read since the last call.
+    vocab_size: if None, the sidecar's. advance: called with the number of .bin bytes read since the last call.
     """
     problems: list[str] = []
     facts = None
     try:
-        facts = sidecar.read(prefix)
+        facts = sidecar.read_sidecar(prefix)
     except DataError as error:
         problems.append(str(error))
     try:
         data = IndexedDataset(prefix, multimodal=multimodal, check=False)
     except DataError as error:
         return [*problems, str(error)]
-    problems += _index_problems(data)
+    problems += _index_file_problems(data)
     if vocab_size is None and facts is not None and facts.tokenizer is not None:
         given = facts.tokenizer.get("vocab_size")
         vocab_size = given if isinstance(given, int) else None
-    tokens, checksum, size = _IdRangeCheck(vocab_size), xxhash.xxh3_128(), size_of(bin_path(prefix))
+    tokens, checksum, size = _OutOfVocabCount(vocab_size), xxhash.xxh3_128(), file_or_object_size(bin_path(prefix))
     text = data.sequence_modes is None
     for start in range(0, size, COPY_BYTES):
-        piece = data.raw(start, min(COPY_BYTES, size - start))
+        piece = data.read_raw_bytes(start, min(COPY_BYTES, size - start))
         checksum.update(piece)
         if text:
             tokens.scan(piece[: max(0, data.num_bytes - start)].view(data.dtype), start // data.dtype.itemsize)
@@ -61,21 +61,21 @@ def pair_problems(
         problems.append(f"{bin_path(prefix)} has {size} bytes, {size - data.num_bytes} more than its index describes")
     if facts is not None:
         problems += sidecar_problems(
-            data.prefix, facts, data.counts, {"bin": checksum.hexdigest(), "idx": data.checksum}
+            data.prefix, facts, data.counts, {"bin": checksum.hexdigest(), "idx": data.index_checksum}
         )
     return problems
 
 
-def _index_problems(data: IndexedDataset) -> list[str]:
-    """What is wrong with the index: its size, and its arrays."""
+def _index_file_problems(data: IndexedDataset) -> list[str]:
+    """Return a sentence for each thing wrong with the size or the arrays of the .idx file."""
     path, expected = (
         idx_path(data.prefix),
         HEADER.size + (13 if data.multimodal else 12) * len(data) + 8 * len(data.document_indices),
     )
     problems = []
-    if size_of(path) != expected:
+    if file_or_object_size(path) != expected:
         problems.append(
-            f"{path} has {size_of(path)} bytes; {len(data)} sequences and {len(data.document_indices)} document "
+            f"{path} has {file_or_object_size(path)} bytes; {len(data)} sequences and {len(data.document_indices)} document "
             f"entries take {expected} (modes of images and text are read with --multimodal)"
         )
     return problems + index_problems(
@@ -83,15 +83,15 @@ def _index_problems(data: IndexedDataset) -> list[str]:
     )
 
 
-class _IdRangeCheck(DatasetFindings):
-    """Numbers that are no ids of the vocabulary; of one of unknown size, those below 0."""
+class _OutOfVocabCount(WrongEntryCount):
+    """Counts values that are not ids of the vocabulary; if its size is unknown, those below 0."""
 
     def __init__(self, vocab_size: int | None) -> None:
         super().__init__()
         self.vocab_size, self.value = vocab_size, 0.0
 
     def scan(self, ids: np.ndarray, at: int) -> None:
-        """ids: from token `at` of the .bin file on."""
+        """Count the wrong ones of `ids`, the values from token `at` of the .bin file on."""
         whole_numbers = ids.dtype.kind in "iu"
         low, high = (ids.min(), ids.max()) if len(ids) else (0, 0)
         if whole_numbers and low >= 0 and (self.vocab_size is None or high < self.vocab_size):
@@ -103,7 +103,8 @@ class _IdRangeCheck(DatasetFindings):
         self.add(wrong, at)
 
 
-def _bad_id_message(data: IndexedDataset, tokens: _IdRangeCheck) -> str:
+def _bad_id_message(data: IndexedDataset, tokens: _OutOfVocabCount) -> str:
+    """Return a sentence on how many values are not ids, and the first of them."""
     limit = "no ids" if tokens.vocab_size is None else f"outside the vocabulary of {tokens.vocab_size}"
     starts = data.offsets(0, len(data))
     sequence = int(np.searchsorted(starts, tokens.first * data.dtype.itemsize, side="right")) - 1

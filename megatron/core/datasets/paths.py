@@ -22,10 +22,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.core.config.flags import ConfigError, refuse
+from megatron.core.config.flags import ConfigError, raise_config_error_if
 from megatron.core.config.settings.data import DataConfig
-from megatron.core.datasets.energon import EnergonBlend, EnergonPart, is_energon, read_blend_of_flag
-from megatron.core.datasets.storage import DataError, is_remote, size_of
+from megatron.core.datasets.energon import EnergonBlend, EnergonSplitPart, is_energon_path, read_energon_blend_for_flag
+from megatron.core.datasets.storage import DataError, file_or_object_size, is_remote_path
 
 SPLITS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969, 30, 1"
@@ -36,7 +36,7 @@ Share = tuple[float, float]  # from where to where of a dataset, as fractions
 
 
 @dataclass(frozen=True, slots=True)
-class Blend:
+class DatasetBlend:
     """Datasets by prefix, with weights that sum to 1, or without."""
 
     prefixes: tuple[str, ...]
@@ -44,22 +44,24 @@ class Blend:
 
 
 @dataclass(frozen=True, slots=True)
-class SplitPlan:
+class DataSplitPlan:
     """What one split is made of: a blend, and which share of each of its datasets."""
 
     name: str
-    blend: Blend
+    blend: DatasetBlend
     share: Share
 
 
-def parse_blend(words: Sequence[str], flag: str) -> Blend:
-    """Read prefixes, or weights and prefixes in turn; `flag` is named in errors."""
+def parse_blend(words: Sequence[str], flag: str) -> DatasetBlend:
+    """Parse prefixes, or alternating weights and prefixes; weights are normalized. `ConfigError`, which names `flag`,
+    if invalid.
+    """
     if not words:
         raise ConfigError(f"{flag} names no dataset")
     numbers = {word: _parse_weight(word) for word in words[::2]}
     weights = [weight for word in words[::2] if (weight := numbers[word]) is not None]
     if len(words) % 2 or not weights:
-        return Blend(tuple(words), None)
+        return DatasetBlend(tuple(words), None)
     if len(weights) < len(words) // 2:
         word = next(word for word, number in numbers.items() if number is None)
         raise ConfigError(
@@ -70,10 +72,11 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
     for weight, prefix in zip(given, prefixes):
         if not (weight > 0 and math.isfinite(weight)):
             raise ConfigError(f"{flag} gives {prefix} the weight {weight}; a weight is above 0: leave the dataset out")
-    return Blend(prefixes, normalize_weights(given))
+    return DatasetBlend(prefixes, normalize_weights(given))
 
 
 def _parse_weight(word: str) -> float | None:
+    """Return the number that a word stands for, or None if it is none."""
     try:
         return float(word)
     except ValueError:
@@ -87,7 +90,9 @@ def normalize_weights(weights: Sequence[float]) -> tuple[float, ...]:
 
 
 def parse_split(text: str) -> list[Share | None]:
-    """The shares of training, validation and test; None where the share is empty."""
+    """Parse --split, such as "969, 30, 1", to the fractions [first, last) of training, validation and test; None where
+    empty. `ConfigError` if invalid.
+    """
     try:
         numbers = [float(number) for number in re.findall(r"[.0-9]+", text)]
     except ValueError:
@@ -98,16 +103,18 @@ def parse_split(text: str) -> list[Share | None]:
     return [(first, last) if last > first else None for first, last in zip(ends, ends[1:])]
 
 
-def plan_splits(config: DataConfig) -> list[SplitPlan | None]:
-    """What the settings say about training, validation and test; None for a split that has no data."""
+def plan_data_splits(config: DataConfig) -> list[DataSplitPlan | None]:
+    """Return what training, validation and test data consist of; None for a split without data. `ConfigError` if the
+    settings contradict each other.
+    """
     paths = (config.train_data_path, config.valid_data_path, config.test_data_path)
-    source = _data_source(config, any(paths))
+    source = _data_source_flag(config, any(paths))
     blend = _shared_blend(config, source)
-    if blend is not None and any(map(is_energon, blend.prefixes)):
-        return _energon_splits(config, blend, source)
+    if blend is not None and any(map(is_energon_path, blend.prefixes)):
+        return _plan_energon_splits(config, blend, source)
     if blend is not None:
         shares = parse_split(MOCK_SPLIT if config.mock_data else config.split or DEFAULT_SPLIT)
-        return [SplitPlan(name, blend, share) if share else None for name, share in zip(SPLITS, shares)]
+        return [DataSplitPlan(name, blend, share) if share else None for name, share in zip(SPLITS, shares)]
     if config.split is not None:
         raise ConfigError(f"--split cuts the data of --data-path; with {source} every split has its own: leave it out")
     words_of = paths if any(paths) else _read_per_split_arguments(config.per_split_data_args_path, source)
@@ -117,32 +124,35 @@ def plan_splits(config: DataConfig) -> list[SplitPlan | None]:
 
 
 def _file_suffixes(prefix: str, config: DataConfig, *, whole_names: bool) -> tuple[str, ...]:
-    """The endings of the files of a prefix; none where its files have been read already."""
+    """Return the endings of the files behind a prefix; empty for a part of an Energon folder, read already."""
     if whole_names:
         return ("",)
-    if EnergonPart.parse_prefix(prefix) is not None:
+    if EnergonSplitPart.parse_prefix(prefix) is not None:
         return ()
     pair = os.path.isfile(f"{prefix}.idx") and not os.path.isfile(prefix)
     return ("",) if (config.chat.sft and not pair) or os.path.isdir(prefix) else (".idx", ".bin")
 
 
-def _energon_splits(config: DataConfig, blend: Blend, source: str) -> list[SplitPlan | None]:
-    """Splits as Energon's files say them."""
-    others = [prefix for prefix in blend.prefixes if not is_energon(prefix)]
+def _plan_energon_splits(config: DataConfig, blend: DatasetBlend, source: str) -> list[DataSplitPlan | None]:
+    """Plan the splits from Energon's own files. `ConfigError` if other datasets or --split are given too."""
+    others = [prefix for prefix in blend.prefixes if not is_energon_path(prefix)]
     if others or config.split is not None:
         wrong = f"{others[0]} beside them" if others else "--split"
         raise ConfigError(
             f"{source}: Energon's folders and YAML files say what they give to each split, and {wrong} does not; use "
             "--train-data-path and --valid-data-path, or leave it out"
         )
-    whole = [(name, _with_energon(config, name, blend, source)) for name in SPLITS]
-    return [SplitPlan(name, own, (0.0, 1.0)) if own is not None else None for name, own in whole]
+    whole = [(name, _expand_energon_blend(config, name, blend, source)) for name in SPLITS]
+    return [DataSplitPlan(name, own, (0.0, 1.0)) if own is not None else None for name, own in whole]
 
 
-def _with_energon(config: DataConfig, name: str, blend: Blend, source: str) -> Blend | None:
-    """A blend with the parts that Energon's folders and files stand for; None if they give nothing to this split."""
+def _expand_energon_blend(config: DataConfig, name: str, blend: DatasetBlend, source: str) -> DatasetBlend | None:
+    """Return the blend with each Energon folder or file replaced by its parts for split `name`; None if they are none."""
     inside = [
-        (read_blend_of_flag(prefix, name) if is_energon(prefix) else EnergonBlend((prefix,), None), weight)
+        (
+            read_energon_blend_for_flag(prefix, name) if is_energon_path(prefix) else EnergonBlend((prefix,), None),
+            weight,
+        )
         for prefix, weight in zip(blend.prefixes, blend.weights or [None] * len(blend.prefixes))
     ]
     given = [(inner, weight) for inner, weight in inside if inner is not None]
@@ -151,12 +161,14 @@ def _with_energon(config: DataConfig, name: str, blend: Blend, source: str) -> B
         return None
     weights = _flatten_blend_weights(given, source)
     if weights is None or len(prefixes) == 1 or name != "train" and config.full_validation:
-        return Blend(prefixes, None)
-    return Blend(prefixes, normalize_weights(weights))
+        return DatasetBlend(prefixes, None)
+    return DatasetBlend(prefixes, normalize_weights(weights))
 
 
 def _flatten_blend_weights(given: Sequence[tuple[EnergonBlend, float | None]], source: str) -> list[float] | None:
-    """The weight of each part of some blends that have weights themselves, or not; None for parts that are gone through once each."""
+    """Return the product of outer and inner weights for each part of nested blends; None if no blend has weights.
+    `ConfigError` if parts with and without weights are mixed.
+    """
     if all(inner.weights is None and weight is None for inner, weight in given):
         return None
     if len(given) == 1 and given[0][1] is None:
@@ -172,8 +184,10 @@ def _flatten_blend_weights(given: Sequence[tuple[EnergonBlend, float | None]], s
     return result
 
 
-def _data_source(config: DataConfig, per_split: bool) -> str:
-    """The flag that says where the data comes from. per_split: paths are given for single splits."""
+def _data_source_flag(config: DataConfig, per_split: bool) -> str:
+    """Return the one flag that says where the data comes from; `ConfigError` for none or several. per_split: whether
+    --train-data-path or its siblings are given.
+    """
     given = {
         "--mock-data": config.mock_data,
         "--data-path": config.data_path,
@@ -189,23 +203,24 @@ def _data_source(config: DataConfig, per_split: bool) -> str:
     return sources[0]
 
 
-def _shared_blend(config: DataConfig, source: str) -> Blend | None:
-    """The blend that --split divides; None where every split has data of its own."""
+def _shared_blend(config: DataConfig, source: str) -> DatasetBlend | None:
+    """Return the blend that --split divides; None if each split has its own data."""
     if config.mock_data:
-        return Blend((MOCK_PREFIX,), None)
+        return DatasetBlend((MOCK_PREFIX,), None)
     if config.data_args_path:
-        return parse_blend(_read_text(config.data_args_path, source).split(), source)
+        return parse_blend(_read_flag_text_file(config.data_args_path, source).split(), source)
     return parse_blend(config.data_path, source) if config.data_path else None
 
 
 def check_data_files(config: DataConfig, *, whole_names: bool = False) -> None:
-    """Refuse files that are named and cannot be opened, before ranks wait for each other. Objects of remote storage are not asked for.
+    """Raise `ConfigError` with all local files of the data settings that cannot be opened; remote objects are not
+    tried.
 
-    whole_names: files are read by the names that are given, and are no indexed datasets.
+    whole_names: paths are file names, not prefixes of indexed datasets.
     """
-    plans = [] if config.mock_data else plan_splits(config)
+    plans = [] if config.mock_data else plan_data_splits(config)
     prefixes = dict.fromkeys(
-        prefix for plan in plans if plan is not None for prefix in plan.blend.prefixes if not is_remote(prefix)
+        prefix for plan in plans if plan is not None for prefix in plan.blend.prefixes if not is_remote_path(prefix)
     )
     problems = []
     for path in (
@@ -215,28 +230,29 @@ def check_data_files(config: DataConfig, *, whole_names: bool = False) -> None:
             problems.append(f"{path} is a folder; name its files")
             continue
         try:
-            size_of(path)
+            file_or_object_size(path)
         except DataError as error:
             problems.append(str(error))
-    refuse(problems)
+    raise_config_error_if(problems)
 
 
-def _plan_separate_split(config: DataConfig, name: str, words: Sequence[str], source: str) -> SplitPlan:
-    blend: Blend | None = parse_blend(words, f"{source} ({name})")
+def _plan_separate_split(config: DataConfig, name: str, words: Sequence[str], source: str) -> DataSplitPlan:
+    """Plan one split from its own blend. `ConfigError` if it gives nothing to the split."""
+    blend: DatasetBlend | None = parse_blend(words, f"{source} ({name})")
     assert blend is not None, "words are a blend"
-    if any(map(is_energon, blend.prefixes)):
-        blend = _with_energon(config, name, blend, source)
+    if any(map(is_energon_path, blend.prefixes)):
+        blend = _expand_energon_blend(config, name, blend, source)
         if blend is None:
             raise ConfigError(f"{source} ({name}): {' '.join(words)} has nothing for this split")
     if len(blend.prefixes) == 1:
-        blend = Blend(blend.prefixes, None)  # the weight of the only dataset says nothing
-    return SplitPlan(name, blend, (0.0, 1.0))
+        blend = DatasetBlend(blend.prefixes, None)  # the weight of the only dataset says nothing
+    return DataSplitPlan(name, blend, (0.0, 1.0))
 
 
 def _read_per_split_arguments(path: str | None, flag: str) -> list[Sequence[str] | None]:
-    """The JSON file of `--per-split-data-args-path`: for each split a string or a list of weights and prefixes."""
+    """Read the JSON file of `--per-split-data-args-path`: return the words (weights and prefixes) of each split."""
     try:
-        content = json.loads(_read_text(path, flag))
+        content = json.loads(_read_flag_text_file(path, flag))
     except json.JSONDecodeError as error:
         raise ConfigError(f"{flag} {path} is not JSON: {error}") from error
     if not isinstance(content, dict) or not content or set(content) - set(SPLITS):
@@ -245,7 +261,8 @@ def _read_per_split_arguments(path: str | None, flag: str) -> list[Sequence[str]
     return [given.split() if isinstance(given, str) else [str(word) for word in given or ()] for given in words]
 
 
-def _read_text(path: str | None, flag: str) -> str:
+def _read_flag_text_file(path: str | None, flag: str) -> str:
+    """Read a file named by a flag. `ConfigError` if it cannot be read."""
     assert path is not None, "a source that was given has a path"
     try:
         return Path(path).read_text()

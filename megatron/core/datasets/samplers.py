@@ -22,7 +22,8 @@ FILL = -1  # stands where the data is over and a micro batch must be filled
 def sequential_sampler(
     num_samples: int, *, consumed_samples: int, micro_batch_size: int, rank: int, num_ranks: int
 ) -> Iterator[list[int]]:
-    """Samples from `consumed_samples` upward, a block at a time; a last block that is not full is left out.
+    """Yield this rank's sample numbers of each microbatch, from `consumed_samples` upward; an incomplete last block is
+    left out.
 
     The samples of a global batch are the same for any number of ranks that divides it.
     """
@@ -35,11 +36,12 @@ def sequential_sampler(
 def cyclic_sampler(
     num_samples: int, *, consumed_samples: int, micro_batch_size: int, rank: int, num_ranks: int, sharded: bool = True
 ) -> Iterator[list[int]]:
-    """A new random order every epoch, seeded by the epoch's number, for ever.
+    """Yield this rank's sample numbers of each microbatch, endlessly, in a new random order each epoch (seeded by its
+    number).
 
-    sharded: each rank shuffles a contiguous part of the dataset of its own; otherwise one order is dealt to the ranks,
-    and a global batch within an epoch holds the same samples for any number of them. An epoch is as many whole blocks as
-    the dataset holds.
+    sharded: each rank shuffles its own contiguous part of the dataset; else one order is dealt to the ranks, so a
+    global batch within an epoch is the same for any number of them. An epoch is as many whole blocks as the dataset
+    has. `DataError` if that is none, or if `consumed_samples` is not at the end of a block.
     """
     block = micro_batch_size * num_ranks
     epoch_samples = num_samples - num_samples % block
@@ -81,7 +83,9 @@ def _torch_permutation(size: int, seed: int) -> np.ndarray:
 def single_pass_sampler(
     num_samples: int, *, micro_batch_size: int, rank: int, num_ranks: int, blocks: int
 ) -> Iterator[list[int]]:
-    """Every sample once, in `blocks` micro batches on each rank; where the data is over stands `FILL`."""
+    """Yield this rank's sample numbers of each of `blocks` microbatches, every sample once; `FILL` when the data has
+    ended.
+    """
     block = micro_batch_size * num_ranks
     assert blocks * block >= num_samples, f"{blocks} blocks of {block} hold {num_samples} samples"
     for start in range(rank * micro_batch_size, blocks * block, block):
@@ -89,10 +93,10 @@ def single_pass_sampler(
 
 
 def collate(samples: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Samples to one micro batch: every key's arrays stacked along a new first dimension. [...] -> [b, ...]
+    """Stack samples to a microbatch: each key's arrays along a new first dimension, [...] -> [b, ...].
 
-    Images are laid end to end, [n, channels, height, width]: a sample may have any number. So the slots of a sample, which count
-    the rows of its own images, go on counting from those of the samples before.
+    Images are concatenated instead, [n, channels, height, width], as their number varies; `image_slots` are shifted to
+    count the rows of all images of the microbatch.
     """
     together = {key: np.stack([sample[key] for sample in samples]) for key in samples[0] if key != "images"}
     if "images" in samples[0]:
@@ -103,10 +107,9 @@ def collate(samples: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return together
 
 
-def digest(arrays: Mapping[str, np.ndarray]) -> str:
-    """Return 16 hex digits that identify a microbatch:
-
-    a hash of every key, dtype, shape and content. arrays: any shape.
+def microbatch_digest(arrays: Mapping[str, np.ndarray]) -> str:
+    """Return 16 hex digits that identify a microbatch: a hash of every key, dtype, shape and content. arrays:
+    any shape.
     """
     content = hashlib.blake2b(digest_size=8)
     for key in sorted(arrays):

@@ -17,7 +17,7 @@ Sample = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TokenSpan:
     """A run of tokens of one sequence, and where it stands in a sample.
 
     Tokens [offset, offset + length) of sequence `sequence`, which belongs to document `document` of `prefix`, stand
@@ -42,19 +42,19 @@ class SampleSet(Protocol):
 
     @property
     def prefix(self) -> str:
-        """The files' common path."""
+        """The common path of the files."""
 
     @property
     def description(self) -> Mapping[str, Any]:
-        """By name."""
+        """What the samples depend on, by name, as the cache key."""
 
     @property
     def tokens_per_epoch(self) -> int:
-        """A number of tokens."""
+        """How many tokens the split holds."""
 
     @property
     def samples_per_epoch(self) -> float:
-        """Not always whole."""
+        """How many samples one pass over the split gives; may be fractional."""
 
     def __len__(self) -> int:
         """The number of samples; at least as many as were asked for."""
@@ -62,7 +62,7 @@ class SampleSet(Protocol):
     def __getitem__(self, index: int) -> Sample:
         """The index-th sample."""
 
-    def token_sources(self, index: int) -> list[Span]:
+    def token_sources(self, index: int) -> list[TokenSpan]:
         """Where the tokens of the index-th sample came from, in the order of the sample."""
 
     def samples_with_document(self, document: int) -> np.ndarray:
@@ -77,16 +77,16 @@ class DatasetKind(Protocol):
 
     @property
     def name(self) -> str:
-        """A class name."""
+        """The class name of the samples' dataset."""
 
     def open(self, prefix: str) -> Any:
-        """The source of a prefix, as the other methods take it."""
+        """Open the source behind a prefix, which the other methods take."""
 
-    def count(self, source: Any) -> int:
-        """How many things --split shares out: sequences, or documents."""
+    def num_split_units(self, source: Any) -> int:
+        """Return the number of units that --split divides: sequences, or documents."""
 
     def has_sample(self, source: Any, part: range) -> bool:
-        """Whether these of the source's things are enough for one sample."""
+        """Return whether units `part` of the source are enough for one sample."""
 
     def build(self, source: Any, part: range, *, num_samples: int | None, split: str, cache: IndexCache) -> SampleSet:
-        """At least `num_samples` samples of these of the source's things; one epoch when that is None."""
+        """Return a dataset of units `part` of the source: at least `num_samples` samples, or one epoch if None."""

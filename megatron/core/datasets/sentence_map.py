@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.core.datasets.gpt import TokenSource
-from megatron.core.datasets.index_map import Arrays, IndexCache, hash_arrays, load_or_build
+from megatron.core.datasets.index_map import Arrays, IndexCache, hash_arrays, load_or_build_arrays
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.samples import Span
+from megatron.core.datasets.samples import TokenSpan
 
 LONGEST_SENTENCE = 512  # tokens; a document of several sentences with a longer one is left out
 _DRAWS_AT_ONCE = 2**16
@@ -32,9 +32,9 @@ _DOCUMENTS_AT_ONCE = 2**16
 
 
 @dataclass(frozen=True, slots=True)
-class MapOptions:
-    """max_length: tokens of a sample. short_seq_prob: share of samples with a random shorter target. least_sentences: of a
-    sample, and so of a document. seed: of targets and shuffle.
+class SentenceMapOptions:
+    """How sentences are grouped to samples. max_length: tokens of a sample. short_seq_prob: share of samples with a
+    random shorter target. least_sentences: of a sample, and so of a document. seed: of targets and shuffle.
     """
 
     max_length: int
@@ -52,7 +52,7 @@ class SentenceMap:
     def __init__(
         self,
         source: TokenSource,
-        options: MapOptions,
+        options: SentenceMapOptions,
         *,
         name: str,
         documents: range,
@@ -61,7 +61,7 @@ class SentenceMap:
         cache: IndexCache = IndexCache(None),
     ) -> None:
         bounds = source.document_indices[documents.start : documents.stop + 1]
-        usable = usable_documents(source.sequence_lengths, bounds, options.least_sentences)
+        usable = usable_document_mask(source.sequence_lengths, bounds, options.least_sentences)
         if not usable.any():
             raise DataError(
                 f"the {split} split of {source.prefix} holds {len(documents)} of its "
@@ -84,13 +84,16 @@ class SentenceMap:
             "short_seq_prob": options.short_seq_prob,
             "least_sentences": options.least_sentences,
         }
-        shapes = {"sample_index": ((None, 3), row_type(len(source.sequence_lengths))), "epochs": ((1,), np.int64)}
-        arrays = load_or_build(
+        shapes = {
+            "sample_index": ((None, 3), sentence_map_dtype(len(source.sequence_lengths))),
+            "epochs": ((1,), np.int64),
+        }
+        arrays = load_or_build_arrays(
             cache,
             f"{name}-{split}",
             self.description,
             shapes,
-            lambda: build_map(source.sequence_lengths, bounds, options, num_samples=num_samples),
+            lambda: build_sentence_map(source.sequence_lengths, bounds, options, num_samples=num_samples),
         )
         self.rows, self.source, self.prefix = arrays["sample_index"], source, source.prefix
         self.tokens_per_epoch = int(tokens)
@@ -101,14 +104,16 @@ class SentenceMap:
         return len(self.rows)
 
     def row(self, index: int) -> tuple[int, int, int]:
-        """First sentence, one past the last, target length."""
+        """Return (first sentence, one past the last, target length) of a sample. `IndexError` out of range."""
         if not 0 <= index < len(self.rows):
             raise IndexError(f"sample {index} of {len(self.rows)}")
         first, last, target = self.rows[index].tolist()
         return first, last, target
 
-    def ids(self, first: int, last: int) -> list[int]:
-        """The ids of sentences [first, last), end to end."""
+    def token_ids(self, first: int, last: int) -> list[int]:
+        """Return the token ids of sentences [first, last), concatenated. `DataError` if the index does not fit the
+        data.
+        """
         try:
             return [token for sentence in range(first, last) for token in self.source.get(sentence).tolist()]
         except (IndexError, ValueError) as error:
@@ -117,15 +122,17 @@ class SentenceMap:
                 "the run was going on, start again; else remove the index cache"
             ) from error
 
-    def spans(self, first: int, last: int, low: int, high: int, start: int) -> list[Span]:
-        """Where tokens [low, high) of sentences [first, last) came from; they stand from position `start` on."""
+    def token_spans(self, first: int, last: int, low: int, high: int, start: int) -> list[TokenSpan]:
+        """Return which sentences tokens [low, high) of sentences [first, last) came from, when placed from position
+        `start` on.
+        """
         result, at = [], 0
         for sentence in range(first, last):
             length = int(self.source.sequence_lengths[sentence])
             begin, end = max(low, at), min(high, at + length)
             if begin < end:
                 document = int(np.searchsorted(self.source.document_indices, sentence, side="right")) - 1
-                result.append(Span(self.prefix, document, sentence, begin - at, end - begin, start + begin - low))
+                result.append(TokenSpan(self.prefix, document, sentence, begin - at, end - begin, start + begin - low))
             at += length
         return result
 
@@ -135,27 +142,32 @@ class SentenceMap:
         return np.flatnonzero((self.rows[:, 0] >= first) & (self.rows[:, 0] < last))
 
 
-def usable_documents(lengths: np.ndarray, bounds: np.ndarray, least_sentences: int) -> np.ndarray:
-    """Which documents make samples. bounds: each one's first sentence and, last, one past the last. bool [documents]"""
+def usable_document_mask(lengths: np.ndarray, bounds: np.ndarray, least_sentences: int) -> np.ndarray:
+    """Return which documents give samples: enough sentences, and none too long beside others. bool [documents]
+
+    lengths: tokens of every sentence. bounds: the first sentence of each document and, last, one past the last.
+    """
     count = np.diff(bounds)
     long = np.flatnonzero(lengths[bounds[0] : bounds[-1]] > LONGEST_SENTENCE) + bounds[0]
     has_long = np.diff(np.searchsorted(long, bounds)) > 0
     return (count >= max(1, least_sentences)) & ~(has_long & (count > 1))
 
 
-def row_type(num_sentences: int) -> type:
-    """The type of a map's rows."""
+def sentence_map_dtype(num_sentences: int) -> type:
+    """Return the dtype of a sentence map's rows: uint32, or uint64 if there are too many sentences."""
     return np.uint32 if num_sentences <= np.iinfo(np.uint32).max else np.uint64
 
 
-def build_map(lengths: np.ndarray, bounds: np.ndarray, options: MapOptions, *, num_samples: int | None) -> Arrays:
-    """The shuffled rows of at least `num_samples` samples, whole epochs of them; one epoch when that is None.
+def build_sentence_map(
+    lengths: np.ndarray, bounds: np.ndarray, options: SentenceMapOptions, *, num_samples: int | None
+) -> Arrays:
+    """Build the shuffled rows of at least `num_samples` samples, in whole epochs; one epoch if None.
 
-    lengths: of every sentence. bounds: each document's first sentence and, last, one past the last.
+    lengths: tokens of every sentence. bounds: the first sentence of each document and, last, one past the last.
     Returns sample_index [samples, 3] and epochs [1].
     """
     lengths = np.array(lengths)  # a file's are not aligned, which makes every look-up slow
-    usable = np.flatnonzero(usable_documents(lengths, bounds, options.least_sentences))
+    usable = np.flatnonzero(usable_document_mask(lengths, bounds, options.least_sentences))
     firsts, lasts = bounds[usable], bounds[usable + 1]
     targets = _target_lengths(options)
     begins, ends, requested = array("q"), array("q"), array("q")
@@ -163,16 +175,16 @@ def build_map(lengths: np.ndarray, bounds: np.ndarray, options: MapOptions, *, n
     while epochs == 0 or (num_samples is not None and len(begins) < num_samples):
         for start in range(0, len(firsts), _DOCUMENTS_AT_ONCE):
             part = slice(start, start + _DOCUMENTS_AT_ONCE)
-            _append_rows(
+            _append_sample_rows(
                 lengths, firsts[part], lasts[part], options.least_sentences, targets, (begins, ends, requested)
             )
         epochs += 1
     order = fisher_yates_order(len(begins), options.seed + 1)
     rows = np.stack([np.frombuffer(column, np.int64)[order] for column in (begins, ends, requested)], axis=1)
-    return {"sample_index": rows.astype(row_type(len(lengths))), "epochs": np.array([epochs], np.int64)}
+    return {"sample_index": rows.astype(sentence_map_dtype(len(lengths))), "epochs": np.array([epochs], np.int64)}
 
 
-def _append_rows(
+def _append_sample_rows(
     lengths: np.ndarray,
     firsts: np.ndarray,
     lasts: np.ndarray,
@@ -180,7 +192,9 @@ def _append_rows(
     targets: Iterator[int],
     rows: tuple[array, array, array],
 ) -> None:
-    """Append the rows of some documents, in order: each takes the fewest sentences that reach its target."""
+    """Append the sample rows of some documents to `rows` (begins, ends, targets): each sample takes the fewest
+    sentences that reach its target.
+    """
     low, high = int(firsts[0]), int(lasts[-1])
     before = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths[low:high], dtype=np.int64)]).tolist()
     begins, ends, requested = rows
@@ -197,8 +211,10 @@ def _append_rows(
             target = next(targets)
 
 
-def _target_lengths(options: MapOptions) -> Iterator[int]:
-    """Target lengths without end: a draw of mt19937 each, unless no sample is to be short."""
+def _target_lengths(options: SentenceMapOptions) -> Iterator[int]:
+    """Yield target lengths endlessly: `max_length`, or with probability `short_seq_prob` a shorter one, drawn by
+    mt19937.
+    """
     longest = options.max_length
     if options.short_seq_prob == 0:
         while True:

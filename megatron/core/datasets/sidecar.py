@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.core.datasets.storage import DataError, read_small
+from megatron.core.datasets.storage import DataError, read_start_if_exists
 
 FORMAT = "indexed dataset sidecar"
 VERSION = 1
@@ -30,7 +30,7 @@ Fingerprint = Mapping[str, str | int]  # of a tokenizer: kind, hash, vocab_size,
 
 
 @dataclass(frozen=True, slots=True)
-class Sidecar:
+class DatasetSidecar:
     """Facts about a pair.
 
     tokenizer: the fingerprint of what made the ids. level: what a sequence is. shard: (i, n) when the pair is part i of
@@ -52,27 +52,27 @@ def sidecar_path(prefix: str | Path) -> str:
     return f"{prefix}.json"
 
 
-def read(prefix: str | Path) -> Sidecar | None:
-    """What is known of a pair, files or objects; None when it has no sidecar. Raises `DataError` for a damaged one."""
-    content = _read_json(prefix)
+def read_sidecar(prefix: str | Path) -> DatasetSidecar | None:
+    """Read the sidecar of a pair, local or remote; None if it has none. `DataError` for a damaged one."""
+    content = _read_sidecar_json(prefix)
     if content is None:
         return None
     path = sidecar_path(prefix)
-    problem = _content_problem(content)
+    problem = _sidecar_content_problem(content)
     if problem:
         raise DataError(
             f"{path} {problem}; write the pair again, or remove the file to use the pair without its checks"
         )
-    known = {name.name: content[name.name] for name in dataclasses.fields(Sidecar) if name.name in content}
+    known = {name.name: content[name.name] for name in dataclasses.fields(DatasetSidecar) if name.name in content}
     if known.get("shard") is not None:
         known["shard"] = tuple(known["shard"])
-    return Sidecar(**known)
+    return DatasetSidecar(**known)
 
 
-def _read_json(prefix: str | Path) -> dict[str, Any] | None:
+def _read_sidecar_json(prefix: str | Path) -> dict[str, Any] | None:
     """The JSON object of a sidecar; None where there is no file, or another sort of JSON object."""
     path = sidecar_path(prefix)
-    raw = read_small(path, MOST_BYTES)
+    raw = read_start_if_exists(path, MOST_BYTES)
     if raw is None:
         return None
     try:
@@ -87,8 +87,8 @@ def _read_json(prefix: str | Path) -> dict[str, Any] | None:
     return content if content.get("format") == FORMAT else None
 
 
-def _content_problem(content: Mapping[str, Any]) -> str | None:
-    """What is wrong with the content of a sidecar."""
+def _sidecar_content_problem(content: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the content of a sidecar, to follow its path in a message; None if nothing."""
     if content.get("version") != VERSION:
         return f"has version {content.get('version')!r}; this reader knows version {VERSION}"
     for name in COUNTS:
@@ -99,7 +99,7 @@ def _content_problem(content: Mapping[str, Any]) -> str | None:
     if content.get("level", "document") not in ("document", "sentence"):
         return f"has level {content['level']!r}, neither document nor sentence"
     shard = content.get("shard")
-    if shard is not None and not _is_shard(shard):
+    if shard is not None and not _is_valid_shard(shard):
         return f"has shard {shard!r}, not [i, n] with 0 <= i < n"
     tokenizer = content.get("tokenizer")
     if tokenizer is not None and not (isinstance(tokenizer, dict) and isinstance(tokenizer.get("hash"), str)):
@@ -110,20 +110,21 @@ def _content_problem(content: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _is_shard(value: object) -> bool:
+def _is_valid_shard(value: object) -> bool:
+    """Return whether a value is a list [i, n] with 0 <= i < n."""
     return isinstance(value, list) and [*map(type, value)] == [int, int] and 0 <= value[0] < value[1]
 
 
-def encode(sidecar: Sidecar) -> bytes:
-    """The content of the file."""
+def encode_sidecar(sidecar: DatasetSidecar) -> bytes:
+    """Return the bytes of a sidecar file."""
     content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(sidecar)}
     return (json.dumps(content, indent=1) + "\n").encode()
 
 
-def check_not_overwriting(prefix: str | Path) -> None:
+def check_sidecar_path_free(prefix: str | Path) -> None:
     """Raise `DataError` when writing the sidecar of `prefix` would overwrite a file that is not one."""
     path = sidecar_path(prefix)
-    raw = read_small(path, MOST_BYTES)
+    raw = read_start_if_exists(path, MOST_BYTES)
     if raw and FORMAT.encode() not in raw:  # a damaged sidecar may be replaced
         raise DataError(
             f"{path} is in the way: a pair has its sidecar there, and this file is something else; choose "
@@ -131,18 +132,18 @@ def check_not_overwriting(prefix: str | Path) -> None:
         )
 
 
-def check_tokenizer(prefix: str | Path, fingerprint: Fingerprint) -> None:
+def check_dataset_tokenizer(prefix: str | Path, fingerprint: Fingerprint) -> None:
     """Raise `DataError` when the sidecar says that another tokenizer made the ids; a pair without one passes."""
-    sidecar = read(prefix)
+    sidecar = read_sidecar(prefix)
     if sidecar is None or sidecar.tokenizer is None or sidecar.tokenizer["hash"] == fingerprint["hash"]:
         return
     raise DataError(
-        f"{prefix} was written with {tokenizer_name(sidecar.tokenizer)}, but the tokenizer given is "
-        f"{tokenizer_name(fingerprint)}; give the tokenizer of the data, or write the data again"
+        f"{prefix} was written with {describe_tokenizer(sidecar.tokenizer)}, but the tokenizer given is "
+        f"{describe_tokenizer(fingerprint)}; give the tokenizer of the data, or write the data again"
     )
 
 
-def tokenizer_name(fingerprint: Fingerprint) -> str:
+def describe_tokenizer(fingerprint: Fingerprint) -> str:
     """A tokenizer in a few words: kind, vocabulary, end of document, and the beginning of its hash."""
     return (
         f"{fingerprint.get('kind', 'a tokenizer')} (vocabulary {fingerprint.get('vocab_size', 'unknown')}, end of "

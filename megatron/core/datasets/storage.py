@@ -3,10 +3,10 @@
 A path with `://` in it (s3://bucket/x, gs://, memory://) names an object; everything else is a file. Small objects that
 are read whole, such as an index, are kept as files in a local cache. Large ones are read by ranges:
 
-    map_file     file -> array of its bytes, read as they are touched
+    mmap_file     file -> array of its bytes, read as they are touched
     MappedFile   the same of a file that may be truncated while it is read
     FileReader   file -> ranges, each with a system call of its own
-    BlockReader  object -> ranges, out of the blocks of 1 MiB that were fetched last
+    ObjectBlockReader  object -> ranges, out of the blocks of 1 MiB that were fetched last
 
 fsspec needs one package more for each kind of storage (s3fs for s3://, gcsfs for gs://) and finds the credentials where
 that package looks for them.
@@ -44,7 +44,7 @@ class DataError(Exception):
     """A data file that cannot be used. The message names the file, what was found and what was expected."""
 
 
-def is_remote(path: str | Path) -> bool:
+def is_remote_path(path: str | Path) -> bool:
     """Whether a path or prefix names objects of a storage service rather than files."""
     return "://" in str(path)
 
@@ -55,13 +55,13 @@ def temporary_name(path: str | Path) -> str:
 
 
 def fsync_file(file: IO[bytes]) -> None:
-    """Return when what was written has reached the disk."""
+    """Flush a file and wait until it is on disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
-def sync_folder(path: str | Path) -> None:
-    """Return when the names in the folder of `path` have reached the disk, where the file system can say."""
+def fsync_parent_folder(path: str | Path) -> None:
+    """Fsync the folder that holds `path`, so that renames in it are on disk; do nothing where that is not possible."""
     try:
         folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
     except OSError:
@@ -76,9 +76,9 @@ def sync_folder(path: str | Path) -> None:
 
 @contextmanager
 def atomic_file(path: str | Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
-    """A file to write that takes the name `path` when the block ends, whole; not at all when it raises.
+    """Open a file for writing that is renamed to `path` when the block ends, and removed if it raises.
 
-    durable: it is on disk then. Off, for what the reader can check, a power failure may leave a damaged file.
+    durable: fsync it first. Without that, a power failure may leave a damaged file, for data that the reader can check.
     """
     temporary = temporary_name(path)
     try:
@@ -88,15 +88,15 @@ def atomic_file(path: str | Path, *, durable: bool = True) -> Iterator[IO[bytes]
                 fsync_file(file)
         os.replace(temporary, path)
         if durable:
-            sync_folder(path)
+            fsync_parent_folder(path)
     finally:
         Path(temporary).unlink(missing_ok=True)
 
 
-def with_retries(read: Callable[[], Answer], name: str) -> Answer:
-    """The result of `read`, tried again after a pause while it fails as storage does that is busy for a moment.
+def read_with_retries(read: Callable[[], Answer], name: str) -> Answer:
+    """Return the result of `read`, called again after a pause (READ_PAUSES) if it fails as busy storage does.
 
-    Raises `DataError` that names what is read when the last try fails, and at once for what no pause will mend.
+    `DataError` that names `name` if the last try fails, and at once for errors that a retry cannot cure.
     """
     for pause in (*READ_PAUSES, None):
         try:
@@ -120,19 +120,15 @@ def with_retries(read: Callable[[], Answer], name: str) -> Answer:
     raise AssertionError("the last try returns or raises")
 
 
-def _file_system(url: str) -> tuple[Any, str]:
-    """The file system of fsspec and the path in it.
-
-    fsspec itself keeps one for each process and thread, so asking for every range costs little, and a process that was
-    forked has a connection of its own.
-    """
+def _fsspec_file_system(url: str) -> tuple[Any, str]:
+    """Return fsspec's file system of a URL, and the path in it. fsspec keeps one for each process and thread."""
     import fsspec  # the local path has no use for it, and tools start without it
 
     return fsspec.core.url_to_fs(url)
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteObject:
+class RemoteObjectState:
     """One state of an object. version: differs after each change, in the words of the storage service."""
 
     url: str
@@ -140,33 +136,33 @@ class RemoteObject:
     version: str
 
 
-def inspect_object(url: str) -> RemoteObject:
-    """The present state of an object. Raises `DataError` when there is none, or it cannot be asked for."""
+def stat_remote_object(url: str) -> RemoteObjectState:
+    """Return size and version of a remote object. `DataError` if there is none or it cannot be reached."""
 
-    def ask() -> RemoteObject:
-        system, path = _file_system(url)
-        return RemoteObject(url, int(system.info(path)["size"]), str(system.ukey(path)))
+    def query_state() -> RemoteObjectState:
+        system, path = _fsspec_file_system(url)
+        return RemoteObjectState(url, int(system.info(path)["size"]), str(system.ukey(path)))
 
-    return with_retries(ask, url)
+    return read_with_retries(query_state, url)
 
 
-def fetch(url: str, start: int, end: int) -> bytes:
-    """Bytes [start, end) of an object."""
+def fetch_object_range(url: str, start: int, end: int) -> bytes:
+    """Return bytes [start, end) of a remote object. `DataError` if it has become shorter."""
 
-    def ask() -> bytes:
-        system, path = _file_system(url)
+    def read_range() -> bytes:
+        system, path = _fsspec_file_system(url)
         content = system.cat_file(path, start=start, end=end)
         if len(content) != end - start:
             raise DataError(f"{url} ends before byte {end}; it has become shorter since it was opened")
         return content
 
-    return with_retries(ask, f"{url} at byte {start}")
+    return read_with_retries(read_range, f"{url} at byte {start}")
 
 
-def size_of(path: str) -> int:
-    """Bytes of a file or object. Raises `DataError` when there is none."""
-    if is_remote(path):
-        return inspect_object(path).size
+def file_or_object_size(path: str) -> int:
+    """Return the size of a file or remote object in bytes. `DataError` if there is none."""
+    if is_remote_path(path):
+        return stat_remote_object(path).size
     try:
         return os.stat(path).st_size
     except (OSError, ValueError) as error:
@@ -175,9 +171,9 @@ def size_of(path: str) -> int:
         raise DataError(f"{path} cannot be opened: {getattr(error, 'strerror', None) or error}{hint}") from error
 
 
-def read_small(path: str, limit: int) -> bytes | None:
-    """All bytes of a file or object, its first `limit` + 1 when it has more; None when there is none."""
-    if not is_remote(path):
+def read_start_if_exists(path: str, limit: int) -> bytes | None:
+    """Return the first `limit` + 1 bytes of a file or remote object (all, if it has fewer); None if it does not exist."""
+    if not is_remote_path(path):
         try:
             with open(path, "rb") as file:
                 return file.read(limit + 1)
@@ -186,46 +182,46 @@ def read_small(path: str, limit: int) -> bytes | None:
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
-    def ask() -> bytes | None:
-        system, place = _file_system(path)
+    def read_object_start() -> bytes | None:
+        system, place = _fsspec_file_system(path)
         if not system.exists(place):
             return None
         return system.cat_file(place, start=0, end=min(limit + 1, int(system.info(place)["size"])))
 
-    return with_retries(ask, path)
+    return read_with_retries(read_object_start, path)
 
 
-def map_file(path: str) -> np.ndarray:
+def mmap_file(path: str) -> np.ndarray:
     """Map a file's bytes read-only: uint8 [bytes], a plain array, since slices of `np.memmap` are slow."""
     if os.stat(path).st_size == 0:
         return np.empty(0, np.uint8)
     return np.memmap(path, np.uint8, mode="r").view(np.ndarray)
 
 
-def read_whole(path: str, cache: str | Path | None) -> np.ndarray:
+def read_whole_file(path: str, cache: str | Path | None) -> np.ndarray:
     """Return all bytes of a file or object, uint8 [bytes].
 
     An object is cached as a file in the folder `cache`, else kept in memory.
     """
-    if not is_remote(path):
-        return map_file(path)
+    if not is_remote_path(path):
+        return mmap_file(path)
     if cache is not None:
-        return map_file(str(local_copy(path, Path(cache))))
-    size = size_of(path)
+        return mmap_file(str(cached_local_copy(path, Path(cache))))
+    size = file_or_object_size(path)
     content = np.empty(size, np.uint8)
     for start in range(0, size, COPY_BYTES):
         end = min(start + COPY_BYTES, size)
-        content[start:end] = np.frombuffer(fetch(path, start, end), np.uint8)
+        content[start:end] = np.frombuffer(fetch_object_range(path, start, end), np.uint8)
     return content
 
 
-def local_copy(url: str, folder: Path) -> Path:
-    """A file in `folder` with the object's bytes, fetched when no process has done so for its present state.
+def cached_local_copy(url: str, folder: Path) -> Path:
+    """Return a file in `folder` with a remote object's bytes, downloaded unless its present version is there already.
 
-    Its name depends on the address, size and version, so a changed object is fetched anew, and it appears whole, so any
-    number of processes may ask at once.
+    The name depends on URL, size and version, and the file appears whole, so any number of processes may call this.
+    `DataError` if the object changes meanwhile or the folder cannot be written.
     """
-    state = inspect_object(url)
+    state = stat_remote_object(url)
     name = hashlib.sha256(repr(state).encode()).hexdigest()[:32]
     copy = folder / f"{name}-{url.rsplit('/', 1)[-1]}"
     if copy.is_file() and copy.stat().st_size == state.size:
@@ -234,8 +230,8 @@ def local_copy(url: str, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_file(copy) as file:
             for start in range(0, state.size, COPY_BYTES):
-                file.write(fetch(url, start, min(start + COPY_BYTES, state.size)))
-            if inspect_object(url) != state:
+                file.write(fetch_object_range(url, start, min(start + COPY_BYTES, state.size)))
+            if stat_remote_object(url) != state:
                 raise DataError(f"{url} changed while it was fetched; start again when it is complete")
     except OSError as error:
         raise DataError(
@@ -279,7 +275,7 @@ class FileReader:
     def read(self, start: int, count: int) -> bytes:
         """`count` bytes from `start` on."""
 
-        def ask() -> bytes:
+        def pread_fully() -> bytes:
             content = bytearray()
             while len(content) < count:
                 piece = os.pread(self._file.fileno(), count - len(content), start + len(content))
@@ -290,10 +286,10 @@ class FileReader:
                 content += piece
             return bytes(content)
 
-        return with_retries(ask, f"{self.path} at byte {start}")
+        return read_with_retries(pread_fully, f"{self.path} at byte {start}")
 
 
-class BlockReader:
+class ObjectBlockReader:
     """Ranges of an object, out of blocks of which the last few are kept: 16 MiB; safe for threads."""
 
     def __init__(self, url: str, size: int) -> None:
@@ -309,19 +305,20 @@ class BlockReader:
             raise DataError(f"{self.url} ends before byte {end}; it has {self.size} bytes")
         blocks = range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES))
         if len(blocks) > KEPT_BLOCKS // 2:  # one request, and the kept blocks stay
-            return fetch(self.url, start, end)
+            return fetch_object_range(self.url, start, end)
         content = b"".join(self._cached_block(number) for number in blocks)
         skipped = start - blocks.start * BLOCK_BYTES
         return content[skipped : skipped + count]
 
     def _cached_block(self, number: int) -> bytes:
+        """Return block `number` of the object, fetched if it is not among the last KEPT_BLOCKS."""
         with self._lock:
             if number in self._blocks:
                 self._blocks.move_to_end(number)
                 return self._blocks[number]
         # Outside the lock, so that threads wait for the network side by side; fetching one twice does no harm.
         start = number * BLOCK_BYTES
-        content = fetch(self.url, start, min(start + BLOCK_BYTES, self.size))
+        content = fetch_object_range(self.url, start, min(start + BLOCK_BYTES, self.size))
         with self._lock:
             self._blocks[number] = content
             while len(self._blocks) > KEPT_BLOCKS:

@@ -15,19 +15,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.core.datasets.bert import check_ids
+from megatron.core.datasets.bert import check_ids_in_vocab
 from megatron.core.datasets.gpt import TokenSource
 from megatron.core.datasets.index_map import IndexCache
-from megatron.core.datasets.masking import MaskOptions, mask, word_positions
-from megatron.core.datasets.samples import Sample, Span
-from megatron.core.datasets.sentence_map import MapOptions, SentenceMap
+from megatron.core.datasets.masking import MaskOptions, group_positions_by_word, mask_tokens
+from megatron.core.datasets.samples import Sample, TokenSpan
+from megatron.core.datasets.sentence_map import SentenceMap, SentenceMapOptions
 
 
 @dataclass(frozen=True, slots=True)
-class SpanOptions:
-    """How sentences become a sample. sentinels: in the order of their numbers.
+class T5SampleOptions:
+    """How sentences become one T5 sample. sentinels: their ids, in the order of their numbers.
 
-    continues: which ids continue a word, bool [v]; its length is the vocabulary's size.
+    continues: bool [v], whether an id continues a word (its length is the vocabulary size).
     """
 
     encoder_length: int
@@ -52,7 +52,7 @@ class T5Dataset:
     def __init__(
         self,
         source: TokenSource,
-        options: SpanOptions,
+        options: T5SampleOptions,
         *,
         documents: range,
         num_samples: int | None,
@@ -61,7 +61,7 @@ class T5Dataset:
         cache: IndexCache = IndexCache(None),
     ) -> None:
         # Two places are left free, as Megatron does.
-        rows = MapOptions(options.encoder_length - 2, options.short_seq_prob, 1, seed)
+        rows = SentenceMapOptions(options.encoder_length - 2, options.short_seq_prob, 1, seed)
         self.map = SentenceMap(
             source,
             rows,
@@ -87,12 +87,12 @@ class T5Dataset:
         """The index-th sample."""
         options, (first, last, target) = self.options, self.map.row(index)
         random = np.random.RandomState((self.seed + index) % 2**32)
-        whole = self.map.ids(first, last)
+        whole = self.map.token_ids(first, last)
         ids = whole[:target]
-        check_ids(ids, len(options.continues), self.prefix)
-        hidden = mask(
+        check_ids_in_vocab(ids, len(options.continues), self.prefix)
+        hidden = mask_tokens(
             ids,
-            word_positions(ids, options.continues, ()),
+            group_positions_by_word(ids, options.continues, ()),
             options.masking,
             target_length=target,
             replace=lambda token: token,
@@ -118,17 +118,19 @@ class T5Dataset:
             "truncated": np.array(len(whole) > target, np.int64),
         }
 
-    def token_sources(self, index: int) -> list[Span]:
+    def token_sources(self, index: int) -> list[TokenSpan]:
         """Where the tokens of the index-th sample came from; positions are those of the text before spans are taken out."""
         first, last, target = self.map.row(index)
-        return self.map.spans(first, last, 0, target, 0)
+        return self.map.token_spans(first, last, 0, target, 0)
 
     def samples_with_document(self, document: int) -> np.ndarray:
         """The samples whose row is of this document, in rising order. int64 [samples]"""
         return self.map.samples_with_document(document)
 
     def _fitting_spans(self, spans: list[list[int]]) -> list[list[int]]:
-        """The spans that have a sentinel and fit in the decoder, first chosen first served, in the order of the text."""
+        """Return the spans that get a sentinel and fit in the decoder, chosen in the order given, then sorted by
+        position.
+        """
         room = self.options.decoder_length - 1
         result: list[list[int]] = []
         for span in spans:
@@ -139,7 +141,7 @@ class T5Dataset:
 
 
 def _pad_with_mask(ids: list[int], size: int, pad: int) -> tuple[np.ndarray, np.ndarray]:
-    """The ids filled up to `size`, and 1 where they are; int64 [size] each."""
+    """Return the ids padded to `size`, and a mask that is 1 where there is an id. int64 [size] each"""
     padded, used = np.full(size, pad, np.int64), np.zeros(size, np.int64)
     padded[: len(ids)], used[: len(ids)] = ids, 1
     return padded, used

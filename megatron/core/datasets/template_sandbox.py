@@ -30,14 +30,14 @@ class RenderLimitError(SecurityError):
     """A template does not end within the bounds."""
 
 
-class _Budget:
+class _RenderBudget:
     """What is left of a rendering's steps and time."""
 
     def __init__(self) -> None:
         self.steps, self.end = MOST_STEPS, time.monotonic() + MOST_SECONDS
 
-    def step(self) -> None:
-        """Count one step. Raises `RenderLimitError` after more than MOST_STEPS steps or, looked at every 64 steps, more than MOST_SECONDS seconds."""
+    def count_step(self) -> None:
+        """Count one step. `RenderLimitError` after MOST_STEPS steps or (checked every 64 steps) MOST_SECONDS seconds."""
         self.steps -= 1
         if self.steps < 0:
             raise RenderLimitError(f"it takes more than {MOST_STEPS} steps; does a loop in it not end?")
@@ -45,13 +45,13 @@ class _Budget:
             raise RenderLimitError(f"it takes more than {MOST_SECONDS:.0f} seconds; does a loop in it not end?")
 
 
-_LEFT: ContextVar[_Budget] = ContextVar("what is left of a rendering")
+_LEFT: ContextVar[_RenderBudget] = ContextVar("what is left of a rendering")
 
 
 @contextmanager
 def render_limits() -> Iterator[None]:
-    """What is rendered inside has the bounds to itself; `RenderLimitError` says which it meets."""
-    token = _LEFT.set(_Budget())
+    """Give what is rendered inside a fresh budget of steps and time; `RenderLimitError` when it is exhausted."""
+    token = _LEFT.set(_RenderBudget())
     try:
         yield
     finally:
@@ -59,12 +59,13 @@ def render_limits() -> Iterator[None]:
 
 
 def _check_text_size(size: int) -> None:
+    """Raise `RenderLimitError` for a text of more than MOST_CHARACTERS characters."""
     if size > MOST_CHARACTERS:
         raise RenderLimitError(f"it makes a text of {size} characters; at most {MOST_CHARACTERS} are taken")
 
 
-def _join_texts(parts: Iterable[str]) -> str:
-    """The parts as one text."""
+def _join_bounded_texts(parts: Iterable[str]) -> str:
+    """Concatenate texts. `RenderLimitError` if the result is too long."""
     result, size = [], 0
     for part in parts:
         size += len(part)
@@ -73,21 +74,25 @@ def _join_texts(parts: Iterable[str]) -> str:
     return "".join(result)
 
 
-class Sandbox(ImmutableSandboxedEnvironment):
+class TemplateSandbox(ImmutableSandboxedEnvironment):
     """Templates that are rendered inside `render_limits` end."""
 
     intercepted_binops = frozenset({"+", "*", "**"})
-    concat = staticmethod(_join_texts)
+    concat = staticmethod(_join_bounded_texts)
 
     def __init__(self, extensions: Iterable[Any]) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[*extensions, _Steps])
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[*extensions, _StepCounterExtension])
 
-    def from_text(self, text: str) -> jinja2.Template:
+    def compile_template(self, text: str) -> jinja2.Template:
         """A template that counts its steps."""
-        return self.from_string(_StepCountingTransformer(self.extensions[_Steps.identifier]).visit(self.parse(text)))
+        return self.from_string(
+            _StepCountingTransformer(self.extensions[_StepCounterExtension.identifier]).visit(self.parse(text))
+        )
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Arithmetic whose result is bounded."""
+        """Evaluate `left operator right` (+, * or **). `RenderLimitError` if a power of integers, or a text or list,
+        would be too large.
+        """
         sizes = [
             len(value) if hasattr(value, "__len__") else value if isinstance(value, int) else 0
             for value in (left, right)
@@ -104,17 +109,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
-class _Steps(Extension):
-    """What `_StepCountingTransformer` puts into a template calls these."""
+class _StepCounterExtension(Extension):
+    """Jinja extension with the methods that `_StepCountingTransformer` makes templates call."""
 
     def step(self) -> bool:
-        """One more pass or call; true, so that it can stand before the condition of a loop."""
-        _LEFT.get().step()
+        """Count a step. Returns true, so that it can stand before the condition of a loop."""
+        _LEFT.get().count_step()
         return True
 
     def joined(self, *parts: Any) -> str:
-        """What `~` gives."""
-        return _join_texts(map(str, parts))
+        """Concatenate the operands of `~`. `RenderLimitError` if the result is too long."""
+        return _join_bounded_texts(map(str, parts))
 
 
 class _StepCountingTransformer(NodeTransformer):
@@ -127,36 +132,43 @@ class _StepCountingTransformer(NodeTransformer):
         """Called by Jinja."""
         if node.test is not None:
             node.test = (
-                nodes.And(self._count_step(node), node.test)
+                nodes.And(self._step_call_node(node), node.test)
                 .set_lineno(node.lineno)
-                .set_environment(_environment_of(node))
+                .set_environment(_jinja_environment_of(node))
             )
-        return self._enter_loop(node)
+        return self._insert_step_into_body(node)
 
     def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:
         """Called by Jinja."""
-        return self._enter_loop(node)
+        return self._insert_step_into_body(node)
 
     def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.CallBlock:
         """Called by Jinja."""
-        return self._enter_loop(node)
+        return self._insert_step_into_body(node)
 
     def visit_Concat(self, node: nodes.Concat) -> Any:
         """Called by Jinja."""
         self.generic_visit(node)
-        return self.steps.call_method("joined", node.nodes, lineno=node.lineno).set_environment(_environment_of(node))
+        return self.steps.call_method("joined", node.nodes, lineno=node.lineno).set_environment(
+            _jinja_environment_of(node)
+        )
 
-    def _enter_loop(self, node: Any) -> Any:
+    def _insert_step_into_body(self, node: Any) -> Any:
+        """Insert a counted step at the start of the node's body."""
         self.generic_visit(node)
         node.body.insert(
-            0, nodes.ExprStmt(self._count_step(node)).set_lineno(node.lineno).set_environment(_environment_of(node))
+            0,
+            nodes.ExprStmt(self._step_call_node(node))
+            .set_lineno(node.lineno)
+            .set_environment(_jinja_environment_of(node)),
         )
         return node
 
-    def _count_step(self, node: nodes.Node) -> Any:
-        return self.steps.call_method("step", lineno=node.lineno).set_environment(_environment_of(node))
+    def _step_call_node(self, node: nodes.Node) -> Any:
+        """Return a node that calls `step`, placed at the line of `node`."""
+        return self.steps.call_method("step", lineno=node.lineno).set_environment(_jinja_environment_of(node))
 
 
-def _environment_of(node: nodes.Node) -> Any:
+def _jinja_environment_of(node: nodes.Node) -> Any:
     """The environment of a node; Jinja sets it before it calls."""
     return node.environment

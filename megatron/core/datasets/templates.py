@@ -28,7 +28,7 @@ from jinja2.runtime import Macro
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.template_sandbox import RenderLimitError, Sandbox, render_limits
+from megatron.core.datasets.template_sandbox import RenderLimitError, TemplateSandbox, render_limits
 
 # Characters that Unicode keeps out of text, so that they can say something about it.
 OPENS, CLOSES, APART, BOS, EOS = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4"
@@ -104,15 +104,15 @@ class TemplateLimitError(DataError):
     """A template that meets a bound of the sandbox: it would do so with the next conversation too."""
 
 
-class Template:
+class ChatTemplate:
     """Writes conversations. marks: names of tokens that the text of a message must not forge."""
 
     def __init__(self, text: str, *, bos: str, eos: str, marks: Sequence[str]) -> None:
-        environment = Sandbox([_GenerationTag, loopcontrols])
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
+        environment = TemplateSandbox([_GenerationTag, loopcontrols])
+        environment.filters["tojson"] = _tojson_filter
+        environment.globals["raise_exception"] = _raise_template_error
         try:
-            self._template = environment.from_text(text)
+            self._template = environment.compile_template(text)
         except (TemplateError, RecursionError) as error:
             raise ConfigError(f"the chat template is not a Jinja template: {error}") from error
         self._tells_answers = any(
@@ -123,23 +123,32 @@ class Template:
         self._marks = re.compile("|".join(re.escape(mark) for mark in sorted(marks, key=len, reverse=True)) or "(?!)")
 
     def render(self, messages: Sequence[Message], *, tools: Any = None, add_generation_prompt: bool = False) -> str:
-        """The conversation as one text; `DataError` when the template does not take it."""
+        """Render a conversation to one text. `DataError` if the template rejects it."""
         return "".join(
             piece.text
-            for piece in self._split_answers(self._render(messages, tools, add_generation_prompt), answers=())
+            for piece in self._split_into_segments(self._render(messages, tools, add_generation_prompt), answers=())
         )
 
     def render_segments(self, messages: Sequence[Message], tools: Any = None) -> list[TemplateSegment]:
-        """The conversation cut into marks, answers and the rest; `DataError` when the template does not take it."""
+        """Render a conversation to segments: token names (marks), answers and the rest. `DataError` if the template
+        rejects it.
+        """
         whole = self._render(messages, tools, False)
-        return self._split_answers(whole, () if self._tells_answers else self._answer_spans(messages, tools, whole))
+        return self._split_into_segments(
+            whole, () if self._tells_answers else self._answer_spans(messages, tools, whole)
+        )
 
-    def generation_prompt(self, messages: Sequence[Message], tools: Any = None) -> list[TemplateSegment]:
-        """The conversation and what stands before an answer to it, cut into marks and the rest; `DataError` as `render_segments`."""
-        return self._split_answers(self._render(messages, tools, True), answers=())
+    def render_generation_prompt(self, messages: Sequence[Message], tools: Any = None) -> list[TemplateSegment]:
+        """Render a conversation with the generation prompt for the next answer, as segments. `DataError` as in
+        `render_segments`.
+        """
+        return self._split_into_segments(self._render(messages, tools, True), answers=())
 
     def _answer_spans(self, messages: Sequence[Message], tools: Any, whole: str) -> list[tuple[int, int]]:
-        """Where in the text the answers are, for a template that does not say."""
+        """Return [start, end) of each answer in the text `whole`, for a template without {% generation %}.
+
+        `DataError` if the template rewrites earlier text when a message is added.
+        """
         result: list[tuple[int, int]] = []
         for place, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -155,6 +164,9 @@ class Template:
         return result
 
     def _render(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool) -> str:
+        """Render to text that still holds the control characters. `DataError` if the template fails,
+        `TemplateLimitError` at a limit.
+        """
         guarded = [_map_strings(message, self._escape_marks) for message in messages]
         try:
             with render_limits():
@@ -181,17 +193,23 @@ class Template:
             raise DataError(f"the chat template does not take the conversation: {error}") from error
 
     def _escape_marks(self, text: str) -> str:
-        """The text with its imitations of marks taken apart by a character that `_split_answers` removes."""
+        """Return the text with APART inserted into each token name, so that it is not taken for that token.
+
+        `DataError` if it holds a reserved character.
+        """
         if RESERVED.search(text):
             raise DataError("a message holds one of the characters U+FDD0 to U+FDD4, which are not text")
         return self._marks.sub(lambda match: match[0][0] + APART + match[0][1:], text)
 
-    def _split_answers(self, text: str, answers: Sequence[tuple[int, int]]) -> list[TemplateSegment]:
+    def _split_into_segments(self, text: str, answers: Sequence[tuple[int, int]]) -> list[TemplateSegment]:
+        """Split rendered text into segments at token names and at the edges of answers. answers: [start, end) of each,
+        added to those that control characters mark.
+        """
         edges = {edge for span in answers for edge in span}
         pieces: list[TemplateSegment] = []
         opened, begin = False, 0
 
-        def add(part: str, mark: bool) -> None:
+        def add_segment(part: str, mark: bool) -> None:
             part = part.replace(APART, "")
             if part:
                 pieces.append(TemplateSegment(part, opened, mark))
@@ -202,7 +220,7 @@ class Template:
         )
         for place in sorted(cuts):
             result = cuts[place]
-            add(text[begin:place], False)
+            add_segment(text[begin:place], False)
             begin = place
             if place in edges:
                 opened = any(first <= place < last for first, last in answers)
@@ -211,13 +229,13 @@ class Template:
                 if result[0] in (OPENS, CLOSES):
                     opened = result[0] == OPENS
                 else:
-                    add(result[0], True)
-        add(text[begin:], False)
+                    add_segment(result[0], True)
+        add_segment(text[begin:], False)
         return pieces
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """A JSON value with every text in it changed; keys stay."""
+    """Return a JSON value with `change` applied to every string in it, but not to keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -225,7 +243,7 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     return [_map_strings(part, change) for part in value] if isinstance(value, list) else value
 
 
-def _to_json(
+def _tojson_filter(
     value: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,
@@ -235,7 +253,7 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _raise(message: str) -> None:
+def _raise_template_error(message: str) -> None:
     raise TemplateError(message)
 
 
@@ -245,7 +263,7 @@ class _GenerationTag(Extension):
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Called by Jinja at the tag."""
+        """Parse a generation block into a call of `_marked`, which puts `OPENS` and `CLOSES` around its text."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.core.datasets.energon import META, EnergonPart, ranges_within_shards
+from megatron.core.datasets.energon import META, EnergonSplitPart, ranges_within_shards
 from megatron.core.datasets.marks import IMAGE
 from megatron.core.datasets.storage import DataError
 
@@ -31,7 +31,7 @@ Fields = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class TarMember:
     """A file in a tar. name: as `images.read_bytes` finds it, from the folder of the tar on."""
 
     name: str
@@ -40,7 +40,7 @@ class Member:
 
     @property
     def suffix(self) -> str:
-        """Its ending, without the first part of `1.jpg`."""
+        """The file ending in lower case, without the dot."""
         return self.name.rpartition(".")[2].lower()
 
 
@@ -50,13 +50,13 @@ class TarSample:
 
     shard: str
     key: str
-    members: Mapping[str, Member]
+    members: Mapping[str, TarMember]
 
 
-def tar_samples(folder: str, shard: str) -> Iterator[TarSample]:
+def read_tar_samples(folder: str, shard: str) -> Iterator[TarSample]:
     """The samples of a tar, in order; only headers are read. `DataError` for what is no tar, or is cut off."""
     path = os.path.join(folder, shard)
-    key, members = "", dict[str, Member]()
+    key, members = "", dict[str, TarMember]()
     try:
         size = os.path.getsize(path)
         with tarfile.open(path, "r:") as tar:
@@ -72,29 +72,29 @@ def tar_samples(folder: str, shard: str) -> Iterator[TarSample]:
                         yield TarSample(shard, key, members)
                     key, members = match[1], {}
                 name = f"{shard}@{entry.offset_data}+{entry.size}/{entry.name}"
-                members[match[2].lower()] = Member(name, entry.offset_data, entry.size)
+                members[match[2].lower()] = TarMember(name, entry.offset_data, entry.size)
     except (OSError, tarfile.TarError) as error:
         raise DataError(f"{path} cannot be read as a tar: {error}") from None
     if members:
         yield TarSample(shard, key, members)
 
 
-def energon_rows(part: EnergonPart) -> Iterator[dict[str, Any] | str]:
-    """Each sample of a part as a row of LLaVA's JSON, or what is wrong with it, which leaves it out."""
+def read_energon_rows(part: EnergonSplitPart) -> Iterator[dict[str, Any] | str]:
+    """Yield each sample of a part as a row of LLaVA's JSON, or as a text saying why it is left out."""
     convert = _row_converter(part)
     others = [(nonmatch, _open_joined_folder(prefix)) for nonmatch, prefix in part.joined]
-    shards, excluded = part.shards, part.excluded
+    shards, excluded = part.shards, part.excluded_samples
     for (shard, count), requested in zip(
         shards, ranges_within_shards([count for _, count in shards], part.start, part.stop), strict=True
     ):
         if not requested:
             continue
         path, number = os.path.join(part.folder, shard), 0
-        for sample in tar_samples(part.folder, shard):
+        for sample in read_tar_samples(part.folder, shard):
             if number in requested and f"{shard}/{sample.key}" not in excluded:
                 joined = [_sample_with_same_key(sample, nonmatch, other) for nonmatch, other in others]
                 if all(partner is not None for partner in joined):
-                    yield _convert_row(path, sample, convert, [partner for partner in joined if partner])
+                    yield _convert_sample(path, sample, convert, [partner for partner in joined if partner])
             number += 1
         if number != count:
             raise DataError(
@@ -102,17 +102,19 @@ def energon_rows(part: EnergonPart) -> Iterator[dict[str, Any] | str]:
             )
 
 
-def part_fingerprint(part: EnergonPart) -> dict[str, Any]:
-    """What the rows of a part depend on."""
+def energon_part_fingerprint(part: EnergonSplitPart) -> dict[str, Any]:
+    """Return what the rows of a part depend on: its text form, dataset.yaml, excluded samples, and size and time of its
+    tars.
+    """
     states = {shard: os.stat(os.path.join(part.folder, shard)) for shard, _ in part.shards}
     return {
         "part": part.prefix,
-        "dataset": json.dumps(part.description, sort_keys=True, default=str),
-        "excluded": sorted(part.excluded),
+        "dataset": json.dumps(part.dataset_yaml, sort_keys=True, default=str),
+        "excluded": sorted(part.excluded_samples),
         "joined": [
-            part_fingerprint(other)
+            energon_part_fingerprint(other)
             for _, prefix in part.joined
-            if (other := EnergonPart.parse_prefix(prefix)) is not None
+            if (other := EnergonSplitPart.parse_prefix(prefix)) is not None
         ],
         "shards": {shard: [state.st_size, state.st_mtime_ns] for shard, state in states.items()},
     }
@@ -122,29 +124,29 @@ def part_fingerprint(part: EnergonPart) -> dict[str, Any]:
 class _JoinedFolder:
     """A folder that gives fields to the samples of another with the same keys. samples: by key, with their tars."""
 
-    part: EnergonPart
+    part: EnergonSplitPart
     fields: Mapping[str, str]
     samples: Mapping[str, TarSample]
 
     def sample_fields(self, sample: TarSample) -> dict[str, Any]:
         """The fields of a sample, images with the whole names of their tars."""
         folder = os.path.abspath(self.part.folder)
-        access = _FieldReader(os.path.join(folder, sample.shard), sample)
+        access = _SampleFieldReader(os.path.join(folder, sample.shard), sample)
         given = {field: access(where) for field, where in self.fields.items()}
         return {
-            field: replace(value, name=os.path.join(folder, value.name)) if isinstance(value, Member) else value
+            field: replace(value, name=os.path.join(folder, value.name)) if isinstance(value, TarMember) else value
             for field, value in given.items()
         }
 
 
 def _open_joined_folder(prefix: str) -> _JoinedFolder:
-    part = EnergonPart.parse_prefix(prefix)
+    part = EnergonSplitPart.parse_prefix(prefix)
     if part is None:
         raise DataError(f"{prefix} is no part of a folder with {META}")
     samples: dict[str, TarSample] = {}
     for shard, _ in part.shards:
-        for sample in tar_samples(part.folder, shard):
-            if f"{shard}/{sample.key}" in part.excluded:
+        for sample in read_tar_samples(part.folder, shard):
+            if f"{shard}/{sample.key}" in part.excluded_samples:
                 continue
             if sample.key in samples:
                 raise DataError(f"{part.folder} holds the key {sample.key} twice, and cannot be joined")
@@ -155,7 +157,9 @@ def _open_joined_folder(prefix: str) -> _JoinedFolder:
 def _sample_with_same_key(
     sample: TarSample, nonmatch: str, other: _JoinedFolder
 ) -> tuple[()] | tuple[_JoinedFolder, TarSample] | None:
-    """The sample of another folder with the same key. Without one: nothing if that is allowed; None if the sample is skipped."""
+    """Return (folder, sample) of the same key in another folder. Without one: `DataError`, () or None (skip the
+    sample), as `nonmatch` is error, none or skip.
+    """
     partner = other.samples.get(sample.key)
     if partner is not None:
         return other, partner
@@ -164,23 +168,26 @@ def _sample_with_same_key(
     return () if nonmatch == "none" else None
 
 
-def _convert_row(
+def _convert_sample(
     path: str,
     sample: TarSample,
-    convert: Callable[[_FieldReader, Fields], dict[str, Any]],
+    convert: Callable[[_SampleFieldReader, Fields], dict[str, Any]],
     partners: Sequence[tuple[_JoinedFolder, TarSample]],
 ) -> dict[str, Any] | str:
+    """Convert a sample, with the fields of its partners, to a row of LLaVA's JSON, or to a text saying what is wrong
+    with it.
+    """
     try:
         more: dict[str, Any] = {}
         for other, partner in partners:
             more |= other.sample_fields(partner)
-        return convert(_FieldReader(path, sample), more)
+        return convert(_SampleFieldReader(path, sample), more)
     except (DataError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         message = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
         return f"{sample.shard}/{sample.key}: {message}"
 
 
-class _FieldReader:
+class _SampleFieldReader:
     """Values of a sample by the paths of a field map: `jpg`, `json[0][value]`, `jpg,png` (the first that is there)."""
 
     def __init__(self, path: str, sample: TarSample) -> None:
@@ -210,14 +217,15 @@ class _FieldReader:
             if kind in _IMAGES:
                 self._read[name] = member
             elif kind in ("json", "jsn"):
-                self._read[name] = json.loads(self._content(member))
+                self._read[name] = json.loads(self._read_text_bytes(member))
             elif kind in _TEXTS:
-                self._read[name] = self._content(member).decode("utf-8")
+                self._read[name] = self._read_text_bytes(member).decode("utf-8")
             else:
                 raise DataError(f"{name} is neither an image nor text nor JSON, and is not read")
         return self._read[name]
 
-    def _content(self, member: Member) -> bytes:
+    def _read_text_bytes(self, member: TarMember) -> bytes:
+        """Return the bytes of a text or JSON member. `DataError` above _MOST_TEXT bytes."""
         if member.size > _MOST_TEXT:
             raise DataError(f"it has {member.size} bytes of text, more than {_MOST_TEXT}")
         with open(self.path, "rb") as file:
@@ -225,7 +233,9 @@ class _FieldReader:
             return file.read(member.size)
 
     def interleaved_items(self, path: str) -> list[Any]:
-        """Images and texts in turn: a JSON list of texts and of names of members, or of objects with a type (text, image) and a value."""
+        """Return images (as `Member`) and texts in turn, from a JSON list at `path`: texts and names of members, or
+        objects with type (text, image) and value. `DataError` if it is no such list.
+        """
         items = self(path)
         if not isinstance(items, list):
             raise DataError("a sequence is a list of texts and of names of images")
@@ -239,31 +249,34 @@ class _FieldReader:
             result.append(_require_text(value) if member is None or kind == "text" else member)
         return result
 
-    def images(self) -> list[str]:
+    def image_names(self) -> list[str]:
         """All images, in order."""
         return [member.name for member in self.sample.members.values() if member.suffix in _IMAGES]
 
 
-def _image_name(value: Any) -> str:
-    if not isinstance(value, Member):
+def _require_image_name(value: Any) -> str:
+    """Return the name of an image field. `DataError` if it is no image."""
+    if not isinstance(value, TarMember):
         raise DataError("the field of the image is no image")
     return value.name
 
 
 def _require_text(value: Any) -> str:
+    """Return a text stripped of white space. `DataError` if it is no text."""
     if not isinstance(value, str):
         raise DataError(f"a {type(value).__name__} stands where a text is expected")
     return value.strip()
 
 
 def _question_answer_row(fields: Fields, question: str, answer: str) -> dict[str, Any]:
-    """A row of one question and its answer, the image first unless the question says where it is."""
+    """Return a LLaVA row of one question and its answer; the image comes first unless the question says where."""
     question_text = question if IMAGE in question else f"{IMAGE}\n{question}"
     turns = [{"from": "human", "value": question_text}, {"from": "gpt", "value": answer}]
-    return {"image": _image_name(fields["image"]), "conversations": turns}
+    return {"image": _require_image_name(fields["image"]), "conversations": turns}
 
 
 def _vqa_row(fields: Fields) -> dict[str, Any]:
+    """Return a LLaVA row of a question and its answer; of several answers, that of the largest weight."""
     answers, weights = fields["answers"], fields.get("answer_weights")
     if isinstance(answers, list):  # the heaviest, the first of equals
         known = [float(weight) for weight in weights] if isinstance(weights, list) else [1.0] * len(answers)
@@ -272,6 +285,7 @@ def _vqa_row(fields: Fields) -> dict[str, Any]:
 
 
 def _multiple_choice_row(fields: Fields) -> dict[str, Any]:
+    """Return a LLaVA row of a question with lettered options, answered with a letter."""
     options = list(zip(_LETTERS, fields["choices"]))
     listed = "\n".join(f"{letter}. {_require_text(choice)}" for letter, choice in options)
     question = f"{_require_text(fields['context'])}\n{listed}\nAnswer with the option's letter from the given choices directly."
@@ -279,17 +293,18 @@ def _multiple_choice_row(fields: Fields) -> dict[str, Any]:
 
 
 def _conversation_row(fields: Fields) -> dict[str, Any]:
+    """Return a LLaVA row of images and the turns of their conversation."""
     images = fields["images"] if isinstance(fields["images"], list) else [fields["images"]]
-    return {"image": [_image_name(image) for image in images], "conversations": fields["texts"]}
+    return {"image": [_require_image_name(image) for image in images], "conversations": fields["texts"]}
 
 
 def _interleaved_row(fields: Fields) -> dict[str, Any]:
-    """Images and texts in turn: each text is an answer, before which the images since the last one are shown."""
+    """Return a LLaVA row of images and texts in turn: each text is an answer after the images since the last one."""
     turns: list[dict[str, str]] = []
     images: list[str] = []
     marks = ""  # of images since the last text
     for item in fields["sequence"]:
-        if isinstance(item, Member):
+        if isinstance(item, TarMember):
             images.append(item.name)
             marks += IMAGE
         else:
@@ -315,9 +330,11 @@ _KINDS: Mapping[str, tuple[tuple[str, ...], Callable[[Fields], dict[str, Any]]]]
 }
 
 
-def _crude_sample_row(access: _FieldReader, more: Fields) -> dict[str, Any]:
-    """A sample without a field map: turns in its JSON, or a text, which is the caption."""
-    images = access.images()
+def _crude_sample_row(access: _SampleFieldReader, more: Fields) -> dict[str, Any]:
+    """Return a LLaVA row of a sample without a field map: the turns in its JSON, or its text as the caption.
+    `DataError` if it has neither.
+    """
+    images = access.image_names()
     for name in access.sample.members:
         value = access.read_member(name) if name.rpartition(".")[2] in (*_TEXTS, "json") else None
         if isinstance(value, dict) and ("conversations" in value or "messages" in value):
@@ -328,9 +345,11 @@ def _crude_sample_row(access: _FieldReader, more: Fields) -> dict[str, Any]:
     raise DataError("it has no conversations and no text")
 
 
-def _read_field_map(part: EnergonPart) -> dict[str, str]:
-    """Where the fields of samples are, as dataset.yaml says; `DataError` where code would say it."""
-    content = part.description
+def _read_field_map(part: EnergonSplitPart) -> dict[str, str]:
+    """Return field -> path from dataset.yaml's field_map. `DataError` if it names a sample_loader, code that is not
+    run.
+    """
+    content = part.dataset_yaml
     if content.get("sample_loader"):
         raise DataError(
             f"{part.folder}/{META}/dataset.yaml names a sample_loader, code that is not run; give a field_map, whose paths such as "
@@ -342,9 +361,9 @@ def _read_field_map(part: EnergonPart) -> dict[str, str]:
     )
 
 
-def _row_converter(part: EnergonPart) -> Callable[[_FieldReader, Fields], dict[str, Any]]:
-    """From a sample and the fields that a join adds to a row, as dataset.yaml says."""
-    content, where = part.description, f"{part.folder}/{META}/dataset.yaml"
+def _row_converter(part: EnergonSplitPart) -> Callable[[_SampleFieldReader, Fields], dict[str, Any]]:
+    """Return the function from a sample's reader and a join's fields to a LLaVA row, by the kind in dataset.yaml."""
+    content, where = part.dataset_yaml, f"{part.folder}/{META}/dataset.yaml"
     kind = part.kind or content.get("sample_type", content)
     name = re.sub(r"(Sample|Webdataset)$", "", str(kind.get("__class__", "") if isinstance(kind, Mapping) else kind))
     known = _read_field_map(part)
@@ -356,7 +375,7 @@ def _row_converter(part: EnergonPart) -> Callable[[_FieldReader, Fields], dict[s
     if not part.joined and not known.keys() >= set(needed):
         raise DataError(f"{where}: a field_map with {', '.join(needed)} is needed for {name}")
 
-    def values(access: _FieldReader, more: Fields) -> dict[str, Any]:
+    def row_fields(access: _SampleFieldReader, more: Fields) -> dict[str, Any]:
         result = {
             field: access.interleaved_items(path) if field == "sequence" else access(path)
             for field, path in known.items()
@@ -366,4 +385,4 @@ def _row_converter(part: EnergonPart) -> Callable[[_FieldReader, Fields], dict[s
             raise DataError(f"it has no {', '.join(lacking)}")
         return result
 
-    return lambda access, more: convert(values(access, more))
+    return lambda access, more: convert(row_fields(access, more))

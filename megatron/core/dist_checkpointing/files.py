@@ -72,18 +72,18 @@ class FileSystem(Protocol):
         """Open a file for reading."""
 
     def map(self, path: Path) -> memoryview:
-        """Memory-map a file: pages are read when they are accessed. Changes stay private to this process."""
+        """Memory-map a file and return its bytes: pages are read when accessed. Changes stay private to this process."""
 
-    def fetch(self, content: memoryview, start: int, length: int) -> None:
-        """Read a range of a mapping into memory. Accessing pages that cannot be read would kill the process; this
-        raises OSError.
+    def populate_range(self, content: memoryview, start: int, length: int) -> None:
+        """Read the range [start, start + length) of a mapping into memory, so that an unreadable page raises `OSError`
+        here; accessing it would kill the process.
         """
 
     def rename(self, path: Path, to: Path) -> None:
         """Rename a file or folder atomically. A file with the new name is replaced; a folder with it must not exist."""
 
     def link(self, path: Path, to: Path) -> None:
-        """Make `path` a symbolic link to `to` of the same folder, in place of an older link, atomically."""
+        """Make `path` a symbolic link to `to`, in the same folder, replacing an older link atomically."""
 
     def remove(self, path: Path) -> None:
         """Delete a file or a link."""
@@ -92,7 +92,7 @@ class FileSystem(Protocol):
         """Delete an empty folder."""
 
     def sync_folder(self, path: Path) -> None:
-        """Return once the names in a folder are durable."""
+        """Return once the names in a folder are durable, that is, survive a power failure."""
 
 
 class Disk:
@@ -123,11 +123,11 @@ class Disk:
 
     def open(self, path: Path) -> ReadableFile:
         """See `FileSystem`."""
-        return _DiskFile(_open_file(path))
+        return _DiskFile(_open_regular_file(path))
 
     def map(self, path: Path) -> memoryview:
         """See `FileSystem`."""
-        file = _open_file(path)
+        file = _open_regular_file(path)
         try:
             if not os.fstat(file).st_size:
                 return memoryview(bytearray())
@@ -135,9 +135,9 @@ class Disk:
         finally:
             os.close(file)
 
-    def fetch(self, content: memoryview, start: int, length: int) -> None:
+    def populate_range(self, content: memoryview, start: int, length: int) -> None:
         """See `FileSystem`. On systems without support, pages are read when they are accessed."""
-        if not length or not advise_range(content, start, length, POPULATE_READ):
+        if not length or not madvise_range(content, start, length, POPULATE_READ):
             return
         number = ctypes.get_errno()
         if number not in (errno.EINVAL, errno.ENOSYS):  # a kernel before 5.14
@@ -184,7 +184,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _open_file(path: Path) -> int:
+def _open_regular_file(path: Path) -> int:
     """Open a file for reading; refuses a pipe, which would block."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -215,7 +215,7 @@ class _DiskFile:
 DISK = Disk()
 
 
-def advise_range(content: memoryview, start: int, length: int, advice: int) -> int:
+def madvise_range(content: memoryview, start: int, length: int, advice: int) -> int:
     """Call madvise on a range of mapped memory without holding the GIL; returns 0 on success."""
     if sys.platform != "linux":
         return 0
@@ -226,8 +226,8 @@ def advise_range(content: memoryview, start: int, length: int, advice: int) -> i
     )
 
 
-def write_all(file: WritableFile, content: memoryview) -> None:
-    """Write all of the bytes, in as many calls as needed."""
+def write_all_bytes(file: WritableFile, content: memoryview) -> None:
+    """Write all bytes to the file, in as many calls as needed. Raises `OSError` if a write takes none."""
     done = 0
     while done < len(content):
         taken = file.write(content[done : done + _AT_ONCE])
@@ -236,15 +236,15 @@ def write_all(file: WritableFile, content: memoryview) -> None:
         done += taken
 
 
-def write_file(files: FileSystem, path: Path, content: bytes) -> None:
-    """Write a whole file and make its content (not its name) durable."""
+def write_durable_file(files: FileSystem, path: Path, content: bytes) -> None:
+    """Write a whole file and make its content durable; not its name, for which the folder must be synced."""
     with closing(files.create(path)) as file:
-        write_all(file, memoryview(content))
+        write_all_bytes(file, memoryview(content))
         file.sync()
 
 
 def read_file(files: FileSystem, path: Path) -> bytes:
-    """Return the content of a small file."""
+    """Return the whole content of a small file."""
     content = bytearray(files.size(path))
     with closing(files.open(path)) as file:
         done = 0

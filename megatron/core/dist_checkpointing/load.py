@@ -7,11 +7,11 @@ from itertools import chain
 from typing import Any
 
 from megatron.core.dist_checkpointing.files import DISK, FileSystem
-from megatron.core.dist_checkpointing.memory import copy_all
+from megatron.core.dist_checkpointing.memory import copy_tensors_in_threads
 from megatron.core.dist_checkpointing.plan import sharded_tensors
-from megatron.core.dist_checkpointing.saved import SavedCheckpoint, open_saved
-from megatron.core.dist_checkpointing.source import Source
-from megatron.core.dist_checkpointing.store import CheckpointError, SavedStep
+from megatron.core.dist_checkpointing.saved import SavedCheckpoint, open_saved_checkpoint
+from megatron.core.dist_checkpointing.source import CheckpointSource
+from megatron.core.dist_checkpointing.store import CheckpointError, CommittedCheckpoint
 from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
@@ -22,34 +22,34 @@ OPTIONAL = "run.optional_weights"  # value of a checkpoint: prefixes of weights 
 
 def load(
     state: Tree,
-    source: Source,
+    source: CheckpointSource,
     axis: Axis = _ALONE,
     *,
     complete: tuple[str, ...] = (),
     unused: tuple[str, ...] = (),
     instead: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Fill the tensors of the tree from a source. Returns the other values of the source.
+    """Fill the tensors of the tree from a source, and return the values for the names of the tree that are no tensors.
 
     Collective over the axis: each rank passes what it holds; either all fail or none, and before any tensor is changed
-    if names or shapes do not fit. Names that the tree lacks are ignored. Dtypes are converted. complete: prefixes of
-    names that some rank must request if the checkpoint has them, but for those that begin like one of unused. instead: name -> the checkpoint's name to read in its
-    place.
+    if names or shapes do not fit. Raises `CheckpointError` with all problems. Names that the tree lacks are ignored;
+    dtypes are converted. complete: prefixes of names that some rank must request if the checkpoint has them, except
+    those that begin with one of `unused`. instead: name of the tree -> name of the checkpoint to read in its place.
     """
     instead, tensors = instead or {}, sharded_tensors(state)
-    problems = [_mismatch(instead.get(name, name), tensors.get(name), source) for name in state]
+    problems = [_mismatch_message(instead.get(name, name), tensors.get(name), source) for name in state]
     message = _union_over_ranks(list(filter(None, problems)), axis)
-    message += _not_requested(state, source, axis, complete, unused)
+    message += _unrequested_name_problems(state, source, axis, complete, unused)
     if message:
         raise CheckpointError(f"{len(message)} names of the checkpoint do not fit this run", message)
-    failure = _read_tensors(tensors, source, instead)
+    failure = _read_local_boxes(tensors, source, instead)
     if failures := _union_over_ranks([failure] if failure else [], axis):
         raise CheckpointError(f"{source.where} cannot be read", failures)
     return {name: source.values[instead.get(name, name)] for name in state if name not in tensors}
 
 
-def _not_requested(
-    state: Tree, source: Source, axis: Axis, complete: tuple[str, ...], unused: tuple[str, ...]
+def _unrequested_name_problems(
+    state: Tree, source: CheckpointSource, axis: Axis, complete: tuple[str, ...], unused: tuple[str, ...]
 ) -> list[str]:
     """Return a message for each name of the checkpoint with these prefixes that no rank of the axis requests."""
     if not complete:
@@ -75,25 +75,24 @@ def _union_over_ranks(problems: Sequence[str], axis: Axis) -> list[str]:
     return list(dict.fromkeys(chain.from_iterable(collectives.gather_objects(problems, axis))))
 
 
-def verify(source: SavedCheckpoint, axis: Axis = _ALONE) -> list[str]:
+def verify_checkpoint(source: SavedCheckpoint, axis: Axis = _ALONE) -> list[str]:
     """Read every byte of a checkpoint once, each rank its share; returns the problems, the same list on all ranks."""
     return _union_over_ranks(source.verify(part=axis.rank, parts=axis.size), axis)
 
 
-def open_valid(
-    steps: Sequence[SavedStep], axis: Axis = _ALONE, *, verified: bool = True, files: FileSystem = DISK
+def open_first_valid(
+    steps: Sequence[CommittedCheckpoint], axis: Axis = _ALONE, *, verified: bool = True, files: FileSystem = DISK
 ) -> tuple[SavedCheckpoint, list[str]]:
-    """Open the first valid checkpoint of `steps`; returns it and the problems of those before it, the same on all
-    ranks.
+    """Open the first valid checkpoint of `steps`, in their order. Collective; the same result on all ranks.
 
-    verified: read every byte; otherwise only what opening reads. Raises `CheckpointError` with all problems if none is
-    valid.
+    Returns it, and the problems of those before it. verified: read every byte; else only what opening reads.
+    Raises `CheckpointError` with all problems if none is valid.
     """
     refused: list[str] = []
     for step in steps:
         saved, problems = _open_on_all_ranks(step, axis, files)
         if saved is not None and not problems and verified:
-            problems = verify(saved, axis)
+            problems = verify_checkpoint(saved, axis)
         if saved is not None and not problems:
             return saved, refused
         refused += [
@@ -103,11 +102,13 @@ def open_valid(
     raise CheckpointError("no checkpoint is sound", refused)
 
 
-def _open_on_all_ranks(step: SavedStep, axis: Axis, files: FileSystem) -> tuple[SavedCheckpoint | None, list[str]]:
-    """Open a checkpoint on every rank of the axis; returns it and its problems, the same on all ranks."""
+def _open_on_all_ranks(
+    step: CommittedCheckpoint, axis: Axis, files: FileSystem
+) -> tuple[SavedCheckpoint | None, list[str]]:
+    """Open a checkpoint on every rank of the axis; return it (None if that failed) and the problems of all ranks."""
     saved, problems = None, tuple[str, ...]()
     try:
-        saved = open_saved(step.folder, files=files)
+        saved = open_saved_checkpoint(step.folder, files=files)
     except CheckpointError as error:
         problems = error.problems or (str(error),)
     everywhere = _union_over_ranks(problems, axis)
@@ -119,7 +120,9 @@ def _open_on_all_ranks(step: SavedStep, axis: Axis, files: FileSystem) -> tuple[
     return saved, everywhere
 
 
-def _read_tensors(tensors: Mapping[str, ShardedTensor], source: Source, instead: Mapping[str, str]) -> str:
+def _read_local_boxes(
+    tensors: Mapping[str, ShardedTensor], source: CheckpointSource, instead: Mapping[str, str]
+) -> str:
     """Read this rank's boxes; returns why that failed, or ""."""
     pairs = (
         (tensor, source.read(instead.get(name, name), box))
@@ -128,7 +131,7 @@ def _read_tensors(tensors: Mapping[str, ShardedTensor], source: Source, instead:
     )
     try:
         if isinstance(source, SavedCheckpoint):  # whose boxes are views as a rule, of which many may wait to be copied
-            copy_all(pairs)
+            copy_tensors_in_threads(pairs)
         else:
             for target, value in pairs:
                 target.copy_(value)
@@ -142,7 +145,7 @@ def _read_tensors(tensors: Mapping[str, ShardedTensor], source: Source, instead:
     return ""
 
 
-def _mismatch(name: str, value: ShardedTensor | None, source: Source) -> str:
+def _mismatch_message(name: str, value: ShardedTensor | None, source: CheckpointSource) -> str:
     """Return why a tensor or value of the checkpoint does not fit the tree's, or "". value: None if it is no tensor."""
     if name not in source.formats and name not in source.values:
         return f"{name}: missing in the checkpoint"

@@ -37,7 +37,7 @@ _ATTEMPTS = 20  # of several that find the same stale lock, one gets it, and the
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class LockOwner:
     """The process that holds a lock.
 
     machine: its boot and process namespace, in which the process number is valid. born: distinguishes it from a later
@@ -58,14 +58,14 @@ class Owner:
 
 
 class FolderLock:
-    """The right of one job to write into a folder, held by one rank. beat, watch: seconds, see the module."""
+    """The right of one job to write into a folder, held by one rank. heartbeat, watch: seconds, see the module."""
 
     def __init__(
         self, folder: str | Path, *, job: str = "", heartbeat: float = HEARTBEAT, watch: float = WATCH
     ) -> None:
         self.folder, self.path, self._heartbeat, self._watch = Path(folder), Path(folder) / LOCK, heartbeat, watch
         number = os.getpid()
-        self.owner = Owner(
+        self.owner = LockOwner(
             socket.gethostname(),
             _machine_id(),
             number,
@@ -88,7 +88,7 @@ class FolderLock:
             for _ in range(_ATTEMPTS):
                 if self._create_lock():
                     return note
-                note = self._remove_stale_lock(*self._read())
+                note = self._remove_stale_lock(*self._read_lock_file())
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be written: {error.strerror or error}") from None
         raise CheckpointError(
@@ -98,12 +98,12 @@ class FolderLock:
 
     def check_ownership(self) -> None:
         """Raise `CheckpointError` if another job owns the folder now. A lock file that was deleted is restored."""
-        owner, _ = self._read()
+        owner, _ = self._read_lock_file()
         if owner is None and not self.path.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._create_lock():
                 return
-            owner, _ = self._read()
+            owner, _ = self._read_lock_file()
         if owner is None or owner.token != self.owner.token:
             raise CheckpointError(
                 f"another job has taken --save {self.folder} over: {owner or 'nobody knows which'}; this one stood still, or "
@@ -114,7 +114,7 @@ class FolderLock:
         """Release the lock."""
         self._over.set()
         try:
-            owner, _ = self._read()
+            owner, _ = self._read_lock_file()
             if owner is not None and owner.token == self.owner.token:
                 self.path.unlink()
         except OSError:
@@ -137,18 +137,18 @@ class FolderLock:
         self._over.set()  # of a file that was removed
         self._over, self._file = threading.Event(), os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         threading.Thread(
-            target=_keep_heartbeat, args=(self._file, self._over, self._heartbeat), name="heartbeat", daemon=True
+            target=_heartbeat_loop, args=(self._file, self._over, self._heartbeat), name="heartbeat", daemon=True
         ).start()
         return True
 
-    def _remove_stale_lock(self, owner: Owner | None, stamp: int) -> str:
+    def _remove_stale_lock(self, owner: LockOwner | None, stamp: int) -> str:
         """Remove the lock of an owner that has ended; returns a note. Raises `CheckpointError` if it has not ended."""
         mine = self.owner
         if owner is None and stamp < 0:
             return ""  # gone by itself
-        restarted = owner is not None and self._moved_here(owner)
+        restarted = owner is not None and self._is_own_restarted_job(owner)
         if owner is not None and owner.machine == mine.machine:
-            if (owner.process, owner.born) != (mine.process, mine.born) and not self._wait_for_end(owner):
+            if (owner.process, owner.born) != (mine.process, mine.born) and not self._wait_for_process_end(owner):
                 raise self._locked_error(owner)
         elif not restarted and self._heartbeat_changes(stamp):
             raise self._locked_error(owner)
@@ -157,12 +157,14 @@ class FolderLock:
             return ""
         return f"--save {self.folder} is taken over from a job that has ended without a word: {owner}"
 
-    def _moved_here(self, owner: Owner) -> bool:
+    def _is_own_restarted_job(self, owner: LockOwner) -> bool:
         """Return whether this is the owner's job, restarted on another machine."""
         return bool(owner.job) and owner.job == self.owner.job and owner.machine != self.owner.machine
 
-    def _remove_lock(self, owner: Owner | None) -> bool:
-        """Remove this owner's lock; another owner's is restored. Returns False if there is none."""
+    def _remove_lock(self, owner: LockOwner | None) -> bool:
+        """Remove the lock if it is this owner's; restore it if it turns out to be another's. Returns False if there is
+        none.
+        """
         grave = self.path.with_name(f"{LOCK}.{self.owner.token[:8]}.gone")
         try:
             os.rename(self.path, grave)
@@ -174,8 +176,8 @@ class FolderLock:
         grave.unlink(missing_ok=True)
         return True
 
-    def _wait_for_end(self, owner: Owner) -> bool:
-        """Wait a short time for a process of this machine to end, since its job may just be restarting."""
+    def _wait_for_process_end(self, owner: LockOwner) -> bool:
+        """Wait a short time for the owner's process, on this machine, to end; return whether it did."""
         deadline = time.monotonic() + self._watch / 4
         while _process_runs(owner):
             if time.monotonic() > deadline:
@@ -184,21 +186,22 @@ class FolderLock:
         return True
 
     def _heartbeat_changes(self, stamp: int) -> bool:
-        """Watch a heartbeat; returns whether it changes."""
+        """Watch the lock file's modification time for the watch time; return whether it changes from `stamp` (ns)."""
         deadline = time.monotonic() + self._watch
         while time.monotonic() < deadline:
             time.sleep(min(0.5, self._watch / 10))
-            if self._read()[1] != stamp:
+            if self._read_lock_file()[1] != stamp:
                 return self.path.exists()
         return False
 
-    def _locked_error(self, owner: Owner | None) -> CheckpointError:
+    def _locked_error(self, owner: LockOwner | None) -> CheckpointError:
+        """Return the error that another job owns the folder."""
         return CheckpointError(
             f"--save {self.folder} is being written by another job: {owner or 'one that does not say who it is'}; end that one, "
             f"or give this one a folder of its own (who owns a folder is told by {LOCK} in it)"
         )
 
-    def _read(self) -> tuple[Owner | None, int]:
+    def _read_lock_file(self) -> tuple[LockOwner | None, int]:
         """Return the owner, if the file names it, and the file's modification time; -1 without a file."""
         try:
             return _read_owner(self.path)
@@ -206,7 +209,7 @@ class FolderLock:
             return None, -1
 
 
-def _keep_heartbeat(file: int, over: threading.Event, heartbeat: float) -> None:
+def _heartbeat_loop(file: int, over: threading.Event, heartbeat: float) -> None:
     """Touch the lock file regularly (the heartbeat thread)."""
     while not over.wait(heartbeat):
         try:
@@ -229,7 +232,7 @@ def _create_exclusively(path: Path, content: bytes) -> bool:
     return True
 
 
-def _read_owner(path: Path) -> tuple[Owner | None, int]:
+def _read_owner(path: Path) -> tuple[LockOwner | None, int]:
     """Return the owner in a file and its modification time. Opening it revalidates network caches; a pipe does not
     block.
     """
@@ -240,9 +243,10 @@ def _read_owner(path: Path) -> tuple[Owner | None, int]:
         os.close(file)
 
 
-def _parse_owner(content: bytes) -> Owner | None:
+def _parse_owner(content: bytes) -> LockOwner | None:
+    """Parse a lock file's content; None if it is cut short or of another program."""
     try:
-        result = Owner(**json.loads(content))
+        result = LockOwner(**json.loads(content))
         return result if isinstance(result.process, int) and result.process > 0 else None
     except (ValueError, TypeError):
         return None  # cut short, or another program's
@@ -267,7 +271,7 @@ def _process_start_time(process: int) -> str:
         return ""
 
 
-def _process_runs(owner: Owner) -> bool:
+def _process_runs(owner: LockOwner) -> bool:
     """Return whether a process of this machine still runs."""
     try:
         os.kill(owner.process, 0)

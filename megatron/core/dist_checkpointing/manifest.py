@@ -79,7 +79,7 @@ class Manifest:
     tensors: Mapping[str, StoredTensor]
     values: Mapping[str, Any]
 
-    def text(self) -> bytes:
+    def json_bytes(self) -> bytes:
         """Return the content of manifest.json."""
         tensors = {
             name: {
@@ -98,13 +98,13 @@ class Manifest:
         ).encode()
 
 
-def file_name(rank: int) -> str:
+def data_file_name(rank: int) -> str:
     """Return the name of a rank's data file."""
     return f"rank_{rank:05d}.safetensors"
 
 
-def is_file_name(name: str) -> bool:
-    """Return whether a file name is that of a data file."""
+def is_data_file_name(name: str) -> bool:
+    """Return whether a file name is that of a data file, rank_NNNNN.safetensors."""
     return bool(_FILE.fullmatch(name))
 
 
@@ -125,11 +125,11 @@ def shard_key(name: str, box: Box, shape: tuple[int, ...]) -> str:
 def parse_manifest(content: Mapping[str, Any]) -> Manifest:
     """Return the manifest in a JSON object. Raises `CheckpointError` if it is inconsistent."""
     try:
-        files = {name: _data_file_info(name, *entry) for name, entry in content["files"].items()}
+        files = {name: _parse_data_file_info(name, *entry) for name, entry in content["files"].items()}
         tensors = {name: _parse_tensor(name, entry, files) for name, entry in content["tensors"].items()}
         save, iteration, values = content["save"], content["iteration"], content["values"]
         _require(
-            isinstance(save, str) and _are_natural_numbers(iteration) and isinstance(values, dict),
+            isinstance(save, str) and _are_nonnegative_ints(iteration) and isinstance(values, dict),
             "save, iteration and values",
         )
     except (KeyError, ValueError, TypeError, AttributeError) as error:
@@ -139,23 +139,25 @@ def parse_manifest(content: Mapping[str, Any]) -> Manifest:
     return Manifest(save, iteration, files, tensors, values)
 
 
-def _data_file_info(name: str, size: int, header_length: int, header_hash: str) -> DataFileInfo:
-    _require(is_file_name(name), f"the name of a file in this folder, not {name!r}")
+def _parse_data_file_info(name: str, size: int, header_length: int, header_hash: str) -> DataFileInfo:
+    """Check one entry of "files" and return it. Raises `ValueError` if it is invalid."""
+    _require(is_data_file_name(name), f"the name of a file in this folder, not {name!r}")
     _require(
-        _are_natural_numbers(size, header_length) and 8 <= header_length <= size and isinstance(header_hash, str),
+        _are_nonnegative_ints(size, header_length) and 8 <= header_length <= size and isinstance(header_hash, str),
         f"the size of {name}",
     )
     return DataFileInfo(size, header_length, header_hash)
 
 
 def _parse_tensor(name: str, entry: Mapping[str, Any], files: Mapping[str, DataFileInfo]) -> StoredTensor:
+    """Check one entry of "tensors" and return it. Raises `ValueError` or `KeyError` if it is invalid."""
     dtype, shape = entry["dtype"], tuple(entry["shape"])
-    _require(dtype in WIDTHS and _are_natural_numbers(*shape), f"dtype and shape of {name}")
+    _require(dtype in WIDTHS and _are_nonnegative_ints(*shape), f"dtype and shape of {name}")
     pieces = []
     for file, start, offset, extent, hash_ in entry["pieces"]:
         box = Box(tuple(offset), tuple(extent))
         _require(
-            _are_natural_numbers(start, *offset, *extent)
+            _are_nonnegative_ints(start, *offset, *extent)
             and len(offset) == len(extent) == len(shape)
             and isinstance(hash_, str),
             f"a piece of {name}",
@@ -174,10 +176,11 @@ def _parse_tensor(name: str, entry: Mapping[str, Any], files: Mapping[str, DataF
     return StoredTensor(dtype, shape, tuple(pieces))
 
 
-def _are_natural_numbers(*numbers: Any) -> bool:
+def _are_nonnegative_ints(*numbers: Any) -> bool:
     return all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers)
 
 
 def _require(holds: bool, what: str) -> None:
+    """Raise `ValueError` that `what` is lacking, unless it `holds`."""
     if not holds:
         raise ValueError(f"it lacks {what}")

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.files import POPULATE_WRITE, advise_range
+from megatron.core.dist_checkpointing.files import POPULATE_WRITE, madvise_range
 
 NUM_THREADS = min(4, os.cpu_count() or 1)
 _AHEAD = 4 * NUM_THREADS
@@ -32,25 +32,27 @@ def allocate_host_memory(size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8)
     mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapped.madvise(mmap.MADV_HUGEPAGE)
-    advise_range(memoryview(mapped), 0, size, POPULATE_WRITE)
+    madvise_range(memoryview(mapped), 0, size, POPULATE_WRITE)
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def bytes_of(tensor: Tensor) -> np.ndarray:
+def tensor_bytes_view(tensor: Tensor) -> np.ndarray:
     """Return a view of the bytes [n] of a contiguous tensor in host memory."""
     return tensor.detach().view(-1).view(torch.uint8).numpy()
 
 
-def copy(target: Tensor, source: Tensor) -> None:
-    """Copy `source` into `target`, of the same shape (any shape); dtype and device may differ."""
+def copy_tensor(target: Tensor, source: Tensor) -> None:
+    """Copy `source` into `target`, of the same shape (any shape); dtype and device may differ. From a GPU it may be in
+    flight.
+    """
     alike = target.dtype == source.dtype and target.device.type == source.device.type == "cpu"
     if alike and target.is_contiguous() and source.is_contiguous():
-        np.copyto(bytes_of(target), bytes_of(source))  # without the lock of Python
+        np.copyto(tensor_bytes_view(target), tensor_bytes_view(source))  # without the lock of Python
     else:
         target.copy_(source, non_blocking=source.device.type == "cuda")
 
 
-def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+def copy_tensors_in_threads(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Copy the second tensor of each pair into the first, in threads (any shape).
 
     Copies from a GPU may still be in flight on return.
@@ -59,10 +61,10 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         waiting: deque[Future[None]] = deque()
         for target, source in pairs:
             if target.device.type == source.device.type == "cpu":
-                waiting.append(pool.submit(copy, target, source))
+                waiting.append(pool.submit(copy_tensor, target, source))
                 if len(waiting) > _AHEAD:  # sources may be made one by one, and not all should be there at once
                     waiting.popleft().result()
             else:
-                copy(target, source)
+                copy_tensor(target, source)
         for one in waiting:
             one.result()

@@ -13,19 +13,19 @@ from megatron.core.dist_checkpointing.manifest import (
     DataFileInfo,
     StoredShard,
     StoredTensor,
-    file_name,
+    data_file_name,
     shard_key,
 )
 from megatron.core.dist_checkpointing.saved import WORDS
-from megatron.core.dist_checkpointing.shard import Range, TensorHeader, header_of
-from megatron.core.dist_checkpointing.store import hash_of
+from megatron.core.dist_checkpointing.shard import HashedByteRange, TensorHeader, safetensors_header
+from megatron.core.dist_checkpointing.store import xxh3_hash
 from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree, replicated_tensor
 from megatron.core.parallel.boxes import Box
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class WriteCandidate:
-    """A box of a tensor that a rank could write. dtype: in safetensors' notation. shape: of the box."""
+    """A box of a tensor that a rank could write. dtype: in safetensors' notation. shape: of the whole tensor."""
 
     name: str
     box: Box
@@ -33,13 +33,13 @@ class WriteCandidate:
     shape: tuple[int, ...]
 
     @property
-    def length(self) -> int:
-        """Number of bytes."""
+    def num_bytes(self) -> int:
+        """Number of bytes of the box."""
         return self.box.size * WIDTHS[self.dtype]
 
     @property
     def header_entry(self) -> TensorHeader:
-        """Return its entry in the header of a data file: name, dtype and shape [...] of the box."""
+        """Its entry in the header of a data file: key, dtype and shape of the box."""
         return TensorHeader(shard_key(self.name, self.box, self.shape), self.dtype, self.box.shape)
 
 
@@ -66,10 +66,10 @@ def write_candidates(tensors: dict[str, ShardedTensor]) -> list[WriteCandidate]:
 
 
 def assign_writers(ranks: Sequence[Sequence[WriteCandidate]]) -> list[list[WriteCandidate]]:
-    """Assign every box that several ranks hold to one of them, the one with the least to write so far.
+    """Assign every box to one of the ranks that hold it, the one with the least to write so far.
 
-    Each rank's boxes are in the order of its file: dtypes with large elements first, then by name. Raises if the boxes
-    of a tensor do not cover it.
+    ranks: the boxes that each rank holds. Returns the boxes that each rank writes, in the order of its file: dtypes
+    with large elements first, then by name. Asserts that the boxes of a tensor cover it.
     """
     holders: dict[WriteCandidate, list[int]] = {}
     for rank, mine in enumerate(ranks):
@@ -79,9 +79,9 @@ def assign_writers(ranks: Sequence[Sequence[WriteCandidate]]) -> list[list[Write
     loads: list[int] = [0] * len(ranks)
     shares: list[list[WriteCandidate]] = [[] for _ in ranks]
     # What only one rank holds comes first; then the largest first, which evens out best.
-    for offer in sorted(holders, key=lambda one: (len(holders[one]) > 1, -one.length, one)):
+    for offer in sorted(holders, key=lambda one: (len(holders[one]) > 1, -one.num_bytes, one)):
         writer = min(holders[offer], key=lambda rank: (loads[rank], rank))
-        loads[writer] += offer.length
+        loads[writer] += offer.num_bytes
         shares[writer].append(offer)
     return [sorted(share, key=lambda one: (-WIDTHS[one.dtype], one)) for share in shares]
 
@@ -91,17 +91,21 @@ def tensor_for_box(offer: WriteCandidate, tensors: dict[str, ShardedTensor]) -> 
     return next(tensor for box, tensor in tensors[offer.name].pieces if box == offer.box)
 
 
-def file_header(rank: int, share: Sequence[WriteCandidate], *, save: str, iteration: int) -> bytes:
+def data_file_header(rank: int, share: Sequence[WriteCandidate], *, save: str, iteration: int) -> bytes:
     """Return the header of a rank's data file."""
-    return header_of([offer.header_entry for offer in share], save=save, iteration=iteration, name=file_name(rank))
+    return safetensors_header(
+        [offer.header_entry for offer in share], save=save, iteration=iteration, name=data_file_name(rank)
+    )
 
 
-def ranges_of(rank: int, share: Sequence[WriteCandidate], header: bytes, hashes: Sequence[str]) -> list[Range]:
-    """Return the byte ranges of a rank's data file with their hashes."""
-    result, place = [Range(file_name(rank), 0, len(header), hashes[0], "its header")], len(header)
+def data_file_ranges(
+    rank: int, share: Sequence[WriteCandidate], header: bytes, hashes: Sequence[str]
+) -> list[HashedByteRange]:
+    """Return the byte ranges of a rank's data file, header first, with their hashes. hashes: of header and boxes."""
+    result, place = [HashedByteRange(data_file_name(rank), 0, len(header), hashes[0], "its header")], len(header)
     for offer, hash_ in zip(share, hashes[1:], strict=True):
-        result.append(Range(file_name(rank), place, offer.length, hash_, offer.header_entry.key))
-        place += offer.length
+        result.append(HashedByteRange(data_file_name(rank), place, offer.num_bytes, hash_, offer.header_entry.key))
+        place += offer.num_bytes
     return result
 
 
@@ -118,9 +122,9 @@ def manifest_entries(
     for rank, (share, result) in enumerate(zip(shares, hashes, strict=True)):
         if not share:
             continue
-        header = file_header(rank, share, save=save, iteration=iteration)
-        assert result[0] == hash_of(header), "the ranks agree about the headers"
-        head, *rest = ranges_of(rank, share, header, result)
+        header = data_file_header(rank, share, save=save, iteration=iteration)
+        assert result[0] == xxh3_hash(header), "the ranks agree about the headers"
+        head, *rest = data_file_ranges(rank, share, header, result)
         for offer, one in zip(share, rest, strict=True):
             pieces.setdefault(offer.name, []).append(StoredShard(one.file, one.start, offer.box, one.hash))
             facts.setdefault(offer.name, offer)
@@ -135,6 +139,7 @@ def manifest_entries(
 
 
 def _require_full_coverage(offers: Sequence[WriteCandidate]) -> None:
+    """Assert that the boxes of each tensor have as many elements as the tensor."""
     held: dict[str, int] = {}
     for offer in offers:
         held[offer.name] = held.get(offer.name, 0) + offer.box.size

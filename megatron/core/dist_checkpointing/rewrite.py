@@ -12,11 +12,11 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing import plan, shard, store
 from megatron.core.dist_checkpointing.files import DISK, FileSystem
-from megatron.core.dist_checkpointing.manifest import Manifest, file_name
+from megatron.core.dist_checkpointing.manifest import Manifest, data_file_name
 from megatron.core.dist_checkpointing.plan import WriteCandidate
 from megatron.core.dist_checkpointing.saved import WORDS
-from megatron.core.dist_checkpointing.source import Source, TensorFormat
-from megatron.core.dist_checkpointing.store import CheckpointError, Description
+from megatron.core.dist_checkpointing.source import CheckpointSource, TensorFormat
+from megatron.core.dist_checkpointing.store import CheckpointError, RunDescription
 from megatron.core.parallel.boxes import Box, whole_box
 
 _WIDE = (".router.expert_bias",)  # sums of many small steps
@@ -25,7 +25,7 @@ _WIDE = (".router.expert_bias",)  # sums of many small steps
 class CastSource:
     """A source whose weights (`model.*`) are converted to another dtype, except those that are fp32 in every network."""
 
-    def __init__(self, source: Source, dtype: torch.dtype) -> None:
+    def __init__(self, source: CheckpointSource, dtype: torch.dtype) -> None:
         self.where, self.values, self.settings = source.where, source.values, source.settings
         self.formats: Mapping[str, TensorFormat] = {
             name: TensorFormat(one.shape, dtype) if name.startswith("model.") and not name.endswith(_WIDE) else one
@@ -50,8 +50,8 @@ class CastSource:
         return made
 
 
-def rewrite(
-    source: Source,
+def rewrite_checkpoint(
+    source: CheckpointSource,
     folder: str | Path,
     *,
     iteration: int,
@@ -60,12 +60,11 @@ def rewrite(
     world_size: int = 1,
     files: FileSystem = DISK,
 ) -> Path:
-    """Write every tensor and value of a source into SAVE `folder`, as the checkpoint of an iteration. Returns its
-    folder.
+    """Write every tensor and value of a source as the checkpoint of `iteration` into SAVE `folder`. Returns its folder.
 
     settings: for its config.json, by field name. num_files: number of data files of about equal size. world_size: ranks
-    of the run that the settings describe, which identifies its random streams. Raises `CheckpointError` if SAVE has
-    that iteration already; a failure leaves existing files unchanged.
+    of the run that the settings describe. Raises `CheckpointError` if SAVE has that iteration already; a failure leaves
+    existing files unchanged.
     """
     target = store.iteration_folder(folder, iteration)
     if target.exists():
@@ -79,18 +78,18 @@ def rewrite(
     made = store.begin_save(folder, iteration, save, files=files)
     try:
         hashes = [
-            _write_shard(made, rank, share, source, save=save, iteration=iteration, files=files)
+            _write_data_file(made, rank, share, source, save=save, iteration=iteration, files=files)
             for rank, share in enumerate(shares)
         ]
         facts, tensors = plan.manifest_entries(shares, hashes, save=save, iteration=iteration)
-        manifest = Manifest(save, iteration, facts, tensors, source.values).text()
-        step, _ = store.commit(
+        manifest = Manifest(save, iteration, facts, tensors, source.values).json_bytes()
+        step, _ = store.commit_save(
             folder,
             iteration,
             save=save,
             manifest=manifest,
             sizes={name: one.size for name, one in facts.items()},
-            description=Description(settings, world_size),
+            description=RunDescription(settings, world_size),
             files=files,
         )
     except BaseException as error:
@@ -101,22 +100,24 @@ def rewrite(
     return step.folder
 
 
-def _write_shard(
+def _write_data_file(
     folder: Path,
     rank: int,
     share: Sequence[WriteCandidate],
-    source: Source,
+    source: CheckpointSource,
     *,
     save: str,
     iteration: int,
     files: FileSystem,
 ) -> list[str]:
+    """Write one data file; returns the hashes of its header and boxes, or [] if its share is empty."""
     if not share:
         return []
-    header = plan.file_header(rank, share, save=save, iteration=iteration)
-    return shard.write_shard(files, folder / file_name(rank), header, _shard_contents(share, source))
+    header = plan.data_file_header(rank, share, save=save, iteration=iteration)
+    return shard.write_shard(files, folder / data_file_name(rank), header, _shard_contents(share, source))
 
 
-def _shard_contents(share: Sequence[WriteCandidate], source: Source) -> Iterator[memoryview]:
+def _shard_contents(share: Sequence[WriteCandidate], source: CheckpointSource) -> Iterator[memoryview]:
+    """Yield the bytes of each box, read from the source."""
     for offer in share:
         yield memoryview(source.read(offer.name, offer.box).contiguous().view(-1).view(torch.uint8).numpy())

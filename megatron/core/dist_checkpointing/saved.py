@@ -17,19 +17,25 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing import shard
 from megatron.core.dist_checkpointing.files import DISK, FileSystem, read_file
-from megatron.core.dist_checkpointing.manifest import Manifest, StoredShard, is_file_name, parse_manifest, shard_key
-from megatron.core.dist_checkpointing.shard import Range
+from megatron.core.dist_checkpointing.manifest import (
+    Manifest,
+    StoredShard,
+    is_data_file_name,
+    parse_manifest,
+    shard_key,
+)
+from megatron.core.dist_checkpointing.shard import HashedByteRange
 from megatron.core.dist_checkpointing.source import TensorFormat
 from megatron.core.dist_checkpointing.store import (
     COMMIT,
     CONFIG,
     MANIFEST,
     CheckpointError,
-    Commit,
-    Description,
-    describe,
-    read_commit,
-    read_committed,
+    CommitRecord,
+    RunDescription,
+    read_commit_record,
+    read_committed_json,
+    read_run_description,
 )
 from megatron.core.parallel.boxes import Box, intersect
 
@@ -58,7 +64,7 @@ class SavedCheckpoint:
     """An opened checkpoint. commit: its commit record; description: the run that wrote it; manifest: its shards."""
 
     def __init__(
-        self, folder: Path, commit: Commit, description: Description, manifest: Manifest, files: FileSystem
+        self, folder: Path, commit: CommitRecord, description: RunDescription, manifest: Manifest, files: FileSystem
     ) -> None:
         self.folder, self.where, self.commit, self.description, self.manifest = (
             folder,
@@ -71,7 +77,7 @@ class SavedCheckpoint:
         self.formats = {
             name: TensorFormat(whole.shape, DTYPES[whole.dtype]) for name, whole in manifest.tensors.items()
         }
-        self.settings = migrate_settings(description.values, self.formats, self.where)
+        self.settings = migrate_saved_settings(description.values, self.formats, self.where)
         self._files = files
         self._maps: dict[str, memoryview] = {}
 
@@ -108,7 +114,9 @@ class SavedCheckpoint:
         return result if results else torch.empty(box.shape, dtype=DTYPES[whole.dtype])
 
     def verify(self, *, part: int = 0, parts: int = 1, threads: int | None = None) -> list[str]:
-        """Read part number `part` of `parts` equal parts of all bytes; returns a message for each problem."""
+        """Read part number `part` of `parts` equal parts of all bytes and compare the hashes; return a message for each
+        problem.
+        """
         return shard.verify_ranges(
             self._files,
             self.folder,
@@ -118,14 +126,14 @@ class SavedCheckpoint:
             maps=self._maps,
         )
 
-    def _byte_ranges(self) -> list[Range]:
+    def _byte_ranges(self) -> list[HashedByteRange]:
         """Return every byte range of every data file."""
         headers = [
-            Range(name, 0, facts.header_length, facts.header_hash, "its header")
+            HashedByteRange(name, 0, facts.header_length, facts.header_hash, "its header")
             for name, facts in self.manifest.files.items()
         ]
         return headers + [
-            Range(
+            HashedByteRange(
                 piece.file,
                 piece.start,
                 piece.box.size * DTYPES[whole.dtype].itemsize,
@@ -150,30 +158,30 @@ class SavedCheckpoint:
         return torch.frombuffer(content, dtype=dtype, offset=piece.start, count=piece.box.size).view(piece.box.shape)
 
 
-def open_saved(folder: str | Path, *, files: FileSystem = DISK) -> SavedCheckpoint:
+def open_saved_checkpoint(folder: str | Path, *, files: FileSystem = DISK) -> SavedCheckpoint:
     """Open a committed folder. Raises `CheckpointError` with all problems that show without reading tensors."""
     folder = Path(folder)
-    commit = read_commit(folder, files=files)
+    commit = read_commit_record(folder, files=files)
     problems: list[str] = []
     description = manifest = None
     try:
-        description = describe(folder, files=files)
+        description = read_run_description(folder, files=files)
     except CheckpointError as error:
         problems.append(str(error))
     try:
-        manifest = parse_manifest(read_committed(folder, MANIFEST, commit.manifest, files=files))
+        manifest = parse_manifest(read_committed_json(folder, MANIFEST, commit.manifest, files=files))
         if (manifest.save, manifest.iteration) != (commit.save, commit.iteration):
             problems.append(f"{folder / MANIFEST} belongs to another save, of iteration {manifest.iteration}")
     except CheckpointError as error:
         problems.append(_stale_manifest_message(folder, str(error), commit, files))
     if manifest is not None:
-        problems += _wrong_files(folder, manifest, files)
+        problems += _data_file_problems(folder, manifest, files)
     if problems or description is None or manifest is None:
         raise CheckpointError(f"{folder} is damaged", problems)
     return SavedCheckpoint(folder, commit, description, manifest, files)
 
 
-def migrate_settings(settings: Mapping[str, Any], names: Collection[str], where: str) -> Mapping[str, Any]:
+def migrate_saved_settings(settings: Mapping[str, Any], names: Collection[str], where: str) -> Mapping[str, Any]:
     """Return the settings of a checkpoint with these tensor names, as a run would give them today.
 
     Latent attention once had norms without --qk-layernorm, and rotated neighbouring channels with --rotary-interleaved
@@ -192,9 +200,9 @@ def migrate_settings(settings: Mapping[str, Any], names: Collection[str], where:
     return {**settings, "qk_layernorm": True, "rotary_interleaved": False}
 
 
-def _stale_manifest_message(folder: Path, complaint: str, commit: Commit, files: FileSystem) -> str:
-    """Return the message about a manifest that is not the committed one; it says so if the manifest is of an older
-    save.
+def _stale_manifest_message(folder: Path, complaint: str, commit: CommitRecord, files: FileSystem) -> str:
+    """Return the message on a manifest that is not the committed one: that it is of another save if so, else
+    `complaint`.
     """
     try:
         other = parse_manifest(json.loads(read_file(files, folder / MANIFEST)))
@@ -205,8 +213,8 @@ def _stale_manifest_message(folder: Path, complaint: str, commit: Commit, files:
     return f"{folder / MANIFEST} is stale: it belongs to another save, of iteration {other.iteration}"
 
 
-def _wrong_files(folder: Path, manifest: Manifest, files: FileSystem) -> list[str]:
-    """Return the problems of data files: missing, superfluous, or of a wrong size."""
+def _data_file_problems(folder: Path, manifest: Manifest, files: FileSystem) -> list[str]:
+    """Return a message for each data file that is missing, superfluous, or of a wrong size."""
     try:
         there = {entry.name for entry in files.list(folder)}
         sizes = {name: files.size(folder / name) for name in manifest.files if name in there}
@@ -216,7 +224,7 @@ def _wrong_files(folder: Path, manifest: Manifest, files: FileSystem) -> list[st
     problems += [
         f"{folder / name} is no part of this checkpoint; another save left it, or it was put here: move it away"
         for name in sorted(there - manifest.files.keys())
-        if is_file_name(name)
+        if is_data_file_name(name)
     ]
     for name, size in sorted(sizes.items()):
         expected = manifest.files[name].size
@@ -241,8 +249,8 @@ def _relative_index(box: Box, outer: Box) -> tuple[slice, ...]:
     return box.shifted(tuple(-start for start in outer.offset)).slices()
 
 
-def _part_of_ranges(ranges: list[Range], part: int, parts: int) -> list[Range]:
-    """Return consecutive ranges that make up part number `part` of `parts` about equal parts."""
+def _part_of_ranges(ranges: list[HashedByteRange], part: int, parts: int) -> list[HashedByteRange]:
+    """Return part number `part` when the ranges are divided, in file order, into `parts` parts of about equal bytes."""
     total, end, mine = sum(one.length for one in ranges), 0, []
     for one in sorted(ranges, key=lambda one: (one.file, one.start)):
         if min(parts - 1, (end + one.length // 2) * parts // max(1, total)) == part:

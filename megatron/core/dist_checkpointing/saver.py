@@ -29,11 +29,11 @@ from torch import Tensor
 from megatron.core.dist_checkpointing import plan, shard, store
 from megatron.core.dist_checkpointing.files import DISK, FileSystem
 from megatron.core.dist_checkpointing.lock import FolderLock
-from megatron.core.dist_checkpointing.manifest import Manifest, file_name
-from megatron.core.dist_checkpointing.memory import allocate_host_memory, bytes_of, copy_all
+from megatron.core.dist_checkpointing.manifest import Manifest, data_file_name
+from megatron.core.dist_checkpointing.memory import allocate_host_memory, copy_tensors_in_threads, tensor_bytes_view
 from megatron.core.dist_checkpointing.plan import WriteCandidate
-from megatron.core.dist_checkpointing.saved import open_saved
-from megatron.core.dist_checkpointing.store import CheckpointError, Description
+from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
+from megatron.core.dist_checkpointing.store import CheckpointError, RunDescription
 from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import synchronize
@@ -45,7 +45,7 @@ _MOST_OF_MEMORY = 0.8  # largest share of the free memory that a copy may take
 
 
 @dataclass(frozen=True, slots=True)
-class SaveRules:
+class SaveOptions:
     """Settings of saves. asynchronous: training continues while files are written. interval, keep_last: see
     `store.expired_checkpoints`.
     """
@@ -78,7 +78,7 @@ class SaveOutcome:
 
 
 class BackgroundJob:
-    """A function that runs in a thread (or at once), with its result or the message of its failure."""
+    """A function run in a thread (or at once). result: what it returned; failure: the message of its error, else ""."""
 
     def __init__(self, action: Callable[[], Any], *, in_background: bool) -> None:
         self.result: Any = None
@@ -110,7 +110,7 @@ class BackgroundJob:
             )
 
 
-class Snapshot:
+class HostSnapshotBuffer:
     """Host memory for the tensors that this rank writes, reused from save to save: new memory costs ten times as much
     as the copy.
     """
@@ -119,7 +119,9 @@ class Snapshot:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, size: int, device: torch.device) -> None:
-        """Allocate `size` bytes, page-locked if tensors are copied from a GPU."""
+        """Have at least `size` bytes of host memory, page-locked if tensors are copied from a GPU; kept if large
+        enough.
+        """
         if len(self._memory) >= size:
             return
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -134,7 +136,7 @@ class Snapshot:
         for tensor in tensors:
             places.append(self._memory[end : end + tensor.nbytes])
             end += tensor.nbytes
-        copy_all(
+        copy_tensors_in_threads(
             (place.view(tensor.dtype).view(tensor.shape), tensor) for place, tensor in zip(places, tensors, strict=True)
         )
         for device in {tensor.device for tensor in tensors}:
@@ -151,7 +153,7 @@ class _InFlightSave:
     shares: list[list[WriteCandidate]]
     job: BackgroundJob
     values: dict[str, Any]
-    description: Description
+    description: RunDescription
     started: float
     copied: threading.Event
     best: int | None = None
@@ -160,7 +162,7 @@ class _InFlightSave:
     notes: list[str] = field(default_factory=list)
 
 
-class Saver:
+class CheckpointSaver:
     """Writes the checkpoints of a run into a folder. Every method is collective over the axis."""
 
     def __init__(
@@ -168,7 +170,7 @@ class Saver:
         folder: str | Path,
         axis: Axis = _ALONE,
         *,
-        rules: SaveRules = SaveRules(),
+        rules: SaveOptions = SaveOptions(),
         device: torch.device = torch.device("cpu"),
         files: FileSystem = DISK,
         lock: FolderLock | None = None,
@@ -176,7 +178,7 @@ class Saver:
         """Prepare saving. lock: an acquired lock, which the first rank checks; None: no other job knows the folder."""
         self.lock = lock if axis.is_first else None
         self.folder, self.axis, self.rules, self.device, self.files = Path(folder), axis, rules, device, files
-        self._snapshot = Snapshot()
+        self._snapshot = HostSnapshotBuffer()
         self._plan: tuple[list[WriteCandidate], list[list[WriteCandidate]]] | None = None
         self._copies = rules.asynchronous
         self._in_flight: _InFlightSave | None = None
@@ -192,13 +194,13 @@ class Saver:
 
     def prepare(self, state: Tree) -> None:
         """Do the slow part of the first save in advance: assign the boxes, and allocate the memory for a copy."""
-        self._write_shares(plan.sharded_tensors(state))
+        self._assign_write_shares(plan.sharded_tensors(state))
 
     def start(
         self,
         state: Tree,
         iteration: int,
-        description: Description,
+        description: RunDescription,
         *,
         until_staged: bool = False,
         best: int | None = None,
@@ -212,7 +214,7 @@ class Saver:
         assert self._in_flight is None, "one save at a time; finish() the other first"
         started = time.perf_counter()
         tensors = plan.sharded_tensors(state)
-        shares = self._write_shares(tensors)
+        shares = self._assign_write_shares(tensors)
         save, lost = collectives.broadcast_object((uuid.uuid4().hex, self._lock_lost_error()), self.axis)
         if lost is not None:
             raise lost
@@ -221,7 +223,7 @@ class Saver:
         # Values that change later must not leak in either.
         values = json.loads(json.dumps(plan.non_tensor_values(state))) if self.axis.is_first else {}
         copied = threading.Event()
-        contents = self._contents_writer(sources, copied, later=until_staged)
+        contents = self._content_provider(sources, copied, later=until_staged)
         job = BackgroundJob(lambda: self._write_rank_file(iteration, save, share, contents), in_background=self._copies)
         self._jobs += 1
         self._in_flight = _InFlightSave(
@@ -237,45 +239,45 @@ class Saver:
             self._in_flight.copied.wait()
             self._in_flight.blocked += time.perf_counter() - started
 
-    def _contents_writer(
+    def _content_provider(
         self, sources: Sequence[Tensor], copied: threading.Event, *, later: bool
     ) -> Callable[[], Iterable[memoryview]]:
-        """Return a function that yields the bytes to write. later: it makes the copy when called; otherwise the copy is
-        made here.
+        """Return a function that returns the bytes to write. later: it makes the copy when it is called; else it is
+        made here, if saves are asynchronous.
         """
         if not self._copies:
             copied.set()
-            return lambda: _tensor_bytes(sources)
+            return lambda: _iter_tensor_bytes(sources)
         if not later:
             taken = self._snapshot.copy_to_host(sources)
             copied.set()
             return lambda: taken
 
-        def take() -> Iterable[memoryview]:
+        def copy_when_called() -> Iterable[memoryview]:
             try:
                 return self._snapshot.copy_to_host(sources)
             finally:
                 copied.set()
 
-        return take
+        return copy_when_called
 
     def poll(self) -> SaveOutcome | None:
         """Advance the save in progress without waiting. Returns its outcome, once."""
         if self._in_flight is None:
             return None
         ended = self._jobs if self._in_flight.job.done else self._jobs - 1
-        return self._next_stage() if self._ended_jobs.previous_result(ended) >= self._jobs else None
+        return self._advance_stage() if self._ended_jobs.reduce_deferred(ended) >= self._jobs else None
 
     def finish(self) -> SaveOutcome | None:
         """Wait for the save in progress. Returns its outcome; None if there was none."""
         outcome = None
         while self._in_flight is not None:
             self._in_flight.job.wait()
-            outcome = self._next_stage()
+            outcome = self._advance_stage()
         return outcome
 
     def _lock_lost_error(self) -> CheckpointError | None:
-        """Return the error if this job may no longer write."""
+        """Return the error if another job owns the folder now, else None."""
         try:
             if self.lock is not None:
                 self.lock.check_ownership()
@@ -285,24 +287,24 @@ class Saver:
             pass  # if the folder cannot be read, the save will tell
         return None
 
-    def _write_shares(self, tensors: dict[str, ShardedTensor]) -> list[list[WriteCandidate]]:
+    def _assign_write_shares(self, tensors: dict[str, ShardedTensor]) -> list[list[WriteCandidate]]:
         """Return which rank writes which boxes; computed again only when the boxes of any rank have changed."""
         mine = plan.write_candidates(tensors)
         same = self._plan is not None and self._plan[0] == mine
         if not all(collectives.gather_objects(same, self.axis)):
             self._plan = mine, plan.assign_writers(collectives.gather_objects(mine, self.axis))
-            self._copies = self.rules.asynchronous and self._has_room()
+            self._copies = self.rules.asynchronous and self._reserve_copy_memory()
         assert self._plan is not None, "the first time, no rank has a plan"
         return self._plan[1]
 
-    def _has_room(self) -> bool:
-        """Reserve memory for the copies of this machine's ranks; returns whether there was enough."""
-        size = sum(offer.length for offer in self._plan[1][self.axis.rank]) if self._plan else 0
+    def _reserve_copy_memory(self) -> bool:
+        """Reserve memory for the copies of this machine's ranks; return whether there was enough. Collective."""
+        size = sum(offer.num_bytes for offer in self._plan[1][self.axis.rank]) if self._plan else 0
         machine = socket.gethostname()
         needed = sum(
             theirs for other, theirs in collectives.gather_objects((machine, size), self.axis) if other == machine
         )
-        free = _free_memory()
+        free = _available_host_memory()
         if free is not None and needed > _MOST_OF_MEMORY * free:
             self._notes.append(
                 f"training waits for saves: a copy to write from takes {needed / 1e9:.3g} GB of memory, and {free / 1e9:.3g} "
@@ -322,33 +324,35 @@ class Saver:
         """Write this rank's file, if it has anything to write; returns the hashes of its content."""
         taken = contents()
         if self.axis.is_first:  # first of all, since what died may have left no room
-            store.clean_up(self.folder, save=save, files=self.files)
-        made, name = store.begin_save(self.folder, iteration, save, files=self.files), file_name(self.axis.rank)
+            store.remove_interrupted_saves(self.folder, save=save, files=self.files)
+        made, name = store.begin_save(self.folder, iteration, save, files=self.files), data_file_name(self.axis.rank)
         if not share:
             return []
-        header = plan.file_header(self.axis.rank, share, save=save, iteration=iteration)
+        header = plan.data_file_header(self.axis.rank, share, save=save, iteration=iteration)
         hashes = shard.write_shard(self.files, made / name, header, taken)
         if self.rules.may_delete_older:  # nothing older goes before this is known to be readable
-            ranges = plan.ranges_of(self.axis.rank, share, header, hashes)
+            ranges = plan.data_file_ranges(self.axis.rank, share, header, hashes)
             problems = shard.verify_ranges(self.files, made, ranges, save=save, threads=1)
             if problems:
                 raise CheckpointError("what was written does not read back", problems)
         return hashes
 
-    def _next_stage(self) -> SaveOutcome | None:
-        """Take the next step, once all ranks' jobs have ended."""
+    def _advance_stage(self) -> SaveOutcome | None:
+        """Advance the save, once all ranks' jobs have ended: start the commit, or return the outcome (None until then).
+        Collective.
+        """
         in_flight = self._in_flight
         assert in_flight is not None, "a save is on its way"
         if in_flight.commits:
             failure, result = collectives.broadcast_object((in_flight.job.failure, in_flight.job.result), self.axis)
             size, notes = result or (0, [])
-            return self._save_outcome([failure] if failure else [], notes, size)
+            return self._end_save([failure] if failure else [], notes, size)
         results = collectives.gather_objects((in_flight.job.failure, in_flight.job.result), self.axis)
         failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(results) if failure]
         if failures:
             if self.axis.is_first:
                 store.abandon_save(self.folder, in_flight.iteration, in_flight.save, files=self.files)
-            return self._save_outcome(failures, [], 0)
+            return self._end_save(failures, [], 0)
         in_flight.commits = True
         self._jobs += 1
         hashes = [written for _, written in results]
@@ -357,15 +361,17 @@ class Saver:
         return None
 
     def _commit(self, in_flight: _InFlightSave, hashes: list[list[str]]) -> tuple[int, list[str]]:
-        """On the first rank: commit, and delete expired checkpoints. Returns the size, and other problems."""
+        """On the first rank: commit the save and delete expired checkpoints. Returns the checkpoint's bytes, and other
+        problems.
+        """
         try:
             files, tensors = plan.manifest_entries(
                 in_flight.shares, hashes, save=in_flight.save, iteration=in_flight.iteration
             )
-            manifest = Manifest(in_flight.save, in_flight.iteration, files, tensors, in_flight.values).text()
+            manifest = Manifest(in_flight.save, in_flight.iteration, files, tensors, in_flight.values).json_bytes()
             if self.lock is not None:
                 self.lock.check_ownership()
-            step, note = store.commit(
+            step, note = store.commit_save(
                 self.folder,
                 in_flight.iteration,
                 save=in_flight.save,
@@ -379,7 +385,7 @@ class Saver:
             raise
         notes = [note] if note else []
         if in_flight.best is not None:
-            notes += filter(None, [store.link_best(self.folder, in_flight.best, files=self.files)])
+            notes += filter(None, [store.link_best_checkpoint(self.folder, in_flight.best, files=self.files)])
         try:
             doomed = store.expired_checkpoints(
                 self.folder,
@@ -390,13 +396,14 @@ class Saver:
                 files=self.files,
             )
             if doomed:
-                open_saved(step.folder, files=self.files)
+                open_saved_checkpoint(step.folder, files=self.files)
                 notes += filter(None, [store.delete_checkpoints(doomed, files=self.files)])
         except CheckpointError as error:
             notes.append(f"no older checkpoint is deleted: {error}")
-        return store.bytes_in(step.folder, files=self.files), notes
+        return store.folder_num_bytes(step.folder, files=self.files), notes
 
-    def _save_outcome(self, problems: list[str], notes: list[str], size: int) -> SaveOutcome:
+    def _end_save(self, problems: list[str], notes: list[str], size: int) -> SaveOutcome:
+        """End the save in progress and return its outcome."""
         in_flight, self._in_flight = self._in_flight, None
         assert in_flight is not None, "a save is on its way"
         return SaveOutcome(
@@ -414,15 +421,16 @@ def save(
     state: Tree,
     folder: str | Path,
     iteration: int,
-    description: Description,
+    description: RunDescription,
     axis: Axis = _ALONE,
     *,
     files: FileSystem = DISK,
 ) -> Path:
-    """Save a tree into SAVE `folder` synchronously; returns the checkpoint's folder. Raises `CheckpointError` on all
-    ranks.
+    """Save a tree into SAVE `folder` and wait for the commit; return the checkpoint's folder. Collective.
+
+    Raises `CheckpointError` on all ranks if it fails.
     """
-    saver = Saver(folder, axis, files=files)
+    saver = CheckpointSaver(folder, axis, files=files)
     saver.start(state, iteration, description)
     outcome = saver.finish()
     assert outcome is not None, "a save that began ends"
@@ -433,15 +441,15 @@ def save(
     return outcome.folder
 
 
-def _tensor_bytes(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
+def _iter_tensor_bytes(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
     """Yield the tensors' bytes without a copy if they are contiguous in host memory, else through a temporary copy of
     one tensor.
     """
     for tensor in tensors:
-        yield memoryview(bytes_of(tensor.cpu().contiguous()))
+        yield memoryview(tensor_bytes_view(tensor.cpu().contiguous()))
 
 
-def _free_memory() -> int | None:
+def _available_host_memory() -> int | None:
     """Return the bytes of available memory of this machine; None if not known."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:

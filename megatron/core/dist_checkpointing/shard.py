@@ -18,9 +18,9 @@ from pathlib import Path
 
 import xxhash
 
-from megatron.core.dist_checkpointing.files import FileSystem, write_all
+from megatron.core.dist_checkpointing.files import FileSystem, write_all_bytes
 from megatron.core.dist_checkpointing.manifest import WIDTHS
-from megatron.core.dist_checkpointing.store import hash_of
+from megatron.core.dist_checkpointing.store import xxh3_hash
 
 _ALIGNMENT = 64  # the pieces begin at a multiple of it
 _SHOWN = 5  # damaged pieces of a file that are named
@@ -36,14 +36,14 @@ class TensorHeader:
     shape: tuple[int, ...]
 
     @property
-    def length(self) -> int:
+    def num_bytes(self) -> int:
         """Number of bytes."""
         return math.prod(self.shape) * WIDTHS[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
-    """A byte range of a file, what it holds, and its expected hash."""
+class HashedByteRange:
+    """A byte range of a file with its expected hash. what: what it holds, for messages."""
 
     file: str
     start: int
@@ -52,7 +52,7 @@ class Range:
     what: str
 
 
-def header_of(parts: Sequence[TensorHeader], *, save: str, iteration: int, name: str) -> bytes:
+def safetensors_header(parts: Sequence[TensorHeader], *, save: str, iteration: int, name: str) -> bytes:
     """Return the header of a data file (safetensors) for parts of any shape.
 
     Parts keep their order; dtypes with large elements come first, so that all are aligned.
@@ -62,21 +62,27 @@ def header_of(parts: Sequence[TensorHeader], *, save: str, iteration: int, name:
     }
     end = 0
     for part in parts:
-        entries[part.key] = {"dtype": part.dtype, "shape": list(part.shape), "data_offsets": [end, end + part.length]}
-        end += part.length
+        entries[part.key] = {
+            "dtype": part.dtype,
+            "shape": list(part.shape),
+            "data_offsets": [end, end + part.num_bytes],
+        }
+        end += part.num_bytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 
 
 def write_shard(files: FileSystem, path: Path, header: bytes, contents: Iterable[memoryview]) -> list[str]:
-    """Write a file and make it durable. Returns the hashes of its header and of every content, computed from memory."""
+    """Write a data file and make it durable. Returns the hashes of its header and of each content, computed from
+    memory.
+    """
     with ThreadPoolExecutor(1, thread_name_prefix="hash") as hasher, closing(files.create(path)) as file:
-        hashes = [hasher.submit(hash_of, header)]
-        write_all(file, memoryview(header))
+        hashes = [hasher.submit(xxh3_hash, header)]
+        write_all_bytes(file, memoryview(header))
         for content in contents:
-            hashes.append(hasher.submit(hash_of, content))
-            write_all(file, content)
+            hashes.append(hasher.submit(xxh3_hash, content))
+            write_all_bytes(file, content)
         file.sync()
         return [result.result() for result in hashes]
 
@@ -84,7 +90,7 @@ def write_shard(files: FileSystem, path: Path, header: bytes, contents: Iterable
 def verify_ranges(
     files: FileSystem,
     folder: Path,
-    ranges: Sequence[Range],
+    ranges: Sequence[HashedByteRange],
     *,
     save: str,
     threads: int,
@@ -95,8 +101,8 @@ def verify_ranges(
     maps: name -> content of files that are mapped already; files mapped here are added.
     """
     maps = {} if maps is None else maps
-    bad: list[tuple[Range, str]] = []
-    by_file: dict[str, list[Range]] = {}
+    bad: list[tuple[HashedByteRange, str]] = []
+    by_file: dict[str, list[HashedByteRange]] = {}
     for one in sorted(ranges, key=lambda one: (one.file, one.start)):
         by_file.setdefault(one.file, []).append(one)
     for name in list(by_file):
@@ -118,10 +124,12 @@ def verify_ranges(
             )
             if why
         ]
-    return _file_problems(files, folder, bad, save)
+    return _damaged_file_problems(files, folder, bad, save)
 
 
-def _file_problems(files: FileSystem, folder: Path, bad: Sequence[tuple[Range, str]], save: str) -> list[str]:
+def _damaged_file_problems(
+    files: FileSystem, folder: Path, bad: Sequence[tuple[HashedByteRange, str]], save: str
+) -> list[str]:
     """Return the problems of each file: that it belongs to another save, or its first damaged ranges."""
     problems = []
     for name in sorted({one.file for one, _ in bad}):
@@ -136,7 +144,7 @@ def _file_problems(files: FileSystem, folder: Path, bad: Sequence[tuple[Range, s
     return problems
 
 
-def _range_problem(files: FileSystem, content: memoryview, one: Range) -> str:
+def _range_problem(files: FileSystem, content: memoryview, one: HashedByteRange) -> str:
     """Return why a range of a file is invalid, or ""."""
     result, stop = xxhash.xxh3_128(), one.start + one.length
     if stop > len(content):
@@ -144,7 +152,7 @@ def _range_problem(files: FileSystem, content: memoryview, one: Range) -> str:
     try:
         for place in range(one.start, stop, _AT_ONCE):
             length = min(_AT_ONCE, stop - place)
-            files.fetch(content, place, length)
+            files.populate_range(content, place, length)
             result.update(content[place : place + length])
     except OSError as error:
         return _read_error_text(error)
@@ -158,7 +166,7 @@ def _read_error_text(error: OSError) -> str:
 
 
 def describe_foreign_file(files: FileSystem, folder: Path, name: str, *, save: str) -> str:
-    """Return which save a file with an unexpected header belongs to; "" if it does not tell."""
+    """Return a message if a data file is of another save or under a wrong name; "" if its header does not tell."""
     try:
         with closing(files.open(folder / name)) as file:
             start = bytearray(8)

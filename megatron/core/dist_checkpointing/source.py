@@ -25,7 +25,7 @@ class TensorFormat:
     dtype: torch.dtype
 
 
-class Source(Protocol):
+class CheckpointSource(Protocol):
     """Global tensors by name. No process group is needed to read one.
 
     where: name for messages, usually a path. formats: every tensor, by its name in a saved state (`model.<parameter>`,
@@ -40,15 +40,15 @@ class Source(Protocol):
 
     @property
     def formats(self) -> Mapping[str, TensorFormat]:
-        """Name -> dtype and shape."""
+        """Name -> shape and dtype of every tensor."""
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """Name -> JSON value."""
+        """Name -> JSON value of everything saved that is no tensor."""
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Field -> value."""
+        """Field name -> value of the settings of the run that saved."""
 
     def read(self, name: str, box: Box) -> Tensor:
         """Return a box of a tensor (any shape), in its saved dtype. Often a view of mapped memory: do not write to it.
@@ -60,7 +60,7 @@ class Source(Protocol):
 class PartOfSource:
     """A source with the tensors and values alone that are kept, by their names."""
 
-    def __init__(self, source: Source, keep: Callable[[str], bool]) -> None:
+    def __init__(self, source: CheckpointSource, keep: Callable[[str], bool]) -> None:
         self.where, self.settings, self.read = source.where, source.settings, source.read
         self.formats = {name: one for name, one in source.formats.items() if keep(name)}
         self.values = {name: value for name, value in source.values.items() if keep(name)}

@@ -35,10 +35,10 @@ from typing import Any
 
 import xxhash
 
-from megatron.core.config.flags import flag_fields, refuse
-from megatron.core.config.settings.data import TokenizerConfig, null_vocab_size
+from megatron.core.config.flags import flag_fields, raise_config_error_if
+from megatron.core.config.settings.data import TokenizerConfig, null_tokenizer_vocab_size
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.dist_checkpointing.files import DISK, FileSystem, read_file, remove_tree, write_file
+from megatron.core.dist_checkpointing.files import DISK, FileSystem, read_file, remove_tree, write_durable_file
 
 FORMAT_VERSION = 2
 TRACKER, BEST = "latest_checkpointed_iteration.txt", "best"
@@ -73,7 +73,7 @@ class CheckpointError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class RunDescription:
     """The content of config.json: the resolved settings of the run that saved, by field name, and its number of ranks."""
 
     values: Mapping[str, Any]
@@ -89,7 +89,7 @@ class FileSizeAndHash:
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class CommitRecord:
     """The content of commit.txt. save: id of this save, contained in each of its files; sequence: increases with every
     commit in SAVE.
     """
@@ -101,7 +101,7 @@ class Commit:
     config: FileSizeAndHash
 
     def text(self) -> str:
-        """Return the file's content; its last line is the hash of the others."""
+        """Return the content of commit.txt; its last line is the hash of the others."""
         lines = [
             f"{_FIRST_LINE} {FORMAT_VERSION}",
             f"save {self.save}",
@@ -113,15 +113,15 @@ class Commit:
             ),
         ]
         body = "".join(line + "\n" for line in lines)
-        return f"{body}seal {hash_of(body.encode())}\n"
+        return f"{body}seal {xxh3_hash(body.encode())}\n"
 
 
 @dataclass(frozen=True, slots=True)
-class SavedStep:
+class CommittedCheckpoint:
     """A committed checkpoint."""
 
     folder: Path
-    commit: Commit
+    commit: CommitRecord
 
     @property
     def iteration(self) -> int:
@@ -130,16 +130,16 @@ class SavedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class FolderScan:
+class CheckpointFolderScan:
     """The checkpoints in a folder. steps: newest first. damaged: (iteration, reason) of checkpoints without a valid
     commit.
     """
 
-    steps: tuple[SavedStep, ...]
+    steps: tuple[CommittedCheckpoint, ...]
     damaged: tuple[tuple[int, str], ...]
 
 
-def hash_of(content: bytes | memoryview) -> str:
+def xxh3_hash(content: bytes | memoryview) -> str:
     """Return the xxh3 hash of bytes as 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(content)
 
@@ -149,53 +149,54 @@ def iteration_folder(folder: str | Path, iteration: int) -> Path:
     return Path(folder) / f"iter_{iteration:07d}"
 
 
-def check_writable(folder: str | Path) -> None:
-    """Raise CheckpointError if no file can be created in a `--save` folder, before training starts."""
+def check_save_folder_writable(folder: str | Path) -> None:
+    """Raise `ConfigError` if no file can be created in a `--save` folder; the folder is created."""
     try:
         DISK.make_folder(Path(folder), durable=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        refuse([_not_writable_error(folder, error.strerror or str(error))])
+        raise_config_error_if([_not_writable_message(folder, error.strerror or str(error))])
 
 
-def why_unwritable(folder: str | Path) -> str:
+def unwritable_reason(folder: str | Path) -> str:
     """Return why no file can be created in a `--save` folder, without creating the folder; "" if no reason is found."""
     there = next(
         parent for parent in (Path(folder).absolute(), *Path(folder).absolute().parents) if os.path.lexists(parent)
     )
     if not there.is_dir():
-        return _not_writable_error(folder, f"{there} is no folder")
-    return "" if os.access(there, os.W_OK | os.X_OK) else _not_writable_error(folder, os.strerror(errno.EACCES))
+        return _not_writable_message(folder, f"{there} is no folder")
+    return "" if os.access(there, os.W_OK | os.X_OK) else _not_writable_message(folder, os.strerror(errno.EACCES))
 
 
-def _not_writable_error(folder: str | Path, reason: str) -> str:
+def _not_writable_message(folder: str | Path, reason: str) -> str:
+    """Return the message that a `--save` folder cannot be written."""
     return f"--save {folder} cannot be written: {reason}; give a folder that this user may write"
 
 
-def scan_folder(folder: str | Path, *, files: FileSystem = DISK) -> FolderScan:
+def scan_checkpoint_folder(folder: str | Path, *, files: FileSystem = DISK) -> CheckpointFolderScan:
     """Return everything in a folder that is named like a checkpoint; empty if there is no folder."""
     steps, damaged = [], []
     for iteration, path in _checkpoint_folders(folder, files):
         try:
-            commit = read_commit(path, files=files)
+            commit = read_commit_record(path, files=files)
             if commit.iteration != iteration:
                 raise CheckpointError(f"{path} was renamed: its {COMMIT} says iteration {commit.iteration}")
-            steps.append(SavedStep(path, commit))
+            steps.append(CommittedCheckpoint(path, commit))
         except CheckpointError as error:
             damaged.append((iteration, str(error)))
     steps.sort(key=lambda step: (step.commit.sequence, step.iteration), reverse=True)
-    return FolderScan(tuple(steps), tuple(sorted(damaged, reverse=True)))
+    return CheckpointFolderScan(tuple(steps), tuple(sorted(damaged, reverse=True)))
 
 
 def complete_iterations(folder: str | Path) -> list[int]:
     """Return the iterations with a committed checkpoint, ascending."""
-    return sorted({step.iteration for step in scan_folder(folder).steps})
+    return sorted({step.iteration for step in scan_checkpoint_folder(folder).steps})
 
 
 def newest_iteration(folder: str | Path) -> int | None:
     """Return the iteration committed last; None in a folder without checkpoints."""
-    return next((step.iteration for step in scan_folder(folder).steps), None)
+    return next((step.iteration for step in scan_checkpoint_folder(folder).steps), None)
 
 
 def tracker_iteration(folder: str | Path, *, files: FileSystem = DISK) -> int | None:
@@ -206,15 +207,15 @@ def tracker_iteration(folder: str | Path, *, files: FileSystem = DISK) -> int | 
         return None
 
 
-def candidates(
+def load_candidates(
     folder: str | Path, step: int | None = None, *, required: int | None = None, files: FileSystem = DISK
-) -> list[SavedStep]:
+) -> list[CommittedCheckpoint]:
     """Return the checkpoints to try to load, newest first; empty in a folder without checkpoints.
 
     step: only this iteration (`--ckpt-step`). required: the newest must be this iteration (`--require-iteration`).
     Raises `CheckpointError` if these do not exist, or if the folder has lost its checkpoints.
     """
-    result = scan_folder(folder, files=files)
+    result = scan_checkpoint_folder(folder, files=files)
     if step is None and required is None:
         if not result.steps:
             _require_no_lost_checkpoints(folder, [text for _, text in result.damaged], files)
@@ -243,19 +244,23 @@ def _require_no_lost_checkpoints(folder: str | Path, damaged: Sequence[str], fil
         )
 
 
-def find_checkpoint(folder: str | Path, step: int | None = None) -> SavedStep | None:
-    """Return the checkpoint of an iteration, or the newest; None in an empty folder. It is not verified."""
-    return next(iter(candidates(folder, step)), None)
+def find_checkpoint(folder: str | Path, step: int | None = None) -> CommittedCheckpoint | None:
+    """Return the checkpoint of iteration `step`, or the newest; None in a folder without checkpoints. It is not
+    verified.
+
+    Raises `CheckpointError` if `step` does not exist, or if the folder has lost its checkpoints.
+    """
+    return next(iter(load_candidates(folder, step)), None)
 
 
-def temporary_folder(folder: str | Path, iteration: int, save: str) -> Path:
+def temporary_save_folder(folder: str | Path, iteration: int, save: str) -> Path:
     """Return the folder into which a save writes; its name contains the save's id, so that no other save writes there."""
     return iteration_folder(folder, iteration).with_suffix(f".{save[:8]}.tmp")
 
 
 def begin_save(folder: str | Path, iteration: int, save: str, *, files: FileSystem = DISK) -> Path:
     """Create the temporary folder of a save; every rank may call it."""
-    made = temporary_folder(folder, iteration, save)
+    made = temporary_save_folder(folder, iteration, save)
     try:
         files.make_folder(Path(folder), durable=True)
         files.make_folder(made, durable=False)
@@ -264,8 +269,9 @@ def begin_save(folder: str | Path, iteration: int, save: str, *, files: FileSyst
     return made
 
 
-def clean_up(folder: str | Path, *, save: str = "", files: FileSystem = DISK) -> None:
-    """Delete the remains of interrupted saves and deletions; restore a former checkpoint if the new one is missing.
+def remove_interrupted_saves(folder: str | Path, *, save: str = "", files: FileSystem = DISK) -> None:
+    """Delete what interrupted saves and deletions left; restore the former checkpoint of an iteration whose new one is
+    missing.
 
     save: id of the save in progress, whose files stay.
     """
@@ -288,36 +294,36 @@ def clean_up(folder: str | Path, *, save: str = "", files: FileSystem = DISK) ->
             pass  # it is inert
 
 
-def commit(
+def commit_save(
     folder: str | Path,
     iteration: int,
     *,
     save: str,
     manifest: bytes,
     sizes: Mapping[str, int],
-    description: Description,
+    description: RunDescription,
     files: FileSystem = DISK,
-) -> tuple[SavedStep, str]:
+) -> tuple[CommittedCheckpoint, str]:
     """Declare the save of `iteration` complete: it becomes the newest checkpoint.
 
-    All data files must be written and durable. sizes: their expected bytes, without which nothing is committed. Returns
-    the checkpoint, and a problem with the tracker file, usually "".
+    All data files must be written and durable. sizes: their expected bytes. Returns the checkpoint, and a problem with
+    the tracker file, usually "". Raises `CheckpointError` if sizes differ or a file cannot be written.
     """
     target = iteration_folder(folder, iteration)
-    made, former = temporary_folder(folder, iteration, save), target.with_suffix(".old")
+    made, former = temporary_save_folder(folder, iteration, save), target.with_suffix(".old")
     config = _as_json({"world_size": description.world_size, "values": dict(description.values)})
-    sequence = 1 + max((step.commit.sequence for step in scan_folder(folder, files=files).steps), default=0)
-    done = Commit(
+    sequence = 1 + max((step.commit.sequence for step in scan_checkpoint_folder(folder, files=files).steps), default=0)
+    done = CommitRecord(
         save,
         iteration,
         sequence,
-        FileSizeAndHash(len(manifest), hash_of(manifest)),
-        FileSizeAndHash(len(config), hash_of(config)),
+        FileSizeAndHash(len(manifest), xxh3_hash(manifest)),
+        FileSizeAndHash(len(config), xxh3_hash(config)),
     )
     try:
-        _demand_sizes(made, sizes, files)
+        _require_file_sizes(made, sizes, files)
         for name, content in ((MANIFEST, manifest), (CONFIG, config), (COMMIT, done.text().encode())):
-            write_file(files, made / name, content)
+            write_durable_file(files, made / name, content)
         files.sync_folder(made)
         replaces = any(entry.name == target.name for entry in files.list(Path(folder)))
         if replaces:  # the same iteration, saved again after going back; until the next rename its other name counts
@@ -332,16 +338,16 @@ def commit(
         if replaces:
             _delete_checkpoint(former, files)
         hint = Path(folder) / TRACKER
-        write_file(files, hint.with_suffix(".tmp"), f"{iteration}\n".encode())
+        write_durable_file(files, hint.with_suffix(".tmp"), f"{iteration}\n".encode())
         files.rename(hint.with_suffix(".tmp"), hint)
         files.sync_folder(Path(folder))
     except OSError as error:
-        return SavedStep(target, done), f"{TRACKER} in {folder} is not up to date: {error}"
-    return SavedStep(target, done), ""
+        return CommittedCheckpoint(target, done), f"{TRACKER} in {folder} is not up to date: {error}"
+    return CommittedCheckpoint(target, done), ""
 
 
-def _demand_sizes(made: Path, sizes: Mapping[str, int], files: FileSystem) -> None:
-    """Raise CheckpointError if a folder lacks files that its ranks have written."""
+def _require_file_sizes(made: Path, sizes: Mapping[str, int], files: FileSystem) -> None:
+    """Raise `CheckpointError` if a data file is missing or has another size than was written."""
     there = {entry.name for entry in files.list(made) if not entry.is_folder}
     result = {name: files.size(made / name) if name in there else None for name in sizes}
     wrong = [
@@ -358,24 +364,24 @@ def _demand_sizes(made: Path, sizes: Mapping[str, int], files: FileSystem) -> No
 def abandon_save(folder: str | Path, iteration: int, save: str, *, files: FileSystem = DISK) -> None:
     """Give up a save and delete its files, as far as possible."""
     try:
-        remove_tree(files, temporary_folder(folder, iteration, save))
+        remove_tree(files, temporary_save_folder(folder, iteration, save))
     except OSError:
         pass  # it is inert, and the next save tries again
 
 
-def linked_best(folder: str | Path, *, files: FileSystem = DISK) -> int | None:
-    """Return the iteration that the link to the best checkpoint leads to; None where it leads to no complete one."""
+def best_linked_iteration(folder: str | Path, *, files: FileSystem = DISK) -> int | None:
+    """Return the iteration that the link to the best checkpoint points to; None if that is no complete checkpoint."""
     try:
-        return read_commit(Path(folder) / BEST, files=files).iteration
+        return read_commit_record(Path(folder) / BEST, files=files).iteration
     except CheckpointError:
         return None
 
 
-def link_best(folder: str | Path, iteration: int, *, files: FileSystem = DISK) -> str:
-    """Let the link to the best checkpoint lead to that of an iteration, if it is complete. Returns a problem, usually ""."""
+def link_best_checkpoint(folder: str | Path, iteration: int, *, files: FileSystem = DISK) -> str:
+    """Point the link to the best checkpoint at that of `iteration`, if it is complete. Returns a problem, usually ""."""
     target = iteration_folder(folder, iteration)
-    if linked_best(folder, files=files) == iteration or not any(
-        step.folder == target for step in scan_folder(folder, files=files).steps
+    if best_linked_iteration(folder, files=files) == iteration or not any(
+        step.folder == target for step in scan_checkpoint_folder(folder, files=files).steps
     ):
         return ""
     try:
@@ -394,20 +400,19 @@ def expired_checkpoints(
     keep_last: int | None,
     best: int | None = None,
     files: FileSystem = DISK,
-) -> list[SavedStep]:
+) -> list[CommittedCheckpoint]:
     """Return the older checkpoints to delete when iteration `saved` is committed: those that no retention rule keeps.
-    Links are kept.
 
     interval: multiples of it are kept (`--save-retain-interval`). keep_last: so many are kept, including `saved`
-    (`--save-keep-last`). Without either, nothing is deleted. best: an iteration that is kept, as is the one that the link to the
-    best leads to.
+    (`--save-keep-last`). Without either, none is deleted. best: an iteration that is kept, as is the one that the link
+    to the best points to. Checkpoints that are links are kept.
     """
     if interval is None and keep_last is None:
         return []
     links = {entry.name for entry in _list_folder(folder, files) if entry.is_link}
-    kept = {best, linked_best(folder, files=files)}
+    kept = {best, best_linked_iteration(folder, files=files)}
     older = sorted(
-        (step for step in scan_folder(folder, files=files).steps if step.iteration < saved),
+        (step for step in scan_checkpoint_folder(folder, files=files).steps if step.iteration < saved),
         key=lambda step: -step.iteration,
     )
     return [
@@ -419,7 +424,7 @@ def expired_checkpoints(
     ]
 
 
-def delete_checkpoints(steps: Sequence[SavedStep], *, files: FileSystem = DISK) -> str:
+def delete_checkpoints(steps: Sequence[CommittedCheckpoint], *, files: FileSystem = DISK) -> str:
     """Delete checkpoints. Returns why some could not be deleted, usually "": that is no reason for a run to end."""
     complaints = []
     for step in steps:
@@ -430,7 +435,7 @@ def delete_checkpoints(steps: Sequence[SavedStep], *, files: FileSystem = DISK) 
     return "; ".join(complaints)
 
 
-def read_commit(folder: Path, *, files: FileSystem = DISK) -> Commit:
+def read_commit_record(folder: Path, *, files: FileSystem = DISK) -> CommitRecord:
     """Return the commit of a checkpoint's folder. Raises `CheckpointError` if it is missing or damaged."""
     path = folder / COMMIT
     try:
@@ -447,7 +452,7 @@ def read_commit(folder: Path, *, files: FileSystem = DISK) -> Commit:
         text.startswith(_FIRST_LINE)
         and version.isdigit()
         and int(version) > FORMAT_VERSION
-        and f"{body}seal {hash_of(body.encode())}\n" == text
+        and f"{body}seal {xxh3_hash(body.encode())}\n" == text
     ):
         raise CheckpointError(
             f"{folder} has format version {version}; this program reads up to {FORMAT_VERSION}, use a newer one"
@@ -456,7 +461,7 @@ def read_commit(folder: Path, *, files: FileSystem = DISK) -> Commit:
         fields = {line[0]: line[1:] for line in lines[1:-1]}
         (save,), (iteration,), (sequence,) = fields["save"], fields["iteration"], fields["sequence"]
         manifest, config = (FileSizeAndHash(int(fields[name][0]), fields[name][1]) for name in (MANIFEST, CONFIG))
-        result = Commit(save, int(iteration), int(sequence), manifest, config)
+        result = CommitRecord(save, int(iteration), int(sequence), manifest, config)
     except (KeyError, ValueError, TypeError, IndexError):
         result = None
     if result is None or result.text() != text:
@@ -464,8 +469,12 @@ def read_commit(folder: Path, *, files: FileSystem = DISK) -> Commit:
     return result
 
 
-def read_committed(folder: Path, name: str, committed: FileSizeAndHash, *, files: FileSystem = DISK) -> dict[str, Any]:
-    """Return the object in a JSON file whose hash is in commit.txt."""
+def read_committed_json(
+    folder: Path, name: str, committed: FileSizeAndHash, *, files: FileSystem = DISK
+) -> dict[str, Any]:
+    """Return the object in a JSON file of a checkpoint. Raises `CheckpointError` if it does not match size and hash in
+    commit.txt.
+    """
     path = folder / name
     try:
         content = read_file(files, path)
@@ -473,7 +482,7 @@ def read_committed(folder: Path, name: str, committed: FileSizeAndHash, *, files
         raise CheckpointError(f"{path} is missing") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
-    if (len(content), hash_of(content)) != (committed.size, committed.hash):
+    if (len(content), xxh3_hash(content)) != (committed.size, committed.hash):
         raise CheckpointError(
             f"{path} is {'cut short' if len(content) < committed.size else 'damaged'}, changed, or of another save: "
             f"it has not the bytes that {COMMIT} was put on"
@@ -487,38 +496,44 @@ def read_committed(folder: Path, name: str, committed: FileSizeAndHash, *, files
     return value
 
 
-def describe(folder: str | Path, *, files: FileSystem = DISK) -> Description:
-    """Return the description of a committed folder, from its config.json."""
+def read_run_description(folder: str | Path, *, files: FileSystem = DISK) -> RunDescription:
+    """Read the settings and the number of ranks of the run that saved a checkpoint, from its config.json."""
     folder = Path(folder)
-    config = read_committed(folder, CONFIG, read_commit(folder, files=files).config, files=files)
+    config = read_committed_json(folder, CONFIG, read_commit_record(folder, files=files).config, files=files)
     if not isinstance(config.get("values"), dict) or not isinstance(config.get("world_size"), int):
         raise CheckpointError(f"{folder / CONFIG} is damaged: it must hold values and world_size")
-    return Description(config["values"], config["world_size"])
+    return RunDescription(config["values"], config["world_size"])
 
 
-def checkpoint_values(folder: str | Path, step: int | None = None) -> dict[str, Any]:
-    """Return the model and tokenizer settings of a checkpoint in `folder` (`--use-checkpoint-args`), by field name."""
-    values = saved_values(folder, step)
+def checkpoint_model_settings(folder: str | Path, step: int | None = None) -> dict[str, Any]:
+    """Return the model and tokenizer settings of a checkpoint in `folder` (`--use-checkpoint-args`), by field name,
+    without those that the user may choose anew.
+
+    step: the iteration; None: the newest. Raises `CheckpointError` if there is no valid one.
+    """
+    values = saved_run_settings(folder, step)
     names = [field.name for config in (ModelConfig, TokenizerConfig) for field, _ in flag_fields(config)]
     result = {name: values[name] for name in names if name in values and name not in FREE}
     if "vocab_size" in result:
-        result["vocab_size"] = null_vocab_size(result["vocab_size"], values)
+        result["vocab_size"] = null_tokenizer_vocab_size(result["vocab_size"], values)
     return result
 
 
-def saved_values(folder: str | Path, step: int | None = None) -> Mapping[str, Any]:
+def saved_run_settings(folder: str | Path, step: int | None = None) -> Mapping[str, Any]:
     """Return every setting of the run that saved the newest checkpoint in `folder`, or that of an iteration, by field
     name.
 
     A folder whose config.json is damaged is skipped, as it is when tensors are loaded.
     """
-    folders = [Path(folder)] if (Path(folder) / COMMIT).is_file() else [one.folder for one in candidates(folder, step)]
+    folders = (
+        [Path(folder)] if (Path(folder) / COMMIT).is_file() else [one.folder for one in load_candidates(folder, step)]
+    )
     if not folders:
         raise CheckpointError(f"--use-checkpoint-args: {folder} holds no complete checkpoint to take the settings from")
     problems = []
     for one in folders:
         try:
-            return describe(one).values
+            return read_run_description(one).values
         except CheckpointError as error:
             problems.append(str(error))
     raise CheckpointError(
@@ -526,7 +541,7 @@ def saved_values(folder: str | Path, step: int | None = None) -> Mapping[str, An
     )
 
 
-def bytes_in(folder: str | Path, *, files: FileSystem = DISK) -> int:
+def folder_num_bytes(folder: str | Path, *, files: FileSystem = DISK) -> int:
     """Return the size of a checkpoint on disk in bytes."""
     return sum(files.size(Path(folder) / entry.name) for entry in files.list(Path(folder)) if not entry.is_folder)
 
@@ -538,6 +553,7 @@ def _checkpoint_folders(folder: str | Path, files: FileSystem) -> list[tuple[int
 
 
 def _list_folder(folder: str | Path, files: FileSystem) -> list[Any]:
+    """Return the entries of a folder; empty if it does not exist. Raises `CheckpointError` if it cannot be read."""
     try:
         return files.list(Path(folder))
     except FileNotFoundError:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from megatron.core.parallel.boxes import Box, boxes_of_flat_range, intersect, whole_box
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import ParamSpec, local_shards, quantized_of, spec_of
+from megatron.core.parallel.spec import ParamSpec, local_shards, param_spec_of, quantized_values_of
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class ShardedTensor:
 Tree = dict[str, Any]  # name -> ShardedTensor, a tensor that every rank holds alike, or a value that JSON can say
 
 
-class Segment(Protocol):
+class FlatParamRange(Protocol):
     """Flat elements [low, high) of a local parameter (`distributed.buffers.Segment` implements it)."""
 
     @property
@@ -70,7 +70,7 @@ def replicated_tensor(tensor: Tensor) -> ShardedTensor:
 
 def sharded_parameter(param: nn.Parameter, mesh: Mesh) -> ShardedTensor:
     """Return the tree entry of a parameter of any shape: its global shape, and the boxes that this rank holds."""
-    spec, local, quantized = spec_of(param), param.detach(), quantized_of(param)
+    spec, local, quantized = param_spec_of(param), param.detach(), quantized_values_of(param)
     if quantized is not None:
         receivers = [(box, partial(quantized.quantize_box, index)) for index, box in enumerate(quantized.boxes)]
         return ShardedTensor(spec.shape, param.dtype, receivers=list(receivers))
@@ -79,8 +79,11 @@ def sharded_parameter(param: nn.Parameter, mesh: Mesh) -> ShardedTensor:
     )
 
 
-def sharded_optimizer_state(segment: Segment, tensor: Tensor, mesh: Mesh) -> ShardedTensor:
-    """Return the tree entry of optimizer state. tensor: flat, [elements of the segment]."""
+def sharded_optimizer_state(segment: FlatParamRange, tensor: Tensor, mesh: Mesh) -> ShardedTensor:
+    """Return the tree entry of optimizer state: the boxes of the parameter that the segment covers.
+
+    tensor: flat, [elements of the segment].
+    """
     expected = segment.high - segment.low
     assert tensor.shape == (expected,), (
         f"a slot of {segment.spec.name} has shape {tuple(tensor.shape)}, not ({expected},)"
@@ -99,10 +102,8 @@ def sharded_optimizer_state(segment: Segment, tensor: Tensor, mesh: Mesh) -> Sha
 
 
 def add_to_tree(tree: Tree, name: str, placed: ShardedTensor) -> None:
-    """Add an entry to the tree;
-
-    its tensors may have any shape. If a rank holds a name twice (both replicas of a tied matrix), the boxes of both are
-    stored.
+    """Add an entry (tensors of any shape) to the tree. If this rank has the name already (both copies of a tied
+    matrix), the boxes of both are stored.
     """
     there = tree.get(name)
     if there is None:

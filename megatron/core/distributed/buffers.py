@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from megatron.core.parallel.device import supports_mixed_dtype_addmm
 from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.parallel.spec import ParamSpec, spec_of
+from megatron.core.parallel.spec import ParamSpec, param_spec_of
 
 _ALIGNMENT = 64  # elements: aligned chunks of a bucket are faster for vector units and NCCL
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class OwnedSegment:
     """The part of one parameter that this rank owns: flat elements [low, high) of its local tensor.
 
     local_shape: of the local tensor. data, grad: the elements' weights and gradients [high - low]. sharded:
@@ -51,12 +51,12 @@ class Segment:
 
     @property
     def is_low_precision(self) -> bool:
-        """Whether the working weights are in half precision, so that an fp32 main weight holds more bits."""
+        """Whether the working weights are in half precision, so that the fp32 main weights are saved too."""
         return self.data.dtype in (torch.bfloat16, torch.float16) or self.rounds_to is not None
 
 
 @dataclass(frozen=True, slots=True)
-class Ownership:
+class ParamOwnership:
     """The flat elements [low, high) of a parameter's local tensor that each rank of its data-parallel axis owns, in
     rank order.
 
@@ -114,24 +114,24 @@ class Bucket:
 
     @property
     def all_gather_buffers(self) -> tuple[Tensor, ...]:
-        """Return the buffers to all-gather, each [elements of the bucket]."""
+        """The buffers to all-gather, each [elements of the bucket]."""
         return (self.data,)
 
-    def ownership(self) -> Iterator[Ownership]:
-        """Yield which rank owns which elements of each parameter."""
+    def param_ownership(self) -> Iterator[ParamOwnership]:
+        """Yield, for each parameter, which of its elements each rank of the axis owns."""
         bounds = [self.owned_range(rank) for rank in range(self.axis.size)]
         for param, start in zip(self.params, self.starts, strict=False):
             ranges = (tuple(min(max(edge - start, 0), param.numel()) for edge in bound) for bound in bounds)
-            yield Ownership(spec_of(param), tuple(param.shape), tuple((low, high) for low, high in ranges))
+            yield ParamOwnership(param_spec_of(param), tuple(param.shape), tuple((low, high) for low, high in ranges))
 
-    def segments(self) -> Iterator[Segment]:
+    def owned_segments(self) -> Iterator[OwnedSegment]:
         """Yield the part of each parameter that this rank owns."""
         low, high = self.owned_range()
         for param, start in zip(self.params, self.starts, strict=False):
             begin, end = max(low, start), min(high, start + param.numel())
             if begin < end:
-                yield Segment(
-                    spec_of(param),
+                yield OwnedSegment(
+                    param_spec_of(param),
                     tuple(param.shape),
                     begin - start,
                     end - start,
@@ -150,16 +150,16 @@ def make_buckets(
     bucket_size: int | None,
     bucket_kinds: Mapping[nn.Parameter, Callable[..., Bucket]] | None = None,
 ) -> list[Bucket]:
-    """Move a stage's trainable parameters into buckets. bucket_size: elements, or None for one bucket per dtype and
-    axis.
+    """Move a stage's trainable parameters into buckets, and return these.
 
-    bucket_kinds: constructor of the bucket for parameters that do not go into plain ones.
+    bucket_size: elements, or None for one bucket per dtype, axis and kind. bucket_kinds: constructor of the bucket for
+    parameters that do not go into plain ones.
     """
     buckets: list[Bucket] = []
     plain_bucket = partial(Bucket, sharded=sharded)
     open_buckets: dict[tuple[torch.dtype, str, Callable[..., Bucket]], list[nn.Parameter]] = {}
 
-    def close(key: tuple[torch.dtype, str, Callable[..., Bucket]]) -> None:
+    def close_bucket(key: tuple[torch.dtype, str, Callable[..., Bucket]]) -> None:
         params = open_buckets.pop(key, [])
         if params:
             buckets.append(key[2](params, mesh.axis(key[1]), grad_dtype=grad_dtype))
@@ -167,20 +167,20 @@ def make_buckets(
     for param in reversed(list(module.parameters())):
         if not param.requires_grad:
             continue
-        key = (param.dtype, spec_of(param).reduce_over, (bucket_kinds or {}).get(param, plain_bucket))
-        if spec_of(param).tied:
-            close(key)
+        key = (param.dtype, param_spec_of(param).reduce_over, (bucket_kinds or {}).get(param, plain_bucket))
+        if param_spec_of(param).tied:
+            close_bucket(key)
         open_buckets.setdefault(key, []).append(param)
         full = bucket_size is not None and sum(p.numel() for p in open_buckets[key]) >= bucket_size
-        if full or spec_of(param).tied:
-            close(key)
+        if full or param_spec_of(param).tied:
+            close_bucket(key)
     for key in list(open_buckets):
-        close(key)
+        close_bucket(key)
     return buckets
 
 
 def default_bucket_size(data_parallel_size: int) -> int:
-    """Return the default number of elements of a bucket: large enough that latency does not matter."""
+    """Return the default number of elements of a bucket, large enough that latency does not matter."""
     return max(40_000_000, 1_000_000 * data_parallel_size)
 
 

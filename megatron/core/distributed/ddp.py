@@ -17,8 +17,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from megatron.core.distributed.buffers import Bucket, Ownership, Segment, make_buckets
-from megatron.core.distributed.fp8_param_gather import LowPrecisionBucket, exchange_maxima, quantized_weights_of
+from megatron.core.distributed.buffers import Bucket, OwnedSegment, ParamOwnership, make_buckets
+from megatron.core.distributed.fp8_param_gather import (
+    LowPrecisionBucket,
+    exchange_quantization_maxima,
+    quantized_weights_of,
+)
 from megatron.core.parallel import collectives
 from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.parallel.mesh import Mesh
@@ -84,25 +88,28 @@ class DataParallel:
         ]
 
     @property
-    def sharded_segments(self) -> list[Segment]:
-        """The segments that this rank owns of the parameters that are not in `whole_params`, of which it has only quantized values
-        (fp8 parameter gather); their data are the main weights, fp32 or wider. Empty if there are no such parameters.
+    def sharded_segments(self) -> list[OwnedSegment]:
+        """The segments that this rank owns of the parameters that are not in `whole_params` (fp8 parameter gather).
+
+        Their data are the main weights, fp32 or wider. Empty without such parameters.
         """
-        return [segment for bucket in self.buckets if not bucket.holds_values for segment in bucket.segments()]
+        return [segment for bucket in self.buckets if not bucket.holds_values for segment in bucket.owned_segments()]
 
     def refresh_params(self) -> None:
-        """Gather parameters again after the owned ranges were written from outside."""
+        """Gather the parameters of which only quantized values are held, after their owned ranges were written from
+        outside.
+        """
         if not all(bucket.holds_values for bucket in self.buckets):
             self.start_gather()
             self.finish_gather()
 
-    def segments(self) -> list[Segment]:
+    def owned_segments(self) -> list[OwnedSegment]:
         """Return the segments that this rank owns, over all buckets."""
-        return [segment for bucket in self.buckets for segment in bucket.segments()]
+        return [segment for bucket in self.buckets for segment in bucket.owned_segments()]
 
-    def ownership(self) -> list[Ownership]:
+    def param_ownership(self) -> list[ParamOwnership]:
         """Return which rank owns which part of every parameter, in the same order on all ranks."""
-        return [ownership for bucket in self.buckets for ownership in bucket.ownership()]
+        return [ownership for bucket in self.buckets for ownership in bucket.param_ownership()]
 
     def zero_gradients(self) -> None:
         """Zero the gradients at the start of a step."""
@@ -121,7 +128,7 @@ class DataParallel:
         """Start the reduction of every bucket that is not yet in flight."""
         self._missing = None
         while self._launched < len(self.buckets):
-            self._launch_reductions()
+            self._launch_next_reduction()
 
     def finish_reduction(self) -> None:
         """Wait until every bucket is reduced."""
@@ -130,8 +137,10 @@ class DataParallel:
         self._reducing.clear()
 
     def start_gather(self) -> None:
-        """Start to all-gather the owned parameters, in the order in which the forward pass needs the buckets."""
-        exchange_maxima(bucket for bucket in self.buckets if bucket.sharded)
+        """Start to all-gather the owned parameters, in the order in which the forward pass needs the buckets; wait for
+        them, unless gathers overlap with the forward pass.
+        """
+        exchange_quantization_maxima(bucket for bucket in self.buckets if bucket.sharded)
         for index in reversed(range(len(self.buckets))):
             bucket = self.buckets[index]
             if bucket.sharded:
@@ -147,20 +156,22 @@ class DataParallel:
     def finish_gather(self) -> None:
         """Wait until every parameter is gathered."""
         for index in list(self._gathering):
-            self._finish_gather_of(index)
+            self._finish_bucket_gather(index)
 
-    def _finish_gather_of(self, index: int) -> None:
+    def _finish_bucket_gather(self, index: int) -> None:
+        """Wait until the parameters of bucket `index` are gathered."""
         for work in self._gathering.pop(index, ()):
             collectives.wait(work)
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
+        """Forward pre-hook: wait until the module's own parameters are gathered."""
         self.wait_for_params(module.parameters(recurse=False))
 
     def wait_for_params(self, params: Iterable[torch.Tensor]) -> None:
         """Wait until these parameters (any shape) are all-gathered, before a module uses them."""
         if self._gathering:
             for param in params:
-                self._finish_gather_of(self._place.get(param, -1))  # buffers of a module are in no bucket
+                self._finish_bucket_gather(self._place.get(param, -1))  # buffers of a module are in no bucket
 
     def _register_gradient_hook(self, param: nn.Parameter, main_grad: MainGrad) -> Node:
         """Register a hook on the parameter's AccumulateGrad node, which also fires for gradients that layers have
@@ -170,7 +181,7 @@ class DataParallel:
         would leak.
         """
         param.main_grad, node = main_grad, get_gradient_edge(param).node  # type: ignore[attr-defined]
-        main_grad.on_accumulated = partial(_on_backward_done, ref(self), ref(main_grad), ref(param))
+        main_grad.on_accumulated = partial(_on_gradient_accumulated, ref(self), ref(main_grad), ref(param))
         node.register_hook(lambda *_: main_grad.on_accumulated())
         return node
 
@@ -182,9 +193,10 @@ class DataParallel:
             return
         self._missing[self._place[param]] -= 1
         while self._launched < len(self.buckets) and self._missing[self._launched] == 0:
-            self._launch_reductions()
+            self._launch_next_reduction()
 
-    def _launch_reductions(self) -> None:
+    def _launch_next_reduction(self) -> None:
+        """Start the reduction of the next bucket."""
         bucket = self.buckets[self._launched]
         self._launched += 1
         for main_grad in bucket.main_grads:
@@ -195,15 +207,17 @@ class DataParallel:
         if self.divisor is not None and self.divisor != bucket.axis.size:
             bucket.grad /= self.divisor
             op = "sum"
-        self._reducing.append(_start_reduction(bucket, op))
+        self._reducing.append(_start_bucket_reduction(bucket, op))
 
 
-def _on_backward_done(
+def _on_gradient_accumulated(
     parallel_ref: ReferenceType[DataParallel],
     main_grad_ref: ReferenceType[MainGrad],
     param_ref: ReferenceType[nn.Parameter],
 ) -> None:
-    """Add the gradient that autograd has accumulated in a backward pass, and count it."""
+    """Hook of a parameter's AccumulateGrad node: add the gradient that autograd has accumulated to the main gradient,
+    and count it.
+    """
     parallel, main_grad, param = parallel_ref(), main_grad_ref(), param_ref()
     if parallel is None or main_grad is None or param is None:
         return
@@ -215,7 +229,8 @@ def _on_backward_done(
     main_grad.has_uncounted = False
 
 
-def _start_reduction(bucket: Bucket, op: str) -> collectives.Work:
+def _start_bucket_reduction(bucket: Bucket, op: str) -> collectives.Work:
+    """Start to all-reduce a bucket's gradients, or reduce-scatter them if it is sharded."""
     if not bucket.sharded:
         return collectives.start_all_reduce(bucket.grad, bucket.axis, op)
     low, high = bucket.owned_range()

@@ -11,20 +11,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.buffers import Segment
+from megatron.core.distributed.buffers import OwnedSegment
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.spec import local_shards
 
 
-def finalize(segments: Sequence[Segment], mesh: Mesh) -> None:
-    """Turn every owned gradient into the gradient of the whole network."""
-    sum_replicated(segments, mesh)
-    sum_shared_heads(segments, mesh)
-    sum_tied(segments, mesh)
+def finalize_gradients(segments: Sequence[OwnedSegment], mesh: Mesh) -> None:
+    """Sum every owned gradient, in place, over the tensor and pipeline ranks that hold parts of it. Collective."""
+    sum_replicated_grads(segments, mesh)
+    sum_shared_kv_head_grads(segments, mesh)
+    sum_tied_grads(segments, mesh)
 
 
-def sum_replicated(segments: Sequence[Segment], mesh: Mesh) -> None:
+def sum_replicated_grads(segments: Sequence[OwnedSegment], mesh: Mesh) -> None:
     """Sum the gradients of parameters that are replicated over tensor ranks, each of which saw only some positions or
     heads.
     """
@@ -32,11 +32,11 @@ def sum_replicated(segments: Sequence[Segment], mesh: Mesh) -> None:
         _all_reduce_together([s.grad for s in segments if axis in s.spec.sum_over], mesh.axis(axis))
 
 
-def sum_shared_heads(segments: Sequence[Segment], mesh: Mesh) -> None:
+def sum_shared_kv_head_grads(segments: Sequence[OwnedSegment], mesh: Mesh) -> None:
     """Sum the gradients of key/value heads that several tensor ranks replicate: each replica served other query heads."""
     shared: dict[int, list[Tensor]] = {}
     for segment in segments:
-        for low, high, replicas, _ in replicated_ranges(segment, mesh):
+        for low, high, replicas, _ in ranges_replicated_over_tensor(segment, mesh):
             shared.setdefault(replicas, []).append(segment.grad[low:high])
     for replicas, views in sorted(shared.items()):
         flat = torch.cat(views)
@@ -47,7 +47,7 @@ def sum_shared_heads(segments: Sequence[Segment], mesh: Mesh) -> None:
         _copy_to_views(table_row, views)
 
 
-def sum_tied(segments: Sequence[Segment], mesh: Mesh) -> None:
+def sum_tied_grads(segments: Sequence[OwnedSegment], mesh: Mesh) -> None:
     """Sum the gradients of a matrix that is the embedding on one stage and the output layer, or an embedding again, on
     another.
 
@@ -67,7 +67,7 @@ def sum_tied(segments: Sequence[Segment], mesh: Mesh) -> None:
                 other.copy_(first)
 
 
-def replicated_ranges(segment: Segment, mesh: Mesh) -> list[tuple[int, int, int, bool]]:
+def ranges_replicated_over_tensor(segment: OwnedSegment, mesh: Mesh) -> list[tuple[int, int, int, bool]]:
     """Return (low, high, replicas, is_first_replica) of the ranges of `segment.grad` that other tensor ranks hold too."""
     row = 1
     for size in segment.local_shape[1:]:
@@ -83,6 +83,7 @@ def replicated_ranges(segment: Segment, mesh: Mesh) -> list[tuple[int, int, int,
 
 
 def _all_reduce_together(views: list[Tensor], axis: Axis) -> None:
+    """Sum views (any shape) in place over the axis, in one all-reduce."""
     if views and axis.group is not None:
         flat = torch.cat(views)
         collectives.all_reduce(flat, axis)
@@ -90,5 +91,6 @@ def _all_reduce_together(views: list[Tensor], axis: Axis) -> None:
 
 
 def _copy_to_views(flat: Tensor, views: list[Tensor]) -> None:
+    """Copy consecutive pieces of a flat tensor into the views."""
     for view, value in zip(views, flat.split([view.numel() for view in views]), strict=True):
         view.copy_(value)

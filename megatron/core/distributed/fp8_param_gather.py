@@ -22,16 +22,16 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed.buffers import Bucket, Segment
+from megatron.core.distributed.buffers import Bucket, OwnedSegment
 from megatron.core.kernels.low_precision import fp8
-from megatron.core.kernels.low_precision.fp8 import Quantised
-from megatron.core.kernels.low_precision.recipes import Recipe
-from megatron.core.kernels.reference import accumulation_dtype
+from megatron.core.kernels.low_precision.fp8 import QuantizedMatrix
+from megatron.core.kernels.low_precision.recipes import LowPrecisionRecipe
+from megatron.core.kernels.reference import accumulation_dtype_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 
 
-class QuantizedWeight(Protocol):
+class Fp8GatheredWeight(Protocol):
     """The quantized weights of a layer, which `LowPrecisionBucket` fills (`tensor_parallel.low_precision.Scaling`
     implements it).
 
@@ -39,14 +39,14 @@ class QuantizedWeight(Protocol):
     one, or one for each expert. turned: the same transposed, for products over the other dimension.
     """
 
-    recipe: Recipe
+    recipe: LowPrecisionRecipe
     cut: Axis
-    held: tuple[Quantised, ...]
-    turned: tuple[Quantised, ...]
+    held: tuple[QuantizedMatrix, ...]
+    turned: tuple[QuantizedMatrix, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Matrix:
+class _BucketMatrix:
     """A matrix [m, k] in a bucket.
 
     data: the buffer that holds it, from element `start` on. held: its quantized form. sizes: slice of its blocks'
@@ -55,25 +55,25 @@ class _Matrix:
 
     data: Tensor
     start: int
-    held: Quantised
+    held: QuantizedMatrix
     sizes: slice
     table: tuple[int, int]
 
     @property
-    def rows(self) -> int:
-        """Number of rows that are quantized together."""
+    def block_rows(self) -> int:
+        """Number of rows of a block, which are quantized together."""
         return self.held.block[0]
 
-    def row_maxima(self, block_maxima: Tensor, first_row: int, rows: Tensor) -> Tensor:
+    def block_row_maxima(self, block_maxima: Tensor, first_row: int, rows: Tensor) -> Tensor:
         """Return a view of the maxima of the blocks that cover `rows` [r, k], which start at row `first_row`."""
         table = block_maxima[self.sizes].view(self.table)
         return (
             table
             if self.held.blocks is None
-            else table[first_row // self.rows : -(-(first_row + len(rows)) // self.rows)]
+            else table[first_row // self.block_rows : -(-(first_row + len(rows)) // self.block_rows)]
         )
 
-    def range_in(self, low: int, high: int) -> tuple[int, int]:
+    def range_within(self, low: int, high: int) -> tuple[int, int]:
         """Return the range of this matrix's elements that lies within [low, high) of the bucket; empty if there are
         none.
         """
@@ -92,7 +92,7 @@ class LowPrecisionBucket(Bucket):
         axis: Axis,
         *,
         grad_dtype: torch.dtype,
-        quantized: dict[nn.Parameter, QuantizedWeight],
+        quantized: dict[nn.Parameter, Fp8GatheredWeight],
     ) -> None:
         """Allocate fp32 main weights of the owned range and the 8-bit buffers. quantized: the layer state that uses
         each parameter.
@@ -101,11 +101,11 @@ class LowPrecisionBucket(Bucket):
         self.dtype, first = params[0].dtype, quantized[params[0]]
         self.recipe, self.cut = first.recipe, first.cut
         low, high = self.owned_range()
-        self.main = self.data[low:high].to(accumulation_dtype(self.dtype), copy=True)
+        self.main = self.data[low:high].to(accumulation_dtype_of(self.dtype), copy=True)
         self.data = torch.zeros(len(self.data), dtype=torch.uint8, device=self.data.device)
-        self.turned = self.data if self.recipe.serves_transposed("weight") else torch.zeros_like(self.data)
-        self.matrices: list[_Matrix] = []
-        block = self.recipe.block_of("weight")
+        self.turned = self.data if self.recipe.transpose_reuses_quantized("weight") else torch.zeros_like(self.data)
+        self.matrices: list[_BucketMatrix] = []
+        block = self.recipe.block_shape_of("weight")
         for start, param, weight in zip(self.starts, params, (quantized[param] for param in params), strict=False):
             weight.held = self._quantized_views(self.data, start, param.shape, block)
             transposed = (
@@ -124,30 +124,32 @@ class LowPrecisionBucket(Bucket):
 
     def _quantized_views(
         self, data: Tensor, start: int, shape: torch.Size, block: tuple[int, int]
-    ) -> tuple[Quantised, ...]:
+    ) -> tuple[QuantizedMatrix, ...]:
         """Return views into `data` for the matrices of a weight [.., m, k]."""
         parts, (rows, columns) = [], shape[-2:]
-        if self.recipe.one_scale:
+        if self.recipe.has_single_tensor_scale:
             block = (rows, columns)
         table = (-(-rows // block[0]), -(-columns // block[1]))
         ones = self.main.new_ones(table)
         for offset in range(start, start + shape.numel(), rows * columns):
             values = data[offset : offset + rows * columns].view(self.recipe.forward.dtype).view(rows, columns)
-            scale, blocks = self.recipe.weight_scales(ones.amax(), ones)
-            parts.append(Quantised(values, scale, blocks, (1, 1) if blocks is None else block))
+            scale, blocks = self.recipe.inverse_weight_scales(ones.amax(), ones)
+            parts.append(QuantizedMatrix(values, scale, blocks, (1, 1) if blocks is None else block))
             before = self.matrices[-1].sizes.stop if self.matrices else 0
-            self.matrices.append(_Matrix(data, offset, parts[-1], slice(before, before + table[0] * table[1]), table))
+            self.matrices.append(
+                _BucketMatrix(data, offset, parts[-1], slice(before, before + table[0] * table[1]), table)
+            )
         return tuple(parts)
 
     @property
     def all_gather_buffers(self) -> tuple[Tensor, ...]:
-        """Return the quantized values of all weights, uint8 [elements], in one orientation or in both."""
+        """The quantized values of all weights, uint8 [elements]; one buffer, or one for each orientation."""
         return (self.data,) if self.turned is self.data else (self.data, self.turned)
 
-    def segments(self) -> Iterator[Segment]:
+    def owned_segments(self) -> Iterator[OwnedSegment]:
         """Yield the fp32 main weights that this rank owns of each parameter."""
         low, _ = self.owned_range()
-        for segment in super().segments():
+        for segment in super().owned_segments():
             start = self.starts[self._param_index(segment)] + segment.low - low
             yield replace(
                 segment,
@@ -155,79 +157,86 @@ class LowPrecisionBucket(Bucket):
                 rounds_to=self.dtype if self.dtype != self.main.dtype else None,
             )
 
-    def own_block_maxima(self) -> Tensor:
-        """Return the absolute maxima of the blocks of all matrices, [blocks], as far as this rank's range holds them; NaN counts as infinite."""
+    def local_block_maxima(self) -> Tensor:
+        """Return the absolute maxima of the blocks of all matrices, [blocks], over the elements that this rank owns; 0
+        for blocks of other ranks, infinity for NaN.
+        """
         result = self.main.new_zeros(self.matrices[-1].sizes.stop)
         for matrix in self.matrices:
-            if (owned := self._own_rows(matrix)) is not None:
-                matrix.row_maxima(result, *owned).copy_(self._block_maxima(matrix, owned[1]))
+            if (owned := self._owned_block_rows(matrix)) is not None:
+                matrix.block_row_maxima(result, *owned).copy_(self._block_maxima(matrix, owned[1]))
         return result.nan_to_num_(nan=float("inf"), posinf=float("inf"))  # a maximum would drop NaN
 
     def matrix_maxima(self, block_maxima: Tensor) -> Tensor:
-        """Return the largest value of each matrix, [matrices]. block_maxima: [blocks], of all of them."""
-        if self.recipe.one_scale:
+        """Return the absolute maximum of each matrix, [matrices]. block_maxima: of the blocks of all matrices,
+        [blocks].
+        """
+        if self.recipe.has_single_tensor_scale:
             return block_maxima.clone()
         return block_maxima.new_zeros(len(self.matrices)).scatter_reduce_(
             0, self._matrix_of_block, block_maxima, "amax"
         )
 
     def prepare_all_gather(self) -> None:
-        """Quantize this rank's range again, by the maxima that `exchange_maxima` left here."""
+        """Quantize this rank's range again, by the maxima that `exchange_quantization_maxima` has set."""
         assert self.maxima is not None, "maxima are exchanged before weights are quantized"
         (block_maxima, matrix_maxima), self.maxima = self.maxima, None
         held = [matrix.held for matrix in self.matrices]
         if matrix_maxima is not None:
-            whole, _ = self.recipe.weight_scales(matrix_maxima, matrix_maxima)
+            whole, _ = self.recipe.inverse_weight_scales(matrix_maxima, matrix_maxima)
             assert whole is not None, "a recipe that needs the largest value has a scale for it"
-            torch._foreach_copy_([matrix.whole_scale for matrix in held], list(whole.unbind(0)))
-        if not self.recipe.one_scale:
+            torch._foreach_copy_([matrix.required_tensor_scale for matrix in held], list(whole.unbind(0)))
+        if not self.recipe.has_single_tensor_scale:
             largest = block_maxima if matrix_maxima is None else matrix_maxima[self._matrix_of_block]
-            _, blocks = self.recipe.weight_scales(largest, block_maxima)
+            _, blocks = self.recipe.inverse_weight_scales(largest, block_maxima)
             assert blocks is not None, "a recipe without a scale of whole matrices has some of blocks"
             places = [blocks[matrix.sizes].view(matrix.table) for matrix in self.matrices]
-            torch._foreach_copy_([matrix.block_scales for matrix in held], places)
+            torch._foreach_copy_([matrix.required_block_scales for matrix in held], places)
         each = [None] * len(held) if matrix_maxima is None else matrix_maxima.unbind(0)
         for matrix, matrix_maximum in zip(self.matrices, each, strict=True):
             self._quantize_range(matrix, matrix_maximum, block_maxima)
 
-    def _quantize_range(self, matrix: _Matrix, matrix_maximum: Tensor | None, block_maxima: Tensor) -> None:
+    def _quantize_range(self, matrix: _BucketMatrix, matrix_maximum: Tensor | None, block_maxima: Tensor) -> None:
         """Quantize this rank's range of a matrix. block_maxima: of all matrices."""
-        if (owned := self._own_rows(matrix)) is None:
+        if (owned := self._owned_block_rows(matrix)) is None:
             return
         first, rows = owned
         rounded = self.recipe.quantise(
-            "weight", rows, matrix_maximum, matrix.row_maxima(block_maxima, first, rows), matrix.held.block
+            "weight", rows, matrix_maximum, matrix.block_row_maxima(block_maxima, first, rows), matrix.held.block
         )
-        (low, high), before = matrix.range_in(*self.owned_range()), first * rows.shape[1]
+        (low, high), before = matrix.range_within(*self.owned_range()), first * rows.shape[1]
         matrix.data[matrix.start + low : matrix.start + high] = rounded.values.view(torch.uint8).view(-1)[
             low - before : high - before
         ]
 
-    def _own_rows(self, matrix: _Matrix) -> tuple[int, Tensor] | None:
+    def _owned_block_rows(self, matrix: _BucketMatrix) -> tuple[int, Tensor] | None:
         """Return (first row, rows [r, k]) of the whole blocks that cover this rank's range, zero where other ranks own
         the elements.
         """
-        (low, high), (count, width) = matrix.range_in(*self.owned_range()), matrix.held.values.shape
+        (low, high), (count, width) = matrix.range_within(*self.owned_range()), matrix.held.values.shape
         if low >= high:
             return None
-        first = low // width // matrix.rows * matrix.rows
-        last = min(-(-high // (width * matrix.rows)) * matrix.rows, count)
+        first = low // width // matrix.block_rows * matrix.block_rows
+        last = min(-(-high // (width * matrix.block_rows)) * matrix.block_rows, count)
         begin = matrix.start + low - self.owned_range()[0]
         rows = self.main.new_zeros((last - first) * width)
         rows[low - first * width : high - first * width] = self.main[begin : begin + high - low]
         return first, rows.view(-1, width)
 
-    def _block_maxima(self, matrix: _Matrix, rows: Tensor) -> Tensor:
+    def _block_maxima(self, matrix: _BucketMatrix, rows: Tensor) -> Tensor:
+        """Return the absolute maxima of the blocks of `rows` [r, k]."""
         return (
-            fp8.largest_of(rows).view(1, 1) if matrix.held.blocks is None else fp8.block_amax(rows, matrix.held.block)
+            fp8.tensor_amax(rows).view(1, 1) if matrix.held.blocks is None else fp8.block_amax(rows, matrix.held.block)
         )
 
-    def _param_index(self, segment: Segment) -> int:
+    def _param_index(self, segment: OwnedSegment) -> int:
+        """Return the position of a segment's parameter in the bucket."""
         return next(place for place, param in enumerate(self.params) if param.spec is segment.spec)  # type: ignore[attr-defined]
 
 
-def exchange_maxima(buckets: Iterable[Bucket]) -> None:
-    """Find the maxima by which buckets quantize their weights: of all buckets that share their axes in one reduction, or two.
+def exchange_quantization_maxima(buckets: Iterable[Bucket]) -> None:
+    """Compute and set the maxima by which buckets quantize their weights, in one or two reductions for all buckets that
+    share their axes.
 
     Collective over the axis of the buckets and, for recipes that scale whole weights, over the ranks that shard them.
     """
@@ -236,25 +245,25 @@ def exchange_maxima(buckets: Iterable[Bucket]) -> None:
         if isinstance(bucket, LowPrecisionBucket):
             groups.setdefault((bucket.axis.ranks, bucket.cut.ranks), []).append(bucket)
     for together in groups.values():
-        of_blocks = _reduce_together([bucket.own_block_maxima() for bucket in together], together[0].axis)
+        of_blocks = _all_reduce_max_together([bucket.local_block_maxima() for bucket in together], together[0].axis)
         for bucket, block_maxima in zip(together, of_blocks, strict=True):
             bucket.maxima = block_maxima, None
-        if together[0].recipe.needs_largest:
+        if together[0].recipe.needs_tensor_amax:
             own = [bucket.matrix_maxima(maxima) for bucket, maxima in zip(together, of_blocks, strict=True)]
-            of_matrices = _reduce_together(own, together[0].cut)
+            of_matrices = _all_reduce_max_together(own, together[0].cut)
             for bucket, *maxima in zip(together, of_blocks, of_matrices, strict=True):
                 bucket.maxima = maxima[0], maxima[1]
 
 
-def _reduce_together(tensors: list[Tensor], axis: Axis) -> list[Tensor]:
-    """Return the maxima [...] over the axis of tensors [...] of any lengths."""
+def _all_reduce_max_together(tensors: list[Tensor], axis: Axis) -> list[Tensor]:
+    """Return the elementwise maxima over the axis of tensors [n] of any lengths, in one all-reduce."""
     lengths = [len(tensor) for tensor in tensors]
     return list(collectives.all_reduce(torch.cat(tensors), axis, "max").split(lengths))
 
 
-def quantized_weights_of(module: nn.Module) -> dict[nn.Parameter, QuantizedWeight]:
+def quantized_weights_of(module: nn.Module) -> dict[nn.Parameter, Fp8GatheredWeight]:
     """Return the weights of a stage that are stored quantized, with the layer state that uses them."""
-    result: dict[nn.Parameter, QuantizedWeight] = {}
+    result: dict[nn.Parameter, Fp8GatheredWeight] = {}
     for submodule in module.modules():
         scaling, weight = getattr(submodule, "scaling", None), getattr(submodule, "weight", None)
         if scaling is not None and scaling.recipe.holds_weights and isinstance(weight, nn.Parameter):

@@ -29,10 +29,10 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common as placements
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.distributed.buffers import Ownership, Segment
+from megatron.core.distributed.buffers import OwnedSegment, ParamOwnership
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.parallel.spec import ParamSpec, spec_of
+from megatron.core.parallel.spec import ParamSpec, param_spec_of
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -62,7 +62,7 @@ class FullySharded:
         the data-parallel size after a sum. keep_layers: layers stay gathered from the forward to the backward pass.
         fill: sets the initial values of a submodule, which is sharded before the next one is filled.
         """
-        self.module, self.sharded_segments, self._owned = module, list[Segment](), list[Ownership]()
+        self.module, self.sharded_segments, self._owned = module, list[OwnedSegment](), list[ParamOwnership]()
         self._mesh, self._grad_dtype, self._average = mesh, grad_dtype, average
         # No caller writes into the output of a stage.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
@@ -71,8 +71,10 @@ class FullySharded:
         unsharded: set[nn.Parameter] = set()
         for submodule in (*layers, module):
             fill(submodule)
-            unsharded |= {p for p in submodule.parameters() if self._stays_whole(p)} | _kept_in_fp32(submodule)
-            fsdp_module = self._shard(
+            unsharded |= {p for p in submodule.parameters() if self._stays_unsharded(p)} | _params_kept_in_fp32(
+                submodule
+            )
+            fsdp_module = self._shard_submodule(
                 submodule, dense_mesh, expert_placement, unsharded, reshard=submodule is not module and not keep_layers
             )
         if expert_placement:  # experts without tokens must still take part in the reduction
@@ -90,10 +92,11 @@ class FullySharded:
             average=average,
         )
 
-    def _stays_whole(self, param: nn.Parameter) -> bool:
-        return not (param.requires_grad and self._mesh.axis(spec_of(param).reduce_over).group)
+    def _stays_unsharded(self, param: nn.Parameter) -> bool:
+        """Return whether a parameter is not sharded: it has no gradient, or no other rank holds the same experts."""
+        return not (param.requires_grad and self._mesh.axis(param_spec_of(param).reduce_over).group)
 
-    def _shard(
+    def _shard_submodule(
         self,
         submodule: nn.Module,
         device_mesh: DeviceMesh,
@@ -111,14 +114,14 @@ class FullySharded:
         new_params = {
             path: p for path, p in submodule.named_parameters() if p not in unsharded and not isinstance(p, DTensor)
         }
-        specs = {path: spec_of(param) for path, param in new_params.items()}
+        specs = {path: param_spec_of(param) for path, param in new_params.items()}
         gather_dtype = _convert_to_fp32(list(new_params.values()))
         fsdp_module = fully_shard(
             submodule,
             mesh=device_mesh,
             reshard_after_forward=reshard,
             mp_policy=MixedPrecisionPolicy(gather_dtype, self._grad_dtype, cast_forward_inputs=False),
-            shard_placement_fn=lambda p: expert_placement if spec_of(p).reduce_over == "edp" else None,
+            shard_placement_fn=lambda p: expert_placement if param_spec_of(p).reduce_over == "edp" else None,
             ignored_params=unsharded,
         )
         fsdp_module.set_gradient_divide_factor(float(self._mesh.dp_cp.size) if self._average else 1.0)
@@ -126,17 +129,17 @@ class FullySharded:
         for path, spec in specs.items():
             param, axis = submodule.get_parameter(path), self._mesh.axis(spec.reduce_over)
             self.sharded_segments += _owned_segments(param, spec, axis, gather_dtype)
-            rows = tuple(_owned_rows(param, axis.size, rank) for rank in range(axis.size))
-            self._owned.append(Ownership(spec, tuple(param.shape), rows))
+            rows = tuple(_owned_row_range(param, axis.size, rank) for rank in range(axis.size))
+            self._owned.append(ParamOwnership(spec, tuple(param.shape), rows))
         return fsdp_module
 
-    def segments(self) -> list[Segment]:
+    def owned_segments(self) -> list[OwnedSegment]:
         """Return the segments that this rank owns."""
-        return [*self.sharded_segments, *self._rest.segments()]
+        return [*self.sharded_segments, *self._rest.owned_segments()]
 
-    def ownership(self) -> list[Ownership]:
+    def param_ownership(self) -> list[ParamOwnership]:
         """Return which rank owns which part of every parameter, in the same order on all ranks."""
-        return [*self._owned, *self._rest.ownership()]
+        return [*self._owned, *self._rest.param_ownership()]
 
     def zero_gradients(self) -> None:
         """Zero the gradients at the start of a step."""
@@ -168,7 +171,7 @@ class FullySharded:
 Parallel = DataParallel | FullySharded
 
 
-def _kept_in_fp32(module: nn.Module) -> set[nn.Parameter]:
+def _params_kept_in_fp32(module: nn.Module) -> set[nn.Parameter]:
     """Return the parameters that are fp32 beside others of half precision, such as decays of states: gathered with them they would be
     rounded.
     """
@@ -179,8 +182,8 @@ def _kept_in_fp32(module: nn.Module) -> set[nn.Parameter]:
 
 
 def _row_placement(axis: Axis, mesh: Mesh) -> Any:
-    """Return FSDP2's placement of rows over the ranks of `axis`; torch has supported separate meshes within a layer
-    since 2.13.
+    """Return FSDP2's placement that shards rows over `axis`, on a mesh of its own. `ConfigError` before torch 2.13,
+    which lacks this.
     """
     if not hasattr(placements, "ShardPlacementResult"):
         raise ConfigError(
@@ -193,6 +196,7 @@ def _row_placement(axis: Axis, mesh: Mesh) -> Any:
 
 
 def _device_mesh(axis: Axis, mesh: Mesh) -> DeviceMesh:
+    """Return a torch device mesh over the axis's process group."""
     assert axis.group is not None, f"{axis.name} has several ranks, and so a group"
     return DeviceMesh.from_group(axis.group, mesh.device.type)
 
@@ -209,7 +213,7 @@ def _convert_to_fp32(params: Sequence[nn.Parameter]) -> torch.dtype | None:
 
 def _owned_segments(
     param: nn.Parameter, spec: ParamSpec, axis: Axis, gather_dtype: torch.dtype | None
-) -> list[Segment]:
+) -> list[OwnedSegment]:
     """Return the rows of a parameter that this rank owns as a segment, with a gradient buffer; empty if it owns none.
 
     gather_dtype: dtype of the gathered weights.
@@ -220,17 +224,17 @@ def _owned_segments(
         "FSDP2 shards every parameter that it is given"
     )
     data, grad = param.to_local().detach().view(-1), param.grad.to_local().view(-1)
-    low, high = _owned_rows(param, axis.size, axis.rank)
+    low, high = _owned_row_range(param, axis.size, axis.rank)
     assert high - low == data.numel(), f"torch gave this rank {data.numel()} elements of {spec.name}, not {high - low}"
     return (
-        [Segment(spec, tuple(param.shape), low, high, data, grad, sharded=True, rounds_to=gather_dtype)]
+        [OwnedSegment(spec, tuple(param.shape), low, high, data, grad, sharded=True, rounds_to=gather_dtype)]
         if data.numel()
         else []
     )
 
 
-def _owned_rows(param: nn.Parameter, ranks: int, rank: int) -> tuple[int, int]:
-    """Return the flat range [low, high) of the rows that a rank owns."""
+def _owned_row_range(param: nn.Parameter, ranks: int, rank: int) -> tuple[int, int]:
+    """Return the flat range [low, high) of the rows of a parameter that `rank` of `ranks` owns."""
     rows, size = math.ceil(param.shape[0] / ranks), math.prod(param.shape[1:])
     return min(rows * rank, param.shape[0]) * size, min(rows * (rank + 1), param.shape[0]) * size
 

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config.adapters import WHOLE, is_adapter, layer_name, linear_layers
-from megatron.core.config.flags import to_values
+from megatron.core.config.adapters import WHOLE, global_layer_name, is_adapter_parameter, linear_layer_shapes
+from megatron.core.config.flags import config_to_values
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.dist_checkpointing.source import Source, TensorFormat
+from megatron.core.dist_checkpointing.source import CheckpointSource, TensorFormat
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.registry import model_of
+from megatron.core.families.registry import model_config_of
 from megatron.core.parallel.boxes import Box, whole_box
 
 BASE = "run.base"  # the value under which a checkpoint of adapters keeps the hash of its base
@@ -47,19 +47,23 @@ class AdapterWeights:
     lengths: Tensor | None = None
 
     @property
-    def name(self) -> str:
-        """Beginning of the names of its parameters."""
+    def parameter_prefix(self) -> str:
+        """Prefix of the global names of its parameters."""
         return f"{self.linear}.adapter.pairs.{self.part or WHOLE}"
 
     @property
     def rank(self) -> int:
-        """The number of rows of A."""
+        """LoRA rank: the number of rows of A."""
         return self.first.shape[-2]
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSet:
-    """model: with its adapters. saved: parameters that were trained beside them, by global name. base: its hash and its name, where known."""
+    """All adapters of a network, in memory. where: what they were read from, for errors.
+
+    model: with its adapters. saved: parameters that were trained beside them, by global name. base: hash and name of
+    the base, where known.
+    """
 
     where: str
     model: ModelConfig
@@ -69,37 +73,37 @@ class AdapterSet:
 
 
 def planned_adapters(model: ModelConfig) -> Iterator[tuple[str, str, tuple[int, int], float]]:
-    """(linear layer, part, its rows, scale) of every adapter of a network."""
+    """Yield (global name of the linear layer, part, (first row, number of rows), scale) of every adapter of a network."""
     for plan in network_layer_plans(model):
-        shapes = linear_layers(model, plan)
+        shapes = linear_layer_shapes(model, plan)
         for one in plan.adapters:
-            rows = shapes[one.linear].rows(one.part)
-            yield f"{layer_name(model, plan)}.{one.linear}", one.part, rows, one.scale
+            rows = shapes[one.linear].row_range(one.part)
+            yield f"{global_layer_name(model, plan)}.{one.linear}", one.part, rows, one.scale
 
 
-def require_matching_network(adapters: AdapterSet, model: ModelConfig) -> None:
-    """Refuse adapters of another network: of layers that this one has not, or of matrices of other sizes."""
+def require_adapters_fit_network(adapters: AdapterSet, model: ModelConfig) -> None:
+    """Raise `CheckpointError` if adapters name layers that the network does not have, or matrices of other sizes."""
     shapes = {
-        f"{layer_name(model, plan)}.{path}": shape
+        f"{global_layer_name(model, plan)}.{path}": shape
         for plan in network_layer_plans(model)
-        for path, shape in linear_layers(model, plan).items()
+        for path, shape in linear_layer_shapes(model, plan).items()
     }
     problems = []
     for pair in adapters.pairs:
         shape, theirs = shapes.get(pair.linear), (pair.second.shape[-2], pair.first.shape[-1])
         if shape is None or pair.part not in ("", *(part for part, _ in shape.parts)):
-            problems.append(f"{pair.name}: this network has no such linear layer")
-        elif theirs != (mine := (shape.rows(pair.part)[1], shape.inputs)):
+            problems.append(f"{pair.parameter_prefix}: this network has no such linear layer")
+        elif theirs != (mine := (shape.row_range(pair.part)[1], shape.inputs)):
             problems.append(
-                f"{pair.name} is of a matrix of {theirs[0]} x {theirs[1]}, and this network has {mine[0]} x {mine[1]}"
+                f"{pair.parameter_prefix} is of a matrix of {theirs[0]} x {theirs[1]}, and this network has {mine[0]} x {mine[1]}"
             )
     if problems:
         raise CheckpointError(f"{adapters.where} holds adapters of another network", problems)
 
 
-def read_adapters(source: Source) -> AdapterSet:
-    """The adapters of a checkpoint of a run that trained them. Raises `CheckpointError` where it holds none, or not all."""
-    model = model_of(source.settings)
+def read_adapter_checkpoint(source: CheckpointSource) -> AdapterSet:
+    """Read the adapters of a checkpoint of a run that trained them. `CheckpointError` if it holds none, or not all."""
+    model = model_config_of(source.settings)
     if BASE not in source.values or not model.adapter.has_adapters:
         raise CheckpointError(f"{source.where} holds no adapters but a network")
     tensors = {
@@ -115,21 +119,24 @@ def read_adapters(source: Source) -> AdapterSet:
             raise CheckpointError(f"{source.where} lacks adapters that its settings name", missing)
         factors = tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"]
         pairs.append(AdapterWeights(linear, part, rows, *factors, scale, tensors.get(f"{name}.magnitude")))
-    saved = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
+    saved = {name: tensor for name, tensor in tensors.items() if not is_adapter_parameter(name)}
     return AdapterSet(source.where, model, tuple(pairs), saved, dict(source.values[BASE]))
 
 
 class AdapterSource:
-    """Adapters as the tensors that a run loads."""
+    """A `Source` of the tensors that a run with adapters loads, from an `AdapterSet`."""
 
     def __init__(self, adapters: AdapterSet) -> None:
-        self.where, self.settings = adapters.where, to_values(adapters.model)
+        self.where, self.settings = adapters.where, config_to_values(adapters.model)
         self.values: dict[str, Any] = {BASE: dict(adapters.base)}
         self._tensors = {f"model.{name}": tensor for name, tensor in adapters.saved.items()}
         for pair in adapters.pairs:
-            self._tensors |= {f"model.{pair.name}.lora_A": pair.first, f"model.{pair.name}.lora_B": pair.second}
+            self._tensors |= {
+                f"model.{pair.parameter_prefix}.lora_A": pair.first,
+                f"model.{pair.parameter_prefix}.lora_B": pair.second,
+            }
             if pair.lengths is not None:
-                self._tensors[f"model.{pair.name}.magnitude"] = pair.lengths
+                self._tensors[f"model.{pair.parameter_prefix}.magnitude"] = pair.lengths
         self.formats: Mapping[str, TensorFormat] = {
             name: TensorFormat(tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()
         }
@@ -139,10 +146,12 @@ class AdapterSource:
         return self._tensors[name][box.slices()]
 
 
-class Merged:
-    """A network with adapters in its weights, or with them taken out again. What belongs to a run's training is left behind."""
+class MergedAdapterSource:
+    """A `Source` of a network whose weights have adapters merged in, or taken out again. Of the run's values only
+    tokenizer and progress are kept.
+    """
 
-    def __init__(self, source: Source, adapters: AdapterSet, *, sign: float = 1.0) -> None:
+    def __init__(self, source: CheckpointSource, adapters: AdapterSet, *, sign: float = 1.0) -> None:
         """sign: -1 takes adapters out. Raises `CheckpointError` where an adapter belongs to no matrix of the source, or cannot be taken out."""
         self.where, self._source, self._sign = source.where, source, sign
         self.values = {
@@ -151,14 +160,14 @@ class Merged:
         self.formats: Mapping[str, TensorFormat] = {
             name: one for name, one in source.formats.items() if name.startswith("model.")
         }
-        self.settings: Mapping[str, Any] = {**source.settings, **to_values(AdapterConfig())}
+        self.settings: Mapping[str, Any] = {**source.settings, **config_to_values(AdapterConfig())}
         self._saved = {f"model.{name}": tensor for name, tensor in adapters.saved.items()}
         if adapters.model.reward_head:
-            self._take_head(adapters.saved["score.weight"])
+            self._replace_output_by_reward_head(adapters.saved["score.weight"])
         self._pairs: dict[str, list[AdapterWeights]] = {}
         for pair in adapters.pairs:
             self._pairs.setdefault(f"model.{pair.linear}.weight", []).append(pair)
-        if problems := [*self._shape_problems(), *self._unfit_saved()]:
+        if problems := [*self._adapter_shape_problems(), *self._saved_parameter_problems()]:
             raise CheckpointError(f"the adapters of {adapters.where} do not fit {source.where}", problems)
         if sign < 0 and (self._saved or any(pair.lengths is not None for pair in adapters.pairs)):
             raise CheckpointError(
@@ -167,14 +176,15 @@ class Merged:
             )
         self._last: tuple[str, Tensor] | None = None
 
-    def _take_head(self, head: Tensor) -> None:
-        """Let the head of a reward model, [1, h], stand in the place of the output layer of the language model that it began with."""
+    def _replace_output_by_reward_head(self, head: Tensor) -> None:
+        """Replace the output layer of the language model by the head of a reward model, [1, h]."""
         dtype = self.formats["model.embedding.word_embeddings.weight"].dtype
         kept = {name: one for name, one in self.formats.items() if not name.startswith(f"model.{OUTPUT_LAYER}")}
         self.formats = {**kept, "model.score.weight": TensorFormat(tuple(head.shape), dtype)}
         self.settings = {**self.settings, "reward_head": True}
 
-    def _shape_problems(self) -> Iterator[str]:
+    def _adapter_shape_problems(self) -> Iterator[str]:
+        """Yield which adapters belong to no matrix of the source, or to one of another size."""
         for name, pairs in self._pairs.items():
             if name not in self.formats:
                 yield f"{name} is no matrix of the network"
@@ -184,9 +194,10 @@ class Merged:
                 fits = (pair.second.shape[-2], pair.first.shape[-1]) == (pair.rows[1], inputs)
                 if not fits or sum(pair.rows) > outputs:
                     theirs = f"{pair.second.shape[-2]} x {pair.first.shape[-1]}"
-                    yield f"{pair.name} is of a matrix of {theirs}, and {name} has {pair.rows[1]} x {inputs}"
+                    yield f"{pair.parameter_prefix} is of a matrix of {theirs}, and {name} has {pair.rows[1]} x {inputs}"
 
-    def _unfit_saved(self) -> Iterator[str]:
+    def _saved_parameter_problems(self) -> Iterator[str]:
+        """Yield which whole parameters saved with the adapters the source lacks or has in another shape."""
         for name, tensor in self._saved.items():
             if name not in self.formats or self.formats[name].shape != tuple(tensor.shape):
                 yield f"{name}: shape {tuple(tensor.shape)} beside the adapters, and not in the network"
@@ -206,7 +217,9 @@ class Merged:
         return self._last[1][box.slices()]
 
     def _merge_weight(self, name: str) -> Tensor:
-        """W + scale B A, computed in fp32 or wider and rounded once."""
+        """Return the weight with its adapters, W + scale B A (with DoRA rescaled by row), computed in fp32 or wider and
+        rounded once.
+        """
         format = self.formats[name]
         wide = torch.promote_types(format.dtype, torch.float32)
         weight = self._source.read(name, whole_box(format.shape)).to(wide, copy=True)
@@ -218,6 +231,6 @@ class Merged:
         return weight.to(format.dtype)
 
 
-def without_adapters(model: ModelConfig) -> ModelConfig:
-    """The network alone."""
+def config_without_adapters(model: ModelConfig) -> ModelConfig:
+    """Return the config of the network without its adapters."""
     return replace(model, adapter=AdapterConfig())

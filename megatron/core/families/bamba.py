@@ -12,11 +12,17 @@ from typing import Any
 
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.llama import NO_BIAS, attention_mappings, common_config_keys, mlp_mappings, read_common_keys
+from megatron.core.families.llama import NO_BIAS, attention_mappings, llama_config_keys, mlp_mappings, read_llama_keys
 from megatron.core.families.nemotron_h import mamba_mappings, read_time_step_limits, time_step_limit_key
 from megatron.core.families.qwen import head_dim_key
-from megatron.core.families.qwen_next import partial_rotary_factor_keys, pop_rotated_share
-from megatron.core.families.rules import Family, ParameterMapping, decoder_with_ends, module_mappings, renamed_mappings
+from megatron.core.families.qwen_next import partial_rotary_factor_keys, pop_partial_rotary_factor
+from megatron.core.families.rules import (
+    Family,
+    ParameterMapping,
+    decoder_mappings_with_ends,
+    module_mappings,
+    renamed_weight_mappings,
+)
 from megatron.core.families.settings import ConfigReader
 
 _SAYS_NOTHING = ("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient")
@@ -36,7 +42,7 @@ _SHARE = 0.5  # of a head that is rotated, where a config does not say
 
 
 def _read_mamba_keys(keys: ConfigReader, inner: int) -> dict[str, Any]:
-    """Sizes of the mixers. inner: channels of all heads."""
+    """Read the settings of the Mamba-2 mixers. inner: channels of all heads."""
     keys.pop("mamba_expand")
     heads, size = keys.positive_int("mamba_n_heads", 128), keys.pop("mamba_d_head")
     if size not in (None, "auto", inner / heads):
@@ -52,9 +58,9 @@ def _read_mamba_keys(keys: ConfigReader, inner: int) -> dict[str, Any]:
 
 def _read_bamba_config(keys: ConfigReader) -> dict[str, Any]:
     keys.pop("partial_rotary_factor")  # which the class passes over
-    share = pop_rotated_share(keys, _SHARE)
-    keys.put(rms_norm_eps=1e-5)
-    settings, attending = read_common_keys(keys), keys.pop("attn_layer_indices") or []
+    share = pop_partial_rotary_factor(keys, _SHARE)
+    keys.set_key_defaults(rms_norm_eps=1e-5)
+    settings, attending = read_llama_keys(keys), keys.pop("attn_layer_indices") or []
     layers = range(settings["num_layers"])
     return {
         **settings,
@@ -73,7 +79,7 @@ def _write_bamba_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str
     attending = [layer for layer, mixer in enumerate(mixers) if mixer == "attention"]
     inner = (hybrid.mamba_num_heads or 0) * hybrid.mamba_head_dim
     config = {
-        **common_config_keys(model, like),
+        **llama_config_keys(model, like),
         "num_hidden_layers": len(mixers),
         "attn_layer_indices": attending or like.get("attn_layer_indices"),
         **_mamba_config_keys(model, like),
@@ -83,7 +89,7 @@ def _write_bamba_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str
 
 
 def _mamba_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes of the mixers for a config.json."""
+    """Return the keys of config.json for the sizes of the Mamba-2 mixers."""
     hybrid = model.hybrid
     limited = "time_step_limit" in like or hybrid.mamba_time_step_limit not in ((), (0.0, math.inf))
     return {
@@ -96,9 +102,9 @@ def _mamba_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str,
 
 
 def _read_falcon_h1_config(keys: ConfigReader) -> dict[str, Any]:
-    keys.put(rms_norm_eps=1e-5)
+    keys.set_key_defaults(rms_norm_eps=1e-5)
     normed, before = keys.boolean("mamba_rms_norm", False), keys.boolean("mamba_norm_before_gate", True)
-    settings = read_common_keys(keys)
+    settings = read_llama_keys(keys)
     inner = keys.positive_int("mamba_d_ssm", keys.positive_int("mamba_expand", 2) * settings["hidden_size"])
     factors = {name: keys.non_negative_float(name, 1.0, positive=True) for name in _FACTORS}
     lists = {name: tuple(map(float, keys.pop(name) or ())) for name in _FACTOR_LISTS}
@@ -119,7 +125,7 @@ def _write_falcon_h1_config(model: ModelConfig, like: Mapping[str, Any]) -> dict
     before = like.get("mamba_norm_before_gate", True) if kind == "none" else kind == "before_gate"
     return {
         **({"mamba_expand": like["mamba_expand"]} if "mamba_expand" in like else {}),
-        **common_config_keys(model, like),
+        **llama_config_keys(model, like),
         **_mamba_config_keys(model, like),
         **head_dim_key(model, like),
         **{name: getattr(factors, name) for name in _FACTORS},
@@ -132,7 +138,7 @@ def _write_falcon_h1_config(model: ModelConfig, like: Mapping[str, Any]) -> dict
 
 
 def falcon_h1_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
-    """All parameters of Falcon-H1, in the order in which transformers has them."""
+    """Return the mappings of all parameters of Falcon-H1, in the order of transformers."""
     result: list[ParameterMapping] = []
     for plan in network_layer_plans(model):
         ours, theirs = f"decoder.layers.{plan.index}.", f"model.layers.{plan.index}."
@@ -142,13 +148,13 @@ def falcon_h1_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
             *mlp_mappings(model, f"{ours}mlp.", f"{theirs}feed_forward."),
             *(mixer if plan.beside == "mamba" else ()),
             *attention_mappings(model, f"{ours}self_attention.", f"{theirs}self_attn."),
-            *renamed_mappings(ours, theirs, _NORMS),
+            *renamed_weight_mappings(ours, theirs, _NORMS),
         ]
-    return decoder_with_ends(model, result, final_norm="final_layernorm")
+    return decoder_mappings_with_ends(model, result, final_norm="final_layernorm")
 
 
 def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
-    """All parameters, in the order in which transformers has them."""
+    """Return the mappings of all parameters between our names and those of transformers, in its order."""
     result: list[ParameterMapping] = []
     for plan in network_layer_plans(model):
         ours, theirs = f"decoder.layers.{plan.index}.", f"model.layers.{plan.index // 2}."
@@ -160,7 +166,7 @@ def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
             result += mlp_mappings(model, f"{ours}mlp.", f"{theirs}feed_forward.")
         norm = "pre_mlp_layernorm" if plan.mixer == "none" else "input_layernorm"
         result += module_mappings(f"{ours}{norm}", f"{theirs}{_NORMS[norm]}")
-    return decoder_with_ends(model, result, final_norm="final_layernorm")
+    return decoder_mappings_with_ends(model, result, final_norm="final_layernorm")
 
 
 BAMBA = Family(

@@ -21,12 +21,12 @@ from megatron.core.families.rules import (
     Family,
     HeadVariant,
     ParameterMapping,
-    concat,
+    concat_conversion,
     module_mappings,
-    renamed_mappings,
+    renamed_weight_mappings,
     same,
 )
-from megatron.core.families.settings import TANH_GELU, ConfigReader, classes_of, preserved_keys
+from megatron.core.families.settings import TANH_GELU, ConfigReader, architectures_of, preserved_keys
 
 _SAYS_NOTHING = (
     "classifier_dropout",
@@ -47,8 +47,11 @@ _BEFORE = {"norm_after_residual": False, "embedding_layernorm": False}
 _WORDS, _POOLER, _PAIRS = ("lm_head.", "output_layer."), "pooler.", "binary_head."
 
 
-def _read_config(keys: ConfigReader, *, norms: Mapping[str, bool], pairs: str) -> dict[str, Any]:
-    """norms: where they stand; pairs: the class that always has the head for pairs."""
+def _read_bert_config(keys: ConfigReader, *, norms: Mapping[str, bool], pairs: str) -> dict[str, Any]:
+    """Read our settings from the keys of a config.json; what cannot be expressed is noted in `keys.problems`.
+
+    norms: settings of the places of the norms. pairs: name of the class that always has the head for pairs of texts.
+    """
     hidden, heads = keys.positive_int("hidden_size"), keys.positive_int("num_attention_heads")
     if hidden % heads:
         keys.problems.append(f"hidden_size: {hidden} is not a multiple of num_attention_heads, {heads}")
@@ -72,15 +75,17 @@ def _read_config(keys: ConfigReader, *, norms: Mapping[str, bool], pairs: str) -
         "add_bias_linear": True,
         "openai_gelu": activation in TANH_GELU,
         "untie_embeddings_and_output_weights": False,
-        "bert_binary_head": pairs in classes_of(keys.config),
+        "bert_binary_head": pairs in architectures_of(keys.config),
         "init_method_std": keys.non_negative_float("initializer_range", 0.02),
         "hidden_dropout": keys.non_negative_float("hidden_dropout_prob", 0.1),
         "attention_dropout": keys.non_negative_float("attention_probs_dropout_prob", 0.1),
     }
 
 
-def write_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of a network of ours."""
+def write_bert_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json that describe a network. like: an earlier config.json of it, whose spellings are
+    kept.
+    """
     activation = like.get("hidden_act", "gelu_new")
     return {
         **preserved_keys(like, "position_embedding_type", "add_cross_attention"),
@@ -99,47 +104,53 @@ def write_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
-    """All parameters, in the order in which transformers has them."""
-    rows = renamed_mappings("embedding.", "bert.embeddings.", _TABLES)
+    """Return the mappings of all parameters between our names and those of transformers, in its order."""
+    rows = renamed_weight_mappings("embedding.", "bert.embeddings.", _TABLES)
     if model.embedding_layernorm:
-        rows += _weight_and_bias("embedding.layernorm", "bert.embeddings.LayerNorm")
+        rows += _weight_and_bias_mappings("embedding.layernorm", "bert.embeddings.LayerNorm")
     for layer in range(model.num_layers):
         rows += _layer_mappings(model, f"encoder.layers.{layer}.", f"bert.encoder.layer.{layer}.")
     if not model.norm_after_residual:
-        rows += _weight_and_bias("encoder.final_layernorm", "bert.encoder.ln")
+        rows += _weight_and_bias_mappings("encoder.final_layernorm", "bert.encoder.ln")
     if model.bert_binary_head:
-        rows += _weight_and_bias("pooler.dense", "bert.pooler.dense")
+        rows += _weight_and_bias_mappings("pooler.dense", "bert.pooler.dense")
     rows.append(ParameterMapping("output_layer.bias", ("cls.predictions.bias",), same))
-    rows += _weight_and_bias("lm_head.dense", "cls.predictions.transform.dense")
-    rows += _weight_and_bias("lm_head.layer_norm", "cls.predictions.transform.LayerNorm")
-    return tuple(rows + (_weight_and_bias("binary_head", "cls.seq_relationship") if model.bert_binary_head else []))
+    rows += _weight_and_bias_mappings("lm_head.dense", "cls.predictions.transform.dense")
+    rows += _weight_and_bias_mappings("lm_head.layer_norm", "cls.predictions.transform.LayerNorm")
+    return tuple(
+        rows + (_weight_and_bias_mappings("binary_head", "cls.seq_relationship") if model.bert_binary_head else [])
+    )
 
 
 def _layer_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
-    heads, size = [f"{theirs}attention.self.{part}" for part in ("query", "key", "value")], model.query_size
+    heads, size = [f"{theirs}attention.self.{part}" for part in ("query", "key", "value")], model.query_projection_width
     after = model.norm_after_residual
     second = ("post_attention_layernorm", "attention.output.LayerNorm") if after else ("pre_mlp_layernorm", "ln")
     return [
-        *([] if after else _weight_and_bias(f"{ours}input_layernorm", f"{theirs}attention.ln")),
-        *module_mappings(f"{ours}self_attention.linear_qkv", *heads, op=concat(size, size, size), kinds=BIASED),
-        *_weight_and_bias(f"{ours}self_attention.linear_proj", f"{theirs}attention.output.dense"),
-        *_weight_and_bias(f"{ours}{second[0]}", f"{theirs}{second[1]}"),
-        *_weight_and_bias(f"{ours}mlp.linear_fc1", f"{theirs}intermediate.dense"),
-        *_weight_and_bias(f"{ours}mlp.linear_fc2", f"{theirs}output.dense"),
-        *(_weight_and_bias(f"{ours}post_mlp_layernorm", f"{theirs}output.LayerNorm") if after else []),
+        *([] if after else _weight_and_bias_mappings(f"{ours}input_layernorm", f"{theirs}attention.ln")),
+        *module_mappings(
+            f"{ours}self_attention.linear_qkv", *heads, op=concat_conversion(size, size, size), kinds=BIASED
+        ),
+        *_weight_and_bias_mappings(f"{ours}self_attention.linear_proj", f"{theirs}attention.output.dense"),
+        *_weight_and_bias_mappings(f"{ours}{second[0]}", f"{theirs}{second[1]}"),
+        *_weight_and_bias_mappings(f"{ours}mlp.linear_fc1", f"{theirs}intermediate.dense"),
+        *_weight_and_bias_mappings(f"{ours}mlp.linear_fc2", f"{theirs}output.dense"),
+        *(_weight_and_bias_mappings(f"{ours}post_mlp_layernorm", f"{theirs}output.LayerNorm") if after else []),
     ]
 
 
-def _weight_and_bias(ours: str, theirs: str) -> list[ParameterMapping]:
+def _weight_and_bias_mappings(ours: str, theirs: str) -> list[ParameterMapping]:
     return module_mappings(ours, theirs, kinds=BIASED)
 
 
-def _settings_from_names(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+def _complete_by_tensor_names(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Set bert_binary_head if the files hold the head for pairs or the pooler."""
     there = any(name.startswith(("bert.pooler.", "cls.seq_relationship.")) for name in names)
     return {**settings, "bert_binary_head": settings["bert_binary_head"] or there}
 
 
-def _model_classes(name: str) -> tuple[HeadVariant, ...]:
+def _bert_head_variants(name: str) -> tuple[HeadVariant, ...]:
+    """Return the classes of transformers with their heads. name: their common beginning."""
     return (
         HeadVariant(f"{name}ForPreTraining", (*_WORDS, _POOLER, _PAIRS)),
         HeadVariant(f"{name}ForMaskedLM", _WORDS),
@@ -158,8 +169,8 @@ BERT = Family(
     "bert",
     "BertForPreTraining",
     "bert",
-    partial(_read_config, norms=_AFTER, pairs="BertForPreTraining"),
-    write_config,
+    partial(_read_bert_config, norms=_AFTER, pairs="BertForPreTraining"),
+    write_bert_config,
     parameter_mappings,
     silent=_SAYS_NOTHING,
     pinned=(("type_vocab_size", 2), ("tie_word_embeddings", True)),
@@ -167,14 +178,14 @@ BERT = Family(
     skipped=_SKIPPED,
     copies=_COPIES,
     renamed=_RENAMED,
-    variants=_model_classes("Bert"),
-    seen=_settings_from_names,
+    variants=_bert_head_variants("Bert"),
+    seen=_complete_by_tensor_names,
 )
 MEGATRON_BERT = replace(
     BERT,
     name="megatron_bert",
     architecture="MegatronBertForPreTraining",
     model_type="megatron-bert",
-    read_config=partial(_read_config, norms=_BEFORE, pairs="MegatronBertForPreTraining"),
-    variants=_model_classes("MegatronBert"),
+    read_config=partial(_read_bert_config, norms=_BEFORE, pairs="MegatronBertForPreTraining"),
+    variants=_bert_head_variants("MegatronBert"),
 )

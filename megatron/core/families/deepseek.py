@@ -17,18 +17,18 @@ from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.llama import (
     NO_BIAS,
-    common_config_keys,
+    decoder_layer_mappings,
     decoder_mappings,
     gated_mlp_mappings,
-    layer_mappings,
+    llama_config_keys,
     mlp_mappings,
-    read_common_keys,
+    read_llama_keys,
 )
 from megatron.core.families.mixtral import expert_mappings
 from megatron.core.families.qwen import FUSED
-from megatron.core.families.rules import Family, ParameterMapping, module_mappings, renamed_mappings, same
+from megatron.core.families.rules import Family, ParameterMapping, module_mappings, renamed_weight_mappings, same
 from megatron.core.families.settings import BALANCE, ConfigReader, format_layer_pattern
-from megatron.core.models.describe import num_mtp_layers
+from megatron.core.models.describe import num_stored_mtp_layers
 
 _SAYS_NOTHING = (
     *BALANCE,
@@ -45,12 +45,13 @@ _SAYS_NOTHING = (
 _EPSILON = 1e-6  # of the norms of latent vectors, whatever the others have
 
 
-def _read_common_keys(keys: ConfigReader) -> dict[str, Any]:
-    keys.drop("head_dim")
+def _read_deepseek_keys(keys: ConfigReader) -> dict[str, Any]:
+    """Read the settings that V2 and V3 have in common."""
+    keys.ignore_keys("head_dim")
     keys.one_of("mlp_bias", (False,), False)
     keys.one_of("moe_layer_freq", (1,), 1)
     keys.one_of("rope_interleave", (True,), True)
-    settings = read_common_keys(keys, latent=True)
+    settings = read_llama_keys(keys, latent=True)
     if settings["norm_epsilon"] != _EPSILON:
         keys.problems.append(
             f"rms_norm_eps: {settings['norm_epsilon']:g} has no counterpart here; {_EPSILON:g}, which the norms of latent "
@@ -89,17 +90,21 @@ def _read_common_keys(keys: ConfigReader) -> dict[str, Any]:
 
 
 def read_expert_group_keys(keys: ConfigReader, score: str, *, used: bool) -> dict[str, Any]:
-    """Groups of experts, of which a token uses some. score: of a group. used: whether there are any."""
+    """Read the settings of group-limited routing; {} without it.
+
+    score: how a group is scored, "sum" or "max". used: whether the network limits groups at all.
+    """
     groups, chosen = keys.positive_int("n_group", 1), keys.positive_int("topk_group", 1)
     settings = {"moe_router_num_groups": groups, "moe_router_group_topk": chosen, "moe_router_group_score": score}
     return settings if used and groups > 1 else {}
 
 
-def _common_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _deepseek_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json that V2 and V3 have in common."""
     mla, moe = model.mla, model.moe
     width = moe.moe_ffn_hidden_size or 1
     return {
-        **common_config_keys(model, like),
+        **llama_config_keys(model, like),
         "q_lora_rank": mla.q_lora_rank,
         "kv_lora_rank": mla.kv_lora_rank,
         "qk_nope_head_dim": mla.qk_head_dim,
@@ -120,7 +125,7 @@ def _read_v2_config(keys: ConfigReader) -> dict[str, Any]:
     method = keys.one_of("topk_method", ("greedy", "group_limited_greedy"), "greedy")
     keys.one_of("scoring_func", ("softmax",), "softmax")
     return {
-        **_read_common_keys(keys),
+        **_read_deepseek_keys(keys),
         **read_expert_group_keys(keys, "max", used=method != "greedy"),
         "moe_router_pre_softmax": True,
     }
@@ -128,13 +133,13 @@ def _read_v2_config(keys: ConfigReader) -> dict[str, Any]:
 
 def _write_v2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     method = "group_limited_greedy" if model.moe.moe_router_num_groups else "greedy"
-    return {**_common_config_keys(model, like), "topk_method": method}
+    return {**_deepseek_config_keys(model, like), "topk_method": method}
 
 
 def _read_v3_config(keys: ConfigReader) -> dict[str, Any]:
     keys.one_of("topk_method", ("noaux_tc",), "noaux_tc")
     keys.one_of("scoring_func", ("sigmoid",), "sigmoid")
-    settings = {**_read_common_keys(keys), **read_expert_group_keys(keys, "sum", used=True)}
+    settings = {**_read_deepseek_keys(keys), **read_expert_group_keys(keys, "sum", used=True)}
     used, groups = settings["moe_router_topk"], settings.get("moe_router_group_topk")
     if groups and used // groups != 2:
         keys.problems.append(
@@ -150,26 +155,26 @@ def _read_v3_config(keys: ConfigReader) -> dict[str, Any]:
 
 def _write_v3_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **_common_config_keys(model, like),
+        **_deepseek_config_keys(model, like),
         "num_nextn_predict_layers": model.mtp.mtp_num_layers or like.get("num_nextn_predict_layers", 0),
     }
 
 
 def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
-    """All parameters; layers that predict further follow the last."""
+    """Return the mappings of all parameters; those of multi-token prediction follow the last layer."""
     mlps = {"dense": mlp_mappings, "moe": _expert_mappings}
-    rows = list(decoder_mappings(model, _attention_mappings, mlps))
-    for depth in range(num_mtp_layers(model)):
+    rows = list(decoder_mappings(model, _mla_mappings, mlps))
+    for depth in range(num_stored_mtp_layers(model)):
         ours, theirs = f"mtp.layers.{depth}.", f"model.layers.{model.num_layers + depth}."
-        rows += renamed_mappings(ours, theirs, {name: name for name in ("enorm", "hnorm", "eh_proj")})
-        rows += layer_mappings(
-            model, f"{ours}mtp_model_layer.", theirs, _attention_mappings, mlps[network_layer_plans(model)[-1].mlp]
+        rows += renamed_weight_mappings(ours, theirs, {name: name for name in ("enorm", "hnorm", "eh_proj")})
+        rows += decoder_layer_mappings(
+            model, f"{ours}mtp_model_layer.", theirs, _mla_mappings, mlps[network_layer_plans(model)[-1].mlp]
         )
         rows += module_mappings(f"{ours}final_layernorm", f"{theirs}shared_head.norm")
     return tuple(rows)
 
 
-def _attention_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
+def _mla_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
     queries = (
         {"linear_q_proj": "q_proj"}
         if model.mla.q_lora_rank is None
@@ -182,7 +187,7 @@ def _attention_mappings(model: ModelConfig, ours: str, theirs: str) -> list[Para
         "linear_kv_up_proj": "kv_b_proj",
         "linear_proj": "o_proj",
     }
-    return renamed_mappings(ours, theirs, names)
+    return renamed_weight_mappings(ours, theirs, names)
 
 
 def _expert_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
@@ -194,7 +199,8 @@ def _expert_mappings(model: ModelConfig, ours: str, theirs: str) -> list[Paramet
     )
 
 
-def _settings_from_names(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+def _complete_by_tensor_names(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Set mtp_num_layers to the number of MTP layers that the files hold."""
     depths = sum(
         f"model.layers.{number}.eh_proj.weight" in names
         for number in range(settings["num_layers"], settings["num_layers"] + 16)
@@ -231,5 +237,5 @@ DEEPSEEK_V3 = Family(
     copies=(*DEEPSEEK_V2.copies, *_AGAIN),
     fused=FUSED,
     beyond=_BEYOND,
-    seen=_settings_from_names,
+    seen=_complete_by_tensor_names,
 )

@@ -13,11 +13,11 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.llama import (
     NO_BIAS,
     attention_mappings,
-    common_config_keys,
     decoder_mappings,
+    llama_config_keys,
     mlp_mappings,
     parameter_mappings,
-    read_common_keys,
+    read_llama_keys,
 )
 from megatron.core.families.qwen import read_layer_types
 from megatron.core.families.rules import Family, ParameterMapping
@@ -41,13 +41,13 @@ _NORMS = {
 }
 
 
-def _read_shared_keys(keys: ConfigReader) -> dict[str, Any]:
+def _read_gemma_keys(keys: ConfigReader) -> dict[str, Any]:
     """The settings that all of them have."""
-    keys.put(head_dim=_HEAD_SIZE)
+    keys.set_key_defaults(head_dim=_HEAD_SIZE)
     for name in _ACTIVATIONS:  # "gelu" is the older word for the tanh formula here, and here alone
         keys.one_of(name, ("gelu", *TANH_GELU), TANH_GELU[1])
     return {
-        **read_common_keys(keys, tied=True),
+        **read_llama_keys(keys, tied=True),
         "swiglu": False,
         "geglu": True,
         "openai_gelu": True,
@@ -56,24 +56,27 @@ def _read_shared_keys(keys: ConfigReader) -> dict[str, Any]:
     }
 
 
-def _shared_config_keys(model: ModelConfig, like: Mapping[str, Any], activation: str) -> dict[str, Any]:
+def _gemma_config_keys(model: ModelConfig, like: Mapping[str, Any], activation: str) -> dict[str, Any]:
+    """Return the keys of config.json that Gemma 1 and 2 have in common. activation: name of the key for it, if `like`
+    has none.
+    """
     named = {name: like[name] for name in _ACTIVATIONS if name in like} or {activation: TANH_GELU[1]}
-    shared = {name: value for name, value in common_config_keys(model, like).items() if name not in _ACTIVATIONS}
+    shared = {name: value for name, value in llama_config_keys(model, like).items() if name not in _ACTIVATIONS}
     return {**preserved_keys(like, *_SAYS_NOTHING, _OFF), **shared, **named, "head_dim": model.kv_channels}
 
 
 def _write_gemma_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    return _shared_config_keys(model, like, "hidden_act")
+    return _gemma_config_keys(model, like, "hidden_act")
 
 
 def _read_gemma2_config(keys: ConfigReader) -> dict[str, Any]:
-    settings = _read_shared_keys(keys)
+    settings = _read_gemma_keys(keys)
     layers, window = settings["num_layers"], keys.positive_int("sliding_window", 4096)
     kinds = keys.pop("layer_types")
     seen = [layer % 2 == 0 for layer in range(layers)] if kinds is None else read_layer_types(keys, kinds, layers)
     scalar = keys.non_negative_float("query_pre_attn_scalar", 256.0, positive=True)
     caps = {
-        ours: _soft_cap(keys, theirs, usual)
+        ours: _read_soft_cap(keys, theirs, usual)
         for ours, theirs, usual in (
             ("attention_logit_softcap", "attn_logit_softcapping", 50.0),
             ("final_logit_softcap", "final_logit_softcapping", 30.0),
@@ -88,8 +91,8 @@ def _read_gemma2_config(keys: ConfigReader) -> dict[str, Any]:
     }
 
 
-def _soft_cap(keys: ConfigReader, name: str, usual: float) -> float | None:
-    """A soft cap; null is none, and left out is the usual one."""
+def _read_soft_cap(keys: ConfigReader, name: str, usual: float) -> float | None:
+    """Read a soft cap: None if the key is null, `usual` if it is missing."""
     if keys.config.get(name, usual) is None:
         return None
     return keys.non_negative_float(name, usual, positive=True)
@@ -101,7 +104,7 @@ def _write_gemma2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[st
     usual = [layer % 2 == 0 for layer in range(model.num_layers)]
     named = {"layer_types": [("full_attention", "sliding_attention")[seen] for seen in layers]}
     return {
-        **_shared_config_keys(model, like, "hidden_activation"),
+        **_gemma_config_keys(model, like, "hidden_activation"),
         "sliding_window": window or like.get("sliding_window", 4096),
         "query_pre_attn_scalar": scalar,
         "attn_logit_softcapping": model.attention_logit_softcap,
@@ -111,12 +114,12 @@ def _write_gemma2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[st
 
 
 def _gemma2_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
-    """All parameters, in the order in which transformers has them."""
+    """Return the mappings of all parameters of Gemma 2, in the order of transformers."""
     return decoder_mappings(model, attention_mappings, {"dense": mlp_mappings}, _NORMS)
 
 
 GEMMA = Family(
-    "gemma", "GemmaForCausalLM", "gemma", _read_shared_keys, _write_gemma_config, parameter_mappings, pinned=NO_BIAS
+    "gemma", "GemmaForCausalLM", "gemma", _read_gemma_keys, _write_gemma_config, parameter_mappings, pinned=NO_BIAS
 )
 GEMMA2 = Family(
     "gemma2",

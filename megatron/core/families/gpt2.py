@@ -16,15 +16,15 @@ from megatron.core.families.rules import (
     Family,
     ParameterMapping,
     module_mappings,
-    renamed_mappings,
+    renamed_weight_mappings,
     same,
     transpose,
 )
 from megatron.core.families.settings import TANH_GELU, ConfigReader, preserved_keys
 
 
-def read_config(keys: ConfigReader) -> dict[str, Any]:
-    """Settings of a config.json."""
+def read_gpt2_config(keys: ConfigReader) -> dict[str, Any]:
+    """Read our settings from the keys of a config.json; what cannot be expressed is noted in `keys.problems`."""
     hidden, heads = keys.positive_int("n_embd"), keys.positive_int("n_head")
     if hidden % heads:
         keys.problems.append(f"n_embd: {hidden} is not a multiple of n_head, {heads}")
@@ -55,8 +55,10 @@ def read_config(keys: ConfigReader) -> dict[str, Any]:
     }
 
 
-def write_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of a network of ours."""
+def write_gpt2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json that describe a network. like: an earlier config.json of it, whose spellings are
+    kept.
+    """
     activation = like.get("activation_function", "gelu_new")
     tanh = activation if activation in TANH_GELU else "gelu_new"
     inner = model.ffn_hidden_size
@@ -91,8 +93,10 @@ _MODULES = {
 
 
 def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
-    """All parameters."""
-    rows = renamed_mappings("embedding.", "transformer.", {"word_embeddings": "wte", "position_embeddings": "wpe"})
+    """Return the mappings of all parameters between our names and those of transformers, in its order."""
+    rows = renamed_weight_mappings(
+        "embedding.", "transformer.", {"word_embeddings": "wte", "position_embeddings": "wpe"}
+    )
     for layer, (ours, theirs) in itertools.product(range(model.num_layers), _MODULES.items()):
         mine, there = f"decoder.layers.{layer}.{ours}", f"transformer.h.{layer}.{theirs}"
         rows += module_mappings(mine, there, op=transpose if ".c_" in theirs else same)
@@ -105,8 +109,8 @@ GPT2 = Family(
     "gpt2",
     "GPT2LMHeadModel",
     "gpt2",
-    read_config,
-    write_config,
+    read_gpt2_config,
+    write_gpt2_config,
     parameter_mappings,
     base="transformer.",
     skipped=re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"),  # causal masks, kept as buffers once

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.llama import attention_mappings, common_config_keys, decoder_mappings, read_common_keys
+from megatron.core.families.llama import attention_mappings, decoder_mappings, llama_config_keys, read_llama_keys
 from megatron.core.families.qwen import read_layer_types
 from megatron.core.families.rules import BIASED, Family, ParameterMapping, TensorConversion, module_mappings, same
 from megatron.core.families.settings import BALANCE, ConfigReader, sliding_window_settings, window_and_windowed_layers
 
 
 def _deinterleave_gate_up(rows: Tensor) -> Tensor:
-    """[e, (gate, up, gate, up, ...), ...] to [e, (gate, gate, ..., up, up, ...), ...]."""
+    """Reorder rows [e, (gate, up, gate, up, ...), ...] to [e, (gate, gate, ..., up, up, ...), ...]."""
     return torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1)
 
 
 def _interleave_gate_up(rows: Tensor) -> Tensor:
-    """The way back."""
+    """Undo `_deinterleave_gate_up`."""
     return torch.stack(rows.chunk(2, dim=1), dim=2).flatten(1, 2)
 
 
@@ -39,10 +39,10 @@ _GATED_BIAS = TensorConversion(
 )
 
 
-def read_config(keys: ConfigReader) -> dict[str, Any]:
-    """Settings of a config.json."""
+def read_gpt_oss_config(keys: ConfigReader) -> dict[str, Any]:
+    """Read our settings from the keys of a config.json; what cannot be expressed is noted in `keys.problems`."""
     keys.one_of("swiglu_alpha", (1.702,), 1.702)
-    settings, used = read_common_keys(keys, base=150000.0), keys.positive_int("num_experts_per_tok", 4)
+    settings, used = read_llama_keys(keys, base=150000.0), keys.positive_int("num_experts_per_tok", 4)
     keys.one_of("experts_per_token", (used,), used)  # the same by another name
     layers = settings["num_layers"]
     kinds = keys.pop("layer_types") or [("sliding_attention", "full_attention")[place % 2] for place in range(layers)]
@@ -62,11 +62,13 @@ def read_config(keys: ConfigReader) -> dict[str, Any]:
     }
 
 
-def write_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of a network of ours."""
+def write_gpt_oss_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json that describe a network. like: an earlier config.json of it, whose spellings are
+    kept.
+    """
     window, layers = window_and_windowed_layers(model)
     config = {
-        **common_config_keys(model, like),
+        **llama_config_keys(model, like),
         "head_dim": model.kv_channels,
         "swiglu_limit": model.activation_func_clamp_value,
         "sliding_window": window or like.get("sliding_window", 128),
@@ -80,7 +82,7 @@ def write_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
-    """All parameters."""
+    """Return the mappings of all parameters between our names and those of transformers, in its order."""
     return decoder_mappings(model, _attention_mappings, {"moe": _expert_mappings})
 
 
@@ -105,8 +107,8 @@ GPT_OSS = Family(
     "gpt_oss",
     "GptOssForCausalLM",
     "gpt_oss",
-    read_config,
-    write_config,
+    read_gpt_oss_config,
+    write_gpt_oss_config,
     parameter_mappings,
     silent=(*BALANCE, "initial_context_length"),
     pinned=(("attention_bias", True),),

@@ -7,7 +7,7 @@
     FOLDER/tokenizer.json                             carried along
     FOLDER/generation_config.json                     carried along, or written: which ids begin and end a text
 
-`open_folder` gives a `Source` of our names; hf_export.py writes such a folder. Nothing here knows of ranks, and memory never holds more than one
+`open_hf_folder` gives a `Source` of our names; hf_export.py writes such a folder. Nothing here knows of ranks, and memory never holds more than one
 whole tensor. Folders with pytorch_model.bin instead are read, not written.
 """
 
@@ -29,13 +29,13 @@ from megatron.core.dist_checkpointing.files import DISK, read_file
 from megatron.core.dist_checkpointing.source import TensorFormat
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.pickles import read_torch_file
-from megatron.core.families.packed import Readable, dequantize_tensors, unsupported_quantization
-from megatron.core.families.registry import family_of, model_of
+from megatron.core.families.packed import ReadableTensor, quantization_problem, with_dequantized_tensors
+from megatron.core.families.registry import family_of_config, model_config_of
 from megatron.core.families.rules import Family, HeadVariant, ParameterMapping, hf_shapes
-from megatron.core.families.settings import classes_of
-from megatron.core.families.tensor_file import read_header
-from megatron.core.families.tokenizer_files import folder_tokenizer
-from megatron.core.models.describe import num_mtp_layers, parameter_shapes
+from megatron.core.families.settings import architectures_of
+from megatron.core.families.tensor_file import read_safetensors_header
+from megatron.core.families.tokenizer_files import tokenizer_settings_of_folder
+from megatron.core.models.describe import global_parameter_shapes, num_stored_mtp_layers
 from megatron.core.models.names import VOCABULARY
 from megatron.core.parallel.boxes import Box
 
@@ -49,7 +49,7 @@ _CHUNK = 1 << 24  # elements that are looked at together where two large tensors
 
 @dataclass(frozen=True, slots=True)
 class LoadedTensor:
-    """A tensor of a pytorch_model.bin, mapped."""
+    """A tensor of a pytorch_model.bin, memory-mapped."""
 
     tensor: Tensor
 
@@ -64,7 +64,7 @@ class LoadedTensor:
 
 
 class HFCheckpoint:
-    """An opened folder: a `Source` of our names. family: what it is in the words of its publishers."""
+    """An opened Hugging Face folder: a `Source` under our names. family: its published architecture."""
 
     def __init__(
         self,
@@ -72,13 +72,13 @@ class HFCheckpoint:
         family: Family,
         config: Mapping[str, Any],
         settings: Mapping[str, Any],
-        rows: Mapping[str, tuple[ParameterMapping, list[Readable]]],
+        rows: Mapping[str, tuple[ParameterMapping, list[ReadableTensor]]],
     ) -> None:
         self.where, self.family, self.settings = str(where), family, settings
         self.values: dict[str, Any] = {PUBLISHED: dict(config)}
         self._rows = rows
         self._last: tuple[tuple[str, int, int], Tensor] | None = None
-        shapes = parameter_shapes(model_of(settings))
+        shapes = global_parameter_shapes(model_config_of(settings))
         self.formats = {
             f"model.{name}": TensorFormat(shapes[name], parts[0].format.dtype) for name, (_, parts) in rows.items()
         }
@@ -102,18 +102,18 @@ class HFCheckpoint:
 
 
 def is_hf_checkpoint(path: str | Path) -> bool:
-    """Whether a folder holds the config.json of a published model. (A checkpoint of ours has one that says other things.)"""
-    config = _config_of(path)
+    """Whether a folder holds the config.json of a published model (that of our own checkpoints has other keys)."""
+    config = _read_config_or_empty(path)
     return "architectures" in config or "model_type" in config
 
 
-def recorded_name(path: str | Path) -> str:
-    """The name or path that the config.json in a folder has of its network; empty where there is none."""
-    return str(_config_of(path).get("_name_or_path") or "")
+def recorded_model_name(path: str | Path) -> str:
+    """Return _name_or_path of a folder's config.json, the model's name or path; empty if there is none."""
+    return str(_read_config_or_empty(path).get("_name_or_path") or "")
 
 
-def _config_of(path: str | Path) -> Mapping[str, Any]:
-    """The config.json in a folder; nothing where it cannot be read."""
+def _read_config_or_empty(path: str | Path) -> Mapping[str, Any]:
+    """Return the config.json of a folder; {} if it cannot be read."""
     try:
         config = json.loads(read_file(DISK, Path(path) / CONFIG_FILE))
     except (OSError, ValueError, RecursionError):
@@ -121,40 +121,46 @@ def _config_of(path: str | Path) -> Mapping[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def open_folder(path: str | Path, given: Mapping[str, Any] | None = None) -> HFCheckpoint:
-    """The model in a folder.
+def open_hf_folder(path: str | Path, given: Mapping[str, Any] | None = None) -> HFCheckpoint:
+    """Open the model in a Hugging Face folder.
 
-    given: settings that win over the folder's. With `true_vocab_size`, the size of a tokenizer that knows fewer ids than
-    the embedding has rows, the rows behind are left out. Raises one `CheckpointError` that lists all that is wrong: keys
-    that cannot be expressed here, files that are missing or damaged, tensors that are missing, unknown or of other shapes.
+    given: settings that override the folder's. If its `true_vocab_size`, the size of a tokenizer, is less than the rows
+    of the embedding, the rows beyond are left out. Raises one `CheckpointError` that lists all that is
+    wrong: keys that cannot be expressed here, files that are missing or damaged, tensors that are missing, unknown or
+    of other shapes.
     """
     path = Path(path)
     config = read_json(path / CONFIG_FILE)
-    family = family_of(config, str(path / CONFIG_FILE))
-    files, damaged = _read_tensors(path)
-    files = dequantize_tensors(_with_current_names(files, family), config.get("quantization_config"), family.fused)
-    published, problems = _settings_of_config(family, config, files)
+    family = family_of_config(config, str(path / CONFIG_FILE))
+    files, damaged = _open_weight_files(path)
+    files = with_dequantized_tensors(
+        _with_current_names(files, family), config.get("quantization_config"), family.fused
+    )
+    published, problems = _settings_from_hf_config(family, config, files)
     problems += damaged
     if problems:
         raise CheckpointError(f"{path} cannot be loaded", problems)
     settings = {**published, **(given or {})}
-    rows, problems = _match_mappings(
-        family, settings, published["true_vocab_size"], files, family.variant_among(classes_of(config))
+    rows, problems = _match_mappings_to_files(
+        family, settings, published["true_vocab_size"], files, family.variant_among(architectures_of(config))
     )
     if problems:
         raise CheckpointError(f"{path} does not hold the {family.name} that its config.json describes", problems)
     return HFCheckpoint(path, family, config, settings, rows)
 
 
-def model_settings(path: str | Path) -> dict[str, Any]:
-    """What `--use-checkpoint-args` takes from a folder: the flags of the model, and its tokenizer if it has one."""
+def hf_model_settings(path: str | Path) -> dict[str, Any]:
+    """Return the model's settings and its tokenizer's, if any, from a folder, for --use-checkpoint-args.
+
+    Raises `CheckpointError` if it cannot be read or built here. Dropout and initialization are not included.
+    """
     path = Path(path)
     config = read_json(path / CONFIG_FILE)
-    family = family_of(config, str(path / CONFIG_FILE))
-    files = dequantize_tensors(
-        _with_current_names(_read_tensors(path)[0], family), config.get("quantization_config"), family.fused
+    family = family_of_config(config, str(path / CONFIG_FILE))
+    files = with_dequantized_tensors(
+        _with_current_names(_open_weight_files(path)[0], family), config.get("quantization_config"), family.fused
     )
-    settings, problems = _settings_of_config(family, config, files)
+    settings, problems = _settings_from_hf_config(family, config, files)
     if problems:
         raise CheckpointError(f"{path} describes a network that cannot be built here", problems)
     flags = {field.name for field, _ in flag_fields(RequestedModel)} - {
@@ -162,34 +168,34 @@ def model_settings(path: str | Path) -> dict[str, Any]:
         "attention_dropout",
         "init_method_std",
     }
-    return {**{name: value for name, value in settings.items() if name in flags}, **folder_tokenizer(path)}
+    return {**{name: value for name, value in settings.items() if name in flags}, **tokenizer_settings_of_folder(path)}
 
 
 # The keys of a config.json that hold keys of their own.
 _SECTIONS = ("rope_parameters", "rope_scaling", "text_config", "vision_config")
 
 
-def _settings_of_config(
+def _settings_from_hf_config(
     family: Family, config: Mapping[str, Any], names: Collection[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return our settings, and the keys that cannot be expressed. names: of the tensors in the files."""
     given = {name: config.get(name) or {} for name in _SECTIONS}
     if damaged := [name for name, value in given.items() if not isinstance(value, Mapping)]:
         return {}, [f"{CONFIG_FILE}: {name}: {given[name]!r:.80} is not an object" for name in damaged]
-    settings, problems = family.config_in(
+    settings, problems = family.settings_from_config(
         {name: value for name, value in config.items() if name != "quantization_config"}
     )
-    if family.scoring_class in classes_of(config):
+    if family.scoring_class in architectures_of(config):
         settings["reward_head"] = True
-    packed = unsupported_quantization(config.get("quantization_config"))
+    packed = quantization_problem(config.get("quantization_config"))
     problems = [packed, *problems] if packed else problems
     return {"architecture": "gpt", **family.seen(settings, names)}, [
         f"{CONFIG_FILE}: {problem}" for problem in problems
     ]
 
 
-def _read_tensors(path: Path) -> tuple[dict[str, Readable], list[str]]:
-    """Every tensor of the folder's files by its name there, and what is wrong with the files."""
+def _open_weight_files(path: Path) -> tuple[dict[str, ReadableTensor], list[str]]:
+    """Return every tensor of the folder's files, not yet read, by its name there; and what is wrong with the files."""
     kind = next(
         (kind for kind in (WEIGHTS_FILE, _BIN) if (path / kind).is_file() or (path / f"{kind}.index.json").is_file()),
         None,
@@ -201,15 +207,15 @@ def _read_tensors(path: Path) -> tuple[dict[str, Readable], list[str]]:
     if (path / kind).is_file():
         names = [kind]
     else:
-        promised, problems = _weight_map(path / f"{kind}.index.json")
+        promised, problems = _read_weight_map(path / f"{kind}.index.json")
         names = sorted(set(promised.values()))
-    tensors: dict[str, Readable] = {}
+    tensors: dict[str, ReadableTensor] = {}
     for name in names:
         if not (path / name).is_file():
             problems.append(f"{path / name} is missing")
             continue
         try:
-            inside = read_header(path / name) if kind == WEIGHTS_FILE else _read_bin(path / name)
+            inside = read_safetensors_header(path / name) if kind == WEIGHTS_FILE else _read_pytorch_bin(path / name)
         except CheckpointError as error:
             problems.append(str(error))
             continue
@@ -223,8 +229,8 @@ def _read_tensors(path: Path) -> tuple[dict[str, Readable], list[str]]:
     return tensors, problems
 
 
-def _weight_map(path: Path) -> tuple[dict[str, str], list[str]]:
-    """Tensor -> file as an index says; files outside the folder are refused."""
+def _read_weight_map(path: Path) -> tuple[dict[str, str], list[str]]:
+    """Return tensor -> file of an index, and problems; files outside the folder are left out and reported."""
     weights = read_json(path).get("weight_map")
     if not isinstance(weights, dict) or not weights or not all(isinstance(file, str) for file in weights.values()):
         return {}, [f"{path} is damaged: it has no weight_map of names to files"]
@@ -235,15 +241,16 @@ def _weight_map(path: Path) -> tuple[dict[str, str], list[str]]:
     )
 
 
-def _read_bin(path: Path) -> dict[str, LoadedTensor]:
+def _read_pytorch_bin(path: Path) -> dict[str, LoadedTensor]:
+    """Return the tensors of a pytorch_model.bin; `CheckpointError` if it holds anything else."""
     content = read_torch_file(path)
     if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
         raise CheckpointError(f"{path} holds no state dict of tensors")
     return {str(name): LoadedTensor(value) for name, value in content.items()}
 
 
-def _with_current_names(files: Mapping[str, Readable], family: Family) -> dict[str, Readable]:
-    """The tensors by the names that rows have: with the family's base, and as names end today."""
+def _with_current_names(files: Mapping[str, ReadableTensor], family: Family) -> dict[str, ReadableTensor]:
+    """Return the tensors under the names that mappings use: with the family's prefix, and older spellings replaced."""
     if not any(name.startswith(family.base) for name in files):  # saved without its head
         files = {name if name.startswith(_HEADS) else f"{family.base}{name}": stored for name, stored in files.items()}
     for pattern, replacement in family.respelled:
@@ -257,27 +264,27 @@ def _with_current_names(files: Mapping[str, Readable], family: Family) -> dict[s
     return renamed
 
 
-def _match_mappings(
+def _match_mappings_to_files(
     family: Family,
     settings: Mapping[str, Any],
     vocabulary: int,
-    files: Mapping[str, Readable],
+    files: Mapping[str, ReadableTensor],
     required: HeadVariant | None,
-) -> tuple[dict[str, tuple[ParameterMapping, list[Readable]]], list[str]]:
-    """Every parameter of ours with its row and what the files have for it.
+) -> tuple[dict[str, tuple[ParameterMapping, list[ReadableTensor]]], list[str]]:
+    """Return for every parameter of ours its mapping and the tensors in the files; or none, and what does not fit.
 
     vocabulary: rows of the published embedding. required: the class whose heads must be there; others may be.
     """
-    model = model_of(settings)
+    model = model_config_of(settings)
     requested, deepest = settings["true_vocab_size"], max(model.num_layers, model.decoder_num_layers or 0)
     if deepest > len(files):
         return {}, [f"its files hold {len(files)} tensors, too few for {deepest} layers"]
     rows = _present_mappings(family, model, files, required)
     try:
-        shapes = parameter_shapes(model)
+        shapes = global_parameter_shapes(model)
         shapes |= {name: (vocabulary, *shapes[name][1:]) for name in VOCABULARY & shapes.keys()}
         expected = hf_shapes(rows, shapes)
-        expected |= _shapes_as_cut(rows, files, expected)
+        expected |= _shapes_of_recut_tensors(rows, files, expected)
     except RuntimeError:
         return {}, ["its sizes are beyond any tensor"]
     problems = [f"{name} is missing" for name in expected if name not in files]
@@ -286,21 +293,23 @@ def _match_mappings(
             f"the tokenizer has {requested} ids, and the embedding {vocabulary} rows; it is another model's, or "
             "adds ids of its own (BertWordPiece does): take the model's, by --tokenizer-type HuggingFaceTokenizer"
         )
-    depth = model.num_layers + num_mtp_layers(model)
+    depth = model.num_layers + num_stored_mtp_layers(model)
     for name, stored in files.items():
         if name in expected:
-            problems += _format_mismatch(name, stored.format, expected[name])
+            problems += _format_problems(name, stored.format, expected[name])
         else:
             problems += [] if family.unused(model, name) else _unread_tensor_problem(name, files, family, depth)
     if problems:
         return {}, problems
-    return {row.ours: (row, [files[name] for name in row.theirs]) for row in rows}, _mixed_dtypes(rows, files)
+    return {row.ours: (row, [files[name] for name in row.theirs]) for row in rows}, _mixed_dtype_problems(rows, files)
 
 
-def _shapes_as_cut(
-    rows: Sequence[ParameterMapping], files: Mapping[str, Readable], expected: Mapping[str, tuple[int, ...]]
+def _shapes_of_recut_tensors(
+    rows: Sequence[ParameterMapping], files: Mapping[str, ReadableTensor], expected: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of tensors that files cut in other places than a row says, where it allows that and they make its whole."""
+    """Return the shapes of tensors that files split at other rows than a mapping expects, if it allows that and they
+    add up.
+    """
     result: dict[str, tuple[int, ...]] = {}
     for row in rows:
         if row.op.joined and all(name in files for name in row.theirs):
@@ -314,16 +323,18 @@ def _shapes_as_cut(
 
 
 def _present_mappings(
-    family: Family, model: ModelConfig, files: Mapping[str, Readable], required: HeadVariant | None
+    family: Family, model: ModelConfig, files: Mapping[str, ReadableTensor], required: HeadVariant | None
 ) -> tuple[ParameterMapping, ...]:
-    """The rows of a network without those of heads that the files lack."""
+    """Return the mappings of a network, without those of heads that the files lack (unless required)."""
     rows = family.network_mappings(model)
     lacking = family.missing_heads([row.ours for row in rows if any(name in files for name in row.theirs)], required)
     return tuple(row for row in rows if not row.ours.startswith(lacking))
 
 
-def _unread_tensor_problem(name: str, files: Mapping[str, Readable], family: Family, depth: int) -> list[str]:
-    """What is wrong with a tensor of the files that no row reads: nothing with copies, buffers and layers beyond `depth`."""
+def _unread_tensor_problem(name: str, files: Mapping[str, ReadableTensor], family: Family, depth: int) -> list[str]:
+    """Return what is wrong with a tensor of the files that no mapping reads; nothing for copies, buffers and layers
+    from `depth` on.
+    """
     if family.beyond and (layer := family.beyond.match(name)) and int(layer[1]) >= depth:
         return []
     if original := next((original for pattern, original in family.copies if re.fullmatch(pattern, name)), None):
@@ -331,7 +342,8 @@ def _unread_tensor_problem(name: str, files: Mapping[str, Readable], family: Fam
     return [] if family.skipped.fullmatch(name) else [f"{name} is unknown to this architecture"]
 
 
-def _mixed_dtypes(rows: Sequence[ParameterMapping], files: Mapping[str, Readable]) -> list[str]:
+def _mixed_dtype_problems(rows: Sequence[ParameterMapping], files: Mapping[str, ReadableTensor]) -> list[str]:
+    """Return the mappings whose tensors in the files differ in dtype, a text each."""
     return [
         f"{', '.join(row.theirs)} differ in dtype; save them in one"
         for row in rows
@@ -339,7 +351,8 @@ def _mixed_dtypes(rows: Sequence[ParameterMapping], files: Mapping[str, Readable
     ]
 
 
-def _format_mismatch(name: str, format: TensorFormat, shape: tuple[int, ...]) -> list[str]:
+def _format_problems(name: str, format: TensorFormat, shape: tuple[int, ...]) -> list[str]:
+    """Return what is wrong with shape or dtype of a tensor in the files, a text each."""
     problems = (
         [] if format.shape == shape else [f"{name} has shape {list(format.shape)}, and the config says {list(shape)}"]
     )
@@ -351,8 +364,12 @@ def _format_mismatch(name: str, format: TensorFormat, shape: tuple[int, ...]) ->
     return problems
 
 
-def _tied_copy_problem(name: str, copy: Readable, original_name: str, original: Readable | None) -> list[str]:
-    """A copy, as of a tied embedding, is passed over; a tensor of its own contradicts the config."""
+def _tied_copy_problem(
+    name: str, copy: ReadableTensor, original_name: str, original: ReadableTensor | None
+) -> list[str]:
+    """Return a problem if a tensor that should be a copy (such as a tied output layer) differs from its original, else
+    [].
+    """
     if original is None:
         return []  # which is missing, and told so
     if copy.format == original.format:

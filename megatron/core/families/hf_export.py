@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.dist_checkpointing.source import Source, TensorFormat
+from megatron.core.dist_checkpointing.source import CheckpointSource, TensorFormat
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.hf import CONFIG_FILE, DTYPE_WORDS, PUBLISHED, WEIGHTS_FILE, read_json
-from megatron.core.families.registry import family_of, fitting_family, model_of
+from megatron.core.families.registry import family_of_config, fitting_family, model_config_of
 from megatron.core.families.rules import Family, HeadVariant, ParameterMapping, hf_shapes
-from megatron.core.families.settings import classes_of
-from megatron.core.families.tensor_file import Stored, create, write
-from megatron.core.models.describe import parameter_shapes
+from megatron.core.families.settings import architectures_of
+from megatron.core.families.tensor_file import SafetensorsEntry, create_safetensors_file, write_safetensors_tensor
+from megatron.core.models.describe import global_parameter_shapes
 from megatron.core.models.names import WORD_EMBEDDING
 from megatron.core.parallel.boxes import Box, whole_box
 
@@ -37,8 +37,8 @@ _CARRIED = tuple(
 )
 
 
-def export(
-    source: Source,
+def export_hf_folder(
+    source: CheckpointSource,
     folder: str | Path,
     *,
     family: str | None = None,
@@ -62,19 +62,19 @@ def export(
         else source.values.get(PUBLISHED, {})
     )
     embedding = source.formats.get(f"model.{WORD_EMBEDDING}", TensorFormat((0,), torch.float32))
-    model = model_of(
+    model = model_config_of(
         {"true_vocab_size": embedding.shape[0], **source.settings}
     )  # a format without a tokenizer has its rows
     if family is None and earlier:
-        family = family_of(earlier, f"{like or source.where}").name
+        family = family_of_config(earlier, f"{like or source.where}").name
     chosen = fitting_family(model, family)
     variant, rows, formats = _export_plan(chosen, model, source)
     config = {
         **dict(chosen.fallbacks),
         **ids,
-        **_config_json(chosen, model, earlier if _config_is_of_family(earlier, chosen) else {}, formats),
+        **_make_config_json(chosen, model, earlier if _config_is_of_family(earlier, chosen) else {}, formats),
         "architectures": [variant.architecture],
-    } | _reward_head_keys(model, {**ids, **earlier})
+    } | _reward_head_config_keys(model, {**ids, **earlier})
     made = folder.with_name(f".{folder.name}.unfinished")
     try:
         shutil.rmtree(made, ignore_errors=True)
@@ -82,7 +82,7 @@ def export(
         _write_weights(made, rows, formats, source, shard_bytes, chosen.constants(model))
         _write_json(made / CONFIG_FILE, config)
         _write_generation_config(made, config)
-        _copy_other_files(like, made)
+        _copy_tokenizer_files(like, made)
         _fsync_folder(made)
         os.rename(made, folder)
         _fsync_folder(folder.parent, only=True)
@@ -94,11 +94,11 @@ def export(
 
 
 def _export_plan(
-    family: Family, model: ModelConfig, source: Source
+    family: Family, model: ModelConfig, source: CheckpointSource
 ) -> tuple[HeadVariant, tuple[ParameterMapping, ...], dict[str, TensorFormat]]:
-    """The class, its rows, and what the folder will hold, in their order.
+    """Return the class to export as, its mappings, and the formats of the tensors to write, in order.
 
-    Refuses a source that lacks parameters or has others; heads it may lack.
+    Raises `CheckpointError` if the source lacks parameters or has others; heads may be missing.
     """
     there = {
         name.removeprefix("model."): format for name, format in source.formats.items() if name.startswith("model.")
@@ -110,8 +110,8 @@ def _export_plan(
         for row in family.network_mappings(model)
         if not row.ours.startswith(lacking)
     )
-    shapes = {name: shape for name, shape in parameter_shapes(model).items() if not name.startswith(lacking)}
-    if problems := _parameter_differences(there, shapes):
+    shapes = {name: shape for name, shape in global_parameter_shapes(model).items() if not name.startswith(lacking)}
+    if problems := _parameter_difference_problems(there, shapes):
         raise CheckpointError(f"{source.where} does not hold the network that its settings describe", problems)
     their = hf_shapes(rows, shapes)
     formats = {name: TensorFormat(their[name], there[row.ours].dtype) for row in rows for name in row.theirs}
@@ -123,7 +123,9 @@ def _export_plan(
     )
 
 
-def _parameter_differences(formats: Mapping[str, TensorFormat], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+def _parameter_difference_problems(
+    formats: Mapping[str, TensorFormat], shapes: Mapping[str, tuple[int, ...]]
+) -> list[str]:
     """How the parameters of a source differ from those of the network that its settings describe."""
     problems = [f"{name} is missing" for name in shapes if name not in formats]
     problems += [f"{name} is unknown to the architecture" for name in formats if name not in shapes]
@@ -135,23 +137,24 @@ def _parameter_differences(formats: Mapping[str, TensorFormat], shapes: Mapping[
 
 
 def _config_is_of_family(config: Mapping[str, Any], family: Family) -> bool:
-    """Whether an earlier config.json is of a family: by its class, whatever a model calls its type (Kimi K2: `kimi_k2`)."""
-    named = classes_of(config)
+    """Whether a config.json belongs to a family: by its class if it names one, else by its model_type."""
+    named = architectures_of(config)
     return bool(family.variant_among(named)) if named else config.get("model_type") == family.model_type
 
 
-def _config_json(
+def _make_config_json(
     family: Family, model: ModelConfig, like: Mapping[str, Any], formats: Mapping[str, TensorFormat]
 ) -> dict[str, Any]:
-    """The config.json."""
+    """Return the config.json to write, with the most frequent dtype of the weights. like: an earlier one."""
     word = DTYPE_WORDS[Counter(format.dtype for format in formats.values()).most_common(1)[0][0]]
-    config = {**family.config_out(model, like), "model_type": like.get("model_type", family.model_type)}
+    config = {**family.make_config(model, like), "model_type": like.get("model_type", family.model_type)}
     config["dtype" if "dtype" in like else "torch_dtype"] = word
     return config
 
 
-def _reward_head_keys(model: ModelConfig, ids: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a reward model: one score, at the last token that is not padding, which must then be no token of texts.
+def _reward_head_config_keys(model: ModelConfig, ids: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json for a reward model: one label, and a padding token that is not an end token. {}
+    for others.
 
     ids: of special tokens, by their keys in config.json.
     """
@@ -165,7 +168,9 @@ def _reward_head_keys(model: ModelConfig, ids: Mapping[str, Any]) -> dict[str, A
 
 
 def _split_into_files(formats: Mapping[str, TensorFormat], limit: int) -> dict[str, list[str]]:
-    """File -> its tensors: in order, a new file when one would grow over the limit, a larger tensor alone."""
+    """Return file name -> tensors: in order, a new file when one would exceed the limit in bytes, a larger tensor
+    alone.
+    """
     files: list[list[str]] = []
     open_file: list[str] = []
     size = 0
@@ -189,27 +194,32 @@ def _write_weights(
     folder: Path,
     rows: Sequence[ParameterMapping],
     formats: Mapping[str, TensorFormat],
-    source: Source,
+    source: CheckpointSource,
     shard_bytes: int,
     constants: Mapping[str, tuple[tuple[int, ...], float]],
 ) -> None:
-    """Write the weight files of a folder, and their index if there are several. constants: what is written beside the rows."""
+    """Write the weight files of a folder, and their index if there are several.
+
+    constants: name -> (shape, value) of tensors that are written beside the mapped ones.
+    """
     files = _split_into_files(formats, shard_bytes)
     places = {
         name: place
         for file, names in files.items()
-        for name, place in create(folder / file, {name: formats[name] for name in names}).items()
+        for name, place in create_safetensors_file(folder / file, {name: formats[name] for name in names}).items()
     }
     for row in rows:
-        _write_parameter(row, source, places)
+        _write_converted_parameter(row, source, places)
     for name, (shape, value) in constants.items():
-        write(places[name], torch.full(shape, value, dtype=formats[name].dtype))
+        write_safetensors_tensor(places[name], torch.full(shape, value, dtype=formats[name].dtype))
     if len(files) > 1:
-        _write_json(folder / f"{WEIGHTS_FILE}.index.json", _index_json(files, formats))
+        _write_json(folder / f"{WEIGHTS_FILE}.index.json", _make_weight_index(files, formats))
 
 
-def _write_parameter(row: ParameterMapping, source: Source, places: Mapping[str, Stored]) -> None:
-    """Read a parameter once, of experts one at a time, and put its parts where they belong; on return nothing is in memory."""
+def _write_converted_parameter(
+    row: ParameterMapping, source: CheckpointSource, places: Mapping[str, SafetensorsEntry]
+) -> None:
+    """Read one parameter, experts one at a time, and write its converted parts to their places in the files."""
     name = f"model.{row.ours}"
     shape, each = source.formats[name].shape, row.op.each
     boxes = (
@@ -220,10 +230,11 @@ def _write_parameter(row: ParameterMapping, source: Source, places: Mapping[str,
     for place, box in enumerate(boxes):
         names = row.theirs[place * each : (place + 1) * each] if each else row.theirs
         for their_name, part in zip(names, row.op.theirs(source.read(name, box)), strict=True):
-            write(places[their_name], part)
+            write_safetensors_tensor(places[their_name], part)
 
 
-def _index_json(files: Mapping[str, list[str]], formats: Mapping[str, TensorFormat]) -> dict[str, Any]:
+def _make_weight_index(files: Mapping[str, list[str]], formats: Mapping[str, TensorFormat]) -> dict[str, Any]:
+    """Return the content of the index: file of each tensor, numbers of parameters and bytes."""
     elements = {name: whole_box(one.shape).size for name, one in formats.items()}
     size = sum(elements[name] * one.dtype.itemsize for name, one in formats.items())
     return {
@@ -233,7 +244,7 @@ def _index_json(files: Mapping[str, list[str]], formats: Mapping[str, TensorForm
 
 
 def _write_generation_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write a generation_config.json of the config's ids, if it has some: what generates looks there first."""
+    """Write a generation_config.json with the ids of special tokens, if the config has an end token."""
     generation = {
         name: config[name]
         for name in ("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id")
@@ -243,8 +254,8 @@ def _write_generation_config(folder: Path, config: Mapping[str, Any]) -> None:
         _write_json(folder / "generation_config.json", generation)
 
 
-def _copy_other_files(like: str | Path | None, folder: Path) -> None:
-    """Copy the files that belong to a model and are not its network."""
+def _copy_tokenizer_files(like: str | Path | None, folder: Path) -> None:
+    """Copy tokenizer files and generation_config.json from the folder `like`, if it is given."""
     if like is not None:
         for name in _CARRIED:
             if (Path(like) / name).is_file():
@@ -256,7 +267,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _fsync_folder(folder: Path, *, only: bool = False) -> None:
-    """Make a folder, and unless `only` it is meant, its files durable."""
+    """Flush a folder to disk, and unless `only`, the files in it."""
     for path in [folder] if only else [*folder.iterdir(), folder]:
         handle = os.open(path, os.O_RDONLY)
         try:

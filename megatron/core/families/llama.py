@@ -15,10 +15,10 @@ from megatron.core.families.rules import (
     BIASED,
     Family,
     ParameterMapping,
-    concat,
-    decoder_with_ends,
+    concat_conversion,
+    decoder_mappings_with_ends,
     module_mappings,
-    renamed_mappings,
+    renamed_weight_mappings,
 )
 from megatron.core.families.settings import (
     ConfigReader,
@@ -37,10 +37,12 @@ _MOST_LAYERS = 10_000
 NO_BIAS = (("attention_bias", False),)
 
 
-def read_common_keys(
+def read_llama_keys(
     keys: ConfigReader, *, tied: bool = False, base: float = 10000.0, latent: bool = False
 ) -> dict[str, Any]:
-    """Settings that the whole kin of Llama has. tied, base: what holds when the config does not say; latent: see `read_rope_keys`."""
+    """Read the settings that all Llama-like networks have. tied, base: defaults if the config does not say;
+    latent: see `read_rope_keys`.
+    """
     hidden, heads, layers = (
         keys.positive_int("hidden_size"),
         keys.positive_int("num_attention_heads"),
@@ -70,8 +72,8 @@ def read_common_keys(
     }
 
 
-def common_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of config.json that the whole kin of Llama has."""
+def llama_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json that all Llama-like networks have. like: an earlier config.json."""
     return {
         "vocab_size": model.true_vocab_size,
         "hidden_size": model.hidden_size,
@@ -98,61 +100,66 @@ NORMS = {
 def decoder_mappings(
     model: ModelConfig, attention: Part, mlps: Mapping[str, Part], norms: Mapping[str, str] = NORMS
 ) -> tuple[ParameterMapping, ...]:
-    """All parameters of a network of Llama's kin, whose layers have these norms and an MLP of one of these kinds each.
+    """Return the mappings of all parameters of a Llama-like network, in the order of transformers.
 
-    They stand in the order in which transformers has them: its files are cut in that order.
+    attention, mlps: functions that give those of a sublayer, MLPs by kind (dense, moe). norms: our names -> those of
+    transformers.
     """
     rows: list[ParameterMapping] = []
     for plan in network_layer_plans(model):
         ours, theirs = f"decoder.layers.{plan.index}.", f"model.layers.{plan.index}."
-        rows += layer_mappings(model, ours, theirs, attention, mlps[plan.mlp], norms)
-    return decoder_with_ends(model, rows)
+        rows += decoder_layer_mappings(model, ours, theirs, attention, mlps[plan.mlp], norms)
+    return decoder_mappings_with_ends(model, rows)
 
 
-def layer_mappings(
+def decoder_layer_mappings(
     model: ModelConfig, ours: str, theirs: str, attention: Part, mlp: Part, norms: Mapping[str, str] = NORMS
 ) -> list[ParameterMapping]:
-    """One layer."""
+    """Return the mappings of one layer. ours, theirs: prefixes of its names."""
     return [
         *attention(model, f"{ours}self_attention.", f"{theirs}self_attn."),
         *mlp(model, f"{ours}mlp.", f"{theirs}mlp."),
-        *renamed_mappings(ours, theirs, norms),
+        *renamed_weight_mappings(ours, theirs, norms),
     ]
 
 
 def attention_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
-    """Queries, keys and values are three matrices there and one here."""
-    heads, kinds = concat(model.query_size, model.key_size, model.key_size), _kinds(model.add_bias_linear)
+    """Return the mappings of an attention block: q, k and v are three matrices there and one here."""
+    heads, kinds = (
+        concat_conversion(model.query_projection_width, model.key_projection_width, model.key_projection_width),
+        _parameter_kinds(model.add_bias_linear),
+    )
     names = [f"{theirs}{part}_proj" for part in "qkv"]
     qkv_kinds = BIASED if model.add_qkv_bias else kinds
     norms = {f"{part}_layernorm": f"{part}_norm" for part in "qk"} if model.qk_layernorm else {}
     return [
         *module_mappings(f"{ours}linear_qkv", *names, op=heads, kinds=qkv_kinds),
         *module_mappings(f"{ours}linear_proj", f"{theirs}o_proj", kinds=kinds),
-        *renamed_mappings(ours, theirs, norms),
+        *renamed_weight_mappings(ours, theirs, norms),
     ]
 
 
 def mlp_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
-    """Gate and up are two matrices there and one here."""
+    """Return the mappings of a gated MLP: gate and up are two matrices there and one here."""
     return gated_mlp_mappings(ours, theirs, model.ffn_hidden_size, bias=model.add_bias_linear)
 
 
 def gated_mlp_mappings(ours: str, theirs: str, width: int, *, bias: bool = False) -> list[ParameterMapping]:
-    """A gated MLP of a width."""
-    names, both = (f"{theirs}gate_proj", f"{theirs}up_proj"), concat(width, width)
+    """Return the mappings of a gated MLP of this width. ours, theirs: prefixes of its names."""
+    names, both = (f"{theirs}gate_proj", f"{theirs}up_proj"), concat_conversion(width, width)
     return [
-        *module_mappings(f"{ours}linear_fc1", *names, op=both, kinds=_kinds(bias)),
-        *module_mappings(f"{ours}linear_fc2", f"{theirs}down_proj", kinds=_kinds(bias)),
+        *module_mappings(f"{ours}linear_fc1", *names, op=both, kinds=_parameter_kinds(bias)),
+        *module_mappings(f"{ours}linear_fc2", f"{theirs}down_proj", kinds=_parameter_kinds(bias)),
     ]
 
 
-def _kinds(bias: bool) -> tuple[str, ...]:
+def _parameter_kinds(bias: bool) -> tuple[str, ...]:
+    """Return the kinds of parameters of a linear layer: weight, and bias if it has one."""
     return BIASED if bias else ("weight",)
 
 
 def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
-    """All parameters of a network whose layers are all alike."""
+    """Return the mappings of all parameters of a network whose layers are all alike."""
     return decoder_mappings(model, attention_mappings, {"dense": mlp_mappings})
 
 
@@ -162,12 +169,12 @@ def _read_llama_config(keys: ConfigReader) -> dict[str, Any]:
         keys.problems.append(
             f"attention_bias: {attention} with mlp_bias: {mlp}; here all linear layers have a bias or none"
         )
-    return {**read_common_keys(keys), "add_bias_linear": attention}
+    return {**read_llama_keys(keys), "add_bias_linear": attention}
 
 
 def _write_llama_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **common_config_keys(model, like),
+        **llama_config_keys(model, like),
         "head_dim": model.kv_channels,
         "attention_bias": model.add_bias_linear,
         "mlp_bias": model.add_bias_linear,
@@ -175,13 +182,13 @@ def _write_llama_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str
 
 
 def read_sliding_window(keys: ConfigReader, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`sliding_window` of all layers. One that covers every position is none."""
+    """Read `sliding_window` as settings for all layers; {} if it covers every position."""
     window = keys.positive_int("sliding_window", settings["max_position_embeddings"])
     return sliding_window_settings(window, [window < settings["max_position_embeddings"]] * settings["num_layers"])
 
 
 def sliding_window_key(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    """`sliding_window` of all layers; an earlier one that covers every position stays."""
+    """Return `sliding_window` for a config.json; an earlier one that covers every position is kept."""
     window, _ = window_and_windowed_layers(model)
     earlier = like.get("sliding_window")
     return {
@@ -190,12 +197,12 @@ def sliding_window_key(model: ModelConfig, like: Mapping[str, Any]) -> dict[str,
 
 
 def _read_mistral_config(keys: ConfigReader) -> dict[str, Any]:
-    settings = read_common_keys(keys)
+    settings = read_llama_keys(keys)
     return {**settings, **read_sliding_window(keys, settings)}
 
 
 def _write_mistral_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    return {**common_config_keys(model, like), "head_dim": model.kv_channels, **sliding_window_key(model, like)}
+    return {**llama_config_keys(model, like), "head_dim": model.kv_channels, **sliding_window_key(model, like)}
 
 
 LLAMA = Family("llama", "LlamaForCausalLM", "llama", _read_llama_config, _write_llama_config, parameter_mappings)

@@ -19,10 +19,15 @@ from typing import Any
 
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.vision import VisionConfig
-from megatron.core.config.vision import vision_encoder
+from megatron.core.config.vision import vision_encoder_config
 from megatron.core.families.rules import BIASED, Family, ParameterMapping, module_mappings
 from megatron.core.families.settings import ConfigReader, preserved_keys
-from megatron.core.families.vision import encoder_config, encoder_mappings, encoder_type_of_config, read_encoder_config
+from megatron.core.families.vision import (
+    read_vision_encoder_config,
+    vision_encoder_config_json,
+    vision_encoder_mappings,
+    vision_encoder_type_of,
+)
 
 # What transformers' configs mean where a folder leaves sizes out, as LLaVA 1.5 does.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -72,25 +77,25 @@ class VLMFormat:
     vision_defaults: Mapping[str, Any]
 
 
-def _read_selection(keys: ConfigReader, kind: str) -> dict[str, Any]:
-    """Which of the encoder's tokens are used, and the activation of the projector."""
+def _read_feature_selection_keys(keys: ConfigReader, kind: str) -> dict[str, Any]:
+    """Read which tokens of the encoder are used; the activation of the projector is checked."""
     strategies = ("full",) if kind == "siglip" else ("default", "full")
     strategy = keys.one_of("vision_feature_select_strategy", strategies, "default")
     keys.one_of("projector_hidden_act", ("gelu",), "gelu")
     return {"disable_vision_class_token": kind != "siglip" and strategy == "default"}
 
 
-def _read_llava(keys: ConfigReader, kind: str) -> dict[str, Any]:
+def _read_llava_keys(keys: ConfigReader, kind: str) -> dict[str, Any]:
     bias = keys.boolean("multimodal_projector_bias", True)
-    return {**_read_selection(keys, kind), "vision_projection_bias": bias}
+    return {**_read_feature_selection_keys(keys, kind), "vision_projection_bias": bias}
 
 
-def _read_internvl(keys: ConfigReader, kind: str) -> dict[str, Any]:
+def _read_internvl_keys(keys: ConfigReader, kind: str) -> dict[str, Any]:
     keys.one_of("downsample_ratio", (0.5,), 0.5)
-    return {**_read_selection(keys, kind), "vision_projection_norm": True, "pixel_shuffle": True}
+    return {**_read_feature_selection_keys(keys, kind), "vision_projection_norm": True, "pixel_shuffle": True}
 
 
-def _read_smolvlm(keys: ConfigReader, kind: str) -> dict[str, Any]:
+def _read_smolvlm_keys(keys: ConfigReader, kind: str) -> dict[str, Any]:
     factor = keys.positive_int("scale_factor", 2)
     return {
         "vision_projection_type": "affine",
@@ -129,7 +134,7 @@ _LLAVA = VLMFormat(
     tower="vision_tower.",
     projector={ours: f"{_PROJECTOR}{theirs}" for ours, theirs in _MLP.items()},
     language=_prefix_language_model,
-    reads=_read_llava,
+    reads=_read_llava_keys,
     writes=lambda vision: {**_llava_config_keys(vision), "multimodal_projector_bias": vision.vision_projection_bias},
     head=("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),
     vision_defaults={},
@@ -144,7 +149,7 @@ _SMOLVLM = VLMFormat(
     tower="model.vision_model.",
     projector={"encoder.linear": "model.connector.modality_projection.proj"},
     language=_prefix_text_model,
-    reads=_read_smolvlm,
+    reads=_read_smolvlm_keys,
     writes=lambda vision: {"scale_factor": vision.pixel_shuffle_factor},
     head=("lm_head.weight", "model.text_model.embed_tokens.weight"),
     vision_defaults={
@@ -167,7 +172,7 @@ SHAPES = (
         token="image_token_id",
         layer=-1,
         projector={"layernorm": f"{_PROJECTOR}layer_norm", **_LLAVA.projector},
-        reads=_read_internvl,
+        reads=_read_internvl_keys,
         writes=lambda vision: {**_llava_config_keys(vision), "downsample_ratio": 0.5},
     ),
     _SMOLVLM,
@@ -183,47 +188,54 @@ _SIZES = ("hidden_size", "ffn_hidden_size", "num_attention_heads")
 
 
 @dataclass(frozen=True, slots=True)
-class Decoders:
-    """The families that a language model may be of. fits: whether a family can say all that a network is."""
+class DecoderFamilies:
+    """The families that the language model of a VLM may belong to. fits: whether a family can express a network."""
 
     families: tuple[Family, ...]
     fits: Callable[[ModelConfig, Family], bool]
 
-    def settings(self, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Settings of the language model from `text_config`, and what cannot be expressed."""
+    def read_text_config(self, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Return the settings of the language model from `text_config`, and what cannot be expressed, a line each."""
         kind = str(config.get("model_type"))
         family = next((one for one in self.families if one.model_type == kind), None)
         if family is None:
             return {"true_vocab_size": 1}, [f"text_config: model_type: {kind} is not known here"]
-        settings, problems = family.config_in({**_DEFAULTS.get(kind, {}), **config})
+        settings, problems = family.settings_from_config({**_DEFAULTS.get(kind, {}), **config})
         return settings, [f"text_config: {problem}" for problem in problems]
 
-    def for_model(self, model: ModelConfig) -> tuple[Family, ModelConfig]:
-        """The family of the language model, and it alone; where none fits, the first, which loses some of its settings."""
+    def family_for_model(self, model: ModelConfig) -> tuple[Family, ModelConfig]:
+        """Return the family of the language model, and its config without vision. If no family can express it, the
+        first.
+        """
         alone = replace(model, vision=VisionConfig())
         return next((one for one in self.families if self.fits(alone, one)), self.families[0]), alone
 
 
-def _read_vlm_config(keys: ConfigReader, *, decoders: Decoders, shape: VLMFormat) -> dict[str, Any]:
+def _read_vlm_config(keys: ConfigReader, *, decoders: DecoderFamilies, shape: VLMFormat) -> dict[str, Any]:
+    """Read our settings of a vision-language model from the keys of its config.json: of the language model, the encoder
+    and the projector.
+
+    decoders: families of the language model; shape: the format of the folder.
+    """
     text, vision = _text_and_vision_configs(keys, shape)
-    settings, problems = decoders.settings({"model_type": "llama", **text})
+    settings, problems = decoders.read_text_config({"model_type": "llama", **text})
     vision = {"model_type": shape.vision_type, **shape.vision_defaults, **vision}
-    kind = encoder_type_of_config(vision)
+    kind = vision_encoder_type_of(vision)
     keys.problems += problems
     if kind is None or kind not in shape.encoders:
         keys.problems.append(f"vision_config: model_type: {vision.get('model_type')} has no counterpart here")
-        keys.drop()
+        keys.ignore_keys()
         return settings
     inner = ConfigReader(vision)
-    sizes = read_encoder_config(inner, kind)
+    sizes = read_vision_encoder_config(inner, kind)
     keys.problems += [f"vision_config: {problem}" for problem in inner.all_problems()]
     depth = sizes.pop("num_layers")
     renamed = {f"vision_{name}" if name in _SIZES else name: value for name, value in sizes.items()}
-    keys.drop(*_SAYS_NOTHING)
+    keys.ignore_keys(*_SAYS_NOTHING)
     return {
         **settings,
         **renamed,
-        "vision_num_layers": depth if shape.layer is None else _used_layers(keys, depth, shape.layer),
+        "vision_num_layers": depth if shape.layer is None else _num_used_encoder_layers(keys, depth, shape.layer),
         "vision_final_norm": "yes" if shape.layer is None else "no",
         "vision_projection_hidden_size": settings.get("hidden_size"),
         "image_token_index": keys.positive_int(shape.token),
@@ -232,7 +244,7 @@ def _read_vlm_config(keys: ConfigReader, *, decoders: Decoders, shape: VLMFormat
 
 
 def _text_and_vision_configs(keys: ConfigReader, shape: VLMFormat) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The configs of the language model and of the encoder, without what says nothing of the network."""
+    """Return the configs of the language model and of the encoder, without keys that say nothing of the network."""
     text, vision = (keys.pop(name) or {} for name in ("text_config", "vision_config"))
     if shape.layer is not None:
         return text, vision
@@ -245,8 +257,10 @@ def _text_and_vision_configs(keys: ConfigReader, shape: VLMFormat) -> tuple[dict
     }, vision
 
 
-def _used_layers(keys: ConfigReader, depth: int, usual: int) -> int:
-    """The number of an encoder's layers up to the one whose output is used."""
+def _num_used_encoder_layers(keys: ConfigReader, depth: int, usual: int) -> int:
+    """Return the number of the encoder's layers up to the one whose output is used. usual: default of
+    vision_feature_layer.
+    """
     layer = keys.pop("vision_feature_layer")
     layer = usual if layer is None else layer
     if not isinstance(layer, int) or not -depth <= layer <= depth:
@@ -256,16 +270,17 @@ def _used_layers(keys: ConfigReader, depth: int, usual: int) -> int:
 
 
 def _write_vlm_config(
-    model: ModelConfig, like: Mapping[str, Any], *, decoders: Decoders, shape: VLMFormat
+    model: ModelConfig, like: Mapping[str, Any], *, decoders: DecoderFamilies, shape: VLMFormat
 ) -> dict[str, Any]:
+    """Return the config.json of a vision-language model; {} for a network that reads no images. like: an earlier one."""
     vision = model.vision
     if not model.has_vision:
         return {}
-    family, alone = decoders.for_model(model)
+    family, alone = decoders.family_for_model(model)
     text_like, vision_like = like.get("text_config") or {}, like.get("vision_config") or {}
-    text = {**family.config_out(alone, text_like), "model_type": family.model_type}
+    text = {**family.make_config(alone, text_like), "model_type": family.model_type}
     text["architectures"] = [family.architecture]
-    encoder = encoder_config(vision_encoder(model), vision_like)
+    encoder = vision_encoder_config_json(vision_encoder_config(model), vision_like)
     if shape.layer is None:
         encoder["model_type"] = shape.vision_type
         encoder.pop("vision_use_head", None)
@@ -280,9 +295,9 @@ def _write_vlm_config(
     }
 
 
-def _parameter_mappings(model: ModelConfig, *, decoders: Decoders, shape: VLMFormat) -> tuple[ParameterMapping, ...]:
-    family, alone = decoders.for_model(model)
-    rows = encoder_mappings(vision_encoder(model), shape.tower)
+def _vlm_mappings(model: ModelConfig, *, decoders: DecoderFamilies, shape: VLMFormat) -> tuple[ParameterMapping, ...]:
+    family, alone = decoders.family_for_model(model)
+    rows = vision_encoder_mappings(vision_encoder_config(model), shape.tower)
     for ours, theirs in shape.projector.items():
         has_bias = model.vision.vision_projection_bias or ours == "layernorm"
         kinds = BIASED if has_bias else ("weight",)
@@ -297,15 +312,17 @@ def _parameter_mappings(model: ModelConfig, *, decoders: Decoders, shape: VLMFor
 def _is_unused_encoder_layer(model: ModelConfig, name: str) -> bool:
     """Whether a tensor belongs to a layer of the encoder behind the one whose output is used."""
     layer = re.match(r"vision_tower\.encoder\.layers?\.(\d+)\.", name)
-    return layer is not None and int(layer[1]) >= vision_encoder(model).num_layers
+    return layer is not None and int(layer[1]) >= vision_encoder_config(model).num_layers
 
 
-def _unused_final_norm(model: ModelConfig) -> dict[str, tuple[tuple[int, ...], float]]:
-    """The norm that CLIP and SigLIP have behind their last layer, and that a language model does not use."""
+def _unused_final_norm_constants(model: ModelConfig) -> dict[str, tuple[tuple[int, ...], float]]:
+    """Return name -> (shape, value) of the final norm that the encoder's class expects and the language model does not
+    use.
+    """
     if model.vision.vision_model_type not in ("clip", "siglip", "dinov2") or model.vision.has_final_norm:
         return {}
     norm = "layernorm" if model.vision.vision_model_type == "dinov2" else "post_layernorm"
-    width = (vision_encoder(model).hidden_size,)
+    width = (vision_encoder_config(model).hidden_size,)
     return {f"vision_tower.{norm}.weight": (width, 1.0), f"vision_tower.{norm}.bias": (width, 0.0)}
 
 
@@ -322,7 +339,7 @@ _RESPELLED = (
 )
 
 
-def _vlm_family(decoders: Decoders, shape: VLMFormat) -> Family:
+def _vlm_family(decoders: DecoderFamilies, shape: VLMFormat) -> Family:
     is_llava = shape.layer is not None
     return Family(
         shape.name,
@@ -330,16 +347,16 @@ def _vlm_family(decoders: Decoders, shape: VLMFormat) -> Family:
         shape.name,
         partial(_read_vlm_config, decoders=decoders, shape=shape),
         partial(_write_vlm_config, decoders=decoders, shape=shape),
-        partial(_parameter_mappings, decoders=decoders, shape=shape),
+        partial(_vlm_mappings, decoders=decoders, shape=shape),
         base="",
         skipped=_SKIPPED,
         copies=(shape.head,),
         respelled=_RESPELLED if is_llava else (),
         unused=_is_unused_encoder_layer,
-        constants=_unused_final_norm if is_llava else lambda model: {},
+        constants=_unused_final_norm_constants if is_llava else lambda model: {},
     )
 
 
-def vlm_families(decoders: Decoders) -> tuple[Family, ...]:
-    """The families of language models that see, with a decoder of one of these families."""
+def vlm_families(decoders: DecoderFamilies) -> tuple[Family, ...]:
+    """Return the families of vision-language models, with language models of these families."""
     return tuple(_vlm_family(decoders, shape) for shape in SHAPES)

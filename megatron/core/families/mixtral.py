@@ -12,13 +12,20 @@ from typing import Any
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.llama import (
     attention_mappings,
-    common_config_keys,
     decoder_mappings,
-    read_common_keys,
+    llama_config_keys,
+    read_llama_keys,
     read_sliding_window,
     sliding_window_key,
 )
-from megatron.core.families.rules import Family, ParameterMapping, concat, module_mappings, per_expert, same
+from megatron.core.families.rules import (
+    Family,
+    ParameterMapping,
+    concat_conversion,
+    module_mappings,
+    per_expert_conversion,
+    same,
+)
 from megatron.core.families.settings import BALANCE, ConfigReader
 
 _FUSED = (
@@ -33,20 +40,22 @@ _FUSED = (
 def expert_mappings(
     model: ModelConfig, ours: str, theirs: str, parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> list[ParameterMapping]:
-    """A router and its experts, expert by expert. parts: what gate, up and down are called."""
+    """Return the mappings of a router and its experts, expert by expert. parts: their names for gate, up and down."""
     moe, (gate, up, down) = model.moe, parts
-    width, each = moe.expert_width, [f"{theirs}experts.{expert}." for expert in range(moe.experts)]
+    width, each = moe.expert_width, [f"{theirs}experts.{expert}." for expert in range(moe.num_experts_or_zero)]
     gated, downs = [f"{expert}{part}" for expert in each for part in (gate, up)], [f"{expert}{down}" for expert in each]
     return [
         *module_mappings(f"{ours}router", f"{theirs}gate"),
-        *module_mappings(f"{ours}experts.linear_fc1", *gated, op=per_expert(concat(width, width), 2)),
-        *module_mappings(f"{ours}experts.linear_fc2", *downs, op=per_expert(same, 1)),
+        *module_mappings(
+            f"{ours}experts.linear_fc1", *gated, op=per_expert_conversion(concat_conversion(width, width), 2)
+        ),
+        *module_mappings(f"{ours}experts.linear_fc2", *downs, op=per_expert_conversion(same, 1)),
     ]
 
 
-def read_config(keys: ConfigReader) -> dict[str, Any]:
-    """Settings of a config.json."""
-    settings = read_common_keys(keys, base=1e6)
+def read_mixtral_config(keys: ConfigReader) -> dict[str, Any]:
+    """Read our settings from the keys of a config.json; what cannot be expressed is noted in `keys.problems`."""
+    settings = read_llama_keys(keys, base=1e6)
     return {
         **settings,
         **read_sliding_window(keys, settings),
@@ -56,11 +65,13 @@ def read_config(keys: ConfigReader) -> dict[str, Any]:
     }
 
 
-def write_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of a network of ours."""
+def write_mixtral_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json that describe a network. like: an earlier config.json of it, whose spellings are
+    kept.
+    """
     plain = model.kv_channels * model.num_attention_heads == model.hidden_size
     return {
-        **common_config_keys(model, like),
+        **llama_config_keys(model, like),
         **sliding_window_key(model, like),
         "head_dim": like.get("head_dim") if plain else model.kv_channels,
         "num_local_experts": model.moe.num_experts,
@@ -70,7 +81,7 @@ def write_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
-    """All parameters."""
+    """Return the mappings of all parameters between our names and those of transformers, in its order."""
     return decoder_mappings(model, attention_mappings, {"moe": _expert_mappings})
 
 
@@ -82,8 +93,8 @@ MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
     "mixtral",
-    read_config,
-    write_config,
+    read_mixtral_config,
+    write_mixtral_config,
     parameter_mappings,
     silent=BALANCE,
     renamed=((".mlp.gate.weight", ".block_sparse_moe.gate.weight"),),

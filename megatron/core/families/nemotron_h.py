@@ -21,10 +21,10 @@ from megatron.core.families.llama import NO_BIAS, attention_mappings
 from megatron.core.families.rules import (
     Family,
     ParameterMapping,
-    decoder_with_ends,
+    decoder_mappings_with_ends,
     module_mappings,
-    per_expert,
-    renamed_mappings,
+    per_expert_conversion,
+    renamed_weight_mappings,
     same,
 )
 from megatron.core.families.settings import ConfigReader, head_count_settings
@@ -67,8 +67,8 @@ _PINNED = (("use_bias", False), ("use_conv_bias", True), ("conv_kernel", 4))
 _ANY_LENGTH = 2**20  # of a network without positions, whose config.json has no length
 
 
-def _read_common_keys(keys: ConfigReader) -> dict[str, Any]:
-    """What both families say by the same names."""
+def _read_mamba_common_keys(keys: ConfigReader) -> dict[str, Any]:
+    """Read the settings that Mamba-2 and Nemotron-H have by the same keys."""
     keys.one_of("mamba_proj_bias", (False,), False)
     epsilon = keys.non_negative_float("layer_norm_epsilon", 1e-5)
     return {
@@ -85,7 +85,7 @@ def _read_common_keys(keys: ConfigReader) -> dict[str, Any]:
     }
 
 
-def _common_config_keys(model: ModelConfig) -> dict[str, Any]:
+def _mamba_common_config_keys(model: ModelConfig) -> dict[str, Any]:
     return {
         "hidden_size": model.hidden_size,
         "vocab_size": model.true_vocab_size,
@@ -97,17 +97,17 @@ def _common_config_keys(model: ModelConfig) -> dict[str, Any]:
 
 
 def _parse_float(value: Any) -> float:
-    """A number of a config.json, where infinity may be an object."""
+    """Return a number of a config.json, where infinity may be {"__float__": "Infinity"}."""
     return float(value["__float__"]) if isinstance(value, Mapping) and "__float__" in value else float(value)
 
 
 def read_time_step_limits(keys: ConfigReader) -> tuple[float, ...]:
-    """Smallest and largest time step, of `time_step_limit`."""
+    """Read `time_step_limit`: (smallest, largest) time step."""
     return tuple(map(_parse_float, keys.pop("time_step_limit") or (0.0, math.inf)))
 
 
 def time_step_limit_key(model: ModelConfig) -> list[Any]:
-    """`time_step_limit` for a config.json, which has no number for infinity."""
+    """Return the value of `time_step_limit` for a config.json, with infinity as an object."""
     return [
         {"__float__": "Infinity"} if math.isinf(one) else one
         for one in model.hybrid.mamba_time_step_limit or (0.0, math.inf)
@@ -115,7 +115,7 @@ def time_step_limit_key(model: ModelConfig) -> list[Any]:
 
 
 def _read_mamba2_config(keys: ConfigReader) -> dict[str, Any]:
-    settings = _read_common_keys(keys)
+    settings = _read_mamba_common_keys(keys)
     heads, size, layers = (
         keys.positive_int("num_heads", 128),
         keys.positive_int("head_dim", 64),
@@ -143,7 +143,7 @@ def _write_mamba2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[st
     hybrid = model.hybrid
     heads = hybrid.mamba_num_heads or 0
     return {
-        **_common_config_keys(model),
+        **_mamba_common_config_keys(model),
         "num_hidden_layers": sum(plan.mixer == "mamba" for plan in network_layer_plans(model)),
         "num_heads": heads,
         "head_dim": hybrid.mamba_head_dim,
@@ -154,7 +154,7 @@ def _write_mamba2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[st
 
 
 def _read_layer_symbols(keys: ConfigReader) -> str:
-    """The symbols of all layers."""
+    """Return one symbol for each layer, from layers_block_type or hybrid_override_pattern."""
     kinds, symbols = keys.pop("layers_block_type"), keys.pop("hybrid_override_pattern")
     keys.pop("num_hidden_layers")
     if kinds is None:
@@ -199,13 +199,13 @@ def _read_moe_keys(keys: ConfigReader) -> dict[str, Any]:
 def _read_nemotron_h_config(keys: ConfigReader) -> dict[str, Any]:
     keys.one_of("sliding_window", (None,), None)
     settings, symbols, heads = (
-        _read_common_keys(keys),
+        _read_mamba_common_keys(keys),
         _read_layer_symbols(keys),
         keys.positive_int("num_attention_heads"),
     )
     experts = _read_moe_keys(keys) if "E" in symbols else {}
     if not experts:
-        keys.drop(*_EXPERTS)
+        keys.ignore_keys(*_EXPERTS)
     return {
         **settings,
         **experts,
@@ -227,7 +227,7 @@ def _read_nemotron_h_config(keys: ConfigReader) -> dict[str, Any]:
 
 def _write_nemotron_h_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     hybrid, moe = model.hybrid, model.moe
-    symbols = "".join(_symbol(plan.mixer, plan.mlp) for plan in network_layer_plans(model))
+    symbols = "".join(_symbol_of_layer(plan.mixer, plan.mlp) for plan in network_layer_plans(model))
     old = "hybrid_override_pattern" in like
     layers: Any = symbols if old else [_KINDS.get(symbol, symbol) for symbol in symbols]
     experts: dict[str, Any] = {name: like[name] for name in _EXPERTS if name in like}
@@ -244,7 +244,7 @@ def _write_nemotron_h_config(model: ModelConfig, like: Mapping[str, Any]) -> dic
             "topk_group": moe.moe_router_group_topk or like.get("topk_group", 1),
         }
     return {
-        **_common_config_keys(model),
+        **_mamba_common_config_keys(model),
         **experts,
         "hybrid_override_pattern" if old else "layers_block_type": layers,
         **({"sliding_window": None} if "sliding_window" in like else {}),
@@ -264,13 +264,13 @@ def _write_nemotron_h_config(model: ModelConfig, like: Mapping[str, Any]) -> dic
     }
 
 
-def _symbol(mixer: str, mlp: str) -> str:
-    """The symbol of a layer; what has none is named, and refused by who reads it."""
+def _symbol_of_layer(mixer: str, mlp: str) -> str:
+    """Return the symbol of a layer; for kinds without one the kind itself, which readers reject."""
     return {"mamba": "M", "attention": "*", "none": {"dense": "-", "moe": "E"}.get(mlp, mlp)}.get(mixer, mixer)
 
 
 def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
-    """All parameters, in the order in which transformers has them."""
+    """Return the mappings of all parameters between our names and those of transformers, in its order."""
     result: list[ParameterMapping] = []
     for plan in network_layer_plans(model):
         ours, theirs = f"decoder.layers.{plan.index}.", f"backbone.layers.{plan.index}."
@@ -281,29 +281,31 @@ def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
         elif plan.mixer == "attention":
             result += attention_mappings(model, f"{ours}self_attention.", f"{theirs}mixer.")
         if plan.mlp == "dense":
-            result += renamed_mappings(f"{ours}mlp.", f"{theirs}mixer.", _MLP)
+            result += renamed_weight_mappings(f"{ours}mlp.", f"{theirs}mixer.", _MLP)
         elif plan.mlp == "moe":
             result += _expert_mappings(model, f"{ours}mlp.", f"{theirs}mixer.")
-    return decoder_with_ends(model, result, "embeddings", "norm_f", base="backbone.")
+    return decoder_mappings_with_ends(model, result, "embeddings", "norm_f", base="backbone.")
 
 
 def mamba_mappings(ours: str, theirs: str) -> list[ParameterMapping]:
-    """A mixer of Mamba-2, whose parameters are the same on both sides."""
+    """Return the mappings of a Mamba-2 mixer, whose parameters are the same on both sides."""
     return [ParameterMapping(f"{ours}{name}", (f"{theirs}{name}",), same) for name in _MIXER]
 
 
 def _expert_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
-    each = [f"{theirs}experts.{expert}." for expert in range(model.moe.experts)]
+    each = [f"{theirs}experts.{expert}." for expert in range(model.moe.num_experts_or_zero)]
     experts = [
         row
         for mine, there in _MLP.items()
-        for row in module_mappings(f"{ours}experts.{mine}", *(f"{one}{there}" for one in each), op=per_expert(same, 1))
+        for row in module_mappings(
+            f"{ours}experts.{mine}", *(f"{one}{there}" for one in each), op=per_expert_conversion(same, 1)
+        )
     ]
     return [
         *module_mappings(f"{ours}router", f"{theirs}gate"),
         ParameterMapping(f"{ours}router.expert_bias", (f"{theirs}gate.e_score_correction_bias",), same),
         *experts,
-        *renamed_mappings(f"{ours}shared_experts.", f"{theirs}shared_experts.", _MLP),
+        *renamed_weight_mappings(f"{ours}shared_experts.", f"{theirs}shared_experts.", _MLP),
     ]
 
 

@@ -17,19 +17,19 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.llama import (
     NO_BIAS,
     attention_mappings,
-    common_config_keys,
     decoder_mappings,
+    llama_config_keys,
     mlp_mappings,
-    read_common_keys,
+    read_llama_keys,
 )
 from megatron.core.families.qwen_next import USUAL, read_delta_net_layers
 from megatron.core.families.rules import (
     Family,
     ParameterMapping,
-    concat,
-    decoder_with_ends,
+    concat_conversion,
+    decoder_mappings_with_ends,
     module_mappings,
-    renamed_mappings,
+    renamed_weight_mappings,
     same,
 )
 from megatron.core.families.settings import ConfigReader, format_layer_pattern
@@ -50,24 +50,24 @@ _NORM_SETTINGS = {"norm_after_sublayer": True, "qk_layernorm": True, "qk_layerno
 
 
 def _read_olmo_config(keys: ConfigReader) -> dict[str, Any]:
-    keys.put(rms_norm_eps=1e-5)
-    return {**read_common_keys(keys), **_NORM_SETTINGS}
+    keys.set_key_defaults(rms_norm_eps=1e-5)
+    return {**read_llama_keys(keys), **_NORM_SETTINGS}
 
 
-def _parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
-    """All parameters, in the order in which transformers has them."""
+def _olmo2_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
+    """Return the mappings of all parameters of OLMo 2, in the order of transformers."""
     return decoder_mappings(model, attention_mappings, {"dense": mlp_mappings}, _NORMS)
 
 
 OLMO2 = Family(
-    "olmo2", "Olmo2ForCausalLM", "olmo2", _read_olmo_config, common_config_keys, _parameter_mappings, pinned=NO_BIAS
+    "olmo2", "Olmo2ForCausalLM", "olmo2", _read_olmo_config, llama_config_keys, _olmo2_mappings, pinned=NO_BIAS
 )
 
 
 def _read_olmo_hybrid_config(keys: ConfigReader) -> dict[str, Any]:
     rope = keys.config.get("rope_parameters") or {}
     rotates = (rope if "rope_theta" in rope else keys.config).get("rope_theta", 1.0) is not None
-    settings = read_common_keys(keys)
+    settings = read_llama_keys(keys)
     heads, linear = settings["num_attention_heads"], read_delta_net_layers(keys, settings["num_layers"])
     key_heads = keys.positive_int("linear_num_key_heads", heads)
     key_size = keys.positive_int("linear_key_head_dim", 3 * settings["hidden_size"] // (4 * key_heads) or 1)
@@ -90,7 +90,7 @@ def _read_olmo_hybrid_config(keys: ConfigReader) -> dict[str, Any]:
 
 def _write_olmo_hybrid_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     config = {
-        **common_config_keys(model, like),
+        **llama_config_keys(model, like),
         **{name: getattr(model.hybrid, name) for name in USUAL},
         "linear_allow_neg_eigval": model.hybrid.linear_allow_neg_eigval,
         "layer_types": [
@@ -103,8 +103,8 @@ def _write_olmo_hybrid_config(model: ModelConfig, like: Mapping[str, Any]) -> di
     return config
 
 
-def hybrid_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
-    """All parameters of OLMo-hybrid, in the order in which transformers has them."""
+def olmo_hybrid_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
+    """Return the mappings of all parameters of OLMo-hybrid, in the order of transformers."""
     rows: list[ParameterMapping] = []
     for plan in network_layer_plans(model):
         ours, theirs = f"decoder.layers.{plan.index}.", f"model.layers.{plan.index}."
@@ -112,18 +112,21 @@ def hybrid_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
             mixer = _delta_net_mappings(model, f"{ours}self_attention.", f"{theirs}linear_attn.")
         else:
             mixer = attention_mappings(model, f"{ours}self_attention.", f"{theirs}self_attn.")
-        norms = renamed_mappings(ours, theirs, _HYBRID_NORMS.get(plan.mixer, {}))
+        norms = renamed_weight_mappings(ours, theirs, _HYBRID_NORMS.get(plan.mixer, {}))
         rows += [*mlp_mappings(model, f"{ours}mlp.", f"{theirs}mlp."), *norms, *mixer]
-    return decoder_with_ends(model, rows)
+    return decoder_mappings_with_ends(model, rows)
 
 
 def _delta_net_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
     hybrid, heads = model.hybrid, model.hybrid.linear_num_value_heads
     keys, values = hybrid.linear_num_key_heads * hybrid.linear_key_head_dim, heads * hybrid.linear_value_head_dim
-    sizes, conv = concat(keys, keys, values, values, heads, heads), replace(concat(keys, keys, values), joined=True)
+    sizes, conv = (
+        concat_conversion(keys, keys, values, values, heads, heads),
+        replace(concat_conversion(keys, keys, values), joined=True),
+    )
     return [
         *(ParameterMapping(f"{ours}{name}", (f"{theirs}{name}",), same) for name in ("A_log", "dt_bias")),
-        *renamed_mappings(ours, theirs, {"out_proj": "o_proj", "out_norm": "o_norm"}),
+        *renamed_weight_mappings(ours, theirs, {"out_proj": "o_proj", "out_norm": "o_norm"}),
         *module_mappings(f"{ours}in_proj", *(f"{theirs}{part}_proj" for part in "qkvgba"), op=sizes),
         *module_mappings(f"{ours}conv1d", *(f"{theirs}{part}_conv1d" for part in "qkv"), op=conv),
     ]
@@ -135,7 +138,7 @@ OLMO_HYBRID = Family(
     "olmo_hybrid",
     _read_olmo_hybrid_config,
     _write_olmo_hybrid_config,
-    hybrid_mappings,
+    olmo_hybrid_mappings,
     silent=_INITIAL,
     pinned=NO_BIAS,
     fallbacks=(("pad_token_id", None),),  # of the class: 100277

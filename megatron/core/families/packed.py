@@ -27,8 +27,8 @@ _GROUP, _SQUARE = 32, (128, 128)
 _BIAS = 127  # of the exponents that scales are
 
 
-class Readable(Protocol):
-    """A tensor that can be had: its format, and itself."""
+class ReadableTensor(Protocol):
+    """A tensor that is read when it is asked for, with its format known before."""
 
     @property
     def format(self) -> TensorFormat:
@@ -40,10 +40,10 @@ class Readable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ComputedTensor:
-    """A tensor that `make` makes of others."""
+    """A tensor that `make` computes from others when it is read."""
 
     format: TensorFormat
-    parts: tuple[Readable, ...]
+    parts: tuple[ReadableTensor, ...]
     make: Callable[[Sequence[Tensor]], Tensor]
 
     def read(self) -> Tensor:
@@ -51,8 +51,8 @@ class ComputedTensor:
         return self.make([part.read() for part in self.parts])
 
 
-def unsupported_quantization(quantised: Any) -> str:
-    """Why weights that were quantised so (`quantization_config`) cannot be read; nothing if they can."""
+def quantization_problem(quantised: Any) -> str:
+    """Return why weights with this `quantization_config` cannot be read; "" if they can."""
     method = quantised.get("quant_method", quantised) if isinstance(quantised, Mapping) else quantised
     return (
         ""
@@ -64,19 +64,23 @@ def unsupported_quantization(quantised: Any) -> str:
     )
 
 
-def dequantize_tensors(
-    files: Mapping[str, Readable], quantised: Any, fused: Sequence[tuple[str, tuple[str, ...]]]
-) -> dict[str, Readable]:
-    """The tensors as rows name them. quantised: `quantization_config`; fused: see `Family`."""
+def with_dequantized_tensors(
+    files: Mapping[str, ReadableTensor], quantised: Any, fused: Sequence[tuple[str, tuple[str, ...]]]
+) -> dict[str, ReadableTensor]:
+    """Return the tensors under the names that mappings use: quantized ones dequantized, fused experts split, when they
+    are read.
+
+    quantised: `quantization_config`; fused: see `Family`.
+    """
     block = quantised.get("weight_block_size") if isinstance(quantised, Mapping) else None
     tensors = dict(files)
     for name in files:
         if name.endswith("_blocks"):
             whole = name.removesuffix("_blocks")
-            _dequantize_tensor(tensors, name, f"{whole}_scales", whole, _lazy_mxfp4_tensor)
+            _replace_packed_tensor(tensors, name, f"{whole}_scales", whole, _lazy_mxfp4_tensor)
         elif name.endswith("_scale_inv"):
             whole = name.removesuffix("_scale_inv")
-            _dequantize_tensor(
+            _replace_packed_tensor(
                 tensors, whole, name, whole, partial(_lazy_fp8_block_tensor, block=tuple(block or _SQUARE))
             )
     for pattern, names in fused:
@@ -85,22 +89,29 @@ def dequantize_tensors(
     return tensors
 
 
-def _dequantize_tensor(
-    tensors: dict[str, Readable],
+def _replace_packed_tensor(
+    tensors: dict[str, ReadableTensor],
     packed: str,
     scales: str,
     whole: str,
-    one: Callable[[Readable, Readable], ComputedTensor | None],
+    one: Callable[[ReadableTensor, ReadableTensor], ComputedTensor | None],
 ) -> None:
-    """Put the tensor in the place of what it is packed in; where that does not fit together it stays, and is refused later."""
+    """Replace a quantized tensor and its scales by the dequantized one; if they do not fit together, leave them to be
+    rejected later.
+
+    one: makes the tensor from both, or returns None.
+    """
     made = one(tensors[packed], tensors[scales]) if packed in tensors and scales in tensors else None
     if made is not None:
         del tensors[packed], tensors[scales]
         tensors[whole] = made
 
 
-def _lazy_mxfp4_tensor(blocks: Readable, scales: Readable) -> ComputedTensor | None:
-    """blocks: bytes [e, rows, groups, 16] of two codes each, the lower bits first; scales: [e, rows, groups]."""
+def _lazy_mxfp4_tensor(blocks: ReadableTensor, scales: ReadableTensor) -> ComputedTensor | None:
+    """Return the tensor that MXFP4 codes stand for, computed when it is read; None if the shapes do not fit.
+
+    blocks: bytes [e, rows, groups, 16] of two codes each, the lower bits first; scales: [e, rows, groups].
+    """
     shape = blocks.format.shape
     if (
         len(shape) != 4
@@ -115,7 +126,7 @@ def _lazy_mxfp4_tensor(blocks: Readable, scales: Readable) -> ComputedTensor | N
 
 
 def _dequantize_mxfp4(parts: Sequence[Tensor]) -> Tensor:
-    """[e, groups * 32, rows] in bf16, which holds every value exactly."""
+    """Dequantize (blocks, scales) to [e, groups * 32, rows] in bf16, which holds every value exactly."""
     blocks, scales = parts
     pairs = torch.tensor([(_FOUR_BITS[byte % 16], _FOUR_BITS[byte // 16]) for byte in range(256)])
     made = torch.empty(blocks.shape[0], blocks.shape[2] * _GROUP, blocks.shape[1], dtype=torch.bfloat16)
@@ -127,8 +138,14 @@ def _dequantize_mxfp4(parts: Sequence[Tensor]) -> Tensor:
     return made
 
 
-def _lazy_fp8_block_tensor(weight: Readable, scales: Readable, block: tuple[int, int]) -> ComputedTensor | None:
-    """weight: 8-bit [rows, columns]; scales: fp32, one for every square of the size `block`."""
+def _lazy_fp8_block_tensor(
+    weight: ReadableTensor, scales: ReadableTensor, block: tuple[int, int]
+) -> ComputedTensor | None:
+    """Return the tensor that 8-bit values with block scales stand for, computed when it is read; None if the shapes do
+    not fit.
+
+    weight: 8-bit [rows, columns]; scales: fp32, one for each block of this size.
+    """
     shape = weight.format.shape
     squares = tuple(-(-size // step) for size, step in zip(shape, block))
     if weight.format.dtype != torch.float8_e4m3fn or len(shape) != 2 or scales.format.shape != squares:
@@ -139,6 +156,7 @@ def _lazy_fp8_block_tensor(weight: Readable, scales: Readable, block: tuple[int,
 
 
 def _dequantize_fp8_blocks(parts: Sequence[Tensor], block: tuple[int, int]) -> Tensor:
+    """Dequantize (weight, scales) to bf16 [rows, columns]."""
     weight, scales = parts
     wide = (
         scales.float()
@@ -148,19 +166,21 @@ def _dequantize_fp8_blocks(parts: Sequence[Tensor], block: tuple[int, int]) -> T
     return (weight.float() * wide).bfloat16()
 
 
-def _split_fused_experts(tensors: dict[str, Readable], name: str, names: Sequence[str]) -> None:
-    """Put each expert's parts, which stand row below row, in the place of a fused tensor [e, rows, columns]."""
+def _split_fused_experts(tensors: dict[str, ReadableTensor], name: str, names: Sequence[str]) -> None:
+    """Replace a fused tensor [e, rows, columns] by each expert's parts, read as slices of it. names: of the parts, with
+    {e}.
+    """
     shape = tensors[name].format.shape
     if len(shape) != 3 or shape[1] % len(names):
         return
     whole, rows = tensors.pop(name), shape[1] // len(names)
     for expert in range(shape[0]):
         for place, one in enumerate(names):
-            cut = partial(_expert_rows_of, expert=expert, start=place * rows, rows=rows)
+            cut = partial(_slice_expert_rows, expert=expert, start=place * rows, rows=rows)
             tensors[one.replace("{e}", str(expert))] = ComputedTensor(
                 TensorFormat((rows, shape[2]), whole.format.dtype), (whole,), cut
             )
 
 
-def _expert_rows_of(parts: Sequence[Tensor], expert: int, start: int, rows: int) -> Tensor:
+def _slice_expert_rows(parts: Sequence[Tensor], expert: int, start: int, rows: int) -> Tensor:
     return parts[0][expert, start : start + rows]

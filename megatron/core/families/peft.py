@@ -26,15 +26,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.core.config.adapters import layer_name, linear_layers
+from megatron.core.config.adapters import global_layer_name, linear_layer_shapes
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.adapter_set import AdapterSet, AdapterWeights, without_adapters
+from megatron.core.families.adapter_set import AdapterSet, AdapterWeights, config_without_adapters
 from megatron.core.families.registry import fitting_family
 from megatron.core.families.rules import ParameterMapping
-from megatron.core.models.describe import parameter_shapes
+from megatron.core.models.describe import global_parameter_shapes
 from megatron.core.models.names import VOCABULARY
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -48,16 +48,18 @@ _UNKNOWN = ("lora_bias", "use_qalora", "use_bdlora", "layer_replication", "train
             "kasa_config", "velora_config", "monteclora_config")  # fmt: skip
 
 
-def is_peft(folder: str | Path) -> bool:
-    """Whether a folder is an adapter of PEFT."""
+def is_peft_folder(folder: str | Path) -> bool:
+    """Whether a folder holds an adapter of PEFT."""
     return (Path(folder) / CONFIG).is_file()
 
 
-class _MatrixPlacement:
-    """Where the matrices of a family's network are in ours."""
+class _PeftMatrixMapping:
+    """How the matrices of a network in transformers correspond to ours. Raises `CheckpointError` for gpt-oss with
+    experts.
+    """
 
     def __init__(self, model: ModelConfig) -> None:
-        model = without_adapters(model)
+        model = config_without_adapters(model)
         family = fitting_family(model)
         if family.name == "gpt_oss" and model.moe.num_experts:
             raise CheckpointError(
@@ -65,11 +67,11 @@ class _MatrixPlacement:
             )
         rows = family.network_mappings(model)
         self.shapes = {
-            f"{layer_name(model, plan)}.{path}": shape
+            f"{global_layer_name(model, plan)}.{path}": shape
             for plan in network_layer_plans(model)
-            for path, shape in linear_layers(model, plan).items()
+            for path, shape in linear_layer_shapes(model, plan).items()
         }
-        self.whole = parameter_shapes(model)
+        self.whole = global_parameter_shapes(model)
         self.row_of = {row.ours: row for row in rows}
         self.linear_of = {
             name.removesuffix(".weight"): row
@@ -79,20 +81,22 @@ class _MatrixPlacement:
         }
         self.row_of_name = {name: row for row in rows for name in row.theirs}
         self.experts = {
-            _experts_module(row.theirs[0]): row.ours.removesuffix(".weight").rpartition(".")[0]
+            _experts_module_of(row.theirs[0]): row.ours.removesuffix(".weight").rpartition(".")[0]
             for row in rows
             if row.op.each and row.ours.endswith("linear_fc1.weight")
         }
 
-    def transposed(self, row: ParameterMapping) -> bool:
-        """Whether theirs is the transpose of ours (GPT-2)."""
+    def is_transposed(self, row: ParameterMapping) -> bool:
+        """Whether transformers' matrix is the transpose of ours (GPT-2)."""
         return (
             tuple(row.op.theirs(torch.empty(2, 3, device="meta"))[0].shape) == (3, 2) if len(row.theirs) == 1 else False
         )
 
-    def to_ours(self, row: ParameterMapping, place: int, second: Tensor) -> Tensor:
-        """B of one of theirs, [out, r], as rows of ours: zeros where the others are."""
-        if self.transposed(row):
+    def lora_b_to_ours(self, row: ParameterMapping, place: int, second: Tensor) -> Tensor:
+        """Return B of their matrix number `place` of a mapping, [out, r], as B of our matrix: zeros in the rows of the
+        others.
+        """
+        if self.is_transposed(row):
             return row.op.ours([second.t()])
         blank = torch.empty(self.whole[row.ours], device="meta")
         sizes = [part.shape[0] for part in row.op.theirs(blank)]
@@ -101,42 +105,46 @@ class _MatrixPlacement:
         ]
         return row.op.ours(parts)
 
-    def to_theirs(self, row: ParameterMapping, second: Tensor) -> list[Tensor]:
-        """B of ours, [all rows, r], as B of each of theirs."""
+    def lora_b_to_theirs(self, row: ParameterMapping, second: Tensor) -> list[Tensor]:
+        """Return B of our matrix, [all rows, r], as B of each of theirs."""
         parts = row.op.theirs(second)
-        return [part.t() for part in parts] if self.transposed(row) else list(parts)
+        return [part.t() for part in parts] if self.is_transposed(row) else list(parts)
 
 
-def _experts_module(name: str) -> str:
-    """model.layers.0.mlp.experts.3.up_proj.weight -> model.layers.0.mlp.experts, whatever files call the MLP."""
+def _experts_module_of(name: str) -> str:
+    """Return the module of all experts for the name of one: model.layers.0.mlp.experts.3.up_proj.weight ->
+    model.layers.0.mlp.experts.
+    """
     return name.partition(".experts.")[0].replace(".block_sparse_moe", ".mlp") + ".experts"
 
 
-def read(folder: str | Path, model: ModelConfig) -> AdapterSet:
-    """The adapter in a folder, for this network. Raises one `CheckpointError` with all that does not fit the network."""
+def read_peft_folder(folder: str | Path, model: ModelConfig) -> AdapterSet:
+    """Read the PEFT adapter in a folder, for this network. Raises one `CheckpointError` with all that does not fit it."""
     folder = Path(folder)
-    config, (tensors, metadata) = _read_config(folder), _read_tensors(folder)
+    config, (tensors, metadata) = _read_peft_config(folder), _read_peft_tensors(folder)
     model = replace(model, reward_head=model.reward_head or config.get("task_type") == "SEQ_CLS")
-    places = _MatrixPlacement(model)
-    factors, saved, problems = _classify_tensors(tensors, places)
+    places = _PeftMatrixMapping(model)
+    factors, saved, problems = _classify_peft_tensors(tensors, places)
     pairs = list[AdapterWeights]()
     for module, tensors_of in factors.items():
-        result = _convert_adapter(module, tensors_of, config, places)
+        result = _convert_peft_adapter(module, tensors_of, config, places)
         if isinstance(result, str):
             problems.append(result)
         else:
             pairs.append(result)
     if problems or not pairs:
         raise CheckpointError(f"{folder} is no adapter of this network", problems or ["it adapts nothing"])
-    made = replace(model, adapter=_adapter_settings(config, model, pairs, saved))
+    made = replace(model, adapter=_adapter_config_of(config, model, pairs, saved))
     base = {"hash": metadata.get("base_hash"), "where": config.get("base_model_name_or_path")}
     return AdapterSet(str(folder), made, tuple(pairs), saved, base)
 
 
-def _classify_tensors(
-    tensors: Mapping[str, Tensor], places: _MatrixPlacement
+def _classify_peft_tensors(
+    tensors: Mapping[str, Tensor], places: _PeftMatrixMapping
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], list[str]]:
-    """Factors by module and kind (A, B, magnitude), whole parameters by our names, and what is neither."""
+    """Return LoRA factors by module and kind (A, B, magnitude), whole parameters by our names, and a text for each
+    other tensor.
+    """
     factors: dict[str, dict[str, Tensor]] = {}
     saved: dict[str, Tensor] = {}
     problems = []
@@ -155,16 +163,16 @@ def _classify_tensors(
     return factors, saved, problems
 
 
-def _convert_adapter(
-    module: str, factors: Mapping[str, Tensor], config: Mapping[str, Any], places: _MatrixPlacement
+def _convert_peft_adapter(
+    module: str, factors: Mapping[str, Tensor], config: Mapping[str, Any], places: _PeftMatrixMapping
 ) -> AdapterWeights | str:
-    """One adapter of theirs as one of ours, or why it cannot be."""
+    """Convert one PEFT adapter to ours, or return why that is impossible."""
     if not {"A", "B"} <= factors.keys() or factors["A"].dim() != 2 or factors["B"].dim() != 2:
         return f"{module} has not both of lora_A and lora_B, as matrices"
     first, second = factors["A"], factors["B"]
     experts = places.experts.get(module.removesuffix(".base_layer"))
     if experts is not None:
-        return _convert_expert_adapter(module, experts, first, second, config, places)
+        return _convert_peft_expert_adapter(module, experts, first, second, config, places)
     row = places.linear_of.get(module)
     if row is None:
         return f"{module} is no linear layer of this network"
@@ -174,9 +182,9 @@ def _convert_adapter(
     part = parts[place] if len(parts) == len(row.theirs) else ""
     if part == "" and len(row.theirs) > 1:
         return f"{module} is a part of {linear} that has no adapter of its own here"
-    start, size = shape.rows(part)
+    start, size = shape.row_range(part)
     their = row.op.theirs(torch.empty(places.whole[row.ours], device="meta"))[place]
-    outputs, inputs = reversed(their.shape) if places.transposed(row) else their.shape
+    outputs, inputs = reversed(their.shape) if places.is_transposed(row) else their.shape
     if first.shape[0] != second.shape[1]:
         return f"{module} has factors of different ranks, {first.shape[0]} and {second.shape[1]}"
     if first.shape[1] != inputs or second.shape[0] != outputs:
@@ -184,22 +192,24 @@ def _convert_adapter(
     scale = _lora_scale(config, module, first.shape[0])
     lengths = factors.get("magnitude")
     if lengths is not None:
-        lengths = places.to_ours(row, place, lengths.view(-1, 1))[start : start + size, 0].contiguous()
+        lengths = places.lora_b_to_ours(row, place, lengths.view(-1, 1))[start : start + size, 0].contiguous()
     return AdapterWeights(
         linear,
         part,
         (start, size),
         first,
-        places.to_ours(row, place, second)[start : start + size].contiguous(),
+        places.lora_b_to_ours(row, place, second)[start : start + size].contiguous(),
         scale,
         lengths,
     )
 
 
-def _convert_expert_adapter(
-    module: str, experts: str, first: Tensor, second: Tensor, config: Mapping[str, Any], places: _MatrixPlacement
+def _convert_peft_expert_adapter(
+    module: str, experts: str, first: Tensor, second: Tensor, config: Mapping[str, Any], places: _PeftMatrixMapping
 ) -> AdapterWeights | str:
-    """Factors of all experts: A [e r, in], B [out, r e] there; A [e, r, in], B [e, out, r] here."""
+    """Convert the factors of all experts, A [e r, in] and B [out, r e], to A [e, r, in] and B [e, out, r]; or return
+    why not.
+    """
     for matrix in _EXPERT_PARAMETERS:
         count, outputs, inputs = places.whole[f"{experts}.{matrix}.weight"]
         if (second.shape[0], first.shape[1]) == (outputs, inputs) and first.shape[0] % count == 0:
@@ -219,17 +229,19 @@ def _convert_expert_adapter(
 
 
 def _lora_scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """alpha / r, or alpha / sqrt r; alpha by the first pattern that the end of the module's name matches."""
+    """Return alpha / r (rsLoRA: alpha / sqrt r); alpha by the first alpha_pattern that matches the end of the module's
+    name.
+    """
     patterns = config.get("alpha_pattern") or {}
     key = next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), None)
     alpha = float(config["lora_alpha"] if key is None else patterns[key])
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _adapter_settings(
+def _adapter_config_of(
     config: Mapping[str, Any], model: ModelConfig, pairs: list[AdapterWeights], saved: Mapping[str, Tensor]
 ) -> AdapterConfig:
-    """The flags that make these adapters. A matrix that is adapted alike in all layers is named once."""
+    """Return the flags that make these adapters. A matrix that is adapted alike in all layers is named once."""
     rslora = bool(config.get("use_rslora"))
     sizes = {
         (pair.linear, pair.part): (pair.rank, pair.scale * (math.sqrt(pair.rank) if rslora else pair.rank))
@@ -237,9 +249,9 @@ def _adapter_settings(
     }
     (rank, alpha), _ = Counter(sizes.values()).most_common(1)[0]
     layers = {
-        path: layer_name(model, plan)
+        path: global_layer_name(model, plan)
         for plan in network_layer_plans(model)
-        for path in (f"{layer_name(model, plan)}.{one}" for one in linear_layers(model, plan))
+        for path in (f"{global_layer_name(model, plan)}.{one}" for one in linear_layer_shapes(model, plan))
     }
     every: dict[str, list[str]] = {}
     for path, layer in layers.items():
@@ -262,8 +274,8 @@ def _adapter_settings(
     )
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    """adapter_config.json; refused where it says what nothing here computes."""
+def _read_peft_config(folder: Path) -> dict[str, Any]:
+    """Read adapter_config.json; `CheckpointError` if it asks for anything that is not computed here."""
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -280,8 +292,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _read_tensors(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a folder's file, and what the file says of itself."""
+def _read_peft_tensors(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of a folder's safetensors file, and its metadata."""
     try:
         with safe_open(folder / WEIGHTS, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
@@ -289,9 +301,12 @@ def _read_tensors(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise CheckpointError(f"{folder / WEIGHTS} cannot be read: {error}") from None
 
 
-def write(adapters: AdapterSet, folder: str | Path, *, base: str | None = None) -> None:
-    """Write adapters as a folder that PEFT loads. base: what base_model_name_or_path is to say. Raises `CheckpointError` for what its files cannot say."""
-    folder, places, file = Path(folder), _MatrixPlacement(adapters.model), _AdapterFile()
+def write_peft_folder(adapters: AdapterSet, folder: str | Path, *, base: str | None = None) -> None:
+    """Write adapters as a folder that PEFT loads. base: value of base_model_name_or_path.
+
+    Raises `CheckpointError` if the folder is not empty, or PEFT's files cannot express the adapters.
+    """
+    folder, places, file = Path(folder), _PeftMatrixMapping(adapters.model), _PeftExport()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is there already; move it away, or choose another folder")
     experts: dict[str, list[AdapterWeights]] = {}
@@ -302,9 +317,9 @@ def write(adapters: AdapterSet, folder: str | Path, *, base: str | None = None) 
         else:
             linears.setdefault(pair.linear, []).append(pair)
     for linear, pairs in linears.items():
-        _write_linear(linear, pairs, places, file)
+        _export_linear_adapters(linear, pairs, places, file)
     for module, pairs in experts.items():
-        _write_experts(module, pairs, places, file)
+        _export_expert_adapters(module, pairs, places, file)
     for name, tensor in adapters.saved.items():
         row = places.row_of[name]
         for their, part in zip(row.theirs, row.op.theirs(tensor), strict=True):
@@ -314,15 +329,16 @@ def write(adapters: AdapterSet, folder: str | Path, *, base: str | None = None) 
     hash_of_base = adapters.base.get("hash")
     metadata = {"format": "pt", **({"base_hash": str(hash_of_base)} if hash_of_base else {})}
     save_file({name: tensor.contiguous().clone() for name, tensor in file.tensors.items()}, folder / WEIGHTS, metadata)
-    config = _config_of(adapters.model, file, places, base)
+    config = _make_peft_config(adapters.model, file, places, base)
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 @dataclass(slots=True)
-class _AdapterFile:
-    """What is written. sizes: rank and scale of each module, of experts of each parameter. parameters: of experts, which PEFT calls target_parameters.
+class _PeftExport:
+    """Content of a PEFT folder, collected before it is written.
 
-    saved: modules whose parameters are written whole.
+    sizes: (rank, scale) of each module, for experts of each parameter. parameters: of experts, PEFT's
+    target_parameters. saved: modules whose parameters are written whole.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -331,11 +347,13 @@ class _AdapterFile:
     saved: set[str] = field(default_factory=set)
 
 
-def _config_of(model: ModelConfig, file: _AdapterFile, places: _MatrixPlacement, base: str | None) -> dict[str, Any]:
-    """The adapter_config.json. What most modules have is said once, of others by their full names."""
+def _make_peft_config(
+    model: ModelConfig, file: _PeftExport, places: _PeftMatrixMapping, base: str | None
+) -> dict[str, Any]:
+    """Return the adapter_config.json: most frequent rank and alpha as defaults, others by full module names."""
     rslora = model.adapter.lora_rslora
     sizes = {
-        module: (rank, _as_whole_number(scale * (math.sqrt(rank) if rslora else rank)))
+        module: (rank, _int_if_whole(scale * (math.sqrt(rank) if rslora else rank)))
         for module, (rank, scale) in file.sizes.items()
     }
     (rank, alpha), _ = Counter(sizes.values()).most_common(1)[0]
@@ -348,27 +366,30 @@ def _config_of(model: ModelConfig, file: _AdapterFile, places: _MatrixPlacement,
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": model.adapter.lora_dropout,
-        "target_modules": _short_names(linears, places),
+        "target_modules": _shorten_module_names(linears, places),
         "target_parameters": file.parameters or None,
         "rank_pattern": {_module_pattern(module): size[0] for module, size in sizes.items() if size[0] != rank},
         "alpha_pattern": {_module_pattern(module): size[1] for module, size in sizes.items() if size[1] != alpha},
         "use_rslora": rslora,
         "use_dora": model.adapter.dora,
         "modules_to_save": sorted(file.saved) or None,
-        "fan_in_fan_out": any(places.transposed(places.linear_of[module]) for module in linears),
+        "fan_in_fan_out": any(places.is_transposed(places.linear_of[module]) for module in linears),
         "inference_mode": True,
     }
 
 
 def _module_pattern(module: str) -> str:
-    """A pattern of one module. PEFT matches the end of a name, of which this is the whole."""
+    """Return a regular expression that matches exactly this module."""
     return re.escape(module)
 
 
-def _write_linear(linear: str, pairs: list[AdapterWeights], places: _MatrixPlacement, file: _AdapterFile) -> None:
-    """The tensors of one of our linear layers.
+def _export_linear_adapters(
+    linear: str, pairs: list[AdapterWeights], places: _PeftMatrixMapping, file: _PeftExport
+) -> None:
+    """Add the tensors of one of our linear layers to the export.
 
-    A module of theirs that several of our adapters write to gets all their ranks, scaled alike; modules that one writes to share its A.
+    A module of theirs that several of our adapters write to gets all their ranks, with scales folded into B; modules
+    that one adapter writes to share its A.
     """
     row, rows = places.row_of[f"{linear}.weight"], places.shapes[linear].outputs
     a = torch.cat([pair.first for pair in pairs])
@@ -379,7 +400,9 @@ def _write_linear(linear: str, pairs: list[AdapterWeights], places: _MatrixPlace
         place = slice(pair.rows[0], sum(pair.rows)), columns
         b[place], used[place], scales[columns] = pair.second, 1.0, pair.scale
         column += pair.rank
-    for name, part, mask in zip(row.theirs, places.to_theirs(row, b), places.to_theirs(row, used), strict=True):
+    for name, part, mask in zip(
+        row.theirs, places.lora_b_to_theirs(row, b), places.lora_b_to_theirs(row, used), strict=True
+    ):
         mine = mask.bool().any(dim=0)
         if mine.any():
             module, scale = name.removesuffix(".weight"), scales[mine]
@@ -387,19 +410,21 @@ def _write_linear(linear: str, pairs: list[AdapterWeights], places: _MatrixPlace
             file.tensors[f"{_PREFIX}{module}.lora_B.weight"] = part[:, mine] * (scale / scale[0]).to(b)
             file.sizes[module] = int(mine.sum()), float(scale[0])
     if any(pair.lengths is not None for pair in pairs):
-        _write_dora_magnitudes(linear, pairs, places, file)
+        _export_dora_magnitudes(linear, pairs, places, file)
 
 
-def _write_dora_magnitudes(
-    linear: str, pairs: list[AdapterWeights], places: _MatrixPlacement, file: _AdapterFile
+def _export_dora_magnitudes(
+    linear: str, pairs: list[AdapterWeights], places: _PeftMatrixMapping, file: _PeftExport
 ) -> None:
-    """The lengths of the rows of one of our linear layers (DoRA)."""
+    """Add the DoRA magnitudes of one of our linear layers to the export. `CheckpointError` if a module is adapted in
+    part.
+    """
     row = places.row_of[f"{linear}.weight"]
     lengths = torch.full((places.shapes[linear].outputs, 1), float("nan"), dtype=pairs[0].first.dtype)
     for pair in pairs:
         if pair.lengths is not None:
             lengths[slice(pair.rows[0], sum(pair.rows)), 0] = pair.lengths
-    for name, part in zip(row.theirs, places.to_theirs(row, lengths), strict=True):
+    for name, part in zip(row.theirs, places.lora_b_to_theirs(row, lengths), strict=True):
         module = name.removesuffix(".weight")
         if module in file.sizes:
             if part.isnan().any():
@@ -407,13 +432,17 @@ def _write_dora_magnitudes(
             file.tensors[f"{_PREFIX}{module}.lora_magnitude_vector"] = part.flatten()
 
 
-def _write_experts(ours: str, pairs: list[AdapterWeights], places: _MatrixPlacement, file: _AdapterFile) -> None:
-    """The tensors of the experts of a layer: of a module with two adapted parameters the first one's lie deeper."""
+def _export_expert_adapters(
+    ours: str, pairs: list[AdapterWeights], places: _PeftMatrixMapping, file: _PeftExport
+) -> None:
+    """Add the adapters of the experts of a layer to the export; with two adapted parameters the first is nested as
+    base_layer.
+    """
     module = next(theirs for theirs, name in places.experts.items() if name == ours)
     parts = [pair for pair in pairs if pair.part]
     if parts:
         raise CheckpointError(
-            f"PEFT's files have gate and up of experts as one matrix: {parts[0].name} cannot be written; adapt linear_fc1"
+            f"PEFT's files have gate and up of experts as one matrix: {parts[0].parameter_prefix} cannot be written; adapt linear_fc1"
         )
     for place, pair in enumerate(sorted(pairs, key=lambda pair: pair.linear)):
         deeper = ".base_layer" if place + 1 < len(pairs) else ""
@@ -424,15 +453,15 @@ def _write_experts(ours: str, pairs: list[AdapterWeights], places: _MatrixPlacem
         file.sizes[name] = pair.rank, pair.scale
 
 
-def _short_names(modules: list[str], places: _MatrixPlacement) -> list[str]:
-    """Last words of module names, where all modules that end so are adapted; else whole names."""
+def _shorten_module_names(modules: list[str], places: _PeftMatrixMapping) -> list[str]:
+    """Return last words of module names where all modules with that ending are adapted, else full names."""
     chosen = set(modules)
     ends = {module: module.rpartition(".")[2] for module in places.linear_of if ".experts." not in module}
     partly = {end for module, end in ends.items() if module not in chosen}
     return sorted({module if ends[module] in partly else ends[module] for module in chosen})
 
 
-def _as_whole_number(value: float) -> int | float:
-    """A whole number as one: that is what PEFT's configs have."""
+def _int_if_whole(value: float) -> int | float:
+    """Return a float that is whole as an int, as PEFT's configs have it."""
     value = round(value, 9)
     return int(value) if value == int(value) else value

@@ -18,12 +18,12 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.llama import (
     NO_BIAS,
     attention_mappings,
-    common_config_keys,
     decoder_mappings,
     gated_mlp_mappings,
+    llama_config_keys,
     mlp_mappings,
     parameter_mappings,
-    read_common_keys,
+    read_llama_keys,
 )
 from megatron.core.families.mixtral import expert_mappings
 from megatron.core.families.rules import Family, ParameterMapping, same
@@ -43,23 +43,27 @@ FUSED = (
 )
 
 
-def _windows_from_layer(layer: int, first: int) -> bool:
+def _has_window_from_layer(layer: int, first: int) -> bool:
+    """Whether a layer has a window: from max_window_layers (first) on."""
     return layer >= first
 
 
-def _windows_every_other(layer: int, first: int) -> bool:
+def _has_window_every_other(layer: int, first: int) -> bool:
+    """Whether a layer has a window: every other one before max_window_layers (first)."""
     return layer % 2 == 0 and layer < first
 
 
-def _windows_every_layer(layer: int, first: int) -> bool:
+def _has_window_every_layer(layer: int, first: int) -> bool:
+    """Whether a layer has a window: always."""
     return True
 
 
 def _read_window_keys(keys: ConfigReader, layers: int, windowed: Windowed) -> dict[str, Any]:
+    """Read the settings of sliding windows. windowed: which layers have one if layer_types is missing."""
     used, kinds = keys.boolean("use_sliding_window", False), keys.pop("layer_types")
     window, first = keys.pop("sliding_window"), keys.pop("max_window_layers")
     seen = [windowed(layer, 28 if first is None else first) for layer in range(layers)]
-    if kinds is not None and windowed is not _windows_every_layer:
+    if kinds is not None and windowed is not _has_window_every_layer:
         seen = read_layer_types(keys, kinds, layers)
     if not used:
         if kinds is not None and any(seen):
@@ -74,7 +78,7 @@ def _read_window_keys(keys: ConfigReader, layers: int, windowed: Windowed) -> di
 
 
 def read_layer_types(keys: ConfigReader, kinds: Any, layers: int) -> list[bool]:
-    """Which layers see a window, of `layer_types`."""
+    """Return for each layer whether it has a sliding window, from `layer_types`; kinds: its value."""
     known = {"full_attention": False, "sliding_attention": True}
     if not isinstance(kinds, Sequence) or len(kinds) != layers or set(kinds) - set(known):
         others = sorted({str(kind) for kind in kinds} - set(known)) if isinstance(kinds, Sequence) else [str(kinds)]
@@ -87,52 +91,57 @@ def read_layer_types(keys: ConfigReader, kinds: Any, layers: int) -> list[bool]:
 
 
 def _window_config_keys(model: ModelConfig, like: Mapping[str, Any], windowed: Windowed) -> dict[str, Any]:
+    """Return the keys of config.json for sliding windows."""
     window, layers = window_and_windowed_layers(model)
     if window is None:
         silent = () if "sliding_attention" in (like.get("layer_types") or ()) else _WINDOWS
         return {**{name: like[name] for name in silent if name in like}, "use_sliding_window": False}
     config: dict[str, Any] = {"use_sliding_window": True, "sliding_window": window}
     first = like.get("max_window_layers", layers.index(True))
-    if windowed is _windows_every_layer:
+    if windowed is _has_window_every_layer:
         return {**config, **({"max_window_layers": like["max_window_layers"]} if "max_window_layers" in like else {})}
     if "layer_types" in like or layers != [windowed(layer, first) for layer in range(len(layers))]:
         config["layer_types"] = [("full_attention", "sliding_attention")[seen] for seen in layers]
     return {**config, "max_window_layers": first}
 
 
-def _read_config(keys: ConfigReader, windowed: Windowed) -> dict[str, Any]:
-    settings = read_common_keys(keys)
+def _read_qwen_config(keys: ConfigReader, windowed: Windowed) -> dict[str, Any]:
+    """Read the settings that all Qwen networks have. windowed: which layers have a window if layer_types is missing."""
+    settings = read_llama_keys(keys)
     return {**settings, **_read_window_keys(keys, settings["num_layers"], windowed)}
 
 
-def _write_config(model: ModelConfig, like: Mapping[str, Any], windowed: Windowed) -> dict[str, Any]:
-    return {**common_config_keys(model, like), **_window_config_keys(model, like, windowed)}
+def _write_qwen_config(model: ModelConfig, like: Mapping[str, Any], windowed: Windowed) -> dict[str, Any]:
+    """Return the keys of config.json that all Qwen networks have. windowed: as in `_read_config`."""
+    return {**llama_config_keys(model, like), **_window_config_keys(model, like, windowed)}
 
 
 def _read_qwen2_config(keys: ConfigReader) -> dict[str, Any]:
-    return {**_read_config(keys, _windows_from_layer), "add_qkv_bias": True}
+    return {**_read_qwen_config(keys, _has_window_from_layer), "add_qkv_bias": True}
 
 
 def _write_qwen2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_write_config(model, like, _windows_from_layer), **head_dim_key(model, like)}
+    return {**_write_qwen_config(model, like, _has_window_from_layer), **head_dim_key(model, like)}
 
 
 def head_dim_key(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    """`head_dim` where it is another than the width by the heads, or an earlier config.json has it."""
+    """Return `head_dim` for a config.json: if it is not hidden size / heads, or if the earlier config.json has it; else
+    {}.
+    """
     plain = model.kv_channels * model.num_attention_heads == model.hidden_size
     return {} if plain and "head_dim" not in like else {"head_dim": model.kv_channels}
 
 
 def _read_qwen3_config(keys: ConfigReader) -> dict[str, Any]:
-    return {**_read_config(keys, _windows_from_layer), "qk_layernorm": True}
+    return {**_read_qwen_config(keys, _has_window_from_layer), "qk_layernorm": True}
 
 
 def _write_qwen3_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_write_config(model, like, _windows_from_layer), "head_dim": model.kv_channels}
+    return {**_write_qwen_config(model, like, _has_window_from_layer), "head_dim": model.kv_channels}
 
 
 def read_moe_keys(keys: ConfigReader, layers: int) -> dict[str, Any]:
-    """Which layers have experts, how many, and how tokens choose."""
+    """Read the settings of experts: which layers have them, how many, and how tokens choose."""
     step, without = keys.positive_int("decoder_sparse_step", 1), keys.pop("mlp_only_layers") or []
     sparse = [(layer + 1) % step == 0 and layer not in without for layer in range(layers)]
     if not any(sparse):
@@ -153,7 +162,7 @@ def read_moe_keys(keys: ConfigReader, layers: int) -> dict[str, Any]:
 
 
 def moe_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Which layers have experts, how many, and how tokens choose, for a config.json."""
+    """Return the keys of config.json for experts: which layers have them, how many, and how tokens choose."""
     moe = model.moe
     return {
         **_sparse_layer_keys([plan.mlp == "moe" for plan in network_layer_plans(model)], like),
@@ -165,7 +174,7 @@ def moe_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, An
 
 
 def _sparse_layer_keys(sparse: Sequence[bool], like: Mapping[str, Any]) -> dict[str, Any]:
-    """Which layers have experts: every `decoder_sparse_step`-th, but for `mlp_only_layers`. sparse: a value a layer."""
+    """Return decoder_sparse_step and mlp_only_layers for these layers. sparse: whether each layer has experts."""
     step = like.get("decoder_sparse_step") or 1
     if any(has and (layer + 1) % step for layer, has in enumerate(sparse)):
         step = 1
@@ -176,7 +185,7 @@ def _sparse_layer_keys(sparse: Sequence[bool], like: Mapping[str, Any]) -> dict[
 
 
 def _read_qwen2_moe_config(keys: ConfigReader) -> dict[str, Any]:
-    settings = _read_config(keys, _windows_every_other)
+    settings = _read_qwen_config(keys, _has_window_every_other)
     return {
         **settings,
         **read_moe_keys(keys, settings["num_layers"]),
@@ -188,7 +197,7 @@ def _read_qwen2_moe_config(keys: ConfigReader) -> dict[str, Any]:
 
 def _write_qwen2_moe_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     config = {
-        **_write_config(model, like, _windows_every_other),
+        **_write_qwen_config(model, like, _has_window_every_other),
         **moe_config_keys(model, like),
         **head_dim_key(model, like),
         "shared_expert_intermediate_size": model.moe.moe_shared_expert_intermediate_size,
@@ -197,25 +206,25 @@ def _write_qwen2_moe_config(model: ModelConfig, like: Mapping[str, Any]) -> dict
 
 
 def _read_qwen3_moe_config(keys: ConfigReader) -> dict[str, Any]:
-    settings = _read_config(keys, _windows_every_layer)
+    settings = _read_qwen_config(keys, _has_window_every_layer)
     return {**settings, **read_moe_keys(keys, settings["num_layers"]), "qk_layernorm": True}
 
 
 def _write_qwen3_moe_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **_write_config(model, like, _windows_every_layer),
+        **_write_qwen_config(model, like, _has_window_every_layer),
         "head_dim": model.kv_channels,
         **moe_config_keys(model, like),
     }
 
 
-def moe_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
-    """All parameters of a network some of whose layers have experts."""
+def qwen_moe_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
+    """Return the mappings of all parameters of a network with experts in some layers."""
     return decoder_mappings(model, attention_mappings, {"dense": mlp_mappings, "moe": shared_expert_mappings})
 
 
 def shared_expert_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
-    """Experts, and the one that every token uses, with its gate."""
+    """Return the mappings of an MoE layer: router, experts, and the shared expert with its gate."""
     rows, shared = expert_mappings(model, ours, theirs), model.moe.moe_shared_expert_intermediate_size
     if shared:
         rows += gated_mlp_mappings(f"{ours}shared_experts.", f"{theirs}shared_expert.", shared)
@@ -235,7 +244,7 @@ QWEN2_MOE = Family(
     "qwen2_moe",
     _read_qwen2_moe_config,
     _write_qwen2_moe_config,
-    moe_mappings,
+    qwen_moe_mappings,
     silent=BALANCE,
     fused=FUSED,
 )
@@ -245,7 +254,7 @@ QWEN3_MOE = Family(
     "qwen3_moe",
     _read_qwen3_moe_config,
     _write_qwen3_moe_config,
-    moe_mappings,
+    qwen_moe_mappings,
     silent=BALANCE,
     pinned=NO_BIAS,
     fused=FUSED,

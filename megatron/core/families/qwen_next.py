@@ -21,16 +21,16 @@ from torch import Tensor
 
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.llama import NO_BIAS, NORMS, common_config_keys, mlp_mappings, read_common_keys
+from megatron.core.families.llama import NO_BIAS, NORMS, llama_config_keys, mlp_mappings, read_llama_keys
 from megatron.core.families.qwen import FUSED, moe_config_keys, read_moe_keys, shared_expert_mappings
 from megatron.core.families.rules import (
     Family,
     ParameterMapping,
     TensorConversion,
-    concat,
-    decoder_with_ends,
+    concat_conversion,
+    decoder_mappings_with_ends,
     module_mappings,
-    renamed_mappings,
+    renamed_weight_mappings,
     same,
 )
 from megatron.core.families.settings import BALANCE, ConfigReader, format_layer_pattern
@@ -50,7 +50,7 @@ USUAL = {
 
 
 def read_delta_net_layers(keys: ConfigReader, layers: int) -> list[bool]:
-    """Which layers have a delta net."""
+    """Return for each layer whether it has a gated delta net."""
     kinds, every = keys.pop("layer_types"), keys.positive_int("full_attention_interval", 4)
     if kinds is None:
         return [(layer + 1) % every != 0 for layer in range(layers)]
@@ -60,19 +60,20 @@ def read_delta_net_layers(keys: ConfigReader, layers: int) -> list[bool]:
     return [kind == "linear_attention" for kind in kinds]
 
 
-def pop_rotated_share(keys: ConfigReader, usual: float = _SHARE) -> float:
-    """The share of a head that is rotated, in either of its places. usual: where the config does not say."""
+def pop_partial_rotary_factor(keys: ConfigReader, usual: float = _SHARE) -> float:
+    """Take partial_rotary_factor out of the keys, wherever it is, and return it. usual: value if the config has none."""
     given = keys.pop("rope_parameters")
     rope = dict(given or {})
     above, within = keys.pop("partial_rotary_factor"), rope.pop("partial_rotary_factor", None)
-    keys.put(rope_parameters=rope or given)
+    keys.set_key_defaults(rope_parameters=rope or given)
     return float(within or above or usual)
 
 
-def _read_common_keys(keys: ConfigReader) -> dict[str, Any]:
-    share = pop_rotated_share(keys)
-    keys.put(intermediate_size=keys.config.get("moe_intermediate_size"))
-    settings = read_common_keys(keys)
+def _read_qwen_next_keys(keys: ConfigReader) -> dict[str, Any]:
+    """Read the settings that Qwen3-Next and Qwen3.5 have in common."""
+    share = pop_partial_rotary_factor(keys)
+    keys.set_key_defaults(intermediate_size=keys.config.get("moe_intermediate_size"))
+    settings = read_llama_keys(keys)
     linear = read_delta_net_layers(keys, settings["num_layers"])
     return {
         **settings,
@@ -86,10 +87,11 @@ def _read_common_keys(keys: ConfigReader) -> dict[str, Any]:
     }
 
 
-def _common_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _qwen_next_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json that Qwen3-Next and Qwen3.5 have in common."""
     linear = [plan.mixer == "gated_delta_net" for plan in network_layer_plans(model)]
     config = {
-        **common_config_keys(model, like),
+        **llama_config_keys(model, like),
         **{name: getattr(model.hybrid, name) for name in USUAL},
         "head_dim": model.kv_channels,
     }
@@ -102,18 +104,18 @@ def _common_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str
 
 
 def partial_rotary_factor_keys(config: dict[str, Any], model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a config.json that say the share of a head that is rotated."""
+    """Return the keys of config.json for the share of a head that is rotated. config: the other keys."""
     share, rope = model.rope.rotary_percent, config.get("rope_parameters")
     inside = {"rope_parameters": {**rope, "partial_rotary_factor": share}} if rope else {}
     return {**inside, **({"partial_rotary_factor": share} if "partial_rotary_factor" in like or not rope else {})}
 
 
 def _read_qwen3_next_config(keys: ConfigReader) -> dict[str, Any]:
-    settings = _read_common_keys(keys)
-    return {**settings, **_read_moe_keys(keys, settings["num_layers"])}
+    settings = _read_qwen_next_keys(keys)
+    return {**settings, **_read_shared_expert_moe_keys(keys, settings["num_layers"])}
 
 
-def _read_moe_keys(keys: ConfigReader, layers: int) -> dict[str, Any]:
+def _read_shared_expert_moe_keys(keys: ConfigReader, layers: int) -> dict[str, Any]:
     return {
         **read_moe_keys(keys, layers),
         "moe_shared_expert_gate": True,
@@ -122,70 +124,80 @@ def _read_moe_keys(keys: ConfigReader, layers: int) -> dict[str, Any]:
 
 
 def _write_qwen3_next_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_common_config_keys(model, like), **_moe_config_keys(model, like)}
+    return {**_qwen_next_config_keys(model, like), **_shared_expert_moe_config_keys(model, like)}
 
 
-def _moe_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _shared_expert_moe_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **moe_config_keys(model, like),
         "shared_expert_intermediate_size": model.moe.moe_shared_expert_intermediate_size,
     }
 
 
-def _read_text_config(keys: ConfigReader) -> dict[str, Any]:
-    """Rotations by time, height and width are of text all by its one position."""
+def _read_qwen3_5_config(keys: ConfigReader) -> dict[str, Any]:
+    """Read the settings of a language model of Qwen3.5; M-RoPE, which is plain RoPE for text, is read as that."""
     given = keys.pop("rope_parameters")
-    keys.put(rope_parameters={name: given[name] for name in given or () if name not in _MROPE} or given)
-    return _read_common_keys(keys)
+    keys.set_key_defaults(rope_parameters={name: given[name] for name in given or () if name not in _MROPE} or given)
+    return _read_qwen_next_keys(keys)
 
 
-def _read_text_moe_config(keys: ConfigReader) -> dict[str, Any]:
-    """Chosen experts weigh one together, and every layer has experts, whatever a config says."""
-    keys.drop(*_EVERY)
-    keys.put(**_EVERY)
-    settings = _read_text_config(keys)
-    return {**settings, **_read_moe_keys(keys, settings["num_layers"])}
+def _read_qwen3_5_moe_config(keys: ConfigReader) -> dict[str, Any]:
+    """Read the settings of a language model of Qwen3.5 with experts: in every layer, with normalized weights, whatever
+    its keys say, as the class does.
+    """
+    keys.ignore_keys(*_EVERY)
+    keys.set_key_defaults(**_EVERY)
+    settings = _read_qwen3_5_config(keys)
+    return {**settings, **_read_shared_expert_moe_keys(keys, settings["num_layers"])}
 
 
-def _write_text_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    config, earlier = _common_config_keys(model, like), like.get("rope_parameters") or {}
+def _write_qwen3_5_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a language model of Qwen3.5; an earlier one's keys of M-RoPE are kept."""
+    config, earlier = _qwen_next_config_keys(model, like), like.get("rope_parameters") or {}
     for name in _MROPE:
         if name in earlier:
             config["rope_parameters"][name] = earlier[name]
     return config
 
 
-def _write_text_moe_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    experts = {name: value for name, value in _moe_config_keys(model, like).items() if name not in _EVERY}
+def _write_qwen3_5_moe_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a language model of Qwen3.5 with experts; keys that the class ignores are kept from an
+    earlier one.
+    """
+    experts = {name: value for name, value in _shared_expert_moe_config_keys(model, like).items() if name not in _EVERY}
     width = {name: like[name] for name in ("intermediate_size",) if name in like}  # of no layer
-    config = {name: value for name, value in _write_text_config(model, like).items() if name != "intermediate_size"}
+    config = {name: value for name, value in _write_qwen3_5_config(model, like).items() if name != "intermediate_size"}
     return {**config, **width, **experts, **{name: like[name] for name in _EVERY if name in like}}
 
 
-def _interleaved_query_gates(heads: int, groups: int, size: int) -> TensorConversion:
-    """Query and gate of each head by turns, keys, values; ours is [q | gate | k | v]."""
+def _query_gate_conversion(heads: int, groups: int, size: int) -> TensorConversion:
+    """Return the conversion between q_proj, with query and gate of each head in turn, k_proj, v_proj, and our [q | gate
+    | k | v].
+    """
 
-    def ours(parts: Sequence[Tensor]) -> Tensor:
+    def to_our_tensor(parts: Sequence[Tensor]) -> Tensor:
         query, gate = parts[0].unflatten(0, (heads, 2, size)).unbind(1)
         return torch.cat((query.flatten(0, 1), gate.flatten(0, 1), *parts[1:]))
 
-    def theirs(whole: Tensor) -> Sequence[Tensor]:
+    def to_their_tensors(whole: Tensor) -> Sequence[Tensor]:
         query, gate, key, value = whole.split([heads * size, heads * size, groups * size, groups * size])
         turns = torch.stack([part.unflatten(0, (heads, size)) for part in (query, gate)], dim=1)
         return turns.flatten(0, 2), key, value
 
-    return TensorConversion(ours, theirs)
+    return TensorConversion(to_our_tensor, to_their_tensors)
 
 
-def _interleaved_by_key_head(model: ModelConfig) -> TensorConversion:
-    """q, k, v, z of each key head by turns, then b, a of each; ours is [q | k | v | z | b | a]."""
+def _key_head_conversion(model: ModelConfig) -> TensorConversion:
+    """Return the conversion between two matrices with q, k, v, z and b, a grouped by key head, and our [q | k | v | z |
+    b | a].
+    """
     hybrid = model.hybrid
     groups, per_group = hybrid.linear_num_key_heads, hybrid.linear_num_value_heads // hybrid.linear_num_key_heads
     values = per_group * hybrid.linear_value_head_dim
     wide = [hybrid.linear_key_head_dim, hybrid.linear_key_head_dim, values, values]
     sizes = [size * groups for size in (*wide, per_group, per_group)]
 
-    def ours(parts: Sequence[Tensor]) -> Tensor:
+    def to_our_tensor(parts: Sequence[Tensor]) -> Tensor:
         split = [
             part
             for whole, each in zip(parts, (wide, [per_group] * 2), strict=True)
@@ -193,11 +205,11 @@ def _interleaved_by_key_head(model: ModelConfig) -> TensorConversion:
         ]
         return torch.cat([part.flatten(0, 1) for part in split])
 
-    def theirs(whole: Tensor) -> Sequence[Tensor]:
+    def to_their_tensors(whole: Tensor) -> Sequence[Tensor]:
         parts = [part.unflatten(0, (groups, -1)) for part in whole.split(sizes)]
         return tuple(torch.cat(some, dim=1).flatten(0, 1) for some in (parts[:4], parts[4:]))
 
-    return TensorConversion(ours, theirs)
+    return TensorConversion(to_our_tensor, to_their_tensors)
 
 
 def _delta_net_mappings(model: ModelConfig, ours: str, theirs: str, *, fused: bool) -> list[ParameterMapping]:
@@ -205,10 +217,10 @@ def _delta_net_mappings(model: ModelConfig, ours: str, theirs: str, *, fused: bo
     values, heads = hybrid.linear_num_value_heads * hybrid.linear_value_head_dim, hybrid.linear_num_value_heads
     keys = hybrid.linear_num_key_heads * hybrid.linear_key_head_dim
     names = ("qkvz", "ba") if fused else ("qkv", "z", "b", "a")
-    op = _interleaved_by_key_head(model) if fused else concat(2 * keys + values, values, heads, heads)
+    op = _key_head_conversion(model) if fused else concat_conversion(2 * keys + values, values, heads, heads)
     return [
         *(ParameterMapping(f"{ours}{name}", (f"{theirs}{name}",), same) for name in ("dt_bias", "A_log")),
-        *renamed_mappings(ours, theirs, {"conv1d": "conv1d", "out_norm": "norm", "out_proj": "out_proj"}),
+        *renamed_weight_mappings(ours, theirs, {"conv1d": "conv1d", "out_norm": "norm", "out_proj": "out_proj"}),
         *module_mappings(f"{ours}in_proj", *(f"{theirs}in_proj_{name}" for name in names), op=op),
     ]
 
@@ -216,19 +228,21 @@ def _delta_net_mappings(model: ModelConfig, ours: str, theirs: str, *, fused: bo
 def _attention_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
     heads, groups, size = model.num_attention_heads, model.num_query_groups, model.kv_channels
     op = (
-        _interleaved_query_gates(heads, groups, size)
+        _query_gate_conversion(heads, groups, size)
         if model.attention_output_gate
-        else concat(heads * size, groups * size, groups * size)
+        else concat_conversion(heads * size, groups * size, groups * size)
     )
     names = {"linear_proj": "o_proj", "q_layernorm": "q_norm", "k_layernorm": "k_norm"}
     return [
         *module_mappings(f"{ours}linear_qkv", *(f"{theirs}{part}_proj" for part in "qkv"), op=op),
-        *renamed_mappings(ours, theirs, names),
+        *renamed_weight_mappings(ours, theirs, names),
     ]
 
 
-def _parameter_mappings(model: ModelConfig, *, fused: bool) -> tuple[ParameterMapping, ...]:
-    """All parameters, in the order in which transformers has them."""
+def _qwen_next_mappings(model: ModelConfig, *, fused: bool) -> tuple[ParameterMapping, ...]:
+    """Return the mappings of all parameters, in the order of transformers. fused: in_proj of delta nets in two
+    matrices, not four.
+    """
     rows: list[ParameterMapping] = []
     for plan in network_layer_plans(model):
         ours, theirs = f"decoder.layers.{plan.index}.", f"model.layers.{plan.index}."
@@ -238,18 +252,18 @@ def _parameter_mappings(model: ModelConfig, *, fused: bool) -> tuple[ParameterMa
             rows += _attention_mappings(model, f"{ours}self_attention.", f"{theirs}self_attn.")
         mlp = shared_expert_mappings if plan.mlp == "moe" else mlp_mappings
         rows += mlp(model, f"{ours}mlp.", f"{theirs}mlp.")
-        rows += renamed_mappings(ours, theirs, NORMS)
-    return decoder_with_ends(model, rows)
+        rows += renamed_weight_mappings(ours, theirs, NORMS)
+    return decoder_mappings_with_ends(model, rows)
 
 
 def qwen3_next_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
-    """All parameters of Qwen3-Next."""
-    return _parameter_mappings(model, fused=True)
+    """Return the mappings of all parameters of Qwen3-Next."""
+    return _qwen_next_mappings(model, fused=True)
 
 
-def text_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
-    """All parameters of a language model of Qwen3.5."""
-    return _parameter_mappings(model, fused=False)
+def qwen3_5_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
+    """Return the mappings of all parameters of a language model of Qwen3.5."""
+    return _qwen_next_mappings(model, fused=False)
 
 
 QWEN3_NEXT = Family(
@@ -268,9 +282,9 @@ QWEN3_5 = Family(
     "qwen3_5_text",
     "Qwen3_5ForCausalLM",
     "qwen3_5_text",
-    _read_text_config,
-    _write_text_config,
-    text_mappings,
+    _read_qwen3_5_config,
+    _write_qwen3_5_config,
+    qwen3_5_mappings,
     silent=_SAYS_NOTHING,
     pinned=NO_BIAS,
     skipped=_SKIPPED,
@@ -280,8 +294,8 @@ QWEN3_5_MOE = replace(
     name="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     model_type="qwen3_5_moe_text",
-    read_config=_read_text_moe_config,
-    write_config=_write_text_moe_config,
+    read_config=_read_qwen3_5_moe_config,
+    write_config=_write_qwen3_5_moe_config,
     silent=(*_SAYS_NOTHING, *BALANCE),
     fused=FUSED,
 )

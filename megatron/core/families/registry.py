@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron.core.config.flags import flag_name, from_values, to_values
+from megatron.core.config.flags import config_from_values, config_to_values, flag_name
 from megatron.core.config.plan import LayerPlan, network_layer_plans
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
 from megatron.core.config.settings.network import canonical_values, network_fields, unused_settings
@@ -18,14 +18,14 @@ from megatron.core.families.gemma import GEMMA, GEMMA2
 from megatron.core.families.gpt2 import GPT2
 from megatron.core.families.gpt_oss import GPT_OSS
 from megatron.core.families.llama import LLAMA, MISTRAL
-from megatron.core.families.llava import Decoders, vlm_families
+from megatron.core.families.llava import DecoderFamilies, vlm_families
 from megatron.core.families.mixtral import MIXTRAL
 from megatron.core.families.nemotron_h import MAMBA2, NEMOTRON_H
 from megatron.core.families.olmo import OLMO2, OLMO_HYBRID
 from megatron.core.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from megatron.core.families.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from megatron.core.families.rules import Family
-from megatron.core.families.settings import classes_of
+from megatron.core.families.settings import architectures_of
 from megatron.core.families.t5 import T5
 from megatron.core.families.vision import CLIP, DINOV2, INTERNVIT, SIGLIP, VIT
 
@@ -65,7 +65,7 @@ FAMILIES: dict[str, Family] = {
         SIGLIP,
         INTERNVIT,
         DINOV2,
-        *vlm_families(Decoders(_DECODERS, lambda model, family: not lost_settings(model, family))),
+        *vlm_families(DecoderFamilies(_DECODERS, lambda model, family: not lost_settings(model, family))),
     )
 }
 
@@ -85,9 +85,11 @@ _ELSEWHERE = frozenset(
 )
 
 
-def family_of(config: Mapping[str, Any], where: str) -> Family:
-    """The family that a config.json belongs to. Raises `CheckpointError` that names those known here."""
-    named = classes_of(config)
+def family_of_config(config: Mapping[str, Any], where: str) -> Family:
+    """Return the family that a config.json belongs to. `CheckpointError`, with the known ones, if none. where: for
+    errors.
+    """
+    named = architectures_of(config)
     for family in FAMILIES.values():
         if family.variant_among(named) or (not named and config.get("model_type") == family.model_type):
             return family
@@ -96,15 +98,15 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     raise CheckpointError(f"{where} holds {what}, which is not known here; known are {known}")
 
 
-def model_of(settings: Mapping[str, Any]) -> ModelConfig:
-    """The resolved model of settings by field name, such as a `Source` has."""
-    return from_values(RequestedModel, settings).resolve()
+def model_config_of(settings: Mapping[str, Any]) -> ModelConfig:
+    """Return the resolved model config of settings by field name, such as a `Source` has."""
+    return config_from_values(RequestedModel, settings).resolve()
 
 
 def fitting_family(model: ModelConfig, name: str | None = None) -> Family:
-    """The family whose config.json can say all that this network is; `asked`: this one, or an error.
+    """Return the first family whose config.json can express all of this network. name: only try this one.
 
-    Raises `CheckpointError` that says of the nearest families which settings they have no word for.
+    Raises `CheckpointError` if none can, with the settings that the nearest families cannot express.
     """
     if name is not None and name not in FAMILIES:
         raise CheckpointError(f"the family {name} is not known here; known are {', '.join(FAMILIES)}")
@@ -127,11 +129,11 @@ def fitting_family(model: ModelConfig, name: str | None = None) -> Family:
 
 
 def lost_settings(model: ModelConfig, family: Family) -> list[str]:
-    """Which settings of a network get lost in the family's config.json, a line each; nothing when it can be published so."""
-    restored, problems = family.config_in(family.config_out(model, {}))
+    """Return the settings of a network that the family's config.json cannot express, a line each; [] if there are none."""
+    restored, problems = family.settings_from_config(family.make_config(model, {}))
     restored["mtp_num_layers"] = model.mtp.mtp_num_layers if family.beyond else None  # those are told by the weights
-    again = model_of(restored)
-    mine, back, silent = to_values(model), to_values(again), _settings_without_effect(model)
+    again = model_config_of(restored)
+    mine, back, silent = config_to_values(model), config_to_values(again), _settings_without_effect(model)
     meaning = canonical_values(model), canonical_values(again)
     unsaid = [
         f"{flag_name(name)} is {mine[name]}, there {back[name]}"
@@ -144,20 +146,20 @@ def lost_settings(model: ModelConfig, family: Family) -> list[str]:
 
 
 def _settings_without_effect(model: ModelConfig) -> frozenset[str]:
-    """Settings that say nothing of this network, since others say that they are not used, or do not change what it computes."""
+    """Return the names of settings that need not survive the way through a config.json: unused, or given elsewhere."""
     idle = unused_settings(model) - {"scale_tied_logits"}
-    attends = not model.hybrid.symbols or bool({"*", "+"} & set(model.hybrid.symbols))
+    attends = not model.hybrid.layer_symbols or bool({"*", "+"} & set(model.hybrid.layer_symbols))
     if (
         model.rope.position_embedding_type != "relative" and attends
     ):  # a length that is published even where nothing has its size
         idle -= {"max_position_embeddings"}
     if model.moe.moe_router_topk_scaling_factor in (None, 1.0):
         idle |= {"moe_router_topk_scaling_factor"}
-    return idle | _ELSEWHERE | (to_values(model).keys() - network_fields().keys())
+    return idle | _ELSEWHERE | (config_to_values(model).keys() - network_fields().keys())
 
 
 def _causal_layer_plans(model: ModelConfig) -> list[LayerPlan]:
-    """The rows of the network; to the right of the query causality leaves a window nothing to say."""
+    """Return the layer plans of the network with causal windows made open to the right, where they have no effect."""
     return [
         replace(plan, window=(plan.window[0], -1)) if plan.causal and plan.window else plan
         for plan in network_layer_plans(model)

@@ -61,7 +61,7 @@ class HeadVariant:
 
 
 def settings_unchanged(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """For a family whose config.json says everything: the settings as they are."""
+    """Return the settings unchanged: for families whose config.json says everything."""
     return settings
 
 
@@ -104,33 +104,35 @@ class Family:
     constants: Callable[[ModelConfig], dict[str, tuple[Shape, float]]] = lambda model: {}
     within: str = ""
 
-    def config_in(self, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Our settings, by field name, for those of a config.json; and what cannot be expressed, a line each."""
+    def settings_from_config(self, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Return our settings, by field name, for a config.json, and what cannot be expressed, a line each."""
         keys = ConfigReader(config.get(self.within, config))
         for name, value in self.pinned:
             keys.one_of(name, (value,), value)
         return self.read_config(keys), keys.all_problems(self.silent)
 
-    def config_out(self, model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-        """The config.json of a network. like: an earlier one of the same model, whose keys that say nothing of it are kept."""
+    def make_config(self, model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the config.json of a network. like: an earlier one of the same model, whose keys that say nothing of
+        the network are kept.
+        """
         like = like.get(self.within, like)
         return {**preserved_keys(like, *self.silent), **dict(self.pinned), **self.write_config(model, like)}
 
     @property
     def scoring_class(self) -> str | None:
-        """The class with a head that scores texts in the place of the output layer (reward models); None for other than decoders."""
+        """Class of transformers for reward models, ...ForSequenceClassification; None if the family is no decoder."""
         stem = re.fullmatch(r"(\w+?)(ForCausalLM|LMHeadModel)", self.architecture)
         return f"{stem[1]}ForSequenceClassification" if stem else None
 
     def network_mappings(self, model: ModelConfig) -> tuple[ParameterMapping, ...]:
-        """The rows of a network; those of a reward model have its head instead of the output layer."""
+        """Return the mappings of all parameters; those of a reward model have its head instead of the output layer."""
         rows = self.rows(model)
         if not model.reward_head:
             return rows
         return (*(row for row in rows if row.ours != OUTPUT), ParameterMapping(SCORE, (SCORE,), same))
 
     def variant_among(self, named: Collection[str]) -> HeadVariant | None:
-        """The class of this family's that is among those named."""
+        """Return this family's class that is among the named ones, or None."""
         known = self.variants or (
             HeadVariant(self.architecture),
             *([HeadVariant(self.scoring_class)] if self.scoring_class else []),
@@ -138,7 +140,7 @@ class Family:
         return next((variant for variant in known if variant.architecture in named), None)
 
     def class_for_parameters(self, names: Collection[str]) -> HeadVariant:
-        """The class that holds a network with these parameters (our names): the first whose heads are all there."""
+        """Return the class for a network with these parameters (our names): the first whose heads are all there."""
         if self.scoring_class and SCORE in names:
             return HeadVariant(self.scoring_class)
         return next(
@@ -151,7 +153,9 @@ class Family:
         )
 
     def missing_heads(self, names: Collection[str], required: HeadVariant | None = None) -> tuple[str, ...]:
-        """Beginnings of the heads (ours) of which none of the names is, and which the class required does not have."""
+        """Return the prefixes (ours) of heads that have no parameter among these names, without heads of the class
+        `required`.
+        """
         heads = {head for variant in self.variants for head in variant.heads} - set(required.heads if required else ())
         return tuple(head for head in sorted(heads) if not any(name.startswith(head) for name in names))
 
@@ -160,42 +164,52 @@ same = TensorConversion(lambda parts: parts[0], lambda whole: (whole,))
 transpose = TensorConversion(lambda parts: parts[0].t(), lambda whole: (whole.t(),))
 
 
-def concat(*sizes: int) -> TensorConversion:
-    """Ours is theirs laid end to end along the first dimension, of these sizes."""
+def concat_conversion(*sizes: int) -> TensorConversion:
+    """Return the conversion in which our tensor is theirs concatenated along dimension 0. sizes: of theirs."""
     return TensorConversion(lambda parts: torch.cat(list(parts)), lambda whole: whole.split(list(sizes)))
 
 
-def per_expert(op: TensorConversion, each: int) -> TensorConversion:
-    """Ours has a leading dimension of experts; theirs has, expert by expert, `each` parts that `op` makes one of."""
+def per_expert_conversion(op: TensorConversion, each: int) -> TensorConversion:
+    """Return the conversion in which ours has a leading dimension of experts, each made by `op` of `each` consecutive
+    tensors of theirs.
+    """
 
-    def ours(parts: Sequence[Tensor]) -> Tensor:
+    def to_our_tensor(parts: Sequence[Tensor]) -> Tensor:
         return torch.stack([op.ours(parts[start : start + each]) for start in range(0, len(parts), each)])
 
     return TensorConversion(
-        ours, lambda whole: tuple(part for expert in whole.unbind(0) for part in op.theirs(expert)), each
+        to_our_tensor, lambda whole: tuple(part for expert in whole.unbind(0) for part in op.theirs(expert)), each
     )
 
 
 def module_mappings(
     ours: str, *theirs: str, op: TensorConversion = same, kinds: Sequence[str] = ("weight",)
 ) -> list[ParameterMapping]:
-    """The parameters of these kinds of a module of ours. theirs: the modules that hold them."""
+    """Return the mappings of the parameters of one of our modules. theirs: the modules in the files that hold it;
+    kinds: names of its parameters.
+    """
     return [ParameterMapping(f"{ours}.{kind}", tuple(f"{part}.{kind}" for part in theirs), op) for kind in kinds]
 
 
-def renamed_mappings(ours: str, theirs: str, names: Mapping[str, str]) -> list[ParameterMapping]:
-    """Weights that are the same on both sides. ours, theirs: what names begin with; names: of the modules, ours to theirs."""
+def renamed_weight_mappings(ours: str, theirs: str, names: Mapping[str, str]) -> list[ParameterMapping]:
+    """Return the mappings of weights that differ by name only. ours, theirs: prefixes of the names; names: our module
+    name -> theirs.
+    """
     return [row for mine, there in names.items() for row in module_mappings(f"{ours}{mine}", f"{theirs}{there}")]
 
 
-def decoder_with_ends(
+def decoder_mappings_with_ends(
     model: ModelConfig,
     layers: Sequence[ParameterMapping],
     embedding: str = "embed_tokens",
     final_norm: str = "norm",
     base: str = "model.",
 ) -> tuple[ParameterMapping, ...]:
-    """The embedding, the layers, the final norm, and the output layer unless it is the embedding; in transformers' order."""
+    """Return the mappings of a whole decoder, in the order of transformers: embedding, `layers`, final norm, and output
+    layer if it is not tied.
+
+    embedding, final_norm: their names of these modules; base: prefix of their names.
+    """
     return (
         *module_mappings("embedding.word_embeddings", f"{base}{embedding}"),
         *layers,

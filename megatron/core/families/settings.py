@@ -48,20 +48,22 @@ class ConfigReader:
         self.problems: list[str] = []
 
     def positive_int(self, name: str, default: int | None = None) -> int:
-        """A positive whole number; null counts as left out."""
-        value = self._take(name, default)
+        """Take a positive integer; null counts as missing. A problem is noted, and 1 returned, for anything else."""
+        value = self._pop_or_default(name, default)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
         self.problems.append(f"{name}: {_short_value(value)} is not a positive whole number")
         return 1
 
     def positive_int_or_none(self, name: str) -> int | None:
-        """A positive whole number, or nothing."""
+        """Take a positive integer, or return None if the key is missing or null."""
         return self.positive_int(name) if self._left.get(name) is not None else self.pop(name)
 
     def non_negative_float(self, name: str, default: float | None = None, *, positive: bool = False) -> float:
-        """A number from 0 on, or only above 0."""
-        value = self._take(name, default)
+        """Take a finite number from 0 on, with `positive` above 0. A problem is noted, and 1.0 returned, for anything
+        else.
+        """
+        value = self._pop_or_default(name, default)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if is_number and math.isfinite(value) and (value > 0 or value == 0 and not positive):
             return float(value)
@@ -71,15 +73,17 @@ class ConfigReader:
         return 1.0
 
     def boolean(self, name: str, default: bool) -> bool:
-        """True or false; null counts as left out."""
-        value = self._take(name, default)
+        """Take true or false; null counts as missing. A problem is noted for anything else."""
+        value = self._pop_or_default(name, default)
         if not isinstance(value, bool):
             self.problems.append(f"{name}: {_short_value(value)} is neither true nor false")
         return value is True
 
     def one_of(self, name: str, allowed: tuple[Any, ...], default: Any) -> Any:
-        """A value that must be one of those allowed."""
-        value = self._take(name, default)
+        """Take a value; a problem is noted if it is not one of those allowed. default: value if the key is missing or
+        null.
+        """
+        value = self._pop_or_default(name, default)
         if value not in allowed:
             self.problems.append(
                 f"{name}: {_short_value(value)} has no counterpart here; "
@@ -88,15 +92,15 @@ class ConfigReader:
         return value
 
     def pop(self, name: str) -> Any:
-        """The value as it stands, None if it is left out."""
+        """Take a value as it is; None if it is missing."""
         return self._left.pop(name, None)
 
-    def drop(self, *names: str) -> None:
-        """Pass over keys that say nothing of the network; without names, over all that are left."""
+    def ignore_keys(self, *names: str) -> None:
+        """Ignore these keys, as they say nothing of the network; without names, all keys not yet taken."""
         self._left = {name: value for name, value in self._left.items() if names and name not in names}
 
-    def put(self, **usual: Any) -> None:
-        """Values of keys that are left out."""
+    def set_key_defaults(self, **usual: Any) -> None:
+        """Set values for keys that are missing."""
         self._left = {**usual, **self._left}
 
     def all_problems(self, silent: Collection[str] = ()) -> list[str]:
@@ -109,24 +113,25 @@ class ConfigReader:
         ]
         return self.problems + strangers
 
-    def _take(self, name: str, default: Any) -> Any:
+    def _pop_or_default(self, name: str, default: Any) -> Any:
         value = self._left.pop(name, None)
         return default if value is None else value
 
 
-def classes_of(config: Mapping[str, Any]) -> list[str]:
-    """The classes of transformers' that a config.json names; none as a rule only in one that was written by hand."""
+def architectures_of(config: Mapping[str, Any]) -> list[str]:
+    """Return the class names of transformers in `architectures` of a config.json; [] if there are none."""
     named = config.get("architectures") or []
     return [named] if isinstance(named, str) else [str(name) for name in named] if isinstance(named, Iterable) else []
 
 
 def read_rope_keys(keys: ConfigReader, *, base: float = 10000.0, latent: bool = False) -> dict[str, Any]:
-    """The settings of rotary positions: `rope_theta` and `rope_scaling`, or `rope_parameters` that holds both.
+    """Read the settings of rotary positions from `rope_theta` and `rope_scaling`, or `rope_parameters`, which holds
+    both.
 
-    base: what holds when none is given. latent: of a network with latent attention.
+    base: default of rope_theta. latent: whether the network has latent attention.
     """
     scaling, both, given_base = keys.pop("rope_scaling"), keys.pop("rope_parameters"), keys.pop("rope_theta")
-    given = {**_require_mapping(keys, "rope_scaling", scaling), **_require_mapping(keys, "rope_parameters", both)}
+    given = {**_mapping_or_problem(keys, "rope_scaling", scaling), **_mapping_or_problem(keys, "rope_parameters", both)}
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
     inner = ConfigReader({"rope_theta": given_base, **given})
@@ -191,7 +196,9 @@ def _yarn_attention_factor(factor: float, mscale: float) -> float:
 
 
 def rope_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary positions for a config.json: in one mapping if `like` has one, else in the older way that all can read."""
+    """Return the keys of config.json for rotary positions: `rope_parameters` if `like` has it, else `rope_theta` and
+    `rope_scaling`.
+    """
     rope, scaling = model.rope, dict[str, Any]()
     earlier = like.get("rope_parameters") or like.get("rope_scaling") or {}
     if rope.rope_type == "yarn":
@@ -214,7 +221,7 @@ def rope_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, A
 
 
 def _yarn_config_keys(rope: RopeConfig, earlier: Mapping[str, Any]) -> dict[str, Any]:
-    """YaRN's keys; those with their usual values only where the earlier config.json has them."""
+    """Return YaRN's keys; those with default values only if the earlier config.json has them."""
     usual = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "mscale": 1.0, "mscale_all_dim": 0.0}
     values = {
         "beta_fast": rope.yarn_beta_fast,
@@ -233,7 +240,7 @@ def _yarn_config_keys(rope: RopeConfig, earlier: Mapping[str, Any]) -> dict[str,
 
 
 def format_layer_pattern(layers: Sequence[bool]) -> str:
-    """Layers that have a property, as our flags say it: `[0]*3+[1]*58`, or number by number where they alternate."""
+    """Return a layer pattern as our flags take it, such as `[0]*3+[1]*58`; number by number if it alternates often."""
     runs = [(int(value), len(list(run))) for value, run in itertools.groupby(layers)]
     if len(runs) > 4:
         return f"[{','.join(str(int(value)) for value in layers)}]"
@@ -241,7 +248,9 @@ def format_layer_pattern(layers: Sequence[bool]) -> str:
 
 
 def sliding_window_settings(size: int, layers: Sequence[bool]) -> dict[str, Any]:
-    """Settings of layers that see `size` tokens back, their own included; nothing if there is none."""
+    """Return the settings of layers with a sliding window of `size` tokens, the query's own included; {} if no layer
+    has one.
+    """
     if not any(layers):
         return {}
     return {
@@ -251,22 +260,24 @@ def sliding_window_settings(size: int, layers: Sequence[bool]) -> dict[str, Any]
 
 
 def window_and_windowed_layers(model: ModelConfig) -> tuple[int | None, list[bool]]:
-    """How many tokens back a layer with a window sees, its own included, and which layers have one."""
+    """Return the size of the sliding window in tokens, the query's own included, or None; and for each layer whether it
+    has one.
+    """
     layers = [plan.window is not None for plan in network_layer_plans(model)]
-    return (model.window[0] + 1 if any(layers) and model.window is not None else None), layers
+    return (model.parsed_window_size[0] + 1 if any(layers) and model.parsed_window_size is not None else None), layers
 
 
 def head_count_settings(heads: int, groups: int) -> dict[str, Any]:
-    """Numbers of query heads and of key heads, as our settings say them."""
+    """Return our settings for these numbers of query heads and key/value heads."""
     return {"num_attention_heads": heads, "group_query_attention": heads != groups, "num_query_groups": groups}
 
 
 def preserved_keys(like: Mapping[str, Any], *more: str) -> dict[str, Any]:
-    """The keys of an earlier config.json that say nothing of the network; `more`: and these."""
+    """Return the keys of an earlier config.json that say nothing of the network, and those in `more`."""
     return {name: value for name, value in like.items() if name in IGNORED or name in more}
 
 
-def _require_mapping(keys: ConfigReader, name: str, value: Any) -> dict[str, Any]:
+def _mapping_or_problem(keys: ConfigReader, name: str, value: Any) -> dict[str, Any]:
     if value is None or isinstance(value, Mapping):
         return dict(value or {})
     keys.problems.append(f"{name}: {_short_value(value)} is not an object")

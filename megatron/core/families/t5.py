@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.rules import Family, HeadVariant, ParameterMapping, concat, module_mappings, same
+from megatron.core.families.rules import Family, HeadVariant, ParameterMapping, concat_conversion, module_mappings, same
 from megatron.core.families.settings import ConfigReader, preserved_keys
 
 # feed_forward_proj -> our settings, and the name of the activation that transformers derives from it
@@ -31,8 +31,8 @@ _LENGTH = 512  # of the texts that the published ones were trained on; their pos
 _HEAD = "lm_head.weight"
 
 
-def read_config(keys: ConfigReader) -> dict[str, Any]:
-    """Settings of a config.json."""
+def read_t5_config(keys: ConfigReader) -> dict[str, Any]:
+    """Read our settings from the keys of a config.json; what cannot be expressed is noted in `keys.problems`."""
     layers, heads = keys.positive_int("num_layers"), keys.positive_int("num_heads")
     kind = keys.one_of("feed_forward_proj", tuple(_MLP), "relu")
     mlp, activation = _MLP.get(kind, ({}, ""))
@@ -71,8 +71,10 @@ def read_config(keys: ConfigReader) -> dict[str, Any]:
     }
 
 
-def write_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of a network of ours."""
+def write_t5_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json that describe a network. like: an earlier config.json of it, whose spellings are
+    kept.
+    """
     chosen = {name for name in _CHOICES if getattr(model, name)}
     kind = min(_MLP, key=lambda kind: len(_MLP[kind][0].keys() ^ chosen))  # the same, or the nearest
     derived = {"dense_act_fn": _MLP[kind][1], "is_gated_act": kind.startswith("gated-")}
@@ -99,17 +101,19 @@ def write_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
-    """All parameters, in the order in which transformers has them; layers are written out, since both halves have their own."""
+    """Return the mappings of all parameters, in the order of transformers; each layer is listed, as encoder and decoder
+    have their own.
+    """
     rows = module_mappings("embedding.word_embeddings", "shared")
     for half, depth in (("encoder", model.num_layers), ("decoder", model.decoder_num_layers or 0)):
         for layer in range(depth):
-            rows += _layer_mappings(model, half, layer)
+            rows += _t5_layer_mappings(model, half, layer)
         rows += module_mappings(f"{half}.final_layernorm", f"{half}.final_layer_norm")
     return (*rows, *(() if model.ties_embeddings else module_mappings("output_layer", "lm_head")))
 
 
-def _layer_mappings(model: ModelConfig, half: str, layer: int) -> list[ParameterMapping]:
-    ours, theirs, size = f"{half}.layers.{layer}.", f"{half}.block.{layer}.layer.", model.query_size
+def _t5_layer_mappings(model: ModelConfig, half: str, layer: int) -> list[ParameterMapping]:
+    ours, theirs, size = f"{half}.layers.{layer}.", f"{half}.block.{layer}.layer.", model.query_projection_width
     table = f"{theirs}0.SelfAttention.relative_attention_bias"
     rows = [
         *_attention_mappings(f"{ours}self_attention.", f"{theirs}0.SelfAttention.", "qkv", size),
@@ -121,8 +125,8 @@ def _layer_mappings(model: ModelConfig, half: str, layer: int) -> list[Parameter
         rows += _attention_mappings(f"{ours}cross_attention.", f"{theirs}1.EncDecAttention.", "kv", size)
         rows += module_mappings(f"{ours}pre_cross_attn_layernorm", f"{theirs}1.layer_norm")
     last = f"{theirs}{2 if half == 'decoder' else 1}."
-    wide = [f"{last}DenseReluDense.{part}" for part in (("wi_0", "wi_1") if model.gated else ("wi",))]
-    op = concat(*[model.ffn_hidden_size] * 2) if model.gated else same
+    wide = [f"{last}DenseReluDense.{part}" for part in (("wi_0", "wi_1") if model.has_gated_mlp else ("wi",))]
+    op = concat_conversion(*[model.ffn_hidden_size] * 2) if model.has_gated_mlp else same
     return [
         *rows,
         *module_mappings(f"{ours}mlp.linear_fc1", *wide, op=op),
@@ -132,15 +136,18 @@ def _layer_mappings(model: ModelConfig, half: str, layer: int) -> list[Parameter
 
 
 def _attention_mappings(ours: str, theirs: str, parts: str, size: int) -> list[ParameterMapping]:
-    """The matrices that are laid end to end, of a size each, and the projection behind them."""
+    """Return the mappings of an attention block. parts: letters of the matrices that are one matrix here, such as
+    "qkv"; size: rows of each.
+    """
     names = [f"{theirs}{part}" for part in parts]
     return [
-        *module_mappings(f"{ours}linear_{parts}", *names, op=concat(*[size] * len(parts))),
+        *module_mappings(f"{ours}linear_{parts}", *names, op=concat_conversion(*[size] * len(parts))),
         *module_mappings(f"{ours}linear_proj", f"{theirs}o"),
     ]
 
 
-def _settings_from_names(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+def _complete_by_tensor_names(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Untie the output layer if the files hold one and its logits are not scaled."""
     own = _HEAD in names and not settings["scale_tied_logits"]
     return {**settings, "untie_embeddings_and_output_weights": settings["untie_embeddings_and_output_weights"] or own}
 
@@ -149,8 +156,8 @@ T5 = Family(
     "t5",
     "T5ForConditionalGeneration",
     "t5",
-    read_config,
-    write_config,
+    read_t5_config,
+    write_t5_config,
     parameter_mappings,
     silent=("initializer_factor", "classifier_dropout"),
     pinned=(("is_encoder_decoder", True),),
@@ -165,5 +172,5 @@ T5 = Family(
     ),
     renamed=(("encoder.embed_tokens.weight", "shared.weight"), ("decoder.embed_tokens.weight", "shared.weight")),
     variants=(HeadVariant("T5ForConditionalGeneration"), HeadVariant("T5WithLMHeadModel")),
-    seen=_settings_from_names,
+    seen=_complete_by_tensor_names,
 )

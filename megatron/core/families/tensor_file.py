@@ -30,38 +30,38 @@ _LONGEST_HEADER = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor in a file: its bytes begin at `start`, counted from the file's first."""
+class SafetensorsEntry:
+    """A tensor in a safetensors file. start: offset of its first byte in the file."""
 
     format: TensorFormat
     path: Path
     start: int
 
     @property
-    def length(self) -> int:
+    def num_bytes(self) -> int:
         """Number of bytes."""
         return math.prod(self.format.shape) * self.format.dtype.itemsize
 
     def read(self) -> Tensor:
         """Return the tensor (any shape), as a mapping of the file that must not be written to."""
-        if not self.length:
+        if not self.num_bytes:
             return torch.empty(self.format.shape, dtype=self.format.dtype)
         first = self.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         try:
             with self.path.open("rb") as file:
                 mapped = mmap.mmap(
-                    file.fileno(), self.start - first + self.length, offset=first, access=mmap.ACCESS_COPY
+                    file.fileno(), self.start - first + self.num_bytes, offset=first, access=mmap.ACCESS_COPY
                 )
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path} cannot be read: {error}") from None
-        flat = torch.frombuffer(mapped, dtype=torch.uint8, offset=self.start - first, count=self.length)
+        flat = torch.frombuffer(mapped, dtype=torch.uint8, offset=self.start - first, count=self.num_bytes)
         if self.start % self.format.dtype.itemsize:  # a header of another program that ends at an odd place
             flat = flat.clone()
         return flat.view(self.format.dtype).view(self.format.shape)
 
 
-def read_header(path: Path) -> dict[str, Stored]:
-    """Every tensor of a file by name. Raises `CheckpointError` that says what is wrong with the file."""
+def read_safetensors_header(path: Path) -> dict[str, SafetensorsEntry]:
+    """Return every tensor of a safetensors file by name, not yet read. `CheckpointError` if the file is damaged."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -75,18 +75,18 @@ def read_header(path: Path) -> dict[str, Stored]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=_reject_duplicates)
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_dict_without_duplicates)
         if not isinstance(header, dict):
             raise ValueError("it is no object")
         header.pop("__metadata__", None)
-        tensors = {name: _parse_entry(name, entry, path, 8 + length) for name, entry in header.items()}
+        tensors = {name: _parse_header_entry(name, entry, path, 8 + length) for name, entry in header.items()}
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: its header cannot be read: {error}") from None
     end = 8 + length
-    for stored in sorted(tensors.values(), key=lambda one: (one.start, one.length)):
+    for stored in sorted(tensors.values(), key=lambda one: (one.start, one.num_bytes)):
         if stored.start != end:
             raise CheckpointError(f"{path} is damaged: its tensors overlap or leave bytes between them at {end}")
-        end += stored.length
+        end += stored.num_bytes
     if end != size:
         raise CheckpointError(
             f"{path} is {'cut short' if size < end else 'damaged'}: it has {size} bytes, its header promises {end}"
@@ -94,8 +94,8 @@ def read_header(path: Path) -> dict[str, Stored]:
     return tensors
 
 
-def create(path: Path, formats: Mapping[str, TensorFormat]) -> dict[str, Stored]:
-    """Make a file for these tensors, of its whole length, all zero. Returns their places, for `write`."""
+def create_safetensors_file(path: Path, formats: Mapping[str, TensorFormat]) -> dict[str, SafetensorsEntry]:
+    """Create a safetensors file of full length for these tensors, all zero. Returns their places, for `write`."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     places, end = {}, 0
     for name in sorted(formats, key=lambda name: (_ORDER.index(formats[name].dtype), name)):
@@ -108,15 +108,15 @@ def create(path: Path, formats: Mapping[str, TensorFormat]) -> dict[str, Stored]
     with path.open("xb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + end)
-    return {name: Stored(formats[name], path, 8 + len(header) + start) for name, start in places.items()}
+    return {name: SafetensorsEntry(formats[name], path, 8 + len(header) + start) for name, start in places.items()}
 
 
-def write(place: Stored, tensor: Tensor) -> None:
+def write_safetensors_tensor(place: SafetensorsEntry, tensor: Tensor) -> None:
     """Write a tensor (any shape) to the place that `create` reserved for it."""
     assert (tuple(tensor.shape), tensor.dtype) == (place.format.shape, place.format.dtype), (
         "a tensor goes where its like has room"
     )
-    if not place.length:
+    if not place.num_bytes:
         return
     content = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
     handle = os.open(place.path, os.O_WRONLY)
@@ -128,31 +128,31 @@ def write(place: Stored, tensor: Tensor) -> None:
         os.close(handle)
 
 
-def _parse_entry(name: str, entry: Any, path: Path, base: int) -> Stored:
+def _parse_header_entry(name: str, entry: Any, path: Path, base: int) -> SafetensorsEntry:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"the entry of {name} is not one of a tensor")
     shape, offsets, word = entry["shape"], entry["data_offsets"], entry["dtype"]
-    if not _whole_numbers(shape) or not _whole_numbers(offsets) or len(offsets) != 2:
+    if not _is_list_of_whole_numbers(shape) or not _is_list_of_whole_numbers(offsets) or len(offsets) != 2:
         raise ValueError(f"the shape or the place of {name} is no list of whole numbers")
     if word not in DTYPES:
         raise ValueError(
             f"{name} has numbers of the kind {word!r}, which is not known here; save it as F32, BF16 or F16"
         )
-    stored = Stored(TensorFormat(tuple(shape), DTYPES[word]), path, base + offsets[0])
-    if stored.length != offsets[1] - offsets[0]:
+    stored = SafetensorsEntry(TensorFormat(tuple(shape), DTYPES[word]), path, base + offsets[0])
+    if stored.num_bytes != offsets[1] - offsets[0]:
         raise ValueError(
-            f"{name} of shape {shape} takes {stored.length} bytes, and its place has {offsets[1] - offsets[0]}"
+            f"{name} of shape {shape} takes {stored.num_bytes} bytes, and its place has {offsets[1] - offsets[0]}"
         )
     return stored
 
 
-def _whole_numbers(value: Any) -> bool:
+def _is_list_of_whole_numbers(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in value
     )
 
 
-def _reject_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def _dict_without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) != len(pairs):
         raise ValueError("it names a tensor twice")

@@ -13,36 +13,37 @@ from typing import Any
 _SIGNS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
-def folder_tokenizer(folder: Path) -> dict[str, Any]:
-    """Settings of `TokenizerConfig`; empty for a folder without a tokenizer.
+def tokenizer_settings_of_folder(folder: Path) -> dict[str, Any]:
+    """Return the settings of `TokenizerConfig` for a folder's tokenizer files; {} if it has none.
 
-    Files of a class that we do not have, without a tokenizer.json, are named as a HuggingFaceTokenizer, which asks for that.
+    Files of a tokenizer class that is not built here, without a tokenizer.json, are named HuggingFaceTokenizer, which
+    then asks for that file.
     """
     if not any((folder / name).is_file() for name in _SIGNS):
         return {}
     here = folder.resolve()
-    named = _tokenizer_config(folder).get("tokenizer_class")
+    named = _read_tokenizer_config(folder).get("tokenizer_class")
     kind = str(named).removesuffix("Fast") if named else None
 
-    def has(*names: str) -> bool:
+    def has_without_json(*names: str) -> bool:
         return all((folder / name).is_file() for name in names) and not (folder / "tokenizer.json").is_file()
 
-    if has("vocab.json", "merges.txt") and kind in (None, "GPT2Tokenizer"):
+    if has_without_json("vocab.json", "merges.txt") and kind in (None, "GPT2Tokenizer"):
         return {
             "tokenizer_type": "GPT2BPETokenizer",
             "vocab_file": str(here / "vocab.json"),
             "merge_file": str(here / "merges.txt"),
         }
-    if has("vocab.txt") and kind in (None, "BertTokenizer"):
-        case = "LowerCase" if _tokenizer_config(folder).get("do_lower_case", True) else "Case"
+    if has_without_json("vocab.txt") and kind in (None, "BertTokenizer"):
+        case = "LowerCase" if _read_tokenizer_config(folder).get("do_lower_case", True) else "Case"
         return {"tokenizer_type": f"BertWordPiece{case}", "vocab_file": str(here / "vocab.txt")}
-    if has("tokenizer.model") and kind in (None, "LlamaTokenizer"):
+    if has_without_json("tokenizer.model") and kind in (None, "LlamaTokenizer"):
         return {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(here / "tokenizer.model")}
     return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(here)}
 
 
-def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json; empty where there is none, or none that can be read: building the tokenizer reports it."""
+def _read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """Return tokenizer_config.json; {} if it is missing or unreadable, which building the tokenizer reports."""
     try:
         content = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -20,7 +20,7 @@ from megatron.core.families.rules import (
     HeadVariant,
     ParameterMapping,
     TensorConversion,
-    concat,
+    concat_conversion,
     module_mappings,
     same,
 )
@@ -30,8 +30,11 @@ _GELU = {"gelu": "gelu", "quick_gelu": "quick_gelu", **dict.fromkeys(TANH_GELU, 
 
 
 @dataclass(frozen=True, slots=True)
-class EncoderParameterNames:
-    """What a type's files call their parameters. layer: beginning of those of a layer; scales: of LayerScale, whole names."""
+class VisionEncoderParameterNames:
+    """Names of the parameters in the files of a type of vision encoder.
+
+    layer: prefix of those of a layer; scales: of LayerScale, full names within the layer.
+    """
 
     class_token: str
     positions: str
@@ -47,7 +50,7 @@ class EncoderParameterNames:
     qk_norms: tuple[str, str] | None = None
 
 
-_CLIP = EncoderParameterNames(
+_CLIP = VisionEncoderParameterNames(
     class_token="embeddings.class_embedding",
     positions="embeddings.position_embedding.weight",
     patches="embeddings.patch_embedding",
@@ -59,7 +62,7 @@ _CLIP = EncoderParameterNames(
     final_norm="post_layernorm",
     pre_norm="pre_layrnorm",
 )
-_INTERNVIT = EncoderParameterNames(
+_INTERNVIT = VisionEncoderParameterNames(
     class_token="embeddings.cls_token",
     positions="embeddings.position_embeddings",
     patches="embeddings.patch_embeddings.projection",
@@ -72,7 +75,7 @@ _INTERNVIT = EncoderParameterNames(
     scales=("lambda_1", "lambda_2"),
     qk_norms=("attention.q_norm", "attention.k_norm"),
 )
-_DINOV2 = EncoderParameterNames(
+_DINOV2 = VisionEncoderParameterNames(
     class_token="embeddings.cls_token",
     positions="embeddings.position_embeddings",
     patches="embeddings.patch_embeddings.projection",
@@ -84,7 +87,7 @@ _DINOV2 = EncoderParameterNames(
     final_norm="layernorm",
     scales=("layer_scale1.lambda1", "layer_scale2.lambda1"),
 )
-_VIT = EncoderParameterNames(
+_VIT = VisionEncoderParameterNames(
     class_token="embeddings.cls_token",
     positions="embeddings.position_embeddings",
     patches="embeddings.patch_embeddings.projection",
@@ -95,7 +98,7 @@ _VIT = EncoderParameterNames(
     mlp=("intermediate.dense", "output.dense"),
     final_norm="layernorm",
 )
-NAMES: Mapping[str, EncoderParameterNames] = MappingProxyType(
+NAMES: Mapping[str, VisionEncoderParameterNames] = MappingProxyType(
     {
         "vit": _VIT,
         "clip": _CLIP,
@@ -107,30 +110,34 @@ NAMES: Mapping[str, EncoderParameterNames] = MappingProxyType(
 )
 
 
-def reshaped(*shape: int, flat: bool = False) -> TensorConversion:
-    """Theirs has this shape; ours has as many dimensions less, or with `flat` one for all behind the first."""
+def reshape_conversion(*shape: int, flat: bool = False) -> TensorConversion:
+    """Return the conversion in which theirs has this shape, and ours is flattened to two dimensions: the leading ones
+    together, or with `flat` all behind the first.
+    """
 
-    def ours(parts: Any) -> Any:
+    def to_our_tensor(parts: Any) -> Any:
         whole = parts[0]
         return whole.flatten(1) if flat else whole.reshape(-1, whole.shape[-1])
 
-    return TensorConversion(ours, lambda whole: (whole.reshape(shape),))
+    return TensorConversion(to_our_tensor, lambda whole: (whole.reshape(shape),))
 
 
-def encoder_mappings(model: ModelConfig, theirs: str) -> list[ParameterMapping]:
-    """All parameters of an encoder. theirs: what its names begin with. model: of the encoder, a "vit"."""
+def vision_encoder_mappings(model: ModelConfig, theirs: str) -> list[ParameterMapping]:
+    """Return the mappings of all parameters of a vision encoder. model: of the encoder, a "vit". theirs: prefix of
+    their names.
+    """
     vision, hidden = model.vision, model.hidden_size
-    names, traits = NAMES[vision.vision_model_type or "vit"], vision.traits
+    names, traits = NAMES[vision.vision_model_type or "vit"], vision.encoder_traits
     table = names.positions.endswith(".weight")
     grid, size = vision.position_grid, vision.patch_dim
     positions = grid[0] * grid[1] + traits.class_tokens
     ours, rows = "vision_model.", list[ParameterMapping]()
     if traits.class_tokens:
-        op = reshaped(hidden) if table else reshaped(1, traits.class_tokens, hidden)
+        op = reshape_conversion(hidden) if table else reshape_conversion(1, traits.class_tokens, hidden)
         rows.append(ParameterMapping(f"{ours}embedding.class_token", (f"{theirs}{names.class_token}",), op))
-    op = same if table else reshaped(1, positions, hidden)
+    op = same if table else reshape_conversion(1, positions, hidden)
     rows.append(ParameterMapping(f"{ours}embedding.position_embeddings", (f"{theirs}{names.positions}",), op))
-    op = reshaped(hidden, vision.num_channels, size, size, flat=True)
+    op = reshape_conversion(hidden, vision.num_channels, size, size, flat=True)
     rows.append(ParameterMapping(f"{ours}embedding.patches.weight", (f"{theirs}{names.patches}.weight",), op))
     if traits.patch_bias:
         rows.append(ParameterMapping(f"{ours}embedding.patches.bias", (f"{theirs}{names.patches}.bias",), same))
@@ -138,19 +145,23 @@ def encoder_mappings(model: ModelConfig, theirs: str) -> list[ParameterMapping]:
         rows += module_mappings(f"{ours}embedding.layernorm", f"{theirs}{names.pre_norm}", kinds=BIASED)
     for index in range(model.num_layers):
         layer = theirs + names.layer.replace("{i}", str(index))
-        rows += _layer_mappings(model, names, f"{ours}encoder.layers.{index}.", layer)
+        rows += _vision_layer_mappings(model, names, f"{ours}encoder.layers.{index}.", layer)
     if vision.has_final_norm:
         rows += module_mappings(
-            f"{ours}encoder.final_layernorm", f"{theirs}{names.final_norm}", kinds=_norm_kinds(model)
+            f"{ours}encoder.final_layernorm", f"{theirs}{names.final_norm}", kinds=_norm_parameter_kinds(model)
         )
     return rows
 
 
-def _layer_mappings(model: ModelConfig, names: EncoderParameterNames, ours: str, theirs: str) -> list[ParameterMapping]:
-    size, norm_kinds = model.query_size, _norm_kinds(model)
+def _vision_layer_mappings(
+    model: ModelConfig, names: VisionEncoderParameterNames, ours: str, theirs: str
+) -> list[ParameterMapping]:
+    size, norm_kinds = model.query_projection_width, _norm_parameter_kinds(model)
     heads, qkv_kinds = [f"{theirs}{part}" for part in names.qkv], ("weight",) if model.qkv_without_bias else BIASED
     rows = module_mappings(f"{ours}input_layernorm", f"{theirs}{names.norms[0]}", kinds=norm_kinds)
-    rows += module_mappings(f"{ours}self_attention.linear_qkv", *heads, op=concat(size, size, size), kinds=qkv_kinds)
+    rows += module_mappings(
+        f"{ours}self_attention.linear_qkv", *heads, op=concat_conversion(size, size, size), kinds=qkv_kinds
+    )
     if model.qk_layernorm and names.qk_norms is not None:
         for part, name in zip("qk", names.qk_norms, strict=True):
             rows += module_mappings(f"{ours}self_attention.{part}_layernorm", f"{theirs}{name}")
@@ -164,20 +175,20 @@ def _layer_mappings(model: ModelConfig, names: EncoderParameterNames, ours: str,
     return rows
 
 
-def _norm_kinds(model: ModelConfig) -> tuple[str, ...]:
+def _norm_parameter_kinds(model: ModelConfig) -> tuple[str, ...]:
     return BIASED if model.normalization == "LayerNorm" else ("weight",)
 
 
-def read_encoder_config(keys: ConfigReader, kind: str) -> dict[str, Any]:
-    """Settings of an encoder of a type, from its config.json: sizes by the names of a "vit", and its part of `VisionConfig`."""
-    hidden, patch = keys.positive_int("hidden_size"), _image_side(keys, "patch_size")
-    image, heads = _image_side(keys, "image_size"), keys.positive_int("num_attention_heads")
+def read_vision_encoder_config(keys: ConfigReader, kind: str) -> dict[str, Any]:
+    """Read the settings of a vision encoder of a type: sizes by the names of a "vit", and fields of `VisionConfig`."""
+    hidden, patch = keys.positive_int("hidden_size"), _read_image_side(keys, "patch_size")
+    image, heads = _read_image_side(keys, "image_size"), keys.positive_int("num_attention_heads")
     usual = {"clip": "quick_gelu", "siglip": "gelu_pytorch_tanh"}.get(kind, "gelu")
     activation = keys.one_of("hidden_act", tuple(_GELU), usual)
     for name in ("hidden_dropout_prob", "projection_dropout", "drop_path_rate", "attention_dropout"):
         keys.one_of(name, (0, 0.0), 0.0)
     keys.one_of("attention_probs_dropout_prob", (0, 0.0), 0.0)
-    keys.drop(*_SAYS_NOTHING)
+    keys.ignore_keys(*_SAYS_NOTHING)
     if kind == "dinov2":
         keys.one_of("qkv_bias", (True,), True)
         keys.one_of("use_swiglu_ffn", (False,), False)
@@ -219,8 +230,8 @@ _SAYS_NOTHING = tuple(
 )
 
 
-def _image_side(keys: ConfigReader, name: str) -> int:
-    """A side in pixels: a number, or two equal ones."""
+def _read_image_side(keys: ConfigReader, name: str) -> int:
+    """Take a side in pixels: a number, or two equal ones."""
     value = keys.pop(name)
     if isinstance(value, (list, tuple)) and len(set(value)) == 1:
         value = value[0]
@@ -231,13 +242,13 @@ def _image_side(keys: ConfigReader, name: str) -> int:
     )
 
 
-def encoder_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of an encoder, without its class. model: a "vit"."""
+def vision_encoder_config_json(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a vision encoder, without `architectures`. model: a "vit". like: an earlier one."""
     vision = model.vision
     kind = vision.vision_model_type or "vit"
     size, patch = vision.position_grid[0] * vision.patch_dim, vision.patch_dim
     pairs = isinstance(like.get("image_size"), list) or kind.startswith("internvit")
-    activation = {"gelu_tanh": "gelu_pytorch_tanh"}.get(model.activation, model.activation)
+    activation = {"gelu_tanh": "gelu_pytorch_tanh"}.get(model.activation_name, model.activation_name)
     config = {
         **preserved_keys(like, *_SAYS_NOTHING),
         "hidden_size": model.hidden_size,
@@ -288,8 +299,8 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
 )
 
 
-def encoder_type_of_config(config: Mapping[str, Any]) -> str | None:
-    """The type of an encoder that a config.json describes, by its model_type; None: not known here."""
+def vision_encoder_type_of(config: Mapping[str, Any]) -> str | None:
+    """Return the type of vision encoder that a config.json describes, by its model_type; None if it is not known here."""
     if config.get("model_type") == "internvl_vision":
         return "internvit" if config.get("use_qk_norm") else "internvit300M"
     within = {
@@ -301,9 +312,10 @@ def encoder_type_of_config(config: Mapping[str, Any]) -> str | None:
     return {**within, **{there: kind for kind, there in MODEL_TYPES.items()}}.get(str(config.get("model_type")))
 
 
-def _read_config(keys: ConfigReader, *, kind: str) -> dict[str, Any]:
-    kind = encoder_type_of_config({"model_type": MODEL_TYPES[kind], **keys.config}) or kind
-    settings = {**read_encoder_config(keys, kind), "architecture": "vit", "true_vocab_size": 1}
+def _read_vision_config(keys: ConfigReader, *, kind: str) -> dict[str, Any]:
+    """Read our settings of a vision encoder by itself. kind: its type, unless its model_type says another."""
+    kind = vision_encoder_type_of({"model_type": MODEL_TYPES[kind], **keys.config}) or kind
+    settings = {**read_vision_encoder_config(keys, kind), "architecture": "vit", "true_vocab_size": 1}
     settings |= {"vision_final_norm": "no" if kind.startswith("internvit") else "yes"}
     settings |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     labels = keys.config.get("id2label")
@@ -312,8 +324,11 @@ def _read_config(keys: ConfigReader, *, kind: str) -> dict[str, Any]:
     return settings
 
 
-def _write_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    config = encoder_config(model, like)
+def _write_vision_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a vision encoder by itself, with as many labels as it has classes. like: an earlier
+    one.
+    """
+    config = vision_encoder_config_json(model, like)
     classes = model.vision.num_classes
     if model.vision.vision_model_type in (None, "vit") and len(config.get("id2label") or ()) != classes:
         config["id2label"] = {str(index): f"LABEL_{index}" for index in range(classes)}
@@ -321,10 +336,10 @@ def _write_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]
     return config
 
 
-def _standalone_mappings(model: ModelConfig, *, base: str) -> tuple[ParameterMapping, ...]:
+def _standalone_encoder_mappings(model: ModelConfig, *, base: str) -> tuple[ParameterMapping, ...]:
     head = module_mappings("head", "classifier", kinds=BIASED)
     kind = model.vision.vision_model_type or "vit"
-    return (*encoder_mappings(model, base), *(head if kind == "vit" and model.vision.num_classes else ()))
+    return (*vision_encoder_mappings(model, base), *(head if kind == "vit" and model.vision.num_classes else ()))
 
 
 _SKIPPED = (
@@ -333,7 +348,7 @@ _SKIPPED = (
 )
 
 
-def _encoder_family(name: str, kind: str, base: str, *architectures: str, bare: bool = True) -> Family:
+def _vision_encoder_family(name: str, kind: str, base: str, *architectures: str, bare: bool = True) -> Family:
     first, *others = architectures
     variants = (HeadVariant(first, ("head.",) if kind == "vit" else (), bare=bare), *map(HeadVariant, others))
     if kind == "vit":
@@ -342,9 +357,9 @@ def _encoder_family(name: str, kind: str, base: str, *architectures: str, bare: 
         name,
         first,
         MODEL_TYPES[kind],
-        partial(_read_config, kind=kind),
-        _write_config,
-        partial(_standalone_mappings, base=base),
+        partial(_read_vision_config, kind=kind),
+        _write_vision_config,
+        partial(_standalone_encoder_mappings, base=base),
         base=base,
         copies=(),
         within="vision_config",
@@ -353,8 +368,8 @@ def _encoder_family(name: str, kind: str, base: str, *architectures: str, bare: 
     )
 
 
-VIT = _encoder_family("vit", "vit", "vit.", "ViTForImageClassification", bare=False)
-CLIP = _encoder_family("clip", "clip", "vision_model.", "CLIPVisionModel", "CLIPModel")
-SIGLIP = _encoder_family("siglip", "siglip", "vision_model.", "SiglipVisionModel", "SiglipModel")
-INTERNVIT = _encoder_family("internvit", "internvit300M", "vision_tower.", "InternVLVisionModel")
-DINOV2 = _encoder_family("dinov2", "dinov2", "dinov2.", "Dinov2Model")
+VIT = _vision_encoder_family("vit", "vit", "vit.", "ViTForImageClassification", bare=False)
+CLIP = _vision_encoder_family("clip", "clip", "vision_model.", "CLIPVisionModel", "CLIPModel")
+SIGLIP = _vision_encoder_family("siglip", "siglip", "vision_model.", "SiglipVisionModel", "SiglipModel")
+INTERNVIT = _vision_encoder_family("internvit", "internvit300M", "vision_tower.", "InternVLVisionModel")
+DINOV2 = _vision_encoder_family("dinov2", "dinov2", "dinov2.", "Dinov2Model")

@@ -1,6 +1,6 @@
 """Kernels: functions of tensors that compute the expensive operations. Parameters stay in our layers. Only this package calls optional libraries.
 
-mask.py       MaskSpec: which keys each query may attend to, before anyone makes a mask tensor
+mask.py       AttentionMaskSpec: which keys each query may attend to, before anyone makes a mask tensor
 reference.py  every op in plain torch: the definition that all other kernels must match
 fused.py      torch's own fused kernels (scaled dot product attention); flex.py: FlexAttention
 varlen.py     torch's attention of sequences of different lengths; documents.py: where the documents of packed rows begin

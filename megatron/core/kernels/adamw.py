@@ -16,8 +16,8 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class AdamRates:
-    """The numbers of one step. decay: weight decay; step: number of the step, from 1."""
+class AdamStepSettings:
+    """Hyperparameters of one AdamW step. decay: weight decay; step: number of the step, counted from 1."""
 
     lr: float
     decay: float
@@ -29,9 +29,10 @@ class AdamRates:
 
 @dataclass(frozen=True, slots=True)
 class AdamTensors:
-    """The tensors of one parameter, flat and of one length [elements].
+    """The tensors of one parameter, all flat and of the same length [elements].
 
-    weight: where the updated main weight is written in another format; None: the main weight is the weight.
+    main: main weight, which is updated. first, second: first and second moment. weight: model weight in another dtype,
+    to which the updated main weight is copied; None: the main weight is the model weight.
     """
 
     main: Tensor
@@ -41,14 +42,15 @@ class AdamTensors:
     weight: Tensor | None = None
 
 
-TOLERANCE = 1e-5  # of `reference_error` in fp32
-AdamKernel = Callable[[Sequence[AdamTensors], "float | Tensor", AdamRates], None]
+TOLERANCE = 1e-5  # of `adamw_kernel_error` in fp32
+AdamKernel = Callable[[Sequence[AdamTensors], "float | Tensor", AdamStepSettings], None]
 
 
-def adamw(parameters: Sequence[AdamTensors], factor: float | Tensor, rates: AdamRates) -> None:
-    """Update parameters of one device in place by torch's fused kernel, which is given the factor, and one copy into the weights.
+def adamw(parameters: Sequence[AdamTensors], factor: float | Tensor, rates: AdamStepSettings) -> None:
+    """Update parameters in place by torch's fused AdamW kernel, and copy the main weights into the model weights.
 
-    factor: a number or a tensor []. Gradients may be overwritten.
+    factor: a number or a tensor [], by which gradients are multiplied first. All tensors are on one device. Gradients
+    may be overwritten.
     """
     by_dtype: dict[torch.dtype, list[AdamTensors]] = {}
     for one in parameters:
@@ -74,14 +76,16 @@ def adamw(parameters: Sequence[AdamTensors], factor: float | Tensor, rates: Adam
             weight_decay=rates.decay,
             eps=rates.epsilon,
             maximize=False,
-            grad_scale=None if scale is None else _inverse(scale, device),
+            grad_scale=None if scale is None else _reciprocal_scale(scale, device),
             found_inf=None,
         )
-    copy_all([(one.weight, one.main) for one in parameters if one.weight is not None])
+    copy_tensor_pairs([(one.weight, one.main) for one in parameters if one.weight is not None])
 
 
-def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy the second tensor of each pair into the first (any shapes), in one launch for each pair of formats."""
+def copy_tensor_pairs(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second tensor of each pair into the first (of the same shape), with one launch for each combination of
+    dtypes.
+    """
     by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
     for into, source in pairs:
         by_dtypes.setdefault((into.dtype, source.dtype), []).append((into, source))
@@ -89,8 +93,10 @@ def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         torch._foreach_copy_([into for into, _ in same], [source for _, source in same])
 
 
-def reference_adamw(one: AdamTensors, factor: float | Tensor, rates: AdamRates) -> None:
-    """The definition: update one parameter in place, each tensor in its own format. factor: a number or a tensor []."""
+def reference_adamw(one: AdamTensors, factor: float | Tensor, rates: AdamStepSettings) -> None:
+    """Update one parameter in place by the formula of AdamW, which defines the op; every tensor keeps its dtype.
+    factor: a number or a tensor [], by which the gradient is multiplied.
+    """
     gradient = one.gradient * factor
     one.first.lerp_(gradient, 1.0 - rates.beta1)
     one.second.mul_(rates.beta2).addcmul_(gradient, gradient, value=1.0 - rates.beta2)
@@ -101,11 +107,13 @@ def reference_adamw(one: AdamTensors, factor: float | Tensor, rates: AdamRates) 
         one.weight.copy_(one.main)
 
 
-def reference_error(kernel: AdamKernel, device: torch.device, dtype: torch.dtype) -> float:
-    """The largest difference of main weights and moments from the definition in fp64 after two steps.
+def adamw_kernel_error(kernel: AdamKernel, device: torch.device, dtype: torch.dtype) -> float:
+    """Return the largest absolute difference of main weights and moments between two steps of an AdamW kernel and of
+    `reference_adamw` in fp64.
 
-    dtype: of the run; main weights are fp64 there, or fp32. Raises `ArithmeticError` above the tolerance, and if weights in bf16 are not the main
-    weights to 8 bits. Parameters of 5,000, 33 and 100 normal numbers, the last without a weight in bf16; 0.02 is the most that two steps change.
+    dtype: of the run; main weights are fp64 if it is, else fp32. The parameters have 5,000, 33 and 100 normal random
+    elements; all but the last have a bf16 model weight. Raises `ArithmeticError` if a difference exceeds `TOLERANCE`,
+    or if model weights are not the main weights to the 8 bits of bf16. Two steps change a main weight by 0.02 at most.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     generator = torch.Generator().manual_seed(0)
@@ -117,7 +125,7 @@ def reference_error(kernel: AdamKernel, device: torch.device, dtype: torch.dtype
         narrow = [x.to(device, wide) for x in (main, gradient, first, first.square())]
         held.append(AdamTensors(narrow[0], narrow[1], narrow[2], narrow[3], weight))
     for step in (1, 2):
-        rates = AdamRates(1e-2, 0.1, 0.9, 0.95, 1e-3, step)
+        rates = AdamStepSettings(1e-2, 0.1, 0.9, 0.95, 1e-3, step)
         for one in exact:
             reference_adamw(one, 0.25, rates)
         kernel(held, torch.full((), 0.25, device=device), rates)
@@ -125,11 +133,13 @@ def reference_error(kernel: AdamKernel, device: torch.device, dtype: torch.dtype
             one.gradient.mul_(-3.0)
         for other, one in zip(held, exact, strict=True):
             other.gradient.copy_(one.gradient)
-    return max(_largest_difference(mine, right) for mine, right in zip(held, exact, strict=True))
+    return max(_max_adam_difference(mine, right) for mine, right in zip(held, exact, strict=True))
 
 
-def _largest_difference(mine: AdamTensors, right: AdamTensors) -> float:
-    """The largest difference of two parameters. Raises `ArithmeticError`."""
+def _max_adam_difference(mine: AdamTensors, right: AdamTensors) -> float:
+    """Return the largest absolute difference of main weights and moments between a parameter and the right result in
+    fp64. Raises `ArithmeticError` above `TOLERANCE`, or if the bf16 model weight is not the main weight.
+    """
     worst = 0.0
     for name in ("main", "first", "second"):
         off = (getattr(mine, name).cpu().double() - getattr(right, name)).abs().max().item()
@@ -141,7 +151,7 @@ def _largest_difference(mine: AdamTensors, right: AdamTensors) -> float:
     return worst
 
 
-def _inverse(factor: float | Tensor, device: torch.device) -> Tensor:
-    """1 / factor, fp32 []: torch divides gradients by a scale."""
+def _reciprocal_scale(factor: float | Tensor, device: torch.device) -> Tensor:
+    """Return 1 / factor as an fp32 tensor [] on the device: torch's kernel divides gradients by its scale."""
     made = factor if isinstance(factor, Tensor) else torch.full((), factor, dtype=torch.float64, device=device)
     return made.reciprocal().float()

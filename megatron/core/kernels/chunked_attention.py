@@ -16,17 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
-from megatron.core.kernels.reference import accumulation_dtype
+from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
+from megatron.core.kernels.reference import accumulation_dtype_of
 
 _ROWS = 64  # queries at a time: their scores stay near the processor
 _CHANCES = 2**16  # random numbers have 16 bits here: four come from one of torch's, which are most of dropout's time
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: ScoreModifiers = ScoreModifiers()
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMaskSpec,
+    dropout: float,
+    scores: AttentionScoreModifiers = AttentionScoreModifiers(),
 ) -> Tensor:
-    """Compute `reference.attention` without a soft cap. dropout: rounded to the next of 65,536 steps.
+    """Compute `reference.attention` without a soft cap, one chunk of queries at a time. dropout: rounded to a multiple
+    of 1 / 65,536.
 
     q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv]. Returns [queries, b, n * dv].
     """
@@ -36,17 +42,21 @@ def attention(
 
 
 class _ChunkedAttention(torch.autograd.Function):
-    """The autograd function. Internally, [b * g, n/g * queries, d] meets [b * g, keys, d]: all queries that share a key head, in one matmul."""
+    """The autograd function of `attention`. All queries that share a key head are multiplied at once: [b * g, n/g
+    * queries, d] by [b * g, keys, d].
+    """
 
     @staticmethod
-    def forward(context: Any, mask: MaskSpec, dropout: float, scores: ScoreModifiers, *tensors: Any) -> Tensor:
+    def forward(
+        context: Any, mask: AttentionMaskSpec, dropout: float, scores: AttentionScoreModifiers, *tensors: Any
+    ) -> Tensor:
         context.settings, context.state = (mask, dropout, scores), torch.get_rng_state()
         context.save_for_backward(*tensors)
-        work = _ChunkedCall(mask, dropout, scores, *tensors)
+        work = _ChunkedAttentionCall(mask, dropout, scores, *tensors)
         output = work.q.new_empty((*work.q.shape[:3], work.v.shape[-1]))
-        for part in work.chunks():
+        for part in work.query_chunks():
             shares, dropout_mask = work.probabilities(part), work.dropout_mask(part)
-            work.write_output(
+            work.write_chunk_output(
                 output, part, shares.mul_(dropout_mask).to(work.v.dtype) @ work.values[:, part.keys] * work.factor
             )
         return output.flatten(2)
@@ -55,31 +65,40 @@ class _ChunkedAttention(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
         with torch.random.fork_rng(devices=()):
             torch.set_rng_state(context.state)
-            return None, None, None, *_ChunkedCall(*context.settings, *context.saved_tensors).gradients(gradient)
+            return (
+                None,
+                None,
+                None,
+                *_ChunkedAttentionCall(*context.settings, *context.saved_tensors).input_gradients(gradient),
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class _QueryChunk:
-    """A chunk of queries and the keys that any of them attends to. seen: mask [b or 1, 1, 1, queries, keys]; None: given by `ahead`."""
+    """A range of queries, and the range of keys that any of them attends to. seen: mask [b or 1, 1, 1, queries, keys];
+    None: the plain mask, causal or full, applies.
+    """
 
     queries: slice
     keys: slice
     seen: Tensor | None
 
     @property
-    def size(self) -> tuple[int, int]:
-        """Number of queries and of keys."""
+    def num_queries_and_keys(self) -> tuple[int, int]:
+        """Number of queries and number of keys of the chunk."""
         return self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
 
 
-class _ChunkedCall:
-    """One call, with its tensors in the layout of its matmuls."""
+class _ChunkedAttentionCall:
+    """Inputs and settings of one attention call, with keys and values in the layout of its matmuls [b * g, keys, d];
+    computes its chunks, forward and backward.
+    """
 
     def __init__(
         self,
-        mask: MaskSpec,
+        mask: AttentionMaskSpec,
         dropout: float,
-        scores: ScoreModifiers,
+        scores: AttentionScoreModifiers,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -93,23 +112,25 @@ class _ChunkedCall:
         self.keys, self.values = (x.permute(1, 2, 0, 3).flatten(0, 1) for x in (k, v))
         self.heads = q.shape[1], k.shape[2], q.shape[2] // k.shape[2]  # b, g, n/g
 
-    def chunks(self) -> Iterator[_QueryChunk]:
-        """Yield the chunks of all queries, in order."""
+    def query_chunks(self) -> Iterator[_QueryChunk]:
+        """Yield chunks of consecutive queries that together cover all queries, in order."""
         queries, keys, mask = len(self.q), len(self.k), self.mask
         ordered = mask.query_places is mask.key_places is None
         for start in range(0, queries, _ROWS):
             rows = slice(start, min(start + _ROWS, queries))
             columns = self._reachable_keys(rows) if ordered else slice(0, keys)
-            if mask.is_plain and ordered and (not mask.causal or start + keys - queries >= 0):
+            if mask.has_only_causality and ordered and (not mask.causal or start + keys - queries >= 0):
                 yield _QueryChunk(rows, columns, None)
             else:
-                visible = self._mask_of(rows, columns).as_bool(
+                visible = self._chunk_mask(rows, columns).as_bool_tensor(
                     rows.stop - start, columns.stop - columns.start, self.q.device
                 )
                 yield _QueryChunk(rows, columns, visible[:, :, None])
 
     def _reachable_keys(self, rows: slice) -> slice:
-        """The range of keys that causality and the window leave for a chunk of queries, which are the last of the keys."""
+        """Return the smallest range of keys that causality and window allow for a range of queries; the queries are the
+        last positions of the keys.
+        """
         keys, mask = len(self.k), self.mask
         left, right = (-1, -1) if mask.window is None else mask.window
         first, last = rows.start + keys - len(self.q), rows.stop + keys - len(self.q)  # positions among the keys
@@ -117,8 +138,8 @@ class _ChunkedCall:
         low = max(0, first - left) if left >= 0 else 0
         return slice(low, max(low, min(keys, last + ahead)) if ahead >= 0 else keys)
 
-    def _mask_of(self, rows: slice, columns: slice) -> MaskSpec:
-        """The mask of a chunk of queries over a range of keys."""
+    def _chunk_mask(self, rows: slice, columns: slice) -> AttentionMaskSpec:
+        """Return the part of the mask for a range of queries and a range of keys."""
         queries, keys, mask = len(self.q), len(self.k), self.mask
         documents = mask.query_documents
         if documents is None and mask.documents is not None:
@@ -134,39 +155,41 @@ class _ChunkedCall:
         )
 
     def probabilities(self, part: _QueryChunk) -> Tensor:
-        """Return the probabilities of a chunk, [b * g, n/g * queries, keys], before dropout."""
-        return self._shares_and_sink(part)[..., : part.size[1]]
+        """Return the attention probabilities of a chunk, before dropout, [b * g, n/g * queries, keys]."""
+        return self._probabilities_with_sink(part)[..., : part.num_queries_and_keys[1]]
 
     def dropout_mask(self, part: _QueryChunk) -> Tensor:
-        """Return the dropout mask of a chunk's probabilities, 0 or 1."""
+        """Draw the dropout mask of a chunk's probabilities: bool [b * g, n/g * queries, keys], True where kept."""
         batch, groups, each = self.heads
-        shape = (batch * groups, each * part.size[0], part.size[1])
-        count = batch * groups * each * part.size[0] * part.size[1]
+        shape = (batch * groups, each * part.num_queries_and_keys[0], part.num_queries_and_keys[1])
+        count = batch * groups * each * part.num_queries_and_keys[0] * part.num_queries_and_keys[1]
         draws = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)[:count]
         return (draws >= self.dropped - _CHANCES // 2).view(shape)
 
-    def write_output(self, whole: Tensor, part: _QueryChunk, result: Tensor) -> None:
-        """Write [b * g, n/g * queries, d] to its positions in [queries, b, n, d]."""
+    def write_chunk_output(self, whole: Tensor, part: _QueryChunk, result: Tensor) -> None:
+        """Write a chunk's result [b * g, n/g * queries, d] into its queries of `whole` [queries, b, n, d]."""
         batch, groups, each = self.heads
         whole[part.queries].view(-1, batch, groups, each, result.shape[-1]).copy_(
-            result.view(batch, groups, each, part.size[0], -1).permute(3, 0, 1, 2, 4)
+            result.view(batch, groups, each, part.num_queries_and_keys[0], -1).permute(3, 0, 1, 2, 4)
         )
 
-    def gradients(self, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k, v, bias and sink."""
-        exact = accumulation_dtype(self.q.dtype)
+    def input_gradients(self, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k, v, bias and sink (None for those that were not given) from the gradient of the
+        output.
+        """
+        exact = accumulation_dtype_of(self.q.dtype)
         dq, dk, dv = (
             torch.empty_like(self.q, memory_format=torch.contiguous_format),
             *(torch.zeros_like(x, dtype=exact) for x in (self.keys, self.values)),
         )
         dbias, dsink = (None if x is None else torch.zeros_like(x, dtype=exact) for x in (self.bias, self.sink))
         arriving = gradient.view(*self.q.shape[:3], -1) * self.factor
-        for part in self.chunks():
-            whole = self._shares_and_sink(part)
+        for part in self.query_chunks():
+            whole = self._probabilities_with_sink(part)
             shares, dropout_mask, rows = (
-                whole[..., : part.size[1]],
+                whole[..., : part.num_queries_and_keys[1]],
                 self.dropout_mask(part),
-                self._chunk_rows(arriving, part),
+                self._queries_of_chunk(arriving, part),
             )
             _add_matmul(dv[:, part.keys], (shares * dropout_mask).to(self.v.dtype).transpose(1, 2), rows)
             dshares = (rows @ self.values[:, part.keys].transpose(1, 2)).to(exact).mul_(dropout_mask)
@@ -178,10 +201,12 @@ class _ChunkedCall:
                 dscores = dscores[..., :-1]
             if dbias is not None:
                 batch, groups, each = self.heads
-                dbias[..., part.queries, part.keys] += dscores.reshape(batch, groups * each, *part.size).sum(0)
+                dbias[..., part.queries, part.keys] += dscores.reshape(
+                    batch, groups * each, *part.num_queries_and_keys
+                ).sum(0)
             dscores = (dscores * self.scale).to(self.q.dtype)
-            self.write_output(dq, part, dscores @ self.keys[:, part.keys])
-            _add_matmul(dk[:, part.keys], dscores.transpose(1, 2), self._chunk_rows(self.q, part))
+            self.write_chunk_output(dq, part, dscores @ self.keys[:, part.keys])
+            _add_matmul(dk[:, part.keys], dscores.transpose(1, 2), self._queries_of_chunk(self.q, part))
         batch, groups, _ = self.heads
         dk, dv = (
             total.view(batch, groups, *total.shape[1:]).permute(2, 0, 1, 3).to(self.q.dtype) for total in (dk, dv)
@@ -196,29 +221,35 @@ class _ChunkedCall:
             ),
         )
 
-    def _chunk_rows(self, x: Tensor, part: _QueryChunk) -> Tensor:
-        """Return a chunk of [queries, b, n, d] as [b * g, n/g * queries, d]."""
+    def _queries_of_chunk(self, x: Tensor, part: _QueryChunk) -> Tensor:
+        """Return a chunk's queries of x [queries, b, n, d] as [b * g, n/g * queries, d]."""
         batch, groups, each = self.heads
-        return x[part.queries].permute(1, 2, 0, 3).reshape(batch * groups, each * part.size[0], -1)
+        return x[part.queries].permute(1, 2, 0, 3).reshape(batch * groups, each * part.num_queries_and_keys[0], -1)
 
-    def _shares_and_sink(self, part: _QueryChunk) -> Tensor:
-        """Return `probabilities`, with the probability of the sink as the last column if there is one."""
+    def _probabilities_with_sink(self, part: _QueryChunk) -> Tensor:
+        """Return the attention probabilities of a chunk before dropout, [b * g, n/g * queries, keys]; if there is a
+        sink, its probability as one more column.
+        """
         batch, groups, each = self.heads
         scores = (
-            (self._chunk_rows(self.q, part) @ self.keys[:, part.keys].transpose(1, 2))
-            .to(accumulation_dtype(self.q.dtype))
+            (self._queries_of_chunk(self.q, part) @ self.keys[:, part.keys].transpose(1, 2))
+            .to(accumulation_dtype_of(self.q.dtype))
             .mul_(self.scale)
         )
-        apart = scores.view(batch, groups, each, *part.size)
+        apart = scores.view(batch, groups, each, *part.num_queries_and_keys)
         if self.bias is not None:
             apart += self.bias[..., part.queries, part.keys].unflatten(1, (groups, each))
         if part.seen is not None:
             apart.masked_fill_(~part.seen, float("-inf"))
         elif self.mask.causal:
-            count = part.size[0]  # the last keys are those of the queries' own places
+            count = part.num_queries_and_keys[0]  # the last keys are those of the queries' own places
             apart[..., -count:].masked_fill_(torch.ones((count, count), dtype=torch.bool).triu(1), float("-inf"))
         if self.sink is not None:
-            sink = self.sink.to(scores.dtype).view(groups, each, 1, 1).expand(batch, -1, -1, part.size[0], 1)
+            sink = (
+                self.sink.to(scores.dtype)
+                .view(groups, each, 1, 1)
+                .expand(batch, -1, -1, part.num_queries_and_keys[0], 1)
+            )
             return torch.cat((scores, sink.reshape(*scores.shape[:2], 1)), dim=-1).softmax(-1)
         shares = scores.softmax(-1)
         if part.seen is not None:  # the softmax of nothing is not a number
@@ -227,7 +258,7 @@ class _ChunkedCall:
 
 
 def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, accumulated in the dtype of total."""
+    """Add left @ right to `total` in place, in the dtype of `total`."""
     if total.dtype == left.dtype:
         total.baddbmm_(left, right)
     else:

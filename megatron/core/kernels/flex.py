@@ -20,29 +20,38 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from megatron.core.kernels.host_reads import host_may_read
-from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
+from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 
 _KEPT = 8  # block masks
 
 
 @cache
-def compiled_attention() -> tuple[Callable[..., Any], Callable[..., BlockMask]]:
-    """Return the compiled attention and the compiled mask builder. Without compilation FlexAttention holds all scores, and is slower than the plain formula."""
+def compiled_flex_functions() -> tuple[Callable[..., Any], Callable[..., BlockMask]]:
+    """Return torch's `flex_attention` and `create_block_mask`, both compiled. Uncompiled, FlexAttention holds all
+    scores and is slower than the plain formula.
+    """
     return torch.compile(flex_attention, dynamic=False), torch.compile(create_block_mask, dynamic=False)
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: ScoreModifiers = ScoreModifiers()
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMaskSpec,
+    dropout: float = 0.0,
+    scores: AttentionScoreModifiers = AttentionScoreModifiers(),
 ) -> Tensor:
-    """Compute `reference.attention`. q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv]. Returns [queries, b, n * dv]."""
+    """Compute `reference.attention` by torch's FlexAttention. q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b,
+    g, dv]. dropout must be 0. Returns [queries, b, n * dv].
+    """
     assert not dropout, "the table offers it without dropout only"
-    attend, _ = compiled_attention()
-    plain = mask.is_plain and not mask.causal
-    seen = None if plain else block_mask(mask, len(q), len(k), q.shape[1], q.device)
+    attend, _ = compiled_flex_functions()
+    plain = mask.has_only_causality and not mask.causal
+    seen = None if plain else cached_block_mask(mask, len(q), len(k), q.shape[1], q.device)
     heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
     attended = attend(
         *heads,
-        score_mod=_score_mod(scores),
+        score_mod=_make_score_mod(scores),
         block_mask=seen,
         scale=scores.scale,
         enable_gqa=q.shape[2] > k.shape[2],
@@ -58,59 +67,65 @@ def attention(
 
 @dataclass(frozen=True, slots=True)
 class _CachedBlockMask:
-    """A block mask, and what it was built from. versions: of the tensors, which count their changes."""
+    """A block mask and what it was built from. sizes: builder, causality, window, lengths, rows and device.
+    tensors: the mask's tensors. versions: torch's counters of in-place changes of these tensors.
+    """
 
     sizes: tuple[object, ...]
     tensors: tuple[Tensor | None, ...]
     versions: tuple[int, ...]
     seen: BlockMask
 
-    def matches(self, sizes: tuple[object, ...], tensors: tuple[Tensor | None, ...], versions: tuple[int, ...]) -> bool:
-        """Whether it is the mask of these, which may be others than the tensors [b, s] it was built from."""
+    def was_built_from(
+        self, sizes: tuple[object, ...], tensors: tuple[Tensor | None, ...], versions: tuple[int, ...]
+    ) -> bool:
+        """Whether the block mask was built from just these tensors, unchanged since, and these sizes."""
         same = all(mine is other for mine, other in zip(self.tensors, tensors, strict=True))
         return same and self.sizes == sizes and self.versions == versions
 
 
 @cache
 def _block_mask_cache() -> deque[_CachedBlockMask]:
-    """The newest block masks: all layers of a microbatch share one for each kind of layer."""
+    """Return the cache of the newest block masks; layers with the same mask in a microbatch share one."""
     return deque(maxlen=_KEPT)
 
 
-def block_mask(mask: MaskSpec, queries: int, keys: int, batch: int, device: torch.device) -> BlockMask:
-    """Return FlexAttention's form of a mask, [b or 1, 1, queries, keys] in blocks. It is built once for all layers that share the mask's tensors."""
-    _, build = compiled_attention()
-    rows = batch if _differs_between_rows(mask) else None
+def cached_block_mask(mask: AttentionMaskSpec, queries: int, keys: int, batch: int, device: torch.device) -> BlockMask:
+    """Return a mask as FlexAttention's BlockMask, [b or 1, 1, queries, keys] in blocks. It is taken from the cache if
+    it was built from the same tensors, except while compiling or capturing a CUDA graph.
+    """
+    _, build = compiled_flex_functions()
+    rows = batch if _mask_differs_between_rows(mask) else None
 
-    def new() -> BlockMask:
-        return build(mask_mod(mask, queries, keys, device), rows, None, queries, keys, device=device)
+    def build_block_mask() -> BlockMask:
+        """Build the block mask."""
+        return build(make_mask_mod(mask, queries, keys, device), rows, None, queries, keys, device=device)
 
     tensors = (mask.documents, mask.padding, mask.query_places, mask.key_places, mask.query_documents)
     given = [one for one in tensors if one is not None]
     # A graph that is repeated has to build its own; a tensor of inference counts no changes.
-    if torch.compiler.is_compiling() or _is_captured(device) or any(one.is_inference() for one in given):
-        return new()
+    if torch.compiler.is_compiling() or _is_capturing_cuda_graph(device) or any(one.is_inference() for one in given):
+        return build_block_mask()
     sizes = (build, mask.causal, mask.window, queries, keys, rows, device)
     versions = tuple(one._version for one in given)
     for one in _block_mask_cache():
-        if one.matches(sizes, tensors, versions):
+        if one.was_built_from(sizes, tensors, versions):
             return one.seen
-    seen = new()
+    seen = build_block_mask()
     _block_mask_cache().append(_CachedBlockMask(sizes, tensors, versions, seen))
     return seen
 
 
-def _is_captured(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured."""
+def _is_capturing_cuda_graph(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured, or the host may not read the device for another reason."""
     return not host_may_read() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
-def mask_mod(
-    mask: MaskSpec, queries: int, keys: int, device: torch.device
+def make_mask_mod(
+    mask: AttentionMaskSpec, queries: int, keys: int, device: torch.device
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return FlexAttention's mask function, (row b, head, query i, key j) -> bool, all scalars;
-
-    it agrees with `MaskSpec.visible`.
+    """Return the mask as FlexAttention's mask function: (batch row b, head h, query i, key j), scalar tensors, -> bool.
+    It agrees with `AttentionMaskSpec.as_bool_tensor`.
     """
     places = torch.arange(keys - queries, keys, device=device) if mask.query_places is None else mask.query_places
     key_places = torch.arange(keys, device=device) if mask.key_places is None else mask.key_places
@@ -118,7 +133,8 @@ def mask_mod(
     causal, (left, right), documents, padding = mask.causal, mask.window or (-1, -1), mask.documents, mask.padding
     own = mask.query_documents if mask.query_documents is not None or documents is None else documents[:, -queries:]
 
-    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def is_allowed(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        """Return whether query i of batch row b attends to key j."""
         ahead = key_places[j] - places[i]
         allowed = ahead <= 0 if causal else ahead == ahead
         if left >= 0:
@@ -131,11 +147,13 @@ def mask_mod(
             allowed = allowed & padding[b, j]
         return allowed
 
-    return seen
+    return is_allowed
 
 
-def unsupported_reason(*, device: str, dtype: torch.dtype, dropout: float) -> str:
-    """Return why it cannot compute attention; an empty string if it can."""
+def flex_unsupported_reason(*, device: str, dtype: torch.dtype, dropout: float) -> str:
+    """Return why FlexAttention cannot compute attention here; "" if it can. device: its type, cpu or cuda;
+    dropout: probability.
+    """
     if device != "cuda":
         return "compiled for a CPU it has no backward pass"
     if dtype == torch.float64:
@@ -143,19 +161,20 @@ def unsupported_reason(*, device: str, dtype: torch.dtype, dropout: float) -> st
     return "it has no dropout" if dropout > 0 else ""
 
 
-def _differs_between_rows(mask: MaskSpec) -> bool:
-    """Whether the rows of the batch have different masks."""
+def _mask_differs_between_rows(mask: AttentionMaskSpec) -> bool:
+    """Whether the rows of a batch have different masks."""
     return mask.documents is not None or mask.padding is not None
 
 
-def _score_mod(scores: ScoreModifiers) -> Callable[..., Tensor] | None:
+def _make_score_mod(scores: AttentionScoreModifiers) -> Callable[..., Tensor] | None:
+    """Return FlexAttention's score function, which applies soft cap and bias to a score; None if there is neither."""
     cap, bias = scores.softcap, scores.bias
     if cap is None and bias is None:
         return None
 
-    def changed(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def modify_score(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if cap is not None:
             score = cap * torch.tanh(score / cap)
         return score if bias is None else score + bias[0, h, i, j]
 
-    return changed
+    return modify_score

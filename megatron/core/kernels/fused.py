@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.kernels import chunked_attention, reference
-from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
+from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 
 _CAPPED = 256  # queries whose scores are held at a time where they have a soft cap
 _PLANNED = 64  # tokens: lengths are rounded up to its multiples for cuDNN, which builds a plan for every new one
@@ -35,27 +35,34 @@ _BLOCK = 128  # queries: below it, the many small matmuls of a band cost more th
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: ScoreModifiers = ScoreModifiers()
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMaskSpec,
+    dropout: float = 0.0,
+    scores: AttentionScoreModifiers = AttentionScoreModifiers(),
 ) -> Tensor:
-    """Compute `reference.attention` by torch's scaled dot product attention, with the best of its backends for this device.
+    """Compute `reference.attention` by torch's scaled dot product attention, with the best of its backends for this
+    device.
 
-    q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv]. Returns [queries, b, n * dv]. No scores are kept for the backward pass: where torch has no
-    such kernel, on CPUs with dropout, `chunked_attention` is used, and in compiled regions scores are recomputed.
+    q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv]. Returns [queries, b, n * dv]. The backward
+    pass keeps no scores: soft-capped attention, and attention with dropout on a CPU, for which torch has no such
+    kernel, are computed in chunks or again in the backward pass.
     """
     if scores.softcap is not None:
         return _softcapped_attention(q, k, v, mask, dropout, scores)
     if dropout and q.device.type == "cpu":
         if torch.compiler.is_compiling():
-            return checkpoint(_unbanded_attention, q, k, v, mask, dropout, scores, use_reentrant=False)
+            return checkpoint(_sdpa_or_banded_attention, q, k, v, mask, dropout, scores, use_reentrant=False)
         return chunked_attention.attention(q, k, v, mask, dropout, scores)
-    return _unbanded_attention(q, k, v, mask, dropout, scores)
+    return _sdpa_or_banded_attention(q, k, v, mask, dropout, scores)
 
 
 def _softcapped_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: ScoreModifiers
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, dropout: float, scores: AttentionScoreModifiers
 ) -> Tensor:
-    """Compute `attention` with a soft cap, which torch's kernels lack: the formula for a block of queries at a time, whose scores are computed again in the
-    backward pass.
+    """Compute `attention` with a soft cap, which torch's kernels lack: by the formula, one block of queries at a time;
+    the backward pass recomputes the scores of each block.
     """
     queries, keys = len(q), len(k)
     if queries <= _CAPPED:
@@ -74,16 +81,19 @@ def _softcapped_attention(
     return torch.cat(parts)
 
 
-def _unbanded_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: ScoreModifiers
+def _sdpa_or_banded_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, dropout: float, scores: AttentionScoreModifiers
 ) -> Tensor:
-    if scores.bias is None and (band := _band_width(mask, q.shape[0], k.shape[0])):
+    """Compute `attention` without a soft cap: in bands of keys if the window is short, else by one call of torch's
+    scaled dot product attention. Same shapes as `attention`.
+    """
+    if scores.bias is None and (band := _short_window(mask, q.shape[0], k.shape[0])):
         return _banded_attention(q, k, v, mask, band, dropout, scores)
     queries, keys = q.shape[0], k.shape[0]
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    plain = scores.bias is None and mask.is_plain and (not mask.causal or queries == keys)
-    seen = None if plain else mask.as_bool(queries, keys, q.device)
-    blind = None if seen is None or mask.shows_each_query_its_key else ~seen.any(-1, keepdim=True)
+    plain = scores.bias is None and mask.has_only_causality and (not mask.causal or queries == keys)
+    seen = None if plain else mask.as_bool_tensor(queries, keys, q.device)
+    blind = None if seen is None or mask.every_query_sees_itself else ~seen.any(-1, keepdim=True)
     if seen is not None and blind is not None:
         seen = seen | blind
     if scores.bias is not None and seen is not None:
@@ -93,22 +103,36 @@ def _unbanded_attention(
 
 
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: ScoreModifiers = ScoreModifiers()
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMaskSpec,
+    dropout: float = 0.0,
+    scores: AttentionScoreModifiers = AttentionScoreModifiers(),
 ) -> Tensor:
-    """Compute `attention` (same shapes [s, b, n, d]) by torch's flash backend only (Dao, 2023)."""
+    """Compute `attention` by torch's flash backend only (Dao, 2023). q: [queries, b, n, d]; k: [keys, b, g, d]; v:
+    [keys, b, g, dv]. Returns [queries, b, n * dv].
+    """
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return attention(q, k, v, mask, dropout, scores)
 
 
 def cudnn_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: ScoreModifiers = ScoreModifiers()
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMaskSpec,
+    dropout: float = 0.0,
+    scores: AttentionScoreModifiers = AttentionScoreModifiers(),
 ) -> Tensor:
-    """Compute `attention` (same shapes [s, b, n, d]) by torch's cuDNN backend only, which requires as many key heads as
-    query heads. Causal sequences of any length become multiples of 64 tokens long, since it builds a plan for each new one.
+    """Compute `attention` by torch's cuDNN backend only; key heads are repeated, since it needs as many as query heads.
+
+    q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv]. Returns [queries, b, n * dv]. Plain causal sequences
+    are padded to a multiple of 64 tokens, since cuDNN builds a plan for each new length.
     """
     repeats, length = q.shape[2] // k.shape[2], len(q)
     k, v = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in (k, v))
-    if mask.causal and mask.is_plain and length == len(k) and scores.bias is None:
+    if mask.causal and mask.has_only_causality and length == len(k) and scores.bias is None:
         # What is added stands behind all queries, so causality hides it.
         q, k, v = (F.pad(x, (0, 0, 0, 0, 0, 0, 0, -length % _PLANNED)) if length % _PLANNED else x for x in (q, k, v))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -121,13 +145,18 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
 
 
 def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool, dropout: float, scores: ScoreModifiers
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool, dropout: float, scores: AttentionScoreModifiers
 ) -> Tensor:
-    """Attention of q [b, n, queries, d] over k, v [b, g, keys, d]. seen: a bool mask, or what is added to the scores."""
+    """Call torch's scaled dot product attention for q [b, n, queries, d] and k, v [b, g, keys, d], with a sink if
+    `scores` has one. seen: bool mask, or float tensor that is added to the scores, [b or 1, n or 1, queries, keys];
+    None: no mask but `causal`. Returns [b, n, queries, dv].
+    """
     scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
     size = v.shape[-1]
     if scores.sink is not None:
-        q, k, v, seen = _with_sink(q, k, v, seen, scores.sink.to(reference.accumulation_dtype(q.dtype)) / scale, causal)
+        q, k, v, seen = _add_sink_key(
+            q, k, v, seen, scores.sink.to(reference.accumulation_dtype_of(q.dtype)) / scale, causal
+        )
     repeats = q.shape[1] // k.shape[1]
     if seen is not None and q.is_cuda:  # with a mask, only the slow backend takes groups there
         k, v, repeats = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1), 1
@@ -139,12 +168,14 @@ def _sdpa(
     return output
 
 
-def _with_sink(
+def _add_sink_key(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, sink: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the inputs of `_sdpa` with an extra first key, whose scores are `sink` [n].
+    """Return q, k, v and mask of `_sdpa` with one more key in front, whose score is sink [n] for every query and whose
+    value is zero.
 
-    Torch aligns causality at the first query and the first key, so with causal masks an unused first query is added too.
+    sink: divided by the scale of the scores already. Torch aligns causal masks at the first query and the first key, so
+    with `causal` an unused first query is added, too.
     """
     high = sink.to(q.dtype)
     parts = torch.stack((high, (sink - high.to(sink.dtype)).to(q.dtype)), dim=-1)  # a half format alone would round it
@@ -156,8 +187,10 @@ def _with_sink(
     return (F.pad(q, (0, 0, 1, 0)) if causal else q), k, v, seen
 
 
-def _band_width(mask: MaskSpec, queries: int, keys: int) -> tuple[int, int] | None:
-    """Return how many positions before and after its own a query attends to, if that is a small part of the sequence; else None."""
+def _short_window(mask: AttentionMaskSpec, queries: int, keys: int) -> tuple[int, int] | None:
+    """Return how many positions before and after its own a query attends to, if the window is so short that attention
+    in bands saves work; else None.
+    """
     if (
         mask.window is None
         or queries != keys
@@ -171,17 +204,28 @@ def _band_width(mask: MaskSpec, queries: int, keys: int) -> tuple[int, int] | No
 
 
 def _banded_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, band: tuple[int, int], dropout: float, scores: ScoreModifiers
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMaskSpec,
+    band: tuple[int, int],
+    dropout: float,
+    scores: AttentionScoreModifiers,
 ) -> Tensor:
-    """Compute `attention` in blocks of queries, each over the range of keys that it attends to."""
+    """Compute `attention` with a short window in blocks of queries, each over only the keys that it can attend to.
+    band: positions before and after a query's own. Same shapes as `attention`.
+    """
     (left, ahead), (length, batch) = band, q.shape[:2]
     block = max(_BLOCK, left + ahead)
     count = -(-length // block)
     slab, rest = block + left + ahead, count * block - length
 
-    def slabs(
+    def overlapping_key_ranges(
         x: Tensor, value: float = 0.0
     ) -> Tensor:  # [b, g, s, d] to [b * count, g, slab, d], a view but for the padding
+        """Cut x [b, g, s, d] into one range of keys for each block of queries, [b * blocks, g, range, d]; ranges
+        overlap, positions outside the sequence get `value`.
+        """
         padded = F.pad(x, (0, 0, left, ahead + rest), value=value)
         return padded.unfold(2, slab, block).permute(0, 2, 1, 4, 3).flatten(0, 1)
 
@@ -190,16 +234,24 @@ def _banded_attention(
     offset = torch.arange(slab, device=q.device)[None] - left - torch.arange(block, device=q.device)[:, None]
     near = (offset >= -left) & (offset <= ahead)
     places = torch.arange(length, device=q.device).view(1, 1, length, 1)
-    there = slabs(places, -1) >= 0
+    there = overlapping_key_ranges(places, -1) >= 0
     seen = (near & there.view(count, 1, slab))[None]
     if mask.padding is not None:
-        seen = seen & (slabs(mask.padding[:, None, :, None].int()) > 0).view(-1, count, 1, slab)
+        seen = seen & (overlapping_key_ranges(mask.padding[:, None, :, None].int()) > 0).view(-1, count, 1, slab)
     if mask.documents is not None:
         own = F.pad(mask.documents, (0, rest), value=-1).view(-1, count, block, 1)
-        seen = seen & (own == slabs(mask.documents[:, None, :, None], -1).view(-1, count, 1, slab))
+        seen = seen & (own == overlapping_key_ranges(mask.documents[:, None, :, None], -1).view(-1, count, 1, slab))
     seen = seen.expand(batch, -1, -1, -1).flatten(0, 1)[:, None]
     blind = ~seen.any(-1, keepdim=True)  # those of the padding behind the sequence are
-    output = _sdpa(queries, slabs(heads[1]), slabs(heads[2]), seen | blind, False, dropout, scores)
+    output = _sdpa(
+        queries,
+        overlapping_key_ranges(heads[1]),
+        overlapping_key_ranges(heads[2]),
+        seen | blind,
+        False,
+        dropout,
+        scores,
+    )
     output = output.masked_fill(blind, 0.0)
     output = output.unflatten(0, (batch, count)).transpose(1, 2).flatten(2, 3)
     return _merge_heads(output[:, :, :length])

@@ -23,7 +23,7 @@ _FEW = 8  # rows an expert, on average, up to which one batched matmul with padd
 _WASTE = 4  # padded rows over true ones from which it was not
 
 
-class _Grouped(Function):
+class _GroupedLinear(Function):
     """The autograd function of `grouped_linear`."""
 
     @staticmethod
@@ -49,18 +49,27 @@ class _Grouped(Function):
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute `reference.grouped_linear` in fewer and larger steps. x: [n, in]; weight: [e, out, in]; counts: [e]; bias: [e, out]. Returns [n, out]."""
+    """Compute `reference.grouped_linear` as one autograd op, or as one padded batched matmul if experts have few rows.
+    x: [n, in], sorted by expert; weight: [e, out, in]; counts: [e], rows of each expert; bias: [e, out] or None.
+    Returns [n, out].
+    """
     if not host_may_read():  # then any expert may have all rows
-        return reference.with_expert_bias(_padded_bmm(x, weight, counts, len(x)), bias, counts)
+        return reference.add_expert_bias(_grouped_linear_by_padded_bmm(x, weight, counts, len(x)), bias, counts)
     sizes, experts = counts.tolist(), weight.shape[0]
     most = max(sizes)
     few = len(x) <= _FEW * experts and 0 < most * experts <= _WASTE * len(x)
-    output = _padded_bmm(x, weight, counts, most) if few else _Grouped.apply(x.contiguous(), weight, sizes)
-    return reference.with_expert_bias(output, bias, counts)
+    output = (
+        _grouped_linear_by_padded_bmm(x, weight, counts, most)
+        if few
+        else _GroupedLinear.apply(x.contiguous(), weight, sizes)
+    )
+    return reference.add_expert_bias(output, bias, counts)
 
 
-def _padded_bmm(x: Tensor, weight: Tensor, counts: Tensor, most: int) -> Tensor:
-    """Compute all experts as one batched matmul, each padded to the rows of the largest."""
+def _grouped_linear_by_padded_bmm(x: Tensor, weight: Tensor, counts: Tensor, most: int) -> Tensor:
+    """Compute `grouped_linear` without bias as one batched matmul, in which every expert has `most` rows, padded with
+    zeros. Returns [n, out].
+    """
     owners = reference.expert_of_rows(x, counts)
     place = owners * most + torch.arange(len(x), device=x.device) - (counts.cumsum(0) - counts)[owners]
     table = x.new_zeros(weight.shape[0] * most, x.shape[1]).index_copy(0, place, x)
@@ -68,7 +77,7 @@ def _padded_bmm(x: Tensor, weight: Tensor, counts: Tensor, most: int) -> Tensor:
     return output.flatten(0, 1).index_select(0, place)
 
 
-def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
+def grouped_linear_by_grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `reference.grouped_linear` by torch's grouped GPU kernel, for which the host need not know the counts.
 
     x: [t, in]; weight: [e, out, in]; counts: [e], rows of each expert; bias: [e, out]. Returns [t, out].
@@ -76,29 +85,32 @@ def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = 
     if x.shape[-1] % 8 or weight.shape[1] % 8:  # its rows must begin at multiples of 16 bytes
         return grouped_linear(x, weight, counts, bias)
     ends = counts.cumsum(0).to(torch.int32)
-    return reference.with_expert_bias(F.grouped_mm(x, weight.transpose(1, 2), offs=ends), bias, counts)
+    return reference.add_expert_bias(F.grouped_mm(x, weight.transpose(1, 2), offs=ends), bias, counts)
 
 
-def weight_gradients(x: Tensor, gradient: Tensor, counts: Tensor) -> Tensor:
-    """Return the gradients of `grouped_linear`'s matrices, [e, out, in]. x: [n, in]; gradient: [n, out]; both sorted by expert; counts: [e].
+def grouped_weight_gradients(x: Tensor, gradient: Tensor, counts: Tensor) -> Tensor:
+    """Return the gradients of `grouped_linear`'s weight matrices, [e, out, in].
 
-    On a GPU in bf16 by torch's grouped kernel, for which the host need not know the counts.
+    x: [n, in] and gradient (of the output): [n, out], both sorted by expert; counts: [e], rows of each expert. On a GPU
+    in bf16 torch's grouped kernel computes them, without the host reading the counts.
     """
     fits = x.device.type == "cuda" and x.dtype == torch.bfloat16 and not (x.shape[-1] % 8 or gradient.shape[-1] % 8)
-    return (_grouped_weight_gradients if fits else _weight_gradients_by_loop)(x, gradient, counts)
+    return (_weight_gradients_by_grouped_mm if fits else _weight_gradients_by_loop)(x, gradient, counts)
 
 
-def _grouped_weight_gradients(x: Tensor, gradient: Tensor, counts: Tensor) -> Tensor:
+def _weight_gradients_by_grouped_mm(x: Tensor, gradient: Tensor, counts: Tensor) -> Tensor:
+    """Compute `grouped_weight_gradients` by torch's grouped GPU kernel."""
     return F.grouped_mm(gradient.t(), x, offs=counts.cumsum(0).to(torch.int32))
 
 
 def _weight_gradients_by_loop(x: Tensor, gradient: Tensor, counts: Tensor) -> Tensor:
+    """Compute `grouped_weight_gradients` by one matmul for each expert; reads the counts on the host."""
     sizes = counts.tolist()
     return torch.stack([dy.t().matmul(rows) for dy, rows in zip(gradient.split(sizes), x.split(sizes), strict=True)])
 
 
-class _WeighedBias(Function):
-    """The autograd function of `weighed_bias`."""
+class _WeightedExpertBias(Function):
+    """The autograd function of `weighted_expert_bias`."""
 
     @staticmethod
     def forward(context: Any, weights: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
@@ -114,9 +126,10 @@ class _WeighedBias(Function):
         return for_weights, for_bias.to(bias.dtype), None
 
 
-def weighed_bias(weights: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
-    """Return weight * bias of each row's expert, without keeping rows for the backward pass.
+def weighted_expert_bias(weights: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
+    """Return each row's weight times the bias of its expert, [n, out]; no [n, out] tensor is kept for the backward
+    pass.
 
-    weights: [n]; bias: [e, out]; counts: [e], rows of each expert. Returns [n, out].
+    weights: [n], rows sorted by expert; bias: [e, out]; counts: [e], rows of each expert.
     """
-    return _WeighedBias.apply(weights, bias, counts)
+    return _WeightedExpertBias.apply(weights, bias, counts)

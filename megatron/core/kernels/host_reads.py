@@ -13,7 +13,9 @@ _READS_FORBIDDEN: ContextVar[bool] = ContextVar("reads_forbidden", default=False
 
 @contextmanager
 def forbid_host_reads() -> Iterator[None]:
-    """In this context values of the device are not read, as while a CUDA graph is captured, and sizes follow from shapes alone."""
+    """Context in which `host_may_read` is False, as while a CUDA graph is captured: kernels then take sizes from shapes
+    alone.
+    """
     token = _READS_FORBIDDEN.set(True)
     try:
         yield
@@ -22,5 +24,5 @@ def forbid_host_reads() -> Iterator[None]:
 
 
 def host_may_read() -> bool:
-    """Return whether values of the device may be read here."""
+    """Return whether values on the device may be read on the host here (False inside `forbid_host_reads`)."""
     return not _READS_FORBIDDEN.get()

@@ -11,18 +11,19 @@ from megatron.core.kernels.documents import DocumentStarts
 
 
 @dataclass(frozen=True, slots=True)
-class MaskSpec:
-    """An attention mask.
+class AttentionMaskSpec:
+    """An attention mask, described without a tensor of all pairs. A query that attends to no key gets zeros.
 
-    causal: no key after the query. window: (left, right), no key more than so many positions before or after the query; -1: unlimited.
-    documents: [b, keys] numbers; a query attends only to keys of its own document. padding: bool [b, keys], False where there is no token. query_places,
-    key_places: int64 [queries] and [keys], positions in the whole sequence; without them keys count from 0 and the last query is at the last key.
-    query_documents: [b, queries], where queries are not the last keys. A query that attends to no key gets zero.
+    causal: no key after the query. window: (left, right), largest distance of keys before and after the query; -1:
+    unlimited; None: no window. documents: numbers [b, keys]; a query attends only to keys of its own document. padding:
+    bool [b, keys], False where there is no token. query_places, key_places: int64 [queries] and [keys], positions in
+    the whole sequence; None: keys count from 0 and the last query is at the last key.
+    query_documents: [b, queries], needed if the queries are not the last keys. starts: document starts, if they were
+    computed on the host.
 
-    starts: where the documents begin, if it was counted on the host.
-
-    length: of the whole sequence, when queries and keys are only the shards that a context rank holds; query_places are then those of its shard, while
-    documents and padding are those of the whole sequence. `context_parallel` turns it into the masks that kernels get.
+    length: length of the whole sequence, if queries and keys are only the shards of a context rank; query_places are
+    then those of the shard, while documents and padding are of the whole sequence. `context_parallel` turns it into the
+    masks that kernels get.
     """
 
     causal: bool = True
@@ -36,22 +37,26 @@ class MaskSpec:
     starts: DocumentStarts | None = None
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the mask is causal and nothing else, so that kernels need no mask tensor."""
+    def has_only_causality(self) -> bool:
+        """Whether the mask is given by `causal` alone (causal or full), without documents, padding, window or query
+        positions.
+        """
         return self.documents is None and self.padding is None and self.window is None and self.query_places is None
 
     @property
-    def shows_each_query_its_key(self) -> bool:
-        """Whether no query can be left without a key, since the one at its own position is visible to it."""
+    def every_query_sees_itself(self) -> bool:
+        """Whether every query attends at least to the key at its own position: true without padding and without
+        explicit positions.
+        """
         places = (self.query_places, self.key_places, self.query_documents)
         return self.padding is None and all(one is None for one in places)
 
-    def with_window(self, window: tuple[int, int] | None) -> MaskSpec:
-        """Return this mask for a layer with a window, or without one (None)."""
+    def with_window(self, window: tuple[int, int] | None) -> AttentionMaskSpec:
+        """Return this mask with the window (left, right) of a layer; unchanged for None and (-1, -1)."""
         return self if window is None or window == (-1, -1) else replace(self, window=window)
 
-    def as_bool(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-        """Return the mask as a tensor: bool [b or 1, 1, queries, keys], True where the query attends to the key."""
+    def as_bool_tensor(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+        """Return the mask as a bool tensor [b or 1, 1, queries, keys], True where the query attends to the key."""
         keys = torch.arange(num_keys, device=device) if self.key_places is None else self.key_places
         queries = (
             torch.arange(num_keys - num_queries, num_keys, device=device)
@@ -75,11 +80,12 @@ class MaskSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreModifiers:
+class AttentionScoreModifiers:
     """How attention scores are changed before the softmax, in this order.
 
-    scale: factor; None: 1/sqrt(head size). softcap: softcap * tanh(score / softcap) (Gemma 2). bias: [1, n, queries, keys], added. sink: [n], an extra score for
-    each head, which takes probability and contributes nothing (gpt-oss).
+    scale: factor; None: 1/sqrt(head size). softcap: score -> softcap * tanh(score / softcap) (Gemma 2). bias: [1, n,
+    queries, keys], added. sink: [n], an extra score of each head, which takes probability and contributes no value
+    (gpt-oss).
     """
 
     scale: float | None = None

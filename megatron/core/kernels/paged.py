@@ -15,17 +15,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.kernels.mask import ScoreModifiers
-from megatron.core.kernels.reference import accumulation_dtype
+from megatron.core.kernels.mask import AttentionScoreModifiers
+from megatron.core.kernels.reference import accumulation_dtype_of
 
 # Largest difference from the definition over the largest value that a kernel may show.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
 @dataclass(frozen=True, slots=True)
-class BlockTables:
-    """Where the keys of b rows lie. tables: int32 [b, blocks]; lengths: int32 [b], keys of each row, those of its new tokens
-    included, 0 for a row without any; size: tokens in a block; longest: no row has more keys.
+class CacheBlockTables:
+    """Where the cached keys and values of b sequences lie in the pool.
+
+    tables: int32 [b, blocks], block numbers of each sequence. lengths: int32 [b], number of keys of each sequence, its
+    new tokens included; 0: none. size: slots (tokens) of a block. longest: upper limit of the lengths.
     """
 
     tables: Tensor
@@ -33,42 +35,49 @@ class BlockTables:
     size: int
     longest: int
 
-    def slots(self, places: Tensor) -> Tensor:
-        """Slots of positions of each row, int64 [b, p]. places: int64 [b, p], not negative."""
+    def slots_of_positions(self, places: Tensor) -> Tensor:
+        """Return the pool slots of positions of each sequence, int64 [b, p]. places: int64 [b, p], positions, not
+        negative.
+        """
         blocks = self.tables.gather(1, places // self.size).to(torch.int64)
         return blocks * self.size + places % self.size
 
-    def last_slots(self, count: int) -> tuple[Tensor, Tensor]:
-        """Slots of the last `count` positions, int64 [b, count], and which of them there are; 0 in the place of others."""
+    def slots_of_last_positions(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return the pool slots of the last `count` positions of each sequence, int64 [b, count], 0 for positions
+        before its beginning, and bool [b, count], True where the position exists.
+        """
         back = torch.arange(-count, 0, device=self.lengths.device)
         places = self.lengths[:, None] + back
         there = places >= 0
-        return self.slots(places.clamp(min=0)).masked_fill(~there, 0), there
+        return self.slots_of_positions(places.clamp(min=0)).masked_fill(~there, 0), there
 
 
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    where: BlockTables,
+    where: CacheBlockTables,
     *,
     window: int | None = None,
-    scores: ScoreModifiers = ScoreModifiers(),
+    scores: AttentionScoreModifiers = AttentionScoreModifiers(),
 ) -> Tensor:
-    """Causal softmax attention of the last tokens of every row over all keys of the row.
+    """Compute causal attention of the last tokens of every sequence over all cached keys of the sequence.
 
-    q: [b, queries, n, d]; k: [slots, g, d]; v: [slots, g, dv], each group serving n/g heads. window: a query sees its own key and
-    so many before it; None: all. Returns [b, queries, n * dv]; zeros for a query that sees no key. No group is repeated.
+    q: [b, queries, n, d]; k: [slots, g, d]; v: [slots, g, dv], each of the g key heads serving n/g query heads.
+    where: the slots of each sequence. window: number of keys before its own that a query attends to; None: all.
+    Returns [b, queries, n * dv]; zeros for a query that attends to no key.
     """
     rows, queries, heads, size = q.shape
     keys = torch.arange(where.longest, device=q.device)
     at = where.lengths[:, None].to(torch.int64) - queries + torch.arange(queries, device=q.device)
     inside = keys < where.lengths[:, None]
-    slots = where.slots(keys.expand(rows, -1).minimum((where.lengths[:, None].to(torch.int64) - 1).clamp(min=0)))
+    slots = where.slots_of_positions(
+        keys.expand(rows, -1).minimum((where.lengths[:, None].to(torch.int64) - 1).clamp(min=0))
+    )
     # What no row has may hold anything, and nothing times NaN is NaN.
     gathered_k, gathered_v = (x[slots].masked_fill(~inside[..., None, None], 0.0) for x in (k, v))
     grouped = q.unflatten(2, (k.shape[1], -1))
-    scored = torch.einsum("bqgrd,bkgd->bgrqk", grouped, gathered_k).to(accumulation_dtype(q.dtype))
+    scored = torch.einsum("bqgrd,bkgd->bgrqk", grouped, gathered_k).to(accumulation_dtype_of(q.dtype))
     scored = scored * (size**-0.5 if scores.scale is None else scores.scale)
     if scores.softcap is not None:
         scored = scores.softcap * torch.tanh(scored / scores.softcap)
@@ -86,12 +95,14 @@ def attention(
     return torch.einsum("bgrqk,bkgd->bqgrd", shares, gathered_v).reshape(rows, queries, heads * v.shape[2])
 
 
-def max_kernel_error(
+def paged_kernel_error(
     kernel: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, *, heads: int, groups: int, size: int
 ) -> float:
-    """The largest difference between a kernel and the definition in fp64, over the largest value.
+    """Return the largest difference between the output of a paged attention kernel and `attention` in fp64, over the
+    largest value; infinite if it is NaN.
 
-    Three rows of 0, 9 and 70 keys: q [3, 1, heads, size], pools [96, groups, size].
+    The trial has three sequences of 70, 9 and 0 keys with a window of 50: q [3, 1, heads, size], pools [96, groups,
+    size].
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
@@ -99,8 +110,8 @@ def max_kernel_error(
         for shape in ((3, 1, heads, size), (96, groups, size), (96, groups, size))
     )
     tables = torch.tensor([[3, 1, 5, 0, 4], [2, 0, 0, 0, 0], [0, 0, 0, 0, 0]], dtype=torch.int32)
-    where = BlockTables(tables, torch.tensor([70, 9, 0], dtype=torch.int32), 16, 70)
-    there = BlockTables(tables.to(device), where.lengths.to(device), 16, 70)
+    where = CacheBlockTables(tables, torch.tensor([70, 9, 0], dtype=torch.int32), 16, 70)
+    there = CacheBlockTables(tables.to(device), where.lengths.to(device), 16, 70)
     result = kernel(*(x.to(device) for x in (q, k, v)), there, window=50).cpu().double()
     expected = attention(q.double(), k.double(), v.double(), where, window=50)
     gap = ((result - expected).abs().max() / expected.abs().max()).item()

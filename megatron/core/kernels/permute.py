@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron.core.kernels.reference import accumulation_dtype
+from megatron.core.kernels.reference import accumulation_dtype_of
 
 
 class _Permute(Function):
@@ -23,25 +23,26 @@ class _Permute(Function):
     def forward(context: Any, values: Tensor, places: Tensor, back: Tensor, empties: bool, losses: bool) -> Tensor:
         context.save_for_backward(back)
         context.losses = losses
-        return _sum_rows(values, places, holes=empties)
+        return _gather_and_sum_rows(values, places, holes=empties)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
         (back,) = context.saved_tensors
-        return _sum_rows(gradient, back, holes=context.losses), None, None, None, None
+        return _gather_and_sum_rows(gradient, back, holes=context.losses), None, None, None, None
 
 
 def permute(values: Tensor, places: Tensor, back: Tensor, empties: bool, losses: bool) -> Tensor:
-    """Return rows i: the sum over j of values[places[i, j]], in accumulator precision. values: [m, h]; places: [n, k]; returns [n, h].
+    """Return [n, h], whose row i is the sum over j of values[places[i, j]], accumulated in fp32 (fp64 for fp64).
 
-    back: [m, l], the inverse: where row i of values went. An index one past the end means no row; empties: whether places can have such an index;
-    losses: whether back can.
+    values: [m, h]; places: int64 [n, k]; back: int64 [m, l], the inverse, used by the backward pass: the rows of the
+    result in which each row of values is summed. An index one past the end means no row. empties: whether `places` can
+    have such an index; losses: whether `back` can.
     """
     return _Permute.apply(values, places, back, empties, losses)
 
 
 def _gather_rows(values: Tensor, index: Tensor, *, holes: bool) -> Tensor:
-    """Return values[index]; with holes: zeros where the index is one past the end."""
+    """Return values[index]. holes: the index may be one past the end, which gives a row of zeros."""
     if not len(values):
         return values.new_zeros((len(index), *values.shape[1:]))
     if not holes:
@@ -49,12 +50,14 @@ def _gather_rows(values: Tensor, index: Tensor, *, holes: bool) -> Tensor:
     return values.index_select(0, index.clamp(max=len(values) - 1)).masked_fill_((index == len(values))[:, None], 0.0)
 
 
-def _sum_rows(values: Tensor, places: Tensor, *, holes: bool) -> Tensor:
-    """Return the sums over k of values[places[:, k]]."""
+def _gather_and_sum_rows(values: Tensor, places: Tensor, *, holes: bool) -> Tensor:
+    """Return [n, h], the sum over j of values[places[:, j]]. holes: an index may be one past the end, which gives
+    zeros.
+    """
     first, *others = places.unbind(1)
     total = _gather_rows(values, first, holes=holes)
     if others:
-        total = total.to(accumulation_dtype(values.dtype))
+        total = total.to(accumulation_dtype_of(values.dtype))
     for place in others:
         total += _gather_rows(values, place, holes=holes)
     return total.to(values.dtype)

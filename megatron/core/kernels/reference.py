@@ -11,35 +11,43 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
+from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums over `dtype` are accumulated."""
+def accumulation_dtype_of(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which sums of `dtype` values are accumulated: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: ScoreModifiers = ScoreModifiers()
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMaskSpec,
+    dropout: float = 0.0,
+    scores: AttentionScoreModifiers = AttentionScoreModifiers(),
 ) -> Tensor:
     """Softmax attention of every query over the keys that the mask allows (Vaswani et al., 2017).
 
-    q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv], each of the g heads serving n/g query heads. Returns [queries, b, n * dv]; zeros for a query
-    that attends to no key.
+    q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv]; each of the g key heads serves n/g query heads.
+    dropout: probability with which an attention weight is dropped. scores: scale, soft cap, bias and sink of the
+    scores. Returns [queries, b, n * dv]; zeros for a query that attends to no key.
     """
     queries, batch, heads, size = q.shape
     repeat = heads // k.shape[2]
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-    scored = (q @ k.transpose(-2, -1)).to(accumulation_dtype(q.dtype)) * (
+    scored = (q @ k.transpose(-2, -1)).to(accumulation_dtype_of(q.dtype)) * (
         size**-0.5 if scores.scale is None else scores.scale
     )
     if scores.softcap is not None:
         scored = scores.softcap * torch.tanh(scored / scores.softcap)
     if scores.bias is not None:
         scored = scored + scores.bias
-    seen = mask.as_bool(queries, k.shape[2], q.device)
-    blind = None if mask.is_plain else ~seen.any(dim=-1, keepdim=True)  # the softmax of nothing is not a number
+    seen = mask.as_bool_tensor(queries, k.shape[2], q.device)
+    blind = (
+        None if mask.has_only_causality else ~seen.any(dim=-1, keepdim=True)
+    )  # the softmax of nothing is not a number
     scored = scored.masked_fill(~seen if blind is None else ~(seen | blind), float("-inf"))
     if scores.sink is not None:
         sink = scores.sink.to(scored.dtype).view(1, -1, 1, 1).expand(*scored.shape[:3], 1)
@@ -51,10 +59,14 @@ def attention(
     return (weights @ v).permute(2, 0, 1, 3).reshape(queries, batch, heads * v.shape[-1])
 
 
-def largest_scores(q: Tensor, k: Tensor, mask: MaskSpec, scale: float | None = None, block: int = 256) -> Tensor:
-    """Return the largest scaled score of every head among the allowed ones, [n]; -inf where none is allowed.
+def max_attention_scores(
+    q: Tensor, k: Tensor, mask: AttentionMaskSpec, scale: float | None = None, block: int = 256
+) -> Tensor:
+    """Return the largest attention score (after scaling, before the softmax) of every head among the allowed pairs,
+    [n]; -inf where no pair is allowed.
 
-    q: [queries, b, n, d]; k: [keys, b, g, d]. The scores of `block` queries are held at a time.
+    q: [queries, b, n, d]; k: [keys, b, g, d]. scale: factor of the scores; None: 1/sqrt(d). The scores of `block`
+    queries are held in memory at a time.
     """
     queries, _, heads, size = q.shape
     keys, groups = k.shape[0], k.shape[2]
@@ -66,12 +78,12 @@ def largest_scores(q: Tensor, k: Tensor, mask: MaskSpec, scale: float | None = N
     )
     q = q.unflatten(2, (groups, heads // groups)).permute(1, 2, 3, 0, 4)
     k = k.permute(1, 2, 3, 0)[:, :, None]
-    largest = q.new_full((groups, heads // groups), float("-inf"), dtype=accumulation_dtype(q.dtype))
+    largest = q.new_full((groups, heads // groups), float("-inf"), dtype=accumulation_dtype_of(q.dtype))
     for start in range(0, queries, block):
         rows = slice(start, start + block)
         part = replace(mask, query_places=places[rows], query_documents=None if own is None else own[:, rows])
         some = (q[..., rows, :] @ k).to(largest.dtype) * (size**-0.5 if scale is None else scale)
-        seen = part.as_bool(some.shape[-2], keys, q.device)[:, :, None]
+        seen = part.as_bool_tensor(some.shape[-2], keys, q.device)[:, :, None]
         largest = torch.maximum(largest, some.masked_fill(~seen, float("-inf")).amax(dim=(0, 3, 4)))
     return largest.flatten()
 
@@ -82,8 +94,10 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tenso
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
-    """x over its root mean square along the last dimension (Zhang and Sennrich, 2019), times the weight [h] if there is one. Returns the shape of x."""
-    wide_x = x.to(accumulation_dtype(x.dtype))
+    """Divide x [..., h] by its root mean square over the last dimension (Zhang and Sennrich, 2019), and multiply it by
+    the weight [h], if given. epsilon is added to the mean square. Returns the shape of x.
+    """
+    wide_x = x.to(accumulation_dtype_of(x.dtype))
     normed = (wide_x * torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
     return normed if weight is None else normed * weight
 
@@ -91,13 +105,17 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
 def residual_norm(
     x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """Return x + update, and its norm: LayerNorm with a bias, RMSNorm without. x, update: [..., h]."""
+    """Return x + update, and the normalized sum: LayerNorm if there is a bias, RMSNorm if it is None. x, update: [...,
+    h]; weight, bias: [h].
+    """
     total = x + update
     return total, rms_norm(total, weight, epsilon) if bias is None else layer_norm(total, weight, bias, epsilon)
 
 
 def activation(x: Tensor, name: str) -> Tensor:
-    """Apply gelu, gelu_tanh, silu, quick_gelu (x * sigmoid(1.702 x)), relu or squared_relu to each element of x [...]."""
+    """Apply the activation called `name` to each element of x [...]: gelu, gelu_tanh, silu, quick_gelu (x *
+    sigmoid(1.702 x)), relu or squared_relu.
+    """
     if name == "gelu":
         return F.gelu(x)
     if name == "gelu_tanh":
@@ -113,18 +131,21 @@ def activation(x: Tensor, name: str) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class GatingOptions:
-    """What a gated MLP does besides its activation (gpt-oss).
+class GatedActivationOptions:
+    """Extra settings of a gated activation, as gpt-oss uses them.
 
-    clamp: upper limit of the gate, and limit of the linear half in both directions. offset: added to the linear half.
+    clamp: upper limit of the gate half, and limit of the linear half in both directions; None: no limit.
+    offset: added to the linear half.
     """
 
     clamp: float | None = None
     offset: float = 0.0
 
 
-def gated_activation(x: Tensor, name: str, gating: GatingOptions = GatingOptions()) -> Tensor:
-    """Return activation(gate) * (up + offset), [..., f] (Shazeer, 2020). x: [..., 2 f], gate and up one after the other."""
+def gated_activation(x: Tensor, name: str, gating: GatedActivationOptions = GatedActivationOptions()) -> Tensor:
+    """Return activation(gate) * (up + gating.offset), [..., f] (Shazeer, 2020). x: [..., 2 f], the gate half before the
+    linear half; with `gating.clamp` both are clamped first. name: as in `activation`.
+    """
     gate, up = x.chunk(2, dim=-1)
     if gating.clamp is not None:
         gate, up = gate.clamp(max=gating.clamp), up.clamp(-gating.clamp, gating.clamp)
@@ -132,20 +153,23 @@ def gated_activation(x: Tensor, name: str, gating: GatingOptions = GatingOptions
 
 
 def bias_activation(
-    x: Tensor, bias: Tensor, name: str, gating: GatingOptions | None = None, counts: Tensor | None = None
+    x: Tensor, bias: Tensor, name: str, gating: GatedActivationOptions | None = None, counts: Tensor | None = None
 ) -> Tensor:
-    """Return the activation of x + bias; gating: it is gated. x: [..., f] or [..., 2 f]; bias: [f] or [2 f]; returns [..., f].
+    """Return the activation called `name` of x + bias, [..., f]. x: [..., f]; bias: [f]. With `gating` the
+    activation is gated: x [..., 2 f], bias [2 f].
 
-    counts: [e], rows of each expert: x is [n, ..], sorted by expert, and bias one of each expert, [e, ..].
+    counts: [e], number of rows of each expert; x is then [n, ..], sorted by expert, and bias [e, ..] has one row for
+    each expert.
     """
-    x = x + bias if counts is None else with_expert_bias(x, bias, counts)
+    x = x + bias if counts is None else add_expert_bias(x, bias, counts)
     return activation(x, name) if gating is None else gated_activation(x, name, gating)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate the first r elements of every head by position (Su et al., 2021).
+    """Rotate the first r elements of every head by its token's position (Su et al., 2021).
 
-    x: [s, b, n, d]; cos, sin: [s, b or 1, 1, r] in fp32. interleaved: pairs are neighbours; else the two halves. Returns the shape of x.
+    x: [s, b, n, d]; cos, sin: [s, b or 1, 1, r] in fp32. interleaved: elements 2i and 2i + 1 form a pair; else i and i
+    + r/2. Returns the shape of x.
     """
     size = cos.shape[-1]
     turned, rest = x[..., :size], x[..., size:]
@@ -162,18 +186,20 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def rotary_qkv(
     heads: Tensor, counts: tuple[int, ...], cos: Tensor, sin: Tensor, interleaved: bool
 ) -> tuple[Tensor, ...]:
-    """Split the heads of a fused projection, and rotate queries and keys by position.
+    """Split the output of a fused QKV projection into its parts, and rotate queries and keys by position.
 
-    heads: [s, b, sum of counts, d], [q | k | v], or with a gate [q | gate | k | v], so many heads each; cos, sin: as in `rotary`. Returns the parts [s, b, count, d].
+    heads: [s, b, sum of counts, d], laid out [q | k | v], or with an output gate [q | gate | k | v]. counts: number of
+    heads of each part. cos, sin, interleaved: as in `rotary`. Returns the parts in this order, each [s, b, count, d].
     """
     q, *gate, k, v = heads.split(counts, dim=2)
     return rotary(q, cos, sin, interleaved), *gate, rotary(k, cos, sin, interleaved), v
 
 
 def split_qkv(heads: Tensor, counts: tuple[int, ...], bias: Tensor | None) -> tuple[Tensor, ...]:
-    """Split the heads of a fused projection, whose bias is already in them and gets its gradient here.
+    """Split the output of a fused QKV projection, to which its bias was added already, into its parts; the backward
+    pass also computes the gradient of the bias.
 
-    heads, counts: as in `rotary_qkv`; bias: [sum of counts * d]. Returns the parts [s, b, count, d].
+    heads, counts: as in `rotary_qkv`; bias: [sum of counts * d], or None. Returns the parts, each [s, b, count, d].
     """
     if bias is not None:
         heads = heads + (bias - bias.detach()).view(heads.shape[2:])
@@ -181,21 +207,26 @@ def split_qkv(heads: Tensor, counts: tuple[int, ...], bias: Tensor | None) -> tu
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b with the matrix and bias of each row's expert; rows of x are sorted by expert.
+    """Return x W^T + b, [n, out], with the weight matrix and bias of each row's expert.
 
-    x: [n, in]; weight: [e, out, in]; counts: [e] int64, rows of each expert; bias: [e, out]. Returns [n, out].
+    x: [n, in], rows sorted by expert; weight: [e, out, in]; counts: int64 [e], number of rows of each expert;
+    bias: [e, out] or None.
     """
     rows = x.split(counts.tolist())
     output = torch.cat([F.linear(own, matrix) for own, matrix in zip(rows, weight.unbind(0), strict=True)])
-    return with_expert_bias(output, bias, counts)
+    return add_expert_bias(output, bias, counts)
 
 
-def with_expert_bias(rows: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
-    """Return each row [n, out] plus the bias [e, out] of its expert. counts: [e]."""
+def add_expert_bias(rows: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
+    """Add to each row of `rows` [n, out], sorted by expert, the bias of its expert. bias: [e, out], or None to return
+    the rows as they are; counts: [e], number of rows of each expert.
+    """
     return rows if bias is None else rows + bias.index_select(0, expert_of_rows(rows, counts))
 
 
 def expert_of_rows(rows: Tensor, counts: Tensor) -> Tensor:
-    """Return the expert of each row, [n]. counts: [e], rows of each expert."""
+    """Return the index of the expert of each row, [n], where rows [n, ...] are sorted by expert. counts: [e], number of
+    rows of each expert.
+    """
     experts = torch.arange(len(counts), device=counts.device)
     return experts.repeat_interleave(counts, output_size=len(rows))

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.kernels.reference import accumulation_dtype
+from megatron.core.kernels.reference import accumulation_dtype_of
 
 Span = Callable[..., tuple[Tensor, Tensor]]
 NEVER = float("-inf")
@@ -37,8 +37,8 @@ _SPAN = 8  # chunks that are computed at a time, and again in the backward pass
 CHUNK = 64  # tokens of a chunk
 
 
-def segments_of(documents: Tensor) -> Tensor:
-    """Number the runs of equal document numbers: [b, s] to int64 [b, s], from 0 on."""
+def segment_numbers_of(documents: Tensor) -> Tensor:
+    """Number the runs of equal document numbers in each row, from 0 on: documents [b, s] -> int64 [b, s]."""
     starts = documents[:, 1:] != documents[:, :-1]
     return F.pad(starts.cumsum(dim=1), (1, 0))
 
@@ -46,9 +46,12 @@ def segments_of(documents: Tensor) -> Tensor:
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, segments: Tensor | None = None, before: Tensor | None = None
 ) -> Tensor:
-    """SiLU of a depthwise causal convolution: each channel sees its own last `width` values.
+    """Apply a depthwise causal convolution and SiLU: each channel of a token sees its own last `width` values.
+    Returns [s, b, c].
 
-    x: [s, b, c]; weight: [c, width]; bias: [c]. before: [width - 1, b, c], the inputs before the first; zeros if left out. Returns [s, b, c].
+    x: [s, b, c]; weight: [c, width], the token's own last; bias: [c] or None. segments: [b, s], number of each token's
+    segment; values of other segments count as zero. before: [width - 1, b, c], inputs before the first token; None:
+    zeros.
     """
     padded = _behind_inputs(x, weight.shape[1], before)
     # Compiled, autograd's backward pass of the formula is fused.
@@ -102,23 +105,28 @@ def _mask_back(x: Tensor, segments: Tensor | None, back: int) -> Tensor:
 
 
 def _same_segment(segments: Tensor, back: int) -> Tensor:
-    """Whether the token `back` places before is of the same segment: bool [s, b, 1]. What is before the first token is of its segment."""
+    """Return whether the token `back` positions earlier is of the same segment: bool [s, b, 1]. Positions before the
+    first token count as its segment.
+    """
     first = segments[:, :1].expand(-1, min(back, segments.shape[1]))
     earlier = torch.cat((first, segments[:, :-back]), dim=1)
     return (earlier == segments).t()[..., None]
 
 
-def last_inputs(x: Tensor, width: int, before: Tensor | None = None) -> Tensor:
-    """What a convolution of this width has to know of x [s, b, c] when it goes on behind it: [width - 1, b, c]."""
+def last_conv_inputs(x: Tensor, width: int, before: Tensor | None = None) -> Tensor:
+    """Return the last inputs that a causal convolution of this width needs when it continues after x [s, b, c]: [width
+    - 1, b, c]. before: the inputs before x; None: zeros.
+    """
     return _behind_inputs(x, width, before)[len(x) :]
 
 
 @dataclass(frozen=True, slots=True)
-class Chunks:
-    """Decays and borders of a sequence in chunks of equal length, the last one filled up.
+class ScanChunks:
+    """Cumulative decays and segments of a sequence that is cut into m chunks of q tokens; the last chunk is padded.
 
-    logs: [b, m, heads, q], the sum of the logarithms of decays since the chunk's beginning, the token's own included, in fp64: what is needed are small
-    differences of large sums. format: of decays. segments: [b, m, 1, q] or None. previous: [b, m, 1], the segment of the last token before the chunk.
+    logs: fp64 [b, m, heads, q], sum of the logarithms of decays from the chunk's beginning up to and including the
+    token; in fp64, since small differences of large sums are needed. format: dtype of the decays. segments: [b, m, 1,
+    q], segment of each token, or None. previous: [b, m, 1], segment of the last token before the chunk, or None.
     """
 
     logs: Tensor
@@ -127,57 +135,63 @@ class Chunks:
     previous: Tensor | None
 
     @staticmethod
-    def from_log_decays(logs: Tensor, segments: Tensor | None, chunk: int) -> Chunks:
-        """logs: [s, b, heads], of each token's decay. segments: [b, s]."""
-        sums = in_chunks(logs, chunk).cumsum(dim=2, dtype=torch.float64).transpose(2, 3)
+    def from_log_decays(logs: Tensor, segments: Tensor | None, chunk: int) -> ScanChunks:
+        """Cut a sequence into chunks. logs: [s, b, heads], logarithm of each token's decay; segments: [b, s] or None;
+        chunk: tokens of a chunk.
+        """
+        sums = split_into_chunks(logs, chunk).cumsum(dim=2, dtype=torch.float64).transpose(2, 3)
         if segments is None:
-            return Chunks(sums, logs.dtype, None, None)
+            return ScanChunks(sums, logs.dtype, None, None)
         missing = -segments.shape[1] % chunk
         filled = torch.cat((segments, segments[:, -1:].expand(-1, missing)), dim=1).unflatten(1, (-1, chunk))
         previous = torch.cat((filled[:, :1, 0], filled[:, :-1, -1]), dim=1)
-        return Chunks(sums, logs.dtype, filled[:, :, None], previous[:, :, None])
+        return ScanChunks(sums, logs.dtype, filled[:, :, None], previous[:, :, None])
 
-    def visibility_mask(self) -> Tensor:
-        """Whether the state of a token reaches a later one of its chunk: bool [q (later), q] or [b, m, 1, q, q]."""
+    def causal_segment_mask(self) -> Tensor:
+        """Return whether the contribution of a token to the state reaches a later token of its chunk (or itself): bool
+        [q (later), q], or [b, m, 1, q, q] with segments.
+        """
         size = self.logs.shape[-1]
         seen = torch.ones(size, size, dtype=torch.bool, device=self.logs.device).tril()
         return seen if self.segments is None else seen & (self.segments[..., :, None] == self.segments[..., None, :])
 
     def decay_between(self) -> Tensor:
-        """Decay from a token's state to a later one of its chunk: [b, m, heads, q (later), q], 0 where nothing passes."""
-        return _decay(
+        """Return the decay of the state from a token to each later one of its chunk: [b, m, heads, q (later), q]; 0 for
+        earlier tokens and other segments.
+        """
+        return _exp_of_log_decay(
             (self.logs[..., :, None] - self.logs[..., None, :])
             .to(self.format)
-            .masked_fill(~self.visibility_mask(), NEVER)
+            .masked_fill(~self.causal_segment_mask(), NEVER)
         )
 
     def decay_from_start(self) -> Tensor:
-        """Decay of the state before the chunk until a token: [b, m, heads, q]."""
+        """Return the decay of the state from before the chunk to each token: [b, m, heads, q]; 0 across segments."""
         logs = self.logs.to(self.format)
         if self.segments is not None and self.previous is not None:
             logs = logs.masked_fill(self.segments != self.previous[..., None], NEVER)
-        return _decay(logs)
+        return _exp_of_log_decay(logs)
 
     def decay_to_end(self) -> Tensor:
-        """Decay of a token's state until the end of the chunk: [b, m, heads, q]."""
+        """Return the decay of the state from each token to the end of the chunk: [b, m, heads, q]; 0 across segments."""
         logs = (self.logs[..., -1:] - self.logs).to(self.format)
         if self.segments is not None:
             logs = logs.masked_fill(self.segments != self.segments[..., -1:], NEVER)
-        return _decay(logs)
+        return _exp_of_log_decay(logs)
 
     def chunk_decay(self) -> Tensor:
-        """Decay of the state over the whole chunk: [b, m, heads]."""
+        """Return the decay of the state over each whole chunk: [b, m, heads]."""
         return self.decay_from_start()[..., -1]
 
 
-def _decay(logs: Tensor) -> Tensor:
+def _exp_of_log_decay(logs: Tensor) -> Tensor:
     """Exponentials of logarithms of decays, faint ones exactly 0. The exponential sees finite numbers only: of an infinite one it takes six times as long."""
     faint = _FAINT[logs.dtype]
     return F.threshold(F.threshold(logs, faint, faint - 1).exp(), math.exp(faint - 0.5), 0.0)
 
 
-def in_chunks(x: Tensor, chunk: int) -> Tensor:
-    """[s, b, ...] to [b, m, chunk, ...], filled up with zeros."""
+def split_into_chunks(x: Tensor, chunk: int) -> Tensor:
+    """Split a sequence [s, b, ...] into chunks, padded with zeros: [b, m, chunk, ...]."""
     missing = -x.shape[0] % chunk
     filled = torch.cat((x, x.new_zeros((missing, *x.shape[1:])))) if missing else x
     return filled.transpose(0, 1).unflatten(1, (-1, chunk))
@@ -194,10 +208,11 @@ def selective_scan(
     state: Tensor | None = None,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """Mamba-2's scan over a sequence, in chunks. Group j of g serves heads j n/g ... (j + 1) n/g - 1.
+    """Compute Mamba-2's scan over a sequence, chunk by chunk. Group j of g serves heads j n/g ... (j + 1) n/g - 1.
 
-    x: [s, b, n, p]; dt: [s, b, n], positive; a: [n], negative; b, c: [s, b, g, d]; state: [b, n, p, d], zeros if left out. Returns y [s, b, n, p]
-    in the format of x, and the state after the last token, [b, n, p, d], in fp32 or wider.
+    x: [s, b, n, p]; dt: [s, b, n], positive; a: [n], negative; b, c: [s, b, g, d]; segments: [b, s], between which no
+    state passes; state: [b, n, p, d], before the first token; None: zeros. Returns y [s, b, n, p] in the dtype of x,
+    and the state after the last token, [b, n, p, d], in fp32 or wider.
     """
     return _checkpointed_scan(partial(selective_chunk_scan, a=a), (x, dt, b, c), segments, state, min(chunk, len(x)))
 
@@ -205,23 +220,25 @@ def selective_scan(
 def selective_chunk_scan(
     x: Tensor, dt: Tensor, b: Tensor, c: Tensor, segments: Tensor | None, state: Tensor | None, *, a: Tensor, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """`selective_scan` with all that is inside a chunk at once for all chunks. x: [s, b, n, p]."""
+    """Compute `selective_scan` of a span of tokens without checkpointing: inside chunks for all chunks at once, then
+    the states from chunk to chunk. Shapes and results as of `selective_scan`. x: [s, b, n, p].
+    """
     length, batch, heads, size = x.shape
-    groups, format_ = b.shape[2], accumulation_dtype(x.dtype)
+    groups, format_ = b.shape[2], accumulation_dtype_of(x.dtype)
     per_group, dt = heads // groups, dt.to(format_)
-    chunks = Chunks.from_log_decays(dt * a.to(format_), segments, chunk)
+    chunks = ScanChunks.from_log_decays(dt * a.to(format_), segments, chunk)
     # [b, m, g, r, q, p] is what heads see; a group's b and c are multiplied once for all its heads.
-    inputs = in_chunks((x.to(format_) * dt[..., None]).unflatten(2, (groups, per_group)), chunk).permute(
+    inputs = split_into_chunks((x.to(format_) * dt[..., None]).unflatten(2, (groups, per_group)), chunk).permute(
         0, 1, 3, 4, 2, 5
     )
-    keys, queries = (in_chunks(t.to(format_), chunk).transpose(2, 3) for t in (b, c))  # [b, m, g, q, d]
+    keys, queries = (split_into_chunks(t.to(format_), chunk).transpose(2, 3) for t in (b, c))  # [b, m, g, q, d]
     grouped = (groups, per_group)
     weights = (queries @ keys.transpose(-1, -2))[:, :, :, None] * chunks.decay_between().unflatten(2, grouped)
     inside = weights @ inputs
     fading = inputs * chunks.decay_to_end().unflatten(2, grouped)[..., None]
     made = keys[:, :, :, None].transpose(-1, -2) @ fading  # [b, m, g, r, d, p]: what each chunk adds to the state
-    carried = _scan_chunk_states(
-        made, chunks.chunk_decay().unflatten(2, grouped)[..., None, None], _group_state(state, grouped, format_)
+    carried = _states_before_each_chunk(
+        made, chunks.chunk_decay().unflatten(2, grouped)[..., None, None], _group_state_heads(state, grouped, format_)
     )
     reading = (queries[:, :, :, None] @ carried[:, :-1]) * chunks.decay_from_start().unflatten(2, grouped)[..., None]
     y = _merge_chunks(inside + reading)[:length]
@@ -229,47 +246,53 @@ def selective_chunk_scan(
     return y.reshape(length, batch, heads, size).to(x.dtype), last
 
 
-def make_selective_scan(span: Span) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`selective_scan` by what a compiler makes of `selective_chunk_scan`; x: [s, b, n, p]."""
+def selective_scan_from_chunk_scan(span: Span) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return `selective_scan` computed by `span`, a compiled `selective_chunk_scan`. x: [s, b, n, p]."""
 
     def scan(
         x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, *, segments: Tensor | None, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
+        """See `selective_scan`."""
         return _checkpointed_scan(partial(span, a=a), (x, dt, b, c), segments, state, min(CHUNK, len(x)))
 
     return scan
 
 
-def make_delta_rule_scan(span: Span) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`delta_rule_scan` by what a compiler makes of `delta_rule_chunk_scan`; v: [s, b, n, dv]."""
+def delta_rule_scan_from_chunk_scan(span: Span) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return `delta_rule_scan` computed by `span`, a compiled `delta_rule_chunk_scan`. v: [s, b, n, dv]."""
 
     def scan(*inputs: Tensor, segments: Tensor | None, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """See `delta_rule_scan`; inputs: q, k, v, g, beta."""
         return _checkpointed_scan(span, inputs, segments, state, min(CHUNK, len(inputs[0])))
 
     return scan
 
 
-def decay_across(logs: Tensor, segments: Tensor | None) -> Tensor:
-    """Decay of a state over a whole sequence: [b, n]; 0 where another segment ends it. logs: [s, b, n], of each token's decay; segments: [b, s]."""
-    decay = _decay(logs.sum(dim=0, dtype=torch.float64).to(logs.dtype))
+def total_decay(logs: Tensor, segments: Tensor | None) -> Tensor:
+    """Return the decay of a state over a whole sequence: [b, n]; 0 if the sequence ends in another segment than it
+    begins. logs: [s, b, n], logarithm of each token's decay; segments: [b, s] or None.
+    """
+    decay = _exp_of_log_decay(logs.sum(dim=0, dtype=torch.float64).to(logs.dtype))
     return decay if segments is None else decay * (segments[:, 0] == segments[:, -1]).to(decay.dtype)[:, None]
 
 
-def read_initial_state(c: Tensor, logs: Tensor, state: Tensor, segments: Tensor | None) -> Tensor:
-    """What the tokens of Mamba-2's scan read of the state before the first: [s, b, n, p], in the format of the state.
+def initial_state_output(c: Tensor, logs: Tensor, state: Tensor, segments: Tensor | None) -> Tensor:
+    """Return the part of the output of Mamba-2's scan that comes from the state before the first token: [s, b, n, p],
+    in the dtype of the state.
 
-    c: [s, b, g, d]; logs: [s, b, n], of each token's decay; state: [b, n, p, d], which belongs to the first of the segments [b, s].
+    c: [s, b, g, d]; logs: [s, b, n], logarithm of each token's decay; state: [b, n, p, d], which reaches only the first
+    segment of segments [b, s].
     """
     sums = logs.cumsum(dim=0, dtype=torch.float64).to(state.dtype)
     if segments is not None:
         sums = sums.masked_fill((segments != segments[:, :1]).t()[..., None], NEVER)
     grouped = state.unflatten(1, (c.shape[2], -1))
     read = torch.einsum("sbgd,bgrpd->sbgrp", c.to(state.dtype), grouped).flatten(2, 3)
-    return read * _decay(sums)[..., None]
+    return read * _exp_of_log_decay(sums)[..., None]
 
 
-def span_length(chunk: int = CHUNK) -> int:
-    """Tokens between two states that the backward pass keeps."""
+def checkpoint_span_tokens(chunk: int = CHUNK) -> int:
+    """Return the number of tokens between two states that the backward pass keeps. chunk: tokens of a chunk."""
     return _SPAN * chunk
 
 
@@ -280,41 +303,47 @@ def _checkpointed_scan(
     state: Tensor | None,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """A scan over a few chunks at a time, of which the backward pass keeps the inputs and the state before them.
+    """Compute a scan over a sequence span by span, with activation checkpointing: the backward pass keeps the inputs
+    and the state before each span. Returns output [s, ...] and the last state.
 
-    inputs: each [s, b, ...]. scan takes them, segments, a state and chunk, and returns its output and the state after it.
+    scan: (*inputs of the span, segments, state, chunk=) -> (output, state after it). inputs: [s, b, ...] each.
+    state: before the first token; None: zeros.
     """
     if torch.is_grad_enabled():
         scan = partial(checkpoint, scan, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
-    outputs, span = [], span_length(chunk)
+    outputs, span = [], checkpoint_span_tokens(chunk)
     # Cut all at once: the gradients of slices, each of which is as long as the whole, would be summed.
     for start, parts in zip(range(0, len(inputs[0]), span), zip(*(each.split(span) for each in inputs), strict=True)):
         own = None if segments is None else segments[:, start : start + span]
         if start and own is not None and segments is not None and state is not None:
-            state = carry_state_within_segment(state, own, segments[:, start - 1])
+            state = state_if_same_segment(state, own, segments[:, start - 1])
         output, state = scan(*parts, own, state, chunk=chunk)
         outputs.append(output)
     assert state is not None, "a sequence has a token"
     return torch.cat(outputs), state
 
 
-def carry_state_within_segment(state: Tensor, segments: Tensor, before: Tensor) -> Tensor:
-    """A state [b, ...] where the first of the segments [b, s] is that of the token before [b]; elsewhere zeros."""
+def state_if_same_segment(state: Tensor, segments: Tensor, before: Tensor) -> Tensor:
+    """Return the state [b, ...] where the sequence continues the segment before it, else zeros. segments: [b, s] of the
+    sequence; before: [b], segment of the token before it.
+    """
     return state * (segments[:, 0] == before).to(state.dtype)[:, None, None, None]
 
 
 def _merge_chunks(chunks: Tensor) -> Tensor:
-    """[b, m, g, r, q, p] to [m q, b, g, r, p]."""
+    """Undo the split into chunks: [b, m, g, r, q, p] to [m * q, b, g, r, p]."""
     return chunks.permute(1, 4, 0, 2, 3, 5).flatten(0, 1)
 
 
-def _group_state(state: Tensor | None, grouped: tuple[int, int], format_: torch.dtype) -> Tensor | None:
-    """[b, n, p, d] to [b, g, r, d, p]."""
+def _group_state_heads(state: Tensor | None, grouped: tuple[int, int], format_: torch.dtype) -> Tensor | None:
+    """Reshape a state [b, n, p, d] to [b, g, r, d, p] in this dtype; None stays None. grouped: (g, r)."""
     return None if state is None else state.to(format_).unflatten(1, grouped).transpose(-1, -2)
 
 
-def _scan_chunk_states(made: Tensor, across: Tensor, state: Tensor | None) -> Tensor:
-    """The state before each chunk, and after the last: [b, m + 1, ...]. made: [b, m, ...]; across: decay of each chunk; state: before the first."""
+def _states_before_each_chunk(made: Tensor, across: Tensor, state: Tensor | None) -> Tensor:
+    """Return the state before each chunk, and after the last: [b, m + 1, ...]. made: [b, m, ...], what each chunk adds;
+    across: decay over each chunk; state: before the first chunk; None: zeros.
+    """
     now = torch.zeros_like(made[:, 0]) if state is None else state
     states = [now]
     for own, decay in zip(made.unbind(1), across.unbind(1), strict=True):
@@ -323,10 +352,11 @@ def _scan_chunk_states(made: Tensor, across: Tensor, state: Tensor | None) -> Te
     return torch.stack(states, dim=1)
 
 
-def selective_step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of Mamba-2's scan. x: [b, n, p]; dt: [b, n]; a: [n]; b, c: [b, g, d]; state: [b, n, p, d], not changed.
+def selective_scan_step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute one token of Mamba-2's scan. x: [b, n, p]; dt: [b, n]; a: [n]; b, c: [b, g, d]; state: [b, n, p, d], not
+    changed.
 
-    Returns y [b, n, p] in the format of x, and the new state.
+    Returns y [b, n, p] in the dtype of x, and the new state.
     """
     format_ = state.dtype
     dt, repeats = dt.to(format_), x.shape[1] // b.shape[1]
@@ -347,10 +377,12 @@ def delta_rule_scan(
     state: Tensor | None = None,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule over a sequence, in chunks. Key head j of g serves value heads j n/g ... (j + 1) n/g - 1.
+    """Compute the gated delta rule over a sequence, chunk by chunk. Key head j of g serves value heads j n/g ... (j +
+    1) n/g - 1.
 
-    q, k: [s, b, g, dk], q scaled already; v: [s, b, n, dv]; g: [s, b, n], logarithms of decays; beta: [s, b, n]; state: [b, n, dk, dv], zeros if
-    left out. Returns o [s, b, n, dv] in the format of v, and the state after the last token, in fp32 or wider.
+    q, k: [s, b, g, dk], q already scaled; v: [s, b, n, dv]; g: [s, b, n], logarithms of decays; beta: [s, b, n];
+    segments: [b, s], between which no state passes; state: [b, n, dk, dv], before the first token; None: zeros. Returns
+    o [s, b, n, dv] in the dtype of v, and the state after the last token, in fp32 or wider.
     """
     return _checkpointed_scan(delta_rule_chunk_scan, (q, k, v, g, beta), segments, state, min(chunk, len(v)))
 
@@ -366,17 +398,23 @@ def delta_rule_chunk_scan(
     *,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """`delta_rule_scan` with all that is inside a chunk at once for all chunks. v: [s, b, n, dv]."""
+    """Compute `delta_rule_scan` of a span of tokens without checkpointing: inside chunks for all chunks at once, then
+    the states from chunk to chunk. Shapes and results as of `delta_rule_scan`. v: [s, b, n, dv].
+    """
     length, batch, heads, size = v.shape
-    groups, format_, key_size = k.shape[2], accumulation_dtype(v.dtype), k.shape[3]
+    groups, format_, key_size = k.shape[2], accumulation_dtype_of(v.dtype), k.shape[3]
     grouped = (groups, heads // groups)
-    chunks = Chunks.from_log_decays(g.to(format_), segments, chunk)
+    chunks = ScanChunks.from_log_decays(g.to(format_), segments, chunk)
     queries, keys = (
-        in_chunks(t.to(format_), chunk).transpose(2, 3)[:, :, :, None] for t in (q, k)
+        split_into_chunks(t.to(format_), chunk).transpose(2, 3)[:, :, :, None] for t in (q, k)
     )  # [b, m, g, 1, q, dk]
-    values = in_chunks(v.to(format_).unflatten(2, grouped), chunk).permute(0, 1, 3, 4, 2, 5)  # [b, m, g, r, q, dv]
+    values = split_into_chunks(v.to(format_).unflatten(2, grouped), chunk).permute(
+        0, 1, 3, 4, 2, 5
+    )  # [b, m, g, r, q, dv]
     # Products take the order in memory of their first factor; the triangular solver would copy any other.
-    rate = in_chunks(beta.to(format_).unflatten(2, grouped), chunk).permute(0, 1, 3, 4, 2)[..., None].contiguous()
+    rate = (
+        split_into_chunks(beta.to(format_).unflatten(2, grouped), chunk).permute(0, 1, 3, 4, 2)[..., None].contiguous()
+    )
     between, from_start = (
         chunks.decay_between().unflatten(2, grouped),
         chunks.decay_from_start().unflatten(2, grouped)[..., None],
@@ -385,7 +423,7 @@ def delta_rule_chunk_scan(
     # later one, so that they are left out of the system and multiplied into its inverse.
     system = rate * (keys @ keys.transpose(-1, -2))  # of which only what is below the diagonal is read
     if segments is not None:
-        system = system.masked_fill(~chunks.visibility_mask()[:, :, :, None], 0)
+        system = system.masked_fill(~chunks.causal_segment_mask()[:, :, :, None], 0)
     one = torch.eye(system.shape[-1], dtype=format_, device=v.device).expand_as(system)
     inverse = torch.linalg.solve_triangular(system, one, upper=False, unitriangular=True)
     reads, writes = from_start * (inverse @ (rate * keys)), (inverse * between) @ (rate * values)
@@ -411,9 +449,10 @@ def delta_rule_chunk_scan(
 
 
 def delta_rule_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of the gated delta rule. q, k: [b, g, dk]; v: [b, n, dv]; g, beta: [b, n]; state: [b, n, dk, dv], not changed.
+    """Compute one token of the gated delta rule. q, k: [b, g, dk]; v: [b, n, dv]; g, beta: [b, n]; state: [b, n, dk,
+    dv], not changed.
 
-    Returns o [b, n, dv] in the format of v, and the new state.
+    Returns o [b, n, dv] in the dtype of v, and the new state.
     """
     format_, repeats = state.dtype, v.shape[1] // k.shape[1]
     query, key = (t.to(format_).repeat_interleave(repeats, dim=1) for t in (q, k))

@@ -15,60 +15,73 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.kernels.kernel_check import TOLERANCE, kernel_trials, trial_error
-from megatron.core.kernels.table import CANDIDATES, Candidate, KernelRequirements, Kernels, kernel_flag, select_kernels
+from megatron.core.kernels.kernel_check import TOLERANCE, error_or_failure, op_trials
+from megatron.core.kernels.table import (
+    CANDIDATES,
+    KernelCandidate,
+    KernelRequirements,
+    Kernels,
+    kernel_request_flag,
+    select_kernels,
+)
 
 Checks = list[tuple[str, str, str]]  # (op, name, problem or "")
 
 
 @dataclass(frozen=True, slots=True)
-class ChosenKernels:
-    """Kernels, what was asked of them, and a line for each default that failed its trial."""
+class KernelChoice:
+    """The kernels of a run, the requirements they were chosen for, and a warning line for each default kernel that
+    failed its trial.
+    """
 
     kernels: Kernels
     need: KernelRequirements
     failures: tuple[str, ...] = ()
 
 
-def choose_kernels(
+def choose_tried_kernels(
     config: RunConfig,
     need: KernelRequirements,
     device: torch.device,
     *,
     wishes: dict[str, str] | None = None,
     gather: Callable[[Checks], list[Checks]] = lambda checks: [checks],
-    candidates: tuple[Candidate, ...] = CANDIDATES,
-) -> ChosenKernels:
-    """Choose the kernels of a run as `select` does, with those defaults that pass their trial on this device.
+    candidates: tuple[KernelCandidate, ...] = CANDIDATES,
+) -> KernelChoice:
+    """Choose the kernels of a run as `select_kernels` does, but take defaults that are to be tried only if they pass a
+    trial on this device.
 
-    wishes: op -> candidate name; None: as the config has it. gather: one rank's checks -> those of all ranks, so that all take the same. Raises `ConfigError`
-    with reasons.
+    wishes: op -> kernel name, "auto", or "" for ops not needed; None: as the config says. gather: takes this rank's
+    trial results and returns those of all ranks, so that all ranks choose the same. Raises `ConfigError` if a requested
+    kernel cannot be used.
     """
-    wishes = config.model.kernel_requests if wishes is None else wishes
+    wishes = config.model.all_requested_kernels if wishes is None else wishes
     checks = dict[tuple[str, str], str]()
     for op, name, problem in (
-        one for rank in gather(check_defaults(config, need, device, wishes, candidates)) for one in rank
+        one for rank in gather(try_default_kernels(config, need, device, wishes, candidates)) for one in rank
     ):
         checks[op, name] = checks.get((op, name)) or problem
     need = replace(need, checks=tuple((*names, problem) for names, problem in checks.items()))
     kernels = select_kernels(need, wishes, candidates)
     taken = {op: name for op, name, _ in kernels.report}
     failures = (
-        f"WARNING: {kernel_flag(op, name)} is no default here, {op} is by {taken[op]}: {problem}"
+        f"WARNING: {kernel_request_flag(op, name)} is no default here, {op} is by {taken[op]}: {problem}"
         for op, name, problem in need.checks
         if problem
     )
-    return ChosenKernels(kernels, need, tuple(failures))
+    return KernelChoice(kernels, need, tuple(failures))
 
 
-def check_defaults(
+def try_default_kernels(
     config: RunConfig,
     need: KernelRequirements,
     device: torch.device,
     wishes: dict[str, str],
-    candidates: tuple[Candidate, ...],
+    candidates: tuple[KernelCandidate, ...],
 ) -> Checks:
-    """Try every kernel that would be a default of the run if it passed."""
+    """Try every kernel of this run that is a default if it passes its trial. Return (op, kernel name, problem) for each
+    one tried; problem: why it failed, "" if it passed.
+    """
     waiting = [
         one
         for one in candidates
@@ -79,10 +92,10 @@ def check_defaults(
     ]
     if not waiting:
         return []
-    trials, limit, checks = {trial.op: trial for trial in kernel_trials(config, need)}, TOLERANCE[need.dtype], []
+    trials, limit, checks = {trial.op: trial for trial in op_trials(config, need)}, TOLERANCE[need.dtype], []
     for one in waiting:
         if one.op in trials:
-            error = trial_error(trials[one.op], one, device, need)
+            error = error_or_failure(trials[one.op], one, device, need)
             if isinstance(error, str):
                 problem = f"its trial failed, {error}"
             else:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels import fused
-from megatron.core.kernels.documents import starts_of
-from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
+from megatron.core.kernels.documents import document_starts_of
+from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 
 # Imported here and not in a call, where torch's compiler would stop; and only by runs that take it, since it imports that compiler.
 _LIBRARY: Any = import_module("torch.nn.attention.varlen")
@@ -24,11 +24,18 @@ _ASKS_FOR_GROUPS = "enable_gqa" in inspect.signature(_LIBRARY.varlen_attn).param
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: ScoreModifiers = ScoreModifiers()
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMaskSpec,
+    dropout: float = 0.0,
+    scores: AttentionScoreModifiers = AttentionScoreModifiers(),
 ) -> Tensor:
-    """Compute `reference.attention`. q: [s, b, n, d]; k, v: [s, b, g, d]. Returns [s, b, n * d].
+    """Compute `reference.attention` by torch's attention for sequences of different lengths. q: [s, b, n, d]; k,
+    v: [s, b, g, d]. Returns [s, b, n * d].
 
-    Documents must be contiguous. Masks that only generation needs (queries that are not all keys, missing keys) are left to `fused`.
+    The tokens of a document must be contiguous. No dropout, soft cap, bias or sink. Masks with padding or explicit
+    positions, and queries that are not all keys, are passed to `fused.attention`.
     """
     others = (mask.padding, mask.query_places, mask.key_places, mask.query_documents)
     if len(q) != len(k) or any(one is not None for one in others):
@@ -40,7 +47,7 @@ def attention(
     if mask.documents is None:
         starts, longest = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device), length
     else:
-        known = starts_of(mask.documents, mask.starts)
+        known = document_starts_of(mask.documents, mask.starts)
         starts, longest = known.places, known.longest
     left, right = mask.window or (-1, -1)
     output = _LIBRARY.varlen_attn(

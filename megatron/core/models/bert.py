@@ -16,18 +16,18 @@ from torch import Tensor, nn
 
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import TrainConfig
-from megatron.core.kernels.mask import MaskSpec
+from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.models.embedding import Embedding
 from megatron.core.models.names import WORD_EMBEDDING
-from megatron.core.models.output_heads import LanguageModelHead, MaskedWordTransform, Pooler, output_matrix
-from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import set_global_names
-from megatron.core.tensor_parallel.linear import Linear
-from megatron.core.transformer.attention import positions_of
-from megatron.core.transformer.build import BuildContext
+from megatron.core.models.output_heads import LanguageModelHead, MaskedWordTransform, Pooler, output_layer_weight
+from megatron.core.parallel.rng import materialize_parameters
+from megatron.core.parallel.spec import set_global_param_names
+from megatron.core.tensor_parallel.linear import ReplicatedLinear
+from megatron.core.transformer.attention import default_position_ids
+from megatron.core.transformer.build import LayerBuildContext
 from megatron.core.transformer.passing import ForwardContext
 from megatron.core.transformer.rope import rotary_table_for
-from megatron.core.transformer.stack import Stack
+from megatron.core.transformer.stack import TransformerStack
 
 TOKEN_TYPES = 2
 
@@ -46,16 +46,18 @@ class BERTOutput(NamedTuple):
 class BERTModel(nn.Module):
     """One pipeline stage of BERT, with the masked-word head and the sentence-pair head on the last stage."""
 
-    def __init__(self, stage: StageSpec, build: BuildContext) -> None:
+    def __init__(self, stage: StageSpec, build: LayerBuildContext) -> None:
         super().__init__()
         self.stage, self.build, model = stage, build, build.model
         split, tied = not (stage.has_embedding and stage.has_output), model.ties_embeddings
         self.embedding = Embedding(build, tied=tied and split, token_types=TOKEN_TYPES) if stage.has_embedding else None
-        self.encoder = Stack(stage.layers, build, final_norm=stage.has_output and not model.norm_after_residual)
+        self.encoder = TransformerStack(
+            stage.layers, build, final_norm=stage.has_output and not model.norm_after_residual
+        )
         self.lm_head: MaskedWordTransform | None = None
         self.output_layer: LanguageModelHead | None = None
         self.pooler: Pooler | None = None
-        self.binary_head: Linear | None = None
+        self.binary_head: ReplicatedLinear | None = None
         if stage.has_output:
             shared = self.embedding.word_embeddings.weight if tied and self.embedding is not None else None
             self.lm_head = MaskedWordTransform(build)
@@ -64,19 +66,22 @@ class BERTModel(nn.Module):
             )
             if model.bert_binary_head:
                 self.pooler = Pooler(build)
-                self.binary_head = Linear(
+                self.binary_head = ReplicatedLinear(
                     model.hidden_size, 2, init=build.init_method(), mesh=build.mesh, dtype=build.dtype
                 )
-        set_global_names(self)
+        set_global_param_names(self)
 
     def materialize(self, seed: int, *, draw_on: torch.device | None = None) -> BERTModel:
-        """Allocate the parameters and set their initial values. Returns the model."""
-        materialize(self, self.build.mesh, seed, draw_on=draw_on)
+        """Allocate the parameters and draw their initial values from `seed`; return the model itself.
+
+        draw_on: device on which random numbers are drawn; None: that of the mesh.
+        """
+        materialize_parameters(self, self.build.mesh, seed, draw_on=draw_on)
         return self
 
-    def input_specs(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """Return shape and dtype of each tensor that a stage receives from the previous one."""
-        length = self.build.region.local_length(train.seq_length)
+    def received_tensor_specs(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """Return (shape, dtype) of each tensor that a pipeline stage receives from the previous one."""
+        length = self.build.tp_region.local_sequence_length(train.seq_length)
         return (((length, train.micro_batch_size, self.build.model.hidden_size), self.build.residual_dtype),)
 
     def forward(
@@ -108,15 +113,18 @@ class BERTModel(nn.Module):
         types: Tensor | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states after this stage's layers, [s or s/tp, b, h]; see `forward`."""
+        """Run the embedding (on the first stage) and layers of this stage; return [s or s/tp, b, h]. Arguments as in
+        `forward`.
+        """
         if self.embedding is not None:
             assert ids is not None, "the first stage reads ids"
-            hidden = self.embedding(ids, positions_of(ids), torch.zeros_like(ids) if types is None else types)
+            hidden = self.embedding(ids, default_position_ids(ids), torch.zeros_like(ids) if types is None else types)
         assert hidden is not None, "a later stage receives the output of the previous stage"
         return self.encoder(
-            hidden, ForwardContext(MaskSpec(causal=False, padding=padding), rotary_table_for(self.build, hidden))
+            hidden,
+            ForwardContext(AttentionMaskSpec(causal=False, padding=padding), rotary_table_for(self.build, hidden)),
         )
 
     def output_weight(self) -> Tensor:
         """Return the matrix of the output layer [v/tp, h]: its own, or the embedding's."""
-        return output_matrix(self.output_layer, self.embedding)
+        return output_layer_weight(self.output_layer, self.embedding)

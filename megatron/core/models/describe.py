@@ -1,9 +1,9 @@
 """Names, shapes and counts of parameters, from the network built on the meta device (on_meta.py), where nothing takes
 memory.
 
-    parameter_shapes   names and global shapes, which conversion and export compare with files
+    global_parameter_shapes   names and global shapes, which conversion and export compare with files
     count_parameters   number of parameters, by part of the network
-    rank_parameters    number of parameters of one rank under a layout
+    count_rank_parameters    number of parameters of one rank under a layout
 
 Networks of hundreds of layers have few kinds of them: each kind is built once.
 """
@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron.core.config.adapters import is_trained
-from megatron.core.config.plan import LayerPlan, StageSpec, network_layer_plans, partition
+from megatron.core.config.adapters import is_trained_parameter
+from megatron.core.config.plan import LayerPlan, StageSpec, network_layer_plans, partition_into_stages
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 
@@ -61,12 +61,12 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
-        """Number of all parameters."""
+        """Number of parameters of the whole network."""
         return self.embedding + self.block + self.final_norm + self.head + self.ahead + self.vision
 
 
 @dataclass(frozen=True, slots=True)
-class RankParameters:
+class RankParameterCounts:
     """Number of parameters of one rank: of its layers, of the experts among them, and of everything else (rest)."""
 
     layers: int
@@ -75,24 +75,24 @@ class RankParameters:
 
     @property
     def total(self) -> int:
-        """Number of all parameters."""
+        """Number of all parameters of the rank (experts are part of the layers)."""
         return self.layers + self.rest
 
-    def __sub__(self, other: RankParameters) -> RankParameters:
+    def __sub__(self, other: RankParameterCounts) -> RankParameterCounts:
         """What is left without others."""
-        return RankParameters(self.layers - other.layers, self.experts - other.experts, self.rest - other.rest)
+        return RankParameterCounts(self.layers - other.layers, self.experts - other.experts, self.rest - other.rest)
 
 
-def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Return global name -> global shape of every parameter. model: resolved, with its vocabulary; padding rows are not
-    included.
+def global_parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """Return global name -> global shape of every parameter, without rows of vocabulary padding.
 
-    For BERT all heads are included; a checkpoint may lack some. A tied output layer is the embedding.
+    model: resolved, with its vocabulary size. For BERT all heads are included, though a checkpoint may lack some. A
+    tied output layer has no entry.
     """
-    return dict(_parameter_shapes(replace(model, padded_vocab_size=model.true_vocab_size)))
+    return dict(_global_parameter_shapes(replace(model, padded_vocab_size=model.true_vocab_size)))
 
 
-def num_mtp_layers(model: ModelConfig) -> int:
+def num_stored_mtp_layers(model: ModelConfig) -> int:
     """Return the number of stored layers of multi-token prediction: one layer may serve all depths."""
     depths = model.mtp.mtp_num_layers or 0
     return min(depths, 1) if model.mtp.mtp_use_repeated_layer else depths
@@ -102,32 +102,34 @@ def num_mtp_layers(model: ModelConfig) -> int:
 def count_parameters(model: ModelConfig) -> ParameterCount:
     """Count the parameters of the whole network."""
     counts: Counter[str] = Counter()
-    for name, shape in _parameter_shapes(replace(model, true_vocab_size=model.padded_vocab_size)):
-        counts[_component_of(_own_name(model, name))] += math.prod(shape)
+    for name, shape in _global_parameter_shapes(replace(model, true_vocab_size=model.padded_vocab_size)):
+        counts[_network_component_of(_strip_vision_prefix(model, name))] += math.prod(shape)
     places = ("embedding", "block", "final_norm", "head", "ahead", "vision")
     return ParameterCount(**{place: counts[place] for place in places})
 
 
-def active_parameters(model: ModelConfig) -> int:
-    """Count the parameters that one token uses: all except those of experts that it is not routed to. A layer of
-    multi-token prediction that serves all depths counts as if every depth chose the same experts.
+def count_active_parameters(model: ModelConfig) -> int:
+    """Count the parameters that one token uses: all except those of experts that it is not routed to; a repeated MTP
+    layer counts once, less its idle experts at each depth.
     """
     inactive = 0
-    for name, shape in _parameter_shapes(replace(model, true_vocab_size=model.padded_vocab_size)):
+    for name, shape in _global_parameter_shapes(replace(model, true_vocab_size=model.padded_vocab_size)):
         if _EXPERTS in name:
             inactive += math.prod(shape) // shape[0] * (shape[0] - model.moe.moe_router_topk)
     return count_parameters(model).total - inactive
 
 
-def layer_parameters(model: ModelConfig, split: ShardCounts = ShardCounts(), plan: LayerPlan | None = None) -> int:
-    """Count one layer's parameters on each rank. plan: which layer; by default the first."""
-    return _layer_parameters(model, split, replace(plan or network_layer_plans(model)[0], index=0), False)[0]
+def count_layer_parameters(
+    model: ModelConfig, split: ShardCounts = ShardCounts(), plan: LayerPlan | None = None
+) -> int:
+    """Count the parameters of one layer that each rank holds. plan: which layer; None: the first."""
+    return _count_layer_parameters(model, split, replace(plan or network_layer_plans(model)[0], index=0), False)[0]
 
 
-def rank_parameters(
+def count_rank_parameters(
     model: ModelConfig, stages: Sequence[StageSpec], split: ShardCounts = ShardCounts(), *, trained: bool = False
-) -> RankParameters:
-    """Count the parameters of a rank that holds these pipeline stages.
+) -> RankParameterCounts:
+    """Count the parameters of a rank that holds these pipeline stages. trained: only those that the run trains.
 
     A tied output layer on another stage than the embedding is a second copy, as is the embedding of a stage with
     multi-token prediction.
@@ -136,12 +138,14 @@ def rank_parameters(
     trained = trained and (adapter.has_adapters or bool(adapter.freeze))
     alike = not trained or not (adapter.freeze or adapter.lora_modules_to_save)  # whose patterns may name layers
     plans = [replace(plan, index=0) if alike else plan for stage in stages for plan in stage.layers]
-    layers = [_layer_parameters(model, split, plan, trained) for plan in plans]
-    rest = sum(_parameters_outside_layers(model, split, _without_layers(model, stage), trained) for stage in stages)
-    return RankParameters(sum(total for total, _ in layers), sum(experts for _, experts in layers), rest)
+    layers = [_count_layer_parameters(model, split, plan, trained) for plan in plans]
+    rest = sum(
+        _count_nonlayer_parameters(model, split, _stage_without_layers(model, stage), trained) for stage in stages
+    )
+    return RankParameterCounts(sum(total for total, _ in layers), sum(experts for _, experts in layers), rest)
 
 
-def _without_layers(model: ModelConfig, stage: StageSpec) -> StageSpec:
+def _stage_without_layers(model: ModelConfig, stage: StageSpec) -> StageSpec:
     """Return the stage without its layers where these do not affect the rest, so that stages that differ only in layers
     are built once.
     """
@@ -151,39 +155,47 @@ def _without_layers(model: ModelConfig, stage: StageSpec) -> StageSpec:
 
 
 @lru_cache(maxsize=16)
-def _parameter_shapes(model: ModelConfig) -> tuple[tuple[str, Shape], ...]:
-    (stage,) = partition(network_layer_plans(model), pp=1)
+def _global_parameter_shapes(model: ModelConfig) -> tuple[tuple[str, Shape], ...]:
+    """Return (global name, global shape) of every parameter of the network; cached."""
+    (stage,) = partition_into_stages(network_layer_plans(model), pp=1)
     return tuple((name, shape) for name, shape, _ in _parameters_on_meta(model, ShardCounts(), stage))
 
 
 @lru_cache(maxsize=1024)
-def _layer_parameters(model: ModelConfig, split: ShardCounts, plan: LayerPlan, trained: bool) -> tuple[int, int]:
+def _count_layer_parameters(model: ModelConfig, split: ShardCounts, plan: LayerPlan, trained: bool) -> tuple[int, int]:
     """Return the number of parameters of a layer on a rank, and how many of them belong to experts."""
     sizes = dict(
-        _stage_parameter_sizes(
+        _local_parameter_sizes(
             model, split, StageSpec(0, 1, 0, 0, (plan,), has_embedding=False, has_output=False), trained
         )
     )
-    layer_sizes = {name: size for name, size in sizes.items() if _own_name(model, name).startswith(_LAYERS)}
+    layer_sizes = {name: size for name, size in sizes.items() if _strip_vision_prefix(model, name).startswith(_LAYERS)}
     return sum(layer_sizes.values()), sum(size for name, size in layer_sizes.items() if _EXPERTS in name)
 
 
 @lru_cache(maxsize=1024)
-def _parameters_outside_layers(model: ModelConfig, split: ShardCounts, stage: StageSpec, trained: bool) -> int:
+def _count_nonlayer_parameters(model: ModelConfig, split: ShardCounts, stage: StageSpec, trained: bool) -> int:
     """Count the parameters of a stage on a rank, without those of its layers."""
-    sizes = ((_own_name(model, name), size) for name, size in _stage_parameter_sizes(model, split, stage, trained))
+    sizes = (
+        (_strip_vision_prefix(model, name), size) for name, size in _local_parameter_sizes(model, split, stage, trained)
+    )
     return sum(size for name, size in sizes if not name.startswith(_LAYERS))
 
 
-def _stage_parameter_sizes(
+def _local_parameter_sizes(
     model: ModelConfig, split: ShardCounts, stage: StageSpec, trained: bool
 ) -> Iterator[tuple[str, int]]:
-    """Yield name and local size of each parameter of a stage."""
+    """Yield (name, number of elements on a rank) of each parameter of a stage; trained: only of those that the run
+    trains.
+    """
     held = _parameters_on_meta(model, split, stage)
-    return ((name, size) for name, _, size in held if not trained or is_trained(name, model.adapter))
+    return ((name, size) for name, _, size in held if not trained or is_trained_parameter(name, model.adapter))
 
 
 def _parameters_on_meta(model: ModelConfig, split: ShardCounts, stage: StageSpec) -> list[tuple[str, Shape, int]]:
+    """Return (global name, global shape, number of local elements) of each parameter of a stage, from the network on
+    the meta device.
+    """
     from megatron.core.models.on_meta import (
         rank_parameter_sizes,
     )  # needs torch, which a tool's help and refusals do not wait for
@@ -191,12 +203,14 @@ def _parameters_on_meta(model: ModelConfig, split: ShardCounts, stage: StageSpec
     return rank_parameter_sizes(model, stage, tp=split.tensor, ep=split.experts, etp=split.widths)
 
 
-def _own_name(model: ModelConfig, name: str) -> str:
-    """Return the name of a parameter without the prefix that all parameters of an encoder of images have."""
+def _strip_vision_prefix(model: ModelConfig, name: str) -> str:
+    """Return the name of a parameter without the prefix vision_model. if the network is a vision transformer, else
+    unchanged.
+    """
     return name.removeprefix("vision_model.") if model.architecture == "vit" else name
 
 
-def _component_of(name: str) -> str:
+def _network_component_of(name: str) -> str:
     """Return the part of the network that a parameter belongs to, as named in `ParameterCount`."""
     if name.startswith("mtp."):
         return "ahead"

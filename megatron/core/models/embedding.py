@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.tensor_parallel.embedding import PositionEmbedding, VocabEmbedding, vocabulary_spec
-from megatron.core.transformer.build import BuildContext, scaled
+from megatron.core.tensor_parallel.embedding import PositionEmbedding, VocabParallelEmbedding, vocabulary_matrix_spec
+from megatron.core.transformer.build import LayerBuildContext, scale_by
 from megatron.core.transformer.dropout import Dropout
 
 
@@ -20,10 +20,12 @@ class Embedding(nn.Module):
     multi-token prediction.
     """
 
-    def __init__(self, build: BuildContext, *, tied: bool, token_types: int = 0, has_mtp_copy: bool = False) -> None:
+    def __init__(
+        self, build: LayerBuildContext, *, tied: bool, token_types: int = 0, has_mtp_copy: bool = False
+    ) -> None:
         super().__init__()
         model = build.model
-        spec = vocabulary_spec(
+        spec = vocabulary_matrix_spec(
             model.true_vocab_size,
             model.padded_vocab_size,
             model.hidden_size,
@@ -33,28 +35,28 @@ class Embedding(nn.Module):
         spec = replace(spec, tied_over="embed" if tied else "mtp_embed")
         shared: dict[str, Any] = {
             "init": build.embedding_init_method(),
-            "region": build.region,
+            "region": build.tp_region,
             "mesh": build.mesh,
             "dtype": build.dtype,
         }
         self.residual_dtype = build.residual_dtype
-        self.word_embeddings = VocabEmbedding(spec, region=build.region, mesh=build.mesh, dtype=build.dtype)
+        self.word_embeddings = VocabParallelEmbedding(spec, region=build.tp_region, mesh=build.mesh, dtype=build.dtype)
         self.position_embeddings = None
         if model.rope.position_embedding_type == "learned_absolute":
             self.position_embeddings = PositionEmbedding(
                 model.max_position_embeddings, model.hidden_size, tied=has_mtp_copy, **shared
             )
         self.tokentype_embeddings = PositionEmbedding(token_types, model.hidden_size, **shared) if token_types else None
-        self.layernorm = build.norm(model.hidden_size) if model.embedding_layernorm else None
+        self.layernorm = build.make_norm(model.hidden_size) if model.embedding_layernorm else None
         # The factor is rounded to the weights' format, as in the published networks: in bf16 it is 55.5 for a width of 3072.
         root = torch.tensor(model.hidden_size**0.5, dtype=build.dtype, device="cpu").item()
         self.scale = (root if model.scale_embeddings else 1.0) * model.multipliers.embedding_multiplier
-        self.dropout = Dropout(model.hidden_dropout, build.streams, build.region.dropout_stream)
+        self.dropout = Dropout(model.hidden_dropout, build.streams, build.tp_region.dropout_stream)
 
     def forward(self, ids: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:
-        """Embed tokens.
+        """Embed tokens. ids: [b, s]; positions: [b or 1, s]; types: [b, s], for networks with token types.
 
-        ids: [b, s]; positions: [b or 1, s]; types: [b, s]. Returns [s, b, h] ([s/tp, b, h] with sequence parallelism).
+        Returns [s, b, h] ([s/tp, b, h] with sequence parallelism), in the dtype of the residual stream or of the norm.
         """
         x = self.word_embeddings(ids)
         if self.position_embeddings is not None:
@@ -62,5 +64,5 @@ class Embedding(nn.Module):
         if self.tokentype_embeddings is not None:
             assert types is not None, "a network with token types needs them as input"
             x = x + self.tokentype_embeddings(types)
-        x = scaled(x, self.scale).to(self.residual_dtype)
+        x = scale_by(x, self.scale).to(self.residual_dtype)
         return self.dropout(x if self.layernorm is None else self.layernorm(x))

@@ -22,12 +22,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron.core.config.adapters import EXPERTS, linear_layers
+from megatron.core.config.adapters import EXPERTS, linear_layer_shapes
 from megatron.core.config.plan import LayerPlan, StageSpec, mtp_layer_plans, network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.vision import vision_encoder
-from megatron.core.models.describe import RankParameters, ShardCounts, rank_parameters
+from megatron.core.config.vision import vision_encoder_config
+from megatron.core.models.describe import RankParameterCounts, ShardCounts, count_rank_parameters
 
 AttentionCount = Literal["causal", "square"]
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -62,15 +62,15 @@ class RankMemory:
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, count: AttentionCount = "causal") -> float:
-    """Return the forward and backward FLOPs of one token in a sequence of `seq_length` tokens."""
+    """Return the forward and backward FLOPs of one token in a sequence of `seq_length` tokens. count: see the module."""
     h, depths = model.hidden_size, model.mtp.mtp_num_layers or 0
     v = 1 if model.reward_head else model.padded_vocab_size
     transform = h * h if model.architecture == "bert" else 0
-    plans = _layer_plans(model)
+    plans = _layer_plans_with_mtp(model)
     kinds = {(plan.mixer, plan.beside, plan.mlp): plan for plan in plans}  # few, of layers that are many
-    elements = {kind: matrix_elements(model, plan) for kind, plan in kinds.items()}
+    elements = {kind: active_matrix_params(model, plan) for kind, plan in kinds.items()}
     layers = sum(
-        6 * elements[plan.mixer, plan.beside, plan.mlp] + _mixing_flops(model, plan, keys)
+        6 * elements[plan.mixer, plan.beside, plan.mlp] + _mixer_flops_beyond_matrices(model, plan, keys)
         for plan, keys in zip(plans, _mean_visible_keys(model, seq_length, count), strict=True)
     )
     return layers + 6 * (transform + h * v) + depths * 6 * (2 * h * h + h * v)
@@ -79,16 +79,22 @@ def flops_per_token(model: ModelConfig, seq_length: int, count: AttentionCount =
 def flops_per_sample(
     model: ModelConfig, seq_length: int, count: AttentionCount = "causal", *, decoder_length: int | None = None
 ) -> float:
-    """Return the forward and backward FLOPs of one sequence; for T5, of one text and its `decoder_length` target
-    tokens; of a network that reads images, of a sequence with one image.
+    """Return the forward and backward FLOPs of one sample: a sequence of `seq_length` tokens, with one image if the
+    network reads images; for T5, with its `decoder_length` target tokens; for a vision transformer, an image.
     """
     if model.architecture == "vit":
         return flops_per_image(model)
     if model.architecture != "t5":
         return seq_length * flops_per_token(model, seq_length, count) + flops_per_image(model) * model.has_vision
     assert decoder_length is not None, "a decoder has a length of its own"
-    h, q, k, s, t = model.hidden_size, model.query_size, model.key_size, seq_length, decoder_length
-    elements = matrix_elements(model, replace(network_layer_plans(model)[0], cross=False))
+    h, q, k, s, t = (
+        model.hidden_size,
+        model.query_projection_width,
+        model.key_projection_width,
+        seq_length,
+        decoder_length,
+    )
+    elements = active_matrix_params(model, replace(network_layer_plans(model)[0], cross=False))
     encoder = s * (6 * elements + 12 * s * q)
     decoder = t * (6 * elements + 12 * t * q * (0.5 if count == "causal" else 1.0))
     cross = 6 * (t * 2 * h * q + s * 2 * h * k) + 12 * t * s * q
@@ -100,14 +106,16 @@ def flops_per_sample(
 
 
 def flops_per_image(model: ModelConfig) -> float:
-    """Return the FLOPs of an image, or a tile of one, in the encoder and the projector; those of a frozen encoder are its forward pass."""
+    """Return the FLOPs of an image (or tile) in the encoder and the projector, 0 without them; of a frozen encoder only
+    the forward pass counts.
+    """
     if model.architecture != "vit" and not model.has_vision:
         return 0.0
-    vision, encoder = model.vision, vision_encoder(model)
-    tokens, hidden = vision.tokens, encoder.hidden_size
+    vision, encoder = model.vision, vision_encoder_config(model)
+    tokens, hidden = vision.num_encoder_tokens, encoder.hidden_size
     patches = 6 * vision.patch_grid[0] * vision.patch_grid[1] * vision.num_channels * vision.patch_dim**2 * hidden
-    elements = matrix_elements(encoder, network_layer_plans(encoder)[0])
-    layers = encoder.num_layers * tokens * (6 * elements + 12 * tokens * encoder.query_size)
+    elements = active_matrix_params(encoder, network_layer_plans(encoder)[0])
+    layers = encoder.num_layers * tokens * (6 * elements + 12 * tokens * encoder.query_projection_width)
     if model.architecture == "vit":
         return patches + layers + 6 * hidden * vision.num_classes
     width = vision.vision_projection_hidden_size or model.hidden_size
@@ -117,33 +125,33 @@ def flops_per_image(model: ModelConfig) -> float:
     return (patches + layers) / (3 if vision.freeze_ViT else 1) + 6 * vision.num_image_embeddings * elements
 
 
-def frozen_bytes(config: RunConfig, frozen: RankParameters) -> float:
-    """Return the bytes of a rank's weights that are not trained, which it holds whole: of layers quantized where that is asked for."""
+def frozen_weight_bytes(config: RunConfig, frozen: RankParameterCounts) -> float:
+    """Return the bytes of a rank's frozen weights; those of layers quantized with --lora-base-quantization."""
     size = BYTES[config.precision.dtype]
     of_layers = QUANTIZED_BYTES.get(config.model.adapter.lora_base_quantization, size)
     return of_layers * frozen.layers + size * frozen.rest
 
 
-def state_bytes(config: RunConfig, data_parallel_size: int = 1) -> float:
-    """Return the bytes of weight, gradient and optimizer state per parameter of a rank, between steps.
+def state_bytes_per_parameter(config: RunConfig, data_parallel_size: int = 1) -> float:
+    """Return the bytes of weights, gradients and optimizer state per parameter of a rank, between steps.
 
     Every data-parallel rank holds weights and gradients; the distributed optimizer shards the rest, which for half
     precision includes fp32 main weights. FSDP2 shards everything, in fp32; gathered layers are not counted, nor are
-    temporaries (`update_bytes`).
+    temporaries (`update_bytes_per_parameter`).
     """
     weight, gradient = BYTES[config.precision.dtype], BYTES[config.precision.gradient_dtype]
     if config.parallel.use_torch_fsdp2:
-        return (2 * max(4, weight) + owned_state_bytes(config)) / data_parallel_size
+        return (2 * max(4, weight) + owned_bytes_per_parameter(config)) / data_parallel_size
     return (
         weight
         + gradient
-        + owned_state_bytes(config) / (data_parallel_size if config.parallel.use_distributed_optimizer else 1)
+        + owned_bytes_per_parameter(config) / (data_parallel_size if config.parallel.use_distributed_optimizer else 1)
     )
 
 
-def owned_state_bytes(config: RunConfig) -> float:
-    """Return the bytes of main weights and moments per owned parameter; with Muon or Adafactor, per element of a large
-    matrix.
+def owned_bytes_per_parameter(config: RunConfig) -> float:
+    """Return the bytes of main weights and moments per parameter on the rank that owns it (unsharded); with Muon or
+    Adafactor, per element of a large matrix.
 
     State that --optimizer-cpu-offload moves to the CPU is included.
     """
@@ -156,7 +164,7 @@ def owned_state_bytes(config: RunConfig) -> float:
     return max(4, weight) * ((1 if rule.is_muon else moments) + has_master)
 
 
-def update_bytes(config: RunConfig, data_parallel_size: int = 1) -> float:
+def update_bytes_per_parameter(config: RunConfig, data_parallel_size: int = 1) -> float:
     """Return the bytes per parameter of a rank that exist during the update only: fp32 copies of half-precision
     gradients.
 
@@ -171,33 +179,39 @@ def update_bytes(config: RunConfig, data_parallel_size: int = 1) -> float:
     return 4 / (data_parallel_size if config.parallel.use_distributed_optimizer else 1)
 
 
-def offloaded_bytes(config: RunConfig, data_parallel_size: int = 1) -> float:
-    """Return the part of `state_bytes` that --optimizer-cpu-offload keeps in CPU memory."""
+def offloaded_bytes_per_parameter(config: RunConfig, data_parallel_size: int = 1) -> float:
+    """Return the part of `state_bytes`, per parameter of a rank, that --optimizer-cpu-offload keeps in CPU memory."""
     if not config.optimizer.optimizer_cpu_offload:
         return 0.0
     sharded = config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2
     return (
-        config.optimizer.optimizer_offload_fraction * owned_state_bytes(config) / (data_parallel_size if sharded else 1)
+        config.optimizer.optimizer_offload_fraction
+        * owned_bytes_per_parameter(config)
+        / (data_parallel_size if sharded else 1)
     )
 
 
-def rank_memory(
+def estimate_rank_memory(
     config: RunConfig, stages: Sequence[StageSpec], *, data_parallel_size: int, num_microbatches: int
 ) -> tuple[RankMemory, ...]:
-    """Estimate the memory of the ranks at each pipeline position; `stages` are those of all positions."""
+    """Estimate the memory of a rank at each pipeline position, in order. stages: those of all positions."""
     parallel, stages_memory = config.parallel, []
     for position in range(parallel.pp):
         local_stages = [stage for stage in stages if stage.rank == position]
         split, replicas = ShardCounts.from_parallel(parallel), parallel.context_parallel_size * data_parallel_size
-        held, trained = (rank_parameters(config.model, local_stages, split, trained=one) for one in (False, True))
+        held, trained = (count_rank_parameters(config.model, local_stages, split, trained=one) for one in (False, True))
         expert_replicas = max(
             1, replicas * parallel.tp // (split.experts * split.widths)
         )  # ranks with the same experts
         state, update, offloaded = (
             (those.total - those.experts) * count(config, replicas) + those.experts * count(config, expert_replicas)
-            for count, those in ((state_bytes, trained), (update_bytes, trained), (offloaded_bytes, trained))
+            for count, those in (
+                (state_bytes_per_parameter, trained),
+                (update_bytes_per_parameter, trained),
+                (offloaded_bytes_per_parameter, trained),
+            )
         )
-        state += frozen_bytes(config, held - trained)
+        state += frozen_weight_bytes(config, held - trained)
         if (
             config.optimizer.is_muon and config.optimizer.elementwise_optimizer == "adam"
         ):  # other parameters than matrices have two moments
@@ -207,7 +221,7 @@ def rank_memory(
             RankMemory(
                 held.total,
                 state - offloaded,
-                _activation_bytes(config, local_stages, position, num_microbatches),
+                _peak_activation_bytes(config, local_stages, position, num_microbatches),
                 update,
             )
         )
@@ -217,14 +231,14 @@ def rank_memory(
 def layer_activation_bytes(
     config: RunConfig, *, recomputes: bool = True, mlp: str = "dense", mixer: str = "attention"
 ) -> float:
-    """Return the bytes per token that the backward pass of one layer needs on a rank.
+    """Return the bytes per token that a rank saves for the backward pass of one layer.
 
-    recomputes: False ignores full recomputation, as for layers that it does not cover. mlp: dense, moe, with even
-    expert loads, or none. mixer: that of the layer.
+    recomputes: False ignores full recomputation, as for layers that it does not cover. mlp: dense, moe (with even
+    expert loads) or none. mixer: attention, mla, mamba, gated_delta_net or none.
     """
     model, t = config.model, config.parallel.tp
     size, h = BYTES[config.precision.dtype], model.hidden_size
-    q, k, f = model.query_size // t, _key_size(model, t), model.ffn_hidden_size // t
+    q, k, f = model.query_projection_width // t, _local_key_width(model, t), model.ffn_hidden_size // t
     recompute = config.recompute
     sequence_shards = t if config.parallel.sequence_parallel else 1
     if recomputes and recompute.recompute_granularity == "full":
@@ -232,21 +246,21 @@ def layer_activation_bytes(
     recomputed = _recomputed_modules(config)
     layer_inputs = 2 * size * h + (2 * h if model.hidden_dropout > 0 else 0)  # inputs of both norms, two dropout masks
     layer_inputs += 0 if "layernorm" in recomputed else 2 * size * h  # their outputs: the inputs of both sublayers
-    attention = _latent_bytes(config) if model.mla.multi_latent_attention else size * (q + 2 * k + q)
-    attention += _score_bytes(config)
-    mlp_bytes: float = 0 if mlp == "none" or "mlp" in recomputed else size * f * (3 if model.gated else 2)
+    attention = _mla_activation_bytes(config) if model.mla.multi_latent_attention else size * (q + 2 * k + q)
+    attention += _attention_score_bytes(config)
+    mlp_bytes: float = 0 if mlp == "none" or "mlp" in recomputed else size * f * (3 if model.has_gated_mlp else 2)
     if mlp == "moe":
-        mlp_bytes = size * _moe_activation_numbers(model, ShardCounts.from_parallel(config.parallel), recomputed)
+        mlp_bytes = size * _moe_activation_elements(model, ShardCounts.from_parallel(config.parallel), recomputed)
     halves = (mixer != "none") + (mlp != "none")  # each with its norm
     if mixer not in ("attention", "mla"):
-        attention = _state_mixer_bytes(config, mixer)
+        attention = _ssm_activation_bytes(config, mixer)
     if model.hybrid.parallel_mamba:
-        attention += _state_mixer_bytes(config, "mamba")
+        attention += _ssm_activation_bytes(config, "mamba")
     return layer_inputs * halves / 2 / sequence_shards + attention + mlp_bytes
 
 
-def _score_bytes(config: RunConfig) -> float:
-    """Return the bytes per token of attention scores, which the plain formula keeps."""
+def _attention_score_bytes(config: RunConfig) -> float:
+    """Return the bytes per token of saved attention scores; 0 unless the unfused kernel runs without recomputation."""
     model, size = config.model, BYTES[config.precision.dtype]
     if model.attention_backend not in ("unfused", "local") or "core_attn" in _recomputed_modules(config):
         return 0.0
@@ -254,19 +268,20 @@ def _score_bytes(config: RunConfig) -> float:
     return heads * (size + (size + 1 if model.attention_dropout > 0 else 0))
 
 
-def _state_mixer_bytes(config: RunConfig, mixer: str) -> float:
-    """Return the bytes per token that the backward pass of a mixer with a state needs on a rank, beside its input.
+def _ssm_activation_bytes(config: RunConfig, mixer: str) -> float:
+    """Return the bytes per token that a rank saves for the backward pass of Mamba-2 or a gated delta net, beside its
+    input.
 
-    Convolution: its input, output and SiLU of it. Scan and gated norm: in fp32 or wider, with copies of what is in half precision. Scans keep a
-    state every 512 tokens.
+    Convolution: its input, output and SiLU of it. Scan and gated norm: in fp32 or wider, with copies of half-precision
+    tensors. Scans keep a state every 512 tokens.
     """
     model, size = config.model, BYTES[config.precision.dtype]
     if mixer == "none":
         return 0.0
-    first, last = linear_layers(
+    first, last = linear_layer_shapes(
         model, replace(network_layer_plans(model)[0], mixer=mixer, beside="none", mlp="none")
     ).values()
-    hybrid, (channels, state), wide = model.hybrid, _conv_and_state(model, mixer), max(4, size)
+    hybrid, (channels, state), wide = model.hybrid, _conv_and_state_sizes(model, mixer), max(4, size)
     half = size < wide
     # In half precision the gate is copied, and the projection is not needed; else the gate is a view that keeps all of it.
     kept = size * (3 * channels + last.inputs + (0 if half else first.outputs))
@@ -286,7 +301,7 @@ def _recomputed_modules(config: RunConfig) -> frozenset[str]:
     return frozenset(config.recompute.recompute_modules or ()) if selective else frozenset()
 
 
-def _latent_bytes(config: RunConfig) -> float:
+def _mla_activation_bytes(config: RunConfig) -> float:
     """Return the bytes per token that the backward pass of multi-head latent attention needs on a rank, beside its
     input.
     """
@@ -295,7 +310,7 @@ def _latent_bytes(config: RunConfig) -> float:
         2 if config.model.qk_layernorm else 1
     )  # before and after their norms
     # Values are views of the projection that keys come from, and keep it alive.
-    query, query_bytes = (width // t for width in _head_widths(config.model))
+    query, query_bytes = (width // t for width in _query_and_value_widths(config.model))
     projections = 2 * query + config.model.num_attention_heads // t * (mla.qk_head_dim + mla.v_head_dim)
     saved = (
         latents / (t if config.parallel.sequence_parallel else 1)
@@ -305,15 +320,15 @@ def _latent_bytes(config: RunConfig) -> float:
     return BYTES[config.precision.dtype] * saved
 
 
-def _activation_bytes(
+def _peak_activation_bytes(
     config: RunConfig, local_stages: Sequence[StageSpec], position: int, num_microbatches: int
 ) -> float:
     """Return the bytes of activations at the peak of a step on a rank at this pipeline position."""
     model, parallel, train = config.model, config.parallel, config.train
     tokens, t = train.seq_length * train.micro_batch_size // parallel.context_parallel_size, parallel.tp
     sequence_shards = t if parallel.sequence_parallel else 1
-    chunks_alive = _chunks_alive(config, position, len(local_stages), num_microbatches)
-    chunk, recomputed = _chunk_bytes(config, local_stages)
+    chunks_alive = _max_chunks_in_flight(config, position, len(local_stages), num_microbatches)
+    chunk, recomputed = _chunk_activation_bytes(config, local_stages)
     per_token = chunks_alive * chunk + recomputed
     if any(stage.has_embedding for stage in local_stages):
         per_token += (
@@ -332,12 +347,12 @@ def _activation_bytes(
     return per_token * tokens
 
 
-def _chunk_bytes(config: RunConfig, local_stages: Sequence[StageSpec]) -> tuple[float, float]:
-    """Return the bytes per token of a chunk's layers between forward and backward, and of layers being recomputed at
-    one time.
+def _chunk_activation_bytes(config: RunConfig, local_stages: Sequence[StageSpec]) -> tuple[float, float]:
+    """Return two numbers of bytes per token: what a chunk's layers keep between forward and backward, and what the
+    layers that are being recomputed together need on top.
     """
     plans = [plan for stage in local_stages for plan in stage.layers]
-    layers = sum(_relative_activation_memory(config, plan) for plan in plans) / len(local_stages)
+    layers = sum(_relative_layer_memory(config, plan) for plan in plans) / len(local_stages)
     if config.recompute.recompute_granularity != "full":
         return layers * layer_activation_bytes(config), 0.0
     group = config.recompute.recompute_num_layers or 1
@@ -354,8 +369,10 @@ def _chunk_bytes(config: RunConfig, local_stages: Sequence[StageSpec]) -> tuple[
 
 
 def _logit_bytes(model: ModelConfig, t: int, tokens: int, heads: int) -> float:
-    """Return the bytes per token of the fp32 logits; with the linear loss, of a block of logits and the weight
+    """Return the bytes per token of the fp32 logits; with the linear loss, those of a block of logits and the weight
     gradients.
+
+    t: tensor ranks; heads: output heads, one and one for each MTP depth.
     """
     words = 1 if model.reward_head else model.padded_vocab_size / t
     if model.kernels.cross_entropy_fusion_impl != "linear":
@@ -363,7 +380,7 @@ def _logit_bytes(model: ModelConfig, t: int, tokens: int, heads: int) -> float:
     return 4 * words * (min(1.0, max(512 / tokens, 1 / 8)) + heads * model.hidden_size / tokens)
 
 
-def _relative_activation_memory(config: RunConfig, plan: LayerPlan) -> float:
+def _relative_layer_memory(config: RunConfig, plan: LayerPlan) -> float:
     """Activation memory of a layer in units of one dense layer of --seq-length tokens; cross attention counts 0.5."""
     train = config.train
     if "none" in (plan.mixer, plan.mlp) or plan.mixer not in ("attention", "mla"):
@@ -373,10 +390,8 @@ def _relative_activation_memory(config: RunConfig, plan: LayerPlan) -> float:
     return 1.5 * (train.decoder_seq_length or train.seq_length) / train.seq_length if plan.cross else 1.0
 
 
-def _chunks_alive(config: RunConfig, position: int, chunks: int, num_microbatches: int) -> int:
-    """Return the largest number of forward passes of chunks whose backward pass is still to come, at this pipeline
-    position.
-    """
+def _max_chunks_in_flight(config: RunConfig, position: int, chunks: int, num_microbatches: int) -> int:
+    """Return how many forward passes of model chunks at most await their backward pass at this pipeline position."""
     parallel = config.parallel
     if parallel.pipeline_schedule == "gpipe":
         return num_microbatches * chunks
@@ -388,42 +403,44 @@ def _chunks_alive(config: RunConfig, position: int, chunks: int, num_microbatche
     return min(num_microbatches * chunks, 2 * (parallel.pp - position - 1) + (chunks - 1) * group + 1)
 
 
-def _layer_plans(model: ModelConfig) -> tuple[LayerPlan, ...]:
+def _layer_plans_with_mtp(model: ModelConfig) -> tuple[LayerPlan, ...]:
     """Return the plan of every layer, including multi-token prediction."""
     depths = range(model.mtp.mtp_num_layers or 0)
     return network_layer_plans(model) + tuple(row for depth in depths for row in mtp_layer_plans(model, depth))
 
 
-def matrix_elements(model: ModelConfig, plan: LayerPlan) -> int:
-    """Return the number of elements of the matrices that a token passes in a layer: of the experts those it is routed to, and the router."""
+def active_matrix_params(model: ModelConfig, plan: LayerPlan) -> int:
+    """Return the number of elements of the weight matrices that one token uses in a layer: of experts only the top-k,
+    and the router.
+    """
     moe = model.moe
     elements = sum(
         shape.inputs * shape.outputs * (moe.moe_router_topk if EXPERTS in f".{name}" else 1)
-        for name, shape in linear_layers(model, plan).items()
+        for name, shape in linear_layer_shapes(model, plan).items()
     )
     routed = plan.mlp == "moe"
-    return elements + (model.hidden_size * (moe.experts + moe.moe_shared_expert_gate) if routed else 0)
+    return elements + (model.hidden_size * (moe.num_experts_or_zero + moe.moe_shared_expert_gate) if routed else 0)
 
 
-def _mixing_flops(model: ModelConfig, plan: LayerPlan, keys: float) -> float:
-    """Return the forward and backward FLOPs of a layer's mixers a token, beside their matrices. keys: those that a query of attention sees on
-    average.
+def _mixer_flops_beyond_matrices(model: ModelConfig, plan: LayerPlan, keys: float) -> float:
+    """Return the forward and backward FLOPs per token of a layer's mixers, without their weight matrices: attention
+    scores, scans and convolutions. keys: how many a query sees on average.
 
-    A scan costs 7 a number of the state, and a convolution 2 a tap.
+    Forward, a scan costs 7 per element of the state, and a convolution 2 per tap and channel.
     """
     flops = 0.0
-    for mixer in plan.mixers:
+    for mixer in plan.mixer_kinds:
         if mixer in ("attention", "mla"):
-            flops += 6 * sum(_head_widths(model)) * keys
+            flops += 6 * sum(_query_and_value_widths(model)) * keys
         else:
-            widths, state = _conv_and_state(model, mixer)
+            widths, state = _conv_and_state_sizes(model, mixer)
             taps = 4 if mixer == "mamba" else model.hybrid.linear_conv_kernel_dim
             flops += 3 * (2 * taps * widths + 7 * state)
     return flops
 
 
-def _conv_and_state(model: ModelConfig, mixer: str) -> tuple[int, int]:
-    """Return the channels of a mixer's convolution, and the numbers of its state."""
+def _conv_and_state_sizes(model: ModelConfig, mixer: str) -> tuple[int, int]:
+    """Return the number of channels of a mixer's convolution, and of elements of its state."""
     hybrid = model.hybrid
     if mixer == "mamba":
         inner = (hybrid.mamba_num_heads or 0) * hybrid.mamba_head_dim
@@ -435,7 +452,7 @@ def _conv_and_state(model: ModelConfig, mixer: str) -> tuple[int, int]:
 
 def _mean_visible_keys(model: ModelConfig, length: int, count: AttentionCount) -> list[float]:
     """Return the average number of keys that a query sees, for every layer. Only the causal count considers windows."""
-    windows = [plan.window for plan in _layer_plans(model)]
+    windows = [plan.window for plan in _layer_plans_with_mtp(model)]
     if count == "square" or model.architecture != "gpt":
         return [float(length)] * len(windows)
     lefts = [length if window is None or window[0] < 0 else window[0] for window in windows]
@@ -444,8 +461,8 @@ def _mean_visible_keys(model: ModelConfig, length: int, count: AttentionCount) -
     ]
 
 
-def _moe_activation_numbers(model: ModelConfig, split: ShardCounts, recomputed: frozenset[str]) -> float:
-    """Return how many numbers per token the backward pass of router and experts saves on a rank, with even loads.
+def _moe_activation_elements(model: ModelConfig, split: ShardCounts, recomputed: frozenset[str]) -> float:
+    """Return how many elements per token a rank saves for the backward pass of router and experts, with even loads.
 
     recomputed: modules that are recomputed. A row of an expert saves its input, the output of the first matrix (2f if
     gated), and the activations between that and the second matrix, including its input.
@@ -453,21 +470,21 @@ def _moe_activation_numbers(model: ModelConfig, split: ShardCounts, recomputed: 
     moe = model.moe
     if "moe" in recomputed:
         return 0.0
-    made, between = (2, 3) if model.gated else (1, 2)
+    made, between = (2, 3) if model.has_gated_mlp else (1, 2)
     width = moe.expert_width / split.widths
     row = model.hidden_size + width * (made + (0 if "moe_act" in recomputed else between))
     shared = (moe.moe_shared_expert_intermediate_size or 0) / split.tensor * (made + between - 1)
     return moe.moe_router_topk * split.widths / split.tensor * row + (0.0 if "shared_experts" in recomputed else shared)
 
 
-def _head_widths(model: ModelConfig) -> tuple[int, int]:
+def _query_and_value_widths(model: ModelConfig) -> tuple[int, int]:
     """Return the total width of all query heads, and of all value heads."""
     mla, heads = model.mla, model.num_attention_heads
     if not mla.multi_latent_attention:
-        return model.query_size, model.query_size
+        return model.query_projection_width, model.query_projection_width
     return heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim), heads * mla.v_head_dim
 
 
-def _key_size(model: ModelConfig, tensor_size: int) -> int:
+def _local_key_width(model: ModelConfig, tensor_size: int) -> int:
     """Return the key width on one tensor rank; if there are more ranks than key heads, each rank holds one head."""
-    return max(model.key_size // tensor_size, model.kv_channels)
+    return max(model.key_projection_width // tensor_size, model.kv_channels)

@@ -18,21 +18,21 @@ from megatron.core.config.settings.run import TrainConfig
 from megatron.core.models.embedding import Embedding
 from megatron.core.models.mtp import MTPInputs, MTPLosses, MultiTokenPrediction
 from megatron.core.models.names import WORD_EMBEDDING
-from megatron.core.models.output_heads import LanguageModelHead, ScalarHead, output_matrix
+from megatron.core.models.output_heads import LanguageModelHead, ScalarHead, output_layer_weight
 from megatron.core.models.vision import IdsWithImages, ImageEmbedder
-from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import set_global_names, spec_of
-from megatron.core.transformer.build import BuildContext
-from megatron.core.transformer.cache import Cache
+from megatron.core.parallel.rng import materialize_parameters
+from megatron.core.parallel.spec import param_spec_of, set_global_param_names
+from megatron.core.transformer.build import LayerBuildContext
+from megatron.core.transformer.cache import DecodingCache
 from megatron.core.transformer.passing import ForwardContext, MicrobatchContext
 from megatron.core.transformer.rope import rotary_table_for
-from megatron.core.transformer.stack import Stack
+from megatron.core.transformer.stack import TransformerStack
 
 
 class GPTModel(nn.Module):
     """One pipeline stage of a decoder-only transformer."""
 
-    def __init__(self, stage: StageSpec, build: BuildContext) -> None:
+    def __init__(self, stage: StageSpec, build: LayerBuildContext) -> None:
         super().__init__()
         self.stage, self.build = stage, build
         # With several stages a tied matrix has two copies, in the embedding and in the output layer; the embedding has another
@@ -48,36 +48,41 @@ class GPTModel(nn.Module):
             else None
         )
         self.image_input = ImageEmbedder(build) if stage.has_embedding and build.model.has_vision else None
-        self.decoder = Stack(stage.layers, build, final_norm=stage.has_mtp)
+        self.decoder = TransformerStack(stage.layers, build, final_norm=stage.has_mtp)
         self.mtp = MultiTokenPrediction(build) if has_mtp else None
-        self.score = _score_head(build) if stage.has_output and build.model.reward_head else None
+        self.score = _make_reward_head(build) if stage.has_output and build.model.reward_head else None
         has_logits = stage.has_output and self.score is None
-        self.output_layer = self._language_model_head(tied=tied, spans_stages=spans_stages) if has_logits else None
-        set_global_names(self)
+        self.output_layer = self._make_language_model_head(tied=tied, spans_stages=spans_stages) if has_logits else None
+        set_global_param_names(self)
 
-    def _language_model_head(self, *, tied: bool, spans_stages: bool) -> LanguageModelHead:
-        """Return the output layer, whose matrix is the embedding's where both are tied and in this stage."""
+    def _make_language_model_head(self, *, tied: bool, spans_stages: bool) -> LanguageModelHead:
+        """Create the output layer; it uses the embedding's matrix if both are tied and on this stage."""
         shared = self.embedding.word_embeddings.weight if tied and self.embedding is not None else None
         return LanguageModelHead(self.build, shared=shared, tied_name=WORD_EMBEDDING if tied and spans_stages else "")
 
     def materialize(self, seed: int, *, draw_on: torch.device | None = None) -> GPTModel:
-        """Allocate the parameters and set their initial values. Returns the model."""
-        materialize(self, self.build.mesh, seed, draw_on=draw_on)
+        """Allocate the parameters and draw their initial values from `seed`; return the model itself.
+
+        draw_on: device on which random numbers are drawn; None: that of the mesh.
+        """
+        materialize_parameters(self, self.build.mesh, seed, draw_on=draw_on)
         return self
 
-    def message_shape(self, batch_size: int, sequence: int) -> tuple[tuple[int, ...], torch.dtype]:
-        """Return shape and dtype of the hidden states that one stage sends to the next."""
-        length = self.build.region.local_length(sequence // self.build.mesh.cp.size)
+    def hidden_states_spec(self, batch_size: int, sequence: int) -> tuple[tuple[int, ...], torch.dtype]:
+        """Return (shape, dtype) of the hidden states that one stage sends to the next. sequence: length of the whole
+        sequence.
+        """
+        length = self.build.tp_region.local_sequence_length(sequence // self.build.mesh.cp.size)
         return (length, batch_size, self.build.model.hidden_size), self.build.residual_dtype
 
-    def input_specs(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """Return shape and dtype of each tensor that a stage receives from the previous one."""
-        return (self.message_shape(train.micro_batch_size, train.seq_length),) * self.num_received_states
+    def received_tensor_specs(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """Return (shape, dtype) of each tensor that a pipeline stage receives from the previous one."""
+        return (self.hidden_states_spec(train.micro_batch_size, train.seq_length),) * self.num_received_tensors
 
     @property
-    def num_received_states(self) -> int:
-        """Number of tensors that a stage receives: on an output stage behind multi-token prediction, also the states of
-        all depths.
+    def num_received_tensors(self) -> int:
+        """Number of tensors that a stage receives: 1, and on an output stage behind the stage with multi-token
+        prediction also one for each depth.
         """
         return 1 if self.stage.has_mtp or not self.stage.has_output else 1 + self.depths
 
@@ -90,7 +95,7 @@ class GPTModel(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         microbatch_context: MicrobatchContext | None = None,
-        cache: Cache | None = None,
+        cache: DecodingCache | None = None,
         ahead: MTPInputs | None = None,
     ) -> Tensor | tuple[Tensor, ...] | MTPLosses:
         """Run this stage.
@@ -133,27 +138,30 @@ class GPTModel(nn.Module):
         )
 
     def _embed(self, ids: Tensor | IdsWithImages, positions: Tensor | None) -> Tensor:
-        """Return the hidden states [s or s/tp, b, h] of ids [b, s], with the features of images in their places."""
+        """Return the hidden states [s or s/tp, b, h] of ids [b, s], with image features at the positions of images."""
         assert self.embedding is not None, "the first stage has the embedding"
         text = ids.ids if isinstance(ids, IdsWithImages) else ids
-        hidden = self.embedding(text, self.build.positions(text.shape[1])[None] if positions is None else positions)
+        hidden = self.embedding(
+            text, self.build.local_positions(text.shape[1])[None] if positions is None else positions
+        )
         if not isinstance(ids, IdsWithImages):
             return hidden
         assert self.image_input is not None, "a network that is given images reads them"
         return self.image_input(hidden, ids.images, ids.slots)
 
     def _run_mtp(self, x: Tensor, positions: Tensor | None, ahead: MTPInputs, context: ForwardContext) -> MTPInputs:
-        """Return `ahead` with the states of all depths, if this stage has the layers. x: [s or s/tp, b, h], after the
-        final norm.
+        """Return `ahead` with the states of all depths; unchanged if this stage has no MTP layers.
+
+        x: [s or s/tp, b, h], after the final norm.
         """
         if self.mtp is None:
             return ahead
         assert self.embedding is not None, "a stage with multi-token prediction has an embedding"
-        places = self.build.positions(ahead.ids[0].shape[1])[None] if positions is None else positions
+        places = self.build.local_positions(ahead.ids[0].shape[1])[None] if positions is None else positions
         return replace(ahead, states=self.mtp(x, ahead.ids, places, self.embedding, context))
 
     def run_mtp_depth(
-        self, depth: int, states: Tensor, ids: Tensor, positions: Tensor, cache: Cache
+        self, depth: int, states: Tensor, ids: Tensor, positions: Tensor, cache: DecodingCache
     ) -> tuple[Tensor, Tensor]:
         """Run one depth (from 1) of multi-token prediction during decoding, on a stage that has all its parts.
 
@@ -171,17 +179,21 @@ class GPTModel(nn.Module):
         return states, self.output_layer(cache.select_logit_states(states).to(self.build.dtype), self.output_weight())
 
     def _with_mtp_states(self, x: Tensor, ahead: MTPInputs | None) -> tuple[Tensor, ...]:
-        """Return the states of all depths for the output stage; zeros if no tokens ahead are predicted."""
+        """Return what is sent to the output stage: x and the states of all depths, zeros if no tokens ahead are
+        predicted.
+        """
         states = (torch.zeros_like(x),) * self.depths if ahead is None else ahead.states
         return tuple(state.to(self.build.residual_dtype) for state in (x, *states))
 
     def output_weight(self) -> Tensor:
         """Return the matrix of the output layer [v/tp, h]: its own, or the embedding's."""
-        return output_matrix(self.output_layer, self.embedding)
+        return output_layer_weight(self.output_layer, self.embedding)
 
 
-def _score_head(build: BuildContext) -> ScalarHead:
-    """Return the head of a reward model. A language model's checkpoint lacks it, so that its weights may start from their initial values."""
+def _make_reward_head(build: LayerBuildContext) -> ScalarHead:
+    """Create the head of a reward model. It may start from initial values, as the checkpoint of a language model lacks
+    it.
+    """
     head = ScalarHead(build, init=build.init_method(), bias=False)
-    head.weight.spec = replace(spec_of(head.weight), starts_from="")  # type: ignore[attr-defined]
+    head.weight.spec = replace(param_spec_of(head.weight), starts_from="")  # type: ignore[attr-defined]
     return head

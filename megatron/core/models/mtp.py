@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from megatron.core.config.plan import LayerPlan, mtp_layer_plans
 from megatron.core.parallel.recompute import recompute
 from megatron.core.parallel.spec import FusedSegment
-from megatron.core.tensor_parallel.linear import ColumnLinear
-from megatron.core.transformer.build import BuildContext
-from megatron.core.transformer.layer import Layer
+from megatron.core.tensor_parallel.linear import ColumnParallelLinear
+from megatron.core.transformer.build import LayerBuildContext
+from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.passing import ForwardContext
 
 
@@ -51,7 +51,7 @@ class MTPLosses(NamedTuple):
 class MultiTokenPrediction(nn.Module):
     """The layers of all depths, or the single layer that serves them all."""
 
-    def __init__(self, build: BuildContext) -> None:
+    def __init__(self, build: LayerBuildContext) -> None:
         super().__init__()
         model = build.model
         self.build, self.depths = build, model.mtp.mtp_num_layers or 0
@@ -88,10 +88,10 @@ class MultiTokenPrediction(nn.Module):
         embed: Callable[[Tensor, Tensor], Tensor],
         context: ForwardContext,
     ) -> Tensor:
-        """Return the states of one depth (from 1), of the shape of x [s or s/tp, b, h], the states of the previous
-        depth.
+        """Return the states of one depth (from 1), of the shape of x.
 
-        ids: [b, s], the tokens `depth` positions ahead. positions: of the tokens themselves.
+        x: states of the previous depth, [s or s/tp, b, h]. ids: [b, s], the tokens `depth` positions ahead.
+        positions: of the tokens themselves. embed: the network's embedding.
         """
         vectors = embed(ids, (positions + depth).clamp(max=self.build.model.max_position_embeddings - 1))
         layer = self.layers[min(depth, len(self.layers)) - 1]
@@ -100,49 +100,52 @@ class MultiTokenPrediction(nn.Module):
         )
 
 
-class LayerList(nn.Module):
-    """Layers in order, under their places from 0 on: one depth of a hybrid."""
+class TransformerLayerList(nn.Module):
+    """Consecutive layers, numbered from 0: those of one MTP depth of a hybrid network."""
 
-    def __init__(self, plans: Sequence[LayerPlan], build: BuildContext) -> None:
+    def __init__(self, plans: Sequence[LayerPlan], build: LayerBuildContext) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(plan, build) for plan in plans)
+        self.layers = nn.ModuleList(TransformerLayer(plan, build) for plan in plans)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """x: [s or s/tp, b, h], as the result."""
+        """Run the layers. x: [s or s/tp, b, h]; returns the same shape."""
         for layer in self.layers:
             x = layer(x, context)
         return x
 
 
 class MTPLayer(nn.Module):
-    """The layer, or of a hybrid the layers, of one depth."""
+    """The module of one MTP depth: norms, projection, one layer (of a hybrid several), final norm."""
 
-    def __init__(self, build: BuildContext, depth: int) -> None:
+    def __init__(self, build: LayerBuildContext, depth: int) -> None:
         super().__init__()
         model, size = build.model, build.model.hidden_size
         self.build = build
-        self.enorm, self.hnorm = build.norm(size), build.norm(size)
-        self.eh_proj = ColumnLinear(
+        self.enorm, self.hnorm = build.make_norm(size), build.make_norm(size)
+        self.eh_proj = ColumnParallelLinear(
             2 * size,
             (FusedSegment(size),),
             bias=False,
             init=build.init_method(),
-            region=build.region,
+            region=build.tp_region,
             mesh=build.mesh,
             dtype=build.dtype,
         )
         rows = mtp_layer_plans(model, depth)
-        self.mtp_model_layer = LayerList(rows, build) if model.is_hybrid else Layer(rows[0], build)
-        self.final_layernorm = build.norm(size)
+        self.mtp_model_layer = (
+            TransformerLayerList(rows, build) if model.is_hybrid else TransformerLayer(rows[0], build)
+        )
+        self.final_layernorm = build.make_norm(size)
 
     def forward(self, x: Tensor, vectors: Tensor, context: ForwardContext) -> Tensor:
-        """Run the layer. x: states of the previous depth; vectors: embeddings of the tokens ahead; both [s or s/tp, b,
-        h], as the result.
+        """Return the states of this depth, [s or s/tp, b, h].
+
+        x: states of the previous depth; vectors: embeddings of the tokens ahead; both of the same shape.
         """
 
         def run(x: Tensor, vectors: Tensor) -> Tensor:
             both = torch.cat((self.enorm(vectors), self.hnorm(x)), dim=-1)
-            joined = self.build.region.gather_from_region(self.eh_proj(both)).to(self.build.residual_dtype)
+            joined = self.build.tp_region.gather_from_region(self.eh_proj(both)).to(self.build.residual_dtype)
             return self.final_layernorm(self.mtp_model_layer(joined, context))
 
         choice = self.build.recompute

@@ -16,11 +16,11 @@ from megatron.core.models.t5 import T5Model
 from megatron.core.models.vision import VisionModel
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
-from megatron.core.parallel.spec import spec_of
-from megatron.core.transformer.build import BuildContext
+from megatron.core.parallel.spec import param_spec_of
+from megatron.core.transformer.build import LayerBuildContext
 
 Network = GPTModel | BERTModel | T5Model | VisionModel
-NETWORKS: dict[str, Callable[[StageSpec, BuildContext], Network]] = {
+NETWORKS: dict[str, Callable[[StageSpec, LayerBuildContext], Network]] = {
     "gpt": GPTModel,
     "bert": BERTModel,
     "t5": T5Model,
@@ -29,11 +29,11 @@ NETWORKS: dict[str, Callable[[StageSpec, BuildContext], Network]] = {
 
 
 def build_stage_on_meta(model: ModelConfig, mesh: Mesh, stage: StageSpec) -> Network:
-    """Build one pipeline stage on the meta device, as a rank with these mesh coordinates would."""
+    """Build one pipeline stage on the meta device, as the rank with the coordinates of `mesh` would."""
     kernels = select_kernels(
         KernelRequirements(device="cpu", dtype=torch.float32), {"moe_flex_dispatcher": ""}
     )  # nothing runs, so optional packages are not needed
-    build = BuildContext(
+    build = LayerBuildContext(
         model=model,
         mesh=replace(mesh, device=torch.device("meta")),
         kernels=kernels,
@@ -50,6 +50,6 @@ def rank_parameter_sizes(
     """
     mesh = replace(Mesh.single_process(), tp=Axis("tp", tp), ep=Axis("ep", ep), etp=Axis("etp", etp))
     return [
-        (spec_of(param).name, spec_of(param).shape, param.numel())
+        (param_spec_of(param).name, param_spec_of(param).shape, param.numel())
         for param in build_stage_on_meta(model, mesh, stage).parameters()
     ]

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from megatron.core.models.embedding import Embedding
 from megatron.core.parallel import collectives
 from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard, constant_initializer, meta_parameter
-from megatron.core.tensor_parallel.embedding import vocabulary_spec
-from megatron.core.tensor_parallel.entropy import linear_entropy
-from megatron.core.tensor_parallel.linear import Linear, column_parallel_linear
-from megatron.core.tensor_parallel.loss import cross_entropy, linear_cross_entropy
-from megatron.core.transformer.build import BuildContext, scaled
+from megatron.core.tensor_parallel.embedding import vocabulary_matrix_spec
+from megatron.core.tensor_parallel.entropy import vocab_parallel_entropy
+from megatron.core.tensor_parallel.linear import ReplicatedLinear, column_parallel_linear
+from megatron.core.tensor_parallel.loss import fused_linear_cross_entropy, vocab_parallel_cross_entropy
+from megatron.core.transformer.build import LayerBuildContext, scale_by
 
 
-def output_matrix(output_layer: nn.Module | None, embedding: Embedding | None) -> Tensor:
+def output_layer_weight(output_layer: nn.Module | None, embedding: Embedding | None) -> Tensor:
     """Return the matrix of the output layer [v/tp, h]: its own, or with tied embeddings that of the embedding."""
     weight = getattr(output_layer, "weight", None)
     if weight is None:
@@ -35,14 +35,16 @@ class LanguageModelHead(nn.Module):
     `entropy`, [b, s]; it is overwritten by the next loss.
     """
 
-    def __init__(self, build: BuildContext, *, shared: nn.Parameter | None, tied_name: str, bias: bool = False) -> None:
+    def __init__(
+        self, build: LayerBuildContext, *, shared: nn.Parameter | None, tied_name: str, bias: bool = False
+    ) -> None:
         super().__init__()
         model = build.model
         self.build, self.temperature, self.even = build, 1.0, True
         self.wants_entropy = False
         self.entropy: Tensor | None = None
         if shared is None:
-            spec = vocabulary_spec(
+            spec = vocabulary_matrix_spec(
                 model.true_vocab_size,
                 model.padded_vocab_size,
                 model.hidden_size,
@@ -68,60 +70,66 @@ class LanguageModelHead(nn.Module):
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the logits [s, b, v/tp], including padded columns. x: [s or s/tp, b, h]; weight: [v/tp, h]."""
         cap = self.build.model.final_logit_softcap
-        logits = column_parallel_linear(scaled(x, self.scale), weight, self.bias, self.build.region)
+        logits = column_parallel_linear(scale_by(x, self.scale), weight, self.bias, self.build.tp_region)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def loss(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """Return the cross entropy of every token, [b, s]. labels: [b, s], below 0 for tokens to ignore."""
+        """Return the cross entropy of every token, [b, s]; with `wants_entropy` also set `entropy`.
+
+        x: [s or s/tp, b, h]; weight: [v/tp, h]; labels: [b, s], below 0 for tokens to ignore.
+        """
         build, targets, kernel = self.build, labels.t().contiguous(), self.build.kernels.cross_entropy
         if self.wants_entropy:
-            self.entropy = self._entropy(x, weight)
+            self.entropy = self._token_entropies(x, weight)
         if kernel is None or self.temperature != 1.0 and (build.model.final_logit_softcap or self.bias is not None):
             logits = self.logits(x, weight)
             logits = logits if self.temperature == 1.0 else logits / self.temperature
-            return cross_entropy(logits, targets, build.mesh.tp, build.model.true_vocab_size).t()
-        x = scaled(x, self.scale / self.temperature)
-        return linear_cross_entropy(
+            return vocab_parallel_cross_entropy(logits, targets, build.mesh.tp, build.model.true_vocab_size).t()
+        x = scale_by(x, self.scale / self.temperature)
+        return fused_linear_cross_entropy(
             partial(kernel, even=self.even),
             x,
             weight,
             self.bias,
             targets,
-            region=build.region,
+            region=build.tp_region,
             softcap=build.model.final_logit_softcap,
             true_vocab_size=build.model.true_vocab_size,
         ).t()
 
-    def _entropy(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the entropy of every token's distribution, with the temperature, [b, s]. x: [s or s/tp, b, h]; weight: [v/tp, h]."""
-        return linear_entropy(
+    def _token_entropies(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the entropy of every token's distribution at the head's temperature, [b, s].
+
+        x: [s or s/tp, b, h]; weight: [v/tp, h].
+        """
+        return vocab_parallel_entropy(
             x if self.scale is None else x * self.scale,
             weight,
             self.bias,
-            region=self.build.region,
+            region=self.build.tp_region,
             true_vocab_size=self.build.model.true_vocab_size,
             softcap=self.build.model.final_logit_softcap,
             factor=1.0 / self.temperature,
         ).t()
 
 
-class ScalarHead(Linear):
-    """One number for each token, from hidden states that may be cut over the sequence: a value, or the score of a text that ends there."""
+class ScalarHead(ReplicatedLinear):
+    """Linear layer from hidden states to one number for each token: a value, or the score of the text up to there."""
 
-    def __init__(self, build: BuildContext, *, init: Initial, bias: bool) -> None:
+    def __init__(self, build: LayerBuildContext, *, init: Initial, bias: bool) -> None:
         super().__init__(
             build.model.hidden_size,
             1,
             init=init,
             mesh=build.mesh,
             dtype=build.dtype,
-            sum_over=build.region.gradient_sum_axes,
+            sum_over=build.tp_region.gradient_sum_axes,
             bias=bias,
         )
-        self.region = build.region
+        self.region = build.tp_region
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [s or s/tp, b, h]. Returns [b, s], the same on all tensor ranks."""
+        """Return one number for each token, [b, s], the same on all tensor ranks. x: [s or s/tp, b, h]."""
         values = super().forward(x.to(self.weight.dtype))
         if self.region.sequence_parallel:
             values = collectives.gather_then_split(values, self.region.axis)
@@ -131,18 +139,18 @@ class ScalarHead(Linear):
 class MaskedWordTransform(nn.Module):
     """BERT's transform of hidden states before the output layer: norm(gelu(dense(x)))."""
 
-    def __init__(self, build: BuildContext) -> None:
+    def __init__(self, build: LayerBuildContext) -> None:
         super().__init__()
         self.build, size = build, build.model.hidden_size
-        self.dense = Linear(
+        self.dense = ReplicatedLinear(
             size,
             size,
             init=build.init_method(),
             mesh=build.mesh,
             dtype=build.dtype,
-            sum_over=build.region.gradient_sum_axes,
+            sum_over=build.tp_region.gradient_sum_axes,
         )
-        self.layer_norm = build.norm(size)
+        self.layer_norm = build.make_norm(size)
         self.act = "gelu_tanh" if build.model.openai_gelu else "gelu"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -151,13 +159,13 @@ class MaskedWordTransform(nn.Module):
 
 
 class Pooler(nn.Module):
-    """One vector for each sample: tanh(dense(x)) of its first position."""
+    """BERT's pooler: tanh(dense(x)) of the first position of each sample."""
 
-    def __init__(self, build: BuildContext) -> None:
+    def __init__(self, build: LayerBuildContext) -> None:
         super().__init__()
-        self.region, size = build.region, build.model.hidden_size
-        self.dense = Linear(size, size, init=build.init_method(), mesh=build.mesh, dtype=build.dtype)
+        self.region, size = build.tp_region, build.model.hidden_size
+        self.dense = ReplicatedLinear(size, size, init=build.init_method(), mesh=build.mesh, dtype=build.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Pool hidden states. x: [s or s/tp, b, h]; returns [b, h] on every rank."""
-        return self.dense(self.region.first_position(x).to(self.dense.weight.dtype)).tanh()
+        return self.dense(self.region.replicate_first_position(x).to(self.dense.weight.dtype)).tanh()

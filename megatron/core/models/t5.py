@@ -16,19 +16,19 @@ from torch import Tensor, nn
 
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import TrainConfig
-from megatron.core.kernels.mask import MaskSpec
+from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.models.embedding import Embedding
 from megatron.core.models.names import WORD_EMBEDDING
-from megatron.core.models.output_heads import LanguageModelHead, output_matrix
-from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import set_global_names
-from megatron.core.transformer.attention import positions_of
-from megatron.core.transformer.build import BuildContext
-from megatron.core.transformer.cache import Cache
+from megatron.core.models.output_heads import LanguageModelHead, output_layer_weight
+from megatron.core.parallel.rng import materialize_parameters
+from megatron.core.parallel.spec import set_global_param_names
+from megatron.core.transformer.attention import default_position_ids
+from megatron.core.transformer.build import LayerBuildContext
+from megatron.core.transformer.cache import DecodingCache
 from megatron.core.transformer.passing import ForwardContext
-from megatron.core.transformer.relative import RelativePositions, score_bias
+from megatron.core.transformer.relative import RelativePositionEmbedding, relative_score_bias
 from megatron.core.transformer.rope import rotary_table_for
-from megatron.core.transformer.stack import Stack
+from megatron.core.transformer.stack import TransformerStack
 
 Message = tuple[Tensor, ...]
 _WHOLE = "a stage that encodes and decodes is the whole network"
@@ -37,23 +37,25 @@ _WHOLE = "a stage that encodes and decodes is the whole network"
 class T5Model(nn.Module):
     """One pipeline stage of an encoder-decoder transformer."""
 
-    def __init__(self, stage: StageSpec, build: BuildContext) -> None:
+    def __init__(self, stage: StageSpec, build: LayerBuildContext) -> None:
         super().__init__()
         self.stage, self.build, model = stage, build, build.model
         encoder, decoder = ([plan for plan in stage.layers if plan.cross == cross] for cross in (False, True))
         tied_apart = model.ties_embeddings and not (stage.has_embedding and stage.has_output)
         relative = stage.has_embedding and model.rope.position_embedding_type == "relative"
         self.embedding = Embedding(build, tied=tied_apart) if stage.has_embedding else None
-        self.encoder_relative_pos_emb = RelativePositions(build) if relative else None
-        self.decoder_relative_pos_emb = RelativePositions(build) if relative else None
+        self.encoder_relative_pos_emb = RelativePositionEmbedding(build) if relative else None
+        self.decoder_relative_pos_emb = RelativePositionEmbedding(build) if relative else None
         ends_encoder = bool(encoder) and encoder[-1].index == model.encoder_num_layers - 1
-        self.encoder = Stack(encoder, build, final_norm=ends_encoder) if encoder else None
-        self.decoder = Stack(decoder, build, final_norm=stage.has_output) if decoder or stage.has_output else None
-        self.output_layer = self._output_layer(tied_apart) if stage.has_output else None
-        set_global_names(self)
+        self.encoder = TransformerStack(encoder, build, final_norm=ends_encoder) if encoder else None
+        self.decoder = (
+            TransformerStack(decoder, build, final_norm=stage.has_output) if decoder or stage.has_output else None
+        )
+        self.output_layer = self._make_output_layer(tied_apart) if stage.has_output else None
+        set_global_param_names(self)
 
-    def _output_layer(self, tied_apart: bool) -> LanguageModelHead:
-        """Return the output layer. tied_apart: its matrix is that of the embedding, which is on another stage."""
+    def _make_output_layer(self, tied_apart: bool) -> LanguageModelHead:
+        """Create the output layer. tied_apart: its matrix is tied to the embedding, which is on another stage."""
         model = self.build.model
         words = self.embedding.word_embeddings.weight if self.embedding is not None else None
         return LanguageModelHead(
@@ -64,15 +66,21 @@ class T5Model(nn.Module):
         )
 
     def materialize(self, seed: int, *, draw_on: torch.device | None = None) -> T5Model:
-        """Allocate the parameters and set their initial values. Returns the model."""
-        materialize(self, self.build.mesh, seed, draw_on=draw_on)
+        """Allocate the parameters and draw their initial values from `seed`; return the model itself.
+
+        draw_on: device on which random numbers are drawn; None: that of the mesh.
+        """
+        materialize_parameters(self, self.build.mesh, seed, draw_on=draw_on)
         return self
 
-    def input_specs(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """Return shape and dtype of each tensor that a stage receives from the previous one."""
+    def received_tensor_specs(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """Return (shape, dtype) of each tensor that a pipeline stage receives from the previous one."""
         build, rope = self.build, self.build.model.rope
         states = tuple(
-            ((build.region.local_length(length), train.micro_batch_size, build.model.hidden_size), build.residual_dtype)
+            (
+                (build.tp_region.local_sequence_length(length), train.micro_batch_size, build.model.hidden_size),
+                build.residual_dtype,
+            )
             for length in (train.decoder_seq_length, train.seq_length)
         )
         if rope.position_embedding_type != "relative":
@@ -101,14 +109,16 @@ class T5Model(nn.Module):
         assert message is not None, "a later stage receives the output of the previous stage"
         state, memory, *tables = message
         if self.encoder is not None:
-            memory = self._encode(memory, tables, encoder_padding)
+            memory = self._run_encoder(memory, tables, encoder_padding)
         if self.decoder is not None:
             context = ForwardContext(
-                MaskSpec(),
+                AttentionMaskSpec(),
                 rotary_table_for(self.build, state),
-                memory_mask=MaskSpec(causal=False, padding=encoder_padding),
+                memory_mask=AttentionMaskSpec(causal=False, padding=encoder_padding),
             )
-            state = self.decoder(state, context, bias=self._relative_bias(tables, state, causal=True), memory=memory)
+            state = self.decoder(
+                state, context, bias=self._relative_score_bias(tables, state, causal=True), memory=memory
+            )
         if self.output_layer is None:
             return (state, memory, *tables)
         return self.output_layer(state, self.output_weight(), labels)
@@ -119,10 +129,12 @@ class T5Model(nn.Module):
         ids: [b, s]; padding: as in `forward`.
         """
         _, memory, *tables = self._embed_inputs(ids, ids[:, :1])
-        return (self._encode(memory, tables, padding), *tables)
+        return (self._run_encoder(memory, tables, padding), *tables)
 
-    def decode(self, ids: Tensor, place: int, message: Message, *, padding: Tensor | None, cache: Cache) -> Tensor:
-        """Return the logits of the next token of every text, [1, b, v/tp].
+    def decode_next_logits(
+        self, ids: Tensor, place: int, message: Message, *, padding: Tensor | None, cache: DecodingCache
+    ) -> Tensor:
+        """Return the logits of the next token of every text, [1, b, v/tp]; the stage must be the whole network.
 
         ids: [b, 1], the tokens at position `place`, whose predecessors are in the cache. message: from `encode`;
         padding: as given to it.
@@ -132,39 +144,55 @@ class T5Model(nn.Module):
         positions = torch.full_like(ids, place)
         state = self.embedding(ids, positions)
         context = ForwardContext(
-            MaskSpec(),
+            AttentionMaskSpec(),
             rotary_table_for(self.build, state, positions),
-            memory_mask=MaskSpec(causal=False, padding=padding),
+            memory_mask=AttentionMaskSpec(causal=False, padding=padding),
             cache=cache,
         )
-        bias = score_bias(tables[0][1], place + 1, self.build.model.rope, causal=True)[:, :, -1:] if tables else None
+        bias = (
+            relative_score_bias(tables[0][1], place + 1, self.build.model.rope, causal=True)[:, :, -1:]
+            if tables
+            else None
+        )
         return self.output_layer(self.decoder(state, context, bias=bias, memory=memory), self.output_weight())
 
     def output_weight(self) -> Tensor:
         """Return the matrix of the output layer [v/tp, h]: its own, or the embedding's."""
-        return output_matrix(self.output_layer, self.embedding)
+        return output_layer_weight(self.output_layer, self.embedding)
 
     def _embed_inputs(self, encoder_ids: Tensor, decoder_ids: Tensor) -> Message:
+        """Return the message of the first stage: decoder and encoder embeddings [s or s/tp, b, h], and with relative
+        positions the two bias tables, stacked.
+        """
         assert self.embedding is not None, "the first stage reads ids"
-        memory = self.embedding(encoder_ids, positions_of(encoder_ids))
-        state = self.embedding(decoder_ids, positions_of(decoder_ids))
+        memory = self.embedding(encoder_ids, default_position_ids(encoder_ids))
+        state = self.embedding(decoder_ids, default_position_ids(decoder_ids))
         encoder, decoder = self.encoder_relative_pos_emb, self.decoder_relative_pos_emb
         if encoder is None or decoder is None:
             return state, memory
         tables = (encoder.relative_attention_bias.weight, decoder.relative_attention_bias.weight)
         return state, memory, torch.stack(tables)
 
-    def _encode(self, memory: Tensor, tables: list[Tensor], padding: Tensor | None) -> Tensor:
+    def _run_encoder(self, memory: Tensor, tables: list[Tensor], padding: Tensor | None) -> Tensor:
+        """Run this stage's encoder layers. memory: [s or s/tp, b, h], as the result; tables: empty or [stacked bias
+        tables].
+        """
         assert self.encoder is not None, _WHOLE
         return self.encoder(
             memory,
-            ForwardContext(MaskSpec(causal=False, padding=padding), rotary_table_for(self.build, memory)),
-            bias=self._relative_bias(tables, memory, causal=False),
+            ForwardContext(AttentionMaskSpec(causal=False, padding=padding), rotary_table_for(self.build, memory)),
+            bias=self._relative_score_bias(tables, memory, causal=False),
         ).to(self.build.residual_dtype)
 
-    def _relative_bias(self, tables: list[Tensor], x: Tensor, *, causal: bool) -> Tensor | None:
+    def _relative_score_bias(self, tables: list[Tensor], x: Tensor, *, causal: bool) -> Tensor | None:
+        """Return the relative position bias of the scores, [1, n/tp, s, s], or None without tables. x: [s or s/tp, b,
+        h].
+        """
         if not tables:
             return None
-        return score_bias(
-            tables[0][int(causal)], self.build.region.whole_length(x.shape[0]), self.build.model.rope, causal=causal
+        return relative_score_bias(
+            tables[0][int(causal)],
+            self.build.tp_region.whole_sequence_length(x.shape[0]),
+            self.build.model.rope,
+            causal=causal,
         )

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.optim import OptimizerConfig
-from megatron.core.distributed.buffers import Ownership, Segment
+from megatron.core.distributed.buffers import OwnedSegment, ParamOwnership
 from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, scale_gradients
 from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import boxes_of_flat_range, intersect
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import ParamSpec, is_shared_over_tensor, local_shards, tensor_axis
+from megatron.core.parallel.spec import ParamSpec, is_replicated_over_tensor, local_shards, tensor_axis_name
 
 if TYPE_CHECKING:
     from megatron.core.distributed.fsdp import Parallel
@@ -38,7 +38,7 @@ Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _OwnedRectangle:
     """A rectangle of a parameter that this rank owns.
 
     It lies within the flat elements [start, stop) of the segment, viewed as `shape`, at `local_index`. global_index:
@@ -59,16 +59,16 @@ class _Block:
 
 
 @dataclass(frozen=True, slots=True)
-class _OwnedPart:
+class _OwnedAdafactorState:
     """The part of a parameter that this rank owns.
 
     second: second moments: means of g^2 over rows [.., m] and over columns [.., n]; for a vector one flat tensor of all
     elements.
     """
 
-    segment: Segment
+    segment: OwnedSegment
     main: Tensor
-    blocks: tuple[_Block, ...]
+    blocks: tuple[_OwnedRectangle, ...]
     second: tuple[Tensor, ...]
 
     @property
@@ -81,7 +81,7 @@ class _OwnedPart:
 
 
 @dataclass(frozen=True, slots=True)
-class _Parameter:
+class _AdafactorParam:
     """A parameter of this rank's stages.
 
     shape: unsharded, except that dimension 0 of stacked ones counts those of this rank. axes: mesh axes whose ranks
@@ -91,7 +91,7 @@ class _Parameter:
     spec: ParamSpec
     shape: tuple[int, ...]
     axes: tuple[str, ...]
-    owned: _OwnedPart | None
+    owned: _OwnedAdafactorState | None
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:
@@ -99,7 +99,7 @@ class _Parameter:
         return self.shape[1:] if self.spec.stacked else self.shape
 
     @property
-    def stack(self) -> tuple[int, ...]:
+    def stack_shape(self) -> tuple[int, ...]:
         """The shape of the stack: (experts of this rank,), or () if it is not stacked."""
         return self.shape[:1] if self.spec.stacked else ()
 
@@ -108,7 +108,7 @@ class _Parameter:
         """Whether second moments are stored by rows and columns."""
         return len(self.matrix_shape) > 1
 
-    def broadcast_to_block(self, values: Tensor, block: _Block) -> Tensor:
+    def broadcast_to_block(self, values: Tensor, block: _OwnedRectangle) -> Tensor:
         """Broadcast one number for each stacked parameter (values: [e] or []) to the elements of a block."""
         return values[block.global_index[0]].view(-1, *(1 for _ in self.matrix_shape)) if self.spec.stacked else values
 
@@ -127,18 +127,25 @@ class Adafactor(UpdateRule):
         self.mesh = mesh
         self.nothing, remaining = torch.zeros(0, dtype=dtype, device=mesh.device), iter(owned)
         self.parameters = [
-            self._build_parameter(one, remaining) for parallel in parallels for one in parallel.ownership()
+            self._build_parameter(one, remaining) for parallel in parallels for one in parallel.param_ownership()
         ]
         self.by_main = {parameter.owned.main: parameter for parameter in self.parameters if parameter.owned is not None}
 
-    def _build_parameter(self, one: Ownership, remaining: Iterator[tuple[Segment, Tensor]]) -> _Parameter:
+    def _build_parameter(
+        self, one: ParamOwnership, remaining: Iterator[tuple[OwnedSegment, Tensor]]
+    ) -> _AdafactorParam:
+        """Describe a parameter and allocate the second moments of the part that this rank owns.
+
+        one: which data-parallel ranks own it. remaining: the owned segments not yet assigned, in the order of the
+        parameters.
+        """
         spec, axis, size = one.spec, self.mesh.axis(one.spec.reduce_over), max(high for _, high in one.ranges)
         shape = (one.local_shape[0], *spec.shape[1:]) if spec.stacked else spec.shape
         axes = (
             *((spec.reduce_over,) if any(owned != (0, size) for owned in one.ranges) else ()),
-            *(() if is_shared_over_tensor(spec) else (tensor_axis(spec),)),
+            *(() if is_replicated_over_tensor(spec) else (tensor_axis_name(spec),)),
         )
-        parameter = _Parameter(spec, shape, axes, None)
+        parameter = _AdafactorParam(spec, shape, axes, None)
         low, high = one.ranges[axis.rank]
         if low == high:
             return parameter
@@ -149,8 +156,8 @@ class Adafactor(UpdateRule):
         sizes = _factored_shapes(shape) if parameter.is_factored else (tuple(main.shape),)
         return replace(
             parameter,
-            owned=_OwnedPart(
-                segment, main, tuple(_segment_rectangles(segment, self.mesh)), tuple(main.new_zeros(of) for of in sizes)
+            owned=_OwnedAdafactorState(
+                segment, main, tuple(_owned_rectangles(segment, self.mesh)), tuple(main.new_zeros(of) for of in sizes)
             ),
         )
 
@@ -160,24 +167,22 @@ class Adafactor(UpdateRule):
         scale_gradients(list(self.by_main), factor)
         self.steps += 1
         rates = {main: group for group in self.param_groups for main in group["params"]}
-        squares = [self._sums_of_squares(parameter) for parameter in self.parameters]
+        squares = [self._partial_sums_of_squares(parameter) for parameter in self.parameters]
         self._all_reduce_sums(
             [(parameter, share) for parameter, shares in zip(self.parameters, squares, strict=True) for share in shares]
         )
         for parameter, (_, *sums) in zip(self.parameters, squares, strict=True):
             if parameter.owned is not None:
                 self._compute_direction(parameter, parameter.owned, sums)
-        lengths = [self._squared_norm_share(parameter) for parameter in self.parameters]
+        lengths = [self._partial_squared_norm(parameter) for parameter in self.parameters]
         self._all_reduce_sums(list(zip(self.parameters, lengths, strict=True)))
         for parameter, (weights, *_), length in zip(self.parameters, squares, lengths, strict=True):
             if parameter.owned is not None:
                 self._apply_update(parameter, parameter.owned, (weights, length), rates[parameter.owned.main])
 
-    def checkpoint_state(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
-        """Yield the state of a segment:
-
-        second moments [elements] of a vector, or the row means [rows] and column means [columns] of a matrix, each as a
-        segment of its own tensor.
+    def checkpoint_state(self, segment: OwnedSegment, main: Tensor) -> Iterator[Slot]:
+        """Yield the state of a segment: the second moments [elements] of a vector, or the row means [rows] and column
+        means [columns] of a matrix, each as a segment of a tensor of its own shape.
         """
         parameter = self.by_main[main]
         owned_part = parameter.owned
@@ -193,15 +198,15 @@ class Adafactor(UpdateRule):
             spec = replace(parameter.spec, shape=shape, shards=shards)
             yield (
                 slot,
-                Segment(spec, tuple(second.shape), 0, len(values), values, values, owned_part.segment.sharded),
+                OwnedSegment(spec, tuple(second.shape), 0, len(values), values, values, owned_part.segment.sharded),
                 values,
             )
 
-    def _sums_of_squares(self, parameter: _Parameter) -> tuple[Tensor, ...]:
+    def _partial_sums_of_squares(self, parameter: _AdafactorParam) -> tuple[Tensor, ...]:
         """Return this rank's partial sums of squares: of weights [e] or [], and of a matrix's gradients by row and by
         column.
         """
-        weights = self.nothing.new_zeros(parameter.stack)
+        weights = self.nothing.new_zeros(parameter.stack_shape)
         sums = (
             tuple(self.nothing.new_zeros(shape) for shape in _factored_shapes(parameter.shape))
             if parameter.is_factored
@@ -218,7 +223,9 @@ class Adafactor(UpdateRule):
                 columns[(*block.global_index[:-2], block.global_index[-1])] += squares.sum(-2)
         return weights, *sums
 
-    def _compute_direction(self, parameter: _Parameter, owned_part: _OwnedPart, sums: Sequence[Tensor]) -> None:
+    def _compute_direction(
+        self, parameter: _AdafactorParam, owned_part: _OwnedAdafactorState, sums: Sequence[Tensor]
+    ) -> None:
         """Update the second moments by the new squares, and turn gradients into directions in place."""
         weight, gradient = self.steps**-self.config.adafactor_decay_rate, owned_part.gradient
         least = torch.finfo(owned_part.main.dtype).eps
@@ -239,9 +246,9 @@ class Adafactor(UpdateRule):
             ].unsqueeze(-2)
             block.view_of(gradient).mul_(size.clamp_(min=least**2).rsqrt_())
 
-    def _squared_norm_share(self, parameter: _Parameter) -> Tensor:
+    def _partial_squared_norm(self, parameter: _AdafactorParam) -> Tensor:
         """Return this rank's partial sum of the squares of directions, [e] or []."""
-        share = self.nothing.new_zeros(parameter.stack)
+        share = self.nothing.new_zeros(parameter.stack_shape)
         owned_part = parameter.owned
         for block in owned_part.blocks if owned_part is not None else ():
             if owned_part is not None and block.is_counted:
@@ -249,7 +256,11 @@ class Adafactor(UpdateRule):
         return share
 
     def _apply_update(
-        self, parameter: _Parameter, owned_part: _OwnedPart, sums: tuple[Tensor, Tensor], group: dict[str, Any]
+        self,
+        parameter: _AdafactorParam,
+        owned_part: _OwnedAdafactorState,
+        sums: tuple[Tensor, Tensor],
+        group: dict[str, Any],
     ) -> None:
         """Update the owned weights. sums: sums of squares of the weights and of the directions, [e] or []."""
         weights, directions = ((total / math.prod(parameter.matrix_shape)).sqrt_() for total in sums)
@@ -261,7 +272,7 @@ class Adafactor(UpdateRule):
                 block.view_of(owned_part.gradient), parameter.broadcast_to_block(factor, block), value=-1.0
             )
 
-    def _all_reduce_sums(self, shares: Sequence[tuple[_Parameter, Tensor]]) -> None:
+    def _all_reduce_sums(self, shares: Sequence[tuple[_AdafactorParam, Tensor]]) -> None:
         """All-reduce every partial sum in place over the ranks that hold shards of its parameter."""
         together: dict[tuple[str, ...], list[Tensor]] = {}
         for parameter, share in shares:
@@ -281,14 +292,15 @@ def _factored_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int
     return shape[:-1], (*shape[:-2], shape[-1])
 
 
-def _add_squares(sums: Tensor, parameter: _Parameter, block: _Block, values: Tensor) -> None:
+def _add_squares(sums: Tensor, parameter: _AdafactorParam, block: _OwnedRectangle, values: Tensor) -> None:
+    """Add the sums of squares of a rectangle's values to `sums`, [e] of stacked parameters or []."""
     if parameter.spec.stacked:
         sums[block.global_index[0]] += values.square().flatten(1).sum(1)
     else:
         sums += values.square().sum()
 
 
-def _segment_rectangles(segment: Segment, mesh: Mesh) -> Iterator[_Block]:
+def _owned_rectangles(segment: OwnedSegment, mesh: Mesh) -> Iterator[_OwnedRectangle]:
     """Yield the rectangles of a segment, without padding."""
     for box, start, stop in boxes_of_flat_range(segment.local_shape, segment.low, segment.high):
         for shard in local_shards(segment.spec, mesh):
@@ -302,6 +314,6 @@ def _segment_rectangles(segment: Segment, mesh: Mesh) -> Iterator[_Block]:
             index = global_index.slices()
             if segment.spec.stacked:
                 index = (common.slices()[0], *index[1:])
-            yield _Block(
+            yield _OwnedRectangle(
                 start - segment.low, stop - segment.low, box.shape, local_index.slices(), index, shard.is_first_replica
             )

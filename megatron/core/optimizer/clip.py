@@ -12,56 +12,59 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.buffers import Segment
-from megatron.core.distributed.finalize import replicated_ranges
+from megatron.core.distributed.buffers import OwnedSegment
+from megatron.core.distributed.finalize import ranges_replicated_over_tensor
 from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import boxes_of_flat_range, intersect
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import is_shared_over_tensor, local_shards, tensor_axis
+from megatron.core.parallel.spec import is_replicated_over_tensor, local_shards, tensor_axis_name
 
 _BLOCK = 2**18  # elements whose squares are summed in fp32 on a CPU, where a sum over 40M would be off by a thousandth
 
 
-def ranges_counted_once(segment: Segment, mesh: Mesh) -> Iterator[tuple[int, int]]:
+def gradient_ranges_counted_once(segment: OwnedSegment, mesh: Mesh) -> Iterator[tuple[int, int]]:
     """Yield the ranges [low, high) of an owned segment, relative to its start, that this rank counts: of what all
     data-parallel ranks own, the first.
     """
     spec = segment.spec
     if not segment.sharded and not mesh.axis(spec.reduce_over).is_first:
         return
-    if is_shared_over_tensor(spec) and not mesh.axis(tensor_axis(spec)).is_first:
+    if is_replicated_over_tensor(spec) and not mesh.axis(tensor_axis_name(spec)).is_first:
         return
     if spec.tied and not mesh.axis(spec.tied_over).is_first:
         return
     start = 0
-    for low, high, _, is_first_replica in replicated_ranges(segment, mesh):
+    for low, high, _, is_first_replica in ranges_replicated_over_tensor(segment, mesh):
         if not is_first_replica:
             yield start, low
             start = high
     yield start, segment.high - segment.low
 
 
-def without_tied_duplicates(segments: Sequence[Segment]) -> list[Segment]:
+def without_tied_duplicates(segments: Sequence[OwnedSegment]) -> list[OwnedSegment]:
     """Return the segments without the second copy of a tied matrix; with a V-shaped pipeline both copies can be on one
     rank.
     """
-    homes: dict[str, Segment] = {}
+    homes: dict[str, OwnedSegment] = {}
     return [
         segment for segment in segments if not segment.spec.tied or homes.setdefault(segment.name, segment) is segment
     ]
 
 
-def _slices_counted_once(segments: Sequence[Segment], mesh: Mesh, *, of: str) -> list[Tensor]:
+def _slices_counted_once(segments: Sequence[OwnedSegment], mesh: Mesh, *, of: str) -> list[Tensor]:
+    """Return views of the elements that this rank counts; of: "grad" or "data", the field of the segments."""
     return [
         getattr(segment, of)[low:high]
         for segment in without_tied_duplicates(segments)
-        for low, high in ranges_counted_once(segment, mesh)
+        for low, high in gradient_ranges_counted_once(segment, mesh)
         if low < high
     ]
 
 
-def global_norm(segments: Sequence[Segment], mesh: Mesh, *, of: str = "grad") -> Tensor:
-    """Return the 2-norm of the whole network's gradient (or its weights, of="data"): fp64 [], the same on every rank."""
+def global_norm(segments: Sequence[OwnedSegment], mesh: Mesh, *, of: str = "grad") -> Tensor:
+    """Return the 2-norm of the whole network's gradient (of="data": of its weights): fp64 [], equal on all ranks.
+    Collective.
+    """
     views = _slices_counted_once(segments, mesh, of=of)
     # fp64 on every rank, also on one that counts nothing; and never in fp16, whose largest number a scaled gradient passes.
     if views:
@@ -75,12 +78,12 @@ def global_norm(segments: Sequence[Segment], mesh: Mesh, *, of: str = "grad") ->
     return collectives.all_reduce(total, mesh.world).sqrt()
 
 
-def count_zeros(segments: Sequence[Segment], mesh: Mesh) -> Tensor:
-    """Return the number of zero elements in the whole network's gradient: int64 [], the same on every rank."""
+def count_zeros(segments: Sequence[OwnedSegment], mesh: Mesh) -> Tensor:
+    """Return the number of zero elements in the whole network's gradient: int64 [], equal on all ranks. Collective."""
     zeros = torch.zeros((), dtype=torch.int64, device=mesh.device)
     for segment in without_tied_duplicates(segments):
         held = [piece.local for piece in local_shards(segment.spec, mesh)]
-        for low, high in ranges_counted_once(segment, mesh):
+        for low, high in gradient_ranges_counted_once(segment, mesh):
             for box, start, stop in boxes_of_flat_range(segment.local_shape, segment.low + low, segment.low + high):
                 true = sum(common.size for piece in held if (common := intersect(box, piece)) is not None)
                 padding = (stop - start) - true  # padded rows never receive a gradient: all their elements are zero

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from megatron.core.config.settings.optim import OptimizerConfig
-from megatron.core.distributed.buffers import Segment
-from megatron.core.kernels.adamw import AdamKernel, AdamRates, AdamTensors, adamw
+from megatron.core.distributed.buffers import OwnedSegment
+from megatron.core.kernels.adamw import AdamKernel, AdamStepSettings, AdamTensors, adamw
 from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, scale_gradients
 from megatron.core.parallel.device import storage_position
 
 
-class Elementwise(UpdateRule):
+class ElementwiseRule(UpdateRule):
     """Base of the elementwise rules, whose moments have the shape of the main weights.
 
     moments: names of the moments. state: main weight -> name -> tensor, allocated at construction, so that every
@@ -43,8 +43,10 @@ class Elementwise(UpdateRule):
             if params:
                 self._update(params, factor, group["lr"], group["weight_decay"])
 
-    def checkpoint_state(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
-        """Yield the moments of a segment, each [elements]."""
+    def checkpoint_state(self, segment: OwnedSegment, main: Tensor) -> Iterator[Slot]:
+        """Return an iterator over (slot name, segment, values [elements]) of a segment's moments. main: its main
+        weight.
+        """
         return ((slot, segment, self.state[main][slot]) for slot in self.moments)
 
     @abstractmethod
@@ -52,7 +54,7 @@ class Elementwise(UpdateRule):
         """Update parameters in place by their gradients times `factor`. decay: weight decay."""
 
 
-class AdamW(Elementwise):
+class AdamW(ElementwiseRule):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019, arXiv 1711.05101), which writes the weights itself.
 
     counts: main weight -> number of its updates, on the host, which no step has to wait for.
@@ -95,11 +97,11 @@ class AdamW(Elementwise):
         kernel(
             tensors,
             factor,
-            AdamRates(lr, decay, config.adam_beta1, config.adam_beta2, config.adam_eps, self.counts[params[0]]),
+            AdamStepSettings(lr, decay, config.adam_beta1, config.adam_beta2, config.adam_eps, self.counts[params[0]]),
         )
 
 
-class SGD(Elementwise):
+class SGD(ElementwiseRule):
     """Stochastic gradient descent with momentum; weight decay is added to the gradient."""
 
     moments = ("momentum_buffer",)
@@ -119,7 +121,7 @@ class SGD(Elementwise):
         )
 
 
-class Lion(Elementwise):
+class Lion(ElementwiseRule):
     """Lion: every element changes by lr, whatever the size of its gradient (Chen et al., 2023, arXiv 2302.06675).
 
         direction = sign(beta1 m + (1 - beta1) g)      m <- beta2 m + (1 - beta2) g      w <- w - lr (direction + decay w)
@@ -137,4 +139,4 @@ class Lion(Elementwise):
             param.mul_(1.0 - lr * decay).add_(direction, alpha=-lr)
 
 
-RULES: dict[str, type[Elementwise]] = {"adam": AdamW, "sgd": SGD, "lion": Lion}
+RULES: dict[str, type[ElementwiseRule]] = {"adam": AdamW, "sgd": SGD, "lion": Lion}

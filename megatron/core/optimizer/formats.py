@@ -1,8 +1,8 @@
 """Low-precision formats for optimizer state: fp32 numbers stored in fewer bits, read and written in slices.
 
-    PlainFp32       fp32                                                                            4 bytes
-    StochasticBf16  bf16: the upper half of fp32's bits                                             2
-    BlockScaled     fp16 or fp8 (e4m3), with a power-of-two scale for each block of 128 numbers     2 or 1, and 1/32
+    Fp32Tensor       fp32                                                                            4 bytes
+    StochasticBf16Tensor  bf16: the upper half of fp32's bits                                             2
+    BlockScaledTensor     fp16 or fp8 (e4m3), with a power-of-two scale for each block of 128 numbers     2 or 1, and 1/32
     Bf16Remainder   the lower half of an fp32 number whose upper half is the rounded bf16 weight    2
 
 Rounding is stochastic, so that it is exact on average: with rounding to nearest, a moment that decays by a thousandth a
@@ -37,20 +37,23 @@ class EncodedTensor(Protocol):
         """Decode the numbers [low, high): fp32 [high - low], possibly a view of the storage."""
 
     def write(self, low: int, values: Tensor, generator: torch.Generator) -> None:
-        """Encode `values` [n] into the elements from `low` on. generator: random numbers for stochastic rounding."""
+        """Encode `values` [n] into the elements from `low` (a multiple of BLOCK) on.
+
+        generator: random numbers for formats that round stochastically; others ignore it.
+        """
 
     def stored_tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors (any shape) that store the encoded numbers."""
 
 
 @dataclass(frozen=True, slots=True)
-class PlainFp32:
+class Fp32Tensor:
     """fp32 numbers as they are."""
 
     tensor: Tensor
 
     def read(self, low: int, high: int) -> Tensor:
-        """Return the numbers from `low` to `high`, fp32, [high - low], as a view."""
+        """Return the numbers [low, high): fp32 [high - low], a view."""
         return self.tensor[low:high]
 
     def write(self, low: int, values: Tensor, generator: torch.Generator) -> None:
@@ -63,13 +66,13 @@ class PlainFp32:
 
 
 @dataclass(frozen=True, slots=True)
-class StochasticBf16:
+class StochasticBf16Tensor:
     """bf16 with stochastic rounding: a random number is added to the 16 bits that are then dropped."""
 
     tensor: Tensor
 
     def read(self, low: int, high: int) -> Tensor:
-        """Return the numbers from `low` to `high`, converted to fp32, [high - low]."""
+        """Return the numbers [low, high), converted to fp32, [high - low]."""
         return self.tensor[low:high].float()
 
     def write(self, low: int, values: Tensor, generator: torch.Generator) -> None:
@@ -89,7 +92,7 @@ class StochasticBf16:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockScaled:
+class BlockScaledTensor:
     """fp16 or fp8 with a power-of-two scale for each block.
 
     values: [size]; scales: [blocks]. as_root: stores the square roots of nonnegative numbers.
@@ -101,16 +104,16 @@ class BlockScaled:
     as_root: bool = False
 
     def read(self, low: int, high: int) -> Tensor:
-        """Return the numbers from `low` (a multiple of BLOCK) to `high`, decoded to fp32, [high - low]."""
+        """Decode the numbers [low, high) to fp32, [high - low]; low: a multiple of BLOCK."""
         scales = self.scales[low // BLOCK : -(-high // BLOCK)].repeat_interleave(BLOCK)[: high - low]
         values = self.values[low:high].float() * scales
         return values.square_() if self.as_root else values
 
     def write(self, low: int, values: Tensor, generator: torch.Generator) -> None:
-        """Scale `values` [n] block by block, round them stochastically and store them in positions low to low + n.
+        """Encode `values` [n] into the elements from `low` (a multiple of BLOCK) on, rounded stochastically.
 
-        `low` is a multiple of the block size. With `as_root` the square roots are stored, and positive numbers never
-        round to 0.
+        Each block gets its own scale. With `as_root` the square roots are stored, and positive numbers never round to
+        0.
         """
         count, places = len(values), slice(low // BLOCK, -(-(low + len(values)) // BLOCK))
         rows = torch.nn.functional.pad(values.sqrt() if self.as_root else values, (0, -count % BLOCK)).view(-1, BLOCK)
@@ -135,7 +138,7 @@ class BlockScaled:
 
 
 @dataclass(frozen=True, slots=True)
-class Bf16Remainder:
+class Bf16RemainderTensor:
     """The difference between an fp32 main weight and its bf16 weight, int16; together they are the main weight, bit for
     bit.
 
@@ -146,7 +149,9 @@ class Bf16Remainder:
     remainder: Tensor
 
     def read(self, low: int, high: int) -> Tensor:
-        """Return fp32 main weights, [high - low]: the bf16 weights with the remainders as their lower 16 bits."""
+        """Return the fp32 main weights [low, high), [high - low]: the bf16 weights with the remainders as lower 16
+        bits.
+        """
         upper = self.weight[low:high].view(torch.int16).int() << 16
         return (upper + self.remainder[low:high].int()).view(torch.float32)
 
@@ -172,11 +177,14 @@ class Bf16Remainder:
 
 
 def encoded_zeros(kind: str, like: Tensor, *, as_root: bool = False) -> EncodedTensor:
-    """Return zeros for each element of `like` (any shape). kind: fp32, bf16, fp16 or fp8. as_root: see `BlockScaled`."""
+    """Return an encoded tensor of zeros, flat, with one element for each of `like` (any shape), on its device.
+
+    kind: fp32, bf16, fp16 or fp8. as_root: see `BlockScaledTensor`.
+    """
     size = like.numel()
     if kind == "fp32":
-        return PlainFp32(torch.zeros(size, dtype=torch.float32, device=like.device))
+        return Fp32Tensor(torch.zeros(size, dtype=torch.float32, device=like.device))
     if kind == "bf16":
-        return StochasticBf16(torch.zeros(size, dtype=torch.bfloat16, device=like.device))
+        return StochasticBf16Tensor(torch.zeros(size, dtype=torch.bfloat16, device=like.device))
     values = torch.zeros(size, dtype=_TYPES[kind], device=like.device)
-    return BlockScaled(kind, values, torch.ones(-(-size // BLOCK), device=like.device), as_root)
+    return BlockScaledTensor(kind, values, torch.ones(-(-size // BLOCK), device=like.device), as_root)

@@ -15,8 +15,15 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
-from megatron.core.distributed.buffers import Segment
-from megatron.core.optimizer.formats import BLOCK, Bf16Remainder, BlockScaled, EncodedTensor, PlainFp32, encoded_zeros
+from megatron.core.distributed.buffers import OwnedSegment
+from megatron.core.optimizer.formats import (
+    BLOCK,
+    Bf16RemainderTensor,
+    BlockScaledTensor,
+    EncodedTensor,
+    Fp32Tensor,
+    encoded_zeros,
+)
 from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, scale_rows
 from megatron.core.parallel.rng import derive_seed
 
@@ -25,14 +32,14 @@ SLOTS = ("master", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(slots=True)
-class SegmentState:
+class SegmentOptimizerState:
     """A segment and its optimizer state.
 
     slots: "master", "exp_avg" and "exp_avg_sq". writes_weights: the main weight is stored separately, and rounded into
     the weights after an update.
     """
 
-    segment: Segment
+    segment: OwnedSegment
     slots: dict[str, EncodedTensor]
     writes_weights: bool
 
@@ -45,7 +52,7 @@ class LowPrecisionAdam(UpdateRule):
     def __init__(self, owned: Owned, config: OptimizerConfig, precision: PrecisionConfig) -> None:
         super().__init__(owned, config)
         self.betas, self.eps = (config.adam_beta1, config.adam_beta2), config.adam_eps
-        self.states: dict[Tensor, SegmentState] = {
+        self.states: dict[Tensor, SegmentOptimizerState] = {
             main: allocate_segment_state(segment, precision) for segment, main in owned
         }
 
@@ -61,44 +68,48 @@ class LowPrecisionAdam(UpdateRule):
                         state, low, high, state.segment.grad[low:high].float() * factor, group, generator
                     )
 
-    def checkpoint_state(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
-        """Yield the moments [elements] of a segment, and the main weight if it differs from the weight.
+    def checkpoint_state(self, segment: OwnedSegment, main: Tensor) -> Iterator[Slot]:
+        """Return an iterator over (slot name, segment, values [elements]): moments, and the main weight if it differs
+        from the weight.
 
-        State in a format that needs decoding is yielded as a copy; `load` encodes it again after a checkpoint was
-        loaded into the copy.
+        Values in a format that needs decoding are copies; `load` encodes them again after a checkpoint was loaded into
+        them.
         """
         return (
-            (slot, segment, decode_all(encoded, segment))
+            (slot, segment, decode_encoded_tensor(encoded, segment))
             for slot, encoded in self.states[main].slots.items()
             if slot != "master" or segment.is_low_precision
         )
 
-    def stored_tensors(self, segment: Segment, main: Tensor) -> Iterator[Tensor]:
+    def stored_tensors(self, segment: OwnedSegment, main: Tensor) -> Iterator[Tensor]:
         """Yield the tensors of a segment's state as they are stored (any shape)."""
         return (tensor for encoded in self.states[main].slots.values() for tensor in encoded.stored_tensors())
 
-    def load(self, loaded: Sequence[Slot]) -> None:
+    def apply_loaded_state(self, loaded: Sequence[Slot]) -> None:
         """Encode the values that were loaded into the copies from `checkpoint_state`."""
         by_segment = {(state.segment.name, state.segment.low): state for state in self.states.values()}
         for slot, segment, values in loaded:
-            encode_all(by_segment[segment.name, segment.low].slots[slot], values)
+            encode_into_tensor(by_segment[segment.name, segment.low].slots[slot], values)
 
-    def scale_rows(self, segment: Segment, main: Tensor, factors: Tensor) -> None:
+    def scale_rows(self, segment: OwnedSegment, main: Tensor, factors: Tensor) -> None:
         """Multiply the rows of a segment's main weight, decoded and encoded again. factors: [rows of this rank]."""
         state = self.states[main]
-        values = decode_all(state.slots["master"], segment).clone()
+        values = decode_encoded_tensor(state.slots["master"], segment).clone()
         scale_rows(values, segment, factors)
         self._write_main_weight(state, 0, values, self._segment_generator(state))
 
     def _update_slice(
         self,
-        state: SegmentState,
+        state: SegmentOptimizerState,
         low: int,
         high: int,
         gradient: Tensor,
         group: dict[str, Any],
         generator: torch.Generator,
     ) -> None:
+        """Update the elements [low, high) of a segment by AdamW, in fp32. gradient: [high - low]; group: its learning
+        rate and weight decay.
+        """
         main, first, second = (state.slots[name].read(low, high) for name in SLOTS)
         (beta1, beta2), lr = self.betas, group["lr"]
         first = first.lerp_(gradient, 1.0 - beta1)
@@ -109,65 +120,72 @@ class LowPrecisionAdam(UpdateRule):
         state.slots["exp_avg_sq"].write(low, second, generator)
         self._write_main_weight(state, low, main, generator)
 
-    def _write_main_weight(self, state: SegmentState, low: int, values: Tensor, generator: torch.Generator) -> None:
+    def _write_main_weight(
+        self, state: SegmentOptimizerState, low: int, values: Tensor, generator: torch.Generator
+    ) -> None:
+        """Encode main weights `values` from element `low` on, and round them into the weights if these are separate."""
         encoded = state.slots["master"]
         encoded.write(low, values, generator)
         if state.writes_weights:
             state.segment.data[low : low + len(values)].copy_(encoded.read(low, low + len(values)))
 
-    def _segment_generator(self, state: SegmentState) -> torch.Generator:
-        """Return the random generator of a segment for this step."""
+    def _segment_generator(self, state: SegmentOptimizerState) -> torch.Generator:
+        """Return the generator for stochastic rounding of a segment in this step, seeded with its name, offset and the
+        step.
+        """
         where = state.segment
         return torch.Generator(where.data.device).manual_seed(
             derive_seed("optimizer", self.steps, where.name, where.low)
         )
 
 
-def allocate_segment_state(segment: Segment, precision: PrecisionConfig) -> SegmentState:
+def allocate_segment_state(segment: OwnedSegment, precision: PrecisionConfig) -> SegmentOptimizerState:
     """Allocate a segment's optimizer state; the main weight is initialized from the weights."""
     data, half = segment.data, segment.data.dtype in (torch.bfloat16, torch.float16)
     if not half:
-        main: EncodedTensor = PlainFp32(data)
+        main: EncodedTensor = Fp32Tensor(data)
     elif precision.main_params_dtype == "fp16":
         main = encoded_zeros("fp16", data)
     elif data.dtype == torch.bfloat16:
-        main = Bf16Remainder(data, torch.zeros(data.numel(), dtype=torch.int16, device=data.device))
+        main = Bf16RemainderTensor(data, torch.zeros(data.numel(), dtype=torch.int16, device=data.device))
     else:
-        main = PlainFp32(data.float())
-    state = SegmentState(
+        main = Fp32Tensor(data.float())
+    state = SegmentOptimizerState(
         segment,
         {
             "master": main,
             "exp_avg": encoded_zeros(precision.exp_avg_dtype, data),
             "exp_avg_sq": encoded_zeros(precision.exp_avg_sq_dtype, data, as_root=True),
         },
-        half and not isinstance(main, Bf16Remainder),
+        half and not isinstance(main, Bf16RemainderTensor),
     )
-    if isinstance(main, BlockScaled):
-        encode_all(main, data.float())
+    if isinstance(main, BlockScaledTensor):
+        encode_into_tensor(main, data.float())
     return state
 
 
-def decode_all(encoded: EncodedTensor, segment: Segment) -> Tensor:
-    """Return all numbers [elements]:
-
-    the storage itself if its format needs no decoding, else an fp32 copy in CPU memory.
+def decode_encoded_tensor(encoded: EncodedTensor, segment: OwnedSegment) -> Tensor:
+    """Return all numbers [elements] of an encoded tensor: its storage if the format needs no decoding, else an fp32
+    copy in CPU memory.
     """
-    if not isinstance(encoded, BlockScaled | Bf16Remainder):
+    if not isinstance(encoded, BlockScaledTensor | Bf16RemainderTensor):
         return encoded.stored_tensors()[0]
     size = segment.high - segment.low
     return torch.cat([encoded.read(low, min(low + _SLICE, size)).cpu() for low in range(0, size, _SLICE)])
 
 
-def encode_all(encoded: EncodedTensor, values: Tensor) -> None:
-    """Encode values [elements] in the layout of `decode_all`.
+def encode_into_tensor(encoded: EncodedTensor, values: Tensor) -> None:
+    """Encode `values` [elements], as `decode_encoded_tensor` returned them, into an encoded tensor; nothing to do where
+    they are its storage.
 
     The bf16 weights of `Bf16Remainder` are set already and stay unchanged.
     """
-    if not isinstance(encoded, BlockScaled | Bf16Remainder):
+    if not isinstance(encoded, BlockScaledTensor | Bf16RemainderTensor):
         return
     device = encoded.stored_tensors()[0].device
     generator = torch.Generator(device).manual_seed(0)  # only matters for values saved in a wider format
     for low in range(0, len(values), _SLICE):
         part = values[low : low + _SLICE].to(device)
-        encoded.set_remainders(low, part) if isinstance(encoded, Bf16Remainder) else encoded.write(low, part, generator)
+        encoded.set_remainders(low, part) if isinstance(encoded, Bf16RemainderTensor) else encoded.write(
+            low, part, generator
+        )

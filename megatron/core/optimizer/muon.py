@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.optim import OptimizerConfig
-from megatron.core.distributed.buffers import Segment
+from megatron.core.distributed.buffers import OwnedSegment
 from megatron.core.optimizer.groups import uses_muon
-from megatron.core.optimizer.orthogonal import NewtonSchulz, orthogonalize, orthogonalize_distributed, update_scale
-from megatron.core.optimizer.owners import MuonTask, assign_owners, muon_tasks
+from megatron.core.optimizer.orthogonal import NewtonSchulz, muon_update_scale, orthogonalize, orthogonalize_distributed
+from megatron.core.optimizer.owners import MuonTask, assign_muon_owners, muon_tasks
 from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, scale_gradients
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _OwnedPart:
+class _OwnedMuonState:
     """The part of a parameter that this rank owns, from element `low` of its local tensor on."""
 
     low: int
@@ -60,26 +60,26 @@ class Muon(UpdateRule):
             config.muon_num_ns_steps, config.muon_coefficient_type, config.muon_fp32_matmul_prec == "medium"
         )
         self.owned_parts = {
-            segment.name: _OwnedPart(segment.low, main, torch.zeros_like(main)) for segment, main in owned
+            segment.name: _OwnedMuonState(segment.low, main, torch.zeros_like(main)) for segment, main in owned
         }
         by_axis: dict[str, list[MuonTask]] = {}
-        for one in (one for parallel in parallels for one in parallel.ownership() if uses_muon(one.spec, config)):
-            by_axis.setdefault(one.spec.reduce_over, []).extend(muon_tasks(one, self._is_split))
-        self.tasks = {axis: assign_owners(tasks, mesh.axis(axis).size) for axis, tasks in by_axis.items()}
+        for one in (one for parallel in parallels for one in parallel.param_ownership() if uses_muon(one.spec, config)):
+            by_axis.setdefault(one.spec.reduce_over, []).extend(muon_tasks(one, self._splits_fused_matrix))
+        self.tasks = {axis: assign_muon_owners(tasks, mesh.axis(axis).size) for axis, tasks in by_axis.items()}
 
     @property
     def lr(self) -> float:
         """The learning rate of the next step; all matrices are one group. Unused on a rank that owns none."""
         return self.param_groups[0]["lr"] if self.param_groups else 0.0
 
-    def checkpoint_state(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
+    def checkpoint_state(self, segment: OwnedSegment, main: Tensor) -> Iterator[Slot]:
         """Yield the momentum [elements] of a segment."""
         yield "momentum_buffer", segment, self.owned_parts[segment.name].momentum
 
     def step(self, factor: float | Tensor) -> None:
-        """Update the main weights;
+        """Update the main weights by their gradients times `factor`, a scalar.
 
-        `factor`, a scalar, multiplies the gradients. All ranks that share matrices take part, also those that own none.
+        Collective: all ranks that share matrices take part, also those that own none.
         """
         scale_gradients([owned_part.main for owned_part in self.owned_parts.values()], factor)
         directions = {name: self._momentum_direction(owned_part) for name, owned_part in self.owned_parts.items()}
@@ -87,18 +87,18 @@ class Muon(UpdateRule):
             torch._foreach_mul_(settings["params"], 1.0 - settings["lr"] * settings["weight_decay"])
         for name, tasks in self.tasks.items():
             for round_index in range(max(task.round_index for task in tasks) + 1):
-                self._run_round(
+                self._update_round(
                     [task for task in tasks if task.round_index == round_index], directions, self.mesh.axis(name)
                 )
 
-    def _momentum_direction(self, owned_part: _OwnedPart) -> Tensor:
-        """Update the momentum by the gradient and return the direction, flat, for the part that this rank owns."""
+    def _momentum_direction(self, owned_part: _OwnedMuonState) -> Tensor:
+        """Update the momentum by the gradient and return the update direction of the owned elements, flat."""
         gradient, beta = owned_part.main.grad, self.config.muon_momentum
         assert gradient is not None, "the gradients of all main weights are attached"
         owned_part.momentum.lerp_(gradient, 1.0 - beta)
         return gradient.lerp_(owned_part.momentum, beta) if self.config.muon_nesterov else owned_part.momentum
 
-    def _run_round(self, tasks: Sequence[MuonTask], directions: Mapping[str, Tensor], axis: Axis) -> None:
+    def _update_round(self, tasks: Sequence[MuonTask], directions: Mapping[str, Tensor], axis: Axis) -> None:
         """Update the matrices of one round: sharded ones by their owners, all others by every rank for itself."""
         whole = [task for task in tasks if not task.is_sharded]
         flats = [self._owned_direction(task, directions, 0, task.high - task.low) for task in whole]
@@ -123,7 +123,7 @@ class Muon(UpdateRule):
         ]
         received, work = collectives.start_all_to_all(torch.cat([self.nothing, *outgoing]), out, back, axis)
         collectives.wait(work)
-        updates = _order_by_receiver(
+        updates = _pack_send_buffer(
             self._orthogonalized_updates(own_tasks, _assemble_matrices(own_tasks, received, axis.size)),
             own_tasks,
             axis.size,
@@ -137,6 +137,7 @@ class Muon(UpdateRule):
             self._apply_update(task, update, low)
 
     def _owned_direction(self, task: MuonTask, directions: Mapping[str, Tensor], low: int, high: int) -> Tensor:
+        """Return elements [low, high) of a matrix's direction, which this rank owns. directions: by parameter name."""
         start = task.low - self.owned_parts[task.name].low
         return directions[task.name][start + low : start + high]
 
@@ -146,7 +147,8 @@ class Muon(UpdateRule):
             start = task.low - self.owned_parts[task.name].low + low
             self.owned_parts[task.name].main[start : start + update.numel()].add_(update, alpha=-self.lr)
 
-    def _is_split(self, spec: ParamSpec) -> bool:
+    def _splits_fused_matrix(self, spec: ParamSpec) -> bool:
+        """Return whether the segments of a fused matrix are orthogonalized separately (for qkv: --muon-split-qkv)."""
         return self.config.muon_split_qkv or "linear_qkv" not in spec.name
 
     def _orthogonalized_updates(self, tasks: Sequence[MuonTask], flats: Sequence[Tensor]) -> list[Tensor]:
@@ -156,23 +158,26 @@ class Muon(UpdateRule):
         same_shape: dict[tuple[object, ...], list[int]] = {}
         for place, task in enumerate(tasks):
             same_shape.setdefault(
-                (task.spec.shape, task.spec.shards, task.shape, self._is_split(task.spec)), []
+                (task.spec.shape, task.spec.shards, task.shape, self._splits_fused_matrix(task.spec)), []
             ).append(place)
         updates: list[Tensor] = list(flats)
         for places in same_shape.values():
             stack = torch.stack([flats[place].view(tasks[place].shape) for place in places])
-            for place, update in zip(places, self._sharded_update(stack, tasks[places[0]].spec), strict=True):
+            for place, update in zip(
+                places, self._orthogonalize_local_shard(stack, tasks[places[0]].spec), strict=True
+            ):
                 updates[place] = update.reshape(-1)
         return updates
 
-    def _sharded_update(self, x: Tensor, spec: ParamSpec) -> Tensor:
-        """Return this rank's shard of orthogonalized and scaled matrices with one spec. x: this rank's shard, [k, rows,
-        columns].
+    def _orthogonalize_local_shard(self, x: Tensor, spec: ParamSpec) -> Tensor:
+        """Orthogonalize and scale matrices of one spec by `--muon-tp-mode`; return this rank's shard of them.
+
+        x: this rank's shard of the directions, [k, rows, columns]; returns the same shape.
         """
         tp_shard = spec.shards[0] if spec.shards else None
         if tp_shard is None:
             return self._scale_update(orthogonalize(x, self.iteration), spec.shape)
-        axis, split, dim = self.mesh.axis(tp_shard.axis), self._is_split(spec), tp_shard.dim - 2
+        axis, split, dim = self.mesh.axis(tp_shard.axis), self._splits_fused_matrix(spec), tp_shard.dim - 2
         if self.config.muon_tp_mode == "blockwise":
             sizes = [part.local_size(axis.size) for part in tp_shard.segments] if split else [x.shape[dim]]
             return torch.cat(
@@ -205,7 +210,9 @@ class Muon(UpdateRule):
         return local
 
     def _orthogonalize_distributed(self, x: Tensor, spec: ParamSpec, axis: Axis) -> Tensor:
-        """Do the same with all tensor ranks computing together, without gathering the matrix. x: [k, rows, columns]."""
+        """As `_orthogonalize_local_shard`, but all tensor ranks compute together, without gathering the matrix. x: [k,
+        rows, columns].
+        """
         tp_shard = spec.shards[0]
         held = local_shards(spec, self.mesh)
         widths = [shard.local.shape[tp_shard.dim] for shard in held]
@@ -214,8 +221,10 @@ class Muon(UpdateRule):
             counted = torch.cat(
                 [x.new_full((width,), float(shard.is_first_replica)) for width, shard in zip(widths, held, strict=True)]
             )
-        sizes = widths if self._is_split(spec) else [sum(widths)]
-        lengths = [part.size for part in tp_shard.segments] if self._is_split(spec) else [spec.shape[tp_shard.dim]]
+        sizes = widths if self._splits_fused_matrix(spec) else [sum(widths)]
+        lengths = (
+            [part.size for part in tp_shard.segments] if self._splits_fused_matrix(spec) else [spec.shape[tp_shard.dim]]
+        )
         parts = []
         masks = [None] * len(sizes) if counted is None else counted.split(sizes)
         for part, mask, length in zip(x.split(sizes, tp_shard.dim - 2), masks, lengths, strict=True):
@@ -226,18 +235,21 @@ class Muon(UpdateRule):
         return torch.cat(parts, tp_shard.dim - 2)
 
     def _scale_update(self, x: Tensor, shape: Sequence[int]) -> Tensor:
-        return x * (update_scale(shape[0], shape[1], self.config.muon_scale_mode) * self.config.muon_extra_scale_factor)
+        """Multiply an update by the factor of `--muon-scale-mode` for a matrix of this shape, and by the extra factor."""
+        return x * (
+            muon_update_scale(shape[0], shape[1], self.config.muon_scale_mode) * self.config.muon_extra_scale_factor
+        )
 
 
 def _elements_by_owner(tasks: Sequence[MuonTask], elements: Sequence[int], ranks: int) -> list[int]:
-    """Return the number of elements that go to each owner."""
+    """Return how many elements this rank sends to each owner. elements: how many of each task it owns."""
     return [
         sum(size for task, size in zip(tasks, elements, strict=True) if task.owner == rank) for rank in range(ranks)
     ]
 
 
 def _assemble_matrices(tasks: Sequence[MuonTask], received: Tensor, ranks: int) -> list[Tensor]:
-    """Return whole matrices, flat, from the parts that all ranks sent, ordered by sender and then by task."""
+    """Return whole matrices, flat, from the received parts, which are ordered by sender and then by task."""
     whole = [received.new_empty(task.high - task.low) for task in tasks]
     start = 0
     for rank in range(ranks):
@@ -248,8 +260,10 @@ def _assemble_matrices(tasks: Sequence[MuonTask], received: Tensor, ranks: int) 
     return whole
 
 
-def _order_by_receiver(updates: Sequence[Tensor], tasks: Sequence[MuonTask], ranks: int, nothing: Tensor) -> Tensor:
-    """Concatenate the updates of whole matrices, ordered by receiver and then by task."""
+def _pack_send_buffer(updates: Sequence[Tensor], tasks: Sequence[MuonTask], ranks: int, nothing: Tensor) -> Tensor:
+    """Concatenate what goes to each rank of the updates of whole matrices, ordered by receiver and then by task: the
+    send buffer of an all-to-all. nothing: an empty tensor of the dtype.
+    """
     return torch.cat(
         [
             nothing,

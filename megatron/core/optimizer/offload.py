@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.optim import OptimizerConfig
-from megatron.core.distributed.buffers import Segment
+from megatron.core.distributed.buffers import OwnedSegment
 from megatron.core.optimizer.rule import UpdateRule
 from megatron.core.parallel.device import SideStream, empty_host_tensor
 
@@ -31,16 +31,16 @@ class _OffloadedSegment:
     send.
     """
 
-    segment: Segment
+    segment: OwnedSegment
     main: Tensor
     gradient: Tensor
     weights: Tensor
 
 
-class CpuOffload:
+class OptimizerCpuOffload:
     """The main weights of segments that are offloaded to the CPU, and the copies of gradients and weights."""
 
-    def __init__(self, device: torch.device, segments: Sequence[Segment], config: OptimizerConfig) -> None:
+    def __init__(self, device: torch.device, segments: Sequence[OwnedSegment], config: OptimizerConfig) -> None:
         self.segments, self.side_stream = segments, SideStream(device)
         self.main_weights: list[Tensor] = []
         self._groups: list[list[_OffloadedSegment]] = []
@@ -67,8 +67,8 @@ class CpuOffload:
     def step(self, rule: UpdateRule, factor: float | Tensor, update_on_device: Callable[[], None]) -> None:
         """Copy gradients to the CPU, run the update rule there, and copy the weights back.
 
-        factor: a scalar that multiplies the gradients. update_on_device: the update of the other segments, started
-        while gradients are copied.
+        factor: a scalar that multiplies the gradients. update_on_device: updates the segments that are not offloaded;
+        called while gradients are being copied.
         """
         events = []
         for group in self._groups:
@@ -99,9 +99,10 @@ class CpuOffload:
                 main.copy_(segment.data)
 
 
-def split_by_fraction(segments: Sequence[Segment], fraction: float) -> tuple[list[Segment], int]:
-    """Return the segments, one of them split if needed, and how many of the first hold a share `fraction` of all
-    elements.
+def split_segments_by_fraction(segments: Sequence[OwnedSegment], fraction: float) -> tuple[list[OwnedSegment], int]:
+    """Return the segments, and how many of them, from the first on, hold a share `fraction` of all elements.
+
+    The segment in which that share ends is split in two.
     """
     left, parts = round(fraction * sum(segment.high - segment.low for segment in segments)), []
     count = 0
@@ -116,7 +117,8 @@ def split_by_fraction(segments: Sequence[Segment], fraction: float) -> tuple[lis
     return parts, count
 
 
-def _subsegment(segment: Segment, low: int, high: int) -> Segment:
+def _subsegment(segment: OwnedSegment, low: int, high: int) -> OwnedSegment:
+    """Return elements [low, high) of a segment, relative to its start, as a segment."""
     return replace(
         segment,
         low=segment.low + low,

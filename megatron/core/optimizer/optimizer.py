@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
-from megatron.core.distributed.buffers import Segment
-from megatron.core.distributed.finalize import finalize
-from megatron.core.kernels.adamw import AdamKernel, adamw, copy_all
+from megatron.core.distributed.buffers import OwnedSegment
+from megatron.core.distributed.finalize import finalize_gradients
+from megatron.core.kernels.adamw import AdamKernel, adamw, copy_tensor_pairs
 from megatron.core.optimizer.adafactor import Adafactor
 from megatron.core.optimizer.clip import count_zeros, global_norm
 from megatron.core.optimizer.elementwise import RULES, AdamW
 from megatron.core.optimizer.groups import uses_muon
 from megatron.core.optimizer.low_precision import LowPrecisionAdam
 from megatron.core.optimizer.muon import Muon
-from megatron.core.optimizer.offload import CpuOffload, split_by_fraction
+from megatron.core.optimizer.offload import OptimizerCpuOffload, split_segments_by_fraction
 from megatron.core.optimizer.rule import Owned, Slot, UpdateRule
 from megatron.core.optimizer.scaler import LossScaler
 from megatron.core.parallel.device import has_separate_memory, storage_position
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult:
+class OptimizerStepResult:
     """The result of a step.
 
     norm: of the unscaled gradient before clipping, []. stepped: whether weights were updated. zeros: number of zero
@@ -72,13 +72,13 @@ class Optimizer:
     ) -> None:
         """Allocate the state. adamw: the kernel of AdamW, for what is updated on the device."""
         self.parallels, self.mesh, self.config = parallels, mesh, config
-        self.segments = [segment for parallel in parallels for segment in parallel.segments()]
+        self.segments = [segment for parallel in parallels for segment in parallel.owned_segments()]
         self.scaler = LossScaler(precision)
         self.fp16 = precision.fp16
         self.cpu_offload = None
         if config.optimizer_cpu_offload and has_separate_memory(mesh.device):  # on a CPU there is nothing to offload to
-            self.segments, num_offloaded = split_by_fraction(self.segments, config.optimizer_offload_fraction)
-            self.cpu_offload = CpuOffload(mesh.device, self.segments[:num_offloaded], config)
+            self.segments, num_offloaded = split_segments_by_fraction(self.segments, config.optimizer_offload_fraction)
+            self.cpu_offload = OptimizerCpuOffload(mesh.device, self.segments[:num_offloaded], config)
         self.main_weights = list(self.cpu_offload.main_weights) if self.cpu_offload is not None else []
         self.on_device = slice(len(self.main_weights), None)  # segments that are not offloaded
         separate = not precision.use_precision_aware_optimizer
@@ -103,7 +103,7 @@ class Optimizer:
         return by_muon, [(segment, main) for segment, main in owned if not uses_muon(segment.spec, self.config)]
 
     def set_rates(self, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> None:
-        """Set the rates of the next step. decoupled_lr: learning rate of the embedding and output layer."""
+        """Set learning rate and weight decay of the next step. decoupled_lr: of embedding and output layer; None: `lr`."""
         for rule in self.rules:
             rule.set_rates(lr, weight_decay, decoupled_lr)
 
@@ -115,36 +115,38 @@ class Optimizer:
         count_zero_elements: bool = False,
         row_factors: Mapping[str, Tensor] | None = None,
         accepts: Callable[[Tensor], bool] | None = None,
-    ) -> StepResult:
-        """Finalize the reduced gradients, clip them, and update the weights.
+    ) -> OptimizerStepResult:
+        """Reduce what gradients still lack, clip them, and update the weights. Collective.
 
-        multiplier: a factor that the gradients still lack beside the loss scale. row_factors: parameter name -> factors
-        [rows] that multiply this rank's rows of the parameter after the update. accepts: whether to use a gradient of
-        this norm; None: always. The weights stay unchanged if an fp16 run overflowed, which all ranks see in the norm,
-        or if the gradient is not accepted.
+        multiplier: a factor that the gradients still lack beside the loss scale. count_zero_elements: set `zeros` of
+        the result. row_factors: parameter name -> factors [rows] for this rank's rows of the parameter after the
+        update. accepts: whether to use a gradient of this norm; None: always. The weights stay unchanged if an fp16 run
+        overflowed, which all ranks see in the norm, or if the gradient is not accepted.
         """
-        finalize(self.segments, self.mesh)
+        finalize_gradients(self.segments, self.mesh)
         unscale = multiplier / self.scaler.scale
         norm = global_norm(self.segments, self.mesh) * unscale
         overflow = self.fp16 and not bool(torch.isfinite(norm))
         self.scaler.update(overflow)
         zeros = count_zeros(self.segments, self.mesh) if count_zero_elements else None
         if overflow or (accepts is not None and not accepts(norm)):
-            return StepResult(norm, False, zeros)
+            return OptimizerStepResult(norm, False, zeros)
         if self.config.clip_grad > 0:
             unscale = unscale * torch.clamp(self.config.clip_grad / (norm + 1e-6), max=1.0)
-        self._apply_rules(unscale)
+        self._apply_update_rules(unscale)
         self._scale_rows(row_factors or {})
         self._write_weights()
-        return StepResult(norm, True, zeros)
+        return OptimizerStepResult(norm, True, zeros)
 
-    def _apply_rules(self, factor: float | Tensor) -> None:
+    def _apply_update_rules(self, factor: float | Tensor) -> None:
+        """Update the main weights by the gradients times `factor`, on the device and, if offloaded, on the CPU."""
         if self.cpu_offload is not None:  # allowed with elementwise rules only
             self.cpu_offload.step(self.rules[-1], factor, lambda: self._update_on_device(factor))
         else:
             self._update_on_device(factor)
 
     def _update_on_device(self, factor: float | Tensor) -> None:
+        """Attach the gradients to the main weights that are not offloaded, run the update rules, and detach them."""
         attached = [
             (main, segment)
             for main, segment, rule in zip(self.main_weights, self.segments, self.rule_of, strict=True)
@@ -152,7 +154,7 @@ class Optimizer:
         ][self.on_device]
         for main, segment in attached:
             main.grad = segment.grad if segment.grad.dtype == main.dtype else torch.empty_like(main)
-        copy_all(
+        copy_tensor_pairs(
             [
                 (main.grad, segment.grad)
                 for main, segment in attached
@@ -165,6 +167,7 @@ class Optimizer:
             main.grad = None
 
     def _scale_rows(self, factors: Mapping[str, Tensor]) -> None:
+        """Multiply the rows of parameters in `factors` (by name), in main weights and weights."""
         for rule, segment, main in zip(self.rule_of, self.segments, self.main_weights, strict=True):
             if segment.name in factors:
                 rule.scale_rows(segment, main, factors[segment.name])
@@ -173,7 +176,7 @@ class Optimizer:
 
     def _write_weights(self) -> None:
         """Write the main weights into the weights in their own format, and start to gather them on every rank."""
-        copy_all(
+        copy_tensor_pairs(
             [
                 (segment.data, main)
                 for main, segment, rule in list(zip(self.main_weights, self.segments, self.rule_of, strict=True))[
@@ -200,11 +203,11 @@ class Optimizer:
             yield from rule.checkpoint_state(segment, main)
 
     def apply_loaded_state(self, loaded: Sequence[Slot]) -> None:
-        """Take over the values that were loaded into the weights and into the tensors of `checkpoint_state`."""
+        """Adopt the values that a checkpoint was loaded into: the weights and the tensors of `checkpoint_state`."""
         if self.cpu_offload is not None:
             self.cpu_offload.copy_loaded_weights()
         for rule in self.rules:
-            rule.load(loaded)
+            rule.apply_loaded_state(loaded)
 
     def stored_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that store main weights and moments (any shape), for counting bytes."""
@@ -223,7 +226,7 @@ class Optimizer:
         self.rules[-1].steps = steps
 
 
-def _main_weight(segment: Segment, *, separate: bool) -> Tensor:
+def _main_weight(segment: OwnedSegment, *, separate: bool) -> Tensor:
     """Return the tensor that a rule updates: an fp32 copy of half-precision weights if `separate`, else the weights
     themselves.
     """

@@ -66,8 +66,8 @@ class NewtonSchulz:
 def orthogonalize(x: Tensor, iteration: NewtonSchulz) -> Tensor:
     """Return the nearly orthogonal factor U V^T of each matrix. x: [..., m, n]; returns the same shape and dtype."""
     if x.shape[-2] > x.shape[-1]:
-        return _newton_schulz_step(x.mT, iteration, Axis("alone"), None).mT
-    return _newton_schulz_step(x, iteration, Axis("alone"), None)
+        return _newton_schulz_iterations(x.mT, iteration, Axis("alone"), None).mT
+    return _newton_schulz_iterations(x, iteration, Axis("alone"), None)
 
 
 def orthogonalize_distributed(x: Tensor, iteration: NewtonSchulz, axis: Axis, counted: Tensor | None = None) -> Tensor:
@@ -76,10 +76,14 @@ def orthogonalize_distributed(x: Tensor, iteration: NewtonSchulz, axis: Axis, co
 
     counted: [n/ranks], 1 for columns that count and 0 for replicas of another rank's columns; None: all count.
     """
-    return _newton_schulz_step(x, iteration, axis, counted)
+    return _newton_schulz_iterations(x, iteration, axis, counted)
 
 
-def _newton_schulz_step(x: Tensor, iteration: NewtonSchulz, axis: Axis, counted: Tensor | None) -> Tensor:
+def _newton_schulz_iterations(x: Tensor, iteration: NewtonSchulz, axis: Axis, counted: Tensor | None) -> Tensor:
+    """Normalize x [..., m, n/ranks] and run all Newton-Schulz steps; returns the same shape.
+
+    axis: over which its columns are sharded. counted: as in `orthogonalize_distributed`.
+    """
     counted_x = x if counted is None else x * counted
     norm = collectives.all_reduce(counted_x.square().sum((-2, -1), keepdim=True), axis).sqrt()
     x_n = x / norm.clamp(min=_SMALLEST)
@@ -92,11 +96,11 @@ def _newton_schulz_step(x: Tensor, iteration: NewtonSchulz, axis: Axis, counted:
     return x_n.to(x.dtype)
 
 
-def update_scale(rows: int, columns: int, mode: str) -> float:
-    """Return the factor of the update of a matrix with `rows` (out) and `columns` (in).
+def muon_update_scale(rows: int, columns: int, mode: str) -> float:
+    """Return the factor of Muon's update for a matrix of `rows` (out) and `columns` (in), before the learning rate.
 
-    spectral: elements of size about 1 (Liu et al., 2025, arXiv 2502.16982). unit_rms_norm: an input of RMS 1 changes
-    the output by RMS 1 (Bernstein, 2025). shape_scaling: Jordan's original.
+    mode: spectral: elements of size about 1 (Liu et al., 2025, arXiv 2502.16982). unit_rms_norm: an input of RMS 1
+    changes the output by RMS 1 (Bernstein, 2025). shape_scaling: Jordan's original.
     """
     return {"spectral": max(rows, columns), "unit_rms_norm": rows / columns, "shape_scaling": max(1.0, rows / columns)}[
         mode

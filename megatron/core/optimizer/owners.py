@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron.core.distributed.buffers import Ownership
+from megatron.core.distributed.buffers import ParamOwnership
 from megatron.core.parallel.spec import ParamSpec, Shard
 
 _ROUND = 2**26  # elements that an owner receives in one round
@@ -46,7 +46,7 @@ class MuonTask:
         return any(held != (0, self.high - self.low) for held in self.ranges)
 
 
-def muon_tasks(owned: Ownership, is_split: Callable[[ParamSpec], bool]) -> list[MuonTask]:
+def muon_tasks(owned: ParamOwnership, is_split: Callable[[ParamSpec], bool]) -> list[MuonTask]:
     """Return the matrices of a parameter. is_split: whether the segments of a fused parameter are separate matrices."""
     spec = owned.spec
     if not spec.stacked:
@@ -59,7 +59,8 @@ def muon_tasks(owned: Ownership, is_split: Callable[[ParamSpec], bool]) -> list[
     ]
 
 
-def _muon_task(owned: Ownership, spec: ParamSpec, shape: tuple[int, ...], number: int, is_split: bool) -> MuonTask:
+def _muon_task(owned: ParamOwnership, spec: ParamSpec, shape: tuple[int, ...], number: int, is_split: bool) -> MuonTask:
+    """Return the task of one matrix, without owner and round. number: its position in a stack, or 0."""
     size = math.prod(shape)
     low = number * size
     ranges = tuple((min(max(a - low, 0), size), min(max(b - low, 0), size)) for a, b in owned.ranges)
@@ -72,9 +73,10 @@ def _muon_task(owned: Ownership, spec: ParamSpec, shape: tuple[int, ...], number
     return MuonTask(owned.spec.name, spec, (shape[0], shape[1]), low, low + size, ranges, cost)
 
 
-def assign_owners(tasks: Sequence[MuonTask], ranks: int) -> list[MuonTask]:
-    """Return the tasks with owners and rounds set. Among ranks with the least work, the one that owns most of a matrix
-    gets it.
+def assign_muon_owners(tasks: Sequence[MuonTask], ranks: int) -> list[MuonTask]:
+    """Return the tasks with owners and rounds set, in the same order.
+
+    Each goes to the rank with the least work; among equals to the one that owns most of the matrix.
     """
     load, taken = [0.0] * ranks, [0] * ranks
     assigned: dict[int, MuonTask] = {}

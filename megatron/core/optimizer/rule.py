@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.optim import OptimizerConfig
-from megatron.core.distributed.buffers import Segment
+from megatron.core.distributed.buffers import OwnedSegment
 from megatron.core.optimizer.groups import ParamGroup, param_group_of
 from megatron.core.parallel.boxes import boxes_of_flat_range
 
-Owned = Sequence[tuple[Segment, Tensor]]  # segments that this rank owns, with their flat main weights
-Slot = tuple[str, Segment, Tensor]  # name of a state tensor, the segment that it belongs to, its values
+Owned = Sequence[tuple[OwnedSegment, Tensor]]  # segments that this rank owns, with their flat main weights
+Slot = tuple[str, OwnedSegment, Tensor]  # name of a state tensor, the segment that it belongs to, its values
 
 
 class UpdateRule(ABC):
@@ -58,35 +58,35 @@ class UpdateRule(ABC):
         """Update the weights by their gradients times `factor` (a number or a tensor []); gradients may be overwritten."""
 
     @abstractmethod
-    def checkpoint_state(self, segment: Segment, main: Tensor) -> Iterator[Slot]:
-        """Yield the state of a segment that checkpoints store:
-
-        (name, segment, values [elements]); without its main weight if `uses_main_weights`.
+    def checkpoint_state(self, segment: OwnedSegment, main: Tensor) -> Iterator[Slot]:
+        """Yield the state of a segment that checkpoints store: (name, segment, values [elements]). It includes the main
+        weight only if not `uses_main_weights`.
         """
 
-    def stored_tensors(self, segment: Segment, main: Tensor) -> Iterator[Tensor]:
+    def stored_tensors(self, segment: OwnedSegment, main: Tensor) -> Iterator[Tensor]:
         """Yield the tensors that hold the state of a segment, as they are stored (any shape)."""
         yield from (values for _, _, values in self.checkpoint_state(segment, main))
 
-    def scale_rows(self, segment: Segment, main: Tensor, factors: Tensor) -> None:
-        """Multiply the rows of an owned segment after an update. factors: [rows of this rank]."""
+    def scale_rows(self, segment: OwnedSegment, main: Tensor, factors: Tensor) -> None:
+        """Multiply the rows of an owned segment's main weight, after an update. factors: [rows of this rank]."""
         scale_rows(main, segment, factors)
 
-    def load(self, loaded: Sequence[Slot]) -> None:
-        """Take over values that were loaded into the tensors of `checkpoint_state`; nothing to do if these are the state itself."""
+    def apply_loaded_state(self, loaded: Sequence[Slot]) -> None:
+        """Adopt the values that a checkpoint was loaded into, the tensors of `checkpoint_state`; by default these are
+        the state.
+        """
 
 
-def scale_rows(values: Tensor, segment: Segment, factors: Tensor) -> None:
-    """Multiply rows in place. values: [elements of the segment]; factors: [rows of this rank's tensor]."""
+def scale_rows(values: Tensor, segment: OwnedSegment, factors: Tensor) -> None:
+    """Multiply a segment's rows in place. values: [elements of the segment]; factors: [rows of this rank's tensor]."""
     for box, start, stop in boxes_of_flat_range(segment.local_shape, segment.low, segment.high):
         rows = factors.narrow(0, box.offset[0], box.shape[0]).to(values)
         values[start - segment.low : stop - segment.low].view(box.shape[0], -1).mul_(rows[:, None])
 
 
 def scale_gradients(params: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
-    """Multiply the gradients of main weights (any shape) in place by a scalar and return them;
-
-    weights without a gradient are left out.
+    """Multiply the gradients of main weights (any shape) in place by a scalar, and return them; weights without one are
+    skipped.
     """
     gradients = [param.grad for param in params if param.grad is not None]
     if gradients:

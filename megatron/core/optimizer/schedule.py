@@ -21,13 +21,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.config.flags import refuse
+from megatron.core.config.flags import raise_config_error_if
 from megatron.core.config.settings.optim import OptimizerConfig, ScheduleConfig
 from megatron.core.config.settings.run import TrainConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class OptimizerParamSchedule:
     """The curves of learning rate and weight decay. Horizons are in samples; the warm-up may be a fraction of a sample."""
 
     max_lr: float
@@ -44,9 +44,9 @@ class Schedule:
     weight_decay_style: str
 
     @classmethod
-    def build(cls, schedule: ScheduleConfig, optimizer: OptimizerConfig, train: TrainConfig) -> Schedule:
-        """Build the curves from the settings; raises one ConfigError with everything that does not fit."""
-        refuse(_flag_problems(schedule, optimizer, train))
+    def build(cls, schedule: ScheduleConfig, optimizer: OptimizerConfig, train: TrainConfig) -> OptimizerParamSchedule:
+        """Build the curves from the settings. Raises one `ConfigError` with everything that does not fit."""
+        raise_config_error_if(_schedule_flag_problems(schedule, optimizer, train))
         assert schedule.lr is not None, "without --lr, the flags are refused"
         total: int
         if train.train_iters is not None:
@@ -73,15 +73,15 @@ class Schedule:
             weight_decay_samples=total * scale,
             weight_decay_style=optimizer.weight_decay_incr_style,
         )
-        refuse(result._problems())
+        raise_config_error_if(result._horizon_problems())
         return result
 
     def lr(self, samples: float) -> float:
         """Return the learning rate of the step after `samples` samples."""
-        return self.scaled_lr(samples, max_lr=self.max_lr, min_lr=self.min_lr)
+        return self.lr_between(samples, max_lr=self.max_lr, min_lr=self.min_lr)
 
-    def scaled_lr(self, samples: float, *, max_lr: float, min_lr: float) -> float:
-        """Return the same curve between other bounds, for parameter groups with a separate learning rate."""
+    def lr_between(self, samples: float, *, max_lr: float, min_lr: float) -> float:
+        """Return the learning rate of the step after `samples` samples on the same curve between other bounds."""
         if self.warmup_samples > 0 and samples <= self.warmup_samples:
             return self.warmup_init + (max_lr - self.warmup_init) * float(samples) / float(self.warmup_samples)
         if self.decay_style == "constant":
@@ -114,15 +114,17 @@ class Schedule:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Schedule:
+    def from_state(cls, state: Mapping[str, Any]) -> OptimizerParamSchedule:
         """Return the schedule that a checkpoint was written with (`--use-checkpoint-opt-param-scheduler`)."""
         return cls(**{field.name: state[field.name] for field in dataclasses.fields(cls)})
 
-    def differences(self, saved: Mapping[str, Any]) -> list[str]:
+    def differences_from_saved(self, saved: Mapping[str, Any]) -> list[str]:
         """Return how a checkpoint's schedule differs from this one, one line for each setting; empty if the curves are
         equal.
         """
-        unused = self._unused_settings() & Schedule.from_state({**self.state(), **saved})._unused_settings()
+        unused = (
+            self._unused_settings() & OptimizerParamSchedule.from_state({**self.state(), **saved})._unused_settings()
+        )
         return [
             f"{name.replace('_', ' ')} is {current} now and was {saved.get(name)} in the checkpoint"
             for name, current in self.state().items()
@@ -141,7 +143,8 @@ class Schedule:
         }
         return {name for name, holds in unused.items() if holds}
 
-    def _problems(self) -> list[str]:
+    def _horizon_problems(self) -> list[str]:
+        """Return a sentence for each horizon (warm-up, WSD anneal) that does not fit into the decay horizon."""
         problems = []
         if self.warmup_samples >= self.decay_samples:
             problems.append(
@@ -156,15 +159,15 @@ class Schedule:
         return problems
 
 
-def resolve_schedule(
-    current: Schedule,
+def resolve_resumed_schedule(
+    current: OptimizerParamSchedule,
     saved: Mapping[str, Any],
     *,
     override: bool,
     use_checkpoint: bool,
     longer: str = "",
     samples: float = 0,
-) -> Schedule:
+) -> OptimizerParamSchedule:
     """Return the schedule of a resumed run: that of the flags, that of the checkpoint, or either if they are equal.
 
     override: `--override-opt-param-scheduler`. use_checkpoint: `--use-checkpoint-opt-param-scheduler`. longer: a
@@ -172,24 +175,24 @@ def resolve_schedule(
     Raises ConfigError if the schedules differ and no flag selects one.
     """
     if override and use_checkpoint:
-        refuse(
+        raise_config_error_if(
             ["--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other; give one"]
         )
     if override:
         return current
     if use_checkpoint:
-        return Schedule.from_state(saved)
-    lines = current.differences(saved)
+        return OptimizerParamSchedule.from_state(saved)
+    lines = current.differences_from_saved(saved)
     if longer and lines:
-        previous = Schedule.from_state(saved)
-        refuse(
+        previous = OptimizerParamSchedule.from_state(saved)
+        raise_config_error_if(
             [
                 f"{longer}, and the decay follows it ({'; '.join(lines)}). One flag goes on: --override-opt-param-scheduler takes the new "
                 f"curve (the next step has a learning rate of {current.lr(samples):.6g}, where it would have been {previous.lr(samples):.6g}), or "
                 f"--use-checkpoint-opt-param-scheduler keeps the old one, at whose end the rate is {previous.lr(previous.decay_samples):.6g}"
             ]
         )
-    refuse(
+    raise_config_error_if(
         f"{line}; --override-opt-param-scheduler takes the new value, --use-checkpoint-opt-param-scheduler the old"
         for line in lines
     )
@@ -209,12 +212,13 @@ def _decay_coefficient(style: str, ratio: float) -> float:
 
 
 def _or_default(given: float | None, otherwise: float) -> float:
+    """Return `given`, or `otherwise` if it is None."""
     return otherwise if given is None else given
 
 
-def _flag_problems(schedule: ScheduleConfig, optimizer: OptimizerConfig, train: TrainConfig) -> list[str]:
-    """Return the problems of the settings alone, before any curve is built."""
-    problems = _rate_problems(schedule)
+def _schedule_flag_problems(schedule: ScheduleConfig, optimizer: OptimizerConfig, train: TrainConfig) -> list[str]:
+    """Return a sentence for each problem of the flags that can be seen before any curve is built."""
+    problems = _lr_flag_problems(schedule)
     if (train.train_iters is None) == (train.train_samples is None):
         problems.append("give the length of training once: --train-iters or --train-samples")
     elif train.train_iters is not None and train.global_batch_size is None:
@@ -242,8 +246,8 @@ def _flag_problems(schedule: ScheduleConfig, optimizer: OptimizerConfig, train: 
     return problems
 
 
-def _rate_problems(schedule: ScheduleConfig) -> list[str]:
-    """Return the problems of the peak, minimum and initial learning rates."""
+def _lr_flag_problems(schedule: ScheduleConfig) -> list[str]:
+    """Return a sentence for each problem of the peak, minimum and initial learning rates."""
     if schedule.lr is None:
         return ["--lr is missing; give the peak learning rate"]
     problems = []

@@ -12,7 +12,10 @@ _ODD = 6364136223846793005
 
 
 def box_hash(values: Tensor, box: Box, shape: tuple[int, ...], seed: int) -> Tensor:
-    """The sum [] over a box of a tensor of this whole shape."""
+    """Return the hash of a box of a tensor, int64 []: a sum over its elements, so hashes of disjoint boxes add up.
+
+    values: the box's values, hashed as bf16. shape: of the whole tensor, which gives each element its position.
+    """
     place = torch.zeros((), dtype=torch.int64, device=values.device)
     for dim, (start, size) in enumerate(zip(box.offset, box.shape, strict=True)):
         steps = torch.arange(start, start + size, device=values.device)

@@ -44,7 +44,8 @@ def wait_with_overlap(work: Work, axis: Axis, meanwhile: Meanwhile = None) -> No
     axis.flight_recorder.resume_timing()
 
 
-def _record(what: str, axis: Axis, tensor: Tensor | None = None) -> None:
+def _record_collective(what: str, axis: Axis, tensor: Tensor | None = None) -> None:
+    """Record in the flight recorder that the collective `what` begins. tensor: gives its size in bytes."""
     axis.flight_recorder.record_collective(what, axis.name, axis.ranks, 0 if tensor is None else tensor.nbytes)
 
 
@@ -58,31 +59,31 @@ def start_all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Work:
     """Start an in-place all-reduce of a tensor of any shape, which must not be touched until `wait`."""
     if axis.size == 1:
         return None
-    _record("all_reduce", axis, tensor)
+    _record_collective("all_reduce", axis, tensor)
     return dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()), group=axis.group, async_op=True)
 
 
 def start_reduce_scatter(output: Tensor, tensor: Tensor, axis: Axis, op: str = "sum") -> Work:
-    """Start to sum `tensor` [axis.size * k, ...] over the axis, this rank's chunk into `output` [k, ...], which may be
-    that slice.
+    """Start to sum `tensor` [axis.size * k, ...] over the axis, with this rank's chunk going to `output` [k, ...],
+    which may be that slice of `tensor`. Neither may be touched until `wait`.
     """
     if axis.size == 1:
         if storage_position(output) != storage_position(tensor):
             output.copy_(tensor)
         return None
-    _record("reduce_scatter", axis, tensor)
+    _record_collective("reduce_scatter", axis, tensor)
     return _scatter_single(output, tensor, op=getattr(dist.ReduceOp, op.upper()), group=axis.group, async_op=True)
 
 
 def start_all_gather(output: Tensor, piece: Tensor, axis: Axis) -> Work:
     """Start to gather every rank's `piece` [k, ...] into `output` [axis.size * k, ...]; piece may be this rank's slice
-    of output.
+    of output. Neither may be touched until `wait`.
     """
     if axis.size == 1:
         if storage_position(output) != storage_position(piece):
             output.copy_(piece)
         return None
-    _record("all_gather", axis, output)
+    _record_collective("all_gather", axis, output)
     return _gather_single(output, piece, group=axis.group, async_op=True)
 
 
@@ -121,7 +122,7 @@ def start_ring_shift(received: Tensor, tensor: Tensor, axis: Axis) -> list[dist.
     if axis.size == 1:
         received.copy_(tensor)
         return []
-    _record("shift", axis, tensor)
+    _record_collective("shift", axis, tensor)
     next_rank, previous_rank = axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[axis.rank - 1]
     return dist.batch_isend_irecv(
         [
@@ -134,7 +135,7 @@ def start_ring_shift(received: Tensor, tensor: Tensor, axis: Axis) -> list[dist.
 def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Tensor:
     """Copy a tensor [...] in place from the rank at coordinate `source` of the axis to all; returns it."""
     if axis.size > 1:
-        _record("broadcast", axis, tensor)
+        _record_collective("broadcast", axis, tensor)
         dist.broadcast(tensor, axis.ranks[source], group=axis.group)
     return tensor
 
@@ -143,7 +144,7 @@ def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:
     """Return the picklable value of the rank at coordinate `source` on all ranks of the axis."""
     if axis.size == 1:
         return value
-    _record("broadcast of a value", axis)
+    _record_collective("broadcast of a value", axis)
     values = [value]
     dist.broadcast_object_list(values, axis.ranks[source], group=axis.group)
     return values[0]
@@ -153,7 +154,7 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     """Return every rank's picklable value, in the order of the axis, on all ranks."""
     if axis.size == 1:
         return [value]
-    _record("gathering of values", axis)
+    _record_collective("gathering of values", axis)
     result: list[Any] = [None] * axis.size
     dist.all_gather_object(result, value, group=axis.group)
     return result
@@ -162,12 +163,12 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
 def barrier(axis: Axis) -> None:
     """Wait until all ranks of the axis have reached this call."""
     if axis.size > 1:
-        _record("barrier", axis)
+        _record_collective("barrier", axis)
         dist.barrier(group=axis.group)
 
 
 class _ForwardBackwardPair(Function):
-    """Apply the function `forward` to the tensor, and `backward` to its gradient."""
+    """Autograd function that applies `forward` to the tensor, and `backward` to its gradient."""
 
     @staticmethod
     def forward(
@@ -188,7 +189,7 @@ def _apply_pair(tensor: Tensor, axis: Axis, forward: Callable[..., Tensor], back
     return _ForwardBackwardPair.apply(tensor, partial(forward, axis=axis), partial(backward, axis=axis))
 
 
-def _same_tensor(tensor: Tensor, axis: Axis) -> Tensor:
+def _identity_view(tensor: Tensor, axis: Axis) -> Tensor:
     return tensor.view_as(tensor)
 
 
@@ -197,21 +198,23 @@ def _all_reduce_copy(tensor: Tensor, axis: Axis) -> Tensor:
 
 
 def _gather_columns(tensor: Tensor, axis: Axis) -> Tensor:
+    """All-gather along the last dimension: [..., k] -> [..., axis.size * k]."""
     return torch.cat(all_gather(tensor, axis).chunk(axis.size), dim=-1)
 
 
-def _cut_columns(tensor: Tensor, axis: Axis) -> Tensor:
+def _local_columns(tensor: Tensor, axis: Axis) -> Tensor:
+    """Return this rank's chunk along the last dimension: [..., axis.size * k] -> [..., k]."""
     return tensor.chunk(axis.size, dim=-1)[axis.rank].contiguous()
 
 
 def identity_then_reduce(tensor: Tensor, axis: Axis) -> Tensor:
     """Forward: identity. Backward: sum the gradient over the axis. tensor, result: [...]."""
-    return _apply_pair(tensor, axis, _same_tensor, _all_reduce_copy)
+    return _apply_pair(tensor, axis, _identity_view, _all_reduce_copy)
 
 
 def reduce_then_identity(tensor: Tensor, axis: Axis) -> Tensor:
     """Forward: sum over the axis. Backward: identity, since every rank's gradient is complete. tensor, result: [...]."""
-    return _apply_pair(tensor, axis, _all_reduce_copy, _same_tensor)
+    return _apply_pair(tensor, axis, _all_reduce_copy, _identity_view)
 
 
 def gather_then_scatter(tensor: Tensor, axis: Axis, meanwhile: Meanwhile = None) -> Tensor:
@@ -255,7 +258,7 @@ def gather_columns_then_split(tensor: Tensor, axis: Axis) -> Tensor:
 
     tensor: [..., k]; returns [..., axis.size * k].
     """
-    return _apply_pair(tensor, axis, _gather_columns, _cut_columns)
+    return _apply_pair(tensor, axis, _gather_columns, _local_columns)
 
 
 # All-to-all of uneven chunks along dimension 0. Sizes are lists with a number of rows for every rank of the axis.
@@ -269,7 +272,7 @@ def start_all_to_all(tensor: Tensor, send: list[int], receive: list[int], axis: 
     """
     if axis.size == 1:
         return tensor, None
-    _record("exchange", axis, tensor)
+    _record_collective("exchange", axis, tensor)
     received = tensor.new_empty((sum(receive), *tensor.shape[1:]))
     work = dist.all_to_all_single(received, tensor.contiguous(), receive, send, group=axis.group, async_op=True)
     return received, work
@@ -291,14 +294,16 @@ class AsyncAllToAll:
     gradient: Tensor | None = None
 
     def wait(self) -> None:
-        """Compute delayed weight gradients, run `meanwhile`, then wait for the collective and release it; otherwise it would hold its tensors
-        until the backward pass.
+        """Compute delayed weight gradients, run `meanwhile`, then wait for the collective and release it, since it
+        would hold its tensors until the backward pass.
         """
         wait_with_overlap(self.work, self.axis, self.meanwhile)
         self.work = None
 
 
 class _StartAllToAll(Function):
+    """Autograd function of `begin_all_to_all`."""
+
     @staticmethod
     def forward(context: Any, tensor: Tensor, exchange: AsyncAllToAll) -> Tensor:
         context.exchange = exchange
@@ -314,6 +319,8 @@ class _StartAllToAll(Function):
 
 
 class _FinishAllToAll(Function):
+    """Autograd function of `finish_autograd_all_to_all`."""
+
     @staticmethod
     def forward(context: Any, tensor: Tensor, exchange: AsyncAllToAll) -> Tensor:
         context.exchange = exchange
@@ -327,17 +334,19 @@ class _FinishAllToAll(Function):
         return gradient, None  # only for autograd, which wants the input's shape: `exchange.gradient` has the true one
 
 
-def begin_all_to_all(tensor: Tensor, exchange: AsyncAllToAll) -> Tensor:
-    """Start an all-to-all. tensor: [sum(send), ...]; returns [sum(receive), ...], without values until `finish_all_to_all`.
+def start_autograd_all_to_all(tensor: Tensor, exchange: AsyncAllToAll) -> Tensor:
+    """Start a differentiable all-to-all. tensor: [sum(send), ...].
 
-    Backward: wait for the gradient.
+    Returns [sum(receive), ...], whose values are there after `finish_autograd_all_to_all`. Backward: wait for the
+    gradient.
     """
     return tensor if exchange.axis.size == 1 else _StartAllToAll.apply(tensor, exchange)
 
 
-def finish_all_to_all(received: Tensor, exchange: AsyncAllToAll) -> Tensor:
-    """Wait for the result of `begin_all_to_all`. received, result: [sum(receive), ...]. Backward: start the all-to-all of
-    the gradient.
+def finish_autograd_all_to_all(received: Tensor, exchange: AsyncAllToAll) -> Tensor:
+    """Wait for the result of `begin_all_to_all`. received, result: [sum(receive), ...].
+
+    Backward: start the all-to-all of the gradient.
     """
     return received if exchange.axis.size == 1 else _FinishAllToAll.apply(received, exchange)
 
@@ -348,34 +357,39 @@ def all_to_all(tensor: Tensor, send: list[int], receive: list[int], axis: Axis, 
     send, receive: rows to and from every rank. tensor: [sum(send), ...]; returns [sum(receive), ...].
     """
     state = AsyncAllToAll(send, receive, axis, meanwhile)
-    return finish_all_to_all(begin_all_to_all(tensor, state), state)
+    return finish_autograd_all_to_all(start_autograd_all_to_all(tensor, state), state)
 
 
 def _gather_uneven(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
-    gathered = all_gather(_padded_rows(tensor, max(sizes)), axis)
+    """All-gather chunks with these numbers of rows: [sizes[axis.rank], ...] -> [sum(sizes), ...]."""
+    gathered = all_gather(_pad_rows(tensor, max(sizes)), axis)
     return torch.cat([piece[:size] for piece, size in zip(gathered.chunk(axis.size), sizes, strict=True)])
 
 
 def _scatter_uneven(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
-    pieces = torch.cat([_padded_rows(piece, max(sizes)) for piece in tensor.split(sizes)])
+    """Reduce-scatter into chunks with these numbers of rows: [sum(sizes), ...] -> [sizes[axis.rank], ...]."""
+    pieces = torch.cat([_pad_rows(piece, max(sizes)) for piece in tensor.split(sizes)])
     return reduce_scatter(pieces, axis)[: sizes[axis.rank]]
 
 
-def _padded_rows(tensor: Tensor, rows: int) -> Tensor:
+def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
+    """Pad a tensor with zero rows to `rows` rows."""
     return torch.cat((tensor, tensor.new_zeros((rows - len(tensor), *tensor.shape[1:]))))
 
 
 def uneven_gather_then_scatter(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
-    """`gather_then_scatter` of chunks with these numbers of rows. tensor: [sizes[axis.rank], ...]; returns [sum(sizes),
-    ...].
+    """Forward: all-gather chunks of `sizes` rows along dimension 0. Backward: reduce-scatter the gradient.
+
+    tensor: [sizes[axis.rank], ...]; returns [sum(sizes), ...].
     """
     gather, scatter = partial(_gather_uneven, sizes=sizes), partial(_scatter_uneven, sizes=sizes)
     return _apply_pair(tensor, axis, gather, scatter)
 
 
 def uneven_scatter_then_gather(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
-    """`scatter_then_gather` into chunks with these numbers of rows. tensor: [sum(sizes), ...]; returns
-    [sizes[axis.rank], ...].
+    """Forward: reduce-scatter into chunks of `sizes` rows along dimension 0. Backward: all-gather the gradient.
+
+    tensor: [sum(sizes), ...]; returns [sizes[axis.rank], ...].
     """
     gather, scatter = partial(_gather_uneven, sizes=sizes), partial(_scatter_uneven, sizes=sizes)
     return _apply_pair(tensor, axis, scatter, gather)

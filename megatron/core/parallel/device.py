@@ -36,7 +36,7 @@ def set_current_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def keep_freed_memory(device: torch.device) -> None:
+def disable_malloc_trim(device: torch.device) -> None:
     """Stop the C library from returning the memory of freed CPU tensors to the operating system.
 
     By default glibc unmaps large blocks, and each later allocation costs a page fault per page: some hundredths of a
@@ -68,8 +68,11 @@ def set_sched_batch_policy(device: torch.device) -> None:
                 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def backend_of(device: torch.device, requested: str = "auto") -> str:
-    """Return the process-group backend for tensors on `device`; requested: --distributed-backend."""
+def process_group_backend(device: torch.device, requested: str = "auto") -> str:
+    """Return the process-group backend for tensors on `device`: nccl or gloo, unless another is requested.
+
+    requested: --distributed-backend.
+    """
     if (
         requested == "nccl" and device.type == "cpu"
     ):  # Megatron's default, which is in every script; training/cli/preflight.py says so
@@ -85,8 +88,9 @@ def synchronize(device: torch.device) -> None:
 
 @contextmanager
 def without_cudnn_attention() -> Iterator[None]:
-    """Keep torch's attention from cuDNN where lengths change from pass to pass: it builds a plan of half a second for
-    every new shape. A backend that was asked for by name is used all the same.
+    """Context manager: torch's attention does not choose cuDNN by itself inside, for lengths that change from
+    pass to pass: it builds a plan of half a second for every new shape. A backend that was asked for by name is used
+    all the same.
     """
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -130,7 +134,7 @@ class Stopwatch:
         self._record_time()
         self._seconds += self._since - before
 
-    def lap(self) -> float:
+    def take_seconds(self) -> float:
         """Return the seconds since the last call and reset; waits for the last event on a GPU."""
         events, self._events = self._events, []
         if events:
@@ -140,6 +144,7 @@ class Stopwatch:
         return seconds
 
     def _record_time(self) -> None:
+        """Record the present time: an event on the GPU's stream, or the clock on a CPU."""
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -211,7 +216,7 @@ class StreamEvent:
         if self._event is not None:
             self._event.record(stream)
 
-    def wait(self) -> None:
+    def wait_on_stream(self) -> None:
         """Make the device's current stream wait for this point."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
@@ -250,8 +255,8 @@ class SideStream:
         return StreamEvent(self._stream)
 
     def join(self) -> None:
-        """Make the device's current stream wait for all work of this stream."""
-        self.record_event().wait()
+        """Make the device's current stream wait for all work queued on this one; the host does not wait."""
+        self.record_event().wait_on_stream()
 
     def record_use(self, tensor: torch.Tensor) -> None:
         """Tell the allocator that this stream uses the tensor (any shape), which its owner may free earlier."""
@@ -269,8 +274,11 @@ def empty_host_tensor(shape: int | tuple[int, ...], dtype: torch.dtype, *, pinne
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned and torch.cuda.is_available())
 
 
-def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Copy arrays of any shape and one dtype to the device as one piece of pinned memory, without waiting; on a CPU, share their memory."""
+def upload_arrays(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Copy arrays of any shape and one dtype to the device in one transfer from pinned memory, without waiting for it.
+
+    Returns a tensor for each array; on a CPU they share the arrays' memory.
+    """
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     pinned = empty_host_tensor(sum(array.size for array in arrays), torch.from_numpy(arrays[0]).dtype)
@@ -280,7 +288,7 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Ten
 
 
 class DeviceToHostCopy:
-    """Tensors of any shape on their way to the CPU. The device goes on; `wait` returns them when they have arrived."""
+    """An asynchronous copy of tensors of any shape to the CPU; `wait` returns them when it is done."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
         self._tensors, self._event = list(tensors), None
@@ -307,12 +315,12 @@ def storage_position(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
-def random_state(device: torch.device) -> torch.Tensor:
+def rng_state(device: torch.device) -> torch.Tensor:
     """Return the state of the device's default random generator: uint8 [bytes]."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def set_random_state(device: torch.device, state: torch.Tensor) -> None:
+def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
     """Set the state (uint8 [bytes]) of the device's default random generator."""
     if device.type == "cuda":
         torch.cuda.set_rng_state(state, device)
@@ -320,7 +328,7 @@ def set_random_state(device: torch.device, state: torch.Tensor) -> None:
         torch.set_rng_state(state)
 
 
-def missing_compiler(device: torch.device) -> str:
+def missing_compiler_reason(device: torch.device) -> str:
     """Return why torch.compile cannot generate kernels for this device here, or an empty string if it can."""
     if device.type == "cuda":
         return (
@@ -336,7 +344,7 @@ def missing_compiler(device: torch.device) -> str:
     )
 
 
-def memory_report(device: torch.device) -> dict[str, int]:
+def device_memory_stats(device: torch.device) -> dict[str, int]:
     """Return bytes held on the device: allocated and reserved, now and at peak. On a CPU: the resident memory of the
     process.
     """
@@ -358,7 +366,7 @@ def memory_report(device: torch.device) -> dict[str, int]:
     return {"allocated": now, "max allocated": peak, "reserved": now, "max reserved": peak, "allocated count": 0}
 
 
-def free_memory(device: torch.device) -> tuple[int, int] | None:
+def free_and_total_memory(device: torch.device) -> tuple[int, int] | None:
     """Return the free and the total bytes of the device; None on a CPU."""
     return torch.cuda.mem_get_info(device) if device.type == "cuda" else None
 

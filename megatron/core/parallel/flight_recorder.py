@@ -97,12 +97,12 @@ class FlightRecorder:
             self._runs, self._pauses = True, False
             self.stopwatch.start()
 
-    def current_position(self) -> str:
+    def current_position_text(self) -> str:
         """Return the current activity, iteration and action as text."""
         return _position_text(self.activity, self.iteration, self.action)
 
-    def last_group(self) -> tuple[str, tuple[int, ...]]:
-        """Return the axis and the ranks of the last collective."""
+    def last_collective_group(self) -> tuple[str, tuple[int, ...]]:
+        """Return the axis name and the ranks of the last collective; ("", ()) if there was none."""
         note = self._ring[(self._noted - 1) % _CAPACITY]
         return (note[1], note[2]) if note is not None else ("", ())
 
@@ -124,19 +124,21 @@ def _calling_line(frame: FrameType | None) -> tuple[str, int]:
 
 
 def _position_text(activity: str, iteration: int, action: object) -> str:
+    """Return activity, iteration and action as text."""
     when = f"{activity}, iteration {iteration}" if iteration else activity
-    return f"{when}, {describe_action(action)}" if action else when
+    return f"{when}, {describe_schedule_action(action)}" if action else when
 
 
 def _format_note(note: Note) -> str:
+    """Return one recorded collective as text: operation, axis, ranks, bytes, caller and activity."""
     operation, axis, ranks, size, file, line, activity, iteration, action = note
     unit_bytes, unit = next(pair for pair in _UNITS if size >= pair[0] or pair[0] == 1)
     members = ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]} .. {ranks[-1]}, {len(ranks)} of them"
     return f"{operation} over {axis} (ranks {members}) of {size / unit_bytes:.4g} {unit} at {short_path(file)}:{line}, in {_position_text(activity, iteration, action)}"
 
 
-def describe_action(action: object) -> str:
-    """Return `forward of stage 0, microbatch 3` for the action F0.3, and `str(action)` for anything else."""
+def describe_schedule_action(action: object) -> str:
+    """Return an action as text: `forward of stage 0, microbatch 3` for the schedule's F0.3, else `str(action)`."""
     text = str(action)
     if text[:1] in _OPERATIONS and text[1:2].isdecimal():
         stage, _, microbatch = text[1:].partition(".")

@@ -10,13 +10,13 @@ from __future__ import annotations
 from itertools import product
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.plan import rank_and_chunk, read_layout
+from megatron.core.config.plan import parse_pipeline_layout, stage_rank_and_chunk
 from megatron.core.config.settings.parallel import ParallelConfig
 
 RankLists = tuple[tuple[int, ...], ...]
 
 
-def rank_lists(sizes: dict[str, int], order: tuple[str, ...], along: tuple[str, ...]) -> RankLists:
+def groups_along_axes(sizes: dict[str, int], order: tuple[str, ...], along: tuple[str, ...]) -> RankLists:
     """Return all groups of ranks that differ only in their coordinates on the axes `along`.
 
     sizes: axis -> size. order: axes, fastest varying first. Groups and their members are in ascending order.
@@ -52,13 +52,13 @@ def hierarchical_cp_sizes(parallel: ParallelConfig) -> tuple[int, int]:
     return given
 
 
-def hybrid_cp_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, RankLists]:
-    """Return the groups of neighbouring data-parallel ranks that may share a sequence, one axis for every power of two.
+def hybrid_cp_rank_groups(parallel: ParallelConfig, world_size: int) -> dict[str, RankLists]:
+    """Return the groups of 2, 4, 8, ... neighbouring data-parallel ranks that may share a sequence, by axis name.
 
     Empty without --hybrid-context-parallel.
     """
     result: dict[str, RankLists] = {}
-    lines = axis_ranks(parallel, world_size)["dp_cp"]
+    lines = axis_rank_groups(parallel, world_size)["dp_cp"]
     size = 2
     while parallel.hybrid_context_parallel and size <= len(lines[0]):
         result[f"block{size}"] = tuple(
@@ -68,7 +68,7 @@ def hybrid_cp_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, Rank
     return result
 
 
-def axis_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, RankLists]:
+def axis_rank_groups(parallel: ParallelConfig, world_size: int) -> dict[str, RankLists]:
     """Return every axis of the mesh with all its groups of global ranks.
 
     Axes: tp, cp, dp, pp, ep, etp, edp; cp_inner and cp_outer, whose product is cp; and the merged ones: dp_cp, tp_cp,
@@ -94,9 +94,9 @@ def axis_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, RankLists
     expert = {"etp": etp, "ep": ep, "edp": world_size // (etp * ep * pp)}
     dense_order = ("tp", "cp_inner", "cp_outer", *outer_axes)
     context = ("cp_inner", "cp_outer")
-    pipelines = rank_lists(dense, dense_order, ("pp",))
+    pipelines = groups_along_axes(dense, dense_order, ("pp",))
     result = {
-        name: rank_lists(dense, dense_order, along)
+        name: groups_along_axes(dense, dense_order, along)
         for name, along in {
             "tp": ("tp",),
             "cp": context,
@@ -111,17 +111,17 @@ def axis_ranks(parallel: ParallelConfig, world_size: int) -> dict[str, RankLists
         }.items()
     }
     result["pp"] = pipelines
-    last_rank = rank_and_chunk(2 * pp - 1, pp, parallel.stage_placement)[0]
+    last_rank = stage_rank_and_chunk(2 * pp - 1, pp, parallel.stage_placement)[0]
     mtp_rank = _mtp_pipeline_rank(parallel, last_rank)
     result["embed"] = tuple(tuple(dict.fromkeys((line[0], line[mtp_rank], line[last_rank]))) for line in pipelines)
     result["mtp_embed"] = tuple(tuple(dict.fromkeys((line[0], line[mtp_rank]))) for line in pipelines)
-    stages = rank_lists(dense, dense_order, ("tp", *context, "dp"))
+    stages = groups_along_axes(dense, dense_order, ("tp", *context, "dp"))
     result |= {
         name: tuple(
             sorted(
                 tuple(stage[place] for place in places)
                 for stage in stages
-                for places in rank_lists(expert, tuple(expert), (name,))
+                for places in groups_along_axes(expert, tuple(expert), (name,))
             )
         )
         for name in expert
@@ -133,10 +133,10 @@ def _mtp_pipeline_rank(parallel: ParallelConfig, last_rank: int) -> int:
     """Return the pipeline rank that holds the multi-token prediction layers: that of the last stage, unless the layout
     places them.
     """
-    stages = read_layout(parallel.pipeline_model_parallel_layout or "")
+    stages = parse_pipeline_layout(parallel.pipeline_model_parallel_layout or "")
     return next(
         (
-            rank_and_chunk(index, parallel.pp, parallel.stage_placement)[0]
+            stage_rank_and_chunk(index, parallel.pp, parallel.stage_placement)[0]
             for index, stage in enumerate(stages)
             if "m" in stage
         ),

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.config.settings.parallel import ParallelConfig
-from megatron.core.parallel.device import backend_of, set_sched_batch_policy
+from megatron.core.parallel.device import process_group_backend, set_sched_batch_policy
 from megatron.core.parallel.flight_recorder import FlightRecorder
-from megatron.core.parallel.grid import axis_ranks, hybrid_cp_ranks
-from megatron.core.parallel.overlap import Overlap
+from megatron.core.parallel.grid import axis_rank_groups, hybrid_cp_rank_groups
+from megatron.core.parallel.overlap import CommunicationOverlap
 
 _PATIENCE = timedelta(days=7)  # of ranks that wait for work
 
@@ -43,7 +43,7 @@ class Axis:
     ranks: tuple[int, ...] = (0,)
     group: dist.ProcessGroup | None = None
     flight_recorder: FlightRecorder = field(default_factory=FlightRecorder, compare=False, repr=False)
-    overlap: Overlap = field(default_factory=Overlap, compare=False, repr=False)
+    overlap: CommunicationOverlap = field(default_factory=CommunicationOverlap, compare=False, repr=False)
 
     @property
     def is_first(self) -> bool:
@@ -89,7 +89,7 @@ class Mesh:
     @staticmethod
     def single_process(device: torch.device | None = None) -> Mesh:
         """Return the mesh of a single process, without torch.distributed."""
-        flight_recorder, overlap = FlightRecorder(), Overlap()
+        flight_recorder, overlap = FlightRecorder(), CommunicationOverlap()
         axes: dict[str, Any] = {
             field.name: Axis(field.name, flight_recorder=flight_recorder, overlap=overlap)
             for field in fields(Mesh)
@@ -101,20 +101,22 @@ class Mesh:
     def build(parallel: ParallelConfig, device: torch.device, *, ranks: range | None = None) -> Mesh:
         """Create all process groups and return this rank's mesh.
 
-        ranks: those of the mesh; left out: all. Collective: every rank of the initialized default group calls it with the same arguments; one
-        that is not in the mesh gets axes of size 1.
+        ranks: those of the mesh; None: all. Collective: every rank of the default group calls it with the same
+        arguments; one that is not in the mesh gets axes of size 1.
         """
         set_sched_batch_policy(device)
         rank = dist.get_rank()
         ranks = range(dist.get_world_size()) if ranks is None else ranks
-        backend = backend_of(device, parallel.distributed_backend)
+        backend = process_group_backend(device, parallel.distributed_backend)
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-        lists = {name: _shifted(groups, ranks.start) for name, groups in axis_ranks(parallel, len(ranks)).items()}
+        lists = {
+            name: _shift_ranks(groups, ranks.start) for name, groups in axis_rank_groups(parallel, len(ranks)).items()
+        }
         lists["pp_backward"] = lists["pp"]
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        axes, flight_recorder, overlap = {}, FlightRecorder(), Overlap()
+        axes, flight_recorder, overlap = {}, FlightRecorder(), CommunicationOverlap()
 
-        def axis(name: str, lists: tuple[tuple[int, ...], ...]) -> Axis:
+        def create_axis(name: str, lists: tuple[tuple[int, ...], ...]) -> Axis:
             this_axis = _create_axis(name, lists, rank, groups, backend, timeout)
             return replace(this_axis, flight_recorder=flight_recorder, overlap=overlap)
 
@@ -123,10 +125,11 @@ class Mesh:
                 continue
             if mesh_field.name == "pp_backward":
                 groups = {}
-            axes[mesh_field.name] = axis(mesh_field.name, lists[mesh_field.name])
+            axes[mesh_field.name] = create_axis(mesh_field.name, lists[mesh_field.name])
         groups = {}
         hybrid_cp = tuple(
-            axis(name, _shifted(each, ranks.start)) for name, each in hybrid_cp_ranks(parallel, len(ranks)).items()
+            create_axis(name, _shift_ranks(each, ranks.start))
+            for name, each in hybrid_cp_rank_groups(parallel, len(ranks)).items()
         )
         return Mesh(device=device, hybrid_cp=hybrid_cp, **axes)
 
@@ -136,7 +139,7 @@ class Mesh:
         return self.world.flight_recorder
 
     @property
-    def overlap(self) -> Overlap:
+    def overlap(self) -> CommunicationOverlap:
         """The computation that this rank runs during waits, shared by all axes."""
         return self.world.overlap
 
@@ -156,9 +159,10 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class SplitMeshJob:
-    """A job whose first ranks have one mesh and whose last ranks another. mesh: this rank's. training: ranks of the first.
+    """A job whose first ranks form one mesh and whose last ranks another, such as training and generation.
 
-    tensors, objects: axes of all ranks, for either; on the latter ranks may wait for each other as long as they like.
+    mesh: this rank's. training: number of ranks of the first. tensors, objects: axes of all ranks, for tensors and for
+    picklable values; on the latter ranks may wait for each other for days.
     """
 
     mesh: Mesh
@@ -168,7 +172,11 @@ class SplitMeshJob:
 
     @staticmethod
     def build(first: ParallelConfig, last: ParallelConfig, device: torch.device, *, last_ranks: int) -> SplitMeshJob:
-        """Create all process groups of both. Every rank of the default group calls this with the same arguments."""
+        """Create the process groups of both meshes, and of two axes over all ranks.
+
+        last_ranks: number of ranks of the second mesh. Collective: every rank of the default group calls it with the
+        same arguments.
+        """
         rank, size = dist.get_rank(), dist.get_world_size()
         training = size - last_ranks
         meshes = (
@@ -176,7 +184,7 @@ class SplitMeshJob:
             Mesh.build(last, device, ranks=range(training, size)),
         )
         ranks, timeout = tuple(range(size)), timedelta(minutes=first.distributed_timeout_minutes)
-        backend = backend_of(device, first.distributed_backend)
+        backend = process_group_backend(device, first.distributed_backend)
         groups = [
             dist.new_group(list(ranks), backend=kind, timeout=patience)
             for kind, patience in ((backend, timeout), ("gloo", _PATIENCE))
@@ -187,8 +195,8 @@ class SplitMeshJob:
         return SplitMeshJob(meshes[rank >= training], training, tensors, objects)
 
 
-def _shifted(groups: tuple[tuple[int, ...], ...], first: int) -> tuple[tuple[int, ...], ...]:
-    """The same groups of the ranks from `first` on."""
+def _shift_ranks(groups: tuple[tuple[int, ...], ...], first: int) -> tuple[tuple[int, ...], ...]:
+    """Return the groups with `first` added to every rank."""
     return tuple(tuple(first + rank for rank in group) for group in groups)
 
 

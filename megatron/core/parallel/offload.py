@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from megatron.core.parallel.device import SideStream, StreamEvent, empty_host_tensor
 
 
-class OffloadedBytes:
+class OffloadedBuffer:
     """A range of bytes of a storage, copied to CPU memory, and back to the device after `fetch`."""
 
     def __init__(self, source: Tensor, side_stream: SideStream) -> None:
@@ -38,7 +38,7 @@ class OffloadedBytes:
         self._back: Tensor | None = None
         self._mark: StreamEvent | None = None
 
-    def fetch(self) -> None:
+    def start_fetch(self) -> None:
         """Start the copy back to the device, once."""
         if self._back is None:
             self._back = torch.empty_like(self.host, device=self.device)
@@ -49,9 +49,9 @@ class OffloadedBytes:
 
     def wait(self) -> Tensor:
         """Wait for the copy and return the bytes on the device: uint8 [bytes]."""
-        self.fetch()
+        self.start_fetch()
         assert self._back is not None and self._mark is not None, "what was fetched is on its way"
-        self._mark.wait()
+        self._mark.wait_on_stream()
         return self._back
 
 
@@ -59,7 +59,7 @@ class OffloadedBytes:
 class _OffloadedTensor:
     """What autograd saves instead of a tensor: a view into offloaded bytes. offset: in elements."""
 
-    source: OffloadedBytes
+    source: OffloadedBuffer
     dtype: torch.dtype
     shape: torch.Size
     strides: tuple[int, ...]
@@ -75,9 +75,9 @@ class _OffloadGroup:
 
     def __init__(self, owner: ActivationOffload, resident: set[int], previous: _OffloadGroup | None) -> None:
         self.owner, self.resident, self.previous = owner, resident, previous
-        self.members: weakref.WeakSet[OffloadedBytes] = weakref.WeakSet()  # only saved tensors keep them alive
+        self.members: weakref.WeakSet[OffloadedBuffer] = weakref.WeakSet()  # only saved tensors keep them alive
         self._by_storage: dict[
-            tuple[int, int], tuple[weakref.ref[Any], weakref.ref[OffloadedBytes]]
+            tuple[int, int], tuple[weakref.ref[Any], weakref.ref[OffloadedBuffer]]
         ] = {}  # by storage and version
 
     def pack(self, tensor: Tensor) -> Tensor | _OffloadedTensor:
@@ -92,7 +92,7 @@ class _OffloadGroup:
             first + 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
         )
         if storage.nbytes() > 2 * (last - first) * size:  # a small view of a large storage, whose rest may be freed
-            offloaded = OffloadedBytes(_byte_view(tensor, first * size, last * size), self.owner.side_stream)
+            offloaded = OffloadedBuffer(_byte_view(tensor, first * size, last * size), self.owner.side_stream)
             offset = 0
         else:
             offloaded, offset = self._offload_storage(tensor), first
@@ -104,23 +104,25 @@ class _OffloadGroup:
         if isinstance(packed, Tensor):
             return packed
         arrived = packed.source.wait()
-        self._fetch()
+        self._start_fetch()
         if self.previous is not None:
-            self.previous._fetch()
+            self.previous._start_fetch()
         typed = torch.empty(0, dtype=packed.dtype, device=arrived.device)
         return typed.set_(arrived.untyped_storage(), packed.offset, packed.shape, packed.strides)
 
-    def _fetch(self) -> None:
+    def _start_fetch(self) -> None:
+        """Start to copy every tensor of the group back to the device."""
         for offloaded in list(self.members):
-            offloaded.fetch()
+            offloaded.start_fetch()
 
-    def _offload_storage(self, tensor: Tensor) -> OffloadedBytes:
+    def _offload_storage(self, tensor: Tensor) -> OffloadedBuffer:
+        """Offload the tensor's whole storage, once for each version of its values."""
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version
         source, cached = self._by_storage.get(key, (None, None))
         offloaded = cached() if cached is not None and source is not None and source() is not None else None
         if offloaded is None:  # also if another storage was allocated at the same address
-            offloaded = OffloadedBytes(_byte_view(tensor, 0, storage.nbytes()), self.owner.side_stream)
+            offloaded = OffloadedBuffer(_byte_view(tensor, 0, storage.nbytes()), self.owner.side_stream)
             self._by_storage[key] = weakref.ref(storage), weakref.ref(offloaded)
         return offloaded
 
@@ -134,13 +136,17 @@ class ActivationOffload:
         self.side_stream, self.smallest = SideStream(device), smallest
         self._last: _OffloadGroup | None = None
 
-    def begin(self) -> None:
-        """Start another forward pass."""
+    def begin_forward(self) -> None:
+        """Start a new forward pass: its first group has no previous one to fetch."""
         self._last = None
 
     @contextmanager
     def offloading(self, *parts: nn.Module) -> Iterator[None]:
-        """Context manager: what autograd saves inside is offloaded. parts: modules whose weights stay on the device."""
+        """Context manager: what autograd saves inside is offloaded, if gradients are enabled and no backward pass is
+        running.
+
+        parts: modules whose weights stay on the device.
+        """
         # Activations that the backward pass recomputes are used at once.
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             yield
@@ -152,14 +158,14 @@ class ActivationOffload:
 
 
 @contextmanager
-def without_offload() -> Iterator[None]:
+def without_activation_offload() -> Iterator[None]:
     """Context manager: what autograd saves inside stays on the device, whichever contexts surround it."""
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         yield
 
 
-def wrap_forward(module: nn.Module, make_context: Callable[[], Any]) -> None:
-    """Run every forward pass of a module inside the context manager that `make_context()` returns."""
+def wrap_forward_in_context(module: nn.Module, make_context: Callable[[], Any]) -> None:
+    """Register hooks that run every forward pass of a module inside the context manager that `make_context()` returns."""
     entered: list[Any] = []
 
     def enter(*_: Any) -> None:
@@ -174,6 +180,7 @@ def wrap_forward(module: nn.Module, make_context: Callable[[], Any]) -> None:
 
 
 def _byte_view(tensor: Tensor, low: int, high: int) -> Tensor:
+    """Return bytes [low, high) of a tensor's storage as uint8 [high - low]."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
         tensor.untyped_storage(), low, (high - low,), (1,)
     )

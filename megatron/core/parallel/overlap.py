@@ -31,7 +31,7 @@ from megatron.core.parallel.wgrad import Key, WeightGradStore
 
 
 @dataclass(slots=True)
-class Overlap:
+class CommunicationOverlap:
     """The computation of one rank that can run during waits. wgrad_store: weight gradients that layers have delayed."""
 
     wgrad_store: WeightGradStore = field(default_factory=WeightGradStore)
@@ -47,7 +47,7 @@ class Overlap:
         """
         self._fills_waits = fill_waits
         try:
-            with self.wgrad_store.delayed(key):
+            with self.wgrad_store.delaying(key):
                 yield
         finally:
             self._fills_waits = False
@@ -55,12 +55,16 @@ class Overlap:
             self.wgrad_store.pop(key)
 
     def compute_delayed_wgrad(self) -> None:
-        """Compute delayed weight gradients, if any: a collective was started and is about to be waited for."""
+        """Compute the weight gradients delayed so far, if waits are to be filled; called between start and wait of a
+        collective.
+        """
         if self._fills_waits:
             self.wgrad_store.flush()
 
     def run_dual_batch(self, forward: Callable[[], None], backward: Callable[[], None], device: torch.device) -> None:
-        """Run a forward and a backward pass with dual-batch overlap."""
+        """Run a forward and a backward pass of two microbatches with dual-batch overlap; raises the first error of
+        either.
+        """
         self._dual_batch = DualBatch()
         try:
             self._dual_batch.run(forward, backward, device)
@@ -91,12 +95,12 @@ class DualBatch:
         with self._changed:
             if self._over[1 - thread]:
                 return
-            self._hand_over(1 - thread)
+            self._give_turn_to(1 - thread)
             self._changed.wait_for(lambda: self._turn == thread)
 
     def run(self, main: Callable[[], None], second: Callable[[], None], device: torch.device) -> None:
-        """Run `main` in this thread and `second` in another, `second` first; when both have ended, raise the first
-        error of either.
+        """Run both in turns, `main` in this thread and `second` in another, which begins; they change at `switch`.
+        Raise the first error when both have ended.
         """
         errors: list[BaseException] = []
 
@@ -115,14 +119,16 @@ class DualBatch:
             raise errors[0]
 
     def _run_thread(self, work: Callable[[], None], thread: int, errors: list[BaseException]) -> None:
+        """Run `work` as thread 0 or 1, collect its error, and give the turn to the other thread."""
         try:
             work()
         except BaseException as error:  # raised again by `run`, in the thread that trains
             errors.append(error)
         with self._changed:
             self._over[thread] = True
-            self._hand_over(1 - thread)
+            self._give_turn_to(1 - thread)
 
-    def _hand_over(self, turn: int) -> None:
+    def _give_turn_to(self, turn: int) -> None:
+        """Let thread `turn` (0 or 1) run."""
         self._turn = turn
         self._changed.notify_all()

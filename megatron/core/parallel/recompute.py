@@ -20,6 +20,8 @@ from megatron.core.parallel.rng import RandomStreams
 
 
 class _Recompute(Function):
+    """Autograd function of `recompute`."""
+
     @staticmethod
     def forward(
         context: Any,
@@ -32,7 +34,7 @@ class _Recompute(Function):
         context.function, context.streams, context.axis = function, streams, axis
         context.states = streams.state()
         context.shape = first.shape
-        context.save_for_backward(first if axis is None else _local_part(first, axis), *others)
+        context.save_for_backward(first if axis is None else _flat_local_chunk(first, axis), *others)
         with torch.no_grad():
             return function(first, *others)
 
@@ -54,7 +56,8 @@ class _Recompute(Function):
         return (None, None, None, *(None if tensor is None else tensor.grad for tensor in inputs))
 
 
-def _local_part(tensor: Tensor, axis: Axis) -> Tensor:
+def _flat_local_chunk(tensor: Tensor, axis: Axis) -> Tensor:
+    """Return this rank's chunk of the flattened tensor."""
     return collectives.local_chunk(tensor.reshape(-1), axis)
 
 
@@ -76,7 +79,7 @@ def recompute(
 def discard_intermediate(
     first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Any], x: Tensor
 ) -> tuple[Any, Tensor]:
-    """Return second(first(x)) and first(x); `second` does not save first(x) for its backward pass but recomputes it.
+    """Return (second(first(x)), first(x)); what `second` saves of first(x) for its backward pass is recomputed there.
 
     x: any shape. Cheaper than recomputing both: `first` is a norm, `second` a matmul that needs its input but not its
     output.
@@ -134,8 +137,8 @@ class _RecomputedOutputs:
         self.made: tuple[Tensor, ...] = ()
 
     def unpacker_of(self, index: int, view: Tensor) -> Callable[[], Tensor]:
-        """Return a function that returns, from the recomputed output number `index`, the view with the geometry of
-        `view`.
+        """Return a function that recomputes the outputs, if needed, and returns a view of output `index` with the
+        shape, strides and offset of `view`.
         """
         shape = (view.size(), view.stride(), view.storage_offset())
         self.promised += 1

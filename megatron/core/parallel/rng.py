@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.parallel.boxes import Box
-from megatron.core.parallel.device import random_state, set_random_state
+from megatron.core.parallel.device import rng_state, set_rng_state
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import ParamSpec, local_shape, local_shards, quantized_of, spec_of
+from megatron.core.parallel.spec import ParamSpec, local_shape, local_shards, param_spec_of, quantized_values_of
 
 
 def derive_seed(*words: object) -> int:
@@ -27,8 +27,9 @@ def derive_seed(*words: object) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def materialize(module: nn.Module, mesh: Mesh, seed: int, *, draw_on: torch.device | None = None) -> None:
-    """Allocate every meta parameter of a named module on the mesh's device and set its initial values.
+def materialize_parameters(module: nn.Module, mesh: Mesh, seed: int, *, draw_on: torch.device | None = None) -> None:
+    """Allocate every meta parameter of a module on the mesh's device and set its initial values; quantized ones are
+    only drawn and quantized. Parameters must have global names.
 
     draw_on: device of the random generators; draws on the CPU are the same on every kind of machine.
     """
@@ -37,7 +38,7 @@ def materialize(module: nn.Module, mesh: Mesh, seed: int, *, draw_on: torch.devi
         for name, param in owner.named_parameters(recurse=False):
             if not param.is_meta:
                 continue
-            spec, quantized = spec_of(param), quantized_of(param)
+            spec, quantized = param_spec_of(param), quantized_values_of(param)
             if quantized is not None:
                 for index, box in enumerate(quantized.boxes):
                     drawn = torch.zeros(box.shape, dtype=param.dtype, device=mesh.device)
@@ -62,8 +63,9 @@ def materialize(module: nn.Module, mesh: Mesh, seed: int, *, draw_on: torch.devi
 def _draw_initial_values(
     targets: Sequence[tuple[Box, Tensor]], spec: ParamSpec, seed: int, source: torch.device
 ) -> None:
-    """Write the initial values of boxes of a parameter into tensors. It is drawn as a whole, with one generator; of a
-    stack, each of those that the boxes touch.
+    """Draw a parameter's initial values and write the given boxes of it into tensors.
+
+    The whole parameter is drawn with one generator; of a stacked one, each index that a box touches with its own.
     """
     if not spec.stacked:
         whole = spec.init(spec.shape, torch.Generator(source).manual_seed(derive_seed("initial", seed, spec.name)))
@@ -92,9 +94,9 @@ class RandomStreams:
         self.device = device
         self._states: dict[str, torch.Tensor] = {}
         for name, seed in sorted(seeds.items(), reverse=True):  # `default` last but for `cut`: it stays in the device
-            self._states[name] = _fresh_state(device, seed)
+            self._states[name] = _seeded_rng_state(device, seed)
         if self._states:
-            set_random_state(device, self._states.pop("default"))
+            set_rng_state(device, self._states.pop("default"))
 
     @staticmethod
     def build(mesh: Mesh, seed: int, *, per_data_rank: bool = False) -> RandomStreams:
@@ -114,24 +116,25 @@ class RandomStreams:
         if name == "default":
             yield
             return
-        outside = random_state(self.device)
-        set_random_state(self.device, self._states[name])
+        outside = rng_state(self.device)
+        set_rng_state(self.device, self._states[name])
         try:
             yield
         finally:
-            self._states[name] = random_state(self.device)
-            set_random_state(self.device, outside)
+            self._states[name] = rng_state(self.device)
+            set_rng_state(self.device, outside)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the state of every stream by name, each uint8 [bytes]."""
-        return {"default": random_state(self.device), **self._states}
+        return {"default": rng_state(self.device), **self._states}
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
         """Restore the states, uint8 [bytes] each, that `state` returned."""
         rest = {name: value.clone() for name, value in state.items()}
-        set_random_state(self.device, rest.pop("default"))
+        set_rng_state(self.device, rest.pop("default"))
         self._states = rest
 
 
-def _fresh_state(device: torch.device, seed: int) -> torch.Tensor:
+def _seeded_rng_state(device: torch.device, seed: int) -> torch.Tensor:
+    """Return the state of a random generator with this seed: uint8 [bytes]."""
     return torch.Generator(device).manual_seed(seed).get_state()

@@ -68,9 +68,9 @@ class ParamSpec:
     initialization look at. shards: how its dimensions are sharded. sum_over: axes over which each rank's gradient is
     only a partial sum. reduce_over: the data-parallel axis that averages its gradient. tied: two or three pipeline
     stages hold a copy; tied_over: the axis of those stages. stacked: dimension 0 counts parameters (experts) that have
-    their initial values drawn separately. name: global name, set by `set_global_names`. starts_from: the parameter whose
-    values it takes where a checkpoint lacks it, "" for its initial values; None: a checkpoint must have it. lr_ratio:
-    its learning rate over that of others.
+    their initial values drawn separately. name: global name, set by `set_global_param_names`. starts_from: the
+    parameter whose values it takes where a checkpoint lacks it, "" for its initial values; None: a checkpoint must have
+    it. lr_ratio: its learning rate over that of others.
     """
 
     shape: tuple[int, ...]
@@ -126,6 +126,7 @@ def _local_shards(spec: ParamSpec, coordinates: tuple[tuple[int, int], ...]) -> 
 
 
 def _split_by_shard(outer: LocalShard, shard: Shard, size: int, rank: int) -> Iterator[LocalShard]:
+    """Yield the rectangles of `outer` that rank `rank` of `size` holds when dimension `shard.dim` is sharded."""
     start, local_start = 0, 0
     for part in shard.segments:
         length = part.local_size(size)
@@ -142,6 +143,7 @@ def _split_by_shard(outer: LocalShard, shard: Shard, size: int, rank: int) -> It
 
 
 def _replace_dim(box: Box, dim: int, offset: int, size: int) -> Box:
+    """Return the box with another offset and size along one dimension."""
     offsets, shape = list(box.offset), list(box.shape)
     offsets[dim], shape[dim] = offset, size
     return Box(tuple(offsets), tuple(shape))
@@ -156,7 +158,7 @@ def meta_parameter(spec: ParamSpec, mesh: Mesh, dtype: torch.dtype) -> nn.Parame
     return param
 
 
-def spec_of(param: nn.Parameter) -> ParamSpec:
+def param_spec_of(param: nn.Parameter) -> ParamSpec:
     """Return the `ParamSpec` that a parameter carries."""
     return param.spec  # type: ignore[attr-defined]
 
@@ -170,8 +172,8 @@ class QuantizedValues(Protocol):
 
     @property
     def hashes(self) -> list[Tensor | None]:
-        """Return, for each of `local_shards`, the hash (int64 scalar) of the values that were put into it, as they were before they were
-        quantized; None where none were put.
+        """For each of `local_shards`: the hash (int64 []) of the values stored into it, before quantization; None if
+        none were.
         """
 
     def quantize_box(self, index: int, values: Tensor) -> None:
@@ -181,26 +183,26 @@ class QuantizedValues(Protocol):
         """Return the tensors (any shape) that store the quantized values."""
 
 
-def quantized_of(param: Tensor) -> QuantizedValues | None:
+def quantized_values_of(param: Tensor) -> QuantizedValues | None:
     """Return the quantized values that stand for a parameter (any shape), or None if it is not quantized."""
     return getattr(param, "quantized", None)
 
 
-def set_global_names(module: nn.Module) -> None:
+def set_global_param_names(module: nn.Module) -> None:
     """Write each parameter's global name (its module path) into its spec; a tied parameter already has one."""
     for path, param in module.named_parameters():
-        if not spec_of(param).name:
-            param.spec = dataclasses.replace(spec_of(param), name=path)  # type: ignore[attr-defined]
+        if not param_spec_of(param).name:
+            param.spec = dataclasses.replace(param_spec_of(param), name=path)  # type: ignore[attr-defined]
 
 
-def tensor_axis(spec: ParamSpec) -> str:
+def tensor_axis_name(spec: ParamSpec) -> str:
     """Return the name of the tensor-parallel axis of this parameter: "etp" for experts, else "tp"."""
     return "etp" if spec.reduce_over == "edp" else "tp"
 
 
-def is_shared_over_tensor(spec: ParamSpec) -> bool:
+def is_replicated_over_tensor(spec: ParamSpec) -> bool:
     """Return whether every tensor-parallel rank holds the whole parameter."""
-    return not any(shard.axis == tensor_axis(spec) for shard in spec.shards)
+    return not any(shard.axis == tensor_axis_name(spec) for shard in spec.shards)
 
 
 def normal_initializer(deviation: float) -> Initial:
@@ -210,7 +212,7 @@ def normal_initializer(deviation: float) -> Initial:
     )
 
 
-def xavier_uniform() -> Initial:
+def xavier_uniform_initializer() -> Initial:
     """Return the uniform initializer of Glorot and Bengio (2010), for a matrix [out, in]."""
 
     def draw(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

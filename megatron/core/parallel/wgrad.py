@@ -39,7 +39,7 @@ class WeightGradStore:
         return self._current is not None
 
     @contextmanager
-    def delayed(self, key: Key) -> Iterator[None]:
+    def delaying(self, key: Key) -> Iterator[None]:
         """Context manager around a backward pass whose weight gradients are delayed under `key`."""
         self._delayed[key], self._current = [], key
         try:
@@ -61,7 +61,7 @@ class WeightGradStore:
 
     def pop(self, key: Key) -> None:
         """Compute what the backward pass `key` delayed, and accumulate it as autograd would, hooks included."""
-        _accumulate(self._delayed.pop(key, []))  # empty if the whole stage is frozen
+        _compute_and_accumulate(self._delayed.pop(key, []))  # empty if the whole stage is frozen
 
     def flush(self) -> None:
         """Compute what the current backward pass has delayed so far."""
@@ -70,10 +70,11 @@ class WeightGradStore:
                 self._delayed[self._current],
                 [],
             )  # so that a wait inside this computation finds nothing left
-            _accumulate(delayed)
+            _compute_and_accumulate(delayed)
 
 
-def _accumulate(delayed: Sequence[DelayedWork]) -> None:
+def _compute_and_accumulate(delayed: Sequence[DelayedWork]) -> None:
+    """Compute delayed gradients and accumulate them through autograd, hooks included."""
     for edges, compute, into in delayed:
         with torch.no_grad():
             pairs = [pair for pair in zip(edges, compute(), strict=True) if pair[1] is not None]

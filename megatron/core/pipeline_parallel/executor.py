@@ -57,8 +57,8 @@ class PipelineWork(Protocol):
         """
 
     def before_backward(self, stage: int, microbatch: int, last: bool) -> None:
-        """Called before a backward pass of the stage. last: it is the stage's last one in this plan and delays no
-        weight gradients.
+        """Called before a backward pass of the stage. last: after it the stage's gradients are complete: it is the
+        stage's last one in this plan and delays no weight gradients.
         """
 
     def reduce(self, stage: int) -> None:
@@ -87,13 +87,14 @@ def run(script: RankScript, *, work: PipelineWork, axis: Axis, backward_axis: Ax
 
 
 @dataclass(slots=True)
-class _Message:
+class _TensorMessage:
     """Tensors in transit: sent or received; complete once nothing is pending."""
 
     tensors: tuple[Tensor, ...]
     pending: tuple[collectives.Work, ...] = ()
 
     def wait(self, flight_recorder: FlightRecorder) -> tuple[Tensor, ...]:
+        """Wait until the message is complete, and return its tensors."""
         if self.pending:
             flight_recorder.pause_timing()
             for work in self.pending:
@@ -125,9 +126,9 @@ class _ScriptRunner:
         self.actions = frozenset(step for step in script.steps if isinstance(step, Action))
         self.last_backward = {step.stage: step for step in script.steps if isinstance(step, Action) and step.op == "B"}
         self.splits = any(action.op == "W" for action in self.actions)
-        self.inputs: dict[Action, _Message] = {}
+        self.inputs: dict[Action, _TensorMessage] = {}
         self.outputs: dict[Action, tuple[Tensor, ...]] = {}
-        self.sending: list[_Message] = []
+        self.sending: list[_TensorMessage] = []
         self.saved: dict[tuple[int, int], _SavedForBackward] = {}
 
     def start_transfer(self, transfer: Transfer) -> None:
@@ -139,10 +140,10 @@ class _ScriptRunner:
             transfer, axis.name, (source, target), sum(tensor.nbytes for tensor in tensors)
         )
         if sends:
-            message = _Message(tensors, tuple(dist.isend(t, dst=target, group=axis.group) for t in tensors))
+            message = _TensorMessage(tensors, tuple(dist.isend(t, dst=target, group=axis.group) for t in tensors))
             self.sending.append(message)
         else:
-            message = _Message(tensors, tuple(dist.irecv(t, src=source, group=axis.group) for t in tensors))
+            message = _TensorMessage(tensors, tuple(dist.irecv(t, src=source, group=axis.group) for t in tensors))
             self.inputs[transfer.consumer] = message
         if not self.script.overlap:
             message.wait(axis.flight_recorder)
@@ -166,10 +167,11 @@ class _ScriptRunner:
             message.wait(flight_recorder)
 
     def _run_action(self, action: Action) -> None:
+        """Run one action, and store its result for the action that consumes it."""
         if action.op == "F":
-            self._deliver(action, self._forward(action))
+            self._store_result(action, self._forward(action))
         elif action.op == "B":
-            self._deliver(action, self._backward(action))
+            self._store_result(action, self._backward(action))
         elif action.op == "W":
             self.axes["F"].overlap.wgrad_store.pop((action.stage, action.microbatch))
         else:
@@ -220,14 +222,14 @@ class _ScriptRunner:
         overlap = self.axes["F"].overlap
         return overlap.delayed_weight_gradients((action.stage, action.microbatch), fill_waits=self.delays)
 
-    def _deliver(self, action: Action, tensors: Iterable[Tensor]) -> None:
+    def _store_result(self, action: Action, tensors: Iterable[Tensor]) -> None:
         """Store an action's result for the message that sends it, or for the consuming action if that is on this rank."""
         consumer = Action(action.op, action.stage + STAGE_STEP[action.op], action.microbatch)
         if not 0 <= consumer.stage < self.script.stages:
             return
         detached = tuple(tensor.detach().contiguous() for tensor in tensors)
         if consumer in self.actions:
-            self.inputs[consumer] = _Message(detached)
+            self.inputs[consumer] = _TensorMessage(detached)
         else:
             self.outputs[action] = detached
 
@@ -241,4 +243,5 @@ class _ScriptRunner:
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:
+    """Let a received floating-point tensor collect its gradient."""
     return tensor.requires_grad_() if tensor.is_floating_point() else tensor

@@ -8,7 +8,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from megatron.core.pipeline_parallel.schedules import Plan, num_stages
+from megatron.core.pipeline_parallel.schedules import Plan, num_plan_stages
 from megatron.core.pipeline_parallel.timeline import Timeline
 
 COLORS = {"F": "Blues", "B": "Greens", "W": "Purples", "R": "Oranges"}
@@ -17,13 +17,13 @@ UNIT_INCHES = 0.3
 WIDEST_INCHES = 40.0
 
 
-def draw(plan: Plan, timeline: Timeline, path: Path) -> None:
+def draw_pipeline_timeline(plan: Plan, timeline: Timeline, path: Path) -> None:
     """Draw one row for each rank with time to the right; the suffix of `path` selects the format.
 
     Forward passes are blue, backward passes green, delayed weight gradients purple, reductions orange; later chunks are
     darker. A box is labelled with its microbatch; in SVG its id is the action, such as F4.0.
     """
-    chunks = num_stages(plan) // len(plan)
+    chunks = num_plan_stages(plan) // len(plan)
     span = max(end for row in timeline.end for end in row)
     figure = Figure(
         figsize=(min(1.5 + UNIT_INCHES * span, WIDEST_INCHES), 1.2 + ROW_INCHES * len(plan)), layout="constrained"

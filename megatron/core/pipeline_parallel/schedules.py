@@ -1,6 +1,6 @@
 """Pipeline schedules as data: for every rank, the ordered list of its actions.
 
-`rank_and_chunk` in config/plan.py maps stages to ranks. An `Action` is one stage's forward pass "F" or backward pass "B" of one
+`stage_rank_and_chunk` in config/plan.py maps stages to ranks. An `Action` is one stage's forward pass "F" or backward pass "B" of one
 microbatch, or the reduction "R" of a stage's gradients over data parallelism. Every schedule here has the same shape: a
 rank runs some forwards as warm-up, then alternates one forward and one backward, then runs the remaining backwards. Schedules
 differ in the order of the forwards and in the number of warm-up forwards. If a plan has a "W" for each "B", the backward pass
@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.core.config.flags import ConfigError, refuse
+from megatron.core.config.flags import ConfigError, raise_config_error_if
 from megatron.core.config.plan import Placement, microbatch_group_problem
 
 
@@ -46,14 +46,14 @@ class ScheduleError(Exception):
     """A plan that cannot be carried out; the message names the actions at fault."""
 
 
-def training_plan(
+def pipeline_training_plan(
     pp: int, vpp: int, m: int, *, group: int | None = None, name: str = "1f1b", dual_batch_overlap: bool = False
 ) -> Plan:
     """Return the plan of one training step.
 
-    pp, vpp: pipeline size, chunks a rank. m: number of microbatches. group: microbatches that a chunk runs in a row, by
-    default pp. name: --pipeline-schedule. dual_batch_overlap: overlap forward and backward passes pairwise, as `can_overlap`
-    says.
+    pp: pipeline size. vpp: chunks a rank. m: number of microbatches. group: microbatches that a chunk runs in a row, by
+    default pp. name: --pipeline-schedule. dual_batch_overlap: order forward and backward passes so that pairs can
+    overlap. Raises `ConfigError` for an unknown name, or a group that does not fit.
     """
     if dual_batch_overlap:
         assert (name, vpp) == ("1f1b", 1), "the rules refuse dual-batch overlap with other schedules"
@@ -61,7 +61,7 @@ def training_plan(
     if name == "gpipe":
         return gpipe(pp, m, vpp=vpp)
     if name == "zb-h1" or (name == "zb-v" and pp == 1):
-        return zero_bubble(pp, m)
+        return zero_bubble_h1(pp, m)
     if name == "zb-v":
         return zero_bubble_v(pp, m)
     if name != "1f1b":
@@ -69,19 +69,21 @@ def training_plan(
     if vpp == 1:
         return one_f_one_b(pp, m)
     group = pp if group is None else group
-    refuse(filter(None, [microbatch_group_problem(pp, m, group)]))
-    return interleaved(pp, vpp, m, min(group, m))
+    raise_config_error_if(filter(None, [microbatch_group_problem(pp, m, group)]))
+    return interleaved_1f1b(pp, vpp, m, min(group, m))
 
 
 def gpipe(pp: int, m: int, *, vpp: int = 1) -> Plan:
-    """All forward passes, then all backward passes: the most activation memory, the simplest order (Huang et al.,
+    """Return the GPipe plan: all forward passes, then all backward passes; the most activation memory (Huang et al.,
     2019).
     """
     return _plan_rows(pp, vpp, m, group=pp, warmup=lambda rank: vpp * m)
 
 
 def one_f_one_b(pp: int, m: int) -> Plan:
-    """1F1B: a rank warms up just until its first gradient can arrive, and stores at most pp - rank activations."""
+    """Return the 1F1B plan: a rank warms up just until its first gradient can arrive, and stores at most pp - rank
+    activations.
+    """
     return _plan_rows(pp, 1, m, group=pp, warmup=lambda rank: pp - rank - 1)
 
 
@@ -94,7 +96,7 @@ def one_f_one_b_dual_batch(pp: int, m: int) -> Plan:
     return _plan_rows(pp, 1, m, group=pp, warmup=lambda rank: 2 * (pp - rank) - 1)
 
 
-def zero_bubble(pp: int, m: int) -> Plan:
+def zero_bubble_h1(pp: int, m: int) -> Plan:
     """ZB-H1 (Qi et al., 2023): 1F1B with delayed weight gradients.
 
     Rank r runs its weight gradients r actions behind its backward passes, as many as 1F1B stores fewer activations
@@ -137,11 +139,11 @@ def zero_bubble_v(pp: int, m: int) -> Plan:
         )
         # The last weight gradients are delayed further, by as many gradients as earlier ranks still wait for.
         order += ["B0", "B1"] * rank + ["B0", "W0"] * distance + ["W0", "W1"] * m
-        rows.append(_number_microbatches(order, (rank, 2 * pp - 1 - rank), m))
+        rows.append(_actions_from_pattern(order, (rank, 2 * pp - 1 - rank), m))
     return tuple(rows)
 
 
-def interleaved(pp: int, vpp: int, m: int, group: int) -> Plan:
+def interleaved_1f1b(pp: int, vpp: int, m: int, group: int) -> Plan:
     """Interleaved 1F1B over vpp chunks a rank, which divides the bubble by vpp; a chunk runs `group` microbatches in a
     row.
 
@@ -150,12 +152,12 @@ def interleaved(pp: int, vpp: int, m: int, group: int) -> Plan:
     return _plan_rows(pp, vpp, m, group=group, warmup=lambda rank: 2 * (pp - rank - 1) + (vpp - 1) * group)
 
 
-def forward_only(pp: int, vpp: int, m: int, placement: Placement = "wrap") -> Plan:
+def forward_only_plan(pp: int, vpp: int, m: int, placement: Placement = "wrap") -> Plan:
     """Return a plan of forward passes alone, for evaluation and decoding."""
     if placement == "v":
         assert vpp == 2, f"a V placement has two chunks a rank, not {vpp}"
         return tuple(
-            _number_microbatches(["F0"] * (2 * (pp - rank) - 1) + ["F1", "F0"] * m, (rank, 2 * pp - 1 - rank), m)
+            _actions_from_pattern(["F0"] * (2 * (pp - rank) - 1) + ["F1", "F0"] * m, (rank, 2 * pp - 1 - rank), m)
             for rank in range(pp)
         )
     return tuple(
@@ -163,7 +165,7 @@ def forward_only(pp: int, vpp: int, m: int, placement: Placement = "wrap") -> Pl
     )
 
 
-def with_reduction(plan: Plan) -> Plan:
+def with_reduction_actions(plan: Plan) -> Plan:
     """Return the plan with an "R" after each stage's last backward pass, or after its last weight gradient if these are
     delayed.
     """
@@ -179,7 +181,7 @@ def with_reduction(plan: Plan) -> Plan:
     return tuple(rows)
 
 
-def can_overlap(row: Sequence[Action], place: int, stages: int) -> bool:
+def can_overlap_pair(row: Sequence[Action], place: int, stages: int) -> bool:
     """Return whether the actions at `place` of a rank's row are a forward pass and a backward pass that can run as one
     pair.
 
@@ -195,22 +197,22 @@ def can_overlap(row: Sequence[Action], place: int, stages: int) -> bool:
 
 def next_actions(row: Sequence[Action], place: int, stages: int, *, dual_batch_overlap: bool) -> tuple[Action, ...]:
     """Return the action at `place` of a row; with `dual_batch_overlap` also the next one, if both can run as one pair."""
-    return tuple(row[place : place + 1 + (dual_batch_overlap and can_overlap(row, place, stages))])
+    return tuple(row[place : place + 1 + (dual_batch_overlap and can_overlap_pair(row, place, stages))])
 
 
-def placement_of(plan: Plan) -> Placement:
-    """Return how a plan places stages on ranks ("wrap" or "v"), seen from the rank that runs the first stage of the
-    second chunks.
+def stage_placement_of(plan: Plan) -> Placement:
+    """Return how a plan places stages on ranks: "v" if the last rank also runs the first stage of the second chunks,
+    else "wrap".
     """
     return "v" if any(action.stage == len(plan) for action in plan[-1]) and len(plan) > 1 else "wrap"
 
 
-def num_stages(plan: Plan) -> int:
+def num_plan_stages(plan: Plan) -> int:
     """Return the number of stages of a plan: one more than the largest stage index."""
     return 1 + max((action.stage for row in plan for action in row), default=-1)
 
 
-def dependency(action: Action, stages: int) -> Action | None:
+def action_dependency(action: Action, stages: int) -> Action | None:
     """Return the action of another stage whose result this action receives, or None; stages: the number of stages."""
     stage = action.stage - STAGE_STEP.get(action.op, stages)
     return Action(action.op, stage, action.microbatch) if 0 <= stage < stages else None
@@ -235,7 +237,7 @@ def _plan_rows(pp: int, vpp: int, m: int, *, group: int, warmup: Callable[[int],
     return tuple(rows)
 
 
-def _number_microbatches(order: Sequence[str], stages: tuple[int, int], m: int) -> tuple[Action, ...]:
+def _actions_from_pattern(order: Sequence[str], stages: tuple[int, int], m: int) -> tuple[Action, ...]:
     """Turn a list such as ["F0", "B1"] (operation, chunk) into actions: each kind counts through the m microbatches,
     surplus is dropped.
     """

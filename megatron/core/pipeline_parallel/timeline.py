@@ -17,15 +17,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron.core.config.plan import rank_and_chunk
+from megatron.core.config.plan import stage_rank_and_chunk
 from megatron.core.pipeline_parallel.schedules import (
     Action,
     Plan,
     ScheduleError,
-    dependency,
+    action_dependency,
     next_actions,
-    num_stages,
-    placement_of,
+    num_plan_stages,
+    stage_placement_of,
 )
 
 MOST_PROBLEMS_SHOWN = 8
@@ -45,7 +45,7 @@ class Timeline:
     peak: tuple[int, ...]
 
 
-def simulate_plan(
+def simulate_pipeline_plan(
     plan: Plan,
     *,
     forward: float | Sequence[float] = 1,
@@ -61,11 +61,11 @@ def simulate_plan(
     between ranks. weight: the part of a backward pass that a "W" computes, in plans that have them. dual_batch_overlap: pairs
     that can overlap start and end together.
     """
-    check_plan(plan)
+    check_pipeline_plan(plan)
     splits = any(action.op == "W" for row in plan for action in row)
-    playback = _Simulation(
+    playback = _PlanSimulation(
         plan,
-        num_stages(plan),
+        num_plan_stages(plan),
         {"F": forward, "B": backward, "R": reduce, "W": weight},
         message,
         splits,
@@ -88,7 +88,7 @@ def simulate_plan(
 
 
 @dataclass(slots=True)
-class _Simulation:
+class _PlanSimulation:
     """The state of a simulation.
 
     time: of each kind of action. splits: the plan has a "W" for each "B". start, end: times so far, by rank. done: rank
@@ -113,7 +113,7 @@ class _Simulation:
         row, stages = self.plan[rank], self.stages
         while (place := len(self.end[rank])) < len(row):
             actions = next_actions(row, place, stages, dual_batch_overlap=self.dual_batch_overlap)
-            sources = [source for action in actions if (source := dependency(action, stages)) is not None]
+            sources = [source for action in actions if (source := action_dependency(action, stages)) is not None]
             if any(source not in self.done for source in sources):
                 return
             arrivals = [self.done[source][1] + self.message * (self.done[source][0] != rank) for source in sources]
@@ -125,6 +125,7 @@ class _Simulation:
                 self.done[action] = rank, finish
 
     def _finish_time(self, time: float, actions: Sequence[Action]) -> float:
+        """Return when actions that start at `time` end; a pair takes the sum of its times."""
         for action in actions:
             time += _time_of_stage(self.time[action.op], action.stage)
             if self.splits and action.op == "B":
@@ -132,13 +133,13 @@ class _Simulation:
         return time
 
 
-def check_plan(plan: Plan) -> None:
+def check_pipeline_plan(plan: Plan) -> None:
     """Raise ScheduleError unless each stage runs each microbatch once in each direction, on its rank, F before B before
     W before R.
     """
     problems = [
-        *_wrong_counts(plan),
-        *_on_wrong_rank(plan),
+        *_action_count_problems(plan),
+        *_wrong_rank_problems(plan),
         *(problem for row in plan for problem in _order_problems(row)),
     ]
     if problems:
@@ -147,14 +148,14 @@ def check_plan(plan: Plan) -> None:
         raise ScheduleError("\n  ".join(["this plan is wrong", *problems[:MOST_PROBLEMS_SHOWN], *tail]))
 
 
-def _wrong_counts(plan: Plan) -> Iterator[str]:
+def _action_count_problems(plan: Plan) -> Iterator[str]:
     """Yield a message for each action that is missing, superfluous or repeated."""
     counts = Counter(action for row in plan for action in row)
     microbatches = {action.microbatch for action in counts if action.op != "R"}
     expected = {
         Action(op, stage, i)
         for op in {"F", *{action.op for action in counts} & set("BWR")}
-        for stage in range(num_stages(plan))
+        for stage in range(num_plan_stages(plan))
         for i in (microbatches if op != "R" else {0})
     }
     yield from (f"{action} is missing" for action in sorted(expected - set(counts)))
@@ -162,27 +163,27 @@ def _wrong_counts(plan: Plan) -> Iterator[str]:
     yield from (f"{action} occurs {count} times" for action, count in counts.items() if count > 1)
 
 
-def _on_wrong_rank(plan: Plan) -> Iterator[str]:
+def _wrong_rank_problems(plan: Plan) -> Iterator[str]:
     """Yield a message for each action on a rank that does not hold its stage, and for a number of stages that pp does
     not divide.
     """
-    stages, placement = num_stages(plan), placement_of(plan)
+    stages, placement = num_plan_stages(plan), stage_placement_of(plan)
     for rank, row in enumerate(plan):
         for action in row:
-            owner = rank_and_chunk(action.stage, len(plan), placement)[0]
+            owner = stage_rank_and_chunk(action.stage, len(plan), placement)[0]
             if owner != rank:
                 yield f"rank {rank} has {action}, which belongs to rank {owner}"
     if stages % len(plan):
         yield f"{stages} stages cannot be divided over {len(plan)} ranks"
 
 
-def text_timeline(plan: Plan, timeline: Timeline) -> str:
-    """Draw the timeline as text, one line for each rank and one column for each unit of time; letters distinguish a
-    rank's chunks.
+def draw_text_timeline(plan: Plan, timeline: Timeline) -> str:
+    """Return the timeline as text: a line for each rank, a column for each unit of time; letters distinguish a rank's
+    chunks.
 
     Durations are rounded to whole units; actions shorter than half a unit are not shown.
     """
-    chunks = num_stages(plan) // len(plan)
+    chunks = num_plan_stages(plan) // len(plan)
     width = 2 + max(len(_cell_text(action, len(plan), chunks)) for row in plan for action in row)
     columns = round(max(end for row in timeline.end for end in row))
     lines = []
@@ -197,10 +198,12 @@ def text_timeline(plan: Plan, timeline: Timeline) -> str:
 
 
 def _time_of_stage(time: float | Sequence[float], stage: int) -> float:
+    """Return a stage's time from a number for all stages or one for each."""
     return time[stage] if isinstance(time, Sequence) else time
 
 
 def _cell_text(action: Action, pp: int, chunks: int) -> str:
+    """Return what stands for an action in a text timeline: chunk letter, microbatch, and ' for B or " for W."""
     if action.op == "R":
         return "R"
     letter = chr(ord("a") + action.stage // pp) if chunks > 1 else ""
@@ -223,18 +226,19 @@ def _order_problems(row: Sequence[Action]) -> Iterator[str]:
 def _deadlock_message(stuck: dict[int, Action], plan: Plan) -> str:
     """Describe the deadlock: follow the waits from the first stuck rank until a rank repeats."""
     links: dict[int, str] = {}
-    stages, placement = num_stages(plan), placement_of(plan)
+    stages, placement = num_plan_stages(plan), stage_placement_of(plan)
     rank = min(stuck)
     while rank not in links:
-        source = dependency(stuck[rank], stages)
+        source = action_dependency(stuck[rank], stages)
         assert source is not None, f"{stuck[rank]} awaits nothing, so it cannot be stuck"
         links[rank] = f"rank {rank} waits at {stuck[rank]} for {source}"
-        rank = rank_and_chunk(source.stage, len(plan), placement)[0]
+        rank = stage_rank_and_chunk(source.stage, len(plan), placement)[0]
     cycle = list(links)[list(links).index(rank) :]
     return "this plan never ends: " + ", ".join(links[member] for member in cycle)
 
 
 def _bubble_share(start: Sequence[Sequence[float]], end: Sequence[Sequence[float]]) -> float:
+    """Return the share of the ranks' time spent idle. start, end: times of the actions, by rank."""
     span = max((row[-1] for row in end if row), default=0.0)
     busy = sum(
         finish - begin

@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.core.config.plan import rank_and_chunk
+from megatron.core.config.plan import stage_rank_and_chunk
 from megatron.core.pipeline_parallel.schedules import (
     STAGE_STEP,
     Action,
     Plan,
-    dependency,
+    action_dependency,
     next_actions,
-    num_stages,
-    placement_of,
+    num_plan_stages,
+    stage_placement_of,
 )
-from megatron.core.pipeline_parallel.timeline import simulate_plan
+from megatron.core.pipeline_parallel.timeline import simulate_pipeline_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +85,12 @@ class RankScript:
                 place += len(actions)
 
 
-def transfers(plan: Plan, *, dual_batch_overlap: bool = False) -> tuple[Transfer, ...]:
+def plan_transfers(plan: Plan, *, dual_batch_overlap: bool = False) -> tuple[Transfer, ...]:
     """Return every message between ranks in their common order; chunks on the same rank need no message."""
     timeline, stages, placement = (
-        simulate_plan(plan, dual_batch_overlap=dual_batch_overlap),
-        num_stages(plan),
-        placement_of(plan),
+        simulate_pipeline_plan(plan, dual_batch_overlap=dual_batch_overlap),
+        num_plan_stages(plan),
+        stage_placement_of(plan),
     )
     ready = {
         action: end for row, ends in zip(plan, timeline.end, strict=True) for action, end in zip(row, ends, strict=True)
@@ -99,8 +99,8 @@ def transfers(plan: Plan, *, dual_batch_overlap: bool = False) -> tuple[Transfer
         Transfer(src, dst, source.op, source.stage, source.microbatch)
         for dst, row in enumerate(plan)
         for action in row
-        if (source := dependency(action, stages)) is not None
-        and (src := rank_and_chunk(source.stage, len(plan), placement)[0]) != dst
+        if (source := action_dependency(action, stages)) is not None
+        and (src := stage_rank_and_chunk(source.stage, len(plan), placement)[0]) != dst
     ]
     # Of messages that are ready at the same time, upstream ones come first, so that a rank receives before it sends.
     return tuple(
@@ -108,7 +108,7 @@ def transfers(plan: Plan, *, dual_batch_overlap: bool = False) -> tuple[Transfer
     )
 
 
-def rank_script(plan: Plan, rank: int, *, overlap: bool = True, dual_batch_overlap: bool = False) -> RankScript:
+def build_rank_script(plan: Plan, rank: int, *, overlap: bool = True, dual_batch_overlap: bool = False) -> RankScript:
     """Return one rank's script: its row of the plan with its messages inserted.
 
     Receives come before the consuming action, sends after the producing one, in the order of `transfers`, each as late
@@ -116,13 +116,13 @@ def rank_script(plan: Plan, rank: int, *, overlap: bool = True, dual_batch_overl
     """
     own_transfers = [
         transfer
-        for transfer in transfers(plan, dual_batch_overlap=dual_batch_overlap)
+        for transfer in plan_transfers(plan, dual_batch_overlap=dual_batch_overlap)
         if rank in (transfer.src, transfer.dst)
     ]
     before = {transfer.consumer: place + 1 for place, transfer in enumerate(own_transfers) if transfer.dst == rank}
     after = {transfer.producer: place + 1 for place, transfer in enumerate(own_transfers) if transfer.src == rank}
     parts: list[Transfer | tuple[Action, ...]] = []
-    num_started, place, stages = 0, 0, num_stages(plan)
+    num_started, place, stages = 0, 0, num_plan_stages(plan)
     while place < len(plan[rank]):
         actions = next_actions(plan[rank], place, stages, dual_batch_overlap=dual_batch_overlap)
         arriving = own_transfers[num_started : max(before.get(action, 0) for action in actions)]
@@ -132,13 +132,13 @@ def rank_script(plan: Plan, rank: int, *, overlap: bool = True, dual_batch_overl
         parts += [*arriving, actions, *leaving]
         place += len(actions)
     if overlap:
-        _receive_early(parts, rank)
+        _move_receives_forward(parts, rank)
     steps = [step for part in parts for step in ((part,) if isinstance(part, Transfer) else part)]
     return RankScript(rank, len(plan), stages, tuple(steps), overlap, dual_batch_overlap)
 
 
-def _receive_early(parts: list[Transfer | tuple[Action, ...]], rank: int) -> None:
-    """Move every receive in front of the preceding actions, in place."""
+def _move_receives_forward(parts: list[Transfer | tuple[Action, ...]], rank: int) -> None:
+    """Move every receive of the rank in front of the actions that precede it, in place."""
     for place in range(1, len(parts)):
         part = parts[place]
         if isinstance(part, Transfer) and part.dst == rank and not isinstance(parts[place - 1], Transfer):

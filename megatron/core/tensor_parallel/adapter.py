@@ -36,14 +36,16 @@ from megatron.core.parallel.spec import (
     Shard,
     constant_initializer,
     meta_parameter,
-    spec_of,
+    param_spec_of,
 )
-from megatron.core.tensor_parallel.region import Region
+from megatron.core.tensor_parallel.region import TensorParallelRegion
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterBuildContext:
-    """What all adapters of a network are made with. dropout: share of an input's elements. dora: rows have lengths of their own."""
+    """What the constructors of a network's adapters receive. dropout: probability for an adapter's input. dora: add
+    magnitudes (DoRA).
+    """
 
     mesh: Mesh
     streams: RandomStreams
@@ -52,18 +54,21 @@ class AdapterBuildContext:
     dora: bool = False
 
 
-def kaiming_uniform() -> Initial:
-    """Initial values of A: uniform within 1 / sqrt(in), as `nn.Linear` draws its weight. Shape [r, in]."""
+def kaiming_uniform_initializer() -> Initial:
+    """Return the initializer of A [r, in]: uniform within 1 / sqrt(in), as `nn.Linear` draws its weight."""
 
-    def draw(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    def sample_kaiming_uniform(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         bound = shape[-1] ** -0.5
         return torch.empty(shape, device=generator.device).uniform_(-bound, bound, generator=generator)
 
-    return draw
+    return sample_kaiming_uniform
 
 
-class LowRank(nn.Module):
-    """One pair of factors, and the lengths of the rows (DoRA). rows: that B has, as segments of the cut output."""
+class LoRAFactors(nn.Module):
+    """The LoRA factors A and B of one adapter, and with DoRA the magnitudes of its rows.
+
+    rows: the output segments that B covers.
+    """
 
     def __init__(
         self,
@@ -75,11 +80,13 @@ class LowRank(nn.Module):
     ) -> None:
         """weight: of the base. sums: axes whose ranks each see a share of the sequence where the layer is whole."""
         super().__init__()
-        self.scale, self.rank, dim = plan.scale, plan.rank, _cut_dim(weight)
+        self.scale, self.rank, dim = plan.scale, plan.rank, _tp_sharded_dim(weight)
         out, width = sum(part.size for part in rows), weight.shape[1]
         cut_input = weight.shards if dim == 1 else ()
         cut_output = (Shard(0, weight.shards[0].axis, rows),) if dim == 0 else ()
-        first = ParamSpec((plan.rank, width), kaiming_uniform(), "lora_a", cut_input, () if dim == 1 else sums)
+        first = ParamSpec(
+            (plan.rank, width), kaiming_uniform_initializer(), "lora_a", cut_input, () if dim == 1 else sums
+        )
         second = ParamSpec((out, plan.rank), constant_initializer(0.0), "lora_b", cut_output, () if dim == 0 else sums)
         length = ParamSpec((out,), constant_initializer(1.0), "vector", cut_output, () if dim == 0 else sums)
         self.lora_A = meta_parameter(first, build.mesh, build.dtype)
@@ -87,8 +94,12 @@ class LowRank(nn.Module):
         self.magnitude = meta_parameter(length, build.mesh, build.dtype) if build.dora else None
 
 
-class _AddLowRank(Function):
-    """base + scale B low of several pairs, each in its own columns of base, in one pass over the output and none over its gradient."""
+class _AddLoRAOutput(Function):
+    """Autograd function: base + scale B low for several adapters, each in its own columns of base, in one pass over the
+    output.
+
+    The gradient of base is the output's, not copied.
+    """
 
     @staticmethod
     def forward(
@@ -122,9 +133,9 @@ class _AddLowRank(Function):
 
 
 class LinearAdapter(nn.Module):
-    """The adapters of one linear layer: one of the whole matrix, or one of each of some of its parts.
+    """The LoRA or DoRA adapters of one linear layer: one of the whole matrix, or one of each of some fused parts.
 
-    enabled: what the layer asks; while False it computes as the base does.
+    enabled: while False the layer ignores them and computes as its base does.
     """
 
     def __init__(
@@ -132,13 +143,13 @@ class LinearAdapter(nn.Module):
         plans: Sequence[AdapterPlan],
         names: Sequence[str],
         weight: nn.Parameter,
-        region: Region,
+        region: TensorParallelRegion,
         build: AdapterBuildContext,
     ) -> None:
         """plans: of this layer. names: of its parts. weight: of the layer, whose spec says how it is cut."""
         super().__init__()
-        spec, self.enabled = spec_of(weight), True
-        self.region, self.build, self.dim = region, build, _cut_dim(spec)
+        spec, self.enabled = param_spec_of(weight), True
+        self.region, self.build, self.dim = region, build, _tp_sharded_dim(spec)
         self.axis: Axis = build.mesh.tp
         sums = region.gradient_sum_axes if self.dim is not None else spec.sum_over
         segments = spec.shards[0].segments if self.dim == 0 else (FusedSegment(spec.shape[0]),)
@@ -149,7 +160,7 @@ class LinearAdapter(nn.Module):
             self.sizes.append(sum(part.local_size(ranks) for part in rows))
             for plan in plans:
                 if plan.part == name != "" or (plan.part == "" and place == 0):
-                    self.pairs[plan.part or WHOLE] = LowRank(
+                    self.pairs[plan.part or WHOLE] = LoRAFactors(
                         plan, spec, segments if plan.part == "" else rows, build, sums
                     )
         self.names = tuple(names)
@@ -157,66 +168,79 @@ class LinearAdapter(nn.Module):
         self.stream = "cut" if self.dim == 1 or "tp" in sums else "default"
 
     @property
-    def has_magnitudes(self) -> bool:
-        """Whether rows have lengths of their own (DoRA), by which also the layer's product is multiplied."""
+    def has_dora_magnitudes(self) -> bool:
+        """Whether it is DoRA, whose row magnitudes scale the base layer's output too."""
         return self.build.dora
 
     def forward(self, x: Tensor, base: Tensor, weight: Tensor) -> Tensor:
-        """x: the layer's input; base: its output without a bias if rows have lengths; weight: [out, in], its shard. Returns the adapted output."""
-        low = F.linear(self._apply_dropout(x), torch.cat([pair.lora_A for _, pair in self.named_pairs]))
+        """Return the adapted output of the layer, like base.
+
+        x: the layer's input; base: its output, with DoRA without the bias; weight: this rank's shard, [out, in] (used
+        by DoRA only).
+        """
+        low = F.linear(self._apply_dropout(x), torch.cat([pair.lora_A for _, pair in self.named_lora_factors]))
         if self.dim == 0:
             low = self.region.copy_to_region(low)
         elif self.dim == 1:
             low = self.region.reduce_from_region(low)
-        adapted = self._add_low_rank(base, low)
+        adapted = self._add_lora_output(base, low)
         if not self.build.dora:
             return adapted
         lengths = {
-            name: pair.magnitude / self._weight_row_norms(name, pair, weight)
-            for name, pair in self.named_pairs
+            name: pair.magnitude / self._adapted_row_norms(name, pair, weight)
+            for name, pair in self.named_lora_factors
             if pair.magnitude is not None
         }
-        return adapted * self._concat_parts(lengths, base.new_ones(())).to(adapted.dtype)
+        return adapted * self._concat_part_outputs(lengths, base.new_ones(())).to(adapted.dtype)
 
     @torch.no_grad()
     def merged_weight(self, weight: Tensor) -> Tensor:
-        """The matrix that does the same as the layer with its adapters. weight: [out, in], the shard of this rank."""
-        deltas = {name: pair.scale * (pair.lora_B @ pair.lora_A) for name, pair in self.named_pairs}
+        """Return this rank's shard of the weight with the adapters merged in, [out, in]. weight: the shard of the base."""
+        deltas = {name: pair.scale * (pair.lora_B @ pair.lora_A) for name, pair in self.named_lora_factors}
         whole = weight + self.join_part_rows(deltas, weight, 0.0)
         factors = self.dora_row_factors(weight)
         return whole if factors is None else whole * factors[:, None].to(whole.dtype)
 
     @torch.no_grad()
     def dora_row_factors(self, weight: Tensor) -> Tensor | None:
-        """What rows are multiplied by so that they have their lengths (DoRA), [out]; None: nothing. weight: [out, in], the shard of this rank."""
+        """Return the factor magnitude / norm of each row, [out], 1 for rows without an adapter; None without DoRA.
+
+        weight: [out, in], this rank's shard of the base.
+        """
         if not self.build.dora:
             return None
         factors = {
-            name: pair.magnitude / self._weight_row_norms(name, pair, weight)
-            for name, pair in self.named_pairs
+            name: pair.magnitude / self._adapted_row_norms(name, pair, weight)
+            for name, pair in self.named_lora_factors
             if pair.magnitude is not None
         }
         return self.join_part_rows(factors, weight[:, 0], 1.0)
 
     @torch.no_grad()
-    def reset_magnitudes(self, weight: Tensor) -> None:
-        """Give rows the lengths that they have in the layer's own matrix. weight: [out, in], the shard of this rank."""
-        for name, pair in self.named_pairs:
+    def reset_dora_magnitudes(self, weight: Tensor) -> None:
+        """Set the DoRA magnitudes to the row norms of the adapted weight, that of the base while B is zero.
+
+        weight: [out, in], this rank's shard of the base. Collective over the tensor ranks where they share rows.
+        """
+        for name, pair in self.named_lora_factors:
             if pair.magnitude is not None:
-                pair.magnitude.copy_(self._weight_row_norms(name, pair, weight))
+                pair.magnitude.copy_(self._adapted_row_norms(name, pair, weight))
 
     @property
-    def named_pairs(self) -> list[tuple[str, LowRank]]:
-        """The pairs of factors by the names of their parts, in order."""
-        return cast(list[tuple[str, LowRank]], list(self.pairs.items()))
+    def named_lora_factors(self) -> list[tuple[str, LoRAFactors]]:
+        """The LoRA factors with the names of the parts that they adapt, in order."""
+        return cast(list[tuple[str, LoRAFactors]], list(self.pairs.items()))
 
-    def _add_low_rank(self, base: Tensor, low: Tensor) -> Tensor:
-        """base [.., out] + scale B low, of each part by itself. low: [.., r of all pairs], one behind the other."""
+    def _add_lora_output(self, base: Tensor, low: Tensor) -> Tensor:
+        """Return base [.., out] plus scale B low of each adapter, in the columns of its part.
+
+        low: [.., ranks of all adapters], outputs of A, concatenated.
+        """
         firsts = dict(zip(self.names, accumulate(self.sizes, initial=0), strict=False))
         firsts.setdefault(WHOLE, 0)
-        pairs = [pair for _, pair in self.named_pairs]
-        places = tuple((firsts[name], pair.scale) for name, pair in self.named_pairs)
-        return cast(Tensor, _AddLowRank.apply(base, low, places, *[pair.lora_B for pair in pairs]))
+        pairs = [pair for _, pair in self.named_lora_factors]
+        places = tuple((firsts[name], pair.scale) for name, pair in self.named_lora_factors)
+        return cast(Tensor, _AddLoRAOutput.apply(base, low, places, *[pair.lora_B for pair in pairs]))
 
     def _apply_dropout(self, x: Tensor) -> Tensor:
         if self.build.dropout == 0.0 or not self.training:
@@ -224,8 +248,11 @@ class LinearAdapter(nn.Module):
         with self.build.streams.fork(self.stream):
             return torch.native_dropout(x, self.build.dropout, True)[0]
 
-    def _concat_parts(self, parts: dict[str, Tensor], other: Tensor) -> Tensor:
-        """Results of parts, [.., size] each, laid end to end; other: [], of a part without an adapter."""
+    def _concat_part_outputs(self, parts: dict[str, Tensor], other: Tensor) -> Tensor:
+        """Concatenate results of parts, [.., size] each, along the last dimension.
+
+        other: a scalar tensor, expanded for parts without an adapter.
+        """
         if WHOLE in parts:
             return parts[WHOLE]
         some = next(iter(parts.values()))
@@ -238,21 +265,27 @@ class LinearAdapter(nn.Module):
         )
 
     def join_part_rows(self, parts: dict[str, Tensor], like: Tensor, other: float = 0.0) -> Tensor:
-        """Results of parts, rows [size, ..] each, one under the other; other: what stands in rows of parts without. like: [out, ..]."""
+        """Concatenate results of parts, [size, ..] each, along dimension 0. like: [out, ..], gives the shape of missing
+        parts.
+
+        other: value that fills the rows of parts without an adapter.
+        """
         if WHOLE in parts:
             return parts[WHOLE]
         pieces = zip(self.names, like.split(self.sizes), strict=True)
         return torch.cat([parts[name] if name in parts else torch.full_like(rows, other) for name, rows in pieces])
 
     @torch.no_grad()
-    def _weight_row_norms(self, name: str, pair: LowRank, weight: Tensor) -> Tensor:
-        """The length of each row of W + scale B A, [rows of this rank]. Ranks that share a row sum their squares."""
+    def _adapted_row_norms(self, name: str, pair: LoRAFactors, weight: Tensor) -> Tensor:
+        """Return the L2 norm of each local row of W + scale B A of one part, [rows]; collective where ranks share a
+        row.
+        """
         rows = weight if name == WHOLE else weight.split(self.sizes)[self.names.index(name)]
         squares = torch.addmm(rows, pair.lora_B.to(rows.dtype), pair.lora_A.to(rows.dtype), alpha=pair.scale)
         total = squares.to(torch.promote_types(squares.dtype, torch.float32)).square().sum(dim=1)
         return (collectives.all_reduce(total, self.axis) if self.dim == 1 else total).sqrt().to(weight.dtype)
 
 
-def _cut_dim(spec: ParamSpec) -> int | None:
-    """The dimension of a matrix that is cut over the tensor ranks."""
+def _tp_sharded_dim(spec: ParamSpec) -> int | None:
+    """Return the dimension of a matrix that is cut over the tensor ranks, or None."""
     return spec.shards[0].dim if spec.shards else None

@@ -8,21 +8,23 @@ from torch import Tensor, nn
 
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard, local_shape, meta_parameter
-from megatron.core.tensor_parallel.region import Region
+from megatron.core.tensor_parallel.region import TensorParallelRegion
 
 
-def vocabulary_spec(
+def vocabulary_matrix_spec(
     true_size: int, padded_size: int, hidden_size: int, init: Initial, *, tied: bool = False, name: str = ""
 ) -> ParamSpec:
-    """The record of a matrix [vocabulary, hidden] cut over the tensor ranks; padded rows belong to no box."""
+    """Return the ParamSpec of a matrix [vocabulary, hidden] whose rows are cut over the tensor ranks. Padding rows are
+    not part of it.
+    """
     cut = Shard(0, "tp", (FusedSegment(true_size, padded=padded_size),))
     return ParamSpec((true_size, hidden_size), init, "embedding", (cut,), tied=tied, name=name)
 
 
-class VocabEmbedding(nn.Module):
-    """One vector an id; every tensor rank holds a range of ids."""
+class VocabParallelEmbedding(nn.Module):
+    """Token embedding whose rows are cut over the tensor ranks."""
 
-    def __init__(self, spec: ParamSpec, *, region: Region, mesh: Mesh, dtype: torch.dtype) -> None:
+    def __init__(self, spec: ParamSpec, *, region: TensorParallelRegion, mesh: Mesh, dtype: torch.dtype) -> None:
         super().__init__()
         self.region = region
         self.weight = meta_parameter(spec, mesh, dtype)
@@ -30,7 +32,7 @@ class VocabEmbedding(nn.Module):
         self.first = self.rows * region.axis.rank
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids: [b, s]. Returns [s, b, h] (or [s/tp, b, h] with sequence parallelism)."""
+        """Embed ids [b, s]; return [s, b, h] (or [s/tp, b, h] with sequence parallelism)."""
         if self.region.axis.size == 1:
             return F.embedding(ids.t(), self.weight)
         local = ids.t() - self.first
@@ -40,7 +42,9 @@ class VocabEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """One learned vector a position, whole on every rank. tied: held by every stage that embeds."""
+    """Table of learned vectors for positions or token types, whole on every rank. tied: also on a stage with MTP
+    layers.
+    """
 
     def __init__(
         self,
@@ -48,7 +52,7 @@ class PositionEmbedding(nn.Module):
         hidden_size: int,
         *,
         init: Initial,
-        region: Region,
+        region: TensorParallelRegion,
         mesh: Mesh,
         dtype: torch.dtype,
         tied: bool = False,
@@ -66,5 +70,5 @@ class PositionEmbedding(nn.Module):
         self.weight = meta_parameter(spec, mesh, dtype)
 
     def forward(self, positions: Tensor) -> Tensor:
-        """positions: [b or 1, s]. Returns [s, b or 1, h] (or this rank's [s/tp, ...] with sequence parallelism)."""
+        """Embed positions [b or 1, s]; return [s, b or 1, h] (or this rank's [s/tp, ...] with sequence parallelism)."""
         return F.embedding(self.region.scatter_to_sequence(positions.t().contiguous()), self.weight)

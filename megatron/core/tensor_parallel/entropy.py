@@ -19,7 +19,7 @@ from torch.autograd import Function
 
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
-from megatron.core.tensor_parallel.region import Region
+from megatron.core.tensor_parallel.region import TensorParallelRegion
 
 _TOKENS = 512  # of a block
 
@@ -37,33 +37,36 @@ class _LogitOptions:
     into: Callable[[Tensor, Tensor | None], None] | None
 
 
-def linear_entropy(
+def vocab_parallel_entropy(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     *,
-    region: Region,
+    region: TensorParallelRegion,
     true_vocab_size: int,
     softcap: float | None = None,
     factor: float = 1.0,
 ) -> Tensor:
-    """Return the entropy of every token in nats, [s, b] in fp32 (fp64 for fp64 states), the same on all tensor ranks.
+    """Return the entropy in nats of the distribution over the vocabulary of every token, [s, b] in fp32 (fp64 for fp64
+    states), the same on all tensor ranks.
 
-    x: [s or s/tp, b, h], between regions; weight: [v/tp, h]; bias: [v/tp]. factor: of the logits, after the soft cap.
+    x: [s or s/tp, b, h]; weight: [v/tp, h]; bias: [v/tp]. factor: multiplies the logits, after the soft cap.
     """
     into = region.main_grad_of(weight)
     valid = true_vocab_size - region.axis.rank * len(weight)
     words = _LogitOptions(region.axis, valid, softcap, factor, None if into is None else into.add)
     whole = region.copy_to_region(x)
-    return _LinearEntropy.apply(whole.flatten(0, 1), weight, bias, words).view(whole.shape[:2])
+    return _VocabParallelEntropy.apply(whole.flatten(0, 1), weight, bias, words).view(whole.shape[:2])
 
 
-class _LinearEntropy(Function):
+class _VocabParallelEntropy(Function):
+    """Autograd function of `vocab_parallel_entropy`, for x [t, h] and entropies [t]."""
+
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, words: _LogitOptions) -> Tensor:
         entropies, scales = [], []
-        for tokens in _blocks(x):
-            logits, _ = _logits(x[tokens], weight, bias, words)
+        for tokens in _token_blocks(x):
+            logits, _ = _block_logits(x[tokens], weight, bias, words)
             top = collectives.all_reduce(logits.amax(dim=1), words.axis, "max")
             logits = logits.sub_(top[:, None])
             shares = logits.exp()
@@ -83,8 +86,8 @@ class _LinearEntropy(Function):
         words: _LogitOptions = context.words
         of_x, of_weight = torch.empty_like(x), torch.zeros_like(weight, dtype=entropy.dtype)
         of_bias = None if bias is None else torch.zeros_like(bias, dtype=entropy.dtype)
-        for tokens in _blocks(x):
-            logits, slope = _logits(x[tokens], weight, bias, words)
+        for tokens in _token_blocks(x):
+            logits, slope = _block_logits(x[tokens], weight, bias, words)
             logs = logits.sub_(log_total[tokens, None])
             change = logs.exp().mul_(logs.masked_fill(logs.isinf(), 0.0).add_(entropy[tokens, None]))
             change.mul_(-words.factor * gradient[tokens, None])
@@ -104,13 +107,16 @@ class _LinearEntropy(Function):
         )
 
 
-def _blocks(x: Tensor) -> Iterator[slice]:
+def _token_blocks(x: Tensor) -> Iterator[slice]:
+    """Yield slices of `_TOKENS` tokens."""
     for start in range(0, len(x), _TOKENS):
         yield slice(start, min(start + _TOKENS, len(x)))
 
 
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, words: _LogitOptions) -> tuple[Tensor, Tensor | None]:
-    """The wide logits of a block [k, v/tp], minus infinity where no word is, and the slope of the soft cap."""
+def _block_logits(x: Tensor, weight: Tensor, bias: Tensor | None, words: _LogitOptions) -> tuple[Tensor, Tensor | None]:
+    """Return the logits of a block of tokens, [t, v/tp] in fp32 or wider, -inf in padding columns, and the derivative
+    of the soft cap or None.
+    """
     logits = x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
     logits = logits if logits.dtype == torch.float64 else logits.float()
     slope = None

@@ -19,13 +19,13 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from megatron.core.kernels.reference import accumulation_dtype
+from megatron.core.kernels.reference import accumulation_dtype_of
 from megatron.core.tensor_parallel.low_precision import (
-    LowLinearOptions,
-    Scaling,
-    backward_products,
-    form_of,
-    forward_product,
+    LowPrecisionLinearOptions,
+    LowPrecisionScaling,
+    low_precision_backward,
+    low_precision_forward,
+    saved_input_form,
 )
 
 _NUMBERS = count()
@@ -33,36 +33,40 @@ _WHOLE = -1  # an input is kept as it is
 
 
 @cache
-def _scalings() -> WeakValueDictionary[int, Scaling]:
-    """The scales of layers that are still there, by the numbers in their handles."""
+def _scalings_by_handle() -> WeakValueDictionary[int, LowPrecisionScaling]:
+    """Return the scalings of all layers that still exist, by the number in their handle."""
     return WeakValueDictionary()
 
 
-def enter_graphs(scaling: Scaling) -> None:
-    """Give the scales of a layer a handle, before the layer is compiled."""
+def assign_graph_handle(scaling: LowPrecisionScaling) -> None:
+    """Give a scaling the handle by which compiled graphs find it; call it before the layer is compiled."""
     number = next(_NUMBERS)
-    _scalings()[number], scaling.handle = scaling, torch.tensor(number, device="cpu")
+    _scalings_by_handle()[number], scaling.handle = scaling, torch.tensor(number, device="cpu")
 
 
-def _way(handle: Tensor) -> LowLinearOptions:
-    return LowLinearOptions(_scalings()[int(handle)])
+def _options_of_handle(handle: Tensor) -> LowPrecisionLinearOptions:
+    """Return the options of the layer whose scaling has this handle."""
+    return LowPrecisionLinearOptions(_scalings_by_handle()[int(handle)])
 
 
 # block: elements that share a scale in what is kept of x; 0: all do; `_WHOLE`: x is not rounded. dtypes: of the rounded values and their scales.
 @torch.library.custom_op("megatron::low_multiply", mutates_args=())
-def _low_multiply(
+def _low_precision_matmul_op(
     x: Tensor, weight: Tensor, handle: Tensor, block: int, dtype: torch.dtype, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    way = _way(handle)
-    output, kept, scales, _ = forward_product(x, weight, form_of(way.scaling.recipe), way)
+    """Operation for graphs: return x W^T, and of x what the backward pass needs: rounded values and their scales, or
+    two empty tensors if x itself is saved.
+    """
+    way = _options_of_handle(handle)
+    output, kept, scales, _ = low_precision_forward(x, weight, saved_input_form(way.scaling.recipe), way)
     if block == _WHOLE:
         return output.contiguous(), x.new_empty(0), x.new_empty(0)
     assert scales is not None, "what is rounded has scales"
     return output.contiguous(), kept.contiguous(), scales.contiguous()
 
 
-@_low_multiply.register_fake
-def _empty_product(
+@_low_precision_matmul_op.register_fake
+def _low_precision_matmul_fake(
     x: Tensor, weight: Tensor, handle: Tensor, block: int, dtype: torch.dtype, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     output = x.new_empty((*x.shape[:-1], weight.shape[0]))
@@ -75,21 +79,26 @@ def _empty_product(
 
 
 @torch.library.custom_op("megatron::low_gradients", mutates_args=())
-def _low_gradients(
+def _low_precision_gradients_op(
     gradient: Tensor, weight: Tensor, kept: Tensor, scales: Tensor | None, handle: Tensor
 ) -> tuple[Tensor, Tensor]:
-    own, of_weight = backward_products(gradient, weight, kept, scales, _way(handle))
+    """Operation for graphs: return the gradients of x, [..., in], and of the weight, [out, in].
+
+    kept, scales: from `_low_precision_matmul_op`, or x and None.
+    """
+    own, of_weight = low_precision_backward(gradient, weight, kept, scales, _options_of_handle(handle))
     return own.reshape(*gradient.shape[:-1], own.shape[-1]).contiguous(), of_weight.contiguous()
 
 
-@_low_gradients.register_fake
-def _empty_gradients(
+@_low_precision_gradients_op.register_fake
+def _low_precision_gradients_fake(
     gradient: Tensor, weight: Tensor, kept: Tensor, scales: Tensor | None, handle: Tensor
 ) -> tuple[Tensor, Tensor]:
     return gradient.new_empty((*gradient.shape[:-1], weight.shape[1])), gradient.new_empty(weight.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save_low_precision_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Save for the backward pass the weight, the handle, and x or its rounded values and scales."""
     x, weight, handle, block, *_ = inputs
     _, kept, scales = output
     ctx.mark_non_differentiable(kept, scales)
@@ -99,26 +108,38 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
         ctx.save_for_backward(weight, handle, kept, scales)
 
 
-def _backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _low_precision_backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     weight, handle, kept, *scales = ctx.saved_tensors
-    own, of_weight = _low_gradients(gradient, weight, kept, scales[0] if scales else None, handle)
+    own, of_weight = _low_precision_gradients_op(gradient, weight, kept, scales[0] if scales else None, handle)
     learns = ctx.needs_input_grad
     return own if learns[0] else None, of_weight if learns[1] else None, None, None, None, None
 
 
-_low_multiply.register_autograd(_backward, setup_context=_save)
+_low_precision_matmul_op.register_autograd(_low_precision_backward, setup_context=_save_low_precision_inputs)
 
 
-def operands_of(scaling: Scaling, dtype: torch.dtype) -> tuple[Tensor, int, torch.dtype, torch.dtype]:
-    """What `low_multiply` is given besides matrices of this dtype: the handle [], the block, and the dtypes of rounded values and of their scales."""
+def low_precision_op_arguments(
+    scaling: LowPrecisionScaling, dtype: torch.dtype
+) -> tuple[Tensor, int, torch.dtype, torch.dtype]:
+    """Return the arguments of `_low_precision_matmul_op` after the matrices: handle [], block size, and dtypes of
+    rounded values and scales.
+
+    dtype: of the matrices.
+    """
     recipe = scaling.recipe
     assert scaling.handle is not None, "a layer is given a handle before it is compiled"
-    block = _WHOLE if form_of(recipe) == "whole" else recipe.block
-    scale_dtype = recipe.block_scale_dtype if recipe.block else accumulation_dtype(dtype)
+    block = _WHOLE if saved_input_form(recipe) == "whole" else recipe.block
+    scale_dtype = recipe.block_scale_dtype if recipe.block else accumulation_dtype_of(dtype)
     return scaling.handle, block, recipe.forward.dtype, scale_dtype
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling) -> Tensor:
-    """x W^T + b, [.., out], of rounded operands, by a layer of this rank alone. x: [.., in]; weight: [out, in]; bias: [out]."""
-    output, _, _ = _low_multiply(x, weight, *operands_of(scaling, x.dtype))
+def compiled_low_precision_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scaling: LowPrecisionScaling
+) -> Tensor:
+    """Return x W^T + b, [.., out], of operands rounded to 8 or 4 bits, in a compiled graph. Differentiable; no
+    communication of activations.
+
+    x: [.., in]; weight: [out, in]; bias: [out].
+    """
+    output, _, _ = _low_precision_matmul_op(x, weight, *low_precision_op_arguments(scaling, x.dtype))
     return output if bias is None else output + bias

@@ -1,6 +1,6 @@
 """Linear layers cut over the tensor ranks (Shoeybi et al., 2019).
 
-    x -> ColumnLinear -> [.., out/tp] -> ... -> RowLinear -> x
+    x -> ColumnParallelLinear -> [.., out/tp] -> ... -> RowParallelLinear -> x
 
 A column layer cuts its output and opens the region; a row layer cuts its input and closes it. The gradient that a
 column layer sends back is on its way while the gradient of its weight is computed.
@@ -28,18 +28,23 @@ from megatron.core.parallel.spec import (
     Shard,
     constant_initializer,
     meta_parameter,
-    quantized_of,
+    quantized_values_of,
 )
 from megatron.core.tensor_parallel import graph_linear, graph_low_linear
 from megatron.core.tensor_parallel.adapter import LinearAdapter
-from megatron.core.tensor_parallel.low_precision import LowLinearOptions, low_linear, scaling_of
+from megatron.core.tensor_parallel.low_precision import LowPrecisionLinearOptions, low_precision_linear, make_tp_scaling
 from megatron.core.tensor_parallel.overlapped_matmul import all_gather_matmul, matmul_reduce_scatter
-from megatron.core.tensor_parallel.quantized import dense, frozen_linear
-from megatron.core.tensor_parallel.region import Region
+from megatron.core.tensor_parallel.quantized import dense_weight, frozen_quantized_linear
+from megatron.core.tensor_parallel.region import TensorParallelRegion
 
 
-def _weight_gradients(x: Tensor, gradient: Tensor, *, bias: bool, into: MainGrad | None) -> tuple[Tensor | None, ...]:
-    """Of y = x W^T + b: dW, and db if there is one. x: [..., in]; gradient: [..., out]. into: where dW is added, and then None for it."""
+def _weight_and_bias_gradients(
+    x: Tensor, gradient: Tensor, *, bias: bool, into: MainGrad | None
+) -> tuple[Tensor | None, ...]:
+    """Return dW, and with `bias` also db, of y = x W^T + b; dW is None if it was added `into` the main gradient.
+
+    x: [..., in]; gradient: of y, [..., out].
+    """
     flat, x, weight_gradient = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1]), None
     if into is None:
         weight_gradient = flat.t().matmul(x)
@@ -49,14 +54,16 @@ def _weight_gradients(x: Tensor, gradient: Tensor, *, bias: bool, into: MainGrad
 
 
 class _ColumnParallelLinear(Function):
-    """Enter the region, multiply; backward overlaps the input gradient's collective with the weight gradient."""
+    """Autograd function of a column-parallel layer: all-gather x under sequence parallelism, multiply; backward
+    overlaps the input gradient's collective with the weight gradient.
+    """
 
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
+    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorParallelRegion) -> Tensor:
         context.save_for_backward(x, weight)
         context.region, context.into = region, region.main_grad_of(weight)
         context.bias = bias if bias is not None and bias.requires_grad else None
-        matrix = dense(weight)
+        matrix = dense_weight(weight)
         if region.overlapped.gathers:
             return all_gather_matmul(x, matrix.t(), bias, region.axis)[0]
         whole = collectives.all_gather(x, region.axis) if region.sequence_parallel else x
@@ -72,8 +79,8 @@ class _ColumnParallelLinear(Function):
         if (
             region.sequence_parallel and learns and not later
         ):  # the gathered input is not kept: it is fetched again behind the first matmul
-            whole, gathering = _start_gather(x, region)
-        matrix = dense(weight)
+            whole, gathering = _start_input_gather(x, region)
+        matrix = dense_weight(weight)
         if region.overlapped.gradients:
             own, sending = matmul_reduce_scatter(gradient, matrix, axis), None
             collectives.wait(gathering)
@@ -89,39 +96,43 @@ class _ColumnParallelLinear(Function):
         if later:
             region.wgrad_store.put(
                 [weight] if bias is None else [weight, bias],
-                partial(_delayed_weight_gradients, x, gradient, region, bias is not None, context.into),
+                partial(_gather_then_weight_gradients, x, gradient, region, bias is not None, context.into),
                 context.into,
             )
         elif learns:
-            gradients = _weight_gradients(whole, gradient, bias=bias is not None, into=context.into)
+            gradients = _weight_and_bias_gradients(whole, gradient, bias=bias is not None, into=context.into)
         collectives.wait_with_overlap(sending, axis)
         return own, gradients[0], gradients[1] if len(gradients) > 1 else None, None
 
 
-def _start_gather(x: Tensor, region: Region) -> tuple[Tensor, collectives.Work]:
-    """Begin to fetch all positions of a layer's input."""
+def _start_input_gather(x: Tensor, region: TensorParallelRegion) -> tuple[Tensor, collectives.Work]:
+    """Start to all-gather a layer's input along the sequence; return the tensor that will hold it and what to wait for."""
     whole = x.new_empty((x.shape[0] * region.axis.size, *x.shape[1:]))
     return whole, collectives.start_all_gather(whole, x.contiguous(), region.axis)
 
 
-def _delayed_weight_gradients(
-    x: Tensor, gradient: Tensor, region: Region, bias: bool, into: MainGrad | None
+def _gather_then_weight_gradients(
+    x: Tensor, gradient: Tensor, region: TensorParallelRegion, bias: bool, into: MainGrad | None
 ) -> tuple[Tensor | None, ...]:
-    """The weight's and bias's gradients of a layer that enters a region."""
+    """Return weight (and bias) gradients of a column-parallel layer later than its backward pass; gathers x first under
+    sequence parallelism.
+    """
     if region.sequence_parallel:
-        x, gathering = _start_gather(x, region)
+        x, gathering = _start_input_gather(x, region)
         collectives.wait(gathering)
-    return _weight_gradients(x, gradient, bias=bias, into=into)
+    return _weight_and_bias_gradients(x, gradient, bias=bias, into=into)
 
 
 class _RowParallelLinear(Function):
-    """Multiply, and leave the region where a sequence is cut: the sum travels beside the products, and so do gradients."""
+    """Autograd function of a row-parallel layer under sequence parallelism: matmul and reduce-scatter, overlapped if so
+    configured.
+    """
 
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, region: Region) -> Tensor:
+    def forward(context: Any, x: Tensor, weight: Tensor, region: TensorParallelRegion) -> Tensor:
         context.save_for_backward(x, weight)
         context.region, context.into = region, region.main_grad_of(weight)
-        matrix = dense(weight)
+        matrix = dense_weight(weight)
         if region.overlapped.sums:
             return matmul_reduce_scatter(x, matrix.t(), region.axis)
         return collectives.reduce_scatter(x.matmul(matrix.t()), region.axis)
@@ -129,7 +140,7 @@ class _RowParallelLinear(Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight = context.saved_tensors
-        region, matrix = context.region, dense(weight)
+        region, matrix = context.region, dense_weight(weight)
         if region.overlapped.gathers:
             own, whole = all_gather_matmul(gradient, matrix, None, region.axis)
         else:
@@ -137,20 +148,24 @@ class _RowParallelLinear(Function):
             own = whole.matmul(matrix)
         if region.wgrad_store is not None and region.wgrad_store.is_delaying and context.needs_input_grad[1]:
             region.wgrad_store.put(
-                [weight], partial(_weight_gradients, x, whole, bias=False, into=context.into), context.into
+                [weight], partial(_weight_and_bias_gradients, x, whole, bias=False, into=context.into), context.into
             )
             return own, None, None
         gradients = (
-            _weight_gradients(x, whole, bias=False, into=context.into) if context.needs_input_grad[1] else (None,)
+            _weight_and_bias_gradients(x, whole, bias=False, into=context.into)
+            if context.needs_input_grad[1]
+            else (None,)
         )
         return own, gradients[0], None
 
 
 class _LocalLinear(Function):
-    """x W^T + b, whose weight gradient may wait, and is added to what others have said by the matmul that makes it."""
+    """Autograd function: x W^T + b without communication; its weight gradient may be delayed, or added to the main
+    gradient.
+    """
 
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
+    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorParallelRegion) -> Tensor:
         context.save_for_backward(x, weight)
         context.region, context.into = region, region.main_grad_of(weight)
         context.bias = bias if bias is not None and bias.requires_grad else None
@@ -163,34 +178,39 @@ class _LocalLinear(Function):
         gradients: tuple[Tensor | None, ...] = (None,)
         own = gradient.matmul(weight) if context.needs_input_grad[0] else None
         if wgrad_store is not None and wgrad_store.is_delaying and context.needs_input_grad[1]:
-            compute = partial(_weight_gradients, x, gradient, bias=bias is not None, into=context.into)
+            compute = partial(_weight_and_bias_gradients, x, gradient, bias=bias is not None, into=context.into)
             wgrad_store.put([weight] if bias is None else [weight, bias], compute, context.into)
         elif context.needs_input_grad[1] or bias is not None:
-            gradients = _weight_gradients(x, gradient, bias=bias is not None, into=context.into)
+            gradients = _weight_and_bias_gradients(x, gradient, bias=bias is not None, into=context.into)
         return own, gradients[0], gradients[1] if len(gradients) > 1 else None, None
 
 
-def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
-    """x W^T + b with W cut by rows. x: [s or s/tp, b, h]; weight: [out/tp, h]. Returns [s, b, out/tp]."""
+def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorParallelRegion) -> Tensor:
+    """Return x W^T + b, [s, b, out/tp], with the rows of W cut over the tensor ranks.
+
+    x: [s or s/tp, b, h]; weight: [out/tp, h]; bias: [out/tp].
+    """
     if region.axis.size == 1:
         return local_linear(x, weight, bias, region)
     return _ColumnParallelLinear.apply(x, weight, bias, region)
 
 
-def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
-    """x W^T + b, inside a region. x: [..., in]; weight: [out, in]."""
-    if quantized_of(weight) is not None:
-        return frozen_linear(x, weight, bias)
+def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorParallelRegion) -> Tensor:
+    """Return x W^T + b, [..., out], without communication; the weight may be quantized. x: [..., in]; weight: [out,
+    in].
+    """
+    if quantized_values_of(weight) is not None:
+        return frozen_quantized_linear(x, weight, bias)
     into = region.main_grad_of(weight)
     if region.wgrad_store is None and into is None:
         return F.linear(x, weight, bias)
     if into is not None and torch.compiler.is_compiling():
-        return graph_linear.linear(x, weight, bias, into)
+        return graph_linear.linear_into_main_grad(x, weight, bias, into)
     return _LocalLinear.apply(x, weight, bias, region)
 
 
-class AdaptedLinear(nn.Module):
-    """What linear layers have in common: a weight, perhaps a bias, and perhaps an adapter beside them."""
+class AdaptableLinear(nn.Module):
+    """Base of linear layers: a weight, perhaps a bias, and perhaps an adapter."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -202,31 +222,36 @@ class AdaptedLinear(nn.Module):
     def apply_with_adapter(
         self, x: Tensor, bias: Tensor | None, multiply: Callable[[Tensor, Tensor | None], Tensor]
     ) -> Tensor:
-        """Return multiply(x, bias) plus the adapter's product. With DoRA the bias is added after the rows are rescaled.
+        """Return multiply(x, bias), changed by the adapter if there is an enabled one. With DoRA the bias is added
+        after the rows are rescaled.
 
-        x: [..., in]; bias: [out/tp] or [out]. Returns [..., out/tp] or [..., out], in the state of the base layer's
-        result.
+        x: [..., in]; bias: [out/tp] or [out]. Returns [..., out/tp] or [..., out], whole or a partial sum as `multiply`
+        gives it.
         """
         if self.adapter is None or not self.adapter.enabled:
             return multiply(x, bias)
-        if not self.adapter.has_magnitudes:
+        if not self.adapter.has_dora_magnitudes:
             return self.adapter(x, multiply(x, bias), self.weight)
-        result = self.adapter(x, multiply(x, None), dense(self.weight))
+        result = self.adapter(x, multiply(x, None), dense_weight(self.weight))
         return result if bias is None else result + bias
 
     def merged_weight(self) -> Tensor:
-        """The matrix of the layer and its adapter together, [out, in], the shard of this rank. For decoding: without gradients."""
-        adapter, weight = self.adapter, dense(self.weight)
+        """Return this rank's shard of the weight with the adapter merged in, dequantized, [out, in]. For decoding: has
+        no gradient if there is an adapter.
+        """
+        adapter, weight = self.adapter, dense_weight(self.weight)
         return adapter.merged_weight(weight) if adapter is not None and adapter.enabled else weight
 
     def initialize_from_other_parameters(self) -> None:
-        """The lengths of rows begin as those of the weight."""
-        if self.adapter is not None and self.adapter.has_magnitudes:
-            self.adapter.reset_magnitudes(dense(self.weight))
+        """Set the DoRA magnitudes to the row norms of the weight; `materialize` calls it."""
+        if self.adapter is not None and self.adapter.has_dora_magnitudes:
+            self.adapter.reset_dora_magnitudes(dense_weight(self.weight))
 
 
-class ColumnLinear(AdaptedLinear):
-    """A linear layer whose output is cut. parts: the segments of its output, each cut by itself."""
+class ColumnParallelLinear(AdaptableLinear):
+    """Column-parallel linear layer: its output is cut over the tensor ranks. parts: fused segments of the output, each
+    cut by itself.
+    """
 
     def __init__(
         self,
@@ -235,7 +260,7 @@ class ColumnLinear(AdaptedLinear):
         *,
         bias: bool,
         init: Initial,
-        region: Region,
+        region: TensorParallelRegion,
         mesh: Mesh,
         dtype: torch.dtype,
         kind: Kind = "matrix",
@@ -250,7 +275,7 @@ class ColumnLinear(AdaptedLinear):
             if bias
             else None
         )
-        self.scaling = scaling_of(region.low, mesh)
+        self.scaling = make_tp_scaling(region.low, mesh)
 
     def forward(self, x: Tensor, skip_bias_add: bool = False, *, skip_bias_gradient: bool = False) -> Tensor:
         """x: [s, b, h] (or [s/tp, b, h] with sequence parallelism). Returns [s, b, out/tp].
@@ -265,16 +290,18 @@ class ColumnLinear(AdaptedLinear):
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.scaling is not None:
             if torch.compiler.is_compiling():
-                return graph_low_linear.multiply(x, self.weight, bias, self.scaling)
-            way = LowLinearOptions(
+                return graph_low_linear.compiled_low_precision_linear(x, self.weight, bias, self.scaling)
+            way = LowPrecisionLinearOptions(
                 self.scaling, self.region.axis, self.region.sequence_parallel, self.region.wgrad_store
             )
-            return low_linear(x, self.weight, bias, way)
+            return low_precision_linear(x, self.weight, bias, way)
         return column_parallel_linear(x, self.weight, bias, self.region)
 
 
-class Linear(AdaptedLinear):
-    """A linear layer that is whole on every rank. sum_over: axes whose ranks each see a share of the positions."""
+class ReplicatedLinear(AdaptableLinear):
+    """Linear layer that is whole on every rank. sum_over: axes over which its gradients are summed, as each rank
+    computes a share.
+    """
 
     def __init__(
         self,
@@ -295,16 +322,18 @@ class Linear(AdaptedLinear):
         self.bias = meta_parameter(spec, mesh, dtype) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., in]. Returns [..., out]."""
+        """Return x W^T + b, [..., out]. x: [..., in]."""
         return self.apply_with_adapter(x, self.bias, self._multiply)
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        frozen = quantized_of(self.weight) is not None
-        return (frozen_linear if frozen else F.linear)(x, self.weight, bias)
+        frozen = quantized_values_of(self.weight) is not None
+        return (frozen_quantized_linear if frozen else F.linear)(x, self.weight, bias)
 
 
-class RowLinear(AdaptedLinear):
-    """A linear layer whose input is cut. Its bias is added once, after the sum."""
+class RowParallelLinear(AdaptableLinear):
+    """Row-parallel linear layer: its input is cut over the tensor ranks, their partial outputs are summed, then the
+    bias is added.
+    """
 
     def __init__(
         self,
@@ -313,7 +342,7 @@ class RowLinear(AdaptedLinear):
         *,
         bias: bool,
         init: Initial,
-        region: Region,
+        region: TensorParallelRegion,
         mesh: Mesh,
         dtype: torch.dtype,
     ) -> None:
@@ -323,13 +352,14 @@ class RowLinear(AdaptedLinear):
         self.weight = meta_parameter(ParamSpec((output_size, input_size), init, "matrix", shards), mesh, dtype)
         spec = ParamSpec((output_size,), constant_initializer(0.0), "vector", sum_over=region.gradient_sum_axes)
         self.bias = meta_parameter(spec, mesh, dtype) if bias else None
-        self.scaling = scaling_of(region.low, mesh)
+        self.scaling = make_tp_scaling(region.low, mesh)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [s, b, in/tp]. Returns [s, b, h] (or [s/tp, b, h] with sequence parallelism)."""
-        return self.apply_with_adapter(x, self.bias, self._reduce_with_bias)
+        """Multiply x [s, b, in/tp]; return [s, b, h] (or [s/tp, b, h] with sequence parallelism)."""
+        return self.apply_with_adapter(x, self.bias, self._multiply_and_reduce)
 
-    def _reduce_with_bias(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def _multiply_and_reduce(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply, sum over the tensor ranks (all-reduce or reduce-scatter), and add the bias."""
         if self.region.axis.size == 1:
             return self._multiply(x, bias)
         overlapped = self.region.overlapped
@@ -343,6 +373,8 @@ class RowLinear(AdaptedLinear):
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.scaling is not None:
             if torch.compiler.is_compiling():
-                return graph_low_linear.multiply(x, self.weight, bias, self.scaling)
-            return low_linear(x, self.weight, bias, LowLinearOptions(self.scaling, wgrad_store=self.region.wgrad_store))
+                return graph_low_linear.compiled_low_precision_linear(x, self.weight, bias, self.scaling)
+            return low_precision_linear(
+                x, self.weight, bias, LowPrecisionLinearOptions(self.scaling, wgrad_store=self.region.wgrad_store)
+            )
         return local_linear(x, self.weight, bias, self.region)

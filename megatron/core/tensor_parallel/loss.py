@@ -18,12 +18,17 @@ from torch.autograd import Function
 from megatron.core.kernels.linear_loss import VocabularyShard
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
-from megatron.core.tensor_parallel.region import Region
+from megatron.core.tensor_parallel.region import TensorParallelRegion
 
 _ROWS = 16  # rows handled at a time on a CPU: 16 rows of 50k columns stay in its cache
 
 
-class _CrossEntropy(Function):
+class _VocabParallelCrossEntropy(Function):
+    """Autograd function of `cross_entropy`; backward writes the gradient over the saved exponentials.
+
+    valid: number of local columns that are no padding.
+    """
+
     @staticmethod
     def forward(context: Any, logits: Tensor, targets: Tensor, axis: Axis, valid: int) -> Tensor:
         columns = logits.shape[-1]
@@ -60,33 +65,35 @@ class _CrossEntropy(Function):
 
 
 def _row_blocks(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Split a tensor by rows into blocks that fit the cache of a CPU; on other devices return it whole."""
     return tensor.split(_ROWS) if tensor.device.type == "cpu" else (tensor,)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, axis: Axis, true_vocab_size: int) -> Tensor:
-    """The loss of every token. Consumes the logits: their memory is reused.
+def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, axis: Axis, true_vocab_size: int) -> Tensor:
+    """Return the cross entropy of every token, [s, b] in fp32 (fp64 for fp64 logits). Overwrites the logits.
 
-    logits: [s, b, v/tp], padded columns included; targets: [s, b]. Returns [s, b] in fp32 (fp64 for fp64 logits).
+    logits: [s, b, v/tp], padded columns included; targets: [s, b], global ids, below 0 to ignore (loss 0).
     """
     valid = true_vocab_size - axis.rank * logits.shape[-1]
-    return _CrossEntropy.apply(logits, targets, axis, valid)
+    return _VocabParallelCrossEntropy.apply(logits, targets, axis, valid)
 
 
-def linear_cross_entropy(
+def fused_linear_cross_entropy(
     kernel: Callable[..., Tensor],
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
     *,
-    region: Region,
+    region: TensorParallelRegion,
     true_vocab_size: int,
     softcap: float | None = None,
 ) -> Tensor:
-    """The loss of every token from its hidden state, by a kernel that never holds all logits (`kernels.linear_loss`).
+    """Return the cross entropy of every token, [s, b] in fp32 or wider, by a kernel that never holds all logits
+    (`kernels.linear_loss`).
 
-    x: [s or s/tp, b, h], between regions; weight: [v/tp, h]; bias: [v/tp]; targets: [s, b]. Returns [s, b], wide. Gradients of
-    weights are made with those of states: none of them waits, whatever the schedule.
+    x: [s or s/tp, b, h]; weight: [v/tp, h]; bias: [v/tp]; targets: [s, b]. Gradients of weights are computed
+    with those of states: no schedule delays them.
     """
     first = region.axis.rank * len(weight)
     words = VocabularyShard(first, true_vocab_size - first, softcap, partial(collectives.all_gather, axis=region.axis))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.kernels.reference import accumulation_dtype
+from megatron.core.kernels.reference import accumulation_dtype_of
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import Kind, ParamSpec, constant_initializer, meta_parameter
@@ -38,7 +38,7 @@ class Norm(nn.Module):
         self.bias = meta_parameter(shift, mesh, dtype) if model.normalization == "LayerNorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., size]. Returns the same shape."""
+        """Normalize x [..., size]; returns the same shape, in the dtype of the weight."""
         scale = effective_norm_weight(self.weight, x.dtype, one_plus=self.one_plus)
         x = x.to(scale.dtype)
         if self.bias is None:
@@ -46,7 +46,7 @@ class Norm(nn.Module):
         return self.kernels.layer_norm(x, scale, self.bias.to(x.dtype), self.epsilon).to(self.weight.dtype)
 
     def add_and_norm(self, x: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
-        """x + update and its norm, by one kernel. x, update: [..., size], of the module's own format."""
+        """Return x + update and the norm of the sum, by one kernel. x, update: [..., size], in the dtype of the weight."""
         residual_norm = self.kernels.residual_norm
         assert residual_norm is not None, "layers ask for the sum only where there is a kernel for it"
         return residual_norm(
@@ -55,9 +55,9 @@ class Norm(nn.Module):
 
 
 def effective_norm_weight(weight: Tensor, dtype: torch.dtype, *, one_plus: bool) -> Tensor:
-    """Return the factor [h] of a normalized x. one_plus: the weight [h] is the factor minus one, and the sum stays in
-    fp32.
+    """Return the factor [h] that multiplies a normalized x: the weight, or with one_plus the weight plus 1, in fp32 or
+    wider.
 
     In bf16, numbers near 1 are 0.008 apart but much closer near 0: rounding the sum would lose what the weight holds.
     """
-    return weight.to(accumulation_dtype(dtype)) + 1.0 if one_plus else weight.to(dtype)
+    return weight.to(accumulation_dtype_of(dtype)) + 1.0 if one_plus else weight.to(dtype)

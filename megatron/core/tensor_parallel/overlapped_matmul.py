@@ -35,7 +35,10 @@ class OverlappedMatmuls:
 
 
 def all_gather_matmul(x: Tensor, matrix: Tensor, bias: Tensor | None, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Gather x over the axis and multiply. x: [s/tp, b, i]; matrix: [i, o]. Returns the product [s, b, o] and the gathered x [s, b, i]."""
+    """All-gather x over the axis and multiply, overlapped. x: [s/tp, b, i]; matrix: [i, o].
+
+    Returns the product plus bias, [s, b, o], and the gathered x, [s, b, i].
+    """
     whole = x.new_empty((axis.size, *x.shape))
     product = x.new_empty((axis.size, *x.shape[:-1], matrix.shape[-1]))
     whole[axis.rank] = x
@@ -48,7 +51,9 @@ def all_gather_matmul(x: Tensor, matrix: Tensor, bias: Tensor | None, axis: Axis
 
 
 def matmul_reduce_scatter(x: Tensor, matrix: Tensor, axis: Axis) -> Tensor:
-    """Multiply, and reduce-scatter the product over the axis. x: [s, b, i]; matrix: [i, o]; returns [s/tp, b, o]."""
+    """Multiply, and reduce-scatter the product over the axis, overlapped. x: [s, b, i]; matrix: [i, o]; returns [s/tp,
+    b, o].
+    """
     pieces = x.chunk(axis.size)
     total, own, arriving = (x.new_empty((*pieces[0].shape[:-1], matrix.shape[-1])) for _ in range(3))
     _matmul_into(pieces[axis.rank - 1], matrix, None, total)
@@ -61,7 +66,7 @@ def matmul_reduce_scatter(x: Tensor, matrix: Tensor, axis: Axis) -> Tensor:
 
 
 def _matmul_into(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """x times the matrix, and the bias, into `out`."""
+    """Write x @ matrix (+ bias) into `out`."""
     rows, out = x.flatten(0, -2), out.flatten(0, -2)
     if bias is None:
         torch.mm(rows, matrix, out=out)

@@ -20,19 +20,19 @@ from torch.autograd import Function
 from megatron.core.kernels.low_precision.weight_blocks import (
     BLOCK,
     SCALES,
-    QuantizedBlocks,
-    dequantize,
+    BlockQuantizedWeight,
+    dequantize_weight_blocks,
+    nf4_value_pairs,
     nf4_values,
-    pack,
-    pairs_of_values,
-    quantize,
-    unpacked_values,
+    pack_4_bit_codes,
+    quantize_weight_blocks,
+    unpack_nf4_values,
 )
 from megatron.core.parallel.box_hash import box_hash
 from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import derive_seed
-from megatron.core.parallel.spec import LocalShard, local_shape, local_shards, quantized_of, spec_of
+from megatron.core.parallel.spec import LocalShard, local_shape, local_shards, param_spec_of, quantized_values_of
 
 
 class QuantizedWeight:
@@ -42,9 +42,9 @@ class QuantizedWeight:
     """
 
     def __init__(self, param: nn.Parameter, mesh: Mesh, format: str) -> None:
-        self.spec, self.dtype, self.format, self.device = spec_of(param), param.dtype, format, mesh.device
+        self.spec, self.dtype, self.format, self.device = param_spec_of(param), param.dtype, format, mesh.device
         self.shards = local_shards(self.spec, mesh)
-        self.boxes = tuple(_whole_blocks(shard.box, self.spec.shape) for shard in self.shards)
+        self.boxes = tuple(_enclosing_whole_blocks(shard.box, self.spec.shape) for shard in self.shards)
         self.hashes: list[Tensor | None] = [None] * len(self.shards)
         *stacked, rows, self._columns = local_shape(self.spec, mesh)
         self._first = self.shards[0].box.offset[-1] - self.boxes[0].offset[-1]
@@ -58,27 +58,29 @@ class QuantizedWeight:
             ((*stacked, sum(self._means_of), blocks), torch.float32),
             ((rows,), torch.int32),
         )
-        self._pairs = pairs_of_values().to(mesh.device) if format == "nf4" else torch.empty(0)
+        self._pairs = nf4_value_pairs().to(mesh.device) if format == "nf4" else torch.empty(0)
         self._tensors: tuple[Tensor, ...] = ()
 
     def stored_tensors(self) -> tuple[Tensor, ...]:
-        """Return what is stored:
-
-        codes, codes of scales, means, steps, and the block of each row; any shape; allocated at first use.
+        """Return the tensors (any shape) that hold this rank's shard, allocated at first use: codes, codes of scales,
+        means and steps of scales, and for each row the index of its means.
         """
         if not self._tensors:
             self._tensors = tuple(torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in self._sizes)
         return self._tensors
 
     def quantize_box(self, index: int, values: Tensor) -> None:
-        """Quantize the values of a box (any shape), given by its index, and store what this rank holds of it."""
+        """Quantize the values of box number `index`, and store the part that this rank holds.
+
+        values: of the shape of boxes[index].
+        """
         shard, box, values = self.shards[index], self.boxes[index], values.to(self.device)
         own = values[shard.box.shifted(tuple(-start for start in box.offset)).slices()]
         self.hashes[index] = box_hash(own, shard.box, self.spec.shape, derive_seed("base", self.spec.name))
-        blocks = quantize(values, self.format)
+        blocks = quantize_weight_blocks(values, self.format)
         (*stacked, rows, _), codes = shard.local.slices(), _slice_shard_blocks(blocks, shard, box)
         packed, scales, means, steps, means_of_row = self.stored_tensors()
-        packed[(*stacked, rows)] = pack(codes.codes) if self.format == "nf4" else codes.codes
+        packed[(*stacked, rows)] = pack_4_bit_codes(codes.codes) if self.format == "nf4" else codes.codes
         scales[(*stacked, rows)] = codes.scales
         before = sum(self._means_of[:index])
         here = slice(before, before + self._means_of[index])
@@ -86,19 +88,18 @@ class QuantizedWeight:
         places = torch.arange(rows.stop - rows.start, device=self.device) + (shard.box.offset[-2] - box.offset[-2])
         means_of_row[rows] = (before + places // SCALES).int()
 
-    def dense(self) -> Tensor:
-        """Return the dequantized weight of this rank, newly allocated:
-
-        [..., rows, columns] of its shard, in the parameter's dtype.
-        """
+    def dequantized(self) -> Tensor:
+        """Return this rank's shard dequantized, newly allocated, [..., rows, columns], in the parameter's dtype."""
         packed, scales, means, steps, of_row = self.stored_tensors()
-        levels = unpacked_values(packed, self._columns, self._pairs) if self.format == "nf4" else packed.float() / 127
+        levels = unpack_nf4_values(packed, self._columns, self._pairs) if self.format == "nf4" else packed.float() / 127
         wide = torch.addcmul(means.index_select(-2, of_row), steps.index_select(-2, of_row), scales.float())
-        return dequantize(levels, wide.clamp_min(0.0), first=self._first, dtype=self.dtype)
+        return dequantize_weight_blocks(levels, wide.clamp_min(0.0), first=self._first, dtype=self.dtype)
 
 
-def _whole_blocks(box: Box, shape: tuple[int, ...]) -> Box:
-    """The smallest box of whole blocks around a box of a matrix, or of several."""
+def _enclosing_whole_blocks(box: Box, shape: tuple[int, ...]) -> Box:
+    """Return the smallest box that contains `box` and consists of whole quantization blocks. shape: of the global
+    tensor.
+    """
     offset, size = list(box.offset), list(box.shape)
     for dim, block in ((-2, SCALES), (-1, BLOCK)):
         stop = min(-(-(offset[dim] + size[dim]) // block) * block, shape[dim])
@@ -107,16 +108,21 @@ def _whole_blocks(box: Box, shape: tuple[int, ...]) -> Box:
     return Box(tuple(offset), tuple(size))
 
 
-def _slice_shard_blocks(blocks: QuantizedBlocks, shard: LocalShard, box: Box) -> QuantizedBlocks:
-    """Of the blocks of a box, the rows and columns of a local shard. Means and steps stay those of all rows."""
+def _slice_shard_blocks(blocks: BlockQuantizedWeight, shard: LocalShard, box: Box) -> BlockQuantizedWeight:
+    """Return the rows and columns of a local shard from the quantized blocks of its box. Means and steps stay those of
+    all rows.
+    """
     rows, columns = shard.box.shifted(tuple(-start for start in box.offset)).slices()[-2:]
-    return QuantizedBlocks(blocks.codes[..., rows, columns], blocks.scales[..., rows, :], blocks.means, blocks.steps)
+    return BlockQuantizedWeight(
+        blocks.codes[..., rows, columns], blocks.scales[..., rows, :], blocks.means, blocks.steps
+    )
 
 
-def quantize_frozen(network: nn.Module, mesh: Mesh, format: str) -> None:
-    """Have the frozen matrices of a network's layers held quantized: of all modules that may have an adapter.
+def prepare_frozen_quantization(network: nn.Module, mesh: Mesh, format: str) -> None:
+    """Make the frozen matrices of all modules that may have adapters be stored quantized (nf4 or int8).
 
-    Before their values are drawn or loaded: these are quantized one by one, so that no rank ever has the whole network dense.
+    Call it before their values are drawn or loaded: these are quantized one by one, so that no rank ever has the whole
+    network unquantized.
     """
     for module in network.modules():
         weight = getattr(module, "weight", None)
@@ -124,57 +130,68 @@ def quantize_frozen(network: nn.Module, mesh: Mesh, format: str) -> None:
             weight.quantized = QuantizedWeight(weight, mesh, format)  # type: ignore[attr-defined]
 
 
-def quantize_and_dequantize(read: Callable[[Box], Tensor], box: Box, shape: tuple[int, ...], format: str) -> Tensor:
-    """What a matrix would hold in a box if it were quantized, fp32. read: its values in a box; shape: [out, in]."""
-    outer = _whole_blocks(box, shape)
-    blocks = quantize(read(outer), format)
+def quantized_values_of_box(read: Callable[[Box], Tensor], box: Box, shape: tuple[int, ...], format: str) -> Tensor:
+    """Return the values of a box of a matrix as they would be after quantization, fp32.
+
+    read: returns the matrix's values in a box; shape: of the whole matrix, [out, in]; format: nf4 or int8.
+    """
+    outer = _enclosing_whole_blocks(box, shape)
+    blocks = quantize_weight_blocks(read(outer), format)
     scales = blocks.means.repeat_interleave(SCALES, -2)[: outer.shape[0]]
     scales = scales + blocks.steps.repeat_interleave(SCALES, -2)[: outer.shape[0]] * blocks.scales
     levels = torch.tensor(nf4_values())[blocks.codes.int()] if format == "nf4" else blocks.codes.float() / 127
-    values = dequantize(levels, scales.clamp_min(0.0), first=0, dtype=torch.float32)
+    values = dequantize_weight_blocks(levels, scales.clamp_min(0.0), first=0, dtype=torch.float32)
     return values[box.shifted(tuple(-start for start in outer.offset)).slices()]
 
 
-def dense(weight: Tensor) -> Tensor:
-    """Return a weight as it is multiplied (any shape): itself, or dequantized if it is stored as codes."""
-    quantized = quantized_of(weight)
-    return weight if quantized is None else cast(QuantizedWeight, quantized).dense()
+def dense_weight(weight: Tensor) -> Tensor:
+    """Return a weight as it is multiplied (any shape): itself, or dequantized if it is stored quantized."""
+    quantized = quantized_values_of(weight)
+    return weight if quantized is None else cast(QuantizedWeight, quantized).dequantized()
 
 
-class _FrozenLinear(Function):
-    """x W^T, of a weight that is dequantized in each direction."""
+class _FrozenQuantizedLinear(Function):
+    """Autograd function: x W^T with a quantized weight, dequantized in the forward and again in the backward pass; no
+    weight gradient.
+    """
 
     @staticmethod
     def forward(context: Any, x: Tensor, weight: nn.Parameter) -> Tensor:
         context.weight = weight
-        return F.linear(x, dense(weight))
+        return F.linear(x, dense_weight(weight))
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.matmul(dense(context.weight)), None
+        return gradient.matmul(dense_weight(context.weight)), None
 
 
-class _FrozenGroupedLinear(Function):
-    """x W^T of each row's own expert. kernel: what multiplies."""
+class _FrozenQuantizedGroupedLinear(Function):
+    """Autograd function: as `_FrozenQuantizedLinear`, with each row's expert. kernel: the grouped matmul."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, weight: nn.Parameter, counts: Tensor, kernel: Callable[..., Tensor]) -> Tensor:
         context.save_for_backward(counts)
         context.weight, context.kernel = weight, kernel
-        return kernel(x, dense(weight), counts, None)
+        return kernel(x, dense_weight(weight), counts, None)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (counts,) = context.saved_tensors
-        return context.kernel(gradient, dense(context.weight).transpose(1, 2), counts, None), None, None, None
+        return context.kernel(gradient, dense_weight(context.weight).transpose(1, 2), counts, None), None, None, None
 
 
-def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b, of which the backward pass needs neither x nor W dense. x: [.., in]; weight: [out, in], quantized. Returns [.., out]."""
-    product = _FrozenLinear.apply(x, weight)
+def frozen_quantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x W^T + b, [.., out], with a quantized weight; saves neither x nor the dequantized W for backward.
+
+    x: [.., in]; weight: [out, in], quantized.
+    """
+    product = _FrozenQuantizedLinear.apply(x, weight)
     return product if bias is None else product + bias
 
 
-def frozen_grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, kernel: Callable[..., Tensor]) -> Tensor:
-    """`reference.grouped_linear` of quantized experts by a kernel of it. x: [n, in]; weight: [e, out, in]; counts: [e]. Returns [n, out]."""
-    return _FrozenGroupedLinear.apply(x, weight, counts, kernel)
+def frozen_quantized_grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, kernel: Callable[..., Tensor]) -> Tensor:
+    """Return x W^T of each row's expert, [n, out], with quantized experts. kernel: as `reference.grouped_linear`.
+
+    x: [n, in], sorted by expert; weight: [e, out, in]; counts: [e].
+    """
+    return _FrozenQuantizedGroupedLinear.apply(x, weight, counts, kernel)

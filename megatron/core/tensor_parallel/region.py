@@ -17,29 +17,29 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.main_grad import MainGrad, active_main_grad
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.wgrad import WeightGradStore
-from megatron.core.tensor_parallel.low_precision import LowPrecision
+from megatron.core.tensor_parallel.low_precision import LowPrecisionSetup
 from megatron.core.tensor_parallel.overlapped_matmul import OverlappedMatmuls
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
-    """The choice, made once. axis: the tensor axis. wgrad_store: where weight gradients are delayed, if the schedule does so.
+class TensorParallelRegion:
+    """How activations enter and leave tensor-parallel regions. axis: the tensor axis.
 
-    low: how linear layers round what they multiply; None: not at all. overlapped: which matmuls overlap their communication.
-    sums: layers add the gradients of their weights themselves, to where these are summed.
+    wgrad_store: takes delayed weight gradients, if the schedule delays them. low: setup of low-precision matmuls; None:
+    full precision. overlapped: which matmuls overlap their communication. sums: linear layers add weight gradients to
+    the main gradients themselves.
     """
 
     axis: Axis
     sequence_parallel: bool = False
     wgrad_store: WeightGradStore | None = None
-    low: LowPrecision | None = None
+    low: LowPrecisionSetup | None = None
     overlapped: OverlappedMatmuls = OverlappedMatmuls()
     sums: bool = False
 
     def main_grad_of(self, weight: Tensor) -> MainGrad | None:
-        """Return the main gradient to which a layer adds the gradient of a weight (any shape);
-
-        None if autograd is to return it.
+        """Return the main gradient that a layer adds the gradient of this weight (any shape) to; None if autograd
+        returns it.
         """
         return active_main_grad(weight) if self.sums else None
 
@@ -50,23 +50,29 @@ class Region:
         return collectives.identity_then_reduce(x, self.axis)
 
     def reduce_from_region(self, partial: Tensor) -> Tensor:
-        """Leave a region: the sum of all ranks' partial results [s, b, h]; returns [s, b, h], or [s/tp, b, h] with sequence parallelism."""
+        """Leave a region: sum the ranks' partial results [s, b, h]; return [s, b, h], or [s/tp, b, h] with sequence
+        parallelism.
+        """
         if self.sequence_parallel:
             return collectives.scatter_then_gather(partial, self.axis)
         return collectives.reduce_then_identity(partial, self.axis)
 
     def gather_from_region(self, columns: Tensor) -> Tensor:
-        """The whole output of a column-parallel layer, [s, b, out/tp] on each rank; returns [s or s/tp, b, out]."""
+        """Gather the output of a column-parallel layer, [s, b, out/tp], over the ranks; return [s or s/tp, b, out]."""
         return self.scatter_to_sequence(collectives.gather_columns_then_split(columns, self.axis))
 
     def scatter_to_sequence(self, whole: Tensor) -> Tensor:
-        """Of a tensor [s, ...] that all ranks computed, what a rank keeps between regions: [s, ...], or its shard [s/tp, ...]."""
+        """Return what a rank keeps outside of regions of a tensor [s, ...] that all ranks computed: itself, or with
+        sequence parallelism its shard [s/tp, ...]. Backward gathers.
+        """
         return collectives.split_then_gather(whole, self.axis) if self.sequence_parallel else whole
 
     def scatter_tokens(self, x: Tensor) -> Tensor:
-        """The tokens [s/tp, b, h] between regions that this rank alone has: what it holds, or where all hold the same, its piece.
+        """Return tokens that no other tensor rank has, [ceil(s/tp), b, h]: x itself with sequence parallelism, else
+        this rank's chunk of it.
 
-        A sequence that the axis does not divide is filled up with zeros, which `gather_tokens` takes off again.
+        x: hidden states outside of regions. A sequence that the axis does not divide is padded with zeros, which
+        `gather_tokens` drops.
         """
         if self.sequence_parallel:
             return x
@@ -75,29 +81,35 @@ class Region:
         return collectives.split_then_gather(filled, self.axis)
 
     def gather_tokens(self, own: Tensor, held: int) -> Tensor:
-        """The way back from `scatter_tokens`: [s/tp, b, h] to [held, b, h], what a rank holds between regions."""
+        """Undo `scatter_tokens`: return the hidden states outside of regions, [held, b, h]. own: [ceil(held/tp), b, h]."""
         return own if self.sequence_parallel else collectives.gather_then_split(own, self.axis)[:held]
 
-    def local_length(self, sequence: int) -> int:
-        """Positions that a rank holds between regions."""
+    def local_sequence_length(self, sequence: int) -> int:
+        """Return how many positions of a sequence of this length a rank holds outside of regions."""
         return sequence // self.axis.size if self.sequence_parallel else sequence
 
-    def whole_length(self, held: int) -> int:
-        """Positions of the whole sequence, when a rank holds so many between regions."""
+    def whole_sequence_length(self, held: int) -> int:
+        """Return the length of the sequence of which a rank holds `held` positions outside of regions (cut over tensor
+        ranks only).
+        """
         return held * self.axis.size if self.sequence_parallel else held
 
-    def first_position(self, x: Tensor) -> Tensor:
-        """The first position of a tensor [s or s/tp, ...] between regions, on every rank."""
+    def replicate_first_position(self, x: Tensor) -> Tensor:
+        """Return the first position of a tensor [s or s/tp, ...] outside of regions, on every rank."""
         if not self.sequence_parallel:
             return x[0]
         return collectives.reduce_then_identity(x[0] * float(self.axis.is_first), self.axis)
 
     @property
     def gradient_sum_axes(self) -> tuple[str, ...]:
-        """Axes over which gradients of parameters used between regions must be summed."""
+        """Axes over which gradients of parameters used outside of regions must be summed: ("tp",) with sequence
+        parallelism.
+        """
         return ("tp",) if self.sequence_parallel else ()
 
     @property
     def dropout_stream(self) -> str:
-        """Random stream for dropout between regions."""
+        """Name of the random stream for dropout outside of regions: "cut" if ranks hold different positions, else
+        "default".
+        """
         return "cut" if self.sequence_parallel else "default"

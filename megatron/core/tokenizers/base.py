@@ -75,13 +75,13 @@ class Tokenizer(Protocol):
     def id_to_token(self, token: int) -> str:
         """Return how the vocabulary file writes an id."""
 
-    def spans(self, text: str) -> list[tuple[int, int]]:
+    def token_byte_spans(self, text: str) -> list[tuple[int, int]]:
         """Return, for each id of `tokenize(text)`, the range [start, end) of its bytes in the text's UTF-8; ids that are added before
         or after the text have the empty range (0, 0).
         """
 
 
-class SpecialTokens:
+class SpecialTokenDefaults:
     """Defaults of the attributes of `Tokenizer` for kinds without special tokens."""
 
     pad: int | None = None
@@ -97,18 +97,17 @@ class SpecialTokens:
 
 
 def flatten_ids(lists: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Concatenate lists of ids:
-
-    the ids, int32 [tokens], and their lengths, int64 [lists], as `encode_flat` returns them.
-    """
+    """Concatenate lists of ids. Returns the ids, int32 [tokens], and the lengths of the lists, int64 [lists]."""
     lengths = np.fromiter(map(len, lists), np.int64, len(lists))
     return np.fromiter(chain.from_iterable(lists), np.int32, int(lengths.sum())), lengths
 
 
-def with_prefix_and_suffix(
+def add_prefix_and_suffix_ids(
     prefix: Sequence[int], ids: np.ndarray, lengths: np.ndarray, suffix: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Insert the same prefix and suffix ids around each text of flat ids [t] with lengths [n]."""
+    """Insert `prefix` and `suffix` ids around each text of flat ids [t] with lengths [n]. Returns the new ids and
+    lengths.
+    """
     if not prefix and not suffix:
         return ids, lengths
     ends = np.cumsum(lengths)
@@ -132,13 +131,13 @@ def tokenize_around_special(
     return ids
 
 
-def byte_spans(text: str, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Convert spans of characters to spans of UTF-8 bytes."""
+def character_to_byte_spans(text: str, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Convert ranges [start, end) of characters of `text` to ranges of its UTF-8 bytes."""
     places = np.cumsum([0, *(len(character.encode()) for character in text)]).tolist()
     return [(places[first], places[last]) for first, last in spans]
 
 
-def fingerprint(tokenizer: Tokenizer) -> dict[str, str | int]:
+def tokenizer_fingerprint(tokenizer: Tokenizer) -> dict[str, str | int]:
     """Return {"kind": class name, "hash": hex SHA-256, "vocab_size": ids, "eod": id}, to be stored with data made from
     the ids.
 
@@ -162,7 +161,7 @@ def hash_parts(parts: Iterable[bytes]) -> str:
     return total.hexdigest()
 
 
-def read_bytes(path: str | Path, flag: str) -> bytes:
+def read_flag_file_bytes(path: str | Path, flag: str) -> bytes:
     """Return the content of the file given with `flag`; raises `ConfigError` if it cannot be read."""
     try:
         return Path(path).read_bytes()
@@ -170,17 +169,17 @@ def read_bytes(path: str | Path, flag: str) -> bytes:
         raise ConfigError(f"{flag} {path} cannot be read: {error.strerror}") from error
 
 
-def read_text(path: str | Path, flag: str) -> str:
+def read_flag_file_text(path: str | Path, flag: str) -> str:
     """Return the text of the file given with `flag`; raises `ConfigError` if it cannot be read or is not UTF-8."""
     try:
-        return read_bytes(path, flag).decode()
+        return read_flag_file_bytes(path, flag).decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{flag} {path} is not UTF-8 text: {error}") from error
 
 
-def read_json(path: str | Path, flag: str) -> object:
+def read_flag_file_json(path: str | Path, flag: str) -> object:
     """Return the value of the JSON file given with `flag`; raises `ConfigError` if it cannot be read or is not JSON."""
     try:
-        return json.loads(read_text(path, flag))
+        return json.loads(read_flag_file_text(path, flag))
     except (json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"{flag} {path} is not JSON: {error}") from error

@@ -10,18 +10,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.tokenizers.base import SpecialTokens, read_json, read_text
-from megatron.core.tokenizers.bytelevel import ByteLevelBPE, MergesSource, byte_of_character, token_bytes
+from megatron.core.tokenizers.base import SpecialTokenDefaults, read_flag_file_json, read_flag_file_text
+from megatron.core.tokenizers.bytelevel import ByteLevelBPE, MergesSource, byte_of_character, vocab_token_to_bytes
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
 
-class GPT2BPETokenizer(ByteLevelBPE, SpecialTokens):
+class GPT2BPETokenizer(ByteLevelBPE, SpecialTokenDefaults):
     """Byte-level BPE from vocab.json and merges.txt; `<|endoftext|>` ends documents, there is no padding token."""
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
-        vocab = _parse_vocab(read_json(vocab_file, "--vocab-file"), vocab_file)
-        merges = _parse_merges(read_text(merge_file, "--merge-file"), merge_file, vocab, vocab_file)
+        vocab = _validate_vocab(read_flag_file_json(vocab_file, "--vocab-file"), vocab_file)
+        merges = _parse_merges(read_flag_file_text(merge_file, "--merge-file"), merge_file, vocab, vocab_file)
         self.vocab_size = max(vocab.values()) + 1
         self.eod: int = vocab[END_OF_DOCUMENT]
         self.eos = self.eod
@@ -29,8 +29,8 @@ class GPT2BPETokenizer(ByteLevelBPE, SpecialTokens):
         self._tokens = {number: token for token, number in vocab.items()}
         reached = byte_of_character().keys() | {left + right for left, right in merges}
         super().__init__(
-            MergesSource(_bpe_engine(vocab, merges), vocab, merges, pattern="gpt2"),
-            {number: token_bytes(token) for token, number in vocab.items()},
+            MergesSource(_build_bpe(vocab, merges), vocab, merges, pattern="gpt2"),
+            {number: vocab_token_to_bytes(token) for token, number in vocab.items()},
             {token: number for token, number in vocab.items() if token not in reached},
         )
 
@@ -39,7 +39,8 @@ class GPT2BPETokenizer(ByteLevelBPE, SpecialTokens):
         return self._tokens[token]
 
 
-def _bpe_engine(vocab: dict[str, int], merges: list[tuple[str, str]]) -> object:
+def _build_bpe(vocab: dict[str, int], merges: list[tuple[str, str]]) -> object:
+    """Return a tokenizer of the tokenizers library with this vocabulary and these merges."""
     import tokenizers
     from tokenizers import models, pre_tokenizers
 
@@ -49,7 +50,8 @@ def _bpe_engine(vocab: dict[str, int], merges: list[tuple[str, str]]) -> object:
     return bpe
 
 
-def _parse_vocab(vocab: object, path: str | Path) -> dict[str, int]:
+def _validate_vocab(vocab: object, path: str | Path) -> dict[str, int]:
+    """Return the content of vocab.json. `ConfigError` if it is no byte-level vocabulary with an end of document."""
     if not isinstance(vocab, dict) or not vocab or not all(type(number) is int for number in vocab.values()):
         raise ConfigError(f"--vocab-file {path} is not a JSON object of tokens and their numbers")
     if len(set(vocab.values())) != len(vocab) or min(vocab.values()) < 0 or max(vocab.values()) >= 2**31:
@@ -69,6 +71,7 @@ def _parse_vocab(vocab: object, path: str | Path) -> dict[str, int]:
 
 
 def _parse_merges(text: str, path: str | Path, vocab: dict[str, int], vocab_file: str | Path) -> list[tuple[str, str]]:
+    """Return the pairs of merges.txt, in order. `ConfigError` for a line that does not fit the vocabulary."""
     merges = []
     for number, line in enumerate(text.split("\n"), 1):
         left, _, right = line.partition(" ")

@@ -15,9 +15,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron.core.config.flags import ConfigError, flag_name, refuse
+from megatron.core.config.flags import ConfigError, flag_name, raise_config_error_if
 from megatron.core.config.settings.data import TokenizerConfig
-from megatron.core.tokenizers.base import SpecialTokens, Tokenizer, flatten_ids, read_text, tokenize_around_special
+from megatron.core.tokenizers.base import (
+    SpecialTokenDefaults,
+    Tokenizer,
+    flatten_ids,
+    read_flag_file_text,
+    tokenize_around_special,
+)
 from megatron.core.tokenizers.bpe import GPT2BPETokenizer
 from megatron.core.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron.core.tokenizers.sentencepiece import SentencePieceTokenizer
@@ -25,7 +31,7 @@ from megatron.core.tokenizers.tiktoken import TikTokenizer
 from megatron.core.tokenizers.wordpiece import BertWordPieceTokenizer
 
 
-class NullTokenizer(SpecialTokens):
+class NullTokenizer(SpecialTokenDefaults):
     """Text that consists of ids separated by white space; the last of `vocab_size` ids ends documents.
 
     eod, pad: other ids for the end of document and for padding.
@@ -52,7 +58,7 @@ class NullTokenizer(SpecialTokens):
         return {"algorithm": "ids as text", "size": self.vocab_size}
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the numbers in a text."""
+        """Return the numbers in a text. Raises `ValueError` for words that are no ids of the vocabulary."""
         ids = [int(word) for word in text.split()]
         for token in ids:
             if not 0 <= token < self.vocab_size:
@@ -75,7 +81,7 @@ class NullTokenizer(SpecialTokens):
         """Return the number as text."""
         return str(token)
 
-    def spans(self, text: str) -> list[tuple[int, int]]:
+    def token_byte_spans(self, text: str) -> list[tuple[int, int]]:
         """Return the byte range of each number."""
         self.tokenize(text)
         spans, end = [], 0
@@ -86,7 +92,7 @@ class NullTokenizer(SpecialTokens):
         return spans
 
 
-class ByteTokenizer(SpecialTokens):
+class ByteTokenizer(SpecialTokenDefaults):
     """The UTF-8 bytes of a text are its ids; 256 ends a document."""
 
     vocab_size = 257
@@ -125,14 +131,14 @@ class ByteTokenizer(SpecialTokens):
         """Return a byte as <0x41>."""
         return "<eod>" if token == self.eod else f"<0x{token:02X}>"
 
-    def spans(self, text: str) -> list[tuple[int, int]]:
+    def token_byte_spans(self, text: str) -> list[tuple[int, int]]:
         """Return the range of each byte."""
         return [(place, place + 1) for place in range(len(text.encode()))]
 
 
 def _build_bert(config: TokenizerConfig) -> Tokenizer:
     return BertWordPieceTokenizer(
-        _required_file(config.vocab_file),
+        _require_path(config.vocab_file),
         lower_case=config.tokenizer_type == "BertWordPieceLowerCase",
         extra_ids=config.vocab_extra_ids,
     )
@@ -140,7 +146,7 @@ def _build_bert(config: TokenizerConfig) -> Tokenizer:
 
 def _build_tiktoken(config: TokenizerConfig) -> Tokenizer:
     return TikTokenizer(
-        _required_file(config.tokenizer_model),
+        _require_path(config.tokenizer_model),
         config.tiktoken_pattern,
         vocab_size=config.vocab_size,
         num_special=config.tiktoken_num_special_tokens,
@@ -150,7 +156,7 @@ def _build_tiktoken(config: TokenizerConfig) -> Tokenizer:
 
 def _build_sentencepiece(special: Literal["bare", "begun", "named"], config: TokenizerConfig) -> Tokenizer:
     extra_ids = config.vocab_extra_ids if special == "named" else 0
-    return SentencePieceTokenizer(_required_file(config.tokenizer_model), special, extra_ids=extra_ids)
+    return SentencePieceTokenizer(_require_path(config.tokenizer_model), special, extra_ids=extra_ids)
 
 
 def _build_null(config: TokenizerConfig) -> Tokenizer:
@@ -159,8 +165,8 @@ def _build_null(config: TokenizerConfig) -> Tokenizer:
     return NullTokenizer(config.vocab_size, eod=config.null_tokenizer_eod_id, pad=pad)
 
 
-def _required_file(path: str | None) -> str:
-    """Return the path of a file that `problems_of` requires for this kind."""
+def _require_path(path: str | None) -> str:
+    """Return the path of a file that `tokenizer_flag_problems` requires for this kind."""
     assert path is not None, "a tokenizer without its files is refused"
     return path
 
@@ -187,7 +193,7 @@ _BERT = Kind(_build_bert, ("vocab_file",), ("vocab_extra_ids",))
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
         "GPT2BPETokenizer": Kind(
-            lambda config: GPT2BPETokenizer(_required_file(config.vocab_file), _required_file(config.merge_file)),
+            lambda config: GPT2BPETokenizer(_require_path(config.vocab_file), _require_path(config.merge_file)),
             ("vocab_file", "merge_file"),
         ),
         "BertWordPieceLowerCase": _BERT,
@@ -197,7 +203,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "Llama2Tokenizer": Kind(partial(_build_sentencepiece, "begun"), _MODEL),
         "HuggingFaceTokenizer": Kind(
             lambda config: HuggingFaceTokenizer(
-                _required_file(config.tokenizer_model), include_special=config.tokenizer_hf_include_special_tokens
+                _require_path(config.tokenizer_model), include_special=config.tokenizer_hf_include_special_tokens
             ),
             _MODEL,
             ("tokenizer_hf_include_special_tokens",),
@@ -213,8 +219,8 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 )
 
 
-def problems_of(config: TokenizerConfig) -> list[str]:
-    """Return the problems of the tokenizer settings that the flags alone show."""
+def tokenizer_flag_problems(config: TokenizerConfig) -> list[str]:
+    """Return a sentence for each problem of the tokenizer settings that the flags alone show; empty if there is none."""
     kind = config.tokenizer_type
     if kind is None or kind not in KINDS:
         problem = f"--tokenizer-type {kind} is not known" if kind else "no --tokenizer-type is given"
@@ -232,8 +238,8 @@ def problems_of(config: TokenizerConfig) -> list[str]:
     return problems
 
 
-def unused_settings(config: TokenizerConfig) -> dict[str, str]:
-    """Return settings that are given but not used by this kind of tokenizer: setting -> the flag as given."""
+def unused_tokenizer_settings(config: TokenizerConfig) -> dict[str, str]:
+    """Return the settings that are given but not used by this kind of tokenizer: field name -> flag and value as text."""
     kind = config.tokenizer_type
     return {
         field.name: f"{flag_name(field.name)} {_format_value(getattr(config, field.name))}"
@@ -245,9 +251,9 @@ def unused_settings(config: TokenizerConfig) -> dict[str, str]:
     }
 
 
-def without_unused_settings(config: TokenizerConfig) -> TokenizerConfig:
+def drop_unused_settings(config: TokenizerConfig) -> TokenizerConfig:
     """Return the settings without those that this kind of tokenizer does not use."""
-    unasked = unused_settings(config)
+    unasked = unused_tokenizer_settings(config)
     usual: dict[str, Any] = {field.name: field.default for field in fields(config) if field.name in unasked}
     return replace(config, **usual)
 
@@ -256,23 +262,23 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """Build the tokenizer that the settings describe; raises `ConfigError` if they name none, or contain unused
     settings.
     """
-    refuse(
+    raise_config_error_if(
         [
-            *problems_of(config),
+            *tokenizer_flag_problems(config),
             *(
                 f"{given} is not read by --tokenizer-type {config.tokenizer_type}; leave it out"
-                for given in unused_settings(config).values()
+                for given in unused_tokenizer_settings(config).values()
             ),
         ]
     )
     assert config.tokenizer_type is not None, "settings without a kind are refused"
     tokenizer = KINDS[config.tokenizer_type].build(config)
     if config.chat_template is not None:
-        tokenizer.chat_template = _read_template(config.chat_template)
+        tokenizer.chat_template = _read_chat_template(config.chat_template)
     return tokenizer
 
 
-def missing_files(config: TokenizerConfig) -> list[str]:
+def missing_tokenizer_files(config: TokenizerConfig) -> list[str]:
     """Return the given tokenizer files that do not exist."""
     return [
         file
@@ -282,10 +288,10 @@ def missing_files(config: TokenizerConfig) -> list[str]:
 
 
 def expected_vocab_size(config: TokenizerConfig) -> tuple[int, str]:
-    """Return (number of ids, a note if it may differ): from the tokenizer's files if they exist, else as many as
-    GPT-2's.
+    """Return (number of ids, a note on why it may be wrong, else ""): from the tokenizer's files, or, if these are
+    missing or invalid, as the flags say.
     """
-    if absent := missing_files(config):
+    if absent := missing_tokenizer_files(config):
         return config.vocab_size_from_flags, f"{', '.join(absent)}: not here"
     files = [file for file in (config.vocab_file, config.merge_file, config.tokenizer_model) if file is not None]
     if not files and config.tokenizer_type != "ByteTokenizer":
@@ -300,13 +306,14 @@ def expected_vocab_size(config: TokenizerConfig) -> tuple[int, str]:
 
 
 def _format_value(value: object) -> str:
+    """Return a flag's value as text; a tuple's values separated by spaces."""
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _read_template(setting: str) -> str:
-    """Return the Jinja template given as text or as the path of a file."""
+def _read_chat_template(setting: str) -> str:
+    """Return the Jinja template given as text or as a path. `ConfigError` if it is neither."""
     if any(mark in setting for mark in ("{{", "{%", "\n")):
         return setting
     if not Path(setting).exists():
         raise ConfigError(f"--chat-template {setting} is neither a file nor a Jinja template, which has {{{{ or {{%")
-    return read_text(setting, "--chat-template")
+    return read_flag_file_text(setting, "--chat-template")

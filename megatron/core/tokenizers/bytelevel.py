@@ -20,7 +20,7 @@ from megatron.core.tokenizers.base import hash_parts, tokenize_around_special
 from megatron.core.tokenizers.engines import (
     Engine,
     MergeRanks,
-    choose_engine,
+    choose_tokenizer_engine,
     gigatoken_engine,
     gigatoken_json_engine,
     tiktoken_engine,
@@ -28,7 +28,7 @@ from megatron.core.tokenizers.engines import (
 )
 
 
-class BPESource(Protocol):
+class BPEDefinition(Protocol):
     """The definition of the ids.
 
     name: of the defining library. candidates: constructors of other engines that may give the same ids.
@@ -56,7 +56,7 @@ class ByteLevelBPE:
     vocab: the bytes of every id. special: names and ids of tokens that ordinary text cannot produce.
     """
 
-    def __init__(self, source: BPESource, vocab: Mapping[int, bytes], special: Mapping[str, int]) -> None:
+    def __init__(self, source: BPEDefinition, vocab: Mapping[int, bytes], special: Mapping[str, int]) -> None:
         self.source = source
         self.vocab = vocab
         self.special = special
@@ -64,7 +64,7 @@ class ByteLevelBPE:
     @cached_property
     def engine_choice(self) -> tuple[Engine, str]:
         """The fastest engine, and a sentence on why it was chosen."""
-        return choose_engine(self.source.candidates, self.source.reference, self.source.name)
+        return choose_tokenizer_engine(self.source.candidates, self.source.reference, self.source.name)
 
     @cached_property
     def vocabulary_hash(self) -> str:
@@ -103,13 +103,13 @@ class ByteLevelBPE:
         """Return the text of ids."""
         return b"".join(self.vocab.get(int(token), b"") for token in ids).decode(errors="replace")
 
-    def spans(self, text: str) -> list[tuple[int, int]]:
+    def token_byte_spans(self, text: str) -> list[tuple[int, int]]:
         """Return the byte range of each token."""
         places = np.cumsum([0, *(len(self.vocab[token]) for token in self.tokenize(text))]).tolist()
         return list(zip(places, places[1:]))
 
 
-class RanksSource:
+class MergeRanksSource:
     """Ids defined by merge ranks, through tiktoken."""
 
     name = "tiktoken"
@@ -158,8 +158,8 @@ class MergesSource:
 
     @cached_property
     def ranks(self) -> MergeRanks | None:
-        """The ranks that give the same ids; None if the merges are not ordered like the tokens they make, make a token twice, or do not
-        give every token back from its bytes.
+        """The equivalent merge ranks; None if the merges are not ordered like the tokens they produce, produce a token
+        twice, or do not encode every token's bytes as that token.
         """
         import tokenizers
 
@@ -175,9 +175,12 @@ class MergesSource:
         result = bare.encode_batch_fast(list(made), add_special_tokens=False)
         if any(len(encoding.ids) != 1 for encoding in result):
             return None
-        return MergeRanks(tuple(map(token_bytes, made)), tuple(self._vocab[token] for token in made), self._pattern)
+        return MergeRanks(
+            tuple(map(vocab_token_to_bytes, made)), tuple(self._vocab[token] for token in made), self._pattern
+        )
 
     def _tiktoken_engine(self) -> Engine:
+        """Return the tiktoken engine of the equivalent merge ranks. Raises `ValueError` if there are none."""
         if self.ranks is None:
             raise ValueError("the merges cannot be written as ranks")
         return tiktoken_engine(self.ranks)
@@ -191,7 +194,7 @@ def byte_of_character() -> dict[str, int]:
     return {chr(byte): byte for byte in plain} | {chr(256 + number): byte for number, byte in enumerate(others)}
 
 
-def token_bytes(token: str) -> bytes:
+def vocab_token_to_bytes(token: str) -> bytes:
     """Return the bytes that a token of vocab.json stands for; its UTF-8 if it is not written in those characters."""
     letters = byte_of_character()
     try:

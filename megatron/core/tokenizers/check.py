@@ -39,40 +39,41 @@ class CorpusFindings:
     first_loss: str = ""
 
 
-def check_tokenizer(tokenizer: Tokenizer, rows: int | None) -> TokenizerFindings:
-    """Check the tokenizer's ids and round trips of the built-in difficult text. rows: number of ids of the model, if
-    known.
+def examine_tokenizer(tokenizer: Tokenizer, rows: int | None) -> TokenizerFindings:
+    """Examine a tokenizer's special ids, vocabulary size and round trips of difficult text; return the findings.
+
+    rows: number of ids of the model, if known. Nothing is raised.
     """
     findings = TokenizerFindings()
-    _check_special_ids(tokenizer, findings)
+    _examine_special_ids(tokenizer, findings)
     if rows is not None and tokenizer.vocab_size > rows:
-        beyond = [_token_name(tokenizer, token) for token in range(rows, tokenizer.vocab_size)]
+        beyond = [_describe_token(tokenizer, token) for token in range(rows, tokenizer.vocab_size)]
         findings.wrong.append(
-            f"{len(beyond)} ids are beyond the model's {rows}: {_list_some(beyond)}; give the model a vocabulary of "
+            f"{len(beyond)} ids are beyond the model's {rows}: {_list_first_names(beyond)}; give the model a vocabulary of "
             f"{tokenizer.vocab_size} or more"
         )
     if tokenizer.unique_identifiers["algorithm"] != "ids as text":  # its texts are numbers, which the samples are not
-        _check_round_trips(tokenizer, findings)
-        _check_special_token_injection(tokenizer, findings)
+        _examine_round_trips(tokenizer, findings)
+        _examine_token_injection(tokenizer, findings)
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        _check_added_tokens(tokenizer, findings)
+        _examine_added_token_matching(tokenizer, findings)
     return findings
 
 
-def check_corpus(tokenizer: Tokenizer, batches: Iterable[Sequence[str]]) -> CorpusFindings:
-    """Encode and decode all texts, and count those that are not restored."""
+def measure_corpus_round_trips(tokenizer: Tokenizer, batches: Iterable[Sequence[str]]) -> CorpusFindings:
+    """Encode and decode all texts; return counts, among them of texts that decoding does not restore."""
     result = CorpusFindings()
     for texts in batches:
         for text in texts:
             ids = tokenizer.tokenize(text)
-            back = _round_trip(tokenizer, ids)
+            back = _decode_without_added_ids(tokenizer, ids)
             result.texts += 1
             result.num_bytes += len(text.encode())
             result.ids += len(ids)
             result.highest = max(result.highest, max(ids, default=-1))
             if back != text:
                 result.lost += 1
-                result.first_loss = result.first_loss or _first_difference(text, back)
+                result.first_loss = result.first_loss or _describe_first_difference(text, back)
     return result
 
 
@@ -81,7 +82,8 @@ def promises_round_trips(tokenizer: Tokenizer) -> bool:
     return tokenizer.unique_identifiers["algorithm"] in LOSSLESS
 
 
-def _check_special_ids(tokenizer: Tokenizer, findings: TokenizerFindings) -> None:
+def _examine_special_ids(tokenizer: Tokenizer, findings: TokenizerFindings) -> None:
+    """Note special ids outside the vocabulary, or shared by roles that must differ."""
     roles = {role: getattr(tokenizer, role) for role in ("eod", "eos", "bos", "pad", "cls", "sep", "mask")}
     given = {role: token for role, token in roles.items() if token is not None}
     for role, token in given.items():
@@ -90,12 +92,12 @@ def _check_special_ids(tokenizer: Tokenizer, findings: TokenizerFindings) -> Non
     others = [role for role, token in given.items() if role != "pad" and token == given.get("pad")]
     if others:
         findings.wrong.append(
-            f"pad and {', '.join(others)} are one id, {_token_name(tokenizer, given['pad'])}: what is padding "
+            f"pad and {', '.join(others)} are one id, {_describe_token(tokenizer, given['pad'])}: what is padding "
             "cannot be told from it, and would get no loss"
         )
     if "bos" in given and given["bos"] in (given.get("eos"), given["eod"]):
         findings.notes.append(
-            f"bos and eos are one id, {_token_name(tokenizer, given['bos'])}: begin and end of a text look the same"
+            f"bos and eos are one id, {_describe_token(tokenizer, given['bos'])}: begin and end of a text look the same"
         )
     if "pad" not in given:
         findings.notes.append("there is no padding id")
@@ -104,12 +106,13 @@ def _check_special_ids(tokenizer: Tokenizer, findings: TokenizerFindings) -> Non
         findings.wrong.append("several sentinels are one id")
 
 
-def _check_round_trips(tokenizer: Tokenizer, findings: TokenizerFindings) -> None:
+def _examine_round_trips(tokenizer: Tokenizer, findings: TokenizerFindings) -> None:
+    """Note kinds of difficult text that decoding does not restore."""
     lost = []
     for kind, text in DIFFICULT.items():
-        back = _round_trip(tokenizer, tokenizer.tokenize(text))
+        back = _decode_without_added_ids(tokenizer, tokenizer.tokenize(text))
         if back != text:
-            lost.append(f"{kind} ({_first_difference(text, back)})")
+            lost.append(f"{kind} ({_describe_first_difference(text, back)})")
     if lost and promises_round_trips(tokenizer):
         findings.wrong.append(
             f"{len(lost)} of {len(DIFFICULT)} kinds of text do not come back from their ids: {'; '.join(lost)}"
@@ -121,7 +124,8 @@ def _check_round_trips(tokenizer: Tokenizer, findings: TokenizerFindings) -> Non
         )
 
 
-def _check_special_token_injection(tokenizer: Tokenizer, findings: TokenizerFindings) -> None:
+def _examine_token_injection(tokenizer: Tokenizer, findings: TokenizerFindings) -> None:
+    """Note names of special tokens that ordinary text turns into those tokens."""
     around = set(tokenizer.tokenize(""))
     forged = [
         name
@@ -129,10 +133,13 @@ def _check_special_token_injection(tokenizer: Tokenizer, findings: TokenizerFind
         if token not in around and any(token in tokenizer.tokenize(text) for text in (name, f"x{name}y", f"x {name} y"))
     ]
     if forged:
-        findings.wrong.append(f"text that holds the name of a special token becomes that token: {_list_some(forged)}")
+        findings.wrong.append(
+            f"text that holds the name of a special token becomes that token: {_list_first_names(forged)}"
+        )
 
 
-def _check_added_tokens(tokenizer: HuggingFaceTokenizer, findings: TokenizerFindings) -> None:
+def _examine_added_token_matching(tokenizer: HuggingFaceTokenizer, findings: TokenizerFindings) -> None:
+    """Note added tokens that match inside words of ordinary text, or swallow white space beside them."""
     added = tokenizer.added_tokens
     inside = [
         repr(token.content)
@@ -140,14 +147,14 @@ def _check_added_tokens(tokenizer: HuggingFaceTokenizer, findings: TokenizerFind
         if not token.special and number in tokenizer.tokenize(f"x{token.content}y")
     ]
     if inside:
-        findings.wrong.append(f"added tokens are found inside words of ordinary text: {_list_some(inside)}")
+        findings.wrong.append(f"added tokens are found inside words of ordinary text: {_list_first_names(inside)}")
     strips = [repr(token.content) for token in added.values() if token.lstrip or token.rstrip]
     if strips:
-        findings.notes.append(f"added tokens swallow the white space beside them: {_list_some(strips)}")
+        findings.notes.append(f"added tokens swallow the white space beside them: {_list_first_names(strips)}")
 
 
-def _round_trip(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Return the decoded text, without the tokens that the tokenizer adds around every text."""
+def _decode_without_added_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Decode ids without those that the tokenizer adds around every text."""
     around = tokenizer.tokenize("")
     count = len(around)
     for first in range(count + 1) if count else ():
@@ -157,7 +164,7 @@ def _round_trip(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return tokenizer.detokenize(ids)
 
 
-def _first_difference(text: str, back: str) -> str:
+def _describe_first_difference(text: str, back: str) -> str:
     """Describe where a text and its round trip first differ."""
     place = next(
         (place for place, (left, right) in enumerate(zip(text, back)) if left != right), min(len(text), len(back))
@@ -165,13 +172,15 @@ def _first_difference(text: str, back: str) -> str:
     return f"{ascii(text[place : place + 12])} became {ascii(back[place : place + 12])}"
 
 
-def _token_name(tokenizer: Tokenizer, token: int) -> str:
+def _describe_token(tokenizer: Tokenizer, token: int) -> str:
+    """Return an id and its token as text, for messages."""
     try:
         return f"{token} {ascii(tokenizer.id_to_token(token))}"
     except (KeyError, IndexError):
         return f"{token} (no token)"
 
 
-def _list_some(names: Sequence[str]) -> str:
+def _list_first_names(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are, as text."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more

@@ -1,7 +1,7 @@
 """Engines: libraries that encode text with a byte-level BPE, and the choice of the fastest that is verified.
 
     reference  the library that defines the ids: tokenizers for merges, tiktoken for ranks
-    choose_engine  gigatoken, else tiktoken, else the reference: the first that gives the reference's ids for the whole sample of
+    choose_tokenizer_engine  gigatoken, else tiktoken, else the reference: the first that gives the reference's ids for the whole sample of
                difficult text (sample.py), and a sentence with the reason
 
 An engine is a function from texts to flat ids. Names of special tokens are ordinary text for every engine.
@@ -71,7 +71,7 @@ class MergeRanks:
 
 
 @contextmanager
-def panics_as_errors() -> Iterator[None]:
+def rust_panics_as_errors() -> Iterator[None]:
     """Context manager that turns a panic of a Rust library into a `ValueError`; pyo3's exception is not an `Exception`.
 
     tiktoken panics if its regular expressions run out of stack, as in a million blanks.
@@ -84,7 +84,7 @@ def panics_as_errors() -> Iterator[None]:
         raise ValueError(f"the tokenizer's library gave up: {error}") from None
 
 
-def num_processors() -> int:
+def num_usable_processors() -> int:
     """Return the number of processors that this process may use; 1 inside a worker process, whose siblings use the
     others.
     """
@@ -108,14 +108,14 @@ def tiktoken_engine(ranks: MergeRanks) -> Engine:
     def encode(text: str) -> np.ndarray:
         # Without special tokens, encode_ordinary is the way that does not look for them; it hides lone surrogates.
         text.encode()
-        with panics_as_errors():
+        with rust_panics_as_errors():
             return np.asarray(encoding.encode_ordinary(text), np.int32)
 
     def encode_flat(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         if len(texts) == 1:
             result = [encode(texts[0])]
         else:
-            with ThreadPoolExecutor(num_processors()) as pool:
+            with ThreadPoolExecutor(num_usable_processors()) as pool:
                 result = list(pool.map(encode, texts))
         lengths = np.fromiter(map(len, result), np.int64, len(result))
         return table[np.concatenate(result)] if result else table[:0], lengths
@@ -124,7 +124,7 @@ def tiktoken_engine(ranks: MergeRanks) -> Engine:
 
 
 def gigatoken_engine(ranks: MergeRanks) -> Engine:
-    """Return a gigatoken engine built from ranks."""
+    """Return a gigatoken engine built from ranks. Raises `ValueError` if it does not know their splitting pattern."""
     import gigatoken
 
     name = GIGATOKEN_NAMES.get(ranks.pattern)
@@ -150,7 +150,7 @@ def _gigatoken_engine(encoder: Any, table: np.ndarray | None) -> Engine:
     """Return an engine that encodes all texts at once on all processors; on one inside a worker process."""
 
     def encode_flat(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        with panics_as_errors():
+        with rust_panics_as_errors():
             result = encoder.encode_batch([text.encode() for text in texts])
         if isinstance(result, list):
             raise ImportError("it hands over lists", name="awkward")
@@ -168,7 +168,7 @@ def tokenizers_engine(tokenizer: Any, add_special_tokens: bool = False) -> Engin
     def encode_flat(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         for text in texts:
             text.encode()
-        with panics_as_errors():
+        with rust_panics_as_errors():
             if len(texts) == 1:  # starts no threads, so that a process may fork after it
                 encodings = [tokenizer.encode(texts[0], add_special_tokens=add_special_tokens)]
             else:
@@ -181,15 +181,19 @@ def tokenizers_engine(tokenizer: Any, add_special_tokens: bool = False) -> Engin
     return encode_flat
 
 
-def choose_engine(
+def choose_tokenizer_engine(
     candidates: Mapping[str, Callable[[], Engine]], reference: Engine, reference_name: str
 ) -> tuple[Engine, str]:
-    """Return (engine, a sentence on the choice). candidates: package -> constructor of its engine, the fastest first."""
+    """Return the first candidate engine that gives the reference's ids for the difficult sample, else the reference;
+    and a sentence on the choice.
+
+    candidates: package -> constructor of its engine, the fastest first.
+    """
     refusals: list[str] = []
     for name, build in candidates.items():
         try:
             engine = build()
-            problem = sample_difference(engine, reference)
+            problem = engine_difference(engine, reference)
         except ImportError as error:
             problem = (
                 "is not installed"
@@ -199,14 +203,14 @@ def choose_engine(
         except Exception as error:  # whatever an optional library raises, another does its work
             problem = f"cannot be used: {error}"
         if problem is None:
-            return engine, _engine_report(
+            return engine, _engine_choice_text(
                 name, f"its ids equal those of {reference_name} on {len(DIFFICULT)} kinds of difficult text", refusals
             )
         refusals.append(f"{name} {problem}")
-    return reference, _engine_report(reference_name, "it defines the ids", refusals)
+    return reference, _engine_choice_text(reference_name, "it defines the ids", refusals)
 
 
-def sample_difference(engine: Engine, reference: Engine) -> str | None:
+def engine_difference(engine: Engine, reference: Engine) -> str | None:
     """Return how an engine's ids differ from the reference on the sample of difficult text; None if they do not."""
     ours, theirs = engine(list(DIFFICULT.values())), reference(list(DIFFICULT.values()))
     if np.array_equal(ours[1], theirs[1]) and np.array_equal(ours[0], theirs[0]):
@@ -217,5 +221,6 @@ def sample_difference(engine: Engine, reference: Engine) -> str | None:
     return "gives other ids for several texts at once"
 
 
-def _engine_report(name: str, reason: str, refusals: Sequence[str]) -> str:
+def _engine_choice_text(name: str, reason: str, refusals: Sequence[str]) -> str:
+    """Return a sentence on the chosen engine, the reason, and why others were refused."""
     return "; ".join([f"text is encoded by {name} {metadata.version(name)}: {reason}", *refusals])

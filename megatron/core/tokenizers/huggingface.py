@@ -22,14 +22,14 @@ import numpy as np
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.tokenizers.base import (
-    SpecialTokens,
-    byte_spans,
+    SpecialTokenDefaults,
+    add_prefix_and_suffix_ids,
+    character_to_byte_spans,
     hash_parts,
-    read_json,
-    read_text,
-    with_prefix_and_suffix,
+    read_flag_file_json,
+    read_flag_file_text,
 )
-from megatron.core.tokenizers.bytelevel import ByteLevelBPE, MergesSource, byte_of_character, token_bytes
+from megatron.core.tokenizers.bytelevel import ByteLevelBPE, MergesSource, byte_of_character, vocab_token_to_bytes
 from megatron.core.tokenizers.engines import PATTERNS, Engine, tokenizers_engine
 
 FLAG = "--tokenizer-model"
@@ -45,7 +45,7 @@ NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
-class HuggingFaceTokenizer(SpecialTokens):
+class HuggingFaceTokenizer(SpecialTokenDefaults):
     """A tokenizer defined by tokenizer.json; its end of sentence (or, if it has none, its separator) ends documents.
 
     added_tokens: tokens that were added to the vocabulary by hand, special or not, as the tokenizers library lists
@@ -54,8 +54,8 @@ class HuggingFaceTokenizer(SpecialTokens):
 
     def __init__(self, model: str | Path, *, include_special: bool = True) -> None:
         path = Path(model) / "tokenizer.json" if Path(model).is_dir() else Path(model)
-        self._text = read_text(path, FLAG)
-        self._tokenizer = _load_json(self._text, path)
+        self._text = read_flag_file_text(path, FLAG)
+        self._tokenizer = _load_tokenizer_json(self._text, path)
         self._tokenizer.encode_special_tokens = True
         self._tokens = {number: token for token, number in self._tokenizer.get_vocab(with_added_tokens=True).items()}
         self.vocab_size = max(self._tokens, default=-1) + 1
@@ -85,32 +85,35 @@ class HuggingFaceTokenizer(SpecialTokens):
         frame = _surrounding_ids(self._tokenizer) if include_special else ((), ())
         self._frame_known = frame is not None
         self._prefix, self._suffix = frame or ((), ())
-        self._bytes = _byte_level(json.loads(self._text), self._tokenizer, added) if self._frame_known else None
+        self._bytes = (
+            _equivalent_byte_level_bpe(json.loads(self._text), self._tokenizer, added) if self._frame_known else None
+        )
 
     @cached_property
-    def _choose_engine(self) -> tuple[Engine, str]:
+    def _engine_choice(self) -> tuple[Engine, str]:
+        """The engine that encodes many texts, and a sentence on why it was chosen."""
         if self._bytes is None:
-            return self._plain_engine, "text is encoded by tokenizers: it defines the ids"
+            return self._reference_engine, "text is encoded by tokenizers: it defines the ids"
         engine, reason = self._bytes.engine_choice
-        return (lambda texts: with_prefix_and_suffix(self._prefix, *engine(texts), self._suffix)), reason
+        return (lambda texts: add_prefix_and_suffix_ids(self._prefix, *engine(texts), self._suffix)), reason
 
     @cached_property
-    def _plain_engine(self) -> Engine:
+    def _reference_engine(self) -> Engine:
         """The engine of the tokenizers library, which defines the ids."""
         if not self._frame_known:
             return tokenizers_engine(self._tokenizer, add_special_tokens=True)
         bare = tokenizers_engine(self._tokenizer)
-        return lambda texts: with_prefix_and_suffix(self._prefix, *bare(texts), self._suffix)
+        return lambda texts: add_prefix_and_suffix_ids(self._prefix, *bare(texts), self._suffix)
 
     @cached_property
-    def _special_token_engine(self) -> Any:
+    def _special_aware_tokenizer(self) -> Any:
         """A second instance that recognizes the names of special tokens in text."""
-        return _load_json(self._text, "tokenizer.json")
+        return _load_tokenizer_json(self._text, "tokenizer.json")
 
     @property
     def engine(self) -> str:
         """The library that encodes text, and why it was chosen."""
-        return self._choose_engine[1]
+        return self._engine_choice[1]
 
     @property
     def unique_identifiers(self) -> dict[str, str | int]:
@@ -138,16 +141,16 @@ class HuggingFaceTokenizer(SpecialTokens):
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of a text, with the special tokens that tokenizer.json adds around it, unless turned off."""
-        return self._plain_engine([text])[0].tolist()
+        return self._reference_engine([text])[0].tolist()
 
     def tokenize_with_special(self, text: str) -> list[int]:
         """Return the ids of a text, in which names of special tokens become those tokens; nothing is added around it."""
         text.encode()
-        return self._special_token_engine.encode(text, add_special_tokens=False).ids
+        return self._special_aware_tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all texts, int32 [tokens], and how many each text has, int64 [texts]."""
-        return self._choose_engine[0](texts)
+        return self._engine_choice[0](texts)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of ids."""
@@ -159,19 +162,20 @@ class HuggingFaceTokenizer(SpecialTokens):
         """Return how tokenizer.json writes an id."""
         return self._tokens[token]
 
-    def spans(self, text: str) -> list[tuple[int, int]]:
+    def token_byte_spans(self, text: str) -> list[tuple[int, int]]:
         """Return the byte range of each token; tokens added around a text have an empty range."""
         text.encode()
         if self._bytes is not None:
-            spans = self._bytes.spans(text)
+            spans = self._bytes.token_byte_spans(text)
             return [*((0, 0) for _ in self._prefix), *spans, *((0, 0) for _ in self._suffix)]
         if not self._frame_known:
-            return byte_spans(text, self._tokenizer.encode(text).offsets)
-        spans = byte_spans(text, self._tokenizer.encode(text, add_special_tokens=False).offsets)
+            return character_to_byte_spans(text, self._tokenizer.encode(text).offsets)
+        spans = character_to_byte_spans(text, self._tokenizer.encode(text, add_special_tokens=False).offsets)
         return [*((0, 0) for _ in self._prefix), *spans, *((0, 0) for _ in self._suffix)]
 
 
-def _load_json(text: str, path: str | Path) -> Any:
+def _load_tokenizer_json(text: str, path: str | Path) -> Any:
+    """Return the tokenizers library's tokenizer of a tokenizer.json. `ConfigError` if it is invalid."""
     import tokenizers
 
     try:
@@ -191,12 +195,14 @@ def _sentinel_number(sentinel: str) -> int:
 def _tokenizer_settings(
     folder: Path, numbers: Mapping[str, int], added: Mapping[str, int]
 ) -> tuple[dict[str, int | None], tuple[int, ...], str | None]:
-    """Return (ids of the named special tokens, ids of additional ones, chat template) from the files beside a
-    tokenizer.json.
+    """Read the files beside a tokenizer.json: return ids of the named special tokens (None if missing), ids of
+    additional ones, and the chat template.
+
+    numbers: token -> id. added: special tokens of tokenizer.json. `ConfigError` for a named token without an id.
     """
     config = _merged_config(folder)
 
-    def number(value: object, key: str) -> int:
+    def token_id(value: object, key: str) -> int:
         token = value.get("content") if isinstance(value, dict) else value
         if not isinstance(token, str) or token not in numbers:
             raise ConfigError(
@@ -207,7 +213,7 @@ def _tokenizer_settings(
 
     if any(f"{name}_token" in config for name in NAMES):
         named = {
-            name: number(config[f"{name}_token"], f"{name}_token") if f"{name}_token" in config else None
+            name: token_id(config[f"{name}_token"], f"{name}_token") if f"{name}_token" in config else None
             for name in NAMES
         }
     else:
@@ -216,7 +222,7 @@ def _tokenizer_settings(
     extra: list[object] = next((config[key] for key in keys if isinstance(config.get(key), list)), [])
     return (
         named,
-        tuple(number(token, "a special token") for token in extra),
+        tuple(token_id(token, "a special token") for token in extra),
         _chat_template(folder, config.get("chat_template")),
     )
 
@@ -226,7 +232,7 @@ def _merged_config(folder: Path) -> dict[str, Any]:
     config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / name).exists():
-            content = read_json(folder / name, FLAG)
+            content = read_flag_file_json(folder / name, FLAG)
             if not isinstance(content, dict):
                 raise ConfigError(f"{FLAG} {folder / name} is not a JSON object")
             config |= {key: value for key, value in content.items() if value is not None}
@@ -236,7 +242,7 @@ def _merged_config(folder: Path) -> dict[str, Any]:
 def _chat_template(folder: Path, setting: object) -> str | None:
     """Return the chat template; if there are several, the one named default."""
     if (folder / "chat_template.jinja").exists():
-        return read_text(folder / "chat_template.jinja", FLAG)
+        return read_flag_file_text(folder / "chat_template.jinja", FLAG)
     if isinstance(setting, list):
         templates = {row.get("name"): row.get("template") for row in setting if isinstance(row, dict)}
         setting = templates.get("default")
@@ -257,7 +263,9 @@ def _surrounding_ids(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]] 
     return common.pop() if common is not None and len(common) == 1 else None
 
 
-def _byte_level(parsed: Mapping[str, Any], tokenizer: Any, special: Mapping[str, int]) -> ByteLevelBPE | None:
+def _equivalent_byte_level_bpe(
+    parsed: Mapping[str, Any], tokenizer: Any, special: Mapping[str, int]
+) -> ByteLevelBPE | None:
     """Return the equivalent byte-level BPE if the tokenizer is nothing more than that, else None."""
     model, pattern = parsed["model"], _split_pattern(parsed.get("pre_tokenizer"))
     if pattern is None or not _is_plain_bpe(parsed):
@@ -269,7 +277,7 @@ def _byte_level(parsed: Mapping[str, Any], tokenizer: Any, special: Mapping[str,
     source = MergesSource(
         tokenizer, model["vocab"], merges, pattern=pattern, whole_words=bool(model.get("ignore_merges"))
     )
-    vocab = {number: token_bytes(token) for token, number in model["vocab"].items()}
+    vocab = {number: vocab_token_to_bytes(token) for token, number in model["vocab"].items()}
     return ByteLevelBPE(
         source, vocab | {number: token.encode() for token, number in special.items()}, {**unreached, **special}
     )

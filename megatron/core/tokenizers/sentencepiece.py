@@ -18,20 +18,20 @@ import numpy as np
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.tokenizers.base import (
-    SpecialTokens,
-    byte_spans,
+    SpecialTokenDefaults,
+    add_prefix_and_suffix_ids,
+    character_to_byte_spans,
     flatten_ids,
     hash_parts,
-    read_bytes,
+    read_flag_file_bytes,
     tokenize_around_special,
-    with_prefix_and_suffix,
 )
-from megatron.core.tokenizers.engines import num_processors
+from megatron.core.tokenizers.engines import num_usable_processors
 
 ADDED = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 
 
-class SentencePieceTokenizer(SpecialTokens):
+class SentencePieceTokenizer(SpecialTokenDefaults):
     """A SentencePiece tokenizer. kind: `bare`, `begun` (with <s> before each text) or `named` (with named special
     tokens).
     """
@@ -41,8 +41,8 @@ class SentencePieceTokenizer(SpecialTokens):
     def __init__(
         self, model: str | Path, kind: Literal["bare", "begun", "named"] = "bare", *, extra_ids: int = 0
     ) -> None:
-        content = read_bytes(model, "--tokenizer-model")
-        self._model = pieces = _load_model(content, model)
+        content = read_flag_file_bytes(model, "--tokenizer-model")
+        self._model = pieces = _load_sentencepiece_model(content, model)
         self._tokens = [pieces.id_to_piece(number) for number in range(len(pieces))]
         self._prefix: tuple[int, ...] = ()
         self._identity = {"model": hash_parts([content]), "kind": kind}
@@ -76,7 +76,7 @@ class SentencePieceTokenizer(SpecialTokens):
         self.special_ids = tuple(sorted(set(special.values()) - {self.pad}))
 
     def _add_special_tokens(self, tokens: Sequence[str]) -> dict[str, int]:
-        """Return the ids of special tokens, which follow the model's pieces unless the model has them."""
+        """Return the ids of special tokens; those that the model lacks are appended to the vocabulary."""
         numbers = {token: number for number, token in enumerate(self._tokens)}
         added = {token: numbers.setdefault(token, len(numbers)) for token in tokens}
         self._tokens = list(numbers)
@@ -98,8 +98,8 @@ class SentencePieceTokenizer(SpecialTokens):
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all texts, int32 [tokens], and how many each text has, int64 [texts]."""
         content = [text.encode() for text in texts]
-        return with_prefix_and_suffix(
-            self._prefix, *flatten_ids(self._model.encode(content, num_threads=num_processors())), ()
+        return add_prefix_and_suffix_ids(
+            self._prefix, *flatten_ids(self._model.encode(content, num_threads=num_usable_processors())), ()
         )
 
     def detokenize(self, ids: Sequence[int]) -> str:
@@ -125,17 +125,19 @@ class SentencePieceTokenizer(SpecialTokens):
         """Return how the model writes an id; U+2581 stands for a space."""
         return self._tokens[token]
 
-    def spans(self, text: str) -> list[tuple[int, int]]:
+    def token_byte_spans(self, text: str) -> list[tuple[int, int]]:
         """Return the byte range of each piece; <s> before a text has an empty range."""
         text.encode()
         offsets = self._model.encode(text, out_type="offset_mapping")["offsets"] if text else []
-        return [*((0, 0) for _ in self._prefix), *byte_spans(text, offsets)]
+        return [*((0, 0) for _ in self._prefix), *character_to_byte_spans(text, offsets)]
 
     def _encode_plain(self, text: str) -> list[int]:
+        """Return the ids of a text, with nothing added before it."""
         return self._model.encode(text.encode())
 
 
-def _load_model(content: bytes, model: str | Path) -> Any:
+def _load_sentencepiece_model(content: bytes, model: str | Path) -> Any:
+    """Return the SentencePiece processor of a model file's content. `ConfigError` if it is invalid."""
     import sentencepiece
 
     if not content:

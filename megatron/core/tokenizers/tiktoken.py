@@ -20,8 +20,8 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.tokenizers.base import SpecialTokens, read_bytes, read_json
-from megatron.core.tokenizers.bytelevel import ByteLevelBPE, RanksSource
+from megatron.core.tokenizers.base import SpecialTokenDefaults, read_flag_file_bytes, read_flag_file_json
+from megatron.core.tokenizers.bytelevel import ByteLevelBPE, MergeRanksSource
 from megatron.core.tokenizers.engines import PUBLISHED, MergeRanks
 
 FLAG = "--tokenizer-model"
@@ -38,7 +38,7 @@ DEFAULT_VOCAB_SIZE = 2**17
 DEFAULT_NUM_SPECIAL = 1000
 
 
-class TikTokenizer(ByteLevelBPE, SpecialTokens):
+class TikTokenizer(ByteLevelBPE, SpecialTokenDefaults):
     """Byte-level BPE from a rank file; the first of `ENDS` that it contains ends a document."""
 
     def __init__(
@@ -50,11 +50,11 @@ class TikTokenizer(ByteLevelBPE, SpecialTokens):
         num_special: int | None = None,
         names: Sequence[str] | None = None,
     ) -> None:
-        pattern = pattern or _usual_pattern(model)
+        pattern = pattern or _default_split_pattern(model)
         if str(model).endswith(".json"):
-            tokens, ids, special = _json_layout(model, vocab_size, num_special, names)
+            tokens, ids, special = _parse_json_rank_file(model, vocab_size, num_special, names)
         else:
-            tokens, ids, special = _plain_layout(model, pattern, vocab_size, num_special, names)
+            tokens, ids, special = _parse_plain_rank_file(model, pattern, vocab_size, num_special, names)
         self.vocab_size = max([*ids, *special.values()]) + 1
         self.bos, self.mask = special.get("<s>", special.get(LLAMA3[0])), special.get("<mask>")
         self.pad, self.cls, self.sep = special.get("<pad>"), special.get("<cls>"), special.get("<sep>")
@@ -75,7 +75,7 @@ class TikTokenizer(ByteLevelBPE, SpecialTokens):
             PUBLISHED.get(pattern, pattern),
         )
         vocab = dict(zip(ids, tokens)) | {number: name.encode() for name, number in special.items()}
-        super().__init__(RanksSource(ranks), vocab, special)
+        super().__init__(MergeRanksSource(ranks), vocab, special)
 
     def id_to_token(self, token: int) -> str:
         """Return the text of an id, with U+FFFD for incomplete characters."""
@@ -85,7 +85,8 @@ class TikTokenizer(ByteLevelBPE, SpecialTokens):
 Layout = tuple[list[bytes], list[int], dict[str, int]]
 
 
-def _usual_pattern(model: str | Path) -> str:
+def _default_split_pattern(model: str | Path) -> str:
+    """Return the splitting pattern that a rank file's name stands for. `ConfigError` if it stands for none."""
     name = Path(model).name
     if name.endswith(".json"):
         return "v2"
@@ -95,16 +96,18 @@ def _usual_pattern(model: str | Path) -> str:
     raise ConfigError(f"{FLAG} {model} does not say how text is cut into words; add --tiktoken-pattern")
 
 
-def _json_layout(
+def _parse_json_rank_file(
     model: str | Path, vocab_size: int | None, num_special: int | None, names: Sequence[str] | None
 ) -> Layout:
-    """Return (bytes of each rank, its id, special tokens) of a file in Megatron's JSON format."""
-    content = read_json(model, FLAG)
+    """Read a rank file in Megatron's JSON format: return the bytes of each rank, the id of each, and special tokens by
+    name.
+    """
+    content = read_flag_file_json(model, FLAG)
     keys = {"rank", "token_bytes"}
     if not isinstance(content, list) or not all(isinstance(row, dict) and keys <= row.keys() for row in content):
         raise ConfigError(f"{FLAG} {model} is not a list of objects with rank and token_bytes")
     num_special = DEFAULT_NUM_SPECIAL if num_special is None else num_special
-    special = _special_ids(NAMED if names is None else tuple(names), num_special)
+    special = _numbered_special_tokens(NAMED if names is None else tuple(names), num_special)
     size = min(DEFAULT_VOCAB_SIZE, len(content) + num_special) if vocab_size is None else vocab_size
     if not num_special + 256 <= size <= len(content) + num_special:
         raise ConfigError(
@@ -112,12 +115,12 @@ def _json_layout(
             f"{len(content)} ranks of {model}: give {num_special + 256} to {len(content) + num_special}"
         )
     rows = content[: size - num_special]
-    tokens = _check_ranks([(row["token_bytes"], row["rank"]) for row in rows], model)
+    tokens = _decode_rank_tokens([(row["token_bytes"], row["rank"]) for row in rows], model)
     return tokens, [num_special + rank for rank in range(len(tokens))], special
 
 
-def _special_ids(names: Sequence[str], num_special: int) -> dict[str, int]:
-    """Return the special tokens of Megatron's format: the named ones, and fillers up to their number."""
+def _numbered_special_tokens(names: Sequence[str], num_special: int) -> dict[str, int]:
+    """Return name -> id of `num_special` special tokens in Megatron's format: the named ones, then fillers."""
     if len(set(names)) != len(names) or not set(NEEDED) <= set(names) or len(names) > num_special:
         raise ConfigError(
             f"--tokenizer-special-tokens {' '.join(names)}: they differ from each other, contain "
@@ -130,16 +133,16 @@ def _special_ids(names: Sequence[str], num_special: int) -> dict[str, int]:
     return special
 
 
-def _plain_layout(
+def _parse_plain_rank_file(
     model: str | Path, pattern: str, vocab_size: int | None, num_special: int | None, names: Sequence[str] | None
 ) -> Layout:
-    """Return (bytes of each rank, its id, special tokens) of a file in tiktoken's format."""
+    """Read a rank file in tiktoken's format: return the bytes of each rank, the id of each, and special tokens by name."""
     for flag, value in (("--vocab-size", vocab_size), ("--tiktoken-num-special-tokens", num_special)):
         if value is not None:
             raise ConfigError(f"{flag} {value} is for JSON rank files; leave it out for {model}")
-    rows = _plain_rows(model)
+    rows = _read_plain_ranks(model)
     ranks = [rank for rank, _ in rows]
-    tokens = _check_ranks([(token, place) for place, (_, token) in enumerate(rows)], model)
+    tokens = _decode_rank_tokens([(token, place) for place, (_, token) in enumerate(rows)], model)
     count, end = PUBLISHED_ENDS.get(pattern, (None, 0))
     if names is None and len(rows) == count and end not in ranks:
         return tokens, ranks, {PLAIN_END: end}
@@ -148,10 +151,10 @@ def _plain_layout(
     return tokens, ranks, dict(zip(names, free))
 
 
-def _plain_rows(model: str | Path) -> list[tuple[int, bytes]]:
+def _read_plain_ranks(model: str | Path) -> list[tuple[int, bytes]]:
     """Return (rank, base64) of each line of tiktoken's format, in the order of the ranks, which must differ."""
     rows: list[tuple[int, bytes]] = []
-    for number, line in enumerate(read_bytes(model, FLAG).splitlines(), 1):
+    for number, line in enumerate(read_flag_file_bytes(model, FLAG).splitlines(), 1):
         words = line.split()
         if words and (len(words) != 2 or not words[1].isdigit()):
             raise ConfigError(f"{FLAG} {model}, line {number}, is not base64 and a rank: {line[:60]!r}")
@@ -162,8 +165,10 @@ def _plain_rows(model: str | Path) -> list[tuple[int, bytes]]:
     return rows
 
 
-def _check_ranks(rows: Sequence[tuple[Any, object]], model: str | Path) -> list[bytes]:
-    """Return the bytes of (base64, rank) rows; refuses duplicates and files without all single bytes."""
+def _decode_rank_tokens(rows: Sequence[tuple[Any, object]], model: str | Path) -> list[bytes]:
+    """Decode (base64, rank) rows, in the order of rank, to bytes. `ConfigError` for gaps, duplicates or a missing
+    single byte.
+    """
     tokens = []
     for place, (text, rank) in enumerate(rows):
         try:

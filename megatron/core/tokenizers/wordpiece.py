@@ -16,19 +16,25 @@ from typing import Any
 import numpy as np
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.tokenizers.base import SpecialTokens, byte_spans, hash_parts, read_text, tokenize_around_special
+from megatron.core.tokenizers.base import (
+    SpecialTokenDefaults,
+    character_to_byte_spans,
+    hash_parts,
+    read_flag_file_text,
+    tokenize_around_special,
+)
 from megatron.core.tokenizers.engines import Engine, tokenizers_engine
 
 NEEDED = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
-class BertWordPieceTokenizer(SpecialTokens):
+class BertWordPieceTokenizer(SpecialTokenDefaults):
     """BERT's tokenizer, in lower case or not, with `extra_ids` sentinels after the vocabulary."""
 
     engine = "text is encoded by tokenizers: it defines the ids"
 
     def __init__(self, vocab_file: str | Path, *, lower_case: bool, extra_ids: int = 0) -> None:
-        vocab = _parse_vocab(read_text(vocab_file, "--vocab-file"), vocab_file)
+        vocab = _parse_vocab(read_flag_file_text(vocab_file, "--vocab-file"), vocab_file)
         self.lower_case = lower_case
         sentinels = [f"<extra_id_{number}>" for number in range(extra_ids)]
         for token in ("[BOS]", "[EOS]", *sentinels):
@@ -45,6 +51,7 @@ class BertWordPieceTokenizer(SpecialTokens):
 
     @cached_property
     def _wordpieces(self) -> Any:
+        """The tokenizers library's WordPiece tokenizer."""
         import tokenizers
         from tokenizers import decoders, models, normalizers, pre_tokenizers
 
@@ -58,6 +65,7 @@ class BertWordPieceTokenizer(SpecialTokens):
 
     @cached_property
     def _engine(self) -> Engine:
+        """The engine that encodes text."""
         return tokenizers_engine(self._wordpieces)
 
     @property
@@ -91,13 +99,14 @@ class BertWordPieceTokenizer(SpecialTokens):
         """Return how vocab.txt writes an id."""
         return self._tokens[token]
 
-    def spans(self, text: str) -> list[tuple[int, int]]:
+    def token_byte_spans(self, text: str) -> list[tuple[int, int]]:
         """Return the byte range of each piece."""
         text.encode()
-        return byte_spans(text, self._wordpieces.encode(text, add_special_tokens=False).offsets)
+        return character_to_byte_spans(text, self._wordpieces.encode(text, add_special_tokens=False).offsets)
 
 
 def _parse_vocab(text: str, path: str | Path) -> dict[str, int]:
+    """Return token -> id of a vocab.txt. `ConfigError` if a token occurs twice, or one of BERT's is missing."""
     lines = text.removesuffix("\n").split("\n")
     tokens = [line.rstrip("\r") for line in lines]
     vocab = {token: number for number, token in enumerate(tokens)}

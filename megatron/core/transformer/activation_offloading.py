@@ -19,38 +19,44 @@ import torch
 from torch import nn
 
 from megatron.core.config.settings.run import OffloadConfig
-from megatron.core.parallel.offload import ActivationOffload, without_offload, wrap_forward
-from megatron.core.transformer.layer import Layer
+from megatron.core.parallel.offload import ActivationOffload, without_activation_offload, wrap_forward_in_context
+from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.moe import MoELayer
-from megatron.core.transformer.stack import Stack
+from megatron.core.transformer.stack import TransformerStack
 
 
-def offload_activations(stage: nn.Module, config: OffloadConfig, device: torch.device) -> None:
-    """Set up a stage to offload the activations that the config names."""
+def set_up_activation_offload(stage: nn.Module, config: OffloadConfig, device: torch.device) -> None:
+    """Set up a stage to offload activations as --cpu-offloading-num-layers and --offload-modules ask; without them do
+    nothing.
+    """
     if not config.any_offload:
         return
     offload = ActivationOffload(device, config.min_offloaded_tensor_size)
-    wrap_forward(stage, partial(_begin_offload, offload))
-    layers = [layer for layer in stage.modules() if isinstance(layer, Layer)]
+    wrap_forward_in_context(stage, partial(_begin_offload, offload))
+    layers = [layer for layer in stage.modules() if isinstance(layer, TransformerLayer)]
     chosen = layers[: config.cpu_offloading_num_layers]
     for layer in chosen:
-        wrap_forward(layer, partial(offload.offloading, layer))
-    for stack in (part for part in stage.modules() if isinstance(part, Stack)):
+        wrap_forward_in_context(layer, partial(offload.offloading, layer))
+    for stack in (part for part in stage.modules() if isinstance(part, TransformerStack)):
         stack.offloading = lambda group: (
             offload.offloading(*group) if any(layer in chosen for layer in group) else nullcontext()
         )
     for layer in layers if config.fine_grained_activation_offloading else ():
         for name, part in _offloadable_modules(layer):
-            wrap_forward(part, partial(offload.offloading, part) if name in config.offload_modules else without_offload)
+            wrap_forward_in_context(
+                part,
+                partial(offload.offloading, part) if name in config.offload_modules else without_activation_offload,
+            )
 
 
 def _begin_offload(offload: ActivationOffload) -> AbstractContextManager[None]:
-    offload.begin()
+    """Start a forward pass of the stage, and return an empty context, as `wrap_forward_in_context` needs one."""
+    offload.begin_forward()
     return nullcontext()
 
 
-def _offloadable_modules(layer: Layer) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a layer that have names, and those inside them whose activations are not theirs."""
+def _offloadable_modules(layer: TransformerLayer) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name for --offload-modules, module) of a layer; "" for a module whose activations are never offloaded."""
     mixer, experts = layer.self_attention or layer.mixer, layer.mlp.experts if isinstance(layer.mlp, MoELayer) else None
     result: list[tuple[str, nn.Module | None]] = [
         ("attn_norm", layer.input_layernorm),
@@ -58,7 +64,7 @@ def _offloadable_modules(layer: Layer) -> Iterator[tuple[str, nn.Module]]:
         ("mlp_norm", layer.pre_mlp_layernorm),
     ]
     if mixer is not None:
-        last = "linear_proj" if layer.plan.attends else "out_proj"
+        last = "linear_proj" if layer.plan.has_attention else "out_proj"
         result += [("attn_proj", mixer.get_submodule(last))]
         result += [
             ("qkv_linear", part)

@@ -14,49 +14,61 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config.adapters import WHOLE, AdapterPlan, is_trained, linear_layers
+from megatron.core.config.adapters import WHOLE, AdapterPlan, is_trained_parameter, linear_layer_shapes
 from megatron.core.config.plan import LayerPlan
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant_initializer, meta_parameter, spec_of
-from megatron.core.tensor_parallel.adapter import AdapterBuildContext, LinearAdapter, kaiming_uniform
-from megatron.core.tensor_parallel.quantized import quantize_frozen
-from megatron.core.transformer.build import BuildContext
+from megatron.core.parallel.spec import (
+    FusedSegment,
+    ParamSpec,
+    Shard,
+    constant_initializer,
+    meta_parameter,
+    param_spec_of,
+)
+from megatron.core.tensor_parallel.adapter import AdapterBuildContext, LinearAdapter, kaiming_uniform_initializer
+from megatron.core.tensor_parallel.quantized import prepare_frozen_quantization
+from megatron.core.transformer.build import LayerBuildContext
 
 
-def add_adapters(layer: nn.Module, plan: LayerPlan, build: BuildContext) -> None:
+def add_adapters(layer: nn.Module, plan: LayerPlan, build: LayerBuildContext) -> None:
     """Put an adapter beside each linear layer that the plan names."""
     config = build.model.adapter
     made = AdapterBuildContext(build.mesh, build.streams, build.dtype, config.lora_dropout, config.dora)
-    shapes = linear_layers(build.model, plan)
+    shapes = linear_layer_shapes(build.model, plan)
     for path, group in groupby(plan.adapters, key=lambda one: one.linear):
         linear, names = layer.get_submodule(path), [name for name, _ in shapes[path].parts]
-        if spec_of(linear.weight).stacked:  # type: ignore[arg-type]
-            linear.adapter = GroupedAdapter(tuple(group), names, linear.weight, build)  # type: ignore[arg-type]
+        if param_spec_of(linear.weight).stacked:  # type: ignore[arg-type]
+            linear.adapter = GroupedLinearAdapter(tuple(group), names, linear.weight, build)  # type: ignore[arg-type]
         else:
-            linear.adapter = LinearAdapter(tuple(group), names, linear.weight, build.region, made)  # type: ignore[arg-type]
+            linear.adapter = LinearAdapter(tuple(group), names, linear.weight, build.tp_region, made)  # type: ignore[arg-type]
 
 
 def freeze_untrained(network: nn.Module, config: AdapterConfig, mesh: Mesh) -> None:
-    """Take the gradient from all parameters of a named network that are not trained: with adapters all but those and --lora-modules-to-save.
+    """Freeze all parameters of a named network that the run does not train; with adapters, all but those and
+    --lora-modules-to-save.
 
-    Frozen matrices of layers are quantized where that is asked for; values come later.
+    Frozen matrices of layers are prepared for --lora-base-quantization, before they have values.
     """
     for param in network.parameters():
-        name = spec_of(param).name
-        if not is_trained(name, config):
+        name = param_spec_of(param).name
+        if not is_trained_parameter(name, config):
             param.requires_grad_(False)
     if config.lora_base_quantization != "none":
-        quantize_frozen(network, mesh, config.lora_base_quantization)
+        prepare_frozen_quantization(network, mesh, config.lora_base_quantization)
 
 
 @contextmanager
 def without_adapters(*networks: nn.Module) -> Iterator[None]:
-    """Inside, networks compute as if they had no adapters: what a frozen base gives, from the same memory. For passes without a gradient.
+    """Disable all adapters inside the context, so that networks compute what their frozen base does. For passes without
+    a gradient.
 
-    networks: whole ones, pipeline stages, or stages inside of DDP or FSDP. What --lora-modules-to-save trains stays as trained.
+    networks: whole ones, pipeline stages, or stages inside of DDP or FSDP. Modules of --lora-modules-to-save stay as
+    trained.
     """
-    adapters = [one for each in networks for one in each.modules() if isinstance(one, LinearAdapter | GroupedAdapter)]
+    adapters = [
+        one for each in networks for one in each.modules() if isinstance(one, LinearAdapter | GroupedLinearAdapter)
+    ]
     before = [one.enabled for one in adapters]
     for one in adapters:
         one.enabled = False
@@ -67,11 +79,11 @@ def without_adapters(*networks: nn.Module) -> Iterator[None]:
             one.enabled = enabled
 
 
-class GroupedLowRankPair(nn.Module):
+class ExpertLoRAFactors(nn.Module):
     """The factors of all experts of this rank: A [e, r, in], B [e, out, r]."""
 
     def __init__(
-        self, plan: AdapterPlan, weight: ParamSpec, rows: tuple[FusedSegment, ...], build: BuildContext
+        self, plan: AdapterPlan, weight: ParamSpec, rows: tuple[FusedSegment, ...], build: LayerBuildContext
     ) -> None:
         super().__init__()
         self.scale, self.rank = plan.scale, plan.rank
@@ -80,7 +92,7 @@ class GroupedLowRankPair(nn.Module):
         cut_output = by_width.dim == 1
         first = ParamSpec(
             (experts, plan.rank, inputs),
-            kaiming_uniform(),
+            kaiming_uniform_initializer(),
             "lora_a",
             (by_expert,) if cut_output else (by_expert, by_width),
             ("etp",) if cut_output else (),
@@ -99,14 +111,16 @@ class GroupedLowRankPair(nn.Module):
         self.lora_A, self.lora_B = (meta_parameter(spec, build.mesh, build.dtype) for spec in (first, second))
 
 
-class GroupedAdapter(nn.Module):
-    """The adapters of a linear layer of experts: one of the whole matrix, or one of each of some of its parts."""
+class GroupedLinearAdapter(nn.Module):
+    """The LoRA adapters of a grouped linear layer (experts): one of the whole matrix, or one of each of some fused
+    parts.
+    """
 
     def __init__(
-        self, plans: Sequence[AdapterPlan], names: Sequence[str], weight: nn.Parameter, build: BuildContext
+        self, plans: Sequence[AdapterPlan], names: Sequence[str], weight: nn.Parameter, build: LayerBuildContext
     ) -> None:
         super().__init__()
-        spec, self.enabled = spec_of(weight), True
+        spec, self.enabled = param_spec_of(weight), True
         by_width = spec.shards[1]
         segments = by_width.segments if by_width.dim == 1 else (FusedSegment(spec.shape[1]),)
         ranks = build.mesh.etp.size if by_width.dim == 1 else 1
@@ -118,12 +132,16 @@ class GroupedAdapter(nn.Module):
         )
         for plan in plans:
             rows = segments if plan.part == "" else (segments[self.names.index(plan.part)],)
-            self.pairs[plan.part or WHOLE] = GroupedLowRankPair(plan, spec, rows, build)
+            self.pairs[plan.part or WHOLE] = ExpertLoRAFactors(plan, spec, rows, build)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """What the adapters add. x: [n, in], sorted by expert; counts: [e]. Returns [n, out], in the state of the layer's product."""
+        """Return what the adapters add to the layer's output, [n, out]; over etp a partial sum where the layer's own
+        output is one.
+
+        x: [n, in], sorted by expert; counts: [e], rows of each expert.
+        """
         products = {}
-        for name, pair in cast(list[tuple[str, GroupedLowRankPair]], list(self.pairs.items())):
+        for name, pair in cast(list[tuple[str, ExpertLoRAFactors]], list(self.pairs.items())):
             low = self.multiply(x, pair.lora_A, counts, None)
             products[name] = self.multiply(low, pair.lora_B, counts, None) * pair.scale
         if WHOLE in products:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.plan import LayerPlan
-from megatron.core.context_parallel.attention import gather_keys
-from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
-from megatron.core.kernels.reference import accumulation_dtype
+from megatron.core.context_parallel.attention import gather_context_parallel_keys
+from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
+from megatron.core.kernels.reference import accumulation_dtype_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.recompute import recompute
 from megatron.core.parallel.spec import (
@@ -31,18 +31,18 @@ from megatron.core.parallel.spec import (
     meta_parameter,
     normal_initializer,
 )
-from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
+from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.norm import effective_norm_weight
-from megatron.core.transformer.build import BuildContext, scaled
+from megatron.core.transformer.build import LayerBuildContext, scale_by
 from megatron.core.transformer.passing import ForwardContext
-from megatron.core.transformer.qk_clip import MaxScoreTracker
+from megatron.core.transformer.qk_clip import MaxAttentionScoreTracker
 from megatron.core.transformer.rope import RotaryTable
 
 
 class SelfAttention(nn.Module):
     """Attention of a sequence to itself."""
 
-    def __init__(self, build: BuildContext, plan: LayerPlan) -> None:
+    def __init__(self, build: LayerBuildContext, plan: LayerPlan) -> None:
         super().__init__()
         model, tp = build.model, build.mesh.tp.size
         self.build, self.plan = build, plan
@@ -50,28 +50,28 @@ class SelfAttention(nn.Module):
         self.heads = model.num_attention_heads // tp
         self.groups = max(1, model.num_query_groups // tp)
         copies = max(1, tp // model.num_query_groups)
-        key = FusedSegment(model.key_size, copies)
+        key = FusedSegment(model.key_projection_width, copies)
         inner: dict[str, Any] = {
             "bias": model.has_qkv_bias,
             "init": build.init_method(),
-            "region": build.region,
+            "region": build.tp_region,
             "mesh": build.mesh,
             "dtype": build.dtype,
         }
-        query = FusedSegment(model.query_size)
+        query = FusedSegment(model.query_projection_width)
         self.has_gate = model.attention_output_gate
         factors = model.multipliers
         self.input_factor, self.output_factor = factors.attention_in_multiplier, factors.attention_out_multiplier
         self.key_factor = factors.key_multiplier
-        self.linear_qkv = ColumnLinear(
+        self.linear_qkv = ColumnParallelLinear(
             model.hidden_size, (query, *((query,) if self.has_gate else ()), key, key), **inner
         )
-        self.linear_proj = RowLinear(
-            model.query_size,
+        self.linear_proj = RowParallelLinear(
+            model.query_projection_width,
             model.hidden_size,
             bias=model.add_bias_linear,
             init=build.output_init_method(),
-            region=build.region,
+            region=build.tp_region,
             mesh=build.mesh,
             dtype=build.dtype,
         )
@@ -79,48 +79,56 @@ class SelfAttention(nn.Module):
         self.k_layernorm: nn.Module | None = None
         if model.qk_layernorm_across_heads:
             self.q_layernorm, self.k_layernorm = (
-                NormAcrossHeads(build, FusedSegment(model.query_size)),
+                NormAcrossHeads(build, FusedSegment(model.query_projection_width)),
                 NormAcrossHeads(build, key),
             )
         elif model.qk_layernorm:  # each rank sees its own heads only, so their gradients are shares of a sum
-            self.q_layernorm = build.norm(self.head_size, sum_over=("tp",), kind="qk_norm")
-            self.k_layernorm = build.norm(self.head_size, sum_over=("tp",), kind="qk_norm")
-        self.softmax_offset = attention_sinks(build) if model.softmax_type == "learnable" else None
-        self.peaks = MaxScoreTracker() if model.qk_clip else None
+            self.q_layernorm = build.make_norm(self.head_size, sum_over=("tp",), kind="qk_norm")
+            self.k_layernorm = build.make_norm(self.head_size, sum_over=("tp",), kind="qk_norm")
+        self.softmax_offset = attention_sink_parameter(build) if model.softmax_type == "learnable" else None
+        self.peaks = MaxAttentionScoreTracker() if model.qk_clip else None
 
     def forward(
         self, x: Tensor, norm: nn.Module | None, context: ForwardContext, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """x: [s or s/tp, b, h], before its norm, if there is one; bias: [1, n/tp, s, s], added to the scores.
+        """Attend within the sequence.
 
-        Returns the attention's output and the normed input, both like x.
+        x: [s or s/tp, b, h], before its norm, if there is one; bias: [1, n/tp, s, s], added to the scores. Returns the
+        attention's output and the normed input, both like x.
         """
         table = context.table if self.plan.rope else None
-        split = self._split_kernel(table)
+        split = self._split_qkv_kernel(table)
         linear = self.linear_qkv if split is None else partial(self.linear_qkv, skip_bias_gradient=True)
-        qkv, normed = self.build.normed_linear(norm, linear, x)
-        q, k, v, gate = self._split_heads(qkv, table, split)
+        qkv, normed = self.build.norm_then_linear(norm, linear, x)
+        q, k, v, gate = self._split_qkv_heads(qkv, table, split)
         if self.build.model.qk_l2_norm:
             q, k = self._normalize_qk(q), self._normalize_qk(k)
         mask = context.mask.with_window(self.plan.window)
         if self.peaks is not None and self.training:
-            self.peaks.update(q, *gather_keys(k, mask, self.build.mesh), self.build.model.softmax_scale)
+            self.peaks.update(
+                q, *gather_context_parallel_keys(k, mask, self.build.mesh), self.build.model.softmax_scale
+            )
         mixed = attend(
             self.build,
             q,
             k,
             v,
             mask,
-            ScoreModifiers(bias=bias, sink=self._attention_sink(q)),
+            AttentionScoreModifiers(bias=bias, sink=self._attention_sink_logits(q)),
             training=self.training,
-            kernel=context.attention(self.build, self.plan.index),
+            kernel=context.attention_kernel(self.build, self.plan.index),
         )
         if gate is not None:
-            mixed = (mixed * torch.sigmoid(gate.to(accumulation_dtype(gate.dtype)))).to(mixed.dtype)
-        return scaled(self.linear_proj(mixed), self.output_factor), normed
+            mixed = (mixed * torch.sigmoid(gate.to(accumulation_dtype_of(gate.dtype)))).to(mixed.dtype)
+        return scale_by(self.linear_proj(mixed), self.output_factor), normed
 
     def qk_clip_factors(self, shrink: Tensor, alpha: float) -> dict[nn.Parameter, Tensor]:
-        """Factors of the rows of queries and keys, [rows held]; shrink: of every head of the network, [n]. See `qk_clip`."""
+        """Return for the query, key and value matrix (and its bias) the factor of each local row, [rows]; 1 for values
+        and gates.
+
+        shrink: factor of the scores of every head of the network, [n]; queries take shrink^alpha, keys shrink^(1 -
+        alpha).
+        """
         model, tp = self.build.model, self.build.mesh.tp
         groups = shrink.view(model.num_query_groups, -1).amin(dim=1)
         first = tp.rank * self.heads // (model.num_attention_heads // model.num_query_groups)
@@ -135,22 +143,26 @@ class SelfAttention(nn.Module):
 
     @property
     def _has_qk_norms(self) -> bool:
+        """Whether queries and keys are normed."""
         return self.q_layernorm is not None and self.k_layernorm is not None
 
-    def _split_kernel(self, table: RotaryTable | None) -> Callable[..., tuple[Tensor, ...]] | None:
-        """What splits heads that are not rotated at once, and computes the gradient of the projection's bias; None: torch and the projection do."""
+    def _split_qkv_kernel(self, table: RotaryTable | None) -> Callable[..., tuple[Tensor, ...]] | None:
+        """Return the kernel that splits unrotated heads and computes the gradient of the projection's bias; None if
+        torch splits them, or another kernel that rotates them. table: rotary table, or None.
+        """
         is_rotated = table is not None and not self._has_qk_norms
         return None if is_rotated or self.input_factor != 1.0 else self.build.kernels.split_qkv
 
-    def _split_heads(
+    def _split_qkv_heads(
         self, qkv: Tensor, table: RotaryTable | None, split: Callable[..., tuple[Tensor, ...]] | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """[s, b, (n + 2g)/tp * d] to q: [s, b, n/tp, d], k, v: [s, b, g/tp, d], and with 2n the gate: [s, b, n/tp * d].
 
-        Queries and keys are normed, if they have norms, and rotated by a table, if there is one. split: see `_split_kernel`.
+        Queries and keys are normed, if they have norms, and rotated by a table, if there is one. split: see
+        `_split_qkv_kernel`.
         """
         counts = self.heads, *((self.heads,) if self.has_gate else ()), self.groups, self.groups
-        heads = scaled(qkv, self.input_factor).view(*qkv.shape[:2], -1, self.head_size)
+        heads = scale_by(qkv, self.input_factor).view(*qkv.shape[:2], -1, self.head_size)
         if split is not None:
             bias = self.linear_qkv.bias
             q, *gate, k, v = split(heads, counts, bias if bias is not None and bias.requires_grad else None)
@@ -159,7 +171,7 @@ class SelfAttention(nn.Module):
             q, *gate, k, v = self.build.kernels.rotary_qkv(heads, counts, table.cos, table.sin, pairs)
         else:
             q, *gate, k, v = heads.split(counts, dim=2)
-        k = scaled(k, self.key_factor)  # a rotation is linear: before it or behind it
+        k = scale_by(k, self.key_factor)  # a rotation is linear: before it or behind it
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
             if table is not None:
@@ -167,10 +179,11 @@ class SelfAttention(nn.Module):
         return q, k, v, gate[0].flatten(2) if gate else None
 
     def _normalize_qk(self, x: Tensor) -> Tensor:
+        """Return heads [s, b, heads, d] divided by their root mean square (RMSNorm without a weight)."""
         return self.build.kernels.rms_norm(x, None, self.build.model.norm_epsilon)
 
-    def _attention_sink(self, q: Tensor) -> Tensor | None:
-        """The score [n/tp] of what takes weight and gives nothing, if there is such."""
+    def _attention_sink_logits(self, q: Tensor) -> Tensor | None:
+        """Return the sink logit of each head, [n/tp]: zeros (off-by-one), learned ones, or None without sinks."""
         return q.new_zeros(self.heads) if self.build.model.softmax_type == "off-by-one" else self.softmax_offset
 
     def _apply_rotary(self, x: Tensor, table: RotaryTable) -> Tensor:
@@ -183,7 +196,7 @@ class NormAcrossHeads(nn.Module):
     part: those channels; a rank that holds copies of other ranks' heads sees their squares in the sum as often.
     """
 
-    def __init__(self, build: BuildContext, part: FusedSegment) -> None:
+    def __init__(self, build: LayerBuildContext, part: FusedSegment) -> None:
         super().__init__()
         self.build, self.part, self.one_plus = build, part, build.model.apply_layernorm_1p
         spec = ParamSpec(
@@ -197,14 +210,14 @@ class NormAcrossHeads(nn.Module):
         scale = effective_norm_weight(self.weight, x.dtype, one_plus=self.one_plus)
         if tp.size == 1:
             return self.build.kernels.rms_norm(flat.to(scale.dtype), scale, epsilon).to(x.dtype).view_as(x)
-        own = flat.to(accumulation_dtype(x.dtype))
+        own = flat.to(accumulation_dtype_of(x.dtype))
         total = collectives.reduce_then_identity(own.square().sum(-1, keepdim=True), tp)
         mean = collectives.identity_then_reduce(total, tp) / (self.part.size * self.part.replicas)
         return ((own * torch.rsqrt(mean + epsilon)).to(scale.dtype) * scale).to(x.dtype).view_as(x)
 
 
-def attention_sinks(build: BuildContext) -> nn.Parameter:
-    """A learned score for every head, cut over the tensor ranks as heads are."""
+def attention_sink_parameter(build: LayerBuildContext) -> nn.Parameter:
+    """Create the learned sink logit of every head (on the meta device), cut over the tensor ranks as heads are."""
     heads = build.model.num_attention_heads
     spec = ParamSpec(
         (heads,), normal_initializer(build.model.init_method_std), "vector", (Shard(0, "tp", (FusedSegment(heads),)),)
@@ -213,35 +226,42 @@ def attention_sinks(build: BuildContext) -> nn.Parameter:
 
 
 def attend(
-    build: BuildContext,
+    build: LayerBuildContext,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: MaskSpec,
-    scores: ScoreModifiers = ScoreModifiers(),
+    mask: AttentionMaskSpec,
+    scores: AttentionScoreModifiers = AttentionScoreModifiers(),
     *,
     training: bool,
     kernel: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """Attention as the run wants it: with its scale, cap and dropout, recomputed if asked.
+    """Run the attention kernel with the network's scale, softcap and dropout, recomputed in the backward pass if so
+    configured.
 
-    q: [queries, b, n/tp, d]; k, v: [keys, b, g/tp, d]; scores: with a bias [1, n/tp, queries, keys] or a sink [n/tp] if there is
-    one. kernel: another than the run's. Returns [queries, b, n/tp * d].
+    q: [queries, b, n/tp, d]; k, v: [keys, b, g/tp, d]; scores: only its bias [1, n/tp, queries, keys] and sink [n/tp]
+    are used. kernel: in place of the run's. Returns [queries, b, n/tp * d].
     """
     model = build.model
     dropout = model.attention_dropout if training else 0.0
     kernel = kernel or build.kernels.attention
 
-    def core(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None) -> Tensor:
+    def core_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None) -> Tensor:
         # "default" leaves the streams alone: without dropout nothing is drawn.
         with build.streams.fork("cut" if dropout else "default"):
-            own = ScoreModifiers(model.softmax_scale, softcap=model.attention_logit_softcap, bias=bias, sink=sink)
+            own = AttentionScoreModifiers(
+                model.softmax_scale, softcap=model.attention_logit_softcap, bias=bias, sink=sink
+            )
             return kernel(q, k, v, mask, dropout, own)
 
     tensors = q, k, v, scores.bias, scores.sink
-    return recompute(core, build.streams, *tensors) if build.recomputes("core_attn") else core(*tensors)
+    return (
+        recompute(core_attention, build.streams, *tensors)
+        if build.recomputes_module("core_attn")
+        else core_attention(*tensors)
+    )
 
 
-def positions_of(ids: Tensor) -> Tensor:
-    """The positions [1, s] of a batch [b, s] whose samples count from zero."""
+def default_position_ids(ids: Tensor) -> Tensor:
+    """Return the positions 0 to s - 1, [1, s], for ids [b, s]."""
     return torch.arange(ids.shape[1], device=ids.device)[None]

@@ -24,10 +24,10 @@ from megatron.core.parallel.mesh import Axis
 _TOLERANCE, _TINY, _MOST_ROUNDS = 1e-4, 1e-8, 10_000
 
 
-def count_choices(experts: Tensor, num_experts: int, num_groups: int = 1) -> Tensor:
-    """How often each expert was chosen: int64 [groups, e].
+def count_expert_choices(experts: Tensor, num_experts: int, num_groups: int = 1) -> Tensor:
+    """Count how often each expert was chosen, int64 [groups, e].
 
-    experts: int64 [t, k], where token number i belongs to group i % groups (a sequence, where tokens are [s, b]).
+    experts: int64 [t, k]; token i belongs to group i % num_groups (a sequence, where tokens are [s, b]).
     """
     group = torch.arange(experts.shape[0], device=experts.device)[:, None] % num_groups
     place = (group * num_experts + experts).flatten()
@@ -38,10 +38,10 @@ def count_choices(experts: Tensor, num_experts: int, num_groups: int = 1) -> Ten
 
 
 def local_balancing_loss(scores: Tensor, chosen: Tensor, *, num_tokens: int) -> Tensor:
-    """This rank's share of a balancing loss without its weight, a scalar.
+    """Return this rank's share of a balancing loss, a scalar, not yet multiplied by its coefficient.
 
-    scores: [t, e] of this rank's tokens; token i belongs to group i % groups. chosen: [groups, e], all counts that f is made
-    of. num_tokens: of a group, on all ranks.
+    scores: [t, e] of this rank's tokens, normalized; token i belongs to group i % groups. chosen: [groups, e], the
+    choices that f is computed from. num_tokens: of a group, on all ranks.
     """
     num_groups, num_experts = chosen.shape
     fractions = chosen.to(scores.dtype) / chosen.sum(1, keepdim=True).clamp(min=1).to(scores.dtype)
@@ -49,18 +49,21 @@ def local_balancing_loss(scores: Tensor, chosen: Tensor, *, num_tokens: int) -> 
     return num_experts / num_groups * (fractions * mean_scores).sum()
 
 
-def local_z_loss(scores: Tensor, *, num_tokens: int) -> Tensor:
-    """This rank's share of the mean squared log-sum-exp of the router's scores (z-loss, Zoph et al., 2022), a scalar.
+def local_router_z_loss(scores: Tensor, *, num_tokens: int) -> Tensor:
+    """Return this rank's share of the mean squared log-sum-exp of the router logits (z-loss, Zoph et al., 2022), a
+    scalar.
 
-    scores: [t, e] before any softmax. num_tokens: on all ranks.
+    scores: logits [t, e]. num_tokens: on all ranks.
     """
     return torch.logsumexp(scores, dim=-1).square().sum() / num_tokens
 
 
 def sinkhorn(scores: Tensor, axis: Axis) -> Tensor:
-    """exp(scores) scaled by rows and columns until every token and every expert has about the same sum.
+    """Return exp(scores) scaled by rows and columns until all tokens, and all experts, have about the same sum
+    (Sinkhorn).
 
-    scores: [t, e]; returns the same shape. All tokens of the axis are made even together.
+    scores: router logits [t, e], which get no gradient; returns the same shape. Tokens of all ranks of the axis are
+    balanced together.
     """
     whole = collectives.all_gather(scores.detach(), axis)
     whole = (whole - whole.amax(1, keepdim=True)).exp()  # rows are scaled anyway, and large scores would overflow
@@ -75,9 +78,10 @@ def sinkhorn(scores: Tensor, axis: Axis) -> Tensor:
 
 
 def updated_expert_bias(bias: Tensor, load: Tensor, rate: float) -> Tensor:
-    """The expert bias after a step: up for experts with less than the mean load, down for those with more (Wang et al., 2024).
+    """Return the expert bias after a step: raised by `rate` for experts below the mean load, lowered for those above it
+    (Wang et al., 2024).
 
-    bias: [..., e]; load: int64 [..., e].
+    bias: [..., e]; load: int64 [..., e], choices of each expert.
     """
     missing = load.sum(-1, keepdim=True) - load * load.shape[-1]  # e times (mean - load), in whole numbers
     return bias + rate * missing.sign().to(bias.dtype)

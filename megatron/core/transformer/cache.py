@@ -20,32 +20,38 @@ Mix = Callable[
 
 
 class StatefulMixer(Protocol):
-    """A mixer that knows of a text's beginning what a state of constant size holds."""
+    """A sequence mixer (Mamba-2, gated delta net) whose past is a state of constant size."""
 
     def initial_state(self, batch: int) -> MixerState:
-        """The state before a text, of so many texts."""
+        """Return the state of `batch` sequences of which no token has been processed (zeros)."""
 
 
-class Cache(Protocol):
-    """One forward pass over new tokens of many texts."""
+class DecodingCache(Protocol):
+    """The cached keys, values and states that one forward pass over the new tokens of several sequences reads and
+    extends.
+    """
 
-    def attention(self, layer: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`kernel` for new tokens of all texts: q: [t, 1, n, d], k: [t, 1, g, d], v: [t, 1, g, dv]; returns [t, 1, n * dv].
+    def cached_attention(self, layer: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return `kernel` wrapped so that it stores the new keys and values and attends to the cached ones too.
 
-        layer: global number of the layer. Where v is the beginning of k, as in latent attention, k alone is stored.
+        The result takes q: [t, 1, n, d], k: [t, 1, g, d], v: [t, 1, g, dv] of the new tokens of all sequences and
+        returns [t, 1, n * dv]. layer: global index. If v is the beginning of k, as in latent attention, only k is
+        stored.
         """
 
-    def scan(self, mixer: StatefulMixer, parts: Sequence[Tensor], mix: Mix) -> Tensor:
-        """What a mixer with a state makes of the new tokens of all texts, each from its own state, which goes on.
+    def run_from_states(self, mixer: StatefulMixer, parts: Sequence[Tensor], mix: Mix) -> Tensor:
+        """Run `mix` on the new tokens of each sequence from that sequence's state, and store the state that it ends
+        with.
 
-        parts: each [t, 1, ...], what `mix` takes. Returns [t, 1, ...].
+        parts: arguments of `mix`, each [t, 1, ...]. Returns the outputs of all tokens, [t, 1, ...].
         """
 
-    def cross_attention_memory(self, layer: object, make: Callable[[], Tensor]) -> Tensor:
-        """Return what a cross-attention layer computes from the encoder's output, [s, b, ...];
+    def cached_cross_attention_kv(self, layer: object, make: Callable[[], Tensor]) -> Tensor:
+        """Return the keys and values that a cross-attention layer makes of the encoder's output, [s, b, ...]: `make()`
+        in the first pass, the stored result later.
 
-        made in the first pass and kept.
+        layer: the module, as the key.
         """
 
     def select_logit_states(self, x: Tensor) -> Tensor:
-        """The hidden states whose logits are asked for. x: [t, 1, h]; returns [w, 1, h]."""
+        """Return the hidden states of the tokens whose logits are needed, [w, 1, h]. x: [t, 1, h]."""

@@ -10,44 +10,59 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron.core.kernels.mask import MaskSpec
+from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.parallel.spec import FusedSegment
-from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
+from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import attend
-from megatron.core.transformer.build import BuildContext
-from megatron.core.transformer.cache import Cache
+from megatron.core.transformer.build import LayerBuildContext
+from megatron.core.transformer.cache import DecodingCache
 
 
 class CrossAttention(nn.Module):
-    """Attention of a sequence to a memory, without positions."""
+    """Attention of a decoder's positions to the encoder's output (memory), without rotary positions."""
 
-    def __init__(self, build: BuildContext) -> None:
+    def __init__(self, build: LayerBuildContext) -> None:
         super().__init__()
         model, tp = build.model, build.mesh.tp.size
         self.build, self.head_size = build, model.kv_channels
         copies = max(1, tp // model.num_query_groups)
-        key, bias = FusedSegment(model.key_size, copies), model.add_bias_linear or model.add_qkv_bias
-        shared: dict[str, Any] = {"region": build.region, "mesh": build.mesh, "dtype": build.dtype}
-        self.linear_q = ColumnLinear(
-            model.hidden_size, (FusedSegment(model.query_size),), bias=bias, init=build.init_method(), **shared
+        key, bias = FusedSegment(model.key_projection_width, copies), model.add_bias_linear or model.add_qkv_bias
+        shared: dict[str, Any] = {"region": build.tp_region, "mesh": build.mesh, "dtype": build.dtype}
+        self.linear_q = ColumnParallelLinear(
+            model.hidden_size,
+            (FusedSegment(model.query_projection_width),),
+            bias=bias,
+            init=build.init_method(),
+            **shared,
         )
-        self.linear_kv = ColumnLinear(model.hidden_size, (key, key), bias=bias, init=build.init_method(), **shared)
-        self.linear_proj = RowLinear(
-            model.query_size, model.hidden_size, bias=model.add_bias_linear, init=build.output_init_method(), **shared
+        self.linear_kv = ColumnParallelLinear(
+            model.hidden_size, (key, key), bias=bias, init=build.init_method(), **shared
+        )
+        self.linear_proj = RowParallelLinear(
+            model.query_projection_width,
+            model.hidden_size,
+            bias=model.add_bias_linear,
+            init=build.output_init_method(),
+            **shared,
         )
 
     def forward(
-        self, x: Tensor, norm: nn.Module | None, memory: Tensor, mask: MaskSpec, cache: Cache | None
+        self, x: Tensor, norm: nn.Module | None, memory: Tensor, mask: AttentionMaskSpec, cache: DecodingCache | None
     ) -> tuple[Tensor, Tensor]:
-        """x: [s or s/tp, b, h], before its norm; memory: [keys or keys/tp, b, h]. cache: keeps the keys and values of the memory.
+        """Attend to the memory.
 
-        Returns the attention's output and the normed input, both like x.
+        x: [s or s/tp, b, h], before its norm; memory: [keys or keys/tp, b, h]. cache: keeps the keys and values of the
+        memory. Returns the attention's output and the normed input, both like x.
         """
-        q, normed = self.build.normed_linear(norm, self.linear_q, x)
+        q, normed = self.build.norm_then_linear(norm, self.linear_q, x)
 
-        def pairs() -> Tensor:
+        def project_keys_and_values() -> Tensor:
             return self.linear_kv(memory.to(self.linear_kv.weight.dtype))
 
-        k, v = (pairs() if cache is None else cache.cross_attention_memory(self, pairs)).chunk(2, dim=-1)
+        k, v = (
+            project_keys_and_values()
+            if cache is None
+            else cache.cached_cross_attention_kv(self, project_keys_and_values)
+        ).chunk(2, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in (q, k, v))
         return self.linear_proj(attend(self.build, q, k, v, mask, training=self.training)), normed

@@ -31,7 +31,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.collectives import AsyncAllToAll
 from megatron.core.parallel.device import DeviceToHostCopy
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.transformer.router import Routing
+from megatron.core.transformer.router import ExpertRouting
 
 Permute = Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]  # kernels/permute.py
 
@@ -61,15 +61,16 @@ class ExpertPermutation:
     permute: Permute = permute
 
     @property
-    def tokens(self) -> Tensor:
-        """[n]: the token that row number i is made of."""
+    def token_indices(self) -> Tensor:
+        """Index of the token that each row is a copy of, [n]."""
         return self.choices // self.places.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
-class Dispatched:
-    """Tokens that are being exchanged. wait: returns what arrives. permutation: of the choices that were sent. handle: what
-    `combine` needs besides.
+class DispatchedTokens:
+    """Tokens on their way to their experts. wait: finishes the exchange and returns the inputs of this rank's experts.
+
+    permutation: order in which the choices were sent. handle: what `combine` needs besides.
     """
 
     wait: Callable[[], ExpertInputs]
@@ -77,22 +78,23 @@ class Dispatched:
     handle: Any = None
 
 
-class Dispatcher(Protocol):
-    """Exchanges tokens between the ranks of an expert group."""
+class TokenDispatcher(Protocol):
+    """Sends tokens to the ranks that hold their experts, and the outputs back (--moe-token-dispatcher-type)."""
 
-    def dispatch(self, tokens: Tensor, routing: Routing, capacity: int | None) -> Dispatched:
-        """Start to send tokens, [t, h], to the experts of their routing.
+    def dispatch(self, tokens: Tensor, routing: ExpertRouting, capacity: int | None) -> DispatchedTokens:
+        """Start to send tokens [t, h] to their experts; `Dispatched.wait` finishes it.
 
-        capacity: rows of each expert, where all are padded or cut to one number.
+        capacity: number of rows that every expert is padded or cut to; None: as many as chose it.
         """
 
-    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
-        """Send the experts' outputs back. outputs: [n, h], of the rows that `wait` returned. Returns [t, h], the sum of each token's
-        rows.
+    def combine(self, outputs: Tensor, dispatched: DispatchedTokens) -> Tensor:
+        """Send the experts' outputs back to the ranks of their tokens and sum them.
+
+        outputs: [n, h], one for each row that `wait` returned. Returns [t, h], the sum of each token's rows.
         """
 
 
-def sort_by_expert(
+def permutation_by_expert(
     experts: Tensor,
     kept: Tensor | None,
     num_experts: int,
@@ -102,10 +104,11 @@ def sort_by_expert(
     all_here: bool = False,
     permute: Permute = permute,
 ) -> ExpertPermutation:
-    """Sort choices by expert, and those of one expert by token.
+    """Return the permutation that sorts choices by expert, and those of one expert by token.
 
-    experts: [t, k], the chosen experts; kept: [t, k], False for a choice that is dropped, or None. Only choices of `num_experts`
-    experts from `first` on become rows; all_here: there are no others. capacity: every expert gets so many rows, of which the last may be empty.
+    experts: [t, k], the chosen experts; kept: [t, k], False for a dropped choice; None: all are kept. Only choices of
+    `num_experts` experts from `first` on become rows; all_here: there are no others. capacity: every expert gets so
+    many rows, of which the last may be empty.
     """
     flat, width = experts.reshape(-1), experts.shape[1]
     key = flat - first
@@ -151,12 +154,12 @@ def sort_by_expert(
 def permute_tokens(tokens: Tensor, permutation: ExpertPermutation) -> Tensor:
     """Copy each token to the row of every choice. tokens: [t, h]; returns [n, h]."""
     return permutation.permute(
-        tokens, permutation.tokens[:, None], permutation.places, permutation.empties, permutation.losses
+        tokens, permutation.token_indices[:, None], permutation.places, permutation.empties, permutation.losses
     )
 
 
-def permute_weights(weights: Tensor, permutation: ExpertPermutation) -> Tensor:
-    """The routing weight of every row. weights: [t, k]; returns [n], zero for empty rows."""
+def permute_routing_weights(weights: Tensor, permutation: ExpertPermutation) -> Tensor:
+    """Return the routing weight of every row, [n], zero for empty rows. weights: [t, k]."""
     places = permutation.places.reshape(-1, 1)
     return permute(
         weights.reshape(-1, 1), permutation.choices[:, None], places, permutation.empties, permutation.losses
@@ -166,54 +169,58 @@ def permute_weights(weights: Tensor, permutation: ExpertPermutation) -> Tensor:
 def unpermute_tokens(rows: Tensor, permutation: ExpertPermutation) -> Tensor:
     """Sum the rows of each token. rows: [n, h]; returns [t, h]."""
     return permutation.permute(
-        rows, permutation.places, permutation.tokens[:, None], permutation.losses, permutation.empties
+        rows, permutation.places, permutation.token_indices[:, None], permutation.losses, permutation.empties
     )
 
 
 def reorder_rows(rows: Tensor, index: Tensor, back: Tensor, permute: Permute = permute) -> Tensor:
-    """rows[index]. rows: [n, h]; index, back: [n], the inverses of each other."""
+    """Return rows[index]. rows: [n, h]; index, back: [n], permutations that are inverse to each other."""
     return permute(rows, index[:, None], back[:, None], False, False)
 
 
 @dataclass(frozen=True, slots=True)
-class LocalDispatcher:
-    """All experts are here."""
+class LocalTokenDispatcher:
+    """Token dispatch without communication: this rank holds all experts whole."""
 
     num_experts: int
     permute: Permute = permute
 
-    def dispatch(self, tokens: Tensor, routing: Routing, capacity: int | None) -> Dispatched:
+    def dispatch(self, tokens: Tensor, routing: ExpertRouting, capacity: int | None) -> DispatchedTokens:
         """See `Dispatcher.dispatch`."""
-        permutation = sort_by_expert(
+        permutation = permutation_by_expert(
             routing.experts, routing.kept, self.num_experts, capacity=capacity, all_here=True, permute=self.permute
         )
         rows = ExpertInputs(
-            permute_tokens(tokens, permutation), permute_weights(routing.weights, permutation), permutation.counts
+            permute_tokens(tokens, permutation),
+            permute_routing_weights(routing.weights, permutation),
+            permutation.counts,
         )
-        return Dispatched(lambda: rows, permutation)
+        return DispatchedTokens(lambda: rows, permutation)
 
-    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(self, outputs: Tensor, dispatched: DispatchedTokens) -> Tensor:
         """See `Dispatcher.combine`."""
         return unpermute_tokens(outputs, dispatched.permutation)
 
 
 @dataclass(frozen=True, slots=True)
-class AllGatherDispatcher:
-    """Every rank sees all tokens of its experts' group, and computes on those that chose its own experts."""
+class AllGatherTokenDispatcher:
+    """Token dispatch by all-gather: every rank of ep and etp gets all tokens, and computes those that chose its
+    experts.
+    """
 
     num_experts: int
     ep: Axis
     etp: Axis
     permute: Permute = permute
 
-    def dispatch(self, tokens: Tensor, routing: Routing, capacity: int | None) -> Dispatched:
+    def dispatch(self, tokens: Tensor, routing: ExpertRouting, capacity: int | None) -> DispatchedTokens:
         """See `Dispatcher.dispatch`."""
-        tokens, weights = self._gather_tokens(tokens), self._gather_tokens(routing.weights)
-        experts = self._gather_tokens(routing.experts)
-        kept = None if routing.kept is None else self._gather_tokens(routing.kept.to(torch.uint8)).bool()
+        tokens, weights = self._gather_over_ranks(tokens), self._gather_over_ranks(routing.weights)
+        experts = self._gather_over_ranks(routing.experts)
+        kept = None if routing.kept is None else self._gather_over_ranks(routing.kept.to(torch.uint8)).bool()
         here = self.num_experts // self.ep.size
         capacity = None if capacity is None else capacity * self.ep.size * self.etp.size
-        permutation = sort_by_expert(
+        permutation = permutation_by_expert(
             experts,
             kept,
             here,
@@ -223,17 +230,20 @@ class AllGatherDispatcher:
             permute=self.permute,
         )
         rows = ExpertInputs(
-            permute_tokens(tokens, permutation), permute_weights(weights, permutation), permutation.counts
+            permute_tokens(tokens, permutation), permute_routing_weights(weights, permutation), permutation.counts
         )
-        return Dispatched(lambda: rows, permutation)
+        return DispatchedTokens(lambda: rows, permutation)
 
-    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(self, outputs: Tensor, dispatched: DispatchedTokens) -> Tensor:
         """See `Dispatcher.combine`."""
         shares = unpermute_tokens(outputs, dispatched.permutation)
         summed = collectives.scatter_then_gather(shares, self.ep, self.ep.overlap.switch_microbatch)
         return collectives.scatter_then_gather(summed, self.etp)
 
-    def _gather_tokens(self, values: Tensor) -> Tensor:
+    def _gather_over_ranks(self, values: Tensor) -> Tensor:
+        """Gather values [t, ...] of the ranks of etp, then ep, along the first dimension; floating-point ones with a
+        gradient.
+        """
         if not values.dtype.is_floating_point:
             return collectives.all_gather(collectives.all_gather(values, self.etp), self.ep)
         gathered = collectives.gather_then_scatter(values, self.etp)
@@ -241,7 +251,7 @@ class AllGatherDispatcher:
 
 
 @dataclass(frozen=True, slots=True)
-class _ExchangeHandle:
+class _ExpertExchangeHandle:
     """exchange: over ep. gathered: rows of each etp rank. index, back: to the order of own experts, and from it."""
 
     exchange: AsyncAllToAll
@@ -251,17 +261,17 @@ class _ExchangeHandle:
 
 
 @dataclass(frozen=True, slots=True)
-class AllToAllDispatcher:
-    """Rows travel to the ranks that have their experts."""
+class AllToAllTokenDispatcher:
+    """Token dispatch by all-to-all: each row is sent to the rank that holds its expert."""
 
     num_experts: int
     ep: Axis
     etp: Axis
     permute: Permute = permute
 
-    def dispatch(self, tokens: Tensor, routing: Routing, capacity: int | None) -> Dispatched:
+    def dispatch(self, tokens: Tensor, routing: ExpertRouting, capacity: int | None) -> DispatchedTokens:
         """See `Dispatcher.dispatch`."""
-        permutation = sort_by_expert(
+        permutation = permutation_by_expert(
             routing.experts, routing.kept, self.num_experts, capacity=capacity, all_here=True, permute=self.permute
         )
         here = self.num_experts // self.ep.size
@@ -270,31 +280,40 @@ class AllToAllDispatcher:
         whole = whole.view(self.etp.size, self.ep.size, self.ep.size, here)
         known = DeviceToHostCopy([whole], whole.device)
         # The device permutes while the host waits for the counts, the only wait here.
-        own_weights, own = permute_weights(routing.weights, permutation)[:, None], permute_tokens(tokens, permutation)
+        own_weights, own = (
+            permute_routing_weights(routing.weights, permutation)[:, None],
+            permute_tokens(tokens, permutation),
+        )
         (table,) = known.wait()
         arriving, there = table[:, :, self.ep.rank], whole[:, :, self.ep.rank]
         send, gathered = table[self.etp.rank, self.ep.rank].sum(-1).tolist(), arriving.sum((1, 2)).tolist()
-        handle = _ExchangeHandle(
+        handle = _ExpertExchangeHandle(
             AsyncAllToAll(send, arriving[self.etp.rank].sum(-1).tolist(), self.ep, self.ep.overlap.switch_microbatch),
             gathered,
             *_sender_to_expert_order(there.reshape(-1, here), sum(gathered)),
         )
         beside = AsyncAllToAll(send, handle.exchange.receive, self.ep)  # its waits follow those of the tokens
-        weights = collectives.begin_all_to_all(own_weights, beside)
-        coming = collectives.begin_all_to_all(own, handle.exchange)
+        weights = collectives.start_autograd_all_to_all(own_weights, beside)
+        coming = collectives.start_autograd_all_to_all(own, handle.exchange)
         counts = there.sum((0, 1))
 
         def wait() -> ExpertInputs:
-            arrived = self._sort_by_expert(collectives.finish_all_to_all(coming, handle.exchange), handle)
+            arrived = self._gather_and_sort_by_expert(
+                collectives.finish_autograd_all_to_all(coming, handle.exchange), handle
+            )
             return ExpertInputs(
-                arrived, self._sort_by_expert(collectives.finish_all_to_all(weights, beside), handle).squeeze(1), counts
+                arrived,
+                self._gather_and_sort_by_expert(
+                    collectives.finish_autograd_all_to_all(weights, beside), handle
+                ).squeeze(1),
+                counts,
             )
 
-        return Dispatched(wait, permutation, handle)
+        return DispatchedTokens(wait, permutation, handle)
 
-    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(self, outputs: Tensor, dispatched: DispatchedTokens) -> Tensor:
         """See `Dispatcher.combine`."""
-        handle: _ExchangeHandle = dispatched.handle
+        handle: _ExpertExchangeHandle = dispatched.handle
         shares = reorder_rows(outputs, handle.back, handle.index, self.permute)
         own = collectives.uneven_scatter_then_gather(shares, handle.gathered, self.etp)
         forth, switch = handle.exchange, self.ep.overlap.switch_microbatch
@@ -302,7 +321,8 @@ class AllToAllDispatcher:
             collectives.all_to_all(own, forth.receive, forth.send, self.ep, switch), dispatched.permutation
         )
 
-    def _sort_by_expert(self, rows: Tensor, handle: _ExchangeHandle) -> Tensor:
+    def _gather_and_sort_by_expert(self, rows: Tensor, handle: _ExpertExchangeHandle) -> Tensor:
+        """Gather rows that arrived over etp, and sort them by local expert."""
         return reorder_rows(
             collectives.uneven_gather_then_scatter(rows, handle.gathered, self.etp),
             handle.index,
@@ -312,28 +332,28 @@ class AllToAllDispatcher:
 
 
 @dataclass(frozen=True, slots=True)
-class FlexDispatcher:
-    """Tokens travel as a library sends them (kernels/external/deep_ep.py). Experts are whole."""
+class FlexTokenDispatcher:
+    """Token dispatch by a library (DeepEP, kernels/external/deep_ep.py). Experts are not cut over etp."""
 
     num_experts: int
     ep: Axis
     library: Any
     permute: Permute = permute
 
-    def dispatch(self, tokens: Tensor, routing: Routing, capacity: int | None) -> Dispatched:
+    def dispatch(self, tokens: Tensor, routing: ExpertRouting, capacity: int | None) -> DispatchedTokens:
         """See `Dispatcher.dispatch`."""
         experts = routing.experts if routing.kept is None else routing.experts.masked_fill(~routing.kept, -1)
         arrived, weights, own, handle = self.library.dispatch(tokens, routing.weights, experts, self.num_experts)
         capacity = None if capacity is None else capacity * self.ep.size
-        permutation = sort_by_expert(
+        permutation = permutation_by_expert(
             own, None, self.num_experts // self.ep.size, capacity=capacity, permute=self.permute
         )
         rows = ExpertInputs(
-            permute_tokens(arrived, permutation), permute_weights(weights, permutation), permutation.counts
+            permute_tokens(arrived, permutation), permute_routing_weights(weights, permutation), permutation.counts
         )
-        return Dispatched(lambda: rows, permutation, handle)
+        return DispatchedTokens(lambda: rows, permutation, handle)
 
-    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(self, outputs: Tensor, dispatched: DispatchedTokens) -> Tensor:
         """See `Dispatcher.combine`."""
         return self.library.combine(unpermute_tokens(outputs, dispatched.permutation), dispatched.handle)
 
@@ -349,11 +369,16 @@ def _sender_to_expert_order(counts: Tensor, total: int) -> tuple[Tensor, Tensor]
     return index, torch.empty_like(index).scatter_(0, index, torch.arange(total, device=index.device))
 
 
-def dispatcher_of(kind: str, num_experts: int, mesh: Mesh, kernels: Kernels = Kernels()) -> Dispatcher:
-    """The dispatcher of --moe-token-dispatcher-type for these axes. kernels: with a library for flex, made from the group of ep."""
+def make_token_dispatcher(kind: str, num_experts: int, mesh: Mesh, kernels: Kernels = Kernels()) -> TokenDispatcher:
+    """Return the dispatcher of --moe-token-dispatcher-type `kind` for this mesh; without ep and etp a local one.
+
+    kernels: its moe_flex_dispatcher makes the library of flex from the group of ep; without one, flex is all-to-all.
+    """
     library, permute = kernels.moe_flex_dispatcher, kernels.permute
     if mesh.ep.group is None and mesh.etp.group is None:
-        return LocalDispatcher(num_experts, permute)
+        return LocalTokenDispatcher(num_experts, permute)
     if kind == "flex" and library is not None and mesh.ep.group is not None:
-        return FlexDispatcher(num_experts, mesh.ep, library(mesh.ep.group), permute)
-    return (AllGatherDispatcher if kind == "allgather" else AllToAllDispatcher)(num_experts, mesh.ep, mesh.etp, permute)
+        return FlexTokenDispatcher(num_experts, mesh.ep, library(mesh.ep.group), permute)
+    return (AllGatherTokenDispatcher if kind == "allgather" else AllToAllTokenDispatcher)(
+        num_experts, mesh.ep, mesh.etp, permute
+    )

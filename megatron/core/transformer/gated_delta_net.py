@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.context_parallel.heads import ALONE, HeadExchange
 from megatron.core.kernels import scans
-from megatron.core.kernels.reference import accumulation_dtype
+from megatron.core.kernels.reference import accumulation_dtype_of
 from megatron.core.parallel.spec import FusedSegment, ParamSpec, constant_initializer, meta_parameter
-from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
-from megatron.core.transformer.build import BuildContext
+from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.build import LayerBuildContext
 from megatron.core.transformer.passing import ForwardContext
 from megatron.core.transformer.state_space import (
-    CausalConv,
+    CausalConvParameters,
     MixerState,
     document_segments,
     group_repeats,
-    head_vector,
-    log_uniform,
+    log_uniform_initializer,
+    per_head_parameter,
 )
 
 
@@ -49,7 +49,7 @@ class DeltaNetSizes:
 
     @staticmethod
     def from_model(model: ModelConfig) -> DeltaNetSizes:
-        """The sizes that a network's settings give."""
+        """Return the sizes from the --linear-* settings of a network."""
         hybrid = model.hybrid
         return DeltaNetSizes(
             hybrid.linear_num_key_heads,
@@ -64,33 +64,33 @@ class DeltaNetSizes:
 class GatedDeltaNet(nn.Module):
     """The gated delta rule as the mixer of a layer."""
 
-    def __init__(self, build: BuildContext, sizes: DeltaNetSizes) -> None:
+    def __init__(self, build: LayerBuildContext, sizes: DeltaNetSizes) -> None:
         super().__init__()
         model, tp = build.model, build.mesh.tp.size
         self.build, self.sizes = build, sizes
         self.key_heads, self.value_heads = sizes.key_heads // tp, sizes.value_heads // tp
         keys = FusedSegment(sizes.key_heads * sizes.key_size)
         values, heads = FusedSegment(sizes.value_heads * sizes.value_size), FusedSegment(sizes.value_heads)
-        self.in_proj = ColumnLinear(
+        self.in_proj = ColumnParallelLinear(
             model.hidden_size,
             (keys, keys, values, values, heads, heads),
             bias=False,
             init=build.init_method(),
-            region=build.region,
+            region=build.tp_region,
             mesh=build.mesh,
             dtype=build.dtype,
             kind="in_proj",
         )
-        self.conv1d = CausalConv((keys, keys, values), sizes.conv_width, build, bias=False)
-        self.dt_bias = head_vector(build, sizes.value_heads, constant_initializer(1.0))
-        self.A_log = head_vector(build, sizes.value_heads, log_uniform(1.0, 16.0))
-        self.out_norm = HeadNorm(build, sizes.value_size)
-        self.out_proj = RowLinear(
+        self.conv1d = CausalConvParameters((keys, keys, values), sizes.conv_width, build, bias=False)
+        self.dt_bias = per_head_parameter(build, sizes.value_heads, constant_initializer(1.0))
+        self.A_log = per_head_parameter(build, sizes.value_heads, log_uniform_initializer(1.0, 16.0))
+        self.out_norm = GatedHeadNorm(build, sizes.value_size)
+        self.out_proj = RowParallelLinear(
             values.size,
             model.hidden_size,
             bias=False,
             init=build.output_init_method(),
-            region=build.region,
+            region=build.tp_region,
             mesh=build.mesh,
             dtype=build.dtype,
         )
@@ -98,8 +98,11 @@ class GatedDeltaNet(nn.Module):
     def forward(
         self, x: Tensor, norm: nn.Module | None, context: ForwardContext, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """x: [s or s/tp, b, h], before its norm. Returns the mixer's output and the normed input, both like x."""
-        projected, normed = self.build.normed_linear(norm, self.in_proj, x)
+        """Run the mixer on whole sequences, or with a cache on new tokens.
+
+        x: [s or s/tp, b, h], before its norm. Returns the mixer's output and the normed input, both like x.
+        """
+        projected, normed = self.build.norm_then_linear(norm, self.in_proj, x)
         exchange = HeadExchange.from_mask(
             self.build.mesh,
             context.mask,
@@ -110,31 +113,39 @@ class GatedDeltaNet(nn.Module):
         )
         parts, z = self._split_projection(projected)
         if context.cache is not None:
-            mixed = context.cache.scan(self, parts, self._go_on)
+            mixed = context.cache.run_from_states(self, parts, self._conv_and_scan_from)
         else:
             mixed, _ = self._conv_and_scan(parts, exchange, document_segments(context.mask), None)
-        return self.out_proj(self.out_norm(exchange.to_positions(mixed), z).flatten(2)), normed
+        return self.out_proj(self.out_norm(exchange.to_position_shards(mixed), z).flatten(2)), normed
 
     def initial_state(self, batch: int) -> MixerState:
-        """The state before a text."""
+        """Return zero states for `batch` sequences of which no token has been processed."""
         sizes, weight = self.sizes, self.conv1d.weight
         scan = weight.new_zeros(
-            (batch, self.value_heads, sizes.key_size, sizes.value_size), dtype=accumulation_dtype(weight.dtype)
+            (batch, self.value_heads, sizes.key_size, sizes.value_size), dtype=accumulation_dtype_of(weight.dtype)
         )
         return MixerState(weight.new_zeros((sizes.conv_width - 1, batch, len(weight))), scan)
 
     def decode(self, normed: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
-        """Go on from a state by any number of tokens. normed: [s, b, h]; returns the mixer's output, like it, and the new state."""
+        """Run the mixer on the next tokens of sequences, from their states.
+
+        normed: [s, b, h]. Returns the mixer's output, like it, and the states after the last token.
+        """
         parts, z = self._split_projection(self.in_proj(normed))
-        mixed, state = self._go_on(parts, state)
+        mixed, state = self._conv_and_scan_from(parts, state)
         return self.out_proj(self.out_norm(mixed, z).flatten(2)), state
 
-    def _go_on(self, parts: list[Tensor], state: MixerState) -> tuple[Tensor, MixerState]:
-        """Convolution and scan of split tokens [s, b, ...] behind a state."""
+    def _conv_and_scan_from(self, parts: list[Tensor], state: MixerState) -> tuple[Tensor, MixerState]:
+        """Run convolution and scan on the next tokens, as `_split_projection` gives them, from a state. Returns as
+        `_conv_and_scan`.
+        """
         return self._conv_and_scan(parts, ALONE, None, state)
 
     def _split_projection(self, projected: Tensor) -> tuple[list[Tensor], Tensor]:
-        """[s, b, out/tp] to q, k [s, b, nk/tp, dk], v [s, b, nv/tp, dv], b, a [s, b, nv/tp, 1], and z like v."""
+        """Split [s, b, out/tp] into [q, k, v, b, a] and z.
+
+        q, k: [s, b, nk/tp, dk]; v, z: [s, b, nv/tp, dv]; b, a: [s, b, nv/tp, 1].
+        """
         heads, sizes = (self.key_heads, self.value_heads), self.sizes
         keys, values = heads[0] * sizes.key_size, heads[1] * sizes.value_size
         q, k, v, z, b, a = projected.split((keys, keys, values, values, heads[1], heads[1]), dim=-1)
@@ -145,16 +156,20 @@ class GatedDeltaNet(nn.Module):
     def _conv_and_scan(
         self, parts: list[Tensor], exchange: HeadExchange, segments: Tensor | None, state: MixerState | None
     ) -> tuple[Tensor, MixerState]:
-        """Convolution and scan. parts: q, k, v, b, a as split. Returns [s, b, nv/tp/cp, dv] of all positions, and the state behind them."""
-        copies, format_ = group_repeats(self.key_heads, exchange), accumulation_dtype(self.build.dtype)
+        """Run convolution and delta-rule scan.
+
+        parts: q, k, v, b, a as split. segments: of documents [b, s], or None. state: None for zeros. Returns [s, b,
+        nv/tp/cp, dv] of all positions, and the state after the last.
+        """
+        copies, format_ = group_repeats(self.key_heads, exchange), accumulation_dtype_of(self.build.dtype)
         q, k, v, b, a = parts
         if copies > 1:
             q, k = q.repeat_interleave(copies, dim=2), k.repeat_interleave(copies, dim=2)
-        q, k, v, b, a = exchange.to_heads(q, k, v, b, a)
+        q, k, v, b, a = exchange.to_head_shards(q, k, v, b, a)
         kernels = exchange.wrap_kernels(self.build.kernels)
         joined = torch.cat([part.flatten(2) for part in (q, k, v)], dim=-1)
         before = None if state is None else state.conv
-        made = kernels.causal_conv(joined, self._conv_of(exchange, copies), None, segments, before)
+        made = kernels.causal_conv(joined, self._local_conv_weight(exchange, copies), None, segments, before)
         widths = [part.shape[2] * part.shape[3] for part in (q, k, v)]
         q, k, v = (
             one.unflatten(2, part.shape[2:]) for one, part in zip(made.split(widths, dim=-1), (q, k, v), strict=True)
@@ -172,20 +187,22 @@ class GatedDeltaNet(nn.Module):
             o = o[None]
         else:
             o, scan = kernels.delta_rule_scan(q, k, v, fading, rate, segments=segments, state=scan)
-        return o, MixerState(scans.last_inputs(joined, self.sizes.conv_width, before).detach(), scan)
+        return o, MixerState(scans.last_conv_inputs(joined, self.sizes.conv_width, before).detach(), scan)
 
-    def _conv_of(self, exchange: HeadExchange, copies: int) -> Tensor:
-        """Weight [c, width] of the channels of the heads that this rank sees."""
+    def _local_conv_weight(self, exchange: HeadExchange, copies: int) -> Tensor:
+        """Return the convolution weight [c, width] of the channels of the heads that this rank computes. copies: of
+        each key head.
+        """
         keys, values = self.key_heads * self.sizes.key_size, self.value_heads * self.sizes.value_size
         q, k, v = self.conv1d.weight[:, 0].split((keys, keys, values))
         shares = (exchange.shard_parameter(each, self.key_heads, copies) for each in (q, k))
         return torch.cat((*shares, exchange.shard_parameter(v, self.value_heads)))
 
 
-class HeadNorm(nn.Module):
-    """RMSNorm of every head, with one weight for all heads, times SiLU of a gate."""
+class GatedHeadNorm(nn.Module):
+    """RMSNorm of each head, with one weight for all heads, times SiLU(z)."""
 
-    def __init__(self, build: BuildContext, size: int) -> None:
+    def __init__(self, build: LayerBuildContext, size: int) -> None:
         super().__init__()
         epsilon = build.model.hybrid.linear_norm_epsilon
         self.epsilon = build.model.norm_epsilon if epsilon is None else epsilon
@@ -195,13 +212,13 @@ class HeadNorm(nn.Module):
         )
 
     def forward(self, o: Tensor, z: Tensor) -> Tensor:
-        """o, z: [s, b, n/tp, dv]. Returns the same shape."""
-        format_ = accumulation_dtype(o.dtype)
+        """Return norm(o) * SiLU(z). o, z: [s, b, n/tp, dv]; returns the same shape."""
+        format_ = accumulation_dtype_of(o.dtype)
         own = o.to(format_)
         normed = own * torch.rsqrt(own.square().mean(-1, keepdim=True) + self.epsilon) * self.weight.to(format_)
         return (normed * F.silu(z.to(format_))).to(o.dtype)
 
 
 def _l2_normalize(x: Tensor) -> Tensor:
-    """Vectors along the last dimension at length one; the epsilon stands inside the root."""
+    """Return x divided by its L2 norm along the last dimension, with 1e-6 added inside the root."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

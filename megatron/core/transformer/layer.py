@@ -13,7 +13,7 @@ from megatron.core.parallel.recompute import recompute
 from megatron.core.tensor_parallel.norm import Norm
 from megatron.core.transformer.adapters import add_adapters
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.build import BuildContext
+from megatron.core.transformer.build import LayerBuildContext
 from megatron.core.transformer.cross_attention import CrossAttention
 from megatron.core.transformer.dropout import Dropout
 from megatron.core.transformer.gated_delta_net import DeltaNetSizes, GatedDeltaNet
@@ -24,7 +24,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import MoELayer
 from megatron.core.transformer.passing import ForwardContext
 
-MIXERS: dict[str, Callable[[BuildContext, LayerPlan], nn.Module]] = {
+MIXERS: dict[str, Callable[[LayerBuildContext, LayerPlan], nn.Module]] = {
     "attention": SelfAttention,
     "mla": MultiLatentAttention,
     "mamba": lambda build, plan: MambaMixer(build, MambaSizes.from_model(build.model)),
@@ -32,13 +32,14 @@ MIXERS: dict[str, Callable[[BuildContext, LayerPlan], nn.Module]] = {
 }
 
 
-def _mlp_of(plan: LayerPlan, build: BuildContext) -> MoELayer | MLP | None:
+def _make_mlp(plan: LayerPlan, build: LayerBuildContext) -> MoELayer | MLP | None:
+    """Create the MLP or MoE layer of a plan, or None."""
     if plan.mlp == "none":
         return None
     return MoELayer(build, plan) if plan.mlp == "moe" else MLP(build)
 
 
-class Layer(nn.Module):
+class TransformerLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), each with dropout before the sum.
 
     A layer of a decoder with memory has x + cross_attention(norm(x), memory) between them. With norm_after_residual it is
@@ -47,7 +48,7 @@ class Layer(nn.Module):
     hybrid has one of the two halves only; Mamba-2 may stand beside attention, on the same norm.
     """
 
-    def __init__(self, plan: LayerPlan, build: BuildContext) -> None:
+    def __init__(self, plan: LayerPlan, build: LayerBuildContext) -> None:
         super().__init__()
         build, model = build.for_layer(plan), build.model
         self.build, self.plan = build, plan
@@ -56,7 +57,7 @@ class Layer(nn.Module):
         self.norms_updates = model.sandwich_norm or after_sublayer
         before, behind = not (after_sum or after_sublayer), after_sum or self.norms_updates
         mixes, has_mlp = plan.mixer != "none", plan.mlp != "none"
-        self.input_layernorm = self._norm_if(before and mixes)
+        self.input_layernorm = self._optional_norm(before and mixes)
         mixer = MIXERS[plan.mixer](build.with_context_parallel_attention(plan.index), plan) if mixes else None
         beside = (
             MIXERS[plan.beside](build.with_context_parallel_attention(plan.index), plan)
@@ -65,30 +66,30 @@ class Layer(nn.Module):
         )
         self.mixer = mixer if plan.mixer == "mamba" else beside  # Megatron's names
         self.self_attention = None if plan.mixer == "mamba" else mixer
-        self.post_attention_layernorm = self._norm_if(behind and mixes)
-        self.pre_cross_attn_layernorm = self._norm_if(plan.cross)
+        self.post_attention_layernorm = self._optional_norm(behind and mixes)
+        self.pre_cross_attn_layernorm = self._optional_norm(plan.cross)
         self.cross_attention = CrossAttention(build) if plan.cross else None
-        self.pre_mlp_layernorm = self._norm_if(before and has_mlp)
-        self.mlp = _mlp_of(plan, build)
-        self.post_mlp_layernorm = self._norm_if(behind and has_mlp)
-        self.attention_scale = self._scale_if(mixes)
-        self.mlp_scale = self._scale_if(has_mlp)
-        self.dropout = Dropout(model.hidden_dropout, build.streams, build.region.dropout_stream)
+        self.pre_mlp_layernorm = self._optional_norm(before and has_mlp)
+        self.mlp = _make_mlp(plan, build)
+        self.post_mlp_layernorm = self._optional_norm(behind and has_mlp)
+        self.attention_scale = self._optional_layer_scale(mixes)
+        self.mlp_scale = self._optional_layer_scale(has_mlp)
+        self.dropout = Dropout(model.hidden_dropout, build.streams, build.tp_region.dropout_stream)
         add_adapters(self, plan, build)
 
-    def _norm_if(self, requested: bool) -> Norm | None:
-        return self.build.norm(self.build.model.hidden_size) if requested else None
+    def _optional_norm(self, requested: bool) -> Norm | None:
+        return self.build.make_norm(self.build.model.hidden_size) if requested else None
 
-    def _scale_if(self, requested: bool) -> LayerScale | None:
+    def _optional_layer_scale(self, requested: bool) -> LayerScale | None:
         first = self.build.model.layer_scale
         return LayerScale(self.build, first) if requested and first is not None else None
 
     def forward(
         self, x: Tensor, context: ForwardContext, *, bias: Tensor | None = None, memory: Tensor | None = None
     ) -> Tensor:
-        """x: [s, b, h] ([s/tp, b, h] with sequence parallelism). Returns the same shape.
+        """Run the layer. x: [s, b, h] ([s/tp, b, h] with sequence parallelism); returns the same shape.
 
-        bias: [1, n/tp, s, s], added to the scores. memory: what cross attention looks at.
+        bias: [1, n/tp, s, s], added to the attention scores. memory: output of the encoder, for cross attention.
         """
         mixer = self.token_mixer
         if (
@@ -118,40 +119,48 @@ class Layer(nn.Module):
 
     @property
     def token_mixer(self) -> Any:
-        """What brings positions together: attention, or what stands in its place or beside it; None in a layer of an MLP only."""
+        """The module (or method) that mixes positions: attention, Mamba-2 or gated delta net, or attention and Mamba-2
+        side by side; None in a layer with an MLP only.
+        """
         if self.mixer is not None and self.self_attention is not None:
-            return self._mix_both
+            return self._attention_plus_mamba
         return self.mixer if self.mixer is not None else self.self_attention
 
     @property
     def recomputes_mlp(self) -> bool:
-        """Whether the second half is recomputed."""
-        return self.build.recomputes("moe" if self.plan.mlp == "moe" else "mlp")
+        """Whether selective recomputation covers the MLP or MoE half of this layer."""
+        return self.build.recomputes_module("moe" if self.plan.mlp == "moe" else "mlp")
 
     def attention_block(self, x: Tensor, context: ForwardContext, bias: Tensor | None) -> Tensor:
-        """Return x plus what attention adds to it, [s or s/tp, b, h]: the first half of a layer."""
+        """Return x + attention(norm(x)) (or another mixer), [s or s/tp, b, h]: the first half of a layer. bias: as in
+        `forward`.
+        """
         mixed, normed = self.token_mixer(x, self.input_layernorm, context, bias)
         mixed = mixed if self.attention_scale is None else self.attention_scale(mixed)
         return self._add_residual(x, normed, mixed, self.post_attention_layernorm)
 
-    def _mix_both(
+    def _attention_plus_mamba(
         self, x: Tensor, norm: nn.Module | None, context: ForwardContext, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """What attention and Mamba-2 make of one normed input, summed, and that input; all [s or s/tp, b, h]."""
+        """Return attention(norm(x)) + Mamba-2(norm(x)), and norm(x); all [s or s/tp, b, h]."""
         assert self.self_attention is not None and self.mixer is not None, "this layer has both"
         normed = x if norm is None else norm(x)
         attended, _ = self.self_attention(normed, None, context, bias)
         return attended + self.mixer(normed, None, context)[0], normed
 
     def mlp_block(self, x: Tensor, *, context: ForwardContext) -> Tensor:
-        """Return x plus what the MLP or the experts add to it, [s or s/tp, b, h]: the second half of a layer."""
+        """Return x + mlp(norm(x)) (or experts), [s or s/tp, b, h]: the second half of a layer."""
         assert self.mlp is not None, "this layer has an MLP"
         thought, normed = self.mlp(x, self.pre_mlp_layernorm, context)
         thought = thought if self.mlp_scale is None else self.mlp_scale(thought)
         return self._add_residual(x, normed, thought, self.post_mlp_layernorm)
 
     def _add_residual(self, x: Tensor, normed: Tensor, update: Tensor, norm: nn.Module | None) -> Tensor:
-        """The residual and its update, of which one is normed if so. The residual's format may be wider than the norm's."""
+        """Return residual + dropout(update), in the residual's dtype.
+
+        norm: applied to the update before the sum or to the sum, as the layer's kind is; None: no norm. With post-norm
+        residuals (see `after_norm`) the residual is `normed`, not x.
+        """
         if self.norms_updates and norm is not None:
             update, norm = norm(update), None
         total = (normed.to(x.dtype) if self.after_norm else x) + self.dropout(update)

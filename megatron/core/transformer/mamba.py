@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.context_parallel.heads import ALONE, HeadExchange
 from megatron.core.kernels import scans
-from megatron.core.kernels.reference import accumulation_dtype
+from megatron.core.kernels.reference import accumulation_dtype_of
 from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant_initializer, meta_parameter
-from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
-from megatron.core.transformer.build import BuildContext, scaled
+from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.build import LayerBuildContext, scale_by
 from megatron.core.transformer.passing import ForwardContext
 from megatron.core.transformer.state_space import (
-    CausalConv,
+    CausalConvParameters,
     MixerState,
     document_segments,
     group_repeats,
-    head_vector,
-    log_uniform,
+    log_uniform_initializer,
+    per_head_parameter,
 )
 
 
@@ -54,7 +54,7 @@ class MambaSizes:
 
     @staticmethod
     def from_model(model: ModelConfig) -> MambaSizes:
-        """The sizes that a network's settings give."""
+        """Return the sizes from the --mamba-* settings of a network."""
         hybrid = model.hybrid
         low, high = hybrid.mamba_time_step_limit or (0.0, math.inf)
         return MambaSizes(
@@ -69,34 +69,34 @@ class MambaSizes:
 class MambaMixer(nn.Module):
     """Mamba-2's selective state space as the mixer of a layer."""
 
-    def __init__(self, build: BuildContext, sizes: MambaSizes) -> None:
+    def __init__(self, build: LayerBuildContext, sizes: MambaSizes) -> None:
         super().__init__()
         model, tp = build.model, build.mesh.tp.size
         self.build, self.sizes = build, sizes
         self.heads, self.groups = sizes.heads // tp, sizes.groups // tp
         inner, shared = FusedSegment(sizes.inner_size), FusedSegment(sizes.groups * sizes.state)
-        self.in_proj = ColumnLinear(
+        self.in_proj = ColumnParallelLinear(
             model.hidden_size,
             (inner, inner, shared, shared, FusedSegment(sizes.heads)),
             bias=False,
             init=build.init_method(),
-            region=build.region,
+            region=build.tp_region,
             mesh=build.mesh,
             dtype=build.dtype,
             kind="in_proj",
         )
-        self.conv1d = CausalConv((inner, shared, shared), sizes.conv_width, build, bias=True)
-        self.dt_bias = head_vector(build, sizes.heads, _initial_dt_bias)
-        self.A_log = head_vector(build, sizes.heads, log_uniform(1.0, 16.0))
-        self.D = head_vector(build, sizes.heads, constant_initializer(1.0))
+        self.conv1d = CausalConvParameters((inner, shared, shared), sizes.conv_width, build, bias=True)
+        self.dt_bias = per_head_parameter(build, sizes.heads, _initial_dt_bias)
+        self.A_log = per_head_parameter(build, sizes.heads, log_uniform_initializer(1.0, 16.0))
+        self.D = per_head_parameter(build, sizes.heads, constant_initializer(1.0))
         self.norm = GatedNorm(build, sizes.inner_size, self.groups, place=model.hybrid.mamba_output_norm)
-        self.factors, self.output_factor = model.multipliers.mixer, model.multipliers.ssm_out_multiplier
-        self.out_proj = RowLinear(
+        self.factors, self.output_factor = model.multipliers.mamba_factors, model.multipliers.ssm_out_multiplier
+        self.out_proj = RowParallelLinear(
             sizes.inner_size,
             model.hidden_size,
             bias=False,
             init=build.output_init_method(),
-            region=build.region,
+            region=build.tp_region,
             mesh=build.mesh,
             dtype=build.dtype,
         )
@@ -104,8 +104,11 @@ class MambaMixer(nn.Module):
     def forward(
         self, x: Tensor, norm: nn.Module | None, context: ForwardContext, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """x: [s or s/tp, b, h], before its norm. Returns the mixer's output and the normed input, both like x."""
-        projected, normed = self.build.normed_linear(norm, self.in_proj, x)
+        """Run the mixer on whole sequences, or with a cache on new tokens.
+
+        x: [s or s/tp, b, h], before its norm. Returns the mixer's output and the normed input, both like x.
+        """
+        projected, normed = self.build.norm_then_linear(norm, self.in_proj, x)
         exchange = HeadExchange.from_mask(
             self.build.mesh,
             context.mask,
@@ -116,33 +119,40 @@ class MambaMixer(nn.Module):
         )
         z, *parts = self._split_projection(projected)
         if context.cache is not None:
-            mixed = context.cache.scan(self, parts, self._go_on)
+            mixed = context.cache.run_from_states(self, parts, self._conv_and_scan_from)
         else:
             mixed, _ = self._conv_and_scan(parts, exchange, document_segments(context.mask), None)
-        return self._project_out(exchange.to_positions(mixed).flatten(2), z), normed
+        return self._gate_and_project(exchange.to_position_shards(mixed).flatten(2), z), normed
 
     def initial_state(self, batch: int) -> MixerState:
-        """The state before a text."""
+        """Return zero states for `batch` sequences of which no token has been processed."""
         sizes, weight = self.sizes, self.conv1d.weight
-        scan = weight.new_zeros((batch, self.heads, sizes.head, sizes.state), dtype=accumulation_dtype(weight.dtype))
+        scan = weight.new_zeros((batch, self.heads, sizes.head, sizes.state), dtype=accumulation_dtype_of(weight.dtype))
         return MixerState(weight.new_zeros((sizes.conv_width - 1, batch, len(weight))), scan)
 
     def decode(self, normed: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
-        """Go on from a state by any number of tokens. normed: [s, b, h]; returns the mixer's output, like it, and the new state."""
+        """Run the mixer on the next tokens of sequences, from their states.
+
+        normed: [s, b, h]. Returns the mixer's output, like it, and the states after the last token.
+        """
         z, *parts = self._split_projection(self.in_proj(normed))
-        mixed, state = self._go_on(parts, state)
-        return self._project_out(mixed.flatten(2), z), state
+        mixed, state = self._conv_and_scan_from(parts, state)
+        return self._gate_and_project(mixed.flatten(2), z), state
 
-    def _project_out(self, y: Tensor, z: Tensor) -> Tensor:
-        """The mixer's output [s or s/tp, b, h] of what the scan makes and the gate, [s, b, d/tp]."""
-        return scaled(self.out_proj(self.norm(y, z)), self.output_factor)
+    def _gate_and_project(self, y: Tensor, z: Tensor) -> Tensor:
+        """Return out_proj(gated norm of the scan output y by z), [s or s/tp, b, h]. y, z: [s, b, d/tp]."""
+        return scale_by(self.out_proj(self.norm(y, z)), self.output_factor)
 
-    def _go_on(self, parts: list[Tensor], state: MixerState) -> tuple[Tensor, MixerState]:
-        """Convolution and scan of split tokens [s, b, ...] behind a state."""
+    def _conv_and_scan_from(self, parts: list[Tensor], state: MixerState) -> tuple[Tensor, MixerState]:
+        """Run convolution and scan on the next tokens, as `_split_projection` gives them, from a state. Returns as
+        `_conv_and_scan`.
+        """
         return self._conv_and_scan(parts, ALONE, None, state)
 
     def _split_projection(self, projected: Tensor) -> tuple[Tensor, ...]:
-        """[s, b, (2 d + 2 g N + n)/tp] to z [s, b, d/tp], x [s, b, n/tp, p], B and C [s, b, g/tp, N], dt [s, b, n/tp, 1]."""
+        """Split [s, b, (2 d + 2 g N + n)/tp] into z [s, b, d/tp], x [s, b, n/tp, p], B and C [s, b, g/tp, N], dt [s, b,
+        n/tp, 1].
+        """
         inner, shared = self.heads * self.sizes.head, self.groups * self.sizes.state
         z, x, b, c, dt = projected.split((inner, inner, shared, shared, self.heads), dim=-1)
         if self.factors:
@@ -153,16 +163,20 @@ class MambaMixer(nn.Module):
     def _conv_and_scan(
         self, parts: list[Tensor], exchange: HeadExchange, segments: Tensor | None, state: MixerState | None
     ) -> tuple[Tensor, MixerState]:
-        """Convolution and scan. parts: x, B, C, dt as split. Returns [s, b, n/tp/cp, p] of all positions, and the state behind them."""
-        copies, format_ = group_repeats(self.groups, exchange), accumulation_dtype(self.build.dtype)
+        """Run convolution and selective scan.
+
+        parts: x, B, C, dt as split. segments: of documents [b, s], or None. state: None for zeros. Returns [s, b,
+        n/tp/cp, p] of all positions, and the state after the last.
+        """
+        copies, format_ = group_repeats(self.groups, exchange), accumulation_dtype_of(self.build.dtype)
         x, b, c, dt = parts
         if copies > 1:
             b, c = b.repeat_interleave(copies, dim=2), c.repeat_interleave(copies, dim=2)
-        x, b, c, dt = exchange.to_heads(x, b, c, dt)
+        x, b, c, dt = exchange.to_head_shards(x, b, c, dt)
         kernels = exchange.wrap_kernels(self.build.kernels)
         joined = torch.cat([part.flatten(2) for part in (x, b, c)], dim=-1)
         before = None if state is None else state.conv
-        made = kernels.causal_conv(joined, *self._conv_of(exchange, copies), segments, before)
+        made = kernels.causal_conv(joined, *self._local_conv_parameters(exchange, copies), segments, before)
         widths = [part.shape[2] * part.shape[3] for part in (x, b, c)]
         x, b, c = (
             one.unflatten(2, part.shape[2:]) for one, part in zip(made.split(widths, dim=-1), (x, b, c), strict=True)
@@ -176,15 +190,19 @@ class MambaMixer(nn.Module):
             steps = steps.clamp(low, high)
         decay, scan = -a_log.to(format_).exp(), None if state is None else state.scan
         if scan is not None and len(x) == 1:
-            y, scan = scans.selective_step(x[0], steps[0], decay, b[0], c[0], scan)
+            y, scan = scans.selective_scan_step(x[0], steps[0], decay, b[0], c[0], scan)
             y = y[None]
         else:
             y, scan = kernels.selective_scan(x, steps, decay, b, c, segments=segments, state=scan)
         y = (y.to(format_) + skip.to(format_)[:, None] * x.to(format_)).to(y.dtype)
-        return y, MixerState(scans.last_inputs(joined, self.sizes.conv_width, before).detach(), scan)
+        return y, MixerState(scans.last_conv_inputs(joined, self.sizes.conv_width, before).detach(), scan)
 
-    def _conv_of(self, exchange: HeadExchange, copies: int) -> tuple[Tensor, Tensor]:
-        """Weight [c, width] and bias [c] of the channels that this rank sees: those of its heads, and of the groups beside them."""
+    def _local_conv_parameters(self, exchange: HeadExchange, copies: int) -> tuple[Tensor, Tensor]:
+        """Return convolution weight [c, width] and bias [c] of the channels that this rank computes: its heads and
+        their groups.
+
+        copies: of each group.
+        """
         inner, shared = self.heads * self.sizes.head, self.groups * self.sizes.state
         assert self.conv1d.bias is not None, "the convolution of Mamba-2 has a bias"
         weight, bias = (
@@ -210,7 +228,7 @@ class GatedNorm(nn.Module):
     place: after_gate; before_gate, RMSNorm(y) * SiLU(z); or none, y * SiLU(z).
     """
 
-    def __init__(self, build: BuildContext, size: int, groups: int, *, place: str = "after_gate") -> None:
+    def __init__(self, build: LayerBuildContext, size: int, groups: int, *, place: str = "after_gate") -> None:
         super().__init__()
         self.place = place
         self.groups, self.epsilon = groups, build.model.hybrid.mamba_norm_epsilon
@@ -218,15 +236,17 @@ class GatedNorm(nn.Module):
         self.weight = None if place == "none" else meta_parameter(spec, build.mesh, build.dtype)
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
-        """y, z: [s, b, d/tp]. Returns the same shape."""
-        format_ = accumulation_dtype(y.dtype)
+        """Norm and gate as `place` says. y, z: [s, b, d/tp]; returns the same shape."""
+        format_ = accumulation_dtype_of(y.dtype)
         own, gate = y.to(format_), F.silu(z.to(format_))
         if self.place == "before_gate":
             return (self._normalize(own) * gate).to(y.dtype)
         return self._normalize(own * gate).to(y.dtype)
 
     def _normalize(self, x: Tensor) -> Tensor:
-        """x: [s, b, d/tp], wide. Returns the same shape."""
+        """RMSNorm of each group of channels. x: [s, b, d/tp] in fp32 or wider; returns the same shape, x itself without
+        a weight.
+        """
         if self.weight is None:
             return x
         groups = x.unflatten(-1, (self.groups, -1))
@@ -235,7 +255,7 @@ class GatedNorm(nn.Module):
 
 
 def _initial_dt_bias(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Biases whose softplus is a time step drawn between 0.001 and 0.1, evenly by its logarithm."""
+    """Draw biases whose softplus is log-uniform between 0.001 and 0.1 (the time step dt of Mamba-2)."""
     logs = torch.empty(shape, device=generator.device).uniform_(math.log(1e-3), math.log(0.1), generator=generator)
     steps = logs.exp().clamp(min=1e-4)
     return steps + torch.log(-torch.expm1(-steps))

@@ -25,26 +25,26 @@ from torch import Tensor, nn
 
 from megatron.core.config.plan import LayerPlan
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.context_parallel.attention import gather_keys
-from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
+from megatron.core.context_parallel.attention import gather_context_parallel_keys
+from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.core.parallel.recompute import discard_intermediates
 from megatron.core.parallel.spec import FusedSegment
-from megatron.core.tensor_parallel.linear import ColumnLinear, Linear, RowLinear
+from megatron.core.tensor_parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.core.transformer.attention import attend
-from megatron.core.transformer.build import BuildContext
+from megatron.core.transformer.build import LayerBuildContext
 from megatron.core.transformer.passing import ForwardContext
-from megatron.core.transformer.qk_clip import MaxScoreTracker
+from megatron.core.transformer.qk_clip import MaxAttentionScoreTracker
 from megatron.core.transformer.rope import RotaryTable, yarn_mscale
 
 
 class MultiLatentAttention(nn.Module):
     """Attention of a sequence to itself, by latents."""
 
-    def __init__(self, build: BuildContext, plan: LayerPlan) -> None:
+    def __init__(self, build: LayerBuildContext, plan: LayerPlan) -> None:
         super().__init__()
-        model, mla, region = build.model, build.model.mla, build.region
+        model, mla, region = build.model, build.model.mla, build.tp_region
         self.plan, self.mla = plan, mla
-        self.build = replace(build, model=replace(model, softmax_scale=score_scale(model)))
+        self.build = replace(build, model=replace(model, softmax_scale=mla_softmax_scale(model)))
         self.heads = model.num_attention_heads // build.mesh.tp.size
         query = FusedSegment(model.num_attention_heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim))
         pair = FusedSegment(model.num_attention_heads * (mla.qk_head_dim + mla.v_head_dim))
@@ -54,14 +54,16 @@ class MultiLatentAttention(nn.Module):
             {**made, "sum_over": region.gradient_sum_axes, "bias": False},
         )
         rank, normed = mla.q_lora_rank, model.qk_layernorm
-        self.linear_q_proj = ColumnLinear(model.hidden_size, (query,), **cut) if rank is None else None
-        self.linear_q_down_proj = None if rank is None else Linear(model.hidden_size, rank, **whole)
-        self.q_layernorm = build.norm(rank, kind="qk_norm") if rank is not None and normed else None
-        self.linear_q_up_proj = None if rank is None else ColumnLinear(rank, (query,), **cut)
-        self.linear_kv_down_proj = Linear(model.hidden_size, mla.kv_lora_rank + mla.qk_pos_emb_head_dim, **whole)
-        self.kv_layernorm = build.norm(mla.kv_lora_rank, kind="qk_norm") if normed else None
-        self.linear_kv_up_proj = ColumnLinear(mla.kv_lora_rank, (pair,), **cut)
-        self.linear_proj = RowLinear(
+        self.linear_q_proj = ColumnParallelLinear(model.hidden_size, (query,), **cut) if rank is None else None
+        self.linear_q_down_proj = None if rank is None else ReplicatedLinear(model.hidden_size, rank, **whole)
+        self.q_layernorm = build.make_norm(rank, kind="qk_norm") if rank is not None and normed else None
+        self.linear_q_up_proj = None if rank is None else ColumnParallelLinear(rank, (query,), **cut)
+        self.linear_kv_down_proj = ReplicatedLinear(
+            model.hidden_size, mla.kv_lora_rank + mla.qk_pos_emb_head_dim, **whole
+        )
+        self.kv_layernorm = build.make_norm(mla.kv_lora_rank, kind="qk_norm") if normed else None
+        self.linear_kv_up_proj = ColumnParallelLinear(mla.kv_lora_rank, (pair,), **cut)
+        self.linear_proj = RowParallelLinear(
             model.num_attention_heads * mla.v_head_dim,
             model.hidden_size,
             bias=model.add_bias_linear,
@@ -70,46 +72,53 @@ class MultiLatentAttention(nn.Module):
             mesh=build.mesh,
             dtype=build.dtype,
         )
-        self.peaks = MaxScoreTracker() if model.qk_clip else None
+        self.peaks = MaxAttentionScoreTracker() if model.qk_clip else None
 
     def forward(
         self, x: Tensor, norm: nn.Module | None, context: ForwardContext, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """x: [s or s/tp, b, h], before its norm, if there is one; bias: [1, n/tp, s, s], added to the scores.
+        """Attend within the sequence; with a cache, by latents (`absorbed_attention`).
 
-        Returns the attention's output and the normed input, both like x.
+        x: [s or s/tp, b, h], before its norm, if there is one; bias: [1, n/tp, s, s], added to the scores (not with a
+        cache). Returns the attention's output and the normed input, both like x.
         """
-        (query, latent, shared), normed = self.build.normed_linear(norm, self._down_projections, x)
+        (query, latent, shared), normed = self.build.norm_then_linear(norm, self._down_projections, x)
         table = context.table if self.plan.rope else None
         mask = context.mask.with_window(self.plan.window)
         if context.cache is not None:
             kept = torch.cat(
-                (self.build.region.copy_to_region(latent), self._apply_rotary(shared, table)[:, :, 0]), dim=-1
+                (self.build.tp_region.copy_to_region(latent), self._apply_rotary(shared, table)[:, :, 0]), dim=-1
             )
             result = self.absorbed_attention(
-                self._query_heads(query, table), kept, mask, context.attention(self.build, self.plan.index)
+                self._rotated_query_heads(query, table),
+                kept,
+                mask,
+                context.attention_kernel(self.build, self.plan.index),
             )
             return self.linear_proj(result), normed
 
-        def up(query: Tensor, latent: Tensor, shared: Tensor) -> tuple[Tensor, ...]:
-            return self._query_heads(query, table), *self._key_and_value(latent, shared, table)
+        def project_up(query: Tensor, latent: Tensor, shared: Tensor) -> tuple[Tensor, ...]:
+            return self._rotated_query_heads(query, table), *self._key_and_value_heads(latent, shared, table)
 
-        def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def core_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if self.peaks is not None and self.training:
-                self.peaks.update(q, *gather_keys(k, mask, self.build.mesh), self.build.model.softmax_scale)
-            return attend(self.build, q, k, v, mask, ScoreModifiers(bias=bias), training=self.training)
+                self.peaks.update(
+                    q, *gather_context_parallel_keys(k, mask, self.build.mesh), self.build.model.softmax_scale
+                )
+            return attend(self.build, q, k, v, mask, AttentionScoreModifiers(bias=bias), training=self.training)
 
-        if self.build.recomputes("mla_up_proj"):
-            return self.linear_proj(discard_intermediates(up, core, query, latent, shared)), normed
-        return self.linear_proj(core(*up(query, latent, shared))), normed
+        if self.build.recomputes_module("mla_up_proj"):
+            return self.linear_proj(discard_intermediates(project_up, core_attention, query, latent, shared)), normed
+        return self.linear_proj(core_attention(*project_up(query, latent, shared))), normed
 
     def absorbed_attention(
-        self, q: Tensor, kept: Tensor, mask: MaskSpec, kernel: Callable[..., Tensor] | None = None
+        self, q: Tensor, kept: Tensor, mask: AttentionMaskSpec, kernel: Callable[..., Tensor] | None = None
     ) -> Tensor:
-        """The same attention without any head's keys and values: what decoding needs of a token is r + d numbers.
+        """Attend to cached latents, with the up projection of keys absorbed into queries and that of values into the
+        output.
 
-        q: [queries, b, n/tp, dk + d], rotated. kept: [keys, b, r + d], the latent and the rotated shared key of every
-        token. kernel: another than the run's. Returns [queries, b, n/tp * dv].
+        q: [queries, b, n/tp, dk + d], rotated. kept: [keys, b, r + d], the latent and the rotated shared key of each
+        token. kernel: in place of the run's. Returns [queries, b, n/tp * dv].
         """
         mla = self.mla
         of_key, of_value = (
@@ -126,9 +135,10 @@ class MultiLatentAttention(nn.Module):
         return torch.einsum("sbnr,nvr->sbnv", result.unflatten(-1, (self.heads, -1)), of_value).flatten(2)
 
     def qk_clip_factors(self, shrink: Tensor, alpha: float) -> dict[nn.Parameter, Tensor]:
-        """Factors of the rows of queries and keys, [rows held]; shrink: of every head of the network, [n]. See `qk_clip`.
+        """Return for the matrices of queries and of keys and values the factor of each local row, [rows]; 1 for values.
 
-        The rotated key serves all heads, so a head's rotated query shrinks by the whole factor.
+        shrink: factor of the scores of every head of the network, [n]; see `qk_clip`. The rotated key serves all heads,
+        so a head's rotated query takes the whole factor.
         """
         mla, tp = self.mla, self.build.mesh.tp
         own = shrink[tp.rank * self.heads : (tp.rank + 1) * self.heads, None]
@@ -141,8 +151,10 @@ class MultiLatentAttention(nn.Module):
         return {query.weight: queries.flatten(), self.linear_kv_up_proj.weight: keys.flatten()}
 
     def _down_projections(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [s or s/tp, b, h]. Returns queries or their latent, the latent [s or s/tp, b, r] of keys and values, and the
-        shared key [s, b, 1, d], not yet rotated. Latents are normed if they have norms.
+        """Return queries or their latent, the latent of keys and values [s or s/tp, b, r], and the shared key [s, b, 1,
+        d], not yet rotated.
+
+        x: [s or s/tp, b, h]. Latents are normed if they have norms.
         """
         project = self.linear_q_down_proj if self.linear_q_proj is None else self.linear_q_proj
         assert project is not None, "queries have a projection, with or without a latent"
@@ -153,18 +165,22 @@ class MultiLatentAttention(nn.Module):
         )
         # Every tensor rank needs the whole shared key, for its own heads: each knows only a share of its gradient.
         latent = latent.contiguous() if self.kv_layernorm is None else self.kv_layernorm(latent)
-        return query, latent, self.build.region.copy_to_region(shared.contiguous())[:, :, None]
+        return query, latent, self.build.tp_region.copy_to_region(shared.contiguous())[:, :, None]
 
-    def _query_heads(self, query: Tensor, table: RotaryTable | None) -> Tensor:
-        """Queries or their latent to [s, b, n/tp, dk + d], rotated."""
+    def _rotated_query_heads(self, query: Tensor, table: RotaryTable | None) -> Tensor:
+        """Return the queries of all local heads, [s, b, n/tp, dk + d], the last d rotated. query: queries or their
+        latent.
+        """
         q = query if self.linear_q_up_proj is None else self.linear_q_up_proj(query)
         still, turned = q.unflatten(-1, (self.heads, -1)).split(
             [self.mla.qk_head_dim, self.mla.qk_pos_emb_head_dim], dim=-1
         )
         return torch.cat((still, self._apply_rotary(turned, table)), dim=-1)
 
-    def _key_and_value(self, latent: Tensor, shared: Tensor, table: RotaryTable | None) -> tuple[Tensor, Tensor]:
-        """[s or s/tp, b, r] and [s, b, 1, d] to keys [s, b, n/tp, dk + d] and values [s, b, n/tp, dv]."""
+    def _key_and_value_heads(self, latent: Tensor, shared: Tensor, table: RotaryTable | None) -> tuple[Tensor, Tensor]:
+        """Return keys [s, b, n/tp, dk + d] and values [s, b, n/tp, dv]. latent: [s or s/tp, b, r]; shared: [s, b, 1,
+        d].
+        """
         pairs = self.linear_kv_up_proj(latent).unflatten(-1, (self.heads, -1))
         still, value = pairs.split([self.mla.qk_head_dim, self.mla.v_head_dim], dim=-1)
         turned = self._apply_rotary(shared, table).expand(-1, -1, self.heads, -1)
@@ -176,10 +192,11 @@ class MultiLatentAttention(nn.Module):
         return self.build.kernels.rotary(x, table.cos, table.sin, self.build.model.has_interleaved_rotary)
 
 
-def score_scale(model: ModelConfig) -> float:
-    """Factor of the scores: --softmax-scale, or 1/sqrt(query size), times the square of yarn's --mscale-all-dim factor.
+def mla_softmax_scale(model: ModelConfig) -> float:
+    """Return the factor of the scores: --softmax-scale, or 1/sqrt(query size) times the square of YaRN's
+    --mscale-all-dim factor.
 
-    Texts stretched by yarn flatten the softmax; the factor sharpens it again (Peng et al., 2023; DeepSeek-V2).
+    YaRN flattens the softmax; the factor sharpens it again (Peng et al., 2023; DeepSeek-V2).
     """
     if model.softmax_scale is not None:
         return model.softmax_scale

@@ -9,52 +9,57 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.parallel.spec import FusedSegment, ParamSpec, meta_parameter
-from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
-from megatron.core.transformer.build import BuildContext, scaled
+from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.build import LayerBuildContext, scale_by
 from megatron.core.transformer.passing import ForwardContext
 
 
 class MLP(nn.Module):
     """linear_fc2(activation(linear_fc1(x))); gated: linear_fc1 is [gate | up]."""
 
-    def __init__(self, build: BuildContext, *, width: int | None = None, weighs: bool = False) -> None:
+    def __init__(self, build: LayerBuildContext, *, width: int | None = None, weighs: bool = False) -> None:
         """width: left out, that of the network's MLPs. weighs: the output is multiplied by a sigmoid of the token."""
         super().__init__()
         model = build.model
         self.build = build
         part = FusedSegment(model.ffn_hidden_size if width is None else width)
-        self.linear_fc1 = ColumnLinear(
+        self.linear_fc1 = ColumnParallelLinear(
             model.hidden_size,
-            (part, part) if model.gated else (part,),
+            (part, part) if model.has_gated_mlp else (part,),
             bias=model.add_bias_linear,
             init=build.init_method(),
-            region=build.region,
+            region=build.tp_region,
             mesh=build.mesh,
             dtype=build.dtype,
         )
-        self.linear_fc2 = RowLinear(
+        self.linear_fc2 = RowParallelLinear(
             part.size,
             model.hidden_size,
             bias=model.add_bias_linear,
             init=build.output_init_method(),
-            region=build.region,
+            region=build.tp_region,
             mesh=build.mesh,
             dtype=build.dtype,
         )
-        gate = ParamSpec((1, model.hidden_size), build.init_method(), "matrix", sum_over=build.region.gradient_sum_axes)
+        gate = ParamSpec(
+            (1, model.hidden_size), build.init_method(), "matrix", sum_over=build.tp_region.gradient_sum_axes
+        )
         self.gate_weight = meta_parameter(gate, build.mesh, build.dtype) if weighs else None
 
     def forward(self, x: Tensor, norm: nn.Module | None, context: ForwardContext) -> tuple[Tensor, Tensor]:
-        """x: [s or s/tp, b, h], before its norm. Returns the MLP's output and the normed input, both like x."""
+        """Run the MLP on norm(x). x: [s or s/tp, b, h], before its norm; norm None: already normed.
+
+        Returns the MLP's output and the normed input, both like x.
+        """
         skips = self.build.adds_bias_in_activation
         linear = partial(self.linear_fc1, skip_bias_add=True) if skips else self.linear_fc1
         bias = self.linear_fc1.bias if skips else None
-        wide, normed = self.build.normed_linear(norm, linear, x)
-        gate_factor, output_factor = self.build.model.multipliers.mlp
+        wide, normed = self.build.norm_then_linear(norm, linear, x)
+        gate_factor, output_factor = self.build.model.multipliers.mlp_factors
         if gate_factor != 1.0:
             gate, up = wide.chunk(2, dim=-1)
             wide = torch.cat((gate * gate_factor, up), dim=-1)
-        output = scaled(self.linear_fc2(self.build.activation(wide, bias)), output_factor)
+        output = scale_by(self.linear_fc2(self.build.apply_activation(wide, bias)), output_factor)
         if self.gate_weight is not None:
             output = output * F.linear(normed, self.gate_weight).sigmoid()
         return output, normed

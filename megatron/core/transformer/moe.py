@@ -18,7 +18,7 @@ from torch.autograd import Function
 
 from megatron.core.config.plan import LayerPlan
 from megatron.core.kernels import grouped, reference
-from megatron.core.kernels.grouped import weighed_bias
+from megatron.core.kernels.grouped import weighted_expert_bias
 from megatron.core.parallel.recompute import discard_intermediate, recompute
 from megatron.core.parallel.spec import (
     FusedSegment,
@@ -27,21 +27,25 @@ from megatron.core.parallel.spec import (
     Shard,
     constant_initializer,
     meta_parameter,
-    quantized_of,
+    quantized_values_of,
 )
 from megatron.core.parallel.wgrad import WeightGradStore
-from megatron.core.tensor_parallel.low_precision import Scaling, low_grouped_linear
-from megatron.core.tensor_parallel.quantized import frozen_grouped_linear
-from megatron.core.transformer.adapters import GroupedAdapter
-from megatron.core.transformer.build import BuildContext
-from megatron.core.transformer.dispatch import ExpertInputs, dispatcher_of
+from megatron.core.tensor_parallel.low_precision import LowPrecisionScaling, low_precision_grouped_linear
+from megatron.core.tensor_parallel.quantized import frozen_quantized_grouped_linear
+from megatron.core.transformer.adapters import GroupedLinearAdapter
+from megatron.core.transformer.build import LayerBuildContext
+from megatron.core.transformer.dispatch import ExpertInputs, make_token_dispatcher
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.passing import ForwardContext
-from megatron.core.transformer.router import Router
+from megatron.core.transformer.router import TopKRouter
 
 
 class _DelayedWgradGroupedLinear(Function):
-    """x W^T of each row's own expert, whose weight gradients may wait. kernel: what multiplies."""
+    """Autograd function: x W^T of each row's expert, whose weight gradient may be put into a `WeightGradStore` for
+    later.
+
+    kernel: the grouped matmul.
+    """
 
     @staticmethod
     def forward(
@@ -61,14 +65,17 @@ class _DelayedWgradGroupedLinear(Function):
         x, weight, counts = context.saved_tensors
         own = context.kernel(gradient, weight.transpose(1, 2), counts)
         if context.wgrad_store.is_delaying and context.needs_input_grad[1]:
-            context.wgrad_store.put([weight], partial(_weight_gradients, x, gradient, counts))
+            context.wgrad_store.put([weight], partial(_expert_weight_gradients, x, gradient, counts))
             return own, None, None, None, None
-        return own, *_weight_gradients(x, gradient, counts), None, None, None
+        return own, *_expert_weight_gradients(x, gradient, counts), None, None, None
 
 
-def _weight_gradients(x: Tensor, gradient: Tensor, counts: Tensor) -> tuple[Tensor]:
-    """dW, [e, out, in]. x: [n, in]; gradient: [n, out], sorted by expert; counts: [e]."""
-    return (grouped.weight_gradients(x, gradient, counts),)
+def _expert_weight_gradients(x: Tensor, gradient: Tensor, counts: Tensor) -> tuple[Tensor]:
+    """Return the weight gradient dW, [e, out, in], as a tuple of one.
+
+    x: [n, in]; gradient: of the output, [n, out], sorted by expert; counts: [e].
+    """
+    return (grouped.grouped_weight_gradients(x, gradient, counts),)
 
 
 class GroupedLinear(nn.Module):
@@ -78,17 +85,19 @@ class GroupedLinear(nn.Module):
     """
 
     def __init__(
-        self, build: BuildContext, sizes: tuple[int, tuple[FusedSegment, ...]], *, cut: int, init: Initial
+        self, build: LayerBuildContext, sizes: tuple[int, tuple[FusedSegment, ...]], *, cut: int, init: Initial
     ) -> None:
         """sizes: of the whole dimension that is not cut, and the parts of the one that is."""
         super().__init__()
-        experts, width = build.model.moe.experts, sum(part.size for part in sizes[1])
+        experts, width = build.model.moe.num_experts_or_zero, sum(part.size for part in sizes[1])
         outputs, inputs = (width, sizes[0]) if cut == 1 else (sizes[0], width)
         by_expert, by_width = Shard(0, "ep", (FusedSegment(experts),)), Shard(cut, "etp", sizes[1])
         self.grouped_linear, self.wgrad_store = build.kernels.grouped_linear, build.wgrad_store
-        self.scaling = None if build.low is None else Scaling(build.low, shared=build.mesh.etp, cut=build.mesh.etp)
+        self.scaling = (
+            None if build.low is None else LowPrecisionScaling(build.low, shared=build.mesh.etp, cut=build.mesh.etp)
+        )
         if self.scaling is not None:
-            self.grouped_linear = partial(low_grouped_linear, scaling=self.scaling)
+            self.grouped_linear = partial(low_precision_grouped_linear, scaling=self.scaling)
         self.bias_share = 1.0 if cut == 1 else float(build.mesh.etp.is_first)
         self.weight = meta_parameter(
             ParamSpec(
@@ -107,84 +116,102 @@ class GroupedLinear(nn.Module):
             stacked=True,
         )
         self.bias = meta_parameter(spec, build.mesh, build.dtype) if build.model.add_bias_linear else None
-        self.adapter: GroupedAdapter | None = None
+        self.adapter: GroupedLinearAdapter | None = None
 
     def forward(
         self, x: Tensor, counts: Tensor, weights: Tensor | None = None, *, skip_bias_add: bool = False
     ) -> Tensor:
-        """x: [n, in], sorted by expert; counts: [e]. weights: [n], of each row's bias. Returns [n, out]. skip_bias_add: the caller adds the bias."""
-        if skip_bias_add:
-            return self._multiply(x, counts)
-        if self.bias is None or weights is None:
-            return reference.with_expert_bias(self._multiply(x, counts), self.bias, counts)
-        bias = weighed_bias(weights * self.bias_share, self.bias, counts)
-        return self._multiply(x, counts) + bias.to(x.dtype)
+        """Multiply each row by its expert's matrix.
 
-    def _multiply(self, x: Tensor, counts: Tensor) -> Tensor:
+        x: [n, in], sorted by expert; counts: [e], rows of each expert. weights: [n], routing weight that each row's
+        bias is multiplied by; None: 1. skip_bias_add: the caller adds the bias. Returns [n, out].
+        """
+        if skip_bias_add:
+            return self._product_with_adapter(x, counts)
+        if self.bias is None or weights is None:
+            return reference.add_expert_bias(self._product_with_adapter(x, counts), self.bias, counts)
+        bias = weighted_expert_bias(weights * self.bias_share, self.bias, counts)
+        return self._product_with_adapter(x, counts) + bias.to(x.dtype)
+
+    def _product_with_adapter(self, x: Tensor, counts: Tensor) -> Tensor:
         product = self._grouped_product(x, counts)
         return product + self.adapter(x, counts) if self.adapter is not None and self.adapter.enabled else product
 
     def _grouped_product(self, x: Tensor, counts: Tensor) -> Tensor:
-        if quantized_of(self.weight) is not None:
-            return frozen_grouped_linear(x, self.weight, counts, self.grouped_linear)
+        if quantized_values_of(self.weight) is not None:
+            return frozen_quantized_grouped_linear(x, self.weight, counts, self.grouped_linear)
         if self.wgrad_store is None or self.scaling is not None:
             return self.grouped_linear(x, self.weight, counts, None)
         return _DelayedWgradGroupedLinear.apply(x, self.weight, counts, self.grouped_linear, self.wgrad_store)
 
 
-class Experts(nn.Module):
-    """weight * (linear_fc2(activation(linear_fc1(x)))) of each row's own expert; gated: linear_fc1 is [gate | up]."""
+class GroupedMLP(nn.Module):
+    """The MLPs of this rank's experts as grouped matmuls: routing weight * linear_fc2(activation(linear_fc1(x))) of
+    each row.
 
-    def __init__(self, build: BuildContext) -> None:
+    Gated: linear_fc1 is [gate | up].
+    """
+
+    def __init__(self, build: LayerBuildContext) -> None:
         super().__init__()
         model, part = build.model, FusedSegment(build.model.moe.expert_width)
         self.build = build
         self.linear_fc1 = GroupedLinear(
-            build, (model.hidden_size, (part, part) if model.gated else (part,)), cut=1, init=build.init_method()
+            build,
+            (model.hidden_size, (part, part) if model.has_gated_mlp else (part,)),
+            cut=1,
+            init=build.init_method(),
         )
         self.linear_fc2 = GroupedLinear(build, (model.hidden_size, (part,)), cut=2, init=build.output_init_method())
 
     def forward(self, rows: ExpertInputs) -> Tensor:
-        """Returns [n, h], of which the sum over etp is what the experts say."""
+        """Return the weighted output of each row's expert, [n, h]: a partial sum over etp."""
         skips = self.build.adds_bias_in_activation
         wide = self.linear_fc1(rows.tokens, rows.counts, skip_bias_add=skips)
         given = (rows.weights, self.linear_fc1.bias, rows.counts) if skips else (rows.weights,)
         down = partial(self.linear_fc2, counts=rows.counts, weights=rows.weights)
-        if self.build.recomputes("moe_act"):
-            return discard_intermediate(lambda x: recompute(self._activate, self.build.streams, x, *given), down, wide)[
-                0
-            ]
-        return down(self._activate(wide, *given))
+        if self.build.recomputes_module("moe_act"):
+            return discard_intermediate(
+                lambda x: recompute(self._activate_and_weigh, self.build.streams, x, *given), down, wide
+            )[0]
+        return down(self._activate_and_weigh(wide, *given))
 
-    def _activate(
+    def _activate_and_weigh(
         self, wide: Tensor, weights: Tensor, bias: Tensor | None = None, counts: Tensor | None = None
     ) -> Tensor:
         # The last matmul is linear, so a row is weighed before it, where it is narrow.
-        return (self.build.activation(wide, bias, counts) * weights[:, None]).to(wide.dtype)
+        return (self.build.apply_activation(wide, bias, counts) * weights[:, None]).to(wide.dtype)
 
 
 class MoELayer(nn.Module):
-    """The experts that the router chooses, weighed, and those that every token uses."""
+    """Mixture of experts: router, token dispatch and routed experts, plus shared experts that every token uses."""
 
-    def __init__(self, build: BuildContext, plan: LayerPlan) -> None:
+    def __init__(self, build: LayerBuildContext, plan: LayerPlan) -> None:
         super().__init__()
         moe = build.model.moe
         self.build = build
-        self.router = Router(build, plan)
-        self.experts = Experts(build)
+        self.router = TopKRouter(build, plan)
+        self.experts = GroupedMLP(build)
         self.shared_experts = None
         if moe.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = MLP(
                 build, width=moe.moe_shared_expert_intermediate_size, weighs=moe.moe_shared_expert_gate
             )
-        self.dispatcher = dispatcher_of(moe.moe_token_dispatcher_type, moe.experts, build.mesh, build.kernels)
+        self.dispatcher = make_token_dispatcher(
+            moe.moe_token_dispatcher_type, moe.num_experts_or_zero, build.mesh, build.kernels
+        )
 
     def forward(self, x: Tensor, norm: nn.Module | None, context: ForwardContext) -> tuple[Tensor, Tensor]:
-        """x: [s or s/tp, b, h], before its norm. Returns the layer's output and the normed input, both like x."""
-        return self.build.normed_linear(norm, partial(self._mlp_block, context=context), x)
+        """Run the layer on norm(x). x: [s or s/tp, b, h], before its norm. Returns the layer's output and the normed
+        input, like x.
+        """
+        return self.build.norm_then_linear(norm, partial(self._mlp_block, context=context), x)
 
     def _mlp_block(self, x: Tensor, *, context: ForwardContext) -> Tensor:
-        moe, region, length = self.build.model.moe, self.build.region, x.shape[0]
+        """Route, dispatch, compute and combine normed tokens, and add the shared experts. x: [s or s/tp, b, h], as the
+        result.
+        """
+        moe, region, length = self.build.model.moe, self.build.tp_region, x.shape[0]
         own = region.scatter_tokens(x)
         routing = self.router(own, context)
         dispatched = self.dispatcher.dispatch(
@@ -200,9 +227,10 @@ class MoELayer(nn.Module):
         return routed if shared is None else routed + shared
 
     def _shared_experts_output(self, x: Tensor, context: ForwardContext) -> Tensor | None:
+        """Return the output of the shared experts, like x, recomputed if so configured; None if there are none."""
         experts = self.shared_experts
         if experts is None:
             return None
-        if self.build.recomputes("shared_experts"):
+        if self.build.recomputes_module("shared_experts"):
             return recompute(lambda y: experts(y, None, context)[0], self.build.streams, x)
         return experts(x, None, context)[0]

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron.core.kernels.mask import MaskSpec
-from megatron.core.transformer.build import BuildContext
-from megatron.core.transformer.cache import Cache
+from megatron.core.kernels.mask import AttentionMaskSpec
+from megatron.core.transformer.build import LayerBuildContext
+from megatron.core.transformer.cache import DecodingCache
 from megatron.core.transformer.rope import RotaryTable
 
 
-class _AddLoss(Function):
+class _AttachLossGradient(Function):
+    """Autograd function: return x unchanged; backward also sends the gradient `weight` to a scalar loss."""
+
     @staticmethod
     def forward(context: Any, x: Tensor, loss: Tensor, weight: float | Tensor) -> Tensor:
         context.weight, context.like = weight, loss.new_empty(())
@@ -42,11 +44,13 @@ class MicrobatchContext:
         self._retained: dict[object, Any] = {}
 
     def add_loss(self, x: Tensor, loss: Tensor) -> Tensor:
-        """x; its backward pass also brings the gradient of weight * loss, a scalar."""
-        return _AddLoss.apply(x, loss, self.weight) if self.training else x
+        """Return x; in training, its backward pass also sends the gradient of weight * loss. loss: a scalar."""
+        return _AttachLossGradient.apply(x, loss, self.weight) if self.training else x
 
     def compute_once(self, key: object, make: Callable[[], Any]) -> Any:
-        """What `make` gives in the first pass of this microbatch that asks under this key; a recomputed pass finds it again."""
+        """Return make(), computed without gradients in the first pass of this microbatch that asks for `key`; later
+        (recomputed) passes get the same result.
+        """
         if key not in self._retained:
             with torch.no_grad():
                 self._retained[key] = make()
@@ -54,11 +58,11 @@ class MicrobatchContext:
 
     @property
     def cached_results(self) -> tuple[Any, ...]:
-        """What recomputed passes would find again."""
+        """Results of `compute_once` so far."""
         return tuple(self._retained.values())
 
     def add_metric(self, name: str, total: Tensor, count: float | Tensor = 1.0) -> None:
-        """Add to the metric of this name; recomputed forward passes do not count again. total: a scalar.
+        """Add `total` (a scalar) and `count` to the metric `name`; recomputed forward passes are not counted twice.
 
         Reported is the sum of all totals over the sum of all counts, over all ranks: a rank that holds only a share of
         what others count gives a count of 0, and one that repeats what others report does not call this.
@@ -79,16 +83,18 @@ class ForwardContext:
     it: one layer may serve several depths.
     """
 
-    mask: MaskSpec
+    mask: AttentionMaskSpec
     table: RotaryTable | None = None
-    memory_mask: MaskSpec | None = None
+    memory_mask: AttentionMaskSpec | None = None
     microbatch_context: MicrobatchContext | None = None
-    cache: Cache | None = None
+    cache: DecodingCache | None = None
     depth: int = 0
 
-    def attention(self, build: BuildContext, layer: int) -> Callable[..., Tensor]:
-        """Return the attention kernel ([s, b, n, d] in, [s, b, n * d] out), which also sees the keys of the cache, if
-        there is one.
+    def attention_kernel(self, build: LayerBuildContext, layer: int) -> Callable[..., Tensor]:
+        """Return the attention kernel of the run ([s, b, n, d] in, [s, b, n * d] out); with a cache, one that attends
+        to the cached keys too.
+
+        layer: global index of the layer, for the cache.
         """
         kernel = build.kernels.attention
-        return kernel if self.cache is None else self.cache.attention(layer, kernel)
+        return kernel if self.cache is None else self.cache.cached_attention(layer, kernel)

@@ -13,55 +13,62 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from megatron.core.kernels.mask import MaskSpec
-from megatron.core.kernels.reference import largest_scores
+from megatron.core.kernels.mask import AttentionMaskSpec
+from megatron.core.kernels.reference import max_attention_scores
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import spec_of
+from megatron.core.parallel.spec import param_spec_of
 
 
-class MaxScoreTracker:
-    """The largest score of each head that this rank computes, since last asked."""
+class MaxAttentionScoreTracker:
+    """Tracks the largest attention score of each local head, from one `pop` to the next (for QK-clip)."""
 
     def __init__(self) -> None:
         self._largest: Tensor | None = None
 
     @torch.no_grad()
-    def update(self, q: Tensor, k: Tensor, mask: MaskSpec, scale: float | None) -> None:
-        """Raise the largest score of each head to those of these queries and keys: of the pairs that the mask allows, over the whole batch.
+    def update(self, q: Tensor, k: Tensor, mask: AttentionMaskSpec, scale: float | None) -> None:
+        """Update the maxima with the scores of these queries and keys, over all pairs that the mask allows and the
+        whole batch.
 
         q: [queries, b, n/tp, d]; k: [keys, b, g/tp, d]; scale: of the scores, None for 1/sqrt(d).
         """
-        scores = largest_scores(q, k, mask, scale)
+        scores = max_attention_scores(q, k, mask, scale)
         self._largest = scores if self._largest is None else torch.maximum(self._largest, scores)
 
     def pop(self, heads: int, device: torch.device) -> Tensor:
-        """[heads] in fp32 or wider, -inf where nothing was seen; forgets them."""
+        """Return the largest score of each local head, [heads], in fp32 or wider, and reset; -inf if there were no
+        updates.
+        """
         largest, self._largest = self._largest, None
         return torch.full((heads,), float("-inf"), device=device) if largest is None else largest
 
 
 @runtime_checkable
-class ClippableAttention(Protocol):
-    """An attention that can be clipped."""
+class QKClipAttention(Protocol):
+    """An attention module whose query and key weights QK-clip can shrink."""
 
-    peaks: MaxScoreTracker | None
+    peaks: MaxAttentionScoreTracker | None
     heads: int
 
     def qk_clip_factors(self, shrink: Tensor, alpha: float) -> dict[nn.Parameter, Tensor]:
-        """The factor of every row of its parameters that shrink, [rows]. shrink: t / S of all heads of the network, at most 1."""
+        """Return for each of its parameters that shrinks the factor of every local row, [rows].
+
+        shrink: t / S of all heads of the network, [n], at most 1; alpha: share of the factor that queries take.
+        """
 
 
-def clip_factors(modules: Iterable[nn.Module], mesh: Mesh, *, threshold: float, alpha: float) -> dict[str, Tensor]:
-    """Return for each parameter, by global name, the factor of each of its local rows, [rows]; then reset the largest
+def qk_clip_row_factors(
+    modules: Iterable[nn.Module], mesh: Mesh, *, threshold: float, alpha: float
+) -> dict[str, Tensor]:
+    """Return for each clipped parameter, by global name, the factor of each local row, [rows], and reset the largest
     scores.
 
-    The scores of a step are those of all its microbatches, over all ranks that share a layer.
+    The maxima are over all microbatches since the last call and all ranks that share a layer (collective). Empty
+    without QK-clip.
     """
     clipped = [
-        (module, module.peaks)
-        for module in modules
-        if isinstance(module, ClippableAttention) and module.peaks is not None
+        (module, module.peaks) for module in modules if isinstance(module, QKClipAttention) and module.peaks is not None
     ]
     if not clipped:
         return {}
@@ -70,5 +77,5 @@ def clip_factors(modules: Iterable[nn.Module], mesh: Mesh, *, threshold: float, 
     largest = collectives.all_gather(collectives.all_reduce(own, mesh.dp_cp, "max"), mesh.tp)
     factors: dict[str, Tensor] = {}
     for (layer, _), shrink in zip(clipped, (threshold / largest.clamp(min=threshold)).unbind(1), strict=True):
-        factors |= {spec_of(param).name: rows for param, rows in layer.qk_clip_factors(shrink, alpha).items()}
+        factors |= {param_spec_of(param).name: rows for param, rows in layer.qk_clip_factors(shrink, alpha).items()}
     return factors

@@ -17,13 +17,15 @@ from torch import Tensor, nn
 
 from megatron.core.config.settings.model import RopeConfig
 from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, meta_parameter
-from megatron.core.transformer.build import BuildContext
+from megatron.core.transformer.build import LayerBuildContext
 
 
-class RelativeBias(nn.Module):
-    """A table of one number a bucket and head. Heads are cut over the tensor ranks."""
+class RelativeBiasTable(nn.Module):
+    """The parameter of T5's relative position bias: one number for each bucket and head; heads are cut over the tensor
+    ranks.
+    """
 
-    def __init__(self, build: BuildContext) -> None:
+    def __init__(self, build: LayerBuildContext) -> None:
         super().__init__()
         model = build.model
         cut = Shard(1, "tp", (FusedSegment(model.num_attention_heads),))
@@ -33,23 +35,27 @@ class RelativeBias(nn.Module):
         self.weight = meta_parameter(spec, build.mesh, build.dtype)
 
 
-class RelativePositions(nn.Module):
-    """The table of an encoder or a decoder, under the name that it has in Megatron."""
+class RelativePositionEmbedding(nn.Module):
+    """Module that gives the bias table of an encoder or a decoder its name in Megatron checkpoints."""
 
-    def __init__(self, build: BuildContext) -> None:
+    def __init__(self, build: LayerBuildContext) -> None:
         super().__init__()
-        self.relative_attention_bias = RelativeBias(build)
+        self.relative_attention_bias = RelativeBiasTable(build)
 
 
-def score_bias(table: Tensor, length: int, config: RopeConfig, *, causal: bool) -> Tensor:
-    """What is added to the scores of a sequence. table: [buckets, n/tp]. Returns [1, n/tp, length, length]."""
+def relative_score_bias(table: Tensor, length: int, config: RopeConfig, *, causal: bool) -> Tensor:
+    """Return the relative position bias that is added to a sequence's scores, [1, n/tp, length, length]. table:
+    [buckets, n/tp].
+    """
     places = torch.arange(length, device=table.device)
-    index = buckets(places[None, :] - places[:, None], config, causal=causal)
+    index = relative_position_buckets(places[None, :] - places[:, None], config, causal=causal)
     return F.embedding(index, table).permute(2, 0, 1)[None]
 
 
-def buckets(offset: Tensor, config: RopeConfig, *, causal: bool) -> Tensor:
-    """The bucket of each offset, key's place less query's. offset: int64 of any shape; returns the same shape."""
+def relative_position_buckets(offset: Tensor, config: RopeConfig, *, causal: bool) -> Tensor:
+    """Return the bucket of each offset (key position minus query position). offset: int64 of any shape; returns the
+    same shape.
+    """
     count, first = config.relative_attention_num_buckets, torch.zeros_like(offset)
     distance = (-offset).clamp(min=0) if causal else offset.abs()
     if not causal:

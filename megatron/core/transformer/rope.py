@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.model import RopeConfig
-from megatron.core.transformer.build import BuildContext
+from megatron.core.transformer.build import LayerBuildContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,34 +25,37 @@ class RotaryTable:
     sin: Tensor
 
 
-def frequencies(config: RopeConfig, head_size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Angle per position of each pair, [r/2] (Su et al., 2021)."""
+def rotary_frequencies(config: RopeConfig, head_size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return the angle per position of each rotated pair, [r/2], after Llama 3.1 or YaRN scaling if configured (Su et
+    al., 2021).
+    """
     size = int(head_size * config.rotary_percent) // 2 * 2
     steps = torch.arange(0, size, 2, device=device, dtype=dtype) / size
     result = 1.0 / config.rotary_base**steps  # rounded as the published networks round it
     if config.is_yarn:
-        return _yarn_scaling(result, config)
-    return _llama3_scaling(result, config) if config.use_rope_scaling else result
+        return _yarn_scaled_frequencies(result, config)
+    return _llama3_scaled_frequencies(result, config) if config.use_rope_scaling else result
 
 
-def _llama3_scaling(frequencies: Tensor, config: RopeConfig) -> Tensor:
-    """Slow turns are slowed by a factor, fast ones kept, those between blended (Llama 3.1)."""
+def _llama3_scaled_frequencies(frequencies: Tensor, config: RopeConfig) -> Tensor:
+    """Divide low frequencies by the scaling factor, keep high ones, and blend those between (Llama 3.1)."""
     turns = config.rope_scaling_original_length * frequencies / (2 * math.pi)
     low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
     blend = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - blend) * frequencies / config.rope_scaling_factor + blend * frequencies
 
 
-def _yarn_scaling(frequencies: Tensor, config: RopeConfig) -> Tensor:
-    """Pairs that turn seldom over the original length are slowed by the factor, fast ones kept, those between blended by their
-    number (YaRN; Peng et al., 2023)."""
+def _yarn_scaled_frequencies(frequencies: Tensor, config: RopeConfig) -> Tensor:
+    """Divide low frequencies by the scaling factor, keep high ones, and blend those between linearly by pair index
+    (YaRN; Peng et al., 2023).
+    """
     size = 2 * len(frequencies)
 
-    def number(turns: float) -> float:  # of the pair that turns so often over the original length
+    def pair_index(turns: float) -> float:  # of the pair that turns so often over the original length
         length = config.yarn_original_max_position_embeddings
         return size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config.rotary_base))
 
-    first, last = number(config.yarn_beta_fast), number(config.yarn_beta_slow)
+    first, last = pair_index(config.yarn_beta_fast), pair_index(config.yarn_beta_slow)
     if config.yarn_correction_range_round_to_int:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, size - 1)
@@ -62,7 +65,9 @@ def _yarn_scaling(frequencies: Tensor, config: RopeConfig) -> Tensor:
 
 
 def yarn_mscale(config: RopeConfig, share: float) -> float:
-    """How much larger YaRN makes what has this share (`mscale` or `mscale_all_dim`) in the logarithm of its factor."""
+    """Return YaRN's magnitude factor 0.1 * share * log(scaling factor) + 1; 1 without YaRN. share: `mscale` or
+    `mscale_all_dim`.
+    """
     if not config.is_yarn or config.rotary_scaling_factor <= 1.0:
         return 1.0
     return 0.1 * share * math.log(config.rotary_scaling_factor) + 1.0
@@ -71,10 +76,12 @@ def yarn_mscale(config: RopeConfig, share: float) -> float:
 def rotary_table(
     positions: Tensor, config: RopeConfig, head_size: int, *, dtype: torch.dtype, pairs: bool
 ) -> RotaryTable:
-    """The table for these positions, [b or 1, s], or [3, b or 1, s] by time, height and width. pairs: whether neighbouring
-    channels are rotated together, else the two halves of a head.
+    """Return cos and sin for these positions.
+
+    positions: [b or 1, s], or [3, b or 1, s] by time, height and width (M-RoPE). pairs: rotate neighbouring channels
+    together (interleaved), else the two halves of a head.
     """
-    turns = frequencies(config, head_size, positions.device, dtype)
+    turns = rotary_frequencies(config, head_size, positions.device, dtype)
     places = positions.transpose(-1, -2).to(dtype)[..., None, None]
     if positions.dim() == 3:
         axis = [i % 3 for i, count in enumerate(config.mrope_section or ()) for _ in range(count)]
@@ -89,15 +96,16 @@ def rotary_table(
     return RotaryTable(doubled.cos() * growth, doubled.sin() * growth)
 
 
-def rotary_table_for(build: BuildContext, hidden: Tensor, positions: Tensor | None = None) -> RotaryTable | None:
-    """The table for hidden states [s or s/tp, b, h] between regions, if positions are rotations; positions: [b or 1, s] or
-    [3, b or 1, s] when they do not simply count. Latent attention rotates a part of its heads only.
+def rotary_table_for(build: LayerBuildContext, hidden: Tensor, positions: Tensor | None = None) -> RotaryTable | None:
+    """Return the rotary table for a stage's hidden states, or None if the network has no rotary positions.
+
+    hidden: [s or s/tp, b, h]; positions: [b or 1, s] or [3, b or 1, s]; None: this rank's positions of 0, 1, 2, ...
     """
     if not build.model.uses_rotary:
         return None
-    length = build.region.whole_length(hidden.shape[0])
-    places = build.positions(length)[None] if positions is None else positions
+    length = build.tp_region.whole_sequence_length(hidden.shape[0])
+    places = build.local_positions(length)[None] if positions is None else positions
     wide = torch.float64 if build.dtype == torch.float64 else torch.float32
     return rotary_table(
-        places, build.model.rope, build.model.rotary_size, dtype=wide, pairs=build.model.has_interleaved_rotary
+        places, build.model.rope, build.model.rotary_head_size, dtype=wide, pairs=build.model.has_interleaved_rotary
     )

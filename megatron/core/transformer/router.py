@@ -26,15 +26,15 @@ from megatron.core.config.plan import LayerPlan
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rng import derive_seed
-from megatron.core.parallel.spec import ParamSpec, constant_initializer, meta_parameter, spec_of
+from megatron.core.parallel.spec import ParamSpec, constant_initializer, meta_parameter, param_spec_of
 from megatron.core.transformer.balance import (
-    count_choices,
+    count_expert_choices,
     local_balancing_loss,
-    local_z_loss,
+    local_router_z_loss,
     sinkhorn,
     updated_expert_bias,
 )
-from megatron.core.transformer.build import BuildContext
+from megatron.core.transformer.build import LayerBuildContext
 from megatron.core.transformer.passing import ForwardContext, MicrobatchContext
 
 _TINY = 1e-20
@@ -50,7 +50,7 @@ Choices = Mapping[
 
 
 @dataclass(frozen=True, slots=True)
-class Routing:
+class ExpertRouting:
     """The experts of each token.
 
     weights: [t, k], with gradient, 0 where dropped. experts: int64 [t, k]. kept: bool [t, k]; None: nothing was dropped.
@@ -63,15 +63,17 @@ class Routing:
     capacity: int | None = None
 
 
-class Router(nn.Module):
-    """Scores of a linear layer, in a format of their own, and the choice they lead to."""
+class TopKRouter(nn.Module):
+    """The MoE router: logits of a linear layer, computed in fp32 or fp64, the choice of experts, their weights and
+    balancing losses.
+    """
 
     tally: Tensor
 
-    def __init__(self, build: BuildContext, plan: LayerPlan) -> None:
+    def __init__(self, build: LayerBuildContext, plan: LayerPlan) -> None:
         super().__init__()
         model, self.moe = build.model, build.model.moe
-        self.build, self.layer, self.num_experts = build, plan.index, self.moe.experts
+        self.build, self.layer, self.num_experts = build, plan.index, self.moe.num_experts_or_zero
         requested = self.moe.moe_router_dtype or ("fp64" if build.dtype == torch.float64 else "fp32")
         self.dtype = {"fp32": torch.float32, "fp64": torch.float64}[requested]
         shape = (self.num_experts, model.hidden_size)
@@ -94,47 +96,49 @@ class Router(nn.Module):
         self.replayed: Mapping[tuple[int, int], Tensor] | None = None
         self.observed: list[Tensor] | None = None  # takes the choices of each pass, where the caller wants them
 
-    def forward(self, x: Tensor, context: ForwardContext) -> Routing:
-        """x: [positions, b, h], this rank's tokens. Returns the routing of its t = positions * b tokens."""
+    def forward(self, x: Tensor, context: ForwardContext) -> ExpertRouting:
+        """Route this rank's tokens. x: [positions, b, h]. Returns the routing of its t = positions * b tokens."""
         microbatch_context = context.microbatch_context
         routes = None if microbatch_context is None or context.depth else microbatch_context.routes
         if microbatch_context is not None and not microbatch_context.training:
             microbatch_context = None
-        scores = self.scores(x)
+        scores = self.logits(x)
         if self.moe.moe_router_force_load_balancing:
-            scores = self._at_random(scores, context)
+            scores = self._random_scores(scores, context)
         scores = scores.flatten(0, 1)
         if routes is None:
-            experts = self._choose_experts(scores, microbatch_context, context.depth)
+            experts = self._choose_or_replay_experts(scores, microbatch_context, context.depth)
         else:
-            experts = self._local(routes[self.layer])
+            experts = self._local_routes(routes[self.layer])
         if self.observed is not None:
             self.observed.append(experts)
-        weights = expert_weights(scores, experts, self.moe)
+        weights = routing_weights(scores, experts, self.moe)
         if microbatch_context is not None:
             weights = self._with_balancing_losses(weights, scores, context, x.shape[1])
-        routing = Routing(weights, experts)
+        routing = ExpertRouting(weights, experts)
         if self.moe.moe_expert_capacity_factor is not None:
-            limit = capacity(experts.shape[0], self.moe)
-            routing = drop_over_capacity(routing, limit, self.moe.moe_token_drop_policy, self.num_experts)
+            limit = expert_capacity(experts.shape[0], self.moe)
+            routing = drop_choices_over_capacity(routing, limit, self.moe.moe_token_drop_policy, self.num_experts)
         if microbatch_context is not None:
             microbatch_context.compute_once(
                 (self, context.depth, "tally"), lambda: self._count_routing(routing, context)
             )
         return routing
 
-    def _local(self, routes: Tensor) -> Tensor:
-        """The experts of this rank's tokens, [t, k]. routes: [s, b, k], of those of all tensor ranks."""
+    def _local_routes(self, routes: Tensor) -> Tensor:
+        """Return the given experts of this rank's tokens, [t, k]. routes: [s, b, k], of the tokens of all tensor ranks."""
         missing = -routes.shape[0] % self.build.mesh.tp.size
         whole = torch.cat((routes, routes[:1].expand(missing, -1, -1))) if missing else routes
         return collectives.local_chunk(whole, self.build.mesh.tp).flatten(0, 1)
 
-    def mtp_depth(self, context: ForwardContext) -> int:
-        """Which of the depths that share this layer a pass is of, from 0."""
+    def mtp_depth_index(self, context: ForwardContext) -> int:
+        """Return the index, from 0, of the MTP depth that a pass belongs to, among those that share this layer; else 0."""
         return context.depth - 1 if len(self.tally) > 1 else 0
 
-    def scores(self, x: Tensor) -> Tensor:
-        """x: [..., h]. Returns [..., e] in the router's format."""
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the router logits, [..., e], in the router's dtype; in training with input jitter, if configured. x:
+        [..., h].
+        """
         noise = self.moe.moe_input_jitter_eps
         if noise and self.training:
             with self.build.streams.fork("cut"):  # every rank has tokens of its own
@@ -143,8 +147,12 @@ class Router(nn.Module):
         return F.linear(x.to(self.dtype), self.weight.to(self.dtype), bias)
 
     @staticmethod
-    def after_step(routers: Sequence[Router], *, stepped: bool) -> None:
-        """Close a step: expert biases move by the loads of all its tokens, if weights did, and counts begin anew."""
+    def after_step(routers: Sequence[TopKRouter], *, stepped: bool) -> None:
+        """Finish a training step: update expert biases by the loads of all ranks if the optimizer `stepped`, and reset
+        all counts.
+
+        Collective if there are expert biases and `stepped`.
+        """
         biased = [(router, router.expert_bias) for router in routers if router.expert_bias is not None]
         if biased and stepped:
             mesh = biased[0][0].build.mesh
@@ -156,8 +164,12 @@ class Router(nn.Module):
             router.tally = torch.zeros_like(router.tally)
             router.chosen_so_far = torch.zeros_like(router.chosen_so_far)
 
-    def _choose_experts(self, scores: Tensor, microbatch_context: MicrobatchContext | None, depth: int) -> Tensor:
-        """The choice, or in training that of an earlier step that is replayed."""
+    def _choose_or_replay_experts(
+        self, scores: Tensor, microbatch_context: MicrobatchContext | None, depth: int
+    ) -> Tensor:
+        """Return the experts of each token, int64 [t, k]: chosen from the logits, or in training those recorded in an
+        earlier step (--moe-enable-routing-replay).
+        """
         if microbatch_context is not None and self.replayed is not None:
             result = self.replayed.get((microbatch_context.sample, depth))
             assert result is not None, (
@@ -177,7 +189,9 @@ class Router(nn.Module):
     def _with_balancing_losses(
         self, weights: Tensor, scores: Tensor, context: ForwardContext, num_sequences: int
     ) -> Tensor:
-        """The weights, whose backward pass also brings the gradients of the balancing losses and of the z-loss."""
+        """Return the weights with the balancing losses and the z-loss attached, so that backward computes their
+        gradients too.
+        """
         moe, axis, microbatch_context = self.moe, self.build.mesh.tp_cp, context.microbatch_context
         assert microbatch_context is not None, "losses and metrics of a router need a microbatch context"
         num_tokens = scores.shape[0] * axis.size
@@ -185,11 +199,13 @@ class Router(nn.Module):
             (kind, coefficient) for kind, coefficient in moe.balancing_losses if coefficient and kind in _NAMES
         ]
         if requested:
-            shares = normalized_scores(scores, moe.moe_router_score_function)
+            shares = normalized_router_scores(scores, moe.moe_router_score_function)
             by_sequence = microbatch_context.compute_once(
                 (self, context.depth, "chosen"),
                 lambda: collectives.all_reduce(
-                    count_choices(shares.topk(moe.moe_router_topk, dim=-1).indices, self.num_experts, num_sequences),
+                    count_expert_choices(
+                        shares.topk(moe.moe_router_topk, dim=-1).indices, self.num_experts, num_sequences
+                    ),
                     axis,
                 ),
             )
@@ -197,38 +213,45 @@ class Router(nn.Module):
                 chosen = by_sequence if kind == "seq_aux_loss" else by_sequence.sum(0, keepdim=True)
                 if kind == "global_aux_loss":
                     chosen = microbatch_context.compute_once(
-                        (self, context.depth, "so far"), lambda: self._so_far(by_sequence.sum(0))
+                        (self, context.depth, "so far"), lambda: self._add_to_step_choices(by_sequence.sum(0))
                     )[None]
                 loss = local_balancing_loss(shares, chosen, num_tokens=num_tokens // len(chosen))
-                weights = self._with_loss(weights, loss, coefficient, _NAMES[kind], context)
+                weights = self._attach_loss(weights, loss, coefficient, _NAMES[kind], context)
         if moe.moe_z_loss_coeff:
-            loss = local_z_loss(scores, num_tokens=num_tokens)
-            weights = self._with_loss(weights, loss, moe.moe_z_loss_coeff, "z_loss", context)
+            loss = local_router_z_loss(scores, num_tokens=num_tokens)
+            weights = self._attach_loss(weights, loss, moe.moe_z_loss_coeff, "z_loss", context)
         return weights
 
-    def _with_loss(
+    def _attach_loss(
         self, weights: Tensor, loss: Tensor, coefficient: float, name: str, context: ForwardContext
     ) -> Tensor:
+        """Return the weights with coefficient * loss attached for backward, and add the loss to the metric `name`."""
         microbatch_context = context.microbatch_context
         assert microbatch_context is not None, "losses and metrics of a router need a microbatch context"
         count = float(self.build.mesh.tp_cp.is_first)  # the other ranks of the microbatch add their shares to it
         microbatch_context.add_metric(name, loss, count)
         if self.moe.moe_per_layer_logging:
-            microbatch_context.add_metric(f"moe/{name}_layer_{self.layer + self.mtp_depth(context)}", loss, count)
+            microbatch_context.add_metric(f"moe/{name}_layer_{self.layer + self.mtp_depth_index(context)}", loss, count)
         return microbatch_context.add_loss(weights, coefficient * loss)
 
-    def _so_far(self, chosen: Tensor) -> Tensor:
+    def _add_to_step_choices(self, chosen: Tensor) -> Tensor:
+        """Add the choices [e] of a microbatch, summed over data ranks, to those of the step, and return a copy of the
+        sum.
+        """
         self.chosen_so_far += collectives.all_reduce(chosen.clone(), self.build.mesh.dp)
         return self.chosen_so_far.clone()
 
-    def _count_routing(self, routing: Routing, context: ForwardContext) -> None:
-        own = self.tally[self.mtp_depth(context)]
-        own[:-1] += count_choices(routing.experts, self.num_experts)[0]
+    def _count_routing(self, routing: ExpertRouting, context: ForwardContext) -> None:
+        """Add this rank's choices and dropped choices to the tally of the step."""
+        own = self.tally[self.mtp_depth_index(context)]
+        own[:-1] += count_expert_choices(routing.experts, self.num_experts)[0]
         if routing.kept is not None:
             own[-1] += (~routing.kept).sum()
 
-    def _at_random(self, scores: Tensor, context: ForwardContext) -> Tensor:
-        """Scores from 0 to 1 that only layer, sample and position decide, under any layout; gradients pass as if they were real."""
+    def _random_scores(self, scores: Tensor, context: ForwardContext) -> Tensor:
+        """Return pseudo-random scores in [0, 1) that depend on layer, sample and position only, so on no layout;
+        gradients pass to `scores` unchanged.
+        """
         positions, num_sequences, _ = scores.shape
         tp, places = self.build.mesh.tp, context.mask.query_places
         places = torch.arange(positions * tp.size, device=scores.device) if places is None else places
@@ -236,27 +259,32 @@ class Router(nn.Module):
         sample = first + torch.arange(num_sequences, device=scores.device)
         token = (sample << 32) + collectives.local_chunk(places, tp)[:, None]
         bits = token[..., None] * self.num_experts + torch.arange(self.num_experts, device=scores.device)
-        bits = bits * _FIRST_FACTOR + derive_seed("routing", self.layer + self.mtp_depth(context))
+        bits = bits * _FIRST_FACTOR + derive_seed("routing", self.layer + self.mtp_depth_index(context))
         bits = (bits ^ (bits >> 29)) * _SECOND_FACTOR
         random = ((bits ^ (bits >> 32)) & 0xFFFFFF).to(scores.dtype) / 2.0**24
         return random + (scores - scores.detach())
 
 
 def choose_experts(scores: Tensor, moe: MoEConfig, expert_bias: Tensor | None = None) -> Tensor:
-    """The k experts of each token, int64 [t, k]. scores: [t, e]; expert_bias: [e], which counts here and in no weight."""
+    """Return the top-k experts of each token, int64 [t, k], by score function, expert bias and group limit.
+
+    scores: router logits [t, e]; expert_bias: [e], used for the choice only, not for the weights.
+    """
     if moe.moe_router_score_function != "softmax":
-        scores = _positive_scores(scores, moe.moe_router_score_function)
+        scores = _apply_score_function(scores, moe.moe_router_score_function)
     elif moe.moe_router_pre_softmax:
         scores = scores.softmax(-1)
     if expert_bias is not None:
         scores = scores + expert_bias
     if moe.moe_router_num_groups:
-        scores = scores.masked_fill(~_best_group_mask(scores, moe), -torch.inf)
+        scores = scores.masked_fill(~_best_expert_group_mask(scores, moe), -torch.inf)
     return scores.topk(moe.moe_router_topk, dim=-1).indices
 
 
-def _best_group_mask(scores: Tensor, moe: MoEConfig) -> Tensor:
-    """Bool [t, e]: the experts of the best groups (DeepSeek-V2 and V3, 2024)."""
+def _best_expert_group_mask(scores: Tensor, moe: MoEConfig) -> Tensor:
+    """Return a mask, bool [t, e], of the experts in the best groups of each token (DeepSeek-V2 and V3, 2024).
+    scores: [t, e].
+    """
     assert moe.moe_router_group_topk is not None, "with groups comes how many of them a token may use"
     groups = scores.unflatten(-1, (moe.moe_router_num_groups, -1))
     taken = 1 if moe.moe_router_group_score == "max" else moe.moe_router_topk // moe.moe_router_group_topk
@@ -265,13 +293,13 @@ def _best_group_mask(scores: Tensor, moe: MoEConfig) -> Tensor:
     return allowed[..., None].expand_as(groups).flatten(1)
 
 
-def expert_weights(scores: Tensor, experts: Tensor, moe: MoEConfig) -> Tensor:
-    """How much of each chosen expert a token takes, [t, k]. scores: [t, e]; experts: [t, k]."""
+def routing_weights(scores: Tensor, experts: Tensor, moe: MoEConfig) -> Tensor:
+    """Return the routing weight of each chosen expert, [t, k]. scores: router logits [t, e]; experts: [t, k]."""
     function, even = moe.moe_router_score_function, "sinkhorn" in moe.moe_router_load_balancing_type
     if even:
         weights = (scores.sigmoid() if moe.moe_router_topk == 1 else scores.softmax(-1)).gather(1, experts)
     elif function != "softmax":
-        weights = _positive_scores(scores.gather(1, experts), function)
+        weights = _apply_score_function(scores.gather(1, experts), function)
         weights = weights / (weights.sum(-1, keepdim=True) + _TINY) if moe.moe_router_topk > 1 else weights
     elif moe.moe_router_pre_softmax:
         weights = scores.softmax(-1).gather(1, experts)
@@ -281,28 +309,29 @@ def expert_weights(scores: Tensor, experts: Tensor, moe: MoEConfig) -> Tensor:
     return weights if factor is None else weights * factor
 
 
-def normalized_scores(scores: Tensor, function: str) -> Tensor:
-    """What balancing losses look at: each token's shares among all experts, which add up to 1. scores: [t, e]."""
+def normalized_router_scores(scores: Tensor, function: str) -> Tensor:
+    """Return scores that sum to 1 over the experts, [t, e], as balancing losses use them. scores: router logits [t, e]."""
     if function == "softmax":
         return scores.softmax(-1)
-    result = _positive_scores(scores, function)
+    result = _apply_score_function(scores, function)
     return result / (result.sum(-1, keepdim=True) + _TINY)
 
 
-def _positive_scores(scores: Tensor, function: str) -> Tensor:
+def _apply_score_function(scores: Tensor, function: str) -> Tensor:
+    """Apply the score function sigmoid or sqrt(softplus) to logits."""
     return scores.sigmoid() if function == "sigmoid" else F.softplus(scores).sqrt()
 
 
-def capacity(num_tokens: int, moe: MoEConfig) -> int:
-    """How many of a rank's tokens one expert takes."""
+def expert_capacity(num_tokens: int, moe: MoEConfig) -> int:
+    """Return how many of a rank's tokens one expert takes at most: ceil(t * k / e * --moe-expert-capacity-factor)."""
     assert moe.moe_expert_capacity_factor is not None, "a capacity follows from its factor"
-    return math.ceil(num_tokens * moe.moe_router_topk / moe.experts * moe.moe_expert_capacity_factor)
+    return math.ceil(num_tokens * moe.moe_router_topk / moe.num_experts_or_zero * moe.moe_expert_capacity_factor)
 
 
-def drop_over_capacity(routing: Routing, limit: int, policy: str, num_experts: int) -> Routing:
-    """The routing in which no expert takes more than `limit` tokens.
+def drop_choices_over_capacity(routing: ExpertRouting, limit: int, policy: str, num_experts: int) -> ExpertRouting:
+    """Return the routing with choices dropped so that no expert takes more than `limit` tokens.
 
-    policy: probs keeps those of most weight, the earlier of equal ones; position keeps the earliest.
+    policy: probs keeps those of largest weight, the earlier of equal ones; position keeps the earliest.
     """
     experts, weights = routing.experts.flatten(), routing.weights.detach().flatten()
     order = (
@@ -311,7 +340,7 @@ def drop_over_capacity(routing: Routing, limit: int, policy: str, num_experts: i
         else torch.arange(len(experts), device=experts.device)
     )
     order = order[experts[order].argsort(stable=True)]  # expert by expert, best first
-    counts = count_choices(routing.experts, num_experts)[0]
+    counts = count_expert_choices(routing.experts, num_experts)[0]
     first = counts.cumsum(0) - counts
     place = torch.arange(len(order), device=order.device) - first[experts[order]]
     kept = torch.empty_like(experts, dtype=torch.bool)
@@ -320,17 +349,21 @@ def drop_over_capacity(routing: Routing, limit: int, policy: str, num_experts: i
     return replace(routing, weights=routing.weights * kept, kept=kept, capacity=limit)
 
 
-def recorded_choices(stages: Iterable[nn.Module]) -> Choices:
-    """The choices of the last step of training, for `set_replayed_choices` (--moe-enable-routing-replay)."""
-    return {spec_of(router.weight).name: dict(router.recorded) for router in routers_of(stages)}
+def recorded_expert_choices(stages: Iterable[nn.Module]) -> Choices:
+    """Return the expert choices of the last training step, by router, for `set_replayed_expert_choices`
+    (--moe-enable-routing-replay).
+    """
+    return {param_spec_of(router.weight).name: dict(router.recorded) for router in routers_of(stages)}
 
 
-def set_replayed_choices(stages: Iterable[nn.Module], choices: Choices | None) -> None:
-    """Let training passes take these choices from now on, until it is called with None. Weights are computed as ever."""
+def set_replayed_expert_choices(stages: Iterable[nn.Module], choices: Choices | None) -> None:
+    """Make training passes use these recorded choices instead of choosing, until called with None. Weights are computed
+    as usual.
+    """
     for router in routers_of(stages):
-        router.replayed = None if choices is None else choices[spec_of(router.weight).name]
+        router.replayed = None if choices is None else choices[param_spec_of(router.weight).name]
 
 
-def routers_of(stages: Iterable[nn.Module]) -> list[Router]:
-    """All routers, in order."""
-    return [module for stage in stages for module in stage.modules() if isinstance(module, Router)]
+def routers_of(stages: Iterable[nn.Module]) -> list[TopKRouter]:
+    """Return all routers of the stages, in order."""
+    return [module for stage in stages for module in stage.modules() if isinstance(module, TopKRouter)]

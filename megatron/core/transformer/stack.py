@@ -13,43 +13,46 @@ from torch import Tensor, nn
 from megatron.core.config.plan import LayerPlan
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.recompute import recompute
-from megatron.core.transformer.build import BuildContext
-from megatron.core.transformer.layer import Layer
+from megatron.core.transformer.build import LayerBuildContext
+from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.passing import ForwardContext
 
 
-class Stack(nn.Module):
+class TransformerStack(nn.Module):
     """Layers in order, then the final norm where the network ends."""
 
-    def __init__(self, plans: Sequence[LayerPlan], build: BuildContext, *, final_norm: bool) -> None:
+    def __init__(self, plans: Sequence[LayerPlan], build: LayerBuildContext, *, final_norm: bool) -> None:
         super().__init__()
         self.build = build
-        self.layers = nn.ModuleDict({str(plan.index): Layer(plan, build) for plan in plans})
-        self.final_layernorm = build.norm(build.model.hidden_size) if final_norm else None
-        self.offloading: Callable[[list[Layer]], AbstractContextManager] = lambda layers: (
+        self.layers = nn.ModuleDict({str(plan.index): TransformerLayer(plan, build) for plan in plans})
+        self.final_layernorm = build.make_norm(build.model.hidden_size) if final_norm else None
+        self.offloading: Callable[[list[TransformerLayer]], AbstractContextManager] = lambda layers: (
             nullcontext()
         )  # around what recomputation keeps of them
 
     def forward(
         self, x: Tensor, context: ForwardContext, *, bias: Tensor | None = None, memory: Tensor | None = None
     ) -> Tensor:
-        """x: [s, b, h] ([s/tp, b, h] with sequence parallelism). Returns the same shape.
+        """Run the layers. x: [s, b, h] ([s/tp, b, h] with sequence parallelism). Returns the same shape.
 
-        bias: [1, n/tp, s, s], added to the scores of every layer. memory: [keys or keys/tp, b, h], what cross attention
-        looks at.
+        bias: [1, n/tp, s, s], added to the scores of every layer. memory: [keys or keys/tp, b, h], the encoder's output
+        for cross attention.
         """
         for group, drop in self._recompute_groups():
             run = _LayerSpan(group, context)
             if drop and self.training:
                 with self.offloading(group):
-                    x = recompute(run, self.build.streams, x, bias, memory, axis=self._saved_axis())
+                    x = recompute(run, self.build.streams, x, bias, memory, axis=self._saved_activation_axis())
             else:
                 x = run(x, bias, memory)
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
-    def _recompute_groups(self) -> list[tuple[list[Layer], bool]]:
-        """(layers, whether their activations are dropped), in order."""
-        choice, layers = self.build.recompute, [layer for layer in self.layers.values() if isinstance(layer, Layer)]
+    def _recompute_groups(self) -> list[tuple[list[TransformerLayer], bool]]:
+        """Return groups of layers in order, each with whether its activations are dropped and recomputed."""
+        choice, layers = (
+            self.build.recompute,
+            [layer for layer in self.layers.values() if isinstance(layer, TransformerLayer)],
+        )
         if choice.recompute_granularity != "full":
             return [(layers, False)]
         size = choice.recompute_num_layers or 1
@@ -57,14 +60,17 @@ class Stack(nn.Module):
             return [([layer], place < size) for place, layer in enumerate(layers)]
         return [(layers[start : start + size], True) for start in range(0, len(layers), size)]
 
-    def _saved_axis(self) -> Axis | None:
+    def _saved_activation_axis(self) -> Axis | None:
+        """Return the tensor axis if saved layer inputs are distributed over it (--distribute-saved-activations), else
+        None.
+        """
         return self.build.mesh.tp if self.build.recompute.distribute_saved_activations else None
 
 
 class _LayerSpan:
-    """Some layers one after the other, as a function of what has a gradient."""
+    """Consecutive layers as one function of the tensors that need gradients, for `recompute`."""
 
-    def __init__(self, layers: list[Layer], context: ForwardContext) -> None:
+    def __init__(self, layers: list[TransformerLayer], context: ForwardContext) -> None:
         self.layers, self.context = layers, context
 
     def __call__(self, x: Tensor, bias: Tensor | None, memory: Tensor | None) -> Tensor:

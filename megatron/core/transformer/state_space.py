@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.context_parallel.heads import HeadExchange
-from megatron.core.kernels.mask import MaskSpec
-from megatron.core.kernels.reference import accumulation_dtype
-from megatron.core.kernels.scans import segments_of
+from megatron.core.kernels.mask import AttentionMaskSpec
+from megatron.core.kernels.reference import accumulation_dtype_of
+from megatron.core.kernels.scans import segment_numbers_of
 from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard, meta_parameter
-from megatron.core.transformer.build import BuildContext
+from megatron.core.transformer.build import LayerBuildContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,40 +24,42 @@ class MixerState:
     scan: Tensor
 
 
-class CausalConv(nn.Module):
+class CausalConvParameters(nn.Module):
     """The parameters of a depthwise causal convolution. parts: the segments of its channels, each cut by itself over the tensor ranks."""
 
-    def __init__(self, parts: tuple[FusedSegment, ...], width: int, build: BuildContext, *, bias: bool) -> None:
+    def __init__(self, parts: tuple[FusedSegment, ...], width: int, build: LayerBuildContext, *, bias: bool) -> None:
         super().__init__()
         channels, shards = sum(part.size for part in parts), (Shard(0, "tp", parts),)
         bound = 1.0 / math.sqrt(width)  # Kaiming's uniform rule with a = sqrt(5), as torch draws convolutions
-        spec = ParamSpec((channels, 1, width), uniform(-bound, bound), "conv", shards)
+        spec = ParamSpec((channels, 1, width), uniform_initializer(-bound, bound), "conv", shards)
         self.weight = meta_parameter(spec, build.mesh, build.dtype)
-        shift = ParamSpec((channels,), uniform(-bound, bound), "vector", shards)
+        shift = ParamSpec((channels,), uniform_initializer(-bound, bound), "vector", shards)
         self.bias = meta_parameter(shift, build.mesh, build.dtype) if bias else None
 
 
-def uniform(low: float, high: float) -> Initial:
-    """An initializer that draws evenly between two numbers."""
+def uniform_initializer(low: float, high: float) -> Initial:
+    """Return an initializer that draws uniformly between `low` and `high`."""
     return lambda shape, generator: torch.empty(shape, device=generator.device).uniform_(low, high, generator=generator)
 
 
-def log_uniform(low: float, high: float) -> Initial:
-    """An initializer that draws logarithms of numbers that are drawn evenly."""
-    return lambda shape, generator: uniform(low, high)(shape, generator).log()
+def log_uniform_initializer(low: float, high: float) -> Initial:
+    """Return an initializer that draws uniformly between `low` and `high` and takes the logarithm."""
+    return lambda shape, generator: uniform_initializer(low, high)(shape, generator).log()
 
 
-def head_vector(build: BuildContext, heads: int, initial: Initial) -> nn.Parameter:
-    """One number for each head, cut as heads are, in fp32 whatever the format of the weights is: half precision would lose decays."""
+def per_head_parameter(build: LayerBuildContext, heads: int, initial: Initial) -> nn.Parameter:
+    """Create a parameter with one number for each head, cut over tensor ranks as heads are, in fp32 or wider: half
+    precision would lose decays.
+    """
     spec = ParamSpec((heads,), initial, "vector", (Shard(0, "tp", (FusedSegment(heads),)),))
-    return meta_parameter(spec, build.mesh, accumulation_dtype(build.dtype))
+    return meta_parameter(spec, build.mesh, accumulation_dtype_of(build.dtype))
 
 
-def document_segments(mask: MaskSpec) -> Tensor | None:
-    """The segments [b, s] of whole sequences, where documents are kept apart."""
-    return None if mask.documents is None else segments_of(mask.documents)
+def document_segments(mask: AttentionMaskSpec) -> Tensor | None:
+    """Return the segments [b, s] of whole sequences, as scans take them, if the mask separates documents; else None."""
+    return None if mask.documents is None else segment_numbers_of(mask.documents)
 
 
 def group_repeats(groups: int, exchange: HeadExchange) -> int:
-    """How often each group is repeated so that every context rank has groups beside its heads."""
+    """Return how often each group must be repeated so that every context rank gets groups along with its heads."""
     return exchange.axis.size // math.gcd(exchange.axis.size, groups)

@@ -10,45 +10,48 @@ from __future__ import annotations
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.inference.server.fields import Field, Refused, check_text, read
-from megatron.inference.server.request_handling import error_response
-from megatron.inference.server.serving import Serving
-from megatron.inference.service import Stopped
+from megatron.inference.server.fields import BodyField, RequestRefused, read_body_fields, text_problem
+from megatron.inference.server.request_handling import refusal_for_error
+from megatron.inference.server.serving import GenerationServing
+from megatron.inference.service import ServiceStoppedError
 
-LOAD = (Field("lora_name", check_text, needed=True), Field("lora_path", check_text, needed=True))
-UNLOAD = (Field("lora_name", check_text, needed=True),)
+LOAD = (BodyField("lora_name", text_problem, needed=True), BodyField("lora_path", text_problem, needed=True))
+UNLOAD = (BodyField("lora_name", text_problem, needed=True),)
 
 
-def load(body: bytes, serving: Serving) -> str:
-    """Serve another adapter; what to answer. Raises `Refused` with one sentence for one that cannot be served."""
-    _demand_allowed(serving)
-    fields = read(LOAD, body)
+def handle_load_adapter(body: bytes, serving: GenerationServing) -> str:
+    """Load an adapter as a request body says; return the response text. Raises `Refused` if it cannot be served."""
+    _require_adapter_updates(serving)
+    fields = read_body_fields(LOAD, body)
     try:
         serving.load_adapter(fields["lora_name"], fields["lora_path"])
     except CheckpointError as error:
         summary, *problems = str(error).splitlines()
-        raise Refused(": ".join([summary, "; ".join(map(str.strip, problems))]) if problems else summary) from error
-    except (ConfigError, Stopped) as error:
-        raise error_response(error) from error
+        raise RequestRefused(
+            ": ".join([summary, "; ".join(map(str.strip, problems))]) if problems else summary
+        ) from error
+    except (ConfigError, ServiceStoppedError) as error:
+        raise refusal_for_error(error) from error
     return f"Success: LoRA adapter '{fields['lora_name']}' added successfully."
 
 
-def unload(body: bytes, serving: Serving) -> str:
-    """Serve an adapter no more; what to answer. Raises `Refused` for one that there is not."""
-    _demand_allowed(serving)
-    name = read(UNLOAD, body)["lora_name"]
-    if name not in serving.adapters:
-        here = ", ".join(serving.adapters) or "none"
-        raise Refused(f"there is no adapter {name[:100]!r} here; this server has {here}", 404)
+def handle_unload_adapter(body: bytes, serving: GenerationServing) -> str:
+    """Unload the adapter that a request body names; return the response text. Raises `Refused` if it is not loaded."""
+    _require_adapter_updates(serving)
+    name = read_body_fields(UNLOAD, body)["lora_name"]
+    if name not in serving.adapter_names:
+        here = ", ".join(serving.adapter_names) or "none"
+        raise RequestRefused(f"there is no adapter {name[:100]!r} here; this server has {here}", 404)
     try:
         serving.service.run_between_steps(lambda: serving.service.engine.adapters.unload(name))
-    except (ConfigError, Stopped) as error:
-        raise error_response(error) from error
+    except (ConfigError, ServiceStoppedError) as error:
+        raise refusal_for_error(error) from error
     return f"Success: LoRA adapter '{name}' removed successfully."
 
 
-def _demand_allowed(serving: Serving) -> None:
+def _require_adapter_updates(serving: GenerationServing) -> None:
+    """Raise `Refused` (403) unless the server allows adapters to be changed."""
     if not serving.updates_adapters:
-        raise Refused(
+        raise RequestRefused(
             "adapters are not changed while this server runs; start it with --allow-runtime-lora-updating", 403
         )

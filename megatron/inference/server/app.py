@@ -32,8 +32,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from megatron.inference.server import adapters, openai, put_api
-from megatron.inference.server.chat import Chat
-from megatron.inference.server.fields import Refused
+from megatron.inference.server.chat import ChatPromptEncoder
+from megatron.inference.server.fields import RequestRefused
 from megatron.inference.server.metrics import CONTENT_TYPE, prometheus_text
 from megatron.inference.server.request_handling import (
     BeamSearchPool,
@@ -41,7 +41,7 @@ from megatron.inference.server.request_handling import (
     PendingRequests,
     until_disconnected,
 )
-from megatron.inference.server.serving import Limits, ServedThread, Serving
+from megatron.inference.server.serving import DrainableService, GenerationServing, RequestLimits
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +61,9 @@ Send = Callable[[Any], Awaitable[None]]
 
 
 class RequestFilter:
-    """Around the app: checks the host and the token, counts and logs answers. No prompt and no answer is ever logged.
-
-    limits: those of connections are read where they come in.
+    """ASGI middleware: checks host and bearer token, counts and logs responses. No prompt and no generated text is
+    logged.
+    limits: read by connections.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RequestFilter:
         token: str,
         hosts: Collection[str],
         answers: Counter[tuple[str, int]],
-        limits: Limits,
+        limits: RequestLimits,
     ) -> None:
         self.limits = limits
         self._app, self._token, self._hosts, self._answers = app, token, frozenset(hosts), answers
@@ -83,14 +83,16 @@ class RequestFilter:
             return
         begun, status = time.monotonic(), 0
 
-        async def counted(message: Any) -> None:
+        async def send_and_note_status(message: Any) -> None:
             nonlocal status
             status = message.get("status", status)
             await send(message)
 
         try:
-            refused = self._auth_error(scope)
-            await (self._app if refused is None else error_answer(scope["path"], refused))(scope, receive, counted)
+            refused = self._access_refusal(scope)
+            await (self._app if refused is None else error_answer(scope["path"], refused))(
+                scope, receive, send_and_note_status
+            )
         finally:
             # Any path may be asked for, and only those that there are get a number of their own.
             path = scope["route"].path if scope.get("route") is not None else "other"
@@ -99,12 +101,12 @@ class RequestFilter:
                 "%s %s: %d in %.3f s", scope["method"], ascii(scope["path"])[1:-1], status, time.monotonic() - begun
             )
 
-    def _auth_error(self, scope: Scope) -> Refused | None:
-        """Why a call is not let in."""
+    def _access_refusal(self, scope: Scope) -> RequestRefused | None:
+        """Return the refusal (421 for a host that is not allowed, 401 for a wrong bearer token) of a request, or None."""
         given = dict(reversed(scope["headers"]))  # the first of each name counts
-        host = host_name(given.get(b"host", b""))
+        host = host_without_port(given.get(b"host", b""))
         if self._hosts and host not in self._hosts:
-            return Refused(
+            return RequestRefused(
                 f"this server is not {host[:100]!r}; it is started with --allowed-hosts NAME to go by other names",
                 _MISDIRECTED,
             )
@@ -112,56 +114,56 @@ class RequestFilter:
             return None
         if hmac.compare_digest(given.get(b"authorization", b""), b"Bearer " + self._token.encode()):
             return None
-        return Refused("a bearer token is needed, and this is not the one", 401, {"WWW-Authenticate": "Bearer"})
+        return RequestRefused("a bearer token is needed, and this is not the one", 401, {"WWW-Authenticate": "Bearer"})
 
 
-def host_name(header: bytes) -> str:
-    """The name of a Host header, without its port."""
+def host_without_port(header: bytes) -> str:
+    """Return the host of a Host header, lower case, without its port."""
     return re.sub(r":\d*$", "", header.decode("latin-1").strip().lower()).rstrip(".")
 
 
 def build_app(
-    serving: Serving, *, chat: Chat | None = None, token: str = "", hosts: Collection[str] = ()
+    serving: GenerationServing, *, chat: ChatPromptEncoder | None = None, token: str = "", hosts: Collection[str] = ()
 ) -> RequestFilter:
-    """Return the ASGI app.
-
-    chat: makes prompts of conversations; if None, /v1/chat/completions refuses. token: bearer token that calls must show, except
-    those of /, /health and /v1/health; empty: none. hosts: names that the Host header of any call may have; empty: any.
+    """Return the ASGI app of the generation server.
+    chat: makes prompts of conversations; if None, /v1/chat/completions refuses. token: bearer token that requests must
+    have, except those of /, /health and /v1/health; empty: none. hosts: values that the Host header may have; empty:
+    any.
     """
-    app, answers = new_app(), Counter[tuple[str, int]]()
-    add_health(app, serving.service)
-    _add_views(app, serving, answers)
-    _add_generation(app, serving, chat)
-    _add_adapters(app, serving)
+    app, answers = new_fastapi_app(), Counter[tuple[str, int]]()
+    add_health_routes(app, serving.service)
+    _add_info_routes(app, serving, answers)
+    _add_generation_routes(app, serving, chat)
+    _add_adapter_routes(app, serving)
     return RequestFilter(app, token, hosts, answers, serving.limits)
 
 
-def new_app() -> FastAPI:
-    """An app without routes, which answers errors as clients read them."""
+def new_fastapi_app() -> FastAPI:
+    """Return an app without routes that answers errors in its clients' formats."""
     # The pages that FastAPI makes of its routes need scripts from elsewhere.
     app = FastAPI(title="Megatron", docs_url=None, redoc_url=None, openapi_url=None)
 
-    @app.exception_handler(Refused)
-    async def refused(request: Request, error: Refused) -> Response:
+    @app.exception_handler(RequestRefused)
+    async def answer_refusal(request: Request, error: RequestRefused) -> Response:
         return error_answer(request.url.path, error)
 
     @app.exception_handler(HTTPException)
-    async def unserved(request: Request, error: HTTPException) -> Response:
-        return error_answer(request.url.path, Refused(str(error.detail), error.status_code, error.headers))
+    async def answer_http_error(request: Request, error: HTTPException) -> Response:
+        return error_answer(request.url.path, RequestRefused(str(error.detail), error.status_code, error.headers))
 
     @app.exception_handler(ClientDisconnected)
-    async def gone(request: Request, error: ClientDisconnected) -> Response:
+    async def answer_disconnected(request: Request, error: ClientDisconnected) -> Response:
         return Response(status_code=_CLIENT_LEFT)
 
     return app
 
 
-def add_health(app: FastAPI, service: ServedThread) -> None:
-    """Routes that tell whether requests are taken."""
+def add_health_routes(app: FastAPI, service: DrainableService) -> None:
+    """Add routes that say whether requests are accepted."""
 
     @app.get("/health")
     @app.get("/v1/health")
-    async def health() -> Response:
+    async def answer_health() -> Response:
         if failure := service.failure:
             return json_answer({"status": "failed", "reason": failure}, 503)
         return (
@@ -171,71 +173,81 @@ def add_health(app: FastAPI, service: ServedThread) -> None:
         )
 
 
-def _add_views(app: FastAPI, serving: Serving, answers: Counter[tuple[str, int]]) -> None:
+def _add_info_routes(app: FastAPI, serving: GenerationServing, answers: Counter[tuple[str, int]]) -> None:
+    """Add the page, the list of models and the metrics."""
     page = files("megatron.inference.server").joinpath("page.html").read_text(encoding="utf-8")
     begun = int(time.time())
 
     @app.get("/")
-    async def view() -> Response:
+    async def answer_page() -> Response:
         return Response(page, media_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)
 
     @app.get("/v1/models")
-    async def models() -> Response:
+    async def answer_models() -> Response:
         return json_answer(
-            {"object": "list", "data": [_model_entry(serving, begun, name) for name in ("", *serving.adapters)]}
+            {"object": "list", "data": [_model_entry(serving, begun, name) for name in ("", *serving.adapter_names)]}
         )
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
+    async def answer_model(name: str) -> Response:
         return json_answer(_model_entry(serving, begun, serving.adapter_named(name)))
 
     @app.get("/metrics")
-    async def metrics() -> Response:
+    async def answer_metrics() -> Response:
         return Response(prometheus_text(serving.service.engine.metrics(), answers), media_type=CONTENT_TYPE)
 
 
-def _add_generation(app: FastAPI, serving: Serving, chat: Chat | None) -> None:
+def _add_generation_routes(app: FastAPI, serving: GenerationServing, chat: ChatPromptEncoder | None) -> None:
     searches = BeamSearchPool(serving.service, serving.limits.searches)
 
     @app.put("/api")
     @app.post("/api")
-    async def api(request: Request) -> Response:
+    async def answer_put_api(request: Request) -> Response:
         body = await read_body(request, serving.limits)
-        return json_answer(await until_disconnected(put_api.generate(body, serving, searches), request.receive))
+        return json_answer(
+            await until_disconnected(put_api.answer_generation(body, serving, searches), request.receive)
+        )
 
-    async def answer(request: Request, completion: openai.CompletionRequest) -> Response:
+    async def answer_completion(request: Request, completion: openai.CompletionRequest) -> Response:
         call = PendingRequests(serving.service, completion.requests)
         if completion.is_streaming:
             return EventStream(
-                call, with_keepalives(openai.chunks(completion, call, serving), serving.limits.silence_seconds)
+                call,
+                with_keepalives(openai.completion_events(completion, call, serving), serving.limits.silence_seconds),
             )
-        return json_answer(await until_disconnected(openai.whole(completion, call, serving), request.receive))
+        return json_answer(
+            await until_disconnected(openai.completion_response(completion, call, serving), request.receive)
+        )
 
     @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
+    async def answer_completions(request: Request) -> Response:
         body = await read_body(request, serving.limits)
-        return await answer(request, await asyncio.to_thread(openai.parse_completion, body, serving))
+        return await answer_completion(request, await asyncio.to_thread(openai.parse_completion, body, serving))
 
     @app.post("/v1/chat/completions")
-    async def conversations(request: Request) -> Response:
+    async def answer_chat_completions(request: Request) -> Response:
         body = await read_body(request, serving.limits)
-        return await answer(request, await asyncio.to_thread(openai.parse_chat_completion, body, serving, chat))
+        return await answer_completion(
+            request, await asyncio.to_thread(openai.parse_chat_completion, body, serving, chat)
+        )
 
 
-def _add_adapters(app: FastAPI, serving: Serving) -> None:
+def _add_adapter_routes(app: FastAPI, serving: GenerationServing) -> None:
     @app.post("/v1/load_lora_adapter")
-    async def load(request: Request) -> Response:
+    async def answer_load_adapter(request: Request) -> Response:
         body = await read_body(request, serving.limits)
-        return PlainTextResponse(await asyncio.to_thread(adapters.load, body, serving))
+        return PlainTextResponse(await asyncio.to_thread(adapters.handle_load_adapter, body, serving))
 
     @app.post("/v1/unload_lora_adapter")
-    async def unload(request: Request) -> Response:
+    async def answer_unload_adapter(request: Request) -> Response:
         body = await read_body(request, serving.limits)
-        return PlainTextResponse(await asyncio.to_thread(adapters.unload, body, serving))
+        return PlainTextResponse(await asyncio.to_thread(adapters.handle_unload_adapter, body, serving))
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; a client who leaves, even before the first of them, lets the requests go."""
+    """A response of server-sent events; if the client disconnects, even before the first, the engine requests are
+    cancelled.
+    """
 
     def __init__(self, call: PendingRequests, content: AsyncIterator[str]) -> None:
         super().__init__(
@@ -251,7 +263,9 @@ class EventStream(StreamingResponse):
 
 
 async def with_keepalives(words: AsyncIterator[str], seconds: float) -> AsyncIterator[str]:
-    """The words, and a comment of server-sent events whenever none has come for so long: who stands between may close what is silent."""
+    """Yield the events, and an SSE comment whenever none has come for so many seconds, so that proxies do not close the
+    connection.
+    """
     coming = None
     try:
         while True:
@@ -268,43 +282,47 @@ async def with_keepalives(words: AsyncIterator[str], seconds: float) -> AsyncIte
             await asyncio.wait((coming,))
 
 
-async def read_body(request: Request, limits: Limits) -> bytes:
-    """The body of a request; `Refused` for one that is too large, comes too slowly, or is not said to be JSON; `ClientDisconnected`."""
+async def read_body(request: Request, limits: RequestLimits) -> bytes:
+    """Return the body of a request. `Refused` if it is too large, too slow, or not declared as JSON;
+    `ClientDisconnected`.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise Refused("the header Content-Type must be application/json", 415)
+        raise RequestRefused("the header Content-Type must be application/json", 415)
     most, parts = limits.body_bytes, bytearray()
 
-    async def collect() -> None:
+    async def collect_body() -> None:
         async for part in request.stream():
             parts.extend(part)
             if len(parts) > most:
-                raise Refused(
+                raise RequestRefused(
                     f"the body is larger than the {most} bytes that this server takes", 413, {"Connection": "close"}
                 )
 
     try:
-        await asyncio.wait_for(collect(), limits.read_seconds)
+        await asyncio.wait_for(collect_body(), limits.read_seconds)
     except asyncio.TimeoutError:
-        raise Refused(f"the body did not come within {limits.read_seconds} s", 408, {"Connection": "close"}) from None
+        raise RequestRefused(
+            f"the body did not come within {limits.read_seconds} s", 408, {"Connection": "close"}
+        ) from None
     except ClientDisconnect:  # starlette's
         raise ClientDisconnected from None
     return bytes(parts)
 
 
 def json_answer(content: dict[str, Any], status: int = 200) -> Response:
-    """Written in ASCII, so that halves of surrogate pairs, which clients may send, can be sent back."""
+    """Return a JSON response in ASCII, so that lone surrogates, which clients may send, can be sent back."""
     return Response(json.dumps(content), status, media_type="application/json")
 
 
-def error_answer(path: str, error: Refused) -> Response:
-    """An error as the clients of a path read it."""
-    body = {"message": str(error)} if path == "/api" else openai.error_body(str(error), error.status)
+def error_answer(path: str, error: RequestRefused) -> Response:
+    """Return an error in the format of the clients of a path: OpenAI's, or Megatron's for /api."""
+    body = {"message": str(error)} if path == "/api" else openai.openai_error_body(str(error), error.status)
     return Response(json.dumps(body), error.status, error.headers, "application/json")
 
 
-def _model_entry(serving: Serving, begun: int, adapter: str) -> dict[str, Any]:
-    """What is told of the network, or of an adapter beside it."""
+def _model_entry(serving: GenerationServing, begun: int, adapter: str) -> dict[str, Any]:
+    """Return the /v1/models entry of the network, or of an adapter. begun: its creation time, seconds since the epoch."""
     parent: dict[str, Any] = {"parent": serving.model} if adapter else {}
     if serving.service.engine.image_prompts is not None:
         parent["input_modalities"] = ["text", "image"]

@@ -13,74 +13,75 @@ import asyncio
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron.inference.server.app import RequestFilter
-from megatron.inference.server.serving import Limits
+from megatron.inference.server.serving import RequestLimits
 
 _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 _TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
-class Connection(H11Protocol):
-    """uvicorn's, within the limits that the app has (`RequestFilter.limits`)."""
+class LimitedHTTPConnection(H11Protocol):
+    """uvicorn's HTTP connection, within the limits of the app (`RequestFilter.limits`)."""
 
     _waits: asyncio.TimerHandle | None = None
 
     @property
-    def _server_limits(self) -> Limits:
+    def _server_limits(self) -> RequestLimits:
         assert isinstance(self.config.app, RequestFilter), "Server serves nothing else"
         return self.config.app.limits
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a request, if there is room."""
+        """Start the time limit for a request, or close the connection if there are too many."""
         super().connection_made(transport)
-        if len(self.connections) > self._server_limits.connections and not self._make_room():
+        if len(self.connections) > self._server_limits.connections and not self._close_longest_waiting():
             self._respond_and_close(_BUSY)
         else:
             self._set_time_limit()
 
     def data_received(self, data: bytes) -> None:
-        """A part of a request."""
+        """Handle a part of a request."""
         super().data_received(data)
         self._set_time_limit()
 
     def on_response_complete(self) -> None:
-        """An answer is given; the next request may be there already."""
+        """Restart the time limit after a response."""
         super().on_response_complete()
         self._set_time_limit()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait no longer."""
-        self._wait_no_longer()
+        """Cancel the time limit."""
+        self._cancel_time_limit()
         super().connection_lost(exc)
 
     def _set_time_limit(self) -> None:
-        """Set the time limit where nothing is being answered, and none where something is."""
+        """Start the time limit if no request is being answered; cancel it otherwise."""
         if self.cycle is not None and not self.cycle.response_complete:
-            self._wait_no_longer()
+            self._cancel_time_limit()
         elif self._waits is None:
-            self._waits = self.loop.call_later(self._server_limits.header_seconds, self._too_slow)
+            self._waits = self.loop.call_later(self._server_limits.header_seconds, self._close_as_timed_out)
 
-    def _wait_no_longer(self) -> None:
+    def _cancel_time_limit(self) -> None:
         if self._waits is not None:
             self._waits.cancel()
             self._waits = None
 
-    def _too_slow(self) -> None:
+    def _close_as_timed_out(self) -> None:
+        """Close the connection, with 408 if no request was answered on it."""
         self._respond_and_close(_TOO_SLOW if self.cycle is None else b"")
 
-    def _make_room(self) -> bool:
-        """Close the connection that has waited longest; whether there is one."""
+    def _close_longest_waiting(self) -> bool:
+        """Close the connection that has waited longest for a request; return whether there was one."""
         waiting = {
             other: other._waits.when()
             for other in self.connections
-            if isinstance(other, Connection) and other._waits is not None
+            if isinstance(other, LimitedHTTPConnection) and other._waits is not None
         }
         if waiting:
-            min(waiting, key=waiting.__getitem__)._too_slow()
+            min(waiting, key=waiting.__getitem__)._close_as_timed_out()
         return bool(waiting)
 
     def _respond_and_close(self, response: bytes) -> None:
-        """Say this and close; some time later also if the client has not read what it was told."""
-        self._wait_no_longer()
+        """Send a response and close; abort some time later if the client has not read it."""
+        self._cancel_time_limit()
         self.connections.discard(self)  # at once, and not when the system has closed it
         if self.transport.is_closing():
             self.transport.abort()

@@ -19,8 +19,8 @@ from typing import Any
 Check = Callable[[Any], str]
 
 
-class Refused(Exception):
-    """A call that is not served. status: of HTTP; headers: that go with the answer."""
+class RequestRefused(Exception):
+    """A request that the server refuses, answered as an HTTP error. status: of HTTP; headers: of the response."""
 
     def __init__(self, message: str, status: int = 400, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -28,8 +28,10 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
-    """check: says what a value must be, or nothing when it is that. A field without `needed` may be null, which leaves it out."""
+class BodyField:
+    """A field of a JSON body. check: returns what a value must be, or "" if it is that. needed: must be given; else
+    null means the default.
+    """
 
     name: str
     check: Check
@@ -37,9 +39,13 @@ class Field:
     needed: bool = False
 
 
-def read(fields: Sequence[Field], body: bytes, retired: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The value of every field. retired: fields of old, and what to say of them. Raises `Refused` with all that is wrong."""
-    body_fields = parse(body)
+def read_body_fields(
+    fields: Sequence[BodyField], body: bytes, retired: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Return the value of every field of a JSON body, defaults included. retired: former fields -> what to say of them.
+    Raises one `Refused` with all that is wrong.
+    """
+    body_fields = parse_json_object(body)
     known = {field.name: field for field in fields}
     wrong = [message for name, message in (retired or {}).items() if name in body_fields]
     wrong += [
@@ -61,35 +67,35 @@ def read(fields: Sequence[Field], body: bytes, retired: Mapping[str, str] | None
 
 
 def raise_problems(problems: Iterable[str]) -> None:
-    """Raise one `Refused` that lists all problems, if there are any."""
+    """Raise one `Refused` that lists the non-empty problems, if there are any."""
     stated = [problem for problem in problems if problem]
     if stated:
-        raise Refused("; ".join(stated))
+        raise RequestRefused("; ".join(stated))
 
 
-def parse(body: bytes) -> dict[str, Any]:
-    """The object of a JSON body; `Refused` if it is none."""
+def parse_json_object(body: bytes) -> dict[str, Any]:
+    """Parse a body as a JSON object; `Refused` if it is none."""
 
-    def no_number(word: str) -> None:
+    def refuse_nonfinite(word: str) -> None:
         raise ValueError(f"{word} is no number")
 
     try:
-        fields = json.loads(body, parse_constant=no_number)
+        fields = json.loads(body, parse_constant=refuse_nonfinite)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise Refused(f"the body is not JSON: {error}") from None
+        raise RequestRefused(f"the body is not JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise Refused("the body must be a JSON object")
+        raise RequestRefused("the body must be a JSON object")
     return fields
 
 
 def unknown_field_message(name: str, known: Iterable[str]) -> str:
-    """What to say of a field that there is not."""
+    """Return a message for an unknown field, with the known one that is spelled most like it."""
     near = difflib.get_close_matches(name[:100], list(known), n=1)
     return f"{name[:100]!r} is not a field" + (f"; is {near[0]} meant?" if near else "")
 
 
 def is_integer(value: Any) -> bool:
-    """Whether a value is a whole number; true and false are none."""
+    """Whether a value is an integer and no boolean."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -98,23 +104,23 @@ def is_number(value: Any) -> bool:
     return is_integer(value) and abs(value) < 2**1000 or isinstance(value, float) and math.isfinite(value)
 
 
-def check_boolean(value: Any) -> str:
-    """A check."""
+def boolean_problem(value: Any) -> str:
+    """Return what is wrong if a value is no boolean, else ""."""
     return "" if isinstance(value, bool) else "must be a boolean value"
 
 
-def check_text(value: Any) -> str:
-    """A check."""
+def text_problem(value: Any) -> str:
+    """Return what is wrong if a value is no string, else ""."""
     return "" if isinstance(value, str) else "must be a string"
 
 
 def accept_any_value(_: Any) -> str:
-    """The check of fields that say nothing to the network, or are checked where they are used."""
+    """Return "": the check of fields that are ignored, or checked where they are used."""
     return ""
 
 
 def one_of_check(*values: Any) -> Check:
-    """A check for fields of which one value can be served."""
+    """Return a check for fields that may only have one of these values."""
     return lambda value: (
         ""
         if any(type(value) is type(one) and value == one for one in values)
@@ -123,7 +129,7 @@ def one_of_check(*values: Any) -> Check:
 
 
 def integer_check(low: int | None = None, high: int | None = None, *, rule: str = "") -> Check:
-    """A check for whole numbers. said: in words."""
+    """Return a check for integers from `low` to `high`. rule: the message, if not the standard one."""
     rule = rule or "must be an integer" + _range_text(low, high)
     return lambda value: (
         "" if is_integer(value) and (low is None or value >= low) and (high is None or value <= high) else rule
@@ -131,7 +137,9 @@ def integer_check(low: int | None = None, high: int | None = None, *, rule: str 
 
 
 def number_check(low: float, high: float, *, above: bool = False, rule: str = "") -> Check:
-    """A check for numbers from low, or from above it, to high."""
+    """Return a check for numbers from `low` (with `above` greater than it) to `high`. rule: the message, if not the
+    standard one.
+    """
     rule = rule or "must be a number" + _range_text(low, high)
     return lambda value: "" if is_number(value) and (low < value if above else low <= value) and value <= high else rule
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron.inference.requests import Metrics
+from megatron.inference.requests import EngineMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PREFIX = "megatron_inference_"
@@ -30,8 +30,8 @@ _ROWS = (
 )
 
 
-def prometheus_text(metrics: Metrics, answers: Mapping[tuple[str, int], int]) -> str:
-    """The text. answers: number of HTTP answers by (path, status)."""
+def prometheus_text(metrics: EngineMetrics, answers: Mapping[tuple[str, int], int]) -> str:
+    """Return an engine's metrics in Prometheus' text format. answers: number of HTTP responses by (path, status)."""
     lines = []
     for field, name, kind, description in _ROWS:
         lines += [*_metric_header(name, kind, description), f"{_PREFIX}{name} {getattr(metrics, field)}"]

@@ -15,23 +15,29 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.inference.requests import Event, Reply, Request, Token
-from megatron.inference.sampling import Sampling
-from megatron.inference.server.chat import Chat, messages_of
+from megatron.inference.requests import GenerationEvent, GenerationReply, GenerationRequest, TokenLogprob
+from megatron.inference.sampling import SamplingParams
+from megatron.inference.server.chat import ChatPromptEncoder, parse_messages
 from megatron.inference.server.fields import (
-    Field,
-    Refused,
+    BodyField,
+    RequestRefused,
     accept_any_value,
-    check_boolean,
-    check_text,
+    boolean_problem,
     integer_check,
     is_integer,
     number_check,
     one_of_check,
-    read,
+    read_body_fields,
+    text_problem,
 )
 from megatron.inference.server.request_handling import PendingRequests
-from megatron.inference.server.serving import LEAST_LOGPROB, Serving, TokenTexts, effective_temperature, json_logprob
+from megatron.inference.server.serving import (
+    LEAST_LOGPROB,
+    GenerationServing,
+    IncrementalTokenTexts,
+    clamped_logprob,
+    effective_temperature,
+)
 
 _MOST_TOP, _MOST_CHOICES, _MOST_STOPS, _LONGEST_STOP = 20, 128, 16, 1000
 
@@ -73,81 +79,83 @@ def _stream_options_problem(value: Any) -> str:
 
 
 _COMMON = (
-    Field("model", check_text),
-    Field("temperature", number_check(0.0, 2.0), 1.0),
-    Field("top_p", number_check(0.0, 1.0), 1.0),
-    Field("top_k", integer_check(0, 10**6), 0),
-    Field("min_p", number_check(0.0, 1.0), 0.0),
-    Field("repetition_penalty", number_check(0.01, 100.0), 1.0),
-    Field("n", integer_check(1, _MOST_CHOICES), 1),
-    Field("seed", integer_check(-(2**63), 2**64 - 1)),
-    Field("stop", _stop_problem, []),
-    Field("ignore_eos", check_boolean, False),
-    Field("stream", check_boolean, False),
-    Field("stream_options", _stream_options_problem),
-    Field("frequency_penalty", one_of_check(0, 0.0)),
-    Field("presence_penalty", one_of_check(0, 0.0)),
-    Field("logit_bias", one_of_check({})),
-    Field("user", check_text),
-    Field("metadata", accept_any_value),
-    Field("store", one_of_check(False)),
+    BodyField("model", text_problem),
+    BodyField("temperature", number_check(0.0, 2.0), 1.0),
+    BodyField("top_p", number_check(0.0, 1.0), 1.0),
+    BodyField("top_k", integer_check(0, 10**6), 0),
+    BodyField("min_p", number_check(0.0, 1.0), 0.0),
+    BodyField("repetition_penalty", number_check(0.01, 100.0), 1.0),
+    BodyField("n", integer_check(1, _MOST_CHOICES), 1),
+    BodyField("seed", integer_check(-(2**63), 2**64 - 1)),
+    BodyField("stop", _stop_problem, []),
+    BodyField("ignore_eos", boolean_problem, False),
+    BodyField("stream", boolean_problem, False),
+    BodyField("stream_options", _stream_options_problem),
+    BodyField("frequency_penalty", one_of_check(0, 0.0)),
+    BodyField("presence_penalty", one_of_check(0, 0.0)),
+    BodyField("logit_bias", one_of_check({})),
+    BodyField("user", text_problem),
+    BodyField("metadata", accept_any_value),
+    BodyField("store", one_of_check(False)),
 )
 COMPLETION = (
     *_COMMON,
-    Field("prompt", _prompt_problem, needed=True),
-    Field("max_tokens", integer_check(0), 16),
-    Field("logprobs", integer_check(0, _MOST_TOP)),
-    Field("echo", check_boolean, False),
-    Field("best_of", integer_check(1, _MOST_CHOICES)),
-    Field("suffix", one_of_check("")),
+    BodyField("prompt", _prompt_problem, needed=True),
+    BodyField("max_tokens", integer_check(0), 16),
+    BodyField("logprobs", integer_check(0, _MOST_TOP)),
+    BodyField("echo", boolean_problem, False),
+    BodyField("best_of", integer_check(1, _MOST_CHOICES)),
+    BodyField("suffix", one_of_check("")),
 )
 CHAT = (
     *_COMMON,
-    Field("messages", accept_any_value, needed=True),
-    Field("max_tokens", integer_check(1)),
-    Field("max_completion_tokens", integer_check(1)),
-    Field("logprobs", check_boolean, False),
-    Field("top_logprobs", integer_check(0, _MOST_TOP)),
-    Field("tools", one_of_check([])),
-    Field("tool_choice", one_of_check("none")),
-    Field("response_format", one_of_check({"type": "text"})),
-    Field("modalities", one_of_check(["text"])),
+    BodyField("messages", accept_any_value, needed=True),
+    BodyField("max_tokens", integer_check(1)),
+    BodyField("max_completion_tokens", integer_check(1)),
+    BodyField("logprobs", boolean_problem, False),
+    BodyField("top_logprobs", integer_check(0, _MOST_TOP)),
+    BodyField("tools", one_of_check([])),
+    BodyField("tool_choice", one_of_check("none")),
+    BodyField("response_format", one_of_check({"type": "text"})),
+    BodyField("modalities", one_of_check(["text"])),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """One call. requests: those of prompt p are [p * n, (p + 1) * n). echo: the text of each prompt, to be said first."""
+    """A parsed request. requests: for the engine; those of prompt p are [p * n, (p + 1) * n). echo: text of each
+    prompt, to be returned first.
+    """
 
     fields: dict[str, Any]
-    requests: tuple[Request, ...]
+    requests: tuple[GenerationRequest, ...]
     chat: bool
     echo: tuple[str, ...] = ()
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether log-probabilities are told."""
+        """Whether log-probabilities are returned."""
         return self.requests[0].logprobs or self.requests[0].prompt_logprobs
 
     @property
     def is_streaming(self) -> bool:
-        """Whether the answer comes in pieces."""
+        """Whether the response is streamed."""
         return self.fields["stream"]
 
-    def prefix(self, place: int) -> str:
-        """What the text of a choice begins with."""
+    def echoed_prompt(self, place: int) -> str:
+        """Return the prompt that a choice's text begins with (echo), or "". place: index of the choice."""
         return self.echo[place // self.fields["n"]] if self.echo else ""
 
 
-def parse_completion(body: bytes, serving: Serving) -> CompletionRequest:
-    """What a body of /v1/completions asks for. Raises `Refused`."""
-    fields = read(COMPLETION, body)
-    _demand_stream(fields)
-    _demand_known_combination(fields)
+def parse_completion(body: bytes, serving: GenerationServing) -> CompletionRequest:
+    """Parse a body of /v1/completions. Raises `Refused`."""
+    fields = read_body_fields(COMPLETION, body)
+    _require_stream_for_options(fields)
+    _require_valid_combination(fields)
     prompt = fields["prompt"]
     several = prompt if isinstance(prompt, list) and not is_integer(prompt[0]) else [prompt]
     if len(several) * fields["n"] > serving.limits.prompts:
-        raise Refused(
+        raise RequestRefused(
             f"{len(several)} prompts with n={fields['n']} are more than the {serving.limits.prompts} texts of one call"
         )
     ids = [
@@ -164,32 +172,33 @@ def parse_completion(body: bytes, serving: Serving) -> CompletionRequest:
     )
 
 
-def _demand_known_combination(fields: dict[str, Any]) -> None:
+def _require_valid_combination(fields: dict[str, Any]) -> None:
+    """Raise `Refused` for fields that are valid by themselves and not together."""
     if fields["best_of"] not in (None, fields["n"]):
-        raise Refused("best_of must be n: of several texts, all are given")
+        raise RequestRefused("best_of must be n: of several texts, all are given")
     scored = fields["logprobs"] is not None
     if fields["max_tokens"] == 0 and not (fields["echo"] and scored):
-        raise Refused("max_tokens=0 only scores the prompt; it needs echo and logprobs")
+        raise RequestRefused("max_tokens=0 only scores the prompt; it needs echo and logprobs")
     if fields["echo"] and scored and fields["stream"]:
-        raise Refused("echo with logprobs is not streamed; leave one of the three out")
+        raise RequestRefused("echo with logprobs is not streamed; leave one of the three out")
 
 
-def parse_chat_completion(body: bytes, serving: Serving, chat: Chat | None) -> CompletionRequest:
-    """What a body of /v1/chat/completions asks for. Raises `Refused`."""
-    fields = read(CHAT, body)
-    _demand_stream(fields)
+def parse_chat_completion(body: bytes, serving: GenerationServing, chat: ChatPromptEncoder | None) -> CompletionRequest:
+    """Parse a body of /v1/chat/completions. Raises `Refused`."""
+    fields = read_body_fields(CHAT, body)
+    _require_stream_for_options(fields)
     if chat is None:
-        raise Refused(
+        raise RequestRefused(
             "the tokenizer of this network has no chat template; use /v1/completions, or start the server with --chat-format"
         )
     if fields["top_logprobs"] and not fields["logprobs"]:
-        raise Refused("top_logprobs needs logprobs to be true")
+        raise RequestRefused("top_logprobs needs logprobs to be true")
     if None not in (fields["max_tokens"], fields["max_completion_tokens"]):
-        raise Refused("max_tokens is the old name of max_completion_tokens; give one of them")
+        raise RequestRefused("max_tokens is the old name of max_completion_tokens; give one of them")
     if fields["n"] > serving.limits.prompts:
-        raise Refused(f"n={fields['n']} is more than the {serving.limits.prompts} texts of one call")
-    messages, files = messages_of(fields["messages"])
-    ids, images = chat.prompt(messages, files, serving.service.engine.image_prompts, serving.limits.images)
+        raise RequestRefused(f"n={fields['n']} is more than the {serving.limits.prompts} texts of one call")
+    messages, files = parse_messages(fields["messages"])
+    ids, images = chat.encode_with_images(messages, files, serving.service.engine.image_prompts, serving.limits.images)
     room = serving.max_length - len(ids) + 1
     count = (
         fields["max_completion_tokens"] or fields["max_tokens"] or max(1, min(room, serving.limits.new_tokens or room))
@@ -206,29 +215,32 @@ def parse_chat_completion(body: bytes, serving: Serving, chat: Chat | None) -> C
     )
 
 
-def _demand_stream(fields: dict[str, Any]) -> None:
+def _require_stream_for_options(fields: dict[str, Any]) -> None:
     if fields["stream_options"] is not None and not fields["stream"]:
-        raise Refused("stream_options needs stream to be true")
+        raise RequestRefused("stream_options needs stream to be true")
 
 
-def _require_known_ids(ids: Sequence[int], serving: Serving) -> Sequence[int]:
+def _require_known_ids(ids: Sequence[int], serving: GenerationServing) -> Sequence[int]:
     if not all(0 <= token < serving.vocab_size for token in ids):
-        raise Refused(f"the ids of prompt must be from 0 to {serving.vocab_size - 1}")
+        raise RequestRefused(f"the ids of prompt must be from 0 to {serving.vocab_size - 1}")
     return ids
 
 
 def _requests_of(
     fields: dict[str, Any],
-    serving: Serving,
+    serving: GenerationServing,
     prompts: Sequence[tuple[int, ...]],
     count: int,
     scored: bool,
     top: int,
-    chat: Chat | None = None,
-) -> tuple[Request, ...]:
+    chat: ChatPromptEncoder | None = None,
+) -> tuple[GenerationRequest, ...]:
     # top_p 0 keeps the likeliest token alone; to the engine it means no limit.
+    """Return the engine requests of parsed fields, `n` for each prompt. count: new tokens; top: likeliest tokens to
+    return.
+    """
     temperature = effective_temperature(fields["temperature"]) if fields["top_p"] > 0.0 else 0.0
-    sampling = Sampling(
+    sampling = SamplingParams(
         temperature,
         fields["top_k"],
         float(fields["top_p"]),
@@ -239,11 +251,11 @@ def _requests_of(
     stop = [fields["stop"]] if isinstance(fields["stop"], str) else fields["stop"]
     requests = []
     for ids in prompts:
-        serving.check_limits(_require_known_ids(ids, serving), count)
+        serving.require_within_limits(_require_known_ids(ids, serving), count)
         for number_of_choice in range(fields["n"]):
             seed = None if fields["seed"] is None else (fields["seed"] + number_of_choice) % 2**63
             requests.append(
-                Request(
+                GenerationRequest(
                     ids,
                     count,
                     sampling,
@@ -260,15 +272,17 @@ def _requests_of(
     return tuple(requests)
 
 
-async def whole(completion: CompletionRequest, call: PendingRequests, serving: Serving) -> dict[str, Any]:
-    """The answer, when it is there."""
+async def completion_response(
+    completion: CompletionRequest, call: PendingRequests, serving: GenerationServing
+) -> dict[str, Any]:
+    """Wait for all replies and return the response body."""
     replies = await call.replies()
     choices = []
     for place, reply in enumerate(replies):
         tokens = [*reply.prompt, *reply.tokens] if completion.requests[place].prompt_logprobs else list(reply.tokens)
-        spelling = TokenTexts(serving.tokenizer, () if reply.prompt else completion.requests[place].prompt)
+        spelling = IncrementalTokenTexts(serving.tokenizer, () if reply.prompt else completion.requests[place].prompt)
         scores = _LogprobFormatter(serving, completion.chat, spelling)
-        content = completion.prefix(place) + reply.text
+        content = completion.echoed_prompt(place) + reply.text
         choice: dict[str, Any] = (
             {"message": {"role": "assistant", "content": content, "refusal": None}}
             if completion.chat
@@ -290,26 +304,28 @@ async def whole(completion: CompletionRequest, call: PendingRequests, serving: S
     }
 
 
-async def chunks(completion: CompletionRequest, call: PendingRequests, serving: Serving) -> AsyncIterator[str]:
-    """The answer as server-sent events, the last of which is [DONE]."""
+async def completion_events(
+    completion: CompletionRequest, call: PendingRequests, serving: GenerationServing
+) -> AsyncIterator[str]:
+    """Yield the response as server-sent events, the last of which is [DONE]; an error ends them."""
     head = _response_header(completion, serving, "chat.completion.chunk" if completion.chat else "text_completion")
     usage = {"usage": None} if (completion.fields["stream_options"] or {}).get("include_usage") else {}
     scores = [
-        _LogprobFormatter(serving, completion.chat, TokenTexts(serving.tokenizer, request.prompt))
+        _LogprobFormatter(serving, completion.chat, IncrementalTokenTexts(serving.tokenizer, request.prompt))
         for request in completion.requests
     ]
-    replies: dict[int, Reply] = {}
+    replies: dict[int, GenerationReply] = {}
     try:
-        for choice in _opening_event(completion):
+        for choice in _opening_choices(completion):
             yield _server_sent_event({**head, "choices": [choice], **usage})
         async for place, event in call.events():
             if event.reply is not None and event.reply.reason == "error":
-                yield _server_sent_event(error_body(event.reply.problem, 500))
+                yield _server_sent_event(openai_error_body(event.reply.problem, 500))
                 return
             if event.reply is not None:
                 replies[place] = event.reply
             yield _server_sent_event(
-                {**head, "choices": [_delta_event(completion, place, event, scores[place])], **usage}
+                {**head, "choices": [_delta_choice(completion, place, event, scores[place])], **usage}
             )
         if usage:
             yield _server_sent_event(
@@ -324,8 +340,8 @@ async def chunks(completion: CompletionRequest, call: PendingRequests, serving: 
         call.cancel()
 
 
-def _opening_event(completion: CompletionRequest) -> list[dict[str, Any]]:
-    """What is said before the first token."""
+def _opening_choices(completion: CompletionRequest) -> list[dict[str, Any]]:
+    """Return the choices of the events before the first token: the role in a chat, else the echoed prompts."""
     places = range(len(completion.requests))
     if completion.chat:
         return [
@@ -333,13 +349,16 @@ def _opening_event(completion: CompletionRequest) -> list[dict[str, Any]]:
             for place in places
         ]
     return [
-        {"index": place, "text": completion.prefix(place), "logprobs": None, "finish_reason": None}
+        {"index": place, "text": completion.echoed_prompt(place), "logprobs": None, "finish_reason": None}
         for place in places
-        if completion.prefix(place)
+        if completion.echoed_prompt(place)
     ]
 
 
-def _delta_event(completion: CompletionRequest, place: int, event: Event, scores: _LogprobFormatter) -> dict[str, Any]:
+def _delta_choice(
+    completion: CompletionRequest, place: int, event: GenerationEvent, scores: _LogprobFormatter
+) -> dict[str, Any]:
+    """Return the choice of a streamed event: new text, log-probabilities, finish reason."""
     delta: dict[str, Any] = (
         {"delta": {"content": event.text} if event.text else {}} if completion.chat else {"text": event.text}
     )
@@ -357,21 +376,21 @@ def _delta_event(completion: CompletionRequest, place: int, event: Event, scores
 
 
 class _LogprobFormatter:
-    """Tokens with their log-probabilities, as the two kinds of answers tell them."""
+    """Formats tokens with log-probabilities, as chat completions or completions have them."""
 
-    def __init__(self, serving: Serving, chat: bool, spelling: TokenTexts) -> None:
+    def __init__(self, serving: GenerationServing, chat: bool, spelling: IncrementalTokenTexts) -> None:
         self._serving, self._chat, self._spelling, self._offset = serving, chat, spelling, 0
 
-    def format_tokens(self, tokens: Sequence[Token], *, last: bool = True) -> dict[str, Any]:
-        """What is told of the next tokens."""
-        texts = self._spelling.add([token.id for token in tokens], last=last)
+    def format_tokens(self, tokens: Sequence[TokenLogprob], *, last: bool = True) -> dict[str, Any]:
+        """Return the `logprobs` field for the next tokens. last: no more follow."""
+        texts = self._spelling.texts_of_next_ids([token.id for token in tokens], last=last)
         if self._chat:
             return {
                 "content": [
                     {
-                        **_logprob_entry(piece, json_logprob(token)),
+                        **_logprob_entry(piece, clamped_logprob(token)),
                         "top_logprobs": [
-                            _logprob_entry(self._token_name(number), max(score, LEAST_LOGPROB))
+                            _logprob_entry(self._token_text_or_name(number), max(score, LEAST_LOGPROB))
                             for number, score in token.top
                         ],
                     }
@@ -384,19 +403,20 @@ class _LogprobFormatter:
             offsets.append(self._offset)
             self._offset += len(piece)
         top = [
-            {self._token_name(number): max(score, LEAST_LOGPROB) for number, score in token.top}
+            {self._token_text_or_name(number): max(score, LEAST_LOGPROB) for number, score in token.top}
             if token.logprob is not None
             else None
             for token in tokens
         ]
         return {
             "tokens": texts,
-            "token_logprobs": [json_logprob(token) for token in tokens],
+            "token_logprobs": [clamped_logprob(token) for token in tokens],
             "top_logprobs": top,
             "text_offset": offsets,
         }
 
-    def _token_name(self, token: int) -> str:
+    def _token_text_or_name(self, token: int) -> str:
+        """Return a token's text, or its name in the vocabulary if it is no text by itself."""
         text = self._serving.tokenizer.detokenize([token])
         return text if text and "\ufffd" not in text else self._serving.tokenizer.id_to_token(token)
 
@@ -405,7 +425,7 @@ def _logprob_entry(piece: str, logprob: float | None) -> dict[str, Any]:
     return {"token": piece, "logprob": logprob, "bytes": list(piece.encode("utf-8", "replace"))}
 
 
-def _response_header(completion: CompletionRequest, serving: Serving, kind: str) -> dict[str, Any]:
+def _response_header(completion: CompletionRequest, serving: GenerationServing, kind: str) -> dict[str, Any]:
     return {
         "id": f"{'chatcmpl' if completion.chat else 'cmpl'}-{secrets.token_hex(12)}",
         "object": kind,
@@ -414,7 +434,8 @@ def _response_header(completion: CompletionRequest, serving: Serving, kind: str)
     }
 
 
-def _usage_fields(completion: CompletionRequest, replies: Sequence[Reply]) -> dict[str, Any]:
+def _usage_fields(completion: CompletionRequest, replies: Sequence[GenerationReply]) -> dict[str, Any]:
+    """Return the token counts of a response; a prompt counts once for all its choices."""
     prompt = sum(len(request.prompt) for request in completion.requests[:: completion.fields["n"]])
     new = sum(len(reply.tokens) for reply in replies)
     return {
@@ -431,8 +452,8 @@ def _server_sent_event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content)}\n\n"
 
 
-def error_body(message: str, status: int) -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
+def openai_error_body(message: str, status: int) -> dict[str, Any]:
+    """Return an error in OpenAI's format."""
     kinds: dict[int, str] = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}

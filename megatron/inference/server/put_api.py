@@ -15,20 +15,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.inference.beam import Ask, Beam, BeamFailed, beam_search
-from megatron.inference.generate import decode_following, split_by_token
-from megatron.inference.requests import Reply, Request
-from megatron.inference.sampling import Sampling
+from megatron.inference.generate import decode_following, text_of_each_token
+from megatron.inference.requests import GenerationReply, GenerationRequest
+from megatron.inference.sampling import SamplingParams
 from megatron.inference.server.fields import (
-    Field,
-    Refused,
-    check_boolean,
+    BodyField,
+    RequestRefused,
+    boolean_problem,
     integer_check,
     number_check,
     raise_problems,
-    read,
+    read_body_fields,
 )
 from megatron.inference.server.request_handling import BeamSearchPool, PendingRequests
-from megatron.inference.server.serving import Serving, effective_temperature, json_logprob
+from megatron.inference.server.serving import GenerationServing, clamped_logprob, effective_temperature
 
 _WIDEST = 64
 _SWITCHES = ("add_BOS", "stop_on_double_eol", "stop_on_eol", "prevent_newline_after_colon", "no_log")
@@ -45,36 +45,36 @@ def _prompts_problem(value: Any) -> str:
 
 
 FIELDS = (
-    Field("prompts", _prompts_problem, needed=True),
-    Field("tokens_to_generate", integer_check(0, rule="must be an integer greater than or equal to 0"), 64),
-    Field("logprobs", check_boolean, False),
-    Field(
+    BodyField("prompts", _prompts_problem, needed=True),
+    BodyField("tokens_to_generate", integer_check(0, rule="must be an integer greater than or equal to 0"), 64),
+    BodyField("logprobs", boolean_problem, False),
+    BodyField(
         "temperature",
         number_check(0.0, 100.0, above=True, rule="must be a positive number less than or equal to 100.0"),
         1.0,
     ),
-    Field(
+    BodyField(
         "top_k",
         integer_check(0, 1000, rule="must be an integer equal to or greater than 0 and less than or equal to 1000"),
         0,
     ),
-    Field("top_p", number_check(0.0, 1.0, rule="must be a positive float less than or equal to 1.0"), 0.0),
-    Field("top_p_decay", number_check(0.0, 1.0, rule="must be a positive float less than or equal to 1.0"), 0.0),
-    Field(
+    BodyField("top_p", number_check(0.0, 1.0, rule="must be a positive float less than or equal to 1.0"), 0.0),
+    BodyField("top_p_decay", number_check(0.0, 1.0, rule="must be a positive float less than or equal to 1.0"), 0.0),
+    BodyField(
         "top_p_bound",
         number_check(0.0, 1.0, above=True, rule="must be a positive float less than or equal to top_p"),
         0.0,
     ),
-    *(Field(name, check_boolean, False) for name in _SWITCHES),
-    Field("random_seed", integer_check(0, rule="must be a positive integer")),
-    Field("beam_width", integer_check(1, _WIDEST, rule=f"must be an integer from 1 to {_WIDEST}")),
-    Field("stop_token", integer_check(0, rule="must be an integer, an id of the vocabulary")),
-    Field("length_penalty", number_check(-10.0, 10.0, rule="must be a float from -10 to 10"), 1.0),
+    *(BodyField(name, boolean_problem, False) for name in _SWITCHES),
+    BodyField("random_seed", integer_check(0, rule="must be a positive integer")),
+    BodyField("beam_width", integer_check(1, _WIDEST, rule=f"must be an integer from 1 to {_WIDEST}")),
+    BodyField("stop_token", integer_check(0, rule="must be an integer, an id of the vocabulary")),
+    BodyField("length_penalty", number_check(-10.0, 10.0, rule="must be a float from -10 to 10"), 1.0),
 )
 
 
-def _field_conflicts(fields: dict[str, Any], serving: Serving) -> list[str]:
-    """What is wrong between fields that are right by themselves."""
+def _field_conflicts(fields: dict[str, Any], serving: GenerationServing) -> list[str]:
+    """Return what is wrong between fields that are valid by themselves."""
     width, most = fields["beam_width"], serving.limits.prompts
     return [
         problem
@@ -107,13 +107,13 @@ def _field_conflicts(fields: dict[str, Any], serving: Serving) -> list[str]:
     ]
 
 
-def requests_of(body: bytes, serving: Serving) -> tuple[dict[str, Any], list[Request]]:
-    """The fields of a body and what is asked of the engine; `Refused` says all that is wrong."""
-    fields = read(FIELDS, body, _RETIRED)
+def parse_put_body(body: bytes, serving: GenerationServing) -> tuple[dict[str, Any], list[GenerationRequest]]:
+    """Return the fields of a body and its engine requests; `Refused` lists all that is wrong."""
+    fields = read_body_fields(FIELDS, body, _RETIRED)
     raise_problems(_field_conflicts(fields, serving))
     tokenizer, count = serving.tokenizer, fields["tokens_to_generate"]
     begin = [] if not fields["add_BOS"] else [tokenizer.eod if tokenizer.bos is None else tokenizer.bos]
-    sampling = Sampling(
+    sampling = SamplingParams(
         effective_temperature(fields["temperature"]),
         fields["top_k"],
         float(fields["top_p"]),
@@ -125,10 +125,10 @@ def requests_of(body: bytes, serving: Serving) -> tuple[dict[str, Any], list[Req
     for place, prompt in enumerate(fields["prompts"]):
         ids = begin + serving.tokenize(prompt)
         if not ids:
-            raise Refused("a prompt has no tokens; give some text, or add_BOS=true")
-        serving.check_limits(ids, count)
+            raise RequestRefused("a prompt has no tokens; give some text, or add_BOS=true")
+        serving.require_within_limits(ids, count)
         requests.append(
-            Request(
+            GenerationRequest(
                 tuple(ids),
                 count,
                 sampling,
@@ -145,11 +145,11 @@ def requests_of(body: bytes, serving: Serving) -> tuple[dict[str, Any], list[Req
     return fields, requests
 
 
-async def generate(body: bytes, serving: Serving, searches: BeamSearchPool) -> dict[str, Any]:
-    """The answer to a body."""
-    fields, requests = await asyncio.to_thread(requests_of, body, serving)
+async def answer_generation(body: bytes, serving: GenerationServing, searches: BeamSearchPool) -> dict[str, Any]:
+    """Run the generation or beam search that a body asks for, and return the response body."""
+    fields, requests = await asyncio.to_thread(parse_put_body, body, serving)
     if fields["beam_width"] is not None:
-        beams = await searches.run(_beam_search_of(fields, requests[0], serving))
+        beams = await searches.run(_make_beam_search(fields, requests[0], serving))
         return {
             "text": [
                 fields["prompts"][0] + decode_following(serving.tokenizer, requests[0].prompt, beam.ids)
@@ -169,10 +169,13 @@ async def generate(body: bytes, serving: Serving, searches: BeamSearchPool) -> d
     }
 
 
-def _beam_search_of(fields: dict[str, Any], request: Request, serving: Serving) -> Callable[[Ask], list[Beam]]:
+def _make_beam_search(
+    fields: dict[str, Any], request: GenerationRequest, serving: GenerationServing
+) -> Callable[[Ask], list[Beam]]:
+    """Return a function that runs the beam search, given one that runs engine requests."""
     ends = request.stop_ids or (serving.tokenizer.eod,)
 
-    def search(ask: Ask) -> list[Beam]:
+    def run_beam_search(ask: Ask) -> list[Beam]:
         try:
             return beam_search(
                 ask,
@@ -183,15 +186,16 @@ def _beam_search_of(fields: dict[str, Any], request: Request, serving: Serving) 
                 length_penalty=float(fields["length_penalty"]),
             )
         except BeamFailed as error:
-            raise Refused(str(error), 503) from error
+            raise RequestRefused(str(error), 503) from error
 
-    return search
-
-
-def _reply_segments(serving: Serving, request: Request, ids: Sequence[int]) -> list[str]:
-    return split_by_token(serving.tokenizer, [*request.prompt, *ids])
+    return run_beam_search
 
 
-def _reply_logprobs(reply: Reply) -> list[float | None]:
-    """Of every token but the first, which stands after nothing."""
-    return [json_logprob(token) for token in (*reply.prompt[1:], *reply.tokens)]
+def _reply_segments(serving: GenerationServing, request: GenerationRequest, ids: Sequence[int]) -> list[str]:
+    """Return the text of each token of prompt and continuation."""
+    return text_of_each_token(serving.tokenizer, [*request.prompt, *ids])
+
+
+def _reply_logprobs(reply: GenerationReply) -> list[float | None]:
+    """Return the log-probability of every token but the first, which follows nothing."""
+    return [clamped_logprob(token) for token in (*reply.prompt[1:], *reply.tokens)]

@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from megatron.core.config.flags import ConfigError
-from megatron.inference.requests import Busy, Event, Listener, Reply, Request
-from megatron.inference.server.fields import Refused
-from megatron.inference.service import Service, Stopped, Stream
+from megatron.inference.requests import EngineBusyError, GenerationEvent, GenerationReply, GenerationRequest, Listener
+from megatron.inference.server.fields import RequestRefused
+from megatron.inference.service import EngineService, RequestStream, ServiceStoppedError
 
 T = TypeVar("T")
 
@@ -27,22 +27,22 @@ class ClientDisconnected(Exception):
 
 
 class PendingRequests:
-    """Submits requests to the engine: all of them, or none and raises `Refused`."""
+    """The engine requests of one HTTP request. Submits all of them on creation, or none and raises `Refused`."""
 
-    def __init__(self, service: Service, requests: Sequence[Request]) -> None:
+    def __init__(self, service: EngineService, requests: Sequence[GenerationRequest]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._news: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        self._streams: list[Stream] = []
+        self._news: asyncio.Queue[tuple[int, GenerationEvent]] = asyncio.Queue()
+        self._streams: list[RequestStream] = []
         self._ended = [False] * len(requests)
         try:
             for place, request in enumerate(requests):
                 self._streams.append(service.submit(request, self._event_listener(place)))
-        except (Busy, Stopped, ConfigError) as error:
+        except (EngineBusyError, ServiceStoppedError, ConfigError) as error:
             self.cancel()
-            raise error_response(error) from error
+            raise refusal_for_error(error) from error
 
-    async def events(self) -> AsyncIterator[tuple[int, Event]]:
-        """(index of the request, event), until all have their reply."""
+    async def events(self) -> AsyncIterator[tuple[int, GenerationEvent]]:
+        """Yield (index of the request, event) until all have their reply."""
         try:
             while not all(self._ended):
                 place, event = await self._news.get()
@@ -51,9 +51,9 @@ class PendingRequests:
         finally:
             self.cancel()
 
-    async def replies(self) -> list[Reply]:
-        """All replies, in the order of the requests. Raises `Refused` if the engine fails."""
-        replies: dict[int, Reply] = {}
+    async def replies(self) -> list[GenerationReply]:
+        """Wait for all replies; returned in the order of the requests. Raises `Refused` if the engine fails."""
+        replies: dict[int, GenerationReply] = {}
         try:
             async for place, event in self.events():
                 if event.reply is not None:
@@ -62,7 +62,7 @@ class PendingRequests:
             self.cancel()  # a task that is cancelled leaves `events` to the garbage collector
         for reply in replies.values():
             if reply.reason == "error":
-                raise Refused(reply.problem, 500)
+                raise RequestRefused(reply.problem, 500)
         return [replies[place] for place in sorted(replies)]
 
     def cancel(self) -> None:
@@ -73,27 +73,31 @@ class PendingRequests:
                 stream.cancel()
 
     def _event_listener(self, place: int) -> Listener:
-        return lambda event: self._hand_over(place, event)
+        """Return the listener of a request, which the engine calls in its thread."""
+        return lambda event: self._queue_in_event_loop(place, event)
 
-    def _hand_over(self, place: int, event: Event) -> None:
+    def _queue_in_event_loop(self, place: int, event: GenerationEvent) -> None:
+        """From the engine's thread: put an event into the event loop's queue."""
         try:
             self._loop.call_soon_threadsafe(self._news.put_nowait, (place, event))
         except RuntimeError:  # the loop is closed, and nobody listens
             pass
 
 
-def error_response(error: Busy | Stopped | ConfigError) -> Refused:
-    """The HTTP response to a request that the engine does not accept."""
-    if isinstance(error, Busy):
-        return Refused(str(error), 429, {"Retry-After": "1"})
-    if isinstance(error, Stopped):
-        return Refused(str(error), 503, {"Retry-After": "10"})
+def refusal_for_error(error: EngineBusyError | ServiceStoppedError | ConfigError) -> RequestRefused:
+    """Return the refusal (HTTP error) for an exception with which the engine rejects a request."""
+    if isinstance(error, EngineBusyError):
+        return RequestRefused(str(error), 429, {"Retry-After": "1"})
+    if isinstance(error, ServiceStoppedError):
+        return RequestRefused(str(error), 503, {"Retry-After": "10"})
     lines = str(error).splitlines()
-    return Refused("; ".join(line.strip() for line in lines[1:]) or lines[0])
+    return RequestRefused("; ".join(line.strip() for line in lines[1:]) or lines[0])
 
 
 async def until_disconnected(work: Awaitable[T], receive: Callable[[], Awaitable[object]]) -> T:
-    """Await `work`; cancel it and raise `ClientDisconnected` if the client disconnects. receive: of ASGI, after the body was read."""
+    """Await `work`; cancel it and raise `ClientDisconnected` if the client disconnects. receive: ASGI's, after the body
+    was read.
+    """
     doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -116,26 +120,29 @@ async def _wait_for_disconnect(receive: Callable[[], Awaitable[object]]) -> None
 class BeamSearchPool:
     """Runs work that submits many rounds of requests (beam search) in threads: at most `most` at once, more are refused."""
 
-    def __init__(self, service: Service, most: int) -> None:
+    def __init__(self, service: EngineService, most: int) -> None:
         self._service, self._most, self._running = service, most, 0
         self._threads = ThreadPoolExecutor(most, thread_name_prefix="search")
 
-    async def run(self, search: Callable[[Callable[[Sequence[Request]], list[Reply]]], T]) -> T:
-        """Run `search`, which gets a function that submits requests; that raises `ClientDisconnected` once nobody waits any more."""
+    async def run(self, search: Callable[[Callable[[Sequence[GenerationRequest]], list[GenerationReply]]], T]) -> T:
+        """Run `search` in a thread; it gets a function that runs engine requests, which raises `ClientDisconnected`
+        once the caller is cancelled.
+        Raises `Refused` if too many searches run.
+        """
         if self._running >= self._most:
-            raise Refused(f"{self._running} searches are running; ask again later", 429, {"Retry-After": "1"})
+            raise RequestRefused(f"{self._running} searches are running; ask again later", 429, {"Retry-After": "1"})
         over = threading.Event()
 
-        def ask(requests: Sequence[Request]) -> list[Reply]:
+        def submit_unless_abandoned(requests: Sequence[GenerationRequest]) -> list[GenerationReply]:
             if over.is_set():
                 raise ClientDisconnected
             return self._service.submit_and_wait(requests)
 
         self._running += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, search, ask)
-        except (Busy, Stopped, ConfigError) as error:
-            raise error_response(error) from error
+            return await asyncio.get_running_loop().run_in_executor(self._threads, search, submit_unless_abandoned)
+        except (EngineBusyError, ServiceStoppedError, ConfigError) as error:
+            raise refusal_for_error(error) from error
         finally:
             over.set()
             self._running -= 1

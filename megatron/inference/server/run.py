@@ -18,8 +18,8 @@ import uvicorn
 
 from megatron.core.config.flags import ConfigError
 from megatron.inference.server.app import RequestFilter
-from megatron.inference.server.connections import Connection
-from megatron.inference.server.serving import ServedThread
+from megatron.inference.server.connections import LimitedHTTPConnection
+from megatron.inference.server.serving import DrainableService
 
 logger = logging.getLogger(__name__)
 
@@ -27,20 +27,19 @@ _LEAVING_SECONDS = 5  # for answers that are there to reach who asked
 
 
 class ServerFailed(Exception):
-    """The engine has ended; the message says why."""
+    """The engine has failed; the message says why."""
 
 
-class Server(uvicorn.Server):
-    """uvicorn's, which also ends with the engine, and ends it before it leaves.
-
-    service: has been started. drain_seconds: what runs may go on for so long after a signal. ready: is told the address when it is
-    listened at.
+class DrainingServer(uvicorn.Server):
+    """uvicorn server that also ends when the engine fails, and stops the engine at shutdown.
+    service: already started. drain_seconds: how long running requests may go on after a signal. ready: called with the
+    address once it listens.
     """
 
     def __init__(
         self,
         app: RequestFilter,
-        service: ServedThread,
+        service: DrainableService,
         drain_seconds: float,
         ready: Callable[[str], None] = lambda address: None,
     ) -> None:
@@ -53,20 +52,22 @@ class Server(uvicorn.Server):
                 proxy_headers=False,
                 lifespan="off",
                 ws="none",
-                http=Connection,
+                http=LimitedHTTPConnection,
                 timeout_graceful_shutdown=_LEAVING_SECONDS,
             )
         )
         self._service, self._drain_seconds, self._ready = service, drain_seconds, ready
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal; unlike uvicorn's, it is not raised again at the end, since to have drained is no failure."""
+        """Handle a signal; unlike in uvicorn it is not raised again at the end, since draining is no failure. A second
+        SIGINT ends at once.
+        """
         if self.should_exit and sig == signal.SIGINT:
             self.force_exit = True
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen, and say where."""
+        """Begin to listen, log the address, and call `ready`."""
         await super().startup(sockets)
         for sock in sockets or ():
             host, port = sock.getsockname()[:2]
@@ -75,11 +76,11 @@ class Server(uvicorn.Server):
             self._ready(address)
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second; whether to end."""
+        """Called ten times a second; return whether to end."""
         return bool(await super().on_tick(counter) or self._service.failure)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let requests end while others are turned away, then connections, then leave."""
+        """Drain the service while new requests are refused, stop it, then close connections."""
         draining = asyncio.create_task(asyncio.to_thread(self._service.drain, self._drain_seconds))
         while not (draining.done() or self.force_exit or self._service.failure):
             await asyncio.sleep(0.02)
@@ -89,10 +90,7 @@ class Server(uvicorn.Server):
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """A socket that holds an address, and refuses connections until it is served on. port 0: a free one.
-
-    Raises `ConfigError` if the address cannot be had.
-    """
+    """Return a socket bound to an address, not listening yet. port 0: a free one. `ConfigError` if that fails."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
             0
@@ -109,28 +107,30 @@ def bind_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
-def serve(
+def serve_on_socket(
     app: RequestFilter,
-    service: ServedThread,
+    service: DrainableService,
     sock: socket.socket,
     *,
     drain_seconds: float,
     ready: Callable[[str], None] = lambda address: None,
 ) -> None:
-    """Serve on a socket until a signal. The service has been started; it has stopped when this returns. ready: is told the address
-    when it is listened at. Raises `ServerFailed`.
+    """Serve on a socket until a signal. The service must be started; it is stopped on return. ready: called with the
+    address once it listens. Raises `ServerFailed`.
     """
     try:
-        Server(app, service, drain_seconds, ready).run([sock])
+        DrainingServer(app, service, drain_seconds, ready).run([sock])
     finally:
         service.stop()
     if service.failure:
         raise ServerFailed(service.failure)
 
 
-def follow_leader(follow: Callable[[], None], signals: Sequence[int] = (signal.SIGTERM, signal.SIGINT)) -> None:
-    """On every rank but the first: take part until the first lets go. A launcher sends its signals to all ranks; the first drains
-    with the help of the others, so that they let signals pass. follow: returns when the first lets go.
+def follow_ignoring_signals(
+    follow: Callable[[], None], signals: Sequence[int] = (signal.SIGTERM, signal.SIGINT)
+) -> None:
+    """On every rank but the first: call `follow`, which returns when the first rank ends, with these signals ignored. A
+    launcher sends its signals to all ranks; the first drains with the help of the others.
     """
     before = [signal.signal(number, signal.SIG_IGN) for number in signals]
     try:

@@ -23,23 +23,23 @@ from fastapi.responses import Response
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
-from megatron.inference.requests import Busy, Ids
+from megatron.inference.requests import EngineBusyError, Ids
 from megatron.inference.score_service import ScoreService
-from megatron.inference.server.app import RequestFilter, add_health, json_answer, new_app, read_body
-from megatron.inference.server.chat import messages_of
+from megatron.inference.server.app import RequestFilter, add_health_routes, json_answer, new_fastapi_app, read_body
+from megatron.inference.server.chat import parse_messages
 from megatron.inference.server.fields import (
-    Field,
-    Refused,
+    BodyField,
+    RequestRefused,
     accept_any_value,
-    check_boolean,
-    check_text,
+    boolean_problem,
     one_of_check,
-    read,
+    read_body_fields,
+    text_problem,
 )
 from megatron.inference.server.metrics import CONTENT_TYPE, prometheus_text
-from megatron.inference.server.request_handling import error_response, until_disconnected
-from megatron.inference.server.serving import Limits
-from megatron.inference.service import Stopped
+from megatron.inference.server.request_handling import refusal_for_error, until_disconnected
+from megatron.inference.server.serving import RequestLimits
+from megatron.inference.service import ServiceStoppedError
 
 Message = Mapping[str, Any]
 
@@ -50,20 +50,25 @@ def _texts_problem(value: Any) -> str:
     return "" if good else "must be a string, or a list of strings"
 
 
-_COMMON = (Field("model", check_text), Field("use_activation", check_boolean, False), Field("user", check_text))
+_COMMON = (
+    BodyField("model", text_problem),
+    BodyField("use_activation", boolean_problem, False),
+    BodyField("user", text_problem),
+)
 POOLING = (
     *_COMMON,
-    Field("input", _texts_problem),
-    Field("messages", accept_any_value),
-    Field("encoding_format", one_of_check("float"), "float"),
+    BodyField("input", _texts_problem),
+    BodyField("messages", accept_any_value),
+    BodyField("encoding_format", one_of_check("float"), "float"),
 )
-SCORE = (*_COMMON, Field("text_1", _texts_problem, needed=True), Field("text_2", _texts_problem, needed=True))
+SCORE = (*_COMMON, BodyField("text_1", _texts_problem, needed=True), BodyField("text_2", _texts_problem, needed=True))
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringServing:
-    """service: the network in its thread. model: the name that clients see. ids: of a text or a conversation, as in training; raises
-    `DataError`, `ConfigError` or `ValueError` for one that has none. positions: the longest. writes_chat: whether conversations are taken.
+    """What the scoring routes need. service: the reward model in its thread. model: the name that clients see. ids:
+    encodes a text or a conversation as in training; raises `DataError`, `ConfigError` or `ValueError`. positions: the
+    longest input. writes_chat: whether conversations are accepted.
     """
 
     service: ScoreService
@@ -71,52 +76,58 @@ class ScoringServing:
     ids: Callable[[str | Sequence[Message]], Ids]
     positions: int
     writes_chat: bool
-    limits: Limits = field(default_factory=Limits)
+    limits: RequestLimits = field(default_factory=RequestLimits)
 
     def encode_texts(self, texts: Sequence[str | Sequence[Message]]) -> list[Ids]:
-        """The ids of each; `Refused` for what has none, or is beyond the limits."""
+        """Return the ids of each text or conversation; `Refused` if one cannot be encoded or exceeds the limits."""
         if len(texts) > self.limits.prompts:
-            raise Refused(f"{len(texts)} texts are asked for; this server takes {self.limits.prompts} in a call", 413)
+            raise RequestRefused(
+                f"{len(texts)} texts are asked for; this server takes {self.limits.prompts} in a call", 413
+            )
         try:
             inputs = [self.ids(one) for one in texts]
         except (DataError, ConfigError, ValueError) as error:
-            raise Refused(f"a text cannot be read: {error}") from None
+            raise RequestRefused(f"a text cannot be read: {error}") from None
         longest = max(map(len, inputs))
         if self.limits.prompt_tokens is not None and longest > self.limits.prompt_tokens:
-            raise Refused(f"a text has {longest} tokens; this server takes {self.limits.prompt_tokens}", 413)
+            raise RequestRefused(f"a text has {longest} tokens; this server takes {self.limits.prompt_tokens}", 413)
         if longest > self.positions:
-            raise Refused(
+            raise RequestRefused(
                 f"a text of {longest} tokens is more than the {self.positions} positions of the network; shorten it"
             )
         return inputs
 
 
 def parse_pooling(body: bytes, serving: ScoringServing) -> tuple[list[Ids], bool]:
-    """What /pooling asks for: texts, and whether the sigmoid of their scores is wanted."""
-    fields = read(POOLING, body)
-    _demand_model(fields["model"], serving)
+    """Parse a body of /pooling: (ids of each text, whether to apply the sigmoid to scores). Raises `Refused`."""
+    fields = read_body_fields(POOLING, body)
+    _require_served_model(fields["model"], serving)
     if (fields["input"] is None) == (fields["messages"] is None):
-        raise Refused("give either input, which is text, or messages, a conversation")
+        raise RequestRefused("give either input, which is text, or messages, a conversation")
     texts: list[Any] = [fields["input"]] if isinstance(fields["input"], str) else fields["input"]
     if fields["messages"] is not None:
         if not serving.writes_chat:
-            raise Refused("the tokenizer has no chat template; start the server with --chat-format")
-        messages, files = messages_of(fields["messages"])
+            raise RequestRefused("the tokenizer has no chat template; start the server with --chat-format")
+        messages, files = parse_messages(fields["messages"])
         if files:
-            raise Refused("the network reads no images; send text alone")
+            raise RequestRefused("the network reads no images; send text alone")
         texts = [messages]
     return serving.encode_texts(texts), fields["use_activation"]
 
 
 def parse_score(body: bytes, serving: ScoringServing) -> tuple[list[Ids], bool]:
-    """What /v1/score asks for, as `parse_pooling`: a prompt with each answer, or as many prompts as answers."""
-    fields = read(SCORE, body)
-    _demand_model(fields["model"], serving)
+    """Parse a body of /v1/score, as `parse_pooling`: one prompt with each answer, or as many prompts as answers.
+    Raises `Refused`.
+    """
+    fields = read_body_fields(SCORE, body)
+    _require_served_model(fields["model"], serving)
     prompts, answers = ([value] if isinstance(value, str) else value for value in (fields["text_1"], fields["text_2"]))
     if len(prompts) == 1:
         prompts = prompts * len(answers)
     if len(prompts) != len(answers):
-        raise Refused(f"text_1 has {len(prompts)} texts and text_2 has {len(answers)}; give one for all, or as many")
+        raise RequestRefused(
+            f"text_1 has {len(prompts)} texts and text_2 has {len(answers)}; give one for all, or as many"
+        )
     pairs = list(zip(prompts, answers, strict=True))
     if not serving.writes_chat:
         return serving.encode_texts([prompt + answer for prompt, answer in pairs]), fields["use_activation"]
@@ -127,35 +138,35 @@ def parse_score(body: bytes, serving: ScoringServing) -> tuple[list[Ids], bool]:
 
 
 def build_scoring_app(serving: ScoringServing, *, token: str = "", hosts: Collection[str] = ()) -> RequestFilter:
-    """The ASGI app of a reward model; see `build_app`."""
-    app, answers, begun = new_app(), Counter[tuple[str, int]](), int(time.time())
-    add_health(app, serving.service)
+    """Return the ASGI app of a reward model. token, hosts: see `build_app`."""
+    app, answers, begun = new_fastapi_app(), Counter[tuple[str, int]](), int(time.time())
+    add_health_routes(app, serving.service)
 
     @app.get("/v1/models")
-    async def models() -> Response:
+    async def answer_models() -> Response:
         entry = {"id": serving.model, "object": "model", "created": begun, "owned_by": "megatron"}
         return json_answer({"object": "list", "data": [{**entry, "max_model_len": serving.positions}]})
 
     @app.get("/metrics")
-    async def metrics() -> Response:
+    async def answer_metrics() -> Response:
         return Response(prometheus_text(serving.service.metrics(), answers), media_type=CONTENT_TYPE)
 
-    _add_scores(app, serving)
+    _add_scoring_routes(app, serving)
     return RequestFilter(app, token, hosts, answers, serving.limits)
 
 
-def _add_scores(app: FastAPI, serving: ScoringServing) -> None:
-    async def answer(
+def _add_scoring_routes(app: FastAPI, serving: ScoringServing) -> None:
+    async def answer_scores(
         request: Request, kind: str, asks: Callable[[bytes, ScoringServing], tuple[list[Ids], bool]]
     ) -> Response:
         inputs, activates = await asyncio.to_thread(asks, await read_body(request, serving.limits), serving)
         try:
             scores = serving.service.submit(inputs)
             values = await until_disconnected(asyncio.wrap_future(scores), request.receive)
-        except (Busy, Stopped) as error:
-            raise error_response(error) from error
+        except (EngineBusyError, ServiceStoppedError) as error:
+            raise refusal_for_error(error) from error
         if not all(map(math.isfinite, values)):
-            raise Refused("the network gives no number for a text", 500)
+            raise RequestRefused("the network gives no number for a text", 500)
         values = [0.5 + 0.5 * math.tanh(value / 2) if activates else value for value in values]
         count = sum(map(len, inputs))
         return json_answer(
@@ -173,15 +184,16 @@ def _add_scores(app: FastAPI, serving: ScoringServing) -> None:
         )
 
     @app.post("/pooling")
-    async def of_texts(request: Request) -> Response:
-        return await answer(request, "pooling", parse_pooling)
+    async def answer_pooling(request: Request) -> Response:
+        return await answer_scores(request, "pooling", parse_pooling)
 
     @app.post("/v1/score")
     @app.post("/score")
-    async def of_answers(request: Request) -> Response:
-        return await answer(request, "score", parse_score)
+    async def answer_score(request: Request) -> Response:
+        return await answer_scores(request, "score", parse_score)
 
 
-def _demand_model(model: str | None, serving: ScoringServing) -> None:
+def _require_served_model(model: str | None, serving: ScoringServing) -> None:
+    """Raise `Refused` (404) if a request names another model."""
     if model not in (None, serving.model):
-        raise Refused(f"there is no model {str(model)[:100]!r} here; this server has {serving.model!r}", 404)
+        raise RequestRefused(f"there is no model {str(model)[:100]!r} here; this server has {serving.model!r}", 404)

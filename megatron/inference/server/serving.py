@@ -9,38 +9,40 @@ from typing import Protocol
 from megatron.core.config.flags import ConfigError
 from megatron.core.families.adapter_set import AdapterSet
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.inference.requests import Token
-from megatron.inference.server.fields import Refused
-from megatron.inference.service import Service
+from megatron.inference.requests import TokenLogprob
+from megatron.inference.server.fields import RequestRefused
+from megatron.inference.service import EngineService
 
 _CONTEXT = 8  # ids in front of new ones that decide how those are written
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
 LEAST_TEMPERATURE = 1e-3  # below it the likeliest token is taken: logits divided by less may overflow
 
 
-class ServedThread(Protocol):
-    """A network in a thread of its own, as a server sees it."""
+class DrainableService(Protocol):
+    """Protocol of a network in its own thread, as a server sees it."""
 
     @property
     def failure(self) -> str:
-        """Why it failed; empty while it works."""
+        """Why it failed; "" while it works."""
 
     @property
     def closing_reason(self) -> str:
-        """Why no more is taken; empty while it is."""
+        """Why no more requests are accepted; "" while they are."""
 
     def drain(self, seconds: float | None = None) -> bool:
-        """Take no more, and wait up to so many seconds for what runs; returns whether all has ended."""
+        """Accept no more requests, and wait up to so many seconds for those running; return whether all are finished."""
 
     def stop(self) -> None:
-        """Give up what runs, and wait for the thread."""
+        """Cancel what runs, and wait for the thread."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Of one call. prompt_tokens, new_tokens: None leaves them to the engine. searches: beam searches at once, of all calls.
-    read_seconds: for a body to arrive. silence_seconds: without a word in a stream, before a sign of life is sent.
-    images: in a conversation. connections: at once; 900 are within the 1024 files that systems let a process open. header_seconds: for a connection to begin a call.
+class RequestLimits:
+    """Limits of the server, most of them of one request. prompt_tokens, new_tokens: None leaves them to the engine.
+    searches: beam searches at once, of all requests. read_seconds: for a body to arrive. silence_seconds: without an
+    event in a stream, before a keepalive is sent.
+    images: in a conversation. connections: at once; 900 are within the 1024 files that systems let a process open.
+    header_seconds: for a connection to begin a request.
     """
 
     body_bytes: int = 2**20
@@ -56,39 +58,42 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
-    """service: the engine in its thread. model: the name that clients see. open_adapter: reads the adapter in a folder; raises
-    `CheckpointError` for one of another network. updates_adapters: whether clients may load and unload them.
+class GenerationServing:
+    """What the generation routes need. service: the engine in its thread. model: the name that clients see.
+    open_adapter: reads the adapter in a folder; raises `CheckpointError` for one of another network. updates_adapters:
+    whether clients may load and unload them.
     """
 
-    service: Service
+    service: EngineService
     model: str
-    limits: Limits = field(default_factory=Limits)
+    limits: RequestLimits = field(default_factory=RequestLimits)
     open_adapter: Callable[[str], AdapterSet] | None = None
     updates_adapters: bool = False
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The words of the network."""
+        """The network's tokenizer."""
         return self.service.engine.tokenizer
 
     @property
     def max_length(self) -> int:
-        """The longest text."""
+        """The most tokens of a text."""
         return self.service.engine.max_length
 
     @property
     def vocab_size(self) -> int:
-        """How many ids the network knows."""
+        """The number of ids of the vocabulary, without padding."""
         return self.service.engine.model.true_vocab_size
 
     @property
-    def adapters(self) -> tuple[str, ...]:
-        """The adapters that clients may name as a model."""
+    def adapter_names(self) -> tuple[str, ...]:
+        """Names of the adapters that clients may give as model."""
         return self.service.engine.adapters.names
 
     def load_adapter(self, name: str, folder: str) -> None:
-        """Serve the adapter in a folder under a name. Raises `ConfigError` or `CheckpointError` for one that cannot be served, and `Stopped`."""
+        """Load the adapter in a folder under a name. Raises `ConfigError` or `CheckpointError` if it cannot be served,
+        and `Stopped`.
+        """
         if name == self.model:
             raise ConfigError(f"{name!r} is the name of the network; choose another for the adapter")
         if self.open_adapter is None:
@@ -97,47 +102,48 @@ class Serving:
         self.service.run_between_steps(lambda: self.service.engine.adapters.load(name, adapters))
 
     def adapter_named(self, model: str | None) -> str:
-        """The adapter that a call's model means, "" for the network; `Refused` for a model that there is not."""
+        """Return the adapter that a request's model names, "" for the network; `Refused` (404) if there is none."""
         if model in (None, self.model):
             return ""
-        if model not in self.adapters:
-            here = ", ".join(repr(name) for name in (self.model, *self.adapters))
-            raise Refused(f"there is no model {str(model)[:100]!r} here; this server has {here}", 404)
+        if model not in self.adapter_names:
+            here = ", ".join(repr(name) for name in (self.model, *self.adapter_names))
+            raise RequestRefused(f"there is no model {str(model)[:100]!r} here; this server has {here}", 404)
         return str(model)
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of a text; `Refused` if it has none of its own, as half of a surrogate pair."""
+        """Return the ids of a text; `Refused` if it cannot be tokenized, such as a lone surrogate."""
         try:
             return self.tokenizer.tokenize(text)
         except ValueError as error:
-            raise Refused(f"the prompt cannot be read: {error}") from None
+            raise RequestRefused(f"the prompt cannot be read: {error}") from None
 
-    def check_limits(self, prompt: Sequence[int], num_tokens: int) -> None:
-        """Raise `Refused` for a prompt, or a number of new tokens, beyond the limits."""
+    def require_within_limits(self, prompt: Sequence[int], num_tokens: int) -> None:
+        """Raise `Refused` if a prompt or the number of new tokens exceeds the limits."""
         most, longest = self.limits.new_tokens, self.limits.prompt_tokens
         if longest is not None and len(prompt) > longest:
-            raise Refused(f"the prompt has {len(prompt)} tokens; this server takes {longest}", 413)
+            raise RequestRefused(f"the prompt has {len(prompt)} tokens; this server takes {longest}", 413)
         if most is not None and num_tokens > most:
-            raise Refused(f"{num_tokens} new tokens are asked for; this server gives {most}")
+            raise RequestRefused(f"{num_tokens} new tokens are asked for; this server gives {most}")
         if len(prompt) + max(0, num_tokens - 1) > self.max_length:
-            raise Refused(
+            raise RequestRefused(
                 f"a prompt of {len(prompt)} tokens and {num_tokens} new ones are more than the {self.max_length} positions of the "
                 "network; shorten the prompt or ask for fewer"
             )
 
 
-class TokenTexts:
-    """The text of each id of a text, as it grows. ids: what stands before.
-
-    An id that ends in the middle of a character has no text, and the one that completes the character has all of it.
+class IncrementalTokenTexts:
+    """The text of each id of a growing text. ids: what precedes. An id that ends in the middle of a character has no
+    text, and the one that completes the character has all of it.
     """
 
     def __init__(self, tokenizer: Tokenizer, ids: Sequence[int] = ()) -> None:
         self._tokenizer, self._ids = tokenizer, list(ids[-_CONTEXT:])
         self._said = len(tokenizer.detokenize(self._ids))
 
-    def add(self, ids: Sequence[int], *, last: bool) -> list[str]:
-        """The texts of the ids that come next. last: no more come, so that half a character is all there will be of it."""
+    def texts_of_next_ids(self, ids: Sequence[int], *, last: bool) -> list[str]:
+        """Return the text of each of the next ids. last: no more follow, so that an incomplete character is given as it
+        is.
+        """
         pieces = []
         for place, token in enumerate(ids, start=1):
             self._ids.append(token)
@@ -151,11 +157,11 @@ class TokenTexts:
         return pieces
 
 
-def json_logprob(token: Token) -> float | None:
-    """A token's log-probability as JSON can say it."""
+def clamped_logprob(token: TokenLogprob) -> float | None:
+    """Return a token's log-probability, at least `LEAST_LOGPROB` since JSON has no infinity; None if it has none."""
     return None if token.logprob is None else max(token.logprob, LEAST_LOGPROB)
 
 
 def effective_temperature(temperature: float) -> float:
-    """The temperature that is drawn with."""
+    """Return the temperature to sample with: 0 (greedy) for those too small to divide by."""
     return 0.0 if temperature < LEAST_TEMPERATURE else float(temperature)

@@ -10,7 +10,7 @@ from megatron.rl.environments.base import Environment, Problem
 _OPERATIONS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 
 
-class Arithmetic(Environment):
+class ArithmeticEnvironment(Environment):
     """Problems such as `12+7=`, whose answer is a whole number.
 
     largest: of the two numbers. operations: some of + - *. template: of the prompt, with {problem}. seed: of the problems.

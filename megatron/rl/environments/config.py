@@ -20,21 +20,21 @@ import yaml
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.parallel.mesh import Axis
-from megatron.rl.environments.arithmetic import Arithmetic
+from megatron.rl.environments.arithmetic import ArithmeticEnvironment
 from megatron.rl.environments.base import Environment
-from megatron.rl.environments.countdown import Countdown
-from megatron.rl.environments.math_problems import MathProblems
-from megatron.rl.environments.openai_agent import OpenAIAgent
-from megatron.rl.environments.remote import Remote
+from megatron.rl.environments.countdown import CountdownEnvironment
+from megatron.rl.environments.math_problems import MathEnvironment
+from megatron.rl.environments.openai_agent import OpenAIAgentEnvironment
+from megatron.rl.environments.remote import RemoteEnvironment
 from megatron.rl.environments.reward_model import RewardModelEnvironment
 
 KINDS: Mapping[str, type[Environment]] = {
-    "arithmetic": Arithmetic,
-    "countdown": Countdown,
-    "math": MathProblems,
+    "arithmetic": ArithmeticEnvironment,
+    "countdown": CountdownEnvironment,
+    "math": MathEnvironment,
     "reward_model": RewardModelEnvironment,
-    "http": Remote,
-    "openai": OpenAIAgent,
+    "http": RemoteEnvironment,
+    "openai": OpenAIAgentEnvironment,
 }
 _KEYS = {"agent_type", "agent_args", "weight", "evaluation_only"}
 
@@ -63,12 +63,13 @@ def read_environments(path: str) -> tuple[WeightedEnvironment, ...]:
 
 
 def start_environments(environments: Sequence[WeightedEnvironment], world: Axis) -> None:
-    """Start the environments on the rank that plays: the first of those that generate."""
+    """Start the environments on the rank that plays, the first of the given axis."""
     for one in environments if world.is_first else ():
         one.environment.start()
 
 
 def _build_environment(entry: Mapping[str, Any], path: Path, place: int) -> WeightedEnvironment:
+    """Build the environment of one entry of the file. `ConfigError` if it is invalid. place: its number, for messages."""
     where = f"--langrl-env-config {path}, environment {place}"
     unknown = set(entry) - _KEYS
     if unknown or not isinstance(entry.get("agent_type"), str):
@@ -77,7 +78,7 @@ def _build_environment(entry: Mapping[str, Any], path: Path, place: int) -> Weig
     weight = 0.0 if entry.get("evaluation_only") else entry.get("weight", 1.0)
     if not isinstance(weight, int | float) or not weight >= 0 or not isinstance(arguments, Mapping):
         raise ConfigError(f"{where}: weight {weight!r} must be 0 or more, and agent_args a mapping")
-    kind = KINDS.get(name) or _class_of_file(name, path.parent, where)
+    kind = KINDS.get(name) or _load_environment_class(name, path.parent, where)
     try:
         inspect.signature(kind).bind(**arguments)
     except TypeError as error:
@@ -85,8 +86,8 @@ def _build_environment(entry: Mapping[str, Any], path: Path, place: int) -> Weig
     return WeightedEnvironment(name, kind(**arguments), float(weight))
 
 
-def _class_of_file(name: str, folder: Path, where: str) -> type[Environment]:
-    """The class of FILE.py:CLASS, which the user wrote."""
+def _load_environment_class(name: str, folder: Path, where: str) -> type[Environment]:
+    """Load the class FILE.py:CLASS that the user wrote. `ConfigError` if it does not exist or is no environment."""
     file, _, class_name = name.partition(":")
     path = folder / file
     if not file.endswith(".py") or not class_name or not path.is_file():
@@ -101,7 +102,7 @@ def _class_of_file(name: str, folder: Path, where: str) -> type[Environment]:
     return kind
 
 
-def environment_of(environments: Sequence[WeightedEnvironment], number: int) -> tuple[int, int]:
+def environment_of_problem(environments: Sequence[WeightedEnvironment], number: int) -> tuple[int, int]:
     """Return (index of the environment, number of the problem in it) of the training problem of this number.
 
     Environments take turns so that after any number of problems each has had its share, to within one problem.

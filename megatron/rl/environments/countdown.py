@@ -15,7 +15,7 @@ _LONGEST = 200  # characters of an expression
 _FORMAT_REWARD = 0.1
 
 
-class Countdown(Environment):
+class CountdownEnvironment(Environment):
     """Problems such as `numbers 3 5 7 target 26:`, answered by an expression, `3*7+5`.
 
     count: how many numbers. largest: of each. template: of the prompt, with {numbers} and {target}. seed: of the problems. format_reward: of a
@@ -77,7 +77,7 @@ def evaluate_expression(text: str) -> tuple[Fraction, list[int]] | None:
 
 
 def _parse_sum(tokens: list[str]) -> tuple[Fraction, list[str]]:
-    """Read terms joined by + and -."""
+    """Evaluate terms joined by + and -; return the value and the remaining tokens."""
     value, tokens = _parse_product(tokens)
     while tokens and tokens[0] in "+-":
         sign, (other, rest) = tokens[0], _parse_product(tokens[1:])
@@ -86,7 +86,7 @@ def _parse_sum(tokens: list[str]) -> tuple[Fraction, list[str]]:
 
 
 def _parse_product(tokens: list[str]) -> tuple[Fraction, list[str]]:
-    """Read factors joined by * and /."""
+    """Evaluate factors joined by * and /; return the value and the remaining tokens."""
     value, tokens = _parse_factor(tokens)
     while tokens and tokens[0] in "*/":
         sign, (other, rest) = tokens[0], _parse_factor(tokens[1:])
@@ -95,7 +95,7 @@ def _parse_product(tokens: list[str]) -> tuple[Fraction, list[str]]:
 
 
 def _parse_factor(tokens: list[str]) -> tuple[Fraction, list[str]]:
-    """Read a number or a bracket. Raises `ValueError` for anything else."""
+    """Evaluate a number or a bracket; return the value and the remaining tokens. `ValueError` for anything else."""
     if not tokens:
         raise ValueError("the expression ends too early")
     if tokens[0] == "(":

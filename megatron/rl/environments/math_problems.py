@@ -14,7 +14,7 @@ _BOXED = r"\boxed{"
 _LONGEST = 4000  # characters of a final answer
 
 
-class MathProblems(Environment):
+class MathEnvironment(Environment):
     """Problems of a JSONL file with an answer each.
 
     path: lines with `problem` and `answer`; the last `held_out` lines are for evaluation only. template: of the prompt, with {problem}.
@@ -52,14 +52,14 @@ class MathProblems(Environment):
         return Problem(self._template.format(problem=text), {"answer": answer})
 
     def reward(self, problem: Problem, answer: str) -> float:
-        """As the class says."""
-        given = boxed(answer)
+        """Return 1 for the right final answer in a box, `format_reward` for a wrong one in it, else 0."""
+        given = last_boxed_answer(answer)
         if given is None:
             return 0.0
-        return 1.0 if same_answer(given, problem.facts["answer"]) else self._format_reward
+        return 1.0 if is_same_answer(given, problem.facts["answer"]) else self._format_reward
 
 
-def boxed(text: str) -> str | None:
+def last_boxed_answer(text: str) -> str | None:
     """Return what the last \\boxed{...} of a text holds; None if there is none, or if it is never closed."""
     start = text.rfind(_BOXED)
     if start < 0:
@@ -72,8 +72,8 @@ def boxed(text: str) -> str | None:
     return None
 
 
-def same_answer(given: str, expected: str) -> bool:
-    """Whether two final answers are the same text, the same number, or equal by math-verify where it is installed."""
+def is_same_answer(given: str, expected: str) -> bool:
+    """Return whether two final answers are the same text or number, or equal by math-verify if that is installed."""
     plain = [re.sub(r"\\[,!; ]|\s|\$|(?<=\d),(?=\d{3})", "", one).rstrip(".") for one in (given, expected)]
     if plain[0] == plain[1]:
         return True

@@ -21,14 +21,16 @@ from typing import Any
 
 from megatron.core.config.flags import ConfigError
 from megatron.rl.environments.base import Conversation, Environment, Problem
-from megatron.rl.environments.remote import MOST_BYTES, RemoteFailed, post_json
-from megatron.rl.environments.threads import in_thread
+from megatron.rl.environments.remote import MOST_BYTES, RemoteEnvironmentError, post_json
+from megatron.rl.environments.threads import run_in_thread
 
 _END = "<|im_end|>"  # of a message of ChatML
 
 
-class OpenAIAgent(Environment):
-    """An agent behind HTTP. url: that starts it; seconds: most for a rollout; turns: most requests to the policy in a rollout."""
+class OpenAIAgentEnvironment(Environment):
+    """An agent behind HTTP that queries the policy. url: starts it. seconds: most for a rollout. turns: most requests
+    to the policy.
+    """
 
     def __init__(self, *, url: str, seconds: float = 120.0, turns: int = 32) -> None:
         if not url.startswith(("http://", "https://")) or seconds <= 0 or turns < 1:
@@ -37,7 +39,7 @@ class OpenAIAgent(Environment):
             )
         self._url, self._seconds, self._turns = url, seconds, turns
         self._server: ThreadingHTTPServer | None = None
-        self._rollouts: dict[str, _Rollout] = {}
+        self._rollouts: dict[str, _AgentRollout] = {}
 
     def problem(self, number: int) -> Problem:
         """As the base class says; the agent makes the prompt."""
@@ -45,34 +47,36 @@ class OpenAIAgent(Environment):
 
     def reward(self, problem: Problem, answer: str) -> float:
         """Not used: the agent judges."""
-        raise RemoteFailed("an agent judges while it plays")
+        raise RemoteEnvironmentError("an agent judges while it plays")
 
     async def play(self, problem: Problem, conversation: Conversation) -> float:
-        """Start the agent, answer its requests, and return the reward that it gives."""
+        """Start the agent, serve its requests, and return the reward that it reports. Raises `RemoteEnvironmentError`
+        without one.
+        """
         if self._server is None:
-            self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self._rollouts, self._seconds))
+            self._server = ThreadingHTTPServer(("127.0.0.1", 0), _agent_request_handler(self._rollouts, self._seconds))
             threading.Thread(target=self._server.serve_forever, daemon=True, name="policy server").start()
         name = secrets.token_hex(16)
-        self._rollouts[name] = _Rollout(asyncio.get_running_loop(), conversation, self._turns)
+        self._rollouts[name] = _AgentRollout(asyncio.get_running_loop(), conversation, self._turns)
         base = f"http://127.0.0.1:{self._server.server_port}/{name}/v1"
         body = {"number": problem.facts["number"], "base_url": base, "model": "policy"}
         try:
-            reply = await in_thread(post_json, self._url, body, self._seconds)
+            reply = await run_in_thread(post_json, self._url, body, self._seconds)
         finally:
             del self._rollouts[name]
         reward = reply.get("reward")
         if not isinstance(reward, int | float):
-            raise RemoteFailed(f"{self._url} gave no reward: {str(reply)[:200]}")
+            raise RemoteEnvironmentError(f"{self._url} gave no reward: {str(reply)[:200]}")
         return float(reward)
 
 
-class _Refused(Exception):
-    """A request that is not served, with the reason."""
+class _AgentRequestRefused(Exception):
+    """A request that is answered with HTTP 400 and the reason."""
 
 
 @dataclass(slots=True)
-class _Rollout:
-    """A conversation that requests go on with. turns: how many are left; text: all that was said."""
+class _AgentRollout:
+    """A rollout's conversation, continued by requests. turns: requests left. text: all text so far."""
 
     loop: asyncio.AbstractEventLoop
     conversation: Conversation
@@ -80,12 +84,14 @@ class _Rollout:
     text: str = ""
     is_busy: bool = False
 
-    async def answer(self, prompt: str, num_tokens: int | None, stop: tuple[str, ...]) -> tuple[str, bool]:
-        """(what the policy says after a prompt, whether it ended by itself)."""
+    async def answer_prompt(self, prompt: str, num_tokens: int | None, stop: tuple[str, ...]) -> tuple[str, bool]:
+        """Return (the policy's answer to a prompt, whether it ended by itself). Raises `_AgentRequestRefused` if the
+        prompt does not continue the conversation.
+        """
         if not prompt.startswith(self.text) or len(prompt) == len(self.text):
-            raise _Refused("the prompt does not begin with all that was said before, or says nothing new")
+            raise _AgentRequestRefused("the prompt does not begin with all that was said before, or says nothing new")
         if self.turns < 1 or self.is_busy:
-            raise _Refused("the rollout has no turns left, or answers another request")
+            raise _AgentRequestRefused("the rollout has no turns left, or answers another request")
         self.turns, self.is_busy = self.turns - 1, True
         self.conversation.add(prompt[len(self.text) :])
         answer = await self.conversation.generate(num_tokens=num_tokens, stop=stop)
@@ -93,31 +99,33 @@ class _Rollout:
         return answer, self.conversation.is_finished
 
 
-def prompt_of(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The messages in ChatML, and what stands before an answer."""
+def chatml_prompt(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the messages in ChatML, with the beginning of an answer."""
     texts = [f"<|im_start|>{one['role']}\n{one['content']}{_END}\n" for one in messages]
     return "".join(texts) + "<|im_start|>assistant\n"
 
 
-def _answer_request(rollout: _Rollout, path: str, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    """The reply to a request of OpenAI's API. Raises `_Refused`."""
+def _answer_request(rollout: _AgentRollout, path: str, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    """Return the response to a request of OpenAI's completions or chat API. Raises `_AgentRequestRefused` if it is not
+    served.
+    """
     chat = path == "chat/completions"
     if not chat and path != "completions":
-        raise _Refused(f"{path} is not served; completions and chat/completions are")
+        raise _AgentRequestRefused(f"{path} is not served; completions and chat/completions are")
     if request.get("stream") or request.get("n", 1) != 1:
-        raise _Refused("a rollout has one answer at a time, which is not streamed")
+        raise _AgentRequestRefused("a rollout has one answer at a time, which is not streamed")
     try:
-        prompt = prompt_of(request["messages"]) if chat else request["prompt"]
+        prompt = chatml_prompt(request["messages"]) if chat else request["prompt"]
         stop = request.get("stop") or ()
         words = (stop,) if isinstance(stop, str) else tuple(map(str, stop))
         most = request.get("max_tokens", request.get("max_completion_tokens"))
         most = None if most is None else int(most)
     except (KeyError, TypeError, ValueError) as error:
-        raise _Refused(f"the request cannot be read: {type(error).__name__}: {error}") from None
+        raise _AgentRequestRefused(f"the request cannot be read: {type(error).__name__}: {error}") from None
     if not isinstance(prompt, str):
-        raise _Refused("the prompt must be a text")
+        raise _AgentRequestRefused("the prompt must be a text")
     words = (*words, _END) if chat else words
-    coroutine = rollout.answer(prompt, most, words)
+    coroutine = rollout.answer_prompt(prompt, most, words)
     text, finished = asyncio.run_coroutine_threadsafe(coroutine, rollout.loop).result(seconds)
     content = text.removesuffix(_END) if chat else text
     choice = {"message": {"role": "assistant", "content": content}} if chat else {"text": content}
@@ -130,8 +138,8 @@ def _answer_request(rollout: _Rollout, path: str, request: Mapping[str, Any], se
     }
 
 
-def _handler(rollouts: Mapping[str, _Rollout], seconds: float) -> type[BaseHTTPRequestHandler]:
-    """What serves the requests of agents."""
+def _agent_request_handler(rollouts: Mapping[str, _AgentRollout], seconds: float) -> type[BaseHTTPRequestHandler]:
+    """Return the HTTP handler class that serves the requests of agents."""
 
     class Handler(BaseHTTPRequestHandler):
         """One request."""
@@ -151,7 +159,7 @@ def _handler(rollouts: Mapping[str, _Rollout], seconds: float) -> type[BaseHTTPR
             try:
                 request = json.loads(self.rfile.read(length))
                 self._reply(200, _answer_request(rollout, path, dict(request), seconds))
-            except (_Refused, ValueError, TypeError) as error:
+            except (_AgentRequestRefused, ValueError, TypeError) as error:
                 self._reply(400, {"error": {"message": str(error)}})
             except BaseException as error:  # noqa: BLE001 - the rollout failed, ended or is paused, which the agent has to know
                 self._reply(503, {"error": {"message": f"the rollout cannot go on: {type(error).__name__} {error}"}})

@@ -17,17 +17,19 @@ from typing import Any
 
 from megatron.core.config.flags import ConfigError
 from megatron.rl.environments.base import Conversation, Environment, Problem
-from megatron.rl.environments.threads import in_thread
+from megatron.rl.environments.threads import run_in_thread
 
 MOST_BYTES = 1 << 22  # of a reply
 
 
-class RemoteFailed(Exception):
+class RemoteEnvironmentError(Exception):
     """A remote environment did not answer as it should."""
 
 
-class Remote(Environment):
-    """Problems and rewards of an HTTP server. url: without a final slash; seconds: limit of each request; turns: most answers of a rollout."""
+class RemoteEnvironment(Environment):
+    """Problems and rewards of an HTTP server. url: without a final slash. seconds: limit of each request. turns: most
+    answers of a rollout.
+    """
 
     def __init__(self, *, url: str, seconds: float = 30.0, turns: int = 8) -> None:
         if not url.startswith(("http://", "https://")) or seconds <= 0 or turns < 1:
@@ -42,13 +44,15 @@ class Remote(Environment):
 
     def reward(self, problem: Problem, answer: str) -> float:
         """Not used: `play` asks the server."""
-        raise RemoteFailed("a remote environment judges while it plays")
+        raise RemoteEnvironmentError("a remote environment judges while it plays")
 
     async def play(self, problem: Problem, conversation: Conversation) -> float:
-        """Let the server begin the conversation, answer and judge."""
+        """Play a rollout whose prompts and reward come from the server. Raises `RemoteEnvironmentError` without a
+        reward in `turns` turns.
+        """
         number = problem.facts["number"]
         given = await self._post_json("problem", {"number": number})
-        conversation.add(_text_field(given, "prompt"))
+        conversation.add(_require_text_field(given, "prompt"))
         for _ in range(self._turns):
             answer = await conversation.generate()
             reply = await self._post_json(
@@ -62,28 +66,32 @@ class Remote(Environment):
             )
             if "reward" in reply:
                 return float(reply["reward"])
-            conversation.add(_text_field(reply, "text"))
-        raise RemoteFailed(f"{self._url} gave no reward in {self._turns} turns")
+            conversation.add(_require_text_field(reply, "text"))
+        raise RemoteEnvironmentError(f"{self._url} gave no reward in {self._turns} turns")
 
     async def _post_json(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
-        return await in_thread(post_json, f"{self._url}/{what}", body, self._seconds)
+        """Post to the server's endpoint `what` in a thread; return the JSON object."""
+        return await run_in_thread(post_json, f"{self._url}/{what}", body, self._seconds)
 
 
 def post_json(url: str, body: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    """The JSON object that a server answers. Raises `RemoteFailed`."""
+    """Post a JSON body and return the JSON object that the server answers. Raises `RemoteEnvironmentError` on any
+    error.
+    """
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=seconds) as response:
             content = response.read(MOST_BYTES + 1)
         reply = json.loads(content) if len(content) <= MOST_BYTES else None
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise RemoteFailed(f"{url}: {error}") from None
+        raise RemoteEnvironmentError(f"{url}: {error}") from None
     if not isinstance(reply, dict):
-        raise RemoteFailed(f"{url} did not answer with a JSON object of at most {MOST_BYTES} bytes")
+        raise RemoteEnvironmentError(f"{url} did not answer with a JSON object of at most {MOST_BYTES} bytes")
     return reply
 
 
-def _text_field(reply: dict[str, Any], key: str) -> str:
+def _require_text_field(reply: dict[str, Any], key: str) -> str:
+    """Return a text of a reply. Raises `RemoteEnvironmentError` without it."""
     if not isinstance(reply.get(key), str):
-        raise RemoteFailed(f"a reply without the text {key!r}: {str(reply)[:200]}")
+        raise RemoteEnvironmentError(f"a reply without the text {key!r}: {str(reply)[:200]}")
     return reply[key]

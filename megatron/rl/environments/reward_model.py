@@ -12,7 +12,7 @@ from typing import Any
 from megatron.core.config.flags import ConfigError
 from megatron.evaluation.reward import RewardModel
 from megatron.rl.environments.base import EVALUATION, Conversation, Environment, Problem
-from megatron.training.checkpoint.inference_model import REWARD, open_checkpoint_of_kind
+from megatron.training.checkpoint.inference_model import REWARD, open_model_checkpoint
 
 
 class RewardModelEnvironment(Environment):
@@ -37,7 +37,7 @@ class RewardModelEnvironment(Environment):
         cut_off: float = 0.0,
         tokenizer: Mapping[str, Any] | None = None,
     ) -> None:
-        open_checkpoint_of_kind(model, REWARD)  # every rank says at once what is wrong with it
+        open_model_checkpoint(model, REWARD)  # every rank says at once what is wrong with it
         try:
             lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
             prompts = [str(json.loads(line)["prompt"]) for line in lines]
@@ -70,7 +70,9 @@ class RewardModelEnvironment(Environment):
         return Problem(self._template.format(prompt=prompt), {"prompt": prompt})
 
     def reward(self, problem: Problem, answer: str) -> float:
-        """As the class says. Each text is scored alone, so that its score does not depend on what else is sampled."""
+        """Return the model's score of the answer, or its sigmoid. Each text is scored alone, so that nothing else
+        affects its score.
+        """
         text: Any = problem.prompt + answer
         if self._chat_format is not None:
             prompt = problem.facts["prompt"]
@@ -81,7 +83,7 @@ class RewardModelEnvironment(Environment):
         return _sigmoid(score) if self._sigmoid else score
 
     async def play(self, problem: Problem, conversation: Conversation) -> float:
-        """One answer."""
+        """Sample one answer and return its reward; `cut_off` if it was cut off at the limit."""
         conversation.add(problem.prompt)
         answer = await conversation.generate()
         return await conversation.call(self.reward, problem, answer) if conversation.is_finished else self._cut_off

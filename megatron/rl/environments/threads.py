@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 
-async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function gives in a thread of its own, which nobody waits for when the caller gives up."""
+async def run_in_thread(function: Callable[..., Any], *args: Any) -> Any:
+    """Run a function in a daemon thread and await its result; the thread is abandoned if the caller is cancelled."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 

@@ -18,90 +18,106 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config.flags import ConfigError, to_values
-from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite
-from megatron.core.dist_checkpointing.source import Source
+from megatron.core.config.flags import ConfigError, config_to_values
+from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite_checkpoint
+from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import peft
-from megatron.core.families.adapter_set import BASE, AdapterSet, AdapterSource, Merged, read_adapters
+from megatron.core.families.adapter_set import (
+    BASE,
+    AdapterSet,
+    AdapterSource,
+    MergedAdapterSource,
+    read_adapter_checkpoint,
+)
 from megatron.core.families.hf import is_hf_checkpoint
-from megatron.core.families.registry import model_of
-from megatron.core.families.tokenizer_files import folder_tokenizer
+from megatron.core.families.registry import model_config_of
+from megatron.core.families.tokenizer_files import tokenizer_settings_of_folder
 from megatron.tools.checkpoint.export import DTYPES
-from megatron.tools.parser import ToolParser
-from megatron.training.checkpoint.adapters import open_adapters, require_base, source_hash
-from megatron.training.checkpoint.export import export
+from megatron.tools.parser import ToolArgumentParser
+from megatron.training.checkpoint.adapters import open_adapters, require_matching_base, source_base_hash
+from megatron.training.checkpoint.export import export_with_token_ids
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.launch.launch_info import install_interrupt_handler
 
 OWN, PUBLISHED = "own", "hf"
 
 
-def adapters_for(base: Source, adapter: str) -> AdapterSet:
-    """The adapters of a folder, which belong to this base as its shapes and its hash, or where that is not known its name, tell."""
-    adapters = open_adapters(adapter, model_of(base.settings))
+def open_adapters_for_base(base: CheckpointSource, adapter: str) -> AdapterSet:
+    """Open the adapters in a folder; `CheckpointError` if they belong to another base, by shapes and hash, or else by
+    name.
+    """
+    adapters = open_adapters(adapter, model_config_of(base.settings))
     model, known = adapters.model, adapters.base.get("hash") is not None
     mine = {
-        "hash": source_hash(base, model.adapter, reward_head=model.reward_head) if known else None,
+        "hash": source_base_hash(base, model.adapter, reward_head=model.reward_head) if known else None,
         "where": base.where,
     }
-    require_base(adapters, mine)
+    require_matching_base(adapters, mine)
     return adapters
 
 
 def export_adapters(args: argparse.Namespace) -> str:
-    """Write the adapters of a run as a folder that PEFT loads."""
-    adapters = read_adapters(open_checkpoint(args.adapter, args.ckpt_step))
-    peft.write(adapters, args.save, base=args.base or adapters.base.get("where"))
-    return _summary(adapters, f"{args.save} (PEFT)")
+    """Write the adapters of a run's checkpoint as a PEFT folder. Return what was done, in words."""
+    adapters = read_adapter_checkpoint(open_checkpoint(args.adapter, args.ckpt_step))
+    peft.write_peft_folder(adapters, args.save, base=args.base or adapters.base.get("where"))
+    return _adapters_summary_text(adapters, f"{args.save} (PEFT)")
 
 
 def import_adapters(args: argparse.Namespace) -> str:
-    """Write a folder of PEFT's as a checkpoint of a run with adapters, at iteration 0."""
+    """Write a PEFT folder as a checkpoint of a run with adapters, at iteration 0. Return what was done, in words."""
     base = open_checkpoint(args.base, args.ckpt_step)
-    adapters = adapters_for(base, args.adapter)
+    adapters = open_adapters_for_base(base, args.adapter)
     source = AdapterSource(adapters)
-    source.values[BASE] = {"hash": source_hash(base, adapters.model.adapter), "where": base.where}
+    source.values[BASE] = {"hash": source_base_hash(base, adapters.model.adapter), "where": base.where}
     source.values |= {name: value for name, value in base.values.items() if name == "run.tokenizer"}
-    path = rewrite(source, args.save, iteration=0, settings={**_source_settings(base), **source.settings})
-    return _summary(adapters, str(path))
+    path = rewrite_checkpoint(
+        source, args.save, iteration=0, settings={**_run_settings_of_source(base), **source.settings}
+    )
+    return _adapters_summary_text(adapters, str(path))
 
 
 def merge_adapters(args: argparse.Namespace) -> str:
-    """Write a base with adapters in its weights, or, of what was merged, the base again."""
+    """Write a base with adapters merged into its weights, or (unmerge) subtracted again. Return what was done, in
+    words.
+    """
     base = open_checkpoint(args.base, args.ckpt_step)
     taken_out = args.command == "unmerge"
-    adapters = open_adapters(args.adapter, model_of(base.settings)) if taken_out else adapters_for(base, args.adapter)
-    source: Source = Merged(base, adapters, sign=-1.0 if taken_out else 1.0)
+    adapters = (
+        open_adapters(args.adapter, model_config_of(base.settings))
+        if taken_out
+        else open_adapters_for_base(base, args.adapter)
+    )
+    source: CheckpointSource = MergedAdapterSource(base, adapters, sign=-1.0 if taken_out else 1.0)
     source = CastSource(source, DTYPES[args.dtype]) if args.dtype else source
     if (args.saver or (PUBLISHED if is_hf_checkpoint(base.where) else OWN)) == PUBLISHED:
-        export(source, args.save, like=base.where if is_hf_checkpoint(base.where) else None)
-        return _summary(adapters, f"{args.save} (Hugging Face)") + _quantized_base_note(adapters)
+        export_with_token_ids(source, args.save, like=base.where if is_hf_checkpoint(base.where) else None)
+        return _adapters_summary_text(adapters, f"{args.save} (Hugging Face)") + _quantized_base_note(adapters)
     iteration = base.values.get("run.progress", {}).get("iteration", 0)
-    path = rewrite(source, args.save, iteration=iteration, settings=_source_settings(source))
-    return _summary(adapters, str(path)) + _quantized_base_note(adapters)
+    path = rewrite_checkpoint(source, args.save, iteration=iteration, settings=_run_settings_of_source(source))
+    return _adapters_summary_text(adapters, str(path)) + _quantized_base_note(adapters)
 
 
 def _quantized_base_note(adapters: AdapterSet) -> str:
-    """What to say of adapters that were trained on another base than they are merged into."""
+    """Return a note for adapters that were trained on a quantized base, else ""."""
     format = adapters.model.adapter.lora_base_quantization
     if format == "none":
         return ""
     return f"\nthey were trained on this base in {format}, and are in its weights as they were before: evaluate what was merged"
 
 
-def _source_settings(source: Source) -> dict[str, Any]:
-    """Settings of a run for what a source holds: what its format leaves out has its default."""
+def _run_settings_of_source(source: CheckpointSource) -> dict[str, Any]:
+    """Return a run's settings for what a source holds; what its format leaves out has its default."""
     network = (
         {}
         if "architecture" in source.settings and not is_hf_checkpoint(source.where)
-        else to_values(model_of(source.settings))
+        else config_to_values(model_config_of(source.settings))
     )
-    tokenizer = folder_tokenizer(Path(source.where)) if is_hf_checkpoint(source.where) else {}
+    tokenizer = tokenizer_settings_of_folder(Path(source.where)) if is_hf_checkpoint(source.where) else {}
     return {**source.settings, **network, **tokenizer}
 
 
-def _summary(adapters: AdapterSet, target: str) -> str:
+def _adapters_summary_text(adapters: AdapterSet, target: str) -> str:
     ranks = sorted({pair.rank for pair in adapters.pairs})
     whole = f", {len(adapters.saved)} whole parameters" if adapters.saved else ""
     return f"{adapters.where}: {len(adapters.pairs)} adapters of rank {', '.join(map(str, ranks))}{whole} -> {target}"
@@ -116,8 +132,10 @@ COMMANDS = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """The tool's flags."""
-    made = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    """Make the tool's argument parser."""
+    made = ToolArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     made.add_argument(
         "command", choices=COMMANDS, help="; ".join(f"{name}: {what}" for name, (_, what) in COMMANDS.items())
     )
@@ -139,7 +157,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry of the tool."""
+    """Run the command, and print what was done."""
     install_interrupt_handler()
     made = parser()
     args = made.parse_args(arguments)

@@ -20,36 +20,42 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.config.flags import ConfigError, add_arguments, from_namespace, from_values, to_values
+from megatron.core.config.flags import (
+    ConfigError,
+    add_arguments,
+    config_from_namespace,
+    config_from_values,
+    config_to_values,
+)
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
 from megatron.core.config.settings.vision import VisionConfig
-from megatron.core.dist_checkpointing.rewrite import rewrite
-from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.rewrite import rewrite_checkpoint
+from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.hf import is_hf_checkpoint
-from megatron.core.families.registry import model_of
-from megatron.core.families.tokenizer_files import folder_tokenizer
-from megatron.core.models.describe import parameter_shapes
+from megatron.core.families.registry import model_config_of
+from megatron.core.families.tokenizer_files import tokenizer_settings_of_folder
+from megatron.core.models.describe import global_parameter_shapes
 from megatron.core.parallel.boxes import Box
-from megatron.tools.parser import ToolParser
+from megatron.tools.parser import ToolArgumentParser
 from megatron.training.checkpoint.formats import open_checkpoint
-from megatron.training.checkpoint.inference_model import architecture_of
+from megatron.training.checkpoint.inference_model import checkpoint_architecture
 from megatron.training.launch.launch_info import install_interrupt_handler
 
 _PROJECTOR, _ENCODER = "model.vision_projection.", "model.vision_model."
 
 
-class Combined:
-    """A source with the weights of a language model, and of an encoder as far as the whole network uses them."""
+class CombinedVisionLanguageSource:
+    """A source with the weights of a language model, and of an image encoder as far as the whole network uses them."""
 
-    def __init__(self, language: Source, vision: Source, given: VisionConfig) -> None:
+    def __init__(self, language: CheckpointSource, vision: CheckpointSource, given: VisionConfig) -> None:
         self._language, self._vision = language, vision
         self.where = f"{language.where} and {vision.where}"
-        model = _combined_network(language, vision, given)
-        tokenizer = folder_tokenizer(Path(language.where)) if is_hf_checkpoint(language.where) else {}
-        self.settings = {**language.settings, **to_values(model), **tokenizer}
+        model = _combined_model_config(language, vision, given)
+        tokenizer = tokenizer_settings_of_folder(Path(language.where)) if is_hf_checkpoint(language.where) else {}
+        self.settings = {**language.settings, **config_to_values(model), **tokenizer}
         self.values = {name: value for name, value in language.values.items() if name == "run.tokenizer"}
-        expected = {f"model.{name}" for name in parameter_shapes(model)}
+        expected = {f"model.{name}" for name in global_parameter_shapes(model)}
         encoder = {name: one for name, one in vision.formats.items() if name.startswith(_ENCODER) and name in expected}
         decoder = {name: one for name, one in language.formats.items() if name in expected - encoder.keys()}
         self.formats = {**decoder, **encoder}
@@ -64,13 +70,15 @@ class Combined:
         return (self._vision if name.startswith(_ENCODER) else self._language).read(name, box)
 
 
-def _combined_network(language: Source, vision: Source, given: VisionConfig) -> ModelConfig:
-    """The whole network. given: of the projector, and what of the encoder is used."""
+def _combined_model_config(language: CheckpointSource, vision: CheckpointSource, given: VisionConfig) -> ModelConfig:
+    """Return the model config of the whole network. given: projector, and which part of the encoder is used.
+    `CheckpointError` for other kinds.
+    """
     for source, expected in ((language, "gpt"), (vision, "vit")):
-        if architecture_of(source) != expected:
+        if checkpoint_architecture(source) != expected:
             words = "a decoder-only language model" if expected == "gpt" else "an encoder of images alone"
-            raise CheckpointError(f"{source.where} holds a {architecture_of(source)}, and {words} is asked for")
-    encoder = model_of(vision.settings)
+            raise CheckpointError(f"{source.where} holds a {checkpoint_architecture(source)}, and {words} is asked for")
+    encoder = model_config_of(vision.settings)
     own = encoder.vision
     changes: dict[str, Any] = {
         "vision_model_type": own.vision_model_type or "vit",
@@ -87,21 +95,23 @@ def _combined_network(language: Source, vision: Source, given: VisionConfig) -> 
     for name in ("img_h", "img_w"):
         if getattr(given, name) == getattr(VisionConfig(), name):
             changes[name] = getattr(own, name)
-    requested = from_values(RequestedModel, language.settings)
+    requested = config_from_values(RequestedModel, language.settings)
     return replace(requested, vision=replace(given, **changes)).resolve()
 
 
-def combine(language: str, vision: str, save: Path, given: VisionConfig) -> str:
-    """Write the checkpoint. Returns what was done, in words."""
-    source = Combined(open_checkpoint(language, None), open_checkpoint(vision, None), given)
-    path = rewrite(source, save, iteration=0, settings=source.settings)
+def write_combined_checkpoint(language: str, vision: str, save: Path, given: VisionConfig) -> str:
+    """Write the combined checkpoint. Return what was done, in words."""
+    source = CombinedVisionLanguageSource(open_checkpoint(language, None), open_checkpoint(vision, None), given)
+    path = rewrite_checkpoint(source, save, iteration=0, settings=source.settings)
     encoder = sum(name.startswith(_ENCODER) for name in source.formats)
     return f"{source.where} -> {path}: {len(source.formats) - encoder} tensors of the language model, {encoder} of the encoder"
 
 
 def parser() -> argparse.ArgumentParser:
-    """The tool's flags."""
-    made = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    """Make the tool's argument parser."""
+    made = ToolArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     made.add_argument("--language-model", required=True, metavar="DIR", help="a decoder-only network, in any format")
     made.add_argument("--vision-model", required=True, metavar="DIR", help="an encoder of images, in any format")
     made.add_argument("--save", required=True, type=Path, metavar="DIR", help="folder to write")
@@ -110,11 +120,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry of the tool."""
+    """Combine, and print what was done."""
     install_interrupt_handler()
     args = parser().parse_args(arguments)
     try:
-        print(combine(args.language_model, args.vision_model, args.save, from_namespace(VisionConfig, args)))
+        print(
+            write_combined_checkpoint(
+                args.language_model, args.vision_model, args.save, config_from_namespace(VisionConfig, args)
+            )
+        )
     except (CheckpointError, ConfigError, OSError) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         raise SystemExit(1) from None

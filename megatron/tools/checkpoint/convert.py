@@ -24,22 +24,26 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron.core.config.flags import ConfigError, to_values
-from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite
+from megatron.core.config.flags import ConfigError, config_to_values
+from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite_checkpoint
 from megatron.core.dist_checkpointing.saved import SavedCheckpoint
-from megatron.core.dist_checkpointing.source import PartOfSource, Source
+from megatron.core.dist_checkpointing.source import CheckpointSource, PartOfSource
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf_export
-from megatron.core.families.megatron.export import flags_for_megatron, write_legacy, write_torch_dist
-from megatron.core.families.megatron.open import megatron_arguments
-from megatron.core.families.registry import FAMILIES, model_of
-from megatron.core.families.tokenizer_files import folder_tokenizer
+from megatron.core.families.megatron.export import (
+    flags_for_megatron,
+    write_legacy_checkpoint,
+    write_torch_dist_checkpoint,
+)
+from megatron.core.families.megatron.open import read_megatron_arguments
+from megatron.core.families.registry import FAMILIES, model_config_of
+from megatron.core.families.tokenizer_files import tokenizer_settings_of_folder
 from megatron.core.models.names import WORD_EMBEDDING
 from megatron.core.parallel.boxes import Box, whole_box
 from megatron.tools.checkpoint.export import DTYPES
-from megatron.tools.parser import ToolParser, add_ckpt_step
-from megatron.training.checkpoint.export import export
-from megatron.training.checkpoint.formats import FOREIGN, OURS, foreign_settings, open_checkpoint
+from megatron.tools.parser import ToolArgumentParser, add_ckpt_step
+from megatron.training.checkpoint.export import export_with_token_ids
+from megatron.training.checkpoint.formats import FOREIGN, OURS, foreign_checkpoint_settings, open_checkpoint
 from megatron.training.launch.launch_info import install_interrupt_handler
 
 OWN, PUBLISHED, MEGATRON = "own", "hf", "megatron"
@@ -56,9 +60,9 @@ NEEDLESS = {
 
 
 class ProgressSource:
-    """A source that tells a progress bar of the bytes that are read from it."""
+    """A source that advances a progress bar by the bytes that are read from it."""
 
-    def __init__(self, source: Source, bar: tqdm) -> None:
+    def __init__(self, source: CheckpointSource, bar: tqdm) -> None:
         self.where, self.formats, self.values, self.settings = (
             source.where,
             source.formats,
@@ -74,8 +78,8 @@ class ProgressSource:
         return values
 
 
-def open_source(args: argparse.Namespace) -> tuple[str, Source]:
-    """The format and the source that --load means."""
+def open_source_to_convert(args: argparse.Namespace) -> tuple[str, CheckpointSource]:
+    """Open what --load names: (format, source). `CheckpointError` if it holds no checkpoint."""
     given = {"true_vocab_size": args.true_vocab_size} if args.true_vocab_size else {}
     formats = [args.loader] if args.loader else list(CHECKPOINT_FORMATS)
     for name in formats:
@@ -87,15 +91,19 @@ def open_source(args: argparse.Namespace) -> tuple[str, Source]:
     return "", open_checkpoint(args.load, args.ckpt_step, given)  # says what it looked for
 
 
-def check_model(source: Source, model_type: str | None) -> None:
-    """Refuse a --model-type that the checkpoint is not of."""
+def require_model_type(source: CheckpointSource, model_type: str | None) -> None:
+    """Raise `ConfigError` if the checkpoint is not of the --model-type."""
     architecture = str(source.settings.get("architecture", "gpt")).upper()
     if model_type is not None and model_type != architecture:
         raise ConfigError(f"--model-type {model_type}: {source.where} holds a {architecture}")
 
 
-def write(source: Source, args: argparse.Namespace, *, checkpoint_format: str) -> tuple[Path, list[str]]:
-    """Write the target. format: of the source. Returns its folder, and remarks on flags that have nothing to do."""
+def write_converted(
+    source: CheckpointSource, args: argparse.Namespace, *, checkpoint_format: str
+) -> tuple[Path, list[str]]:
+    """Write the source as --saver says. checkpoint_format: of the source. Return (folder, remarks on flags without
+    effect).
+    """
     sizes = {
         "--target-tensor-parallel-size": args.target_tensor_parallel_size,
         "--target-pipeline-parallel-size": args.target_pipeline_parallel_size,
@@ -111,39 +119,47 @@ def write(source: Source, args: argparse.Namespace, *, checkpoint_format: str) -
         if size and size > 1
     ]
     if args.saver == PUBLISHED:
-        export(source, args.save, family=args.family, like=args.like, shard_bytes=args.max_shard_size)
+        export_with_token_ids(source, args.save, family=args.family, like=args.like, shard_bytes=args.max_shard_size)
         return args.save, remarks
     settings = dict(source.settings)
     if checkpoint_format != OWN:  # what it leaves out has its default
-        settings = {**settings, **to_values(model_of(settings))}
-        settings |= folder_tokenizer(Path(source.where)) if checkpoint_format == PUBLISHED else non_model_settings(args)
-    num_files = max(1, math.ceil(num_bytes(source) / args.max_shard_size))
+        settings = {**settings, **config_to_values(model_config_of(settings))}
+        settings |= (
+            tokenizer_settings_of_folder(Path(source.where))
+            if checkpoint_format == PUBLISHED
+            else non_model_settings(args)
+        )
+    num_files = max(1, math.ceil(total_tensor_bytes(source) / args.max_shard_size))
     ranks = source.description.world_size if isinstance(source, SavedCheckpoint) else 1
-    return rewrite(
+    return rewrite_checkpoint(
         source, args.save, iteration=iteration, settings=settings, num_files=num_files, world_size=ranks
     ), remarks
 
 
 def non_model_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What a run goes on with that a checkpoint of Megatron's says beside its network: tokenizer, sequence length, kind of mean."""
-    network, tokenizer = foreign_settings(args.load, args.ckpt_step) or ({}, {})
+    """Return the run settings that a Megatron checkpoint holds beside its network: tokenizer, sequence length, loss
+    averaging.
+    """
+    network, tokenizer = foreign_checkpoint_settings(args.load, args.ckpt_step) or ({}, {})
     if ids := network.get("null_tokenizer_ids"):
         tokenizer |= {"vocab_size": ids, "true_vocab_size": ids}
-    mean = megatron_arguments(args.load, args.ckpt_step).get("calculate_per_token_loss")
+    mean = read_megatron_arguments(args.load, args.ckpt_step).get("calculate_per_token_loss")
     return tokenizer | ({"calculate_per_token_loss": mean} if isinstance(mean, bool) else {})
 
 
-def write_for_megatron(source: Source, args: argparse.Namespace, iteration: int) -> tuple[Path, list[str]]:
-    """Write in one of Megatron's formats. Returns the folder, and what to tell Megatron."""
+def write_for_megatron(source: CheckpointSource, args: argparse.Namespace, iteration: int) -> tuple[Path, list[str]]:
+    """Write in one of Megatron's formats. Return (folder, remarks: flags for Megatron)."""
     sizes = [args.target_tensor_parallel_size or 1, args.target_pipeline_parallel_size or 1]
     for_ranks = max(sizes) > 1 or source.settings.get("architecture") == "bert"
     fused = args.saver_transformer_impl != "local"
     if (args.ckpt_format or (TORCH if for_ranks else TORCH_DIST)) == TORCH:
-        path = write_legacy(
+        path = write_legacy_checkpoint(
             source, args.save, iteration=iteration, tensor_size=sizes[0], pipeline_size=sizes[1], fused_norms=fused
         )
     else:
-        path = write_torch_dist(source, args.save, iteration=iteration, tensor_size=sizes[0], fused_norms=fused)
+        path = write_torch_dist_checkpoint(
+            source, args.save, iteration=iteration, tensor_size=sizes[0], fused_norms=fused
+        )
     flags = flags_for_megatron(source, sizes[1])
     return path, [
         f"in Megatron: --load {args.save} --use-checkpoint-args --finetune{' ' * bool(flags)}{flags}"
@@ -151,8 +167,8 @@ def write_for_megatron(source: Source, args: argparse.Namespace, iteration: int)
     ]
 
 
-def num_bytes(source: Source, beginning: str = "") -> int:
-    """Bytes of the tensors whose names begin so."""
+def total_tensor_bytes(source: CheckpointSource, beginning: str = "") -> int:
+    """Return the bytes of the tensors whose names begin with `beginning`."""
     return sum(
         whole_box(one.shape).size * one.dtype.itemsize
         for name, one in source.formats.items()
@@ -160,8 +176,8 @@ def num_bytes(source: Source, beginning: str = "") -> int:
     )
 
 
-def tensor_differences(source: Source, target: Source) -> Iterator[str]:
-    """What the target holds otherwise than the source: tensors, a line each."""
+def tensor_difference_lines(source: CheckpointSource, target: CheckpointSource) -> Iterator[str]:
+    """Yield a line for each tensor that the target lacks, adds, or holds otherwise than the source."""
     for name in source.formats:
         if name not in target.formats:
             yield f"{name} is missing"
@@ -176,13 +192,13 @@ def tensor_differences(source: Source, target: Source) -> Iterator[str]:
     yield from (f"{name} is new" for name in target.formats if name not in source.formats)
 
 
-def verify(source: Source, path: Path, saver: str) -> None:
-    """Read the target again and compare. Raises `CheckpointError` with everything that differs."""
+def verify_converted(source: CheckpointSource, path: Path, saver: str) -> None:
+    """Read the target again and compare with the source. Raises `CheckpointError` with everything that differs."""
     target = CHECKPOINT_FORMATS[saver].open(
         path, {"true_vocab_size": source.formats[f"model.{WORD_EMBEDDING}"].shape[0]}
     )
     problems = target.verify() if isinstance(target, SavedCheckpoint) else []
-    problems += tensor_differences(
+    problems += tensor_difference_lines(
         source if saver == OWN else PartOfSource(source, lambda name: name.startswith("model.")), target
     )
     if problems:
@@ -190,29 +206,29 @@ def verify(source: Source, path: Path, saver: str) -> None:
 
 
 def convert(args: argparse.Namespace) -> str:
-    """Do it. Returns a line that says what was done."""
+    """Convert as the arguments say. Return a line that says what was done."""
     started = time.perf_counter()
-    checkpoint_format, source = open_source(args)
-    check_model(source, args.model_type)
+    checkpoint_format, source = open_source_to_convert(args)
+    require_model_type(source, args.model_type)
     args.saver = args.saver or (OWN if checkpoint_format == PUBLISHED else PUBLISHED)
     if args.saver != PUBLISHED and (args.family or args.like):
         raise ConfigError(f"--family and --like are for --saver {PUBLISHED}; this one is {args.saver}")
     converted = CastSource(source, DTYPES[args.dtype]) if args.dtype else source
-    size = num_bytes(converted, "" if args.saver == OWN else "model.")
+    size = total_tensor_bytes(converted, "" if args.saver == OWN else "model.")
     with tqdm(total=size, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
-        path, remarks = write(ProgressSource(converted, bar), args, checkpoint_format=checkpoint_format)
+        path, remarks = write_converted(ProgressSource(converted, bar), args, checkpoint_format=checkpoint_format)
     seconds = time.perf_counter() - started
     for remark in remarks:
         print(remark)
     if args.verify:
-        verify(converted, path, args.saver)
+        verify_converted(converted, path, args.saver)
     count = sum(whole_box(one.shape).size for name, one in source.formats.items() if name.startswith("model."))
     words = f"{count:,} parameters, {size / 1e9:.3g} GB in {seconds:.1f} s ({size / 1e9 / seconds:.2g} GB/s)"
     return f"{source.where} ({CHECKPOINT_FORMATS[checkpoint_format].name}): {words} -> {path} ({CHECKPOINT_FORMATS[args.saver].name}){', verified' if args.verify else ''}"
 
 
 def parse_shard_size(word: str) -> int:
-    """A number of bytes, as `5GB` or `500MB`."""
+    """Parse a size such as `5GB` or `500MB` into bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB|TB)", word.strip(), re.IGNORECASE)
     if not match or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(f"{word} is no size; write it as 5GB or 500MB")
@@ -220,8 +236,10 @@ def parse_shard_size(word: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The tool's flags."""
-    made = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    """Make the tool's argument parser."""
+    made = ToolArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     group = made.add_argument_group("what is read")
     group.add_argument("--load", "--load-dir", required=True, type=Path, metavar="DIR", help="folder of the checkpoint")
     group.add_argument("--loader", choices=CHECKPOINT_FORMATS, help="its format (default: as it looks)")
@@ -297,7 +315,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry of the tool."""
+    """Convert, and print what was done."""
     install_interrupt_handler()
     args = parser().parse_args(arguments)
     given: dict[str, Any] = vars(args)

@@ -20,18 +20,25 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron.core.dist_checkpointing.saved import SavedCheckpoint
-from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.parallel.boxes import whole_box
-from megatron.tools.parser import ToolParser
+from megatron.tools.parser import ToolArgumentParser
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.launch.launch_info import install_interrupt_handler
-from megatron.trust.compare.checkpoints import Difference, Tolerance, compare_sources, settings_differences
-from megatron.trust.compare.contents import count_with_unit, matches_pattern
+from megatron.trust.compare.checkpoints import (
+    CheckpointDifference,
+    Tolerance,
+    compare_sources,
+    settings_difference_lines,
+)
+from megatron.trust.compare.contents import matches_pattern, plural_count_text
 
 
-def open_sources(paths: Sequence[str], steps: Sequence[int | None]) -> tuple[Source, Source]:
-    """Both. Where only one of them knows how many ids the tokenizer has, the other's padding is left out."""
+def open_sources_to_compare(
+    paths: Sequence[str], steps: Sequence[int | None]
+) -> tuple[CheckpointSource, CheckpointSource]:
+    """Open both checkpoints. If only one knows the tokenizer's vocabulary size, the other's padding is left out."""
     a, b = (open_checkpoint(path, step) for path, step in zip(paths, steps, strict=True))
     given = [
         {"true_vocab_size": one.settings["true_vocab_size"]}
@@ -46,8 +53,8 @@ def open_sources(paths: Sequence[str], steps: Sequence[int | None]) -> tuple[Sou
     return a, b
 
 
-def as_json(difference: Difference) -> dict[str, Any]:
-    """One difference for a program to read."""
+def difference_as_json(difference: CheckpointDifference) -> dict[str, Any]:
+    """Return a difference as JSON-serializable values."""
     return {
         "name": difference.name,
         "what": difference.what,
@@ -55,10 +62,10 @@ def as_json(difference: Difference) -> dict[str, Any]:
     }
 
 
-def compare(args: argparse.Namespace) -> bool:
-    """Print the differences. Returns whether there are any."""
+def print_checkpoint_differences(args: argparse.Namespace) -> bool:
+    """Print the differences of the two checkpoints. Return whether there are any."""
     steps = args.ckpt_step or [None]
-    a, b = open_sources((args.a, args.b), (steps[0], steps[-1]))
+    a, b = open_sources_to_compare((args.a, args.b), (steps[0], steps[-1]))
     names = [name for name in dict.fromkeys([*a.formats, *b.formats]) if matches_pattern(name, args.match)]
     if not names:
         raise CheckpointError(f"no tensor has a name like {' or '.join(args.match)}, so nothing would be compared")
@@ -77,23 +84,30 @@ def compare(args: argparse.Namespace) -> bool:
     differences.sort(
         key=lambda one: one.gap is not None
     )  # what is missing or of another kind, and counters, before numbers
-    settings = settings_differences(a, b)
+    settings = settings_difference_lines(a, b)
     if args.json:
         print(
             json.dumps(
-                {"a": a.where, "b": b.where, "differences": [as_json(one) for one in differences], "settings": settings}
+                {
+                    "a": a.where,
+                    "b": b.where,
+                    "differences": [difference_as_json(one) for one in differences],
+                    "settings": settings,
+                }
             )
         )
     else:
         print(f"a: {a.where}\nb: {b.where}")
-        for line in _difference_lines(differences, settings, args.most):
+        for line in _checkpoint_difference_lines(differences, settings, args.most):
             print(line)
-        print(f"{count_with_unit(len(differences), 'difference')} in {count_with_unit(len(names), 'tensor')}")
+        print(f"{plural_count_text(len(differences), 'difference')} in {plural_count_text(len(names), 'tensor')}")
     return bool(differences)
 
 
-def _difference_lines(differences: Sequence[Difference], settings: Sequence[str], most: int) -> Iterator[str]:
-    """The first `most` differences, the largest of all, and the settings that differ."""
+def _checkpoint_difference_lines(
+    differences: Sequence[CheckpointDifference], settings: Sequence[str], most: int
+) -> Iterator[str]:
+    """Yield lines with the first `most` differences, the largest of all, and the settings that differ."""
     yield from (f"  {one}" for one in differences[:most])
     if len(differences) > most:
         yield f"  ... and {len(differences) - most} more (--most)"
@@ -106,9 +120,11 @@ def _difference_lines(differences: Sequence[Difference], settings: Sequence[str]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry of the tool."""
+    """Print the differences; exit with 1 if there are any, 2 on errors."""
     install_interrupt_handler()
-    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = ToolArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("a", metavar="A", help="a checkpoint's folder, or a --save folder")
     parser.add_argument("b", metavar="B", help="the other; values and norms are relative to it")
     parser.add_argument(
@@ -132,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not (args.rtol >= 0.0 and args.atol >= 0.0):
         parser.error("--rtol and --atol are not negative")
     try:
-        differs = compare(args)
+        differs = print_checkpoint_differences(args)
     except (CheckpointError, OSError) as error:
         sys.stderr.write(f"diff.py: {error}\n")
         sys.exit(2)

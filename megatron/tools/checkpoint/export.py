@@ -21,17 +21,17 @@ import torch
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.dist_checkpointing.rewrite import CastSource
-from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf
 from megatron.core.families.registry import FAMILIES
 from megatron.core.models.names import WORD_EMBEDDING
-from megatron.tools.parser import ToolParser, add_ckpt_step
+from megatron.tools.parser import ToolArgumentParser, add_ckpt_step
 from megatron.training.checkpoint import export as exporting
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.launch.launch_info import install_interrupt_handler
 from megatron.trust.compare.checkpoints import compare_sources
-from megatron.trust.compare.contents import size_words
+from megatron.trust.compare.contents import bytes_with_unit_text
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KNOWN = (
@@ -53,14 +53,16 @@ FILES = {
 }
 
 
-def tokenizer_folder(source: Source) -> Path | None:
-    """The folder of the tokenizer that the run's settings name, or the Hugging Face folder that is the source."""
+def tokenizer_folder(source: CheckpointSource) -> Path | None:
+    """Return the folder of the tokenizer that the run's settings name, or the source if it is one; None if neither is
+    found.
+    """
     places = (Path(place) for place in (source.settings.get("tokenizer_model"), source.where) if place)
     return next((place for place in places if any((place / name).is_file() for name in KNOWN)), None)
 
 
 def copy_tokenizer_files(settings: Mapping[str, Any], folder: Path) -> list[str]:
-    """Copy the single files of a tokenizer that the settings name and that are here. Returns their names in the folder."""
+    """Copy the single tokenizer files that the settings name, if they exist. Return their names in the folder."""
     copied = []
     for name, target in FILES.get(settings.get("tokenizer_type") or "", {}).items():
         if settings.get(name) and Path(settings[name]).is_file():
@@ -69,16 +71,16 @@ def copy_tokenizer_files(settings: Mapping[str, Any], folder: Path) -> list[str]
     return copied
 
 
-def export(args: argparse.Namespace) -> str:
-    """Do it. Returns what was done, in words."""
+def export_and_compare(args: argparse.Namespace) -> str:
+    """Export the checkpoint, and compare the result with it. Return what was done, in words."""
     started = time.perf_counter()
     opened = open_checkpoint(args.load, args.ckpt_step)
-    source: Source = CastSource(opened, DTYPES[args.dtype]) if args.dtype else opened
+    source: CheckpointSource = CastSource(opened, DTYPES[args.dtype]) if args.dtype else opened
     like = args.tokenizer or tokenizer_folder(opened)
-    family = exporting.export(source, args.save, family=args.family, like=like)
+    family = exporting.export_with_token_ids(source, args.save, family=args.family, like=like)
     copied = [] if like else copy_tokenizer_files(source.settings, args.save)
     weights = [name for name in source.formats if name.startswith("model.")]
-    again = hf.open_folder(args.save, {"true_vocab_size": source.formats[f"model.{WORD_EMBEDDING}"].shape[0]})
+    again = hf.open_hf_folder(args.save, {"true_vocab_size": source.formats[f"model.{WORD_EMBEDDING}"].shape[0]})
     unlike = [str(one) for one in compare_sources(again, source, patterns=("model.*",))]
     if unlike:
         raise CheckpointError(f"{args.save} does not hold what {source.where} holds; do not use it", unlike)
@@ -91,15 +93,17 @@ def export(args: argparse.Namespace) -> str:
     )
     size = sum(path.stat().st_size for path in Path(args.save).iterdir())
     return (
-        f"{source.where} -> {args.save}: {family.name}, {len(weights)} tensors, {size_words(size)}, compared, "
+        f"{source.where} -> {args.save}: {family.name}, {len(weights)} tensors, {bytes_with_unit_text(size)}, compared, "
         f"{time.perf_counter() - started:.1f} s\n{tokenizer}"
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry of the tool."""
+    """Export, and print what was done."""
     install_interrupt_handler()
-    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = ToolArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument(
         "--load", required=True, metavar="DIR", help="a checkpoint's folder, or a --save folder, of any format"
     )
@@ -116,6 +120,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are)")
     args = parser.parse_args(arguments)
     try:
-        print(export(args))
+        print(export_and_compare(args))
     except (CheckpointError, ConfigError, OSError) as error:
         sys.exit(f"export.py: {error}")

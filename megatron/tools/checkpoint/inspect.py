@@ -16,27 +16,29 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.dist_checkpointing.store import CheckpointError, scan_folder
-from megatron.tools.parser import ToolParser, add_ckpt_step
+from megatron.core.dist_checkpointing.store import CheckpointError, scan_checkpoint_folder
+from megatron.tools.parser import ToolArgumentParser, add_ckpt_step
 from megatron.training.launch.launch_info import install_interrupt_handler
 from megatron.trust.compare.contents import (
     OWN,
-    Contents,
+    CheckpointContents,
     TensorEntry,
-    as_json,
-    count_with_unit,
+    bytes_with_unit_text,
+    contents_as_json,
     matches_pattern,
     native_checkpoint_folder,
     native_contents,
-    size_words,
+    plural_count_text,
 )
 
 SHOWN = 100  # characters of a value
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    """Parse the command line."""
+    parser = ToolArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("path", metavar="PATH", help="a checkpoint's folder, or a --save folder")
     add_ckpt_step(parser, "show")
     parser.add_argument(
@@ -49,60 +51,66 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def print_contents(contents: Contents, args: argparse.Namespace) -> None:
-    """Print what was asked for."""
+def print_contents(contents: CheckpointContents, args: argparse.Namespace) -> None:
+    """Print a checkpoint's contents, as far as the arguments ask for."""
     if args.json:
-        print(json.dumps(as_json(contents, args.match)))
+        print(json.dumps(contents_as_json(contents, args.match)))
         return
-    chosen = contents.select(args.match)
-    print("\n".join([*heading_text(contents), *other_contents(args.path, contents)]))
+    chosen = contents.matching_tensors(args.match)
+    print("\n".join([*heading_text(contents), *sibling_checkpoint_lines(args.path, contents)]))
     if not args.summary:
         print("\n".join(["", *tensor_table(chosen, boxes=args.boxes)]))
     values = {name: value for name, value in contents.values.items() if matches_pattern(name, args.match)}
     print(
-        "\n".join(["", *(f"{name} = {short_json(value)}" for name, value in values.items()), *group_totals(contents)])
+        "\n".join(
+            ["", *(f"{name} = {short_json(value)}" for name, value in values.items()), *group_total_lines(contents)]
+        )
     )
     if args.match:
-        print(f"shown: {len(chosen)} of {len(contents.tensors)} tensors, {size_words(sum(one.size for one in chosen))}")
+        print(
+            f"shown: {len(chosen)} of {len(contents.tensors)} tensors, {bytes_with_unit_text(sum(one.size for one in chosen))}"
+        )
     if args.config:
         print("\n".join(["", *(f"{name} = {short_json(value)}" for name, value in sorted(contents.settings.items()))]))
 
 
-def heading_text(contents: Contents) -> list[str]:
-    """What it is."""
+def heading_text(contents: CheckpointContents) -> list[str]:
+    """Return lines with format, iteration, ranks and files of a checkpoint."""
     facts = [
         f"of {contents.checkpoint_format}",
         *([f"iteration {contents.iteration}"] if contents.iteration is not None else []),
-        *([f"written by {count_with_unit(contents.world_size, 'rank')}"] if contents.world_size is not None else []),
+        *([f"written by {plural_count_text(contents.world_size, 'rank')}"] if contents.world_size is not None else []),
         *(
-            [f"{count_with_unit(len(contents.files), 'file')} of {size_words(sum(contents.files.values()))}"]
+            [
+                f"{plural_count_text(len(contents.files), 'file')} of {bytes_with_unit_text(sum(contents.files.values()))}"
+            ]
             if contents.files
             else []
         ),
     ]
     return [
         f"{contents.path}: {', '.join(facts)}",
-        *(f"  {name}  {size_words(size)}" for name, size in contents.files.items()),
+        *(f"  {name}  {bytes_with_unit_text(size)}" for name, size in contents.files.items()),
     ]
 
 
-def other_contents(path: str, contents: Contents) -> list[str]:
-    """What else lies in a folder of checkpoints of this project; a folder of another's is not damaged for want of our files."""
+def sibling_checkpoint_lines(path: str, contents: CheckpointContents) -> list[str]:
+    """Return lines on the other iterations and damaged checkpoints in a --save folder of this project; empty otherwise."""
     if contents.checkpoint_format != OWN or os.path.abspath(path) == os.path.abspath(contents.path):
         return []
-    tree = scan_folder(path)
+    tree = scan_checkpoint_folder(path)
     here = ", ".join(str(step.iteration) for step in sorted(tree.steps, key=lambda step: step.iteration))
     return [f"iterations in {path}: {here}"] * bool(tree.steps) + [f"damaged: {text}" for _, text in tree.damaged]
 
 
 def tensor_table(tensors: Sequence[TensorEntry], *, boxes: bool) -> list[str]:
-    """A line for each tensor, and for each of its boxes."""
+    """Return a line for each tensor and, with `boxes`, for each of its boxes."""
     width = max((len(one.name) for one in tensors), default=0)
     lines = []
     for one in tensors:
         shape = "x".join(map(str, one.shape)) or "scalar"
         cut = f"  {len(one.places)} boxes" if len(one.places) > 1 else ""
-        lines.append(f"{one.name:<{width}}  {one.dtype:<5} {shape:<16} {size_words(one.size):>10}{cut}")
+        lines.append(f"{one.name:<{width}}  {one.dtype:<5} {shape:<16} {bytes_with_unit_text(one.size):>10}{cut}")
         if boxes:
             lines += [
                 f"    {place.file}  [{', '.join(f'{low}:{low + size}' for low, size in zip(place.offset, place.shape, strict=True))}]"
@@ -111,24 +119,24 @@ def tensor_table(tensors: Sequence[TensorEntry], *, boxes: bool) -> list[str]:
     return lines
 
 
-def group_totals(contents: Contents) -> list[str]:
-    """A line for each group of tensors, and one for all."""
-    rows = [(name, *counts) for name, counts in contents.groups().items()]
-    total = ("all", len(contents.tensors), sum(one.elements for one in contents.tensors), contents.size)
+def group_total_lines(contents: CheckpointContents) -> list[str]:
+    """Return a line for each group of tensors, and one for all."""
+    rows = [(name, *counts) for name, counts in contents.totals_by_group().items()]
+    total = ("all", len(contents.tensors), sum(one.elements for one in contents.tensors), contents.total_bytes)
     return [
-        f"{name:<24} {count:>6} tensors {elements:>16,} elements {size_words(size):>10}"
+        f"{name:<24} {count:>6} tensors {elements:>16,} elements {bytes_with_unit_text(size):>10}"
         for name, count, elements, size in (*rows, total)
     ]
 
 
 def short_json(value: Any) -> str:
-    """A value as JSON, cut where it is long."""
+    """Return a value as JSON, truncated."""
     text = json.dumps(value, default=str)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."
 
 
-def show_without_torch(args: argparse.Namespace) -> bool:
-    """Show a checkpoint of our own. Returns whether it is one."""
+def print_native_without_torch(args: argparse.Namespace) -> bool:
+    """Print a checkpoint of our own format, without importing torch. Return whether it is one."""
     try:
         folder = native_checkpoint_folder(args.path, args.ckpt_step)
         if folder is not None:
@@ -139,10 +147,10 @@ def show_without_torch(args: argparse.Namespace) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry of the tool."""
+    """Print the contents."""
     install_interrupt_handler()
     args = parse_arguments(arguments)
-    if show_without_torch(args):
+    if print_native_without_torch(args):
         return
     from megatron.trust.compare.foreign_contents import foreign_contents  # imports torch
 

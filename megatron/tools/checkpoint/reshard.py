@@ -15,24 +15,24 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.config.flags import to_values
+from megatron.core.config.flags import config_to_values
 from megatron.core.dist_checkpointing.load import OPTIONAL
-from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite
-from megatron.core.dist_checkpointing.saved import SavedCheckpoint, open_saved
-from megatron.core.dist_checkpointing.source import PartOfSource, Source
+from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite_checkpoint
+from megatron.core.dist_checkpointing.saved import SavedCheckpoint, open_saved_checkpoint
+from megatron.core.dist_checkpointing.source import CheckpointSource, PartOfSource
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.registry import model_of
+from megatron.core.families.registry import model_config_of
 from megatron.tools.checkpoint.export import DTYPES
-from megatron.tools.parser import ToolParser, add_ckpt_step
+from megatron.tools.parser import ToolArgumentParser, add_ckpt_step
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.launch.launch_info import install_interrupt_handler
 from megatron.trust.compare.checkpoints import compare_sources
-from megatron.trust.compare.contents import count_with_unit, size_words
+from megatron.trust.compare.contents import bytes_with_unit_text, plural_count_text
 
 KEPT = ("run.config", "run.tokenizer", "run.progress", OPTIONAL)  # what weights keep; the others go with the optimizer
 
 
-def resharded_source(source: Source, args: argparse.Namespace) -> Source:
+def resharded_source(source: CheckpointSource, args: argparse.Namespace) -> CheckpointSource:
     """The source as it is to be written; its weights alone load with --finetune, or with --no-load-optim --no-load-rng."""
 
     def is_kept(name: str) -> bool:
@@ -45,7 +45,7 @@ def resharded_source(source: Source, args: argparse.Namespace) -> Source:
 
 
 def reshard(args: argparse.Namespace) -> str:
-    """Rewrite and compare. Returns what was done, in words."""
+    """Rewrite the checkpoint, and compare the result with it. Return what was done, in words."""
     started = time.perf_counter()
     opened = open_checkpoint(args.load, args.ckpt_step)
     if isinstance(opened, SavedCheckpoint) and (problems := opened.verify()):
@@ -53,9 +53,9 @@ def reshard(args: argparse.Namespace) -> str:
     source = resharded_source(opened, args)
     settings: dict[str, Any] = dict(source.settings)
     if "architecture" not in settings:  # what a format leaves out has its default
-        settings |= to_values(model_of(settings))
+        settings |= config_to_values(model_config_of(settings))
     iteration = source.values.get("run.progress", {}).get("iteration", 0) if args.iteration is None else args.iteration
-    path = rewrite(
+    path = rewrite_checkpoint(
         source,
         args.save,
         iteration=iteration,
@@ -63,21 +63,23 @@ def reshard(args: argparse.Namespace) -> str:
         num_files=args.num_files,
         world_size=opened.description.world_size if isinstance(opened, SavedCheckpoint) else 1,
     )
-    made = open_saved(path)
+    made = open_saved_checkpoint(path)
     unlike = [*made.verify(), *map(str, compare_sources(made, source))]
     if unlike:
         raise CheckpointError(f"{path} does not hold what {source.where} holds; do not use it", unlike)
     return (
-        f"{source.where} -> {path}: {count_with_unit(len(made.formats), 'tensor')}, {size_words(made.size)} in {count_with_unit(len(made.manifest.files), 'file')}, "
+        f"{source.where} -> {path}: {plural_count_text(len(made.formats), 'tensor')}, {bytes_with_unit_text(made.size)} in {plural_count_text(len(made.manifest.files), 'file')}, "
         f"verified, {time.perf_counter() - started:.1f} s\nno layout was chosen: every tensor-, pipeline- and data-parallel size loads "
         "it as it is"
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry of the tool."""
+    """Rewrite, and print what was done."""
     install_interrupt_handler()
-    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = ToolArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument(
         "--load", required=True, metavar="DIR", help="a checkpoint's folder, or a --save folder, of any format"
     )

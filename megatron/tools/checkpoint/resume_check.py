@@ -27,14 +27,14 @@ from typing import IO
 
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.rewrite import rewrite
-from megatron.core.dist_checkpointing.saved import open_saved
+from megatron.core.dist_checkpointing.rewrite import rewrite_checkpoint
+from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
 from megatron.core.dist_checkpointing.source import PartOfSource
-from megatron.core.dist_checkpointing.store import TRACKER, CheckpointError, iteration_folder, scan_folder
-from megatron.tools.parser import ToolParser
+from megatron.core.dist_checkpointing.store import TRACKER, CheckpointError, iteration_folder, scan_checkpoint_folder
+from megatron.tools.parser import ToolArgumentParser
 from megatron.training.launch.launch_info import install_interrupt_handler
 from megatron.trust.compare.contents import matches_pattern
-from megatron.trust.state_inventory import Comparison, compare_checkpoints
+from megatron.trust.state_inventory import StateItemComparison, compare_training_states
 
 ROOT = Path(__file__).resolve().parents[3]
 OURS = (
@@ -50,13 +50,13 @@ SHOWN = 5  # differences of an item that are printed
 LAST_LINES = 8  # of a run that failed
 
 
-class RunFailed(Exception):
-    """A run ended as it should not have."""
+class CheckedRunFailed(Exception):
+    """A run failed, or ended without an expected checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What to run. flags: for the entry script. work: folder for checkpoints and for what the runs print."""
+class ResumeCheckPlan:
+    """The runs to make. flags: for the entry script. work: folder for checkpoints and for what the runs print."""
 
     entry: Path
     flags: tuple[str, ...]
@@ -64,8 +64,8 @@ class Plan:
     steps: int
     work: Path
 
-    def command(self, save: Path, load: Path | None) -> list[str]:
-        """The entry script's command line of one stretch."""
+    def run_command(self, save: Path, load: Path | None) -> list[str]:
+        """Return the entry script's command line, with folders to save into and to load from."""
         more = [
             "--save",
             save,
@@ -79,7 +79,9 @@ class Plan:
 
 
 class RankProcesses:
-    """The processes of one stretch of a run. They meet in a store that this process keeps, as under torchrun."""
+    """The processes of a run's ranks, with a store that this process keeps, as under torchrun. output: file of what
+    they print.
+    """
 
     def __init__(self, command: list[str], count: int, output: Path) -> None:
         self.output = output
@@ -112,49 +114,55 @@ class RankProcesses:
         self._open.close()
 
     @property
-    def codes(self) -> list[int | None]:
-        """Exit code of every rank; None of one that runs."""
+    def exit_codes(self) -> list[int | None]:
+        """Exit code of every rank; None while it runs."""
         return [process.poll() for process in self._processes]
 
     def kill(self) -> None:
-        """kill -9, all ranks."""
+        """kill -9 all ranks."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
             process.wait()
 
-    def finish(self, what: str) -> None:
-        """Wait for the end. Raises `RunFailed` with the last lines if it is not a good one."""
-        while None in (codes := self.codes):
+    def wait_for_success(self, what: str) -> None:
+        """Wait until all ranks end. Raises `CheckedRunFailed` with their last lines if one failed. what: the run, in
+        words.
+        """
+        while None in (codes := self.exit_codes):
             time.sleep(LOOK_EVERY)
         if any(codes):
             lines = self.output.read_text(errors="replace").splitlines()
             errors = [number for number, line in enumerate(lines) if re.match(r"[\w.]*Error: ", line)]
             excerpt = lines[errors[-1] :][:LAST_LINES] if errors else lines[-LAST_LINES:]
-            raise RunFailed("\n".join([f"{what} failed with exit codes {codes}:", *(f"  {line}" for line in excerpt)]))
+            raise CheckedRunFailed(
+                "\n".join([f"{what} failed with exit codes {codes}:", *(f"  {line}" for line in excerpt)])
+            )
 
 
-def run_straight(plan: Plan) -> Path:
-    """2N steps in one go. Returns the folder of its checkpoints."""
+def run_uninterrupted(plan: ResumeCheckPlan) -> Path:
+    """Run 2N steps in one go. Return the folder of its checkpoints. Raises `CheckedRunFailed`."""
     save = plan.work / "straight"
-    with RankProcesses(plan.command(save, None), plan.ranks, plan.work / "straight.log") as ranks:
-        ranks.finish("the run of 2N steps")
+    with RankProcesses(plan.run_command(save, None), plan.ranks, plan.work / "straight.log") as ranks:
+        ranks.wait_for_success("the run of 2N steps")
     for iteration in (plan.steps, 2 * plan.steps):
         if not iteration_folder(save, iteration).is_dir():
-            raise RunFailed(
+            raise CheckedRunFailed(
                 f"the run of 2N steps has no checkpoint of iteration {iteration}; its flags end it earlier: choose a smaller --steps"
             )
     return save
 
 
-def run_and_kill(plan: Plan) -> Path:
-    """N steps, and kill -9 when their checkpoint is committed. Returns the folder, which holds that checkpoint alone."""
+def run_and_kill(plan: ResumeCheckPlan) -> Path:
+    """Run N steps, and kill -9 when their checkpoint is committed. Return the folder, which holds that checkpoint
+    alone. Raises `CheckedRunFailed`.
+    """
     save = plan.work / "killed"
-    with RankProcesses(plan.command(save, None), plan.ranks, plan.work / "killed.log") as ranks:
-        while plan.steps not in (step.iteration for step in scan_folder(save).steps):
-            if None not in ranks.codes:
-                ranks.finish("the run of N steps")
-                raise RunFailed(f"the run of N steps ended without a checkpoint of iteration {plan.steps}")
+    with RankProcesses(plan.run_command(save, None), plan.ranks, plan.work / "killed.log") as ranks:
+        while plan.steps not in (step.iteration for step in scan_checkpoint_folder(save).steps):
+            if None not in ranks.exit_codes:
+                ranks.wait_for_success("the run of N steps")
+                raise CheckedRunFailed(f"the run of N steps ended without a checkpoint of iteration {plan.steps}")
             time.sleep(LOOK_EVERY)
         ranks.kill()
     # Where the kill came late, as if it had come at once.
@@ -163,17 +171,17 @@ def run_and_kill(plan: Plan) -> Path:
     return save
 
 
-def run_resumed(plan: Plan, load: Path) -> Path:
-    """N more steps from a checkpoint. Returns the folder of checkpoints."""
-    with RankProcesses(plan.command(load, load), plan.ranks, plan.work / "resumed.log") as ranks:
-        ranks.finish("the resumed run")
+def run_resumed(plan: ResumeCheckPlan, load: Path) -> Path:
+    """Run N more steps from a checkpoint. Return the folder of checkpoints. Raises `CheckedRunFailed`."""
+    with RankProcesses(plan.run_command(load, load), plan.ranks, plan.work / "resumed.log") as ranks:
+        ranks.wait_for_success("the resumed run")
     return load
 
 
-def write_checkpoint_without(folder: Path, plan: Plan, patterns: Sequence[str]) -> Path:
-    """A folder whose checkpoint of iteration N lacks some names."""
-    saved = open_saved(iteration_folder(folder, plan.steps))
-    rewrite(
+def write_checkpoint_without(folder: Path, plan: ResumeCheckPlan, patterns: Sequence[str]) -> Path:
+    """Write a copy of the checkpoint of iteration N without names that match; return its folder."""
+    saved = open_saved_checkpoint(iteration_folder(folder, plan.steps))
+    rewrite_checkpoint(
         PartOfSource(saved, lambda name: not matches_pattern(name, patterns)),
         plan.work / "without",
         iteration=plan.steps,
@@ -183,14 +191,14 @@ def write_checkpoint_without(folder: Path, plan: Plan, patterns: Sequence[str]) 
     return plan.work / "without"
 
 
-def compare_folders(a: Path, b: Path, iteration: int) -> list[Comparison]:
-    """How both runs' checkpoints of an iteration compare."""
-    mine, theirs = (open_saved(iteration_folder(folder, iteration)) for folder in (a, b))
-    return list(compare_checkpoints(mine, theirs, world_size=mine.description.world_size))
+def compare_states_at(a: Path, b: Path, iteration: int) -> list[StateItemComparison]:
+    """Compare the training states in both runs' checkpoints of an iteration."""
+    mine, theirs = (open_saved_checkpoint(iteration_folder(folder, iteration)) for folder in (a, b))
+    return list(compare_training_states(mine, theirs, world_size=mine.description.world_size))
 
 
-def report(columns: dict[str, list[Comparison]]) -> list[str]:
-    """A row for each item, a column for each comparison; then what is wrong."""
+def state_comparison_lines(columns: dict[str, list[StateItemComparison]]) -> list[str]:
+    """Return a table with a row for each item and a column for each comparison, then what differs."""
     rows = list(zip(*columns.values(), strict=True))
     width = max(len(row[0].item.what) for row in rows)
     lines = [f"{'':<{width}}  {'names':>6}  " + "  ".join(f"{title:<14}" for title in columns).rstrip()]
@@ -211,23 +219,25 @@ def report(columns: dict[str, list[Comparison]]) -> list[str]:
     return lines
 
 
-def check(plan: Plan, lost: Sequence[str]) -> bool:
-    """Run and compare; prints the report. Returns whether everything is equal."""
+def run_resume_check(plan: ResumeCheckPlan, lost: Sequence[str]) -> bool:
+    """Run and compare; print the report. Return whether everything is equal. lost: patterns of names to leave out of
+    the checkpoint.
+    """
     print(f"{2 * plan.steps} steps in one go ...", flush=True)
-    straight = run_straight(plan)
+    straight = run_uninterrupted(plan)
     print(f"{plan.steps} steps, then kill -9 ...", flush=True)
     killed = run_and_kill(plan)
     if lost:
         killed = write_checkpoint_without(killed, plan, lost)
-    columns = {f"iteration {plan.steps}": compare_folders(straight, killed, plan.steps)}
+    columns = {f"iteration {plan.steps}": compare_states_at(straight, killed, plan.steps)}
     print(f"{plan.steps} steps from the checkpoint ...", flush=True)
     failure = ""
     try:
         resumed = run_resumed(plan, killed)
-        columns[f"iteration {2 * plan.steps}"] = compare_folders(straight, resumed, 2 * plan.steps)
-    except RunFailed as error:
+        columns[f"iteration {2 * plan.steps}"] = compare_states_at(straight, resumed, 2 * plan.steps)
+    except CheckedRunFailed as error:
         failure = str(error)
-    print("\n".join(report(columns)))
+    print("\n".join(state_comparison_lines(columns)))
     if failure:
         print(failure)
     equal = not failure and all(one.is_equal for rows in columns.values() for one in rows)
@@ -240,8 +250,10 @@ def check(plan: Plan, lost: Sequence[str]) -> bool:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """The tool's own flags, and those of the run."""
-    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    """Parse the command line: (the tool's own arguments, flags of the run)."""
+    parser = ToolArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument(
         "--steps", type=int, default=5, metavar="N", help="steps before and after the kill (default: 5)"
     )
@@ -281,14 +293,16 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry of the tool."""
+    """Run the check; exit with 1 if anything differs, 2 if a run fails."""
     install_interrupt_handler()
     args, flags = parse_arguments(arguments)
     work = (args.workdir or Path(tempfile.mkdtemp(prefix="resume_check"))).resolve()
     work.mkdir(parents=True, exist_ok=True)
     try:
-        equal = check(Plan(args.entry.resolve(), tuple(flags), args.nproc, args.steps, work), args.without)
-    except (RunFailed, CheckpointError, OSError) as error:
+        equal = run_resume_check(
+            ResumeCheckPlan(args.entry.resolve(), tuple(flags), args.nproc, args.steps, work), args.without
+        )
+    except (CheckedRunFailed, CheckpointError, OSError) as error:
         sys.stderr.write(f"resume_check.py: {error}\n")
         sys.exit(2)
     finally:

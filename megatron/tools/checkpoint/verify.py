@@ -21,21 +21,21 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megatron.core.dist_checkpointing.saved import SavedCheckpoint, open_saved, unknown_files
-from megatron.core.dist_checkpointing.source import Source
-from megatron.core.dist_checkpointing.store import COMMIT, CheckpointError, scan_folder
+from megatron.core.dist_checkpointing.saved import SavedCheckpoint, open_saved_checkpoint, unknown_files
+from megatron.core.dist_checkpointing.source import CheckpointSource
+from megatron.core.dist_checkpointing.store import COMMIT, CheckpointError, scan_checkpoint_folder
 from megatron.core.parallel.boxes import whole_box
-from megatron.tools.parser import ToolParser
-from megatron.training.checkpoint.formats import find_foreign, open_checkpoint
+from megatron.tools.parser import ToolArgumentParser
+from megatron.training.checkpoint.formats import find_foreign_checkpoint, open_checkpoint
 from megatron.training.launch.launch_info import install_interrupt_handler
-from megatron.trust.compare.contents import count_with_unit, size_words
+from megatron.trust.compare.contents import bytes_with_unit_text, plural_count_text
 
 PART = 1 << 28  # bytes between two signs of life
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """What is known of one checkpoint. how: by what it was checked. remarks: what does no harm. size: bytes read."""
+class VerifyFinding:
+    """What verification found about one checkpoint. how: by what it was checked. remarks: harmless. size: bytes read."""
 
     path: str
     how: str
@@ -44,8 +44,8 @@ class Finding:
     size: int = 0
 
 
-def verify_source(source: Source, bar: tqdm, threads: int | None) -> Finding:
-    """Read all of a checkpoint that was opened."""
+def verify_source(source: CheckpointSource, bar: tqdm, threads: int | None) -> VerifyFinding:
+    """Read all of an opened checkpoint, checking hashes if it has them, and return what is wrong."""
     if not isinstance(source, SavedCheckpoint):
         problems, size = [], 0
         for name, one in source.formats.items():
@@ -54,49 +54,48 @@ def verify_source(source: Source, bar: tqdm, threads: int | None) -> Finding:
             except CheckpointError as error:
                 problems.append(str(error))
             bar.update(whole_box(one.shape).size * one.dtype.itemsize)
-        return Finding(source.where, "reading (it has no hashes)", tuple(problems), size=size)
+        return VerifyFinding(source.where, "reading (it has no hashes)", tuple(problems), size=size)
     problems, parts = [], max(1, min(100, source.size // PART))
     for part in range(parts):
         problems += source.verify(part=part, parts=parts, threads=threads)
         bar.update(source.size // parts)
     strange = [f"{source.folder / name} is none of its files" for name in unknown_files(source)]
-    return Finding(source.where, "its hashes", tuple(dict.fromkeys(problems)), tuple(strange), source.size)
+    return VerifyFinding(source.where, "its hashes", tuple(dict.fromkeys(problems)), tuple(strange), source.size)
 
 
-def open_all(path: str, step: int | None, every: bool) -> Iterator[Source | Finding]:
-    """Open the checkpoints of a path, one after the other; what cannot be opened is a `Finding`.
-
+def open_checkpoints_at(path: str, step: int | None, every: bool) -> Iterator[CheckpointSource | VerifyFinding]:
+    """Open the checkpoints of a path, one after the other; what cannot be opened is yielded as a `Finding`.
     step: only the one of this iteration. every: all of a --save folder, not only the newest.
     """
-    scan = scan_folder(path)
-    if (Path(path) / COMMIT).is_file() or not scan.steps and (not scan.damaged or find_foreign(path, step)):
-        yield _try_open(path, partial(open_checkpoint, path, step))
+    scan = scan_checkpoint_folder(path)
+    if (Path(path) / COMMIT).is_file() or not scan.steps and (not scan.damaged or find_foreign_checkpoint(path, step)):
+        yield _open_or_finding(path, partial(open_checkpoint, path, step))
         return
     damaged = [text for iteration, text in scan.damaged if step in (None, iteration)]
-    yield from (Finding(path, "its commit", (text,)) for text in damaged)
+    yield from (VerifyFinding(path, "its commit", (text,)) for text in damaged)
     steps = [one for one in scan.steps if step in (None, one.iteration)]
     if not steps and not damaged:
-        yield Finding(path, "looking", (f"it has no complete checkpoint of iteration {step}",))
+        yield VerifyFinding(path, "looking", (f"it has no complete checkpoint of iteration {step}",))
     for one in steps if every else steps[:1]:
-        yield _try_open(str(one.folder), partial(open_saved, one.folder))
+        yield _open_or_finding(str(one.folder), partial(open_saved_checkpoint, one.folder))
 
 
-def _try_open(path: str, opener: Callable[[], Source]) -> Source | Finding:
+def _open_or_finding(path: str, opener: Callable[[], CheckpointSource]) -> CheckpointSource | VerifyFinding:
     try:
         return opener()
     except (CheckpointError, OSError) as error:
-        return Finding(path, "opening", tuple(getattr(error, "problems", ())) or (str(error),))
+        return VerifyFinding(path, "opening", tuple(getattr(error, "problems", ())) or (str(error),))
 
 
-def report(finding: Finding, seconds: float) -> str:
-    """One checkpoint in words."""
+def finding_text(finding: VerifyFinding, seconds: float) -> str:
+    """Return what was found about one checkpoint, as text. seconds: that it took."""
     speed = (
-        f", {size_words(finding.size)} in {seconds:.1f} s ({size_words(finding.size / max(seconds, 1e-9))}/s)"
+        f", {bytes_with_unit_text(finding.size)} in {seconds:.1f} s ({bytes_with_unit_text(finding.size / max(seconds, 1e-9))}/s)"
         if finding.size
         else ""
     )
     lines = [
-        f"{finding.path}: {'sound' if not finding.problems else count_with_unit(len(finding.problems), 'problem')}, by {finding.how}{speed}"
+        f"{finding.path}: {'sound' if not finding.problems else plural_count_text(len(finding.problems), 'problem')}, by {finding.how}{speed}"
     ]
     return "\n".join(
         [*lines, *(f"  - {problem}" for problem in finding.problems), *(f"  ({remark})" for remark in finding.remarks)]
@@ -104,9 +103,11 @@ def report(finding: Finding, seconds: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry of the tool."""
+    """Verify the checkpoints and print the findings; exit with 1 if anything is wrong."""
     install_interrupt_handler()
-    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = ToolArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a checkpoint's folder, or a --save folder")
     parser.add_argument(
         "--all", action="store_true", help="verify every checkpoint of a --save folder, not only the newest"
@@ -121,9 +122,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--threads {args.threads} must be at least 1")
     sound = True
     for path in args.paths:
-        for one in open_all(path, args.ckpt_step, args.all):
+        for one in open_checkpoints_at(path, args.ckpt_step, args.all):
             started = time.perf_counter()
-            if not isinstance(one, Finding):
+            if not isinstance(one, VerifyFinding):
                 total = sum(whole_box(form.shape).size * form.dtype.itemsize for form in one.formats.values())
                 with tqdm(
                     total=total, unit="B", unit_scale=True, desc=one.where, disable=not sys.stderr.isatty()
@@ -137,6 +138,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "remarks": one.remarks,
                 "bytes": one.size,
             }
-            print(json.dumps(facts) if args.json else report(one, time.perf_counter() - started))
+            print(json.dumps(facts) if args.json else finding_text(one, time.perf_counter() - started))
     if not sound:
         sys.exit(1)

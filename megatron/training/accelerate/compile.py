@@ -28,11 +28,11 @@ from megatron.core.kernels import fused, reference, scans
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.tensor_parallel import graph_low_linear
-from megatron.core.tensor_parallel.low_precision import Scaling
+from megatron.core.tensor_parallel.low_precision import LowPrecisionScaling
 from megatron.core.tensor_parallel.norm import Norm
-from megatron.core.transformer.build import BuildContext
+from megatron.core.transformer.build import LayerBuildContext
 from megatron.core.transformer.gated_delta_net import GatedDeltaNet
-from megatron.core.transformer.layer import Layer
+from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.mamba import MambaMixer
 from megatron.training.trainer import Trainer
 
@@ -47,15 +47,17 @@ _PLAIN: dict[str, tuple[Callable, ...]] = {
 }
 # Scans, of which eight chunks are a graph: a graph of all would grow with the length.
 _SCANS: dict[str, tuple[Callable, Callable, Callable]] = {
-    "selective_scan": (scans.selective_scan, scans.make_selective_scan, scans.selective_chunk_scan),
-    "delta_rule_scan": (scans.delta_rule_scan, scans.make_delta_rule_scan, scans.delta_rule_chunk_scan),
+    "selective_scan": (scans.selective_scan, scans.selective_scan_from_chunk_scan, scans.selective_chunk_scan),
+    "delta_rule_scan": (scans.delta_rule_scan, scans.delta_rule_scan_from_chunk_scan, scans.delta_rule_chunk_scan),
 }
 _HALVES = {"attention_block": "attention", "mlp_block": "MLP"}
 _LIMIT = 64  # graphs of one function: one for each kind of layer, in training, recomputation and evaluation
 
 
-def graph_obstacles(layer: Layer) -> dict[str, str]:
-    """For each half of a layer, by the name of its method, why it is no single graph; an empty string where it is."""
+def compile_obstacles(layer: TransformerLayer) -> dict[str, str]:
+    """Return why each half of a layer cannot be compiled into one graph: method name -> reasons, an empty string if it
+    can.
+    """
     build, model = layer.build, layer.build.model
     both = {
         "tensor ranks talk inside": build.mesh.tp.group is not None,
@@ -64,13 +66,13 @@ def graph_obstacles(layer: Layer) -> dict[str, str]:
         "its weights are kept rounded": build.low is not None and build.low.recipe.holds_weights,
         "its weights are quantized": model.adapter.lora_base_quantization != "none",
         "its modules have hooks": any(part._forward_pre_hooks for part in layer.modules() if part is not layer),
-        "norms are recomputed": build.recomputes("layernorm"),
+        "norms are recomputed": build.recomputes_module("layernorm"),
     }
-    shares_scales = build.low is not None and build.low.recipe.needs_largest and build.mesh.tp_cp.group is not None
+    shares_scales = build.low is not None and build.low.recipe.needs_tensor_amax and build.mesh.tp_cp.group is not None
     attention = {
         "context ranks talk inside": build.mesh.cp.group is not None or bool(build.mesh.hybrid_cp),
         "its dropout has a random stream of its own": model.attention_dropout > 0,
-        "it is recomputed": build.recomputes("core_attn") or build.recomputes("mla_up_proj"),
+        "it is recomputed": build.recomputes_module("core_attn") or build.recomputes_module("mla_up_proj"),
         "its scores are watched": model.qk_clip,
         "its scan is long": isinstance(layer.token_mixer, (MambaMixer, GatedDeltaNet)),
     }
@@ -91,10 +93,9 @@ def graph_obstacles(layer: Layer) -> dict[str, str]:
     }
 
 
-class Compiler:
-    """The layers of a trainer, compiled when they are first called, and what became of it.
-
-    again: graphs that were compiled in a later training step than the first.
+class LayerCompiler:
+    """Compiles the layers of a trainer (each at its first call), and logs what was compiled and recompiled.
+    again: number of graphs that were compiled in a training step after the first.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -105,30 +106,30 @@ class Compiler:
         }
         ops |= {op: {scan: scan_of(compile_(span))} for op, (scan, scan_of, span) in _SCANS.items()}
         for stage in trainer.stages:
-            for layer in (part for part in stage.modules() if isinstance(part, Layer)):
+            for layer in (part for part in stage.modules() if isinstance(part, TransformerLayer)):
                 kinds[_compile_layer(layer, compile_, ops)] += 1
         self._say(
             f"compile by {config.compile_backend}: "
-            + ("; ".join(_describe_layers(kind, count) for kind, count in kinds.items()) or "no layers here")
+            + ("; ".join(_compiled_layers_text(kind, count) for kind, count in kinds.items()) or "no layers here")
         )
         self._first, self.again = True, 0
 
     @contextmanager
     def watch_step(self, iteration: int) -> Iterator[None]:
-        """Around a training step: says what the first one compiled, and warns once when a later one compiles."""
-        began, before, broken = time.time(), _num_graphs(), _graph_breaks()
+        """Run a training step within: log what the first one compiled, and warn once when a later one compiles again."""
+        began, before, broken = time.time(), _num_compiled_graphs(), _graph_breaks()
         yield
-        graphs, breaks = _num_graphs() - before, _graph_breaks() - broken
+        graphs, breaks = _num_compiled_graphs() - before, _graph_breaks() - broken
         if self._first:
-            seconds = sum(one.duration_us or 0 for one in _compiled_since(began)) / 1e6
+            seconds = sum(one.duration_us or 0 for one in _compilations_since(began)) / 1e6
             self._say(
                 f"compile: {_count_text(graphs, 'graph')}, {_count_text(breaks.total(), 'graph break')}; first step "
                 f"{time.time() - began:.1f} s, of it {seconds:.1f} s in the compiler"
             )
             for reason, count in breaks.items():
-                self._say(f"  {count} x {_shorten_reason(reason)}")
+                self._say(f"  {count} x {_shorten_break_reason(reason)}")
         elif graphs and not self.again:
-            reasons = {one.recompile_reason.strip() for one in _compiled_since(began) if one.recompile_reason}
+            reasons = {one.recompile_reason.strip() for one in _compilations_since(began) if one.recompile_reason}
             self._say(
                 f"WARNING: iteration {iteration} compiled {_count_text(graphs, 'more graph')}, since {'; '.join(sorted(reasons)) or 'of nothing told'}. "
                 "Of later ones nothing is said"
@@ -138,7 +139,9 @@ class Compiler:
 
 
 def configured_torch_compile(config: CompileConfig) -> Callable[[Callable], Callable]:
-    """torch.compile as the flags want it. Dropout draws the numbers that it draws without a compiler."""
+    """Return torch.compile with the backend, mode and recompile limit of the flags; dropout draws eager's random
+    numbers.
+    """
     # torch 2.13 takes the limit by call; what is older has a limit of 8, after which a function is no longer compiled.
     known = {"recompile_limit": _LIMIT} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
     if config.compile_backend != "inductor":
@@ -151,19 +154,19 @@ def configured_torch_compile(config: CompileConfig) -> Callable[[Callable], Call
 
 
 def _compile_layer(
-    layer: Layer, compile_: Callable[[Callable], Callable], ops: dict[str, dict[Callable, Callable]]
+    layer: TransformerLayer, compile_: Callable[[Callable], Callable], ops: dict[str, dict[Callable, Callable]]
 ) -> tuple[tuple[str, str], ...]:
-    """Compile what can be of a layer. Returns its obstacles."""
-    why = graph_obstacles(layer)
+    """Compile what can be compiled of a layer, in place. Return its obstacles, (method name, reasons) pairs."""
+    why = compile_obstacles(layer)
     whole = [name for name, reason in why.items() if not reason]
     if len(whole) == len(why) and not layer.recomputes_mlp:
         whole = ["forward"]
     for part in layer.modules():
-        if isinstance(part, Scaling):
-            graph_low_linear.enter_graphs(part)
+        if isinstance(part, LowPrecisionScaling):
+            graph_low_linear.assign_graph_handle(part)
     if any(why.values()):
         for part in layer.modules():
-            if isinstance(build := getattr(part, "build", None), BuildContext):
+            if isinstance(build := getattr(part, "build", None), LayerBuildContext):
                 vars(part)["build"] = replace(build, kernels=_compiled_kernels(build.kernels, ops))
             if isinstance(part, Norm):
                 part.kernels = _compiled_kernels(part.kernels, ops)
@@ -172,23 +175,25 @@ def _compile_layer(
     return tuple(why.items())
 
 
-def _with_fresh_main_grads(layer: Layer, compiled: Callable) -> Callable:
-    """The compiled function, given aliases of the layer's main gradients that are this call's alone."""
+def _with_fresh_main_grads(layer: TransformerLayer, compiled: Callable) -> Callable:
+    """Wrap a compiled function so that each call first gives the layer's main gradients new aliases."""
     sums: list[MainGrad] = [param.main_grad for param in layer.parameters() if hasattr(param, "main_grad")]
 
-    def call(*given: Any, **named: Any) -> Any:
+    def call_with_fresh_aliases(*given: Any, **named: Any) -> Any:
         for one in sums:
             one.refresh_alias()
         return compiled(*given, **named)
 
-    return call
+    return call_with_fresh_aliases
 
 
 def _compiled_kernels(kernels: Kernels, ops: dict[str, dict[Callable, Callable]]) -> Kernels:
+    """Return the kernels with those ops replaced that `ops` has a compiled version of."""
     return replace(kernels, **{op: known.get(getattr(kernels, op), getattr(kernels, op)) for op, known in ops.items()})
 
 
-def _describe_layers(kind: tuple[tuple[str, str], ...], count: int) -> str:
+def _compiled_layers_text(kind: tuple[tuple[str, str], ...], count: int) -> str:
+    """Say how `count` layers with these obstacles are compiled: whole, or which half of them by its kernels."""
     layers = _count_text(count, "layer")
     if not any(why for _, why in kind):
         return f"{layers} whole"
@@ -201,21 +206,23 @@ def _count_text(count: int, what: str) -> str:
     return f"{count or 'no'} {what}{'' if count == 1 else 's'}"
 
 
-def _num_graphs() -> int:
+def _num_compiled_graphs() -> int:
+    """Return how many graphs torch.compile has compiled in this process."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def _graph_breaks() -> Counter[str]:
+    """Return the graph breaks of torch.compile in this process, counted by reason."""
     return Counter(torch._dynamo.utils.counters["graph_break"])
 
 
-def _compiled_since(seconds: float) -> list[Any]:
-    """What the compiler notes of each time it worked, since this time of day."""
+def _compilations_since(seconds: float) -> list[Any]:
+    """Return torch.compile's metrics (CompilationMetrics) of each compilation since this time.time()."""
     return [one for one in torch._dynamo.utils.get_compilation_metrics() if (one.start_time_us or 0) >= seconds * 1e6]
 
 
-def _shorten_reason(reason: str) -> str:
-    """The first line of a reason, and where it was."""
+def _shorten_break_reason(reason: str) -> str:
+    """Return the first line of a graph break's reason and, if it is known, where in the code it was."""
     first, *others = reason.strip().splitlines()
     where = next((line.partition(":")[2].strip() for line in others if "debug context" in line), "")
     return f"{first} ({where})" if where else first

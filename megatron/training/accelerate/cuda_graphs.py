@@ -36,7 +36,7 @@ from megatron.core.kernels.documents import DocumentStarts
 from megatron.core.parallel import device as devices
 from megatron.core.parallel.device import storage_position
 from megatron.core.parallel.main_grad import active_main_grad
-from megatron.core.transformer.layer import Layer
+from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.passing import MicrobatchContext
 from megatron.training.trainer import Trainer
 
@@ -46,11 +46,13 @@ _NAMES = {"forward": "whole", "attention_block": "its attention", "mlp_block": "
 
 
 class _CapturedLayer:
-    """A forward and a backward pass of a part, on tensors that stay where they are. weights: those that got a gradient."""
+    """The captured forward and backward CUDA graphs of a layer or half of it, with their static tensors.
+    weights: the parameters that got a gradient in the last backward pass.
+    """
 
-    def __init__(self, part: _Part, given: Any, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, part: _GraphedMethod, given: Any, tensors: Sequence[Tensor]) -> None:
         self._part, self._lasts, self._record = part, part.recordings.lasts, part.recordings.record
-        self._inputs = tuple(self._static_place(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors)
+        self._inputs = tuple(self._static_buffer(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors)
         places = iter(self._inputs)
         args, named = _map_tensors(given, lambda _: next(places))
         self._forward, self._output = self._record_or_refuse(lambda: part.call(*args, **dict(named)))
@@ -59,16 +61,18 @@ class _CapturedLayer:
         self.weights: list[Tensor] = []
 
     def forward(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The output of the part for these tensors."""
+        """Copy the inputs in, replay the forward graph, and return its static output."""
         for place, tensor in zip(self._inputs, tensors, strict=True):
             self._copy_into(place, tensor)
         self._forward()
         return self._output.detach()
 
     def backward(self, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of each input; those of weights are added into their buckets."""
+        """Replay the backward graph (captured at the first call). Return the gradient of each input, None for one
+        without; weight gradients are added into their buckets.
+        """
         if self._backward is None:
-            self._gradient = self._static_place(gradient)
+            self._gradient = self._static_buffer(gradient)
             self._backward, self._found = self._record_or_refuse(self._input_gradients)
             self._lasts.update(storage_position(one) for one in self._found if one is not None)
         self._copy_into(self._gradient, gradient)
@@ -76,6 +80,9 @@ class _CapturedLayer:
         return self._found
 
     def _input_gradients(self) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of the inputs, and add those of the weights into their buckets: what the backward graph
+        captures.
+        """
         differentiable = [place for place in self._inputs if place.requires_grad]
         weights = list(self._part.gradients)
         # The graph is kept, since memory that it let go of would be another recording's.
@@ -98,16 +105,22 @@ class _CapturedLayer:
         remaining = iter(gradients[: len(differentiable)])
         return tuple(next(remaining) if place.requires_grad else None for place in self._inputs)
 
-    def _static_place(self, tensor: Tensor) -> Tensor:
-        """Where a tensor of this kind will be: in its own place, if that is a recording's, else in a new one."""
+    def _static_buffer(self, tensor: Tensor) -> Tensor:
+        """Return a static tensor for values like this one's: the same memory if a captured graph writes it, else a new
+        copy.
+        """
         return tensor.detach() if storage_position(tensor) in self._lasts else tensor.detach().clone()
 
     def _copy_into(self, place: Tensor, tensor: Tensor) -> None:
+        """Copy a tensor into a static one; nothing if both are the same memory."""
         if storage_position(place) != storage_position(tensor):
             assert storage_position(place) not in self._lasts, "what follows a recording is always the same one"
             place.data.copy_(tensor)  # autograd's watch over what it keeps would take it for a mistake
 
     def _record_or_refuse(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Capture `work` as a CUDA graph: (function that replays it, its result). `ConfigError` if it cannot be
+        captured.
+        """
         try:
             return self._record(work)
         except RuntimeError as error:
@@ -117,10 +130,14 @@ class _CapturedLayer:
             ) from error
 
 
-class _Part:
-    """A layer or a half of it, in the place of its method. gradients: where those of the layer's weights are summed."""
+class _GraphedMethod:
+    """Callable that replaces `forward`, `attention_block` or `mlp_block` of a layer and runs it by captured graphs.
+    gradients: parameter of the layer -> the view in its bucket where its gradient is summed.
+    """
 
-    def __init__(self, layer: Layer, method: str, recordings: CapturedGraphs, parallel: DataParallel) -> None:
+    def __init__(
+        self, layer: TransformerLayer, method: str, recordings: CapturedGraphs, parallel: DataParallel
+    ) -> None:
         self.call: Callable[..., Tensor] = getattr(layer, method)
         self.name = f"layer {layer.plan.index + 1}, {_NAMES[method]},"
         self.recordings, self._layer, self._parallel = recordings, layer, parallel
@@ -139,7 +156,7 @@ class _Part:
         self._parallel.wait_for_params(self.gradients)
         given, tensors = (args, tuple(named.items())), []
 
-        def kind_of(tensor: Tensor) -> tuple[Any, ...]:
+        def capture_key(tensor: Tensor) -> tuple[Any, ...]:
             tensors.append(tensor)
             place = storage_position(tensor)
             return (
@@ -150,23 +167,27 @@ class _Part:
                 place if place in self.recordings.lasts else None,
             )
 
-        free = self._free.setdefault(_map_tensors(given, kind_of), [])
+        free = self._free.setdefault(_map_tensors(given, capture_key), [])
         if not free:
             free.append(_CapturedLayer(self, given, tensors))
             self.recordings.count += 1
-        return _Replay.apply(self, free, free.pop(), *tensors)
+        return _GraphReplay.apply(self, free, free.pop(), *tensors)
 
     def finish_microbatch(self, free: list[_CapturedLayer], recording: _CapturedLayer) -> None:
-        """A microbatch is through, and its gradients have been added."""
+        """After a microbatch's backward pass: free its captured graphs for the next one, and report the weights'
+        gradients as arrived.
+        """
         free.append(recording)
         for weight in recording.weights:
             self._parallel.gradient_arrived(weight)
 
 
-class _Replay(Function):
+class _GraphReplay(Function):
+    """Autograd function that replays the captured graphs of a layer."""
+
     @staticmethod
     def forward(
-        context: Any, part: _Part, free: list[_CapturedLayer], recording: _CapturedLayer, *tensors: Tensor
+        context: Any, part: _GraphedMethod, free: list[_CapturedLayer], recording: _CapturedLayer, *tensors: Tensor
     ) -> Tensor:
         context.part, context.free, context.recording = part, free, recording
         return recording.forward(tensors)
@@ -179,9 +200,9 @@ class _Replay(Function):
 
 
 class CapturedGraphs:
-    """The layers of a trainer, recorded once the first steps are done, in which libraries make their plans and buffers.
-
-    on: whether they are by now. count: recordings so far. lasts: places of memory that hold what recordings have made.
+    """CUDA graphs of a trainer's layers, captured after the warm-up steps.
+    on: whether warm-up is over. count: graphs captured so far. lasts: storage positions of tensors that captured graphs
+    write.
     """
 
     def __init__(self, trainer: Trainer, record: Recorder | None = None) -> None:
@@ -192,19 +213,19 @@ class CapturedGraphs:
         kinds = Counter[tuple[str, ...]]()
         for stage, parallel in zip(trainer.stages, trainer.parallels, strict=True):
             assert isinstance(parallel, DataParallel), "a rule refuses what gathers weights layer by layer"
-            for layer in (part for part in stage.modules() if isinstance(part, Layer)):
-                methods = _capturable_methods(layer, self._config.modules)
+            for layer in (part for part in stage.modules() if isinstance(part, TransformerLayer)):
+                methods = _capturable_methods(layer, self._config.captured_modules)
                 kinds[methods] += 1
                 for method in methods:
-                    setattr(layer, method, _Part(layer, method, self, parallel))
+                    setattr(layer, method, _GraphedMethod(layer, method, self, parallel))
         self._say(
             "CUDA graphs: "
-            + ("; ".join(_describe_layers(methods, count) for methods, count in kinds.items()) or "no layers here")
+            + ("; ".join(_captured_layers_text(methods, count) for methods, count in kinds.items()) or "no layers here")
         )
 
     @contextmanager
     def watch_step(self, iteration: int) -> Iterator[None]:
-        """Around a training step: says what was recorded in it."""
+        """Run a training step within: count warm-up steps, and log how many graphs the step captured."""
         self._steps += 1
         self.on = self._steps > self._config.cuda_graph_warmup_steps
         before, began = self.count, time.perf_counter()
@@ -216,8 +237,10 @@ class CapturedGraphs:
             )
 
 
-def _capturable_methods(layer: Layer, modules: Sequence[str]) -> tuple[str, ...]:
-    """What of a layer is recorded. Which rows experts get is known only as they are computed, so these never are."""
+def _capturable_methods(layer: TransformerLayer, modules: Sequence[str]) -> tuple[str, ...]:
+    """Return the methods of a layer that are captured under --cuda-graph-modules. Experts never are: the host must know
+    their token counts.
+    """
     whole = layer.cross_attention is not None  # its halves have something between them
     methods = {
         "attn": "" if layer.token_mixer is None else "attention_block",
@@ -228,8 +251,8 @@ def _capturable_methods(layer: Layer, modules: Sequence[str]) -> tuple[str, ...]
 
 
 def _map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The value with its tensors changed; without what layers say, as recorded parts say nothing, and without where documents begin, as their
-    number and lengths change, and no kernel of a recorded layer is told of them.
+    """Return the (nested) value with `change` applied to its tensors. `MicrobatchContext` and `DocumentStarts` become
+    None: captured layers report no losses and use no document boundaries.
     """
     if isinstance(value, (MicrobatchContext, DocumentStarts)):
         return None
@@ -243,7 +266,8 @@ def _map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return value
 
 
-def _describe_layers(methods: tuple[str, ...], count: int) -> str:
+def _captured_layers_text(methods: tuple[str, ...], count: int) -> str:
+    """Say which parts of `count` layers are captured."""
     return (
         f"{count} layer{'' if count == 1 else 's'}: {' and '.join(_NAMES[method] for method in methods) or 'nothing'}"
     )

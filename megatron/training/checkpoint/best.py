@@ -13,11 +13,11 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import CheckpointConfig
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
-from megatron.training.run import Progress
+from megatron.training.run import TrainingProgress
 
 
-def require_metric(word: str, names: Sequence[str]) -> str:
-    """`find_metric`; raises ConfigError where there is none."""
+def require_save_best_metric(word: str, names: Sequence[str]) -> str:
+    """Return the metric among `names` that --save-best `word` means (`find_metric`); `ConfigError` if there is none."""
     figure = find_metric(word, names)
     if figure is None:
         raise ConfigError(
@@ -26,13 +26,15 @@ def require_metric(word: str, names: Sequence[str]) -> str:
     return figure
 
 
-def note_if_best(progress: Progress, losses: Mapping[str, float], options: CheckpointConfig, world: Axis) -> bool:
-    """Note an evaluation that is better than all before; returns whether it is. All ranks call this together, and agree.
-
-    A value that is not a number is never better; with another figure or another direction than before the search begins anew.
+def note_if_best(
+    progress: TrainingProgress, losses: Mapping[str, float], options: CheckpointConfig, world: Axis
+) -> bool:
+    """Record an evaluation in `progress` if its --save-best metric is better than all before; return whether it was.
+    Collective. NaN and inf are never better; if metric or direction differ from those recorded, this evaluation is the
+    first.
     """
     assert options.save_best is not None, "only runs with --save-best look for the best evaluation"
-    figure = require_metric(options.save_best, list(losses))
+    figure = require_save_best_metric(options.save_best, list(losses))
     mode = options.save_best_mode or ("min" if figure.endswith("loss") else "max")
     value, described = collectives.broadcast_object(losses[figure], world), f"{mode} {figure}"
     if not math.isfinite(value):

@@ -23,33 +23,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config.adapters import is_adapter
-from megatron.core.config.flags import flag_name, to_values
+from megatron.core.config.adapters import is_adapter_parameter
+from megatron.core.config.flags import config_to_values, flag_name
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.dist_checkpointing.load import OPTIONAL, load
 from megatron.core.dist_checkpointing.lock import FolderLock
-from megatron.core.dist_checkpointing.saved import open_saved
-from megatron.core.dist_checkpointing.saver import SaveOutcome, Saver, SaveRules
-from megatron.core.dist_checkpointing.source import Source
-from megatron.core.dist_checkpointing.store import CheckpointError, Description
+from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
+from megatron.core.dist_checkpointing.saver import CheckpointSaver, SaveOptions, SaveOutcome
+from megatron.core.dist_checkpointing.source import CheckpointSource
+from megatron.core.dist_checkpointing.store import CheckpointError, RunDescription
 from megatron.core.dist_checkpointing.tree import Tree, add_to_tree, sharded_optimizer_state
 from megatron.core.families.adapter_set import AdapterSource
-from megatron.core.optimizer.schedule import Schedule, resolve_schedule
+from megatron.core.optimizer.schedule import OptimizerParamSchedule, resolve_resumed_schedule
 from megatron.core.parallel import collectives
-from megatron.core.tensor_parallel.low_precision import histories_of
-from megatron.core.tokenizers.base import fingerprint
+from megatron.core.tensor_parallel.low_precision import delayed_scalings_by_layer
+from megatron.core.tokenizers.base import tokenizer_fingerprint
 from megatron.training.checkpoint.adapters import (
     BASE,
     SourceWithRowNorms,
-    base_hash,
     base_weights,
-    holds_adapters,
+    base_weights_hash,
+    is_adapter_checkpoint,
     open_adapters,
-    require_base,
-    require_same_base,
-    trained_only,
+    require_matching_base,
+    require_same_base_hash,
+    trained_weights_only,
 )
-from megatron.training.checkpoint.export import export
+from megatron.training.checkpoint.export import export_with_token_ids
 from megatron.training.checkpoint.resuming import (
     OpenedCheckpoint,
     ResumeRequest,
@@ -78,7 +78,9 @@ _PROJECTOR = "model.vision_projection."
 
 @contextmanager
 def lock_save_folder(run: Run) -> Iterator[FolderLock | None]:
-    """Own the `--save` folder of a run that trains. Raises `CheckpointError` on all ranks when another job writes there."""
+    """Hold the lock of the `--save` folder while training; yields None without --save or with --skip-train.
+    Raises `CheckpointError` on all ranks when another job writes there.
+    """
     options = run.config.checkpoint
     if not options.save or run.config.train.skip_train:
         yield None
@@ -94,20 +96,20 @@ def lock_save_folder(run: Run) -> Iterator[FolderLock | None]:
 
 
 class _StagingHook(StepHooks):
-    """Holds back an update until a save on its way has copied the weights."""
+    """Delays an optimizer update until a save in flight has copied the weights."""
 
-    saver: Saver | None = None  # made by the first save
+    saver: CheckpointSaver | None = None  # made by the first save
 
     def before_update(self) -> None:
-        """As the protocol says."""
+        """Wait until the save in flight, if any, has copied what it writes."""
         if self.saver is not None:
             self.saver.wait_for_staging()
 
 
-class Checkpoint:
-    """Saves and loads a trainer. Every method is called by all ranks together.
-
-    last_saved: iteration whose checkpoint `--save` is known to hold. on_its_way: iteration that is being saved.
+class Checkpointer:
+    """Saves and loads a trainer's state. Every method is collective.
+    last_saved: newest iteration known to be complete in `--save`, or None. on_its_way: iteration of the save in flight,
+    or None.
     """
 
     def __init__(self, trainer: Trainer, config: RunConfig | None = None, *, lock: FolderLock | None = None) -> None:
@@ -116,37 +118,36 @@ class Checkpoint:
         self.trainer, self.config, self.mesh = trainer, config or trainer.run.config, trainer.run.mesh
         self.last_saved: int | None = None
         self.on_its_way: int | None = None
-        self._saver: Saver | None = None
+        self._saver: CheckpointSaver | None = None
         self._staging = _StagingHook()
         trainer.add_hook(self._staging)
         self._fingerprint: dict[str, Any] = {}
         self._adapter = self.config.model.adapter
         self._base: dict[str, Any] = {}
 
-    def prepare(self) -> None:
-        """Before the first step: take what saves beside training need, so that the first one is as short as the others."""
+    def prepare_async_save(self) -> None:
+        """Before the first step: allocate what asynchronous saves need, so that the first save is not slower."""
         if self.config.checkpoint.save and self.config.checkpoint.async_save:
-            self._get_saver().prepare(self.state())
+            self._get_saver().prepare(self.state_to_save())
 
     def save(self) -> None:
         """Write the state of the run into `--save`; raises `CheckpointError` if that fails."""
-        ended = [outcome for outcome in (*self.begin_save(), self.finish()) if outcome is not None]
+        ended = [outcome for outcome in (*self.begin_save(), self.finish_save()) if outcome is not None]
         if ended[-1].problems:
             raise CheckpointError(
                 f"the checkpoint of iteration {ended[-1].iteration} was not saved", ended[-1].problems
             )
 
     def begin_save(self) -> list[SaveOutcome]:
-        """Begin to save the state of the run. Waits for a save that is still on its way.
-
-        On a CPU the copy to write from is made beside the next passes; the trainer waits for it before its next update.
-
-        Returns how saves ended that did so meanwhile. A failure is told, and is no error: the next save may succeed.
+        """Begin to save the state, after waiting for an earlier save still in flight; a synchronous save is also
+        finished. On a CPU the copy to write from is made during the next passes; the trainer waits for it before its
+        next update.
+        Return the outcomes of the saves that ended meanwhile. A failed one is logged and raises nothing.
         """
         ended: list[SaveOutcome] = []
         if self.on_its_way is not None:
             earlier, since = self.on_its_way, time.perf_counter()
-            ended += [] if (outcome := self.finish()) is None else [outcome]
+            ended += [] if (outcome := self.finish_save()) is None else [outcome]
             waited = time.perf_counter() - since
             if waited > 0.1:
                 self._log_warning(
@@ -161,26 +162,28 @@ class Checkpoint:
         self.on_its_way = iteration
         writer, on_cpu = self._get_saver(), self.mesh.device.type == "cpu"
         writer.start(
-            self.state(),
+            self.state_to_save(),
             iteration,
-            Description(to_values(self.config), self.mesh.world.size),
+            RunDescription(config_to_values(self.config), self.mesh.world.size),
             until_staged=on_cpu,
             best=self.trainer.progress.best_iteration if self.config.checkpoint.save_best else None,
         )
         if not self.config.checkpoint.async_save:
-            ended += [] if (outcome := self.finish()) is None else [outcome]
+            ended += [] if (outcome := self.finish_save()) is None else [outcome]
         return ended
 
-    def poll(self) -> SaveOutcome | None:
-        """Bring a save on its way forward, without waiting for it. Returns how it ended, once."""
+    def poll_save(self) -> SaveOutcome | None:
+        """Advance a save in flight without waiting. Return its outcome once it has ended, else None."""
         return None if self.on_its_way is None else self._report_save(self._get_saver().poll())
 
-    def finish(self) -> SaveOutcome | None:
-        """Wait for a save on its way. Returns how it ended."""
+    def finish_save(self) -> SaveOutcome | None:
+        """Wait for a save in flight. Return its outcome, or None if there was none."""
         return None if self.on_its_way is None else self._report_save(self._get_saver().finish())
 
     def resume(self) -> bool:
-        """Load what `--load` asks for. Returns whether there was something; otherwise the run starts afresh."""
+        """Load what `--load`, `--pretrained-checkpoint` and `--adapter` ask for. Return whether there was a checkpoint;
+        if not, the run starts afresh.
+        """
         started = time.perf_counter()
         request = decide_on_first_rank(self.mesh.world, lambda: find_requested_checkpoint(self.config))
         options = self.config.checkpoint
@@ -190,12 +193,12 @@ class Checkpoint:
             config = dataclasses.replace(self.config, checkpoint=only)
             self._resume_from(decide_on_first_rank(self.mesh.world, lambda: find_requested_checkpoint(config)), started)
         source = self._resume_from(request, started)
-        if options.adapter and source is not None and not holds_adapters(source):
+        if options.adapter and source is not None and not is_adapter_checkpoint(source):
             self._load_adapters(options.adapter)
         return source is not None
 
-    def _resume_from(self, request: ResumeRequest | None, started: float) -> Source | None:
-        """Load what is requested, and return where it came from."""
+    def _resume_from(self, request: ResumeRequest | None, started: float) -> CheckpointSource | None:
+        """Open and load the requested checkpoint, log notes, and return its source; None if there is no request."""
         if request is None:
             if self.config.checkpoint.load:
                 self._log_info(f"no checkpoint in {self.config.checkpoint.load} yet: the run starts afresh")
@@ -218,8 +221,10 @@ class Checkpoint:
         return opened.source
 
     def roll_back(self, why: Exception) -> None:
-        """Go back to the newest checkpoint of this run; raises `CheckpointError` because of `why` if it has none yet."""
-        self.finish()
+        """Reload the newest checkpoint that this run has saved; raises `CheckpointError` from `why` if there is none
+        yet.
+        """
+        self.finish_save()
         if self.last_saved is None:
             raise CheckpointError(f"there is no checkpoint to go back to: {why}") from why
         options = dataclasses.replace(
@@ -231,29 +236,29 @@ class Checkpoint:
             load_optim=True,
             load_rng=True,
         )
-        Checkpoint(self.trainer, dataclasses.replace(self.config, checkpoint=options)).resume()
+        Checkpointer(self.trainer, dataclasses.replace(self.config, checkpoint=options)).resume()
 
     def load(self, opened: OpenedCheckpoint, started: float) -> None:
-        """Load a checkpoint that was opened. What does not fit is refused before any tensor is changed.
-
-        started: `time.perf_counter()` when the work on it began.
+        """Load an opened checkpoint into the trainer. `CheckpointError` for what does not fit comes before any tensor
+        is changed.
+        started: `time.perf_counter()` when the work on it began, for the log.
         """
         source, formats, options, axis = opened.source, opened.source.formats, self.config.checkpoint, self.mesh.world
         self._check_tokenizer(source)
         continues = self._loads_optimizer(opened)
         if opened.step is not None:
-            _check_contents(opened, optimizer=continues, streams=options.load_rng and not opened.weights_only)
-        source = self._with_adapters(source)
+            _require_saved_state(opened, optimizer=continues, streams=options.load_rng and not opened.weights_only)
+        source = self._source_for_adapters(source)
         names = _values_to_load(opened, optimizer=continues)
         values = load(dict.fromkeys(names), source, axis)
         schedule = self._restore_schedule(values.get("run.schedule"), source)
         if continues:
-            self._say_formats(opened.source.settings)
-        slots, streams = tuple(self.trainer.optimizer.checkpoint_state()), self._fitting_streams(opened)
-        state = self._part_of(source, load_targets(self.trainer, formats, slots, optimizer=continues))
+            self._log_format_changes(opened.source.settings)
+        slots, streams = tuple(self.trainer.optimizer.checkpoint_state()), self._stream_targets(opened)
+        state = self._targets_in_source(source, load_targets(self.trainer, formats, slots, optimizer=continues))
         if options.allow_missing_vision_projection_checkpoint:
             state = self._without_missing_projector(state, formats)
-        histories = self._fitting_histories(formats) if continues else {}
+        histories = self._amax_history_targets(formats) if continues else {}
         state, replacements = with_starts(self.trainer, state, formats)
         load(
             state | streams | histories,
@@ -266,26 +271,28 @@ class Checkpoint:
             instead=replacements,
         )
         mark_written(self.trainer, slots)
-        self._load_histories(histories)
+        self._load_amax_histories(histories)
         if streams:
             self.trainer.run.streams.load({name.rpartition(".")[2]: value for name, value in streams.items()})
         self._restore_counters(values)
         self.trainer.schedule = schedule
-        self._remember_base(source)
+        self._record_loaded_base(source)
         if values and options.save and opened.step is not None and same_folder(options.save, opened.step.folder.parent):
             self.last_saved = opened.step.iteration
         what = "weights of checkpoint" if opened.weights_only else "checkpoint"
         self._log_info(f"loaded {what} {source.where}: {_speed_text(opened.size, time.perf_counter() - started)}")
 
     def _without_missing_projector(self, state: dict[str, Any], formats: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what is loaded without the projector of images where the checkpoint has none, which is printed."""
+        """Return the targets to load without the vision projector if the checkpoint has none (logged): it keeps its
+        initial values.
+        """
         if any(name.startswith(_PROJECTOR) for name in formats):
             return state
         self._log_info("the projector of images starts afresh (--allow-missing-vision-projection-checkpoint)")
         return {name: value for name, value in state.items() if not name.startswith(_PROJECTOR)}
 
-    def _check_tokenizer(self, source: Source) -> None:
-        """Refuse a checkpoint of another tokenizer, or warn of it where --allow-other-tokenizer is given."""
+    def _check_tokenizer(self, source: CheckpointSource) -> None:
+        """Raise `CheckpointError` for a checkpoint of another tokenizer, or warn of it under --allow-other-tokenizer."""
         allowed = self.config.checkpoint.allow_other_tokenizer
         note = decide_on_first_rank(
             self.mesh.world, lambda: demand_same_tokenizer(source, self._tokenizer_record(), allowed=allowed)
@@ -294,9 +301,9 @@ class Checkpoint:
             self._log_warning(note)
 
     def _loads_optimizer(self, opened: OpenedCheckpoint) -> bool:
-        """Whether the optimizer's state is loaded. A foreign checkpoint may have none, which is printed."""
+        """Whether the optimizer state is loaded. That a checkpoint of another format has none is logged."""
         source = opened.source
-        base_only = self._adapter.has_adapters and not holds_adapters(source)
+        base_only = self._adapter.has_adapters and not is_adapter_checkpoint(source)
         if not self.config.checkpoint.load_optim or opened.weights_only or base_only:
             return False
         if opened.step is not None or any(name.startswith("optimizer.") for name in source.formats):
@@ -305,16 +312,18 @@ class Checkpoint:
         self._log_info(f"{why}: the optimizer starts afresh")
         return False
 
-    def _load_histories(self, histories: Mapping[str, Tensor]) -> None:
-        """The largest values of the last steps, of which the scales of 8 and 4 bits are made."""
-        for name, scaling in histories_of(self.trainer.stages).items():
+    def _load_amax_histories(self, histories: Mapping[str, Tensor]) -> None:
+        """Give the layers their amax histories, from which delayed scaling computes its scales. histories: by names
+        `run.amax.<layer>`.
+        """
+        for name, scaling in delayed_scalings_by_layer(self.trainer.stages).items():
             if (history := histories.get(f"run.amax.{name}")) is not None:
-                scaling.load(history)
+                scaling.load_amax_history(history)
 
-    def adopt_weights(self, source: Source, *, initial: tuple[str, ...], unused: tuple[str, ...]) -> None:
-        """Take over the weights of a network that this one continues, with heads of its own.
-
-        initial: beginnings of names (`model.<name>`) that keep their initial values; unused: of those that are left behind.
+    def adopt_weights(self, source: CheckpointSource, *, initial: tuple[str, ...], unused: tuple[str, ...]) -> None:
+        """Load the weights of a network that this one is finetuned from with other heads.
+        initial: prefixes of parameters (`model.<name>`) that keep their initial values; unused: prefixes of the
+        source's that are not loaded.
         """
         started, formats = time.perf_counter(), source.formats
         self._check_tokenizer(source)
@@ -329,16 +338,18 @@ class Checkpoint:
         mark_written(self.trainer, slots)
         self._log_info(f"adopted weights of {source.where} in {time.perf_counter() - started:.2f} s")
 
-    def state(self) -> Tree:
-        """Everything that a save holds: this rank's part."""
+    def state_to_save(self) -> Tree:
+        """Return this rank's part of everything that a checkpoint holds: weights, optimizer state, counters, random
+        states.
+        """
         options, trainer = self.config.checkpoint, self.trainer
-        state: Tree = trained_only(weights_of(trainer, rounded=True), self._adapter)
+        state: Tree = trained_weights_only(weights_of(trainer, rounded=True), self._adapter)
         if self._adapter.has_adapters:
-            self._base = self._base or self._own_base("the initial values of --seed")
+            self._base = self._base or self._base_record("the initial values of --seed")
             state[BASE] = self._base
         if optional := [f"model.{prefix}" for prefix in getattr(trainer.stages[0], "optional_weights", ())]:
             state[OPTIONAL] = optional
-        state["run.config"] = to_values(self.config)
+        state["run.config"] = config_to_values(self.config)
         state["run.progress"] = dataclasses.asdict(trainer.progress)
         state["run.tokenizer"] = self._tokenizer_record() if self.mesh.world.is_first else None
         if options.save_optim:
@@ -350,34 +361,41 @@ class Checkpoint:
             state["run.optimizer_steps"] = max(collectives.gather_objects(trainer.optimizer.num_steps, self.mesh.world))
             state["run.loss_scale"] = trainer.optimizer.scaler.state()
             state["run.schedule"] = None if trainer.schedule is None else trainer.schedule.state()
-            state |= {f"run.amax.{name}": scaling.history for name, scaling in histories_of(trainer.stages).items()}
+            state |= {
+                f"run.amax.{name}": scaling.history
+                for name, scaling in delayed_scalings_by_layer(trainer.stages).items()
+            }
         if options.save_rng:
             state |= random_streams(self.trainer)
         return state
 
-    def _with_adapters(self, source: Source) -> Source:
-        """What a run with adapters loads: adapters of its own base, or a base with the lengths of its rows; of others the source."""
-        if not holds_adapters(source):
+    def _source_for_adapters(self, source: CheckpointSource) -> CheckpointSource:
+        """Return the source to load: a base network gets DoRA's row norms added if the run trains adapters.
+        Raises `CheckpointError` if it holds adapters and this run trains none, or theirs is another base.
+        """
+        if not is_adapter_checkpoint(source):
             return SourceWithRowNorms(source, self.config.model) if self._adapter.has_adapters else source
         if not self._adapter.has_adapters:
             raise CheckpointError(
                 f"{source.where} holds adapters without their network; give its flags (--use-checkpoint-args), and the network with "
                 "--pretrained-checkpoint"
             )
-        self._base = self._base or self._own_base("the initial values of --seed")
-        require_same_base(source.values[BASE], self._base, source.where)
+        self._base = self._base or self._base_record("the initial values of --seed")
+        require_same_base_hash(source.values[BASE], self._base, source.where)
         return source
 
     def _load_adapters(self, folder: str) -> None:
-        """Start from adapters of the base that was loaded. What does not fit is refused before any tensor is changed."""
+        """Load adapters from a folder, for the base loaded before. `CheckpointError` for what does not fit comes before
+        any tensor is changed.
+        """
         adapters = open_adapters(folder, self.config.model)
         source = AdapterSource(adapters)
-        require_base(adapters, self._base)
+        require_matching_base(adapters, self._base)
         slots = tuple(self.trainer.optimizer.checkpoint_state())
         state = {
             name: value
             for name, value in load_targets(self.trainer, source.formats, slots, optimizer=False).items()
-            if is_adapter(name) or name in source.formats
+            if is_adapter_parameter(name) or name in source.formats
         }
         load(
             state,
@@ -392,28 +410,34 @@ class Checkpoint:
             f"trained on {adapters.base.get('where') or 'a base that they do not name'}"
         )
 
-    def _part_of(self, source: Source, state: Tree) -> Tree:
-        """What of the state a source fills: in a run with adapters these, or the base."""
+    def _targets_in_source(self, source: CheckpointSource, state: Tree) -> Tree:
+        """Return the targets that a source fills: in a run with adapters those of the adapters or those of the base,
+        else all.
+        """
         if not self._adapter.has_adapters:
             return state
-        return trained_only(state, self._adapter) if holds_adapters(source) else base_weights(state)
+        return trained_weights_only(state, self._adapter) if is_adapter_checkpoint(source) else base_weights(state)
 
-    def _remember_base(self, source: Source) -> None:
-        """Of what was loaded, what the adapters of this run belong to."""
-        if self._adapter.has_adapters and not holds_adapters(source):
-            self._base = self._own_base(source.where)
+    def _record_loaded_base(self, source: CheckpointSource) -> None:
+        """In a run with adapters, record hash and folder of the base network that was loaded."""
+        if self._adapter.has_adapters and not is_adapter_checkpoint(source):
+            self._base = self._base_record(source.where)
 
-    def _own_base(self, where: str) -> dict[str, Any]:
-        """What the adapters of this run belong to. All ranks call this together. where: its weights come from."""
-        return {"hash": base_hash(self.trainer.stages, self.mesh, self._adapter), "where": where}
+    def _base_record(self, where: str) -> dict[str, Any]:
+        """Return hash and origin of this run's frozen weights, the value saved as `BASE`. Collective. where: what they
+        were loaded from.
+        """
+        return {"hash": base_weights_hash(self.trainer.stages, self.mesh, self._adapter), "where": where}
 
-    def _fitting_streams(self, opened: OpenedCheckpoint) -> Tree:
-        """Tensors to load this rank's dropout streams into; none if the checkpoint's do not belong to this layout."""
+    def _stream_targets(self, opened: OpenedCheckpoint) -> Tree:
+        """Return tensors to load this rank's random streams into; empty (logged) if the checkpoint's layout or device
+        differs.
+        """
         formats = opened.source.formats
         if opened.weights_only or not self.config.checkpoint.load_rng or opened.world_size is None:
             return {}
-        now = _layout_of(to_values(self.config), self.mesh.world.size)
-        then = _layout_of(opened.source.settings, opened.world_size)
+        now = _stream_layout_text(config_to_values(self.config), self.mesh.world.size)
+        then = _stream_layout_text(opened.source.settings, opened.world_size)
         mine = random_streams(self.trainer)
         if now == then and all(
             name in formats and formats[name].shape == tuple(value.shape) for name, value in mine.items()
@@ -423,9 +447,11 @@ class Checkpoint:
         self._log_info(f"dropout streams start afresh from --seed: {why}")
         return {}
 
-    def _fitting_histories(self, formats: Formats) -> Tree:
-        """Tensors to load the histories of delayed scales into: all that the checkpoint has of this rank's layers."""
-        names = [f"run.amax.{name}" for name in histories_of(self.trainer.stages)]
+    def _amax_history_targets(self, formats: Formats) -> Tree:
+        """Return tensors to load amax histories into, for those of this rank's layers that the checkpoint has; missing
+        ones are logged.
+        """
+        names = [f"run.amax.{name}" for name in delayed_scalings_by_layer(self.trainer.stages)]
         histories = {
             name: torch.zeros(formats[name].shape, device=self.mesh.device) for name in names if name in formats
         }
@@ -436,17 +462,21 @@ class Checkpoint:
             )
         return histories
 
-    def _say_formats(self, saved: Mapping[str, Any]) -> None:
-        """Tell that moments change their format; their values are read as they were saved."""
-        mine = to_values(self.config)
+    def _log_format_changes(self, saved: Mapping[str, Any]) -> None:
+        """Log which optimizer states are converted, because their dtype flag differs from the checkpoint's."""
+        mine = config_to_values(self.config)
         for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
             if name in saved and saved[name] != mine[name]:
                 self._log_info(
                     f"the optimizer's state is converted: {flag_name(name)} was {saved[name]} and is {mine[name]}"
                 )
 
-    def _restore_schedule(self, saved: Mapping[str, Any] | None, source: Source) -> Schedule | None:
-        """The learning rate's curve from now on; refuses one that differs from the checkpoint's unless told whose wins."""
+    def _restore_schedule(
+        self, saved: Mapping[str, Any] | None, source: CheckpointSource
+    ) -> OptimizerParamSchedule | None:
+        """Return the learning rate schedule to go on with. Refuses one that differs from the checkpoint's unless a flag
+        says which to use (`resolve_resumed_schedule`).
+        """
         mine, requested, train = self.trainer.schedule, self.config.schedule, self.config.train
         if mine is None or saved is None:
             return mine
@@ -456,7 +486,7 @@ class Checkpoint:
             for name in then
             if (now := getattr(train, name)) is not None and then[name] not in (None, now)
         ]
-        return resolve_schedule(
+        return resolve_resumed_schedule(
             mine,
             saved,
             override=requested.override_opt_param_scheduler,
@@ -466,7 +496,9 @@ class Checkpoint:
         )
 
     def _restore_counters(self, values: Mapping[str, Any]) -> None:
-        """Take over counters. Without optimizer state the learning rate's curve begins anew, as in Megatron."""
+        """Set progress, optimizer steps and loss scale from the checkpoint. Without optimizer state the schedule
+        restarts, as in Megatron.
+        """
         continues = "run.optimizer_steps" in values
         for field in dataclasses.fields(self.trainer.progress):
             if field.name in values.get("run.progress", ()) and (continues or field.name != "schedule_samples"):
@@ -476,18 +508,20 @@ class Checkpoint:
             if "run.loss_scale" in values:
                 self.trainer.optimizer.scaler.load(values["run.loss_scale"])
 
-    def _get_saver(self) -> Saver:
-        """What writes into `--save`; made at the first save."""
+    def _get_saver(self) -> CheckpointSaver:
+        """Return the saver that writes into `--save`; the first call makes it."""
         options = self.config.checkpoint
         assert options.save is not None, "saves are made when --save is given"
         if self._saver is None:
-            rules = SaveRules(options.async_save, options.save_retain_interval, options.save_keep_last)
-            self._saver = Saver(options.save, self.mesh.world, rules=rules, device=self.mesh.device, lock=self._lock)
+            rules = SaveOptions(options.async_save, options.save_retain_interval, options.save_keep_last)
+            self._saver = CheckpointSaver(
+                options.save, self.mesh.world, rules=rules, device=self.mesh.device, lock=self._lock
+            )
             self._staging.saver = self._saver
         return self._saver
 
     def _report_save(self, outcome: SaveOutcome | None) -> SaveOutcome | None:
-        """Tell how a save ended, if it did."""
+        """Log the outcome of a save, record it if it succeeded, and return it; None passes through."""
         if outcome is None:
             return None
         self.on_its_way = None
@@ -511,21 +545,21 @@ class Checkpoint:
         return outcome
 
     def _export_weights(self, outcome: SaveOutcome) -> None:
-        """Write the weights of a save for others to read (`--export-hf`). That it fails is told, and is no error."""
+        """Export a finished save in Hugging Face format (`--export-hf`), on the first rank. Failure is a warning."""
         options = self.config.checkpoint
         if options.export_hf is None or not self.mesh.world.is_first:
             return
         target = Path(options.export_hf) / f"iter_{outcome.iteration:07d}"
         try:
-            family = export(open_saved(outcome.folder), target, like=options.export_hf_like)
+            family = export_with_token_ids(open_saved_checkpoint(outcome.folder), target, like=options.export_hf_like)
             self._log_info(f"exported checkpoint {target}: {family.name}")
         except (CheckpointError, OSError) as error:
             self._log_warning(f"THE CHECKPOINT OF ITERATION {outcome.iteration} WAS NOT EXPORTED: {error}")
 
     def _tokenizer_record(self) -> dict[str, Any]:
-        """What this run's ids mean."""
+        """Return the fingerprint of this run's tokenizer (kind, size, hash)."""
         if not self._fingerprint:
-            self._fingerprint = fingerprint(self.trainer.run.tokenizer)
+            self._fingerprint = tokenizer_fingerprint(self.trainer.run.tokenizer)
         return self._fingerprint
 
     def _log_info(self, text: str) -> None:
@@ -536,8 +570,10 @@ class Checkpoint:
             self.trainer.run.log.warning(text)
 
 
-def _check_contents(opened: OpenedCheckpoint, *, optimizer: bool, streams: bool) -> None:
-    """Refuse a checkpoint of ours that was saved without what is asked of it."""
+def _require_saved_state(opened: OpenedCheckpoint, *, optimizer: bool, streams: bool) -> None:
+    """Raise `CheckpointError` if one of our checkpoints lacks the optimizer state or random streams that are to be
+    loaded.
+    """
     problems, formats = [], opened.source.formats
     if optimizer and not any(name.startswith("optimizer.") for name in formats):
         problems.append("no optimizer state (--no-save-optim); load it with --no-load-optim, or --finetune")
@@ -547,8 +583,8 @@ def _check_contents(opened: OpenedCheckpoint, *, optimizer: bool, streams: bool)
         raise CheckpointError(f"{opened.source.where} lacks what this run wants to load", problems)
 
 
-def _layout_of(values: Mapping[str, Any], world_size: int) -> str:
-    """The layout that decides which rank has which dropout stream."""
+def _stream_layout_text(values: Mapping[str, Any], world_size: int) -> str:
+    """Describe the layout that decides which rank has which random stream. values: a run's settings by field name."""
     tp, pp = values["tensor_model_parallel_size"], values["pipeline_model_parallel_size"]
     return f"tensor {tp} x pipeline {pp} x data {world_size // (tp * pp)}"
 
@@ -558,7 +594,9 @@ def _speed_text(size: int, seconds: float) -> str:
 
 
 def _values_to_load(opened: OpenedCheckpoint, *, optimizer: bool) -> tuple[str, ...]:
-    """What is loaded beside tensors. Other formats save what they know, and a checkpoint may have been converted."""
+    """Return the names of the non-tensor values to load. Of other formats and converted checkpoints, those that they
+    have.
+    """
     if opened.weights_only:
         return ()
     names = ("run.progress", *(("run.schedule", "run.optimizer_steps", "run.loss_scale") if optimizer else ()))

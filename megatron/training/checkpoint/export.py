@@ -12,18 +12,18 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config.flags import ConfigError, from_values
+from megatron.core.config.flags import ConfigError, config_from_values
 from megatron.core.config.settings.data import TokenizerConfig
-from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.families import hf_export
 from megatron.core.families.rules import Family
-from megatron.core.families.tokenizer_files import folder_tokenizer
+from megatron.core.families.tokenizer_files import tokenizer_settings_of_folder
 from megatron.core.models.names import WORD_EMBEDDING
 from megatron.core.tokenizers.build import build_tokenizer
 
 
-def export(
-    source: Source,
+def export_with_token_ids(
+    source: CheckpointSource,
     folder: str | Path,
     *,
     family: str | None = None,
@@ -32,7 +32,7 @@ def export(
 ) -> Family:
     """`hf_export.export` with the ids of the tokenizer, where its files are here. A config.json in `like` has the last word on them."""
     rows = source.formats[f"model.{WORD_EMBEDDING}"].shape[0] if f"model.{WORD_EMBEDDING}" in source.formats else 0
-    return hf_export.export(
+    return hf_export.export_hf_folder(
         source,
         folder,
         family=family,
@@ -45,20 +45,22 @@ def export(
 def special_token_ids(
     settings: Mapping[str, Any], like: str | Path | None, *, rows: int
 ) -> dict[str, int | list[int] | None]:
-    """The keys of config.json that say which ids begin and end a text, for a network that was trained with this tokenizer.
-
-    settings: of a run. like: folder whose tokenizer is taken instead. rows: of the embedding. None is a value too, since what is left
-    out has the default of another tokenizer; empty where the tokenizer's files are not here, and for a BERT, which writes no texts.
+    """Return the keys of a Hugging Face config.json that name special tokens (bos, eos ..), by the tokenizer.
+    settings: of a run. like: folder whose tokenizer is taken instead. rows: of the embedding. A value of None is
+    written, since a missing key gets the class's default. Empty if the tokenizer cannot be built, and for a BERT, which
+    generates nothing.
     """
     known = {field.name for field in fields(TokenizerConfig)}
     chosen = (
-        folder_tokenizer(Path(like)) if like else {name: value for name, value in settings.items() if name in known}
+        tokenizer_settings_of_folder(Path(like))
+        if like
+        else {name: value for name, value in settings.items() if name in known}
     )
     architecture = settings.get("architecture", "gpt")
     if architecture == "bert" or not chosen.get("tokenizer_type"):
         return {}
     try:
-        tokenizer = build_tokenizer(from_values(TokenizerConfig, chosen))
+        tokenizer = build_tokenizer(config_from_values(TokenizerConfig, chosen))
     except (ConfigError, OSError, ValueError):
         return {}
     ends = list(dict.fromkeys(token for token in (tokenizer.eod, tokenizer.eos) if token is not None and token < rows))

@@ -15,75 +15,79 @@ from typing import Any
 from megatron.core.config.flags import flag_fields
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.dist_checkpointing.saved import open_saved
-from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
+from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.dist_checkpointing.store import (
     COMMIT,
     FREE,
     CheckpointError,
-    SavedStep,
-    candidates,
-    read_commit,
-    scan_folder,
+    CommittedCheckpoint,
+    load_candidates,
+    read_commit_record,
+    scan_checkpoint_folder,
 )
-from megatron.core.families.hf import is_hf_checkpoint, model_settings, open_folder
-from megatron.core.families.megatron.open import find_megatron, open_megatron
+from megatron.core.families.hf import hf_model_settings, is_hf_checkpoint, open_hf_folder
+from megatron.core.families.megatron.open import find_megatron_folder, open_megatron_checkpoint
 from megatron.core.families.megatron.source import MegatronSource
 from megatron.core.tokenizers.build import KINDS
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFormat:
-    """find: the one checkpoint that a path, and an iteration if one is given, mean; None where it is of another format.
-
-    open: read it; the settings given win over the checkpoint's own. complete: settings that it does not say have their
-    defaults, always.
+    """A checkpoint format.
+    find: (path, iteration or None) -> the folder of the one checkpoint that they mean; None if it is of another format.
+    open: (folder, settings that override the checkpoint's) -> its source. complete: whether a setting that the
+    checkpoint lacks has its default value.
     """
 
     name: str
     find: Callable[[Path, int | None], Path | None]
-    open: Callable[[Path, Mapping[str, Any] | None], Source]
+    open: Callable[[Path, Mapping[str, Any] | None], CheckpointSource]
     complete: bool = True
 
 
 def find_native_checkpoint(path: Path, step: int | None) -> Path | None:
-    """A folder with a commit, or the newest such folder in a folder of checkpoints."""
+    """Return the path if it is a committed checkpoint (`step` is ignored), else the newest one in that folder, or that
+    of iteration `step`; None if the folder has no checkpoint. Raises `CheckpointError` if it has no iteration `step`.
+    """
     if (path / COMMIT).is_file():
         return path
-    steps = candidates(path, step) if scan_folder(path).steps else []
+    steps = load_candidates(path, step) if scan_checkpoint_folder(path).steps else []
     return steps[0].folder if steps else None
 
 
 def _find_hugging_face(path: Path, step: int | None) -> Path | None:
+    """Return the path if it is a Hugging Face checkpoint and no iteration is asked for, else None."""
     return path if step is None and is_hf_checkpoint(path) else None
 
 
-OURS = CheckpointFormat("this project", find_native_checkpoint, lambda path, given: open_saved(path))
+OURS = CheckpointFormat("this project", find_native_checkpoint, lambda path, given: open_saved_checkpoint(path))
 FOREIGN = (
-    CheckpointFormat("Hugging Face", _find_hugging_face, open_folder),
-    CheckpointFormat("Megatron", find_megatron, open_megatron, complete=False),
+    CheckpointFormat("Hugging Face", _find_hugging_face, open_hf_folder),
+    CheckpointFormat("Megatron", find_megatron_folder, open_megatron_checkpoint, complete=False),
 )
 CHECKPOINT_FORMATS = (OURS, *FOREIGN)
 
 
-def find_foreign(path: str | Path, step: int | None = None) -> tuple[CheckpointFormat, Path] | None:
-    """What a path means in the formats of others."""
+def find_foreign_checkpoint(path: str | Path, step: int | None = None) -> tuple[CheckpointFormat, Path] | None:
+    """Return (format, folder) of the checkpoint that a path means in Hugging Face's or Megatron's format, or None."""
     places = ((checkpoint_format, checkpoint_format.find(Path(path), step)) for checkpoint_format in FOREIGN)
     return next(((checkpoint_format, place) for checkpoint_format, place in places if place is not None), None)
 
 
-def foreign_settings(path: str | Path, step: int | None = None) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The model's shape, and its tokenizer if that is there too, as another format's checkpoint has them, by field name.
-
-    None where the path holds none. What a user may choose anew (kernels, dropout, initial values) is left out. The second
-    part is what the checkpoint says beside its network, and a command line may say otherwise.
+def foreign_checkpoint_settings(
+    path: str | Path, step: int | None = None
+) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Return (settings of model and tokenizer, further run settings) of another format's checkpoint, by field name;
+    None if there is none. Free choices (kernels, dropout, initial values) are left out. Flags may override the further
+    ones.
     """
-    located = find_foreign(path, step)
+    located = find_foreign_checkpoint(path, step)
     if located is None:
         return None
     checkpoint_format, place = located
     source = None if checkpoint_format.name == "Hugging Face" else checkpoint_format.open(place, None)
-    settings = model_settings(place) if source is None else source.settings
+    settings = hf_model_settings(place) if source is None else source.settings
     names = {field.name for config in (ModelConfig, TokenizerConfig) for field, _ in flag_fields(config)} - FREE | {
         "null_tokenizer_ids"
     }
@@ -99,19 +103,22 @@ def foreign_settings(path: str | Path, step: int | None = None) -> tuple[dict[st
     )
 
 
-def native_checkpoints(path: str | Path, step: int | None = None, *, required: int | None = None) -> list[SavedStep]:
-    """Our checkpoints that a path means, in the order in which they are tried: one folder, or those of `--save`."""
+def native_checkpoints(
+    path: str | Path, step: int | None = None, *, required: int | None = None
+) -> list[CommittedCheckpoint]:
+    """Return our checkpoints that a path means, in the order to try them: one folder, or those of `--save`."""
     path = Path(path)
     if (path / COMMIT).is_file():
-        return [SavedStep(path, read_commit(path))]
-    return candidates(path, step, required=required)
+        return [CommittedCheckpoint(path, read_commit_record(path))]
+    return load_candidates(path, step, required=required)
 
 
-def open_checkpoint(path: str | Path, step: int | None = None, given: Mapping[str, Any] | None = None) -> Source:
-    """The checkpoint of any format that a path means. It is opened, and not verified.
-
-    step: an iteration, where the path is a folder of several; else the newest. given: settings that win over the
-    checkpoint's, in a format that says less than all. Raises `CheckpointError` when there is none, or it is damaged.
+def open_checkpoint(
+    path: str | Path, step: int | None = None, given: Mapping[str, Any] | None = None
+) -> CheckpointSource:
+    """Open the checkpoint of any format at a path; it is not verified.
+    step: iteration in a folder of several, else the newest. given: settings that override the checkpoint's, in formats
+    other than ours. Raises `CheckpointError` if there is none, or it is damaged.
     """
     for checkpoint_format in CHECKPOINT_FORMATS:
         place = checkpoint_format.find(Path(path), step)

@@ -19,38 +19,38 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.config.flags import ConfigError, from_values, refuse
+from megatron.core.config.flags import ConfigError, config_from_values, raise_config_error_if
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.rules.engine import broken_rules
-from megatron.core.config.settings.data import DataConfig, TokenizerConfig, null_vocab_size
+from megatron.core.config.settings.data import DataConfig, TokenizerConfig, null_tokenizer_vocab_size
 from megatron.core.config.settings.kernels import KernelConfig
 from megatron.core.config.settings.optim import PrecisionConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import RunConfig, TrainConfig
-from megatron.core.config.stages import stages_of
+from megatron.core.config.stages import pipeline_stages_of
 from megatron.core.dist_checkpointing.load import load
-from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.dist_checkpointing.tree import Tree, add_to_tree, sharded_parameter
-from megatron.core.families.hf import is_hf_checkpoint, model_settings
-from megatron.core.families.registry import model_of
-from megatron.core.kernels.startup_check import choose_kernels
+from megatron.core.families.hf import hf_model_settings, is_hf_checkpoint
+from megatron.core.families.registry import model_config_of
+from megatron.core.kernels.startup_check import choose_tried_kernels
 from megatron.core.kernels.table import KernelRequirements
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5 import T5Model
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import backend_of, keep_freed_memory, pick_device, set_current_device
+from megatron.core.parallel.device import disable_malloc_trim, pick_device, process_group_backend, set_current_device
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
-from megatron.core.parallel.spec import spec_of
-from megatron.core.tokenizers.base import Tokenizer, fingerprint
+from megatron.core.parallel.spec import param_spec_of
+from megatron.core.tokenizers.base import Tokenizer, tokenizer_fingerprint
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.core.transformer.build import BuildContext
-from megatron.training.checkpoint.adapters import holds_adapters
+from megatron.core.transformer.build import LayerBuildContext
+from megatron.training.checkpoint.adapters import is_adapter_checkpoint
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.launch.launch_info import read_launch_info, world_size
-from megatron.training.launch.rendezvous import join_ranks
+from megatron.training.launch.rendezvous import init_default_process_group
 
 AnyStage = TypeVar("AnyStage", GPTModel, BERTModel, T5Model)
 FORMATS = ("float32", "bfloat16", "float16", "float64")
@@ -61,13 +61,12 @@ _SEED = 1234  # of initial values, which the checkpoint's replace
 
 @dataclass(frozen=True, slots=True)
 class ModelKind(Generic[AnyStage]):
-    """What is loaded. parts: beginnings of the names (`model.<parameter>`) that are filled; all others stay random.
-
-    scores: a reward model, whose head gives texts a score.
+    """A kind of network to load. parts: prefixes of the parameters (`model.<name>`) to fill; others stay random.
+    scores: a reward model.
     """
 
     architecture: str
-    model: Callable[[StageSpec, BuildContext], AnyStage]
+    model: Callable[[StageSpec, LayerBuildContext], AnyStage]
     parts: tuple[str, ...] = ("model.",)
     scores: bool = False
 
@@ -78,13 +77,13 @@ REWARD = ModelKind("gpt", GPTModel, scores=True)
 
 @dataclass(frozen=True, slots=True)
 class InferenceModel(Generic[AnyStage]):
-    """stages: this rank's, in order, filled, in evaluation mode and without gradients."""
+    """A loaded network. stages: this rank's, in order, in evaluation mode and without gradients."""
 
     config: RunConfig
     mesh: Mesh
     stages: tuple[AnyStage, ...]
     tokenizer: Tokenizer
-    source: Source
+    source: CheckpointSource
 
 
 def load_network(
@@ -98,14 +97,14 @@ def load_network(
     device: torch.device | None = None,
     alone: bool = False,
 ) -> InferenceModel[AnyStage]:
-    """Load the network of a checkpoint of any format. All ranks of the launcher call this together; with `alone` this one has all of it.
-
-    step: iteration, in a folder of several. dtype: a name of `FORMATS`; auto: as the weights were saved. tokenizer: settings
-    of `TokenizerConfig` that win over the checkpoint's; with a `tokenizer_type`, they are all. Raises `ConfigError` and
+    """Load the network of a checkpoint of any format for inference. Collective; with `alone` this process holds all of
+    it.
+    step: iteration, in a folder of several. dtype: one of `FORMATS`; auto: as saved. tokenizer: `TokenizerConfig`
+    settings that override the checkpoint's; with a `tokenizer_type`, they are all. Raises `ConfigError` and
     `CheckpointError`, before any rank waits for another, for what does not fit together.
     """
-    source = open_checkpoint_of_kind(path, kind, step)
-    settings = tokenizer_settings(source, tokenizer or {})
+    source = open_model_checkpoint(path, kind, step)
+    settings = checkpoint_tokenizer_config(source, tokenizer or {})
     made = build_tokenizer(settings)
     _demand_same_tokenizer(source, made)
     if not (source.settings.get("tokenizer_type") or is_hf_checkpoint(source.where)):
@@ -124,20 +123,22 @@ def load_network(
     return InferenceModel(config, mesh, _build_stages(source, kind, config, mesh), made, source)
 
 
-def open_checkpoint_of_kind(path: str, kind: ModelKind[AnyStage], step: int | None = None) -> Source:
-    """Open a checkpoint; `CheckpointError` if its network is of another kind."""
+def open_model_checkpoint(path: str, kind: ModelKind[AnyStage], step: int | None = None) -> CheckpointSource:
+    """Open a checkpoint; `CheckpointError` if it holds adapters only, or a network of another architecture or head than
+    `kind`.
+    """
     source = open_checkpoint(path, step)
-    if holds_adapters(source):
+    if is_adapter_checkpoint(source):
         raise CheckpointError(
             f"{source.where} holds adapters without their network; merge them into it with tools/checkpoint/adapter.py merge, or serve "
             "the network with --lora-modules"
         )
-    architecture = architecture_of(source)
+    architecture = checkpoint_architecture(source)
     if architecture != kind.architecture:
         raise CheckpointError(
             f"{source.where} holds {_NAMES[architecture]}; what is asked for is {_NAMES[kind.architecture]}"
         )
-    if model_of(source.settings).reward_head != kind.scores:
+    if model_config_of(source.settings).reward_head != kind.scores:
         holds, way = (
             ("a language model, which gives no scores", "train one with finetune.py --finetune-task reward")
             if kind.scores
@@ -147,8 +148,8 @@ def open_checkpoint_of_kind(path: str, kind: ModelKind[AnyStage], step: int | No
     return source
 
 
-def architecture_of(source: Source) -> str:
-    """gpt, bert, t5 or vit, by the names of the parameters."""
+def checkpoint_architecture(source: CheckpointSource) -> str:
+    """Return gpt, bert, t5 or vit, by the names of a checkpoint's parameters."""
     encoder, decoder, vision = (
         any(name.startswith(f"model.{part}.") for name in source.formats)
         for part in ("encoder", "decoder", "vision_model")
@@ -158,9 +159,9 @@ def architecture_of(source: Source) -> str:
     return "t5" if encoder and decoder else "bert" if encoder else "gpt"
 
 
-def tokenizer_settings(source: Source, given: Mapping[str, Any]) -> TokenizerConfig:
-    """The tokenizer of a checkpoint with the settings given in the place of its own; of a published folder, the one in it."""
-    available = model_settings(source.where) if is_hf_checkpoint(source.where) else source.settings
+def checkpoint_tokenizer_config(source: CheckpointSource, given: Mapping[str, Any]) -> TokenizerConfig:
+    """Return the tokenizer config of a checkpoint (a Hugging Face folder's own), overridden by the settings given."""
+    available = hf_model_settings(source.where) if is_hf_checkpoint(source.where) else source.settings
     saved = (
         {}
         if "tokenizer_type" in given
@@ -170,17 +171,18 @@ def tokenizer_settings(source: Source, given: Mapping[str, Any]) -> TokenizerCon
             if field.name in available
         }
     )
-    settings = from_values(TokenizerConfig, {**saved, **given})
+    settings = config_from_values(TokenizerConfig, {**saved, **given})
     older = settings.tokenizer_type == "NullTokenizer"
     return (
-        dataclasses.replace(settings, vocab_size=null_vocab_size(settings.vocab_size, source.settings))
+        dataclasses.replace(settings, vocab_size=null_tokenizer_vocab_size(settings.vocab_size, source.settings))
         if older
         else settings
     )
 
 
-def _demand_same_tokenizer(source: Source, tokenizer: Tokenizer) -> None:
-    saved, mine = source.values.get("run.tokenizer"), fingerprint(tokenizer)
+def _demand_same_tokenizer(source: CheckpointSource, tokenizer: Tokenizer) -> None:
+    """Raise `CheckpointError` if the checkpoint records another tokenizer's hash."""
+    saved, mine = source.values.get("run.tokenizer"), tokenizer_fingerprint(tokenizer)
     if isinstance(saved, Mapping) and saved.get("hash") != mine["hash"]:
         raise CheckpointError(
             f"{source.where} was trained with another tokenizer, whose ids mean other words: {saved.get('kind')} of "
@@ -189,16 +191,16 @@ def _demand_same_tokenizer(source: Source, tokenizer: Tokenizer) -> None:
 
 
 def _resolve_config(
-    source: Source, tokenizer: TokenizerConfig, parallel: ParallelConfig, dtype: str, size: int
+    source: CheckpointSource, tokenizer: TokenizerConfig, parallel: ParallelConfig, dtype: str, size: int
 ) -> RunConfig:
-    """The checkpoint's network under this layout; `ConfigError` with every rule that it breaks."""
+    """Return the run config of a checkpoint's network under this layout; `ConfigError` with every rule that it breaks."""
     if dtype == "auto":
         dtype = str(source.formats[_EMBEDDING].dtype).removeprefix("torch.")
     if dtype not in FORMATS:
         raise ConfigError(f"dtype {dtype} is none of auto, {', '.join(FORMATS)}")
     # How vocabulary and attention were laid out for another machine is not part of the network.
     model = dataclasses.replace(
-        model_of(source.settings), padded_vocab_size=None, attention_backend="auto", kernels=KernelConfig()
+        model_config_of(source.settings), padded_vocab_size=None, attention_backend="auto", kernels=KernelConfig()
     )
     precision = PrecisionConfig(fp16=dtype == "float16", bf16=dtype == "bfloat16", fp64=dtype == "float64")
     train = TrainConfig(seq_length=model.max_position_embeddings, micro_batch_size=1, train_iters=1, skip_train=True)
@@ -210,21 +212,21 @@ def _resolve_config(
         data=DataConfig(mock_data=True),
         tokenizer=tokenizer,
     ).resolve(size)
-    refuse(message for _, message in broken_rules(config, size))
+    raise_config_error_if(message for _, message in broken_rules(config, size))
     return dataclasses.replace(
         config, model=config.model.with_vocabulary(source.settings["true_vocab_size"], parallel.tp)
     )
 
 
 def _join_mesh(config: RunConfig, device: torch.device) -> Mesh:
-    """The mesh of all ranks; without a launcher, of this process alone."""
+    """Join the launcher's ranks and return their mesh; without a launcher, a mesh of this process alone."""
     set_current_device(device)
-    keep_freed_memory(device)
+    disable_malloc_trim(device)
     if world_size() == 1:
         return Mesh.single_process(device)
     if not dist.is_initialized():
-        join_ranks(
-            backend_of(device, config.parallel.distributed_backend),
+        init_default_process_group(
+            process_group_backend(device, config.parallel.distributed_backend),
             read_launch_info(),
             timedelta(minutes=config.parallel.distributed_timeout_minutes),
             device if device.type == "cuda" else None,
@@ -232,11 +234,13 @@ def _join_mesh(config: RunConfig, device: torch.device) -> Mesh:
     return Mesh.build(config.parallel, device)
 
 
-def _build_stages(source: Source, kind: ModelKind[AnyStage], config: RunConfig, mesh: Mesh) -> tuple[AnyStage, ...]:
-    """This rank's stages, filled from the checkpoint."""
+def _build_stages(
+    source: CheckpointSource, kind: ModelKind[AnyStage], config: RunConfig, mesh: Mesh
+) -> tuple[AnyStage, ...]:
+    """Build this rank's stages and fill them from the checkpoint."""
     dtype = getattr(torch, config.precision.dtype)
     need = KernelRequirements(device=mesh.device.type, dtype=dtype, padding=config.model.architecture != "gpt")
-    chosen = choose_kernels(
+    chosen = choose_tried_kernels(
         config,
         need,
         mesh.device,
@@ -246,16 +250,18 @@ def _build_stages(source: Source, kind: ModelKind[AnyStage], config: RunConfig, 
     if mesh.world.is_first:
         for line in chosen.failures:
             logging.getLogger("megatron").warning(line)
-    build = BuildContext(
+    build = LayerBuildContext(
         model=config.model, mesh=mesh, kernels=chosen.kernels, dtype=dtype, streams=RandomStreams.build(mesh, _SEED)
     )
     stages = tuple(
-        kind.model(spec, build).materialize(_SEED).eval() for spec in stages_of(config) if spec.rank == mesh.pp.rank
+        kind.model(spec, build).materialize(_SEED).eval()
+        for spec in pipeline_stages_of(config)
+        if spec.rank == mesh.pp.rank
     )
     state: Tree = {}
     for stage in stages:
         for param in stage.parameters():
-            name = f"model.{spec_of(param).name}"
+            name = f"model.{param_spec_of(param).name}"
             if name.startswith(kind.parts):
                 add_to_tree(state, name, sharded_parameter(param, mesh))
     load(state, source, mesh.world, complete=kind.parts)
@@ -267,6 +273,6 @@ def _build_stages(source: Source, kind: ModelKind[AnyStage], config: RunConfig, 
 
 
 def _store_column_major(matrices: Iterable[nn.Parameter]) -> None:
-    """Lay matrices out column by column: a few rows, as in decoding, pass through them up to twice as fast on CPUs."""
+    """Store matrices column-major, in place: products with a few rows, as in decoding, are up to twice as fast on CPUs."""
     for matrix in matrices:
         matrix.data = matrix.data.t().contiguous().t()

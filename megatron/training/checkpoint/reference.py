@@ -9,7 +9,10 @@ from megatron.training.trainer import Trainer
 
 
 def reference_trainer(trainer: Trainer, folder: str | None) -> Trainer | None:
-    """The trainer with the stages of the network in a checkpoint, in the policy's layout; None without a folder (the base under adapters, or none)."""
+    """Return a trainer with the reference network from a checkpoint folder, in the policy's layout, for forward passes
+    only.
+    None without a folder: the reference is then the base under the adapters, or there is none.
+    """
     run = trainer.run
     if folder is None:
         return None

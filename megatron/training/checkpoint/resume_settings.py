@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from megatron.core.config.flags import flag_name, from_values, roles_of, to_values
+from megatron.core.config.flags import config_from_values, config_to_values, field_roles, flag_name
 from megatron.core.config.settings.model import RequestedModel
 from megatron.core.config.settings.network import network_differences, network_fields
 from megatron.core.config.settings.optim import ScheduleConfig
@@ -30,9 +30,12 @@ _DURATION = ("train_iters", "train_samples")
 
 
 @dataclass(frozen=True, slots=True)
-class Differences:
-    """Settings that differ, a line each with both values. network: weights of another function. adapted: of another function that
-    these weights can learn. data: what the samples that were consumed no longer speak of. named: what changes from here on."""
+class SettingDifferences:
+    """Settings that differ between checkpoint and run, a line each with both values. network: the network computes
+    another function.
+    adapted: likewise, but the weights can be trained on. data: consumed samples no longer mean the same. named: allowed
+    changes, to be told.
+    """
 
     network: tuple[str, ...] = ()
     adapted: tuple[str, ...] = ()
@@ -40,40 +43,45 @@ class Differences:
     named: tuple[str, ...] = ()
 
 
-def compare_settings(
+def compare_checkpoint_settings(
     saved: Mapping[str, Any], config: RunConfig, *, weights_only: bool, complete: bool = True
-) -> Differences:
-    """Compare the settings of a checkpoint, by field name, with this run's.
-
-    complete: of a network setting that the checkpoint lacks its default holds, as it did before there was that setting; else the
-    checkpoint's format does not say it, and nothing is compared.
+) -> SettingDifferences:
+    """Compare a checkpoint's settings, by field name, with this run's.
+    weights_only: only the network counts. complete: a network setting that the checkpoint lacks has its default; else
+    it is not compared.
     """
-    mine, network = to_values(config), network_fields()
+    mine, network = config_to_values(config), network_fields()
     known = {"true_vocab_size": mine["true_vocab_size"]} if complete else mine
-    theirs = from_values(RequestedModel, {**known, **saved}).resolve()
-    other = to_values(theirs)
+    theirs = config_from_values(RequestedModel, {**known, **saved}).resolve()
+    other = config_to_values(theirs)
     differences = network_differences(theirs, config.model)
     lines = {
-        role: [_difference_line(name, other[name], mine[name]) for name in differences if network[name] == role]
+        role: [_setting_difference_line(name, other[name], mine[name]) for name in differences if network[name] == role]
         for role in ("network", "adaptable")
     }
     if weights_only:
-        return Differences(network=tuple(lines["network"]), adapted=tuple(lines["adaptable"]))
-    data, named = _other_settings(saved, mine, config)
-    return Differences(
+        return SettingDifferences(network=tuple(lines["network"]), adapted=tuple(lines["adaptable"]))
+    data, named = _changed_data_and_training(saved, mine, config)
+    return SettingDifferences(
         network=(*lines["network"], *lines["adaptable"]),
-        data=tuple(_difference_line(name, saved[name], mine[name]) for name in data),
-        named=tuple(_difference_line(name, saved[name], mine[name]) + _setting_remark(name, config) for name in named),
+        data=tuple(_setting_difference_line(name, saved[name], mine[name]) for name in data),
+        named=tuple(
+            _setting_difference_line(name, saved[name], mine[name]) + _setting_remark(name, config) for name in named
+        ),
     )
 
 
-def _other_settings(
+def _changed_data_and_training(
     saved: Mapping[str, Any], mine: Mapping[str, Any], config: RunConfig
 ) -> tuple[list[str], list[str]]:
-    """(settings of data that differ in meaning, settings that change from here on): names of fields that both have."""
+    """Return (data settings that differ in meaning, other data and training settings that differ): names of fields that
+    both have.
+    """
     from_checkpoint = config.schedule.use_checkpoint_opt_param_scheduler
-    unread = {*_unused_data(config), *(roles_of(ScheduleConfig) if from_checkpoint else ())}
-    roles = {name: role for name, role in roles_of(RequestedRun).items() if name in saved and saved[name] != mine[name]}
+    unread = {*_unused_data_settings(config), *(field_roles(ScheduleConfig) if from_checkpoint else ())}
+    roles = {
+        name: role for name, role in field_roles(RequestedRun).items() if name in saved and saved[name] != mine[name]
+    }
     others = [
         name
         for name, role in roles.items()
@@ -89,8 +97,8 @@ def _other_settings(
     return others, named
 
 
-def _unused_data(config: RunConfig) -> set[str]:
-    """Settings of data that choose nothing here, since others say so."""
+def _unused_data_settings(config: RunConfig) -> set[str]:
+    """Return the names of data settings that have no effect in this config."""
     data = config.data
     blends = any(len(paths or ()) > 1 for paths in (data.data_path, data.train_data_path)) or bool(
         data.data_args_path or data.per_split_data_args_path
@@ -107,7 +115,7 @@ def _unused_data(config: RunConfig) -> set[str]:
 
 
 def _comparable_value(name: str, value: Any) -> Any:
-    """What a setting of data says, without what may change beside: the folder of a file, blanks."""
+    """Return a data setting normalized for comparison: file names without folders, a split without blanks."""
     if value is None:
         return "969,30,1" if name == "split" else None
     if name in _PATHS:
@@ -116,16 +124,17 @@ def _comparable_value(name: str, value: Any) -> Any:
 
 
 def _setting_remark(name: str, config: RunConfig) -> str:
+    """Return a remark to append to a setting's difference line, or an empty string."""
     if name in _DURATION and not config.data.mock_data:
         return " (if that takes another number of epochs of the data, they are shuffled in another order)"
     return " (the folder)" if name in _PATHS else ""
 
 
-def _difference_line(name: str, saved: Any, mine: Any) -> str:
-    return f"{_LABELS.get(name) or flag_name(name)}: {_value_text(saved)} in the checkpoint, {_value_text(mine)} in this run"
+def _setting_difference_line(name: str, saved: Any, mine: Any) -> str:
+    return f"{_LABELS.get(name) or flag_name(name)}: {_setting_value_text(saved)} in the checkpoint, {_setting_value_text(mine)} in this run"
 
 
-def _value_text(value: Any) -> str:
+def _setting_value_text(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if value is None:

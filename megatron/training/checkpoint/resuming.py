@@ -16,28 +16,27 @@ from typing import Any, TypeVar
 
 from megatron.core.config.settings.run import CheckpointConfig, RunConfig
 from megatron.core.dist_checkpointing import store
-from megatron.core.dist_checkpointing.load import open_valid
-from megatron.core.dist_checkpointing.source import Source
-from megatron.core.dist_checkpointing.store import CheckpointError, SavedStep
+from megatron.core.dist_checkpointing.load import open_first_valid
+from megatron.core.dist_checkpointing.source import CheckpointSource
+from megatron.core.dist_checkpointing.store import CheckpointError, CommittedCheckpoint
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
-from megatron.training.checkpoint.formats import FOREIGN, CheckpointFormat, find_foreign, native_checkpoints
-from megatron.training.checkpoint.resume_settings import compare_settings
-from megatron.training.checkpoint.upcycling import Upcycled, is_dense
+from megatron.training.checkpoint.formats import FOREIGN, CheckpointFormat, find_foreign_checkpoint, native_checkpoints
+from megatron.training.checkpoint.resume_settings import compare_checkpoint_settings
+from megatron.training.checkpoint.upcycling import Upcycled, is_dense_checkpoint
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeRequest:
-    """What to load. steps: ours, in the order in which they are tried; or place: another's, of `format`.
-
-    weights_only: `--finetune`, or a `--pretrained-checkpoint`. notes: what to tell the user beforehand.
+    """What to load: `steps`, our checkpoints in the order to try them, or `place`, one in another `checkpoint_format`.
+    weights_only: `--finetune`, or a `--pretrained-checkpoint`. notes: warnings for the user.
     """
 
     path: str
     weights_only: bool
-    steps: tuple[SavedStep, ...] = ()
+    steps: tuple[CommittedCheckpoint, ...] = ()
     checkpoint_format: str = ""
     place: Path | None = None
     notes: tuple[str, ...] = ()
@@ -45,14 +44,15 @@ class ResumeRequest:
 
 @dataclass(frozen=True, slots=True)
 class OpenedCheckpoint:
-    """A checkpoint that may be loaded. step: of our own format, else None. world_size: ranks that wrote it, if known.
-
-    refused: lines about newer checkpoints that are damaged. notes: what to tell of settings that differ from the checkpoint's.
+    """A checkpoint that was opened and verified. step: of our own format, else None. world_size: ranks that wrote it,
+    if known.
+    size: bytes. refused: lines about newer, damaged checkpoints. notes: lines about settings that differ from the
+    checkpoint's.
     """
 
-    source: Source
+    source: CheckpointSource
     weights_only: bool
-    step: SavedStep | None = None
+    step: CommittedCheckpoint | None = None
     world_size: int | None = None
     size: int = 0
     refused: tuple[str, ...] = ()
@@ -60,13 +60,17 @@ class OpenedCheckpoint:
 
 
 def find_requested_checkpoint(config: RunConfig) -> ResumeRequest | None:
-    """Look for what a run loads, without opening it; None for a fresh start."""
+    """Find what a run loads, without opening it; None for a fresh start. `CheckpointError` if what must be there is
+    not.
+    """
     options = config.checkpoint
-    request = _resolve_path(options.load, options, weights_only=options.finetune, chosen=True) if options.load else None
+    request = (
+        _request_for_path(options.load, options, weights_only=options.finetune, chosen=True) if options.load else None
+    )
     if request is not None:
         return request
     if options.pretrained_checkpoint:
-        request = _resolve_path(options.pretrained_checkpoint, options, weights_only=True, chosen=False)
+        request = _request_for_path(options.pretrained_checkpoint, options, weights_only=True, chosen=False)
         if request is None:
             raise CheckpointError(
                 f"--pretrained-checkpoint {options.pretrained_checkpoint} holds no complete checkpoint"
@@ -87,28 +91,32 @@ def find_requested_checkpoint(config: RunConfig) -> ResumeRequest | None:
 
 
 def open_requested_checkpoint(request: ResumeRequest, config: RunConfig, axis: Axis) -> OpenedCheckpoint:
-    """Open and verify it, on all ranks; `CheckpointError` on all when nothing sound is there, or it is another network's."""
+    """Open and verify the request on all ranks; `CheckpointError` on all if nothing valid is there, or settings do not
+    fit.
+    """
     if request.steps:
-        opened = _open_native(request, config, axis)
+        opened = _open_native_checkpoint(request, config, axis)
     else:
-        source = _on_all_ranks(lambda: _open_foreign(request, config), axis)
+        source = _run_on_all_ranks(lambda: _open_foreign_checkpoint(request, config), axis)
         opened = OpenedCheckpoint(
             source,
             request.weights_only or "run.progress" not in source.values,
             size=sum(_tensor_bytes(source, name) for name in source.formats),
         )
-    if config.model.moe.moe_use_upcycling and is_dense(opened.source):
+    if config.model.moe.moe_use_upcycling and is_dense_checkpoint(opened.source):
         opened = replace(opened, source=Upcycled(opened.source, config), weights_only=True)
     has_arguments = {
         "ffn_hidden_size",
         "kv_channels",
     } <= opened.source.settings.keys()  # and not only what tensors tell
-    complete = not request.checkpoint_format or _format_of(request).complete or has_arguments
-    return replace(opened, notes=_checked_settings(opened, config, complete=complete))
+    complete = not request.checkpoint_format or _checkpoint_format_of(request).complete or has_arguments
+    return replace(opened, notes=_check_resumed_settings(opened, config, complete=complete))
 
 
-def demand_same_tokenizer(source: Source, mine: Mapping[str, Any], *, allowed: bool) -> str:
-    """Refuse weights that learned the ids of another tokenizer. Returns what to tell the user where that is allowed."""
+def demand_same_tokenizer(source: CheckpointSource, mine: Mapping[str, Any], *, allowed: bool) -> str:
+    """Raise `CheckpointError` for weights of another tokenizer; if `allowed`, return a warning instead. Empty if it is
+    the same.
+    """
     saved = source.values.get("run.tokenizer")
     if not isinstance(saved, Mapping) or saved.get("hash") == mine["hash"]:
         return ""
@@ -125,12 +133,12 @@ def demand_same_tokenizer(source: Source, mine: Mapping[str, Any], *, allowed: b
 
 
 def same_folder(a: str | Path, b: str | Path) -> bool:
-    """Whether two paths lead to one place."""
+    """Whether two paths resolve to the same place."""
     return Path(a).resolve() == Path(b).resolve()
 
 
 def decide_on_first_rank(axis: Axis, action: Callable[[], Result]) -> Result:
-    """Let the first rank act; all ranks get its result, or its error."""
+    """Run the action on the first rank only and broadcast its result; all ranks return it, or raise its error."""
     result, error = None, None
     if axis.is_first:
         try:
@@ -143,17 +151,21 @@ def decide_on_first_rank(axis: Axis, action: Callable[[], Result]) -> Result:
     return result
 
 
-def _resolve_path(path: str, options: CheckpointConfig, *, weights_only: bool, chosen: bool) -> ResumeRequest | None:
-    """What a path means. chosen: whether --ckpt-step and --require-iteration speak of it."""
+def _request_for_path(
+    path: str, options: CheckpointConfig, *, weights_only: bool, chosen: bool
+) -> ResumeRequest | None:
+    """Return the request to load from a path, or None if it holds no checkpoint. chosen: whether --ckpt-step and
+    --require-iteration apply to it.
+    """
     step = options.ckpt_step if chosen else None
-    foreign = find_foreign(path, step) if not store.scan_folder(path).steps else None
+    foreign = find_foreign_checkpoint(path, step) if not store.scan_checkpoint_folder(path).steps else None
     if foreign is not None:
         return ResumeRequest(path, weights_only, checkpoint_format=foreign[0].name, place=foreign[1])
     steps = native_checkpoints(path, step, required=options.require_iteration if chosen else None)
     if not steps:
         return None
     newer = (
-        [text for iteration, text in store.scan_folder(path).damaged if iteration > steps[0].iteration]
+        [text for iteration, text in store.scan_checkpoint_folder(path).damaged if iteration > steps[0].iteration]
         if step is None
         else []
     )
@@ -170,10 +182,11 @@ def _resolve_path(path: str, options: CheckpointConfig, *, weights_only: bool, c
     return ResumeRequest(path, weights_only, tuple(steps), notes=tuple(newer))
 
 
-def _open_native(request: ResumeRequest, config: RunConfig, axis: Axis) -> OpenedCheckpoint:
+def _open_native_checkpoint(request: ResumeRequest, config: RunConfig, axis: Axis) -> OpenedCheckpoint:
+    """Open the first valid one of our checkpoints in the request; `CheckpointError` if none is."""
     options = config.checkpoint
     try:
-        saved, refused = open_valid(request.steps, axis, verified=options.verify_integrity)
+        saved, refused = open_first_valid(request.steps, axis, verified=options.verify_integrity)
     except CheckpointError as error:
         raise CheckpointError(
             f"{request.path} holds no sound checkpoint"
@@ -181,24 +194,25 @@ def _open_native(request: ResumeRequest, config: RunConfig, axis: Axis) -> Opene
             else f"{request.steps[0].folder} is damaged, and no other is to be loaded",
             error.problems,
         ) from None
-    step = SavedStep(saved.folder, saved.commit)
+    step = CommittedCheckpoint(saved.folder, saved.commit)
     return OpenedCheckpoint(saved, request.weights_only, step, saved.description.world_size, saved.size, tuple(refused))
 
 
-def _open_foreign(request: ResumeRequest, config: RunConfig) -> Source:
+def _open_foreign_checkpoint(request: ResumeRequest, config: RunConfig) -> CheckpointSource:
+    """Open the request's checkpoint of another format."""
     assert request.place is not None, "a checkpoint of another format has a place"
     model = config.model
-    return _format_of(request).open(
+    return _checkpoint_format_of(request).open(
         request.place, {"true_vocab_size": model.true_vocab_size, "mtp_num_layers": model.mtp.mtp_num_layers}
     )
 
 
-def _format_of(request: ResumeRequest) -> CheckpointFormat:
+def _checkpoint_format_of(request: ResumeRequest) -> CheckpointFormat:
     return next(one for one in FOREIGN if one.name == request.checkpoint_format)
 
 
-def _on_all_ranks(action: Callable[[], Result], axis: Axis) -> Result:
-    """Act on every rank; all fail if one does."""
+def _run_on_all_ranks(action: Callable[[], Result], axis: Axis) -> Result:
+    """Run the action on every rank and return the result; a `CheckpointError` on one is raised on all."""
     result, error = None, None
     try:
         result = action()
@@ -211,10 +225,12 @@ def _on_all_ranks(action: Callable[[], Result], axis: Axis) -> Result:
     return result
 
 
-def _checked_settings(opened: OpenedCheckpoint, config: RunConfig, *, complete: bool) -> tuple[str, ...]:
-    """Refuse another network, another update rule and other data. Returns what to tell of the settings that differ beside."""
+def _check_resumed_settings(opened: OpenedCheckpoint, config: RunConfig, *, complete: bool) -> tuple[str, ...]:
+    """Raise `CheckpointError` for another network, optimizer or data. Return notes about the other settings that
+    differ.
+    """
     settings, where, options = opened.source.settings, opened.source.where, config.checkpoint
-    differences = compare_settings(settings, config, weights_only=opened.weights_only, complete=complete)
+    differences = compare_checkpoint_settings(settings, config, weights_only=opened.weights_only, complete=complete)
     if differences.network:
         raise CheckpointError(
             f"{where} holds another network; --use-checkpoint-args takes its shape", differences.network
@@ -238,7 +254,8 @@ def _checked_settings(opened: OpenedCheckpoint, config: RunConfig, *, complete: 
     return tuple("\n".join([f"{heading}:", *(f"  {line}" for line in lines)]) for heading, lines in notes if lines)
 
 
-def _tensor_bytes(source: Source, name: str) -> int:
+def _tensor_bytes(source: CheckpointSource, name: str) -> int:
+    """Return the size in bytes of a source's tensor."""
     format = source.formats[name]
     size = format.dtype.itemsize
     for extent in format.shape:

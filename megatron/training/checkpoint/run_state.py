@@ -8,12 +8,12 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.source import TensorFormat
 from megatron.core.dist_checkpointing.tree import Tree, add_to_tree, sharded_optimizer_state, sharded_parameter
-from megatron.core.distributed.buffers import Segment
-from megatron.core.parallel.spec import spec_of
+from megatron.core.distributed.buffers import OwnedSegment
+from megatron.core.parallel.spec import param_spec_of
 from megatron.training.trainer import Trainer
 
 Formats = Mapping[str, TensorFormat]
-Slot = tuple[str, Segment, Tensor]
+Slot = tuple[str, OwnedSegment, Tensor]
 
 
 def weights_of(trainer: Trainer, *, rounded: bool = False) -> Tree:
@@ -21,7 +21,7 @@ def weights_of(trainer: Trainer, *, rounded: bool = False) -> Tree:
     weights: Tree = {}
     for parallel in trainer.parallels:
         for param in parallel.whole_params:
-            add_to_tree(weights, f"model.{spec_of(param).name}", sharded_parameter(param, trainer.run.mesh))
+            add_to_tree(weights, f"model.{param_spec_of(param).name}", sharded_parameter(param, trainer.run.mesh))
         for segment in parallel.sharded_segments:
             values = segment.data.to(segment.rounds_to) if rounded and segment.rounds_to else segment.data
             add_to_tree(weights, f"model.{segment.name}", sharded_optimizer_state(segment, values, trainer.run.mesh))
@@ -52,7 +52,7 @@ def read_from_main_weights(trainer: Trainer, formats: Formats) -> dict[str, str]
     replacements = {}
     for stage in trainer.stages:
         for param in stage.parameters():
-            name, master = f"model.{spec_of(param).name}", f"optimizer.master.{spec_of(param).name}"
+            name, master = f"model.{param_spec_of(param).name}", f"optimizer.master.{param_spec_of(param).name}"
             if master in formats and name in formats and formats[name].dtype != param.dtype:
                 replacements[name] = master
     return replacements
@@ -62,7 +62,7 @@ def with_starts(trainer: Trainer, state: Tree, formats: Formats) -> tuple[Tree, 
     """(the state without what keeps its initial values, name -> what is read in its place): see `ParamSpec.starts_from`."""
     replacements = read_from_main_weights(trainer, formats)
     for param in (param for stage in trainer.stages for param in stage.parameters()):
-        name, start = f"model.{spec_of(param).name}", spec_of(param).starts_from
+        name, start = f"model.{param_spec_of(param).name}", param_spec_of(param).starts_from
         if start is None or name in formats:
             continue
         if start:

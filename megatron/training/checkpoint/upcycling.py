@@ -21,36 +21,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config.flags import to_values
+from megatron.core.config.flags import config_to_values
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.dist_checkpointing.source import Source, TensorFormat
+from megatron.core.dist_checkpointing.source import CheckpointSource, TensorFormat
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.rng import derive_seed
-from megatron.core.parallel.spec import normal_initializer, xavier_uniform
+from megatron.core.parallel.spec import normal_initializer, xavier_uniform_initializer
 
 _MLP = re.compile(r"(model\.decoder\.layers\.(\d+)\.mlp\.)(linear_fc[12])\.(weight|bias)")
 
 
-def is_dense(source: Source) -> bool:
+def is_dense_checkpoint(source: CheckpointSource) -> bool:
     """Whether a checkpoint has no experts."""
     return not any(".mlp.router." in name for name in source.formats)
 
 
 class Upcycled:
-    """A `Source` of weights: those of a dense one, and experts in the place of MLPs where this run has some."""
+    """A `Source` of a dense checkpoint's weights, with experts made from its MLPs where this run's network has experts."""
 
-    def __init__(self, dense: Source, config: RunConfig) -> None:
+    def __init__(self, dense: CheckpointSource, config: RunConfig) -> None:
         self.dense, self.config, self.moe = dense, config, config.model.moe
         self.where = f"{dense.where}, upcycled,"
-        settings, width = to_values(config), dense.settings.get("ffn_hidden_size")
+        settings, width = config_to_values(config), dense.settings.get("ffn_hidden_size")
         if width not in (None, config.model.ffn_hidden_size):
             raise CheckpointError(
                 f"{dense.where} cannot be upcycled to this network",
                 [f"--ffn-hidden-size: {width} in the checkpoint, {config.model.ffn_hidden_size} in this run"],
             )
-        of_experts = {name: settings[name] for name in to_values(self.moe)}
+        of_experts = {name: settings[name] for name in config_to_values(self.moe)}
         self.settings: Mapping[str, Any] = {**dense.settings, **of_experts}
         self.values: Mapping[str, Any] = {
             name: value for name, value in dense.values.items() if name == "run.tokenizer"
@@ -85,24 +85,27 @@ class Upcycled:
         )
 
     def _add_experts(self, name: str, match: re.Match[str], format: TensorFormat) -> None:
+        """Add the formats of the experts' parameter (and of the router) that a dense MLP parameter becomes."""
         prefix, which, shape = match[1], f"{match[3]}.{match[4]}", list(format.shape)
         if which.startswith("linear_fc1"):
             shape[0] //= self.moe.moe_upcycling_granularity
         elif which == "linear_fc2.weight":
             shape[1] //= self.moe.moe_upcycling_granularity
         expert = f"{prefix}experts.{which}"
-        self.formats[expert] = TensorFormat((self.moe.experts, *shape), format.dtype)
+        self.formats[expert] = TensorFormat((self.moe.num_experts_or_zero, *shape), format.dtype)
         self._made[expert] = name, which
         if which == "linear_fc1.weight":
-            self.formats[f"{prefix}router.weight"] = TensorFormat((self.moe.experts, shape[1]), torch.float32)
-            each = TensorFormat((self.moe.experts,), torch.float32)
+            self.formats[f"{prefix}router.weight"] = TensorFormat(
+                (self.moe.num_experts_or_zero, shape[1]), torch.float32
+            )
+            each = TensorFormat((self.moe.num_experts_or_zero,), torch.float32)
             if self.config.model.add_bias_linear:
                 self.formats[f"{prefix}router.bias"] = each
             if self.moe.moe_router_enable_expert_bias:
                 self.formats[f"{prefix}router.expert_bias"] = each
 
     def _expert_slice(self, dense: str, which: str, piece: int, box: Box) -> Tensor:
-        """A box of a parameter of one expert, which is slice number `piece` of a copy."""
+        """Read a box of one expert's parameter from the dense MLP. piece: which slice of a copy the expert is."""
         width = self.moe.expert_width
         if which == "linear_fc2.bias":
             return self.dense.read(dense, box) * (self._output_scale() / self.moe.moe_upcycling_granularity)
@@ -118,21 +121,25 @@ class Upcycled:
         return torch.cat(read)
 
     def _output_scale(self) -> float:
-        """What takes the place of the weights of a slice, added up over its copies: one over their sum."""
+        """Return the factor on the experts' outputs by which the routed sum equals the dense MLP's output."""
         moe = self.moe
         if moe.moe_router_score_function == "softmax" and moe.moe_router_pre_softmax:
-            total = moe.moe_router_topk / moe.experts
+            total = moe.moe_router_topk / moe.num_experts_or_zero
         else:
             total = 1.0
         return moe.moe_upcycling_granularity / (total * (moe.moe_router_topk_scaling_factor or 1.0))
 
     def _router_rows(self, name: str) -> Tensor:
-        """[e, h]: the rows that a fresh router begins with, each for all slices of a copy."""
+        """Return the router's initial weight [e, h], the same row for all slices of a copy."""
         model = self.config.model
-        init = xavier_uniform() if model.init_method_xavier_uniform else normal_initializer(model.init_method_std)
+        init = (
+            xavier_uniform_initializer()
+            if model.init_method_xavier_uniform
+            else normal_initializer(model.init_method_std)
+        )
         generator = torch.Generator().manual_seed(
             derive_seed("initial", self.config.train.seed, name.removeprefix("model."))
         )
         drawn = init(self.formats[name].shape, generator)
         parts = self.moe.moe_upcycling_granularity
-        return drawn[: self.moe.experts // parts].repeat_interleave(parts, 0)
+        return drawn[: self.moe.num_experts_or_zero // parts].repeat_interleave(parts, 0)

@@ -22,25 +22,30 @@ import yaml
 from megatron.core.config.flags import (
     ConfigError,
     add_arguments,
+    config_from_namespace,
+    config_to_values,
+    field_roles,
     flag_fields,
     flag_name,
-    from_namespace,
-    refuse,
-    roles_of,
-    to_values,
+    raise_config_error_if,
 )
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.adapter import AdapterConfig
-from megatron.core.config.settings.data import DataFiles, TokenizerConfig, null_vocab_size
+from megatron.core.config.settings.data import DataFiles, TokenizerConfig, null_tokenizer_vocab_size
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.config.settings.vision import VisionConfig
-from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_values, newest_iteration, saved_values
-from megatron.training.cli.help import Help
-from megatron.training.cli.legacy_flags import similar_flags, translate
+from megatron.core.dist_checkpointing.store import (
+    CheckpointError,
+    checkpoint_model_settings,
+    newest_iteration,
+    saved_run_settings,
+)
+from megatron.training.cli.help import HelpAction
+from megatron.training.cli.legacy_flags import similar_flags, translate_legacy_flags
 from megatron.training.launch.launch_info import install_interrupt_handler, read_launch_info
 
 # What a checkpoint says of images that speaks of how its run trained, not of its network.
-_OF_THE_RUN = {"recompute_vision", *(name for name, role in roles_of(VisionConfig).items() if role == "training")}
+_OF_THE_RUN = {"recompute_vision", *(name for name, role in field_roles(VisionConfig).items() if role == "training")}
 Provider = Callable[[argparse.ArgumentParser], Any]
 
 
@@ -48,7 +53,9 @@ HEAD_START = 5.0  # seconds that ranks which say nothing give the one that does
 
 
 def make_parser(extra: Sequence[type] = (), provider: Provider | None = None) -> argparse.ArgumentParser:
-    """The parser of an entry script. extra: config classes of the script's own; provider: adds arguments by hand."""
+    """Build the argument parser of an entry script. extra: config classes of the script's own; provider: adds arguments
+    by hand.
+    """
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
         exit_on_error=False,
@@ -57,7 +64,7 @@ def make_parser(extra: Sequence[type] = (), provider: Provider | None = None) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Train a transformer. Flags are Megatron's; they come in groups.",
     )
-    parser.add_argument("-h", "--help", action=Help)
+    parser.add_argument("-h", "--help", action=HelpAction)
     parser.add_argument("--yaml-cfg", metavar="FILE", help="flags as a YAML mapping; the command line overrides it")
     for config_class in (RequestedRun, *extra):
         add_arguments(parser, config_class)
@@ -82,11 +89,11 @@ def parse_args(
     reads_data: DataFiles = "none",
     own_problems: Callable[[argparse.Namespace, int], Iterable[str]] = lambda args, world_size: (),
 ) -> argparse.Namespace:
-    """The namespace of a run that can start, as `preflight` says. Says what is wrong and exits with code 2 otherwise.
-
-    defaults: values of this script where they are not given. world_size: ranks that will run. speaks: this rank is the
-    one that says it; of files and of the machine one rank of each machine does. reads_data: see `preflight`.
-    own_problems: of a namespace and a number of ranks, what is wrong with the script's own flags, a line each.
+    """Parse the command line and check it with `preflight`; print what is wrong and exit with code 2 if the run cannot
+    start.
+    defaults: the script's own. world_size: ranks that will run. speaks: whether this rank prints errors; problems of
+    files and of the machine are printed by one rank of each machine. reads_data: see `preflight`.
+    own_problems: (namespace, number of ranks) -> what is wrong with the script's own flags, a line each.
     """
     install_interrupt_handler()
     try:
@@ -95,11 +102,11 @@ def parse_args(
         )
         from megatron.training.cli.preflight import LOCAL, preflight  # needs numpy, which --help does not wait for
 
-        checked = preflight(from_namespace(RequestedRun, args), world_size, reads_data=reads_data)
+        checked = preflight(config_from_namespace(RequestedRun, args), world_size, reads_data=reads_data)
         place = read_launch_info()
         speaks = speaks or place.rank > 0 == place.local_rank and any(rule in LOCAL for rule, _ in checked.problems)
         own = () if args.problems else own_problems(args, world_size)
-        refuse([*args.problems, *(line for _, line in checked.problems), *own])
+        raise_config_error_if([*args.problems, *(line for _, line in checked.problems), *own])
     except ConfigError as error:
         if speaks:
             sys.stderr.write(f"ConfigError: {error}\n{WHERE_TO_LOOK}\n")
@@ -119,12 +126,17 @@ def read_args(
     provider: Provider | None = None,
     world_size: int = 1,
 ) -> argparse.Namespace:
-    """The namespace, where rules between flags are kept; `ConfigError` otherwise. Of files and of the machine nothing is asked."""
+    """Parse the command line and check rules between flags; `ConfigError` if one is broken. Files and the machine are
+    not checked.
+    """
     args = read_flags(argv, defaults=defaults, extra=extra, provider=provider)
     from megatron.training.cli.preflight import resolve_and_examine  # as above
 
-    refuse(
-        [*args.problems, *(line for _, line in resolve_and_examine(from_namespace(RequestedRun, args), world_size)[1])]
+    raise_config_error_if(
+        [
+            *args.problems,
+            *(line for _, line in resolve_and_examine(config_from_namespace(RequestedRun, args), world_size)[1]),
+        ]
     )
     return args
 
@@ -136,32 +148,32 @@ def read_flags(
     extra: Sequence[type] = (),
     provider: Provider | None = None,
 ) -> argparse.Namespace:
-    """The namespace, with `messages` about old flags and `problems` found so far; rules between flags are not looked at.
-
-    `origins` says where each value comes from that is not our default.
+    """Parse the command line, also of old flags and --yaml-cfg, without checking rules between flags. The namespace has
+    `messages` about old flags, `problems` found so far, and `origins`: setting -> where its value came from (script,
+    file, command line, checkpoint), without our defaults.
     """
     parser = make_parser(extra, provider)
     parser.set_defaults(**(defaults or {}))
     known = {word for action in parser._actions for word in action.option_strings}
-    words, messages, problems = translate(_yaml_words(argv), known)
-    args, unknown = _parse_words(parser, words, problems)
+    words, messages, problems = translate_legacy_flags(_yaml_words(argv), known)
+    args, unknown = _parse_collecting_problems(parser, words, problems)
     args.origins = _setting_origins(parser, argv, words, defaults or {})
-    problems += _unknown_flags(unknown, known) or _unknown_words_text(parser, words, unknown)
+    problems += _unknown_flag_problems(unknown, known) or _stray_word_problems(parser, words, unknown)
     try:
         if args.use_checkpoint_args:
-            _take_from_checkpoint(args)
-        problems += _take_from_adapter(args)
+            _apply_checkpoint_args(args)
+        problems += _apply_adapter_args(args)
         if args.tokenizer_type == "NullTokenizer" and (args.load or args.pretrained_checkpoint):
-            messages += _keep_null_vocab_size(args)
+            messages += _adopt_null_vocab_size(args)
         if args.load and not args.finetune and "calculate_per_token_loss" not in args.origins:
-            _keep_loss_averaging(args)
+            _adopt_loss_averaging(args)
     except CheckpointError as error:
         problems.append(str(error))
     args.messages, args.problems = messages, problems
     return args
 
 
-def _unknown_flags(words: Sequence[str], known: Collection[str]) -> list[str]:
+def _unknown_flag_problems(words: Sequence[str], known: Collection[str]) -> list[str]:
     """A sentence for each word that looks like a flag and is none."""
     problems = []
     for word in words:
@@ -173,18 +185,20 @@ def _unknown_flags(words: Sequence[str], known: Collection[str]) -> list[str]:
 
 
 def config_of(args: argparse.Namespace, world_size: int) -> RunConfig:
-    """The frozen config of a namespace; `ConfigError` with every broken rule."""
+    """Return the resolved `RunConfig` of a namespace; `ConfigError` with every broken rule."""
     from megatron.training.cli.preflight import resolve_and_examine  # as above
 
-    config, problems = resolve_and_examine(from_namespace(RequestedRun, args), world_size)
-    refuse(message for _, message in problems)
+    config, problems = resolve_and_examine(config_from_namespace(RequestedRun, args), world_size)
+    raise_config_error_if(message for _, message in problems)
     return config
 
 
-def _parse_words(
+def _parse_collecting_problems(
     parser: argparse.ArgumentParser, words: Sequence[str], problems: list[str]
 ) -> tuple[argparse.Namespace, list[str]]:
-    """What argparse makes of the words. A flag with a bad value is put on the list and left out, so that the rest is read."""
+    """Parse with argparse: (namespace, words that it did not know). A flag with a bad value is added to `problems` and
+    left out.
+    """
     left = list(words)
     while True:
         try:
@@ -196,12 +210,12 @@ def _parse_words(
             )
             shorter = _without_flags(left, (error.argument_name or "").split("/"))
             if len(shorter) == len(left):
-                refuse(problems)
+                raise_config_error_if(problems)
             left = shorter
 
 
 def _parse_error_text(parser: argparse.ArgumentParser, words: Sequence[str], error: argparse.ArgumentError) -> str:
-    """What argparse complains of: the flag as it was typed, what was given, and what can be."""
+    """Reword argparse's error: the flag as it was typed, the value given, and what is allowed."""
     names = (error.argument_name or "").split("/")
     flag = next((word.partition("=")[0] for word in words if word.partition("=")[0] in names), names[0])
     action = next((action for action in parser._actions if flag in action.option_strings), None)
@@ -222,8 +236,10 @@ def _parse_error_text(parser: argparse.ArgumentParser, words: Sequence[str], err
     return f"{flag}: {error.message}"
 
 
-def _unknown_words_text(parser: argparse.ArgumentParser, words: Sequence[str], left: Sequence[str]) -> list[str]:
-    """What to say of words that belong to no flag: those behind a flag of one value were one, before the shell cut it at its blanks."""
+def _stray_word_problems(parser: argparse.ArgumentParser, words: Sequence[str], left: Sequence[str]) -> list[str]:
+    """Return a line for each word that belongs to no flag; words behind a flag of one value are taken for a value
+    without quotes.
+    """
     problems = []
     single = {
         name
@@ -248,17 +264,19 @@ def _unknown_words_text(parser: argparse.ArgumentParser, words: Sequence[str], l
 def _setting_origins(
     parser: argparse.ArgumentParser, argv: Sequence[str], words: Sequence[str], defaults: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Setting -> where it was given. argv: the command line; words: all flags as argparse sees them, those of a file too."""
+    """Return setting -> where it was given: script, file or command line.
+    argv: the command line; words: all flags as argparse sees them, those of a file too.
+    """
     settings = {word: action.dest for action in parser._actions for word in action.option_strings}
 
-    def given(words: Sequence[str]) -> list[str]:
+    def settings_in(words: Sequence[str]) -> list[str]:
         names = (word.partition("=")[0] for word in words)
         return [settings[name] for name in names if name in settings]
 
     return (
         dict.fromkeys(defaults, "script")
-        | dict.fromkeys(given(words), "file")
-        | dict.fromkeys(given(translate(argv, settings.keys())[0]), "command line")
+        | dict.fromkeys(settings_in(words), "file")
+        | dict.fromkeys(settings_in(translate_legacy_flags(argv, settings.keys())[0]), "command line")
     )
 
 
@@ -274,7 +292,7 @@ def _without_flags(words: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def _yaml_words(argv: Sequence[str]) -> list[str]:
-    """argv with the mapping of --yaml-cfg written out as flags before it."""
+    """Return argv with the mapping of --yaml-cfg written out as flags before the others."""
     for place, word in enumerate(argv):
         name, _, value = word.partition("=")
         if name == "--yaml-cfg":
@@ -285,6 +303,7 @@ def _yaml_words(argv: Sequence[str]) -> list[str]:
 
 
 def _read_yaml(path: str) -> list[str]:
+    """Read a YAML file as command-line words; `ConfigError` if it cannot be read or holds no mapping."""
     try:
         with open(path, encoding="utf-8") as file:
             content = yaml.safe_load(file)
@@ -298,7 +317,7 @@ def _read_yaml(path: str) -> list[str]:
 
 
 def _flatten_mapping(content: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Settings of a mapping; a mapping inside is a heading only."""
+    """Return (name, value) pairs of a nested mapping; the names of inner mappings are dropped."""
     values: list[tuple[str, Any]] = []
     for name, value in content.items():
         values += _flatten_mapping(value) if isinstance(value, Mapping) else [(name, value)]
@@ -314,10 +333,9 @@ def _setting_to_words(name: str, value: Any) -> list[str]:
     return [word, *(str(v) for v in (value if isinstance(value, list) else [value]))]
 
 
-def _take_from_checkpoint(args: argparse.Namespace) -> None:
-    """Put the model and the tokenizer of what a run starts from in the place of the command line's.
-
-    What a checkpoint of another format says beside its network is taken where the command line says nothing.
+def _apply_checkpoint_args(args: argparse.Namespace) -> None:
+    """Set model and tokenizer flags to the values of the checkpoint that the run starts from (--use-checkpoint-args).
+    Run settings that a checkpoint of another format also holds are taken where the command line says nothing.
     """
     settings = _checkpoint_settings(args)
     if settings is None:
@@ -340,17 +358,19 @@ def _take_from_checkpoint(args: argparse.Namespace) -> None:
             args.origins[name] = "checkpoint"
 
 
-def _take_from_adapter(args: argparse.Namespace) -> list[str]:
-    """Put ranks, alphas and targets of --adapter in the place of the defaults. Returns what contradicts them."""
+def _apply_adapter_args(args: argparse.Namespace) -> list[str]:
+    """Set the LoRA flags that were not given to the values of --adapter. Return a message for given flags that
+    contradict it.
+    """
     if not args.adapter or not (args.load or args.pretrained_checkpoint):
         return []
     from megatron.training.checkpoint.adapters import (
-        adapter_settings,  # needs torch, which no other command line waits for
+        adapter_config_of,  # needs torch, which no other command line waits for
     )
 
-    model = from_namespace(RequestedRun, args).model.resolve()
-    theirs, given = adapter_settings(args.adapter, model, args.pretrained_checkpoint), {}
-    for name, value in to_values(theirs).items():
+    model = config_from_namespace(RequestedRun, args).model.resolve()
+    theirs, given = adapter_config_of(args.adapter, model, args.pretrained_checkpoint), {}
+    for name, value in config_to_values(theirs).items():
         if args.origins.get(name) in ("command line", "file"):
             given[name] = getattr(model.adapter, name)
         else:
@@ -366,53 +386,55 @@ def _take_from_adapter(args: argparse.Namespace) -> list[str]:
 
 
 def _checkpoint_settings(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The settings of what a run starts from, and what stands beside them; None before the first start of a run that also resumes."""
+    """Return (settings, further run settings) of the checkpoint that the run starts from. None without one and before
+    the first start of a run whose --load is its --save; `CheckpointError` if it is missing otherwise.
+    """
     for path, step in ((args.load, args.ckpt_step), (args.pretrained_checkpoint, None)):
         if not path:
             continue
         if newest_iteration(path) is not None:
-            return checkpoint_values(path, step), {}
+            return checkpoint_model_settings(path, step), {}
         from megatron.training.checkpoint.formats import (
-            foreign_settings,  # needs torch, which no other command line waits for
+            foreign_checkpoint_settings,  # needs torch, which no other command line waits for
         )
 
-        settings = foreign_settings(path, step)
+        settings = foreign_checkpoint_settings(path, step)
         if settings is not None:
             return settings
     missing = args.pretrained_checkpoint or (args.load if args.load != args.save else None)
-    return (checkpoint_values(missing), {}) if missing else None  # raises, and says what is missing
+    return (checkpoint_model_settings(missing), {}) if missing else None  # raises, and says what is missing
 
 
-def _keep_loss_averaging(args: argparse.Namespace) -> None:
-    """Let a run go on with the mean over tokens that its loss was when the checkpoint was saved, unless it is told another."""
+def _adopt_loss_averaging(args: argparse.Namespace) -> None:
+    """Set --calculate-per-token-loss to the checkpoint's value; nothing if it does not say."""
     try:
         if newest_iteration(args.load) is not None:
-            saved = saved_values(args.load, args.ckpt_step)
+            saved = saved_run_settings(args.load, args.ckpt_step)
         else:
-            from megatron.core.families.megatron.open import megatron_arguments  # needs torch, as above
+            from megatron.core.families.megatron.open import read_megatron_arguments  # needs torch, as above
 
-            saved = megatron_arguments(args.load, args.ckpt_step)
+            saved = read_megatron_arguments(args.load, args.ckpt_step)
     except CheckpointError:
         return  # loading it reports what is wrong
     if isinstance(mean := saved.get("calculate_per_token_loss"), bool):
         args.calculate_per_token_loss, args.origins["calculate_per_token_loss"] = mean, "checkpoint"
 
 
-def _keep_null_vocab_size(args: argparse.Namespace) -> list[str]:
-    """Let a NullTokenizer go on with the ids that it had when the checkpoint was saved. Returns what to tell the user."""
+def _adopt_null_vocab_size(args: argparse.Namespace) -> list[str]:
+    """Set NullTokenizer's --vocab-size to what it meant when the checkpoint was saved. Return messages for the user."""
     path, step = (args.load, args.ckpt_step) if args.load else (args.pretrained_checkpoint, None)
     try:
-        saved = saved_values(path, step)
+        saved = saved_run_settings(path, step)
     except CheckpointError:
         from megatron.training.checkpoint.formats import (
-            foreign_settings,  # needs torch, which no other command line waits for
+            foreign_checkpoint_settings,  # needs torch, which no other command line waits for
         )
 
         try:
-            saved, _ = foreign_settings(path, step) or ({}, {})
+            saved, _ = foreign_checkpoint_settings(path, step) or ({}, {})
         except CheckpointError:
             return []  # loading it reports what is wrong
-    given, args.vocab_size = args.vocab_size, null_vocab_size(args.vocab_size, saved)
+    given, args.vocab_size = args.vocab_size, null_tokenizer_vocab_size(args.vocab_size, saved)
     return (
         []
         if args.vocab_size == given

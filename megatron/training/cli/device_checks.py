@@ -11,7 +11,7 @@ from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.kernels.low_precision import recipes
 from megatron.core.kernels.table import KernelRequirements, select_kernels
-from megatron.core.parallel.device import missing_compiler, pick_device
+from megatron.core.parallel.device import missing_compiler_reason, pick_device
 
 # Kernels of torch itself, of which is known on any machine what they can do on a GPU.
 _TORCH: Mapping[str, tuple[str, ...]] = {"attention": ("fused", "flash", "cudnn")}
@@ -23,9 +23,8 @@ def device_type() -> str:
 
 
 def machine_problems(config: RunConfig, device: str = "") -> list[tuple[str, str]]:
-    """(name of a rule, what to say) of what a device cannot do. device: cpu or cuda of another machine; "": this machine's own.
-
-    Of another machine is not known what is installed there, so that is not asked.
+    """Return (rule, message) for what the device cannot do of the run. device: cpu or cuda of another machine, where
+    installed software is not checked; "": this machine's.
     """
     here = device in ("", device_type())
     return [
@@ -33,14 +32,16 @@ def machine_problems(config: RunConfig, device: str = "") -> list[tuple[str, str
             ("machine", line)
             for line in _kernel_problems(config, torch.device(device) if device else pick_device(), here=here)
         ),
-        *(("machine", line) for line in (_missing_on_device(config, pick_device()) if here else ())),
+        *(("machine", line) for line in (_device_problems(config, pick_device()) if here else ())),
     ]
 
 
 def _kernel_problems(config: RunConfig, device: torch.device, *, here: bool) -> list[str]:
-    """Kernels that are asked for by name and cannot compute what the run needs."""
+    """Return a message for each kernel requested by name that cannot compute what the run needs.
+    here: the device is this machine's; else only torch's own kernels are checked.
+    """
     problems = []
-    for op, name in config.model.kernel_requests.items():
+    for op, name in config.model.all_requested_kernels.items():
         if name in ("", "auto") or not (here or name in _TORCH.get(op, ())):
             continue
         try:
@@ -50,22 +51,22 @@ def _kernel_problems(config: RunConfig, device: torch.device, *, here: bool) -> 
     return problems
 
 
-def _missing_on_device(config: RunConfig, device: torch.device) -> list[str]:
-    """What this machine lacks of what the run asks for."""
+def _device_problems(config: RunConfig, device: torch.device) -> list[str]:
+    """Return messages for what this machine lacks: a GPU for CUDA graphs, a compiler, low-precision support."""
     problems = []
     if device.type == "cpu" and config.graphs.cuda_graph_impl != "none":
         problems.append("--cuda-graph-impl local: there is no GPU to record for; leave it out")
     if (
         config.compilation.compile
         and config.compilation.compile_backend == "inductor"
-        and (lack := missing_compiler(device))
+        and (lack := missing_compiler_reason(device))
     ):
         problems.append(f"--compile: {lack}, or leave --compile out")
-    return [*problems, *filter(None, [recipes.unsupported_reason(config.precision.low, device)])]
+    return [*problems, *filter(None, [recipes.recipe_unsupported_reason(config.precision.low, device)])]
 
 
 def kernel_requirements(config: RunConfig, device: torch.device) -> KernelRequirements:
-    """What the run asks of its kernels on this device."""
+    """Return what the run's kernels must support on this device."""
     return KernelRequirements(
         device=device.type,
         dtype=getattr(torch, config.precision.dtype),
@@ -76,7 +77,7 @@ def kernel_requirements(config: RunConfig, device: torch.device) -> KernelRequir
         sinks=config.model.softmax_type != "vanilla",
         biased_scores=config.model.rope.position_embedding_type == "relative",
         attention_dropout=config.model.attention_dropout,
-        head_sizes=config.model.head_sizes,
+        head_sizes=config.model.key_and_value_head_sizes,
         uneven_heads=config.model.has_uneven_head_sizes,
         experts_cut=(config.parallel.expert_tensor_parallel_size or config.parallel.tp) > 1,
         overlapped_experts=config.model.moe.moe_shared_expert_overlap

@@ -23,8 +23,8 @@ MORE = (
 Section = tuple[str, str | None, list[argparse.Action]]  # title, description, flags
 
 
-class Help(argparse.Action):
-    """Prints the help that the words after it ask for, and ends."""
+class HelpAction(argparse.Action):
+    """Argparse action of --help: prints the help that its words ask for, and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **_: Any) -> None:
         super().__init__(
@@ -46,7 +46,7 @@ class Help(argparse.Action):
         """Print, and exit with 0; with 1 where nothing matches."""
         words = [word.lower() for word in values]
         text = (
-            first_screen(parser)
+            short_help(parser)
             if not words
             else parser.format_help()
             if words == ["all"]
@@ -57,7 +57,7 @@ class Help(argparse.Action):
 
 
 def help_groups(parser: argparse.ArgumentParser) -> Iterator[Section]:
-    """The groups of a parser, of flags that are listed."""
+    """Yield the parser's groups (title, description, actions) with their flags that are not hidden."""
     for group in parser._action_groups:
         actions = [
             action for action in group._group_actions if action.help is not argparse.SUPPRESS and action.option_strings
@@ -66,8 +66,8 @@ def help_groups(parser: argparse.ArgumentParser) -> Iterator[Section]:
             yield group.title, group.description, actions
 
 
-def first_screen(parser: argparse.ArgumentParser) -> str:
-    """One line of usage, the flags that most runs need, the groups, and how to see the rest."""
+def short_help(parser: argparse.ArgumentParser) -> str:
+    """Return the text of a plain --help: usage, the flags that most runs need, the groups, and how to see the rest."""
     every = list(help_groups(parser))
     common = {action.dest: action for _, _, actions in every for action in actions if action.dest in COMMON}
     titles = ", ".join(f"{title} ({len(actions)})" for title, _, actions in every)
@@ -81,22 +81,23 @@ def first_screen(parser: argparse.ArgumentParser) -> str:
 
 
 def search_help(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
-    """Groups whose title has all these words, whole; and of the others the flags whose spelling or help has them.
-
-    A word of up to three letters (rl, moe, tp) has to begin a word there.
+    """Return help on the groups whose title has all these words and, of other groups, on the flags whose spelling or
+    help has them; empty if nothing matches. A word of up to three letters (rl, moe, tp) must begin a word there.
     """
 
-    def has(word: str, text: str) -> bool:
+    def text_has_word(word: str, text: str) -> bool:
         return f" {word}" in f" {text}" if len(word) < 4 else word in text
 
-    def holds(text: str) -> bool:
+    def text_has_all_words(text: str) -> bool:
         plain = text.lower().replace("-", " ").replace("(", " ")
-        return all(has(word, plain) or "-" in word and word in text.lower() for word in words)
+        return all(text_has_word(word, plain) or "-" in word and word in text.lower() for word in words)
 
     matches: list[Section] = []
     for title, description, actions in help_groups(parser):
         chosen = (
-            actions if holds(title) else [one for one in actions if holds(f"{' '.join(one.option_strings)} {one.help}")]
+            actions
+            if text_has_all_words(title)
+            else [one for one in actions if text_has_all_words(f"{' '.join(one.option_strings)} {one.help}")]
         )
         if chosen:
             matches.append((title, description if chosen is actions else None, chosen))

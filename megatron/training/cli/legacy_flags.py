@@ -14,15 +14,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from megatron.training.cli.legacy_table import GROUPS, RENAMES, REPLACED, VALUES, FlagGroup, Kind
+from megatron.training.cli.legacy_table import GROUPS, RENAMES, REPLACED, VALUES, Kind, LegacyFlagGroup
 
 
 @dataclass(frozen=True, slots=True)
 class LegacyFlag:
-    """One flag and what becomes of it.
-
-    sentence: the reason, as a clause. takes_values: whether words may follow. harmless: values that change nothing here.
-    becomes: for a renamed flag, the words that stand for it. yields: those words give way to explicit settings.
+    """A Megatron flag that is not ours, and what becomes of it.
+    sentence: the reason, as a clause. takes_values: whether words may follow. harmless: values that change nothing
+    here.
+    becomes: for a renamed flag, the words that replace it. yields: those words give way to explicit settings.
     """
 
     flag: str
@@ -34,7 +34,7 @@ class LegacyFlag:
     yields: bool = False
 
 
-def _group_rows(group: FlagGroup) -> list[LegacyFlag]:
+def _legacy_flags_of_group(group: LegacyFlagGroup) -> list[LegacyFlag]:
     rows = [LegacyFlag(f"--{name}", group.kind, group.sentence) for name in group.switches.split()]
     for entry in group.values.split():
         name, _, harmless = entry.partition("=")
@@ -62,7 +62,7 @@ ROWS: tuple[LegacyFlag, ...] = (
         )
         for old in RENAMES
     ),
-    *(row for group in GROUPS for row in _group_rows(group)),
+    *(row for group in GROUPS for row in _legacy_flags_of_group(group)),
 )
 TABLE: Mapping[str, LegacyFlag] = MappingProxyType({row.flag: row for row in ROWS})
 FAMILIES: Mapping[str, LegacyFlag] = MappingProxyType({row.flag[:-1]: row for row in ROWS if row.flag.endswith("*")})
@@ -79,32 +79,33 @@ REPLACED_VALUES: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
 )
 
 
-def translate(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str], list[str]]:
-    """(the command line for argparse, sentences to show, errors). `known`: every spelling of our own flags."""
-    result = _Translation()
+def translate_legacy_flags(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str], list[str]]:
+    """Translate old and foreign flags: (the command line for argparse, messages to show, errors). known: every spelling
+    of our flags.
+    """
+    result = _LegacyTranslation()
     place = 0
     while place < len(argv):
         token, place = argv[place], place + 1
         name, glued, value = token.partition("=")
-        row = None if name in known or not _is_flag(token) else explain_flag(name, known)
+        row = None if name in known or not _is_flag(token) else find_legacy_flag(name, known)
         if row is None and name not in known:
             result.words.append(token)
             continue
-        given = [value] if glued else _values_at(argv, place) if row is None or row.takes_values else []
+        given = [value] if glued else _words_until_flag(argv, place) if row is None or row.takes_values else []
         place += 0 if glued else len(given)
         if row is None:
-            result.words += _known_flag(token, name, given, glued, result.messages, result.errors)
+            result.words += _translate_known_flag(token, name, given, glued, result.messages, result.errors)
         else:
-            result.add(row, name, given)
+            result.add_legacy_flag(row, name, given)
     result.messages += [_old_switch_message(formatted, row, result.words) for formatted, row in result.yielding]
     return result.front + result.words, list(dict.fromkeys(result.messages)), list(dict.fromkeys(result.errors))
 
 
 @dataclass
-class _Translation:
-    """A command line while it is translated.
-
-    front: words of old switches that explicit settings win over, which argparse must see first. yielding: those switches.
+class _LegacyTranslation:
+    """Result of the translation so far.
+    front: words of old switches that explicit settings override, put first. yielding: (text, row) of those switches.
     """
 
     front: list[str] = field(default_factory=list)
@@ -113,7 +114,7 @@ class _Translation:
     errors: list[str] = field(default_factory=list)
     yielding: list[tuple[str, LegacyFlag]] = field(default_factory=list)
 
-    def add(self, row: LegacyFlag, name: str, given: Sequence[str]) -> None:
+    def add_legacy_flag(self, row: LegacyFlag, name: str, given: Sequence[str]) -> None:
         """Translate one flag that is not ours, with its values."""
         formatted = " ".join([name, *given])
         if row.kind == "renamed":
@@ -122,24 +123,26 @@ class _Translation:
                 self.yielding.append((formatted, row))
             elif row.sentence:
                 self.messages.append(f"{formatted} is understood as {' '.join([*row.becomes, *given])}")
-        elif (accepted := _accepted_as(row, given)) is not None:
+        elif (accepted := _acceptance_text(row, given)) is not None:
             self.messages.append(f"{formatted} is {accepted}: {row.sentence}")
         else:
             advice = "; leave it out" if row.kind == "later" and ";" not in row.sentence else ""
             self.errors.append(f"{formatted}: {row.sentence}{advice}")
 
 
-def _accepted_as(row: LegacyFlag, given: Sequence[str]) -> str | None:
-    """How a flag that is not ours is taken; None: it is refused."""
+def _acceptance_text(row: LegacyFlag, given: Sequence[str]) -> str | None:
+    """Return how a flag that is not ours is accepted ('ignored' ..), or None if it is refused."""
     if row.kind == "ignored":
         return "ignored"
-    return "accepted, as it changes nothing" if _changes_nothing(row, given) else None
+    return "accepted, as it changes nothing" if _has_harmless_values(row, given) else None
 
 
-def _known_flag(
+def _translate_known_flag(
     token: str, name: str, given: list[str], glued: str, messages: list[str], errors: list[str]
 ) -> list[str]:
-    """The words of a flag of ours, with those of its values that only Megatron has replaced, or put on the list of errors."""
+    """Return the words of one of our flags, with values replaced that only Megatron has; adds to `messages` and
+    `errors`.
+    """
     errors += [f"{name} {word}: {REFUSED_VALUES[name, word]}" for word in given if (name, word) in REFUSED_VALUES]
     if not any((name, word) in REPLACED_VALUES for word in given):
         return [token] if glued else [token, *given]
@@ -154,14 +157,18 @@ def _known_flag(
 def _old_switch_message(formatted: str, row: LegacyFlag, words: Sequence[str]) -> str:
     """How an old switch is understood, and which explicit settings win over it."""
     flags = [word for word in row.becomes if _is_flag(word)]
-    winners = [" ".join([word, *_values_at(words, place + 1)]) for place, word in enumerate(words) if word in flags]
+    winners = [
+        " ".join([word, *_words_until_flag(words, place + 1)]) for place, word in enumerate(words) if word in flags
+    ]
     return f"{formatted} is understood as {' '.join(row.becomes)}" + (
         f", which gives way to {' '.join(winners)}" if winners else ""
     )
 
 
-def explain_flag(flag: str, known: Collection[str]) -> LegacyFlag | None:
-    """What becomes of a flag that is not one of ours; None if nobody knows it."""
+def find_legacy_flag(flag: str, known: Collection[str]) -> LegacyFlag | None:
+    """Return the table's row for a flag that is not one of ours, also for a prefix or a negation; None if it is
+    unknown.
+    """
     if flag in TABLE:
         return TABLE[flag]
     family = next((row for prefix, row in FAMILIES.items() if flag.startswith(prefix)), None)
@@ -190,19 +197,20 @@ def _is_flag(token: str) -> bool:
     return re.match(r"--?[A-Za-z]", token) is not None
 
 
-def _values_at(argv: Sequence[str], place: int) -> list[str]:
-    """The words from here up to the next flag."""
+def _words_until_flag(argv: Sequence[str], place: int) -> list[str]:
+    """Return the words from this index up to the next flag."""
     end = place
     while end < len(argv) and not _is_flag(argv[end]):
         end += 1
     return list(argv[place:end])
 
 
-def _changes_nothing(row: LegacyFlag, given: Sequence[str]) -> bool:
-    return bool(given) and all(any(_same_value(word, harmless) for harmless in row.harmless) for word in given)
+def _has_harmless_values(row: LegacyFlag, given: Sequence[str]) -> bool:
+    """Whether values are given and all are among the row's harmless ones."""
+    return bool(given) and all(any(_equal_flag_values(word, harmless) for harmless in row.harmless) for word in given)
 
 
-def _same_value(word: str, other: str) -> bool:
+def _equal_flag_values(word: str, other: str) -> bool:
     """Equal as numbers if both are numbers, else as words."""
     try:
         return float(word) == float(other)

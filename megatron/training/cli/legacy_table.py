@@ -23,7 +23,7 @@ Kind = Literal["renamed", "ignored", "later", "refused"]
 
 
 @dataclass(frozen=True, slots=True)
-class FlagGroup:
+class LegacyFlagGroup:
     """One reason, and the flags it holds for. A name that ends in * stands for all that begin so."""
 
     kind: Kind
@@ -33,10 +33,9 @@ class FlagGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Rename:
-    """An old spelling. `words`: what stands for it now; the old flag's values follow if `keeps_values`.
-
-    yields: the words go to the front of the command line, where any explicit setting that follows wins over them.
+class FlagRename:
+    """An old spelling of a flag. words: what replaces it; the old flag's values follow if `keeps_values`.
+    yields: the words go to the front of the command line, where any explicit setting that follows overrides them.
     """
 
     flag: str
@@ -46,32 +45,32 @@ class Rename:
 
 
 RENAMES = (
-    Rename("--batch-size", ("--micro-batch-size",)),
-    Rename("--model-parallel-size", ("--tensor-model-parallel-size",)),
-    Rename("--warmup", ("--lr-warmup-fraction",)),
-    Rename("--bundle-weights", ("--failure-dump-weights",), keeps_values=False),
-    Rename("--ledger", ("--run-log",)),
-    Rename("--layernorm-epsilon", ("--norm-epsilon",)),
-    Rename("--override-lr-scheduler", ("--override-opt-param-scheduler",), keeps_values=False),
-    Rename("--use-checkpoint-lr-scheduler", ("--use-checkpoint-opt-param-scheduler",), keeps_values=False),
-    Rename("--use-rotary-position-embeddings", ("--position-embedding-type", "rope"), keeps_values=False),
-    Rename("--no-position-embedding", ("--position-embedding-type", "none"), keeps_values=False, yields=True),
-    Rename("--checkpoint-activations", ("--recompute-granularity", "full", "--recompute-method", "uniform",
+    FlagRename("--batch-size", ("--micro-batch-size",)),
+    FlagRename("--model-parallel-size", ("--tensor-model-parallel-size",)),
+    FlagRename("--warmup", ("--lr-warmup-fraction",)),
+    FlagRename("--bundle-weights", ("--failure-dump-weights",), keeps_values=False),
+    FlagRename("--ledger", ("--run-log",)),
+    FlagRename("--layernorm-epsilon", ("--norm-epsilon",)),
+    FlagRename("--override-lr-scheduler", ("--override-opt-param-scheduler",), keeps_values=False),
+    FlagRename("--use-checkpoint-lr-scheduler", ("--use-checkpoint-opt-param-scheduler",), keeps_values=False),
+    FlagRename("--use-rotary-position-embeddings", ("--position-embedding-type", "rope"), keeps_values=False),
+    FlagRename("--no-position-embedding", ("--position-embedding-type", "none"), keeps_values=False, yields=True),
+    FlagRename("--checkpoint-activations", ("--recompute-granularity", "full", "--recompute-method", "uniform",
                                         "--recompute-num-layers", "1"), keeps_values=False, yields=True),
-    Rename("--checkpoint-num-layers", ("--recompute-num-layers",)),
-    Rename("--activations-checkpoint-method", ("--recompute-granularity", "full", "--recompute-method")),
-    Rename("--activations-checkpoint-num-layers", ("--recompute-num-layers",)),
-    Rename("--moe-layer-recompute", ("--recompute-granularity", "selective", "--recompute-modules", "moe"), keeps_values=False, yields=True),
-    Rename("--distribute-checkpointed-activations", ("--distribute-saved-activations",), keeps_values=False),
-    Rename("--no-tp-comm-split-ag", ("--no-tp-comm-overlap-ag",), keeps_values=False),
-    Rename("--no-tp-comm-split-rs", ("--no-tp-comm-overlap-rs",), keeps_values=False),
+    FlagRename("--checkpoint-num-layers", ("--recompute-num-layers",)),
+    FlagRename("--activations-checkpoint-method", ("--recompute-granularity", "full", "--recompute-method")),
+    FlagRename("--activations-checkpoint-num-layers", ("--recompute-num-layers",)),
+    FlagRename("--moe-layer-recompute", ("--recompute-granularity", "selective", "--recompute-modules", "moe"), keeps_values=False, yields=True),
+    FlagRename("--distribute-checkpointed-activations", ("--distribute-saved-activations",), keeps_values=False),
+    FlagRename("--no-tp-comm-split-ag", ("--no-tp-comm-overlap-ag",), keeps_values=False),
+    FlagRename("--no-tp-comm-split-rs", ("--no-tp-comm-overlap-rs",), keeps_values=False),
     # What ModelOpt's entry of Megatron sets; the published gpt-oss was trained on 4,096 positions before, which is for the user to say.
-    Rename("--enable-gpt-oss", ("--position-embedding-type", "yarn", "--rotary-scaling-factor", "32", "--yarn-original-max-position-embeddings",
+    FlagRename("--enable-gpt-oss", ("--position-embedding-type", "yarn", "--rotary-scaling-factor", "32", "--yarn-original-max-position-embeddings",
                                 "131072", "--yarn-beta-fast", "32", "--yarn-beta-slow", "1", "--mscale", "1", "--mscale-all-dim", "0",
                                 "--no-yarn-correction-range-round-to-int"), keeps_values=False, yields=True),
-    Rename("--enable-cuda-graph", ("--cuda-graph-impl", "local"), keeps_values=False),
-    Rename("--s3-cache-path", ("--object-storage-cache-path",)),
-    Rename("--exit-signal-handler-for-training", ("--exit-signal-handler",), keeps_values=False),
+    FlagRename("--enable-cuda-graph", ("--cuda-graph-impl", "local"), keeps_values=False),
+    FlagRename("--s3-cache-path", ("--object-storage-cache-path",)),
+    FlagRename("--exit-signal-handler-for-training", ("--exit-signal-handler",), keeps_values=False),
 )
 
 # Values of our own flags that change nothing here: flag, values, the word that stands for each ("" for none), reason.
@@ -102,22 +101,22 @@ VALUES = (
 )
 
 IGNORED = (
-    FlagGroup("ignored", "there is one implementation of the models",
+    LegacyFlagGroup("ignored", "there is one implementation of the models",
           switches="use-mcore-models use-legacy-models enable-experimental"),
-    FlagGroup("ignored", "kernels are chosen for each operation by what the machine has, and compute the same function",
+    LegacyFlagGroup("ignored", "kernels are chosen for each operation by what the machine has, and compute the same function",
           switches="use-flash-attn no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion "
                    "no-rope-fusion cross-entropy-loss-fusion no-persist-layer-norm "
                    "disable-jit-fuser no-gradient-reduce-div-fusion use-fused-weighted-squared-relu "
                    "fused-residual-rmsnorm use-transformer-engine-op-fuser use-te-activation-func "
                    "use-grouped-gemm-for-dense-mlp disable-bf16-reduced-precision-matmul",
           values="flash-attention-version"),
-    FlagGroup("ignored", "rows of an expert are filled up where a product of 8 bits needs it, and not by the router",
+    LegacyFlagGroup("ignored", "rows of an expert are filled up where a product of 8 bits needs it, and not by the router",
           switches="moe-router-padding-for-quantization moe-router-padding-for-fp8"),
-    FlagGroup("ignored", "softmax and loss are always summed in fp32",
+    LegacyFlagGroup("ignored", "softmax and loss are always summed in fp32",
           switches="attention-softmax-in-fp32 fp16-lm-cross-entropy"),
-    FlagGroup("ignored", "with the softmax in fp32 the two factors cancel out and are not needed",
+    LegacyFlagGroup("ignored", "with the softmax in fp32 the two factors cancel out and are not needed",
           switches="apply-query-key-layer-scaling no-query-key-layer-scaling"),
-    FlagGroup("ignored", "it changes when ranks talk, not what they compute, and is not available here",
+    LegacyFlagGroup("ignored", "it changes when ranks talk, not what they compute, and is not available here",
           switches="defer-embedding-wgrad-compute overlap-p2p-communication-warmup-flush "
                    "overlap-param-gather-with-optimizer-step no-align-grad-reduce no-align-param-gather "
                    "delay-param-gather no-delay-grad-reduce no-async-tensor-model-parallel-allreduce "
@@ -126,32 +125,32 @@ IGNORED = (
           values="wgrad-deferral-limit DDP-impl "
                  "pipeline-model-parallel-comm-backend suggested-communication-unit-size symmetric-ar-type "
                  "train-sync-interval"),
-    FlagGroup("ignored", "behind the first product of a backward pass an input is always gathered again, and behind the second its gradient summed",
+    LegacyFlagGroup("ignored", "behind the first product of a backward pass an input is always gathered again, and behind the second its gradient summed",
           switches="no-tp-comm-bulk-wgrad no-tp-comm-bulk-dgrad"),
-    FlagGroup("ignored", "--tp-comm-overlap sends pieces by the transport of the run", values="tp-comm-overlap-cfg tp-comm-bootstrap-backend"),
-    FlagGroup("ignored", "the network library is tuned through its own environment variables",
+    LegacyFlagGroup("ignored", "--tp-comm-overlap sends pieces by the transport of the run", values="tp-comm-overlap-cfg tp-comm-bootstrap-backend"),
+    LegacyFlagGroup("ignored", "the network library is tuned through its own environment variables",
           switches="use-sharp use-nccl-ub disable-symmetric-registration initialize-socket-comms",
           values="nccl-communicator-config-path high-priority-stream-groups sharp-enabled-group "
                  "distributed-timeout-seconds-after-init"),
-    FlagGroup("ignored", "PyTorch's flight recorder is switched on by its own environment variables",
+    LegacyFlagGroup("ignored", "PyTorch's flight recorder is switched on by its own environment variables",
           switches="no-flight-recorder-dump-on-timeout flight-recorder-include-stack-trace "
                    "no-flight-recorder-include-only-active no-flight-recorder-extra-dump-on-exec",
           values="flight-recorder-dump-path flight-recorder-trace-buffer-size"),
-    FlagGroup("ignored", "each rank learns its place from the launcher's environment",
+    LegacyFlagGroup("ignored", "each rank learns its place from the launcher's environment",
           switches="lazy-mpu-init", values="local-rank local_rank"),
-    FlagGroup("ignored", "groups for the CPU are made where they are needed", switches="disable-gloo-process-groups"),
-    FlagGroup("ignored", "models are always built without memory first and filled rank by rank",
+    LegacyFlagGroup("ignored", "groups for the CPU are made where they are needed", switches="disable-gloo-process-groups"),
+    LegacyFlagGroup("ignored", "models are always built without memory first and filled rank by rank",
           switches="init-model-with-meta-device no-initialization"),
-    FlagGroup("ignored", "random streams are always kept by name",
+    LegacyFlagGroup("ignored", "random streams are always kept by name",
           switches="te-rng-tracker inference-rng-tracker use-same-sampling-seed-across-dp-ranks"),
-    FlagGroup("ignored", "masks are made where attention is computed, never by the data loader",
+    LegacyFlagGroup("ignored", "masks are made where attention is computed, never by the data loader",
           switches="no-create-attention-mask-in-dataloader"),
-    FlagGroup("ignored", "it only shortens the start with very many data files",
+    LegacyFlagGroup("ignored", "it only shortens the start with very many data files",
           switches="dataloader-fast-cache-load dataloader-defer-npy-index-mmap mmap-warmup",
           values="per-dataset-sequences-path"),
-    FlagGroup("ignored", "the weights of a blend are always normalised",
+    LegacyFlagGroup("ignored", "the weights of a blend are always normalised",
           switches="renormalize-blend-weights"),
-    FlagGroup("ignored", "there is one checkpoint format; it is saved in parallel and loads into any layout",
+    LegacyFlagGroup("ignored", "there is one checkpoint format; it is saved in parallel and loads into any layout",
           switches="auto-detect-ckpt-format use-dist-ckpt ckpt-fully-parallel-save ckpt-fully-parallel-load "
                    "no-ckpt-fully-parallel-save ckpt-assume-constant-structure dist-ckpt-optim-fully-reshardable "
                    "dist-ckpt-save-pre-mcore-014 ckpt-convert-update-legacy-dist-opt-format "
@@ -160,59 +159,59 @@ IGNORED = (
                    "ckpt-drop-redundant-extra-state no-strict-fsdp-dtensor-load no-stream-ckpt-dequant",
           values="ckpt-fully-parallel-load-exchange-algo ckpt-fully-parallel-save-process-group "
                  "ckpt-fully-parallel-load-process-group ckpt-pg-tensors-cache-path dist-ckpt-workers"),
-    FlagGroup("ignored", "checkpoints are saved in this project's one format; those of Megatron are read as they are, "
+    LegacyFlagGroup("ignored", "checkpoints are saved in this project's one format; those of Megatron are read as they are, "
                      "and tools/checkpoint/convert.py writes them", values="ckpt-format dist-ckpt-format"),
-    FlagGroup("ignored", "the optimizer's state is cut over all data-parallel ranks, which takes less memory and gives the same numbers",
+    LegacyFlagGroup("ignored", "the optimizer's state is cut over all data-parallel ranks, which takes less memory and gives the same numbers",
           values="num-distributed-optimizer-instances"),
-    FlagGroup("ignored", "how many processors of a GPU send tokens to experts is left to the library that sends them",
+    LegacyFlagGroup("ignored", "how many processors of a GPU send tokens to experts is left to the library that sends them",
           values="moe-flex-dispatcher-num-sms moe-deepep-num-sms moe-hybridep-num-sms moe-hybridep-num-blocks-permute "
                  "moe-hybridep-num-blocks-unpermute moe-hybridep-num-sms-preprocessing"),
-    FlagGroup("ignored", "names and shapes of a checkpoint must fit the model, whatever this says",
+    LegacyFlagGroup("ignored", "names and shapes of a checkpoint must fit the model, whatever this says",
           values="dist-ckpt-strictness"),
-    FlagGroup("ignored", "--async-save writes from a thread of each rank, and needs no other process",
+    LegacyFlagGroup("ignored", "--async-save writes from a thread of each rank, and needs no other process",
           switches="use-persistent-ckpt-worker async-ckpt-use-cpu-shm",
           values="async-strategy async-ckpt-cpu-priority async-ckpt-io-priority"),
-    FlagGroup("ignored", "a tokenizer is data: no code that comes with it is run", switches="trust-remote-code"),
-    FlagGroup("ignored", "HuggingFaceTokenizer always reads tokenizer.json with the tokenizers package",
+    LegacyFlagGroup("ignored", "a tokenizer is data: no code that comes with it is run", switches="trust-remote-code"),
+    LegacyFlagGroup("ignored", "HuggingFaceTokenizer always reads tokenizer.json with the tokenizers package",
           switches="tokenizer-hf-no-use-fast"),
-    FlagGroup("ignored", "SentencePieceTokenizer always has <CLS>, <SEP>, <EOD> and <MASK>; GPTSentencePieceTokenizer has the "
+    LegacyFlagGroup("ignored", "SentencePieceTokenizer always has <CLS>, <SEP>, <EOD> and <MASK>; GPTSentencePieceTokenizer has the "
                      "model's own pieces alone", switches="tokenizer-sentencepiece-legacy"),
-    FlagGroup("ignored", "gigatoken is used wherever it is installed and gives the same ids", switches="use-gigatoken"),
-    FlagGroup("ignored", "the tokenizer's files stay where they are", switches="no-save-tokenizer-assets"),
-    FlagGroup("ignored", "--profile always records with PyTorch's profiler, shapes included",
+    LegacyFlagGroup("ignored", "gigatoken is used wherever it is installed and gives the same ids", switches="use-gigatoken"),
+    LegacyFlagGroup("ignored", "the tokenizer's files stay where they are", switches="no-save-tokenizer-assets"),
+    LegacyFlagGroup("ignored", "--profile always records with PyTorch's profiler, shapes included",
           switches="use-pytorch-profiler pytorch-profiler-collect-shapes record-shapes"),
-    FlagGroup("ignored", "TensorBoard always gets the batch size and the learning rate",
+    LegacyFlagGroup("ignored", "TensorBoard always gets the batch size and the learning rate",
           switches="log-batch-size-to-tensorboard no-log-learnig-rate-to-tensorboard"),
-    FlagGroup("ignored", "services outside of the run are not called, and it trains without them",
+    LegacyFlagGroup("ignored", "services outside of the run are not called, and it trains without them",
           switches="enable-one-logger no-one-logger one-logger-async otel-enabled adlr-autoresume enable-ft-package "
                    "calc-ft-timeouts run-workload-inspector-server enable-msc disable-msc",
           values="one-logger-project one-logger-run-name app-tag-run-name app-tag-run-version otel-service-name "
                  "otel-span-groups adlr-autoresume-interval ft-num-warmup-iters config-logger-dir"),
-    FlagGroup("ignored", "garbage is collected around every evaluation when --manual-gc is on", switches="no-manual-gc-eval"),
-    FlagGroup("ignored", "a signal is noticed at the end of each step, wherever it arrives",
+    LegacyFlagGroup("ignored", "garbage is collected around every evaluation when --manual-gc is on", switches="no-manual-gc-eval"),
+    LegacyFlagGroup("ignored", "a signal is noticed at the end of each step, wherever it arrives",
           switches="exit-signal-handler-for-dataloader"),
-    FlagGroup("ignored", "it is a hook for tests of Megatron itself", switches="test-mode"),
+    LegacyFlagGroup("ignored", "it is a hook for tests of Megatron itself", switches="test-mode"),
 )
 
 LATER = (
-    FlagGroup("later", "layers are this project's own and choose a kernel for each operation; no library brings whole layers",
+    LegacyFlagGroup("later", "layers are this project's own and choose a kernel for each operation; no library brings whole layers",
           switches="use-te", values="te-precision-config-file"),
-    FlagGroup("later", "embeddings of a BERT are not part of its training", switches="output-bert-embeddings",
+    LegacyFlagGroup("later", "embeddings of a BERT are not part of its training", switches="output-bert-embeddings",
           values="bert-embedder-type bert-load"),
-    FlagGroup("refused", "encoder and decoder are one line of layers, cut as --pipeline-model-parallel-size and the flags of the "
+    LegacyFlagGroup("refused", "encoder and decoder are one line of layers, cut as --pipeline-model-parallel-size and the flags of the "
                      "split say, on the same ranks; see --pipeline-model-parallel-layout",
           values="pipeline-model-parallel-split-rank encoder-tensor-model-parallel-size=0 "
                  "encoder-pipeline-model-parallel-size=0"),
-    FlagGroup("later", "muP is not built yet", switches="use-mup",
+    LegacyFlagGroup("later", "muP is not built yet", switches="use-mup",
           values="mup-base-hidden-size mup-width-mult mup-embedding-mult mup-output-mult mup-base-head-dim "
                  "mup-attn-scale-power"),
-    FlagGroup("later", "latent vectors are not kept by training, and their projections are not fused",
+    LegacyFlagGroup("later", "latent vectors are not kept by training, and their projections are not fused",
           switches="cache-mla-latents mla-down-proj-fusion"),
-    FlagGroup("ignored", "kernels are chosen for each operation by what the machine has, and compute the same function",
+    LegacyFlagGroup("ignored", "kernels are chosen for each operation by what the machine has, and compute the same function",
           switches="moe-router-fusion moe-permute-fusion use-grouped-gemm-for-shared-expert moe-use-grouped-tensor "
                    "moe-single-grouped-weight moe-single-grouped-bias moe-permute-fusion-into-hybridep"),
-    FlagGroup("refused", "say over how many ranks each expert is cut with --expert-tensor-parallel-size", switches="moe-extended-tp"),
-    FlagGroup("later", "this part of mixture-of-experts layers is not built yet",
+    LegacyFlagGroup("refused", "say over how many ranks each expert is cut with --expert-tensor-parallel-size", switches="moe-extended-tp"),
+    LegacyFlagGroup("later", "this part of mixture-of-experts layers is not built yet",
           switches="overlap-dispatch-backward-with-experts-wgrad ep-overlap-early-attn-memory-release "
                    "moe-hybridep-pad-uneven-dispatch-inputs moe-pad-experts-for-cuda-graph-inference "
                    "moe-apply-probs-on-input moe-ncclep-zero-copy moe-ncclep-static-shape high-priority-a2a-comm-stream "
@@ -224,16 +223,16 @@ LATER = (
                  "moe-mlp-glu-interleave-size moe-expert-rank-capacity-factor "
                  "expert-tensor-parallel-num-weight-shards=1 moe-routing-trace-path "
                  "moe-routing-trace-max-training-iters"),
-    FlagGroup("later", "this part of multi-token prediction is not built yet", switches="mtp-standalone mtp-hsm"),
-    FlagGroup("refused", "layers of multi-token prediction stand in --hybrid-layer-pattern, behind a / for each depth",
+    LegacyFlagGroup("later", "this part of multi-token prediction is not built yet", switches="mtp-standalone mtp-hsm"),
+    LegacyFlagGroup("refused", "layers of multi-token prediction stand in --hybrid-layer-pattern, behind a / for each depth",
           values="mtp-hybrid-override-pattern"),
-    FlagGroup("ignored", "the layers are those of --hybrid-layer-pattern, and scans are computed by the kernel that suits the machine",
+    LegacyFlagGroup("ignored", "the layers are those of --hybrid-layer-pattern, and scans are computed by the kernel that suits the machine",
           switches="is-hybrid-model disable-mamba-mem-eff-path"),
-    FlagGroup("refused", "states of scans are computed and kept in fp32", values="mamba-training-ssm-states-dtype=fp32"),
-    FlagGroup("refused", "layers with a state are Mamba-2 (M) and the gated delta net (G); there are no gated delta products",
+    LegacyFlagGroup("refused", "states of scans are computed and kept in fp32", values="mamba-training-ssm-states-dtype=fp32"),
+    LegacyFlagGroup("refused", "layers with a state are Mamba-2 (M) and the gated delta net (G); there are no gated delta products",
           switches="gdp-cutedsl-kernel",
           values="gdp-num-householder gdp-num-chunk-states-to-recompute"),
-    FlagGroup("later", "Megatron's own sharding of weights over data-parallel ranks is not built yet; --use-torch-fsdp2 shards "
+    LegacyFlagGroup("later", "Megatron's own sharding of weights over data-parallel ranks is not built yet; --use-torch-fsdp2 shards "
                    "weights, gradients and the optimizer's state",
           switches="use-megatron-fsdp use-custom-fsdp fsdp-double-buffer fsdp-manual-registration megatron-fsdp-enable-fine-grained-param-gather "
                    "megatron-fsdp-max-pool-double-buffer fsdp-db-use-persist-buf-on-alloc-fail "
@@ -241,32 +240,32 @@ LATER = (
           values="data-parallel-sharding-strategy=no_shard|optim_grads_params outer-dp-sharding-strategy=no_shard "
                  "megatron-fsdp-version megatron-fsdp-main-params-dtype "
                  "megatron-fsdp-main-grads-dtype megatron-fsdp-grad-comm-dtype"),
-    FlagGroup("ignored", "weights of 8 bits are gathered where they stay", switches="reuse-grad-buf-for-mxfp8-param-ag"),
-    FlagGroup("refused", "the output layer keeps the format of the run", switches="fp8-output-proj"),
-    FlagGroup("refused", "recipes are those of --fp8-recipe and --fp4-recipe, with scales that are found anew in every step",
+    LegacyFlagGroup("ignored", "weights of 8 bits are gathered where they stay", switches="reuse-grad-buf-for-mxfp8-param-ag"),
+    LegacyFlagGroup("refused", "the output layer keeps the format of the run", switches="fp8-output-proj"),
+    LegacyFlagGroup("refused", "recipes are those of --fp8-recipe and --fp4-recipe, with scales that are found anew in every step",
           switches="use-kitchen-attention",
           values="fp8-quantizer-factory fp4-quantizer-factory kitchen-attention-backend fp8-interval=1"),
-    FlagGroup("later", "another precision of logits or of gradient sums is not built yet",
+    LegacyFlagGroup("later", "another precision of logits or of gradient sums is not built yet",
           switches="ddp-reduce-scatter-with-fp32-accumulation",
           values="output-logit-dtype ddp-param-name-patterns-for-fp32-local-accumulation"),
-    FlagGroup("ignored", "a symmetric product is computed as any other", switches="muon-use-syrk"),
-    FlagGroup("ignored", "the update in the CPU's memory is always torch's", switches="use-torch-optimizer-for-cpu-offload"),
-    FlagGroup("later", "this way of keeping activations in CPU memory is not built yet; see --cpu-offloading-num-layers and --offload-modules",
+    LegacyFlagGroup("ignored", "a symmetric product is computed as any other", switches="muon-use-syrk"),
+    LegacyFlagGroup("ignored", "the update in the CPU's memory is always torch's", switches="use-torch-optimizer-for-cpu-offload"),
+    LegacyFlagGroup("later", "this way of keeping activations in CPU memory is not built yet; see --cpu-offloading-num-layers and --offload-modules",
           switches="delay-offload-until-cuda-graph cpu-offloading-retain-pinned-cpu-buffers moe-paged-stash",
           values="delta-offload-bytes-across-pp-ranks activation-offload-fraction "
                  "fine-grained-offloading-max-inflight-offloads moe-paged-stash-page-size "
                  "moe-paged-stash-buffer-size-factor-cuda moe-paged-stash-buffer-size-factor-cpu"),
-    FlagGroup("later", "the update is not recorded as a CUDA graph; --cuda-graph-impl local records the layers", switches="optimizer-cuda-graph"),
-    FlagGroup("refused", "no library records the layers; say --cuda-graph-impl local", switches="external-cuda-graph"),
-    FlagGroup("later", "evaluation beside the plain loop of --eval-iters is not built yet",
+    LegacyFlagGroup("later", "the update is not recorded as a CUDA graph; --cuda-graph-impl local records the layers", switches="optimizer-cuda-graph"),
+    LegacyFlagGroup("refused", "no library records the layers; say --cuda-graph-impl local", switches="external-cuda-graph"),
+    LegacyFlagGroup("later", "evaluation beside the plain loop of --eval-iters is not built yet",
           switches="multiple-validation-sets",
           values="eval-micro-batch-size start-eval-at-iter=0 validation-set-names"),
-    FlagGroup("refused", "tools/checkpoint/convert.py writes a checkpoint in another format", values="ckpt-convert-format ckpt-convert-save"),
-    FlagGroup("later", "checkpoints beside those of --save-interval are not built yet",
+    LegacyFlagGroup("refused", "tools/checkpoint/convert.py writes a checkpoint in another format", values="ckpt-convert-format ckpt-convert-save"),
+    LegacyFlagGroup("later", "checkpoints beside those of --save-interval are not built yet",
           values="non-persistent-save-interval non-persistent-ckpt-type non-persistent-global-ckpt-dir"),
-    FlagGroup("later", "this check or choice on loading is not built yet; --ckpt-step chooses the iteration to load",
+    LegacyFlagGroup("later", "this check or choice on loading is not built yet; --ckpt-step chooses the iteration to load",
           switches="load-main-params-from-ckpt", values="override-ckpt-iteration"),
-    FlagGroup("later", "this report is not built yet",
+    LegacyFlagGroup("later", "this report is not built yet",
           switches="log-energy log-max-attention-logit "
                    "record-memory-history nvtx-ranges log-device-memory-used pytorch-profiler-collect-chakra "
                    "pytorch-profiler-collect-callstack "
@@ -274,20 +273,20 @@ LATER = (
           values="memory-snapshot-path=snapshot.pickle "
                  "save-params-interval save-activations-interval save-tokens-per-expert-interval save-wgrads-interval "
                  "save-dgrads-interval"),
-    FlagGroup("later", "a dry run on one machine is not built yet", switches="fake-process-group"),
-    FlagGroup("later", "this training setting is not built yet",
+    LegacyFlagGroup("later", "a dry run on one machine is not built yet", switches="fake-process-group"),
+    LegacyFlagGroup("later", "this training setting is not built yet",
           switches="freeze-all-layers batch-invariant-mode",
           values="no-weight-decay-cond-type phase-transition-iterations mlp-chunks-for-training "
                  "tensor-parallel-num-weight-shards=1 batch-invariant-backend"),
-    FlagGroup("ignored", "training generates no text; tools/generate.py takes it",
+    LegacyFlagGroup("ignored", "training generates no text; tools/generate.py takes it",
           switches="enable-chunked-prefill inference-dynamic-batching-prefix-caching",
           values="inference-max-requests inference-max-batch-size inference-max-seq-length inference-dynamic-batching-max-requests "
                  "inference-dynamic-batching-max-tokens inference-dynamic-batching-buffer-size-gb "
                  "inference-dynamic-batching-block-size inference-dynamic-batching-prefix-caching-mamba-gb "
                  "mamba-inference-conv-states-dtype mamba-inference-ssm-states-dtype num-speculative-tokens"),
-    FlagGroup("ignored", "training generates no text", values="inference-dynamic-batching-num-cuda-graphs"),
-    FlagGroup("ignored", "text generation has one engine, which batches requests as they come", switches="inference-dynamic-batching flash-decode"),
-    FlagGroup("later", "this setting of text generation is not built, and a training run has no use for it",
+    LegacyFlagGroup("ignored", "training generates no text", values="inference-dynamic-batching-num-cuda-graphs"),
+    LegacyFlagGroup("ignored", "text generation has one engine, which batches requests as they come", switches="inference-dynamic-batching flash-decode"),
+    LegacyFlagGroup("later", "this setting of text generation is not built, and a training run has no use for it",
           switches="use-legacy-static-engine inference-dynamic-batching-track-paused-request-events "
                    "inference-dynamic-batching-track-generated-token-events decode-only-cuda-graphs "
                    "inference-cuda-graph-all-prefills inference-text-gen-server-logging inference-wandb-logging "
@@ -307,15 +306,15 @@ LATER = (
                  "inference-logging-step-interval inference-coordinator-port inference-shards inference-grouped-gemm-backend "
                  "inference-moe-token-dispatcher-type mlp-chunks-for-prefill temperature top_k top_p out-seq-length "
                  "prompts num-tokens-to-generate model-provider"),
-    FlagGroup("later", "multimodal models have one layout, and prompts come from the data",
+    LegacyFlagGroup("later", "multimodal models have one layout, and prompts come from the data",
           values="prompt-path llm-tp"),
-    FlagGroup("refused", "a multimodal model's decoder has the shape that its flags say, or --use-checkpoint-args its checkpoint",
+    LegacyFlagGroup("refused", "a multimodal model's decoder has the shape that its flags say, or --use-checkpoint-args its checkpoint",
           values="language-model-type"),
-    FlagGroup("ignored", "the state of a data loader is not saved: the number of consumed samples says what comes next",
+    LegacyFlagGroup("ignored", "the state of a data loader is not saved: the number of consumed samples says what comes next",
           values="dataloader-save"),
-    FlagGroup("later", "Retro is not built yet", values="retro-* retriever-seq-length=256"),
-    FlagGroup("ignored", "train_rl.py trains by reinforcement learning, and no other script does", switches="perform-rl-step"),
-    FlagGroup("later", "a flag of reinforcement learning; start train_rl.py, which takes it",
+    LegacyFlagGroup("later", "Retro is not built yet", values="retro-* retriever-seq-length=256"),
+    LegacyFlagGroup("ignored", "train_rl.py trains by reinforcement learning, and no other script does", switches="perform-rl-step"),
+    LegacyFlagGroup("later", "a flag of reinforcement learning; start train_rl.py, which takes it",
           switches="grpo-filter-groups-with-same-reward rl-inference-logprobs-is-correction rl-use-sequence-packing "
                    "rl-verify-model-weights-swap rl-partial-rollouts rl-offload-optimizer-during-inference "
                    "rl-offload-inference-model-weights-when-idle",
@@ -325,93 +324,93 @@ LATER = (
                  "rl-max-inflight-requests rl-rollout-bank-max-bytes "
                  "rl-inference-tensor-model-parallel-size rl-inference-pipeline-model-parallel-size "
                  "rl-inference-expert-model-parallel-size rl-inference-expert-tensor-model-parallel-size"),
-    FlagGroup("ignored", "weights are copied to the network that generates by one all-to-all of the run's own transport", values="refit-method"),
-    FlagGroup("ignored", "every round of rollouts is kept in --rl-rollout-bank-dir", switches="rl-durable-rollout-bank"),
-    FlagGroup("refused", "weights change between rounds, so that keys and values of earlier rounds are never used again: every round has a cache of its "
+    LegacyFlagGroup("ignored", "weights are copied to the network that generates by one all-to-all of the run's own transport", values="refit-method"),
+    LegacyFlagGroup("ignored", "every round of rollouts is kept in --rl-rollout-bank-dir", switches="rl-durable-rollout-bank"),
+    LegacyFlagGroup("refused", "weights change between rounds, so that keys and values of earlier rounds are never used again: every round has a cache of its "
               "own, which training does not hold; give recompute, or leave it out", values="rl-kv-cache-management-mode=recompute"),
-    FlagGroup("refused", "rollouts are submitted and trained on in rounds: groups in the order in which they happen to end would make no two "
+    LegacyFlagGroup("refused", "rollouts are submitted and trained on in rounds: groups in the order in which they happen to end would make no two "
               "runs alike; give B, or leave it out",
           values="rl-submission-granularity=B rl-consumption-granularity=B"),
-    FlagGroup("ignored", "rollouts are packed longest first into the first row with room; the result is the same",
+    LegacyFlagGroup("ignored", "rollouts are packed longest first into the first row with room; the result is the same",
           values="rl-sequence-packing-max-sequences-per-bin rl-sequence-packing-algo"),
-    FlagGroup("ignored", "a prompt begins with the tokens that its environment writes, and no other", switches="rl-skip-bos-token"),
-    FlagGroup("refused", "captured graphs of generation end with its round, and training has --cuda-graph-impl; leave it out",
+    LegacyFlagGroup("ignored", "a prompt begins with the tokens that its environment writes, and no other", switches="rl-skip-bos-token"),
+    LegacyFlagGroup("refused", "captured graphs of generation end with its round, and training has --cuda-graph-impl; leave it out",
           switches="rl-persist-cuda-graphs rl-training-cuda-graphs"),
-    FlagGroup("refused", "memory is not managed by the driver; --rl-offload-inference-model-weights-when-idle gives it back",
+    LegacyFlagGroup("refused", "memory is not managed by the driver; --rl-offload-inference-model-weights-when-idle gives it back",
           values="rl-inference-model-unified-memory-level=0"),
-    FlagGroup("refused", "use --profile, which covers generation too", switches="rl-profile", values="rl-profile-dir"),
-    FlagGroup("refused", "an environment reads what an answer says itself", values="rl-inference-parsers"),
-    FlagGroup("refused", "give the file of environments as --langrl-env-config", values="env-config"),
-    FlagGroup("later", "quantisation, distillation and export after training are not built yet",
+    LegacyFlagGroup("refused", "use --profile, which covers generation too", switches="rl-profile", values="rl-profile-dir"),
+    LegacyFlagGroup("refused", "an environment reads what an answer says itself", values="rl-inference-parsers"),
+    LegacyFlagGroup("refused", "give the file of environments as --langrl-env-config", values="env-config"),
+    LegacyFlagGroup("later", "quantisation, distillation and export after training are not built yet",
           switches="modelopt-enabled logits-load-ignore-errors",
           values="export-* logits-save-top-k logits-save-top-p logits-save-top-p-min-k logits-save-dir "
                  "logits-save-dtype logits-load-dir logits-load-decode-threads logits-load-prefetch-factor "
                  "logits-load-msc-prefetch-depth logits-load-kd-loss-alpha"),
-    FlagGroup("later", "layers that differ by a description in a file are not built yet",
+    LegacyFlagGroup("later", "layers that differ by a description in a file are not built yet",
           values="heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json"),
 )
 
 REFUSED = (
-    FlagGroup("refused", "nothing is downloaded; write the conversations to a JSONL file, and name it with --sft --data-path",
+    LegacyFlagGroup("refused", "nothing is downloaded; write the conversations to a JSONL file, and name it with --sft --data-path",
           values="finetune-hf-dataset"),
-    FlagGroup("refused", "it is an option of the launcher: put it between torchrun and the name of the script",
+    LegacyFlagGroup("refused", "it is an option of the launcher: put it between torchrun and the name of the script",
           values="nproc_per_node nnodes node_rank master_addr master_port nproc-per-node node-rank master-addr master-port"),
-    FlagGroup("refused", "a model is described by flags here, not by an import path; leave it out",
+    LegacyFlagGroup("refused", "a model is described by flags here, not by an import path; leave it out",
           values="spec=local|megatron.core.models.mamba.mamba_layer_specs|mamba_stack_spec|"
                  "megatron.core.models.hybrid.hybrid_layer_specs|hybrid_stack_spec"),
-    FlagGroup("refused", "a checkpoint loads into any layout; give the parallel sizes of this run",
+    LegacyFlagGroup("refused", "a checkpoint loads into any layout; give the parallel sizes of this run",
           switches="use-mp-args-from-checkpoint-args"),
-    FlagGroup("refused", "the place of the embedding is part of --pipeline-model-parallel-layout, such as 'E|t*8|t*8|L'",
+    LegacyFlagGroup("refused", "the place of the embedding is part of --pipeline-model-parallel-layout, such as 'E|t*8|t*8|L'",
           switches="standalone-embedding-stage"),
-    FlagGroup("refused", "--tokenizer-type names the kind, and --chat-template the template", values="tokenizer-metadata"),
-    FlagGroup("refused", "white space is read as the model's own normalizer says; train a model with --keep-whitespace",
+    LegacyFlagGroup("refused", "--tokenizer-type names the kind, and --chat-template the template", values="tokenizer-metadata"),
+    LegacyFlagGroup("refused", "white space is read as the model's own normalizer says; train a model with --keep-whitespace",
           switches="no-tokenizer-sentencepiece-ignore-extra-whitespaces"),
-    FlagGroup("refused", "the vocabulary is always padded so that the tensor ranks divide it; see "
+    LegacyFlagGroup("refused", "the vocabulary is always padded so that the tensor ranks divide it; see "
                      "--make-vocab-size-divisible-by and --padded-vocab-size", switches="no-pad-vocab-size"),
-    FlagGroup("refused", "data is one pair of files, PREFIX.bin and PREFIX.idx; convert it with tools/preprocess_data.py",
+    LegacyFlagGroup("refused", "data is one pair of files, PREFIX.bin and PREFIX.idx; convert it with tools/preprocess_data.py",
           values="data-impl=mmap|infer"),
-    FlagGroup("refused", "--log-straggler reports from the start to the end, and opens no port to switch it",
+    LegacyFlagGroup("refused", "--log-straggler reports from the start to the end, and opens no port to switch it",
           switches="disable-straggler-on-startup", values="straggler-ctrlr-port=65535"),
-    FlagGroup("refused", "steps are not run again in place; --on-bad-step keeps the evidence of a bad one, and tools/replay.py repeats it",
+    LegacyFlagGroup("refused", "steps are not run again in place; --on-bad-step keeps the evidence of a bad one, and tools/replay.py repeats it",
           values="gpu-sniff-test-interval=0"),
-    FlagGroup("refused", "restarting is the launcher's work: torchrun --max-restarts, with --save and --load",
+    LegacyFlagGroup("refused", "restarting is the launcher's work: torchrun --max-restarts, with --save and --load",
           switches="inprocess-restart inprocess-empty-cuda-cache",
           values="inprocess-max-iterations inprocess-monitor-thread-interval inprocess-monitor-process-interval "
                  "inprocess-progress-watchdog-interval inprocess-heartbeat-interval inprocess-soft-timeout "
                  "inprocess-hard-timeout inprocess-heartbeat-timeout inprocess-barrier-timeout "
                  "inprocess-completion-timeout inprocess-last-call-wait inprocess-termination-grace-time "
                  "inprocess-granularity inprocess-active-world-size"),
-    FlagGroup("refused", "faults are not injected into training runs",
+    LegacyFlagGroup("refused", "faults are not injected into training runs",
           values="fault-injector-ranks fault-injector-num-ranks fault-injector-fault-types "
                  "fault-injector-fault-probabilities fault-injector-fault-delay fault-injector-delay-start-iteration "
                  "fault-injector-mtti-seconds fault-injector-offset-seconds fault-injector-seed"),
-    FlagGroup("refused", "node-local and replicated checkpoints are out of scope; give --save a shared folder",
+    LegacyFlagGroup("refused", "node-local and replicated checkpoints are out of scope; give --save a shared folder",
           switches="replication", values="non-persistent-local-ckpt-dir non-persistent-local-ckpt-algo replication-jump "
                                          "replication-factor"),
-    FlagGroup("refused", "retrieval encoders (ICT, REALM) are out of scope",
+    LegacyFlagGroup("refused", "retrieval encoders (ICT, REALM) are out of scope",
           switches="biencoder-shared-query-context-model use-one-sent-docs retriever-score-scaling",
           values="ict-head-size biencoder-projection-dim ict-load titles-data-path query-in-block-prob "
                  "evidence-data-path retriever-report-topk-accuracies block-data-path embedding-path "
                  "indexer-batch-size indexer-log-interval"),
-    FlagGroup("refused", "image classification and its pretraining are out of scope",
+    LegacyFlagGroup("refused", "image classification and its pretraining are out of scope",
           switches="vision-pretraining dino-freeze-last-layer dino-norm-last-layer",
           values="classes-fraction data-per-class-fraction head-lr-mult vision-pretraining-type "
                  "vision-backbone-type swin-backbone-type mask-type mask-factor iter-per-epoch dino-local-img-size "
                  "dino-local-crops-number dino-head-hidden-size dino-bottleneck-size dino-warmup-teacher-temp "
                  "dino-teacher-temp dino-warmup-teacher-temp-epochs"),
-    FlagGroup("refused", "sparse attention with an indexer (DSA) is out of scope",
+    LegacyFlagGroup("refused", "sparse attention with an indexer (DSA) is out of scope",
           switches="dsa-indexer-use-sparse-loss no-dsa-indexer-rotate-activation no-dsa-indexer-scoring-relu",
           values="dsa-indexer-n-heads dsa-indexer-head-dim dsa-indexer-topk dsa-indexer-topk-freq "
                  "dsa-indexer-skip-topk-offset dsa-indexer-loss-coeff dsa-kernel-backend dsa-indexer-rope-interleaved "
                  "dsa-indexer-k-norm-epsilon dsa-indexer-k-norm-fp32"),
-    FlagGroup("refused", "hyper-connections are out of scope", switches="enable-mhc-connections",
+    LegacyFlagGroup("refused", "hyper-connections are out of scope", switches="enable-mhc-connections",
           values="mhc-num-residual-streams mhc-sinkhorn-iterations mhc-init-gating-factor mhc-recompute-layer-num"),
-    FlagGroup("refused", "gathering and dropping weights again (GTP) is out of scope; see --recompute-granularity",
+    LegacyFlagGroup("refused", "gathering and dropping weights again (GTP) is out of scope; see --recompute-granularity",
           switches="gtp-remat-reduce-scatter-with-fp32-accumulation gtp-remat-nccl-ub gtp-expert-remat-nccl-ub",
           values="gtp-remat-opt-in-modules"),
-    FlagGroup("refused", "export through ONNX is out of scope", values="onnx-safe"),
-    FlagGroup("refused", "samples are drawn by the blend's weights; give those with --data-path", values="sample-rate=1"),
-    FlagGroup("refused", "it belongs to a removed kernel for experts; leave it out", switches="moe-use-legacy-grouped-gemm"),
+    LegacyFlagGroup("refused", "export through ONNX is out of scope", values="onnx-safe"),
+    LegacyFlagGroup("refused", "samples are drawn by the blend's weights; give those with --data-path", values="sample-rate=1"),
+    LegacyFlagGroup("refused", "it belongs to a removed kernel for experts; leave it out", switches="moe-use-legacy-grouped-gemm"),
 )
 
 GROUPS = IGNORED + LATER + REFUSED

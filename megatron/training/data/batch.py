@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.core.config.settings.model import MTPConfig
 from megatron.core.context_parallel.sequence import Zigzag
-from megatron.core.kernels.documents import remember_starts
+from megatron.core.kernels.documents import remember_document_starts
 from megatron.core.models.mtp import MTPInputs, MTPLosses
 from megatron.core.models.vision import IdsWithImages
 from megatron.core.parallel.mesh import Axis
@@ -26,13 +26,12 @@ _TOKENS = ("tokens", "text", "text_enc")  # what datasets call the ids that the 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One microbatch on one stage, [b, s] each; a stage that needs nothing of the text has None.
-
-    hidden: the first tensor of the message of the stage before; message: all of it. documents: which document each position
-    belongs to, and stay those of whole sequences where the others are cut. extras: what else a kind of sample holds, by its
-    name there, and what `with_future_tokens` adds. microbatch_context: where layers note their own losses.
-    samples: the numbers of its samples, where they have some. images: [n, channels, height, width], of all its samples; where
-    their rows stand is in the extra `image_slots`, [b, s] (see `models/vision.py`).
+    """One microbatch on one stage, [b, s] each; None for what the stage does not read.
+    hidden: the first tensor of the previous stage's message; message: all of it. documents: index of the document of
+    each position, of whole sequences even where the others are sharded over context ranks. extras: further arrays of
+    the sample, by name, and what `with_future_tokens` adds. microbatch_context: where layers add their own losses.
+    samples: sample numbers, if they have some. images: [n, channels, height, width], of all samples; the positions of
+    their embeddings are in the extra `image_slots`, [b, s] (see `models/vision.py`).
     """
 
     tokens: Tensor | None = None
@@ -49,9 +48,8 @@ class Batch:
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, np.ndarray], device: torch.device, *, positions: bool) -> Batch:
-        """Make a batch from the arrays of any dataset, each [b, s] or [b, ...].
-
-        positions: they do not simply count, so layers must be told.
+        """Make a batch on `device` from a dataset's arrays, each [b, s] or [b, ...].
+        positions: pass on position_ids, for those that do not simply count up.
         """
         on = {
             name: torch.from_numpy(array).to(device, non_blocking=True)
@@ -61,7 +59,7 @@ class Batch:
         tokens = next(on.pop(name) for name in _TOKENS if name in on)
         places = on.pop("position_ids", None)
         if "document_ids" in on:
-            remember_starts(on["document_ids"], arrays["document_ids"])
+            remember_document_starts(on["document_ids"], arrays["document_ids"])
         return Batch(
             tokens=tokens,
             labels=on.pop("labels"),
@@ -73,15 +71,12 @@ class Batch:
         )
 
     def with_future_tokens(self, depths: int, *, per_token: bool = True) -> Batch:
-        """The batch with what multi-token prediction reads, of whole sequences: before anything of them is cut.
-
-        Depth k of a token reads the id k places further, and predicts the one after that: its label is the main label k
-        places further, and counts if that one does and if the predicted token is of the token's own document. What lies behind
-        the end of the sequence is 0, and does not count.
-
-        A depth has fewer tokens than the main loss, and its mean is to weigh as much: its tokens have weights. Those are the ratio
-        of both numbers in the microbatch, as in Megatron, or with per_token (one number for the whole step divides all losses) the
-        ratio for a sequence of which every token counts, so that no layout changes what a token weighs.
+        """Return the batch with the inputs of multi-token prediction as extras; for whole sequences, before context
+        sharding. Depth k of a token reads the id k positions later and predicts the one after: its label is the main
+        label k positions later, and counts if that does and the predicted token is of the same document. Beyond the
+        sequence's end is 0, which does not count. Since a depth has fewer tokens than the main loss but its mean weighs
+        as much, its tokens have weights: the ratio of both numbers in the microbatch, as in Megatron, or with per_token
+        that of a sequence in which every token counts, which is the same in every layout.
         """
         if self.tokens is None or self.labels is None or self.loss_mask is None:
             return self
@@ -103,53 +98,58 @@ class Batch:
         return replace(self, extras=extras)
 
     def shard_over_context(self, axis: Axis) -> Batch:
-        """The batch with this rank's piece of every row. Documents stay whole: attention compares its queries' with all."""
+        """Return the batch with this context rank's zigzag part of every row. Documents stay whole, for attention
+        masks.
+        """
         if axis.group is None or self.tokens is None:
             return self
         cut = Zigzag(self.tokens.shape[1], axis.size)
 
-        def local(rows: Tensor) -> Tensor:
+        def shard_sequence(rows: Tensor) -> Tensor:
             whole = rows.dim() < 2 or rows.shape[-1] != cut.length
             return rows if whole else cut.shard(rows, axis.rank, dim=-1)
 
-        def given(rows: Tensor | None) -> Tensor | None:
-            return None if rows is None else local(rows)
+        def shard_optional_rows(rows: Tensor | None) -> Tensor | None:
+            return None if rows is None else shard_sequence(rows)
 
         return replace(
             self,
-            tokens=local(self.tokens),
-            labels=given(self.labels),
-            loss_mask=given(self.loss_mask),
-            positions=given(self.positions),
-            extras={name: local(rows) for name, rows in self.extras.items()},
+            tokens=shard_sequence(self.tokens),
+            labels=shard_optional_rows(self.labels),
+            loss_mask=shard_optional_rows(self.loss_mask),
+            positions=shard_optional_rows(self.positions),
+            extras={name: shard_sequence(rows) for name, rows in self.extras.items()},
         )
 
     @property
-    def ids(self) -> Tensor | IdsWithImages | None:
-        """The tokens [b, s], with their images where the data has some."""
+    def ids_with_images(self) -> Tensor | IdsWithImages | None:
+        """The tokens [b, s], together with the images if there are any; None on a stage without tokens."""
         if self.tokens is None or self.images is None:
             return self.tokens
         return IdsWithImages(self.tokens, self.images, self.extras["image_slots"])
 
     @property
-    def targets(self) -> Tensor | None:
-        """Return the labels [b, s], -1 where their loss does not count, so that nothing is computed for those."""
+    def masked_labels(self) -> Tensor | None:
+        """The labels [b, s], -1 where the loss mask is 0, so that no loss is computed there; None without labels."""
         return None if self.labels is None else _masked_labels(self.labels, self.loss_mask)
 
     @property
-    def future_labels(self) -> MTPInputs | None:
-        """What the model is told of the tokens ahead, if anything is known of them: their labels as in `targets`."""
-        ids, labels, masks = (self._rows_ahead(name) for name in ("tokens", "labels", "loss_mask"))
+    def mtp_inputs(self) -> MTPInputs | None:
+        """The inputs of multi-token prediction: ids and masked labels of each depth, and the previous stage's states;
+        None without.
+        """
+        ids, labels, masks = (self._mtp_extras(name) for name in ("tokens", "labels", "loss_mask"))
         states = () if self.message is None else self.message[1:]
         return MTPInputs(ids, tuple(map(_masked_labels, labels, masks)), states) if ids else None
 
-    def _rows_ahead(self, name: str) -> tuple[Tensor, ...]:
+    def _mtp_extras(self, name: str) -> tuple[Tensor, ...]:
+        """Return the extras `mtp_<depth>_<name>` of all depths."""
         return tuple(row for key, row in self.extras.items() if key.startswith("mtp_") and key.endswith(f"_{name}"))
 
 
 @runtime_checkable
-class PlannedBatches(Protocol):
-    """Microbatches of which each step has a number of its own."""
+class VariableCountBatches(Protocol):
+    """Protocol of microbatch iterators whose number of microbatches varies from step to step."""
 
     def prepare_step(self, num_microbatches: int) -> int:
         """Prepare the next global batch; return this rank's number of microbatches. num_microbatches: what --global-batch-size gives."""
@@ -157,11 +157,13 @@ class PlannedBatches(Protocol):
     def __next__(self) -> Batch: ...
 
     def batch_metrics(self) -> Mapping[str, tuple[float, float]]:
-        """What is logged of the global batch: name -> (sum, count), this rank's share; the same names on every rank."""
+        """Return what to log of the global batch: name -> (sum, count), this rank's share; the same names on every
+        rank.
+        """
 
 
 def masked_loss(losses: Tensor, mask: Tensor | None) -> Loss:
-    """The loss of the tokens that count. losses, mask: [b, s]; the last stage has both."""
+    """Return (sum of the losses where the mask is 1, their number, metrics). losses, mask: [b, s]."""
     assert mask is not None, "the stage of the loss reads its mask"
     mask = mask.to(losses.dtype)
     total, count = (losses * mask).sum(), mask.sum()
@@ -169,11 +171,10 @@ def masked_loss(losses: Tensor, mask: Tensor | None) -> Loss:
 
 
 def language_loss(output: Tensor | MTPLosses, batch: Batch, config: MTPConfig) -> Loss:
-    """Return the loss of the next tokens, plus --mtp-loss-scaling-factor times the mean loss of the depths of
-    multi-token prediction.
-
-    output: losses [b, s] of each token, also of each depth, which have the weights that `with_future_tokens` gave them.
-    Reported are means over each depth's own tokens.
+    """Return the next-token loss plus --mtp-loss-scaling-factor times the mean loss of the multi-token prediction
+    depths.
+    output: losses [b, s] of each token, and of each depth, weighted as in `with_future_tokens`. Metrics are means over
+    each depth's own tokens.
     """
     if not isinstance(output, MTPLosses):
         return masked_loss(output, batch.loss_mask)
@@ -192,5 +193,5 @@ def _masked_labels(labels: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _shift_left(rows: Tensor, places: int) -> Tensor:
-    """What stands so many places further, 0 behind the end. rows: [b, s]."""
+    """Shift rows [b, s] left by `places`, filled with 0 at the end."""
     return torch.cat((rows[:, places:], torch.zeros_like(rows[:, :places])), dim=1)

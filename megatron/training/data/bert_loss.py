@@ -10,11 +10,10 @@ from megatron.training.data.batch import Batch, Loss, masked_loss
 
 
 def mlm_and_pair_loss(output: BERTOutput, batch: Batch, *, per_token: bool) -> Loss:
-    """The loss of hidden words, and of each sample's pair where there is a head for it.
-
-    per_token: a sample's pair weighs as much as its hidden words, so that the loss of a step does not depend on its cut into
-    microbatches; off: the mean over hidden words plus the mean over samples, as Megatron has it. A sample without hidden
-    words has no part in it.
+    """Return the masked-word loss plus the sentence-order loss of each sample, if there is a head for it.
+    per_token: a sample's pair weighs as much as its masked words, so that the step's loss does not depend on the split
+    into microbatches; off: mean over words plus mean over samples, as in Megatron. Samples without masked words do not
+    count.
     """
     assert batch.loss_mask is not None, "the last stage reads the batch"
     total, count, report = masked_loss(output.words, batch.loss_mask)

@@ -19,11 +19,11 @@ import numpy as np
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.datasets.blend import BlendedDataset, build_splits
+from megatron.core.datasets.blend import BlendedDataset, build_split_datasets
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.kinds import KINDS
 from megatron.core.datasets.paths import SPLITS
-from megatron.core.datasets.samplers import FILL, digest
+from megatron.core.datasets.samplers import FILL, microbatch_digest
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.data.microbatches import BatchSchedule
 from megatron.training.data.sample_order import (
@@ -41,8 +41,8 @@ WHOLE_TEXTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class StartCounters:
-    """The counters that a run begins with, or resumed from."""
+class ResumeCounters:
+    """The counters that a run begins with (0), or resumed from."""
 
     iteration: int = 0
     train_samples: int = 0
@@ -51,7 +51,9 @@ class StartCounters:
 
 @dataclass(frozen=True, slots=True)
 class SampleSpan:
-    """A run of one document in a sample: where it came from, where it stands, its text and images; no text in masked samples."""
+    """A part of one document in a sample: its source, its position there and in the sample, text and images; no text in
+    masked samples.
+    """
 
     prefix: str
     document: int
@@ -65,11 +67,11 @@ class SampleSpan:
 
 @dataclass(frozen=True, slots=True)
 class SampleDescription:
-    """One sample of a microbatch; `sample` None fills up the end of a full validation and has no loss.
-
-    dataset, dataset_sample: which source of a blend, and its number there. texts: what a masked sample reads as, by key.
-    loss: ranges of positions that have loss.
-    position_restarts, attention_restarts: positions at which counting, or what can be attended to, begins anew.
+    """One sample of a microbatch; `sample` None is padding at the end of a full validation, without loss.
+    dataset, dataset_sample: index of the blend's source, and the number there. texts: of a masked sample, by array
+    name.
+    loss: ranges of positions with loss. position_restarts, attention_restarts: positions where position ids or the
+    attention mask start anew.
     """
 
     sample: int | None
@@ -83,8 +85,8 @@ class SampleDescription:
 
 
 @dataclass(frozen=True, slots=True)
-class Microbatch:
-    """What one data-parallel rank reads at a time. hash: as --log-samples writes it."""
+class MicrobatchDescription:
+    """What one data-parallel rank reads as one microbatch. hash: as --log-samples writes it."""
 
     split: str
     step: int
@@ -95,8 +97,8 @@ class Microbatch:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleUse:
-    """Where a document is seen."""
+class DocumentOccurrence:
+    """One place where the run reads a document: split, step, microbatch, data-parallel rank, sample."""
 
     split: str
     step: int
@@ -106,7 +108,7 @@ class SampleUse:
 
 
 class RunDataInspector:
-    """The data of a run over `world_size` ranks. Datasets are opened when they are asked about."""
+    """Tells which samples each step of a run over `world_size` ranks reads. Datasets are opened when first asked about."""
 
     def __init__(
         self,
@@ -115,7 +117,7 @@ class RunDataInspector:
         *,
         world_size: int,
         entry: str,
-        start: StartCounters = StartCounters(),
+        start: ResumeCounters = ResumeCounters(),
     ) -> None:
         if config.data.dataloader_type == "external":
             raise ConfigError(
@@ -128,33 +130,35 @@ class RunDataInspector:
         self.schedule = BatchSchedule.build(
             config.train, data_parallel_size=self.num_ranks, seq_length=config.train.seq_length
         )
-        self.schedule.check(start.train_samples)
+        self.schedule.require_divisible_sizes(start.train_samples)
         self._opened: dict[str, Any] = {}
 
     @property
-    def steps(self) -> int:
-        """The iterations of the run."""
+    def num_iterations(self) -> int:
+        """Number of training iterations of the run."""
         train = self.config.train
         if train.train_iters is not None:
             return train.train_iters
         return self.schedule.num_whole_steps(train.train_samples) if train.train_samples is not None else 0
 
     def dataset(self, split: str) -> Any:
-        """The samples of a split."""
+        """Return the dataset of a split, opened once; `DataError` if the run has none."""
         if split not in self._opened:
             counts = samples_needed(self.config, self.schedule)
             train, valid, test = (count if name == split else 0 for name, count in zip(SPLITS, counts))
-            self._opened[split] = build_splits(self.config.data, self.kind, (train, valid, test))[SPLITS.index(split)]
+            self._opened[split] = build_split_datasets(self.config.data, self.kind, (train, valid, test))[
+                SPLITS.index(split)
+            ]
         if self._opened[split] is None:
             raise DataError(f"the run has no {split} data, or asks for none of it")
         return self._opened[split]
 
     def sample_numbers(self, split: str, step: int) -> list[list[list[int]]]:
-        """The sample numbers of a step's microbatches: `[data-parallel rank][microbatch][sample]`."""
+        """Return the sample numbers of a step's microbatches: `[data-parallel rank][microbatch][sample]`."""
         dataset = self.dataset(split)
         ranks = range(self.num_ranks)
-        if self._is_whole(split):
-            self._evaluations_at(split, step)
+        if self._is_full_validation(split):
+            self._evaluation_indices_at(split, step)
             return [
                 list(
                     single_pass_samples(
@@ -176,9 +180,11 @@ class RunDataInspector:
                 taken[rank] += islice(order, count)
         return taken
 
-    def microbatches_of_step(self, split: str, step: int, ranks: Sequence[int] | None = None) -> Iterator[Microbatch]:
-        """What a step reads, microbatch by microbatch; for training its number is the iteration of the log line, for
-        validation that of the iteration after which it is done, and the test has the last.
+    def microbatches_of_step(
+        self, split: str, step: int, ranks: Sequence[int] | None = None
+    ) -> Iterator[MicrobatchDescription]:
+        """Yield what a step reads, microbatch by microbatch. step: for train the iteration in the log; for valid the
+        iteration after which it is done; for test the last iteration. ranks: data-parallel ranks, None for all.
         """
         numbers = self.sample_numbers(split, step)
         for place in range(max(map(len, numbers))):
@@ -186,17 +192,21 @@ class RunDataInspector:
                 if place < len(numbers[rank]):
                     yield self._explain_microbatch(split, step, place, rank, numbers[rank][place])
 
-    def occurrences(self, split: str, prefix: str, document: int) -> list[SampleUse]:
-        """Every place where a document of a prefix is seen in the run, in the order of time."""
-        samples = self._samples_with(split, prefix, document)
+    def occurrences(self, split: str, prefix: str, document: int) -> list[DocumentOccurrence]:
+        """Return every place where the run reads a document, in order of time. prefix: of the source file; document:
+        its number there.
+        """
+        samples = self._samples_with_document(split, prefix, document)
         if not samples:
             return []
         if split == "train" and self.config.data.dataloader_type == "cyclic":
-            steps = self._steps_with_numbers()
+            steps = self._training_step_samples()
         else:
-            steps = ((step, self.sample_numbers(split, step)) for step in self._steps_with(split, sorted(samples)))
+            steps = (
+                (step, self.sample_numbers(split, step)) for step in self._steps_reading_samples(split, sorted(samples))
+            )
         return [
-            SampleUse(split, step, place, rank, sample)
+            DocumentOccurrence(split, step, place, rank, sample)
             for step, numbers in steps
             for rank, rows in enumerate(numbers)
             for place, row in enumerate(rows)
@@ -204,8 +214,10 @@ class RunDataInspector:
             if sample in samples
         ]
 
-    def _samples_with(self, split: str, prefix: str, document: int) -> set[int]:
-        """The numbers of the samples of a split that hold some of a document of a prefix."""
+    def _samples_with_document(self, split: str, prefix: str, document: int) -> set[int]:
+        """Return the numbers of a split's samples that hold part of a document; `DataError` if the prefix is no source
+        of the split.
+        """
         dataset = self.dataset(split)
         parts = dataset.datasets if isinstance(dataset, BlendedDataset) else (dataset,)
         numbers = [number for number, part in enumerate(parts) if part.prefix == prefix]
@@ -219,13 +231,16 @@ class RunDataInspector:
         return {
             sample
             for number in numbers
-            for sample in dataset.sample_places(number, parts[number].samples_with_document(document)).tolist()
+            for sample in dataset.blend_positions(number, parts[number].samples_with_document(document)).tolist()
         }
 
-    def _steps_with_numbers(self) -> Iterator[tuple[int, list[list[list[int]]]]]:
-        """(step, its numbers) of all steps of the training, each order drawn once."""
+    def _training_step_samples(self) -> Iterator[tuple[int, list[list[list[int]]]]]:
+        """Yield (step, sample numbers as of `sample_numbers`) for all training steps, drawing each sample order once."""
         size, begin = len(self.dataset("train")), self.start
-        for first, last, consumed in ((0, begin.iteration, 0), (begin.iteration, self.steps, begin.train_samples)):
+        for first, last, consumed in (
+            (0, begin.iteration, 0),
+            (begin.iteration, self.num_iterations, begin.train_samples),
+        ):
             orders = [
                 microbatch_sample_indices(
                     self.config, size, consumed_samples=consumed, rank=rank, num_ranks=self.num_ranks
@@ -233,23 +248,25 @@ class RunDataInspector:
                 for rank in range(self.num_ranks)
             ]
             for step in range(first, last):
-                now = self.schedule.step_after(consumed)
+                now = self.schedule.batch_size_after(consumed)
                 yield step + 1, [list(islice(order, now.num_microbatches)) for order in orders]
                 consumed += now.global_batch_size
 
-    def _is_whole(self, split: str) -> bool:
+    def _is_full_validation(self, split: str) -> bool:
         return split == "valid" and self.config.data.full_validation
 
     def _evaluation_iterations(self, split: str) -> list[int]:
-        """The iterations after which a split is evaluated, from the start on; the last evaluation follows the training."""
+        """Return the iterations after which a split is evaluated; the last evaluation follows the training."""
         train = self.config.train
         if train.skip_train:
             return [self.start.iteration]
-        between = range(train.eval_interval, self.steps + 1, train.eval_interval) if split == "valid" else ()
-        return [iteration for iteration in between if iteration > self.start.iteration] + [self.steps]
+        between = range(train.eval_interval, self.num_iterations + 1, train.eval_interval) if split == "valid" else ()
+        return [iteration for iteration in between if iteration > self.start.iteration] + [self.num_iterations]
 
-    def _evaluations_at(self, split: str, step: int) -> list[int]:
-        """Which evaluations of a split, counted from the start, are done after iteration `microbatches_of_step`."""
+    def _evaluation_indices_at(self, split: str, step: int) -> list[int]:
+        """Return which evaluations of a split (0 is the first after the start) are done after an iteration;
+        `ConfigError` if none.
+        """
         at = self._evaluation_iterations(split)
         numbers = [number for number, iteration in enumerate(at) if iteration == step]
         if not numbers:
@@ -260,41 +277,45 @@ class RunDataInspector:
         return numbers
 
     def _sample_ranges(self, split: str, step: int) -> list[tuple[int, int]]:
-        """(consumed samples before, microbatches on each rank) of what a step reads."""
+        """Return (samples consumed before, microbatches of each rank) for each run of samples that a step reads."""
         train = self.config.train
         if split != "train":
             count = train.eval_iters * self.schedule.evaluation_batch_size
             begin = self.start.valid_samples if split == "valid" and not train.skip_train else 0
             return [
-                (begin + number * count, count // self.schedule.unit) for number in self._evaluations_at(split, step)
+                (begin + number * count, count // self.schedule.unit)
+                for number in self._evaluation_indices_at(split, step)
             ]
-        if not 1 <= step <= self.steps:
-            raise ConfigError(f"--step {step}: the run goes from iteration 1 to {self.steps}")
-        late = self.start if step > self.start.iteration else StartCounters()
+        if not 1 <= step <= self.num_iterations:
+            raise ConfigError(f"--step {step}: the run goes from iteration 1 to {self.num_iterations}")
+        late = self.start if step > self.start.iteration else ResumeCounters()
         before = late.train_samples + self.schedule.num_samples(step - 1 - late.iteration, late.train_samples)
-        return [(before, self.schedule.step_after(before).num_microbatches)]
+        return [(before, self.schedule.batch_size_after(before).num_microbatches)]
 
-    def _steps_with(self, split: str, samples: Sequence[int]) -> list[int]:
-        """The steps that may read some of these samples, in order; just those in training, where they come in turn."""
+    def _steps_reading_samples(self, split: str, samples: Sequence[int]) -> list[int]:
+        """Return the steps that read these samples, in order; for evaluations all that may."""
         if split != "train":
             return list(dict.fromkeys(self._evaluation_iterations(split)))
         begin = self.start
         steps = []
         for sample in samples:
-            late = begin if sample >= begin.train_samples else StartCounters()
+            late = begin if sample >= begin.train_samples else ResumeCounters()
             steps.append(late.iteration + self.schedule.num_whole_steps(sample, late.train_samples) + 1)
-        return sorted({step for step in steps if step <= self.steps})
+        return sorted({step for step in steps if step <= self.num_iterations})
 
-    def _explain_microbatch(self, split: str, step: int, place: int, rank: int, numbers: Sequence[int]) -> Microbatch:
+    def _explain_microbatch(
+        self, split: str, step: int, place: int, rank: int, numbers: Sequence[int]
+    ) -> MicrobatchDescription:
         dataset = self.dataset(split)
         arrays = read_microbatch(dataset, numbers)
         samples = tuple(
-            self._span_text(dataset, number, {key: array[row] for key, array in arrays.items()})
+            self._describe_sample(dataset, number, {key: array[row] for key, array in arrays.items()})
             for row, number in enumerate(numbers)
         )
-        return Microbatch(split, step, place, rank, digest(arrays), samples)
+        return MicrobatchDescription(split, step, place, rank, microbatch_digest(arrays), samples)
 
-    def _span_text(self, dataset: Any, number: int, sample: dict[str, np.ndarray]) -> SampleDescription:
+    def _describe_sample(self, dataset: Any, number: int, sample: dict[str, np.ndarray]) -> SampleDescription:
+        """Describe one sample: its spans with their text, loss ranges and restarts. number: `FILL` for padding."""
         real = 0 if number == FILL else number
         blended = isinstance(dataset, BlendedDataset)
         spans, ids = dataset.token_sources(real), sample.get("tokens", np.empty(0, np.int64))
@@ -311,7 +332,9 @@ class RunDataInspector:
                 span.offset,
                 span.length,
                 span.start,
-                self._text(ids[span.start : span.start + span.length], slots[span.start : span.start + span.length]),
+                self._text_with_image_marks(
+                    ids[span.start : span.start + span.length], slots[span.start : span.start + span.length]
+                ),
                 span.images,
             )
             for span in spans
@@ -328,8 +351,8 @@ class RunDataInspector:
             attention_restarts=() if documents is None else _change_positions(np.diff(documents) != 0),
         )
 
-    def _text(self, ids: np.ndarray, slots: np.ndarray) -> str:
-        """The text of some tokens, with each run of slots of images as its length."""
+    def _text_with_image_marks(self, ids: np.ndarray, slots: np.ndarray) -> str:
+        """Detokenize ids; each run of image slots is written as its length, "[image rows: 576]"."""
         if (slots < 0).all():
             return self.tokenizer.detokenize(ids.tolist())
         runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(slots >= 0)) + 1)
@@ -341,10 +364,11 @@ class RunDataInspector:
 
 
 def _true_runs(mask: np.ndarray) -> tuple[tuple[int, int], ...]:
-    """[first, one past last) of every run of True."""
+    """Return [start, end) of every run of True in a mask."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8))).tolist()
     return tuple(zip(edges[::2], edges[1::2]))
 
 
 def _change_positions(where: np.ndarray) -> tuple[int, ...]:
+    """Return the positions at which something changes. where: [i] says whether position i + 1 differs from i."""
     return tuple((np.flatnonzero(where) + 1).tolist())

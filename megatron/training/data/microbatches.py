@@ -14,14 +14,14 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from megatron.core.config.flags import ConfigError, refuse
+from megatron.core.config.flags import ConfigError, raise_config_error_if
 from megatron.core.config.settings.run import TrainConfig
 
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True, slots=True)
-class BatchSize:
+class StepBatchSize:
     """One optimizer step: samples over all ranks, and microbatches on each data-parallel rank."""
 
     global_batch_size: int
@@ -30,12 +30,11 @@ class BatchSize:
 
 @dataclass(frozen=True, slots=True)
 class BatchSchedule:
-    """The sizes of all steps to come.
-
+    """The global batch sizes of all steps, as a function of the samples consumed.
     steps: (first consumed sample count, global batch size) in rising order, the first at 0.
     unit: samples that all data-parallel ranks together take in one microbatch.
     rounds_down: whether a size that `unit` does not divide is rounded down (`--decrease-batch-size-if-needed`).
-    asked_of_evaluation: samples in a global batch of an evaluation (`--eval-global-batch-size`).
+    asked_of_evaluation: samples in a global batch of an evaluation (`--eval-global-batch-size`), or None.
     """
 
     steps: tuple[tuple[int, int], ...]
@@ -45,7 +44,9 @@ class BatchSchedule:
 
     @classmethod
     def build(cls, train: TrainConfig, *, data_parallel_size: int, seq_length: int) -> BatchSchedule:
-        """Read the schedule from the flags; left out, the global batch is one microbatch on every rank."""
+        """Make the schedule from the flags; without a global batch size it is one microbatch on every rank.
+        `ConfigError` if they do not fit.
+        """
         if train.micro_batch_size is None or train.micro_batch_size < 1:
             raise ConfigError(
                 f"--micro-batch-size {train.micro_batch_size} is not a positive number; give the samples "
@@ -56,24 +57,24 @@ class BatchSchedule:
         unit = train.micro_batch_size * data_parallel_size
         size = train.global_batch_size or unit
         if train.step_batch_size_schedule:
-            steps = step_sizes(train.step_batch_size_schedule, seq_length)
+            steps = parse_batch_size_steps(train.step_batch_size_schedule, seq_length)
         elif train.rampup_batch_size:
-            steps = ramp_sizes(train.rampup_batch_size, size)
+            steps = rampup_steps(train.rampup_batch_size, size)
         else:
             steps = ((0, size),)
         return cls(steps, unit, bool(train.decrease_batch_size_if_needed), train.eval_global_batch_size)
 
-    def step_after(self, consumed_samples: int) -> BatchSize:
-        """The step that comes after `consumed_samples` samples."""
+    def batch_size_after(self, consumed_samples: int) -> StepBatchSize:
+        """Return the batch size of the step that follows `consumed_samples` samples."""
         target = self.steps[bisect_right(self.steps, (consumed_samples, math.inf)) - 1][1]
         count, rest = divmod(target, self.unit)
         assert count > 0 and (self.rounds_down or rest == 0), "check() refused the sizes that cannot be cut"
-        return BatchSize(count * self.unit, count)
+        return StepBatchSize(count * self.unit, count)
 
     @property
     def final_batch_size(self) -> int:
         """The global batch that the schedule ends with."""
-        return self.step_after(self.steps[-1][0]).global_batch_size
+        return self.batch_size_after(self.steps[-1][0]).global_batch_size
 
     @property
     def evaluation_batch_size(self) -> int:
@@ -84,15 +85,15 @@ class BatchSchedule:
             else self.asked_of_evaluation // self.unit * self.unit
         )
 
-    def check(self, consumed_samples: int = 0) -> None:
-        """Refuse, all at once, every size that this many ranks cannot cut evenly.
-
-        Sizes that lie before `consumed_samples` no longer matter: a run may resume on more ranks than it began with.
+    def require_divisible_sizes(self, consumed_samples: int = 0) -> None:
+        """Raise `ConfigError` listing every global batch size that the ranks' microbatches do not divide. Sizes that
+        lie before `consumed_samples` no longer matter: a run may resume on more ranks than it began with.
         """
         now = bisect_right(self.steps, (consumed_samples, math.inf)) - 1
-        refuse(filter(None, (self._size_problem(size) for _, size in self.steps[max(now, 0) :])))
+        raise_config_error_if(filter(None, (self._size_problem(size) for _, size in self.steps[max(now, 0) :])))
 
     def _size_problem(self, size: int) -> str:
+        """Return why `unit` does not divide this global batch size, or an empty string."""
         below, above = size // self.unit * self.unit, -(-size // self.unit) * self.unit
         if size < self.unit and self.rounds_down:
             return (
@@ -108,28 +109,30 @@ class BatchSchedule:
         return ""
 
     def num_samples(self, steps: int, consumed: int = 0) -> int:
-        """How many samples the next `steps` steps take in, when `consumed` samples came before."""
+        """Return how many samples the next `steps` steps consume, after `consumed` samples."""
         begin = consumed
         for end in [start for start, _ in self.steps[1:]]:
-            size = self.step_after(consumed).global_batch_size
+            size = self.batch_size_after(consumed).global_batch_size
             here = min(steps, max(0, -(-(end - consumed) // size)))
             consumed, steps = consumed + here * size, steps - here
-        return consumed + steps * self.step_after(consumed).global_batch_size - begin
+        return consumed + steps * self.batch_size_after(consumed).global_batch_size - begin
 
     def num_whole_steps(self, samples: int, consumed: int = 0) -> int:
-        """How many whole steps lie between `consumed` and `samples` samples; a last partial batch is not run."""
+        """Return how many whole steps fit between `consumed` and `samples` samples; a last partial batch is not run."""
         steps = 0
         ends = [start for start, _ in self.steps[1:]] + [samples]
         for end in ends:
-            size = self.step_after(consumed).global_batch_size
+            size = self.batch_size_after(consumed).global_batch_size
             fit = max(0, (samples - consumed) // size)
             here = min(fit, max(0, -(-(end - consumed) // size)))
             consumed, steps = consumed + here * size, steps + here
         return steps
 
 
-def ramp_sizes(ramp: tuple[int, ...], full: int) -> tuple[tuple[int, int], ...]:
-    """Steps of `--rampup-batch-size START INCREMENT SAMPLES`: even increments, all done after SAMPLES samples."""
+def rampup_steps(ramp: tuple[int, ...], full: int) -> tuple[tuple[int, int], ...]:
+    """Return the (first sample, batch size) steps of `--rampup-batch-size START INCREMENT SAMPLES`: even increments up
+    to `full`.
+    """
     if len(ramp) != 3:
         raise ConfigError(f"--rampup-batch-size takes 3 numbers (start, increment, samples), not {len(ramp)}")
     start, increment, samples = (int(value) for value in ramp)
@@ -145,24 +148,29 @@ def ramp_sizes(ramp: tuple[int, ...], full: int) -> tuple[tuple[int, int], ...]:
         )
     if samples < 0:
         problems.append(f"--rampup-batch-size samples {samples} is negative")
-    refuse(problems)
+    raise_config_error_if(problems)
     count = (full - start) // increment
     if count == 0 or samples == 0:
         return ((0, full),)
     each = samples / count
-    return ((0, start), *((_first_reaching(k, each, samples), start + k * increment) for k in range(1, count + 1)))
+    return (
+        (0, start),
+        *((_samples_for_increments(k, each, samples), start + k * increment) for k in range(1, count + 1)),
+    )
 
 
-def _first_reaching(increments: int, each: float, samples: int) -> int:
-    """The smallest whole c with int(c / each) >= increments, in the float arithmetic that defines the ramp."""
+def _samples_for_increments(increments: int, each: float, samples: int) -> int:
+    """Return the smallest whole c with int(c / each) >= increments, in the float arithmetic that defines the ramp."""
     first = max(0, math.floor(increments * each) - 1)
     while int(first / each) < increments and first <= samples:
         first += 1
     return first
 
 
-def step_sizes(schedule: str, seq_length: int) -> tuple[tuple[int, int], ...]:
-    """Steps of `--step-batch-size-schedule "0:768 250B:1536"`; thresholds are tokens, sizes are samples."""
+def parse_batch_size_steps(schedule: str, seq_length: int) -> tuple[tuple[int, int], ...]:
+    """Parse `--step-batch-size-schedule "0:768 250B:1536"` (token threshold:samples) into (first sample, batch size)
+    steps.
+    """
     steps, problems = [], []
     for entry in schedule.replace(",", " ").split():
         threshold, _, size = entry.partition(":")
@@ -179,12 +187,12 @@ def step_sizes(schedule: str, seq_length: int) -> tuple[tuple[int, int], ...]:
         if first[0] == second[0]
     ]
     problems += [f"--step-batch-size-schedule size {size} is not positive" for _, size in steps if size < 1]
-    refuse(problems)
+    raise_config_error_if(problems)
     return tuple(steps)
 
 
 def _parse_count(text: str) -> int:
-    """A count with an optional suffix: "250B" is 250 * 10**9."""
+    """Parse a number with an optional suffix K, M, B or T: "250B" is 250 * 10**9."""
     text = text.strip().upper()
     factor = SUFFIXES.get(text[-1:], 1)
     return int(float(text[:-1] if factor > 1 else text) * factor)

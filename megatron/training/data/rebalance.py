@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.context_parallel.planner import Assignment, SequenceGroup, assign_sequences
+from megatron.core.context_parallel.planner import SequenceAssignment, SequenceGroup, assign_sequences_to_ranks
 from megatron.core.datasets.indexed import DataError
-from megatron.core.kernels.documents import remember_starts
+from megatron.core.kernels.documents import remember_document_starts
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.data.batch import Batch
 
@@ -30,15 +30,14 @@ Document = dict[str, Tensor]  # name -> [length]
 
 @dataclass(slots=True)
 class RebalancedBatches:
-    """This rank's microbatches of each global batch. rows: the microbatches of all ranks, in order.
-
-    plan: of the last global batch.
+    """Iterator of this rank's microbatches, regrouped by document so that context-parallel groups fit sequence lengths.
+    rows: the microbatches of all ranks, in order. plan: the assignment of the last global batch.
     """
 
     rows: Iterator[Batch]
     mesh: Mesh
     config: RunConfig
-    plan: Assignment | None = None
+    plan: SequenceAssignment | None = None
     _waiting: deque[Batch] = field(default_factory=deque)
 
     def __iter__(self) -> RebalancedBatches:
@@ -49,19 +48,23 @@ class RebalancedBatches:
         return self._waiting.popleft()
 
     def batch_metrics(self) -> dict[str, tuple[float, float]]:
-        """How even the division of the last global batch is."""
+        """Return the balance of the last global batch's assignment, as a metric."""
         return {} if self.plan is None else {"context balance": (self.plan.balance, 1.0)}
 
     def close(self) -> None:
-        """End what reads the rows."""
+        """Close the generator of rows."""
         if isinstance(self.rows, Generator):
             self.rows.close()
 
     def prepare_step(self, num_microbatches: int) -> int:
-        """Read the next global batch, of so many microbatches a rank before it was regrouped; the number of this rank's."""
+        """Read and regroup the next global batch; return this rank's number of microbatches.
+        num_microbatches: of each rank before regrouping.
+        """
         axis = self.mesh.dp
         documents = [
-            document for _ in range(num_microbatches * axis.size) for document in documents_of(self._read_batch())
+            document
+            for _ in range(num_microbatches * axis.size)
+            for document in documents_with_loss(self._read_batch())
         ]
         self.plan = divide_documents([len(document["tokens"]) for document in documents], self.config, axis.size)
         self._waiting = deque(
@@ -72,13 +75,16 @@ class RebalancedBatches:
         return len(self._waiting)
 
     def _read_batch(self) -> Batch:
+        """Return the next microbatch of the rows; `DataError` if there is none."""
         batch = next(self.rows, None)
         if batch is None:
             raise DataError("the data ended before the run did; train on fewer samples or give more data")
         return batch
 
     def _pack_documents(self, share: SequenceGroup, documents: Sequence[Document]) -> Batch:
-        """One share's documents end to end, filled up to a length that its ranks can cut."""
+        """Pack a share's documents end to end into one row, padded so that its ranks can shard it; return this rank's
+        part.
+        """
         local, tp = [documents[number] for number in share.sequences], self.mesh.tp.size
         unit = lcm(2 * share.size, share.size * tp) if self.config.parallel.sequence_parallel else 2 * share.size
         length = sum(len(document["tokens"]) for document in local)
@@ -87,7 +93,7 @@ class RebalancedBatches:
         numbers = [torch.full_like(document["tokens"], number) for number, document in enumerate(local)]
         rows["documents"] = F.pad(torch.cat(numbers), (0, fill), value=len(local))[None]
         lengths = [*map(len, numbers), fill]
-        remember_starts(rows["documents"], np.repeat(np.arange(len(lengths)), lengths)[None])
+        remember_document_starts(rows["documents"], np.repeat(np.arange(len(lengths)), lengths)[None])
         return _batch_of_rows(rows).shard_over_context(self.mesh.sequence_axis(share.size))
 
     def _empty_batch(self) -> Batch:
@@ -103,15 +109,15 @@ class RebalancedBatches:
         )
 
 
-def divide_documents(lengths: Sequence[int], config: RunConfig, ranks: int) -> Assignment:
-    """Which ranks work on which documents of these lengths."""
+def divide_documents(lengths: Sequence[int], config: RunConfig, ranks: int) -> SequenceAssignment:
+    """Assign documents of these lengths to groups of ranks for hybrid context parallelism."""
     limit = config.parallel.max_seqlen_per_dp_cp_rank
     assert limit is not None, "--hybrid-context-parallel asks for --max-seqlen-per-dp-cp-rank"
-    return assign_sequences(lengths, ranks=ranks, limit=limit, linear=12.0 * config.model.hidden_size)
+    return assign_sequences_to_ranks(lengths, ranks=ranks, limit=limit, linear=12.0 * config.model.hidden_size)
 
 
-def documents_of(batch: Batch) -> Iterator[Document]:
-    """The documents of all rows, without those that no loss is asked of: nothing hangs on them."""
+def documents_with_loss(batch: Batch) -> Iterator[Document]:
+    """Yield the documents of all rows, name -> [length], except those without any loss."""
     tokens, apart = batch.tokens, batch.documents
     labels, loss_mask = batch.labels, batch.loss_mask
     assert tokens is not None and apart is not None, "documents are apart, which the rules ask for"

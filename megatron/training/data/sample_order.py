@@ -20,7 +20,7 @@ from megatron.core.datasets.samplers import (
     FILL,
     collate,
     cyclic_sampler,
-    digest,
+    microbatch_digest,
     sequential_sampler,
     single_pass_sampler,
 )
@@ -28,7 +28,7 @@ from megatron.training.data.microbatches import BatchSchedule
 from megatron.training.report.run_log import LogFile
 
 
-class Dataset(Protocol):
+class NumberedDataset(Protocol):
     """Numbered samples, each a mapping of names to arrays."""
 
     def __len__(self) -> int: ...
@@ -37,9 +37,8 @@ class Dataset(Protocol):
 
 
 def samples_needed(config: RunConfig, schedule: BatchSchedule) -> tuple[int, int | None, int]:
-    """How many samples a run draws from its training, validation and test sets (Megatron's counts).
-
-    None for --full-validation: all that there are, once.
+    """Return how many samples a run draws from its (training, validation, test) sets, Megatron's counts. Validation is
+    None with --full-validation: every sample once.
     """
     train = config.train
     iterations = (
@@ -51,13 +50,12 @@ def samples_needed(config: RunConfig, schedule: BatchSchedule) -> tuple[int, int
     return training, None if config.data.full_validation else valid, evaluation
 
 
-def needs_text(config: RunConfig, stages: Sequence[StageSpec]) -> bool:
-    """Whether a rank with these stages reads the data: ends of the network do, and all where documents or padding are told apart.
-
-    So do stages with experts whose losses count by the number of tokens.
+def stages_read_data(config: RunConfig, stages: Sequence[StageSpec]) -> bool:
+    """Whether a rank with these stages reads the data: the first and the last stage, those with MTP or with MoE losses
+    per token, and all where documents or padding are told apart.
     """
     told_apart = config.data.separates_documents or config.data.restarts_positions or config.model.architecture != "gpt"
-    counts = config.train.calculate_per_token_loss and config.model.moe.has_losses
+    counts = config.train.calculate_per_token_loss and config.model.moe.has_auxiliary_losses
     return told_apart or any(
         s.has_embedding or s.has_mtp or s.has_output or counts and any(row.mlp == "moe" for row in s.layers)
         for s in stages
@@ -67,7 +65,7 @@ def needs_text(config: RunConfig, stages: Sequence[StageSpec]) -> bool:
 def microbatch_sample_indices(
     config: RunConfig, num_samples: int, *, consumed_samples: int, rank: int, num_ranks: int
 ) -> Iterator[list[int]]:
-    """The samples of one data-parallel rank's microbatches, from the sample after `consumed_samples` on."""
+    """Yield the sample numbers of each microbatch of one data-parallel rank, from sample `consumed_samples` on."""
     place = {
         "consumed_samples": consumed_samples,
         "micro_batch_size": config.train.micro_batch_size,
@@ -82,7 +80,9 @@ def microbatch_sample_indices(
 def single_pass_samples(
     config: RunConfig, num_samples: int, *, full_batch: int, rank: int, num_ranks: int
 ) -> Iterator[list[int]]:
-    """The samples of one data-parallel rank's microbatches in an evaluation that sees every sample once."""
+    """Yield the sample numbers of each microbatch of one data-parallel rank in an evaluation that sees every sample
+    once.
+    """
     unit = config.train.micro_batch_size * num_ranks
     return single_pass_sampler(
         num_samples,
@@ -93,17 +93,15 @@ def single_pass_samples(
     )
 
 
-def read_microbatch(dataset: Dataset, numbers: Sequence[int]) -> dict[str, np.ndarray]:
-    """Return one microbatch:
-
-    the samples of these numbers, stacked [b, ...]. Where `FILL` stands, a sample without loss.
-    """
+def read_microbatch(dataset: NumberedDataset, numbers: Sequence[int]) -> dict[str, np.ndarray]:
+    """Read the samples of these numbers, stacked [b, ...]; `FILL` gives a sample without loss."""
     return collate(
         [_padding_sample(dataset) if number == FILL else _read_sample(dataset, number) for number in numbers]
     )
 
 
-def _read_sample(dataset: Dataset, number: int) -> dict[str, np.ndarray]:
+def _read_sample(dataset: NumberedDataset, number: int) -> dict[str, np.ndarray]:
+    """Return a sample; an error names its number."""
     try:
         return dataset[number]
     except DataError as error:
@@ -113,13 +111,14 @@ def _read_sample(dataset: Dataset, number: int) -> dict[str, np.ndarray]:
         raise RuntimeError(f"sample {number} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _padding_sample(dataset: Dataset) -> dict[str, np.ndarray]:
+def _padding_sample(dataset: NumberedDataset) -> dict[str, np.ndarray]:
+    """Return sample 0 with a loss mask of zeros."""
     sample = _read_sample(dataset, 0)
     return {**sample, "loss_mask": np.zeros_like(sample["loss_mask"])}
 
 
-def read_external(samples: Iterator[dict[str, np.ndarray]], size: int) -> Iterator[dict[str, np.ndarray]]:
-    """Yield microbatches [size, ...] of an iterable from outside; a last one that is not full is left out."""
+def batch_external_samples(samples: Iterator[dict[str, np.ndarray]], size: int) -> Iterator[dict[str, np.ndarray]]:
+    """Yield microbatches [size, ...] from an external iterable of samples; an incomplete last one is dropped."""
     waiting: list[dict[str, np.ndarray]] = []
     for sample in samples:
         waiting.append(sample)
@@ -128,8 +127,8 @@ def read_external(samples: Iterator[dict[str, np.ndarray]], size: int) -> Iterat
             waiting = []
 
 
-def check_external(dataset: Any) -> None:
-    """Refuse numbered samples where --dataloader-type external announces an iterable."""
+def require_iterable_dataset(dataset: Any) -> None:
+    """Raise `ConfigError` if a dataset for --dataloader-type external is not an iterable."""
     if not hasattr(type(dataset), "__iter__"):
         raise ConfigError(
             f"--dataloader-type external takes iterables of samples from the script's provider, but this one "
@@ -138,9 +137,8 @@ def check_external(dataset: Any) -> None:
 
 
 class SampleLog:
-    """What this rank read (`--log-samples`): one JSON line a microbatch, in FOLDER/rank00000.jsonl.
-
-    clock: gives the iteration that reads. A run that resumes appends.
+    """Log of the samples that this rank read (`--log-samples`): one JSON line a microbatch, in FOLDER/rank00000.jsonl.
+    clock: returns the current iteration. A run that resumes appends.
     """
 
     def __init__(self, folder: str, *, rank: int, data_rank: int, split: str, clock: Callable[[], int]) -> None:
@@ -167,6 +165,6 @@ class SampleLog:
             "iteration": now,
             "microbatch": self._count,
             "samples": None if numbers is None else list(numbers),
-            "hash": digest(arrays),
+            "hash": microbatch_digest(arrays),
         }
         self._file.add(json.dumps(line) + "\n")

@@ -25,7 +25,7 @@ from megatron.core.distributed.buffers import Bucket
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.health.failure_dump import write_failure_dump
-from megatron.training.health.failures import failure_folder, name_of_rank
+from megatron.training.health.failures import failure_folder, rank_and_node_text
 from megatron.training.hooks import StepHooks
 from megatron.training.step import StepWork
 
@@ -36,17 +36,19 @@ _SHOWN = 4  # ranks in a message
 _SCALE = 1.4826  # of the median of deviations, for the standard deviation of a normal distribution
 
 
-class BadStep(Exception):
-    """A step is bad, and the run does not go on."""
+class BadStepError(Exception):
+    """A step's loss or gradient norm is bad, and the run ends."""
 
 
-class RollBack(Exception):
-    """A step is bad, and the run goes back to its last checkpoint."""
+class RollBackRequest(Exception):
+    """Raised after a bad step when the run is to go back to its last checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnomalyLimits:
-    """What is looked for. finite: numbers must be."""
+    """What counts as a bad step. finite: losses and norm must be finite; spikes: no loss spikes; large: no large
+    gradient norm.
+    """
 
     finite: bool
     spikes: bool
@@ -54,7 +56,7 @@ class AnomalyLimits:
 
     @staticmethod
     def build(config: RunConfig) -> AnomalyLimits:
-        """What the flags say. A dynamic loss scale answers gradients that are not finite by itself."""
+        """Return the limits that the flags ask for."""
         return AnomalyLimits(
             config.train.check_for_nan_in_loss_and_grad,
             config.faults.check_for_spiky_loss,
@@ -63,7 +65,7 @@ class AnomalyLimits:
 
 
 class StepHistory:
-    """Losses and norms of the last good steps, and what is unusual beside them."""
+    """Losses and gradient norms of the last good steps, against which a new step is judged."""
 
     def __init__(self, limits: AnomalyLimits) -> None:
         self.limits = limits
@@ -71,7 +73,9 @@ class StepHistory:
         self._norms: deque[float] = deque(maxlen=_KEPT)
 
     def find_problem(self, losses: Mapping[str, float], norm: float) -> str:
-        """What is wrong with a step, in words; "" if nothing is, and it is remembered."""
+        """Return what is wrong with a step, in words; "" if nothing is, and then remember it. losses: means; norm: of
+        the gradient.
+        """
         values = {**losses, "gradient norm": norm}
         problem = (
             [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
@@ -95,7 +99,11 @@ class StepHistory:
 
 
 class StepValidator(StepHooks):
-    """Judges the steps of a run, over all its sessions. passed_over: iterations whose data is not to be seen again."""
+    """Hook that judges whether a step's update may be made. passed_over: iterations whose data is to be skipped after a
+    rollback.
+    problem: why the last step was bad, or "". count: bad steps so far. largest: largest local gradient of each bucket,
+    scalars.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -107,16 +115,15 @@ class StepValidator(StepHooks):
         self.largest: list[Tensor] = []  # of the gradients of this rank alone, one a bucket
 
     def begin_step(self, work: StepWork) -> None:
-        """A step begins."""
+        """Reset the verdict, and keep the random states for a failure dump."""
         self.problem, self.largest = "", []
         self._streams = {name: state.clone() for name, state in work.trainer.run.streams.state().items()}
 
     def accept_update(self, work: StepWork, losses: Mapping[str, Tensor], norm: Tensor, *, again: bool = False) -> bool:
-        """Return whether the update may be made; writes a failure dump if not. All ranks call this together and get the
-        same answer.
-
-        losses: [2] each (total, count); norm: a scalar. again: the step was judged before and is run again; it is
-        counted once, and its failure dump exists.
+        """Return whether the update may be made; writes a failure dump if not. Collective, with the same answer on all
+        ranks.
+        losses: [2] each (total, count); norm: a scalar. again: the step was judged before and is rerun; it is counted
+        once, and its failure dump exists.
         """
         means = mean_losses(losses, norm, work.trainer.run.mesh)
         self.problem = self.memory.find_problem(means, float(norm))
@@ -125,7 +132,7 @@ class StepValidator(StepHooks):
         if again:
             return False
         self.count += 1
-        self.problem += self._nonfinite_ranks(work)
+        self.problem += self._nonfinite_ranks_text(work)
         folder = failure_folder(self.config)
         if folder is None:
             self.problem += "; there is no folder for the evidence (--error-dir or --save)"
@@ -134,44 +141,46 @@ class StepValidator(StepHooks):
         return False
 
     def bucket_ready(self, bucket: Bucket) -> None:
-        """Remember its largest gradient."""
+        """Record the largest absolute gradient of the bucket."""
         self.largest.append(torch.linalg.vector_norm(bucket.grad, math.inf))
 
-    def _nonfinite_ranks(self, work: StepWork) -> str:
-        """The ranks whose own loss or gradients were not finite before those of others came to them, in words."""
+    def _nonfinite_ranks_text(self, work: StepWork) -> str:
+        """Return in words which ranks' own losses or gradients were not finite before any reduction; "" if none.
+        Collective.
+        """
         rank, culprits = work.trainer.run.mesh.world.rank, []
         if not all(bool(pair.isfinite().all()) for report in work.reports for pair in report.values()):
             culprits.append("loss")
         if not all(bool(largest.isfinite()) for largest in self.largest):
             culprits.append("gradients")
-        mine = f"{' and '.join(culprits)} of {name_of_rank(rank)}" if culprits else ""
+        mine = f"{' and '.join(culprits)} of {rank_and_node_text(rank)}" if culprits else ""
         theirs = list(filter(None, collectives.gather_objects(mine, work.trainer.run.mesh.world)))
         more = f" and of {len(theirs) - _SHOWN} more" if len(theirs) > _SHOWN else ""
         return f"; first not finite in the {', the '.join(theirs[:_SHOWN])}{more}" if theirs else ""
 
     def decide_after_bad_step(self, iteration: int) -> str:
-        """What becomes of the run after a bad step: raises `BadStep` or `RollBack`, or returns what to tell the user."""
+        """Apply --on-bad-step: raise `BadStepError` or `RollBackRequest`, or return what to tell the user when the step
+        is skipped.
+        """
         problem, self.problem = f"iteration {iteration} is bad: {self.problem}", ""
         policy = self.config.faults.on_bad_step or "stop"
         if policy != "stop" and self.count > self.config.faults.max_bad_steps:
-            raise BadStep(
+            raise BadStepError(
                 f"{problem}\nit is the {self.count}th bad step, and --max-bad-steps is {self.config.faults.max_bad_steps}"
             )
         if policy == "stop":
-            raise BadStep(
+            raise BadStepError(
                 f"{problem}\nlook at the data of that step and at --lr, or go on without it with --on-bad-step skip"
             )
         if policy == "rollback":
             self.passed_over.add(iteration)
-            raise RollBack(problem)
+            raise RollBackRequest(problem)
         return f"{problem}\nIts update is left out, and the run goes on with the next data"
 
 
 def mean_losses(losses: Mapping[str, Tensor], norm: Tensor, mesh: Mesh) -> dict[str, float]:
-    """Return every loss averaged over all tokens of the step, the same on all ranks. losses: [2] each (total, count);
-    norm: a scalar.
-
-    Metrics of layers count as they are.
+    """Return each loss averaged over all tokens of the step, the same on all ranks, without MoE metrics.
+    losses: [2] each (total, count) of this rank; norm: a scalar, whose device is used.
     """
     names = [name for name in losses if not name.startswith("moe/")]
     if not names:

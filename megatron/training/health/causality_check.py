@@ -20,13 +20,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.config.flags import refuse
+from megatron.core.config.flags import raise_config_error_if
 from megatron.core.config.plan import LayerPlan, network_layer_plans
 from megatron.core.context_parallel.sequence import Zigzag
-from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
+from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.core.parallel import collectives
 from megatron.core.transformer.attention import attend
-from megatron.core.transformer.build import BuildContext
+from megatron.core.transformer.build import LayerBuildContext
 from megatron.training.run import Run
 
 _SHORTEST = 256  # tokens, or the run's own length if that is less
@@ -34,7 +34,7 @@ _SHORTEST = 256  # tokens, or the run's own length if that is less
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    """Layers whose attention is alike. layer: one of them."""
+    """Layers with the same mask and context-parallel transport. layer: index of one of them."""
 
     layer: int
     causal: bool
@@ -50,8 +50,10 @@ class AttentionKind:
         return reach + (f" and context transport {self.transport}" if self.transport else "")
 
 
-def demand_no_leak(run: Run) -> None:
-    """Do nothing where neither documents, windows nor context ranks hide a token; else try, and refuse to train on a leak."""
+def require_causal_attention(run: Run) -> None:
+    """Probe the run's attention for leaks through masks; `ConfigError` on all ranks if there are any. Collective.
+    Nothing is probed if neither documents, windows nor context parallelism are used, or for T5.
+    """
     model, mesh, separate = run.config.model, run.mesh, run.config.data.separates_documents
     if model.architecture == "t5" or not (
         separate or mesh.cp.size > 1 or any(plan.window for plan in network_layer_plans(model))
@@ -59,13 +61,15 @@ def demand_no_leak(run: Run) -> None:
         return
     started = time.perf_counter()
     kernel = next(name for op, name, _ in run.kernels.report if op == "attention")
-    layer_kinds = distinct_layers(run.build, network_layer_plans(model))
+    layer_kinds = attention_variants(run.layer_build_context, network_layer_plans(model))
     leaks = [
-        leak for kind in layer_kinds if (leak := find_leak(run.build, kind, probe_length(run, kind), separate=separate))
+        leak
+        for kind in layer_kinds
+        if (leak := find_attention_leak(run.layer_build_context, kind, leak_probe_length(run, kind), separate=separate))
     ]
     # All ranks hear of every rank's leaks, so that all refuse together.
     problems = [leak for some in collectives.gather_objects(leaks, mesh.world) for leak in some]
-    refuse(
+    raise_config_error_if(
         f"the attention kernel {kernel} lets tokens leak: {leak}; choose another --attention-backend"
         for leak in problems
     )
@@ -75,8 +79,8 @@ def demand_no_leak(run: Run) -> None:
     )
 
 
-def distinct_layers(build: BuildContext, plans: tuple[LayerPlan, ...]) -> list[AttentionKind]:
-    """The kinds of layers of a network, each once."""
+def attention_variants(build: LayerBuildContext, plans: tuple[LayerPlan, ...]) -> list[AttentionKind]:
+    """Return each variant (mask, window, transport) of the network's attention layers once."""
     types = build.cp_comm_type
     rows: dict[tuple, AttentionKind] = {}
     for plan in plans:
@@ -88,8 +92,10 @@ def distinct_layers(build: BuildContext, plans: tuple[LayerPlan, ...]) -> list[A
     return list(rows.values())
 
 
-def probe_length(run: Run, kind: AttentionKind) -> int:
-    """Tokens of a probe: enough to look past both ends of a window, and that a kernel for short windows is at work."""
+def leak_probe_length(run: Run, kind: AttentionKind) -> int:
+    """Return the tokens of a probe: enough to look past both ends of a window, and for kernels of short windows to be
+    used.
+    """
     reach = 0 if kind.window is None else max(0, *kind.window)
     unit = 2 * run.mesh.cp.size
     length = min(run.config.train.seq_length, max(_SHORTEST, 4 * reach + _SHORTEST))
@@ -97,8 +103,11 @@ def probe_length(run: Run, kind: AttentionKind) -> int:
 
 
 @torch.no_grad()
-def find_leak(build: BuildContext, kind: AttentionKind, length: int, *, separate: bool) -> str:
-    """What leaks in layers of this kind, seen from this rank; nothing if all is well."""
+def find_attention_leak(build: LayerBuildContext, kind: AttentionKind, length: int, *, separate: bool) -> str:
+    """Return in words which hidden token changes an output of this rank in layers of this kind; "" if none does.
+    Collective.
+    length: tokens of the probe. separate: mask documents apart.
+    """
     documents = (torch.arange(length) // max(1, length * 3 // 10))[
         None
     ]  # borders that are no borders of ranks or blocks
@@ -135,10 +144,10 @@ def find_leak(build: BuildContext, kind: AttentionKind, length: int, *, separate
     return problem
 
 
-def _random_inputs(build: BuildContext, length: int) -> list[Tensor]:
-    """Queries, keys and values of a whole sequence, as many heads as a rank of this run has."""
+def _random_inputs(build: LayerBuildContext, length: int) -> list[Tensor]:
+    """Return random q, k and v [length, 1, heads, size] of a whole sequence, with a rank's number of heads."""
     model, tp = build.model, build.mesh.tp.size
-    size = model.rotary_size + (model.mla.qk_head_dim if model.mla.multi_latent_attention else 0)
+    size = model.rotary_head_size + (model.mla.qk_head_dim if model.mla.multi_latent_attention else 0)
     heads, groups = model.num_attention_heads // tp, max(1, model.num_query_groups // tp)
     value_size = model.mla.v_head_dim if model.mla.multi_latent_attention else model.kv_channels
     shapes = ((heads, size), (groups, size), (groups, value_size))
@@ -147,17 +156,22 @@ def _random_inputs(build: BuildContext, length: int) -> list[Tensor]:
 
 
 def _attention_outputs(
-    build: BuildContext, kind: AttentionKind, inputs: list[Tensor], documents: Tensor | None
+    build: LayerBuildContext, kind: AttentionKind, inputs: list[Tensor], documents: Tensor | None
 ) -> Tensor:
-    """This rank's outputs, [s/cp, 1, n/tp * dv]."""
+    """Return this rank's attention outputs, [s/cp, 1, n/tp * dv]."""
     cp, length = build.mesh.cp, len(inputs[0])
     pieces = [Zigzag(length, cp.size).shard(x, cp.rank) for x in inputs]
-    mask = MaskSpec(causal=kind.causal, documents=None if documents is None else documents.to(build.mesh.device))
+    mask = AttentionMaskSpec(
+        causal=kind.causal, documents=None if documents is None else documents.to(build.mesh.device)
+    )
     if cp.group is not None:
-        mask = MaskSpec(
-            causal=kind.causal, documents=mask.documents, query_places=build.positions(len(pieces[0])), length=length
+        mask = AttentionMaskSpec(
+            causal=kind.causal,
+            documents=mask.documents,
+            query_places=build.local_positions(len(pieces[0])),
+            length=length,
         )
     layer = build.with_context_parallel_attention(kind.layer)
     sink = pieces[0].new_zeros(pieces[0].shape[2]) if build.model.softmax_type != "vanilla" else None
     q, k, v = pieces
-    return attend(layer, q, k, v, mask.with_window(kind.window), ScoreModifiers(sink=sink), training=False)
+    return attend(layer, q, k, v, mask.with_window(kind.window), AttentionScoreModifiers(sink=sink), training=False)

@@ -32,27 +32,27 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from megatron.core.config.settings.run import LogConfig, TrainConfig
-from megatron.training.health.interrupts import Interrupts
-from megatron.training.report.metrics import ResolvedStep
+from megatron.training.health.interrupts import InterruptHandler
+from megatron.training.report.metrics import ResolvedStepMetrics
 from megatron.training.run import TerminationSignal
 
 
-class NotFinite(Exception):
-    """A loss or a gradient is not a number, so that the weights are or soon will be spoiled."""
+class NonFiniteError(Exception):
+    """A loss or a gradient norm is NaN or infinite."""
 
 
 def _single_process_vote(vote: bool) -> bool:
-    """How a single process agrees."""
+    """Return `vote`: a single process has no one else to ask."""
     return vote
 
 
 class ExitConditions:
-    """Looks after one run. A context manager: signals, the garbage collector and the profiler are put back at the end.
-
-    agree: whether any rank said True; called by all ranks at the same points. poll: the same, but the answer may be that of the
-    call before, so that nothing waits for it; called once a step, if a signal or the clock can end the run. started: `time.monotonic()` at the start of
-    the job, from which --exit-duration-in-mins counts. ending: where a signal is noted. tolerates_overflow: a step that is not finite is skipped by the
-    loss scaler (dynamic loss scale), so it is no error. interrupts: what becomes of Ctrl-C; left out, KeyboardInterrupt.
+    """Decides when a run stops or fails, and runs profiler and garbage collection at fixed iterations.
+    A context manager: signal handlers, garbage collector and profiler are restored at the end.
+    agree: whether any rank said True, a collective. poll: the same, but the answer may be that of the call before, so
+    that nothing waits; called once a step if a signal or the clock can end the run. started: `time.monotonic()` at the
+    start of the job, for --exit-duration-in-mins. ending: where a signal is noted. tolerates_overflow: the loss scaler
+    skips steps that are not finite, so they are no error. interrupts: handles Ctrl-C; without it, KeyboardInterrupt.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class ExitConditions:
         started: float | None = None,
         ending: TerminationSignal | None = None,
         tolerates_overflow: bool = False,
-        profile: Profile | None = None,
-        interrupts: Interrupts | None = None,
+        profile: TorchProfile | None = None,
+        interrupts: InterruptHandler | None = None,
     ) -> None:
         self._train = train
         self._interrupts = interrupts
@@ -103,12 +103,13 @@ class ExitConditions:
             self._profile.finish()
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
+        """Signal handler: record the signal's name."""
         self._ending.signal = signal.Signals(number).name
 
     def reason_to_stop(self, iteration: int) -> str:
-        """Why the run ends after this many steps, in words; "" to go on. The same on every rank."""
+        """Return why the run ends after this many steps, in words, or "" to go on; the same on every rank."""
         signalled = bool(self._ending.signal)
-        if self._polls and self._poll(signalled or self._is_late()):
+        if self._polls and self._poll(signalled or self._exceeds_duration()):
             if self._agree(signalled):
                 interrupted = self._agree(self._ending.signal == "SIGINT")
                 return f"exiting program after receiving {'SIGINT' if interrupted else self._train.exit_signal}"
@@ -119,45 +120,45 @@ class ExitConditions:
             return f"exiting program at iteration {iteration} (--exit-interval {interval})"
         return ""
 
-    def _is_late(self) -> bool:
+    def _exceeds_duration(self) -> bool:
         limit = self._train.exit_duration_in_mins
         return limit is not None and (time.monotonic() - self._started) / 60.0 > limit
 
-    def demand_finite(self, steps: Sequence[ResolvedStep]) -> None:
-        """Fail, on all ranks alike, if a resolved step has a loss or gradient norm that is not finite.
-
-        To be called with everything that `Meter.resolve` gives, so that no checkpoint is written after such a step.
+    def require_finite(self, steps: Sequence[ResolvedStepMetrics]) -> None:
+        """Raise `NonFiniteError` on all ranks if a resolved step has a loss or gradient norm that is not finite.
+        Collective. To be called with everything that `Meter.resolve` gives, so that no checkpoint is written after such
+        a step.
         """
         if not self._checks_numbers:
             return
-        problem = next(filter(None, map(_not_finite, steps)), "")
+        problem = next(filter(None, map(_nonfinite_text, steps)), "")
         if self._agree(bool(problem)):
-            raise NotFinite(
+            raise NonFiniteError(
                 f"{problem or 'another rank found a loss or gradient that is not finite'}; look at the data of that step and "
                 "at --lr, or go on regardless with --no-check-for-nan-in-loss-and-grad"
             )
 
     def before_step(self, iteration: int) -> None:
-        """Open the profile if it begins here."""
+        """Start the profiler if it begins at this iteration."""
         if self._profile:
             self._profile.before_step(iteration)
 
     def after_step(self, iteration: int) -> None:
-        """Close the profile if it ends here, and collect garbage if it is time."""
+        """Stop the profiler if it ends here, and collect garbage if it is time."""
         if self._profile:
             self._profile.after_step(iteration)
         interval = self._train.manual_gc_interval
         if self._train.manual_gc and interval and iteration % interval == 0:
             gc.collect()
 
-    def around_evaluation(self) -> None:
-        """Before and after an evaluation, which leaves garbage of its own kind: collect it on all ranks at once."""
+    def collect_evaluation_garbage(self) -> None:
+        """Collect garbage, under --manual-gc; called before and after an evaluation, on all ranks at once."""
         if self._train.manual_gc:
             gc.collect()
 
 
-class Profile:
-    """A torch profile of iterations start .. end (counting steps done before), as a trace file for chrome or Perfetto."""
+class TorchProfile:
+    """A torch profiler for iterations start .. end (steps done before), written as a trace file for Chrome or Perfetto."""
 
     def __init__(self, *, start: int, end: int, activities: Sequence[ProfilerActivity], path: Path) -> None:
         self._start, self._end, self._path = start, end, path
@@ -167,26 +168,26 @@ class Profile:
     @classmethod
     def build(
         cls, log: LogConfig, *, rank: int, activities: Sequence[ProfilerActivity], folder: str | Path
-    ) -> Profile | None:
-        """The profile of this rank, if --profile asks for one."""
+    ) -> TorchProfile | None:
+        """Return the profiler of this rank, or None if --profile does not ask for one."""
         if not log.profile or rank not in log.profile_ranks:
             return None
         path = Path(folder) / f"profile_rank{rank}_iterations{log.profile_step_start}-{log.profile_step_end}.json"
         return cls(start=log.profile_step_start, end=log.profile_step_end, activities=activities, path=path)
 
     def before_step(self, iteration: int) -> None:
-        """Begin with the step after `start` steps."""
+        """Start profiling if `start` steps are done."""
         if iteration == self._start:
             self._profiler.start()
             self._runs = True
 
     def after_step(self, iteration: int) -> None:
-        """End after `end` steps."""
+        """Stop and write the trace if `end` steps are done."""
         if iteration == self._end:
             self.finish()
 
     def finish(self) -> None:
-        """Write the trace, if one was begun; a run that stops inside the window keeps what there is."""
+        """Stop and write the trace, if profiling has begun. A file that cannot be written is a warning."""
         if self._runs:
             self._runs = False
             self._profiler.stop()
@@ -197,8 +198,8 @@ class Profile:
                 logging.getLogger("megatron").warning(f"WARNING: the profile {self._path} cannot be written: {error}")
 
 
-def _not_finite(step: ResolvedStep) -> str:
-    """What of a resolved step is not finite, in words; "" if nothing."""
+def _nonfinite_text(step: ResolvedStepMetrics) -> str:
+    """Return what of a resolved step is not finite, in words; "" if nothing or if the step was skipped."""
     if step.skipped:
         return ""
     values = {**step.losses, **({} if step.grad_norm is None else {"gradient norm": step.grad_norm})}

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config.flags import to_values
-from megatron.core.dist_checkpointing.saver import Saver, SaveRules
-from megatron.core.dist_checkpointing.store import Description, scan_folder
-from megatron.core.optimizer.clip import ranges_counted_once, without_tied_duplicates
+from megatron.core.config.flags import config_to_values
+from megatron.core.dist_checkpointing.saver import CheckpointSaver, SaveOptions
+from megatron.core.dist_checkpointing.store import RunDescription, scan_checkpoint_folder
+from megatron.core.optimizer.clip import gradient_ranges_counted_once, without_tied_duplicates
 from megatron.core.parallel import collectives
 from megatron.training.checkpoint.run_state import weights_of
 from megatron.training.data.batch import Batch
@@ -36,13 +36,13 @@ from megatron.training.trainer import Trainer
 STEP, WEIGHTS = "step.json", "weights"
 
 
-def data_file(data_rank: int, context_rank: int) -> str:
-    """The file with what these ranks read."""
+def dumped_batch_file_name(data_rank: int, context_rank: int) -> str:
+    """Return the name of the file with the microbatches that these ranks read."""
     return f"data-{data_rank:05d}-{context_rank:02d}.pt"
 
 
-def random_file(rank: int) -> str:
-    """The file with the random streams of a rank."""
+def dumped_rng_file_name(rank: int) -> str:
+    """Return the name of the file with the random streams of a rank."""
     return f"random-{rank:05d}.pt"
 
 
@@ -55,11 +55,9 @@ def write_failure_dump(
     norm: float,
     streams: Mapping[str, Tensor],
 ) -> str:
-    """Write the failure dump of the step that `work` has just done, before its update; all ranks together. Returns
-    where it is.
-
-    Gradients must be reduced and finalized. norm: a scalar; streams: states of random generators, uint8 [bytes]. What
-    cannot be written is reported and raises nothing.
+    """Write the failure dump of the step that `work` has just run, before its update. Collective.
+    Return in words where it is and the worst parameters. Gradients must be reduced and finalized. norm: a scalar;
+    streams: states of random generators, uint8 [bytes]. What cannot be written is reported and raises nothing.
     """
     trainer, mesh = work.trainer, work.trainer.run.mesh
     target = folder / f"step-{trainer.progress.iteration + 1:08d}"
@@ -67,16 +65,16 @@ def write_failure_dump(
     failure = ""
     try:
         target.mkdir(parents=True, exist_ok=True)
-        torch.save(dict(streams), target / random_file(mesh.world.rank))
+        torch.save(dict(streams), target / dumped_rng_file_name(mesh.world.rank))
         if mesh.tp.is_first and mesh.pp.is_first:
             read = {
                 "rank": mesh.world.rank,
-                "microbatches": [_batch_arrays(batch) for batch in work.taken_microbatches],
+                "microbatches": [_dumpable_batch(batch) for batch in work.taken_microbatches],
             }
-            torch.save(read, target / data_file(mesh.dp.rank, mesh.cp.rank))
+            torch.save(read, target / dumped_batch_file_name(mesh.dp.rank, mesh.cp.rank))
         if mesh.world.is_first:
             (target / STEP).write_text(
-                json.dumps(_step_facts(work, problem, losses, norm) | {"parameters": table}, indent=1) + "\n",
+                json.dumps(_step_record(work, problem, losses, norm) | {"parameters": table}, indent=1) + "\n",
                 encoding="utf-8",
             )
     except (OSError, RuntimeError) as error:  # torch.save's on a full disk is the latter
@@ -93,13 +91,15 @@ def write_failure_dump(
 
 
 def parameters_table(work: StepWork) -> tuple[dict[str, dict[str, float]], str]:
-    """Of each parameter of the network, the same on all ranks: norms, and elements that are not finite; and the worst in words."""
+    """Return (parameter name -> norms of gradient and weight and numbers of their non-finite elements, non-finite ones
+    in words). Collective; the same on all ranks.
+    """
     trainer, mesh = work.trainer, work.trainer.run.mesh
     factor = float(work.remaining_gradient_scale()) / trainer.optimizer.scaler.scale
     measures: dict[str, list[float]] = {}
     for segment in without_tied_duplicates(trainer.optimizer.segments):
         row = measures.setdefault(segment.name, [0.0, 0, 0.0, 0])
-        for low, high in ranges_counted_once(segment, mesh):
+        for low, high in gradient_ranges_counted_once(segment, mesh):
             for place, values in ((0, segment.grad[low:high].double() * factor), (2, segment.data[low:high].double())):
                 row[place] += float(values.square().nansum())
                 row[place + 1] += int((~values.isfinite()).sum())
@@ -127,10 +127,15 @@ def parameters_table(work: StepWork) -> tuple[dict[str, dict[str, float]], str]:
     return table, "; ".join(words)
 
 
-def _step_facts(work: StepWork, problem: str, losses: Mapping[str, float], norm: float) -> dict[str, Any]:
+def _step_record(work: StepWork, problem: str, losses: Mapping[str, float], norm: float) -> dict[str, Any]:
+    """Return what step.json says of the step: problem, losses, counters, nearest checkpoint, config."""
     trainer, config = work.trainer, work.trainer.run.config
     here = config.checkpoint.save or config.checkpoint.load
-    steps = [step for step in scan_folder(here).steps if step.iteration <= trainer.progress.iteration] if here else []
+    steps = (
+        [step for step in scan_checkpoint_folder(here).steps if step.iteration <= trainer.progress.iteration]
+        if here
+        else []
+    )
     newest = max(steps, key=lambda step: step.iteration, default=None)
     return {
         "iteration": trainer.progress.iteration + 1,
@@ -142,12 +147,12 @@ def _step_facts(work: StepWork, problem: str, losses: Mapping[str, float], norm:
         "microbatches": work.own_microbatches,
         "progress": asdict(trainer.progress),
         "checkpoint": None if newest is None else {"folder": str(newest.folder), "iteration": newest.iteration},
-        "config": to_values(config),
+        "config": config_to_values(config),
     }
 
 
-def _batch_arrays(batch: Batch) -> dict[str, Any]:
-    """A microbatch as plain values and tensors on the CPU."""
+def _dumpable_batch(batch: Batch) -> dict[str, Any]:
+    """Return a microbatch as plain values and CPU tensors."""
     arrays: dict[str, Any] = {
         "samples": list(batch.samples) if batch.samples is not None else None,
         "extras": {name: rows.cpu() for name, rows in batch.extras.items()},
@@ -159,11 +164,13 @@ def _batch_arrays(batch: Batch) -> dict[str, Any]:
 
 
 def _save_weights(trainer: Trainer, target: Path) -> list[str]:
-    """The weights as a checkpoint below `target`; what went wrong."""
+    """Save the weights as a checkpoint in `target`; return the problems. Collective."""
     mesh = trainer.run.mesh
     state = {name: placed for name, placed in weights_of(trainer, rounded=True).items() if not placed.receivers}
     state["run.progress"] = asdict(trainer.progress)
-    saver = Saver(str(target / WEIGHTS), mesh.world, rules=SaveRules(), device=mesh.device)
-    saver.start(state, trainer.progress.iteration, Description(to_values(trainer.run.config), mesh.world.size))
+    saver = CheckpointSaver(str(target / WEIGHTS), mesh.world, rules=SaveOptions(), device=mesh.device)
+    saver.start(
+        state, trainer.progress.iteration, RunDescription(config_to_values(trainer.run.config), mesh.world.size)
+    )
     outcome = saver.finish()
     return [] if outcome is None else list(outcome.problems)

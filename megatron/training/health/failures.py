@@ -27,19 +27,19 @@ _LIBRARIES = ("/site-packages/", "/dist-packages/", "<frozen", os.path.dirname(o
 
 
 def failure_folder(config: RunConfig) -> Path | None:
-    """Where a failing run leaves its evidence (`--error-dir`); None for nowhere."""
+    """Return the folder of failure files (`--error-dir`, else `faults` in --save); None for neither."""
     if config.faults.error_dir:
         return Path(config.faults.error_dir)
     return Path(config.checkpoint.save) / "faults" if config.checkpoint.save else None
 
 
-def name_of_rank(rank: int) -> str:
-    """What messages call this process."""
+def rank_and_node_text(rank: int) -> str:
+    """Return "rank 5 on node gpu07": the name of this process in messages."""
     return f"rank {rank} on node {socket.gethostname()}"
 
 
-def error_origin(error: BaseException) -> str:
-    """File, line and function that raised: the innermost that belongs to no library; "" where that is not known."""
+def error_location_text(error: BaseException) -> str:
+    """Return file, line and function that raised, of the innermost frame outside of libraries; "" if it is unknown."""
     frames = traceback.extract_tb(error.__traceback__)
     frames_of_ours = [frame for frame in frames if not any(word in frame.filename for word in _LIBRARIES)] or frames
     return (
@@ -50,12 +50,12 @@ def error_origin(error: BaseException) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """An error in words, with the notes that it carries."""
+    """Return an error's type, message and notes."""
     return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
 
 
 def python_stacks() -> str:
-    """The Python stack of every thread of this process."""
+    """Return the Python stacks of all threads of this process, as text."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
@@ -64,7 +64,9 @@ def python_stacks() -> str:
 
 
 def append_failure_file(folder: Path | None, rank: int, text: str) -> None:
-    """Append to this rank's file. A file that cannot be written changes nothing about the failure."""
+    """Append text to this rank's failure file; nothing without a folder. A file that cannot be written is only
+    reported.
+    """
     if folder is None:
         return
     try:
@@ -75,27 +77,27 @@ def append_failure_file(folder: Path | None, rank: int, text: str) -> None:
         sys.stderr.write(f"{folder} cannot be written: {error.strerror}\n")
 
 
-def last_collectives(flight_recorder: FlightRecorder, count: int = 16) -> str:
-    """The last collectives, one a line."""
+def last_collectives_text(flight_recorder: FlightRecorder, count: int = 16) -> str:
+    """Return the last collectives, one a line, the newest first."""
     return "\n".join(
         ["last collectives, the newest first:", *(f"  {words}" for words in flight_recorder.last_collectives(count))]
     )
 
 
 @contextmanager
-def with_location(run: Run) -> Iterator[None]:
-    """An error that leaves here carries where this rank was, and is in its file."""
+def annotate_errors(run: Run) -> Iterator[None]:
+    """Add where this rank was to an exception that leaves the block, and write it to the rank's failure file."""
     try:
         yield
     except Exception as error:
         rank, flight_recorder = run.mesh.world.rank, run.mesh.flight_recorder
-        place = error_origin(error)
+        place = error_location_text(error)
         error.add_note(
-            f"on {name_of_rank(rank)}, in {flight_recorder.current_position()}{f', at {place}' if place else ''}"
+            f"on {rank_and_node_text(rank)}, in {flight_recorder.current_position_text()}{f', at {place}' if place else ''}"
         )
         append_failure_file(
             failure_folder(run.config),
             rank,
-            f"{error_text(error)}\n{''.join(traceback.format_exception(error))}{last_collectives(flight_recorder)}",
+            f"{error_text(error)}\n{''.join(traceback.format_exception(error))}{last_collectives_text(flight_recorder)}",
         )
         raise

@@ -20,10 +20,10 @@ _ONCE = 1.0
 EXIT_CODE = 128 + signal.SIGINT
 
 
-class Interrupts:
-    """Catches SIGINT while it is open, in the main thread. ending: where the first is noted.
-
-    first: what to say of it. last: called before the process ends because of the second.
+class InterruptHandler:
+    """Context manager in the main thread that catches SIGINT: the first is noted in `ending`, the second ends the
+    process.
+    first: called at the first. last: called before the process ends because of the second.
     """
 
     def __init__(self, ending: TerminationSignal, *, first: Callable[[], None], last: Callable[[], None]) -> None:
@@ -33,7 +33,7 @@ class Interrupts:
         self._systems.setblocking(False)
         self._thread = threading.Thread(target=self._watch_signals, name="interrupts", daemon=True)
 
-    def __enter__(self) -> Interrupts:
+    def __enter__(self) -> InterruptHandler:
         self._wakeup_before = signal.set_wakeup_fd(self._systems.fileno(), warn_on_full_buffer=False)
         self._handler_before = signal.signal(signal.SIGINT, lambda number, frame: None)  # no KeyboardInterrupt
         self._thread.start()
@@ -47,11 +47,13 @@ class Interrupts:
         self._ours.close()
 
     def _watch_signals(self) -> None:
+        """Thread: read signal numbers from the wake-up socket until it closes."""
         while numbers := self._ours.recv(64):
             if signal.SIGINT in numbers:
                 self._on_interrupt()
 
     def _on_interrupt(self) -> None:
+        """Handle a SIGINT: the first is noted, a later one ends the process; repetitions within a second are one."""
         if not self._noticed:
             self._noticed, self._ending.signal = time.monotonic(), "SIGINT"
             self._first()

@@ -25,13 +25,13 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.finalize import replicated_ranges
+from megatron.core.distributed.finalize import ranges_replicated_over_tensor
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.rng import derive_seed
-from megatron.core.parallel.spec import is_shared_over_tensor, local_shards, spec_of, tensor_axis
-from megatron.core.tensor_parallel.low_precision import histories_of
-from megatron.training.health.failures import name_of_rank
+from megatron.core.parallel.spec import is_replicated_over_tensor, local_shards, param_spec_of, tensor_axis_name
+from megatron.core.tensor_parallel.low_precision import delayed_scalings_by_layer
+from megatron.training.health.failures import rank_and_node_text
 from megatron.training.trainer import Trainer
 
 _BLOCK = 1 << 16  # words under one set of factors
@@ -41,15 +41,14 @@ _NONE = -(1 << 63)  # no hash of this rank
 _SHOWN = 8  # findings in a message
 
 
-class ReplicasDiffer(Exception):
+class ReplicaMismatchError(Exception):
     """Ranks hold different values of what must be the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicatedState:
-    """Something that ranks of an axis hold alike. copies: so many neighbours share it; 0: all ranks of the axis.
-
-    again: the same once more on this rank.
+    """A value that ranks of an axis hold alike.
+    copies: number of neighbouring ranks that share it; 0: all ranks of the axis. again: further copies on this rank.
     """
 
     name: str
@@ -60,17 +59,17 @@ class ReplicatedState:
 
     @property
     def num_replica_groups(self) -> int:
-        """Groups of ranks on the axis, each with a value of its own."""
+        """Number of groups of ranks on the axis, each with a value of its own."""
         return self.axis.size // self.copies if self.copies else 1
 
     @property
     def replica_group(self) -> int:
-        """The group that this rank belongs to."""
+        """Index of the group that this rank belongs to."""
         return self.axis.rank // self.copies if self.copies else 0
 
 
 class ReplicaCheck:
-    """Compares what ranks hold alike. Every method is called by all ranks together."""
+    """Compares the values that several ranks hold, by hashes. Every method is collective."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.mesh = trainer, trainer.run.mesh
@@ -83,34 +82,36 @@ class ReplicaCheck:
         )
 
     @torch.no_grad()
-    def check(self) -> None:
-        """Raise `ReplicasDiffer`, on all ranks alike, that names what differs and the rank that holds another value."""
+    def require_equal_replicas(self) -> None:
+        """Raise `ReplicaMismatchError` on all ranks if replicas differ; the message names what differs and the ranks in
+        the minority.
+        """
         self.mesh.flight_recorder.enter_phase("comparison of replicas")
         for parallel in self.trainer.parallels:
             parallel.finish_gather()
         hashed: dict[int, Tensor] = {}  # a parameter may be an item of several axes
         by_axis: dict[str, list[tuple[ReplicatedState, Tensor]]] = defaultdict(list)
         differs = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
-        items = [item for item in self.items() if item.axis.size > 1 or item.again]
+        items = [item for item in self.replicated_states() if item.axis.size > 1 or item.again]
         for item in items:
             if id(item.value) not in hashed:
-                hashed[id(item.value)] = self.hash(item.value)
+                hashed[id(item.value)] = self.hash_value(item.value)
             by_axis[item.axis.name].append((item, hashed[id(item.value)]))
             for other in item.again:
-                differs = torch.maximum(differs, (self.hash(other) != hashed[id(item.value)]).long())
+                differs = torch.maximum(differs, (self.hash_value(other) != hashed[id(item.value)]).long())
         # By name: ranks that share two axes must meet on them in one order.
         groups = [by_axis[name] for name in sorted(by_axis)]
         for group in groups:
             differs = torch.maximum(differs, _differs_flag(group))
         if bool(collectives.all_reduce(differs, self.mesh.world, "max")):
-            raise ReplicasDiffer(self._differences_message(groups))
+            raise ReplicaMismatchError(self._differences_message(groups))
 
-    def items(self) -> Iterator[ReplicatedState]:
-        """What this rank holds and others hold too, in an order that is the same on all ranks of each axis."""
+    def replicated_states(self) -> Iterator[ReplicatedState]:
+        """Yield what this rank holds and others hold too, in the same order on all ranks of each axis."""
         yield from self._replicated_weights()
         yield from self._optimizer_state()
         trainer, mesh = self.trainer, self.mesh
-        for name, scaling in histories_of(trainer.stages).items():
+        for name, scaling in delayed_scalings_by_layer(trainer.stages).items():
             yield ReplicatedState(f"largest values of {name}", mesh.tp_dp_cp, scaling.history)
         yield ReplicatedState(
             "the default random stream", mesh.tp, trainer.run.streams.state()["default"].to(mesh.device)
@@ -122,15 +123,17 @@ class ReplicaCheck:
         )
 
     def _replicated_weights(self) -> Iterator[ReplicatedState]:
-        """Weights that several ranks hold, or one rank twice: whole ones, sharded ones, and both copies of a tied matrix."""
+        """Yield the weights that several ranks, or this rank twice, hold: whole and sharded ones, shared heads, tied
+        embeddings.
+        """
         mesh = self.mesh
         tied: dict[tuple[str, str], list[Tensor]] = defaultdict(list)  # on this rank, by name and axis
         for parallel in self.trainer.parallels:
             for param in parallel.whole_params:
-                spec, value = spec_of(param), param.detach()
+                spec, value = param_spec_of(param), param.detach()
                 yield ReplicatedState(spec.name, mesh.axis(spec.reduce_over), value)
-                if is_shared_over_tensor(spec):
-                    yield ReplicatedState(spec.name, mesh.axis(tensor_axis(spec)), value)
+                if is_replicated_over_tensor(spec):
+                    yield ReplicatedState(spec.name, mesh.axis(tensor_axis_name(spec)), value)
                 if spec.tied:
                     tied[spec.name, spec.tied_over].append(value)
                 # The n-th such part of every tensor rank is the same part of the matrix, at the place of its group.
@@ -143,31 +146,31 @@ class ReplicaCheck:
                 )
             # The same rows as at this place of the other tensor ranks, or of the other stage.
             for share in parallel.sharded_segments:
-                if is_shared_over_tensor(share.spec):
-                    yield ReplicatedState(share.name, mesh.axis(tensor_axis(share.spec)), share.data)
+                if is_replicated_over_tensor(share.spec):
+                    yield ReplicatedState(share.name, mesh.axis(tensor_axis_name(share.spec)), share.data)
                 if share.spec.tied:
                     tied[share.name, share.spec.tied_over].append(share.data)
                 yield from (
                     ReplicatedState(f"{share.name} (shared heads, part {part})", mesh.tp, share.data[low:high], copies)
-                    for part, (low, high, copies, _) in enumerate(replicated_ranges(share, mesh))
+                    for part, (low, high, copies, _) in enumerate(ranges_replicated_over_tensor(share, mesh))
                 )
         for (name, axis), (first, *again) in tied.items():
             yield ReplicatedState(name, mesh.axis(axis), first, again=tuple(again))
 
     def _optimizer_state(self) -> Iterator[ReplicatedState]:
-        """State of the optimizer that all data-parallel ranks hold; none where each of them owns a part."""
+        """Yield the optimizer state that all data-parallel ranks hold; none if it is sharded over them."""
         for slot, segment, tensor in self.trainer.optimizer.checkpoint_state():
             if segment.sharded:
                 continue
             axis = self.mesh.axis(segment.spec.reduce_over)
             yield ReplicatedState(f"{slot} of {segment.name}", axis, tensor.to(self.mesh.device))
 
-    def hash(self, value: Tensor | str) -> Tensor:
-        """64 bits that say what a value is, as an int64 scalar on the device."""
+    def hash_value(self, value: Tensor | str) -> Tensor:
+        """Return a 64-bit hash of a tensor's memory or a text, as an int64 scalar on the device."""
         if isinstance(value, str):
             number = int.from_bytes(hashlib.blake2b(value.encode(), digest_size=8).digest(), "little", signed=True)
             return torch.tensor(number, device=self.mesh.device)
-        words = _as_integers(value)
+        words = _view_as_words(value)
         total = torch.zeros((), dtype=torch.int64, device=words.device)
         for part in words.split(_BLOCK * _ROWS):
             whole = len(part) // _BLOCK * _BLOCK
@@ -180,9 +183,11 @@ class ReplicaCheck:
         return total.clamp(min=_NONE + 1, max=-(_NONE + 2))
 
     def _differences_message(self, groups: Sequence[Sequence[tuple[ReplicatedState, Tensor]]]) -> str:
-        """What differs, and on which ranks; the same on all."""
+        """Return a message saying what differs on which ranks, the same on all. Collective. groups: (state, hash) by
+        axis.
+        """
         findings = [finding for group in groups for finding in self._axis_differences(group)]
-        place = name_of_rank(self.mesh.world.rank)
+        place = rank_and_node_text(self.mesh.world.rank)
         gathered = collectives.gather_objects((findings, place), self.mesh.world)
         lines = list(dict.fromkeys(line for theirs, _ in gathered for line in theirs))
         listed = lines[:_SHOWN] + ([f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
@@ -198,25 +203,27 @@ class ReplicaCheck:
         )
 
     def _axis_differences(self, group: Sequence[tuple[ReplicatedState, Tensor]]) -> list[str]:
-        """What differs within this rank, and over the axis of the group; called by all ranks of the axis."""
+        """Return a line for each state that differs within this rank or over the axis of the group. Collective over the
+        axis.
+        """
         axis = group[0][0].axis
         findings = [
             f"{item.name}: rank {self.mesh.world.rank} over {axis.name} holds copies that disagree"
             for item, number in group
-            if any(int(self.hash(other)) != int(number) for other in item.again)
+            if any(int(self.hash_value(other)) != int(number) for other in item.again)
         ]
         rows = [(item.name, item.replica_group, int(number)) for item, number in group]
         for (name, _, _), held in zip(rows, zip(*collectives.gather_objects(rows, axis), strict=True), strict=True):
             for slot in sorted({slot for _, slot, _ in held}):
                 ranks = [rank for rank, (_, place, _) in zip(axis.ranks, held, strict=True) if place == slot]
-                findings += _difference_text(
+                findings += _replica_difference_lines(
                     name, axis.name, ranks, [number for _, place, number in held if place == slot]
                 )
         return findings
 
 
-def _as_integers(value: Tensor) -> Tensor:
-    """The value's memory as a flat tensor of whole numbers, the widest of up to 32 bits that fit."""
+def _view_as_words(value: Tensor) -> Tensor:
+    """Return a tensor's memory as a flat int32 tensor of words, of the widest size up to 32 bits that divides it."""
     flat = value.contiguous().flatten().view(torch.uint8) if value.numel() else value.new_zeros(4, dtype=torch.uint8)
     width = next(width for width in (4, 2, 1) if len(flat) % width == 0 and flat.storage_offset() % width == 0)
     words = flat.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[width])
@@ -224,7 +231,9 @@ def _as_integers(value: Tensor) -> Tensor:
 
 
 def _differs_flag(items: Sequence[tuple[ReplicatedState, Tensor]]) -> Tensor:
-    """1 if the ranks of an axis disagree about one of these items, else 0, as an int64 scalar on the device."""
+    """Return 1 if the ranks of an axis disagree about one of these (state, hash) items, else 0, an int64 scalar.
+    Collective.
+    """
     starts = [0]
     for item, _ in items:
         starts.append(starts[-1] + item.num_replica_groups)
@@ -238,8 +247,8 @@ def _differs_flag(items: Sequence[tuple[ReplicatedState, Tensor]]) -> Tensor:
     return ((table[0] != ~table[1]) & (table[0] != _NONE)).any().long()
 
 
-def _difference_text(name: str, axis: str, ranks: Sequence[int], numbers: Sequence[int]) -> list[str]:
-    """What is to be said of one item on the ranks that should hold it alike."""
+def _replica_difference_lines(name: str, axis: str, ranks: Sequence[int], numbers: Sequence[int]) -> list[str]:
+    """Return lines that name the ranks whose hash differs from the majority's; none if all agree."""
     counted = Counter(numbers).most_common()
     if len(counted) == 1:
         return []
@@ -252,7 +261,7 @@ def _difference_text(name: str, axis: str, ranks: Sequence[int], numbers: Sequen
 
 
 def _blamed_ranks(line: str) -> list[int]:
-    """The ranks that a finding speaks against."""
+    """Return the ranks that a difference line names as differing."""
     accused = line.rpartition(": ")[2].partition(" over ")[0]
     return [int(word) for word in accused.replace(",", " ").split() if word.isdecimal()]
 

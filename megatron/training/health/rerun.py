@@ -34,10 +34,10 @@ from megatron.core.distributed.buffers import Bucket
 from megatron.core.parallel import collectives
 from megatron.training.checkpoint.resuming import decide_on_first_rank
 from megatron.training.data.batch import Batch
-from megatron.training.health.bad_steps import BadStep, StepValidator, mean_losses
+from megatron.training.health.bad_steps import BadStepError, StepValidator, mean_losses
 from megatron.training.hooks import StepHooks
 from megatron.training.launch.launch_info import read_launch_info
-from megatron.training.report.metrics import Step
+from megatron.training.report.metrics import StepMetrics
 from megatron.training.step import StepWork, train_step
 from megatron.training.trainer import Trainer
 
@@ -49,8 +49,8 @@ _TRACKED = re.compile(r"ts=.+ node=.+ device=.+ jobID=(.+) rank=(.+) iteration=(
 _REPRODUCED = ("rerun_disabled", "first_rerun_reproducible", "second_rerun_reproducible")
 
 
-class ResultRejected(BadStep):
-    """A step's result is bad, and the run ends with an exit code that says what to do next."""
+class ResultRejectedError(BadStepError):
+    """Ends the run since a step's result is bad; its exit code says whether to restart on other devices."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -59,7 +59,7 @@ class ResultRejected(BadStep):
 
 @dataclass(slots=True)
 class RankEvidence:
-    """A rank's part in a bad step. suspicious: its own numbers were bad, before those of others came to them."""
+    """A rank's device and numbers in a bad step. suspicious: its own numbers were not finite before any reduction."""
 
     rank: int
     host: str
@@ -69,16 +69,15 @@ class RankEvidence:
 
     @property
     def device_label(self) -> str:
-        """The device, wherever its rank number goes."""
+        """Host and device, as text."""
         return f"{self.host} {self.device}"
 
 
 @dataclass(slots=True)
 class Diagnosis:
     """What is known of the last bad step. classification: "" while it has to be run on other devices.
-
-    results: losses and gradient norm of the whole step. layout: how the ranks were divided. injected: the kind of error that
-    --error-injection-rate put there, or "".
+    results: losses and gradient norm of the whole step. layout: world size and parallel sizes. injected: the kind of
+    error that --error-injection-rate injected, or "". witnesses: of every rank.
     """
 
     iteration: int
@@ -91,7 +90,7 @@ class Diagnosis:
 
     @staticmethod
     def read(path: Path) -> Diagnosis | None:
-        """The diagnosis in a file; None without a file, or where it cannot be read."""
+        """Return the diagnosis in a file; None without a file, or if it cannot be read."""
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
             known = {name.name: stored[name.name] for name in fields(Diagnosis)}
@@ -100,22 +99,21 @@ class Diagnosis:
             return None
 
     def write(self, path: Path) -> None:
-        """Replace the file in one step."""
+        """Write the diagnosis to a file, replacing it atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path, durable=False) as file:
             file.write((json.dumps(asdict(self)) + "\n").encode())
 
 
 class StepRerun(StepHooks):
-    """Runs training steps, and those with a bad result again. Every method is called by all ranks together.
-
-    skipped: iterations that --result-rejected-tracker-filename has seen rejected often enough.
+    """Runs training steps, and runs those with a bad result again. Every method is collective.
+    skipped: iterations to skip, since --result-rejected-tracker-filename has them rejected twice.
     """
 
     def __init__(self, trainer: Trainer, validator: StepValidator) -> None:
         self.trainer, self.validator, self.config, self.mesh = trainer, validator, trainer.run.config, trainer.run.mesh
         faults, save = self.config.faults, self.config.checkpoint.save
-        self.mode = faults.step_rerun
+        self.mode = faults.effective_rerun_mode
         self.goes_on = faults.on_bad_step in ("skip", "rollback")
         self.file = Path(save) / FILE if save else None
         trainer.add_hook(self)
@@ -139,8 +137,10 @@ class StepRerun(StepHooks):
         self._whole: dict[str, float] = {}  # those of all ranks together
         self._suspicious = False
 
-    def step(self, batches: Iterator[Batch]) -> Step:
-        """Train on the next global batch; raises `ResultRejected` when its result is bad and the run is to end."""
+    def train_step_checked(self, batches: Iterator[Batch]) -> StepMetrics:
+        """Train on the next global batch, and rerun it if its result is bad; raises `ResultRejectedError` when the run
+        is to end.
+        """
         before, iteration = self._snapshot(), self.trainer.progress.iteration + 1
         self._repeats, self._own, self._whole = False, {}, {}
         self._injected = self._draw_injection(iteration)
@@ -150,11 +150,13 @@ class StepRerun(StepHooks):
             return self._compare_passes(before, batches)
         if self._judges:
             assert self.known is not None, "there is a diagnosis to complete"
-            return self._judge_elsewhere(self.known, before, step)
+            return self._classify_after_restart(self.known, before, step)
         return self._rerun_in_place(before, batches, iteration) if self.validator.problem else step
 
-    def report(self) -> str:
-        """How much two passes over the same step differed since the last report (`report_stats`); "" in other modes."""
+    def determinism_report(self) -> str:
+        """Return how much two passes over the same steps differed since the last report (`report_stats`); "" in other
+        modes. Collective.
+        """
         if self.mode != "report_stats":
             return ""
         variation, self.variation = self.variation, {}
@@ -170,17 +172,16 @@ class StepRerun(StepHooks):
         return f"determinism: of {pairs} results computed twice, {equal} were equal{worst}"
 
     def begin_step(self, work: StepWork) -> None:
-        """As the guard does."""
+        """Pass on to the validator."""
         self.validator.begin_step(work)
 
     def bucket_ready(self, bucket: Bucket) -> None:
-        """As the guard does."""
+        """Pass on to the validator."""
         self.validator.bucket_ready(bucket)
 
     def accept_update(self, work: StepWork, losses: Mapping[str, Tensor], norm: Tensor) -> bool:
-        """Return whether the update of this pass may be made;
-
-        keeps its numbers for the comparison. losses: [2] each; norm: a scalar.
+        """Return whether the update of this pass may be made; keeps its numbers for the comparison.
+        losses: [2] each (total, count); norm: a scalar.
         """
         if self._injected and not (self._repeats and self._injected == "transient_error"):
             losses = self._inject_error(work, losses)
@@ -192,6 +193,7 @@ class StepRerun(StepHooks):
         return sound and (self.goes_on or self.mode == "report_stats" or not (self._repeats or self._judges))
 
     def _keep_results(self, work: StepWork, losses: Mapping[str, Tensor], norm: Tensor) -> None:
+        """Keep this pass's losses, gradients and norm, of this rank and of the whole step, for the comparison."""
         self._work = work
         state = {
             f"{name} of microbatch {index}": float(pair[0] / pair[1].clamp(min=1.0))
@@ -202,7 +204,10 @@ class StepRerun(StepHooks):
         self._suspicious = not all(map(math.isfinite, state.values()))
         self._own, self._whole = state, {**mean_losses(losses, norm, self.mesh), "gradient norm": float(norm)}
 
-    def _compare_passes(self, before: dict[str, Any], batches: Iterator[Batch]) -> Step:
+    def _compare_passes(self, before: dict[str, Any], batches: Iterator[Batch]) -> StepMetrics:
+        """Rerun the step and add the differences of the two passes to the statistics (`report_stats`). Return the
+        second.
+        """
         first = self._own | self._whole
         step = self._repeat_step(before, batches)
         for name, value in (self._own | self._whole).items():
@@ -211,26 +216,28 @@ class StepRerun(StepHooks):
             row[:] = row[0] + 1, row[1] + (difference == 0.0), max(row[2], difference)
         return step
 
-    def _rerun_in_place(self, before: dict[str, Any], batches: Iterator[Batch], iteration: int) -> Step:
-        """The step is bad: run it again on the same devices, and decide."""
-        reason, first, witness = self.validator.problem, self._own | self._whole, self._device_result()
+    def _rerun_in_place(self, before: dict[str, Any], batches: Iterator[Batch], iteration: int) -> StepMetrics:
+        """Rerun a bad step on the same devices and classify it; goes on with the second result or raises
+        `ResultRejectedError`.
+        """
+        reason, first, witness = self.validator.problem, self._own | self._whole, self._own_result()
         diagnosis = Diagnosis(
             iteration,
             reason,
             "",
             self._whole,
-            self._layout(),
+            self._parallel_sizes(),
             self._injected,
             collectives.gather_objects(witness, self.mesh.world),
         )
         self._append_rejected(witness, iteration, "initial_run", reason)
         self.trainer.run.print_rank_0(f"WARNING: iteration {iteration} is bad: {reason}\nIt is run again in place")
         step = self._repeat_step(before, batches)
-        differs = self._largest_difference(first, self._own | self._whole)
+        differs = self._largest_difference_text(first, self._own | self._whole)
         self._append_rejected(witness, iteration, f"first_rerun_{'not_' if differs else ''}reproducible", reason)
         if differs:
             diagnosis.classification = "transient_error"
-            return self._end_with_diagnosis(
+            return self._conclude_rerun(
                 diagnosis,
                 f"run again in place, it gave another result ({differs}): a transient error of "
                 f"{_device_names(diagnosis.witnesses)}",
@@ -239,7 +246,7 @@ class StepRerun(StepHooks):
             )
         if self.goes_on:
             diagnosis.classification = "reproduced"
-            return self._end_with_diagnosis(diagnosis, "run again in place, it gave the same result", before, step)
+            return self._conclude_rerun(diagnosis, "run again in place, it gave the same result", before, step)
         known = (
             self.known is not None
             and self.known.iteration == iteration
@@ -252,10 +259,8 @@ class StepRerun(StepHooks):
                 if known
                 else "so it is no transient error; with --save it could be run on other devices"
             )
-            return self._end_with_diagnosis(
-                diagnosis, f"run again in place, it gave the same result, {more}", before, step
-            )
-        return self._end_with_diagnosis(
+            return self._conclude_rerun(diagnosis, f"run again in place, it gave the same result, {more}", before, step)
+        return self._conclude_rerun(
             diagnosis,
             "run again in place, it gave the same result; start the run again on other devices than "
             f"{_device_names(diagnosis.witnesses)}, to see whether they compute another one",
@@ -264,9 +269,13 @@ class StepRerun(StepHooks):
             RESTART_ELSEWHERE,
         )
 
-    def _judge_elsewhere(self, diagnosis: Diagnosis, before_step: dict[str, Any], step: Step) -> Step:
-        """The step that was bad before the restart has run once more: compare, on other devices than then."""
-        mine, same_layout = self._device_result(), diagnosis.layout == self._layout()
+    def _classify_after_restart(
+        self, diagnosis: Diagnosis, before_step: dict[str, Any], step: StepMetrics
+    ) -> StepMetrics:
+        """Classify the step that was bad before the restart by comparing with its result on other devices; see
+        `_conclude_rerun`.
+        """
+        mine, same_layout = self._own_result(), diagnosis.layout == self._parallel_sizes()
         now = collectives.gather_objects(mine, self.mesh.world)
         suspects = [one for one in diagnosis.witnesses if one.suspicious] or diagnosis.witnesses
         devices = {one.device_label for one in now}
@@ -280,13 +289,13 @@ class StepRerun(StepHooks):
                 f"iteration {diagnosis.iteration} was run on the same devices again: {_device_names(suspects)}",
             )
             self._restore(before_step)
-            raise ResultRejected(
+            raise ResultRejectedError(
                 f"iteration {diagnosis.iteration} was bad on {_device_names(suspects)}, and this restart uses the same devices; "
                 "start the run on others, or give --rerun-mode disabled to go on without a classification",
                 RESTART_ELSEWHERE,
             )
         before = diagnosis.witnesses[mine.rank].results if same_layout else {}
-        differs = self._largest_difference(before | diagnosis.results, self._own | self._whole)
+        differs = self._largest_difference_text(before | diagnosis.results, self._own | self._whole)
         self._append_rejected(
             mine, diagnosis.iteration, f"second_rerun_{'not_' if differs else ''}reproducible", diagnosis.reason
         )
@@ -297,12 +306,14 @@ class StepRerun(StepHooks):
             else "on other devices it gave the same result: it is the correct result of this data and these weights; "
             "look at the data and at --lr, or pass over it with --iterations-to-skip or --on-bad-step skip"
         )
-        return self._end_with_diagnosis(diagnosis, text, before_step, step)
+        return self._conclude_rerun(diagnosis, text, before_step, step)
 
-    def _end_with_diagnosis(
-        self, diagnosis: Diagnosis, text: str, before: dict[str, Any], step: Step, exit_code: int = REJECTED
-    ) -> Step:
-        """Keep a diagnosis; then go on with the step, or end the run in the state before it."""
+    def _conclude_rerun(
+        self, diagnosis: Diagnosis, text: str, before: dict[str, Any], step: StepMetrics, exit_code: int = REJECTED
+    ) -> StepMetrics:
+        """Log and save a diagnosis; then return the step, or restore the state before it and raise
+        `ResultRejectedError`.
+        """
         message = f"iteration {diagnosis.iteration} was bad: {diagnosis.reason}; {text}"
         self._say_and_record(diagnosis, message)
         self.known = diagnosis
@@ -311,9 +322,10 @@ class StepRerun(StepHooks):
         if self.goes_on:
             return step
         self._restore(before)
-        raise ResultRejected(message, exit_code)
+        raise ResultRejectedError(message, exit_code)
 
     def _say_and_record(self, diagnosis: Diagnosis, message: str) -> None:
+        """Print a diagnosis's message and add it to the run log."""
         run = self.trainer.run
         run.print_rank_0(f"WARNING: {message}")
         run.run_log.add(
@@ -325,14 +337,14 @@ class StepRerun(StepHooks):
             ranks=[one.rank for one in diagnosis.witnesses if one.suspicious],
         )
 
-    def _repeat_step(self, before: dict[str, Any], batches: Iterator[Batch]) -> Step:
-        """The same step once more: its microbatches, counters, random streams and loss scale."""
+    def _repeat_step(self, before: dict[str, Any], batches: Iterator[Batch]) -> StepMetrics:
+        """Run the same step once more, from its microbatches, counters, random streams and loss scale."""
         self._restore(before)
         self._repeats = True
         return train_step(self.trainer, batches, again=self._work)
 
     def _snapshot(self) -> dict[str, Any]:
-        """What a step without an update changes. Weights, moments and fp8 histories it leaves as they are."""
+        """Return what a step without an update changes: counters, scaler state, random streams."""
         return {
             "progress": copy.copy(self.trainer.progress),
             "scaler": self.trainer.optimizer.scaler.state(),
@@ -340,13 +352,16 @@ class StepRerun(StepHooks):
         }
 
     def _restore(self, before: dict[str, Any]) -> None:
+        """Restore a snapshot."""
         for counter in fields(self.trainer.progress):
             setattr(self.trainer.progress, counter.name, getattr(before["progress"], counter.name))
         self.trainer.optimizer.scaler.load(before["scaler"])
         self.trainer.run.streams.load({name: state.clone() for name, state in before["streams"].items()})
 
-    def _largest_difference(self, before: Mapping[str, float], now: Mapping[str, float]) -> str:
-        """The number that differs most between two passes, over all ranks, in words; "" if none differs by more than the tolerance."""
+    def _largest_difference_text(self, before: Mapping[str, float], now: Mapping[str, float]) -> str:
+        """Describe the number that differs most between two passes, over all ranks; "" if none exceeds the tolerance.
+        Collective.
+        """
         shared = {name: relative_difference(before[name], now[name]) for name in before if name in now}
         worst = max(shared, key=lambda name: shared[name], default=None)
         mine = (
@@ -357,11 +372,12 @@ class StepRerun(StepHooks):
         largest = max(collectives.gather_objects(mine, self.mesh.world))
         return largest[1] if largest[0] > TOLERANCE else ""
 
-    def _device_result(self) -> RankEvidence:
+    def _own_result(self) -> RankEvidence:
+        """Return this rank's device and its numbers of the last pass."""
         host, device = device_identity(str(self.mesh.device))
         return RankEvidence(self.mesh.world.rank, host, device, self._suspicious, self._own)
 
-    def _layout(self) -> list[int]:
+    def _parallel_sizes(self) -> list[int]:
         mesh = self.mesh
         return [
             mesh.world.size,
@@ -373,7 +389,7 @@ class StepRerun(StepHooks):
         ]
 
     def _draw_injection(self, iteration: int) -> str:
-        """The kind of error to put into this step, or "": the same on all ranks, and drawn alike after a restart."""
+        """Return the kind of error to inject into this step, or "": the same on all ranks, and after a restart."""
         faults = self.config.faults
         if self.known is not None and self.known.iteration == iteration:  # was drawn before
             return "correct_result" if self.known.injected == "correct_result" else ""
@@ -384,14 +400,16 @@ class StepRerun(StepHooks):
         return faults.error_injection_type if drawn.randrange(faults.error_injection_rate) == 0 else ""
 
     def _inject_error(self, work: StepWork, losses: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The losses with an injected error: those of one rank's first microbatch are NaN."""
+        """Return the losses with an injected error: one rank's first microbatch is NaN."""
         if not work.reports or self.mesh.dp_cp.rank != self._injects_at % self.mesh.dp_cp.size:
             return losses
         work.reports[0] = {name: pair * math.nan for name, pair in work.reports[0].items()}
         return {name: pair * math.nan if name in work.reports[0] else pair for name, pair in losses.items()}
 
     def _append_rejected(self, witness: RankEvidence, iteration: int, status: str, reason: str) -> None:
-        """Append to --result-rejected-tracker-filename, in Megatron's format; a file that cannot be written ends no run."""
+        """Append to --result-rejected-tracker-filename, in Megatron's format. A file that cannot be written is a
+        warning.
+        """
         path = self.config.faults.result_rejected_tracker_filename
         if path is None or not (witness.suspicious or self.mesh.world.is_first):
             return
@@ -426,9 +444,8 @@ def device_identity(device: str) -> tuple[str, str]:
 
 
 def rejected_iterations(path: str) -> set[int]:
-    """Iterations to pass over, from a tracker file: rejected twice on one rank, and not on several ranks of one job.
-
-    A file that is not there yet has none; lines of another form are passed over.
+    """Return iterations to skip, from a tracker file: rejected twice on one rank, and not on several ranks of one job.
+    Empty if there is no file; lines of another form are ignored.
     """
     try:
         lines: Iterable[str] = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -450,7 +467,7 @@ def rejected_iterations(path: str) -> set[int]:
 
 
 def _device_names(witnesses: Iterable[RankEvidence]) -> str:
-    """The devices of the suspicious ranks, or of all, in words."""
+    """Return the devices of the suspicious ranks, or else of all, in words."""
     every = list(witnesses)
     chosen = [one for one in every if one.suspicious] or every
     text = ", ".join(f"rank {one.rank} (node {one.host}, {one.device})" for one in chosen[:4])

@@ -17,7 +17,7 @@ from megatron.core.parallel.mesh import Mesh
 
 
 class StragglerDetector:
-    """Times this rank from now on, and compares all ranks when asked."""
+    """Times this rank's own work from its creation on, and compares all ranks in its reports."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -29,20 +29,22 @@ class StragglerDetector:
         )
 
     def report(self, steps: int, *, count: int) -> str:
-        """One line about the `steps` steps since the last; all ranks ask together. count: ranks to name at each end."""
-        seconds = collectives.gather_objects(self._stopwatch.lap() / max(1, steps), self._mesh.world)
+        """Return one line on the ranks' own time per step, over the `steps` steps since the last report. Collective.
+        count: ranks to name at each end.
+        """
+        seconds = collectives.gather_objects(self._stopwatch.take_seconds() / max(1, steps), self._mesh.world)
         return straggler_line(seconds, self._places, count=count)
 
 
 def straggler_line(seconds: Sequence[float], places: Sequence[str], *, count: int) -> str:
-    """The line. seconds, places: of every rank, per step."""
+    """Return a line that names the slowest and fastest ranks. seconds, places: of every rank, per step."""
     order = sorted(range(len(seconds)), key=lambda rank: seconds[rank])
     named = min(count, len(order))
 
-    def words(ranks: Sequence[int]) -> str:
+    def rank_times_text(ranks: Sequence[int]) -> str:
         return ", ".join(f"{seconds[rank] * 1000.0:.1f} {places[rank]}" for rank in ranks)
 
     return (
         f"straggler: own time per iteration (ms): median {statistics.median(seconds) * 1000.0:.1f} | fastest "
-        f"{words(order[:named])} | slowest {words(order[::-1][:named])}"
+        f"{rank_times_text(order[:named])} | slowest {rank_times_text(order[::-1][:named])}"
     )

@@ -8,16 +8,16 @@ from megatron.core.parallel.late_reduction import DeferredReduction
 from megatron.core.parallel.mesh import Axis
 
 
-class Vote:
-    """Whether any rank of an axis said True. All of them call the same methods in the same order; a rank alone answers itself."""
+class AnyRankVote:
+    """Whether any rank of an axis votes True. All ranks call the same methods in the same order."""
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self._reduction = DeferredReduction(axis, device, "max", first=0)
 
-    def result(self, vote: bool) -> bool:
-        """The answer to this question; waits for it."""
-        return bool(self._reduction.result(int(vote)))
+    def any_now(self, vote: bool) -> bool:
+        """Return whether any rank votes True in this call; waits for the reduction."""
+        return bool(self._reduction.reduce_now(int(vote)))
 
-    def poll(self, vote: bool) -> bool:
-        """The answer to the question of the call before, whose votes met while a step was computed; False in the first call."""
-        return bool(self._reduction.previous_result(int(vote)))
+    def any_in_previous(self, vote: bool) -> bool:
+        """Return whether any rank voted True in the previous call, without waiting; False in the first call."""
+        return bool(self._reduction.reduce_deferred(int(vote)))

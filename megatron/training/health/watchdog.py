@@ -29,9 +29,9 @@ from torch import distributed as dist
 from megatron.training.health.failures import (
     append_failure_file,
     failure_folder,
-    last_collectives,
-    name_of_rank,
+    last_collectives_text,
     python_stacks,
+    rank_and_node_text,
 )
 from megatron.training.launch.launch_info import LaunchInfo, read_launch_info
 from megatron.training.launch.rendezvous import FIRST_FAILURE, RendezvousStore
@@ -48,15 +48,15 @@ _ROLL = "roll-call"
 LOST = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe", re.IGNORECASE)
 
 
-class RankLost(Exception):
-    """Another rank is gone without a word."""
+class RankLostError(Exception):
+    """Another rank is gone without reporting an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """Where a rank stands. counts: of a group (its axis and ranks) how many collectives it has begun; group: of the last one.
-
-    at: seconds since the epoch.
+    """Where a rank is. counts: group (its axis and ranks) -> number of collectives begun; group: of the last
+    collective.
+    at: seconds since the epoch. where: position in the step. last: last collective, in words.
     """
 
     node: str
@@ -66,13 +66,13 @@ class RankStatus:
     group: str
     counts: Mapping[str, int]
 
-    def line(self) -> str:
-        """In words."""
+    def position_text(self) -> str:
+        """Say where the rank is and what its last collective was."""
         return f"in {self.where}" + (f"; last collective {self.last}" if self.last else "")
 
 
 class HangDetector:
-    """Looks after one run while it is open; a run without a launcher's store, or of one rank, is not looked after."""
+    """Context manager whose thread detects a hang of a run. Does nothing without a launcher's store, or with one rank."""
 
     def __init__(self, run: Run, place: LaunchInfo | None = None) -> None:
         self.run, self.flight_recorder = run, run.mesh.flight_recorder
@@ -97,7 +97,7 @@ class HangDetector:
         """Say who is gone, if that is why the run ends here."""
         problem = ""
         if isinstance(error, (RuntimeError, dist.DistError)) and LOST.search(str(error)):
-            problem = self._who_is_gone()
+            problem = self._lost_ranks_text()
             if (
                 not problem and self.run.ending.signal
             ):  # the sender knows already: there is nothing to wait for (entry.py)
@@ -106,13 +106,16 @@ class HangDetector:
         if self._thread is not None:  # a thread that came back from the store while Python ends would abort the process
             self._thread.join(_PATIENCE["lost"])
         if problem:
-            raise RankLost(problem) from error
+            raise RankLostError(problem) from error
 
-    def _who_is_gone(self) -> str:
+    def _lost_ranks_text(self) -> str:
+        """Ask all ranks for their status; return in words which do not answer. "" if all do, or if another rank reports
+        it.
+        """
         board = RendezvousStore.connect(self.place) if self._thread is not None else None
         if board is None or board.read(FIRST_FAILURE) is not None:
             return ""
-        if not board.claim(_ROLL, f"{self.place.rank}: a connection broke"):
+        if not board.write_if_absent(_ROLL, f"{self.place.rank}: a connection broke"):
             deadline = time.monotonic() + _PATIENCE["lost"] + _LOOK_EVERY
             while time.monotonic() < deadline and board.read(FIRST_FAILURE) is None:  # another rank asks, and will tell
                 time.sleep(0.1)
@@ -122,15 +125,18 @@ class HangDetector:
         if not silent:
             return ""
         lines = [f"{_ranks_text(silent)} {'is' if len(silent) == 1 else 'are'} gone, and the others cannot go on"]
-        lines += [f"  rank {rank} {self._last_seen(board, rank)}" for rank in silent[:_SHOWN]]
+        lines += [f"  rank {rank} {self._last_seen_text(board, rank)}" for rank in silent[:_SHOWN]]
         return "\n".join(
             [
                 *lines,
-                f"  {name_of_rank(self.place.rank)} noticed it {RankStatus(*json.loads(self._status_json())).line()}",
+                f"  {rank_and_node_text(self.place.rank)} noticed it {RankStatus(*json.loads(self._status_json())).position_text()}",
             ]
         )
 
     def _watch_loop(self, board: RendezvousStore) -> None:
+        """Thread: write this rank's heartbeat, answer status requests, and report a hang when nothing moves for too
+        long.
+        """
         moves, since, pulse = -1, time.monotonic(), time.monotonic()
         board.write(
             f"pulse/{self.place.rank}", self._status_json()
@@ -152,19 +158,20 @@ class HangDetector:
             if not self._answered and board.read(_ROLL) is not None:
                 self._report_status(board)
             limit = self.limit if self.flight_recorder.iteration else self.limit_at_start
-            if self.limit and now - since > limit and board.claim(_ROLL, f"{self.place.rank}: nothing moves"):
+            if self.limit and now - since > limit and board.write_if_absent(_ROLL, f"{self.place.rank}: nothing moves"):
                 self._report_status(board)
-                self._end_all_ranks(board, now - since)
+                self._report_hang(board, now - since)
 
     def _status_json(self) -> str:
+        """Return this rank's `RankStatus` fields as a JSON list."""
         flight_recorder = self.flight_recorder
         counts = {f"{axis} {ranks}": count for (axis, ranks), count in list(flight_recorder.counts.items())}
-        last, group = flight_recorder.last_collectives(), flight_recorder.last_group()
+        last, group = flight_recorder.last_collectives(), flight_recorder.last_collective_group()
         return json.dumps(
             [
                 socket.gethostname(),
                 time.time(),
-                flight_recorder.current_position(),
+                flight_recorder.current_position_text(),
                 last[0] if last else "",
                 f"{group[0]} {group[1]}",
                 counts,
@@ -172,16 +179,18 @@ class HangDetector:
         )
 
     def _report_status(self, board: RendezvousStore) -> None:
-        """Answer the roll, and leave the stacks of this rank."""
+        """Answer a status request: write this rank's status to the store, and its stacks to stderr and the failure
+        file.
+        """
         self._answered = True
         board.write(f"answer/{self.place.rank}", self._status_json())
-        text = f"{name_of_rank(self.place.rank)} is in {self.flight_recorder.current_position()}\n{last_collectives(self.flight_recorder)}\n{python_stacks()}"
+        text = f"{rank_and_node_text(self.place.rank)} is in {self.flight_recorder.current_position_text()}\n{last_collectives_text(self.flight_recorder)}\n{python_stacks()}"
         append_failure_file(failure_folder(self.run.config), self.place.rank, text)
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
 
     def _collect_answers(self, board: RendezvousStore, why: str) -> dict[int, RankStatus]:
-        """Who answers in time."""
+        """Return the status of each rank that answers in time. why: hang or lost, which says how long to wait."""
         answers: dict[int, RankStatus] = {}
         deadline = time.monotonic() + _PATIENCE[why]
         while len(answers) < self.place.size and time.monotonic() < deadline:
@@ -192,25 +201,30 @@ class HangDetector:
             time.sleep(0.1)
         return answers
 
-    def _last_seen(self, board: RendezvousStore, rank: int) -> str:
+    def _last_seen_text(self, board: RendezvousStore, rank: int) -> str:
+        """Say when, and where in the step, a rank wrote its last heartbeat."""
         text = board.read(f"pulse/{rank}")
         pulse = None if text is None else _parse_status(text)
         if pulse is None:
             return "was never seen"
-        return f"was last seen on node {pulse.node} {max(0.0, time.time() - pulse.at):.0f} s ago, {pulse.line()}"
+        return (
+            f"was last seen on node {pulse.node} {max(0.0, time.time() - pulse.at):.0f} s ago, {pulse.position_text()}"
+        )
 
-    def _end_all_ranks(self, board: RendezvousStore, seconds: float) -> None:
-        """Say where all ranks stand, and end them."""
+    def _report_hang(self, board: RendezvousStore, seconds: float) -> None:
+        """Write where all ranks are to stderr and the failure file, and make it the first failure, of which all ranks
+        die.
+        """
         answers = self._collect_answers(board, "hang")
         lines = [
-            f"rank {rank} on node {answers[rank].node} {answers[rank].line()}"
+            f"rank {rank} on node {answers[rank].node} {answers[rank].position_text()}"
             if rank in answers
-            else f"rank {rank} DOES NOT ANSWER: it {self._last_seen(board, rank)}"
+            else f"rank {rank} DOES NOT ANSWER: it {self._last_seen_text(board, rank)}"
             for rank in range(self.place.size)
         ]
         awaited = blocking_ranks(answers, self.place.size)
         head = (
-            f"{name_of_rank(self.place.rank)} has not moved for {seconds:.0f} s (--hang-timeout-minutes {self.limit / 60:g}); "
+            f"{rank_and_node_text(self.place.rank)} has not moved for {seconds:.0f} s (--hang-timeout-minutes {self.limit / 60:g}); "
             + (
                 f"the others wait for {_ranks_text(awaited)}"
                 if awaited
@@ -222,11 +236,11 @@ class HangDetector:
         text = "\n  ".join([head, *(lines[rank] for rank in sorted(awaited_first))])
         sys.stderr.write(f"HANG: {text}\n")
         sys.stderr.flush()
-        board.claim(FIRST_FAILURE, f"HANG: {text}")
+        board.write_if_absent(FIRST_FAILURE, f"HANG: {text}")
 
 
 def _parse_status(text: str) -> RankStatus | None:
-    """An answer from the store; None for a text that no rank of ours has put there."""
+    """Return the status in a text from the store; None if it is none of ours."""
     try:
         node, at, where, last, group, counts = json.loads(text)
         return RankStatus(
@@ -242,7 +256,7 @@ def _parse_status(text: str) -> RankStatus | None:
 
 
 def blocking_ranks(answers: Mapping[int, RankStatus], size: int) -> list[int]:
-    """The ranks that keep others waiting and wait for nobody: the silent ones, and those that are late in a group."""
+    """Return the ranks that others wait for and that wait for nobody: silent ones, and those late in their group."""
     late: dict[int, set[int]] = {}
     for rank, answer in answers.items():
         members = [int(word) for word in re.findall(r"\d+", answer.group.partition(" ")[2])]

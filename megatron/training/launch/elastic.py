@@ -39,9 +39,9 @@ _OF_CONTEXT = ("hierarchical_context_parallel_sizes",)
 
 
 def fit_layout(config: RequestedRun, world_size: int, problems: Problems) -> tuple[RequestedRun, int]:
-    """The config in the layout for these ranks, and how many of them train. As it was where no layout keeps the rules.
-
-    Rules that are broken whatever the layout is stay broken: they are no reason to look further.
+    """Return the config in the first layout that fits these ranks and keeps the rules, and how many ranks train; else
+    both unchanged.
+    problems: names of the rules that a config breaks on so many ranks. Those broken under any layout are ignored.
     """
     hopeless = problems(_with_layout(config, ParallelConfig(elastic=True)), 1)
     for parallel, ranks in _possible_layouts(config.parallel, world_size):
@@ -51,8 +51,8 @@ def fit_layout(config: RequestedRun, world_size: int, problems: Problems) -> tup
     return config, world_size
 
 
-def layout_change(given: ParallelConfig, chosen: ParallelConfig, *, world_size: int, ranks: int) -> str:
-    """What was changed, and why, in a line; "" if nothing was."""
+def layout_change_text(given: ParallelConfig, chosen: ParallelConfig, *, world_size: int, ranks: int) -> str:
+    """Return a line saying which parallel sizes were changed and how many ranks train; "" if nothing changed."""
     changed = [
         f"{flag_name(one.name)} {getattr(given, one.name)} -> {getattr(chosen, one.name)}"
         for one in dataclasses.fields(given)
@@ -76,7 +76,7 @@ def _with_layout(config: RequestedRun, parallel: ParallelConfig) -> RequestedRun
 
 
 def _possible_layouts(given: ParallelConfig, world_size: int) -> Iterator[tuple[ParallelConfig, int]]:
-    """Every layout and its ranks, the best first."""
+    """Yield every layout and its number of ranks, the best first."""
     for tensor in _divisors(given.tp):
         for context in _divisors(given.context_parallel_size):
             for pipeline in _divisors(given.pp):
@@ -99,4 +99,5 @@ def _possible_layouts(given: ParallelConfig, world_size: int) -> Iterator[tuple[
 
 
 def _divisors(size: int) -> list[int]:
+    """Return the divisors of a size, the largest first."""
     return [part for part in range(max(1, size), 0, -1) if size % part == 0] or [1]

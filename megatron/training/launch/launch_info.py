@@ -14,9 +14,9 @@ from megatron.training.launch.environment import TOLD
 @dataclass(frozen=True, slots=True)
 class LaunchInfo:
     """Where the launcher put this process. local_rank: its number on its machine; store: host:port of the launcher's
-    key-value store, if it has one; job: its id; attempt: how often the launcher has started the ranks anew. meeting: host:port
-    where the ranks meet: the launcher's store, or one that the first rank opens when it joins the others. launch: what all starts of
-    the same job have in common, and no other job has; "" where that is not known. is_launched: a torchrun has started this process.
+    key-value store, or ""; job: its id; attempt: how often the launcher has restarted the ranks. meeting: host:port
+    where the ranks rendezvous: the launcher's store, or one that the first rank opens. launch: an id common to all
+    starts of the same job, or "". is_launched: torchrun has started this process.
     """
 
     rank: int
@@ -31,7 +31,7 @@ class LaunchInfo:
 
 
 def read_launch_info() -> LaunchInfo:
-    """What the launcher's environment says."""
+    """Return what the launcher's environment variables say."""
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     meeting = f"{host}:{port}" if host and port else ""
     return LaunchInfo(
@@ -48,7 +48,7 @@ def read_launch_info() -> LaunchInfo:
 
 
 def _launch_id() -> str:
-    """Slurm's job and step, both of which a requeue has again; else the id of torchrun's rendezvous."""
+    """Return an id that restarts of a job share: Slurm's job and step, else torchrun's rendezvous id, else ""."""
     job, rendezvous = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if job:
         return f"Slurm {job}.{os.environ.get('SLURM_STEP_ID', '')}"
@@ -63,12 +63,12 @@ def has_desktop() -> bool:
 
 
 def world_size() -> int:
-    """Ranks of this job, as the launcher says."""
+    """Return the number of ranks of this job (WORLD_SIZE, else 1)."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rendezvous_environment(rank: int, size: int) -> dict[str, str]:
-    """What a process has to find in its environment to be a rank of this job: where its ranks meet, which one it is, and of how many."""
+    """Return the environment variables that make a process rank `rank` of `size` at this job's rendezvous."""
     shared = {name: os.environ[name] for name in _RENDEZVOUS if name in os.environ}
     return {**shared, "RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": str(size)}
 
@@ -84,27 +84,27 @@ _RENDEZVOUS = (
 
 
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment with changes, for one that it starts."""
+    """Return a copy of this process's environment with changes, for a child process."""
     return {**os.environ, **changes}
 
 
-def limit_world_size(ranks: int) -> None:
-    """Let only the first ranks of this job have a place in the layout of the training."""
+def override_world_size(ranks: int) -> None:
+    """Set WORLD_SIZE, so that only the first `ranks` ranks take part in the training layout."""
     os.environ["WORLD_SIZE"] = str(ranks)
 
 
 def install_interrupt_handler() -> None:
-    """From now on, a Ctrl-C that nothing else catches is one line, from the first rank, instead of a traceback."""
+    """Install an excepthook: an uncaught Ctrl-C prints one line on the first rank instead of a traceback."""
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not issubclass(kind, KeyboardInterrupt):
             sys.__excepthook__(kind, error, trace)
         elif read_launch_info().rank == 0:
             sys.stderr.write("interrupted (SIGINT)\n")
 
-    sys.excepthook = hook
+    sys.excepthook = excepthook
 
 
 def recorded_environment() -> dict[str, str]:
-    """The variables of the environment that a run notes down, with their values."""
+    """Return the environment variables that the run log records, with their values."""
     return {name: os.environ[name] for name in sorted(TOLD & os.environ.keys())}

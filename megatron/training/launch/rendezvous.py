@@ -24,7 +24,9 @@ Result = TypeVar("Result")
 
 
 class RendezvousStore:
-    """A connection of one thread to the store. A store that is gone holds nothing, and keeps nothing."""
+    """A thread's connection to the launcher's key-value store. If the store is gone, reads give None and writes are
+    ignored.
+    """
 
     def __init__(self, store: dist.Store, attempt: str, address: str = "") -> None:
         self._store, self._prefix, self._address = store, f"megatron/{attempt}/", address
@@ -32,44 +34,44 @@ class RendezvousStore:
 
     @staticmethod
     def connect(place: LaunchInfo) -> RendezvousStore | None:
-        """A connection; None where there is one rank alone, or no launcher."""
+        """Return a connection; None for a single rank, without a launcher's store, or if it cannot be reached."""
         if place.size == 1 or not place.store:
             return None
         try:
-            return RendezvousStore(_store_at(place.store, _PATIENCE), place.attempt, place.store)
+            return RendezvousStore(_connect_tcp_store(place.store, _PATIENCE), place.attempt, place.store)
         except _GONE:
             return None
 
     @property
-    def silent_for(self) -> float:
-        """Seconds since the store last failed to answer without having answered again; 0.0 while it answers."""
+    def seconds_without_answer(self) -> float:
+        """Seconds since the first of the queries that the store has left unanswered; 0.0 while it answers."""
         return 0.0 if self._silent_since is None else time.monotonic() - self._silent_since
 
     def reconnect(self, patience: float) -> None:
-        """Try a new connection, for so many seconds: one that broke stays broken."""
+        """Try to make a new connection for up to `patience` seconds; a broken one stays broken."""
         try:
-            self._store = _store_at(self._address, patience)
+            self._store = _connect_tcp_store(self._address, patience)
         except _GONE:
             pass
 
     def read(self, key: str) -> str | None:
-        """The text under a key, None if there is none. Does not wait for one.
-
-        The store is open to everyone who reaches its port: what cannot be printed is replaced, and there is an end to what is too long.
+        """Return the text under a key, None if there is none (without waiting). The store is open to everyone who
+        reaches its port: unprintable characters are replaced, and long texts cut.
         """
         name = self._prefix + key
         content = self._query_store(lambda store: store.get(name) if store.check([name]) else None, None)
         return None if content is None else printable_text(content)
 
     def write(self, key: str, text: str) -> None:
-        """Put a text there."""
+        """Set the text under a key."""
         self._query_store(lambda store: store.set(self._prefix + key, text), None)
 
-    def claim(self, key: str, text: str) -> bool:
-        """Put a text there if there is none yet; whether this was the first."""
+    def write_if_absent(self, key: str, text: str) -> bool:
+        """Set the text under a key if there is none yet; return whether it was set."""
         return self._query_store(lambda store: store.compare_set(self._prefix + key, "", text) == text.encode(), False)
 
     def _query_store(self, question: Callable[[dist.Store], Result], otherwise: Result) -> Result:
+        """Call `question` with the store and return its answer; `otherwise` if the store does not answer."""
         try:
             answer = question(self._store)
         except _GONE:
@@ -80,18 +82,18 @@ class RendezvousStore:
 
 
 def printable_text(content: bytes) -> str:
-    """Bytes of unknown origin as a text that a terminal can be given."""
+    """Decode bytes of unknown origin, cut, with unprintable characters replaced, safe to print on a terminal."""
     text = content[:_LONGEST].decode("utf-8", errors="replace")
     return "".join(character if character.isprintable() or character == "\n" else "?" for character in text)
 
 
-def _store_at(address: str, patience: float) -> dist.TCPStore:
+def _connect_tcp_store(address: str, patience: float) -> dist.TCPStore:
     host, _, port = address.rpartition(":")
     return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=patience))
 
 
 def missing_store_warning(place: LaunchInfo) -> str:
-    """What these ranks cannot do for want of a launcher's store, in words; "" if they have one."""
+    """Return a warning that without a launcher's store ranks cannot report failures or hangs; "" if they have one."""
     if place.size == 1 or place.store:
         return ""
     return (
@@ -101,16 +103,17 @@ def missing_store_warning(place: LaunchInfo) -> str:
     )
 
 
-def join_ranks(backend: str, place: LaunchInfo, timeout: timedelta, device: torch.device | None = None) -> None:
-    """Make the default process group. device: of this rank, a GPU: NCCL connects at once, and guesses no device for barriers.
-
-    A launcher's store outlives the ranks, and torch asks it under the same keys at every start: a rank that is started anew would
-    look for another where that listened before, if it is the faster of the two. So each start meets under keys of its own.
+def init_default_process_group(
+    backend: str, place: LaunchInfo, timeout: timedelta, device: torch.device | None = None
+) -> None:
+    """Initialize the default process group. device: this rank's GPU, to which NCCL then binds at once. A launcher's
+    store outlives the ranks, and torch uses the same keys at every start: a restarted rank could find another's old
+    address. So each restart uses keys of its own.
     """
     if not place.store or place.attempt == "0":
         dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=timeout, device_id=device)
         return
-    store = _store_at(place.store, timeout.total_seconds())
+    store = _connect_tcp_store(place.store, timeout.total_seconds())
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"start {place.attempt}", store),

@@ -17,8 +17,10 @@ _DONE = "done"
 _LOOK_EVERY, _PATIENCE = 1.0, 10.0  # seconds
 
 
-def stand_by(place: LaunchInfo) -> None:
-    """Return when the ranks that train have done. Where they fail, the launcher ends this rank with them."""
+def wait_as_spare_rank(place: LaunchInfo) -> None:
+    """Wait until the ranks that train have finished, or the launcher is gone. If they fail, the launcher ends this rank
+    too.
+    """
     board, launcher = _rendezvous_store(place), os.getppid()
     while os.getppid() == launcher:
         if board is not None and board.read(_DONE) is not None:
@@ -27,8 +29,10 @@ def stand_by(place: LaunchInfo) -> None:
         time.sleep(_LOOK_EVERY)
 
 
-def tell_done(place: LaunchInfo, waiting: int) -> None:
-    """Let the `waiting` ranks behind the last that trains go. The store may end with this rank: wait until they have read."""
+def release_spare_ranks(place: LaunchInfo, waiting: int) -> None:
+    """Tell the `waiting` spare ranks that training has finished, and wait until they have read it, as the store may end
+    with this rank.
+    """
     board, deadline = _rendezvous_store(place), time.monotonic() + _PATIENCE
     if board is None:
         return
@@ -39,8 +43,5 @@ def tell_done(place: LaunchInfo, waiting: int) -> None:
 
 
 def _rendezvous_store(place: LaunchInfo) -> RendezvousStore | None:
-    """The board where the ranks meet, also for one that trains alone.
-
-    One for all attempts, which the launchers of different machines may count differently.
-    """
+    """Connect to the store where all ranks meet, with keys common to all attempts. None if it cannot be reached."""
     return RendezvousStore.connect(replace(place, size=2, attempt="all", store=place.meeting))

@@ -49,9 +49,8 @@ PEAK_TFLOPS = (
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoads:
-    """How often experts were chosen in one step. table: [layers, e + 1], this rank's share; last what was dropped.
-
-    A layer without experts has zeros. by_layer: each layer is reported too.
+    """How many tokens chose each expert in one step. table: [layers, e + 1], this rank's share; the last column counts
+    dropped ones. A layer without experts has zeros. by_layer: report each layer too.
     """
 
     table: Tensor
@@ -59,14 +58,14 @@ class ExpertLoads:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One training step, whose numbers may be tensors on the device; see `ResolvedStep`.
-
-    losses: this rank's [sum, count] of each, a tensor of two numbers; later the mean over all ranks. Figures that stay off the
-    log line have names under moe/. loads: how often experts were chosen; later among the losses.
-    None: not measured in this run or this step. consumed_samples: of the run, after the step. learning_rate, loss_scale: after the
-    step, as in Megatron's log: what the next step takes.
-    skipped: the optimizer did not step (overflow in fp16). data_figures: names of losses that tell of the data alone, and hold in a skipped step too.
+class StepMetrics:
+    """Metrics of one training step, whose numbers may be tensors on the device; see `ResolvedStepMetrics`.
+    losses: this rank's [sum, count] of each, later the mean over all ranks; names under moe/ stay off the log line.
+    loads: expert counts, later among the losses.
+    None: not measured. consumed_samples: of the run, after the step. learning_rate, loss_scale: after the step, as in
+    Megatron's log: what the next step uses.
+    skipped: no optimizer step (overflow in fp16). data_figures: losses that depend on the data alone and count in a
+    skipped step too.
     """
 
     iteration: int
@@ -84,8 +83,8 @@ class Step:
     data_figures: tuple[str, ...] = ()
 
 
-class ResolvedStep(Step):
-    """A step with plain numbers; its losses are means over all ranks."""
+class ResolvedStepMetrics(StepMetrics):
+    """Metrics of a step as plain numbers; losses are means over all ranks."""
 
     __slots__ = ()
     losses: Mapping[str, float]
@@ -96,19 +95,19 @@ class ResolvedStep(Step):
     skipped: bool
 
     @property
-    def finite(self) -> bool:
+    def has_finite_losses(self) -> bool:
         """Whether every loss is a number."""
         return all(math.isfinite(loss) for loss in self.losses.values())
 
 
-def valid_losses(step: ResolvedStep) -> Mapping[str, float]:
-    """The losses that count: of a skipped step those of its data."""
+def valid_losses(step: ResolvedStepMetrics) -> Mapping[str, float]:
+    """Return the losses that count: of a skipped step only those of its data."""
     return {name: loss for name, loss in step.losses.items() if not step.skipped or name in step.data_figures}
 
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """How fast the interval was. TFLOP/s are model FLOPs on one device; `peak` is that device's peak, if it is known."""
+    """Speed of a log interval. TFLOP/s are model FLOPs on one device; `peak` is that device's peak, if it is known."""
 
     samples_per_second: float
     tokens_per_second: float
@@ -118,13 +117,13 @@ class Throughput:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """One log interval: `last` is its last step, the losses are means over its steps that were not skipped, those of the data over all.
-
+class IntervalReport:
+    """Metrics of one log interval. last: its last step; losses: means over the steps that were not skipped, those of
+    the data over all.
     samples_left, tokens_left, seconds_left: until the run's last iteration, at this interval's speed.
     """
 
-    last: ResolvedStep
+    last: ResolvedStepMetrics
     train_iters: int
     skipped_samples: int
     seconds_per_iteration: float
@@ -139,7 +138,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class FlopsPerSample:
-    """What one sample costs, and who shares it: enough to turn time into throughput."""
+    """Model FLOPs of one sample, and number and peak of the devices: what turns time into throughput."""
 
     seq_length: int
     causal_flops: float
@@ -147,27 +146,29 @@ class FlopsPerSample:
     num_devices: int
     peak: float | None = None
 
-    def throughput(self, samples: int, seconds: float) -> Throughput:
-        """The speed at which `samples` samples were done in `seconds` seconds."""
+    def throughput_of(self, samples: int, seconds: float) -> Throughput:
+        """Return the throughput of `samples` samples in `seconds` seconds."""
         rate = samples / seconds
         scale = rate / (1e12 * self.num_devices)
         return Throughput(rate, rate * self.seq_length, self.causal_flops * scale, self.square_flops * scale, self.peak)
 
 
-class Meter:
-    """Collects steps. `reduce` adds a tensor up over the ranks whose losses belong together (data parallel)."""
+class StepMetricsMeter:
+    """Collects step metrics on the device until they are reported. `reduce` sums a tensor over the ranks whose losses
+    belong together.
+    """
 
     def __init__(self, reduce: Callable[[Tensor], Tensor]) -> None:
         self._reduce = reduce
-        self._pending: list[Step] = []
-        self._interval: list[ResolvedStep] = []
+        self._pending: list[StepMetrics] = []
+        self._interval: list[ResolvedStepMetrics] = []
 
-    def add(self, step: Step) -> None:
-        """Keep a step; nothing is computed and nobody waits."""
+    def add(self, step: StepMetrics) -> None:
+        """Keep a step's metrics, without computing or waiting."""
         self._pending.append(step)
 
-    def resolve(self) -> list[ResolvedStep]:
-        """The steps added since the last call, as plain numbers. A collective of the ranks in `reduce`."""
+    def resolve(self) -> list[ResolvedStepMetrics]:
+        """Return the steps added since the last call, as plain numbers. Collective over the ranks of `reduce`."""
         steps, self._pending = self._pending, []
         records = _resolve_steps(steps, self._reduce)
         self._interval += records
@@ -182,10 +183,9 @@ class Meter:
         work: FlopsPerSample | None = None,
         samples_left: int = 0,
         seq_length: int = 0,
-    ) -> Report:
-        """Close the interval, which took `seconds`. samples_left: until the run ends, each of seq_length tokens.
-
-        Resolve first; every rank may call it.
+    ) -> IntervalReport:
+        """Return the metrics of the interval since the last report, which took `seconds`, and begin a new one.
+        samples_left: until the run ends, each of seq_length tokens. All steps must be resolved.
         """
         assert self._interval and not self._pending, "a report needs steps, and all of them resolved"
         steps, self._interval = self._interval, []
@@ -197,15 +197,15 @@ class Meter:
             values = [losses[name] for losses in valid if name in losses]
             if values:
                 means[name] = sum(values) / len(values)
-        return Report(
+        return IntervalReport(
             last=steps[-1],
             train_iters=train_iters,
             skipped_samples=skipped_samples,
             seconds_per_iteration=seconds / len(steps),
             losses=means,
             skipped_iterations=sum(step.skipped for step in steps),
-            nan_iterations=sum(not step.finite for step in steps),
-            throughput=None if work is None else work.throughput(samples, seconds),
+            nan_iterations=sum(not step.has_finite_losses for step in steps),
+            throughput=None if work is None else work.throughput_of(samples, seconds),
             samples_left=samples_left,
             tokens_left=samples_left * seq_length,
             seconds_left=samples_left * seconds / samples,
@@ -215,11 +215,11 @@ class Meter:
 _NUMBERS = ("loss_scale", "grad_norm", "num_zeros", "params_norm", "skipped")
 
 
-def _resolve_steps(steps: Sequence[Step], reduce: Callable[[Tensor], Tensor]) -> list[ResolvedStep]:
-    """All tensors of all steps in one sum over ranks and one copy to the host."""
+def _resolve_steps(steps: Sequence[StepMetrics], reduce: Callable[[Tensor], Tensor]) -> list[ResolvedStepMetrics]:
+    """Resolve all tensors of all steps by one sum over ranks and one copy to the host."""
     pairs = [torch.as_tensor(loss) for step in steps for loss in step.losses.values()]
     loads = [step.loads for step in steps if step.loads is not None]
-    scalars = [value for step in steps for value in _tensor_numbers(step).values()]
+    scalars = [value for step in steps for value in _scalar_tensors(step).values()]
     values = iter(_copy_to_host([*pairs, *(load.table for load in loads)], scalars, reduce))
     means = iter([(next(values), next(values)) for _ in pairs])
     figures = iter([_resolve_expert_metrics(load, values) for load in loads])
@@ -227,28 +227,30 @@ def _resolve_steps(steps: Sequence[Step], reduce: Callable[[Tensor], Tensor]) ->
     for step in steps:
         losses = _means_of_pairs({name: next(means) for name in step.losses})
         losses |= next(figures) if step.loads is not None else {}
-        records.append(_resolve_step(step, losses, values))
+        records.append(_with_plain_numbers(step, losses, values))
     return records
 
 
-def _resolve_step(step: Step, losses: Mapping[str, float], values: Iterator[float]) -> ResolvedStep:
-    """The step with its losses, and the next of `values` in the place of each single number that is a tensor."""
-    plain: dict[str, Any] = {name: next(values) for name in _tensor_numbers(step)}
+def _with_plain_numbers(step: StepMetrics, losses: Mapping[str, float], values: Iterator[float]) -> ResolvedStepMetrics:
+    """Return a step with its losses, and with each scalar tensor replaced by the next of `values`."""
+    plain: dict[str, Any] = {name: next(values) for name in _scalar_tensors(step)}
     if "skipped" in plain:
         plain["skipped"] = bool(plain["skipped"])
     given = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
-    return ResolvedStep(**given | plain | {"losses": losses, "loads": None})
+    return ResolvedStepMetrics(**given | plain | {"losses": losses, "loads": None})
 
 
-def _tensor_numbers(step: Step) -> dict[str, Tensor]:
-    """The single numbers of a step that are tensors."""
+def _scalar_tensors(step: StepMetrics) -> dict[str, Tensor]:
+    """Return the scalar fields of a step that are tensors, by name."""
     return {name: value for name in _NUMBERS if torch.is_tensor(value := getattr(step, name))}
 
 
 def _copy_to_host(
     summed: Sequence[Tensor], scalars: Sequence[Tensor], reduce: Callable[[Tensor], Tensor]
 ) -> list[float]:
-    """All numbers in one list. summed: added up over ranks; fp64 holds counts of up to 2^53 exactly, which large models need."""
+    """Return all numbers in one list. summed: tensors to sum over ranks first, in fp64, exact for counts up to 2^53;
+    scalars are not summed.
+    """
     flat = [value.detach().double().flatten() for value in summed]
     flat = [reduce(torch.cat(flat))] if flat else []
     device = next((tensor.device for tensor in (*summed, *scalars)), None)
@@ -257,14 +259,14 @@ def _copy_to_host(
 
 
 def _resolve_expert_metrics(loads: ExpertLoads, values: Iterator[float]) -> dict[str, float]:
+    """Take the table of a step's expert counts from `values` and return its metrics."""
     return _expert_balance_metrics([[next(values) for _ in row] for row in loads.table], loads.by_layer)
 
 
 def _expert_balance_metrics(table: list[list[float]], by_layer: bool) -> dict[str, float]:
-    """How evenly experts were used, as means over the layers that have some; 1 is even for the first two.
-
-    moe/load_max_over_mean: of the busiest expert. moe/load_entropy: of the loads, over that of even ones. moe/dropped: share
-    of the choices that were dropped.
+    """Return how evenly experts were used, means over the layers that have some. moe/load_max_over_mean: busiest expert
+    over the mean, 1 if even. moe/load_entropy: entropy of the loads over that of even ones. moe/dropped: share of the
+    choices that were dropped.
     """
     figures: dict[str, list[float]] = {}
     for layer, (*loads, dropped) in enumerate(table):
@@ -286,20 +288,20 @@ def _expert_balance_metrics(table: list[list[float]], by_layer: bool) -> dict[st
 
 
 def _means_of_pairs(pairs: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """The mean of each (sum, count) by name. A figure of which a step has none is left out; NaN only where nothing counts."""
+    """Return the mean of each (sum, count). Those with count 0 are left out, but NaN if all counts are 0."""
     counts = any(count for _, count in pairs.values())
     return {name: total / count if count else math.nan for name, (total, count) in pairs.items() if count or not counts}
 
 
-def known_peak(device_name: str, dtype: str) -> float | None:
-    """The peak of a device for matrices of this type, if it is in the table; None where MFU would be a guess."""
+def known_peak_tflops(device_name: str, dtype: str) -> float | None:
+    """Return a device's peak TFLOP/s for matrices of this dtype, or None if it is not in the table."""
     if dtype not in ("bfloat16", "float16"):
         return None
     return next((peak for pattern, peak in PEAK_TFLOPS if re.search(pattern, device_name)), None)
 
 
-def report_line(report: Report, now: datetime) -> str:
-    """Megatron's log line. Fields of ours (tokens per second, MFU) stand behind all of Megatron's."""
+def report_line(report: IntervalReport, now: datetime) -> str:
+    """Return Megatron's log line of an interval, followed by fields of ours (tokens per second, MFU)."""
     last, speed = report.last, report.throughput
     parts = [
         f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {last.iteration:8d}/{report.train_iters:8d}",
@@ -336,8 +338,8 @@ def report_line(report: Report, now: datetime) -> str:
     return " | ".join(parts) + " |"
 
 
-def time_left_line(report: Report, now: datetime) -> str | None:
-    """When the run ends and what it still has to read; None in its last iteration."""
+def time_left_line(report: IntervalReport, now: datetime) -> str | None:
+    """Return a line with the estimated end of the run and the tokens left; None in its last iteration."""
     if not report.samples_left:
         return None
     left = timedelta(seconds=round(report.seconds_left))
@@ -345,13 +347,12 @@ def time_left_line(report: Report, now: datetime) -> str | None:
 
 
 def _tflops_text(rate: float) -> str:
-    """Megatron's one digit behind the point, or where that would be zero the first two that are not."""
+    """Format TFLOP/s with one decimal like Megatron; small values with two significant digits."""
     return f"{rate:.1f}" if rate >= 0.095 or rate <= 0 else f"{rate:.{1 - math.floor(math.log10(rate))}f}"
 
 
 def validation_text(losses: Mapping[str, float], where: str, set_name: str | None = None) -> str:
-    """Megatron's framed validation line.
-
+    """Return Megatron's framed validation line.
     where: `iteration 100`, or `iteration 100 on validation set` and `... on test set` after training.
     set_name: which of several validation sets this was.
     """
@@ -365,17 +366,17 @@ def validation_text(losses: Mapping[str, float], where: str, set_name: str | Non
 
 
 def has_perplexity(name: str) -> bool:
-    """Whether a figure is a cross entropy, as that of tokens is; accuracies and the losses of answers are none."""
+    """Whether a metric of this name is a token cross entropy, so that its exp is a perplexity."""
     return name.endswith("loss") and not name.startswith("preference")
 
 
 def perplexity(loss: float) -> float:
-    """exp of the loss, held below e^20 so that an untrained model does not overflow."""
+    """Return exp(loss), with the loss capped at 20 as in Megatron."""
     return math.exp(min(20.0, loss))
 
 
 def memory_line(rank: int, iteration: int, memory: Mapping[str, float]) -> str:
-    """Megatron's memory line; `memory` holds bytes as `device.memory_report` gives them."""
+    """Return Megatron's memory line; memory: bytes, as `device.device_memory_stats` gives them."""
     parts = [f"[Rank {rank}] (after {iteration} iterations) memory (MB)"]
     parts += [
         f"{name}: {memory[name] / MEGABYTE:.2f}" for name in ("allocated", "max allocated", "reserved", "max reserved")
@@ -384,7 +385,7 @@ def memory_line(rank: int, iteration: int, memory: Mapping[str, float]) -> str:
 
 
 def theoretical_memory_line(weights_and_optimizer: float, activations: float) -> str:
-    """Megatron's line for the footprint that follows from the config; both in bytes."""
+    """Return Megatron's line for the memory footprint computed from the config; arguments in bytes."""
     total = weights_and_optimizer + activations
     return (
         f"Theoretical memory footprints: weight and optimizer={weights_and_optimizer / MEGABYTE:.2f} MB, "
@@ -392,13 +393,13 @@ def theoretical_memory_line(weights_and_optimizer: float, activations: float) ->
     )
 
 
-def progress_line(event: str, *, now: datetime, job_id: str, num_devices: int, facts: Sequence[str] = ()) -> str:
-    """A line of progress.txt: tab-separated time, job, devices, event, and what else there is to say."""
+def progress_file_line(event: str, *, now: datetime, job_id: str, num_devices: int, facts: Sequence[str] = ()) -> str:
+    """Return a line of progress.txt: time, job, devices, event and further facts, tab-separated."""
     return "\t".join([f"{now:%Y-%m-%d %H:%M:%S}", f"Job ID: {job_id}", f"# GPUs: {num_devices}", event, *facts]) + "\n"
 
 
-def progress_facts(iteration: int, *, job_tflops: float, total_flops: float, total_tokens: int) -> list[str]:
-    """What progress.txt says of a checkpoint: speed of this job, and the work done by the run so far."""
+def progress_file_facts(iteration: int, *, job_tflops: float, total_flops: float, total_tokens: int) -> list[str]:
+    """Return the fields of progress.txt for a checkpoint: speed of this job, and the run's work so far."""
     return [
         f"Iteration: {iteration}",
         f"Job throughput: {_tflops_text(job_tflops)} TFLOP/s/GPU",

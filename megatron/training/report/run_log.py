@@ -28,7 +28,7 @@ FORMER_FILE = "ledger.jsonl"  # its name before; a run that has one goes on with
 
 
 def to_json_value(value: Any) -> Any:
-    """A value as JSON takes it: no None in mappings, and for infinity and NaN the words "inf", "-inf" and "nan"."""
+    """Convert a value for JSON: None entries of mappings are dropped, infinity and NaN become "inf", "-inf" and "nan"."""
     if isinstance(value, Mapping):
         return {key: to_json_value(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, (list, tuple)):
@@ -37,17 +37,19 @@ def to_json_value(value: Any) -> Any:
 
 
 class LogFile:
-    """A file to which whole lines are appended. That it cannot be written is told once, and is no error: the next line tries again."""
+    """A file to which whole lines are appended. A failure to write is warned of once and is no error; the next line
+    tries again.
+    """
 
     def __init__(self, path: Path, name: str) -> None:
         """name: what it is to the user."""
         self.path, self._name, self._told = path, name, False
 
     def add(self, line: str, *, durable: bool = False) -> None:
-        """Append a line, which ends with its end. durable: return when it has reached the disk."""
+        """Append a line, which must end with a newline. durable: wait until it has reached the disk."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _append_line(self.path, line.encode(), durable=durable)
+            _write_appended_line(self.path, line.encode(), durable=durable)
         except OSError as error:  # a full disk ends no run
             if not self._told:
                 self._told = True
@@ -58,7 +60,7 @@ class LogFile:
 
 @dataclass(slots=True)
 class RunLog:
-    """Appends to a file; None: to nowhere, as all ranks but the first do."""
+    """Appends events to a JSON-lines file; with path None it does nothing, as on all ranks but the first."""
 
     path: Path | None = None
     _file: LogFile | None = field(default=None, init=False)
@@ -70,7 +72,7 @@ class RunLog:
         return self.path is not None
 
     def add(self, event: str, **fields: Any) -> None:
-        """Append one event. Fields that are None are left out. Of several ends, the first counts."""
+        """Append one event. Fields that are None are left out. Only the first "end" event is written."""
         if self.path is None or (event == "end" and self._ended):
             return
         self._ended = self._ended or event == "end"
@@ -79,8 +81,8 @@ class RunLog:
         self._file.add(json.dumps(line, allow_nan=False) + "\n", durable=event != "steps")
 
 
-def read_events(path: str | Path) -> list[dict[str, Any]]:
-    """All events of a run log, or of the one in this folder. Lines that are torn are passed over. Raises `OSError`."""
+def read_run_log_events(path: str | Path) -> list[dict[str, Any]]:
+    """Return all events of a run log file, or of the one in this folder. Torn lines are skipped. Raises `OSError`."""
     place = Path(path) / FILE if Path(path).is_dir() else Path(path)
     if place.is_fifo():
         raise OSError(errno.EINVAL, "it is a pipe", str(place))
@@ -95,8 +97,8 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
     return events
 
 
-def _append_line(path: Path, line: bytes, *, durable: bool) -> None:
-    """Write at the end of the file, on a line of its own. A pipe that nobody empties is not waited for."""
+def _write_appended_line(path: Path, line: bytes, *, durable: bool) -> None:
+    """Append to a file in one write, on a line of its own. A full pipe raises `OSError` instead of blocking."""
     file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
     try:
         size = os.fstat(file).st_size

@@ -17,19 +17,19 @@ import torch
 import xxhash
 
 from megatron import __version__
-from megatron.core.config.flags import ConfigError, to_values
+from megatron.core.config.flags import ConfigError, config_to_values
 from megatron.core.config.settings.run import LogConfig, RunConfig
 from megatron.core.datasets import sidecar
 from megatron.core.datasets.indexed import bin_path, idx_path
-from megatron.core.datasets.paths import MOCK_PREFIX, plan_splits
-from megatron.core.datasets.storage import DataError, inspect_object, is_remote
+from megatron.core.datasets.paths import MOCK_PREFIX, plan_data_splits
+from megatron.core.datasets.storage import DataError, is_remote_path, stat_remote_object
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import device_name
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.tokenizers.base import fingerprint
+from megatron.core.tokenizers.base import tokenizer_fingerprint
 from megatron.training.launch.launch_info import recorded_environment
-from megatron.training.report.metrics import ResolvedStep
-from megatron.training.report.run_log import FILE, FORMER_FILE, RunLog, read_events, to_json_value
+from megatron.training.report.metrics import ResolvedStepMetrics
+from megatron.training.report.run_log import FILE, FORMER_FILE, RunLog, read_run_log_events, to_json_value
 from megatron.training.run import Run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -38,7 +38,7 @@ _COLUMNS = ("learning_rate", "batch_size", "consumed_samples", "grad_norm", "los
 
 
 def run_log_path(log: LogConfig, save: str | None) -> Path | None:
-    """Where the run log of a run is: --run-log, else in --save; None without either."""
+    """Return the path of a run's log: --run-log, else in --save; None without either."""
     if log.run_log or not save:
         return Path(log.run_log) if log.run_log else None
     former = Path(save) / FORMER_FILE
@@ -46,8 +46,8 @@ def run_log_path(log: LogConfig, save: str | None) -> Path | None:
 
 
 @contextmanager
-def record_run(run: Run) -> Iterator[None]:
-    """Record what the run is given now, and at the end the error that ended it, if one did. All ranks call it together."""
+def record_run_start_and_error(run: Run) -> Iterator[None]:
+    """Write what the run was given into the run log and, if an exception leaves the block, the error. Collective."""
     machines = collectives.gather_objects((socket.gethostname(), device_name(run.mesh.device)), run.mesh.world)
     if run.run_log.is_enabled:
         _record_start(run, machines)
@@ -58,8 +58,8 @@ def record_run(run: Run) -> Iterator[None]:
         raise
 
 
-def record_steps(run_log: RunLog, steps: Sequence[ResolvedStep]) -> None:
-    """All numbers of resolved steps in whole precision, a list for each; figures of experts are left to --log-jsonl."""
+def record_steps(run_log: RunLog, steps: Sequence[ResolvedStepMetrics]) -> None:
+    """Write all numbers of resolved steps into the run log at full precision, a list for each, without MoE metrics."""
     if not steps or not run_log.is_enabled:
         return
     names = dict.fromkeys(name for step in steps for name in step.losses if not name.startswith("moe/"))
@@ -72,8 +72,8 @@ def record_steps(run_log: RunLog, steps: Sequence[ResolvedStep]) -> None:
     )
 
 
-def layout_of(config: RunConfig, mesh: Mesh) -> dict[str, int]:
-    """How the ranks are divided."""
+def parallel_layout_sizes(config: RunConfig, mesh: Mesh) -> dict[str, int]:
+    """Return the sizes of the parallel axes and the micro batch, by name."""
     return {
         "ranks": mesh.world.size,
         "tensor": mesh.tp.size,
@@ -86,13 +86,14 @@ def layout_of(config: RunConfig, mesh: Mesh) -> dict[str, int]:
 
 
 def _record_start(run: Run, machines: Sequence[tuple[str, str]]) -> None:
+    """Write the start event (settings, code, environment, data, tokenizer), and a layout event if the layout changed."""
     assert run.run_log.path is not None, "a run log that is kept has a path"
     try:
-        before = [event for event in read_events(run.run_log.path) if event["event"] == "start"]
+        before = [event for event in read_run_log_events(run.run_log.path) if event["event"] == "start"]
     except OSError:
         before = []
-    layout = layout_of(run.config, run.mesh)
-    settings, origins = _setting_values(run)
+    layout = parallel_layout_sizes(run.config, run.mesh)
+    settings, origins = _settings_and_origins(run)
     run.run_log.add(
         "start",
         number=len(before) + 1,
@@ -101,19 +102,19 @@ def _record_start(run: Run, machines: Sequence[tuple[str, str]]) -> None:
         origins=origins,
         messages=list(getattr(run.args, "messages", ())),
         code=code_version(),
-        environment=environment(machines),
+        environment=environment_record(machines),
         kernels={op: name for op, name, _ in run.kernels.report},
-        data=data_files(run.config),
-        tokenizer=fingerprint(run.tokenizer),
+        data=data_files_record(run.config),
+        tokenizer=tokenizer_fingerprint(run.tokenizer),
     )
     if before and before[-1].get("layout") != layout:
         run.run_log.add("layout", before=before[-1].get("layout"), after=layout)
 
 
-def _setting_values(run: Run) -> tuple[dict[str, Any], dict[str, str]]:
-    """Every setting as the run uses it, and for those that are not our defaults, where it comes from."""
+def _settings_and_origins(run: Run) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return (every setting as the run uses it, where each that is not our default comes from)."""
     given, requested_by = vars(run.args), getattr(run.args, "origins", {})
-    settings, origins = to_values(run.config), {}
+    settings, origins = config_to_values(run.config), {}
     for name, value in settings.items():
         requested = given.get(name, value)
         if (list(requested) if isinstance(requested, tuple) else requested) != value:
@@ -124,7 +125,7 @@ def _setting_values(run: Run) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def code_version() -> dict[str, Any]:
-    """Which code this is. sources: hash of all of our Python files, which holds without git too."""
+    """Return version, git commit and hash of all Python sources (`sources`, which works without git too)."""
     content = hashlib.sha256()
     for path in sorted([*ROOT.glob("*.py"), *(ROOT / "megatron").rglob("*.py")]):
         content.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
@@ -141,7 +142,7 @@ def code_version() -> dict[str, Any]:
 
 
 def _git_output(*words: str) -> str | None:
-    """What git says, if it is there and says it soon."""
+    """Run git and return its output; None if it fails or takes too long."""
     try:
         return subprocess.run(
             ["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=10, check=True
@@ -150,8 +151,8 @@ def _git_output(*words: str) -> str | None:
         return None
 
 
-def environment(machines: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """On what the run runs. machines: (host, device) of every rank."""
+def environment_record(machines: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Return versions, hosts, devices and environment variables. machines: (host, device) of every rank."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -164,21 +165,23 @@ def environment(machines: Sequence[tuple[str, str]]) -> dict[str, Any]:
     }
 
 
-def data_files(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """What is known of each dataset: sizes, and the checksums of its sidecar; without one, hashes of its files' ends."""
+def data_files_record(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Return size and checksums of each dataset's files, by prefix; without a sidecar, hashes of the files' ends."""
     try:
-        prefixes = dict.fromkeys(prefix for plan in plan_splits(config.data) if plan for prefix in plan.blend.prefixes)
+        prefixes = dict.fromkeys(
+            prefix for plan in plan_data_splits(config.data) if plan for prefix in plan.blend.prefixes
+        )
     except ConfigError as error:  # a script with data of its own
         return {"": {"problem": str(error)}}
-    return {prefix: _dataset_facts(prefix) for prefix in prefixes if prefix != MOCK_PREFIX}
+    return {prefix: _dataset_record(prefix) for prefix in prefixes if prefix != MOCK_PREFIX}
 
 
-def _dataset_facts(prefix: str) -> dict[str, Any]:
+def _dataset_record(prefix: str) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     try:
         for path in (bin_path(prefix), idx_path(prefix)) if not Path(prefix).is_file() else (prefix,):
-            if is_remote(path):
-                there = inspect_object(path)
+            if is_remote_path(path):
+                there = stat_remote_object(path)
                 facts[Path(path).suffix] = {"bytes": there.size, "version": there.version}
             else:
                 with open(path, "rb") as file:
@@ -187,7 +190,7 @@ def _dataset_facts(prefix: str) -> dict[str, Any]:
                     file.seek(max(0, size - _END_BYTES))
                     content.update(file.read())
                 facts[Path(path).suffix] = {"bytes": size, "ends": content.hexdigest()}
-        known = None if Path(prefix).is_file() else sidecar.read(prefix)
+        known = None if Path(prefix).is_file() else sidecar.read_sidecar(prefix)
     except (OSError, DataError) as error:
         return facts | {"problem": str(error)}
     return facts | ({"checksums": dict(known.checksums), "tokens": known.tokens} if known else {})

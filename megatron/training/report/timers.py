@@ -33,16 +33,16 @@ STEP_TIMERS = tuple(
 
 
 def _no_synchronization() -> None:
-    """What a single CPU process does to wait for its device and for other ranks."""
+    """Do nothing: how a single CPU process waits for its device and other ranks."""
 
 
 def _gather_single_process(row: Sequence[float]) -> list[list[float]]:
-    """What a single process gathers."""
+    """Return the row as the only one: what a single process gathers."""
     return [list(row)]
 
 
 class Timer:
-    """One stopwatch. `settle` is called before every reading of the clock; a timer that is not live does nothing."""
+    """One stopwatch. settle: called before every reading of the clock. live: a timer that is not live does nothing."""
 
     def __init__(self, name: str, *, live: bool, settle: Callable[[], None]) -> None:
         self.name = name
@@ -52,7 +52,7 @@ class Timer:
         self._since: float | None = None
 
     def start(self) -> None:
-        """Let it run."""
+        """Start it."""
         if self.live:
             assert self._since is None, f"timer {self.name} is running already"
             self._settle()
@@ -67,7 +67,7 @@ class Timer:
             self._since = None
 
     def elapsed(self) -> float:
-        """The seconds since the last `elapsed`; a running timer keeps running."""
+        """Return the seconds since the last call and reset them; a running timer keeps running."""
         running = self._since is not None
         if running:
             self.stop()
@@ -89,10 +89,10 @@ class Timer:
 
 
 class Timers:
-    """All timers of a rank.
-
-    synchronize: waits until the device has done what it was given. barrier: waits for all ranks; level 0 timers always
-    call it, level 1 timers if `barrier_with_level_1`. gather: takes this rank's numbers, returns those of every rank.
+    """All timers of a rank, by name.
+    synchronize: waits until the device has finished. barrier: waits for all ranks, called at every reading of level 0
+    timers, and of level 1 timers with `barrier_with_level_1`. gather: takes this rank's numbers, returns those of every
+    rank.
     """
 
     def __init__(
@@ -117,20 +117,20 @@ class Timers:
         """The timer of this name, made when it is first asked for."""
         if name not in self._timers:
             assert level in (0, 1, 2), f"timer {name} has level {level}, not 0, 1 or 2"
-            settle = self._synchronize if level > self._last_level_with_barrier else self._settle_together
+            settle = self._synchronize if level > self._last_level_with_barrier else self._barrier_and_synchronize
             self._timers[name] = Timer(name, live=level <= self.level, settle=settle), level
         timer, known = self._timers[name]
         assert known == level, f"timer {name} was made with level {known} and is now asked for with level {level}"
         return timer
 
-    def _settle_together(self) -> None:
+    def _barrier_and_synchronize(self) -> None:
         self._barrier()
         self._synchronize()
 
     def collect(self, names: Sequence[str] = STEP_TIMERS, *, steps: int = 1) -> Times:
-        """Take the times of these timers on every rank, divided by `steps`; those that ran nowhere are left out.
-
-        A collective: every rank calls it with the same names, whether or not it has such timers.
+        """Return the seconds of these timers on every rank, divided by `steps`, and reset them; those that ran nowhere
+        are left out.
+        Collective: every rank calls it with the same names, whether or not it has such timers.
         """
         row = [self._timers[name][0].elapsed() if name in self._timers else 0.0 for name in names]
         rows = self._gather(row)
@@ -139,7 +139,9 @@ class Timers:
 
 
 def times_text(times: Mapping[str, Sequence[float]], option: LogOption) -> str | None:
-    """Megatron's block of text, in milliseconds; ranks where a timer did not run do not count. None if all is empty."""
+    """Return Megatron's block of timer lines in milliseconds, without ranks where a timer did not run; None if `times`
+    is empty.
+    """
     if not times:
         return None
     if option == "all":
@@ -156,6 +158,6 @@ def times_text(times: Mapping[str, Sequence[float]], option: LogOption) -> str |
     return "\n".join(lines)
 
 
-def times_scalars(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The slowest rank's seconds of each timer, under TensorBoard's names."""
+def max_times_by_tag(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the slowest rank's seconds of each timer, by TensorBoard tag."""
     return {f"{name}-time": max(ranks) for name, ranks in times.items()}

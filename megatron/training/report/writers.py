@@ -29,11 +29,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron.core.config.flags import refuse
+from megatron.core.config.flags import raise_config_error_if
 from megatron.core.config.settings.run import LogConfig
 from megatron.training.report.metrics import (
-    Report,
-    ResolvedStep,
+    IntervalReport,
+    ResolvedStepMetrics,
     has_perplexity,
     perplexity,
     report_line,
@@ -54,20 +54,20 @@ MEMORY_NAMES = {
 
 
 class MetricsBackend(Protocol):
-    """A place for named scalars."""
+    """Protocol of a destination of named scalars and texts (TensorBoard, Weights & Biases)."""
 
     def write(self, values: Mapping[str, float], *, iteration: int, samples: int | None) -> None:
-        """Add a point to the curve of each name; with `samples`, also to the curve that is drawn over samples."""
+        """Write a scalar for each name at an iteration; with `samples`, also at that number of consumed samples."""
 
     def write_texts(self, texts: Mapping[str, str], *, iteration: int) -> None:
-        """Show texts, each under its name."""
+        """Write texts, each under its name."""
 
     def close(self) -> None:
-        """Write out what is left."""
+        """Flush and close."""
 
 
 def missing_packages(log: LogConfig) -> list[str]:
-    """What cannot be written because a package is not installed, with the command that installs it."""
+    """Return a line for each requested writer whose package is not installed, with the command that installs it."""
     flags = {"tensorboard": ("--tensorboard-dir", log.tensorboard_dir), "wandb": ("--wandb-project", log.wandb_project)}
     return [
         f"{flag} {value} needs the package {package}, which is not installed: pip install {package}"
@@ -77,7 +77,7 @@ def missing_packages(log: LogConfig) -> list[str]:
 
 
 class Writers:
-    """All places of one run. Made on every rank, so that a missing package stops all of them alike."""
+    """All metric destinations of one run. Made on every rank, so that a missing package stops all of them alike."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Writers:
         console: Callable[[str], None] | None = None,
     ) -> None:
         """speaks: whether this rank writes. settings: the run's config, for W&B. console: shows a line (default: stdout)."""
-        refuse(missing_packages(log))
+        raise_config_error_if(missing_packages(log))
         self._log, self._speaks, self._world_size = log, speaks, world_size
         self._boards: dict[str, MetricsBackend] = {}
         self._journal = JsonLinesFile(log.log_jsonl) if speaks and log.log_jsonl else None
@@ -100,28 +100,28 @@ class Writers:
         self._openers = _writer_openers(log, settings or {}) if speaks else {}
         self._failed: dict[str, float] = {}  # name of a board -> when to try it again
         for name in self._openers:
-            self._try_writer(name, partial(self._open_writer, name))
-        self._journal_event("start", iteration=start_iteration, world_size=world_size)
+            self._warn_on_failure(name, partial(self._open_writer, name))
+        self._write_jsonl_event("start", iteration=start_iteration, world_size=world_size)
 
     def print_text(self, text: str | None) -> None:
-        """Show a line or a block of lines."""
+        """Print a line or a block of lines on the writing rank; nothing for None."""
         if self._speaks and text is not None:
             self._console(text)
 
-    def write_steps(self, steps: Sequence[ResolvedStep]) -> None:
-        """Record resolved steps: all in the JSONL file, every --tensorboard-log-interval th on the boards."""
+    def write_steps(self, steps: Sequence[ResolvedStepMetrics]) -> None:
+        """Write resolved steps: all to the JSONL file, every --tensorboard-log-interval th to TensorBoard and W&B."""
         for step in steps:
             if self._bar:
                 self._bar.update(step.iteration - self._bar.n)
             fields = dataclasses.asdict(step)
             del fields["data_figures"]
-            self._journal_event("step", **fields)
+            self._write_jsonl_event("step", **fields)
             if self._openers and step.iteration % self._log.tensorboard_log_interval == 0:
                 values = self._step_scalars(step)
                 self._write_values(values, iteration=step.iteration, samples=step.consumed_samples)
 
-    def write_report(self, report: Report) -> None:
-        """Show the log line of an interval and when the run ends, and record its speed."""
+    def write_report(self, report: IntervalReport) -> None:
+        """Print an interval's log line and when the run ends, and write its speed."""
         if not self._speaks:
             return
         now = datetime.now()
@@ -129,7 +129,9 @@ class Writers:
         self.print_text(time_left_line(report, now))
         fields = dataclasses.asdict(report)
         last = fields.pop("last")
-        self._journal_event("report", iteration=last["iteration"], consumed_samples=last["consumed_samples"], **fields)
+        self._write_jsonl_event(
+            "report", iteration=last["iteration"], consumed_samples=last["consumed_samples"], **fields
+        )
         values: dict[str, float] = {}
         if self._log.log_timers_to_tensorboard:
             values["iteration-time"] = report.seconds_per_iteration
@@ -148,16 +150,15 @@ class Writers:
         final: str | None = None,
         set_name: str | None = None,
     ) -> None:
-        """Show and record a validation result.
-
-        final: `write_validation` or `test` for the runs after training; these stay off the boards, where they would look like
-        points of the curve. set_name: which of several validation sets this was.
+        """Print and write validation losses.
+        final: `validation` or `test` for evaluations after training; these are not written to TensorBoard and W&B,
+        where they would look like points of the curve. set_name: which of several validation sets this was.
         """
         if not self._speaks:
             return
         where = f"iteration {iteration}" + ("" if final is None else f" on {final} set")
         self._console(validation_text(losses, where, set_name))
-        self._journal_event(
+        self._write_jsonl_event(
             "validation",
             iteration=iteration,
             consumed_samples=consumed_samples,
@@ -174,23 +175,23 @@ class Writers:
         self._write_values(values, iteration=iteration, samples=consumed_samples)
 
     def write_scores(self, task: str, scores: Mapping[str, float], *, iteration: int) -> None:
-        """Record the scores of a task after an iteration of finetuning, as the caller measured them."""
-        self._journal_event("task", iteration=iteration, task=task, scores=dict(scores))
+        """Write the scores of a task after an iteration, by name."""
+        self._write_jsonl_event("task", iteration=iteration, task=task, scores=dict(scores))
         self._write_values({f"{task} {name}": score for name, score in scores.items()}, iteration=iteration)
 
     def write_samples(self, samples: Sequence[tuple[str, str]], *, iteration: int) -> None:
-        """Show and record prompts and what the network said after them."""
+        """Print and write (prompt, continuation) pairs."""
         for number, (prompt, text) in enumerate(samples, start=1):
             self.print_text(f" sample {number} at iteration {iteration} | {prompt!r} -> {text!r}")
-        self._journal_event(
+        self._write_jsonl_event(
             "samples", iteration=iteration, samples=[{"prompt": prompt, "text": text} for prompt, text in samples]
         )
         texts = {f"sample {number}": prompt + text for number, (prompt, text) in enumerate(samples, start=1)}
-        self._on_boards(lambda board: board.write_texts(texts, iteration=iteration))
+        self._for_each_writer(lambda board: board.write_texts(texts, iteration=iteration))
 
     def write_memory(self, iteration: int, memory: Mapping[str, float]) -> None:
-        """Record bytes, as `device.memory_report` gives them."""
-        self._journal_event(
+        """Write memory statistics in bytes, as `device.device_memory_stats` gives them."""
+        self._write_jsonl_event(
             "memory", iteration=iteration, **{name.replace(" ", "_"): value for name, value in memory.items()}
         )
         if self._log.log_memory_to_tensorboard:
@@ -199,8 +200,10 @@ class Writers:
             )
 
     def write_save_result(self, iteration: int, *, seconds: float, blocked: float, size: int, failures: int) -> None:
-        """Record how the save of an iteration went. failures: saves of this job that failed so far, with this one."""
-        self._journal_event(
+        """Write how long a save took. blocked: seconds that training waited; size: bytes; failures: failed saves of
+        this job so far.
+        """
+        self._write_jsonl_event(
             "checkpoint", iteration=iteration, seconds=seconds, blocked=blocked, bytes=size, failures=failures
         )
         self._write_values(
@@ -209,21 +212,21 @@ class Writers:
         )
 
     def write_times(self, iteration: int, text: str | None, scalars: Mapping[str, float]) -> None:
-        """Show a block of timers and record them."""
+        """Print a block of timers and write their seconds."""
         self.print_text(text)
         if scalars:
-            self._journal_event("times", iteration=iteration, seconds=dict(scalars))
+            self._write_jsonl_event("times", iteration=iteration, seconds=dict(scalars))
         if self._log.log_timers_to_tensorboard:
             self._write_values(scalars, iteration=iteration)
 
     def close(self) -> None:
-        """Write out what is left, and close everything."""
-        self._on_boards(lambda board: board.close())
+        """Flush and close all destinations."""
+        self._for_each_writer(lambda board: board.close())
         if self._bar:
             self._bar.close()
 
-    def _step_scalars(self, step: ResolvedStep) -> dict[str, float]:
-        """A step under Megatron's scalar names."""
+    def _step_scalars(self, step: ResolvedStepMetrics) -> dict[str, float]:
+        """Return a step's numbers by Megatron's scalar names, without those that are None."""
         values: dict[str, float | None] = {"learning-rate": step.learning_rate, "batch-size": step.batch_size}
         values["decoupled-learning-rate"] = step.decoupled_learning_rate
         values |= valid_losses(step)
@@ -235,21 +238,24 @@ class Writers:
         return {name: value for name, value in values.items() if value is not None}
 
     def _write_values(self, values: Mapping[str, float], *, iteration: int, samples: int | None = None) -> None:
+        """Write scalars to TensorBoard and W&B."""
         if values:
-            self._on_boards(lambda board: board.write(values, iteration=iteration, samples=samples))
+            self._for_each_writer(lambda board: board.write(values, iteration=iteration, samples=samples))
 
     def _open_writer(self, name: str) -> None:
+        """Open a destination and add it to those that are written."""
         self._boards[name] = self._openers[name]()
 
-    def _on_boards(self, action: Callable[[MetricsBackend], None]) -> None:
+    def _for_each_writer(self, action: Callable[[MetricsBackend], None]) -> None:
+        """Apply an action to TensorBoard and W&B, reopening a failed TensorBoard once a minute."""
         for name, due in list(self._failed.items()):
             if name not in self._boards and time.monotonic() >= due:
-                self._try_writer(name, partial(self._open_writer, name))
+                self._warn_on_failure(name, partial(self._open_writer, name))
         for name, board in list(self._boards.items()):
-            self._try_writer(name, partial(action, board))
+            self._warn_on_failure(name, partial(action, board))
 
-    def _try_writer(self, name: str, action: Callable[[], None]) -> None:
-        """Let a board do something. One that fails, for a full disk or want of a network, is told of once; the run goes on."""
+    def _warn_on_failure(self, name: str, action: Callable[[], None]) -> None:
+        """Run a destination's action. If it fails (disk full, no network), warn once and remove it; the run goes on."""
         try:
             action()
         except Exception as error:  # noqa: BLE001 - whatever another package raises
@@ -262,28 +268,27 @@ class Writers:
                 )
             self._failed[name] = time.monotonic() + (RETRY_SECONDS if again else math.inf)
 
-    def _journal_event(self, kind: str, **fields: Any) -> None:
+    def _write_jsonl_event(self, kind: str, **fields: Any) -> None:
+        """Append an event to the JSONL file, if there is one."""
         if self._journal:
             self._journal.write({"kind": kind, **fields})
 
 
 class JsonLinesFile:
-    """A file of JSON objects, one a line, written at once and only ever appended to.
-
-    A run that resumes writes a line of kind `start` with its iteration; steps above it that were written before a crash
-    come again, and the later line is the one that counts.
+    """A file of JSON objects, one a line, only ever appended to. A run that resumes writes a line of kind `start` with
+    its iteration; steps above it that were written before a crash come again, and the later line counts.
     """
 
     def __init__(self, path: str) -> None:
         self._file = LogFile(Path(path), "--log-jsonl")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one object. JSON knows no infinity and no NaN: they become the strings "inf", "-inf" and "nan"."""
+        """Append one object; infinity and NaN become the strings "inf", "-inf" and "nan"."""
         self._file.add(json.dumps(to_json_value(record), allow_nan=False) + "\n")
 
 
 def _writer_openers(log: LogConfig, settings: Mapping[str, Any]) -> dict[str, Callable[[], MetricsBackend]]:
-    """What the flags ask for: a name, and what opens it."""
+    """Return name -> function that opens it, for the destinations that the flags ask for."""
     openers: dict[str, Callable[[], MetricsBackend]] = {}
     if log.tensorboard_dir:
         openers[f"{TENSORBOARD} {log.tensorboard_dir}"] = lambda: TensorBoard(log)
@@ -292,8 +297,10 @@ def _writer_openers(log: LogConfig, settings: Mapping[str, Any]) -> dict[str, Ca
     return openers
 
 
-def _thread_failed(failure: threading.ExceptHookArgs) -> None:
-    """Say what ended a thread, but for TensorBoard's own: what ends it is raised at the next write too, and is told then."""
+def _hide_tensorboard_thread_error(failure: threading.ExceptHookArgs) -> None:
+    """threading.excepthook: print a thread's error, but not of TensorBoard's threads, since the next write raises it
+    again.
+    """
     if not type(failure.thread).__module__.startswith("tensorboard."):
         threading.__excepthook__(failure)
 
@@ -305,7 +312,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         if threading.excepthook is threading.__excepthook__:
-            threading.excepthook = _thread_failed
+            threading.excepthook = _hide_tensorboard_thread_error
         try:
             self._writer = SummaryWriter(log_dir=log.tensorboard_dir, max_queue=log.tensorboard_queue_size)
         except OSError:  # a full disk still has room for the name of a file
@@ -315,19 +322,19 @@ class TensorBoard:
             raise
 
     def write(self, values: Mapping[str, float], *, iteration: int, samples: int | None) -> None:
-        """Add a point to the curve of each name, and of each `X vs samples`."""
+        """Write a scalar for each name at an iteration and, with `samples`, one named `X vs samples`."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, iteration)
             if samples is not None:
                 self._writer.add_scalar(f"{name} vs samples", value, samples)
 
     def write_texts(self, texts: Mapping[str, str], *, iteration: int) -> None:
-        """Show texts, each under its name, as they are and not as Markdown."""
+        """Write texts, each under its name, verbatim instead of as Markdown."""
         for name, text in texts.items():
             self._writer.add_text(name, textwrap.indent(text, "    ", lambda line: True), iteration)
 
     def close(self) -> None:
-        """Write out what is left."""
+        """Flush and close."""
         self._writer.close()
 
 
@@ -353,11 +360,11 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="iteration")
 
     def write(self, values: Mapping[str, float], *, iteration: int, samples: int | None) -> None:
-        """Add a point to the curve of each name; any of them can be drawn over the metric `samples` there."""
+        """Log a scalar for each name at an iteration; `samples`, if given, is logged along as an x axis."""
         self._run.log({**values, "iteration": iteration, **({} if samples is None else {"samples": samples})})
 
     def write_texts(self, texts: Mapping[str, str], *, iteration: int) -> None:
-        """Show texts, each under its name, as they are."""
+        """Log texts, each under its name, verbatim."""
         self._run.log(
             {
                 **{name: self._module.Html(f"<pre>{html.escape(text)}</pre>") for name, text in texts.items()},
@@ -366,11 +373,12 @@ class WeightsAndBiases:
         )
 
     def close(self) -> None:
-        """Write out what is left."""
+        """Finish the W&B run."""
         self._run.finish()
 
 
 def _print_line(text: str) -> None:
+    """Print a line at once; ignore a full disk or closed pipe."""
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
@@ -379,7 +387,7 @@ def _print_line(text: str) -> None:
 
 
 def _progress_bar(start: int, total: int) -> Any | None:
-    """A bar on standard error, if that is a terminal and tqdm is there; log files get no bar."""
+    """Return a tqdm bar on standard error if that is a terminal and tqdm is installed, else None."""
     if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
         return None
     from tqdm import tqdm

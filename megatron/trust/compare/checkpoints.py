@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.parallel.boxes import Box
 from megatron.trust.compare.contents import matches_pattern
 
@@ -30,14 +30,14 @@ class Tolerance:
     absolute: float = 0.0
 
     @property
-    def is_zero(self) -> bool:
-        """Whether every bit counts."""
+    def requires_equal_bits(self) -> bool:
+        """Whether only equal bits count as equal."""
         return self.relative == 0.0 and self.absolute == 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ElementDifference:
-    """An element: its index in the global tensor, and both values."""
+    """A differing element: its index in the global tensor, and both values."""
 
     index: tuple[int, ...]
     a: float
@@ -49,9 +49,9 @@ class ElementDifference:
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """How two tensors differ. count: of elements that do. relative_norm: |a - b| / |b| over all elements, inf for b = 0.
-
-    largest: where |a - b| is largest; where one of both is not a number, that counts as infinite.
+    """How two tensors differ. count: of elements that do. relative_norm: |a - b| / |b| over all elements, inf for b =
+    0.
+    largest: where |a - b| is largest; if one of both is NaN or infinite, that counts as infinite.
     """
 
     count: int
@@ -69,8 +69,10 @@ class TensorDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """A name whose content differs. what: in words. gap: for tensors that can be compared."""
+class CheckpointDifference:
+    """A tensor or value that differs between two checkpoints. what: in words. gap: of tensors that can be compared,
+    else None.
+    """
 
     name: str
     what: str
@@ -81,46 +83,45 @@ class Difference:
 
 
 def compare_tensors(a: Tensor, b: Tensor, tolerance: Tolerance = Tolerance()) -> TensorDifference | None:
-    """Return how two tensors of one shape (any shape) differ; None where they do not."""
+    """Return how two tensors of one shape (any shape) differ; None if they do not."""
     return _compare_blocks(tuple(a.shape), lambda box: (a[box.slices()], b[box.slices()]), tolerance)
 
 
 def compare_sources(
-    a: Source,
-    b: Source,
+    a: CheckpointSource,
+    b: CheckpointSource,
     *,
     tolerance: Tolerance = Tolerance(),
     patterns: Sequence[str] = (),
     dtypes: bool = True,
     advance: Callable[[int], object] = lambda _: None,
-) -> Iterator[Difference]:
-    """Every tensor and value, by name, that two checkpoints do not hold alike.
-
-    patterns: compare only names like these. dtypes: whether another dtype alone is a difference. advance: told the bytes
-    of `a` that were compared. What the runs were told (`run.config`) is for `settings_differences`.
+) -> Iterator[CheckpointDifference]:
+    """Yield a difference for every tensor and value, by name, that two checkpoints do not hold alike.
+    patterns: compare only names like these. dtypes: whether another dtype alone is a difference. advance: called with
+    the bytes of `a` that were compared. `run.config` is left to `settings_difference_lines`.
     """
     names = dict.fromkeys([*a.formats, *b.formats])
     for name in (name for name in names if matches_pattern(name, patterns)):
         mine, theirs = a.formats.get(name), b.formats.get(name)
         if mine is None or theirs is None:
-            yield Difference(name, f"only in {b.where if mine is None else a.where}")
+            yield CheckpointDifference(name, f"only in {b.where if mine is None else a.where}")
             continue
         if tuple(mine.shape) != tuple(theirs.shape):
-            yield Difference(name, f"shape {tuple(mine.shape)} and {tuple(theirs.shape)}")
+            yield CheckpointDifference(name, f"shape {tuple(mine.shape)} and {tuple(theirs.shape)}")
             continue
         if dtypes and mine.dtype != theirs.dtype:
-            yield Difference(name, f"dtype {_dtype_name(mine.dtype)} and {_dtype_name(theirs.dtype)}")
+            yield CheckpointDifference(name, f"dtype {_dtype_name(mine.dtype)} and {_dtype_name(theirs.dtype)}")
         gap = _compare_blocks(tuple(mine.shape), partial(_read_both, a, b, name), tolerance)
         if gap is not None:
-            yield Difference(name, str(gap), gap)
+            yield CheckpointDifference(name, str(gap), gap)
         advance(math.prod(mine.shape) * mine.dtype.itemsize)
     for name in dict.fromkeys([*a.values, *b.values]):
         if matches_pattern(name, patterns) and name != "run.config" and a.values.get(name) != b.values.get(name):
-            yield Difference(name, value_differences(a.values.get(name), b.values.get(name)))
+            yield CheckpointDifference(name, value_difference_text(a.values.get(name), b.values.get(name)))
 
 
-def value_differences(a: Any, b: Any) -> str:
-    """Two values that differ, in words: of two mappings, the keys that do."""
+def value_difference_text(a: Any, b: Any) -> str:
+    """Describe two values that differ; of two mappings only the keys that do."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return ", ".join(
             f"{key} {a.get(key)!r} and {b.get(key)!r}" for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)
@@ -128,8 +129,8 @@ def value_differences(a: Any, b: Any) -> str:
     return f"{a!r} and {b!r}"
 
 
-def settings_differences(a: Source, b: Source) -> list[str]:
-    """Settings that both checkpoints state, and not alike, a line each."""
+def settings_difference_lines(a: CheckpointSource, b: CheckpointSource) -> list[str]:
+    """Return a line for each setting that both checkpoints have with different values."""
     return [
         f"{name}: {a.settings[name]!r} and {b.settings[name]!r}"
         for name in sorted(set(a.settings) & set(b.settings))
@@ -137,18 +138,21 @@ def settings_differences(a: Source, b: Source) -> list[str]:
     ]
 
 
-def _read_both(a: Source, b: Source, name: str, box: Box) -> tuple[Tensor, Tensor]:
+def _read_both(a: CheckpointSource, b: CheckpointSource, name: str, box: Box) -> tuple[Tensor, Tensor]:
     return a.read(name, box), b.read(name, box)
 
 
 def _compare_blocks(
     shape: tuple[int, ...], read: Callable[[Box], tuple[Tensor, Tensor]], tolerance: Tolerance
 ) -> TensorDifference | None:
-    differences = [block for box in blocks(shape) if (block := _compare_block(box, *read(box), tolerance)) is not None]
+    """Compare two tensors block by block; None if they do not differ. read: box -> both tensors' values."""
+    differences = [
+        block for box in row_blocks(shape) if (block := _compare_block(box, *read(box), tolerance)) is not None
+    ]
     if not differences:
         return None
     # Only now is the size of b worth a second reading; blocks of equal bits add nothing to the size of the gap.
-    square = sum(_sum_of_squares(read(box)[1]) for box in blocks(shape))
+    square = sum(_sum_of_squares(read(box)[1]) for box in row_blocks(shape))
     norm = math.sqrt(sum(block.square for block in differences) / square) if square else math.inf
     largest = max(differences, key=lambda block: block.size).largest
     return TensorDifference(
@@ -156,8 +160,10 @@ def _compare_blocks(
     )
 
 
-def blocks(shape: tuple[int, ...]) -> Iterator[Box]:
-    """Boxes of whole rows that together are a tensor, in order, each of a bounded size if no row is larger."""
+def row_blocks(shape: tuple[int, ...]) -> Iterator[Box]:
+    """Yield boxes of whole rows that cover a tensor of this shape in order, each of bounded size (but at least one
+    row).
+    """
     if not shape:
         yield Box((), ())
         return
@@ -167,8 +173,10 @@ def blocks(shape: tuple[int, ...]) -> Iterator[Box]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
-    """What differs within a box. square: of the gap's norm. size: the largest |a - b|."""
+class _BlockDifference:
+    """How two tensors differ within a box. count: differing elements. square: sum of squared differences. size: the
+    largest |a - b|.
+    """
 
     count: int
     square: float
@@ -177,20 +185,21 @@ class _Block:
     size: float
 
 
-def _compare_block(box: Box, a: Tensor, b: Tensor, tolerance: Tolerance) -> _Block | None:
-    if not a.numel() or (a.dtype == b.dtype and torch.equal(_tensor_bytes(a), _tensor_bytes(b))):
+def _compare_block(box: Box, a: Tensor, b: Tensor, tolerance: Tolerance) -> _BlockDifference | None:
+    """Return how a box of two tensors differs, None if it does not. box: its place in the global tensor."""
+    if not a.numel() or (a.dtype == b.dtype and torch.equal(_view_as_bytes(a), _view_as_bytes(b))):
         return None
     x, y = a.to(torch.float64), b.to(torch.float64)
     unlike = ~((x == y) | (x.isnan() & y.isnan()))
     gap = torch.where(unlike, (x - y).abs().nan_to_num(nan=math.inf, posinf=math.inf), 0.0)
-    if not tolerance.is_zero:
+    if not tolerance.requires_equal_bits:
         differs = unlike & ~(gap.isfinite() & (gap <= tolerance.absolute + tolerance.relative * y.abs()))
     else:
-        differs = (_tensor_bytes(a) != _tensor_bytes(b)).any(-1) if a.dtype == b.dtype else unlike
+        differs = (_view_as_bytes(a) != _view_as_bytes(b)).any(-1) if a.dtype == b.dtype else unlike
     if not bool(differs.any()):
         return None
 
-    def spot(place: int) -> ElementDifference:
+    def element_difference(place: int) -> ElementDifference:
         index = [int(at) for at in torch.unravel_index(torch.tensor(place), x.shape)] if x.dim() else []
         return ElementDifference(
             tuple(at + low for at, low in zip(index, box.offset, strict=True)),
@@ -201,17 +210,22 @@ def _compare_block(box: Box, a: Tensor, b: Tensor, tolerance: Tolerance) -> _Blo
     sizes = torch.where(differs, gap, -1.0).flatten()
     place = int(sizes.argmax())
     square = float(torch.where(gap.isfinite(), gap, 0.0).square().sum())
-    return _Block(
-        int(differs.sum()), square, spot(int(differs.flatten().int().argmax())), spot(place), float(sizes[place])
+    return _BlockDifference(
+        int(differs.sum()),
+        square,
+        element_difference(int(differs.flatten().int().argmax())),
+        element_difference(place),
+        float(sizes[place]),
     )
 
 
-def _tensor_bytes(tensor: Tensor) -> Tensor:
-    """The tensor's bytes: [..., width of an element]."""
+def _view_as_bytes(tensor: Tensor) -> Tensor:
+    """View a tensor as bytes: uint8 [..., width of an element]."""
     return tensor.contiguous().unsqueeze(-1).view(torch.uint8)
 
 
 def _sum_of_squares(tensor: Tensor) -> float:
+    """Return the sum of squares of a tensor's finite values, in fp64."""
     values = tensor.to(torch.float64)
     return float(torch.where(values.isfinite(), values, 0.0).square().sum())
 

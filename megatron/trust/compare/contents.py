@@ -16,12 +16,12 @@ from megatron.core.dist_checkpointing.manifest import WIDTHS, parse_manifest
 from megatron.core.dist_checkpointing.store import (
     COMMIT,
     MANIFEST,
-    SavedStep,
-    candidates,
-    describe,
-    read_commit,
-    read_committed,
-    scan_folder,
+    CommittedCheckpoint,
+    load_candidates,
+    read_commit_record,
+    read_committed_json,
+    read_run_description,
+    scan_checkpoint_folder,
 )
 
 OWN = "this project"  # the format of our own
@@ -29,7 +29,7 @@ _UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
 @dataclass(frozen=True, slots=True)
-class BoxPlace:
+class BoxInFile:
     """A box of a tensor, and the file that holds it."""
 
     file: str
@@ -39,13 +39,15 @@ class BoxPlace:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor. dtype: safetensors' word. size: bytes. places: empty where a format does not say."""
+    """A checkpoint's tensor without its values. dtype: as safetensors writes it. size: bytes. places: empty if the
+    format does not say.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     size: int
-    places: tuple[BoxPlace, ...] = ()
+    places: tuple[BoxInFile, ...] = ()
 
     @property
     def elements(self) -> int:
@@ -54,8 +56,8 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
-    """A checkpoint. iteration, world_size: None where it does not say. files: name -> bytes. size: bytes of all tensors."""
+class CheckpointContents:
+    """What a checkpoint holds. iteration, world_size: None if it does not say. files: name -> bytes."""
 
     path: str
     checkpoint_format: str
@@ -67,68 +69,70 @@ class Contents:
     settings: Mapping[str, Any]
 
     @property
-    def size(self) -> int:
+    def total_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(one.size for one in self.tensors)
 
-    def groups(self) -> dict[str, tuple[int, int, int]]:
-        """Group of names -> tensors, elements, bytes."""
+    def totals_by_group(self) -> dict[str, tuple[int, int, int]]:
+        """Return group of tensors (`tensor_group`) -> (number of tensors, elements, bytes)."""
         totals: dict[str, tuple[int, int, int]] = {}
         for one in self.tensors:
             count, elements, size = totals.get(tensor_group(one.name), (0, 0, 0))
             totals[tensor_group(one.name)] = count + 1, elements + one.elements, size + one.size
         return dict(sorted(totals.items()))
 
-    def select(self, patterns: Sequence[str]) -> list[TensorEntry]:
-        """The tensors whose names fit one of the patterns (`model.*.weight`); all where there are none."""
+    def matching_tensors(self, patterns: Sequence[str]) -> list[TensorEntry]:
+        """Return the tensors whose names match one of the patterns (`model.*.weight`); all without patterns."""
         return [one for one in self.tensors if matches_pattern(one.name, patterns)]
 
 
 def matches_pattern(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a name fits one of the shell-like patterns; any name does where there are none."""
+    """Whether a name matches one of the shell-like patterns; True without patterns."""
     return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def tensor_group(name: str) -> str:
-    """What a tensor belongs to: `model`, a slot of the optimizer, the random streams."""
+    """Return what a tensor belongs to, by the start of its name: `model`, an optimizer slot, the random streams."""
     parts = name.split(".")
     return parts[0] if parts[0] == "model" else ".".join(parts[:2])
 
 
 def native_checkpoint_folder(path: str | Path, step: int | None = None) -> Path | None:
-    """The folder of the checkpoint of our own that a path means, as `formats.find_native_checkpoint` finds it; None for others."""
+    """Return the folder of our own checkpoint that a path means, as `formats.find_native_checkpoint` does without
+    torch; None for others.
+    """
     path = Path(path)
     if (path / COMMIT).is_file():
         return path
-    steps: Sequence[SavedStep] = candidates(path, step) if scan_folder(path).steps else ()
+    steps: Sequence[CommittedCheckpoint] = load_candidates(path, step) if scan_checkpoint_folder(path).steps else ()
     return steps[0].folder if steps else None
 
 
-def native_contents(folder: Path) -> Contents:
-    """A checkpoint of our own, from its manifest. Raises `CheckpointError` when it is damaged."""
-    description, commit = describe(folder), read_commit(folder)
-    manifest = parse_manifest(read_committed(folder, MANIFEST, commit.manifest))
+def native_contents(folder: Path) -> CheckpointContents:
+    """Return the contents of one of our checkpoints, from its manifest. `CheckpointError` if it is damaged."""
+    description, commit = read_run_description(folder), read_commit_record(folder)
+    manifest = parse_manifest(read_committed_json(folder, MANIFEST, commit.manifest))
     tensors = tuple(
         TensorEntry(
             name,
             one.dtype,
             one.shape,
             math.prod(one.shape) * WIDTHS[one.dtype],
-            tuple(BoxPlace(piece.file, piece.box.offset, piece.box.shape) for piece in one.pieces),
+            tuple(BoxInFile(piece.file, piece.box.offset, piece.box.shape) for piece in one.pieces),
         )
         for name, one in manifest.tensors.items()
     )
     files = {name: facts.size for name, facts in manifest.files.items()}
-    return Contents(
+    return CheckpointContents(
         str(folder), OWN, commit.iteration, description.world_size, files, tensors, manifest.values, description.values
     )
 
 
-def as_json(contents: Contents, patterns: Sequence[str] = ()) -> dict[str, Any]:
-    """All of it for a program to read."""
+def contents_as_json(contents: CheckpointContents, patterns: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the contents as JSON-serializable values; patterns restrict tensors and values by name."""
     groups = {
         name: {"tensors": count, "elements": elements, "bytes": size}
-        for name, (count, elements, size) in contents.groups().items()
+        for name, (count, elements, size) in contents.totals_by_group().items()
     }
     tensors = {
         one.name: {
@@ -139,14 +143,14 @@ def as_json(contents: Contents, patterns: Sequence[str] = ()) -> dict[str, Any]:
                 {"file": place.file, "offset": list(place.offset), "shape": list(place.shape)} for place in one.places
             ],
         }
-        for one in contents.select(patterns)
+        for one in contents.matching_tensors(patterns)
     }
     return {
         "path": contents.path,
         "format": contents.checkpoint_format,
         "iteration": contents.iteration,
         "world_size": contents.world_size,
-        "bytes": contents.size,
+        "bytes": contents.total_bytes,
         "files": dict(contents.files),
         "groups": groups,
         "tensors": tensors,
@@ -155,8 +159,8 @@ def as_json(contents: Contents, patterns: Sequence[str] = ()) -> dict[str, Any]:
     }
 
 
-def size_words(size: float) -> str:
-    """Bytes as people say them."""
+def bytes_with_unit_text(size: float) -> str:
+    """Format bytes with a fitting unit: "1.5 GB"."""
     for unit in _UNITS[:-1]:
         if size < 1000:
             return f"{size:.3g} {unit}" if unit != "bytes" else f"{size:.0f} bytes"
@@ -164,6 +168,6 @@ def size_words(size: float) -> str:
     return f"{size:.3g} {_UNITS[-1]}"
 
 
-def count_with_unit(number: int, word: str) -> str:
-    """`1 file`, `2 files`, `no files`."""
+def plural_count_text(number: int, word: str) -> str:
+    """Format a count: `1 file`, `2 files`, `no files`."""
     return f"{number or 'no'} {word}{'' if number == 1 else 's'}"

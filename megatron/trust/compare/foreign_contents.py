@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from megatron.core.dist_checkpointing.saved import WORDS
-from megatron.training.checkpoint.formats import find_foreign, open_checkpoint
-from megatron.trust.compare.contents import Contents, TensorEntry
+from megatron.training.checkpoint.formats import find_foreign_checkpoint, open_checkpoint
+from megatron.trust.compare.contents import CheckpointContents, TensorEntry
 
 
-def foreign_contents(path: str, step: int | None) -> Contents:
-    """A checkpoint of another format."""
-    source, files = open_checkpoint(path, step), find_foreign(path, step)
+def foreign_contents(path: str, step: int | None) -> CheckpointContents:
+    """Return the contents of a checkpoint of another format. step: iteration, in a folder of several."""
+    source, files = open_checkpoint(path, step), find_foreign_checkpoint(path, step)
     tensors = []
     for name, one in source.formats.items():
         entry = TensorEntry(name, WORDS.get(one.dtype, str(one.dtype)), tuple(one.shape), one.dtype.itemsize)
         tensors.append(TensorEntry(name, entry.dtype, entry.shape, entry.elements * one.dtype.itemsize))
     iteration = source.values.get("run.progress", {}).get("iteration")
-    return Contents(
+    return CheckpointContents(
         source.where,
         files[0].name if files else "another project",
         iteration,

@@ -20,34 +20,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config.flags import ConfigError, from_values
+from megatron.core.config.flags import ConfigError, config_from_values
 from megatron.core.config.settings.kernels import KernelConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.context_parallel.sequence import Zigzag
 from megatron.core.dist_checkpointing.load import load
-from megatron.core.dist_checkpointing.saved import open_saved
-from megatron.core.dist_checkpointing.store import CheckpointError, candidates
+from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
+from megatron.core.dist_checkpointing.store import CheckpointError, load_candidates
 from megatron.core.dist_checkpointing.tree import Tree, add_to_tree, sharded_parameter
 from megatron.core.kernels.table import KernelRequirements, select_kernels
 from megatron.core.optimizer.clip import global_norm
-from megatron.core.parallel.flight_recorder import describe_action
+from megatron.core.parallel.flight_recorder import describe_schedule_action
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
-from megatron.core.parallel.spec import spec_of
+from megatron.core.parallel.spec import param_spec_of
 from megatron.core.pipeline_parallel.executor import run as walk
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.training.data.batch import Batch
-from megatron.training.health.failure_dump import STEP, WEIGHTS, data_file, random_file
+from megatron.training.health.failure_dump import STEP, WEIGHTS, dumped_batch_file_name, dumped_rng_file_name
 from megatron.training.report.timers import Timers
-from megatron.training.run import Progress, Run
+from megatron.training.run import Run, TrainingProgress
 from megatron.training.step import StepWork
 from megatron.training.trainer import ForwardStep, ModelProvider, Trainer, build_trainer
 
 
 @dataclass(frozen=True, slots=True)
 class BadValue:
-    """A value that is not finite, or too large. where: of the network; when: action of the step; cause: what went in."""
+    """A value that is not finite, or too large. what: output or gradient; where: module; when: pipeline action; cause:
+    whether inputs and weights were good.
+    """
 
     what: str
     where: str
@@ -63,7 +65,9 @@ class BadValue:
 
 @dataclass(slots=True)
 class ReplayResult:
-    """What a replay found. first: of outputs and of gradients; largest: module -> largest absolute output."""
+    """Result of a replay. facts: the dump's step.json. first: first bad output and gradient; largest: module -> largest
+    absolute output.
+    """
 
     facts: dict[str, Any]
     losses: dict[str, float]
@@ -76,7 +80,7 @@ class ReplayResult:
 
     @property
     def conclusion(self) -> str:
-        """What it means."""
+        """In words, where the bad values come from."""
         if self.bad_weights:
             return f"weights were not finite before the step: {', '.join(self.bad_weights[:4])}"
         if "output" in self.first:
@@ -91,8 +95,8 @@ class ReplayResult:
         )
 
 
-class Observer:
-    """Looks at what every module gives and at the gradients that come back. bound: larger values count as trouble."""
+class BadValueObserver:
+    """Hooks on every module that record the first bad output and gradient. bound: larger absolute values are bad."""
 
     def __init__(self, trainer: Trainer, replayed: ReplayResult, bound: float) -> None:
         self._trail, self._found, self._bound = trainer.run.mesh.flight_recorder, replayed, bound
@@ -101,28 +105,31 @@ class Observer:
                 module.register_forward_hook(partial(self._observe_output, name))
 
     def _observe_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Forward hook: record a module's output, and hook its gradient."""
         for tensor in _floating_tensors(output):
             largest = _largest_absolute(tensor)
             known = self._found.largest.get(name, 0.0)
             self._found.largest[name] = known if known >= largest else largest
             if not largest <= self._bound and "output" not in self._found.first:
                 self._found.first["output"] = BadValue(
-                    "an output", name, self._current_action(), largest, self._cause_text(name, module, inputs)
+                    "an output", name, self._current_action_text(), largest, self._cause_text(name, module, inputs)
                 )
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._look_back, name))
+                tensor.register_hook(partial(self._observe_gradient, name))
 
-    def _look_back(self, name: str, gradient: Tensor) -> None:
+    def _observe_gradient(self, name: str, gradient: Tensor) -> None:
+        """Gradient hook: record a bad gradient that arrives at a module's output."""
         largest = _largest_absolute(gradient)
         if not largest <= self._bound and "gradient" not in self._found.first:
             self._found.first["gradient"] = BadValue(
-                "the gradient that comes back to the output", name, self._current_action(), largest
+                "the gradient that comes back to the output", name, self._current_action_text(), largest
             )
 
-    def _current_action(self) -> str:
-        return describe_action(self._trail.action)
+    def _current_action_text(self) -> str:
+        return describe_schedule_action(self._trail.action)
 
     def _cause_text(self, name: str, module: nn.Module, inputs: Any) -> str:
+        """Say whether a module's weights and inputs are good."""
         weights = [
             name for name, param in module.named_parameters() if not _largest_absolute(param.detach()) <= self._bound
         ]
@@ -134,17 +141,17 @@ class Observer:
         return f"what goes in is not sound, and every module's output before it is: {outer} computes it between its modules, as it does a scan"
 
 
-def replay(
+def replay_failure_dump(
     folder: Path,
     providers: Mapping[str, tuple[ModelProvider, ForwardStep]],
     *,
     weights: Path | None = None,
     bound: float = float("inf"),
 ) -> ReplayResult:
-    """Repeat the step of a failure dump. weights: a checkpoint to take instead of the failure dump's own or the one that it names.
-
-    bound: absolute values from here on count as trouble, not only those that are not finite. Raises `ConfigError` when the
-    folder is no failure dump, and `CheckpointError` when there are no weights.
+    """Run the step of a failure dump again in this process. providers: architecture -> (model provider, forward step).
+    weights: checkpoint to use instead of the dump's own or the one that it names. bound: absolute values above it are
+    bad.
+    Raises `ConfigError` if the folder is no failure dump, and `CheckpointError` if there are no weights.
     """
     try:
         facts = json.loads((folder / STEP).read_text(encoding="utf-8"))
@@ -158,14 +165,14 @@ def replay(
     notes += _load_weights(trainer, _weights_folder(folder, facts, weights), facts)
     replayed = ReplayResult(facts, {}, 0.0, notes)
     replayed.bad_weights = [
-        spec_of(param).name
+        param_spec_of(param).name
         for stage in trainer.stages
         for param in stage.parameters()
         if not bool(param.isfinite().all())
     ]
-    Observer(trainer, replayed, torch.finfo(torch.float64).max if bound == float("inf") else bound)
+    BadValueObserver(trainer, replayed, torch.finfo(torch.float64).max if bound == float("inf") else bound)
     count = config.train.global_batch_size // config.train.micro_batch_size
-    work = StepWork(trainer, _saved_microbatches(folder, facts, trainer, notes), count, training=True)
+    work = StepWork(trainer, _read_dumped_microbatches(folder, facts, trainer, notes), count, training=True)
     walk(
         trainer.pipeline_script(count, training=True),
         work=work,
@@ -184,8 +191,10 @@ def replay(
 
 
 def _single_process_config(facts: dict[str, Any]) -> tuple[RunConfig, list[str]]:
-    """The run's config in one process, and what that cannot repeat exactly."""
-    config = from_values(RunConfig, facts["config"])
+    """Return the run's config for one process, and notes on what that cannot repeat exactly. facts: the dump's
+    step.json.
+    """
+    config = config_from_values(RunConfig, facts["config"])
     parallel, model, notes = config.parallel, config.model, []
     if parallel.hybrid_context_parallel:
         raise ConfigError(
@@ -203,6 +212,7 @@ def _single_process_config(facts: dict[str, Any]) -> tuple[RunConfig, list[str]]
 
 
 def _build_trainer(config: RunConfig, facts: dict[str, Any], provider: tuple[ModelProvider, ForwardStep]) -> Trainer:
+    """Build the trainer of one process on the CPU, with the counters and loss scale of the dump."""
     mesh = Mesh.single_process(torch.device("cpu"))
     kernels = select_kernels(
         KernelRequirements(
@@ -211,7 +221,7 @@ def _build_trainer(config: RunConfig, facts: dict[str, Any], provider: tuple[Mod
             documents=config.data.separates_documents,
             padding=config.model.architecture != "gpt",
         ),
-        config.model.kernel_requests,
+        config.model.all_requested_kernels,
     )
     run = Run(
         config=config,
@@ -221,7 +231,7 @@ def _build_trainer(config: RunConfig, facts: dict[str, Any], provider: tuple[Mod
         streams=RandomStreams.build(mesh, config.train.seed),
         timers=Timers(level=0),
         log=logging.getLogger("megatron"),
-        progress=Progress(**facts["progress"]),
+        progress=TrainingProgress(**facts["progress"]),
     )
     trainer = build_trainer(run, *provider)
     trainer.optimizer.scaler.scale = facts["loss_scale"]
@@ -229,6 +239,9 @@ def _build_trainer(config: RunConfig, facts: dict[str, Any], provider: tuple[Mod
 
 
 def _weights_folder(folder: Path, facts: dict[str, Any], weights: Path | None) -> Path:
+    """Return the checkpoint folder to take weights from: `weights`, the dump's own, or the one that it names.
+    `CheckpointError` if none.
+    """
     folder_of_weights = weights or (folder / WEIGHTS if (folder / WEIGHTS).is_dir() else None)
     if folder_of_weights is None and facts["checkpoint"] is None:
         raise CheckpointError(
@@ -236,17 +249,17 @@ def _weights_folder(folder: Path, facts: dict[str, Any], weights: Path | None) -
             "--failure-dump-weights to the run"
         )
     place = Path(facts["checkpoint"]["folder"]) if folder_of_weights is None else folder_of_weights
-    saved = candidates(place) if not (place / "commit.txt").is_file() else []
+    saved = load_candidates(place) if not (place / "commit.txt").is_file() else []
     return saved[0].folder if saved else place
 
 
 def _load_weights(trainer: Trainer, place: Path, facts: dict[str, Any]) -> list[str]:
-    """Fill the network; what to tell about that."""
-    source = open_saved(place)
+    """Load the network's weights; return notes for the user."""
+    source = open_saved_checkpoint(place)
     state: Tree = {}
     for stage in trainer.stages:
         for param in stage.parameters():
-            add_to_tree(state, f"model.{spec_of(param).name}", sharded_parameter(param, trainer.run.mesh))
+            add_to_tree(state, f"model.{param_spec_of(param).name}", sharded_parameter(param, trainer.run.mesh))
     load(state, source, complete=("model.",))
     missing = facts["iteration"] - 1 - source.commit.iteration
     return [
@@ -254,12 +267,18 @@ def _load_weights(trainer: Trainer, place: Path, facts: dict[str, Any]) -> list[
     ]
 
 
-def _saved_microbatches(folder: Path, facts: dict[str, Any], trainer: Trainer, notes: list[str]) -> Iterator[Batch]:
-    """The microbatches of all data ranks, in their order; each rank's begin with its random streams."""
-    data_rank, context = 0, from_values(RunConfig, facts["config"]).parallel.context_parallel_size
-    while (folder / data_file(data_rank, 0)).is_file():
-        read = [torch.load(folder / data_file(data_rank, rank), weights_only=True) for rank in range(context)]
-        streams = torch.load(folder / random_file(read[0]["rank"]), weights_only=True)
+def _read_dumped_microbatches(
+    folder: Path, facts: dict[str, Any], trainer: Trainer, notes: list[str]
+) -> Iterator[Batch]:
+    """Yield the microbatches of all data ranks, in order, setting the random streams to each rank's before its first.
+    Adds to `notes`.
+    """
+    data_rank, context = 0, config_from_values(RunConfig, facts["config"]).parallel.context_parallel_size
+    while (folder / dumped_batch_file_name(data_rank, 0)).is_file():
+        read = [
+            torch.load(folder / dumped_batch_file_name(data_rank, rank), weights_only=True) for rank in range(context)
+        ]
+        streams = torch.load(folder / dumped_rng_file_name(read[0]["rank"]), weights_only=True)
         if all(streams[name].shape == state.shape for name, state in trainer.run.streams.state().items()):
             trainer.run.streams.load(streams)
         elif data_rank == 0:
@@ -270,20 +289,20 @@ def _saved_microbatches(folder: Path, facts: dict[str, Any], trainer: Trainer, n
 
 
 def _join_context_ranks(pieces: tuple[dict[str, Any], ...]) -> Batch:
-    """A microbatch from what the context ranks hold of it."""
+    """Join the parts of a microbatch that the context ranks hold."""
     first = pieces[0]
     cut = Zigzag(sum(piece["tokens"].shape[-1] for piece in pieces), len(pieces))
 
-    def joined(pick: Callable[[dict[str, Any]], Tensor]) -> Tensor:
+    def join_rows(pick: Callable[[dict[str, Any]], Tensor]) -> Tensor:
         rows = [pick(piece) for piece in pieces]
-        if len(rows) == 1 or [row.shape[-1] for row in rows] != cut.positions_per_rank():
+        if len(rows) == 1 or [row.shape[-1] for row in rows] != cut.num_positions_per_rank():
             return rows[0]  # what is not cut, all hold
         return torch.cat(rows, dim=-1)[..., cut.sorting_permutation(range(len(rows)), rows[0].device)]
 
     names = [name for name in first if name not in ("samples", "extras")]
-    extras = {name: joined(partial(_extra_field, name)) for name in first["extras"]}
+    extras = {name: join_rows(partial(_extra_field, name)) for name in first["extras"]}
     samples = None if first["samples"] is None else tuple(first["samples"])
-    fields: dict[str, Any] = {name: joined(itemgetter(name)) for name in names}
+    fields: dict[str, Any] = {name: join_rows(itemgetter(name)) for name in names}
     return Batch(**fields, extras=extras, samples=samples)
 
 

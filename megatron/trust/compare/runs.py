@@ -37,7 +37,7 @@ from megatron.core.config.settings.run import (
     RequestedRun,
     RequestedTraining,
 )
-from megatron.training.report.run_log import read_events
+from megatron.training.report.run_log import read_run_log_events
 
 BEYOND = (
     "resumed state",
@@ -101,7 +101,7 @@ KIND_OF: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """What a run was given at one of its starts, and the iteration it went on from; loaded: from a checkpoint."""
+    """A start event of a run log and the iteration that it continued from; loaded: whether a checkpoint was loaded."""
 
     given: Mapping[str, Any]
     iteration: int
@@ -109,8 +109,10 @@ class RunStart:
 
 
 @dataclass(frozen=True, slots=True)
-class History:
-    """A run log, read. steps: iteration -> its numbers by name; of one that was run twice the later. end: the last word."""
+class RunHistory:
+    """A run log's content. steps: iteration -> losses and norm by name, of repeated iterations the last. end: why it
+    ended, in words.
+    """
 
     path: str
     starts: tuple[RunStart, ...]
@@ -118,13 +120,13 @@ class History:
     end: str
 
     def start_in_force(self, iteration: int) -> RunStart:
-        """The start that was in force in an iteration."""
+        """Return the latest start before an iteration."""
         return next((start for start in reversed(self.starts) if start.iteration < iteration), self.starts[0])
 
 
 @dataclass(frozen=True, slots=True)
 class StepDifference:
-    """A step in which two runs differ. size: the largest relative difference among values: name -> (a, b)."""
+    """A step whose numbers differ between two runs. size: the largest relative difference; values: name -> (a, b)."""
 
     iteration: int
     size: float
@@ -133,7 +135,9 @@ class StepDifference:
 
 @dataclass(frozen=True, slots=True)
 class InputDifference:
-    """Something that two runs were given differently. origins: where a setting came from in each."""
+    """A setting, file, version .. that differs between two runs. kind: what it can change. origins: where a setting
+    came from in each.
+    """
 
     kind: str
     name: str
@@ -143,11 +147,12 @@ class InputDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """first: the first step that is not equal to the last bit; beyond: the first that differs by more than the tolerance.
-
-    common: the steps that both runs have. inputs: what differs, the likeliest cause first. idle: what cannot change numbers.
-    restarts: iterations, between the first common step and the parting, from which one run was resumed and the other not.
+class RunDivergence:
+    """Where two runs diverge. first: the first step that is not bitwise equal; beyond: the first that differs by more
+    than the tolerance.
+    common: the steps that both runs have. inputs: what differs, the likeliest cause first. idle: differences that
+    cannot change numbers.
+    restarts: iterations before the divergence from which only one of the runs was resumed.
     """
 
     common: tuple[int, ...]
@@ -158,12 +163,14 @@ class Difference:
     restarts: tuple[int, ...]
 
 
-def read_history(path: str | Path) -> History:
-    """A run log, or the one in this folder. Raises `OSError` for none, `ValueError` for one without a start."""
+def read_history(path: str | Path) -> RunHistory:
+    """Read a run log file, or the one in this folder. Raises `OSError` if there is none, `ValueError` if it has no
+    start event.
+    """
     starts: list[RunStart] = []
     steps: dict[int, dict[str, float]] = {}
     end = "nothing more was heard of it"
-    for event in read_events(path):
+    for event in read_run_log_events(path):
         if event["event"] == "start":
             starts.append(RunStart(event, 0))
             end = "nothing more was heard of it"
@@ -171,16 +178,18 @@ def read_history(path: str | Path) -> History:
             starts[-1] = dataclasses.replace(starts[-1], iteration=event["iteration"], loaded=True)
             steps = {iteration: step for iteration, step in steps.items() if iteration <= event["iteration"]}
         elif event["event"] == "steps":
-            steps |= _rows_by_iteration(event)
+            steps |= _metrics_by_iteration(event)
         elif event["event"] == "end":
             end = event["reason"]
     if not starts:
         raise ValueError(f"{path} holds no start of a run")
-    return History(str(path), tuple(starts), steps, end)
+    return RunHistory(str(path), tuple(starts), steps, end)
 
 
-def find_divergence(a: History, b: History, tolerance: float) -> Difference:
-    """Where two runs part and what may be the cause. tolerance: of the relative difference of a loss or gradient norm."""
+def find_divergence(a: RunHistory, b: RunHistory, tolerance: float) -> RunDivergence:
+    """Find where two runs diverge, and the likely causes. tolerance: of the relative difference of a loss or gradient
+    norm.
+    """
     common = tuple(sorted(a.steps.keys() & b.steps.keys()))
     apart = [_step_difference(iteration, a.steps[iteration], b.steps[iteration]) for iteration in common]
     first = next((one for one in apart if one.values), None)
@@ -189,15 +198,15 @@ def find_divergence(a: History, b: History, tolerance: float) -> Difference:
     soon = max((one.size for one in apart if one.iteration < parting + _SOON), default=0.0)
     order = LAST_BITS if first and soon <= tolerance else BEYOND
     known, idle = _sorted_input_differences(a.start_in_force(parting), b.start_in_force(parting), order)
-    resumed = _resumed_before(parting, a) ^ _resumed_before(parting, b)
-    return Difference(common, first, beyond, known, idle, tuple(sorted(resumed)))
+    resumed = _resume_iterations_before(parting, a) ^ _resume_iterations_before(parting, b)
+    return RunDivergence(common, first, beyond, known, idle, tuple(sorted(resumed)))
 
 
 def _sorted_input_differences(
     mine: RunStart, theirs: RunStart, order: Sequence[str]
 ) -> tuple[tuple[InputDifference, ...], tuple[InputDifference, ...]]:
-    """(differing inputs of the kinds in `order`, in that order; the others)."""
-    causes = list(differing_inputs(mine.given, theirs.given))
+    """Return (differing inputs of the kinds in `order`, in that order; the others)."""
+    causes = list(input_differences(mine.given, theirs.given))
     kinds = [
         kind for kind in order if kind != "resumed state" or mine.loaded or theirs.loaded
     ]  # else it only saves there
@@ -205,12 +214,13 @@ def _sorted_input_differences(
     return tuple(known), tuple(one for one in causes if one not in known)
 
 
-def _resumed_before(iteration: int, run: History) -> set[int]:
+def _resume_iterations_before(iteration: int, run: RunHistory) -> set[int]:
+    """Return the iterations that a run started or resumed from before an iteration."""
     return {start.iteration for start in run.starts if start.iteration < iteration}
 
 
-def differing_inputs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[InputDifference]:
-    """Everything that two starts were given differently."""
+def input_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[InputDifference]:
+    """Yield everything that differs between two start events."""
     kinds = setting_kinds()
     for name, (mine, theirs) in _unequal_items(a, b, "settings"):
         origins = tuple(one.get("origins", {}).get(name, "default") for one in (a, b))
@@ -240,28 +250,31 @@ def differing_inputs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Inp
 
 
 def setting_kinds() -> dict[str, str]:
-    """Setting -> the kind of what it changes."""
-    return dict(_kinds_of(RequestedRun(), REPORTS)) | dict(KIND_OF)
+    """Return setting -> the kind of what it changes (network, layout, ..)."""
+    return dict(_kinds_by_setting(RequestedRun(), REPORTS)) | dict(KIND_OF)
 
 
-def _kinds_of(config: Any, above: str) -> Iterator[tuple[str, str]]:
+def _kinds_by_setting(config: Any, above: str) -> Iterator[tuple[str, str]]:
+    """Yield (setting, kind) for all fields of a nested config; above: the kind of a config class without an own."""
     kind = KINDS.get(type(config), above)
     for one in dataclasses.fields(config):
         value = getattr(config, one.name)
         if dataclasses.is_dataclass(value):
-            yield from _kinds_of(value, kind)
+            yield from _kinds_by_setting(value, kind)
         else:
             yield one.name, kind
 
 
 def _unequal_items(a: Mapping[str, Any], b: Mapping[str, Any], part: str) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Yield name -> (value in a, value in b) for the entries of a mapping field that differ."""
     mine, theirs = a.get(part) or {}, b.get(part) or {}
     for name in sorted(mine.keys() | theirs.keys()):
         if mine.get(name) != theirs.get(name):
             yield name, (mine.get(name), theirs.get(name))
 
 
-def _rows_by_iteration(event: Mapping[str, Any]) -> dict[int, dict[str, float]]:
+def _metrics_by_iteration(event: Mapping[str, Any]) -> dict[int, dict[str, float]]:
+    """Return iteration -> losses and gradient norm by name, from a "steps" event."""
     columns: dict[str, Sequence[Any]] = dict(event["losses"])
     columns |= {"gradient norm": event["grad_norm"]} if "grad_norm" in event else {}
     return {
@@ -271,6 +284,7 @@ def _rows_by_iteration(event: Mapping[str, Any]) -> dict[int, dict[str, float]]:
 
 
 def _step_difference(iteration: int, a: Mapping[str, float], b: Mapping[str, float]) -> StepDifference:
+    """Return which numbers of a step differ between two runs."""
     values = {
         name: (a.get(name), b.get(name))
         for name in dict.fromkeys((*a, *b))

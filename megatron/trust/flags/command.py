@@ -12,18 +12,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config.flags import ConfigError, from_namespace
+from megatron.core.config.flags import ConfigError, config_from_namespace
 from megatron.core.config.settings.data import DataFiles
 from megatron.core.config.settings.run import RequestedRun, RunConfig
-from megatron.core.config.stages import stages_of
-from megatron.core.models.flops import rank_memory
-from megatron.preference.arguments import defaults_of as preference_defaults
-from megatron.preference.arguments import preference_problems
-from megatron.preference.planned_memory import reference_memory as preference_memory
+from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.models.flops import estimate_rank_memory
+from megatron.preference.arguments import preference_flag_defaults as preference_defaults
+from megatron.preference.arguments import preference_flag_problems
+from megatron.preference.planned_memory import reference_network_memory as preference_memory
 from megatron.preference.settings import PreferenceConfig
-from megatron.rl.arguments import defaults_of as rl_defaults
-from megatron.rl.arguments import no_training_ranks_message, num_training_ranks, rl_problems
-from megatron.rl.planned_memory import extra_network_memory, generating_ranks, memory_error_message, memory_problem
+from megatron.rl.arguments import no_training_ranks_message, num_training_ranks, rl_flag_problems
+from megatron.rl.arguments import rl_flag_defaults as rl_defaults
+from megatron.rl.planned_memory import (
+    generation_rank_memory,
+    memory_beside_policy,
+    memory_error_message,
+    memory_problem,
+)
 from megatron.rl.settings import RLConfig
 from megatron.training.cli.arguments import read_flags
 from megatron.training.cli.hybrid import hybrid_problems
@@ -33,36 +38,35 @@ MemoryBeside = Callable[[RunConfig, int], Mapping[str, float]]
 MemoryProblem = Callable[[RunConfig, int, float], str]
 
 
-def _no_extra_memory(config: RunConfig, world_size: int) -> Mapping[str, float]:
-    """What most scripts hold beside the network in training."""
+def _no_extra_rank_memory(config: RunConfig, world_size: int) -> Mapping[str, float]:
+    """Return nothing: most scripts hold nothing beside the network in training."""
     return {}
 
 
 def _training_memory_problem(config: RunConfig, world_size: int, memory: float) -> str:
-    """Why the network in training cannot fit; "" if that is not known."""
+    """Return why the network in training cannot fit into `memory` bytes a rank, or ""."""
     dp = config.parallel.data_parallel_size(world_size)
     count = max(1, config.train.global_batch_size // (config.train.micro_batch_size * dp))
-    ranks = rank_memory(config, stages_of(config), data_parallel_size=dp, num_microbatches=count)
+    ranks = estimate_rank_memory(config, pipeline_stages_of(config), data_parallel_size=dp, num_microbatches=count)
     needs = max(rank.total for rank in ranks)
     return memory_error_message({"network in training": needs}, memory) if needs > memory else ""
 
 
 @dataclass(frozen=True, slots=True)
 class EntryScript:
-    """A script that trains. defaults: values of flags that are not given, from the words of a command line; extra: its own flags.
-
-    problems: of a namespace and a number of ranks, what is wrong between its own flags and those of the run, a line each. beside: of a
-    namespace, what tells the bytes that a rank holds beside the network in training, from a config and a number of ranks. apart: the
-    same of a rank that does not train, none where all do. memory: of a namespace, what tells why it cannot fit, from a config, a number of
-    ranks and the bytes of a device. ranks: of a command line and the ranks of its job, how many train. reads_data: how it reads the data that
-    the flags name. passes: of a namespace, forward passes without gradients over the samples of a step that come before it.
+    """What is known of an entry script. defaults: values of flags that are not given, from the words of a command line;
+    extra: its own config classes. problems: (namespace, ranks) -> what is wrong with its own flags, a line each.
+    beside: namespace -> function of (config, ranks) that gives the bytes that a rank holds beside the network in
+    training. apart: the same for a rank that does not train. memory: namespace -> function of (config, ranks, device
+    bytes) that says why it cannot fit. ranks: (words, ranks of the job) -> ranks that train. reads_data: how it reads
+    the data that the flags name. passes: namespace -> forward passes without gradients over each step's samples.
     """
 
     defaults: Callable[[Sequence[str]], Mapping[str, Any]]
     extra: tuple[type, ...] = ()
     problems: Callable[[Any, int], Sequence[str]] = lambda args, ranks: ()
-    beside: Callable[[Any], MemoryBeside] = lambda args: _no_extra_memory
-    apart: Callable[[Any], MemoryBeside] = lambda args: _no_extra_memory
+    beside: Callable[[Any], MemoryBeside] = lambda args: _no_extra_rank_memory
+    apart: Callable[[Any], MemoryBeside] = lambda args: _no_extra_rank_memory
     memory: Callable[[Any], MemoryProblem] = lambda args: _training_memory_problem
     ranks: Callable[[Sequence[str], int], int] = lambda words, ranks: ranks
     reads_data: DataFiles = "datasets"
@@ -84,18 +88,18 @@ ENTRIES: Mapping[str, EntryScript] = {
     "finetune.py": EntryScript(
         preference_defaults,
         (PreferenceConfig,),
-        preference_problems,
-        lambda args: partial(preference_memory, from_namespace(PreferenceConfig, args)),
+        preference_flag_problems,
+        lambda args: partial(preference_memory, config_from_namespace(PreferenceConfig, args)),
         reads_data="lines",
-        passes=lambda args: from_namespace(PreferenceConfig, args).num_passes_before,
+        passes=lambda args: config_from_namespace(PreferenceConfig, args).num_scoring_passes,
     ),
     "train_rl.py": EntryScript(
         rl_defaults,
         (RLConfig,),
-        rl_problems,
-        lambda args: partial(extra_network_memory, from_namespace(RLConfig, args)),
-        lambda args: partial(generating_ranks, from_namespace(RLConfig, args)),
-        lambda args: partial(memory_problem, from_namespace(RLConfig, args)),
+        rl_flag_problems,
+        lambda args: partial(memory_beside_policy, config_from_namespace(RLConfig, args)),
+        lambda args: partial(generation_rank_memory, config_from_namespace(RLConfig, args)),
+        lambda args: partial(memory_problem, config_from_namespace(RLConfig, args)),
         num_training_ranks,
     ),
 }
@@ -111,50 +115,54 @@ ELSEWHERE: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
-    """A command. unread: what of the flags could not be read, and is left out of the setting; None: nothing could be read.
-
-    messages: what of the flags was understood in another way, or is accepted although it changes nothing. finetuning: of finetune.py.
+class ParsedCommand:
+    """A parsed run command. setting: None if nothing could be read. unread: problems with flags, which are left out of
+    the setting.
+    messages: flags understood in another way, or accepted although they change nothing. finetuning: of finetune.py.
     """
 
     setting: RequestedSetup | None
     unread: tuple[BrokenRule, ...]
     messages: tuple[str, ...] = ()
-    beside: MemoryBeside = _no_extra_memory
-    apart: MemoryBeside = _no_extra_memory
+    beside: MemoryBeside = _no_extra_rank_memory
+    apart: MemoryBeside = _no_extra_rank_memory
     memory: MemoryProblem = _training_memory_problem
     finetuning: PreferenceConfig | None = None
 
 
 def split_command(words: Sequence[str], entry: str = "pretrain_gpt.py") -> tuple[list[str], str, list[str]]:
-    """(the launcher's words, the entry script's name, its flags) of a command, or of flags alone, which are those of `entry`."""
+    """Split a command into (the launcher's words, the entry script's name, its flags); flags alone are those of
+    `entry`.
+    """
     place = next((place for place, word in enumerate(words) if Path(word).name in ENTRIES), None)
     if place is None:
         return [], entry, list(words)
     return list(words[:place]), Path(words[place]).name, list(words[place + 1 :])
 
 
-def read_command(words: Sequence[str], *, ranks: int | None = None, entry: str = "pretrain_gpt.py") -> Command:
-    """Read a command, or flags alone, which are those of `entry`. ranks: instead of what the launcher's words say."""
+def parse_command(words: Sequence[str], *, ranks: int | None = None, entry: str = "pretrain_gpt.py") -> ParsedCommand:
+    """Parse a command, or flags alone, which are those of `entry`. ranks: instead of what the launcher's words say.
+    Raises nothing for what is wrong with it.
+    """
     if (stranger := _unknown_script(words)) is not None:
         other = ELSEWHERE.get(stranger, f"the scripts that train are {', '.join(ENTRIES)}")
-        return Command(
+        return ParsedCommand(
             None, (BrokenRule("command-line", f"{stranger} is not a script whose flags are known here: {other}"),)
         )
     launcher, entry, flags = split_command(words, entry)
     script = ENTRIES[entry]
-    job = _launcher_ranks(launcher) if ranks is None else ranks
+    job = _num_launched_ranks(launcher) if ranks is None else ranks
     ranks = script.ranks(flags, job)
     if ranks < 1:
-        return Command(None, (BrokenRule(entry, no_training_ranks_message(job)),))
+        return ParsedCommand(None, (BrokenRule(entry, no_training_ranks_message(job)),))
     try:
         args = read_flags(flags, defaults=script.defaults(flags), extra=script.extra)
     except ConfigError as error:
-        return Command(None, tuple(BrokenRule("command-line", line.strip()) for line in str(error).splitlines()))
+        return ParsedCommand(None, tuple(BrokenRule("command-line", line.strip()) for line in str(error).splitlines()))
     own = [] if args.problems else script.problems(args, ranks)
-    return Command(
+    return ParsedCommand(
         RequestedSetup(
-            from_namespace(RequestedRun, args), ranks, reads_data=script.reads_data, passes=script.passes(args)
+            config_from_namespace(RequestedRun, args), ranks, reads_data=script.reads_data, passes=script.passes(args)
         ),
         (
             *(BrokenRule("command-line", problem) for problem in dict.fromkeys(args.problems)),
@@ -164,19 +172,19 @@ def read_command(words: Sequence[str], *, ranks: int | None = None, entry: str =
         script.beside(args),
         script.apart(args),
         script.memory(args),
-        from_namespace(PreferenceConfig, args) if PreferenceConfig in script.extra else None,
+        config_from_namespace(PreferenceConfig, args) if PreferenceConfig in script.extra else None,
     )
 
 
 def _unknown_script(words: Sequence[str]) -> str | None:
-    """The script that a whole command starts, if it is none of `ENTRIES`."""
+    """Return the script that a whole command starts if it is none of `ENTRIES`, else None."""
     script = next((word for word in words if word.endswith(".py")), None)
     whole = bool(words) and not words[0].startswith("-")
     return Path(script).name if script and whole and not any(Path(word).name in ENTRIES for word in words) else None
 
 
-def _launcher_ranks(launcher: Sequence[str]) -> int:
-    """Ranks that torchrun's words ask for; 1 of what they leave open, such as `gpu`."""
+def _num_launched_ranks(launcher: Sequence[str]) -> int:
+    """Return the number of ranks that torchrun's words ask for; 1 for what they leave open, such as `gpu`."""
     words = [part for word in launcher for part in word.replace("_", "-").split("=", 1)]
     given = {name: value for name, value in zip(words, words[1:]) if name in ("--nproc-per-node", "--nnodes")}
     counts = [value.rpartition(":")[2] for value in given.values()]  # 2:4 machines are at most 4

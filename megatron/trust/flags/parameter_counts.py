@@ -17,17 +17,20 @@ import torch
 
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import StageSpec, stages_of
-from megatron.core.models.describe import count_parameters, parameter_shapes
+from megatron.core.config.stages import StageSpec, pipeline_stages_of
+from megatron.core.models.describe import count_parameters, global_parameter_shapes
 from megatron.core.models.on_meta import build_stage_on_meta
-from megatron.core.parallel.grid import RankLists, axis_ranks
+from megatron.core.parallel.grid import RankLists, axis_rank_groups
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.parallel.spec import ParamSpec, local_shards, spec_of
+from megatron.core.parallel.spec import ParamSpec, local_shards, param_spec_of
 
 
 @dataclass(frozen=True, slots=True)
-class BuildCheck:
-    """What was found. ranks: places that were built. parameters: of the whole network. problems: what does not agree."""
+class LayoutBuildCheck:
+    """Result of `compare_layout_build`. ranks: number of ranks that were built. layers, parameters: of the whole
+    network.
+    problems: what does not agree.
+    """
 
     ranks: int
     layers: int
@@ -35,18 +38,23 @@ class BuildCheck:
     problems: tuple[str, ...]
 
 
-def check_build(config: RunConfig, world_size: int, *, true_vocab_size: int = 50257, most: int = 64) -> BuildCheck:
-    """Build the places of a checked, resolved config, and compare. most: places to build; the first and the last of more."""
+def compare_layout_build(
+    config: RunConfig, world_size: int, *, true_vocab_size: int = 50257, most: int = 64
+) -> LayoutBuildCheck:
+    """Build the stages of a layout on the meta device and compare them with the network on one rank. Raises nothing for
+    what differs.
+    most: ranks to build; of more, the first and the last.
+    """
     model = config.model.with_vocabulary(true_vocab_size, config.parallel.tp)
     config = replace(
         config, model=replace(model, true_vocab_size=model.padded_vocab_size)
     )  # a vocabulary without padding
-    stages, problems = stages_of(config), []
+    stages, problems = pipeline_stages_of(config), []
     layers = sum(len(stage.layers) for stage in stages)
     expected = len(network_layer_plans(config.model))
     if layers != expected:
         problems.append(f"the stages have {layers} layers, and the network {expected}")
-    places = _representative_ranks(config, world_size)
+    places = _distinct_rank_meshes(config, world_size)
     built = places if len(places) <= most else places[: most // 2] + places[-(most // 2) :]
     boxes: dict[str, set[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -63,36 +71,45 @@ def check_build(config: RunConfig, world_size: int, *, true_vocab_size: int = 50
             if (size := sum(math.prod(box) for _, box in boxes[name])) != math.prod(shape)
         ]
         problems += _global_shape_problems(shapes, config)
-    return BuildCheck(len(built), layers, counted, tuple(problems))
+    return LayoutBuildCheck(len(built), layers, counted, tuple(problems))
 
 
 def _parameter_specs(
     config: RunConfig, stages: Sequence[StageSpec], places: Sequence[Mesh]
 ) -> Iterator[tuple[ParamSpec, Mesh]]:
-    """The parameters of the networks that ranks at these places build, on the meta device; a tied one counts once a place."""
+    """Yield (spec, mesh) of the parameters that ranks at these places build; a tied one counts once a rank."""
     for mesh in places:
         networks = [build_stage_on_meta(config.model, mesh, stage) for stage in stages if stage.rank == mesh.pp.rank]
         for param in {id(param): param for network in networks for param in network.parameters()}.values():
-            yield spec_of(param), mesh
+            yield param_spec_of(param), mesh
 
 
 def mesh_without_groups(lists: dict[str, RankLists], rank: int) -> Mesh:
-    """A rank's place on every axis, without process groups. lists: those of `axis_ranks`, and of `block_ranks` if there are some."""
+    """Return a rank's mesh without process groups. lists: those of `axis_rank_groups`, and of `block_ranks` if there
+    are some.
+    """
 
-    def axis(name: str) -> Axis:
+    def axis_without_group(name: str) -> Axis:
+        """Return this rank's `Axis` of this name, without a process group."""
         groups = lists["pp" if name == "pp_backward" else name]
         ranks = next((group for group in groups if rank in group), (rank,))
         return Axis(name, len(ranks), ranks.index(rank), ranks)
 
-    axes = {field.name: axis(field.name) for field in fields(Mesh) if field.name not in ("device", "hybrid_cp")}
+    axes = {
+        field.name: axis_without_group(field.name)
+        for field in fields(Mesh)
+        if field.name not in ("device", "hybrid_cp")
+    }
     return Mesh(
-        device=torch.device("cpu"), hybrid_cp=tuple(axis(name) for name in lists if name.startswith("block")), **axes
+        device=torch.device("cpu"),
+        hybrid_cp=tuple(axis_without_group(name) for name in lists if name.startswith("block")),
+        **axes,
     )
 
 
-def _representative_ranks(config: RunConfig, world_size: int) -> list[Mesh]:
-    """The first rank at every place that differs in what it holds."""
-    lists = axis_ranks(config.parallel, world_size)
+def _distinct_rank_meshes(config: RunConfig, world_size: int) -> list[Mesh]:
+    """Return one mesh for each kind of rank that holds other parameters."""
+    lists = axis_rank_groups(config.parallel, world_size)
     meshes: dict[tuple[int, ...], Mesh] = {}
     for mesh in (mesh_without_groups(lists, rank) for rank in range(world_size)):
         meshes.setdefault((mesh.pp.rank, mesh.tp.rank, mesh.ep.rank, mesh.etp.rank), mesh)
@@ -100,8 +117,8 @@ def _representative_ranks(config: RunConfig, world_size: int) -> list[Mesh]:
 
 
 def _global_shape_problems(shapes: dict[str, tuple[int, ...]], config: RunConfig) -> list[str]:
-    """What is wrong with the parameters of all ranks together."""
-    alone, problems = parameter_shapes(config.model), []
+    """Return what is wrong with the parameters of all ranks together, against one rank that has everything."""
+    alone, problems = global_parameter_shapes(config.model), []
     if alone != shapes:
         odd = sorted(name for name in alone.keys() | shapes.keys() if alone.get(name) != shapes.get(name))
         problems.append(f"one rank alone has other parameters: {', '.join(odd[:5])}")

@@ -25,7 +25,7 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
 from megatron.core.config.flags import flag_fields, flag_name, flag_spellings
-from megatron.core.config.hybrid_pattern import nearest_patterns
+from megatron.core.config.hybrid_pattern import suggested_hybrid_patterns
 from megatron.core.config.settings.data import (
     ChatConfig,
     DataConfig,
@@ -39,7 +39,7 @@ from megatron.core.config.settings.model import MLAConfig, ModelConfig, MTPConfi
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from megatron.core.config.settings.run import RequestedRun, TrainConfig
-from megatron.training.cli.preflight import Preflight, fit_to_ranks, preflight, resolve_and_examine
+from megatron.training.cli.preflight import PreflightResult, fit_elastic_layout, preflight, resolve_and_examine
 
 WORLD = "world_size"  # no flag of ours, but a number that the launcher is given
 # Values for what nobody but the user can know; the report says that they are examples.
@@ -144,7 +144,7 @@ LARGEST, MOST_VALUES = 10**7, 24
 
 @dataclass(frozen=True, slots=True)
 class BrokenRule:
-    """A rule that is broken, and one line of what it says."""
+    """A broken rule, and one line of its message."""
 
     rule: str
     says: str
@@ -152,9 +152,8 @@ class BrokenRule:
 
 @dataclass(frozen=True, slots=True)
 class FlagEdit:
-    """One flag with another value. None: left out. example: the value stands for one that only the user knows.
-
-    mends: rules that are broken again without this change. far: how far it is from what was given.
+    """A change of one flag. after: None: left out. example: the value stands for one that only the user knows.
+    mends: rules that are broken again without this change. far: distance from what was given.
     """
 
     name: str
@@ -166,7 +165,7 @@ class FlagEdit:
 
     @property
     def flag(self) -> str:
-        """The flag as it is spelled."""
+        """The flag as it is written."""
         return flag_name(self.name)
 
     def __str__(self) -> str:
@@ -190,9 +189,8 @@ class FlagEdit:
 
 @dataclass(frozen=True, slots=True)
 class RepairResult:
-    """Changes that keep every rule, or None if none were found. fewest: no smaller set among the values tried does it.
-
-    tried: configurations that were looked at.
+    """Edits that keep every rule, or None if none were found. fewest: no smaller set among the values tried does it.
+    tried: number of configurations tried.
     """
 
     edits: tuple[FlagEdit, ...] | None
@@ -202,11 +200,10 @@ class RepairResult:
 
 @dataclass(frozen=True, slots=True)
 class RequestedSetup:
-    """What a user gave: a config that is not resolved, and how many ranks there will be.
-
-    whole: ask for all that a run asks before it starts, and not the rules between settings alone; device: where that will be; files:
-    whether the files that it needs have to be here; reads_data: how its script reads those of its data; passes: forward passes
-    without gradients over the samples of a step that its script makes before it trains on them.
+    """What a user gave: a config that is not resolved, and the number of ranks.
+    whole: check all that a run checks before it starts, not only rules between settings; device: type of device there;
+    files: whether missing files are problems; reads_data: how its script reads the data that the flags name; passes:
+    forward passes without gradients over the samples of a step before training on them.
     """
 
     config: RequestedRun
@@ -218,55 +215,60 @@ class RequestedSetup:
     passes: int = 0
 
     def value(self, name: str) -> Any:
-        """What a flag says."""
-        return self.world_size if name == WORLD else _get_path(self.config, _declared_flags()[name].path)
+        """Return the value of a flag, by field name."""
+        return self.world_size if name == WORLD else _get_nested_field(self.config, _declared_flags()[name].path)
 
     def with_values(self, values: Mapping[str, Any]) -> RequestedSetup:
-        """The setting with other values of some flags."""
+        """Return the setup with other values of some flags."""
         config = self.config
         for name, value in values.items():
-            config = config if name == WORLD else _replace_path(config, _declared_flags()[name].path, value)
+            config = config if name == WORLD else _replace_nested_field(config, _declared_flags()[name].path, value)
         return dataclasses.replace(self, config=config, world_size=values.get(WORLD, self.world_size))
 
     def with_elastic_layout(self) -> RequestedSetup:
-        """The setting in the layout and on the ranks that --elastic chooses for it; as it is, without that."""
-        config, ranks = fit_to_ranks(self.config, self.world_size)
+        """Return the setup in the layout and on the ranks that --elastic chooses; unchanged without --elastic."""
+        config, ranks = fit_elastic_layout(self.config, self.world_size)
         config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, elastic=False))
         return dataclasses.replace(self, config=config, world_size=ranks)
 
-    def validate(self) -> Preflight:
-        """What a run would find before it starts."""
+    def run_preflight_checks(self) -> PreflightResult:
+        """Return the result of the checks that a run makes before it starts."""
         return preflight(self.config, self.world_size, device=self.device, files=self.files, reads_data=self.reads_data)
 
-    def broken_rules(self) -> tuple[BrokenRule, ...]:
-        """Every rule that is broken, a line each."""
+    def find_broken_rules(self) -> tuple[BrokenRule, ...]:
+        """Return every rule that is broken, one for each line of its message."""
         if self.world_size < 1:
             return (BrokenRule("world-size", f"{self.world_size} ranks: there must be at least 1"),)
-        problems = self.validate().problems if self.whole else resolve_and_examine(self.config, self.world_size)[1]
+        problems = (
+            self.run_preflight_checks().problems if self.whole else resolve_and_examine(self.config, self.world_size)[1]
+        )
         return tuple(BrokenRule(rule, line.strip()) for rule, message in problems for line in message.splitlines())
 
 
 def smallest_repair(
     setting: RequestedSetup, *, fixed: Iterable[str] = (), most: int = 8, tries: int = 10_000
 ) -> RepairResult:
-    """The smallest and nearest set of changes that keeps every rule, without changing the flags that are `fixed`.
-
-    most: changes in one set. tries: configurations that are looked at, after which the best so far must do.
+    """Find the smallest and nearest set of flag edits that keeps every rule, without changing the flags that are
+    `fixed`.
+    most: edits in one set. tries: configurations that are tried, after which the best so far is returned.
     """
-    search = _Search(setting, frozenset(fixed), tries)
-    start = search.check_changes({})
-    for count in range(search.min_further_changes(start, {}), most + 1):
-        search.descend({}, start, count, 0.0)
+    search = _RepairSearch(setting, frozenset(fixed), tries)
+    start = search.broken_rules_after({})
+    for count in range(search.min_further_edits(start, {}), most + 1):
+        search.search_edits({}, start, count, 0.0)
         if search.best is not None or search.late:
             break
     if search.best is None:
         return RepairResult(None, False, len(search.seen))
-    return RepairResult(_minimal_edits(setting, search.best), not search.late, len(search.seen))
+    return RepairResult(_edits_with_mended_rules(setting, search.best), not search.late, len(search.seen))
 
 
 @dataclass(slots=True)
-class _Search:
-    """Sets of changes by rising size. best: the nearest that was found, of `cost`. seen: set of changes -> what it breaks."""
+class _RepairSearch:
+    """Search through sets of edits by rising size. best: the nearest that was found, of `cost`. late: the limit of
+    tries is reached.
+    seen: set of edits -> rules that it breaks.
+    """
 
     setting: RequestedSetup
     fixed: frozenset[str]
@@ -276,15 +278,15 @@ class _Search:
     late: bool = False
     seen: dict[frozenset[tuple[str, str]], tuple[BrokenRule, ...]] = field(default_factory=dict)
 
-    def check_changes(self, done: Mapping[str, FlagEdit]) -> tuple[BrokenRule, ...]:
-        """What is broken after these changes."""
+    def broken_rules_after(self, done: Mapping[str, FlagEdit]) -> tuple[BrokenRule, ...]:
+        """Return the rules that are broken after these edits (cached)."""
         key = frozenset((name, repr(edit.after)) for name, edit in done.items())
         if key not in self.seen:
-            self.seen[key] = self._setting_after(done).broken_rules()
+            self.seen[key] = self._setup_after(done).find_broken_rules()
         return self.seen[key]
 
-    def min_further_changes(self, broken: tuple[BrokenRule, ...], done: Mapping[str, FlagEdit]) -> int:
-        """Further changes without which these rules cannot be kept: as many as there are rules that share no flag."""
+    def min_further_edits(self, broken: tuple[BrokenRule, ...], done: Mapping[str, FlagEdit]) -> int:
+        """Return a lower bound of further edits needed to keep these rules: how many of them share no flag."""
         taken: set[str] = set()
         count = 0
         for names in sorted(
@@ -294,36 +296,45 @@ class _Search:
                 taken, count = taken | set(names), count + 1
         return count
 
-    def descend(self, done: Mapping[str, FlagEdit], broken: tuple[BrokenRule, ...], left: int, cost: float) -> None:
-        """Look through all sets with `left` more changes than `done`."""
+    def search_edits(
+        self, done: Mapping[str, FlagEdit], broken: tuple[BrokenRule, ...], left: int, cost: float
+    ) -> None:
+        """Try all sets with up to `left` more edits than `done`, updating `best`. broken: rules that are broken after
+        `done`; cost: of `done`.
+        """
         if not broken:
             self.best, self.cost = dict(done), cost
             return
         self.late = self.late or len(self.seen) > self.tries
-        if self.late or self.min_further_changes(broken, done) > left:
+        if self.late or self.min_further_edits(broken, done) > left:
             return
-        setting = self._setting_after(done)
+        setting = self._setup_after(done)
         one = min(
             broken, key=lambda one: len(set(self._editable_flags(one)) - done.keys())
         )  # the rule that leaves the least choice
         edits = [
-            edit for name in self._editable_flags(one) if name not in done for edit in candidates(setting, one, name)
+            edit
+            for name in self._editable_flags(one)
+            if name not in done
+            for edit in candidate_edits(setting, one, name)
         ]
         for edit in sorted(edits, key=lambda edit: edit.far):
             if cost + edit.far >= self.cost:
                 break
             longer = {**done, edit.name: edit}
-            self.descend(longer, self.check_changes(longer), left - 1, cost + edit.far)
+            self.search_edits(longer, self.broken_rules_after(longer), left - 1, cost + edit.far)
 
-    def _setting_after(self, done: Mapping[str, FlagEdit]) -> RequestedSetup:
+    def _setup_after(self, done: Mapping[str, FlagEdit]) -> RequestedSetup:
         return self.setting.with_values({name: edit.after for name, edit in done.items()})
 
     def _editable_flags(self, one: BrokenRule) -> list[str]:
-        return [name for name in flags_of_rule(one, self.setting) if name not in self.fixed]
+        return [name for name in flags_named_by_rule(one, self.setting) if name not in self.fixed]
 
 
-def flags_of_rule(one: BrokenRule, setting: RequestedSetup) -> list[str]:
-    """The flags that a rule speaks of when it is broken, by their fields; for a size that was not given, what it follows from."""
+def flags_named_by_rule(one: BrokenRule, setting: RequestedSetup) -> list[str]:
+    """Return the fields of the flags that a broken rule's message names; for a size that was not given, also those it
+    follows from.
+    """
     names: list[str] = [WORLD] if re.match(r"\d+ ranks are not", one.says) else []
     text = re.sub(r"(--[a-z-]*?)(\w+)/(\w+)(-[a-z-]+)", r"\1\2\4 \1\3\4", one.says)
     words = _flag_spellings()
@@ -336,13 +347,13 @@ def flags_of_rule(one: BrokenRule, setting: RequestedSetup) -> list[str]:
     return list(dict.fromkeys([*names, *MEANT.get(one.rule, ())]))
 
 
-def candidates(setting: RequestedSetup, one: BrokenRule, name: str) -> list[FlagEdit]:
-    """The changes of one flag that may mend what is broken, the nearest first."""
+def candidate_edits(setting: RequestedSetup, one: BrokenRule, name: str) -> list[FlagEdit]:
+    """Return the edits of one flag that may mend a broken rule, the nearest first."""
     before, numbers = (
         setting.value(name),
         {float(text) for text in re.findall(r"(?<![\w.-])\d+(?:\.\d+)?(?![\w.])", one.says)},
     )
-    for other in flags_of_rule(one, setting):
+    for other in flags_named_by_rule(one, setting):
         value = setting.value(other)
         numbers |= {float(value)} if isinstance(value, (int, float)) and not isinstance(value, bool) else set()
     flag = _declared_flags()[name]
@@ -350,7 +361,7 @@ def candidates(setting: RequestedSetup, one: BrokenRule, name: str) -> list[Flag
         value for value in [*_candidate_values(flag.kind, before, numbers), flag.default] if value != before
     )
     if name == "hybrid_layer_pattern" and before:
-        near = nearest_patterns(before, SYMBOLS, setting.config.parallel.pp)
+        near = suggested_hybrid_patterns(before, SYMBOLS, setting.config.parallel.pp)
         values |= {one: None for one in near if one != before}
     example = before is None and name in EXAMPLES
     if example:
@@ -363,14 +374,14 @@ def candidates(setting: RequestedSetup, one: BrokenRule, name: str) -> list[Flag
 
 
 def format_flag_value(value: Any) -> str:
-    """A value as on a command line."""
+    """Format a value as on a command line."""
     if isinstance(value, (tuple, list)):
         return " ".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _candidate_values(kind: Any, before: Any, numbers: set[float]) -> list[Any]:
-    """Values of a flag of this type that the numbers of a rule suggest."""
+    """Return values of a flag of this type that the numbers in a rule's message suggest."""
     base = (
         next((part for part in get_args(kind) if part is not type(None)), kind)
         if type(None) in get_args(kind)
@@ -390,7 +401,7 @@ def _candidate_values(kind: Any, before: Any, numbers: set[float]) -> list[Any]:
 
 
 def _candidate_sizes(before: int | None, numbers: set[int]) -> list[int]:
-    """Whole numbers: those of the rule and beside them, their small divisors, and multiples near what was given."""
+    """Return integers to try: a rule's numbers and their neighbours, small divisors, and multiples near what was given."""
     sizes = set(numbers) | {number + step for number in numbers for step in (-1, 1)}
     products = numbers | {a * b for a in numbers for b in numbers if a < b}
     for number in numbers:
@@ -402,7 +413,9 @@ def _candidate_sizes(before: int | None, numbers: set[int]) -> list[int]:
 
 
 def _candidate_lists(kind: Any, before: tuple[Any, ...], numbers: set[float]) -> list[tuple[Any, ...]]:
-    """Flags of several words: one word only, no word twice, shorter or longer, or two factors of a number."""
+    """Return values to try for a flag of several words: one word, no word twice, shorter or longer, factors of a
+    number.
+    """
     choices = [before[:1], tuple(dict.fromkeys(before))]
     choices += [(word,) for word in get_args(kind)] if get_origin(kind) is Literal else []
     lengths = sorted(int(number) for number in numbers if 1 <= number <= 512 and number == int(number))
@@ -416,8 +429,8 @@ def _candidate_lists(kind: Any, before: tuple[Any, ...], numbers: set[float]) ->
 
 
 def _edit_distance(name: str, before: Any, after: Any, says: str) -> float:
-    """How far a value is from another: a ratio of sizes; more where what was given is lost, less where something is added, or
-    where the rule itself says so.
+    """Return how far a value is from another: a ratio of sizes; more where what was given is lost, less where something
+    is added, or where the rule itself names it.
     """
     if isinstance(after, bool):
         return (10.0 if name in PURPOSES else 1.0) if after else 2.0
@@ -431,30 +444,31 @@ def _edit_distance(name: str, before: Any, after: Any, says: str) -> float:
     return 0.75 if unchanged else 1.0
 
 
-def _minimal_edits(setting: RequestedSetup, best: Mapping[str, FlagEdit]) -> tuple[FlagEdit, ...]:
-    """The changes, each with the rules that are broken without it; one that nothing needs is left out."""
+def _edits_with_mended_rules(setting: RequestedSetup, best: Mapping[str, FlagEdit]) -> tuple[FlagEdit, ...]:
+    """Return the edits, each with the rules that are broken without it; one that mends none is left out."""
     explained = []
     for name, edit in best.items():
         others = {other: change.after for other, change in best.items() if other != name}
-        mends = tuple(dict.fromkeys(one.rule for one in setting.with_values(others).broken_rules()))
+        mends = tuple(dict.fromkeys(one.rule for one in setting.with_values(others).find_broken_rules()))
         explained.append(dataclasses.replace(edit, mends=mends))
     return tuple(edit for edit in explained if edit.mends)
 
 
-def _get_path(config: Any, path: tuple[str, ...]) -> Any:
+def _get_nested_field(config: Any, path: tuple[str, ...]) -> Any:
+    """Return the field of a nested config at a path of names."""
     for name in path:
         config = getattr(config, name)
     return config
 
 
-def _replace_path(config: Any, path: tuple[str, ...], value: Any) -> Any:
-    """The config with another value at this place."""
-    new = value if len(path) == 1 else _replace_path(getattr(config, path[0]), path[1:], value)
+def _replace_nested_field(config: Any, path: tuple[str, ...], value: Any) -> Any:
+    """Return the nested config with another value at a path of names."""
+    new = value if len(path) == 1 else _replace_nested_field(getattr(config, path[0]), path[1:], value)
     return dataclasses.replace(config, **{path[0]: new})
 
 
 def _nested_configs(config: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
-    """A config and all parts that it holds, and where they are."""
+    """Return (path, config) of a config and all configs nested in it."""
     inner = [(one.name, getattr(config, one.name)) for one in dataclasses.fields(config)]
     return [
         (path, config),
@@ -468,10 +482,10 @@ def _nested_configs(config: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple
 
 
 @dataclass(frozen=True, slots=True)
-class _Flag:
-    """What is declared of a flag. path: where it is in a RunConfig. off: what turns a switch off that is on when left out.
-
-    weight: how much a change counts.
+class _FlagDeclaration:
+    """A flag's declaration. path: where its field is in a RequestedRun. off: the spelling that turns off a switch which
+    is on by default.
+    weight: how much an edit of it counts.
     """
 
     path: tuple[str, ...]
@@ -482,19 +496,19 @@ class _Flag:
 
 
 @cache
-def _declared_flags() -> dict[str, _Flag]:
-    """Field -> what is declared of its flag, and of the number of ranks."""
+def _declared_flags() -> dict[str, _FlagDeclaration]:
+    """Return field -> declaration of its flag, with an entry `WORLD` for the number of ranks."""
     owners = {
         one.name: (path, type(part))
         for path, part in _nested_configs(RequestedRun())
         for one in dataclasses.fields(part)
         if "help" in one.metadata
     }
-    flags = {WORLD: _Flag((), int, 1, "", WEIGHT_OF[WORLD])}
+    flags = {WORLD: _FlagDeclaration((), int, 1, "", WEIGHT_OF[WORLD])}
     for one, kind in flag_fields(RequestedRun):
         path, owner = owners[one.name]
         weight = WEIGHT_OF.get(one.name, WEIGHTS.get(owner, 1.0))
-        flags[one.name] = _Flag(
+        flags[one.name] = _FlagDeclaration(
             (*path, one.name), kind, one.default, one.metadata["off"] or "--no-" + flag_name(one.name)[2:], weight
         )
     return flags
@@ -502,5 +516,5 @@ def _declared_flags() -> dict[str, _Flag]:
 
 @cache
 def _flag_spellings() -> dict[str, str]:
-    """Spelling of a flag -> its field."""
+    """Return spelling of a flag -> its field."""
     return {word: one.name for one, kind in flag_fields(RequestedRun) for word in flag_spellings(one, kind)}

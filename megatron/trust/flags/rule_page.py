@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megatron.core.config.rules.engine import ALWAYS, NEEDS, RULES
-from megatron.trust.flags.command import read_command
+from megatron.trust.flags.command import parse_command
 from megatron.trust.flags.repair import BrokenRule
 
 BASE = (
@@ -31,10 +31,10 @@ OTHERS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
-    """Flags that break a rule when they are added to BASE. ranks: how many there are. without: what of BASE is left out.
-
-    whole: ask for all that a run asks, on a CPU, and not the rules between settings alone.
+class RuleExample:
+    """Flags that break a rule when they are added to BASE. ranks: number of ranks. without: a flag of BASE that is left
+    out.
+    whole: check all that a run checks on a CPU, not only rules between settings.
     """
 
     flags: str = ""
@@ -43,106 +43,106 @@ class Example:
     entry: str = "pretrain_gpt.py"
     whole: bool = False
 
-    def broken_rules(self) -> tuple[BrokenRule, ...]:
-        """What the rules say to it."""
+    def find_broken_rules(self) -> tuple[BrokenRule, ...]:
+        """Return the rules that the example breaks, with their messages."""
         words, base = self.flags.split(), BASE.split()
         if self.without:
             place = base.index(self.without)
             del base[place : place + 2]
-        command = read_command([*base, *words], ranks=self.ranks, entry=self.entry)
+        command = parse_command([*base, *words], ranks=self.ranks, entry=self.entry)
         setting = command.setting and replace(command.setting, whole=self.whole, device="cpu", files=True)
-        return (*command.unread, *(setting.broken_rules() if setting else ()))
+        return (*command.unread, *(setting.find_broken_rules() if setting else ()))
 
 
 _IMAGES = "--vision-model-type clip --img-h 32 --img-w 32"
 _MOE, _MLA = "--num-experts 8", "--multi-latent-attention --position-embedding-type rope"
-EXAMPLES: Mapping[str, Example] = {
-    "required": Example(without="--num-layers"),
-    "positive": Example("--pipeline-model-parallel-size 0"),
-    "world-size": Example("--tensor-model-parallel-size 4", ranks=6),
-    "heads-over-tensor": Example(
+EXAMPLES: Mapping[str, RuleExample] = {
+    "required": RuleExample(without="--num-layers"),
+    "positive": RuleExample("--pipeline-model-parallel-size 0"),
+    "world-size": RuleExample("--tensor-model-parallel-size 4", ranks=6),
+    "heads-over-tensor": RuleExample(
         "--num-attention-heads 6 --hidden-size 96 --tensor-model-parallel-size 4 --group-query-attention", ranks=4
     ),
-    "query-groups": Example("--group-query-attention --num-query-groups 3"),
-    "ffn-over-tensor": Example("--tensor-model-parallel-size 4 --ffn-hidden-size 90", ranks=4),
-    "head-size": Example("--hidden-size 60"),
-    "positions": Example("--max-position-embeddings 16"),
-    "sequence-parallel": Example("--tensor-model-parallel-size 4 --sequence-parallel --seq-length 30", ranks=4),
-    "pipeline-split": Example("--pipeline-model-parallel-size 2 --num-layers 9", ranks=2),
-    "global-batch": Example("--global-batch-size 20", ranks=4),
-    "interleaved-groups": Example(
+    "query-groups": RuleExample("--group-query-attention --num-query-groups 3"),
+    "ffn-over-tensor": RuleExample("--tensor-model-parallel-size 4 --ffn-hidden-size 90", ranks=4),
+    "head-size": RuleExample("--hidden-size 60"),
+    "positions": RuleExample("--max-position-embeddings 16"),
+    "sequence-parallel": RuleExample("--tensor-model-parallel-size 4 --sequence-parallel --seq-length 30", ranks=4),
+    "pipeline-split": RuleExample("--pipeline-model-parallel-size 2 --num-layers 9", ranks=2),
+    "global-batch": RuleExample("--global-batch-size 20", ranks=4),
+    "interleaved-groups": RuleExample(
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 8 "
         "--global-batch-size 6 --micro-batch-size 2",
         ranks=2,
     ),
-    "vocabulary": Example("--tensor-model-parallel-size 4 --padded-vocab-size 1001", ranks=4),
-    "encoder-and-decoder": Example("--decoder-seq-length 64 --max-position-embeddings 32", entry="pretrain_t5.py"),
-    "layer-patterns": Example("--window-size 4,0 --window-attn-skip-freq [1,0]"),
-    "attention": Example("--qk-clip --qk-layernorm"),
-    "rotations": Example("--position-embedding-type yarn --yarn-beta-slow 64"),
-    "choice-of-experts": Example(f"{_MOE} --moe-router-topk 9"),
-    "balance-of-experts": Example(f"{_MOE} --moe-router-load-balancing-type sinkhorn aux_loss"),
-    "experts-over-ranks": Example(f"{_MOE} --expert-model-parallel-size 3 --global-batch-size 6", ranks=3),
-    "upcycling": Example(f"{_MOE} --moe-use-upcycling"),
-    "low-precision": Example("--fp8-format hybrid --fp16"),
-    "low-precision-sizes": Example("--fp8-format e4m3 --tensor-model-parallel-size 8", ranks=8),
-    "context": Example("--context-parallel-size 2 --seq-length 30", ranks=2),
-    "hybrid-context": Example("--hybrid-context-parallel --reset-attention-mask", ranks=2),
-    "duration": Example("--train-samples 100"),
-    "learning-rate": Example(without="--lr"),
-    "number-formats": Example("--fp16 --bf16"),
-    "update-rule": Example("--optimizer sgd --muon-momentum 0.95"),
-    "low-precision-state": Example("--exp-avg-dtype bf16"),
-    "activation-offloading": Example("--fine-grained-activation-offloading"),
-    "activation": Example("--swiglu --squared-relu"),
-    "recompute": Example("--recompute-granularity full"),
-    "compilation": Example("--compile-backend aot_eager"),
-    "cuda-graphs": Example("--cuda-graph-impl local --hidden-dropout 0"),
-    "fully-sharded": Example("--use-torch-fsdp2 --use-distributed-optimizer", ranks=2),
-    "overlap": Example("--overlap-param-gather", ranks=2),
-    "data": Example("--data-path corpus_text_document"),
-    "fill-in-the-middle": Example("--fim-rate 0.7"),
-    "conversations": Example("--sft --eod-mask-loss"),
-    "masked-text": Example("--mask-prob 0", entry="pretrain_bert.py"),
-    "relative-positions": Example("--position-embedding-type relative"),
-    "kernels": Example("--kernel rms_norm=fast"),
-    "norms": Example("--sandwich-norm --apply-residual-connection-post-layernorm"),
-    "dropout": Example("--hidden-dropout 1"),
-    "samples-in-training": Example("--eval-generate prompts.txt --eval-generate-tokens 0"),
-    "checkpoints": Example("--save-interval 100"),
-    "faults": Example("--on-bad-step rollback"),
-    "elastic": Example("--elastic"),
-    "experts": Example("--moe-grouped-gemm"),
-    "hybrid-pattern": Example("--hybrid-layer-pattern *X"),
-    "multipliers": Example("--key-multiplier 0.5"),
-    "states": Example("--experimental-attention-variant gdn --linear-num-key-heads 7"),
-    "latent-attention": Example(f"{_MLA} --v-head-dim 0"),
-    "multi-token-prediction": Example("--mtp-num-layers 32"),
-    "batch-over-time": Example("--rampup-batch-size 3 4 1000"),
-    "learning-rate-over-time": Example("--lr-warmup-iters 20"),
-    "trained-parameters": Example("--freeze embeddings.*"),
-    "tokenizer": Example("--tokenizer-type HuggingFaceTokenizer", whole=True),
-    "files": Example("--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json", whole=True),
-    "machine": Example(
+    "vocabulary": RuleExample("--tensor-model-parallel-size 4 --padded-vocab-size 1001", ranks=4),
+    "encoder-and-decoder": RuleExample("--decoder-seq-length 64 --max-position-embeddings 32", entry="pretrain_t5.py"),
+    "layer-patterns": RuleExample("--window-size 4,0 --window-attn-skip-freq [1,0]"),
+    "attention": RuleExample("--qk-clip --qk-layernorm"),
+    "rotations": RuleExample("--position-embedding-type yarn --yarn-beta-slow 64"),
+    "choice-of-experts": RuleExample(f"{_MOE} --moe-router-topk 9"),
+    "balance-of-experts": RuleExample(f"{_MOE} --moe-router-load-balancing-type sinkhorn aux_loss"),
+    "experts-over-ranks": RuleExample(f"{_MOE} --expert-model-parallel-size 3 --global-batch-size 6", ranks=3),
+    "upcycling": RuleExample(f"{_MOE} --moe-use-upcycling"),
+    "low-precision": RuleExample("--fp8-format hybrid --fp16"),
+    "low-precision-sizes": RuleExample("--fp8-format e4m3 --tensor-model-parallel-size 8", ranks=8),
+    "context": RuleExample("--context-parallel-size 2 --seq-length 30", ranks=2),
+    "hybrid-context": RuleExample("--hybrid-context-parallel --reset-attention-mask", ranks=2),
+    "duration": RuleExample("--train-samples 100"),
+    "learning-rate": RuleExample(without="--lr"),
+    "number-formats": RuleExample("--fp16 --bf16"),
+    "update-rule": RuleExample("--optimizer sgd --muon-momentum 0.95"),
+    "low-precision-state": RuleExample("--exp-avg-dtype bf16"),
+    "activation-offloading": RuleExample("--fine-grained-activation-offloading"),
+    "activation": RuleExample("--swiglu --squared-relu"),
+    "recompute": RuleExample("--recompute-granularity full"),
+    "compilation": RuleExample("--compile-backend aot_eager"),
+    "cuda-graphs": RuleExample("--cuda-graph-impl local --hidden-dropout 0"),
+    "fully-sharded": RuleExample("--use-torch-fsdp2 --use-distributed-optimizer", ranks=2),
+    "overlap": RuleExample("--overlap-param-gather", ranks=2),
+    "data": RuleExample("--data-path corpus_text_document"),
+    "fill-in-the-middle": RuleExample("--fim-rate 0.7"),
+    "conversations": RuleExample("--sft --eod-mask-loss"),
+    "masked-text": RuleExample("--mask-prob 0", entry="pretrain_bert.py"),
+    "relative-positions": RuleExample("--position-embedding-type relative"),
+    "kernels": RuleExample("--kernel rms_norm=fast"),
+    "norms": RuleExample("--sandwich-norm --apply-residual-connection-post-layernorm"),
+    "dropout": RuleExample("--hidden-dropout 1"),
+    "samples-in-training": RuleExample("--eval-generate prompts.txt --eval-generate-tokens 0"),
+    "checkpoints": RuleExample("--save-interval 100"),
+    "faults": RuleExample("--on-bad-step rollback"),
+    "elastic": RuleExample("--elastic"),
+    "experts": RuleExample("--moe-grouped-gemm"),
+    "hybrid-pattern": RuleExample("--hybrid-layer-pattern *X"),
+    "multipliers": RuleExample("--key-multiplier 0.5"),
+    "states": RuleExample("--experimental-attention-variant gdn --linear-num-key-heads 7"),
+    "latent-attention": RuleExample(f"{_MLA} --v-head-dim 0"),
+    "multi-token-prediction": RuleExample("--mtp-num-layers 32"),
+    "batch-over-time": RuleExample("--rampup-batch-size 3 4 1000"),
+    "learning-rate-over-time": RuleExample("--lr-warmup-iters 20"),
+    "trained-parameters": RuleExample("--freeze embeddings.*"),
+    "tokenizer": RuleExample("--tokenizer-type HuggingFaceTokenizer", whole=True),
+    "files": RuleExample("--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json", whole=True),
+    "machine": RuleExample(
         "--attention-backend flash --attention-logit-softcap 50 --tokenizer-type ByteTokenizer", whole=True
     ),
-    "command-line": Example("--num-leyers 8"),
-    "adapter-targets": Example("--lora-rank 8 --lora-targets q_porj"),
-    "adapter-fit": Example("--lora-rank 8 --optimizer muon"),
-    "adapter-numbers": Example("--lora-alpha 16"),
-    "adapter-start": Example("--adapter my_adapter"),
-    "images": Example("--freeze-ViT"),
-    "image-sizes": Example(f"{_IMAGES} --img-h 100"),
-    "images-in-text": Example(f"{_IMAGES} --img-h 112 --img-w 112"),
-    "image-tiles": Example(f"{_IMAGES} --max-num-tiles 4"),
-    "image-classifier": Example(
+    "command-line": RuleExample("--num-leyers 8"),
+    "adapter-targets": RuleExample("--lora-rank 8 --lora-targets q_porj"),
+    "adapter-fit": RuleExample("--lora-rank 8 --optimizer muon"),
+    "adapter-numbers": RuleExample("--lora-alpha 16"),
+    "adapter-start": RuleExample("--adapter my_adapter"),
+    "images": RuleExample("--freeze-ViT"),
+    "image-sizes": RuleExample(f"{_IMAGES} --img-h 100"),
+    "images-in-text": RuleExample(f"{_IMAGES} --img-h 112 --img-w 112"),
+    "image-tiles": RuleExample(f"{_IMAGES} --max-num-tiles 4"),
+    "image-classifier": RuleExample(
         "--img-h 32 --img-w 32 --freeze-LM", entry="pretrain_vision_classify.py", without="--seq-length"
     ),
 }
 
 
-def page() -> str:
-    """The page, as Markdown."""
+def rules_page_markdown() -> str:
+    """Return the page of all rules, with examples and messages, as Markdown."""
     rows = [(rule.name, rule.sentence) for rule in (*NEEDS, *RULES, *ALWAYS)] + list(OTHERS.items())
     lines = [
         "# Rules between settings",
@@ -168,7 +168,7 @@ def page() -> str:
         on = f" on {example.ranks} ranks" if example.ranks > 1 else ""
         messages = [
             line
-            for one in example.broken_rules()
+            for one in example.find_broken_rules()
             for line in textwrap.wrap(one.says, 120, break_on_hyphens=False, break_long_words=False)
         ]
         lines += [

@@ -7,19 +7,21 @@ from dataclasses import replace
 import numpy as np
 
 from megatron.preference.data import ReferenceScoredBatches
-from megatron.preference.dataset import PreferenceDataset, RowSource
-from megatron.preference.rows import LabeledAnswer, Pair, Row
+from megatron.preference.dataset import PreferenceDataset, PreferenceRowSource
+from megatron.preference.rows import LabeledAnswer, PreferencePair, Row
 from megatron.preference.settings import PreferenceConfig
-from megatron.training.loader import microbatches
+from megatron.training.loader import split_microbatches
 from megatron.training.trainer import ModelProvider, Trainer, build_trainer
 
 _ROWS = 64
 
 
-def answer_batches(
+def random_finetuning_batches(
     trainer: Trainer, model: ModelProvider, config: PreferenceConfig, steps: int
 ) -> ReferenceScoredBatches:
-    """The global batches of so many steps, with what is asked of the reference, which is the base where there are adapters."""
+    """Return the global batches of `steps` steps of a finetune.py task on random rows, with the reference's
+    log-probabilities. The reference has other random weights; under adapters it is the base.
+    """
     run, reference = trainer.run, None
     train, ids = run.config.train, run.config.model.true_vocab_size
     assert ids is not None, "the config has its vocabulary"
@@ -30,7 +32,7 @@ def answer_batches(
             stage.eval()
         reference = replace(trainer, stages=stages, parallels=[], hooks=[], scripts={})
     dataset = PreferenceDataset(
-        RowSource("rows", _rows(config, train.seq_length, ids, train.seed)),
+        PreferenceRowSource("rows", _random_answer_rows(config, train.seq_length, ids, train.seed)),
         range(_ROWS),
         length=train.seq_length,
         num_samples=steps * train.global_batch_size,
@@ -40,12 +42,14 @@ def answer_batches(
         packing=config.finetune_packing,
     )
     return ReferenceScoredBatches(
-        trainer, microbatches(run, dataset, consumed_samples=0, reads=True), reference, config
+        trainer, split_microbatches(run, dataset, consumed_samples=0, reads=True), reference, config
     )
 
 
-def _rows(config: PreferenceConfig, length: int, ids: int, seed: int) -> tuple[Row, ...]:
-    """Random rows with answers of very uneven lengths, of which both of a pair fit into a sample. ids: of the vocabulary."""
+def _random_answer_rows(config: PreferenceConfig, length: int, ids: int, seed: int) -> tuple[Row, ...]:
+    """Return random rows with answers of very uneven lengths; both of a pair fit into a sample. ids: size of the
+    vocabulary.
+    """
     random, rows = np.random.default_rng(seed), list[Row]()
     for number in range(_ROWS):
         prompt, *answers = (
@@ -54,5 +58,7 @@ def _rows(config: PreferenceConfig, length: int, ids: int, seed: int) -> tuple[R
         )
         first, second = (np.concatenate([~prompt, answer]) for answer in answers)
         is_kto = config.finetune_task == "kto"
-        rows.append(LabeledAnswer(first, number % 3 > 0) if is_kto else Pair(first, second, 0.25 * (number % 3)))
+        rows.append(
+            LabeledAnswer(first, number % 3 > 0) if is_kto else PreferencePair(first, second, 0.25 * (number % 3))
+        )
     return tuple(rows)

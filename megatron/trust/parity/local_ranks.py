@@ -1,6 +1,6 @@
 """A few gloo ranks on this machine, for one call of a function.
 
-    on_ranks(function, 4, argument) -> [result of rank 0, ..., result of rank 3]
+    run_on_local_ranks(function, 4, argument) -> [result of rank 0, ..., result of rank 3]
 
 Each rank is a process with an initialized default group. The function and its arguments are pickled, so the function stands
 at the top of a module. All processes have ended when the call returns.
@@ -29,11 +29,13 @@ _LATER = timedelta(hours=1)  # who waits too long is stopped from outside, where
 
 
 class RankFailed(Exception):
-    """A rank raised, died or did not come back. The message says which, and what it was doing."""
+    """A rank raised, died or timed out. The message says which, and what it was doing."""
 
 
-def on_ranks(function: Callable[..., Any], size: int, *arguments: Any, timeout: float = 120.0) -> list[Any]:
-    """Call function(*arguments) on `size` ranks, or here if that is one; the results in rank order. timeout: in seconds."""
+def run_on_local_ranks(function: Callable[..., Any], size: int, *arguments: Any, timeout: float = 120.0) -> list[Any]:
+    """Call function(*arguments) on `size` local processes, or here if that is one; return the results in rank order.
+    timeout: in seconds. Raises `RankFailed`.
+    """
     if size == 1:
         return [function(*arguments)]
     context = multiprocessing.get_context("forkserver")
@@ -60,6 +62,7 @@ def on_ranks(function: Callable[..., Any], size: int, *arguments: Any, timeout: 
 
 
 def _collect_results(connections: list[Connection], processes: list[Any], folder: Path, timeout: float) -> list[Any]:
+    """Return the results of all ranks, in order; `RankFailed` if one raises, dies or exceeds the time."""
     results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout
     while len(results) < len(connections):
@@ -70,7 +73,7 @@ def _collect_results(connections: list[Connection], processes: list[Any], folder
                 "\n".join(
                     [
                         f"{len(missing)} of {len(connections)} ranks did not come back within {timeout:g} s:",
-                        *_stack_lines(missing, processes, folder),
+                        *_hung_rank_lines(missing, processes, folder),
                     ]
                 )
             )
@@ -85,8 +88,8 @@ def _collect_results(connections: list[Connection], processes: list[Any], folder
     return [results[rank] for rank in range(len(connections))]
 
 
-def _stack_lines(ranks: list[int], processes: list[Any], folder: Path) -> list[str]:
-    """The innermost lines of ours at which ranks stand."""
+def _hung_rank_lines(ranks: list[int], processes: list[Any], folder: Path) -> list[str]:
+    """Return for each rank the innermost line of our code that it is executing, by its faulthandler's stack."""
     for rank in ranks:
         if processes[rank].pid is not None and processes[rank].is_alive():
             os.kill(processes[rank].pid, signal.SIGUSR1)
@@ -112,7 +115,9 @@ def _rank_main(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    """What a rank does. place: its number, and of how many."""
+    """Main function of a rank's process: call the function and send (True, result) or (False, traceback). place: (rank,
+    size).
+    """
     rank, size = place
     torch.set_num_threads(1)
     with open(f"{folder}/stack{rank}", "w", encoding="utf-8") as stack:

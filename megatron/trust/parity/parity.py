@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.core.context_parallel.sequence import Zigzag
 from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree
-from megatron.trust.parity.local_ranks import RankFailed, on_ranks
+from megatron.trust.parity.local_ranks import RankFailed, run_on_local_ranks
 from megatron.trust.parity.proxy_config import ProxyConfig
 from megatron.trust.parity.short_run import (
     STEPS,
@@ -27,8 +27,8 @@ from megatron.trust.parity.short_run import (
     ShortRun,
     ShortStep,
     deserialize_short_run,
-    serialized_short_run,
-    short_run,
+    run_short_training,
+    run_short_training_pickled,
 )
 
 TOLERANCE = 1e-10  # of fp64, relative to the largest value of a tensor
@@ -37,10 +37,9 @@ Event = tuple[int, str, str, int]  # (microbatch, module, side, call)
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """Something of both runs. kind: loss, norm, gradient or weight. when: the step.
-
-    gap: largest difference, relative; inf: ranks disagree, or nothing can be compared.
+class ParityDifference:
+    """How a loss, norm, gradient or weight differs between layout and serial run. kind: one of these. when: the step.
+    gap: largest relative difference; inf: ranks disagree, or nothing can be compared. says: in words.
     """
 
     kind: str
@@ -55,7 +54,9 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class DivergenceStart:
-    """Where two runs begin to differ. during: forward, loss, backward, norm or update. module: the innermost that can be named."""
+    """Where two runs begin to differ. during: forward, loss, backward, norm or update. module: the innermost that can
+    be named, or "".
+    """
 
     during: str
     module: str
@@ -63,28 +64,28 @@ class DivergenceStart:
 
 
 @dataclass(frozen=True, slots=True)
-class Parity:
-    """What was compared. checked: every loss, norm, gradient and weight. compared: tensors of modules that were held against
-    each other. start: where differences begin, if there are any.
+class ParityResult:
+    """Result of comparing a layout with a serial run. checked: every loss, norm, gradient and weight, also equal ones.
+    compared: number of activations compared. start: where differences begin, None if there are none.
     """
 
-    checked: tuple[Difference, ...]
+    checked: tuple[ParityDifference, ...]
     compared: int
     start: DivergenceStart | None
     tolerance: float = TOLERANCE
 
     @property
-    def problems(self) -> tuple[Difference, ...]:
-        """What differs."""
+    def problems(self) -> tuple[ParityDifference, ...]:
+        """The differences above the tolerance."""
         return tuple(one for one in self.checked if not one.gap <= self.tolerance)
 
     @property
-    def same(self) -> bool:
-        """Whether it is the same step."""
+    def is_within_tolerance(self) -> bool:
+        """Whether nothing differs by more than the tolerance."""
         return not self.problems
 
-    def largest_differences(self, count: int = 3) -> list[Difference]:
-        """The largest differences of each kind."""
+    def largest_differences(self, count: int = 3) -> list[ParityDifference]:
+        """Return the `count` largest differences of each kind."""
         kinds = dict.fromkeys(one.kind for one in self.checked)
         return [
             one
@@ -93,8 +94,13 @@ class Parity:
         ]
 
 
-def compare(serial: ShortRun, ranks: Sequence[ShortRun], *, tolerance: float = TOLERANCE) -> Parity:
-    """Hold what every rank of a layout did against what one rank does alone."""
+def compare_with_serial_run(
+    serial: ShortRun, ranks: Sequence[ShortRun], *, tolerance: float = TOLERANCE
+) -> ParityResult:
+    """Compare losses, gradient norms, gradients and weights of a layout's ranks with one rank's, and find where they
+    begin to differ.
+    tolerance: relative.
+    """
     checked, compared, start = [], 0, None
     for number, expected in enumerate(serial.steps):
         theirs = [(rank, rank.steps[number]) for rank in ranks]
@@ -104,33 +110,40 @@ def compare(serial: ShortRun, ranks: Sequence[ShortRun], *, tolerance: float = T
             *_compare_numbers(
                 "norm", when, [{"grad norm": step.norm} for _, step in theirs], {"grad norm": expected.norm}
             ),
-            *_compare_trees(
+            *_compare_sharded_tensors(
                 "gradient", when, [(rank.rank, step.gradients) for rank, step in theirs], expected.gradients
             ),
-            *_compare_trees("weight", when, [(rank.rank, step.weights) for rank, step in theirs], expected.weights),
+            *_compare_sharded_tensors(
+                "weight", when, [(rank.rank, step.weights) for rank, step in theirs], expected.weights
+            ),
         ]
         checked += differences
         if start is None:
             count, start = _first_different_activation(when, expected.seen, theirs, tolerance)
             compared += count
             problems = [one for one in differences if not one.gap <= tolerance]
-            start = _first_divergence(problems, expected.seen) if start is None and problems else start
-    return Parity(tuple(checked), compared, start, tolerance)
+            start = _divergence_after_forward(problems, expected.seen) if start is None and problems else start
+    return ParityResult(tuple(checked), compared, start, tolerance)
 
 
-def check_on_ranks(small: ProxyConfig, limit: float) -> Parity | str:
-    """Run a small config for some steps both ways, on as many processes as it has ranks; what ranks said if they failed. limit: in seconds."""
+def run_parity_check(small: ProxyConfig, limit: float) -> ParityResult | str:
+    """Run a proxy config on local processes and serially, and compare; a text instead if a rank failed. limit: seconds."""
     try:
-        ranks = on_ranks(serialized_short_run, small.world_size, small.config, STEPS, small.finetuning, timeout=limit)
+        ranks = run_on_local_ranks(
+            run_short_training_pickled, small.world_size, small.config, STEPS, small.finetuning, timeout=limit
+        )
     except RankFailed as error:
         return str(error)
-    return compare(short_run(small.serial, STEPS, small.finetuning), [deserialize_short_run(rank) for rank in ranks])
+    return compare_with_serial_run(
+        run_short_training(small.serial_config, STEPS, small.finetuning),
+        [deserialize_short_run(rank) for rank in ranks],
+    )
 
 
 def _compare_numbers(
     kind: str, when: str, reports: Sequence[Mapping[str, float]], expected: Mapping[str, float]
-) -> list[Difference]:
-    """Numbers that all ranks know. when: the step."""
+) -> list[ParityDifference]:
+    """Compare numbers that every rank has (reports, by rank) with the serial run's. when: the step."""
     differences = []
     for name, value in expected.items():
         theirs = [numbers.get(name, float("nan")) for numbers in reports]
@@ -143,7 +156,7 @@ def _compare_numbers(
             else f"{theirs[0]!r}, on one rank {value!r}"
         )
         differences.append(
-            Difference(
+            ParityDifference(
                 kind, name, when, float("inf") if odd else _relative_gap(abs(theirs[0] - value), abs(value)), says
             )
         )
@@ -154,26 +167,32 @@ def _relative_gap(distance: float, size: float) -> float:
     return distance / size if size else float("inf") if distance else 0.0
 
 
-def _compare_trees(kind: str, when: str, held: Sequence[tuple[int, Tree]], serial: Tree) -> list[Difference]:
-    """Tensors that lie on ranks in pieces, by name; what no rank holds is missing, and replicas that differ are apart."""
-    whole = {name: _assemble(placed) for name, placed in serial.items()}
+def _compare_sharded_tensors(
+    kind: str, when: str, held: Sequence[tuple[int, Tree]], serial: Tree
+) -> list[ParityDifference]:
+    """Compare tensors held by ranks in shards with the serial run's, by name; missing ones and differing replicas count
+    as inf.
+    """
+    whole = {name: _assemble_sharded_tensor(placed) for name, placed in serial.items()}
     floor = _FLOOR * max((float(value.abs().max()) for value in whole.values() if value.numel()), default=0.0)
     differences = []
     for name, value in whole.items():
         gap, says = _shard_difference(
             kind, value, [(rank, theirs[name]) for rank, theirs in held if name in theirs], floor
         )
-        differences.append(Difference(kind, name, when, gap, says))
+        differences.append(ParityDifference(kind, name, when, gap, says))
     more = sorted({name for _, theirs in held for name in theirs} - whole.keys())
     return differences + [
-        Difference(kind, name, when, float("inf"), "one rank alone does not have it") for name in more
+        ParityDifference(kind, name, when, float("inf"), "one rank alone does not have it") for name in more
     ]
 
 
 def _shard_difference(
     kind: str, expected: Tensor, held: Sequence[tuple[int, ShardedTensor]], floor: float
 ) -> tuple[float, str]:
-    """How far the pieces of a tensor are from the whole, relative to its largest value, and in words. floor: the least such size."""
+    """Return (largest difference of the shards from the whole, relative to its largest value; in words). floor: least
+    such value.
+    """
     assembled = torch.full(expected.shape, float("nan"), dtype=expected.dtype)
     size, gap, says = max(floor, float(expected.abs().max())), 0.0, ""
     for rank, placed in held:
@@ -194,7 +213,8 @@ def _shard_difference(
     return _relative_gap(gap, size), says
 
 
-def _assemble(placed: ShardedTensor) -> Tensor:
+def _assemble_sharded_tensor(placed: ShardedTensor) -> Tensor:
+    """Return the whole tensor of a `ShardedTensor`'s pieces, NaN where there is none."""
     value = torch.full(tuple(placed.shape), float("nan"), dtype=placed.dtype)
     for box, piece in placed.pieces:
         value[box.slices()] = piece
@@ -207,7 +227,7 @@ def _assemble(placed: ShardedTensor) -> Tensor:
 def _first_different_activation(
     when: str, serial: Sequence[RecordedActivation], ranks: Sequence[tuple[ShortRun, ShortStep]], tolerance: float
 ) -> tuple[int, DivergenceStart | None]:
-    """How many tensors of modules were compared, and the first that differs, in the order of one rank's forward pass."""
+    """Return (number of activations compared, the first that differs in the order of the serial forward pass, or None)."""
     theirs: dict[Event, list[tuple[ShortRun, RecordedActivation]]] = {}
     for rank, step in ranks:
         for seen in step.seen:
@@ -224,18 +244,21 @@ def _first_different_activation(
         if wrong:
             gap, rank, seen = wrong[0]
             where = f"{when}, microbatch {expected.microbatch}, rank {rank.rank}: differs by {gap:.3g}"
-            return compared, _forward_start(expected, seen, before, where)
+            return compared, _divergence_in_forward(expected, seen, before, where)
         if gaps:
             before = gaps[0][2]
     return compared, None
 
 
 def _activation_key(seen: RecordedActivation) -> Event:
+    """Return what identifies an activation on all ranks: (microbatch, module, side, call)."""
     return seen.microbatch, seen.module, seen.side, seen.call
 
 
 def _activation_gap(expected: RecordedActivation, rank: ShortRun, seen: RecordedActivation) -> float | None:
-    """How far a rank's piece is from that of the whole; None where nobody knows which piece it is."""
+    """Return the relative difference of a rank's activation from its part of the serial one; None if that part is
+    unknown.
+    """
     piece = _local_part(expected.value, seen.value, rank.place, seen.columns)
     if piece is None:
         return None
@@ -246,9 +269,9 @@ def _activation_gap(expected: RecordedActivation, rank: ShortRun, seen: Recorded
 def _local_part(
     whole: Tensor, local: Tensor, place: Mapping[str, tuple[int, int]], columns: Ranges | None
 ) -> Tensor | None:
-    """The part of a whole activation that lies on a rank. Both are [s, b, h] or [s, b, n, d], or [b, s], or have one shape.
-
-    A sequence is cut in a zigzag over cp, and what is left in pieces over tp; columns and heads are cut over tp.
+    """Return the part of a whole activation that lies on a rank, or None if unknown. Both are [s, b, h] or [s, b, n,
+    d], or [b, s], or have one shape. A sequence is cut in a zigzag over cp, and further over tp; columns and heads are
+    cut over tp.
     """
     if whole.shape == local.shape:
         return whole
@@ -272,10 +295,12 @@ def _local_part(
     return whole if whole.shape == local.shape else None
 
 
-def _forward_start(
+def _divergence_in_forward(
     expected: RecordedActivation, seen: RecordedActivation, before: RecordedActivation | None, where: str
 ) -> DivergenceStart:
-    """What is known of the first activation that differs. before: the last one of its microbatch that does not."""
+    """Describe the first activation that differs. before: the last one that agrees. where: step, microbatch and rank,
+    in words.
+    """
     if before is not None and before.microbatch != expected.microbatch:
         before = None
     after = f"; the {before.side} of {before.module}, just before it, agrees" if before is not None else ""
@@ -283,7 +308,7 @@ def _forward_start(
     if expected.side == "output":
         return DivergenceStart("forward", expected.module, f"the output of {expected.module} ({where}){after}")
     # An input that is wrong was made by who calls the module, after what went before it.
-    module = expected.module if between else _calling_module(expected.module)
+    module = expected.module if between else _calling_module_name(expected.module)
     message = (
         f", which a message brings from stage {before.stage} to stage {seen.stage}"
         if before is not None and between
@@ -292,18 +317,20 @@ def _forward_start(
     return DivergenceStart("forward", module, f"the input of {expected.module}{message} ({where}){after}")
 
 
-def _calling_module(module: str) -> str:
-    """The module that calls this one: folders of layers call nothing."""
+def _calling_module_name(module: str) -> str:
+    """Return the name of the module that calls this one; lists of layers are skipped."""
     parts = module.split(".")[:-1]
     return ".".join(parts[:-1] if parts and parts[-1] == "layers" else parts)
 
 
-def _first_divergence(problems: Sequence[Difference], seen: Sequence[RecordedActivation]) -> DivergenceStart:
-    """Where a step goes wrong in which every module agrees: at the loss, in the backward pass, in the norm, or in the update."""
+def _divergence_after_forward(
+    problems: Sequence[ParityDifference], seen: Sequence[RecordedActivation]
+) -> DivergenceStart:
+    """Say where a step diverges in which all activations agree: loss, backward pass, norm or update."""
     of = {kind: [one for one in problems if one.kind == kind] for kind in ("loss", "gradient", "norm", "weight")}
     if of["gradient"]:
         order = _module_order(seen)
-        first = min(of["gradient"], key=lambda one: _backward_place(one.name, order))
+        first = min(of["gradient"], key=lambda one: _backward_order_of(one.name, order))
         return DivergenceStart(
             "backward",
             first.name.rpartition(".")[0],
@@ -331,8 +358,8 @@ def _first_divergence(problems: Sequence[Difference], seen: Sequence[RecordedAct
     )
 
 
-def _backward_place(name: str, order: Mapping[str, int]) -> int:
-    """When the backward pass reaches a parameter: from the last module of the forward pass to the first."""
+def _backward_order_of(name: str, order: Mapping[str, int]) -> int:
+    """Return a sort key of when the backward pass reaches a parameter: the last module of the forward pass first."""
     module = name.rpartition(".")[0]
     while module and module not in order:
         module = module.rpartition(".")[0]
@@ -340,5 +367,5 @@ def _backward_place(name: str, order: Mapping[str, int]) -> int:
 
 
 def _module_order(seen: Iterable[RecordedActivation]) -> dict[str, int]:
-    """Module -> its place in the forward pass of a microbatch, by its last output."""
+    """Return module -> its index in the forward pass of a microbatch, by its last output."""
     return {one.module: place for place, one in enumerate(seen) if one.side == "output" and one.microbatch == 0}

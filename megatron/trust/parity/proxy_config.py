@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from megatron.core.config.flags import ConfigError, flag_name, to_values
+from megatron.core.config.flags import ConfigError, config_to_values, flag_name
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.data import DataConfig, TokenizerConfig
 from megatron.core.config.settings.kernels import NAMED
@@ -25,7 +25,7 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.optim import PrecisionConfig, ScheduleConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import CheckpointConfig, LogConfig, RecomputeConfig, RunConfig
-from megatron.core.config.stages import stages_of
+from megatron.core.config.stages import pipeline_stages_of
 from megatron.preference.settings import PreferenceConfig
 from megatron.trust.flags.repair import RequestedSetup, format_flag_value
 from megatron.trust.parity.proxy_layers import Values, proxy_depth
@@ -36,7 +36,7 @@ HEAD_SIZES = (8, 16, 32, 64)
 
 @dataclass(frozen=True, slots=True)
 class ConfigChange:
-    """A setting, before and after. lost: it takes something out of the comparison."""
+    """A setting, before and after. lost: the change takes a feature out of the comparison."""
 
     name: str
     before: Any
@@ -54,8 +54,7 @@ class ConfigChange:
 
 @dataclass(frozen=True, slots=True)
 class ProxyConfig:
-    """The small config and its ranks, resolved and with a vocabulary. serial: the same network and batch on one rank.
-
+    """The small config and its number of ranks, resolved and with a vocabulary.
     finetuning: the task of a run of finetune.py.
     """
 
@@ -65,8 +64,8 @@ class ProxyConfig:
     finetuning: PreferenceConfig | None = None
 
     @property
-    def serial(self) -> RunConfig:
-        """The same network and training without any layout; the cut into microbatches stays."""
+    def serial_config(self) -> RunConfig:
+        """The config of the same network and batch on one rank; the split into microbatches stays."""
         moe = replace(
             self.config.model.moe,
             moe_token_dispatcher_type="allgather",
@@ -84,7 +83,7 @@ class ProxyConfig:
 
 @dataclass(frozen=True, slots=True)
 class ParallelDegrees:
-    """How many ranks stand on each axis. etp is 0 where nothing is said of it: then it is tp."""
+    """Number of ranks on each axis. etp 0: the same as tp."""
 
     tp: int
     pp: int
@@ -95,17 +94,19 @@ class ParallelDegrees:
 
     @property
     def num_ranks(self) -> int:
-        """All of them."""
+        """Number of all ranks."""
         return self.tp * self.pp * self.cp * self.dp
 
     @property
-    def edp(self) -> float:
-        """Ranks that hold the same experts."""
+    def expert_replicas(self) -> float:
+        """Number of ranks that hold the same experts; no integer if the degrees do not fit."""
         return self.tp * self.cp * self.dp / (self.ep * (self.etp or self.tp))
 
 
-def proxy_config(config: RunConfig, world_size: int, *, most_ranks: int = 8) -> ProxyConfig:
-    """The smallest config with these features; the config is resolved and keeps the rules. `ConfigError` if none is found."""
+def make_proxy_config(config: RunConfig, world_size: int, *, most_ranks: int = 8) -> ProxyConfig:
+    """Return the smallest config with this config's features; `config` is resolved and keeps the rules. `ConfigError`
+    if none is found.
+    """
     before = _without_files(config)
     first: list[str] = []
     for degrees in small_degrees(config, world_size, most_ranks):
@@ -116,7 +117,7 @@ def proxy_config(config: RunConfig, world_size: int, *, most_ranks: int = 8) -> 
             )
             resolved = small.config.resolve(degrees.num_ranks)
             small = RequestedSetup(resolved, degrees.num_ranks)
-            broken = small.broken_rules()
+            broken = small.find_broken_rules()
             if not broken:
                 model = resolved.model.with_vocabulary(VOCABULARY, degrees.tp)
                 return ProxyConfig(
@@ -136,7 +137,7 @@ def proxy_config(config: RunConfig, world_size: int, *, most_ranks: int = 8) -> 
 
 
 def small_degrees(config: RunConfig, world_size: int, most_ranks: int) -> list[ParallelDegrees]:
-    """Degrees worth trying: those that keep most of what is divided first, and of equals those with fewest ranks."""
+    """Return degrees to try: those that keep most of the parallelism first, and of equals those with fewest ranks."""
     parallel = config.parallel
     dp = parallel.data_parallel_size(world_size)
     given = ParallelDegrees(
@@ -147,25 +148,26 @@ def small_degrees(config: RunConfig, world_size: int, most_ranks: int) -> list[P
         parallel.expert_model_parallel_size,
         parallel.expert_tensor_parallel_size or 0,
     )
-    chunks = len(stages_of(config)) // parallel.pp
+    chunks = len(pipeline_stages_of(config)) // parallel.pp
     sizes = [range(1, min(size, 4) + 1) for size in (given.tp, given.pp, given.cp, given.dp, given.ep, given.etp)]
     choices = []
     axes = [[size for size in axis if size != 3 or place == 1] for place, axis in enumerate(sizes[:5])]
     for tp, pp, cp, dp, ep in product(*axes):
         for etp in (0,) if not given.etp else (1, 2, 4):
             one = ParallelDegrees(tp, pp, cp, dp, ep, etp)
-            if one.num_ranks <= most_ranks and one.edp == int(one.edp):
+            if one.num_ranks <= most_ranks and one.expert_replicas == int(one.expert_replicas):
                 choices.append(one)
     return sorted(
-        choices, key=lambda one: (-_kept_parallelism(one, given, config, chunks), one.num_ranks, one.pp, one.cp, one.tp)
+        choices,
+        key=lambda one: (-_kept_parallelism_score(one, given, config, chunks), one.num_ranks, one.pp, one.cp, one.tp),
     )
 
 
-def _kept_parallelism(one: ParallelDegrees, given: ParallelDegrees, config: RunConfig, chunks: int) -> float:
-    """How much of what the layout divides is still divided."""
+def _kept_parallelism_score(one: ParallelDegrees, given: ParallelDegrees, config: RunConfig, chunks: int) -> float:
+    """Return a score of how much of the layout's parallelism these degrees keep. chunks: of each pipeline rank."""
     weights = {"tp": 8.0, "pp": 7.0, "cp": 6.0, "ep": 6.0, "dp": 5.0}
     total = sum(weight for axis, weight in weights.items() if getattr(given, axis) > 1 and getattr(one, axis) > 1)
-    total += 2.0 * (given.edp > 1 and one.edp > 1)
+    total += 2.0 * (given.expert_replicas > 1 and one.expert_replicas > 1)
     etp, other = (one.etp or one.tp) - one.tp, (given.etp or given.tp) - given.tp
     total += 2.0 * ((etp > 0) - (etp < 0) == (other > 0) - (other < 0)) + ((one.etp > 1) == (given.etp > 1))
     total += 1.0 * (given.pp > 2 and chunks == 1 and one.pp > 2)  # a stage that neither embeds nor predicts
@@ -176,7 +178,7 @@ def _kept_parallelism(one: ParallelDegrees, given: ParallelDegrees, config: RunC
 
 
 def _without_files(config: RunConfig) -> RunConfig:
-    """The config on made-up text, which neither reads nor writes files."""
+    """Return the config on random text, without any files."""
     data = DataConfig(
         mock_data=True,
         reset_position_ids=config.data.restarts_positions,
@@ -196,9 +198,9 @@ def _without_files(config: RunConfig) -> RunConfig:
 def _proxy_values(
     config: RunConfig, world_size: int, degrees: ParallelDegrees, head: int
 ) -> tuple[Values, dict[str, tuple[Any, str]]]:
-    """What the small config has of its own, and what it loses: setting -> (value, why)."""
+    """Return (setting -> value of the proxy, setting -> (value, why) of what is lost). head: head size to try."""
     parallel = config.parallel
-    chunks = len(stages_of(config)) // parallel.pp
+    chunks = len(pipeline_stages_of(config)) // parallel.pp
     proxy_chunks = min(chunks, 2) if degrees.pp > 1 else 1
     values: Values = {
         "tensor_model_parallel_size": degrees.tp,
@@ -215,7 +217,7 @@ def _proxy_values(
     values |= _proxy_lengths(config, degrees)
     values |= _proxy_experts(config, degrees)
     values |= _proxy_batch(config, world_size, degrees, proxy_chunks)
-    values |= _training_settings(config)
+    values |= _proxy_training_settings(config)
     if (
         parallel.ddp_bucket_size
         or parallel.ddp_num_buckets
@@ -230,26 +232,26 @@ def _proxy_values(
 
 
 def _proxy_states(config: RunConfig, degrees: ParallelDegrees) -> Values:
-    """Small states. Groups are fewer than ranks share a sequence, or more, as they were."""
+    """Return small sizes of recurrent-state layers; groups stay fewer or more than the ranks that share a sequence."""
     model, values = config.model, dict[str, Any]()
     hybrid, parallel, mixers = (
         model.hybrid,
         config.parallel,
-        set[str]().union(*(row.mixers for row in network_layer_plans(model))),
+        set[str]().union(*(row.mixer_kinds for row in network_layer_plans(model))),
     )
     away = degrees.dp if parallel.hybrid_context_parallel else degrees.cp
 
-    def shared(groups: int) -> int:
-        """Groups of the small network."""
+    def proxy_num_groups(groups: int) -> int:
+        """Return the number of groups of the proxy."""
         few = groups // parallel.tp < parallel.context_parallel_size
         return degrees.tp * (1 if few else away) * (1 if groups == parallel.tp else 2 if few and away > 2 else 1)
 
     if "mamba" in mixers:
-        groups = shared(hybrid.mamba_num_groups)
+        groups = proxy_num_groups(hybrid.mamba_num_groups)
         heads = 2 * degrees.tp * away * max(1, groups // (degrees.tp * away))
         values |= {"mamba_num_groups": groups, "mamba_num_heads": heads, "mamba_head_dim": 4, "mamba_state_dim": 6}
     if "gated_delta_net" in mixers:
-        keys = shared(hybrid.linear_num_key_heads)
+        keys = proxy_num_groups(hybrid.linear_num_key_heads)
         ratio = 1 if hybrid.linear_num_key_heads == hybrid.linear_num_value_heads else 2
         values |= {
             "linear_num_key_heads": keys,
@@ -261,7 +263,7 @@ def _proxy_states(config: RunConfig, degrees: ParallelDegrees) -> Values:
 
 
 def _small_heads(config: RunConfig, degrees: ParallelDegrees, unit: int) -> tuple[int, int]:
-    """(heads, groups of them, 0 where each has its own keys). unit: ranks that heads are divided over."""
+    """Return (heads, query groups, 0 if each head has its own keys). unit: ranks that heads are divided over."""
     model, groups, heads = config.model, 0, 0
     if model.group_query_attention and model.num_query_groups < model.num_attention_heads:
         copied = model.num_query_groups < config.parallel.tp  # more tensor ranks than groups: they hold copies
@@ -282,8 +284,8 @@ def _small_latents(model: ModelConfig, head: int) -> Values:
     }
 
 
-def _small_section(given: Sequence[int], pairs: int) -> tuple[int, ...]:
-    """Pairs of a small head that turn by time, height and width, where the given section has some."""
+def _proxy_mrope_section(given: Sequence[int], pairs: int) -> tuple[int, ...]:
+    """Return an mrope_section of so many pairs, for the axes (time, height, width) that the given one uses."""
     used = [place for place, size in enumerate(given) if size] or [0]
     section = [pairs // len(used) if place in used else 0 for place in range(len(given))]
     section[used[0]] += pairs - sum(section)
@@ -291,7 +293,7 @@ def _small_section(given: Sequence[int], pairs: int) -> tuple[int, ...]:
 
 
 def _proxy_widths(config: RunConfig, degrees: ParallelDegrees, head: int) -> Values:
-    """Heads, groups and widths. head: size of one that is tried."""
+    """Return settings of heads, groups and widths. head: head size to try."""
     model, mla = config.model, config.model.mla
     unit = degrees.tp * _head_exchange_ranks(config, degrees)
     heads, groups = _small_heads(config, degrees, unit)
@@ -316,14 +318,16 @@ def _proxy_widths(config: RunConfig, degrees: ParallelDegrees, head: int) -> Val
     if mla.multi_latent_attention:
         values |= _small_latents(model, head)
     if model.rope.mrope_section is not None:
-        values["mrope_section"] = _small_section(model.rope.mrope_section, int(head * model.rope.rotary_percent) // 2)
+        values["mrope_section"] = _proxy_mrope_section(
+            model.rope.mrope_section, int(head * model.rope.rotary_percent) // 2
+        )
     if model.rope.position_embedding_type == "relative":
         values |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 12}
     return values
 
 
 def _head_exchange_ranks(config: RunConfig, degrees: ParallelDegrees) -> int:
-    """Ranks that heads are traded to, one axis or level of sequences that are cut."""
+    """Return the number of ranks over which context parallelism exchanges heads (all-to-all), 1 for none."""
     kinds, levels = config.parallel.cp_comm_type, config.parallel.hierarchical_context_parallel_sizes
     if "a2a" in kinds:
         return degrees.dp if config.parallel.hybrid_context_parallel else degrees.cp
@@ -331,7 +335,7 @@ def _head_exchange_ranks(config: RunConfig, degrees: ParallelDegrees) -> int:
 
 
 def _proxy_lengths(config: RunConfig, degrees: ParallelDegrees) -> Values:
-    """Sequences that can be cut, and windows that are shorter than they."""
+    """Return sequence lengths that the ranks can shard, and windows shorter than they."""
     model, train, parallel = config.model, config.train, config.parallel
     if model.architecture == "vit":  # its sequence follows from the image
         return {}
@@ -344,10 +348,10 @@ def _proxy_lengths(config: RunConfig, degrees: ParallelDegrees) -> Values:
     }
     if model.architecture == "t5":
         values["decoder_seq_length"] = length if train.decoder_seq_length == train.seq_length else length // 2
-    if model.window is not None:
+    if model.parsed_window_size is not None:
         sides = (
             side if side in (-1, 0) else length if side >= train.seq_length else min(side, length // 4)
-            for side in model.window
+            for side in model.parsed_window_size
         )
         values["window_size"] = ",".join(map(str, sides))
     levels = parallel.hierarchical_context_parallel_sizes
@@ -360,7 +364,7 @@ def _proxy_lengths(config: RunConfig, degrees: ParallelDegrees) -> Values:
 
 
 def _proxy_experts(config: RunConfig, degrees: ParallelDegrees) -> Values:
-    """Few experts, of which a token uses as many of as many groups as shows the difference."""
+    """Return settings for few experts, with top-k and groups small but still distinguishable."""
     moe = config.model.moe
     if not moe.num_experts:
         return {}
@@ -386,7 +390,9 @@ def _proxy_experts(config: RunConfig, degrees: ParallelDegrees) -> Values:
 
 
 def _proxy_batch(config: RunConfig, world_size: int, degrees: ParallelDegrees, proxy_chunks: int) -> Values:
-    """As many microbatches as show the schedule. proxy_chunks: of a pipeline rank of the proxy."""
+    """Return batch settings with as many microbatches as exercise the schedule. proxy_chunks: of a pipeline rank of the
+    proxy.
+    """
     train, parallel = config.train, config.parallel
     count = max(1, train.global_batch_size // (train.micro_batch_size * parallel.data_parallel_size(world_size)))
     values: Values = {
@@ -411,8 +417,8 @@ def _proxy_batch(config: RunConfig, world_size: int, degrees: ParallelDegrees, p
     return values
 
 
-def _training_settings(config: RunConfig) -> Values:
-    """An update that shows: at a rate of its own from the first step on, with a gradient that is clipped."""
+def _proxy_training_settings(config: RunConfig) -> Values:
+    """Return training settings under which an update is visible from the first step, with a gradient that is clipped."""
     optimizer, model = config.optimizer, config.model
     values: Values = {"adam_eps": 1e-6, "skip_train": False, "iterations_to_skip": (), "deterministic_mode": False}
     if optimizer.clip_grad > 0:
@@ -434,7 +440,7 @@ def _training_settings(config: RunConfig) -> Values:
 
 
 def _lost_expert_settings(config: RunConfig, degrees: ParallelDegrees) -> dict[str, tuple[Any, str]]:
-    """Choices of experts that depend on the layout."""
+    """Return setting -> (value, why) of MoE settings whose results depend on the layout."""
     moe = config.model.moe
     lost: dict[str, tuple[Any, str]] = {}
     if moe.moe_expert_capacity_factor is not None and degrees.tp * degrees.cp > 1:
@@ -455,7 +461,7 @@ def _lost_expert_settings(config: RunConfig, degrees: ParallelDegrees) -> dict[s
 
 
 def _lost_gpu_settings(config: RunConfig) -> dict[str, tuple[Any, str]]:
-    """Kernels and libraries that a CPU does not have."""
+    """Return setting -> (value, why) of kernels and libraries that a CPU does not have."""
     model = config.model
     lost: dict[str, tuple[Any, str]] = {}
     if model.attention_backend not in ("auto", "fused", "unfused", "local"):
@@ -465,7 +471,7 @@ def _lost_gpu_settings(config: RunConfig) -> dict[str, tuple[Any, str]]:
             tuple(word for word in model.kernels.kernel if word not in _ON_GPUS),
             "this kernel needs a GPU",
         )
-    if model.moe.dispatcher_library == "deepep":
+    if model.moe.requested_dispatch_library == "deepep":
         lost |= {
             "moe_enable_deepep": (False, "DeepEP needs GPUs"),
             "moe_flex_dispatcher_backend": ("alltoall", "DeepEP needs GPUs"),
@@ -474,7 +480,7 @@ def _lost_gpu_settings(config: RunConfig) -> dict[str, tuple[Any, str]]:
 
 
 def _lost_settings(config: RunConfig, degrees: ParallelDegrees) -> dict[str, tuple[Any, str]]:
-    """What two layouts cannot agree on, or a CPU does not have: setting -> (value, why)."""
+    """Return setting -> (value, why) of what two layouts cannot agree on, or a CPU does not have."""
     model, moe = config.model, config.model.moe
     lost: dict[str, tuple[Any, str]] = {}
     random = "random numbers differ between layouts"
@@ -511,8 +517,8 @@ def _reported_changes(
     degrees: ParallelDegrees,
     lost: Mapping[str, tuple[Any, str]],
 ) -> tuple[ConfigChange, ...]:
-    """Every setting of layout, network and training that another value stands for."""
-    before, after = to_values(config), to_values(small.config)
+    """Return the changes of all settings of layout, network and training between config and proxy."""
+    before, after = config_to_values(config), config_to_values(small.config)
     data_parallel = config.parallel.data_parallel_size(world_size), degrees.dp
     axes = {
         "tensor_model_parallel_size",
@@ -522,10 +528,16 @@ def _reported_changes(
     }
     changes = [ConfigChange("ranks", world_size, degrees.num_ranks, "")] if world_size != degrees.num_ranks else []
     if data_parallel[0] != data_parallel[1]:
-        changes.append(ConfigChange("data-parallel size", *data_parallel, *_degree_change_reason(*data_parallel)))
-    for name in _reported_settings(config):
+        changes.append(
+            ConfigChange("data-parallel size", *data_parallel, *_degree_change_reason_and_lost(*data_parallel))
+        )
+    for name in _settings_to_report(config):
         if before[name] != after[name] and name not in lost:
-            why = _degree_change_reason(before[name], after[name]) if name in axes else (_WHY.get(name, ""), False)
+            why = (
+                _degree_change_reason_and_lost(before[name], after[name])
+                if name in axes
+                else (_WHY.get(name, ""), False)
+            )
             changes.append(ConfigChange(name, before[name], after[name], *why))
     changes += [
         ConfigChange(name, before[name], value, why, lost=True)
@@ -535,12 +547,15 @@ def _reported_changes(
     return tuple(changes)
 
 
-def _degree_change_reason(before: int, after: int) -> tuple[str, bool]:
+def _degree_change_reason_and_lost(before: int, after: int) -> tuple[str, bool]:
+    """Return (reason, lost). lost: a parallel degree above 1 became 1, so that its form of parallelism is not tested
+    any more; reason: that it does not fit, else "".
+    """
     return ("does not fit on so few ranks", True) if before > 1 and after == 1 else ("", False)
 
 
-def _reported_settings(config: RunConfig) -> Iterator[str]:
-    """Settings whose change is said: those of data, files and reports are not, nor of how long the run would be."""
+def _settings_to_report(config: RunConfig) -> Iterator[str]:
+    """Yield the settings whose changes are reported: not those of data, files, reports and duration."""
     silent = set(
         """
         train_iters train_samples distributed_timeout_minutes distributed_backend skip_train iterations_to_skip
@@ -548,5 +563,5 @@ def _reported_settings(config: RunConfig) -> Iterator[str]:
         """.split()
     )
     parts = (config.parallel, config.model, config.recompute, config.train, config.optimizer)
-    yield from (name for part in parts for name in to_values(part) if name not in silent)
+    yield from (name for part in parts for name in config_to_values(part) if name not in silent)
     yield from (*_FORMATS[:3], "lr")

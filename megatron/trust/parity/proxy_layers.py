@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.config.plan import LayerPlan, network_layer_plans, read_layout
+from megatron.core.config.plan import LayerPlan, network_layer_plans, parse_pipeline_layout
 from megatron.core.config.settings.hybrid import SYMBOLS
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import stages_of
+from megatron.core.config.stages import pipeline_stages_of
 
 Values = dict[str, Any]
 
@@ -15,7 +15,7 @@ Values = dict[str, Any]
 def proxy_depth(config: RunConfig, pp: int, chunks: int) -> Values:
     """The fewest layers that fill pp * chunks stages and hold every kind, and where they are cut."""
     model, parallel = config.model, config.parallel
-    rows, stages = _layer_kinds(config), pp * chunks
+    rows, stages = _layer_kind_rows(config), pp * chunks
     counted = parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     depths = min(model.mtp.mtp_num_layers or 0, 2)
@@ -32,11 +32,13 @@ def proxy_depth(config: RunConfig, pp: int, chunks: int) -> Values:
         layers = least
         values |= {"account_for_embedding_in_pipeline_split": False, "account_for_loss_in_pipeline_split": False}
     elif parallel.pipeline_model_parallel_layout is not None:
-        cut = _small_layout(read_layout(parallel.pipeline_model_parallel_layout), stages, least, depths)
+        cut = _proxy_pipeline_layout(
+            parse_pipeline_layout(parallel.pipeline_model_parallel_layout), stages, least, depths
+        )
         layers = "".join(cut).count("t")
         values["pipeline_model_parallel_layout"] = "|".join(cut)
     elif first is not None or last is not None:
-        small = _uneven_stage_layers(config, pp, chunks)
+        small = _uneven_layers_per_rank(config, pp, chunks)
         layers = sum(small)
         values |= {
             "decoder_first_pipeline_num_layers": None if first is None else small[0],
@@ -54,11 +56,14 @@ def proxy_depth(config: RunConfig, pp: int, chunks: int) -> Values:
     return values | _layer_settings(config, layers, rows) | _recompute_settings(config)
 
 
-def _uneven_stage_layers(config: RunConfig, pp: int, chunks: int) -> list[int]:
-    """Layers of each rank where the first or the last has another number: one or two a chunk, as it has fewer or more than others."""
+def _uneven_layers_per_rank(config: RunConfig, pp: int, chunks: int) -> list[int]:
+    """Return the layers of each pipeline rank if the first or last has another number: one or two a chunk, in the same
+    relation.
+    """
     parallel = config.parallel
     counts = [
-        sum(len(stage.layers) for stage in stages_of(config) if stage.rank == rank) for rank in range(parallel.pp)
+        sum(len(stage.layers) for stage in pipeline_stages_of(config) if stage.rank == rank)
+        for rank in range(parallel.pp)
     ]
     middle = counts[len(counts) // 2]
     given = {0: parallel.decoder_first_pipeline_num_layers, pp - 1: parallel.decoder_last_pipeline_num_layers}
@@ -68,8 +73,8 @@ def _uneven_stage_layers(config: RunConfig, pp: int, chunks: int) -> list[int]:
     return [chunks * (1 if ends.get(place, middle) < middle else 2) for place in range(pp)]
 
 
-def _layer_kinds(config: RunConfig) -> list[tuple[Any, ...]]:
-    """What tells the layers of the network from each other, a row a layer."""
+def _layer_kind_rows(config: RunConfig) -> list[tuple[Any, ...]]:
+    """Return a row for each layer with what distinguishes kinds of layers."""
     ways = config.parallel.cp_comm_type
     rows = network_layer_plans(config.model)
     return [
@@ -79,7 +84,7 @@ def _layer_kinds(config: RunConfig) -> list[tuple[Any, ...]]:
 
 
 def _layer_settings(config: RunConfig, count: int, rows: list[tuple[Any, ...]]) -> Values:
-    """So many layers, and what says which of them have a property."""
+    """Return settings for `count` layers, and for which of them have a property. rows: kinds of the original layers."""
     model = config.model
     if model.architecture == "t5":
         encoder = -(-count // 2)
@@ -87,28 +92,32 @@ def _layer_settings(config: RunConfig, count: int, rows: list[tuple[Any, ...]]) 
     values: Values = {"num_layers": count}
     picked = _representative_layers(rows, count)
     small = [network_layer_plans(model)[place] for place in picked]
-    return values | (_proxy_pattern(config, small) if model.is_hybrid else {}) | _layer_lists(config, picked, small)
+    return (
+        values | (_proxy_pattern(config, small) if model.is_hybrid else {}) | _per_layer_settings(config, picked, small)
+    )
 
 
-def _layer_lists(config: RunConfig, picked: list[int], small: list[LayerPlan]) -> Values:
-    """What says of each layer whether it has a property. small: the rows of the layers at the places `picked`."""
+def _per_layer_settings(config: RunConfig, picked: list[int], small: list[LayerPlan]) -> Values:
+    """Return settings that say for each layer whether it has a property. picked: indices of the original layers;
+    small: their plans.
+    """
     model, values = config.model, dict[str, Any]()
     if model.window_attn_skip_freq is not None:
-        values["window_attn_skip_freq"] = _list_text([row.window is not None for row in small])
+        values["window_attn_skip_freq"] = _flag_list_text([row.window is not None for row in small])
     if model.rope.no_rope_freq is not None:
-        values["no_rope_freq"] = _list_text([not row.rope for row in small])
+        values["no_rope_freq"] = _flag_list_text([not row.rope for row in small])
     if model.hybrid.experimental_attention_variant is not None:
-        values["linear_attention_freq"] = _list_text([row.mixer == "gated_delta_net" for row in small])
+        values["linear_attention_freq"] = _flag_list_text([row.mixer == "gated_delta_net" for row in small])
     if model.moe.num_experts and not model.is_hybrid:
         every = all(row.mlp == "moe" for row in small)
-        values["moe_layer_freq"] = "1" if every else _list_text([row.mlp == "moe" for row in small])
+        values["moe_layer_freq"] = "1" if every else _flag_list_text([row.mlp == "moe" for row in small])
     if len(config.parallel.cp_comm_type) > 1:
         values["cp_comm_type"] = tuple(config.parallel.cp_comm_type[place] for place in picked)
     return values
 
 
 def _proxy_pattern(config: RunConfig, rows: list[LayerPlan]) -> Values:
-    """The pattern of these layers, with as many depths of multi-token prediction as are kept. Stages are those of the layout."""
+    """Return the --hybrid-layer-pattern of these layers, with up to two depths of multi-token prediction."""
     model = config.model
     symbols = {parts: symbol for symbol, parts in SYMBOLS.items()}
     depths = model.hybrid.mtp_patterns[:2]
@@ -117,7 +126,9 @@ def _proxy_pattern(config: RunConfig, rows: list[LayerPlan]) -> Values:
 
 
 def _representative_layers(rows: list[tuple[Any, ...]], count: int) -> list[int]:
-    """Layers of the network that stand for all: the first of each kind, and others spread evenly; repeated if there are too few."""
+    """Return indices of `count` layers that represent all: the first of each kind, and others spread evenly; repeated
+    if there are too few.
+    """
     picked = {rows.index(kind) for kind in rows}
     spread = [round(place * (len(rows) - 1) / max(1, count - 1)) for place in range(count)]
     for place in [*spread, *range(len(rows))]:
@@ -126,17 +137,17 @@ def _representative_layers(rows: list[tuple[Any, ...]], count: int) -> list[int]
     return sorted([*sorted(picked), *[len(rows) - 1] * (count - len(picked))])
 
 
-def _list_text(on: list[bool]) -> str:
+def _flag_list_text(on: list[bool]) -> str:
     return f"[{','.join(str(int(one)) for one in on)}]"
 
 
-def _small_layout(stages: tuple[str, ...], count: int, least: int, depths: int) -> list[str]:
-    """The first and the last stages of a layout and some between, with one or two layers where there were few or many."""
+def _proxy_pipeline_layout(stages: tuple[str, ...], count: int, least: int, depths: int) -> list[str]:
+    """Return a pipeline layout of `count` stages: first, last and some between, each with one or two layers."""
     spread = [round(place * (len(stages) - 1) / (count - 1)) for place in range(count)]
     if count > 2 and "m" in stages[-2]:
         spread[-2] = len(stages) - 2
     few = min((stage.count("t") for stage in stages if "t" in stage), default=1)
-    small = [_small_stage(stages[place], few, depths) for place in spread]
+    small = [_proxy_stage_layout(stages[place], few, depths) for place in spread]
     if depths and not any("m" in stage for stage in small):
         small[-1] = small[-1].replace("L", "m" * depths + "L")
     home = next((place for place, stage in enumerate(small) if "t" in stage), 0)
@@ -146,8 +157,10 @@ def _small_layout(stages: tuple[str, ...], count: int, least: int, depths: int) 
     return small
 
 
-def _small_stage(stage: str, few: int, depths: int) -> str:
-    """A stage with one layer where it had few, two where it had more, and as many depths of prediction."""
+def _proxy_stage_layout(stage: str, few: int, depths: int) -> str:
+    """Return a stage's layout with one layer if it had `few`, two if it had more, and `depths` of multi-token
+    prediction.
+    """
     layers = min(2, 1 + (stage.count("t") != few)) if "t" in stage else 0
     ahead = depths if "m" in stage else 0
     return "E" * ("E" in stage) + "t" * layers + "m" * ahead + "L" * ("L" in stage)

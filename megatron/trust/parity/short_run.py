@@ -29,29 +29,29 @@ from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.samplers import collate
 from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree, add_to_tree, sharded_optimizer_state
-from megatron.core.distributed.finalize import finalize
-from megatron.core.kernels.documents import remember_starts
-from megatron.core.kernels.startup_check import choose_kernels
+from megatron.core.distributed.finalize import finalize_gradients
+from megatron.core.kernels.documents import remember_document_starts
+from megatron.core.kernels.startup_check import choose_tried_kernels
 from megatron.core.kernels.table import KernelRequirements
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
-from megatron.core.parallel.spec import local_shards, quantized_of, spec_of
-from megatron.core.tensor_parallel.quantized import dense
+from megatron.core.parallel.spec import local_shards, param_spec_of, quantized_values_of
+from megatron.core.tensor_parallel.quantized import dense_weight
 from megatron.core.tokenizers.build import NullTokenizer
-from megatron.core.transformer.stack import Stack
+from megatron.core.transformer.stack import TransformerStack
 from megatron.preference.settings import PreferenceConfig
 from megatron.preference.step import PreferenceStep
 from megatron.training.checkpoint.run_state import weights_of
 from megatron.training.data.batch import Batch, LossFunction
 from megatron.training.data.rebalance import RebalancedBatches
 from megatron.training.hooks import StepHooks
-from megatron.training.loader import Batches
+from megatron.training.loader import ClosableBatches
 from megatron.training.report.timers import Timers
 from megatron.training.run import Run
 from megatron.training.step import train_step
 from megatron.training.trainer import ForwardStep, ModelProvider, Network, Trainer, build_trainer
-from megatron.trust.parity.answers import answer_batches
+from megatron.trust.parity.answers import random_finetuning_batches
 
 PROVIDERS = {"gpt": pretrain_gpt, "bert": pretrain_bert, "t5": pretrain_t5, "vit": pretrain_vision_classify}
 STEPS = 2  # in the first biases are zero and moments too, so that not every mistake shows before the second
@@ -60,10 +60,10 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class RecordedActivation:
-    """A tensor that went into a module or came out of it on one rank.
-
-    side: input or output. microbatch: its place in the global batch. call: of the module in this microbatch. columns: places
-    of its last dimension in that of the whole, if it is cut as a weight of the module is. stage: of the pipeline.
+    """A tensor that went into or came out of a module on one rank.
+    side: input or output. microbatch: its index in the global batch. call: of the module in this microbatch.
+    columns: ranges of its last dimension in the whole one, if a weight of the module is sharded so. stage: of the
+    pipeline.
     """
 
     module: str
@@ -77,10 +77,9 @@ class RecordedActivation:
 
 @dataclass(slots=True)
 class ShortStep:
-    """One training step of a rank. losses: means over all tokens, by name; norm: of the gradient.
-
-    seen: what went through modules. gradients: what this rank owns of them, before clipping, and before they are divided by
-    the number of tokens that count. weights: after the step, what this rank owns of them; after the last step, all it holds.
+    """What one training step gave on a rank. losses: means over all tokens, by name; norm: of the gradient.
+    seen: activations. gradients: what this rank owns of them, before clipping and before division by the number of
+    tokens that count. weights: after the step, what this rank owns of them; after the last step, all it holds.
     """
 
     losses: dict[str, float] = field(default_factory=dict)
@@ -92,19 +91,21 @@ class ShortStep:
 
 @dataclass(frozen=True, slots=True)
 class ShortRun:
-    """What one rank did. place: axis -> (this rank's place, its size)."""
+    """What a short run gave on one rank. place: axis -> (this rank's index, its size)."""
 
     rank: int
     place: dict[str, tuple[int, int]]
     steps: tuple[ShortStep, ...]
 
 
-def make_run(config: RunConfig, device: torch.device = torch.device("cpu")) -> Run:
-    """A run on this process's ranks (or alone). The config is resolved and has a vocabulary."""
+def make_short_run_context(config: RunConfig, device: torch.device = torch.device("cpu")) -> Run:
+    """Return a `Run` on this process's ranks (or alone). The config is resolved and has a vocabulary."""
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     mesh = Mesh.single_process(device) if alone else Mesh.build(config.parallel, device)
     need = KernelRequirements(device=device.type, dtype=getattr(torch, config.precision.dtype))
-    chosen = choose_kernels(config, need, device, gather=lambda rows: collectives.gather_objects(rows, mesh.world))
+    chosen = choose_tried_kernels(
+        config, need, device, gather=lambda rows: collectives.gather_objects(rows, mesh.world)
+    )
     assert config.model.true_vocab_size is not None, "the config has its vocabulary"
     return Run(
         config=config,
@@ -132,7 +133,7 @@ def random_global_batch(config: RunConfig, iteration: int) -> dict[str, np.ndarr
     if config.model.architecture == "vit":
         return _classifier_batch(config, random)
     if config.model.architecture != "gpt":
-        return _with_padding(config, random, window, in_loss)
+        return _random_padded_batch(config, random, window, in_loss)
     starts = np.maximum.accumulate(np.where(np.diff(documents, axis=1, prepend=-1) > 0, np.arange(shape[1]), 0), axis=1)
     batch: dict[str, np.ndarray] = {
         "tokens": window[:, :-1].copy(),
@@ -141,12 +142,14 @@ def random_global_batch(config: RunConfig, iteration: int) -> dict[str, np.ndarr
         "documents": documents,
         "positions": np.arange(shape[1]) - starts,
     }
-    return _with_images(config, random, batch) if config.model.has_vision else batch
+    return _add_random_images(config, random, batch) if config.model.has_vision else batch
 
 
-def _with_images(config: RunConfig, random: np.random.Generator, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Put images into every other sample, so that with two data-parallel ranks and one sample each the second has none.
-
+def _add_random_images(
+    config: RunConfig, random: np.random.Generator, batch: dict[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Put random images into every other sample, so that with two data-parallel ranks and one sample each the second
+    has none.
     images: [b, most images of a sample, channels, height, width], of which a sample uses the first.
     """
     vision, (size, length) = config.model.vision, batch["tokens"].shape
@@ -164,7 +167,7 @@ def _with_images(config: RunConfig, random: np.random.Generator, batch: dict[str
 
 
 def _classifier_batch(config: RunConfig, random: np.random.Generator) -> dict[str, np.ndarray]:
-    """The global batch of a classifier of images."""
+    """Return the random global batch of an image classifier."""
     vision, size = config.model.vision, config.train.global_batch_size
     return {
         "tokens": np.zeros((size, 1), np.int64),
@@ -174,10 +177,10 @@ def _classifier_batch(config: RunConfig, random: np.random.Generator) -> dict[st
     }
 
 
-def _with_padding(
+def _random_padded_batch(
     config: RunConfig, random: np.random.Generator, window: np.ndarray, in_loss: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """The global batch of a BERT or a T5: rows of very uneven length, and what else their samples hold."""
+    """Return the random global batch of a BERT or a T5, with rows of very uneven length. window: ids [b, s + 1]."""
     train, ids = config.train, config.model.true_vocab_size
     lengths = random.integers(1, train.seq_length + 1, (len(window), 1))
     padding = np.arange(train.seq_length) < lengths
@@ -200,24 +203,26 @@ def _with_padding(
     }
 
 
-def batches(run: Run, iteration: int) -> Iterator[Batch]:
-    """This rank's microbatches of an iteration, in the order of the single sampler; those of all ranks regrouped, if asked."""
+def short_run_batches(run: Run, iteration: int) -> Iterator[Batch]:
+    """Yield this rank's microbatches of an iteration, in the single sampler's order; regrouped under
+    --hybrid-context-parallel.
+    """
     if run.config.parallel.hybrid_context_parallel:
         return RebalancedBatches(rank_microbatches(run, iteration, Axis("dp")), run.mesh, run.config)
     return rank_microbatches(run, iteration, run.mesh.dp)
 
 
 def rank_microbatches(run: Run, iteration: int, axis: Axis) -> Iterator[Batch]:
-    """The microbatches of one rank of a data axis."""
+    """Yield the microbatches of this rank on a data axis."""
     whole, train, data = random_global_batch(run.config, iteration), run.config.train, run.config.data
     for start in range(0, train.global_batch_size, train.micro_batch_size * axis.size):
         first = start + axis.rank * train.micro_batch_size
         arrays = {name: array[first : first + train.micro_batch_size] for name, array in whole.items()}
         if "image_slots" in arrays:
-            arrays = _collate(arrays, run.config.model.vision.num_image_embeddings)
+            arrays = _collate_with_images(arrays, run.config.model.vision.num_image_embeddings)
         local = {name: torch.from_numpy(array).to(run.mesh.device) for name, array in arrays.items()}
         if data.separates_documents:
-            remember_starts(local["documents"], arrays["documents"])
+            remember_document_starts(local["documents"], arrays["documents"])
         batch = Batch(
             tokens=local["tokens"],
             labels=local["labels"],
@@ -232,8 +237,8 @@ def rank_microbatches(run: Run, iteration: int, axis: Axis) -> Iterator[Batch]:
         ).shard_over_context(run.mesh.cp)
 
 
-def _collate(arrays: dict[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
-    """The samples of a microbatch as a dataset's are put together. rows: of an image."""
+def _collate_with_images(arrays: dict[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
+    """Collate a microbatch's samples as a dataset does. rows: embeddings of an image."""
     arrays = dict(arrays)
     counts = arrays.pop("image_counts").tolist()
     samples = [
@@ -247,22 +252,26 @@ def _collate(arrays: dict[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
 # Steps.
 
 
-def short_run(config: RunConfig, steps: int = STEPS, finetuning: PreferenceConfig | None = None) -> ShortRun:
-    """Train so many steps on every rank of this process's world. The config is resolved and has a vocabulary.
-
-    finetuning: the task of a run of finetune.py; left out, language modeling.
+def run_short_training(config: RunConfig, steps: int = STEPS, finetuning: PreferenceConfig | None = None) -> ShortRun:
+    """Train so many steps on every rank of this process's world and record losses, activations, gradients and weights.
+    The config is resolved and has a vocabulary. finetuning: the task of a run of finetune.py; left out, language
+    modeling.
     """
-    run, provider = make_run(config), PROVIDERS[config.model.architecture]
+    run, provider = make_short_run_context(config), PROVIDERS[config.model.architecture]
     watch = _ActivationRecorder(run)
     task = None if finetuning is None or finetuning.finetune_task == "sft" else finetuning
     step: ForwardStep = provider.forward_step if task is None else PreferenceStep(task)
-    trainer = build_trainer(run, watch.wrap_model_provider(provider.model), watch.wrap_forward_step(step))
-    answers = None if task is None else answer_batches(replace(trainer, forward_step=step), provider.model, task, steps)
+    trainer = build_trainer(run, watch.wrap_model_provider(provider.model_provider), watch.wrap_forward_step(step))
+    answers = (
+        None
+        if task is None
+        else random_finetuning_batches(replace(trainer, forward_step=step), provider.model_provider, task, steps)
+    )
     # Sequences that are cut by their length lie on other ranks, in other microbatches, than those of one rank.
     hooks = [] if config.parallel.hybrid_context_parallel else watch.add_hooks(trainer.stages)
     gradients = _GradientRecorder(trainer)
     trainer.add_hook(gradients)
-    done = [_one_step(trainer, watch, gradients, answers) for _ in range(steps)]
+    done = [_record_train_step(trainer, watch, gradients, answers) for _ in range(steps)]
     if answers is not None:
         answers.close()
     for hook in hooks:
@@ -273,66 +282,68 @@ def short_run(config: RunConfig, steps: int = STEPS, finetuning: PreferenceConfi
         name.removeprefix("model."): _copy_shards(placed) for name, placed in weights_of(trainer).items()
     }
     done[-1].weights |= {
-        spec_of(param).name: _dequantized(param, run.mesh)
+        param_spec_of(param).name: _dequantized_shards(param, run.mesh)
         for stage in trainer.stages
         for param in stage.parameters()
-        if quantized_of(param) is not None
+        if quantized_values_of(param) is not None
     }
     place = {name: (run.mesh.axis(name).rank, run.mesh.axis(name).size) for name in ("tp", "cp", "dp", "pp", "ep")}
     return ShortRun(run.mesh.world.rank, place, tuple(done))
 
 
 class _GradientRecorder(StepHooks):
-    """Copies the reduced gradients into the result of the step."""
+    """Hook that copies the reduced gradients into the step's result."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.step = ShortStep()
 
     def before_update(self) -> None:
-        """As the protocol says."""
-        self.step.gradients.update(gradients_of(self.trainer))
+        """Copy the gradients that this rank owns."""
+        self.step.gradients.update(owned_gradients(self.trainer))
 
 
-def _one_step(
-    trainer: Trainer, watch: _ActivationRecorder, gradients: _GradientRecorder, answers: Batches | None
+def _record_train_step(
+    trainer: Trainer, watch: _ActivationRecorder, gradients: _GradientRecorder, answers: ClosableBatches | None
 ) -> ShortStep:
+    """Run one training step and return what it gave."""
     run, step = trainer.run, ShortStep()
     gradients.step = step
-    watch.begin(step.seen)
-    made = train_step(trainer, answers or batches(run, trainer.progress.iteration))
+    watch.start_step_recording(step.seen)
+    made = train_step(trainer, answers or short_run_batches(run, trainer.progress.iteration))
     for name, pair in made.losses.items():
         if isinstance(pair, Tensor) and name.endswith("loss"):
             total, count = collectives.all_reduce(torch.stack(tuple(pair.double())), run.mesh.world).tolist()
             step.losses[name] = total / count if count else 0.0
     assert made.grad_norm is not None, "a training step has the norm of its gradient"
     step.norm = float(made.grad_norm)
-    step.weights = owned_by_parameter(trainer, [segment.data for segment in trainer.optimizer.segments])
+    step.weights = owned_shards_by_name(trainer, [segment.data for segment in trainer.optimizer.segments])
     return step
 
 
-def serialized_short_run(config: RunConfig, steps: int = STEPS, finetuning: PreferenceConfig | None = None) -> bytes:
-    """What `short_run` finds, as one piece for a pipe."""
+def run_short_training_pickled(
+    config: RunConfig, steps: int = STEPS, finetuning: PreferenceConfig | None = None
+) -> bytes:
+    """Return the result of `short_run`, pickled."""
     return pickle.dumps(
-        short_run(config, steps, finetuning)
+        run_short_training(config, steps, finetuning)
     )  # whole: torch would hand over each of its thousands of tensors as an open file
 
 
 def deserialize_short_run(content: bytes) -> ShortRun:
-    """The way back from `serialized_short_run`."""
+    """Unpickle the result of `run_short_training_pickled`."""
     return pickle.loads(content)
 
 
-def gradients_of(trainer: Trainer) -> Tree:
-    """What this rank owns of the gradient, once data-parallel ranks agree; the step's own sums are still to come."""
+def owned_gradients(trainer: Trainer) -> Tree:
+    """Return copies of the gradients that this rank owns, by name, finalized over ranks."""
     segments = [replace(segment, grad=segment.grad.clone()) for segment in trainer.optimizer.segments]
-    finalize(segments, trainer.run.mesh)
-    return owned_by_parameter(trainer, [segment.grad for segment in segments])
+    finalize_gradients(segments, trainer.run.mesh)
+    return owned_shards_by_name(trainer, [segment.grad for segment in segments])
 
 
-def owned_by_parameter(trainer: Trainer, values: Sequence[Tensor]) -> Tree:
-    """Return copies of what belongs to the parameters that this rank owns, by name.
-
+def owned_shards_by_name(trainer: Trainer, values: Sequence[Tensor]) -> Tree:
+    """Return copies of this rank's shards, by parameter name.
     values: [elements] for each of its segments.
     """
     tree: Tree = {}
@@ -341,11 +352,11 @@ def owned_by_parameter(trainer: Trainer, values: Sequence[Tensor]) -> Tree:
     return tree
 
 
-def _dequantized(param: nn.Parameter, mesh: Mesh) -> ShardedTensor:
-    """What a rank holds of a quantized parameter, dequantized."""
-    values = dense(param)
-    pieces = [(piece.box, values[piece.local.slices()]) for piece in local_shards(spec_of(param), mesh)]
-    return ShardedTensor(spec_of(param).shape, param.dtype, pieces)
+def _dequantized_shards(param: nn.Parameter, mesh: Mesh) -> ShardedTensor:
+    """Return a rank's shards of a quantized parameter, dequantized."""
+    values = dense_weight(param)
+    pieces = [(piece.box, values[piece.local.slices()]) for piece in local_shards(param_spec_of(param), mesh)]
+    return ShardedTensor(param_spec_of(param).shape, param.dtype, pieces)
 
 
 def _copy_shards(placed: ShardedTensor) -> ShardedTensor:
@@ -353,7 +364,7 @@ def _copy_shards(placed: ShardedTensor) -> ShardedTensor:
 
 
 class _ActivationRecorder:
-    """Keeps what goes through modules in forward passes, but not in those that are done again for a backward pass."""
+    """Records modules' inputs and outputs in forward passes, but not in recomputation."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -363,26 +374,26 @@ class _ActivationRecorder:
         self._calls: dict[str, int] = {}
         self._columns: dict[str, dict[int, Ranges]] = {}
 
-    def begin(self, seen: list[RecordedActivation]) -> None:
-        """Another step begins. seen: where to keep what it shows."""
+    def start_step_recording(self, seen: list[RecordedActivation]) -> None:
+        """Begin a step; record into `seen`."""
         self._seen, self._counts = seen, {}
 
     def wrap_model_provider(self, model: ModelProvider) -> ModelProvider:
-        """The provider of stages, which tells how the weights of their modules are cut."""
+        """Return the provider, wrapped to record how the weights of modules are sharded."""
 
-        def build(run: Run, stage: StageSpec) -> Network:
+        def build_and_note_shards(run: Run, stage: StageSpec) -> Network:
             made = model(run, stage)
             for name, _ in made.named_modules():  # an adapter takes and gives what its linear layer does
                 linear = made.get_submodule(name.removesuffix(".adapter"))
-                self._columns[name] = _cut_columns(linear, run.mesh)
+                self._columns[name] = _sharded_ranges(linear, run.mesh)
             return made
 
-        return build
+        return build_and_note_shards
 
     def wrap_forward_step(self, forward_step: ForwardStep) -> ForwardStep:
-        """The forward step, which tells of itself."""
+        """Return the forward step, wrapped to record during it."""
 
-        def step(run: Run, batches: Iterator[Batch], stage: Network) -> tuple[Any, LossFunction]:
+        def recorded_forward_step(run: Run, batches: Iterator[Batch], stage: Network) -> tuple[Any, LossFunction]:
             self._stage, self._calls = stage, {}
             try:
                 return forward_step(run, batches, stage)
@@ -390,36 +401,36 @@ class _ActivationRecorder:
                 self._counts[stage.stage.index] = self._counts.get(stage.stage.index, 0) + 1
                 self._stage = None
 
-        return step
+        return recorded_forward_step
 
     def add_hooks(self, stages: Sequence[Network]) -> list[RemovableHandle]:
-        """Look at every module of these stages of which no other stage has a part."""
+        """Hook every module of these stages but the stack of layers; return the handles."""
         modules = [
             (name, module)
             for stage in stages
             for name, module in stage.named_modules()
-            if name and not any(isinstance(part, Stack) for part in module.modules())
+            if name and not any(isinstance(part, TransformerStack) for part in module.modules())
         ]
         return [module.register_forward_pre_hook(self._input_hook(name)) for name, module in modules] + [
             module.register_forward_hook(self._output_hook(name)) for name, module in modules
         ]
 
     def _input_hook(self, name: str) -> Callable[..., None]:
-        def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        def record_input(module: nn.Module, inputs: tuple[Any, ...]) -> None:
             if self._stage is not None:
                 # A stage that only embeds what is ahead begins where the first stage, which embeds the text, would go on.
                 again = name.startswith("embedding") and not self._stage.stage.has_embedding
                 self._calls[name] = self._calls.get(name, int(again)) + 1
                 self._record_activation(name, "input", inputs[0] if inputs else None)
 
-        return look
+        return record_input
 
     def _output_hook(self, name: str) -> Callable[..., None]:
-        def look(module: nn.Module, _: Any, output: Any) -> None:
+        def record_output(module: nn.Module, _: Any, output: Any) -> None:
             if self._stage is not None:
                 self._record_activation(name, "output", output)
 
-        return look
+        return record_output
 
     def _record_activation(self, name: str, side: str, value: Any) -> None:
         value = value[0] if isinstance(value, tuple) and value else value
@@ -432,13 +443,15 @@ class _ActivationRecorder:
             )
 
 
-def _cut_columns(module: nn.Module, mesh: Mesh) -> dict[int, Ranges]:
-    """Dimension of the module's own matrix that is cut -> where this rank's piece lies in the whole: 0 outputs, 1 inputs."""
+def _sharded_ranges(module: nn.Module, mesh: Mesh) -> dict[int, Ranges]:
+    """Return sharded dimension of the module's matrix (0 outputs, 1 inputs) -> ranges of this rank's shard in the
+    whole.
+    """
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2:
         return {}
-    boxes = [piece.box for piece in local_shards(spec_of(weight), mesh)]
+    boxes = [piece.box for piece in local_shards(param_spec_of(weight), mesh)]
     return {
         shard.dim: tuple((box.offset[shard.dim], box.offset[shard.dim] + box.shape[shard.dim]) for box in boxes)
-        for shard in spec_of(weight).shards
+        for shard in param_spec_of(weight).shards
     }

@@ -1,6 +1,6 @@
 """Estimate time and memory of a layout by closed formulas, a thousand times faster than a dry run, to rank many layouts.
 
-Memory is `rank_memory` of models/flops.py, without temporaries: a lower bound, so what it rejects cannot fit. Time is that of the layers' matrix
+Memory is `estimate_rank_memory` of models/flops.py, without temporaries: a lower bound, so what it rejects cannot fit. Time is that of the layers' matrix
 products, attention, element-wise operations, collectives and messages, at the rates of hardware.py. All layers count as equal, and the
 pipeline fills and drains once:
 
@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.models.flops import BYTES, flops_per_sample, rank_memory
-from megatron.trust.plan.cost import FORWARD, StepTime, step_time
+from megatron.core.models.flops import BYTES, estimate_rank_memory, flops_per_sample
+from megatron.trust.plan.cost import FORWARD, StepTime, step_time_from_seconds
 from megatron.trust.plan.hardware import Hardware, collective_seconds
 
 # Element-wise passes of one layer's forward pass: widths of the hidden state that are read or written for each token, outside and
@@ -29,14 +29,16 @@ UPDATE_BYTES = 34  # read and written for each parameter by norm, clipping, Adam
 
 @dataclass(frozen=True, slots=True)
 class AnalyticEstimate:
-    """An estimate. needs: bytes of the rank that needs most; position: its pipeline rank. time: of a step."""
+    """Estimated memory and time. needs: bytes of the rank that needs most; position: its pipeline rank. time: of a
+    step.
+    """
 
     needs: float
     position: int
     time: StepTime
 
 
-def with_vocabulary(config: RunConfig, true_vocab_size: int) -> RunConfig:
+def with_padded_vocabulary(config: RunConfig, true_vocab_size: int) -> RunConfig:
     """Return the config with its vocabulary padded as in a run."""
     return replace(config, model=config.model.with_vocabulary(true_vocab_size, config.parallel.tp))
 
@@ -48,7 +50,9 @@ def num_microbatches(config: RunConfig, world_size: int) -> int:
 
 
 def rank0_groups(config: RunConfig, world_size: int) -> Mapping[str, range]:
-    """Return the group of rank 0 on each axis, in Megatron's order; as `axis_ranks`, without computing all other groups."""
+    """Return the group of rank 0 on each axis, in Megatron's order; as `axis_rank_groups`, without computing all other
+    groups.
+    """
     parallel = config.parallel
     tp, cp, pp, ep = parallel.tp, parallel.context_parallel_size, parallel.pp, parallel.expert_model_parallel_size
     etp, dp = parallel.expert_tensor_parallel_size or tp, parallel.data_parallel_size(world_size)
@@ -68,12 +72,12 @@ def rank0_groups(config: RunConfig, world_size: int) -> Mapping[str, range]:
 def analytic_estimate(
     config: RunConfig, world_size: int, hardware: Hardware, stages: Sequence[StageSpec], *, passes: int = 0
 ) -> AnalyticEstimate:
-    """Estimate a layout. config: resolved, with its vocabulary. stages: of its pipeline (`stages_of`), which many variants share. passes: as in
-    `step_cost`.
+    """Estimate time and memory of a layout. config: resolved, with its vocabulary. stages: of its pipeline
+    (`pipeline_stages_of`). passes: forward passes without gradients, as in `step_cost`.
     """
     count = num_microbatches(config, world_size)
     dp = config.parallel.data_parallel_size(world_size)
-    held = rank_memory(config, stages, data_parallel_size=dp, num_microbatches=count)
+    held = estimate_rank_memory(config, stages, data_parallel_size=dp, num_microbatches=count)
     position = max(range(len(held)), key=lambda place: held[place].total)
     forward, again, parts = _layer_seconds(config, world_size, hardware, sum(len(stage.layers) for stage in stages))
     ends = _output_layer_seconds(config, hardware)
@@ -104,7 +108,9 @@ def analytic_estimate(
         "waiting": fill * slowest + late,
         **({FORWARD: extra} if passes else {}),
     }
-    time = step_time(config, world_size, hardware, seconds=seconds + extra, bubble=fill / (count + fill), parts=share)
+    time = step_time_from_seconds(
+        config, world_size, hardware, seconds=seconds + extra, bubble=fill / (count + fill), parts=share
+    )
     return AnalyticEstimate(held[position].total, position, time)
 
 
@@ -116,7 +122,7 @@ def _layer_seconds(
     size, dtype, at = BYTES[config.precision.dtype], config.precision.dtype, rank0_groups(config, world_size)
     cp, tp, h = parallel.context_parallel_size, parallel.tp, model.hidden_size
     tokens = train.micro_batch_size * train.seq_length / cp
-    mats, met = (flops * train.micro_batch_size / 3 / layers / cp / tp for flops in _layer_flops(config))
+    mats, met = (flops * train.micro_batch_size / 3 / layers / cp / tp for flops in _layer_and_attention_flops(config))
     experts = max(1, (model.moe.num_experts or 1) // parallel.expert_model_parallel_size)
     products = 4 if experts == 1 else 4 + 2 * experts
     arithmetic = products * hardware.matmul_seconds(mats / products, dtype)
@@ -126,7 +132,9 @@ def _layer_seconds(
     passes = size * h * tokens * (OUTSIDE / saved + INSIDE / tp) / hardware.memory_rate + KERNELS * hardware.launch
     whole = size * tokens * h
     tensor = 2 * collective_seconds("all_reduce", whole, at["tp"], hardware)
-    context = collective_seconds("all_gather", 2 * size * tokens * cp * model.key_size / tp, at["cp"], hardware)
+    context = collective_seconds(
+        "all_gather", 2 * size * tokens * cp * model.key_projection_width / tp, at["cp"], hardware
+    )
     rows = whole / saved * (model.moe.moe_router_topk if model.moe.num_experts else 0)
     expert = 2 * collective_seconds("all_to_all", rows, at["ep"], hardware)
     ahead = arithmetic + attention + passes + tensor + context + expert
@@ -144,17 +152,17 @@ def _layer_seconds(
     return sum(parts.values()), again, parts | {"computed again": again}
 
 
-def _layer_flops(config: RunConfig) -> tuple[float, float]:
+def _layer_and_attention_flops(config: RunConfig) -> tuple[float, float]:
     """Return the FLOPs of all layers for one sample, forward and backward: (products, attention)."""
     model, train = config.model, config.train
     whole = flops_per_sample(model, train.seq_length, "causal", decoder_length=train.decoder_seq_length)
     if model.architecture == "t5":
-        return whole - _head_flops(config), 0.0
+        return whole - _output_layer_flops(config), 0.0
     products = train.seq_length * flops_per_sample(model, 1, "causal")
-    return products - _head_flops(config), whole - products
+    return products - _output_layer_flops(config), whole - products
 
 
-def _head_flops(config: RunConfig) -> float:
+def _output_layer_flops(config: RunConfig) -> float:
     """Return the FLOPs of the output layer for one sample."""
     return (
         6
@@ -170,7 +178,7 @@ def _output_layer_seconds(config: RunConfig, hardware: Hardware) -> float:
     share = train.micro_batch_size / parallel.tp / parallel.context_parallel_size
     logits = 4 * config.model.padded_vocab_size * train.seq_length * share
     return (
-        3 * hardware.matmul_seconds(_head_flops(config) / 3 * share, config.precision.dtype)
+        3 * hardware.matmul_seconds(_output_layer_flops(config) / 3 * share, config.precision.dtype)
         + LOGITS * logits / hardware.memory_rate
     )
 
@@ -187,7 +195,10 @@ def _stage_pass_seconds(config: RunConfig, stages: list[StageSpec], layer: float
 def _reduction_and_update_seconds(
     config: RunConfig, world_size: int, hardware: Hardware, parameters: int, last: float
 ) -> tuple[float, float]:
-    """Return seconds of (gradient reduction that is not overlapped, update and all-gather of new weights). last: seconds of a backward pass."""
+    """Return seconds of (gradient reduction that is not overlapped, update and all-gather of new weights). last:
+    seconds of a backward pass.
+    parameters: on this rank.
+    """
     parallel, at = config.parallel, rank0_groups(config, world_size)["dp_cp"]
     gradients, weights = parameters * BYTES[config.precision.gradient_dtype], parameters * BYTES[config.precision.dtype]
     sharded = parallel.use_distributed_optimizer

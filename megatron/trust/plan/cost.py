@@ -25,10 +25,10 @@ from typing import Any
 
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.models.flops import flops_per_sample
-from megatron.core.pipeline_parallel.schedules import forward_only, num_stages, placement_of
-from megatron.core.pipeline_parallel.timeline import Timeline, simulate_plan
+from megatron.core.pipeline_parallel.schedules import forward_only_plan, num_plan_stages, stage_placement_of
+from megatron.core.pipeline_parallel.timeline import Timeline, simulate_pipeline_plan
 from megatron.trust.plan.hardware import Hardware, collective_seconds
-from megatron.trust.simulate.trace import DryRun, Event, EventSpan, Trace, spans_of
+from megatron.trust.simulate.trace import DryRunResult, EventSpan, StepEvent, Trace, event_spans_of
 
 _ROOT = Path(__file__).resolve().parents[3]
 DATA_AXES = ("dp", "dp_cp", "edp")  # over which gradients are summed and new weights gathered
@@ -40,7 +40,7 @@ PICKS = re.compile(r"aten\.(gather|embedding|index_select|index)$")
 FUSED = "megatron/core/kernels/fused.py:"
 ROWS = "megatron/core/kernels/chunked_attention.py:"  # a CPU's attention with dropout: in parts, too, and of the keys that are met alone
 # A product of 8 or 4 bits as a CPU emulates it: what takes the values back is no work of a GPU that multiplies such numbers itself.
-LOW_PRECISION, EMULATED = "megatron/core/kernels/low_precision/fp8.py", ("exact", "product")
+LOW_PRECISION, EMULATED = "megatron/core/kernels/low_precision/fp8.py", ("exact", "emulated_quantized_matmul")
 FORWARD = "forward passes without gradients"  # of networks that are asked before a step
 # Lines that cut a tensor only so that the blocks stay in a CPU's cache: on other devices it is one operation.
 BLOCKS = ("megatron/core/tensor_parallel/loss.py:", "megatron/core/kernels/linear_loss.py:")
@@ -65,9 +65,9 @@ class StepTime:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
-    """The cost of a dry run. time: of a step. timeline: of its whole schedule, in seconds. traffic: bytes of each axis' collectives in a step,
-    of the rank with the most; messages are under `pp`.
+class StepCost:
+    """The cost of a step by a dry run. time: of a step. timeline: of its whole schedule, in seconds. traffic: bytes of
+    each axis' collectives in a step, of the rank with the most; messages are under `pp`.
     """
 
     time: StepTime
@@ -76,11 +76,11 @@ class Cost:
 
 
 @dataclass(slots=True)
-class TimeSpent:
-    """The time of all events of one kind of action, or of one phase, on a rank.
-
-    begun: action -> seconds spent before it. launches: gradient reductions started in the last one, as (seconds after its start, duration). beside:
-    seconds of FSDP2's collectives, which overlap with the layers.
+class ActionTime:
+    """Time and traffic of all events of one kind of action, or of one phase, on a rank.
+    begun: action -> seconds spent before it. parts: seconds by category. launches: gradient reductions started in the
+    last one, as (seconds after its start, duration). beside: seconds of FSDP2's collectives, which overlap with the
+    layers.
     """
 
     begun: dict[str, float] = field(default_factory=dict)
@@ -90,8 +90,8 @@ class TimeSpent:
     launches: list[tuple[float, float]] = field(default_factory=list)
     beside: float = 0.0
 
-    def add(self, other: TimeSpent, before: float) -> None:
-        """Add the events of a span that follows within an action. before: seconds spent here when the action began."""
+    def add_span(self, other: ActionTime, before: float) -> None:
+        """Add the time of a span that follows within an action. before: seconds spent here when the action began."""
         self.launches += [(self.seconds - before + after, seconds) for after, seconds in other.launches]
         self.seconds += other.seconds
         self.beside += other.beside
@@ -101,28 +101,30 @@ class TimeSpent:
 
     @property
     def seconds_per_action(self) -> float:
-        """Seconds of one action."""
+        """Average seconds of one action."""
         return self.seconds / len(self.begun)
 
 
 @dataclass(frozen=True, slots=True)
-class RankTime:
+class RankStepTime:
     """The time of one rank. spent: by kind of action (F0, B0, W0, R0) and by phase. message: seconds of its slowest message to a neighbour.
     gathers: seconds of each all-gather of new weights, which the next forward pass can hide.
     """
 
     place: int
-    spent: Mapping[str, TimeSpent]
+    spent: Mapping[str, ActionTime]
     message: float
     gathers: tuple[float, ...]
 
 
-def step_cost(run: DryRun, hardware: Hardware, *, passes: int = 0) -> Cost:
-    """Compute seconds, bytes and shares of a simulated step. passes: forward passes of all its microbatches before it, without gradients."""
+def step_cost(run: DryRunResult, hardware: Hardware, *, passes: int = 0) -> StepCost:
+    """Compute time, traffic and utilization of a simulated step. passes: forward passes of all its microbatches before
+    it, without gradients.
+    """
     ranks = [rank_time(trace, run.config, hardware) for trace in run.traces]
     if run.config.parallel.hybrid_context_parallel:
         _fill_idle_microbatches(ranks, run.num_microbatches)
-    times = _times_of_stages(ranks, num_stages(run.whole_plan))
+    times = _action_seconds_by_stage(ranks, num_plan_stages(run.whole_plan))
     message = max(rank.message for rank in ranks)
     if not run.config.parallel.overlap_p2p_communication:
         # Both ends wait while a message passes; so it takes their time, and the taker's waiting begins before the sender's ends.
@@ -131,7 +133,7 @@ def step_cost(run: DryRun, hardware: Hardware, *, passes: int = 0) -> Cost:
             times[op] = [seconds + message * ((stage > 0) + (stage < last)) for stage, seconds in enumerate(times[op])]
         message = -message
     whole = [ahead + later for ahead, later in zip(times["B"], times["W"], strict=True)]
-    timeline = simulate_plan(
+    timeline = simulate_pipeline_plan(
         run.whole_plan,
         forward=times["F"],
         backward=whole,
@@ -141,10 +143,10 @@ def step_cost(run: DryRun, hardware: Hardware, *, passes: int = 0) -> Cost:
     )
     ends = [_gradients_reduced_at(rank, run, timeline) for rank in ranks]
     tails = [
-        sum(spent.seconds for key, spent in rank.spent.items() if not ACTION.match(key)) + _exposed_gather(rank)
+        sum(spent.seconds for key, spent in rank.spent.items() if not ACTION.match(key)) + _exposed_gather_seconds(rank)
         for rank in ranks
     ]
-    extra = passes * _forward_seconds(run, times["F"], message)
+    extra = passes * _forward_only_seconds(run, times["F"], message)
     seconds = max(ends) + max(tails)
     busiest = max(ranks, key=lambda rank: sum(spent.seconds_per_action for spent in rank.spent.values()))
     parts = _step_seconds_by_category(busiest, run.whole_microbatches, seconds) | ({FORWARD: extra} if passes else {})
@@ -152,15 +154,19 @@ def step_cost(run: DryRun, hardware: Hardware, *, passes: int = 0) -> Cost:
     for rank in ranks:
         for axis, moved in _traffic_by_axis(rank, run.whole_microbatches, passes).items():
             traffic[axis] = max(traffic.get(axis, 0.0), moved)
-    return Cost(
-        step_time(run.config, run.world_size, hardware, seconds=seconds + extra, bubble=timeline.bubble, parts=parts),
+    return StepCost(
+        step_time_from_seconds(
+            run.config, run.world_size, hardware, seconds=seconds + extra, bubble=timeline.bubble, parts=parts
+        ),
         timeline,
         traffic,
     )
 
 
-def _fill_idle_microbatches(ranks: Sequence[RankTime], num_microbatches: int) -> None:
-    """Give ranks with fewer microbatches than the schedule the average time of their own in the missing ones, where they are idle."""
+def _fill_idle_microbatches(ranks: Sequence[RankStepTime], num_microbatches: int) -> None:
+    """For ranks with fewer microbatches than the schedule, record the missing ones, so that all share the same total
+    time.
+    """
     for rank in ranks:
         for key, spent in rank.spent.items():
             if key[0] in "FB" and ACTION.match(key):
@@ -169,14 +175,14 @@ def _fill_idle_microbatches(ranks: Sequence[RankTime], num_microbatches: int) ->
                 }
 
 
-def _forward_seconds(run: DryRun, forward: Sequence[float], message: float) -> float:
+def _forward_only_seconds(run: DryRunResult, forward: Sequence[float], message: float) -> float:
     """Return seconds of one forward pass of all microbatches without gradients. forward: seconds of a microbatch on each stage."""
     pp, stages = len(run.whole_plan), len(forward)
-    plan = forward_only(pp, stages // pp, run.whole_microbatches, placement_of(run.whole_plan))
-    return max(row[-1] for row in simulate_plan(plan, forward=forward, message=message).end)
+    plan = forward_only_plan(pp, stages // pp, run.whole_microbatches, stage_placement_of(run.whole_plan))
+    return max(row[-1] for row in simulate_pipeline_plan(plan, forward=forward, message=message).end)
 
 
-def _times_of_stages(ranks: Sequence[RankTime], stages: int) -> dict[str, list[float]]:
+def _action_seconds_by_stage(ranks: Sequence[RankStepTime], stages: int) -> dict[str, list[float]]:
     """Return operation -> seconds of one of them on each stage, by the stage's slowest rank."""
 
     def slowest(key: str) -> float:
@@ -185,7 +191,7 @@ def _times_of_stages(ranks: Sequence[RankTime], stages: int) -> dict[str, list[f
     return {op: [slowest(f"{op}{stage}") for stage in range(stages)] for op in "FBW"}
 
 
-def step_time(
+def step_time_from_seconds(
     config: RunConfig, world_size: int, hardware: Hardware, *, seconds: float, bubble: float, parts: Mapping[str, float]
 ) -> StepTime:
     """Compute the rates of a step from its seconds."""
@@ -198,7 +204,7 @@ def step_time(
         / world_size
         for count in ("causal", "square")
     )
-    peak = hardware.flops(config.precision.dtype)
+    peak = hardware.peak_flops(config.precision.dtype)
     return StepTime(
         seconds,
         bubble,
@@ -210,20 +216,20 @@ def step_time(
     )
 
 
-def rank_time(trace: Trace, config: RunConfig, hardware: Hardware) -> RankTime:
-    """Compute the time of everything that a rank does, by action."""
-    spent: dict[str, TimeSpent] = {}
-    meter = _Meter(config, hardware, trace.rank)
-    for part in spans_of(trace.events):
+def rank_time(trace: Trace, config: RunConfig, hardware: Hardware) -> RankStepTime:
+    """Compute the time of everything that a rank does, by kind of action and by phase."""
+    spent: dict[str, ActionTime] = {}
+    meter = _EventTimeMeter(config, hardware, trace.rank)
+    for part in event_spans_of(trace.events):
         if part.again:
-            place = spent.setdefault(_action_kind(part.action), TimeSpent())
-            place.add(meter.repeated_span_time(part), place.begun.setdefault(part.action, place.seconds))
+            place = spent.setdefault(_action_kind(part.action), ActionTime())
+            place.add_span(meter.repeated_span_time(part), place.begun.setdefault(part.action, place.seconds))
             continue
         for event in part.events:
             if event.action != "setup" and event.kind != "action":
-                place = spent.setdefault(_action_kind(event.action), TimeSpent())
+                place = spent.setdefault(_action_kind(event.action), ActionTime())
                 # A message is under way before the action that it is for.
-                meter.count(
+                meter.add_event_time(
                     event,
                     place,
                     0.0 if event.kind == "receive" else place.begun.setdefault(event.action, place.seconds),
@@ -232,12 +238,14 @@ def rank_time(trace: Trace, config: RunConfig, hardware: Hardware) -> RankTime:
         shows = max(0.0, place.beside - place.seconds)
         place.seconds += shows
         place.parts["gathers and sums of FSDP2"] += shows
-    return RankTime(trace.place.get("pp", 0), spent, meter.message, tuple(meter.gathers))
+    return RankStepTime(trace.place.get("pp", 0), spent, meter.message, tuple(meter.gathers))
 
 
 @dataclass(slots=True)
-class _Meter:
-    """Computes the time of one rank's events; equal events and repeated spans only once. message, gathers: as in `RankTime`."""
+class _EventTimeMeter:
+    """Computes the time of one rank's events; equal events and repeated spans only once. message, gathers: as in
+    `RankStepTime`.
+    """
 
     config: RunConfig
     hardware: Hardware
@@ -245,10 +253,10 @@ class _Meter:
     message: float = 0.0
     gathers: list[float] = field(default_factory=list)
     _prices: dict[tuple[Any, ...], tuple[float, str]] = field(default_factory=dict)
-    _stretches: dict[tuple[int, str], TimeSpent] = field(default_factory=dict)
+    _stretches: dict[tuple[int, str], ActionTime] = field(default_factory=dict)
 
-    def count(self, event: Event, place: TimeSpent, before: float) -> None:
-        """Add an event to its action's time. before: seconds spent there when the action began."""
+    def add_event_time(self, event: StepEvent, place: ActionTime, before: float) -> None:
+        """Add an event to its action's time and traffic. before: seconds spent there when the action began."""
         acts = _is_schedule_action(event.action)
         where = event.where if event.where.startswith((*BLOCKS, FUSED, ROWS, LOW_PRECISION)) else ""
         alike = (
@@ -270,11 +278,11 @@ class _Meter:
             self._prices[alike] = event_seconds(event, self.config, self.hardware, self.rank), time_category(event)
         seconds, part = self._prices[alike]
         if event.kind in ("send", "receive"):
-            place.traffic["pp"] += bytes_of(event)
+            place.traffic["pp"] += tensor_bytes_of_event(event)
             self.message = max(self.message, seconds)
             return
         if event.kind == "collective":
-            place.traffic[event.axis] += bytes_of(event)
+            place.traffic[event.axis] += tensor_bytes_of_event(event)
             if event.axis in DATA_AXES and self.config.parallel.use_torch_fsdp2 and acts:
                 place.beside += seconds
                 return
@@ -287,33 +295,35 @@ class _Meter:
         place.seconds += seconds
         place.parts[part] += seconds
 
-    def repeated_span_time(self, part: EventSpan) -> TimeSpent:
-        """Return the time of a span that repeats an earlier one."""
+    def repeated_span_time(self, part: EventSpan) -> ActionTime:
+        """Return the time of a span whose events were recorded before; computed once for each list of events and kind
+        of action (F, B, W).
+        """
         key = id(part.events), part.action[:1]
         if key not in self._stretches:
-            self._stretches[key] = spent = TimeSpent()
+            self._stretches[key] = spent = ActionTime()
             for event in part:
-                self.count(event, spent, 0.0)
+                self.add_event_time(event, spent, 0.0)
         return self._stretches[key]
 
 
-def event_seconds(event: Event, config: RunConfig, hardware: Hardware, rank: int) -> float:
-    """Return the seconds of one event on this rank."""
+def event_seconds(event: StepEvent, config: RunConfig, hardware: Hardware, rank: int) -> float:
+    """Return the seconds of one event on this rank, by the hardware's rates."""
     if event.parts:
         return sum(
             times * sum(event_seconds(part, config, hardware, rank) for part in operations.events)
             for times, operations in event.parts
         )
     if event.kind in ("send", "receive"):
-        return hardware.slowest_link((rank, event.peer)).seconds(bytes_of(event))
+        return hardware.slowest_link((rank, event.peer)).transfer_seconds(tensor_bytes_of_event(event))
     if event.kind == "collective":
-        return collective_seconds(event.name, bytes_of(event), event.ranks, hardware)
+        return collective_seconds(event.name, tensor_bytes_of_event(event), event.ranks, hardware)
     if event.kind == "action" or not (event.moved or event.flops) or FREE.match(event.name):
         return 0.0
     return _operation_seconds(event, config, hardware)
 
 
-def _operation_seconds(event: Event, config: RunConfig, hardware: Hardware) -> float:
+def _operation_seconds(event: StepEvent, config: RunConfig, hardware: Hardware) -> float:
     """Return the seconds of an operation that computes, from its products, its bytes and the hardware's rates."""
     dtype = (event.factors or event.dtype).partition("_")[0]  # float8 of float8_e4m3fn
     dtype = dtype if dtype in hardware.peak else config.precision.dtype
@@ -323,27 +333,27 @@ def _operation_seconds(event: Event, config: RunConfig, hardware: Hardware) -> f
         return hardware.attention_seconds(
             event.flops * met, config.precision.dtype, backward=event.action.startswith("B")
         )
-    low_precision = _low_precision_format(config, hardware)
+    low_precision = _native_low_precision_format(config, hardware)
     if low_precision and event.where in _emulation_lines():
         return _low_precision_seconds(event, config, hardware, low_precision)
     if ATTENTION.search(event.name):
         busy = hardware.attention_seconds(_attention_flops(event, config), dtype, backward="backward" in event.name)
     else:
         busy = hardware.matmul_seconds(event.flops, dtype)
-    moved = 2 * bytes_of(event) if PICKS.match(event.name) else event.moved
+    moved = 2 * tensor_bytes_of_event(event) if PICKS.match(event.name) else event.moved
     return max(busy, moved / hardware.memory_rate) + (0.0 if event.where.startswith(BLOCKS) else hardware.launch)
 
 
-def _low_precision_seconds(event: Event, config: RunConfig, hardware: Hardware, name: str) -> float:
+def _low_precision_seconds(event: StepEvent, config: RunConfig, hardware: Hardware, name: str) -> float:
     """Return the seconds of a low-precision product, from the event that emulates it; other events of the emulation take none."""
     if not event.flops:
         return 0.0
-    size, width = bytes_of(event), item_size(event.dtype)
-    moved = (event.moved - size) / width + size * item_size(config.precision.dtype) / width
+    size, width = tensor_bytes_of_event(event), dtype_bytes(event.dtype)
+    moved = (event.moved - size) / width + size * dtype_bytes(config.precision.dtype) / width
     return max(hardware.matmul_seconds(event.flops, name), moved / hardware.memory_rate) + hardware.launch
 
 
-def _low_precision_format(config: RunConfig, hardware: Hardware) -> str:
+def _native_low_precision_format(config: RunConfig, hardware: Hardware) -> str:
     """Return the format of the run's linear layers that the machine multiplies natively at a known rate; "" if none."""
     low = config.precision.low
     if low.fp8_emulation or low.fp8_format is None and low.fp4_format is None:
@@ -364,7 +374,7 @@ def _emulation_lines() -> frozenset[str]:
     )
 
 
-def _attention_flops(event: Event, config: RunConfig) -> float:
+def _attention_flops(event: StepEvent, config: RunConfig) -> float:
     """Return the FLOPs of the keys that are attended to.
 
     torch counts all keys, and does not count its CPU kernel, which is counted here from its output's shape [b, n, s, d], with as many keys as queries.
@@ -380,21 +390,21 @@ def _attended_share(config: RunConfig) -> float:
     return 0.5 if config.model.architecture == "gpt" else 1.0
 
 
-def bytes_of(event: Event) -> float:
+def tensor_bytes_of_event(event: StepEvent) -> float:
     """Return the bytes of a collective's or message's tensor."""
     count = 1
     for size in event.shape:
         count *= size
-    return count * item_size(event.dtype)
+    return count * dtype_bytes(event.dtype)
 
 
-def item_size(dtype: str) -> float:
+def dtype_bytes(dtype: str) -> float:
     """Return the bytes of one element."""
     digits = re.search(r"(?:float|int|uint|complex)(\d+)", dtype)
     return int(digits[1]) / 8 if digits else 1.0
 
 
-def time_category(event: Event) -> str:
+def time_category(event: StepEvent) -> str:
     """Return the category under which an event's time is reported."""
     if event.kind == "collective":
         return f"{event.axis} collectives"
@@ -418,8 +428,8 @@ def _is_schedule_action(action: str) -> bool:
     return ACTION.match(action) is not None
 
 
-def _gradients_reduced_at(rank: RankTime, run: DryRun, timeline: Timeline) -> float:
-    """Return when a rank has finished its part of the schedule and its gradients are reduced."""
+def _gradients_reduced_at(rank: RankStepTime, run: DryRunResult, timeline: Timeline) -> float:
+    """Return the time at which a rank has finished its part of the schedule and its gradients are reduced, in seconds."""
     row, starts = run.whole_plan[rank.place], timeline.start[rank.place]
     launches = []
     for key, spent in rank.spent.items():
@@ -433,7 +443,7 @@ def _gradients_reduced_at(rank: RankTime, run: DryRun, timeline: Timeline) -> fl
     return max(free, timeline.end[rank.place][-1])
 
 
-def _exposed_gather(rank: RankTime) -> float:
+def _exposed_gather_seconds(rank: RankStepTime) -> float:
     """Return how long a step waits for new weights that are gathered during the first forward pass: the first all-gather, and what exceeds
     that pass.
     """
@@ -443,27 +453,30 @@ def _exposed_gather(rank: RankTime) -> float:
     return rank.gathers[0] + max(0.0, sum(rank.gathers[1:]) - hides)
 
 
-def _repetitions(key: str, spent: TimeSpent, microbatches: int) -> float:
+def _repetitions_per_recorded(key: str, spent: ActionTime, microbatches: int) -> float:
     """Return how often in the whole step a recorded action happens, per recorded occurrence."""
     return microbatches / len(spent.begun) if key[0] in "FBW" and ACTION.match(key) else 1.0
 
 
-def _step_seconds_by_category(rank: RankTime, microbatches: int, seconds: float) -> dict[str, float]:
+def _step_seconds_by_category(rank: RankStepTime, microbatches: int, seconds: float) -> dict[str, float]:
     """Split a rank's step by category; the remainder is waiting for other stages, messages and gradient reductions."""
     parts: defaultdict[str, float] = defaultdict(float)
     for key, spent in rank.spent.items():
         for part, share in spent.parts.items():
-            parts["update" if not ACTION.match(key) else part] += share * _repetitions(key, spent, microbatches)
+            parts["update" if not ACTION.match(key) else part] += share * _repetitions_per_recorded(
+                key, spent, microbatches
+            )
     parts["waiting"] = max(0.0, seconds - sum(parts.values()))
     return dict(sorted(parts.items(), key=lambda item: -item[1]))
 
 
-def _traffic_by_axis(rank: RankTime, microbatches: int, passes: int) -> defaultdict[str, float]:
+def _traffic_by_axis(rank: RankStepTime, microbatches: int, passes: int) -> defaultdict[str, float]:
+    """Return the bytes that a rank moves over each axis in a step."""
     volume: defaultdict[str, float] = defaultdict(float)
     for key, spent in rank.spent.items():
         # Sums of gradients are begun once in a step, however many microbatches there are.
         once = key[0] == "B" and bool(spent.launches)
         for axis, moved in spent.traffic.items():
-            times = 1.0 if once and axis in DATA_AXES else _repetitions(key, spent, microbatches)
+            times = 1.0 if once and axis in DATA_AXES else _repetitions_per_recorded(key, spent, microbatches)
             volume[axis] += moved * times * (1 + passes if key[0] == "F" and ACTION.match(key) else 1)
     return volume

@@ -29,13 +29,13 @@ from megatron.trust.units import GIB
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class NetworkLink:
     """A connection between ranks. rate: bytes per second of one rank, one way, as reached. latency: seconds per step of a message."""
 
     rate: float
     latency: float
 
-    def seconds(self, moved: float) -> float:
+    def transfer_seconds(self, moved: float) -> float:
         """Return the seconds of one message of so many bytes."""
         return self.latency + moved / self.rate
 
@@ -59,36 +59,36 @@ class Hardware:
     memory_rate: float
     launch: float
     node: int
-    inside: Link
-    network: Link
+    inside: NetworkLink
+    network: NetworkLink
     usable: float = 0.94
     sleep: float = 0.0
     fused: bool = True
     source: str = ""
 
-    def flops(self, dtype: str) -> float:
+    def peak_flops(self, dtype: str) -> float:
         """Return the peak FLOPs per second of a dtype; that of fp32 where the profile does not name it."""
         return self.peak.get(dtype, self.peak["float32"])
 
     def matmul_seconds(self, flops: float, dtype: str) -> float:
         """Return the seconds of one matrix product."""
-        return flops / (self.flops(dtype) * interpolate_share(self.matmul, flops)) if flops else 0.0
+        return flops / (self.peak_flops(dtype) * interpolate_share(self.matmul, flops)) if flops else 0.0
 
     def attention_seconds(self, flops: float, dtype: str, *, backward: bool) -> float:
         """Return the seconds of one attention kernel. flops: of the keys that are attended to."""
-        return flops / (self.flops(dtype) * self.attention[backward])
+        return flops / (self.peak_flops(dtype) * self.attention[backward])
 
     def usable_bytes(self) -> float:
         """Bytes available to tensors."""
         return self.memory * self.usable
 
-    def slowest_link(self, ranks: Sequence[int]) -> Link:
+    def slowest_link(self, ranks: Sequence[int]) -> NetworkLink:
         """Return the slowest link of a ring over these ranks. Each rank has a port to the network, and the ring uses all of a node's ports."""
         nodes = [rank // self.node for rank in ranks]
         if len(set(nodes)) < 2:
             return self.inside
         together = min(nodes.count(node) for node in set(nodes))
-        return Link(min(self.inside.rate, together * self.network.rate), self.network.latency)
+        return NetworkLink(min(self.inside.rate, together * self.network.rate), self.network.latency)
 
 
 def interpolate_share(points: Sequence[tuple[float, float]], size: float) -> float:
@@ -164,8 +164,8 @@ def _accelerator(
         0.9 * terabytes * 1e12,
         4e-6,
         node,
-        Link(0.8 * link, 3e-6),
-        Link(0.8 * ports, 12e-6),
+        NetworkLink(0.8 * link, 3e-6),
+        NetworkLink(0.8 * ports, 12e-6),
         source="maker's data sheet, published shares",
     )
 
@@ -223,8 +223,8 @@ PROFILES: Mapping[str, Hardware] = {
             2e10,
             5e-6,
             64,
-            Link(1e9, 1e-4),
-            Link(1e8, 3e-4),
+            NetworkLink(1e9, 1e-4),
+            NetworkLink(1e8, 3e-4),
             usable=0.8,
             fused=False,
             source="measured on two cores of a Zen 3 server",
@@ -234,7 +234,9 @@ PROFILES: Mapping[str, Hardware] = {
 
 
 def hardware_of(name: str) -> Hardware:
-    """Return a built-in profile by name, or read one from a JSON file that `--measure` wrote."""
+    """Return a built-in profile by name, or read one from a JSON file that `--measure` wrote. `ConfigError` if it is
+    neither.
+    """
     if name in PROFILES:
         return PROFILES[name]
     path = Path(name)
@@ -244,7 +246,7 @@ def hardware_of(name: str) -> Hardware:
             "a file on the machine with: python tools/plan.py --measure FILE"
         )
     try:
-        return from_json(json.loads(path.read_text(encoding="utf-8")))
+        return hardware_from_json(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"--hardware {name} is not a profile: {type(error).__name__}: {error}; make one with: python tools/plan.py "
@@ -252,13 +254,13 @@ def hardware_of(name: str) -> Hardware:
         ) from error
 
 
-def to_json(hardware: Hardware) -> dict[str, Any]:
-    """Return a profile as plain values."""
+def hardware_to_json(hardware: Hardware) -> dict[str, Any]:
+    """Return a profile as a dict of JSON-serializable values."""
     return asdict(hardware)
 
 
-def from_json(values: Mapping[str, Any]) -> Hardware:
-    """Read the profile that `to_json` wrote. Raises `ValueError` for invalid values."""
+def hardware_from_json(values: Mapping[str, Any]) -> Hardware:
+    """Read the profile that `hardware_to_json` wrote. Raises `ValueError` for invalid values."""
     known = {field.name for field in fields(Hardware)}
     if odd := sorted(values.keys() ^ known):
         raise ValueError(f"it has to have {', '.join(sorted(known))}; these differ: {', '.join(odd)}")
@@ -268,8 +270,8 @@ def from_json(values: Mapping[str, Any]) -> Hardware:
             "peak": {name: float(rate) for name, rate in values["peak"].items()},
             "matmul": tuple((float(size), float(share)) for size, share in values["matmul"]),
             "attention": (float(values["attention"][0]), float(values["attention"][1])),
-            "inside": Link(**values["inside"]),
-            "network": Link(**values["network"]),
+            "inside": NetworkLink(**values["inside"]),
+            "network": NetworkLink(**values["network"]),
         }
     )
     rates = (

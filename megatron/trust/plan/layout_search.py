@@ -20,10 +20,10 @@ from typing import Any
 
 from megatron.core.config.flags import flag_name
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import stages_of
+from megatron.core.config.stages import pipeline_stages_of
 from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags.repair import RequestedSetup
-from megatron.trust.plan.analytic_estimate import AnalyticEstimate, analytic_estimate, with_vocabulary
+from megatron.trust.plan.analytic_estimate import AnalyticEstimate, analytic_estimate, with_padded_vocabulary
 from megatron.trust.plan.cost import StepTime
 from megatron.trust.plan.hardware import Hardware
 from megatron.trust.units import bytes_text
@@ -57,8 +57,11 @@ Planner = Callable[[RunConfig, int], tuple[int, StepTime]]  # peak bytes and tim
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """One layout. dp follows from the other sizes and the number of ranks."""
+class CandidateLayout:
+    """One parallel layout. dp follows from the other sizes and the number of ranks. chunks: virtual stages per rank;
+    micro: micro batch;
+    sharded: distributed optimizer.
+    """
 
     tp: int
     cp: int
@@ -82,8 +85,8 @@ class Layout:
         )
         return ", ".join(words + ["zero"] * self.sharded)
 
-    def values(self, setting: RequestedSetup) -> dict[str, Any]:
-        """Return the settings of this layout."""
+    def setting_values(self, setting: RequestedSetup) -> dict[str, Any]:
+        """Return the settings of this layout, by field name."""
         parallel = setting.config.parallel
         values: dict[str, Any] = {
             "tensor_model_parallel_size": self.tp,
@@ -111,10 +114,10 @@ class Layout:
             values["hierarchical_context_parallel_sizes"] = None
         return values
 
-    def flags(self, setting: RequestedSetup) -> str:
-        """Return the flags that turn the given command into this layout."""
+    def changed_flags_text(self, setting: RequestedSetup) -> str:
+        """Return the flags that turn the given command into this layout, as text."""
         given, left_out = [], []
-        for name, value in self.values(setting).items():
+        for name, value in self.setting_values(setting).items():
             before, flag = setting.value(name), flag_name(name)
             if value != before and value is not None and value != () and value is not False:
                 given.append(flag if value is True else f"{flag} {value}")
@@ -124,10 +127,10 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Rejected:
+class RejectedLayout:
     """A rejected layout. rules: those that it breaks, or `memory`, or `no-gain`. says: the reason with its numbers."""
 
-    layout: Layout
+    layout: CandidateLayout
     rules: tuple[str, ...]
     says: tuple[str, ...]
 
@@ -136,7 +139,7 @@ class Rejected:
 class FittingLayout:
     """A layout that fits. needs: bytes of its fullest rank. planned: whether a dry run confirmed it."""
 
-    layout: Layout
+    layout: CandidateLayout
     config: RunConfig
     needs: float
     time: StepTime
@@ -148,7 +151,7 @@ class LayoutRanking:
     """Result of a search, the fastest layout first. complete: nothing was skipped for lack of time."""
 
     fits: list[FittingLayout] = field(default_factory=list)
-    rejected: list[Rejected] = field(default_factory=list)
+    rejected: list[RejectedLayout] = field(default_factory=list)
     tried: int = 0
     complete: bool = True
 
@@ -162,7 +165,7 @@ def divisors(value: int, most: int) -> list[int]:
     return [size for size in range(1, min(value, most) + 1) if value % size == 0]
 
 
-def rank_divisions(setting: RequestedSetup, node: int) -> Iterator[Layout]:
+def rank_divisions(setting: RequestedSetup, node: int) -> Iterator[CandidateLayout]:
     """Yield every division of the ranks, with micro batch 0 and nothing else set. node: largest tensor size, which needs fast links."""
     model, train, ranks = setting.config.model, setting.config.train, setting.world_size
     layers = model.num_layers or (model.encoder_num_layers or 0) + (model.decoder_num_layers or 0) or 1
@@ -174,7 +177,8 @@ def rank_divisions(setting: RequestedSetup, node: int) -> Iterator[Layout]:
                 chunks = [1] if pp == 1 else _virtual_stage_counts(layers, pp)
                 for ep, etp in _expert_layouts(setting, tp, ranks // pp):
                     yield from (
-                        Layout(tp, cp, pp, ranks // (tp * cp * pp), size, ep, etp, 0, "none", False) for size in chunks
+                        CandidateLayout(tp, cp, pp, ranks // (tp * cp * pp), size, ep, etp, 0, "none", False)
+                        for size in chunks
                     )
 
 
@@ -217,7 +221,7 @@ def search_layouts(
             break
         _estimate_layout(setting, shape, hardware, true_vocab_size, ranking)
     progress(len(divisions), len(divisions), "rules and formulas")
-    ranking.fits.sort(key=_sort_key)
+    ranking.fits.sort(key=_layout_sort_key)
     if planner is not None:
         _dry_run_best(
             ranking, setting.world_size, hardware, planner, plans=plans, until=started + seconds, progress=progress
@@ -225,28 +229,28 @@ def search_layouts(
     return ranking
 
 
-def _sort_key(one: FittingLayout) -> tuple[bool, float, float]:
+def _layout_sort_key(one: FittingLayout) -> tuple[bool, float, float]:
     """Sort key: layouts with a dry run first, then by time, then by memory."""
     return not one.planned, round(one.time.seconds, 9), one.needs
 
 
 def _estimate_layout(
-    setting: RequestedSetup, shape: Layout, hardware: Hardware, true_vocab_size: int, ranking: LayoutRanking
+    setting: RequestedSetup, shape: CandidateLayout, hardware: Hardware, true_vocab_size: int, ranking: LayoutRanking
 ) -> None:
     """Estimate a division in all its variants, and add each to the fitting or the rejected ones."""
-    first = _resolve_layout(setting, replace(shape, micro=1), ranking)
+    first = _resolve_layout_or_reject(setting, replace(shape, micro=1), ranking)
     if first is None:
         return
     requested_micro, batch, stages = (
         setting.config.train.micro_batch_size,
         first.train.global_batch_size,
-        stages_of(first),
+        pipeline_stages_of(first),
     )
     for micro in sorted({*MICRO, *([requested_micro] if requested_micro else [])}):
         layout = replace(shape, micro=micro)
         if micro * shape.dp > batch:
             break
-        one = first if micro == 1 else _resolve_layout(setting, layout, ranking)
+        one = first if micro == 1 else _resolve_layout_or_reject(setting, layout, ranking)
         if one is None:
             continue
         drawn = [
@@ -256,7 +260,7 @@ def _estimate_layout(
         if drawn[0][2].needs > hardware.usable_bytes():  # what keeps the least; a larger micro batch keeps more
             ranking.tried += 1
             reason = f"{_memory_excess_text(drawn[0][2].needs, hardware, drawn[0][2].position)}, however much is recomputed or cut"
-            ranking.rejected.append(Rejected(layout, ("memory",), (reason,)))
+            ranking.rejected.append(RejectedLayout(layout, ("memory",), (reason,)))
             break
         drawn += [
             (variant, config, analytic_estimate(config, setting.world_size, hardware, stages, passes=setting.passes))
@@ -265,7 +269,9 @@ def _estimate_layout(
         _keep_pareto_variants(drawn, hardware, ranking)
 
 
-def _recompute_variants(layout: Layout, plain: RunConfig, true_vocab_size: int) -> list[tuple[Layout, RunConfig]]:
+def _recompute_variants(
+    layout: CandidateLayout, plain: RunConfig, true_vocab_size: int
+) -> list[tuple[CandidateLayout, RunConfig]]:
     """Return all recomputation modes of a layout, with and without the distributed optimizer, least memory first. plain: its resolved config."""
     made = []
     for sharded in (True, False) if layout.dp * layout.cp > 1 else (False,):
@@ -279,13 +285,13 @@ def _recompute_variants(layout: Layout, plain: RunConfig, true_vocab_size: int) 
                 use_distributed_optimizer=sharded,
                 overlap_param_gather=plain.parallel.overlap_param_gather and sharded,
             )
-            config = with_vocabulary(replace(plain, recompute=recompute, parallel=parallel), true_vocab_size)
+            config = with_padded_vocabulary(replace(plain, recompute=recompute, parallel=parallel), true_vocab_size)
             made.append((replace(layout, recompute=name, sharded=sharded), config))
     return made
 
 
 def _keep_pareto_variants(
-    drawn: list[tuple[Layout, RunConfig, AnalyticEstimate]], hardware: Hardware, ranking: LayoutRanking
+    drawn: list[tuple[CandidateLayout, RunConfig, AnalyticEstimate]], hardware: Hardware, ranking: LayoutRanking
 ) -> None:
     """Keep those variants of one layout that fit and that no other variant beats in both time and memory."""
     ranking.tried += len(drawn)
@@ -293,11 +299,11 @@ def _keep_pareto_variants(
     for layout, config, one in sorted(drawn, key=lambda row: (row[2].time.seconds, row[2].needs)):
         if one.needs > hardware.usable_bytes():
             ranking.rejected.append(
-                Rejected(layout, ("memory",), (_memory_excess_text(one.needs, hardware, one.position),))
+                RejectedLayout(layout, ("memory",), (_memory_excess_text(one.needs, hardware, one.position),))
             )
         elif fitting and one.needs >= min(other.needs for other in fitting):
             ranking.rejected.append(
-                Rejected(
+                RejectedLayout(
                     layout,
                     ("no-gain",),
                     (f"needs {bytes_text(one.needs)}, no less than with {fitting[-1].layout}, and takes longer",),
@@ -308,15 +314,17 @@ def _keep_pareto_variants(
     ranking.fits += fitting
 
 
-def _resolve_layout(setting: RequestedSetup, layout: Layout, ranking: LayoutRanking) -> RunConfig | None:
+def _resolve_layout_or_reject(
+    setting: RequestedSetup, layout: CandidateLayout, ranking: LayoutRanking
+) -> RunConfig | None:
     """Return the resolved config of a layout; None if rules forbid it, which is noted in the ranking."""
-    given = setting.with_values(layout.values(setting))
+    given = setting.with_values(layout.setting_values(setting))
     config, problems = resolve_and_examine(given.config, setting.world_size)
     if not problems:
         return config
     ranking.tried += 1
     ranking.rejected.append(
-        Rejected(
+        RejectedLayout(
             layout,
             tuple(dict.fromkeys(rule for rule, _ in problems)),
             tuple(" ".join(message.split()) for _, message in problems),
@@ -349,13 +357,13 @@ def _dry_run_best(
         if peak > hardware.usable_bytes():
             ranking.fits.remove(one)
             ranking.rejected.append(
-                Rejected(one.layout, ("memory",), (_memory_excess_text(peak, hardware, None) + " by a dry run",))
+                RejectedLayout(one.layout, ("memory",), (_memory_excess_text(peak, hardware, None) + " by a dry run",))
             )
         else:
             fitting += 1
             ranking.fits[ranking.fits.index(one)] = replace(one, needs=peak, time=step, planned=True)
     progress(plans, plans, "dry runs")
-    ranking.fits.sort(key=_sort_key)
+    ranking.fits.sort(key=_layout_sort_key)
 
 
 def _memory_excess_text(needs: float, hardware: Hardware, position: int | None) -> str:

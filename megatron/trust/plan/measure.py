@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron.core.parallel.device import backend_of, pick_device, set_current_device, synchronize
+from megatron.core.parallel.device import pick_device, process_group_backend, set_current_device, synchronize
 from megatron.training.launch.launch_info import read_launch_info
-from megatron.trust.plan.hardware import PROFILES, Hardware, Link
+from megatron.trust.plan.hardware import PROFILES, Hardware, NetworkLink
 
 Say = Callable[[str], None]
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -35,7 +35,7 @@ SMALL, LARGE = 8, 2**23  # numbers of fp32 in the two sums
 
 
 def measure_hardware(say: Say) -> Hardware | None:
-    """Measure this machine; return its profile, or None on all ranks but the first. say: receives lines of progress."""
+    """Measure this machine; return its profile, or None on all ranks but the first. say: called with lines of progress."""
     place, device = read_launch_info(), pick_device()
     set_current_device(device)
     if place.size == 1:
@@ -43,7 +43,7 @@ def measure_hardware(say: Say) -> Hardware | None:
         return _measure_process(device, say)
     is_first = place.rank == 0
     hardware = _measure_process(device, say) if is_first else PROFILES["cpu"]  # the others wait, so as not to disturb
-    dist.init_process_group(backend_of(device), device_id=device if device.type == "cuda" else None)
+    dist.init_process_group(process_group_backend(device), device_id=device if device.type == "cuda" else None)
     try:
         hardware = measure_links(hardware, device, say if is_first else _say_nothing)
     finally:
@@ -85,7 +85,7 @@ def _measure_process(device: torch.device, say: Say) -> Hardware:
 
 
 def measure_links(base: Hardware, device: torch.device, say: Say) -> Hardware:
-    """Return the profile with measured links between this job's ranks. All ranks call it."""
+    """Return the profile with measured links between this job's ranks. Collective."""
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     first = [hosts.index(host) for host in dict.fromkeys(hosts)]
@@ -107,8 +107,8 @@ def measure_links(base: Hardware, device: torch.device, say: Say) -> Hardware:
     )
 
 
-def measure_link(ranks: Sequence[int], device: torch.device) -> Link:
-    """Measure the link between these ranks. All ranks of the job call it and get it."""
+def measure_link(ranks: Sequence[int], device: torch.device) -> NetworkLink:
+    """Measure the link between these ranks by two all-reduces. All ranks of the job call it and get the result."""
     group, n = dist.new_group(list(ranks)), len(ranks)
     seconds = [0.0, 0.0]
     if dist.get_rank() in ranks:
@@ -121,13 +121,13 @@ def measure_link(ranks: Sequence[int], device: torch.device) -> Link:
     return link_from_times(small, large, n)
 
 
-def link_from_times(small: float, large: float, n: int) -> Link:
+def link_from_times(small: float, large: float, n: int) -> NetworkLink:
     """Compute a link from the seconds in which n ranks reduce SMALL and LARGE elements.
 
     On a busy machine the small one can take most of the large one's time, and their difference is noise; the rate is then that of the large one alone.
     """
     left = large - small if large > 2 * small else large
-    return Link(2 * (n - 1) / n * 4 * LARGE / max(left, 1e-9), max(small / (2 * (n - 1)), 1e-7))
+    return NetworkLink(2 * (n - 1) / n * 4 * LARGE / max(left, 1e-9), max(small / (2 * (n - 1)), 1e-7))
 
 
 def timer_lateness(pause: float = 0.005, rounds: int = 20) -> float:
@@ -174,11 +174,11 @@ def _launch_latency(device: torch.device) -> float:
     """Return the seconds of an operation on one element."""
     one = torch.ones(1, device=device)
 
-    def many() -> None:
+    def launch_200_operations() -> None:
         for _ in range(200):
             one.add_(1.0)
 
-    return _best_seconds(many, device) / 200
+    return _best_seconds(launch_200_operations, device) / 200
 
 
 def _attention_efficiency(device: torch.device, top: float) -> tuple[float, float]:
@@ -189,12 +189,12 @@ def _attention_efficiency(device: torch.device, top: float) -> tuple[float, floa
     q, k, v = (torch.randn(batch, heads, length, width, device=device).to(dtype).requires_grad_() for _ in range(3))
     flops = 2.0 * batch * heads * length**2 * width
 
-    def both() -> None:
+    def forward_and_backward() -> None:
         F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
 
     with torch.no_grad():
         ahead = _best_seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), device)
-    back = max(_best_seconds(both, device) - ahead, ahead)
+    back = max(_best_seconds(forward_and_backward, device) - ahead, ahead)
     return flops / ahead / top, 2.5 * flops / back / top
 
 
@@ -206,4 +206,5 @@ def _device_memory(device: torch.device) -> float:
 
 
 def _say_nothing(_: str) -> None:
+    """Ignore a line of progress."""
     pass

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import stages_of
+from megatron.core.config.stages import pipeline_stages_of
 from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags.repair import RequestedSetup
-from megatron.trust.plan.analytic_estimate import analytic_estimate, with_vocabulary
-from megatron.trust.plan.cost import Cost, step_cost
+from megatron.trust.plan.analytic_estimate import analytic_estimate, with_padded_vocabulary
+from megatron.trust.plan.cost import StepCost, step_cost
 from megatron.trust.plan.hardware import Hardware
 from megatron.trust.simulate.collective_matching import MatchReport
-from megatron.trust.simulate.trace import KINDS, DryRun, Trace
+from megatron.trust.simulate.trace import KINDS, DryRunResult, Trace
 from megatron.trust.units import bytes_text
 
 # Edits to try when memory is short, those that cost the least time first: what to write, and the settings that it means.
@@ -36,12 +36,12 @@ MOST_TRIED = 6
 class DryRunner(Protocol):
     """`simulate.dry_run.dry_run`, or a function with its signature."""
 
-    def __call__(self, config: RunConfig, world_size: int, ranks: Sequence[int] | None = None) -> DryRun:
+    def __call__(self, config: RunConfig, world_size: int, ranks: Sequence[int] | None = None) -> DryRunResult:
         """Simulate one step of every distinct kind of rank, or of these ranks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class MemoryAdvice:
     """A change to the flags that was simulated. words: the flags. peak: bytes afterwards; saved: bytes. slower: ratio of a step's seconds, by formulas. fits: whether the run
     fits afterwards.
     """
@@ -59,32 +59,34 @@ class RunPlan:
     deadlock, if that was checked.
     """
 
-    run: DryRun
-    cost: Cost
+    run: DryRunResult
+    cost: StepCost
     hardware: Hardware
     seconds: float
-    advice: tuple[Advice, ...] = ()
+    advice: tuple[MemoryAdvice, ...] = ()
     matching: MatchReport | None = None
 
     @property
-    def terminates(self) -> bool:
+    def no_rank_deadlocks(self) -> bool:
         """Whether no rank would wait forever, as far as checked."""
         return self.matching is None or not self.matching.problems
 
     @property
-    def fits(self) -> bool:
+    def fits_in_memory(self) -> bool:
         """Whether every rank stays within its memory."""
         return self.run.worst_trace.peak <= self.hardware.usable_bytes()
 
 
-def plan(config: RunConfig, world_size: int, hardware: Hardware, dry_run: DryRunner, *, passes: int = 0) -> RunPlan:
-    """Plan a resolved config that has its vocabulary. passes: as in `step_cost`."""
+def plan_run(config: RunConfig, world_size: int, hardware: Hardware, dry_run: DryRunner, *, passes: int = 0) -> RunPlan:
+    """Simulate a step of a resolved config with its vocabulary, and return its memory and time. passes: as in
+    `step_cost`.
+    """
     started = time.monotonic()
     run = dry_run(config, world_size)
     return RunPlan(run, step_cost(run, hardware, passes=passes), hardware, time.monotonic() - started)
 
 
-def with_advice(
+def with_memory_advice(
     planned: RunPlan, setting: RequestedSetup, dry_run: DryRunner, *, true_vocab_size: int, seconds: float = 60.0
 ) -> RunPlan:
     """Add changes that save memory to the plan of a setting that does not fit: each is simulated, alone and then combined until the run fits.
@@ -92,10 +94,10 @@ def with_advice(
     seconds: time limit for further changes.
     """
     until, tried, advice = time.monotonic() + seconds, 0, []
-    saving: list[tuple[Advice, dict[str, Any]]] = []
-    trial = _Trial(planned, setting, dry_run, true_vocab_size)
-    for words, values in memory_savings(setting, planned.run.config):
-        one = trial.simulate(words, values) if time.monotonic() < until else None
+    saving: list[tuple[MemoryAdvice, dict[str, Any]]] = []
+    trial = _AdviceTrial(planned, setting, dry_run, true_vocab_size)
+    for words, values in memory_saving_edits(setting, planned.run.config):
+        one = trial.simulate_change(words, values) if time.monotonic() < until else None
         tried += one is not None
         if one is not None and one.saved > 0:
             advice.append(one)
@@ -109,7 +111,7 @@ def with_advice(
             if time.monotonic() > until or set(values) & set(together):
                 continue
             words, together = f"{words} {one.words}", together | values
-            both = trial.simulate(words, together)
+            both = trial.simulate_change(words, together)
             if both is not None:
                 advice.append(both)
                 if both.fits:
@@ -118,8 +120,10 @@ def with_advice(
     return replace(planned, advice=tuple(advice))
 
 
-def memory_savings(setting: RequestedSetup, config: RunConfig) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return changes that can save memory and that this run has not made yet. config: the resolved setting."""
+def memory_saving_edits(setting: RequestedSetup, config: RunConfig) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return changes that can save memory and that this run has not made yet, as (flags, settings). config: the
+    resolved setting.
+    """
     parallel, train, ranks = config.parallel, config.train, setting.world_size
     dp = parallel.data_parallel_size(ranks)
     savings: list[tuple[str, Mapping[str, Any]]] = []
@@ -151,7 +155,7 @@ def memory_savings(setting: RequestedSetup, config: RunConfig) -> list[tuple[str
 
 
 @dataclass(frozen=True, slots=True)
-class _Trial:
+class _AdviceTrial:
     """The setting and the plan that changes are compared with."""
 
     planned: RunPlan
@@ -159,15 +163,15 @@ class _Trial:
     dry_run: DryRunner
     true_vocab_size: int
 
-    def simulate(self, words: str, values: Mapping[str, Any]) -> Advice | None:
+    def simulate_change(self, words: str, values: Mapping[str, Any]) -> MemoryAdvice | None:
         """Simulate a change; None if rules forbid it."""
         ranks, before, hardware = self.setting.world_size, self.planned.run, self.planned.hardware
         config, problems = resolve_and_examine(self.setting.with_values(values).config, ranks)
         if problems:
             return None
-        config = with_vocabulary(config, self.true_vocab_size)
+        config = with_padded_vocabulary(config, self.true_vocab_size)
         times = [
-            analytic_estimate(one, ranks, hardware, stages_of(one), passes=self.setting.passes).time.seconds
+            analytic_estimate(one, ranks, hardware, pipeline_stages_of(one), passes=self.setting.passes).time.seconds
             for one in (before.config, config)
         ]
         # The fullest rank stays the fullest when only what all ranks do alike changes.
@@ -176,13 +180,15 @@ class _Trial:
             for size in ("tp", "pp", "context_parallel_size", "expert_model_parallel_size")
         )
         peak = self.dry_run(config, ranks, [before.worst_trace.rank] if same else None).worst_trace.peak
-        return Advice(
+        return MemoryAdvice(
             words, peak, before.worst_trace.peak - peak, times[1] / times[0] - 1.0, peak <= hardware.usable_bytes()
         )
 
 
-def explain_peak(run: DryRun) -> list[str]:
-    """Explain why the fullest rank is the fullest: what it holds more of than the emptiest one, and which part of the layout causes that."""
+def peak_explanation_lines(run: DryRunResult) -> list[str]:
+    """Return lines on why the fullest rank is the fullest: what it holds more of than the emptiest one, and which part
+    of the layout causes it.
+    """
     worst, least = run.worst_trace, min(run.traces, key=lambda trace: trace.peak)
     if worst.peak - least.peak < 0.001 * worst.peak:
         return ["all ranks hold the same" + ("" if worst.peak == least.peak else ", but for less than a thousandth")]
@@ -195,7 +201,7 @@ def explain_peak(run: DryRun) -> list[str]:
     reasons = [
         f"rank {worst.rank} holds {bytes_text(worst.peak - least.peak)} more than rank {least.rank}: " + ", ".join(more)
     ]
-    facts = [(stage_contents(run, trace), max_forwards_in_flight(run, trace)) for trace in (worst, least)]
+    facts = [(stage_contents_text(run, trace), max_forwards_in_flight(run, trace)) for trace in (worst, least)]
     if facts[0] != facts[1]:
         for trace, (what, alive) in zip((worst, least), facts):
             waiting = (
@@ -209,9 +215,9 @@ def explain_peak(run: DryRun) -> list[str]:
     return reasons
 
 
-def stage_contents(run: DryRun, trace: Trace) -> str:
+def stage_contents_text(run: DryRunResult, trace: Trace) -> str:
     """Name what a rank's stages hold besides layers."""
-    stages = [stage for stage in stages_of(run.config) if stage.rank == trace.place.get("pp", 0)]
+    stages = [stage for stage in pipeline_stages_of(run.config) if stage.rank == trace.place.get("pp", 0)]
     has = [
         name
         for name, there in (
@@ -223,7 +229,7 @@ def stage_contents(run: DryRun, trace: Trace) -> str:
     return " and ".join(has)
 
 
-def max_forwards_in_flight(run: DryRun, trace: Trace) -> int:
+def max_forwards_in_flight(run: DryRunResult, trace: Trace) -> int:
     """Return the largest number of forward passes of a rank that wait for their backward pass."""
     live = most = 0
     for action in run.whole_plan[trace.place.get("pp", 0)]:

@@ -17,11 +17,11 @@ from string import Template
 from typing import Any
 
 from megatron.core.models.describe import count_parameters
-from megatron.core.pipeline_parallel.schedules import num_stages
+from megatron.core.pipeline_parallel.schedules import num_plan_stages
 from megatron.trust.plan.cost import FUSED
 from megatron.trust.plan.layout_search import LayoutRanking
-from megatron.trust.plan.planner import RunPlan, explain_peak, stage_contents
-from megatron.trust.simulate.trace import KINDS, DryRun, MemoryByKind, Trace
+from megatron.trust.plan.planner import RunPlan, peak_explanation_lines, stage_contents_text
+from megatron.trust.simulate.trace import KINDS, DryRunResult, MemoryByKind, Trace
 from megatron.trust.units import GIB, bytes_text, count_text, seconds_text
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -30,18 +30,18 @@ WIDE, TALL, ROW = 1000, 300, 22
 LEFT, BELOW = 70, 36  # room for the axes of a picture
 
 
-def text(planned: RunPlan) -> str:
+def plan_report_text(planned: RunPlan) -> str:
     """Return the report as text of one screen."""
     run, time = planned.run, planned.cost.time
-    lines = [conclusion(planned), "", headline(run), "", *_format_table(_memory_rows(planned))]
-    worst, summit = run.worst_trace, run.worst_trace.peak_record
+    lines = [conclusion_line(planned), "", run_summary_line(run), "", *_format_table(_memory_rows(planned))]
+    worst, summit = run.worst_trace, run.worst_trace.event_at_peak
     lines += [
         "",
         f"peak of rank {worst.rank}: {summit.name} in {summit.action}"
         + (f", {summit.module}" if summit.module else "")
         + (f", {summit.where}" if summit.where else ""),
     ]
-    lines += [f"{'' if place else 'why there:':10} {line}" for place, line in enumerate(explain_peak(run))]
+    lines += [f"{'' if place else 'why there:':10} {line}" for place, line in enumerate(peak_explanation_lines(run))]
     parts = [
         f"{part} {seconds / time.seconds:.0%}"
         for part, seconds in time.parts.items()
@@ -50,23 +50,23 @@ def text(planned: RunPlan) -> str:
     lines += [
         "",
         f"time of a step: {seconds_text(time.seconds)}, of which {', '.join(parts)}",
-        f"schedule: {_count_text(num_stages(run.whole_plan), 'stage')}, {_count_text(run.whole_microbatches, 'microbatch')}, bubble {time.bubble:.1%}",
+        f"schedule: {_plural_count_text(num_plan_stages(run.whole_plan), 'stage')}, {_plural_count_text(run.whole_microbatches, 'microbatch')}, bubble {time.bubble:.1%}",
     ]
     moved = [
         f"{axis} {bytes_text(size)}" for axis, size in sorted(planned.cost.traffic.items(), key=lambda pair: -pair[1])
     ]
     lines += [f"a rank's collectives and messages in a step: {', '.join(moved) or 'none'}"]
     lines += [] if planned.matching is None else [planned.matching.text]
-    lines += notes(run)
-    lines += ["", *_advice_lines(planned)] if not planned.fits else []
+    lines += dry_run_caveats(run)
+    lines += ["", *_advice_lines(planned)] if not planned.fits_in_memory else []
     return "\n".join(lines) + "\n"
 
 
-def conclusion(planned: RunPlan) -> str:
+def conclusion_line(planned: RunPlan) -> str:
     """Return one line: whether the run fits, its step time and throughput."""
     time, worst, hardware = planned.cost.time, planned.run.worst_trace, planned.hardware
-    fits = "FITS" if planned.fits else "DOES NOT FIT"
-    if not planned.terminates:
+    fits = "FITS" if planned.fits_in_memory else "DOES NOT FIT"
+    if not planned.no_rank_deadlocks:
         fits = f"NEVER ENDS (see below), and {fits}"
     return (
         f"{fits}: the fullest rank needs {bytes_text(worst.peak)} of {bytes_text(hardware.usable_bytes())} on {hardware.name}; about "
@@ -74,8 +74,8 @@ def conclusion(planned: RunPlan) -> str:
     )
 
 
-def headline(run: DryRun) -> str:
-    """Return one line about the layout and the batch."""
+def run_summary_line(run: DryRunResult) -> str:
+    """Return one line on the run: ranks and layout, parameters, batch, dtype."""
     parallel, train = run.config.parallel, run.config.train
     sizes = [
         ("tp", parallel.tp),
@@ -85,19 +85,19 @@ def headline(run: DryRun) -> str:
         ("dp", parallel.data_parallel_size(run.world_size)),
     ]
     layout = ", ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one"
-    model, batches = run.config.model, _count_text(run.whole_microbatches, "microbatch")
+    model, batches = run.config.model, _plural_count_text(run.whole_microbatches, "microbatch")
     batches = (
         f"up to {batches} of at most {parallel.max_seqlen_per_dp_cp_rank:,} tokens on a rank"
         if parallel.hybrid_context_parallel
         else f"{batches} of {train.micro_batch_size} x {train.seq_length:,} tokens"
     )
     return (
-        f"{_count_text(run.world_size, 'rank')} ({layout}); {count_text(count_parameters(model).total)} parameters with a vocabulary of "
+        f"{_plural_count_text(run.world_size, 'rank')} ({layout}); {count_text(count_parameters(model).total)} parameters with a vocabulary of "
         f"{model.padded_vocab_size:,}; {batches}; {run.config.precision.dtype}"
     )
 
 
-def report_values(planned: RunPlan) -> dict[str, Any]:
+def plan_report_values(planned: RunPlan) -> dict[str, Any]:
     """Return the report as plain values, in bytes and seconds."""
     run, hardware = planned.run, planned.hardware
     ranks = [
@@ -109,18 +109,18 @@ def report_values(planned: RunPlan) -> dict[str, Any]:
             "peak": trace.peak,
             "at_peak": asdict(trace.at_peak),
             "steady": asdict(trace.steady),
-            "summit": {name: getattr(trace.peak_record, name) for name in ("name", "where", "action", "module")},
+            "summit": {name: getattr(trace.event_at_peak, name) for name in ("name", "where", "action", "module")},
         }
         for trace, members in zip(run.traces, run.stands_for, strict=True)
     ]
     return {
-        "fits": planned.fits,
+        "fits": planned.fits_in_memory,
         "hardware": hardware.name,
         "budget": hardware.usable_bytes(),
         "world_size": run.world_size,
         "worst_rank": run.worst_trace.rank,
-        "why": explain_peak(run),
-        "notes": notes(run),
+        "why": peak_explanation_lines(run),
+        "notes": dry_run_caveats(run),
         "ranks": ranks,
         "microbatches": run.whole_microbatches,
         "time": asdict(planned.cost.time),
@@ -133,14 +133,14 @@ def report_values(planned: RunPlan) -> dict[str, Any]:
     }
 
 
-def page(planned: RunPlan, command: Sequence[str]) -> str:
+def plan_report_html(planned: RunPlan, command: Sequence[str]) -> str:
     """Return the report as one HTML page. command: the words of the command that made it."""
     run, time = planned.run, planned.cost.time
     fullest = sorted(run.traces, key=lambda trace: -trace.peak)
     drawn = [fullest[0], *([fullest[-1]] if fullest[-1].peak < fullest[0].peak else [])]
     figures = "".join(
-        f"<figure><figcaption>Rank {trace.rank}: {bytes_text(trace.peak)} at {html.escape(trace.peak_record.name)} in "
-        f"{html.escape(trace.peak_record.action)}</figcaption>{memory_picture(trace, planned.hardware.usable_bytes())}</figure>"
+        f"<figure><figcaption>Rank {trace.rank}: {bytes_text(trace.peak)} at {html.escape(trace.event_at_peak.name)} in "
+        f"{html.escape(trace.event_at_peak.action)}</figcaption>{memory_picture(trace, planned.hardware.usable_bytes())}</figure>"
         for trace in drawn
         if trace.timeline
     )
@@ -159,19 +159,19 @@ def page(planned: RunPlan, command: Sequence[str]) -> str:
     keys = "".join(f'<span class="key {kind}">{kind}</span>' for kind in KINDS)
     changes = (
         "".join(f"<li>{html.escape(line.strip())}</li>" for line in _advice_lines(planned)[1:])
-        if not planned.fits
+        if not planned.fits_in_memory
         else ""
     )
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=html.escape(
-            f"{'fits' if planned.fits else 'does not fit'}, {seconds_text(time.seconds)} a step, {headline(run)}"
+            f"{'fits' if planned.fits_in_memory else 'does not fit'}, {seconds_text(time.seconds)} a step, {run_summary_line(run)}"
         ),
         command=html.escape(shlex.join(command)),
-        state="good" if planned.fits else "bad",
-        conclusion=html.escape(conclusion(planned)),
-        headline=html.escape(headline(run)),
+        state="good" if planned.fits_in_memory else "bad",
+        conclusion=html.escape(conclusion_line(planned)),
+        headline=html.escape(run_summary_line(run)),
         memory=_html_table(_memory_rows(planned, most=DRAWN_ROWS)),
-        why="".join(f"<li>{html.escape(line)}</li>" for line in (*explain_peak(run), *notes(run))),
+        why="".join(f"<li>{html.escape(line)}</li>" for line in (*peak_explanation_lines(run), *dry_run_caveats(run))),
         figures=figures,
         keys=keys,
         schedule=schedule_picture(planned),
@@ -337,7 +337,7 @@ def _memory_rows(planned: RunPlan, most: int = SHOWN_RANKS) -> list[list[str]]:
     for trace, count in sorted(fullest[:most], key=lambda pair: pair[0].rank):
         held = [f"{size / unit:.2f}" for size in _bytes_by_kind(trace.at_peak)]
         mark = " <- fullest" if trace is fullest[0][0] and len(fullest) > 1 else ""
-        has = stage_contents(run, trace).replace("the ", "").replace(" and ", "+")
+        has = stage_contents_text(run, trace).replace("the ", "").replace(" and ", "+")
         stage = f"pp {trace.place.get('pp', 0)}" + (f" {has}" if has else "") + f", rank {trace.rank}"
         rows.append([stage, f"{count:,}", f"{trace.peak / unit:.2f}", *held[:-1], held[-1] + mark])
     if len(fullest) > most:
@@ -350,8 +350,8 @@ def _bytes_by_kind(held: MemoryByKind) -> list[int]:
     return [getattr(held, kind) for kind in KINDS]
 
 
-def notes(run: DryRun) -> list[str]:
-    """Return how the dry run differs from the machine that is planned for."""
+def dry_run_caveats(run: DryRunResult) -> list[str]:
+    """Return notes on how the dry run differs from the real run."""
     notes_of_run = []
     if run.config.parallel.hybrid_context_parallel:
         notes_of_run.append(
@@ -384,7 +384,7 @@ def _advice_lines(planned: RunPlan) -> list[str]:
 
 
 def _format_table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Return aligned columns: the first `left` are left-aligned, the others right-aligned."""
+    """Format rows as lines with aligned columns. What follows " <-" in a cell does not count for its width."""
     widths = [max(len(row[place].split(" <-")[0]) for row in rows) for place in range(len(rows[0]))]
     return [
         "  ".join(
@@ -394,7 +394,7 @@ def _format_table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     ]
 
 
-def _count_text(count: int, what: str) -> str:
+def _plural_count_text(count: int, what: str) -> str:
     return f"{count:,} {what}" + ("" if count == 1 else "es" if what.endswith("ch") else "s")
 
 
@@ -414,4 +414,5 @@ def _svg_points(corners: Iterable[tuple[float, float]]) -> str:
 
 
 def _svg_coordinates(corners: Iterable[tuple[float, float]]) -> Iterator[str]:
+    """Yield points as "x,y"."""
     yield from (f"{x:.1f},{y:.1f}" for x, y in corners)

@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from megatron.core.parallel.grid import RankLists, axis_ranks, hybrid_cp_ranks
-from megatron.trust.simulate.trace import TOGETHER, DryRun, Event, communication_of
+from megatron.core.parallel.grid import RankLists, axis_rank_groups, hybrid_cp_rank_groups
+from megatron.trust.simulate.trace import TOGETHER, DryRunResult, StepEvent, communication_of
 
 MOST_PLAYED = 64  # ranks that are played together
 _ALONE = ("pp", "pp_backward")  # axes whose messages begin one by one; elsewhere a send and a receive begin together
@@ -62,8 +62,10 @@ class MatchedCollective:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """A mismatch. kind: count, operation, shape, dtype, source, direction, or waiting. both: the ranks involved; of a cycle, all of it."""
+class CollectiveMismatch:
+    """A mismatch of collectives or messages. kind: count, operation, shape, dtype, source, direction, or waiting.
+    both: the two ends; of a cycle of waiting ranks, all of it.
+    """
 
     kind: str
     says: str
@@ -75,9 +77,11 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class MatchReport:
-    """Result of the comparison. collectives, messages: number of pairs compared. played: number of ranks played together."""
+    """Result of the comparison. collectives, messages: number of pairs compared. played: number of ranks simulated
+    together.
+    """
 
-    problems: tuple[Problem, ...]
+    problems: tuple[CollectiveMismatch, ...]
     collectives: int
     messages: int
     played: int
@@ -93,16 +97,18 @@ class MatchReport:
 
 
 @dataclass(frozen=True, slots=True)
-class RankTimeline:
+class RankCommunication:
     """One rank's collectives and messages in order, with the starts of its actions, as strings, between them."""
 
     rank: int
     steps: tuple[MatchedCollective | str, ...]
 
 
-def match_collectives(run: DryRun) -> MatchReport:
+def match_collectives(run: DryRunResult) -> MatchReport:
     """Compare the traces of a dry run."""
-    lists = axis_ranks(run.config.parallel, run.world_size) | hybrid_cp_ranks(run.config.parallel, run.world_size)
+    lists = axis_rank_groups(run.config.parallel, run.world_size) | hybrid_cp_rank_groups(
+        run.config.parallel, run.world_size
+    )
     lists["pp_backward"] = lists["pp"]
     kind_of = {rank: place for place, ranks in enumerate(run.stands_for) for rank in ranks}
     traced = {trace.rank: trace.events for trace in run.traces}
@@ -110,22 +116,22 @@ def match_collectives(run: DryRun) -> MatchReport:
 
     compares = _owners_sums_meet(run, lists)
 
-    def line(rank: int) -> RankTimeline:
-        return timeline_of(rank, stands[kind_of[rank]], traced[stands[kind_of[rank]]], lists, compares)
+    def communication_of_rank(rank: int) -> RankCommunication:
+        return rank_communication_of(rank, stands[kind_of[rank]], traced[stands[kind_of[rank]]], lists, compares)
 
     chosen = played = [rank for rank in range(run.world_size) if rank in kind_of]
     if len(played) > MOST_PLAYED:
         chosen = [rank for rank in _covering_ranks(lists, kind_of) if rank in kind_of]
         first_replica = next(group for group in lists["model"] if played[0] in group)
         played = [rank for rank in first_replica if rank in kind_of]
-    return match_timelines(
-        {rank: line(rank) for rank in dict.fromkeys((*chosen, *played))},
+    return match_rank_communication(
+        {rank: communication_of_rank(rank) for rank in dict.fromkeys((*chosen, *played))},
         played,
         overlap=run.config.parallel.overlap_p2p_communication,
     )
 
 
-def _owners_sums_meet(run: DryRun, lists: Mapping[str, RankLists]) -> Callable[[Sequence[int]], bool]:
+def _owners_sums_meet(run: DryRunResult, lists: Mapping[str, RankLists]) -> Callable[[Sequence[int]], bool]:
     """Return whether sums of owners' shares can be compared in a group of ranks: the traces of all have the same share of the optimizer's state."""
     place = {rank: at for group in lists["dp_cp"] for at, rank in enumerate(group)}
     share = {rank: place[trace.rank] for trace, ranks in zip(run.traces, run.stands_for, strict=True) for rank in ranks}
@@ -133,26 +139,28 @@ def _owners_sums_meet(run: DryRun, lists: Mapping[str, RankLists]) -> Callable[[
     return lambda ranks: every or len({share[rank] for rank in ranks if rank in share}) <= 1
 
 
-def match_timelines(
-    lines: Mapping[int, RankTimeline], played: Sequence[int] | None = None, *, overlap: bool = True
+def match_rank_communication(
+    lines: Mapping[int, RankCommunication], played: Sequence[int] | None = None, *, overlap: bool = True
 ) -> MatchReport:
-    """Compare timelines. played: ranks to play; left out, all. overlap: whether messages overlap with actions."""
+    """Compare ranks' collectives and messages, and simulate their waiting. played: ranks to simulate; left out, all.
+    overlap: whether messages overlap with actions.
+    """
     problems, collectives = _compare_collectives(lines)
     others, messages = _compare_messages(lines)
     problems += others
     chosen = list(lines) if played is None else list(played)
     if not problems:  # what does not meet would only be found waiting for what never comes
-        problems += _run_all_ranks({rank: lines[rank] for rank in chosen}, overlap=overlap)
+        problems += _simulate_waiting({rank: lines[rank] for rank in chosen}, overlap=overlap)
     return MatchReport(tuple(problems), collectives, messages, len(chosen))
 
 
-def timeline_of(
+def rank_communication_of(
     rank: int,
     traced: int,
-    events: Sequence[Event],
+    events: Sequence[StepEvent],
     lists: Mapping[str, RankLists],
     compares: Callable[[Sequence[int]], bool] = lambda ranks: True,
-) -> RankTimeline:
+) -> RankCommunication:
     """Return the timeline of a rank from the trace of another that stands for it: the same events, in its own groups.
 
     compares: whether sums of owners' shares are compared in a group of ranks; elsewhere they are left out.
@@ -176,7 +184,7 @@ def timeline_of(
                     rank,
                     event.name,
                     event.axis,
-                    group_of(event.axis, ranks),
+                    process_group_key(event.axis, ranks),
                     peer,
                     event.shape,
                     event.dtype,
@@ -184,10 +192,10 @@ def timeline_of(
                     event.action,
                 )
             )
-    return RankTimeline(rank, tuple(steps))
+    return RankCommunication(rank, tuple(steps))
 
 
-def _peer_rank(event: Event, traced: int, rank: int, ranks: tuple[int, ...]) -> int:
+def _peer_rank(event: StepEvent, traced: int, rank: int, ranks: tuple[int, ...]) -> int:
     """Return the peer of a rank whose trace is another's: at the same distance in its own group; the source of a broadcast is the same member."""
     if event.peer not in event.ranks:
         return event.peer
@@ -196,8 +204,10 @@ def _peer_rank(event: Event, traced: int, rank: int, ranks: tuple[int, ...]) -> 
     return ranks[(place + shift) % len(ranks)]
 
 
-def group_of(axis: str, ranks: tuple[int, ...]) -> Group:
-    """Return the process group of an axis. Axes with equal ranks share one, except those that are created separately."""
+def process_group_key(axis: str, ranks: tuple[int, ...]) -> Group:
+    """Return a key of the process group of an axis. Axes with equal ranks share one, except those that are created
+    separately.
+    """
     return axis if axis == "pp_backward" or axis.startswith("block") else "", ranks
 
 
@@ -218,8 +228,8 @@ def _covering_ranks(lists: Mapping[str, RankLists], kind_of: Mapping[int, int]) 
 # In order, and alike.
 
 
-def _compare_collectives(lines: Mapping[int, RankTimeline]) -> tuple[list[Problem], int]:
-    """Compare the members of each group with its first member."""
+def _compare_collectives(lines: Mapping[int, RankCommunication]) -> tuple[list[CollectiveMismatch], int]:
+    """Compare the members of each group with its first member. Return (mismatches, number of pairs compared)."""
     by_group: dict[Group, dict[int, list[MatchedCollective]]] = {}
     for rank, line in lines.items():
         for step in line.steps:
@@ -232,14 +242,20 @@ def _compare_collectives(lines: Mapping[int, RankTimeline]) -> tuple[list[Proble
         for rank in present[1:]:
             other = events.get(rank, [])
             count += min(len(first), len(other))
-            problems += _first_difference(
-                first, other, _mismatch_reason, (present[0], rank), f"the group of ranks {_short_rank_list(group[1])}"
+            problems += _first_sequence_mismatch(
+                first,
+                other,
+                _collective_mismatch_reason,
+                (present[0], rank),
+                f"the group of ranks {_short_rank_list(group[1])}",
             )
     return problems, count
 
 
-def _compare_messages(lines: Mapping[int, RankTimeline]) -> tuple[list[Problem], int]:
-    """Compare both ends of every pair of ranks that exchange messages within a group."""
+def _compare_messages(lines: Mapping[int, RankCommunication]) -> tuple[list[CollectiveMismatch], int]:
+    """Compare both ends of every pair of ranks that exchange messages within a group. Return (mismatches, number of
+    pairs compared).
+    """
     by_pair: dict[tuple[Group, int, int], dict[int, list[MatchedCollective]]] = {}
     for rank, line in lines.items():
         for step in line.steps:
@@ -260,27 +276,30 @@ def _compare_messages(lines: Mapping[int, RankTimeline]) -> tuple[list[Problem],
                 mine, other = (
                     [one for one in end if name in (None, one.name)] for end, name in zip(ends, way, strict=True)
                 )
-                problems += _first_difference(mine, other, _message_mismatch, (low, high), where)
+                problems += _first_sequence_mismatch(mine, other, _message_mismatch, (low, high), where)
     return problems, count
 
 
-def _first_difference(
+def _first_sequence_mismatch(
     first: Sequence[MatchedCollective],
     second: Sequence[MatchedCollective],
     unlike: Callable[[MatchedCollective, MatchedCollective], tuple[str, str] | None],
     ranks: tuple[int, int],
     where: str,
-) -> list[Problem]:
+) -> list[CollectiveMismatch]:
+    """Return the first mismatch of two ranks' sequences, or none. unlike: returns (kind, in words) of a mismatch, or
+    None. where: of what, in words.
+    """
     for number, (a, b) in enumerate(zip(first, second, strict=False), start=1):
         difference = unlike(a, b)
         if difference is not None:
-            return [Problem(difference[0], f"number {number} of {where}: {difference[1]}", (a, b))]
+            return [CollectiveMismatch(difference[0], f"number {number} of {where}: {difference[1]}", (a, b))]
     if len(first) == len(second):
         return []
     more, fewer = (0, 1) if len(first) > len(second) else (1, 0)
     longer, shorter = (first, second) if len(first) > len(second) else (second, first)
     return [
-        Problem(
+        CollectiveMismatch(
             "count",
             f"number {len(shorter) + 1} of {where}: rank {ranks[more]} comes to it and rank {ranks[fewer]} never does",
             (longer[len(shorter)], *shorter[-1:]),
@@ -288,8 +307,8 @@ def _first_difference(
     ]
 
 
-def _mismatch_reason(a: MatchedCollective, b: MatchedCollective) -> tuple[str, str] | None:
-    """Explain why two ranks' collectives do not match; None if they do."""
+def _collective_mismatch_reason(a: MatchedCollective, b: MatchedCollective) -> tuple[str, str] | None:
+    """Return (kind, in words) of why two ranks' collectives do not match; None if they do."""
     if a.name != b.name:
         return "operation", "different operations"
     if a.dtype != b.dtype:
@@ -303,7 +322,7 @@ def _mismatch_reason(a: MatchedCollective, b: MatchedCollective) -> tuple[str, s
 
 
 def _message_mismatch(a: MatchedCollective, b: MatchedCollective) -> tuple[str, str] | None:
-    """Explain why two ends do not belong to one message; None if they do."""
+    """Return (kind, in words) of why two ends do not belong to one message; None if they do."""
     if a.name == b.name:
         return "direction", f"both ends {'send' if a.name == 'send' else 'receive'}"
     if a.dtype != b.dtype:
@@ -326,25 +345,27 @@ def _short_rank_list(ranks: tuple[int, ...]) -> str:
 
 
 @dataclass(slots=True)
-class _Player:
-    """A rank that is played. todo: its remaining steps: starts of messages, and what it waits for."""
+class _SimulatedRank:
+    """A rank whose waiting is simulated. todo: its remaining steps: starts of messages, and waits."""
 
     rank: int
     todo: deque[tuple[str, MatchedCollective, int]]
     began: dict[tuple[Group, int, str], int] = field(default_factory=dict)  # ends of messages that it began
     came: dict[Group, int] = field(default_factory=dict)  # collectives that it came to
     stands: bool = False  # at a collective that it came to
-    followers: list[_Player] = field(default_factory=list)  # who waits for it
+    followers: list[_SimulatedRank] = field(default_factory=list)  # who waits for it
 
 
-def _run_all_ranks(lines: Mapping[int, RankTimeline], *, overlap: bool) -> list[Problem]:
-    """Advance all ranks as long as any can; ranks that remain wait for each other."""
-    players = {rank: _Player(rank, deque(_rank_steps(line, overlap=overlap))) for rank, line in lines.items()}
+def _simulate_waiting(lines: Mapping[int, RankCommunication], *, overlap: bool) -> list[CollectiveMismatch]:
+    """Advance all ranks as long as any can; return the cycle of ranks that wait for each other, if any remain."""
+    players = {
+        rank: _SimulatedRank(rank, deque(_blocking_steps(line, overlap=overlap))) for rank, line in lines.items()
+    }
     ready = deque(players.values())
     while ready:
         player, further = ready.popleft(), False
         while player.todo:
-            further |= _advance(player)
+            further |= _arrive_at_step(player)
             awaited = _ranks_waited_for(player, players)
             if awaited:
                 players[awaited[0]].followers.append(player)
@@ -355,11 +376,13 @@ def _run_all_ranks(lines: Mapping[int, RankTimeline], *, overlap: bool) -> list[
             ready.extend(player.followers)
             player.followers.clear()
     stuck = [rank for rank, player in players.items() if player.todo]
-    return [_waiting_cycle(stuck[0], players)] if stuck else []
+    return [_find_waiting_cycle(stuck[0], players)] if stuck else []
 
 
-def _rank_steps(line: RankTimeline, *, overlap: bool) -> Iterator[tuple[str, MatchedCollective, int]]:
-    """Yield the steps of a rank as (begin, through or meet; what; its number among equal ones), each wait at the place where it blocks."""
+def _blocking_steps(line: RankCommunication, *, overlap: bool) -> Iterator[tuple[str, MatchedCollective, int]]:
+    """Yield a rank's steps as (begin, through or meet; collective or message; its number among equal ones): a message
+    begins, is waited for, or a collective is waited for, each wait where it blocks.
+    """
     arriving: dict[str, list[tuple[MatchedCollective, int]]] = {}
     leaving: list[list[tuple[MatchedCollective, int]]] = [[], []]  # sends that began during this action, and before it
     together: list[tuple[MatchedCollective, int]] = []  # both ways at once: through before anything else
@@ -399,7 +422,7 @@ def _wait_steps(messages: Iterable[tuple[MatchedCollective, int]]) -> Iterator[t
     return (("through", message, number) for message, number in messages)
 
 
-def _advance(player: _Player) -> bool:
+def _arrive_at_step(player: _SimulatedRank) -> bool:
     """Arrive at the next step: start a message, or wait for others. Returns whether that changes anything for other ranks."""
     kind, meeting, number = player.todo[0]
     if kind == "begin":
@@ -411,7 +434,7 @@ def _advance(player: _Player) -> bool:
     return True
 
 
-def _ranks_waited_for(player: _Player, players: Mapping[int, _Player]) -> list[int]:
+def _ranks_waited_for(player: _SimulatedRank, players: Mapping[int, _SimulatedRank]) -> list[int]:
     """Return the ranks that a rank's next step waits for."""
     kind, meeting, number = player.todo[0]
     if kind == "begin":
@@ -428,7 +451,7 @@ def _ranks_waited_for(player: _Player, players: Mapping[int, _Player]) -> list[i
     return [] if peer is None or peer.began.get(answer, 0) >= number else [meeting.peer]
 
 
-def _waiting_cycle(start: int, players: Mapping[int, _Player]) -> Problem:
+def _find_waiting_cycle(start: int, players: Mapping[int, _SimulatedRank]) -> CollectiveMismatch:
     """Return a cycle of ranks that wait for each other, found from a rank that cannot continue."""
     path = [start]
     while True:
@@ -441,7 +464,7 @@ def _waiting_cycle(start: int, players: Mapping[int, _Player]) -> Problem:
             circle = path  # it waits for one that has ended
             break
     both = tuple(players[rank].todo[0][1] for rank in circle if players[rank].todo)
-    return Problem(
+    return CollectiveMismatch(
         "waiting",
         f"{' waits for '.join(f'rank {rank}' for rank in (*circle, following))}, each at what it has begun:",
         both,

@@ -1,6 +1,6 @@
 """Run the real training step on one CPU, without data, for every distinct kind of rank of a cluster of any size.
 
-    dry_run(config, 1024) -> DryRun         traces of all kinds of rank: what each computes, sends and allocates
+    dry_run(config, 1024) -> DryRunResult         traces of all kinds of rank: what each computes, sends and allocates
 
 There is no model of a step here: it is `train_step` on what `build_trainer` builds, by the real pipeline schedule, with three
 substitutes: fake tensors (torch's FakeTensorMode), process groups that transfer nothing (torch's fake backend), and fake batches.
@@ -27,16 +27,16 @@ import pretrain_gpt
 import pretrain_t5
 import pretrain_vision_classify
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import stages_of
-from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
-from megatron.core.kernels.table import CANDIDATES, available_kernels, select_kernels
+from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
+from megatron.core.kernels.table import CANDIDATES, select_kernels, supported_kernel_requests
 from megatron.core.parallel.flight_recorder import FlightRecorder
-from megatron.core.parallel.grid import RankLists, axis_ranks, hybrid_cp_ranks
+from megatron.core.parallel.grid import RankLists, axis_rank_groups, hybrid_cp_rank_groups
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.parallel.overlap import Overlap
+from megatron.core.parallel.overlap import CommunicationOverlap
 from megatron.core.parallel.rng import RandomStreams
-from megatron.core.parallel.spec import quantized_of
-from megatron.core.pipeline_parallel.schedules import Plan, training_plan, with_reduction
+from megatron.core.parallel.spec import quantized_values_of
+from megatron.core.pipeline_parallel.schedules import Plan, pipeline_training_plan, with_reduction_actions
 from megatron.core.pipeline_parallel.transfers import Transfer
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.training.cli.device_checks import kernel_requirements
@@ -46,13 +46,13 @@ from megatron.training.run import Run
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer, build_trainer
 from megatron.trust.flags.parameter_counts import mesh_without_groups
-from megatron.trust.simulate.fake_batches import document_shares, fake_batches
-from megatron.trust.simulate.fake_tensors import FakeRecorder, FakeTensorCache
+from megatron.trust.simulate.fake_batches import fake_batches, made_up_document_shares
+from megatron.trust.simulate.fake_tensors import FakeTensorCache, FakeTensorRecorder
 from megatron.trust.simulate.memoization import MicrobatchMemo, TraceMismatch
 from megatron.trust.simulate.memory import StorageTracker
-from megatron.trust.simulate.recorder import Recorder
+from megatron.trust.simulate.recorder import StepRecorder
 from megatron.trust.simulate.scans import ScanRecorder
-from megatron.trust.simulate.trace import DryRun, EventList, Trace
+from megatron.trust.simulate.trace import DryRunResult, EventList, Trace
 
 _MOST_KINDS = 8
 _LENGTHS = (
@@ -66,7 +66,7 @@ _PROVIDERS = {"gpt": pretrain_gpt, "bert": pretrain_bert, "t5": pretrain_t5, "vi
 _BEGIN, _PHASES = "begin", {"reduction of gradients": "reduction"}
 
 
-class _NoStreams(RandomStreams):
+class _StatelessRandomStreams(RandomStreams):
     """Random streams without state: without data nothing is drawn."""
 
     def __init__(self) -> None:
@@ -86,71 +86,74 @@ class _NoStreams(RandomStreams):
 
 
 class _ForwardingFlightRecorder(FlightRecorder):
-    """A flight recorder that tells a `Recorder` which action begins, and the axis of the next collective."""
+    """A flight recorder that also tells a `Recorder` which action begins, and the axis of the next collective."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: StepRecorder) -> None:
         super().__init__()
         self.recorder = recorder
 
     def begin_activity(self, activity: str, iteration: int) -> None:
-        """As `FlightRecorder.begin_activity`."""
+        """As `FlightRecorder.begin_activity`; the dry run's `Recorder` begins the action "begin" too."""
         super().begin_activity(activity, iteration)
         self.recorder.begin_action(_BEGIN)
 
     def enter_phase(self, action: object) -> None:
-        """As `FlightRecorder.enter_phase`. Reading data belongs to the action that needs it."""
+        """As `FlightRecorder.enter_phase`; the `Recorder` begins the action too, except reading data, which belongs to
+        the action that needs it.
+        """
         super().enter_phase(action)
         name = _PHASES.get(str(action), str(action))
         if name and not name.startswith("data of"):
             self.recorder.begin_action(name)
 
     def record_collective(self, what: object, axis: str, ranks: tuple[int, ...], size: int) -> None:
-        """As `FlightRecorder.record_collective`."""
+        """As `FlightRecorder.record_collective`; the `Recorder` is told the axis and, of a message, the action that
+        consumes it.
+        """
         super().record_collective(what, axis, ranks, size)
         self.recorder.axis = axis
         self.recorder.consumer = str(what.consumer) if isinstance(what, Transfer) else ""
 
 
-def make_trainer(config: RunConfig, mesh: Mesh, recorder: Recorder, *, varlen: bool = False) -> Trainer:
+def make_recorded_trainer(config: RunConfig, mesh: Mesh, recorder: StepRecorder, *, varlen: bool = False) -> Trainer:
     """Build a trainer as every run does, with a flight recorder that reports to `recorder`.
-
-    varlen: documents are attended to as a GPU's kernel for them does it, where the run would take that.
+    varlen: attend to documents as a GPU's varlen kernel does, if the run would use it.
     """
-    shared: dict[str, Any] = {"flight_recorder": _ForwardingFlightRecorder(recorder), "overlap": Overlap()}
+    shared: dict[str, Any] = {"flight_recorder": _ForwardingFlightRecorder(recorder), "overlap": CommunicationOverlap()}
     axes = {name: replace(mesh.axis(name), **shared) for name in axis_names(mesh)}
     mesh = replace(mesh.with_axes(axes), hybrid_cp=tuple(replace(axis, **shared) for axis in mesh.hybrid_cp))
     if config.parallel.use_torch_fsdp2:
         recorder.shared = {
             axis.group.group_name: axis.name for axis in (mesh.edp, mesh.dp_cp) if axis.group is not None
         }
-    need, wishes = kernel_requirements(config, mesh.device), config.model.kernel_requests
+    need, wishes = kernel_requirements(config, mesh.device), config.model.all_requested_kernels
     if wishes["cross_entropy"] == "auto":
         wishes["cross_entropy"] = "native"  # as on the GPUs of the plan, which must not be promised too little memory
-    kernels = select_kernels(need, available_kernels(need, wishes))
-    if varlen and takes_varlen(config):
+    kernels = select_kernels(need, supported_kernel_requests(need, wishes))
+    if varlen and uses_varlen_attention(config):
         kernels = replace(kernels, attention=partial(_attend_to_whole_rows, kernels.attention))
-    if isinstance(recorder, FakeRecorder):
-        kernels = ScanRecorder(recorder, recorder.world.scans).around(kernels)
+    if isinstance(recorder, FakeTensorRecorder):
+        kernels = ScanRecorder(recorder, recorder.world.scans).with_recorded_scans(kernels)
     run = Run(
         config=config,
         mesh=mesh,
         kernels=kernels,
         tokenizer=NullTokenizer(config.model.true_vocab_size or 2),
-        streams=_NoStreams(),
+        streams=_StatelessRandomStreams(),
         timers=Timers(level=0),
         log=logging.getLogger("megatron.dry_run"),
     )
     provider = _PROVIDERS[config.model.architecture]
-    trainer = build_trainer(run, provider.model, provider.forward_step)
+    trainer = build_trainer(run, provider.model_provider, provider.forward_step)
     trainer.loss_names = trainer.note_names = ()  # ranks ask each other once, in their first step
     return trainer
 
 
-def takes_varlen(config: RunConfig) -> bool:
-    """Whether a run on a GPU keeps documents apart by their lengths, and makes no mask."""
+def uses_varlen_attention(config: RunConfig) -> bool:
+    """Whether a run on a GPU would separate documents by a varlen attention kernel, without a mask."""
     need = replace(kernel_requirements(config, torch.device("cpu")), device="cuda")
     varlen = next(one for one in CANDIDATES if (one.op, one.name) == ("attention", "varlen"))
-    requested = config.model.kernel_requests["attention"] in ("auto", *_LENGTHS)
+    requested = config.model.all_requested_kernels["attention"] in ("auto", *_LENGTHS)
     return requested and need.documents and not need.window and not varlen.unsupported_reason(need)
 
 
@@ -159,29 +162,33 @@ def _attend_to_whole_rows(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: MaskSpec,
+    mask: AttentionMaskSpec,
     dropout: float = 0.0,
-    scores: ScoreModifiers = ScoreModifiers(),
+    scores: AttentionScoreModifiers = AttentionScoreModifiers(),
 ) -> Tensor:
-    """Compute what documents of whole rows take, which is the most: nothing is kept but q, k, v and the output."""
+    """Compute attention without document mask: the most that documents can take, with nothing saved but q, k, v and the
+    output.
+    """
     return attention(q, k, v, replace(mask, documents=None, starts=None), dropout, scores)
 
 
-def record_step(trainer: Trainer, recorder: Recorder, around: AbstractContextManager[None] = nullcontext()) -> Trace:
-    """Record one step of the trainer. around: a context in which the step runs."""
+def record_train_step(
+    trainer: Trainer, recorder: StepRecorder, around: AbstractContextManager[None] = nullcontext()
+) -> Trace:
+    """Record one step of the trainer and return its trace. around: a context in which the step runs."""
     memory, mesh = recorder.memory, trainer.run.mesh
     if recorder.shared:
         gc.collect()  # rings of references that cutting weights leaves behind
     params = [param for stage in trainer.stages for param in stage.parameters()]
-    _label_memory(memory, trainer, params)
+    _label_persistent_memory(memory, trainer, params)
     recorder.events = EventList()
-    memory.begin_step()
+    memory.begin_peak_measurement()
     began = memory.clock
-    with recorder.module_names(trainer.stages), around:
+    with recorder.track_current_module(trainer.stages), around:
         train_step(trainer, fake_batches(trainer))
     recorder.begin_action("end")
     place = {name: mesh.axis(name).rank for name in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")}
-    parameters = sum(_local_size(param) for param in params)
+    parameters = sum(_num_local_elements(param) for param in params)
     return Trace(
         mesh.world.rank,
         place,
@@ -192,34 +199,34 @@ def record_step(trainer: Trainer, recorder: Recorder, around: AbstractContextMan
         memory.memory_at(memory.peak_clock),
         memory.memory_at(memory.clock),
         memory.timeline(began),
-        memory.kept_per_microbatch(recorder.begins["reduction"]),
+        memory.bytes_kept_per_microbatch(recorder.begins["reduction"]),
     )
 
 
-def _label_memory(memory: StorageTracker, trainer: Trainer, params: Sequence[Tensor]) -> None:
-    """Name what the ranks hold between steps: weights with buffers, gradients, and the optimizer's state."""
+def _label_persistent_memory(memory: StorageTracker, trainer: Trainer, params: Sequence[Tensor]) -> None:
+    """Label the storages held between steps: weights with buffers, gradients, and the optimizer's state."""
     segments, parallels = trainer.optimizer.segments, trainer.parallels
     memory.label((segment.grad for segment in segments), "gradients")
     memory.label((segment.data for segment in segments), "weights")
     buckets = (bucket for parallel in parallels for bucket in getattr(parallel, "buckets", ()))
     memory.label((whole for bucket in buckets for whole in bucket.all_gather_buffers), "weights")
     for param in params:
-        if quantized_of(param) is not None:
+        if quantized_values_of(param) is not None:
             memory.count_as_zero(param)
-    memory.label((held for param in params for held in _local_tensors(param)), "weights")
+    memory.label((held for param in params for held in _stored_tensors_of(param)), "weights")
     memory.label((buffer for stage in trainer.stages for buffer in stage.buffers()), "weights")
     memory.label(trainer.optimizer.stored_tensors(), "optimizer")
 
 
-def _local_tensors(param: Tensor) -> tuple[Tensor, ...]:
+def _stored_tensors_of(param: Tensor) -> tuple[Tensor, ...]:
     """Return what a rank holds of a parameter between steps: its shard, or the codes and scales of one that is quantized."""
-    quantized = quantized_of(param)
+    quantized = quantized_values_of(param)
     if quantized is not None:
         return quantized.stored_tensors()
     return (param.to_local() if isinstance(param, DTensor) else param,)
 
 
-def _local_size(param: Tensor) -> int:
+def _num_local_elements(param: Tensor) -> int:
     return param.to_local().numel() if isinstance(param, DTensor) else param.numel()
 
 
@@ -231,20 +238,21 @@ def dry_run(
     whole: bool = False,
     follows: bool = False,
     varlen: bool = False,
-) -> DryRun:
-    """Simulate one step of every distinct kind of rank, or of the given ranks.
-
-    config: resolved, with its vocabulary. whole: all microbatches of the step; otherwise as many as the pipeline needs to reach its steady state.
-    follows: simulate every microbatch op by op; otherwise repeated ones are replayed (memoization.py). varlen: as for `make_trainer`.
+) -> DryRunResult:
+    """Simulate one step of every distinct kind of rank, or of the given ranks; return their traces.
+    config: resolved, with its vocabulary. whole: all microbatches of the step; otherwise as many as the pipeline needs
+    to reach its steady state.
+    follows: simulate every microbatch op by op; otherwise repeated ones are replayed (memoization.py). varlen: as for
+    `make_recorded_trainer`.
     """
     if dist.is_initialized():
         raise RuntimeError(
             "a dry run makes a world of its own, and this process already belongs to one; start it in another process"
         )
-    lists = axis_ranks(config.parallel, world_size) | hybrid_cp_ranks(config.parallel, world_size)
+    lists = axis_rank_groups(config.parallel, world_size) | hybrid_cp_rank_groups(config.parallel, world_size)
     count = _num_microbatches(config, world_size)
     enough = count if whole else _microbatches_to_peak(config, count)
-    kinds = rank_kinds(config, lists, count) if ranks is None else [(rank,) for rank in ranks]
+    kinds = group_ranks_by_kind(config, lists, count) if ranks is None else [(rank,) for rank in ranks]
     short = _with_microbatches(config, world_size, enough)
     world = FakeTensorCache()
     try:
@@ -260,7 +268,7 @@ def dry_run(
         enough = count = max(
             sum(event.kind == "action" and event.name[0] == "F" for event in trace.events) for trace in traces
         )
-    return DryRun(
+    return DryRunResult(
         config,
         world_size,
         traces,
@@ -280,7 +288,7 @@ def _extend_to_microbatches(trace: Trace, known: int, count: int) -> Trace:
     )
 
 
-def rank_kinds(config: RunConfig, lists: dict[str, RankLists], num_microbatches: int) -> list[tuple[int, ...]]:
+def group_ranks_by_kind(config: RunConfig, lists: dict[str, RankLists], num_microbatches: int) -> list[tuple[int, ...]]:
     """Return the ranks of a world, grouped by kind.
 
     Pipeline stages differ, and ranks with different shares of the documents. Along the other axes, the first, the last and the ranks between can
@@ -289,7 +297,7 @@ def rank_kinds(config: RunConfig, lists: dict[str, RankLists], num_microbatches:
     shares = _data_parallel_shares(config, lists, num_microbatches)
     axes = ("tp",) if shares else ("tp", "cp", "dp", "ep", "etp")
     edges = [
-        {rank: _pipeline_edge(place, len(ranks)) for ranks in lists[axis] for place, rank in enumerate(ranks)}
+        {rank: _edge_position(place, len(ranks)) for ranks in lists[axis] for place, rank in enumerate(ranks)}
         for axis in axes
     ]
     for marks in (edges, []):
@@ -310,15 +318,16 @@ def _data_parallel_shares(
     """Return each rank's share of a global batch whose documents are divided by length."""
     if not config.parallel.hybrid_context_parallel:
         return {}
-    shares = document_shares(config, num_microbatches, len(lists["dp"][0]))
+    shares = made_up_document_shares(config, num_microbatches, len(lists["dp"][0]))
     return {
-        rank: tuple((size, _pipeline_edge(at, size), length) for size, at, length in shares[place])
+        rank: tuple((size, _edge_position(at, size), length) for size, at, length in shares[place])
         for group in lists["dp"]
         for place, rank in enumerate(group)
     }
 
 
-def _pipeline_edge(place: int, size: int) -> int:
+def _edge_position(place: int, size: int) -> int:
+    """Return 0 for the first of `size` places, 2 for the last, else 1."""
     return 0 if place == 0 else 2 if place == size - 1 else 1
 
 
@@ -331,7 +340,7 @@ def _num_microbatches(config: RunConfig, world_size: int) -> int:
 
 def _microbatches_to_peak(config: RunConfig, count: int) -> int:
     """Return after how many microbatches a schedule has reached its highest memory on every rank."""
-    parallel, chunks = config.parallel, len(stages_of(config)) // config.parallel.pp
+    parallel, chunks = config.parallel, len(pipeline_stages_of(config)) // config.parallel.pp
     if parallel.pipeline_schedule == "gpipe" or parallel.hybrid_context_parallel:
         return count
     if parallel.splits_backward:
@@ -359,9 +368,9 @@ def _with_microbatches(config: RunConfig, world_size: int, count: int) -> RunCon
 
 def schedule_plan(config: RunConfig, count: int) -> Plan:
     """Return the pipeline schedule of a step of so many microbatches."""
-    parallel, chunks = config.parallel, len(stages_of(config)) // config.parallel.pp
-    return with_reduction(
-        training_plan(
+    parallel, chunks = config.parallel, len(pipeline_stages_of(config)) // config.parallel.pp
+    return with_reduction_actions(
+        pipeline_training_plan(
             parallel.pp,
             chunks,
             count,
@@ -381,8 +390,7 @@ def fake_trace(
     *,
     varlen: bool = False,
 ) -> Trace:
-    """Simulate one rank's step on fake tensors (any shape).
-
+    """Simulate one rank's step on fake tensors (any shape) and return its trace.
     copied: number of microbatches of the step, of which repeated ones are replayed; 0: simulate every one.
     """
     try:
@@ -397,23 +405,23 @@ def _trace_in_groups(
     config: RunConfig, lists: dict[str, RankLists], rank: int, world: FakeTensorCache, copied: int, varlen: bool
 ) -> Trace:
     """As `fake_trace`, within the process groups of this rank; a separate function so that nothing outlives them."""
-    mesh, ranks = _mesh_of_own_groups(lists, rank)
-    recorder = FakeRecorder(
+    mesh, ranks = _mesh_with_fake_groups(lists, rank)
+    recorder = FakeTensorRecorder(
         ranks,
         routing_sizes(config),
         world,
         knows=config.parallel.hybrid_context_parallel,
         masks=config.model.kernels.cross_entropy_fusion_impl == "linear",
     )
-    with world.mode, recorder, recorder.patched((world.mode,)):
-        trainer = make_trainer(config, mesh, recorder, varlen=varlen)
+    with world.mode, recorder, recorder.patched_torch((world.mode,)):
+        trainer = make_recorded_trainer(config, mesh, recorder, varlen=varlen)
         add_products_as_on_gpus(trainer)
         around = (
             MicrobatchMemo(recorder, copied).installed_on(trainer.stages)
             if copied > _NEVER_REPLAYED and _can_replay_microbatches(config)
             else nullcontext()
         )
-        return record_step(trainer, recorder, around)
+        return record_train_step(trainer, recorder, around)
 
 
 def add_products_as_on_gpus(trainer: Trainer) -> None:
@@ -442,11 +450,11 @@ def _can_replay_microbatches(config: RunConfig) -> bool:
 def real_trace(config: RunConfig, mesh: Mesh) -> Trace:
     """Record this rank's step on real tensors, together with all other ranks; `fake_trace` must agree with it."""
     axes = (*map(mesh.axis, axis_names(mesh)), *mesh.hybrid_cp)
-    recorder = Recorder(
+    recorder = StepRecorder(
         {axis.group.group_name: axis.ranks for axis in axes if axis.group is not None}, routing_sizes(config)
     )
-    with _without_garbage_collection(), recorder, recorder.patched():
-        return record_step(make_trainer(config, mesh, recorder), recorder)
+    with _without_garbage_collection(), recorder, recorder.patched_torch():
+        return record_train_step(make_recorded_trainer(config, mesh, recorder), recorder)
 
 
 def axis_names(mesh: Mesh) -> list[str]:
@@ -462,6 +470,7 @@ def routing_sizes(config: RunConfig) -> tuple[int, int] | None:
 
 @contextmanager
 def _fake_groups(world_size: int, rank: int) -> Iterator[None]:
+    """Within: a default process group of torch's fake backend, as this rank, and no garbage collection."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         with _without_garbage_collection():
@@ -484,12 +493,12 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _mesh_of_own_groups(lists: dict[str, RankLists], rank: int) -> tuple[Mesh, dict[str, tuple[int, ...]]]:
+def _mesh_with_fake_groups(lists: dict[str, RankLists], rank: int) -> tuple[Mesh, dict[str, tuple[int, ...]]]:
     """Return a rank's mesh with fake process groups for its own axes only, and the ranks of each group by name."""
     mesh, ranks, axes = mesh_without_groups(lists, rank), {}, {}
     made: dict[tuple[int, ...], Any] = {}
 
-    def grouped(axis: Axis) -> Axis:
+    def with_fake_group(axis: Axis) -> Axis:
         if axis.size == 1:
             return axis
         if axis.ranks not in made:
@@ -500,6 +509,6 @@ def _mesh_of_own_groups(lists: dict[str, RankLists], rank: int) -> tuple[Mesh, d
     for name in axis_names(mesh):
         if name == "pp_backward":  # as in Mesh.build
             made.clear()
-        axes[name] = grouped(mesh.axis(name))
+        axes[name] = with_fake_group(mesh.axis(name))
     made.clear()
-    return replace(mesh.with_axes(axes), hybrid_cp=tuple(map(grouped, mesh.hybrid_cp))), ranks
+    return replace(mesh.with_axes(axes), hybrid_cp=tuple(map(with_fake_group, mesh.hybrid_cp))), ranks

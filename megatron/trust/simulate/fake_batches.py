@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.context_parallel.planner import ranks_needed
+from megatron.core.context_parallel.planner import context_ranks_needed
 from megatron.training.data.batch import Batch
 from megatron.training.data.rebalance import RebalancedBatches, divide_documents
-from megatron.training.data.sample_order import needs_text
+from megatron.training.data.sample_order import stages_read_data
 from megatron.training.trainer import Trainer
 
 _TEXT = ("tokens", "labels", "loss_mask", "positions", "documents", "images")
@@ -28,12 +28,12 @@ _TEXT = ("tokens", "labels", "loss_mask", "positions", "documents", "images")
 
 def fake_batches(trainer: Trainer) -> Iterator[Batch]:
     """Yield microbatches as a rank of this run reads them."""
-    rows = _fake_rows(trainer)
+    rows = _fake_microbatches(trainer)
     hybrid = trainer.run.config.parallel.hybrid_context_parallel
     return RebalancedBatches(rows, trainer.run.mesh, trainer.run.config) if hybrid else rows
 
 
-def document_shares(config: RunConfig, num_microbatches: int, ranks: int) -> list[list[tuple[int, int, int]]]:
+def made_up_document_shares(config: RunConfig, num_microbatches: int, ranks: int) -> list[list[tuple[int, int, int]]]:
     """Return for each data-parallel rank, in order: (number of ranks it shares documents with, its index among them, length of these documents).
 
     num_microbatches: of a rank, before documents are divided.
@@ -42,7 +42,7 @@ def document_shares(config: RunConfig, num_microbatches: int, ranks: int) -> lis
         length
         for number in range(num_microbatches * ranks)
         for _ in range(config.train.micro_batch_size)
-        for length in document_lengths(config, number)
+        for length in made_up_document_lengths(config, number)
     ]
     shares = divide_documents(lengths, config, ranks).shares
     return [
@@ -55,23 +55,24 @@ def document_shares(config: RunConfig, num_microbatches: int, ranks: int) -> lis
     ]
 
 
-def document_lengths(config: RunConfig, number: int) -> Sequence[int]:
-    """Return the lengths of the documents in each row of a microbatch."""
-    length, size = config.train.seq_length, _document_length(config, number)
+def made_up_document_lengths(config: RunConfig, number: int) -> Sequence[int]:
+    """Return the made-up lengths of the documents in each row of a microbatch."""
+    length, size = config.train.seq_length, _made_up_document_length(config, number)
     return [min(size, length - start) for start in range(0, length, size)]
 
 
-def _document_length(config: RunConfig, number: int) -> int:
+def _made_up_document_length(config: RunConfig, number: int) -> int:
     """Return the length of a microbatch's documents, except the last one of a row."""
     length, limit = config.train.seq_length, config.parallel.max_seqlen_per_dp_cp_rank
     assert limit is not None, "--hybrid-context-parallel asks for --max-seqlen-per-dp-cp-rank"
-    sizes = ranks_needed(length, limit).bit_length()
+    sizes = context_ranks_needed(length, limit).bit_length()
     return -(-length // 2 ** (number % sizes))
 
 
-def _fake_rows(trainer: Trainer) -> Generator[Batch]:
+def _fake_microbatches(trainer: Trainer) -> Generator[Batch]:
+    """Yield microbatches of ones, before documents are regrouped."""
     run, train = trainer.run, trainer.run.config.train
-    reads = needs_text(run.config, trainer.specs)
+    reads = stages_read_data(run.config, trainer.specs)
     for number in count():
         if not reads:
             yield Batch()
@@ -82,30 +83,33 @@ def _fake_rows(trainer: Trainer) -> Generator[Batch]:
             positions=run.config.data.restarts_positions,
         )
         text: dict[str, Any] = {
-            name: value if (value := getattr(batch, name)) is None else _empty_like(value) for name in _TEXT
+            name: value if (value := getattr(batch, name)) is None else _ones_like(value) for name in _TEXT
         }
-        batch = replace(batch, **text, extras={name: _empty_like(value) for name, value in batch.extras.items()})
+        batch = replace(batch, **text, extras={name: _ones_like(value) for name, value in batch.extras.items()})
         if run.config.parallel.hybrid_context_parallel:
-            document = torch.arange(train.seq_length, device=run.mesh.device) // _document_length(run.config, number)
+            document = torch.arange(train.seq_length, device=run.mesh.device) // _made_up_document_length(
+                run.config, number
+            )
             batch = replace(batch, documents=document.repeat(train.micro_batch_size, 1))
         yield batch.with_future_tokens(
             run.config.model.mtp.mtp_num_layers or 0, per_token=run.config.train.calculate_per_token_loss
         ).shard_over_context(run.mesh.cp)
 
 
-def _empty_like(tensor: Tensor) -> Tensor:
+def _ones_like(tensor: Tensor) -> Tensor:
     """Return a new tensor with the shape, dtype and device of this one."""
     return torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _fake_images(config: RunConfig, rows: int) -> dict[str, np.ndarray]:
-    """Return the images of so many samples, as many tiles as one image has at most in each of them, and where they stand."""
+    """Return fake images of so many samples, as many tiles as one image has at most in each of them, and their slots."""
     data, length = config.data.multimodal, config.train.seq_length
     tiles = data.max_num_tiles + (data.use_thumbnail and data.max_num_tiles > 1) if data.use_tiling else 1
     return {"images": _blank_pixels(config, rows * tiles), "image_slots": np.ones((rows, length), np.int64)}
 
 
 def _blank_pixels(config: RunConfig, number: int) -> np.ndarray:
+    """Return `number` images of ones, [number, channels, height, width]."""
     vision = config.model.vision
     return np.ones((number, vision.num_channels, vision.img_h, vision.img_w), np.float32)
 

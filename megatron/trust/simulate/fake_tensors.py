@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from megatron.trust.simulate.recorder import OpFacts, Recorder, op_facts, tensors_of
+from megatron.trust.simulate.recorder import OpFacts, StepRecorder, op_facts, tensors_of
 
 aten = torch.ops.aten
 _MOST_KNOWN = 1 << 21  # elements of a tensor whose values are kept
@@ -34,7 +34,7 @@ ROUNDS = 3  # what is repeated until a number is small enough is done so often
 
 
 @dataclass(frozen=True, slots=True)
-class _Output:
+class _FakeOutputRecipe:
     """How to make a result from the inputs.
 
     of: index of the input that it is (same), or whose storage it views, or -1 for new storage. shift: offset into that storage.
@@ -49,11 +49,13 @@ class _Output:
 
 
 @dataclass(frozen=True, slots=True)
-class _OutputPlan:
-    """A cached result of an operation on such shapes. kind: None for a single output, else the type of the sequence of outputs."""
+class _FakeResultRecipe:
+    """How to make the cached result of an operation on such shapes. kind: None for a single output, else the type of
+    the sequence of outputs.
+    """
 
     kind: type | None
-    outputs: tuple[_Output | None, ...]
+    outputs: tuple[_FakeOutputRecipe | None, ...]
     facts: OpFacts
 
 
@@ -65,12 +67,12 @@ class FakeTensorCache:
     """
 
     mode: FakeTensorMode = field(default_factory=FakeTensorMode)
-    plans: dict[Any, _OutputPlan | None] = field(default_factory=dict)
+    plans: dict[Any, _FakeResultRecipe | None] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
     scans: dict[Any, Any] = field(default_factory=dict)
 
 
-class FakeRecorder(Recorder):
+class FakeTensorRecorder(StepRecorder):
     """A recorder over fake tensors.
 
     world: its FakeTensorMode must be active below this mode. knows: track integer values, even without routers. masks: track fp32 masks too,
@@ -90,24 +92,24 @@ class FakeRecorder(Recorder):
         self.world, self.knows, self.num_questions = world, knows or masks or choices is not None, 0
         self._kept = (*_WHOLE, torch.float32) if masks else _WHOLE
 
-    def perform(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> tuple[Any, OpFacts]:
-        """Derive the result of an operation from shapes; see `Recorder.perform`."""
+    def run_operation(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> tuple[Any, OpFacts]:
+        """Derive the result of an operation from shapes, and known values; see `Recorder.run_operation`."""
         if func is aten._local_scalar_dense.default:
             return self._known_number(args[0], where), op_facts(func, args, kwargs, None)
         if func is aten.randint.default:  # a seed, of which one is as good as another
-            result, facts = self._infer_shape(func, args, kwargs)
+            result, facts = self._fake_result_of(func, args, kwargs)
             with torch._C._DisableTorchDispatch():
                 result.known = torch.zeros(result.shape, dtype=result.dtype)
             return result, facts
         if not self.knows:
-            return self._infer_shape(func, args, kwargs)
-        known = self._evaluate(func, args, kwargs)
+            return self._fake_result_of(func, args, kwargs)
+        known = self._evaluate_on_known_values(func, args, kwargs)
         if known is not None and torch.Tag.dynamic_output_shape in func.tags:
             made = [torch.empty(value.shape, dtype=value.dtype) for value in tensors_of((known,))]
             result = made[0] if isinstance(known, Tensor) else tuple(made)
             facts = op_facts(func, args, kwargs, result)
         else:
-            result, facts = self._infer_shape(func, args, kwargs)
+            result, facts = self._fake_result_of(func, args, kwargs)
         self._attach_values(func, args, result, known)
         return result, facts
 
@@ -126,8 +128,10 @@ class FakeRecorder(Recorder):
             for tensor in tensors_of((result,)):
                 _set_known(tensor, None)
 
-    def communicate(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """As `Recorder.communicate`. All ranks make the same choices, so a gathered tensor repeats this rank's values."""
+    def run_communication(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """As `Recorder.run_communication`. All ranks make the same choices, so a gathered tensor repeats this rank's
+        values.
+        """
         work = FakeWork().boxed()  # no data goes anywhere, and torch's own way compares lists of all tensors first
         result = (args[0], work) if len(func._schema.returns) > 1 else work
         if self.knows:
@@ -155,10 +159,10 @@ class FakeRecorder(Recorder):
             return float(self.num_questions % ROUNDS != 0)
         raise RuntimeError(f"{where} asks for a number that depends on data, of which a dry run has none")
 
-    def _evaluate(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _evaluate_on_known_values(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Compute an operation on the known values of its inputs; None if some are unknown or no integers."""
         inputs = list(tensors_of((*args, *kwargs.values())))
-        if not inputs and not self._makes_known(func, args, kwargs):
+        if not inputs and not self._keeps_created_values(func, args, kwargs):
             return None
         if func in _LIKE and inputs[0].dtype in self._kept and inputs[0].numel() <= _MOST_KNOWN:
             with torch._C._DisableTorchDispatch():
@@ -171,14 +175,14 @@ class FakeRecorder(Recorder):
                 *_with_known_values(args), **{name: _with_known_values((value,))[0] for name, value in kwargs.items()}
             )
 
-    def _makes_known(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    def _keeps_created_values(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether the values of what an operation without tensors makes (zeros, a range) are kept."""
         counts = func in _COUNTING
         if func not in _FROM_NOTHING or kwargs.get("dtype", torch.int64 if counts else None) not in self._kept:
             return False
         return counts or math.prod(args[0]) <= _MOST_KNOWN
 
-    def _infer_shape(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, OpFacts]:
+    def _fake_result_of(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, OpFacts]:
         """Derive the result of an operation from shapes, from the cache where possible."""
         if func is aten.set_.source_Storage_storage_offset:  # remembered, it would keep the storage
             self.world.mode.cache_enabled = False
@@ -194,12 +198,13 @@ class FakeRecorder(Recorder):
             result = func(*args, **kwargs)
             facts = op_facts(func, args, kwargs, result)
             if key not in self.world.plans and func not in _MAKES_CONSTANTS:
-                self.world.plans[key] = _output_plan(result, inputs, facts)
+                self.world.plans[key] = _cacheable_op_result(result, inputs, facts)
             return result, facts
         made = [None if output is None else self._make_output(output, inputs) for output in plan.outputs]
         return (made[0] if plan.kind is None else plan.kind(made)), plan.facts
 
-    def _make_output(self, output: _Output, inputs: list[Tensor]) -> Tensor:
+    def _make_output(self, output: _FakeOutputRecipe, inputs: list[Tensor]) -> Tensor:
+        """Return a fake tensor by its recipe, on new storage or on an input's."""
         if output.same:
             return inputs[output.of]
         with torch._C._DisableTorchDispatch():
@@ -244,7 +249,7 @@ def _cache_key(values: Any, inputs: list[Tensor]) -> tuple:
     return tuple(key)
 
 
-def _output_plan(result: Any, inputs: list[Tensor], facts: OpFacts) -> _OutputPlan | None:
+def _cacheable_op_result(result: Any, inputs: list[Tensor], facts: OpFacts) -> _FakeResultRecipe | None:
     """Return how to make such a result again; None if it cannot be cached."""
     several = isinstance(result, (list, tuple))
     values, outputs = tuple(result) if several else (result,), []
@@ -254,17 +259,21 @@ def _output_plan(result: Any, inputs: list[Tensor], facts: OpFacts) -> _OutputPl
     for value in values:
         if value is not None and (not isinstance(value, FakeTensor) or value.constant is not None):
             return None
-        outputs.append(None if value is None else _describe_output(value, inputs, alike, places))
-    return _OutputPlan(type(result) if several else None, tuple(outputs), facts)
+        outputs.append(None if value is None else _output_recipe(value, inputs, alike, places))
+    return _FakeResultRecipe(type(result) if several else None, tuple(outputs), facts)
 
 
-def _describe_output(value: FakeTensor, inputs: list[Tensor], alike: dict[int, int], places: dict[int, int]) -> _Output:
+def _output_recipe(
+    value: FakeTensor, inputs: list[Tensor], alike: dict[int, int], places: dict[int, int]
+) -> _FakeOutputRecipe:
     """Describe one result. alike: id of an input -> its index; places: storage of an input -> its index."""
     shape = tuple(value.shape), value.stride(), value.dtype
     if id(value) in alike:
-        return _Output(*shape, alike[id(value)], same=True)
+        return _FakeOutputRecipe(*shape, alike[id(value)], same=True)
     place = places.get(value.untyped_storage()._cdata, -1)
-    return _Output(*shape, place, 0 if place < 0 else int(value.storage_offset() - inputs[place].storage_offset()))
+    return _FakeOutputRecipe(
+        *shape, place, 0 if place < 0 else int(value.storage_offset() - inputs[place].storage_offset())
+    )
 
 
 def _set_known(tensor: Any, value: Tensor | None) -> None:

@@ -28,9 +28,9 @@ from torch.autograd import Function, Variable
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron.core.transformer.passing import MicrobatchContext
-from megatron.trust.simulate.fake_tensors import ROUNDS, FakeRecorder
+from megatron.trust.simulate.fake_tensors import ROUNDS, FakeTensorRecorder
 from megatron.trust.simulate.memory import AllocationTrace, StorageLifetime
-from megatron.trust.simulate.trace import Event
+from megatron.trust.simulate.trace import StepEvent
 
 _SILENT = MicrobatchContext(0.0, training=False)  # of stages whose layers say nothing
 
@@ -42,8 +42,8 @@ class TraceMismatch(Exception):
 @dataclass(frozen=True, slots=True)
 class _TensorLayout:
     """The layout of a tensor that a pass hands to its caller.
-
-    birth: index of its storage among those that the pass leaves allocated. plain: its autograd node is a C++ one; torch holds Python nodes differently.
+    birth: index of its storage among those that the pass leaves allocated. plain: its autograd node is a C++ one;
+    torch holds Python nodes differently.
     """
 
     birth: int
@@ -58,16 +58,19 @@ class _TensorLayout:
 @dataclass(frozen=True, slots=True)
 class _RecordedPass:
     """One simulated forward or backward pass of a stage. All numbers count from its start.
-
-    live: bytes allocated before it. last: the event under way at its end. given: layouts of the outputs, or of the gradients of the inputs. ended: which earlier
-    storages it released, in order: ("note", name of a metric), and for a backward pass ("saved", index among the forward pass's births),
-    ("gradient", index of an output) or ("given", index of an input). before: names of the metrics that existed; notes: the metrics that it
-    added. kept, of a forward pass: births that stay allocated until the step ends. flags, of a backward pass: final (kind, travels, sent) of the forward
-    pass's births.
+    live: bytes allocated before it. last: the event under way at its end. given: layouts of the outputs, or of the
+    gradients of the inputs.
+    ended: which earlier storages it released, in order: ("note", name of a metric), and for a backward pass
+    ("saved", index among the forward
+    pass's births), ("gradient", index of an output) or ("given", index of an input). before: names of the metrics
+    that existed; notes: the
+    metrics that it added. kept, of a forward pass: births that stay allocated until the step ends. flags, of a
+    backward pass: final (kind,
+    travels, sent) of the forward pass's births.
     """
 
     trace: AllocationTrace
-    events: tuple[Event, ...]
+    events: tuple[StepEvent, ...]
     live: int
     last: int
     given: tuple[_TensorLayout | None, ...]
@@ -100,7 +103,7 @@ class _RecordedPass:
 
 
 @dataclass(slots=True)
-class _StageRecord:
+class _StagePassRecords:
     """The recorded passes of one stage.
 
     settled: number of the second of two equal passes, or -1. output: the structure of its outputs, with `...` for tensors. lasting:
@@ -115,7 +118,7 @@ class _StageRecord:
     lasting: frozenset[int] = frozenset()
     backwards: dict[int, _RecordedPass] = field(default_factory=dict)
 
-    def add_backward(self, number: int, recorded: _RecordedPass) -> None:
+    def record_backward(self, number: int, recorded: _RecordedPass) -> None:
         """Record the backward pass of a microbatch, and compare the two that must be equal. Raises `TraceMismatch`."""
         if number == self.settled:
             if (former := self.backwards.pop(number - 1, None)) is None or not former.same_as(recorded):
@@ -128,7 +131,7 @@ class _StageRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class _StartState:
+class _PassStartCounters:
     """Counters at the start of a pass: events, clock, allocated bytes, and numbers read from tensors."""
 
     event: int
@@ -148,7 +151,7 @@ class _PendingBackward:
     returned.
     """
 
-    stage: _StageRecord
+    stage: _StagePassRecords
     number: int
     microbatch_context: MicrobatchContext
     asking: tuple[weakref.ref[Tensor], ...]
@@ -158,9 +161,9 @@ class _PendingBackward:
     copied: tuple[tuple[Tensor, bool], ...] = ()
     gradients: dict[int, int] = field(default_factory=dict)
     before: dict[int, tuple[str, str]] = field(default_factory=dict)
-    start: _StartState | None = None
+    start: _PassStartCounters | None = None
 
-    def roles_of_lives(self) -> dict[int, Any]:
+    def lifetime_roles(self) -> dict[int, Any]:
         """Map the id of a lifetime to its role in this pass: saved by it, a metric, an output's gradient, or an input."""
         names: dict[int, Any] = {id(life): ("saved", birth) for birth, life in enumerate(self.lives)} | self.before
         for life, which in self.gradients.items():
@@ -191,7 +194,7 @@ class _ReplayedPass(Function):
 class MicrobatchMemo:
     """Records and replays the stages of one rank in one step. microbatches: of the step."""
 
-    def __init__(self, recorder: FakeRecorder, microbatches: int) -> None:
+    def __init__(self, recorder: FakeTensorRecorder, microbatches: int) -> None:
         self.recorder, self.last = recorder, microbatches - 1
         self._until_step_end: list[
             StorageLifetime
@@ -206,14 +209,17 @@ class MicrobatchMemo:
         """Replace the forward methods of these stages by ones that record or replay."""
         with ExitStack() as stack:
             for stage in stages:
-                stage.forward = partial(self._forward, _StageRecord(), stage.forward)
+                stage.forward = partial(self._record_or_replay_forward, _StagePassRecords(), stage.forward)
                 stack.callback(delattr, stage, "forward")
             yield
-            self._check_freed()
-        self.recorder.memory.end_all(self._until_step_end)
+            self._require_graph_freed()
+        self.recorder.memory.end_lifetimes(self._until_step_end)
 
-    def _forward(self, stage: _StageRecord, plain: Any, **given: Any) -> Any:
-        self._check_freed()
+    def _record_or_replay_forward(self, stage: _StagePassRecords, plain: Any, **given: Any) -> Any:
+        """Replaces a stage's forward method: record the pass, or replay one once two equal ones are recorded. plain:
+        the original method.
+        """
+        self._require_graph_freed()
         number, stage.count = stage.count, stage.count + 1
         if stage.settled < 0 or number == self.last:
             return self._record_forward(stage, number, plain, given)
@@ -221,13 +227,16 @@ class MicrobatchMemo:
 
     # Following.
 
-    def _start_state(self) -> _StartState:
-        self._check_freed()
+    def _counters_at_start(self) -> _PassStartCounters:
+        """Return the counters at the start of a pass, after checking that the last pass has freed what it must."""
+        self._require_graph_freed()
         memory = self.recorder.memory
-        return _StartState(len(self.recorder.events), memory.clock, memory.live, self.recorder.num_questions)
+        return _PassStartCounters(len(self.recorder.events), memory.clock, memory.live, self.recorder.num_questions)
 
-    def _check_freed(self) -> None:
-        """A new pass begins: check that what had to be freed with a graph has been, and note which inputs of the last pass are still allocated."""
+    def _require_graph_freed(self) -> None:
+        """At the start of a pass: raise `TraceMismatch` unless what had to be freed with a graph has been, and note
+        which inputs of the last pass are still allocated.
+        """
         if any(life.is_allocated for life in self._graph):
             raise TraceMismatch("something that a backward pass left does not end with its graph")
         self._graph.clear()
@@ -237,10 +246,11 @@ class MicrobatchMemo:
             )
             self._former = None
 
-    def _record_forward(self, stage: _StageRecord, number: int, plain: Any, given: dict[str, Any]) -> Any:
+    def _record_forward(self, stage: _StagePassRecords, number: int, plain: Any, given: dict[str, Any]) -> Any:
+        """Run a forward pass, record it, and compare it with the recorded one. Raises `TraceMismatch`."""
         memory, mark, microbatch_context = (
             self.recorder.memory,
-            self._start_state(),
+            self._counters_at_start(),
             given.get("microbatch_context") or _SILENT,
         )
         before = self._metric_lives(microbatch_context)
@@ -249,7 +259,7 @@ class MicrobatchMemo:
         place = {id(life): birth for birth, life in enumerate(births)}
         outputs = tuple(_tensors_in(output))
         shapes = tuple(self._tensor_layout(tensor, place) for tensor in outputs)
-        retained = {id(memory.find(tensor)) for tensor in _tensors_in(microbatch_context.cached_results)}
+        retained = {id(memory.find_lifetime(tensor)) for tensor in _tensors_in(microbatch_context.cached_results)}
         seen = replace(
             self._finish_recording(
                 mark, trace, shapes, tuple(_lifetime_role(before, life, "a forward pass") for life in deaths)
@@ -264,32 +274,34 @@ class MicrobatchMemo:
             microbatch_context,
             _requiring_gradients(given),
             births,
-            [memory.find(tensor) for tensor in _tensors_in(tuple(given.values()))],
+            [memory.find_lifetime(tensor) for tensor in _tensors_in(tuple(given.values()))],
         )
         self._former = waiting
         for which, tensor in enumerate(outputs):
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._gradient_arrived, waiting, seen, which))
+                tensor.register_hook(partial(self._on_output_gradient, waiting, seen, which))
         if stage.settled >= 0 and (stage.forward is None or not seen.same_as(stage.forward)):
             raise TraceMismatch("the last forward pass of a stage is another than those before")
         if stage.forward is not None and seen.same_as(stage.forward) and stage.settled < 0:
-            stage.settled, stage.output = number, _without_tensors(output)
+            stage.settled, stage.output = number, _structure_without_tensors(output)
         stage.forward = seen
         return output
 
-    def _gradient_arrived(
+    def _on_output_gradient(
         self, waiting: _PendingBackward, forward: _RecordedPass, which: int, gradient: Tensor
     ) -> None:
         """Autograd hook: runs when a recorded stage's backward pass starts, and once for each output gradient that arrives."""
-        life = self.recorder.memory.find(gradient)
+        life = self.recorder.memory.find_lifetime(gradient)
         if life is not None:
             waiting.gradients[id(life)] = which
         if waiting.start is None:
-            waiting.start, waiting.before = self._start_state(), self._metric_lives(waiting.microbatch_context)
-            Variable._execution_engine.queue_callback(partial(self._backward_ended, waiting, forward))
+            waiting.start, waiting.before = self._counters_at_start(), self._metric_lives(waiting.microbatch_context)
+            Variable._execution_engine.queue_callback(partial(self._on_backward_end, waiting, forward))
 
-    def _backward_ended(self, waiting: _PendingBackward, forward: _RecordedPass) -> None:
-        """Autograd callback at the end of a recorded stage's backward pass."""
+    def _on_backward_end(self, waiting: _PendingBackward, forward: _RecordedPass) -> None:
+        """Autograd callback at the end of a recorded stage's backward pass: record it. Raises `TraceMismatch` for what
+        cannot be replayed.
+        """
         memory, mark = self.recorder.memory, waiting.start
         assert mark is not None, "the beginning of a backward pass was marked"
         trace, births, deaths = memory.trace_since(mark.clock, mark.event, mark.live)
@@ -302,11 +314,11 @@ class MicrobatchMemo:
         accounted = {shape.birth for shape in (*gradients, *(shape for _, shape in noted)) if shape is not None}
         if len(births) != len(accounted):
             raise TraceMismatch("a backward pass leaves something behind")
-        names = waiting.roles_of_lives()
+        names = waiting.lifetime_roles()
         ended = tuple(_lifetime_role(names, life, "a backward pass") for life in deaths)
-        if not _ended_births(ended).isdisjoint(forward.visible_births):
+        if not _births_freed_in_backward(ended).isdisjoint(forward.visible_births):
             raise TraceMismatch("a backward pass ends what others see")
-        rest = [waiting.lives[birth] for birth in forward.freed_with_graph(_ended_births(ended))]
+        rest = [waiting.lives[birth] for birth in forward.freed_with_graph(_births_freed_in_backward(ended))]
         if not all(life.is_allocated for life in rest):
             raise TraceMismatch("what a forward pass left ends before its backward pass")
         self._graph += rest
@@ -316,11 +328,16 @@ class MicrobatchMemo:
             notes=noted,
             flags=tuple((life.kind, life.travels, life.sent) for life in waiting.lives),
         )
-        waiting.stage.add_backward(waiting.number, seen)
+        waiting.stage.record_backward(waiting.number, seen)
 
     def _finish_recording(
-        self, mark: _StartState, trace: AllocationTrace, given: tuple[_TensorLayout | None, ...], ended: tuple[Any, ...]
+        self,
+        mark: _PassStartCounters,
+        trace: AllocationTrace,
+        given: tuple[_TensorLayout | None, ...],
+        ended: tuple[Any, ...],
     ) -> _RecordedPass:
+        """Return the recorded pass since its start. Raises `TraceMismatch` if it cannot be replayed."""
         recorder, events = self.recorder, self.recorder.events[mark.event :]
         if (recorder.num_questions - mark.num_questions) % ROUNDS:
             raise TraceMismatch("a pass asks for numbers whose answers change")
@@ -329,7 +346,10 @@ class MicrobatchMemo:
         return _RecordedPass(trace, events, mark.live, recorder.memory.event - mark.event, given, ended)
 
     def _tensor_layout(self, tensor: Tensor, place: dict[int, int]) -> _TensorLayout:
-        life = self.recorder.memory.find(tensor)
+        """Return the layout of a tensor that a pass returns; `TraceMismatch` if its storage is not of this pass. place:
+        id of a lifetime -> birth.
+        """
+        life = self.recorder.memory.find_lifetime(tensor)
         if life is None or id(life) not in place:
             raise TraceMismatch("a stage gives what it was given")
         return _TensorLayout(
@@ -345,7 +365,8 @@ class MicrobatchMemo:
     def _metric_lives(self, microbatch_context: MicrobatchContext) -> dict[int, tuple[str, str]]:
         """Map the ids of the metrics' lifetimes to ("note", name)."""
         return {
-            id(self.recorder.memory.find(note)): ("note", name) for name, note in microbatch_context.metrics.items()
+            id(self.recorder.memory.find_lifetime(note)): ("note", name)
+            for name, note in microbatch_context.metrics.items()
         }
 
     def _new_metrics(
@@ -355,29 +376,31 @@ class MicrobatchMemo:
         return tuple(
             (name, self._tensor_layout(note, place))
             for name, note in microbatch_context.metrics.items()
-            if id(self.recorder.memory.find(note)) in place
+            if id(self.recorder.memory.find_lifetime(note)) in place
         )
 
     # Counting again.
 
-    def _check_metrics(self, microbatch_context: MicrobatchContext, seen: _RecordedPass) -> None:
+    def _require_same_metrics(self, microbatch_context: MicrobatchContext, seen: _RecordedPass) -> None:
+        """Raise `TraceMismatch` unless the microbatch has the metrics that it had before the recorded pass."""
         if tuple(microbatch_context.metrics) != seen.before:
             raise TraceMismatch("other notes were made before a pass")
 
-    def _replay_forward(self, stage: _StageRecord, number: int, given: dict[str, Any]) -> Any:
+    def _replay_forward(self, stage: _StagePassRecords, number: int, given: dict[str, Any]) -> Any:
+        """Replay the recorded forward pass: its events and allocations, and fake outputs of the recorded layouts."""
         memory, seen, microbatch_context = (
             self.recorder.memory,
             stage.forward,
             given.get("microbatch_context") or _SILENT,
         )
         assert seen is not None, "a pass is counted once two alike were followed"
-        self._check_metrics(microbatch_context, seen)
+        self._require_same_metrics(microbatch_context, seen)
         lives = self._replay_allocations(
-            seen, [memory.detach(microbatch_context.metrics[name]) for _, name in seen.ended]
+            seen, [memory.detach_lifetime(microbatch_context.metrics[name]) for _, name in seen.ended]
         )
         shapes = [shape for shape in seen.given if shape is not None]  # all outputs of a forward pass have one
-        made = tuple((self._tensor_like(shape, lives), shape.requires_grad) for shape in shapes)
-        microbatch_context.metrics |= {name: self._tensor_like(shape, lives) for name, shape in seen.notes}
+        made = tuple((self._fake_tensor_of_layout(shape, lives), shape.requires_grad) for shape in shapes)
+        microbatch_context.metrics |= {name: self._fake_tensor_of_layout(shape, lives) for name, shape in seen.notes}
         asking = _requiring_gradients(given)
         held = {
             place: tensor for place, tensor in enumerate(_tensors_in(tuple(given.values()))) if place in stage.lasting
@@ -390,7 +413,7 @@ class MicrobatchMemo:
                 torch.ops.aten.alias(tensor) if shape.requires_grad and shape.plain else tensor
                 for tensor, shape in zip(outputs, shapes)
             ]
-        return _with_tensors(stage.output, iter(forwarded))
+        return _fill_in_tensors(stage.output, iter(forwarded))
 
     def replay_backward(self, waiting: _PendingBackward, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Replay the backward pass of a replayed forward pass.
@@ -404,37 +427,43 @@ class MicrobatchMemo:
             life.kind, life.travels, life.sent = flags
         if not all(kind != "given" or place in waiting.held for kind, place in seen.ended):
             raise TraceMismatch("a graph keeps what it was given, which did not last before")
-        self._check_metrics(waiting.microbatch_context, seen)
+        self._require_same_metrics(waiting.microbatch_context, seen)
         held: dict[str, Any] = {
             "gradient": gradients,
             "given": waiting.held,
             "note": waiting.microbatch_context.metrics,
         }
         ending = [
-            waiting.lives[place] if kind == "saved" else memory.detach(held[kind][place]) for kind, place in seen.ended
+            waiting.lives[place] if kind == "saved" else memory.detach_lifetime(held[kind][place])
+            for kind, place in seen.ended
         ]
         lives = self._replay_allocations(seen, ending)
-        waiting.microbatch_context.metrics |= {name: self._tensor_like(shape, lives) for name, shape in seen.notes}
+        waiting.microbatch_context.metrics |= {
+            name: self._fake_tensor_of_layout(shape, lives) for name, shape in seen.notes
+        }
         for reference, shape in zip(waiting.asking, seen.given, strict=True):
             if shape is not None and (tensor := reference()) is not None:
-                tensor.grad = self._tensor_like(shape, lives)
+                tensor.grad = self._fake_tensor_of_layout(shape, lives)
         self._until_step_end += [waiting.lives[birth] for birth in forward.kept]
         return [
-            self._tensor_in(waiting.lives[birth], (waiting.lives[birth].size,), (1,), 0, torch.uint8)
-            for birth in forward.freed_with_graph(_ended_births(seen.ended))
+            self._fake_tensor_in_lifetime(waiting.lives[birth], (waiting.lives[birth].size,), (1,), 0, torch.uint8)
+            for birth in forward.freed_with_graph(_births_freed_in_backward(seen.ended))
         ]
 
     def _replay_allocations(self, seen: _RecordedPass, ending: Sequence[StorageLifetime]) -> list[StorageLifetime]:
+        """Repeat a recorded pass's events and allocations; return the lifetimes of storages that stay. ending: earlier
+        ones that it ends.
+        """
         recorder, begin = self.recorder, len(self.recorder.events)
         recorder.events.repeat(seen.events, recorder.action, recorder.memory.live - seen.live)
         recorder.memory.event = begin + seen.last
         return recorder.memory.replay(seen.trace, begin, ending)
 
-    def _tensor_like(self, shape: _TensorLayout, lives: Sequence[StorageLifetime]) -> Tensor:
+    def _fake_tensor_of_layout(self, shape: _TensorLayout, lives: Sequence[StorageLifetime]) -> Tensor:
         """Return a fake tensor of a recorded layout, in the storage of one of these lifetimes."""
-        return self._tensor_in(lives[shape.birth], shape.size, shape.stride, shape.offset, shape.dtype)
+        return self._fake_tensor_in_lifetime(lives[shape.birth], shape.size, shape.stride, shape.offset, shape.dtype)
 
-    def _tensor_in(
+    def _fake_tensor_in_lifetime(
         self, life: StorageLifetime, size: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype
     ) -> Tensor:
         """Return a fake tensor in the storage of a lifetime, which ends when the tensor is freed."""
@@ -442,7 +471,7 @@ class MicrobatchMemo:
             memory = torch.empty(life.size, dtype=torch.uint8, device="meta").untyped_storage()
             tensor = torch.empty(0, dtype=dtype, device="meta").set_(memory, offset, size, stride)
         made = FakeTensor(self.recorder.world.mode, tensor, torch.device("cpu"))
-        self.recorder.memory.attach(life, made)
+        self.recorder.memory.attach_lifetime(life, made)
         return made
 
     def _grad_anchor(self) -> Tensor:
@@ -452,7 +481,7 @@ class MicrobatchMemo:
         return FakeTensor(self.recorder.world.mode, tensor, torch.device("cpu")).requires_grad_()
 
 
-def _comparable_event(event: Event, live: int) -> tuple[Any, ...]:
+def _comparable_event(event: StepEvent, live: int) -> tuple[Any, ...]:
     """Return what must be equal of an event in two passes. live: bytes allocated before the pass."""
     return (
         event.kind,
@@ -472,8 +501,10 @@ def _comparable_event(event: Event, live: int) -> tuple[Any, ...]:
     )
 
 
-def _ended_births(ended: tuple[Any, ...]) -> frozenset[int]:
-    """Return the births of a forward pass that its backward pass frees."""
+def _births_freed_in_backward(ended: tuple[Any, ...]) -> frozenset[int]:
+    """Return the births (indices of allocations of a forward pass) among `ended`, the (role, index) of what a backward
+    pass freed.
+    """
     return frozenset(birth for kind, birth in ended if kind == "saved")
 
 
@@ -505,14 +536,14 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(getattr(value, one.name))
 
 
-def _without_tensors(value: Any) -> Any:
+def _structure_without_tensors(value: Any) -> Any:
     """Return a value's structure, with `...` for each tensor."""
-    return ... if isinstance(value, Tensor) else _map_tuple(value, _without_tensors)
+    return ... if isinstance(value, Tensor) else _map_tuple(value, _structure_without_tensors)
 
 
-def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
+def _fill_in_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
     """Return a structure with tensors in the places of `...`."""
-    return next(tensors) if value is ... else _map_tuple(value, lambda one: _with_tensors(one, tensors))
+    return next(tensors) if value is ... else _map_tuple(value, lambda one: _fill_in_tensors(one, tensors))
 
 
 def _map_tuple(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -108,7 +108,7 @@ class StorageTracker:
         """
         storage = tensor.untyped_storage()
         if storage._cdata not in self._open:
-            self._track(self._begin_lifetime(0 if elsewhere else storage.nbytes()), storage)
+            self._end_with_storage(self._begin_lifetime(0 if elsewhere else storage.nbytes()), storage)
             if elsewhere:
                 self._open[storage._cdata][0].elsewhere = True
 
@@ -141,7 +141,7 @@ class StorageTracker:
         self._end_lifetime(life)
         self._open[storage._cdata] = self._begin_lifetime(0), self._open[storage._cdata][1]
 
-    def begin_step(self) -> None:
+    def begin_peak_measurement(self) -> None:
         """Start to measure the peak."""
         self.peak, self.peak_clock, self.peak_event = self.live, self.clock, self.event
 
@@ -178,7 +178,7 @@ class StorageTracker:
                     held[KINDS[kind]] += int(size)
         return MemoryByKind(**held)
 
-    def kept_per_microbatch(self, clock: int) -> int:
+    def bytes_kept_per_microbatch(self, clock: int) -> int:
         """Return the bytes that the forward passes of a microbatch leave allocated at a tick.
 
         That of the microbatch with the least: the first one can leave what serves all, and the last one what is still to be freed.
@@ -221,9 +221,9 @@ class StorageTracker:
     def trace_since(
         self, clock: int, event: int, live: int
     ) -> tuple[AllocationTrace, list[StorageLifetime], list[StorageLifetime]]:
-        """Return the allocations since a moment (clock, number of events and allocated bytes then), none of which were replayed.
-
-        Returns also the lifetimes that began since then and continue, and the earlier ones that ended, in the order of `births` and `deaths`.
+        """Return the allocations since a moment (clock, number of events and allocated bytes then), none of which were
+        replayed. Also the lifetimes that began since then and continue, and the earlier ones that ended, in the order
+        of `births` and `deaths`.
         """
         births, began, deaths, ended, inner = [], [], [], [], []
         now, top = 0, (0, -1, -1)
@@ -272,38 +272,40 @@ class StorageTracker:
         self.live += trace.live
         return lives
 
-    def find(self, tensor: Tensor) -> StorageLifetime | None:
+    def find_lifetime(self, tensor: Tensor) -> StorageLifetime | None:
         """Return the lifetime of the storage of a tensor (any shape); None if it was never counted."""
         return self._open.get(tensor.untyped_storage()._cdata, (None,))[0]
 
-    def attach(self, life: StorageLifetime, tensor: Tensor) -> None:
+    def attach_lifetime(self, life: StorageLifetime, tensor: Tensor) -> None:
         """Let a replayed lifetime end when the storage of this tensor (any shape) is freed."""
-        self._track(life, tensor.untyped_storage())
+        self._end_with_storage(life, tensor.untyped_storage())
 
-    def detach(self, tensor: Tensor) -> StorageLifetime:
+    def detach_lifetime(self, tensor: Tensor) -> StorageLifetime:
         """Stop following the reference count of a tensor's storage (any shape);
 
         the caller ends the returned lifetime explicitly.
         """
         return self._open.pop(tensor.untyped_storage()._cdata)[0]
 
-    def end_all(self, lives: Iterable[StorageLifetime]) -> None:
+    def end_lifetimes(self, lives: Iterable[StorageLifetime]) -> None:
         """End lifetimes that no storage is attached to."""
         for life in lives:
             self._end_lifetime(life)
 
-    def _track(self, life: StorageLifetime, storage: UntypedStorage) -> None:
+    def _end_with_storage(self, life: StorageLifetime, storage: UntypedStorage) -> None:
+        """Let a lifetime end when this storage is freed."""
         key = storage._cdata
         self._open[key] = life, weakref.ref(storage, lambda _: self._end_lifetime(self._open.pop(key)[0]))
 
-    def _log_event(self, life: StorageLifetime) -> None:
+    def _log_clock_tick(self, life: StorageLifetime) -> None:
+        """Advance the clock by one tick, for an allocation or release of this lifetime."""
         self.clock += 1
         self.ticks.append(self.event)
         self._moves.append(life)
 
     def _begin_lifetime(self, size: int) -> StorageLifetime:
         life = StorageLifetime(size, self.clock, self._forward)
-        self._log_event(life)
+        self._log_clock_tick(life)
         self.lives.append(life)
         self.live += size
         if self.live > self.peak:
@@ -312,5 +314,5 @@ class StorageTracker:
 
     def _end_lifetime(self, life: StorageLifetime) -> None:
         life.died = self.clock
-        self._log_event(life)
+        self._log_clock_tick(life)
         self.live -= life.size

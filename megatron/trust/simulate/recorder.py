@@ -28,7 +28,7 @@ from torch.utils.flop_counter import flop_registry
 from megatron.core.optimizer import optimizer
 from megatron.core.parallel.overlap import DualBatch
 from megatron.trust.simulate.memory import StorageTracker
-from megatron.trust.simulate.trace import TOGETHER, Event, EventList
+from megatron.trust.simulate.trace import TOGETHER, EventList, StepEvent
 
 _ROOT = Path(__file__).parents[3]  # as the frames of this package name it: not resolved
 _OURS = ("megatron/", "tasks/", "tools/", "examples/", "tests/", "pretrain_")
@@ -101,11 +101,11 @@ def balanced_expert_choice(tokens: int, each: int, experts: int) -> Tensor:
     return (torch.arange(tokens * each) % experts).view(tokens, each)
 
 
-class Recorder(TorchDispatchMode):
-    """Records the operations of a step. It is used as a context manager.
-
-    ranks: name of a process group -> its global ranks. choices: (experts, experts chosen by a token) of a network with routers. axis: mesh axis of the
-    next collective; consumer: the action that the next message is for. memory: counts storages. events: what was recorded.
+class StepRecorder(TorchDispatchMode):
+    """Torch dispatch mode that records the operations of a step; used as a context manager.
+    ranks: name of a process group -> its global ranks. choices: (experts, experts chosen by a token) of a network with
+    routers. axis: mesh axis of the next collective; consumer: the action that the next message is for. memory: tracks
+    storages. events: what was recorded.
     """
 
     def __init__(self, ranks: Mapping[str, tuple[int, ...]], choices: tuple[int, int] | None = None) -> None:
@@ -133,7 +133,7 @@ class Recorder(TorchDispatchMode):
             self.begins[action] = self.memory.clock
             self.memory.begin_action(action)
             self.memory.event = len(self.events)
-            self.events.append(Event("action", action, action=action, live=self.memory.live))
+            self.events.append(StepEvent("action", action, action=action, live=self.memory.live))
 
     def resume(self, action: str, module: str = "") -> None:
         """Continue one of the two actions of a dual-batch overlap."""
@@ -150,12 +150,12 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "c10d":
             return self._record_communication(func, args, kwargs)
         where, module = self._source_location()
-        result, facts = self.perform(func, args, kwargs, where)
+        result, facts = self.run_operation(func, args, kwargs, where)
         elsewhere = self._is_in_host_memory(func, args, kwargs, where)
         for tensor in tensors_of((result,)):
             memory.track(tensor, elsewhere=elsewhere)
         self.events.append(
-            Event(
+            StepEvent(
                 "op",
                 facts.name,
                 where,
@@ -171,8 +171,10 @@ class Recorder(TorchDispatchMode):
         )
         return result
 
-    def append_operation(self, event: Event) -> str:
-        """Add an operation that no dispatch shows, in the action, module and line (unless it names one) that are under way. Returns its line."""
+    def append_hidden_operation(self, event: StepEvent) -> str:
+        """Record an operation that the dispatch does not show, in the current action, module and line (unless it names
+        one). Return its line.
+        """
         where, module = self._source_location()
         self.memory.event = len(self.events)
         self.events.append(
@@ -180,7 +182,7 @@ class Recorder(TorchDispatchMode):
         )
         return event.where or where
 
-    def perform(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> tuple[Any, OpFacts]:
+    def run_operation(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> tuple[Any, OpFacts]:
         """Run an operation; return its result and the facts of its event."""
         result = func(*args, **kwargs)
         if self._is_router_choice(func, args):
@@ -194,11 +196,11 @@ class Recorder(TorchDispatchMode):
         elif not self._offloads or "device" in kwargs:
             return False
         else:
-            lives = [self.memory.find(tensor) for tensor in tensors_of(args)]
+            lives = [self.memory.find_lifetime(tensor) for tensor in tensors_of(args)]
             return bool(lives) and all(life is not None and life.elsewhere for life in lives)
         return True
 
-    def communicate(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def run_communication(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a collective or message and return its result.
 
         The backend gets copies and is waited for at once, since it keeps temporary buffers, and threads that hold tensors for some time after the
@@ -239,15 +241,15 @@ class Recorder(TorchDispatchMode):
         if group.group_name in self.shared and _called_by_fsdp(sys._getframe(2)):  # of which no trail is told
             axis = self.shared[group.group_name]
         given, got = tuple(tensors_of((args[input_at],))), tuple(tensors_of((args[output_at],)))
-        self._note_lifetimes((*given, *got), name, axis)
-        result = self.communicate(func, args, kwargs)
+        self._mark_communicated_storages((*given, *got), name, axis)
+        result = self.run_communication(func, args, kwargs)
         larger = got if name == "all_gather" else given
         peer = ranks[args[2]] if name in ("send", "receive", "broadcast") else -1
         kind: Literal["send", "receive", "collective"] = (
             "send" if name == "send" else "receive" if name == "receive" else "collective"
         )
         self.events.append(
-            Event(
+            StepEvent(
                 kind,
                 name,
                 where,
@@ -265,8 +267,10 @@ class Recorder(TorchDispatchMode):
         )
         return result
 
-    def _note_lifetimes(self, tensors: Sequence[Tensor], name: str, axis: str) -> None:
-        """Tell the memory which tensors are sent or received. The backward pass needs what a pipeline stage received."""
+    def _mark_communicated_storages(self, tensors: Sequence[Tensor], name: str, axis: str) -> None:
+        """Mark the storages of tensors that are sent or received. What a pipeline stage received is needed by the
+        backward pass.
+        """
         for tensor in tensors:
             life = self.memory.lifetime_of(tensor)
             life.travels = True
@@ -275,7 +279,9 @@ class Recorder(TorchDispatchMode):
                 life.kind = "activations" if axis == "pp" else "communication"
 
     def _source_location(self) -> Place:
-        """Return the innermost source line of this project and the module under way; for an operation of autograd, those of its forward pass."""
+        """Return (innermost source line of this project, current module); for an operation of autograd, those of its
+        forward pass.
+        """
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             file = self._project_file(frame.f_code)
@@ -305,62 +311,62 @@ class Recorder(TorchDispatchMode):
         return self._seen[code]
 
     @contextmanager
-    def patched(self, below: Sequence[AbstractContextManager[Any]] = ()) -> Iterator[None]:
-        """While this is open, follow what happens beside operations. below: the modes under this one.
-
-        - The second pass of a dual-batch overlap runs in a thread of its own, where the modes are entered too.
+    def patched_torch(self, below: Sequence[AbstractContextManager[Any]] = ()) -> Iterator[None]:
+        """Within: patch torch and overlap code whose effects operations do not show. below: the modes under this one.
+        - The second pass of a dual-batch overlap runs in its own thread, where the modes are entered too.
         - FSDP2 resizes storages when it gathers and frees layers.
         - FSDP2 compares device meshes and sharded parameters on real ranks; both comparisons are answered here.
-        - An optimizer that offloads its state sees host memory separate from device memory, although the step runs on a CPU.
+        - An optimizer that offloads its state sees host memory separate from device memory, although the step runs on a
+        CPU.
         """
         resize, from_group = torch.UntypedStorage.resize_, DeviceMesh.from_group
         run, switch = DualBatch.run, DualBatch.switch
 
-        def run_both(
+        def run_with_actions(
             turns: DualBatch, main: Callable[[], None], beside: Callable[[], None], device: torch.device
         ) -> None:
             first, _, second = self.action.partition(TOGETHER)
 
-            def forward() -> None:
+            def run_first_action() -> None:
                 self.resume(first)
                 main()
 
-            def backward() -> None:
+            def run_second_action() -> None:
                 with ExitStack() as stack:
                     for mode in (*below, self):
                         stack.enter_context(mode)
                     self.resume(second)
                     beside()
 
-            run(turns, forward, backward, device)
+            run(turns, run_first_action, run_second_action, device)
 
-        def pass_on_and_resume(turns: DualBatch) -> None:
+        def switch_and_resume_action(turns: DualBatch) -> None:
             action, module = self.action, self.module
             switch(turns)
             self.resume(action, module)
 
-        def resized(storage: torch.UntypedStorage, size: int) -> None:
+        def resize_and_track(storage: torch.UntypedStorage, size: int) -> None:
             resize(storage, size)
             if self.shared:
                 self.memory.track_resize(storage)
 
-        def unseen(*args: Any, **options: Any) -> DeviceMesh:
+        def from_group_unrecorded(*args: Any, **options: Any) -> DeviceMesh:
             with _disable_current_modes():
                 return from_group(*args, **options)
 
         with (
-            _patched(torch.UntypedStorage, "resize_", resized),
-            _patched(DeviceMesh, "from_group", staticmethod(unseen)),
-            _patched(FSDPParam, "reset_sharded_param", lambda param: None),
-            _patched(DualBatch, "run", run_both),
-            _patched(DualBatch, "switch", pass_on_and_resume),
-            _patched(optimizer, "has_separate_memory", lambda device: True),
+            _patched_attribute(torch.UntypedStorage, "resize_", resize_and_track),
+            _patched_attribute(DeviceMesh, "from_group", staticmethod(from_group_unrecorded)),
+            _patched_attribute(FSDPParam, "reset_sharded_param", lambda param: None),
+            _patched_attribute(DualBatch, "run", run_with_actions),
+            _patched_attribute(DualBatch, "switch", switch_and_resume_action),
+            _patched_attribute(optimizer, "has_separate_memory", lambda device: True),
         ):
             yield
 
     @contextmanager
-    def module_names(self, stages: Sequence[nn.Module]) -> Iterator[None]:
-        """While this is open, know the innermost module of these stages that is under way."""
+    def track_current_module(self, stages: Sequence[nn.Module]) -> Iterator[None]:
+        """Within: keep `module` set to the innermost module of these stages that is running."""
         with ExitStack() as stack:
             for stage in stages:
                 for name, module in stage.named_modules():
@@ -372,21 +378,21 @@ class Recorder(TorchDispatchMode):
             yield
 
     def _entry_hook(self, name: str, outside: list[str]) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
+        def set_module(*_: Any) -> None:
             outside.append(self.module)
             self.module = name
 
-        return enter
+        return set_module
 
     def _exit_hook(self, outside: list[str]) -> Callable[..., None]:
-        def leave(*_: Any) -> None:
+        def restore_module(*_: Any) -> None:
             self.module = outside.pop()
 
-        return leave
+        return restore_module
 
 
 @contextmanager
-def _patched(owner: type | ModuleType, name: str, value: Any) -> Iterator[None]:
+def _patched_attribute(owner: type | ModuleType, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute of a class or module while this is open."""
     plain, is_own = owner.__dict__.get(name), name in owner.__dict__
     setattr(owner, name, value)

@@ -21,37 +21,37 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron.core.kernels import scans
-from megatron.core.kernels.reference import accumulation_dtype
+from megatron.core.kernels.reference import accumulation_dtype_of
 from megatron.core.kernels.table import Kernels
-from megatron.trust.simulate.recorder import Recorder, dtype_name
-from megatron.trust.simulate.trace import Event, EventList, Operations
+from megatron.trust.simulate.recorder import StepRecorder, dtype_name
+from megatron.trust.simulate.trace import EventList, Operations, StepEvent
 
 Scan = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class PassCost:
-    """What a pass over one span does. workspace: the most bytes that it has allocated beside what it is given and what it returns."""
+class ScanPassCost:
+    """What a pass over one span does. workspace: most bytes allocated beside its inputs and results."""
 
     operations: Operations
     workspace: int
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """A span of chunks of a scan: its first position, that behind its last, and what its passes cost."""
+class ScanSpan:
+    """A span of chunks of a scan: positions [start, stop), and the costs of its passes."""
 
     start: int
     stop: int
-    forward: PassCost
-    backward: PassCost
+    forward: ScanPassCost
+    backward: ScanPassCost
 
 
 @dataclass(frozen=True, slots=True)
 class ScanKind:
-    """A scan. inputs: names; values: the one like the output, [s, b, n, p]; keys: one that a state has rows or columns for, [s, b, g, d].
-
-    keys_first: a state is [b, n, d, p], and not [b, n, p, d]. fixed: inputs without positions.
+    """A kind of scan. inputs: their names; values: the one shaped like the output, [s, b, n, p]; keys: one that gives a
+    state rows or columns, [s, b, g, d]. keys_first: a state is [b, n, d, p], not [b, n, p, d]. fixed: inputs without
+    positions.
     """
 
     name: str
@@ -63,7 +63,7 @@ class ScanKind:
     fixed: tuple[str, ...] = ()
 
     def state_shape(self, tensors: dict[str, Tensor]) -> tuple[int, ...]:
-        """The shape of a state. tensors: the inputs by name, values [s, b, n, p] and keys [s, b, g, d]."""
+        """Return the shape of a state. tensors: the inputs by name, values [s, b, n, p] and keys [s, b, g, d]."""
         _, batch, heads, size = tensors[self.values].shape
         deep = tensors[self.keys].shape[3]
         return (batch, heads, deep, size) if self.keys_first else (batch, heads, size, deep)
@@ -79,29 +79,33 @@ KINDS = (
 class ScanRecorder:
     """Records torch's scans as one event a pass. known: costs of spans by their shapes, shared by the recorders of a dry run."""
 
-    recorder: Recorder
-    known: dict[Any, tuple[PassCost, PassCost]] = field(default_factory=dict)
+    recorder: StepRecorder
+    known: dict[Any, tuple[ScanPassCost, ScanPassCost]] = field(default_factory=dict)
 
-    def around(self, kernels: Kernels) -> Kernels:
-        """The kernels of a run, with recorded scans in the place of torch's."""
+    def with_recorded_scans(self, kernels: Kernels) -> Kernels:
+        """Return the kernels with torch's scans replaced by recorded ones."""
         torchs = [kind for kind in KINDS if getattr(kernels, kind.name) is kind.kernel]
-        recorded: dict[str, Any] = {kind.name: self._recorded(kind) for kind in torchs}
+        recorded: dict[str, Any] = {kind.name: self._make_recorded_scan(kind) for kind in torchs}
         return replace(kernels, **recorded)
 
-    def _recorded(self, kind: ScanKind) -> Scan:
-        def scan(*inputs: Tensor, segments: Tensor | None, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-            return _RecordedScan.apply(self, kind, segments, state, *inputs)
+    def _make_recorded_scan(self, kind: ScanKind) -> Scan:
+        def recorded_scan(
+            *inputs: Tensor, segments: Tensor | None, state: Tensor | None = None
+        ) -> tuple[Tensor, Tensor]:
+            return _RecordedScanFunction.apply(self, kind, segments, state, *inputs)
 
-        return scan
+        return recorded_scan
 
     def spans(
         self, kind: ScanKind, tensors: dict[str, Tensor], segments: Tensor | None, state: Tensor | None
-    ) -> list[Span]:
-        """The spans of a scan with values [s, b, n, p]. The first may have no state before it; the state behind the last has no gradient."""
-        length, size = len(tensors[kind.values]), scans.span_length()
+    ) -> list[ScanSpan]:
+        """Return the spans of a scan with values [s, b, n, p], with costs. The first may have no state before it; the
+        last one's final state has no gradient.
+        """
+        length, size = len(tensors[kind.values]), scans.checkpoint_span_tokens()
         ends = [(start, min(start + size, length)) for start in range(0, length, size)]
         return [
-            Span(
+            ScanSpan(
                 start,
                 stop,
                 *self._span_cost(
@@ -118,8 +122,10 @@ class ScanRecorder:
 
     def _span_cost(
         self, kind: ScanKind, tensors: dict[str, Tensor], length: int, *, documents: bool, given: bool, last: bool
-    ) -> tuple[PassCost, PassCost]:
-        """The costs of both passes over a span. documents: it has segments; given: it begins with a state; last: that behind it has no gradient."""
+    ) -> tuple[ScanPassCost, ScanPassCost]:
+        """Return the costs of (forward, backward) over a span, measured once. documents: it has segments; given: it
+        begins with a state; last: its final state has no gradient.
+        """
         shapes = {
             name: (tuple(each.shape) if name in kind.fixed else (length, *each.shape[1:]), each.dtype)
             for name, each in tensors.items()
@@ -131,55 +137,63 @@ class ScanRecorder:
                     name: torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
                     for name, (shape, dtype) in shapes.items()
                 }
-                self.known[key] = _measure(kind, made, documents=documents, given=given, last=last)
+                self.known[key] = _measure_span_cost(kind, made, documents=documents, given=given, last=last)
         return self.known[key]
 
 
-def _measure(
+def _measure_span_cost(
     kind: ScanKind, tensors: dict[str, Tensor], *, documents: bool, given: bool, last: bool
-) -> tuple[PassCost, PassCost]:
+) -> tuple[ScanPassCost, ScanPassCost]:
     """Run the kernel forward and backward over one span of tensors on the meta device, and record both passes; see `_span_cost`."""
     values, shape = tensors[kind.values], kind.state_shape(tensors)
-    wide = accumulation_dtype(values.dtype)
+    wide = accumulation_dtype_of(values.dtype)
     segments = torch.empty(values.shape[1], len(values), dtype=torch.int64, device="meta") if documents else None
     state = torch.empty(shape, dtype=wide, device="meta", requires_grad=True) if given else None
     behind = [] if last else [torch.empty(shape, dtype=wide, device="meta")]
     gradients = [torch.empty_like(values, requires_grad=False), *behind]
     asking = [each for each in (*tensors.values(), state) if each is not None]
-    recorder = Recorder({})
+    recorder = StepRecorder({})
     for tensor in (*asking, *gradients, *([] if segments is None else [segments])):
         recorder.memory.track(tensor)
     with recorder:
-        results, forward = _record(recorder, lambda: kind.kernel(*tensors.values(), segments=segments, state=state))
-        _, backward = _record(recorder, lambda: torch.autograd.grad(results[: len(gradients)], asking, gradients))
+        results, forward = _record_span_pass(
+            recorder, lambda: kind.kernel(*tensors.values(), segments=segments, state=state)
+        )
+        _, backward = _record_span_pass(
+            recorder, lambda: torch.autograd.grad(results[: len(gradients)], asking, gradients)
+        )
     return forward, backward
 
 
-def _record(recorder: Recorder, run: Callable[[], tuple[Tensor, ...]]) -> tuple[tuple[Tensor, ...], PassCost]:
-    """Run a pass. Returns its results, and what it did."""
+def _record_span_pass(
+    recorder: StepRecorder, run: Callable[[], tuple[Tensor, ...]]
+) -> tuple[tuple[Tensor, ...], ScanPassCost]:
+    """Run a pass under the recorder. Return (its results, its cost)."""
     memory, recorder.events = recorder.memory, EventList()
     before = memory.live
-    memory.begin_step()
+    memory.begin_peak_measurement()
     results = run()
     made = sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in results}.values())
-    return results, PassCost(Operations(tuple(recorder.events)), max(0, memory.peak - before - made))
+    return results, ScanPassCost(Operations(tuple(recorder.events)), max(0, memory.peak - before - made))
 
 
-class _RecordedScan(Function):
+class _RecordedScanFunction(Function):
     """A scan that allocates what the kernel allocates, and computes nothing."""
 
     @staticmethod
     def forward(
         ctx: Any, scan: ScanRecorder, kind: ScanKind, segments: Tensor | None, state: Tensor | None, *inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """inputs: as the kernel takes them. Returns its output [s, b, n, p], and the state behind it."""
+        """Allocate what the kernel would, and record one event. inputs: as the kernel takes them. Returns (output [s,
+        b, n, p], final state).
+        """
         tensors = dict(zip(kind.inputs, inputs, strict=True))
         values, shape = tensors[kind.values], kind.state_shape(tensors)
-        spans, wide = scan.spans(kind, tensors, segments, state), accumulation_dtype(values.dtype)
+        spans, wide = scan.spans(kind, tensors, segments, state), accumulation_dtype_of(values.dtype)
         states = values.new_empty((len(spans) - 1, *shape), dtype=wide)
         # The outputs of spans are there until they are joined.
         held = max(values.nbytes * span.stop // len(values) + span.forward.workspace for span in spans)
-        ctx.where = _run(scan.recorder, kind.name, values, [span.forward for span in spans], held)
+        ctx.where = _record_scan_event(scan.recorder, kind.name, values, [span.forward for span in spans], held)
         pieces = values.new_empty(values.shape) if len(spans) > 1 else None
         output, last = values.new_empty(values.shape), values.new_empty(shape, dtype=wide)
         del pieces
@@ -190,7 +204,9 @@ class _RecordedScan(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        """output: the gradient of the output, [s, b, n, p]. Returns the gradients of the state and the inputs."""
+        """Allocate what the kernel would, and record one event. output: the gradient of the output, [s, b, n, p].
+        Returns gradients of the state and the inputs.
+        """
         given, spans, length = ctx.saved_tensors[2:], ctx.spans, len(output)
         asking = [each if needed else None for each, needed in zip(given, ctx.needs_input_grad[3:], strict=True)]
         size = sum(each.nbytes for each in asking if each is not None)
@@ -200,7 +216,7 @@ class _RecordedScan(Function):
             for span in spans
         )
         passes = [span.backward for span in reversed(spans)]
-        _run(ctx.scan.recorder, f"{ctx.kind.name}_backward", output, passes, held, ctx.where)
+        _record_scan_event(ctx.scan.recorder, f"{ctx.kind.name}_backward", output, passes, held, ctx.where)
         made = [None if each is None else each.new_empty(each.shape) for each in asking]
         if len(spans) > 1:  # gradients of spans are joined, those of one input at a time
             largest = max((each for each in made if each is not None), key=Tensor.numel)
@@ -208,12 +224,16 @@ class _RecordedScan(Function):
         return None, None, None, *made
 
 
-def _run(recorder: Recorder, name: str, values: Tensor, passes: list[PassCost], held: int, where: str = "") -> str:
-    """Record one event for a pass over all spans, during which `held` bytes are allocated. values: [s, b, n, p]. Returns its source line."""
+def _record_scan_event(
+    recorder: StepRecorder, name: str, values: Tensor, passes: list[ScanPassCost], held: int, where: str = ""
+) -> str:
+    """Record one event for a pass over all spans, during which `held` bytes are allocated. values: [s, b, n, p].
+    Return its source line.
+    """
     workspace = values.new_empty(held, dtype=torch.uint8)
     parts = tuple((times, operations) for operations, times in Counter(each.operations for each in passes).items())
     every = [(times, event) for times, operations in parts for event in operations.events]
-    event = Event(
+    event = StepEvent(
         "op",
         f"scan.{name}",
         where,
@@ -221,9 +241,9 @@ def _run(recorder: Recorder, name: str, values: Tensor, passes: list[PassCost], 
         moved=sum(times * event.moved for times, event in every),
         shape=tuple(values.shape),
         dtype=dtype_name(values.dtype),
-        factors=dtype_name(accumulation_dtype(values.dtype)),
+        factors=dtype_name(accumulation_dtype_of(values.dtype)),
         parts=parts,
     )
-    where = recorder.append_operation(event)
+    where = recorder.append_hidden_operation(event)
     del workspace
     return where

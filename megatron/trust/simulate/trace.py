@@ -4,7 +4,7 @@
     EventList     events in order; repeated stretches are stored once
     MemoryByKind  bytes allocated at one moment, by kind
     Trace         one rank's step: its events in order, its peak memory and what was allocated then
-    DryRun        the traces of all distinct kinds of rank, and which ranks each trace stands for
+    DryRunResult        the traces of all distinct kinds of rank, and which ranks each trace stands for
 
 Sizes are bytes of storages: what tensors really occupy, each storage counted once however many views it has.
 """
@@ -25,7 +25,7 @@ KINDS = ("weights", "gradients", "optimizer", "activations", "communication", "t
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class StepEvent:
     """One thing that a rank did.
 
     kind: an operation, a collective, a message sent or received, or `action`: the start of an action of the pipeline schedule or of a
@@ -69,7 +69,7 @@ class Event:
 class Operations:
     """Operations that are recorded as part of one event. Two of them are the same only if they are one object."""
 
-    events: tuple[Event, ...]
+    events: tuple[StepEvent, ...]
 
 
 @dataclass(slots=True)
@@ -79,28 +79,28 @@ class EventSpan:
     again: the events were recorded earlier and are repeated here, under `action` and with `live` more bytes allocated than then.
     """
 
-    events: list[Event] | tuple[Event, ...]
+    events: list[StepEvent] | tuple[StepEvent, ...]
     again: bool = False
     action: str = ""
     live: int = 0
 
-    def event_in_span(self, event: Event) -> Event:
+    def event_as_repeated(self, event: StepEvent) -> StepEvent:
         """Return an event of the span with the action and the allocated bytes that it has here."""
         return replace(event, action=self.action, live=event.live + self.live) if self.again else event
 
-    def __iter__(self) -> Iterator[Event]:
-        return map(self.event_in_span, self.events) if self.again else iter(self.events)
+    def __iter__(self) -> Iterator[StepEvent]:
+        return map(self.event_as_repeated, self.events) if self.again else iter(self.events)
 
 
 @dataclass(slots=True)
-class EventList(Sequence[Event]):
+class EventList(Sequence[StepEvent]):
     """Events in order; a repeated span refers to the events of its first occurrence. begins: index of the first event of each span."""
 
     parts: list[EventSpan] = field(default_factory=list)
     begins: list[int] = field(default_factory=list)
     _count: int = 0
 
-    def append(self, event: Event) -> None:
+    def append(self, event: StepEvent) -> None:
         """Add an event."""
         if not self.parts or self.parts[-1].again:
             self._add_span(EventSpan([]))
@@ -109,7 +109,7 @@ class EventList(Sequence[Event]):
         events.append(event)
         self._count += 1
 
-    def repeat(self, events: tuple[Event, ...], action: str, live: int) -> None:
+    def repeat(self, events: tuple[StepEvent, ...], action: str, live: int) -> None:
         """Add recorded events once more, under another action. live: bytes allocated beyond what was allocated then."""
         self._add_span(EventSpan(events, True, action, live))
         self._count += len(events)
@@ -121,17 +121,17 @@ class EventList(Sequence[Event]):
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[Event]:
+    def __iter__(self) -> Iterator[StepEvent]:
         for part in self.parts:
             yield from part
 
     @overload
-    def __getitem__(self, place: int) -> Event: ...
+    def __getitem__(self, place: int) -> StepEvent: ...
 
     @overload
-    def __getitem__(self, place: slice) -> tuple[Event, ...]: ...
+    def __getitem__(self, place: slice) -> tuple[StepEvent, ...]: ...
 
-    def __getitem__(self, place: int | slice) -> Event | tuple[Event, ...]:
+    def __getitem__(self, place: int | slice) -> StepEvent | tuple[StepEvent, ...]:
         if isinstance(place, slice):
             low, high, step = place.indices(self._count)
             assert step == 1, "events are taken in order"
@@ -139,21 +139,21 @@ class EventList(Sequence[Event]):
             inside = (
                 (part, part.events[max(0, low - begin) : max(0, high - begin)]) for begin, part in parts if begin < high
             )
-            return tuple(part.event_in_span(event) for part, events in inside for event in events)
+            return tuple(part.event_as_repeated(event) for part, events in inside for event in events)
         place = range(self._count)[place]
         at = bisect_right(self.begins, place) - 1
-        return self.parts[at].event_in_span(self.parts[at].events[place - self.begins[at]])
+        return self.parts[at].event_as_repeated(self.parts[at].events[place - self.begins[at]])
 
 
-def spans_of(events: Sequence[Event]) -> Sequence[EventSpan]:
+def event_spans_of(events: Sequence[StepEvent]) -> Sequence[EventSpan]:
     """Return the spans of a sequence of events."""
     return events.parts if isinstance(events, EventList) else (EventSpan(tuple(events)),)
 
 
-def communication_of(events: Sequence[Event]) -> Iterator[Event]:
+def communication_of(events: Sequence[StepEvent]) -> Iterator[StepEvent]:
     """Yield collectives, messages and the starts of actions."""
-    for part in spans_of(events):
-        yield from (part.event_in_span(event) for event in part.events if event.kind != "op")
+    for part in event_spans_of(events):
+        yield from (part.event_as_repeated(event) for event in part.events if event.kind != "op")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class Trace:
     rank: int
     place: dict[str, int]
     parameters: int
-    events: Sequence[Event]
+    events: Sequence[StepEvent]
     peak: int
     peak_event: int
     at_peak: MemoryByKind
@@ -200,13 +200,13 @@ class Trace:
     kept_per_microbatch: int = 0
 
     @property
-    def peak_record(self) -> Event:
+    def event_at_peak(self) -> StepEvent:
         """The event at the peak."""
         return self.events[self.peak_event]
 
 
 @dataclass(frozen=True, slots=True)
-class DryRun:
+class DryRunResult:
     """The training step of every distinct kind of rank.
 
     stands_for: for each trace, the ranks that do the same with the same sizes. plan: the pipeline schedule that was run, with num_microbatches for

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.saved import open_saved
+from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.training.checkpoint.adapters import BASE, base_hash
-from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.checkpoint.adapters import BASE, base_weights_hash
+from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.training import held_weights, train_on
@@ -30,7 +30,7 @@ def build(**changes: Any) -> Trainer:
 def base_in(folder: Path, **changes: Any) -> None:
     trainer = build(save=str(folder), **changes)
     train_on(trainer, 2)
-    Checkpoint(trainer).save()
+    Checkpointer(trainer).save()
 
 
 @pytest.mark.parametrize("kind", [PARTS, {**LORA, "dora": True}])
@@ -43,16 +43,16 @@ def test_a_run_goes_on_from_its_adapters_and_their_base(tmp_path: Path, kind: di
         "save": str(tmp_path / "run"),
     }
     first = build(**flags)
-    checkpoint = Checkpoint(first)
+    checkpoint = Checkpointer(first)
     checkpoint.resume()
     train_on(first, 2)
     checkpoint.save()
-    saved = open_saved(tmp_path / "run" / "iter_0000002")
+    saved = open_saved_checkpoint(tmp_path / "run" / "iter_0000002")
     names = [name for name in saved.formats if name.startswith("model.")]
     assert names and all(".adapter." in name or "final_layernorm" in name for name in names)
     assert saved.values[BASE]["hash"]
     second = build(**flags)
-    assert Checkpoint(second).resume() and second.progress.iteration == 2
+    assert Checkpointer(second).resume() and second.progress.iteration == 2
     assert train_on(second, 2) == train_on(first, 2)
     assert all(torch.equal(a[3], b[3]) for a, b in zip(held_weights(first), held_weights(second), strict=True))
 
@@ -62,19 +62,19 @@ def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
         base_in(tmp_path / f"base{seed}", seed=seed)
     flags = {**LORA, "load": str(tmp_path / "run"), "save": str(tmp_path / "run")}
     first = build(**flags, pretrained_checkpoint=str(tmp_path / "base7"))
-    Checkpoint(first).resume()
-    Checkpoint(first).save()
+    Checkpointer(first).resume()
+    Checkpointer(first).save()
     for changes in ({"pretrained_checkpoint": str(tmp_path / "base8")}, {}):
         with pytest.raises(CheckpointError, match="another base"):
-            Checkpoint(build(**flags, **changes)).resume()
+            Checkpointer(build(**flags, **changes)).resume()
     with pytest.raises(CheckpointError, match="another network|without their network"):
-        Checkpoint(build(load=str(tmp_path / "run"))).resume()
+        Checkpointer(build(load=str(tmp_path / "run"))).resume()
 
 
 def test_lengths_of_rows_begin_as_those_of_the_base_that_is_loaded(tmp_path: Path) -> None:
     base_in(tmp_path / "base", seed=8)
     trainer = build(**LORA, dora=True, pretrained_checkpoint=str(tmp_path / "base"), bf16=True)
-    Checkpoint(trainer).resume()
+    Checkpointer(trainer).resume()
     linear = trainer.stages[0].decoder.layers["1"].self_attention.linear_qkv
     expected = linear.weight.float().norm(dim=1).split(linear.adapter.sizes)[0]
     torch.testing.assert_close(linear.adapter.pairs["q"].magnitude.float(), expected, rtol=1e-2, atol=0.0)
@@ -88,7 +88,7 @@ def test_lengths_of_rows_begin_as_those_of_the_base_that_is_loaded(tmp_path: Pat
 
 def hash_here(changes: dict[str, Any]) -> str:
     trainer = build(**changes)
-    return base_hash(trainer.stages, trainer.run.mesh, trainer.run.config.model.adapter)
+    return base_weights_hash(trainer.stages, trainer.run.mesh, trainer.run.config.model.adapter)
 
 
 def test_the_hash_of_a_base_is_that_of_its_values_under_any_layout(world: Worlds) -> None:
@@ -113,7 +113,7 @@ def test_adapter_state_takes_a_small_share_of_the_optimizers_memory() -> None:
 
 def resumed_here(changes: dict[str, Any]) -> tuple[list[float], list[float]]:
     trainer = build(**changes)
-    Checkpoint(trainer).resume()
+    Checkpointer(trainer).resume()
     return train_on(trainer, 2)
 
 
@@ -127,7 +127,7 @@ def test_adapters_load_under_another_layout(tmp_path: Path, world: Worlds) -> No
         "save": str(tmp_path / "run"),
     }
     first = build(**flags)
-    checkpoint = Checkpoint(first)
+    checkpoint = Checkpointer(first)
     checkpoint.resume()
     train_on(first, 2)
     checkpoint.save()

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rng import RandomStreams
-from megatron.core.tensor_parallel.adapter import LinearAdapter, LowRank
-from megatron.core.tensor_parallel.linear import AdaptedLinear
+from megatron.core.tensor_parallel.adapter import LinearAdapter, LoRAFactors
+from megatron.core.tensor_parallel.linear import AdaptableLinear
 from megatron.training.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
@@ -26,18 +26,18 @@ def build(**changes: Any) -> Trainer:
     return tiny.trainer_of(tiny.run_of(tiny.config(world_size, **{**MODELS["llama"], "fp64": True, **changes})))
 
 
-def layers_of(trainer: Trainer) -> dict[str, AdaptedLinear]:
+def layers_of(trainer: Trainer) -> dict[str, AdaptableLinear]:
     """The adapted linear layers of the first layer, with factors that are not zero."""
     torch.manual_seed(3)
     layer = trainer.stages[0].decoder.layers["0"]
     for param in layer.parameters():
         if param.requires_grad:
             param.data.add_(torch.rand_like(param), alpha=0.2)
-    found = {name: module for name, module in layer.named_modules() if isinstance(module, AdaptedLinear)}
+    found = {name: module for name, module in layer.named_modules() if isinstance(module, AdaptableLinear)}
     return {name: module for name, module in found.items() if module.adapter is not None}
 
 
-def formula(weight: Tensor, pair: LowRank, x: Tensor, scale: float) -> Tensor:
+def formula(weight: Tensor, pair: LoRAFactors, x: Tensor, scale: float) -> Tensor:
     """Hu et al. (2021), and of Liu et al. (2024) the same with lengths of rows. x: [n, in]. Returns [n, out]."""
     matrix = weight + scale * pair.lora_B @ pair.lora_A
     if pair.magnitude is None:

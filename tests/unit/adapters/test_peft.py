@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from megatron.core.config.flags import ConfigError
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf, peft
-from megatron.core.families.adapter_set import AdapterSet, read_adapters
+from megatron.core.families.adapter_set import AdapterSet, read_adapter_checkpoint
 from megatron.core.parallel.boxes import whole_box
-from megatron.core.parallel.spec import spec_of
+from megatron.core.parallel.spec import param_spec_of
 from megatron.tools import check_config
 from megatron.tools.checkpoint import adapter as tool
-from megatron.training.checkpoint.adapters import base_names, open_adapters, source_hash
-from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.checkpoint.adapters import open_adapters, possible_base_names, source_base_hash
+from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.cli.arguments import config_of, read_args
 from megatron.training.trainer import Trainer
@@ -167,7 +167,7 @@ def ours(base: Path, *more: str) -> Trainer:
     words += " --moe-router-bias-update-rate 0" if biased else ""
     config = tiny.with_vocabulary(config_of(read_args([*words.split(), *more]), 1), VOCABULARY)
     trainer = tiny.trainer_of(tiny.run_of(config))
-    assert Checkpoint(trainer).resume()
+    assert Checkpointer(trainer).resume()
     for stage in trainer.stages:
         stage.eval()
     return trainer
@@ -191,7 +191,7 @@ def close(found: Tensor, expected: Tensor, tolerance: float) -> None:
 
 def gradients_as_peft(trainer: Trainer, folder: Path) -> dict[str, Tensor]:
     """The gradients of the adapters of ours by PEFT's names: a set of adapters whose factors are gradients is written."""
-    params = {spec_of(param).name: param for param in trainer.stages[0].parameters() if param.requires_grad}
+    params = {param_spec_of(param).name: param for param in trainer.stages[0].parameters() if param.requires_grad}
     gradients = dict(zip(params, torch.autograd.grad(loss_of(logits_of(trainer)), list(params.values())), strict=True))
     values = open_adapters(folder, trainer.run.config.model)
 
@@ -201,14 +201,14 @@ def gradients_as_peft(trainer: Trainer, folder: Path) -> dict[str, Tensor]:
     pairs = tuple(
         replace(
             pair,
-            first=of(f"{pair.name}.lora_A", pair.first),
-            second=of(f"{pair.name}.lora_B", pair.second),
-            lengths=None if pair.lengths is None else of(f"{pair.name}.magnitude", pair.lengths),
+            first=of(f"{pair.parameter_prefix}.lora_A", pair.first),
+            second=of(f"{pair.parameter_prefix}.lora_B", pair.second),
+            lengths=None if pair.lengths is None else of(f"{pair.parameter_prefix}.magnitude", pair.lengths),
         )
         for pair in values.pairs
     )
     saved = {name: gradients[name][: tensor.shape[0]] for name, tensor in values.saved.items()}
-    peft.write(AdapterSet("gradients", values.model, pairs, saved, {}), folder / "gradients")
+    peft.write_peft_folder(AdapterSet("gradients", values.model, pairs, saved, {}), folder / "gradients")
     return load_file(folder / "gradients" / peft.WEIGHTS)
 
 
@@ -241,7 +241,7 @@ def test_an_adapter_of_ours_loads_in_peft(case: str, tmp_path: Path) -> None:
     run = ["--lora-rank", "4", "--lora-alpha", "6", *flags]
     trainer = ours(tmp_path / "base", *run, "--save", str(tmp_path / "run"))
     train_on(trainer, 2)
-    Checkpoint(trainer).save()
+    Checkpointer(trainer).save()
     tool.main(["export", "--adapter", str(tmp_path / "run"), "--save", str(tmp_path / "out"), "--base", "some/name"])
     plain = getattr(transformers, "AutoModelForCausalLM").from_pretrained(tmp_path / "base")
     with torch.no_grad():
@@ -270,7 +270,7 @@ def test_merged_weights_are_pefts(case: str, tmp_path: Path) -> None:
     model = adapted(published(kind, sizes, base, torch.float64), tmp_path / "adapter", **settings)
     tool.main(["merge", "--base", str(base), "--adapter", folder, "--save", str(out)])
     model.merge_and_unload().save_pretrained(tmp_path / "theirs")
-    first, second = hf.open_folder(out), hf.open_folder(tmp_path / "theirs")
+    first, second = hf.open_hf_folder(out), hf.open_hf_folder(tmp_path / "theirs")
     assert first.formats == second.formats
     for name, one in first.formats.items():
         close(first.read(name, whole_box(one.shape)), second.read(name, whole_box(one.shape)), 1e-10)
@@ -279,7 +279,7 @@ def test_merged_weights_are_pefts(case: str, tmp_path: Path) -> None:
             tool.main(["unmerge", "--base", str(out), "--adapter", folder, "--save", str(tmp_path / "back")])
         return
     tool.main(["unmerge", "--base", str(out), "--adapter", folder, "--save", str(tmp_path / "back")])
-    back, before = hf.open_folder(tmp_path / "back"), hf.open_folder(base)
+    back, before = hf.open_hf_folder(tmp_path / "back"), hf.open_hf_folder(base)
     for name, one in before.formats.items():
         close(back.read(name, whole_box(one.shape)), before.read(name, whole_box(one.shape)), 1e-12)
 
@@ -290,8 +290,8 @@ def test_what_is_imported_is_a_checkpoint_of_a_run(tmp_path: Path) -> None:
     tool.main(["import", "--base", str(base), "--adapter", str(folder), "--save", str(run)])
     first, second = ours(base, "--adapter", str(run)), ours(base, "--adapter", str(folder))
     assert torch.equal(logits_of(first), logits_of(second))
-    found = read_adapters(open_checkpoint(run))
-    assert found.base["hash"] == source_hash(hf.open_folder(base), found.model.adapter)
+    found = read_adapter_checkpoint(open_checkpoint(run))
+    assert found.base["hash"] == source_base_hash(hf.open_hf_folder(base), found.model.adapter)
     published("Llama", {**SIZES, "initializer_range": 0.1}, tmp_path / "other")
     with pytest.raises(CheckpointError, match="another base"):
         ours(tmp_path / "other", "--adapter", str(run))
@@ -357,7 +357,7 @@ def test_adapters_of_ours_are_refused_by_a_base_of_another_shape(
 ) -> None:
     published("Llama", SIZES, tmp_path / "base")
     trainer = ours(tmp_path / "base", "--lora-rank", "4", "--save", str(tmp_path / "run"))
-    Checkpoint(trainer).save()
+    Checkpointer(trainer).save()
     for other, words in (
         (
             {"intermediate_size": 64},
@@ -391,7 +391,7 @@ def test_adapters_of_another_base_are_refused_by_hash_or_by_name(
 ) -> None:
     adapted(published("Llama", SIZES, tmp_path / "base"), tmp_path / "theirs", target_modules=["q_proj"])
     trainer = ours(tmp_path / "base", "--lora-rank", "4", "--save", str(tmp_path / "run"))
-    Checkpoint(trainer).save()
+    Checkpointer(trainer).save()
     tool.main(["export", "--adapter", str(tmp_path / "run"), "--save", str(tmp_path / "out")])
     published("Llama", {**SIZES, "initializer_range": 0.1}, tmp_path / "other")
     with pytest.raises(CheckpointError, match="another base.* hash"):
@@ -416,17 +416,20 @@ def test_a_base_is_called_as_its_folder_its_repository_or_its_config_says(tmp_pa
     (tmp_path / "network").mkdir()
     (tmp_path / "network/config.json").write_text('{"_name_or_path": "meta-llama/Llama-3.1-8B"}')
     (tmp_path / "link").symlink_to(tmp_path / "network")
-    assert base_names(str(tmp_path / "link")) == {"link", "network", "llama-3.1-8b"}
+    assert possible_base_names(str(tmp_path / "link")) == {"link", "network", "llama-3.1-8b"}
     for where in (
         "meta-llama/Llama-3.1-8B",
         "/data/Llama-3.1-8B/",
         "hub/models--meta-llama--Llama-3.1-8B/snapshots/0e9e39f",
     ):
-        assert base_names(where) == {"llama-3.1-8b"}
+        assert possible_base_names(where) == {"llama-3.1-8b"}
     assert (
-        base_names("runs/lora/base/iter_0000150") == base_names("runs/lora/base") == base_names("Base/best") == {"base"}
+        possible_base_names("runs/lora/base/iter_0000150")
+        == possible_base_names("runs/lora/base")
+        == possible_base_names("Base/best")
+        == {"base"}
     )
-    assert base_names("/best") == set()  # which names nothing, so that it contradicts nothing
+    assert possible_base_names("/best") == set()  # which names nothing, so that it contradicts nothing
 
 
 def test_flags_that_contradict_an_adapter_are_refused_and_those_that_repeat_it_are_not(tmp_path: Path) -> None:

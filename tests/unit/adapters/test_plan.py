@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.adapters import linear_layers
-from megatron.core.config.plan import network_layer_plans, partition
+from megatron.core.config.adapters import linear_layer_shapes
+from megatron.core.config.plan import network_layer_plans, partition_into_stages
 from megatron.core.config.rules.engine import broken_rules
 from megatron.core.models.on_meta import build_stage_on_meta
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.tensor_parallel.linear import AdaptedLinear
-from megatron.core.transformer.layer import Layer
+from megatron.core.tensor_parallel.linear import AdaptableLinear
+from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.moe import GroupedLinear
 from tests.helpers import tiny
 from tests.parity.table import MODELS
@@ -23,21 +23,21 @@ NETWORKS = ("llama", "gpt", "moe-shared", "mla", "mla-q", "output-gate", "t5", "
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_list_of_linear_layers_is_that_of_the_network(name: str) -> None:
     model = tiny.config(**MODELS[name]).model
-    (stage,) = partition(network_layer_plans(model), pp=1)
+    (stage,) = partition_into_stages(network_layer_plans(model), pp=1)
     layers = [
         module
         for module in build_stage_on_meta(model, Mesh.single_process(), stage).modules()
-        if isinstance(module, Layer)
+        if isinstance(module, TransformerLayer)
     ]
     for layer in layers[: len(stage.layers)]:
-        listed = {path: (shape.outputs, shape.inputs) for path, shape in linear_layers(model, layer.plan).items()}
+        listed = {path: (shape.outputs, shape.inputs) for path, shape in linear_layer_shapes(model, layer.plan).items()}
         there = {
             path: tuple(module.weight.shape)[-2:]
             for path, module in layer.named_modules()
-            if isinstance(module, AdaptedLinear | GroupedLinear)
+            if isinstance(module, AdaptableLinear | GroupedLinear)
         }
         assert listed == there
-        for path, shape in linear_layers(model, layer.plan).items():
+        for path, shape in linear_layer_shapes(model, layer.plan).items():
             parts = getattr(layer.get_submodule(path).weight, "spec").shards
             cut = next((one.segments for one in parts if one.axis in ("tp", "etp") and one.dim == len(parts) - 1), None)
             if len(shape.parts) > 1:

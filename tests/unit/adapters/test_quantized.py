@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.rules.engine import broken_rules
-from megatron.core.config.stages import stages_of
-from megatron.core.dist_checkpointing.saved import open_saved
+from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
 from megatron.core.kernels.low_precision.weight_blocks import (
-    QuantizedBlocks,
-    dequantize,
+    BlockQuantizedWeight,
+    dequantize_weight_blocks,
+    nf4_value_pairs,
     nf4_values,
-    pack,
-    pairs_of_values,
-    quantize,
-    unpacked_values,
+    pack_4_bit_codes,
+    quantize_weight_blocks,
+    unpack_nf4_values,
 )
-from megatron.core.models.flops import rank_memory
-from megatron.core.parallel.spec import local_shards, quantized_of, spec_of
-from megatron.core.tensor_parallel.quantized import dense
-from megatron.training.checkpoint.adapters import BASE, base_hash
-from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.core.models.flops import estimate_rank_memory
+from megatron.core.parallel.spec import local_shards, param_spec_of, quantized_values_of
+from megatron.core.tensor_parallel.quantized import dense_weight
+from megatron.training.checkpoint.adapters import BASE, base_weights_hash
+from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.trainer import Trainer
 from megatron.trust.simulate.dry_run import dry_run
 from tests.helpers import tiny
@@ -80,9 +80,9 @@ def by_the_paper(weight: Tensor, format: str) -> Tensor:
     return torch.tensor(rows).view(weight.shape)
 
 
-def levels_of(blocks: QuantizedBlocks, format: str) -> Tensor:
+def levels_of(blocks: BlockQuantizedWeight, format: str) -> Tensor:
     if format == "nf4":
-        return unpacked_values(pack(blocks.codes), blocks.codes.shape[-1], pairs_of_values())
+        return unpack_nf4_values(pack_4_bit_codes(blocks.codes), blocks.codes.shape[-1], nf4_value_pairs())
     return blocks.codes / 127
 
 
@@ -96,14 +96,14 @@ def test_the_values_of_nf4_are_the_quantiles_that_are_published() -> None:
 @pytest.mark.parametrize("format", ["nf4", "int8"])
 def test_a_matrix_is_what_the_formula_of_the_paper_gives(format: str) -> None:
     weight = matrix(258, 70)
-    blocks = quantize(weight, format)
+    blocks = quantize_weight_blocks(weight, format)
     scales = torch.cat(
         [
             mean + step * codes
             for mean, step, codes in zip(blocks.means, blocks.steps, blocks.scales.split(256), strict=True)
         ]
     )
-    found = dequantize(levels_of(blocks, format), scales.clamp_min(0.0), first=0, dtype=torch.float32)
+    found = dequantize_weight_blocks(levels_of(blocks, format), scales.clamp_min(0.0), first=0, dtype=torch.float32)
     expected = by_the_paper(weight, format)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert float(found[0].abs().max()) == 0.0
@@ -114,7 +114,7 @@ def test_codes_are_those_of_torchaos_nf4() -> None:
     nf4 = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
     weight = torch.randn(512, 64, generator=torch.Generator().manual_seed(5))
     theirs = nf4.to_nf4(weight, 64, 256)
-    blocks = quantize(weight, "nf4")
+    blocks = quantize_weight_blocks(weight, "nf4")
     halves = blocks.codes.view(-1, 2)
     packed = halves[:, 0] << 4 | halves[:, 1]
     # All but a few, which lie between two values: their table has seven digits of other rounding.
@@ -123,7 +123,7 @@ def test_codes_are_those_of_torchaos_nf4() -> None:
         [m + s * c for m, s, c in zip(blocks.means, blocks.steps, blocks.scales.split(256), strict=True)]
     )
     found, original = (
-        dequantize(levels_of(blocks, "nf4"), scales, first=0, dtype=torch.float32),
+        dequantize_weight_blocks(levels_of(blocks, "nf4"), scales, first=0, dtype=torch.float32),
         theirs.get_original_weight(),
     )
     # Their scales are rounded about the mean of the whole matrix.
@@ -136,14 +136,19 @@ def values_here(changes: dict[str, Any]) -> list[tuple[str, Any, Any, Tensor]]:
     """The dequantized pieces that this rank holds."""
     trainer = build(**changes)
     if changes.get("load"):
-        Checkpoint(trainer).resume()
+        Checkpointer(trainer).resume()
     mesh = trainer.run.mesh
     return [
-        (spec_of(param).name, spec_of(param).shape, piece.box, dense(param)[piece.local.slices()].clone())
+        (
+            param_spec_of(param).name,
+            param_spec_of(param).shape,
+            piece.box,
+            dense_weight(param)[piece.local.slices()].clone(),
+        )
         for stage in trainer.stages
         for param in stage.parameters()
-        if quantized_of(param) is not None
-        for piece in local_shards(spec_of(param), mesh)
+        if quantized_values_of(param) is not None
+        for piece in local_shards(param_spec_of(param), mesh)
     ]
 
 
@@ -164,7 +169,7 @@ def test_values_are_the_same_under_every_layout(changes: dict[str, Any], world: 
 def test_a_run_saves_adapters_and_the_hash_of_the_base_before_it_was_quantized(tmp_path: Path) -> None:
     base = build(**WIDE, save=str(tmp_path / "base"))
     train_on(base, 1)
-    Checkpoint(base).save()
+    Checkpointer(base).save()
     flags = {
         **WIDE,
         "pretrained_checkpoint": str(tmp_path / "base"),
@@ -174,8 +179,8 @@ def test_a_run_saves_adapters_and_the_hash_of_the_base_before_it_was_quantized(t
     runs = []
     for kind in (QLORA, {**LORA, "dora": True, "lora_base_quantization": "int8"}):
         trainer = build(**flags | {"load": None}, **kind)
-        Checkpoint(trainer).resume()
-        weights = [quantized_of(param) for stage in trainer.stages for param in stage.parameters()]
+        Checkpointer(trainer).resume()
+        weights = [quantized_values_of(param) for stage in trainer.stages for param in stage.parameters()]
         before = [one.clone() for held in weights if held is not None for one in held.stored_tensors()]
         train_on(trainer, 2)
         after = [one for held in weights if held is not None for one in held.stored_tensors()]
@@ -183,17 +188,17 @@ def test_a_run_saves_adapters_and_the_hash_of_the_base_before_it_was_quantized(t
         runs.append(trainer)
     dora = runs[1].stages[0].decoder.layers["0"].mlp.linear_fc2
     start = build(**flags | {"load": None}, **LORA, dora=True, lora_base_quantization="int8")
-    Checkpoint(start).resume()
+    Checkpointer(start).resume()
     linear = start.stages[0].decoder.layers["0"].mlp.linear_fc2
-    torch.testing.assert_close(linear.adapter.pairs["whole"].magnitude, dense(dora.weight).norm(dim=1))
-    Checkpoint(runs[0]).save()
-    saved = open_saved(tmp_path / "run" / "iter_0000002")
+    torch.testing.assert_close(linear.adapter.pairs["whole"].magnitude, dense_weight(dora.weight).norm(dim=1))
+    Checkpointer(runs[0]).save()
+    saved = open_saved_checkpoint(tmp_path / "run" / "iter_0000002")
     assert all(".adapter." in name for name in saved.formats if name.startswith("model."))
     plain = build(**flags | {"load": None}, **LORA)
-    Checkpoint(plain).resume()
-    assert saved.values[BASE]["hash"] == base_hash(plain.stages, plain.run.mesh, plain.run.config.model.adapter)
+    Checkpointer(plain).resume()
+    assert saved.values[BASE]["hash"] == base_weights_hash(plain.stages, plain.run.mesh, plain.run.config.model.adapter)
     again = build(**flags, **QLORA)
-    assert Checkpoint(again).resume() and again.progress.iteration == 2
+    assert Checkpointer(again).resume() and again.progress.iteration == 2
     assert train_on(again, 2) == train_on(runs[0], 2)
     assert all(torch.equal(a[3], b[3]) for a, b in zip(held_weights(runs[0]), held_weights(again), strict=True))
 
@@ -208,13 +213,13 @@ def test_the_plan_counts_what_a_quantized_base_takes(format: str, bits: float) -
     rest = 2 * 2 * 256 * tiny.VOCABULARY
     # Beside those: adapters, norms, and padding of the vocabulary.
     assert held.at_peak.weights == pytest.approx(matrices * bits / 8 + rest, rel=0.25)
-    estimate = rank_memory(config, [*stages_of(config)], data_parallel_size=1, num_microbatches=1)[0]
+    estimate = estimate_rank_memory(config, [*pipeline_stages_of(config)], data_parallel_size=1, num_microbatches=1)[0]
     trainer = build(**flags)
     real = sum(
         one.nbytes
         for stage in trainer.stages
         for param in stage.parameters()
-        for one in (quantized_of(param).stored_tensors() if quantized_of(param) is not None else (param,))
+        for one in (quantized_values_of(param).stored_tensors() if quantized_values_of(param) is not None else (param,))
     )
     state = sum(one.nbytes for one in trainer.optimizer.stored_tensors()) + sum(
         segment.grad.nbytes for segment in trainer.optimizer.segments

@@ -13,15 +13,15 @@ from megatron.core.config.flags import (
     ConfigError,
     Role,
     add_arguments,
+    config_from_namespace,
+    config_from_values,
+    config_to_values,
+    field_roles,
     flag,
     flag_fields,
     flag_name,
     flag_spellings,
-    from_namespace,
-    from_values,
-    refuse,
-    roles_of,
-    to_values,
+    raise_config_error_if,
 )
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.config.settings.run import RequestedRun, RunConfig
@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def read(*words: str) -> Sample:
-    return from_namespace(Sample, parser().parse_args(list(words)))
+    return config_from_namespace(Sample, parser().parse_args(list(words)))
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -117,14 +117,14 @@ def test_help_shows_the_spelling_that_changes_the_default_and_the_default() -> N
 
 def test_values_go_there_and_back() -> None:
     config = read("--sizes", "1", "2", "--quick", "--inner-size", "5")
-    values = to_values(config)
+    values = config_to_values(config)
     assert values["sizes"] == [1, 2] and values["inner_size"] == 5 and values["plain"] == 7 and "part" not in values
-    assert from_values(Sample, values) == config
-    assert from_values(Sample, {}) == Sample()
+    assert config_from_values(Sample, values) == config
+    assert config_from_values(Sample, {}) == Sample()
 
 
 def test_a_value_named_like_a_part_does_not_replace_it() -> None:
-    assert from_values(Sample, {"part": "nonsense", "inner_size": 8}).part == Part(8)
+    assert config_from_values(Sample, {"part": "nonsense", "inner_size": 8}).part == Part(8)
 
 
 def test_spellings_of_a_field_are_all_known() -> None:
@@ -144,12 +144,12 @@ def test_spellings_of_a_field_are_all_known() -> None:
 
 
 def test_refusals_come_together_and_once() -> None:
-    refuse([])
+    raise_config_error_if([])
     with pytest.raises(ConfigError) as error:
-        refuse(["first", "second", "first"])
+        raise_config_error_if(["first", "second", "first"])
     assert str(error.value) == "2 settings cannot be used as given\n  first\n  second"
     with pytest.raises(ConfigError, match="1 setting cannot be used as given"):
-        refuse(["only"])
+        raise_config_error_if(["only"])
 
 
 # The real configs.
@@ -208,14 +208,17 @@ def test_every_flag_reaches_its_field_and_only_that(field: dataclasses.Field, ki
     made = argparse.ArgumentParser(allow_abbrev=False)
     add_arguments(made, RequestedRun)
     words, value = example(field, kind)
-    before, after = to_values(RequestedRun()), to_values(from_namespace(RequestedRun, made.parse_args(words)))
+    before, after = (
+        config_to_values(RequestedRun()),
+        config_to_values(config_from_namespace(RequestedRun, made.parse_args(words))),
+    )
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {field.name}
     assert after[field.name] == (list(value) if isinstance(value, tuple) else value)
 
 
 def test_every_field_of_a_run_says_what_another_value_means() -> None:
-    roles = roles_of(RequestedRun)
+    roles = field_roles(RequestedRun)
     assert {field.name for field, _ in flag_fields(RequestedRun)} < roles.keys() and len(roles) > 300
     silent = [name for name, role in roles.items() if role not in get_args(Role)]
     assert not silent, (

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.hybrid_pattern import nearest_patterns
+from megatron.core.config.hybrid_pattern import suggested_hybrid_patterns
 from megatron.core.config.plan import mtp_layer_plans, network_layer_plans
 from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.hybrid import SYMBOLS
-from megatron.core.config.stages import stages_of
-from megatron.core.models.describe import layer_parameters
+from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.models.describe import count_layer_parameters
 from megatron.core.models.flops import flops_per_token
 from tests.helpers import tiny
 
@@ -28,13 +28,13 @@ def test_symbols_are_layers_of_one_half_each() -> None:
     assert [(row.mixer, row.mlp) for row in network_layer_plans(model)] == [
         ("mamba", "none"), ("none", "dense"), ("attention", "none"), ("gated_delta_net", "none"), ("none", "moe"),
     ]  # fmt: skip
-    assert model.num_layers == 5 and model.state_mixers == {"mamba", "gated_delta_net"}
+    assert model.num_layers == 5 and model.stateful_mixer_kinds == {"mamba", "gated_delta_net"}
 
 
 def test_bars_end_pipeline_stages() -> None:
     config = tiny.config(4, hybrid_layer_pattern="M|M-*|-M|M", pipeline_model_parallel_size=2, **SMALL)
-    assert [len(stage.layers) for stage in stages_of(config)] == [1, 3, 2, 1]
-    assert [stage.rank for stage in stages_of(config)] == [0, 1, 0, 1]
+    assert [len(stage.layers) for stage in pipeline_stages_of(config)] == [1, 3, 2, 1]
+    assert [stage.rank for stage in pipeline_stages_of(config)] == [0, 1, 0, 1]
 
 
 def test_every_nth_layer_is_left_as_attention() -> None:
@@ -54,7 +54,7 @@ def test_flops_are_those_of_the_matrices_the_taps_and_the_state() -> None:
     assert flops_per_token(more, 64) - flops_per_token(plain, 64) == expected
     vectors = (inner + 2 * groups) * 5 + 3 * inner // 8 + inner
     norm = hidden if more.normalization == "RMSNorm" else 2 * hidden
-    assert layer_parameters(more, plan=network_layer_plans(more)[2]) == elements + vectors + norm
+    assert count_layer_parameters(more, plan=network_layer_plans(more)[2]) == elements + vectors + norm
 
 
 def test_mamba_beside_attention_costs_what_both_cost() -> None:
@@ -63,9 +63,9 @@ def test_mamba_beside_attention_costs_what_both_cost() -> None:
     alone = [
         tiny.config(hybrid_layer_pattern=symbols, **{**small, "num_layers": None}).model for symbols in ("MM*", "*")
     ]
-    assert [row.mixers for row in network_layer_plans(both)] == [{"attention", "mamba"}] * 2 and both.state_mixers == {
-        "mamba"
-    }
+    assert [row.mixer_kinds for row in network_layer_plans(both)] == [
+        {"attention", "mamba"}
+    ] * 2 and both.stateful_mixer_kinds == {"mamba"}
     more = flops_per_token(alone[0], 64) - flops_per_token(alone[1], 64)
     assert flops_per_token(both, 64) - flops_per_token(plain, 64) == pytest.approx(more)
 
@@ -134,8 +134,8 @@ def test_a_cut_that_cannot_be_is_named_as_it_was_given(pattern: str, flags: dict
     ],
 )  # fmt: skip
 def test_a_pattern_that_cannot_be_read_has_one_beside_it_that_can(pattern: str, stages: int, nearest: str) -> None:
-    assert nearest_patterns(pattern, SYMBOLS, stages)[0] == nearest
-    assert nearest_patterns("M-M*-", SYMBOLS, 2)[-1] == "M-|M*-"
+    assert suggested_hybrid_patterns(pattern, SYMBOLS, stages)[0] == nearest
+    assert suggested_hybrid_patterns("M-M*-", SYMBOLS, 2)[-1] == "M-|M*-"
 
 
 @pytest.mark.parametrize(
@@ -145,9 +145,9 @@ def test_a_pattern_that_cannot_be_read_has_one_beside_it_that_can(pattern: str, 
 def test_ratios_stand_for_a_pattern(layers: int, ratios: tuple[float, float], pattern: str) -> None:
     changes = {**SMALL, "num_layers": layers, "hybrid_attention_ratio": ratios[0], "hybrid_mlp_ratio": ratios[1]}
     model = tiny.config(**changes).model
-    counts = (model.hybrid.symbols.count("*"), model.hybrid.symbols.count("-"))
+    counts = (model.hybrid.layer_symbols.count("*"), model.hybrid.layer_symbols.count("-"))
     assert counts == tuple(round(layers * ratio) for ratio in ratios)
-    assert model.hybrid.symbols == pattern
+    assert model.hybrid.layer_symbols == pattern
 
 
 def test_a_slash_begins_the_layers_of_each_depth_of_multi_token_prediction() -> None:
@@ -159,8 +159,8 @@ def test_a_slash_begins_the_layers_of_each_depth_of_multi_token_prediction() -> 
     assert [[(row.index, row.mixer, row.mlp) for row in mtp_layer_plans(model, depth)] for depth in (0, 1)] == [
         [(3, "mamba", "none"), (4, "none", "dense")], [(5, "mamba", "none"), (6, "none", "dense")],
     ]  # fmt: skip
-    assert [(len(stage.layers), stage.has_mtp) for stage in stages_of(config)] == [(2, False), (1, True)]
+    assert [(len(stage.layers), stage.has_mtp) for stage in pipeline_stages_of(config)] == [(2, False), (1, True)]
 
 
 def test_bars_mean_nothing_on_one_pipeline_rank() -> None:
-    assert len(stages_of(tiny.config(hybrid_layer_pattern="M|M-*|-M|M", **SMALL))) == 1
+    assert len(pipeline_stages_of(tiny.config(hybrid_layer_pattern="M|M-*|-M|M", **SMALL))) == 1

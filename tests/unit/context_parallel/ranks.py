@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.parallel import ParallelConfig
-from megatron.core.context_parallel.attention import context_parallel_kernel
+from megatron.core.context_parallel.attention import context_parallel_attention
 from megatron.core.context_parallel.sequence import Zigzag
 from megatron.core.kernels import fused, reference
-from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
+from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 
@@ -53,7 +53,7 @@ def mesh_of(cp: int, inner: int = 1) -> Mesh:
     )
 
 
-def inputs(case: Case) -> tuple[list[Tensor], MaskSpec, Tensor]:
+def inputs(case: Case) -> tuple[list[Tensor], AttentionMaskSpec, Tensor]:
     """q, k, v and the sink; the mask; and what the output is weighed with. The same in every process."""
     random = torch.Generator().manual_seed(case.seed)
 
@@ -69,7 +69,7 @@ def inputs(case: Case) -> tuple[list[Tensor], MaskSpec, Tensor]:
     padding = torch.rand((case.batch, case.length), generator=random) < 0.7
     if case.hidden is not None:
         padding[:, Zigzag(case.length, 4).positions_of_rank(case.hidden, CPU)] = False
-    mask = MaskSpec(
+    mask = AttentionMaskSpec(
         causal=case.causal,
         window=case.window,
         documents=documents if case.documents else None,
@@ -79,9 +79,9 @@ def inputs(case: Case) -> tuple[list[Tensor], MaskSpec, Tensor]:
     return tensors, mask, draw(case.length, case.batch, case.heads * case.value_size).to(case.dtype)
 
 
-def scores_of(case: Case, sink: Tensor) -> ScoreModifiers:
+def scores_of(case: Case, sink: Tensor) -> AttentionScoreModifiers:
     """How the case makes scores."""
-    return ScoreModifiers(scale=case.scale, softcap=case.softcap, sink=sink if case.sink else None)
+    return AttentionScoreModifiers(scale=case.scale, softcap=case.softcap, sink=sink if case.sink else None)
 
 
 def whole(case: Case) -> list[Tensor]:
@@ -100,7 +100,7 @@ def in_pieces(case: Case, kind: str, dropout: float = 0.0) -> list[Tensor]:
     cut = Zigzag(case.length, axis.size)
     q, k, v = (cut.shard(x, axis.rank).clone().requires_grad_() for x in tensors[:3])
     sink = tensors[3].requires_grad_()
-    attention = context_parallel_kernel(KERNELS[case.kernel], mesh, kind)
+    attention = context_parallel_attention(KERNELS[case.kernel], mesh, kind)
     output = attention(q, k, v, replace(mask, length=case.length), dropout, scores_of(case, sink))
     (output * cut.shard(weight, axis.rank)).sum().backward()
     gradients = [joined(gradient_of(x), cut, axis) for x in (q, k, v)]
@@ -129,7 +129,7 @@ def dropout_gap(case: Case, kind: str, share: float) -> tuple[float, float, floa
     tensors, mask, weight = inputs(case)
     cut = Zigzag(case.length, axis.size)
     q, k, v, own = (cut.shard(x, axis.rank) for x in (*tensors[:3], weight))
-    mask, attention = replace(mask, length=case.length), context_parallel_kernel(KERNELS[case.kernel], mesh, kind)
+    mask, attention = replace(mask, length=case.length), context_parallel_attention(KERNELS[case.kernel], mesh, kind)
     way = torch.randn(k.shape, dtype=k.dtype, generator=torch.Generator().manual_seed(axis.rank))
 
     def value(keys: Tensor, dropout: float, seed: int) -> Tensor:

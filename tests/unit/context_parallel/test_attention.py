@@ -9,9 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.core.context_parallel.ring import chunk_pairs
+from megatron.core.context_parallel.ring import visible_chunk_pairs
 from megatron.core.context_parallel.sequence import Zigzag
-from megatron.core.kernels.mask import MaskSpec
+from megatron.core.kernels.mask import AttentionMaskSpec
 from tests.helpers.world import Worlds
 from tests.unit.context_parallel import ranks
 from tests.unit.context_parallel.ranks import Case
@@ -118,18 +118,18 @@ def test_dropout_keeps_the_mean_of_the_output_and_matches_its_own_gradient(world
         assert many < one / 10, f"over many draws, dropout leaves the mean as it is: {one} and {many}"
 
 
-masks = st.builds(MaskSpec, st.booleans(), windows)
+masks = st.builds(AttentionMaskSpec, st.booleans(), windows)
 
 
 @given(st.integers(0, 60), st.integers(1, 5), masks, st.data())
 def test_pairs_of_chunks_cover_what_the_mask_shows_and_never_twice(
-    length: int, size: int, mask: MaskSpec, data: st.DataObject
+    length: int, size: int, mask: AttentionMaskSpec, data: st.DataObject
 ) -> None:
     cut, rank, source = Zigzag(length, size), *(data.draw(st.integers(0, size - 1)) for _ in range(2))
     queries, keys = cut.positions_of_rank(rank, ranks.CPU), cut.positions_of_rank(source, ranks.CPU)
-    seen = mask.as_bool(length, length, ranks.CPU)[0, 0][queries][:, keys]
+    seen = mask.as_bool_tensor(length, length, ranks.CPU)[0, 0][queries][:, keys]
     counted = torch.zeros_like(seen, dtype=torch.int64)
-    for pair in chunk_pairs(cut.chunks(rank), cut.chunks(source), mask):
+    for pair in visible_chunk_pairs(cut.chunks(rank), cut.chunks(source), mask):
         part = seen[pair.queries, pair.keys]
         counted[pair.queries, pair.keys] += 1
         if pair.kind == "all":
@@ -147,7 +147,7 @@ def test_under_causality_every_step_of_the_ring_is_as_long_for_all_ranks(size: i
         scored = {
             sum(
                 (pair.queries.stop - pair.queries.start) * (pair.keys.stop - pair.keys.start)
-                for pair in chunk_pairs(cut.chunks(rank), cut.chunks((rank - step) % size), MaskSpec())
+                for pair in visible_chunk_pairs(cut.chunks(rank), cut.chunks((rank - step) % size), AttentionMaskSpec())
             )
             for rank in range(size)
         }

@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.context_parallel.planner import Assignment, assign_sequences, ranks_needed, sequence_cost
+from megatron.core.context_parallel.planner import (
+    SequenceAssignment,
+    assign_sequences_to_ranks,
+    context_ranks_needed,
+    sequence_cost,
+)
 
 
 @st.composite
@@ -17,9 +22,9 @@ def problems(draw: st.DrawFn) -> tuple[list[int], int, int, float]:
     return lengths, ranks, limit, draw(st.sampled_from([0.0, 50.0]))
 
 
-def plan_of(problem: tuple[list[int], int, int, float]) -> Assignment:
+def plan_of(problem: tuple[list[int], int, int, float]) -> SequenceAssignment:
     lengths, ranks, limit, linear = problem
-    return assign_sequences(lengths, ranks=ranks, limit=limit, linear=linear)
+    return assign_sequences_to_ranks(lengths, ranks=ranks, limit=limit, linear=linear)
 
 
 @given(problems())
@@ -62,12 +67,12 @@ def test_no_rank_has_more_to_do_than_the_mean_and_one_sequence(problem: tuple[li
     lengths, ranks, limit, linear = problem
     plan = plan_of(problem)
     if lengths and ranks & (ranks - 1) == 0:
-        one = max(sequence_cost(length, linear) / ranks_needed(length, limit) for length in lengths)
+        one = max(sequence_cost(length, linear) / context_ranks_needed(length, limit) for length in lengths)
         assert max(plan.loads) <= sum(plan.loads) / ranks + one + 1e-6
 
 
 def test_the_plan_of_the_docstring() -> None:
-    plan = assign_sequences([15, 7, 4, 4, 3, 1], ranks=8, limit=4)
+    plan = assign_sequences_to_ranks([15, 7, 4, 4, 3, 1], ranks=8, limit=4)
     assert [(share.first, share.size, share.sequences) for share in plan.shares] == [
         (0, 4, (0,)),
         (4, 2, (1,)),
@@ -79,11 +84,11 @@ def test_the_plan_of_the_docstring() -> None:
 
 
 def test_equal_short_sequences_are_shared_out_evenly() -> None:
-    plan = assign_sequences([5] * 32, ranks=8, limit=10)
+    plan = assign_sequences_to_ranks([5] * 32, ranks=8, limit=10)
     assert plan.balance == 1.0 and len(plan.shares) == 16, "two go into each microbatch"
     assert all(share.size == 1 and len(share.sequences) == 2 for share in plan.shares)
 
 
 def test_a_sequence_longer_than_all_ranks_hold_is_refused() -> None:
     with pytest.raises(AssertionError, match="41 positions does not fit on 4 ranks of 10"):
-        assign_sequences([41], ranks=4, limit=10)
+        assign_sequences_to_ranks([41], ranks=4, limit=10)

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from megatron.core.context_parallel.sequence import Zigzag
-from megatron.core.datasets.blend import build_datasets
+from megatron.core.datasets.blend import build_gpt_datasets
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 from megatron.training.data.batch import Batch
-from megatron.training.data.rebalance import RebalancedBatches, documents_of
-from megatron.training.evaluate import evaluate
-from megatron.training.loader import microbatches
+from megatron.training.data.rebalance import RebalancedBatches, documents_with_loss
+from megatron.training.evaluate import evaluate_loss
+from megatron.training.loader import split_microbatches
 from megatron.training.run import Run
 from megatron.training.step import train_step
 from tests.helpers import tiny
@@ -32,7 +32,7 @@ def batches(run: Run, iteration: int, counting: list[int]) -> Iterator[Batch]:
     cut, axis = Zigzag(run.config.train.seq_length, run.mesh.cp.size), run.mesh.cp
     mask = torch.zeros(cut.length)
     mask[counting] = 1.0
-    for batch in tiny.batches(run, iteration):
+    for batch in tiny.short_run_batches(run, iteration):
         yield replace(batch, loss_mask=cut.shard(mask, axis.rank).expand_as(batch.loss_mask))
 
 
@@ -46,7 +46,7 @@ def train_here(changes: dict[str, Any], counting: list[int]) -> tuple[list[float
         total, count = collectives.all_reduce(step.losses["lm loss"].double(), trainer.run.mesh.world).tolist()
         norms.append(float(step.grad_norm))
         losses.append(total / max(count, 1.0))
-    return norms, [*losses, evaluate(trainer, batches(trainer.run, 9, counting), 1)["lm loss"]]
+    return norms, [*losses, evaluate_loss(trainer, batches(trainer.run, 9, counting), 1)["lm loss"]]
 
 
 @pytest.mark.parametrize("per_token", [True, False])
@@ -76,7 +76,7 @@ def seen_here(changes: dict[str, Any]) -> list[dict[str, np.ndarray]]:
     run = tiny.run_of(
         tiny.config(torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1, **changes)
     )
-    train, _, _ = build_datasets(
+    train, _, _ = build_gpt_datasets(
         run.config.data,
         sequence_length=16,
         seed=1,
@@ -86,7 +86,7 @@ def seen_here(changes: dict[str, Any]) -> list[dict[str, np.ndarray]]:
         tokenizer=run.tokenizer,
     )
     found = []
-    stream = microbatches(run, train, consumed_samples=0, reads=True)
+    stream = split_microbatches(run, train, consumed_samples=0, reads=True)
     for batch in (next(stream), next(stream)):
         rows = {name: getattr(batch, name) for name in ("tokens", "labels", "loss_mask", "positions", "documents")}
         found.append({name: row.numpy() for name, row in {**rows, **batch.extras}.items() if row is not None})
@@ -149,7 +149,7 @@ def regrouped_here(changes: dict[str, Any], counting_rows: int) -> tuple[list[fl
         total, count = collectives.all_reduce(step.losses["lm loss"].double(), trainer.run.mesh.world).tolist()
         norms.append(float(step.grad_norm))
         losses.append(total / max(count, 1.0))
-    return norms, [*losses, evaluate(trainer, batches(9), 1)["lm loss"]], counts
+    return norms, [*losses, evaluate_loss(trainer, batches(9), 1)["lm loss"]], counts
 
 
 @pytest.mark.parametrize("kind", ["p2p", "a2a", "allgather"])
@@ -169,7 +169,7 @@ def test_documents_are_taken_out_of_rows_whole_and_those_without_a_loss_are_left
     mask = torch.ones(2, 10)
     mask[0, 3:7] = 0.0
     found = list(
-        documents_of(
+        documents_with_loss(
             Batch(
                 tokens=tokens,
                 labels=tokens + 1,
@@ -188,7 +188,7 @@ def test_documents_are_taken_out_of_rows_whole_and_those_without_a_loss_are_left
 def read_here(changes: dict[str, Any]) -> list[tuple[int, int, int, list[int]]]:
     """On every rank: of its share of a global batch as the data gives it, places held, places of the whole, and what has a loss."""
     run = tiny.run_of(tiny.config(torch.distributed.get_world_size(), **changes))
-    train, _, _ = build_datasets(
+    train, _, _ = build_gpt_datasets(
         run.config.data,
         sequence_length=16,
         seed=1,
@@ -197,7 +197,7 @@ def read_here(changes: dict[str, Any]) -> list[tuple[int, int, int, list[int]]]:
         test_samples=0,
         tokenizer=run.tokenizer,
     )
-    stream = microbatches(run, train, consumed_samples=0, reads=True)
+    stream = split_microbatches(run, train, consumed_samples=0, reads=True)
     found = []
     for _ in range(stream.prepare_step(2)):
         batch = next(stream)

@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.config.flags import ConfigError, from_values
+from megatron.core.config.flags import ConfigError, config_from_values
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.config.settings.run import RequestedRun, RunConfig
-from megatron.core.datasets.bert import BERTDataset, PairOptions
-from megatron.core.datasets.blend import build_splits
+from megatron.core.datasets.bert import BERTDataset, BERTSampleOptions
+from megatron.core.datasets.blend import build_split_datasets
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.masking import MaskOptions, word_continuations
+from megatron.core.datasets.masking import MaskOptions, word_continuation_mask
 from megatron.core.datasets.samplers import collate
-from megatron.core.datasets.sentence_kinds import bert_kind
+from megatron.core.datasets.sentence_kinds import bert_dataset_kind
 from megatron.core.tokenizers.build import NullTokenizer
 from tests.helpers.sentences import CLS, MASK, PAD, SEP, LetterTokenizer, some_documents, write
 
@@ -23,15 +23,15 @@ DOCUMENTS = some_documents(120)
 SIZE = 32
 
 
-def options(**changes: object) -> PairOptions:
+def options(**changes: object) -> BERTSampleOptions:
     tokenizer = LetterTokenizer()
-    return PairOptions(
+    return BERTSampleOptions(
         **{
             "sequence_length": SIZE,
             "short_seq_prob": 0.1,
             "masking": MaskOptions(0.15),
             "pairs": "sentence-order",
-            "continues": word_continuations(tokenizer),
+            "continues": word_continuation_mask(tokenizer),
             "cls": CLS,
             "sep": SEP,
             "mask": MASK,
@@ -69,7 +69,7 @@ def test_a_sample_is_a_pair_of_texts_from_its_row_in_the_stated_form(tmp_path: P
     data = dataset(tmp_path)
     for index in range(len(data)):
         sample, (first, last, target) = data[index], data.map.row(index)
-        whole = data.map.ids(first, last)
+        whole = data.map.token_ids(first, last)
         a, b = parts(sample)
         assert len(a) + len(b) == min(len(whole), target) and bool(sample["truncated"]) == (len(whole) > target)
         one, other = (b, a) if sample["is_random"] else (a, b)  # in the order of the text
@@ -160,7 +160,9 @@ def test_without_a_binary_head_a_sample_is_one_text(tmp_path: Path) -> None:
     for index in range(40):
         sample, (first, last, target) = data[index], data.map.row(index)
         (text,) = parts(sample)
-        assert len(text) == min(target, len(data.map.ids(first, last))) and _is_run(text, data.map.ids(first, last))
+        assert len(text) == min(target, len(data.map.token_ids(first, last))) and _is_run(
+            text, data.map.token_ids(first, last)
+        )
         assert not sample["is_random"] and not sample["types"].any()
     assert {len(range(*data.map.row(index)[:2])) for index in range(len(data))} >= {1}, (
         "a sentence alone makes a sample"
@@ -173,9 +175,9 @@ def test_next_sentence_pairs_are_half_from_elsewhere_and_keep_their_order(tmp_pa
     for index in range(len(data)):
         sample, (first, last, _) = data[index], data.map.row(index)
         a, b = parts(sample)
-        assert _is_run(a, data.map.ids(first, last))
-        assert sample["is_random"] or _is_run(b, data.map.ids(first, last))
-        foreign += not _is_run(b, data.map.ids(first, last))
+        assert _is_run(a, data.map.token_ids(first, last))
+        assert sample["is_random"] or _is_run(b, data.map.token_ids(first, last))
+        foreign += not _is_run(b, data.map.token_ids(first, last))
     assert (
         abs(foreign / len(data) - 0.5) < 3 * (0.25 / len(data)) ** 0.5 + 0.03
     )  # a random text may come from the same row
@@ -204,13 +206,15 @@ def test_an_id_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
 
 
 def run_config(**changes: object) -> RunConfig:
-    return from_values(RequestedRun, {"seq_length": SIZE, "seed": 3, "architecture": "bert", **changes}).resolve(1)
+    return config_from_values(RequestedRun, {"seq_length": SIZE, "seed": 3, "architecture": "bert", **changes}).resolve(
+        1
+    )
 
 
 def test_splits_are_shares_of_the_documents_and_never_meet(tmp_path: Path) -> None:
     write(tmp_path / "data", DOCUMENTS)
     run = run_config(data_path=(str(tmp_path / "data"),), split="60,30,10")
-    train, valid, test = build_splits(run.data, bert_kind(run, LetterTokenizer()), (300, 20, 5))
+    train, valid, test = build_split_datasets(run.data, bert_dataset_kind(run, LetterTokenizer()), (300, 20, 5))
     bounds = np.cumsum([0, *map(len, DOCUMENTS)])
     for part, (low, high) in ((train, (0, 72)), (valid, (72, 108)), (test, (108, 120))):
         assert part.map.rows[:, 0].min() >= bounds[low] and part.map.rows[:, 1].max() <= bounds[high]
@@ -220,7 +224,7 @@ def test_splits_are_shares_of_the_documents_and_never_meet(tmp_path: Path) -> No
 
 def test_mock_samples_need_no_files_and_avoid_special_ids() -> None:
     run = run_config(mock_data=True)
-    train, _, _ = build_splits(run.data, bert_kind(run, LetterTokenizer()), (50, 5, 5))
+    train, _, _ = build_split_datasets(run.data, bert_dataset_kind(run, LetterTokenizer()), (50, 5, 5))
     for index in range(50):
         assert all(token > 5 for part in parts(train[index]) for token in part)
 
@@ -233,12 +237,12 @@ def test_a_tokenizer_without_the_special_tokens_is_refused_with_all_that_it_lack
     with pytest.raises(
         ConfigError, match=r"BERT needs \[CLS\], \[SEP\], \[MASK\], padding, which NullTokenizer does not have"
     ):
-        bert_kind(run_config(mock_data=True), tokenizer)
+        bert_dataset_kind(run_config(mock_data=True), tokenizer)
 
 
 def test_the_settings_are_the_flags() -> None:
     assert DataConfig().masking.mask_prob == 0.15 and DataConfig().masking.short_seq_prob == 0.1
-    kind = bert_kind(
+    kind = bert_dataset_kind(
         run_config(mock_data=True, mask_prob=0.3, short_seq_prob=0.0, bert_binary_head=False), LetterTokenizer()
     )
     assert (kind.options.masking.probability, kind.options.short_seq_prob, kind.options.pairs) == (0.3, 0.0, None)

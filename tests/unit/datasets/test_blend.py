@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.datasets import blend as blend_module
-from megatron.core.datasets.blend import BlendedDataset, build_datasets, build_splits, source_usage
+from megatron.core.datasets.blend import BlendedDataset, build_gpt_datasets, build_split_datasets, data_source_usage
 from megatron.core.datasets.blend_index import blend_order
-from megatron.core.datasets.gpt import GPTDataset, WindowOptions
+from megatron.core.datasets.gpt import GPTDataset, GPTSampleOptions
 from megatron.core.datasets.indexed import DataError, IndexedDataset, IndexedDatasetBuilder
-from megatron.core.datasets.kinds import pad_id
-from megatron.core.datasets.paths import parse_blend, parse_split, plan_splits
-from megatron.core.tokenizers.base import fingerprint
+from megatron.core.datasets.kinds import maskable_pad_id
+from megatron.core.datasets.paths import parse_blend, parse_split, plan_data_splits
+from megatron.core.tokenizers.base import tokenizer_fingerprint
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer
 
 
@@ -158,7 +158,7 @@ def prefixes(tmp_path):
 
 def build(config, train, valid=0, test=0, tokenizer=ByteTokenizer(), length=10):
     """The datasets of a run with samples of 10 tokens."""
-    return build_datasets(
+    return build_gpt_datasets(
         config,
         sequence_length=length,
         seed=1234,
@@ -237,7 +237,7 @@ def test_many_tiny_weights_do_not_overdraw_a_large_one(prefixes):
     weights = [float(weight) for weight in words[::2]]
     assert drawn_ids(train, 20) == [(3 if dataset == 0 else 1) for dataset, _ in greedy(weights, 20)]
     assert len(train) == 60 and len(train.datasets[0]) >= train.drawn[0] > 21
-    assert abs(train.counts(20) - 20 * np.array(weights)).max() <= 1
+    assert abs(train.samples_per_dataset(20) - 20 * np.array(weights)).max() <= 1
 
 
 def test_each_split_may_have_its_own_paths(prefixes, tmp_path):
@@ -278,7 +278,7 @@ def test_the_words_of_a_file_are_those_of_the_command_line(prefixes, tmp_path):
 )
 def test_sources_that_make_no_sense_are_refused(config, message):
     with pytest.raises(ConfigError, match=message):
-        plan_splits(config)
+        plan_data_splits(config)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_sources_that_make_no_sense_are_refused(config, message):
 def test_a_damaged_file_of_splits_is_refused(tmp_path, content, message):
     (tmp_path / "splits.json").write_text(content)
     with pytest.raises(ConfigError, match=message):
-        plan_splits(DataConfig(per_split_data_args_path=str(tmp_path / "splits.json")))
+        plan_data_splits(DataConfig(per_split_data_args_path=str(tmp_path / "splits.json")))
 
 
 def test_caches_stand_beside_the_data_or_where_the_user_says(prefixes, tmp_path):
@@ -335,10 +335,10 @@ class Padded(ByteTokenizer):
 
 
 def test_a_padding_id_with_another_meaning_is_not_masked_unless_allowed():
-    assert pad_id(ByteTokenizer(), False) == -1
-    assert pad_id(Padded(0), False) == 0
-    assert pad_id(Padded(256), False) == -1
-    assert pad_id(Padded(256), True) == 256
+    assert maskable_pad_id(ByteTokenizer(), False) == -1
+    assert maskable_pad_id(Padded(0), False) == 0
+    assert maskable_pad_id(Padded(256), False) == -1
+    assert maskable_pad_id(Padded(256), True) == 256
 
 
 def test_counts_of_long_blends_are_added_up_in_pieces(prefixes, monkeypatch):
@@ -354,7 +354,7 @@ def test_the_default_split_of_a_small_corpus_leaves_out_what_it_has_no_data_for(
             builder.add_sequence(np.arange(40) % 9)
             builder.end_document()
     config = DataConfig(data_path=(str(tmp_path / "small"),), data_cache_path=str(tmp_path / "cache"))
-    made = build_datasets(
+    made = build_gpt_datasets(
         config,
         sequence_length=8,
         seed=1,
@@ -436,7 +436,7 @@ def test_a_run_draws_within_one_sample_of_any_shares_and_never_fails(prefixes, w
     words = tuple(word for weight, prefix in zip(weights, prefixes) for word in (repr(weight), prefix))
     for order in ("exact", "megatron"):
         train, _, _ = build(DataConfig(data_path=words, split="1", blend_order=order), samples)
-        drawn = train.counts(samples).tolist()
+        drawn = train.samples_per_dataset(samples).tolist()
         assert sum(drawn) == samples and np.bincount(drawn_ids(train, samples), minlength=4)[1:].tolist() == drawn
         if order == "exact":
             assert all(abs(count - share * samples) <= 1 for count, share in zip(drawn, as_fractions(weights)))
@@ -448,7 +448,7 @@ def test_a_run_says_what_it_draws_from_each_source(prefixes, caplog):
     config = DataConfig(data_path=("0.5", a, "0.25", b, "0.25", c), split="1", warn_epochs=2.0)
     train, _, _ = build(config, 200)
     ids = drawn_ids(train, 200)
-    uses = source_usage(train, 200)
+    uses = data_source_usage(train, 200)
     for number, (use, documents) in enumerate(zip(uses, (40, 80, 20)), 1):
         assert use.samples == ids.count(number) and use.tokens == 10 * use.samples
         assert use.epochs == pytest.approx(10 * use.samples / (11 * documents))
@@ -465,8 +465,8 @@ def test_a_run_says_what_it_draws_from_each_source(prefixes, caplog):
 
 def test_what_goes_round_in_cycles_is_counted_as_often_as_it_comes(prefixes):
     train, _, _ = build(DataConfig(data_path=tuple(prefixes), split="1", dataloader_type="cyclic"), 1000)
-    assert sum(use.samples for use in source_usage(train, 1000)) == 1000
-    assert [use.samples for use in source_usage(train, 302)] == [2 * count for count in train.drawn.tolist()]
+    assert sum(use.samples for use in data_source_usage(train, 1000)) == 1000
+    assert [use.samples for use in data_source_usage(train, 302)] == [2 * count for count in train.drawn.tolist()]
 
 
 @dataclass(frozen=True)
@@ -478,7 +478,7 @@ class PerDocument:
     def open(self, prefix):
         return IndexedDataset(prefix)
 
-    def count(self, source):
+    def num_split_units(self, source):
         return len(source.document_indices) - 1
 
     def has_sample(self, source, part):
@@ -516,17 +516,19 @@ def test_a_kind_says_what_split_counts_and_how_samples_are_cut(tmp_path):
                 builder.add_sequence([document])
             builder.end_document()
     config = DataConfig(data_path=(str(tmp_path / "d"),), split="70,20,10")
-    train, valid, test = build_splits(config, PerDocument(), (20, 3, 3))
+    train, valid, test = build_split_datasets(config, PerDocument(), (20, 3, 3))
     assert [dataset.part for dataset in (train, valid, test)] == [range(0, 7), range(7, 9), range(9, 10)]
     assert str(train.cache.folder).endswith("d/cache/Documents_indices")
-    mixed, _, _ = build_splits(
+    mixed, _, _ = build_split_datasets(
         DataConfig(data_path=("1", str(tmp_path / "d"), "3", str(tmp_path / "d"))), PerDocument(), (20, 0, 0)
     )
     assert mixed.drawn.tolist() == [5, 15] and int(mixed[0]["dataset_id"]) in (0, 1)
 
 
 def test_data_of_another_tokenizer_is_refused(tmp_path):
-    with IndexedDatasetBuilder(tmp_path / "bytes", np.uint16, tokenizer=fingerprint(ByteTokenizer())) as builder:
+    with IndexedDatasetBuilder(
+        tmp_path / "bytes", np.uint16, tokenizer=tokenizer_fingerprint(ByteTokenizer())
+    ) as builder:
         for _ in range(40):
             builder.add_sequence([1] * 11)
             builder.end_document()
@@ -563,7 +565,7 @@ def test_a_sample_says_where_each_token_came_from_and_documents_where_they_went(
     source = IndexedDataset(prefix)
     dataset = GPTDataset(
         source,
-        WindowOptions(sequence_length=length, vocab_size=tokens, eod=-2),
+        GPTSampleOptions(sequence_length=length, vocab_size=tokens, eod=-2),
         sequences=range(len(source)),
         num_samples=samples,
         seed=seed,

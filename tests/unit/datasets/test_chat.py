@@ -15,14 +15,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.data import ChatConfig, DataConfig
-from megatron.core.datasets.blend import build_datasets
+from megatron.core.datasets.blend import build_gpt_datasets
 from megatron.core.datasets.chat import ChatDataset
-from megatron.core.datasets.conversations import ConversationEncoder, Conversations, open_conversations
+from megatron.core.datasets.conversations import ConversationEncoder, ConversationTokenSource, open_conversations
 from megatron.core.datasets.index_map import IndexCache
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.mock import MockConversations
-from megatron.core.datasets.packing import WINDOW, plan_packs
-from megatron.core.datasets.templates import FORMATS, Template
+from megatron.core.datasets.packing import WINDOW, plan_sequence_packs
+from megatron.core.datasets.templates import FORMATS, ChatTemplate
 from megatron.core.tokenizers.build import ByteTokenizer
 from tests.helpers.toytext import package_tokenizer, toy_tokenizer
 
@@ -82,8 +82,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return toy_tokenizer(tmp_path_factory.mktemp("toy"), eos="</s>", bos_token="<s>")
 
 
-def template(text: str) -> Template:
-    return Template(text, bos="<s>", eos="</s>", marks=["<|im_start|>", "<|im_end|>", "<s>", "</s>"])
+def template(text: str) -> ChatTemplate:
+    return ChatTemplate(text, bos="<s>", eos="</s>", marks=["<|im_start|>", "<|im_end|>", "<s>", "</s>"])
 
 
 def theirs(text: str, messages: list[Message], **settings: Any) -> tuple[str, list[tuple[int, int]]]:
@@ -259,22 +259,22 @@ def test_what_cannot_be_a_template_is_a_matter_of_settings(tokenizer: Any) -> No
 def test_packs_hold_every_piece_once_within_their_room_and_waste_little(
     sizes: list[int], capacity: int, seed: int
 ) -> None:
-    order, last = plan_packs(np.array(sizes), capacity, seed)
+    order, last = plan_sequence_packs(np.array(sizes), capacity, seed)
     assert sorted(order.tolist()) == list(range(len(sizes))) and last[-1]
     packs = np.split(order, np.flatnonzero(last)[:-1] + 1)
     filled = [sum(sizes[piece] for piece in pack) for pack in packs]
     assert max(filled) <= capacity
     assert len(packs) <= 1.7 * -(-sum(sizes) // capacity) + 1
-    again = plan_packs(np.array(sizes), capacity, seed)
+    again = plan_sequence_packs(np.array(sizes), capacity, seed)
     assert (again[0] == order).all() and (again[1] == last).all()
 
 
 def test_many_pieces_are_packed_window_by_window_and_nearly_full() -> None:
     sizes = np.minimum(np.random.default_rng(0).lognormal(5, 1, 3 * WINDOW + 5).astype(int) + 1, 2048)
-    order, last = plan_packs(sizes, 2048, 1)
+    order, last = plan_sequence_packs(sizes, 2048, 1)
     assert sizes.sum() / (last.sum() * 2048) > 0.98
     assert (order[:WINDOW] != np.arange(WINDOW)).any() and sorted(order.tolist()) == list(range(len(sizes)))
-    assert (plan_packs(sizes, 2048, 2)[0] != order).any()
+    assert (plan_sequence_packs(sizes, 2048, 2)[0] != order).any()
 
 
 # Files and samples
@@ -287,7 +287,9 @@ def write(path: Path, conversations: list[Any]) -> str:
     return str(path)
 
 
-def read(path: str, tokenizer: Any, cache: IndexCache = IndexCache(None), template: str = "chatml") -> Conversations:
+def read(
+    path: str, tokenizer: Any, cache: IndexCache = IndexCache(None), template: str = "chatml"
+) -> ConversationTokenSource:
     return open_conversations(path, ConversationEncoder(tokenizer, template), cache)
 
 
@@ -474,7 +476,7 @@ def test_ids_are_made_once_and_again_when_what_they_come_from_changes(tokenizer:
 
 def run(tokenizer: Any, samples: int = 30, **changes: Any) -> Any:
     config = DataConfig(chat=ChatConfig(sft=True, sft_tokenizer_prompt_format="chatml"), **changes)
-    return build_datasets(
+    return build_gpt_datasets(
         config, sequence_length=64, seed=3, train_samples=samples, valid_samples=4, test_samples=0, tokenizer=tokenizer
     )
 

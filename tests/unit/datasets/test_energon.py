@@ -16,14 +16,14 @@ import yaml
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.datasets import images
-from megatron.core.datasets.blend import BlendedDataset, build_splits
-from megatron.core.datasets.energon import EnergonPart
-from megatron.core.datasets.image_conversations import SLOT, ImageConversations
-from megatron.core.datasets.image_pairs import packed_image
+from megatron.core.datasets.blend import BlendedDataset, build_split_datasets
+from megatron.core.datasets.energon import EnergonSplitPart
+from megatron.core.datasets.image_conversations import SLOT, ImageConversationTokenSource
+from megatron.core.datasets.image_pairs import pack_image_bytes
 from megatron.core.datasets.indexed import DataError, IndexedDatasetBuilder
-from megatron.core.datasets.multimodal import image_chat_kind
-from megatron.core.datasets.paths import plan_splits
-from megatron.core.datasets.webdataset import energon_rows, tar_samples
+from megatron.core.datasets.multimodal import image_chat_dataset_kind
+from megatron.core.datasets.paths import plan_data_splits
+from megatron.core.datasets.webdataset import read_energon_rows, read_tar_samples
 from megatron.tools import preprocess_mmdata
 from tests.helpers import tiny
 from tests.unit.datasets.test_images import bomb, content, picture
@@ -68,25 +68,27 @@ def captions(*names: str) -> list[dict[str, bytes]]:
 def seen(path: Path | str, split: str = "train", **changes: Any) -> list[str]:
     """The conversations of a split, # for a slot, in the order of their source."""
     run = tiny.config(**{**SETTINGS, "data_path": (str(path),), "split": None, **changes})
-    data = build_splits(run.data, image_chat_kind(run, TOKENIZER), (None, 0, 0) if split == "train" else (0, None, 0))
+    data = build_split_datasets(
+        run.data, image_chat_dataset_kind(run, TOKENIZER), (None, 0, 0) if split == "train" else (0, None, 0)
+    )
     chosen = data[0 if split == "train" else 1]
     assert chosen is not None
     return sorted({text for index in range(len(chosen)) for text in spans(chosen[index]) if text.strip("#\0")})
 
 
-def rows(part: EnergonPart) -> list[Any]:
-    return list(energon_rows(part))
+def rows(part: EnergonSplitPart) -> list[Any]:
+    return list(read_energon_rows(part))
 
 
 def test_each_member_of_a_tar_is_found_at_its_place(tmp_path: Path) -> None:
     made = captions("a cat", "a dog")
     path = folder(tmp_path / "data", [made[:1], made[1:]])
     for shard, sample in zip(("s-0.tar", "s-1.tar"), made, strict=True):
-        (found,) = tar_samples(str(path), shard)
+        (found,) = read_tar_samples(str(path), shard)
         assert list(found.members) == ["png", "json"]
         limits = images.ImageOptions(8, 8, 3, (0.5,) * 3, (0.5,) * 3)
         for ending, data in sample.items():
-            assert images.read_bytes(path / found.members[ending].name, limits) == data
+            assert images.read_image_bytes(path / found.members[ending].name, limits) == data
 
 
 def test_a_folder_gives_its_parts_to_the_splits_and_leaves_out_what_is_excluded(tmp_path: Path) -> None:
@@ -106,7 +108,7 @@ def test_samples_are_packed_by_their_lengths_with_images_and_hold_the_pixels_of_
     sample = data[0]
     for text, sent in zip(("####a cat", "####a striped dog"), made, strict=True):
         place = spans(sample).index(text)
-        expected = images.tile_image(images.decode(sent["png"], data.options), data.options)
+        expected = images.tile_image(images.decode_image(sent["png"], data.options), data.options)
         assert np.array_equal(sample["images"][place : place + 1], expected)
     ((name, _),) = data.source.images(0)
     assert "s-0.tar@" in name and name.endswith("/0000.png")
@@ -152,7 +154,7 @@ def test_every_kind_of_sample_becomes_a_conversation(tmp_path: Path, kind: str) 
     encoded = {ending: (value if ending == "txt" else json.dumps(value)).encode() for ending, value in members.items()}
     description = {"__module__": "megatron.energon", "__class__": kind} | ({"field_map": fields} if fields else {})
     path = folder(tmp_path / "data", [[{"png": content(picture(9, 9)), **encoded}]], description)
-    (row,) = rows(EnergonPart(str(path), "train"))
+    (row,) = rows(EnergonSplitPart(str(path), "train"))
     assert [turn["value"] for turn in row["conversations"]] == expected
     assert row["image"] and "0000.png" in str(row["image"])
 
@@ -164,7 +166,7 @@ def blend(path: Path, **node: Any) -> str:
 
 def planned(path: str, split: int = 0, **changes: Any) -> list[tuple[str, float | None]]:
     """(prefix from the folder's name on, weight) of a split."""
-    plan = plan_splits(DataConfig(data_path=(path,), **changes))[split]
+    plan = plan_data_splits(DataConfig(data_path=(path,), **changes))[split]
     assert plan is not None and plan.share == (0.0, 1.0)
     names = [prefix.rpartition("/")[2] for prefix in plan.blend.prefixes]
     return list(zip(names, plan.blend.weights or [None] * len(names), strict=True))
@@ -177,7 +179,7 @@ def test_a_blend_is_that_of_its_yaml_file_with_the_weights_of_files_inside_multi
     outer = [{"path": inner, "weight": 2}, {"path": "c", "weight": 6, "split_part": "val", "subflavors": {"x": 1}}]
     path = blend(tmp_path / "outer.yaml", train={"blend": outer}, val={"path": "b"})
     assert planned(path) == [("a:train", 0.0625), ("b:train", 0.1875), ("c:val", 0.75)]
-    assert planned(path, 1) == [("b:val", None)] and plan_splits(DataConfig(data_path=(path,)))[2] is None
+    assert planned(path, 1) == [("b:val", None)] and plan_data_splits(DataConfig(data_path=(path,)))[2] is None
     half = blend(tmp_path / "half.yaml", train={"path": "a", "subset": {"range": ["25%", "75%"]}})
     assert planned(half) == [("a:train[2:6]", None)]
     times = [{"path": "a", "repetitions": 2.5}, {"path": "b", "subset": {"range": [3, "end"]}}]
@@ -205,8 +207,8 @@ def joined(path: Path, nonmatch: str, **more: Any) -> str:
 
 def test_a_join_gives_samples_the_fields_of_those_with_the_same_key(tmp_path: Path) -> None:
     assert seen(joined(tmp_path, "skip")) == ["####two", "####zero"]  # in the plain format questions are left out
-    (prefix,) = plan_splits(DataConfig(data_path=(str(tmp_path / "join.yaml"),)))[0].blend.prefixes  # type: ignore[union-attr]
-    part = EnergonPart.parse_prefix(prefix)
+    (prefix,) = plan_data_splits(DataConfig(data_path=(str(tmp_path / "join.yaml"),)))[0].blend.prefixes  # type: ignore[union-attr]
+    part = EnergonSplitPart.parse_prefix(prefix)
     assert part is not None and part.prefix == prefix and part.kind == "OCRSample"
     first, last = rows(part)
     assert first["conversations"][1]["value"] == "zero" and first["image"].endswith("0000.png")
@@ -232,9 +234,11 @@ def test_samples_of_a_blend_come_in_the_shares_of_its_weights_wherever_it_is_rea
     nodes = [{"path": "a", "weight": 3}, {"path": "b", "weight": 1}]
     path = blend(tmp_path / "blend.yaml", train={"blend": nodes}, val={"blend": nodes})
     run = tiny.config(**{**SETTINGS, "data_path": (path,), "split": None, "seq_length": 24})
-    one, other = (build_splits(run.data, image_chat_kind(run, TOKENIZER), (40, 0, 0))[0] for _ in range(2))
+    one, other = (
+        build_split_datasets(run.data, image_chat_dataset_kind(run, TOKENIZER), (40, 0, 0))[0] for _ in range(2)
+    )
     assert isinstance(one, BlendedDataset) and isinstance(other, BlendedDataset)
-    assert one.counts(40).tolist() == [30, 10]
+    assert one.samples_per_dataset(40).tolist() == [30, 10]
     assert all(np.array_equal(one[17][name], other[17][name]) for name in one[17])
 
 
@@ -260,15 +264,15 @@ def test_what_a_yaml_file_cannot_mean_is_refused(tmp_path: Path, node: Any, reas
     path = blend(tmp_path / "self.yaml", train=node)
     with pytest.raises((ConfigError, DataError), match=reason):
         run = tiny.config(**{**SETTINGS, "data_path": (path,), "split": None})
-        build_splits(run.data, image_chat_kind(run, TOKENIZER), (None, 0, 0))
+        build_split_datasets(run.data, image_chat_dataset_kind(run, TOKENIZER), (None, 0, 0))
 
 
 def test_energon_folders_beside_other_files_need_a_flag_for_each_split(tmp_path: Path) -> None:
     path = str(folder(tmp_path / "a", [captions("one")]))
     for changes in ({"data_path": (path, "b.json")}, {"data_path": (path,), "split": "1,0,0"}):
         with pytest.raises(ConfigError, match="use --train-data-path"):
-            plan_splits(DataConfig(**changes))  # type: ignore[arg-type]
-    plan = plan_splits(DataConfig(train_data_path=("0.5", path, "0.5", "b.json")))[0]
+            plan_data_splits(DataConfig(**changes))  # type: ignore[arg-type]
+    plan = plan_data_splits(DataConfig(train_data_path=("0.5", path, "0.5", "b.json")))[0]
     assert plan is not None and plan.blend.prefixes == (f"{path}:train", "b.json")
 
 
@@ -304,7 +308,7 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, damage: Any, reason: str) -
     path = folder(tmp_path / "data", [captions("one", "two", "three")])
     damage(path)
     with pytest.raises((DataError, ConfigError), match=reason):
-        rows(EnergonPart(str(path), "train"))
+        rows(EnergonSplitPart(str(path), "train"))
 
 
 def pair(prefix: Path, documents: list[tuple[str, bytes]]) -> str:
@@ -313,7 +317,7 @@ def pair(prefix: Path, documents: list[tuple[str, bytes]]) -> str:
         for text, image in documents:
             ids = TOKENIZER.tokenize(text)
             builder.add_sequence(np.array(ids + [TOKENIZER.eod] * (20 - len(ids)), np.int32), 0)
-            builder.add_sequence(packed_image(image), 1)
+            builder.add_sequence(pack_image_bytes(image), 1)
             builder.end_document()
     return str(prefix)
 
@@ -323,13 +327,13 @@ def test_pairs_with_images_are_read_with_one_end_and_all_text_learnt(tmp_path: P
     assert len({len(file) % 4 for file in files}) > 1  # of several paddings
     prefix = pair(tmp_path / "mm", [(f"text {number}", file) for number, file in enumerate(files)])
     data = dataset(Path(prefix), seq_length=300, max_position_embeddings=300)
-    assert isinstance(data.source, ImageConversations) and len(data.source.sequence_lengths) == 5
+    assert isinstance(data.source, ImageConversationTokenSource) and len(data.source.sequence_lengths) == 5
     for number, file in enumerate(files):
         ids = data.source.get(number)
         assert (ids[:4] == ~SLOT).all() and TOKENIZER.detokenize(ids[4:-1].tolist()) == f"text {number}"
         assert ids[-1] == TOKENIZER.eod
         ((name, _),) = data.source.images(number)
-        assert images.read_bytes(name, data.options) == file
+        assert images.read_image_bytes(name, data.options) == file
 
 
 def test_the_tool_writes_pairs_of_lines_and_images(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.data import DataConfig, FIMConfig
-from megatron.core.datasets.blend import build_datasets
+from megatron.core.datasets.blend import build_gpt_datasets
 from megatron.core.datasets.fim import FillInTheMiddle, build_fill_in_middle
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
-from megatron.core.datasets.marks import count_added_ids
+from megatron.core.datasets.marks import count_ids_around_text
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer
 from tests.helpers.toytext import toy_tokenizer
 
@@ -191,15 +191,15 @@ def test_what_a_tokenizer_puts_around_text_is_found() -> None:
         def tokenize(self, text: str) -> list[int]:
             return [len(text), *text.encode()]
 
-    assert count_added_ids(ByteTokenizer()) == count_added_ids(NullTokenizer(50)) == (0, 0)
-    assert count_added_ids(Framed()) == (2, 1)
+    assert count_ids_around_text(ByteTokenizer()) == count_ids_around_text(NullTokenizer(50)) == (0, 0)
+    assert count_ids_around_text(Framed()) == (2, 1)
     with pytest.raises(ConfigError, match="cannot tokenize a text in pieces"):
-        count_added_ids(Strange())
+        count_ids_around_text(Strange())
 
 
 def build(tokenizer: Any, prefix: Path, length: int, **changes: Any) -> Any:
     config = DataConfig(data_path=(str(prefix),), split="1", fill=FIMConfig(fim_data=True, **{**NAMES, **changes}))
-    train, _, _ = build_datasets(
+    train, _, _ = build_gpt_datasets(
         config, sequence_length=length, seed=3, train_samples=40, valid_samples=0, test_samples=0, tokenizer=tokenizer
     )
     return train
@@ -244,7 +244,7 @@ def test_what_falls_short_is_padding_without_loss(tokenizer: Any, tmp_path: Path
 
 def test_made_up_data_can_be_rearranged(tokenizer: Any) -> None:
     config = DataConfig(mock_data=True, fill=FIMConfig(fim_data=True, fim_rate=1.0, **NAMES))
-    train, _, _ = build_datasets(
+    train, _, _ = build_gpt_datasets(
         config, sequence_length=64, seed=3, train_samples=4, valid_samples=0, test_samples=0, tokenizer=tokenizer
     )
     assert all(tokenizer.special[PREFIX] in train[index]["tokens"] for index in range(4))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.datasets.gpt import GPTDataset, WindowOptions
+from megatron.core.datasets.gpt import GPTDataset, GPTSampleOptions
 from megatron.core.datasets.index_map import IndexCache
 from megatron.core.datasets.indexed import DataError, IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.mock import MockTokens
@@ -26,7 +26,7 @@ def write(prefix, documents, dtype=np.uint16):
 
 def dataset(source, *, length=8, samples=None, first=0, last=None, cache=IndexCache(None), **options):
     """A training split of `source`."""
-    window = WindowOptions(sequence_length=length, vocab_size=options.pop("vocab_size", 10), eod=EOD, **options)
+    window = GPTSampleOptions(sequence_length=length, vocab_size=options.pop("vocab_size", 10), eod=EOD, **options)
     sequences = range(first, len(source.sequence_lengths) if last is None else last)
     return GPTDataset(source, window, sequences=sequences, num_samples=samples, seed=1234, split="train", cache=cache)
 

@@ -39,7 +39,7 @@ def options(traits: Any = CLIP, side: int = 24, **changes: Any) -> ImageOptions:
 
 
 def ours(image: Image.Image, chosen: ImageOptions) -> np.ndarray:
-    return images.tile_image(images.decode(content(image), chosen), chosen)
+    return images.tile_image(images.decode_image(content(image), chosen), chosen)
 
 
 def theirs(processor: Any, image: Image.Image) -> np.ndarray:
@@ -84,18 +84,18 @@ def test_tiles_with_the_thumbnail_last_are_those_of_internvls_processor(size: tu
     chosen = options(IMAGENET, max_tiles=most, thumbnail=True)
     result = ours(picture(*size), chosen)
     assert close(result, theirs(processor, picture(*size)))
-    assert len(result) == images.read_grid(content(picture(*size)), chosen).tiles
+    assert len(result) == images.read_tile_grid(content(picture(*size)), chosen).num_tiles
 
 
 @pytest.mark.parametrize("size", [*SHAPES, (50, 50), (1, 300), (1000, 30), (73, 24), (96, 96)])
 def test_tiles_with_the_whole_image_last_are_those_of_smolvlms_processor(size: tuple[int, int]) -> None:
     processor = transformers.Idefics3ImageProcessorPil(size={"longest_edge": 72}, max_image_size={"longest_edge": 24})
     chosen = options(SIGLIP, max_tiles=9, thumbnail=True, whole_side=3)
-    grid = images.read_grid(content(picture(*size)), chosen)
+    grid = images.read_tile_grid(content(picture(*size)), chosen)
     found = processor(picture(*size), return_tensors="np", return_row_col_info=True)
     assert (grid.rows, grid.columns) == (found["rows"][0][0], found["cols"][0][0])
     result = ours(picture(*size), chosen)
-    assert len(result) == grid.tiles and close(result, found["pixel_values"][0])
+    assert len(result) == grid.num_tiles and close(result, found["pixel_values"][0])
 
 
 @pytest.mark.parametrize("change", ["blue first", "not normalized", "thumbnail first"])
@@ -116,10 +116,10 @@ def test_an_image_is_turned_as_its_exif_data_say(orientation: int) -> None:
     exif[0x0112] = orientation
     file = content(picture(40, 24), "PNG", exif=exif)
     chosen = options(max_tiles=6)
-    image = images.decode(file, chosen)
+    image = images.decode_image(file, chosen)
     assert image.size == ((40, 24) if orientation < 5 else (24, 40))
-    assert images.upright_size(file, chosen) == image.size
-    assert images.read_grid(file, chosen).tiles == len(images.tile_image(image, chosen))
+    assert images.upright_image_size(file, chosen) == image.size
+    assert images.read_tile_grid(file, chosen).num_tiles == len(images.tile_image(image, chosen))
     turned = {3: np.rot90(np.asarray(picture(40, 24)), 2), 6: np.rot90(np.asarray(picture(40, 24)), -1)}
     if orientation in turned:
         assert np.array_equal(np.asarray(image), turned[orientation])
@@ -131,7 +131,7 @@ def test_an_image_is_turned_as_its_exif_data_say(orientation: int) -> None:
 )
 def test_every_kind_of_pixel_becomes_red_green_and_blue(kind: str, mode: str) -> None:
     image = picture(30, 20, mode)
-    result = images.decode(content(image, kind), options())
+    result = images.decode_image(content(image, kind), options())
     assert result.mode == "RGB"
     reference = Image.open(io.BytesIO(content(image, kind))).convert("RGB")
     assert np.array_equal(np.asarray(result), np.asarray(reference))
@@ -139,7 +139,7 @@ def test_every_kind_of_pixel_becomes_red_green_and_blue(kind: str, mode: str) ->
 
 def test_sixteen_bits_a_pixel_keep_their_shades() -> None:
     shades = np.linspace(0, 65535, 600, dtype=np.uint16).reshape(20, 30)
-    result = np.asarray(images.decode(content(Image.fromarray(shades)), options()))[..., 0]
+    result = np.asarray(images.decode_image(content(Image.fromarray(shades)), options()))[..., 0]
     assert np.abs(result.astype(float) - shades / 257).max() <= 1
 
 
@@ -159,15 +159,15 @@ def bomb() -> bytes:
 )
 def test_a_file_that_cannot_be_used_says_why(name: str, file: bytes | None, reason: str) -> None:
     with pytest.raises(ImageError, match=reason):
-        images.decode(bomb() if file is None else file, options())
+        images.decode_image(bomb() if file is None else file, options())
 
 
 def test_files_have_a_limit_of_bytes(tmp_path: Path) -> None:
     (tmp_path / "large.png").write_bytes(bytes(1000))
     with pytest.raises(ImageError, match="more than 999 bytes"):
-        images.read_bytes(tmp_path / "large.png", options(max_bytes=999))
+        images.read_image_bytes(tmp_path / "large.png", options(max_bytes=999))
     with pytest.raises(ImageError, match="cannot be opened: No such file"):
-        images.read_bytes(tmp_path / "missing.png", options())
+        images.read_image_bytes(tmp_path / "missing.png", options())
 
 
 def test_an_image_of_one_by_three_thousand_pixels_is_used() -> None:

@@ -15,9 +15,9 @@ from megatron.core.datasets import index_map
 from megatron.core.datasets.index_map import (
     EpochPlan,
     IndexCache,
-    build_indices,
-    index_shapes,
-    load_or_build,
+    build_gpt_indices,
+    gpt_index_shapes,
+    load_or_build_arrays,
     plan_epochs,
 )
 from megatron.core.datasets.indexed import DataError
@@ -86,16 +86,16 @@ def test_indices_equal_a_slow_walk_in_many_random_cases(monkeypatch, at_once):
         first, seed = int(random.integers(0, 5)), int(random.integers(0, 1000))
         lengths = lengths.astype(np.int32)
         plan = plan_epochs(int(lengths.sum()), requested, sequence_length=sequence_length)
-        built = build_indices(lengths, plan, first=first, sequence_length=sequence_length, seed=seed)
+        built = build_gpt_indices(lengths, plan, first=first, sequence_length=sequence_length, seed=seed)
         separate, order, rows, shuffled = reference(lengths.tolist(), first, requested, sequence_length, seed)
         case = (lengths, requested, sequence_length)
-        assert plan.separates_last == separate, case
+        assert plan.separates_last_epoch == separate, case
         assert built["document_index"].tolist() == order, case
         assert built["sample_index"].tolist() == [list(row) for row in rows], case
         assert built["shuffle_index"].tolist() == shuffled, case
         assert plan.samples >= (requested or 1), case
         shapes = {key: (array.shape, array.dtype.type) for key, array in built.items()}
-        assert shapes == index_shapes(len(lengths), plan), case
+        assert shapes == gpt_index_shapes(len(lengths), plan), case
         seen["separate"] += separate
         seen["epochs"] += plan.epochs > 2
         seen["empty"] += bool((lengths == 0).any())
@@ -113,7 +113,7 @@ def test_a_kept_partial_sample_equals_the_slow_walk(monkeypatch, at_once):
         if lengths.sum() < 2:
             continue
         plan = plan_epochs(int(lengths.sum()), None, sequence_length=sequence_length, keep_partial=True)
-        built = build_indices(lengths, plan, first=0, sequence_length=sequence_length, seed=1)
+        built = build_gpt_indices(lengths, plan, first=0, sequence_length=sequence_length, seed=1)
         _, _, rows, shuffled = reference(lengths.tolist(), 0, None, sequence_length, 1, keep_partial=True)
         assert built["sample_index"].tolist() == [list(row) for row in rows]
         assert built["shuffle_index"].tolist() == shuffled
@@ -130,7 +130,7 @@ def test_a_kept_partial_sample_equals_the_slow_walk(monkeypatch, at_once):
     ],
 )
 def test_index_types_grow_where_32_bits_end(count, samples, place, order):
-    shapes = index_shapes(count, EpochPlan(1, samples, samples))
+    shapes = gpt_index_shapes(count, EpochPlan(1, samples, samples))
     assert shapes["document_index"][1] is np.int32
     assert shapes["sample_index"][1] is place
     assert shapes["shuffle_index"][1] is order
@@ -151,13 +151,13 @@ def never() -> dict[str, np.ndarray]:
 
 def test_a_cache_is_built_once_and_then_mapped(tmp_path):
     cache = IndexCache(tmp_path / "deep" / "cache")
-    first = load_or_build(cache, "Numbers-train", {"n": 1}, SHAPES, numbers)
-    again = load_or_build(cache, "Numbers-train", {"n": 1}, SHAPES, never)
+    first = load_or_build_arrays(cache, "Numbers-train", {"n": 1}, SHAPES, numbers)
+    again = load_or_build_arrays(cache, "Numbers-train", {"n": 1}, SHAPES, never)
     assert (first["ids"] == again["ids"]).all() and not again["ids"].flags.writeable
     names = sorted(path.name.split("-", 1)[1] for path in cache.folder.iterdir())
     assert names == ["Numbers-train-description.txt", "Numbers-train-ids.npy"]
     with pytest.raises(AssertionError, match="not used"):
-        load_or_build(cache, "Numbers-train", {"n": 2}, SHAPES, never)
+        load_or_build_arrays(cache, "Numbers-train", {"n": 2}, SHAPES, never)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_cache_is_built_once_and_then_mapped(tmp_path):
 )
 def test_a_damaged_cache_file_is_built_again_with_a_message(tmp_path, caplog, damage):
     cache = IndexCache(tmp_path)
-    load_or_build(cache, "Numbers", {}, SHAPES, numbers)
+    load_or_build_arrays(cache, "Numbers", {}, SHAPES, numbers)
     (path,) = tmp_path.glob("*.npy")
     content = path.read_bytes()
     (description,) = tmp_path.glob("*.txt")
@@ -191,7 +191,7 @@ def test_a_damaged_cache_file_is_built_again_with_a_message(tmp_path, caplog, da
         np.save(path, np.arange(1000, dtype=np.int32))
     else:
         description.write_text("{")
-    assert load_or_build(cache, "Numbers", {}, SHAPES, numbers)["ids"].tolist() == list(range(1000))
+    assert load_or_build_arrays(cache, "Numbers", {}, SHAPES, numbers)["ids"].tolist() == list(range(1000))
     assert (path.read_bytes(), description.read_bytes()) == (content, message), "the cache is whole again"
     assert "is damaged and is built again" in caplog.text
 
@@ -200,9 +200,9 @@ def test_a_cache_folder_that_cannot_be_written_stops_the_run_only_when_it_was_ch
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
     with pytest.raises(DataError, match="--data-cache-path"):
-        load_or_build(IndexCache(blocked / "cache"), "Numbers", {}, SHAPES, numbers)
+        load_or_build_arrays(IndexCache(blocked / "cache"), "Numbers", {}, SHAPES, numbers)
     with caplog.at_level(logging.WARNING):
-        built = load_or_build(IndexCache(blocked / "cache", chosen=False), "Numbers", {}, SHAPES, numbers)
+        built = load_or_build_arrays(IndexCache(blocked / "cache", chosen=False), "Numbers", {}, SHAPES, numbers)
     assert built["ids"][-1] == 999 and "cannot be written" in caplog.text
 
 
@@ -212,14 +212,14 @@ def build_many_times(folder: str, seed: int) -> None:
     lengths = np.full(200, 17, np.int32)
     for number in random.permutation(12).tolist():
         plan = plan_epochs(int(lengths.sum()), 300 + number, sequence_length=8)
-        result = load_or_build(
+        result = load_or_build_arrays(
             IndexCache(Path(folder)),
             "Race-train",
             {"n": number},
-            index_shapes(200, plan),
-            lambda: build_indices(lengths, plan, first=0, sequence_length=8, seed=3),
+            gpt_index_shapes(200, plan),
+            lambda: build_gpt_indices(lengths, plan, first=0, sequence_length=8, seed=3),
         )
-        expected = build_indices(lengths, plan, first=0, sequence_length=8, seed=3)
+        expected = build_gpt_indices(lengths, plan, first=0, sequence_length=8, seed=3)
         assert all((result[key] == expected[key]).all() for key in expected)
         if number % 4 == 0:
             for path in Path(folder).glob("*-sample_index.npy"):
@@ -239,8 +239,8 @@ def test_processes_may_race_for_one_cache(tmp_path):
 
 def test_a_size_that_only_building_tells_is_cached_too(tmp_path):
     shapes = {"ids": ((None,), np.int64)}
-    load_or_build(IndexCache(tmp_path), "Numbers", {}, shapes, numbers)
-    assert len(load_or_build(IndexCache(tmp_path), "Numbers", {}, shapes, never)["ids"]) == 1000
+    load_or_build_arrays(IndexCache(tmp_path), "Numbers", {}, shapes, numbers)
+    assert len(load_or_build_arrays(IndexCache(tmp_path), "Numbers", {}, shapes, never)["ids"]) == 1000
 
 
 def build_slowly(folder: str, seconds: float) -> None:
@@ -251,7 +251,7 @@ def build_slowly(folder: str, seconds: float) -> None:
         time.sleep(seconds)
         return numbers()
 
-    result = load_or_build(IndexCache(Path(folder, "cache")), "Numbers", {}, SHAPES, build)
+    result = load_or_build_arrays(IndexCache(Path(folder, "cache")), "Numbers", {}, SHAPES, build)
     assert result["ids"].tolist() == list(range(1000))
 
 
@@ -319,7 +319,7 @@ def test_a_file_system_without_locks_is_no_hindrance(tmp_path, monkeypatch):
 
     monkeypatch.setattr(index_map.fcntl, "flock", unsupported)
     build_slowly(str(tmp_path), 0)
-    assert load_or_build(IndexCache(tmp_path / "cache"), "Numbers", {}, SHAPES, never)["ids"][-1] == 999
+    assert load_or_build_arrays(IndexCache(tmp_path / "cache"), "Numbers", {}, SHAPES, never)["ids"][-1] == 999
 
 
 def test_an_error_of_the_build_itself_is_not_taken_for_one_of_the_cache(tmp_path):
@@ -327,5 +327,5 @@ def test_an_error_of_the_build_itself_is_not_taken_for_one_of_the_cache(tmp_path
         raise OSError(5, "Input/output error")
 
     with pytest.raises(OSError, match="Input/output"):
-        load_or_build(IndexCache(tmp_path), "Numbers", {}, SHAPES, fail)
+        load_or_build_arrays(IndexCache(tmp_path), "Numbers", {}, SHAPES, fail)
     assert not list(tmp_path.iterdir())

@@ -18,10 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.datasets import indexed, sidecar, storage
-from megatron.core.datasets.gpt import GPTDataset, WindowOptions
-from megatron.core.datasets.indexed import BuilderProgress, DataError, IndexedDataset, IndexedDatasetBuilder, best_dtype
-from megatron.core.datasets.pair_check import pair_problems
-from megatron.core.datasets.sidecar import Sidecar
+from megatron.core.datasets.gpt import GPTDataset, GPTSampleOptions
+from megatron.core.datasets.indexed import (
+    BuilderProgress,
+    DataError,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    token_id_dtype,
+)
+from megatron.core.datasets.pair_check import bin_idx_pair_problems
+from megatron.core.datasets.sidecar import DatasetSidecar
 from tests.helpers.sentences import some_documents
 from tests.helpers.sentences import write as write_sentences
 
@@ -135,7 +141,7 @@ def test_pairs_of_two_dtypes_are_not_joined(tmp_path, by_hand):
 
 
 def test_small_vocabularies_are_written_in_two_bytes():
-    assert [best_dtype(size) for size in (65499, 65500, None)] == [np.uint16, np.int32, np.int32]
+    assert [token_id_dtype(size) for size in (65499, 65500, None)] == [np.uint16, np.int32, np.int32]
 
 
 @pytest.mark.parametrize("ids", [[70000], [-1], np.array([1, 65536])])
@@ -266,7 +272,7 @@ def test_a_mapped_bin_file_that_shrinks_is_named_before_its_pages_are_touched(by
     data = IndexedDataset(by_hand)
     assert data[0].tolist() == [5, 6, 7]
     os.truncate(f"{by_hand}.bin", cut)
-    for read in (lambda: data[2], lambda: data.raw(0, 4)):
+    for read in (lambda: data[2], lambda: data.read_raw_bytes(0, 4)):
         with pytest.raises(
             DataError,
             match=rf"by_hand\.bin has {cut} bytes, and had 24 when it was opened: it was cut or is written anew",
@@ -321,7 +327,7 @@ def test_any_documents_are_written_to_the_bytes_of_the_table_and_read_back(tmp_p
             )
     for name in ("one", "flat"):
         assert ((folder / f"{name}.bin").read_bytes(), (folder / f"{name}.idx").read_bytes()) == (ids, index)
-        assert pair_problems(str(folder / name)) == []
+        assert bin_idx_pair_problems(str(folder / name)) == []
     data = IndexedDataset(folder / "one", mmap=bool(len(documents) % 2))
     bounds = data.document_indices.tolist()
     assert [[data[i].tolist() for i in range(*pair)] for pair in zip(bounds, bounds[1:])] == documents
@@ -438,7 +444,7 @@ def test_a_fuzzed_index_gives_an_error_or_the_right_sequences_and_checks_find_it
     sequences = [sequence for document in documents for sequence in document]
     folder = tmp_path_factory.mktemp("fuzz")
     sums = {name: f"xxh3_128:{xxhash.xxh3_128_hexdigest(part)}" for name, part in (("bin", ids), ("idx", index))}
-    (folder / "told.json").write_bytes(sidecar.encode(Sidecar(4, 4, 9, "int32", checksums=sums)))
+    (folder / "told.json").write_bytes(sidecar.encode_sidecar(DatasetSidecar(4, 4, 9, "int32", checksums=sums)))
     content = bytearray(index)
     for at, value in changes:
         content[at % len(content)] = value
@@ -446,8 +452,8 @@ def test_a_fuzzed_index_gives_an_error_or_the_right_sequences_and_checks_find_it
     for name in ("told", "bare"):
         (folder / f"{name}.bin").write_bytes(ids)
         (folder / f"{name}.idx").write_bytes(content)
-    assert bool(pair_problems(str(folder / "told"))) == (content != index), "checksums tell every change"
-    good = not pair_problems(str(folder / "bare"), vocab_size=100)
+    assert bool(bin_idx_pair_problems(str(folder / "told"))) == (content != index), "checksums tell every change"
+    good = not bin_idx_pair_problems(str(folder / "bare"), vocab_size=100)
     try:
         data = IndexedDataset(folder / "bare")
         result = [data[number].tolist() for number in range(len(data))]
@@ -468,7 +474,7 @@ def test_samples_of_a_fuzzed_index_are_right_or_refused(tmp_path_factory, at, va
     folder = tmp_path_factory.mktemp("samples")
     (folder / "data.bin").write_bytes(ids)
     (folder / "data.idx").write_bytes(index)
-    options = WindowOptions(8, 50, 0)
+    options = GPTSampleOptions(8, 50, 0)
     right = GPTDataset(
         IndexedDataset(folder / "data"), options, sequences=range(40), num_samples=30, seed=1, split="train"
     )
@@ -509,7 +515,7 @@ def test_a_builder_goes_on_from_its_marks_to_the_same_bytes(tmp_path):
     marks = first.flush()
     first.add_documents(*batches[7])
     first.flush()
-    first.close()
+    first.close_unfinished()
     assert not (tmp_path / "data.bin").exists() and not (tmp_path / "data.idx").exists()
     with IndexedDatasetBuilder(tmp_path / "data", np.uint16, partial="partial", marks=marks) as second:
         for batch in batches[7:]:
@@ -526,7 +532,7 @@ def test_what_was_written_after_the_marks_is_dropped(tmp_path):
     marks = first.flush()
     first.add_documents(*batches[1])
     first.flush()
-    first.close()
+    first.close_unfinished()
     with IndexedDatasetBuilder(tmp_path / "data", np.uint16, partial="partial", marks=marks):
         pass
     with IndexedDatasetBuilder(tmp_path / "one", np.uint16) as one:
@@ -554,7 +560,7 @@ def test_new_ids_never_stand_beside_an_old_or_missing_index_as_a_pair(by_hand, m
 
 
 def test_marks_beyond_what_is_on_disk_are_refused(tmp_path):
-    IndexedDatasetBuilder(tmp_path / "data", np.uint16, partial="partial").close()
+    IndexedDatasetBuilder(tmp_path / "data", np.uint16, partial="partial").close_unfinished()
     with pytest.raises(DataError, match=r"data\.bin\.partial has fewer than the 6 bytes"):
         IndexedDatasetBuilder(tmp_path / "data", np.uint16, partial="partial", marks=BuilderProgress(1, 1, 3))
 

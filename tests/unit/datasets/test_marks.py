@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from tokenizers import processors
 
-from megatron.core.config.flags import ConfigError, from_values
+from megatron.core.config.flags import ConfigError, config_from_values
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.ingest.encode import EncodeOptions, RecordEncoder
-from megatron.core.datasets.marks import ids_without_special_tokens, refuse_added_special_tokens
-from megatron.core.datasets.sentence_kinds import bert_kind, t5_kind
+from megatron.core.datasets.marks import encode_without_special_tokens, refuse_added_special_tokens
+from megatron.core.datasets.sentence_kinds import bert_dataset_kind, t5_dataset_kind
 from megatron.core.tokenizers.build import build_tokenizer
 from tests.helpers.architecture import ROOT
 from tests.helpers.toytext import package_tokenizer
@@ -44,10 +44,10 @@ def without_frame(config: TokenizerConfig) -> TokenizerConfig:
 def test_ids_of_texts_are_taken_out_of_their_frames(framing: TokenizerConfig) -> None:
     framed, bare = build_tokenizer(framing), build_tokenizer(without_frame(framing))
     assert framed.tokenize("on") == [framed.bos, *bare.tokenize("on"), framed.eos]
-    assert [ids.tolist() for ids in ids_without_special_tokens(framed, TEXTS)] == [
+    assert [ids.tolist() for ids in encode_without_special_tokens(framed, TEXTS)] == [
         bare.tokenize(text) for text in TEXTS
     ]
-    assert ids_without_special_tokens(framed, []) == []
+    assert encode_without_special_tokens(framed, []) == []
 
 
 def test_sentences_are_not_written_with_a_frame_each(framing: TokenizerConfig) -> None:
@@ -57,9 +57,9 @@ def test_sentences_are_not_written_with_a_frame_each(framing: TokenizerConfig) -
     RecordEncoder(EncodeOptions(without_frame(framing), language="english"))
 
 
-@pytest.mark.parametrize("kind", [bert_kind, t5_kind])
+@pytest.mark.parametrize("kind", [bert_dataset_kind, t5_dataset_kind])
 def test_samples_of_sentences_refuse_a_tokenizer_with_a_frame(framing: TokenizerConfig, kind: object) -> None:
-    config = from_values(RunConfig, {"seq_length": 32, "mock_data": True})
+    config = config_from_values(RunConfig, {"seq_length": 32, "mock_data": True})
     with pytest.raises(ConfigError, match="--tokenizer-hf-no-include-special-tokens"):
         kind(config, build_tokenizer(framing))
 

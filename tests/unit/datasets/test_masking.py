@@ -5,11 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron.core.datasets.masking import Masked, MaskOptions, mask, word_continuations, word_positions
+from megatron.core.datasets.masking import (
+    MaskedTokens,
+    MaskOptions,
+    group_positions_by_word,
+    mask_tokens,
+    word_continuation_mask,
+)
 from tests.helpers.sentences import CLS, MASK, SEP, LetterTokenizer
 
 TOKENIZER = LetterTokenizer()
-CONTINUES = word_continuations(TOKENIZER)
+CONTINUES = word_continuation_mask(TOKENIZER)
 
 
 def slow(
@@ -43,11 +49,11 @@ def text(length: int, random: np.random.RandomState) -> list[int]:
     return [CLS, *random.randint(6, 100, length).tolist(), SEP]
 
 
-def hidden(options: MaskOptions, length: int = 60, seed: int = 0, target: int = 60) -> tuple[list[int], Masked]:
+def hidden(options: MaskOptions, length: int = 60, seed: int = 0, target: int = 60) -> tuple[list[int], MaskedTokens]:
     ids = text(length, np.random.RandomState(seed))
-    return ids, mask(
+    return ids, mask_tokens(
         ids,
-        word_positions(ids, CONTINUES, (CLS, SEP)),
+        group_positions_by_word(ids, CONTINUES, (CLS, SEP)),
         options,
         target_length=target,
         replace=lambda token: MASK,
@@ -62,7 +68,7 @@ def hidden(options: MaskOptions, length: int = 60, seed: int = 0, target: int = 
 def test_the_choice_is_the_slow_one_draw_by_draw(options: MaskOptions) -> None:
     for seed in range(60):
         ids, result = hidden(options, length=3 + seed, seed=seed)
-        words = word_positions(ids, CONTINUES, (CLS, SEP))
+        words = group_positions_by_word(ids, CONTINUES, (CLS, SEP))
         labels, spans = slow(ids, words, options, 60, np.random.RandomState(seed + 1))
         assert (result.labels, result.spans) == (labels, spans)
 
@@ -91,11 +97,13 @@ def test_as_many_tokens_are_hidden_as_was_said() -> None:
 
 def test_every_place_is_as_likely_as_any_other() -> None:
     ids = list(range(9, 9 + 4 * 20, 4))  # no id continues a word
-    words, runs = word_positions(ids, CONTINUES, ()), 4000
+    words, runs = group_positions_by_word(ids, CONTINUES, ()), 4000
     random = np.random.RandomState(3)
     count = np.zeros(len(ids))
     for _ in range(runs):
-        count[list(mask(ids, words, MaskOptions(0.15, 1), target_length=20, replace=int, random=random).labels)] += 1
+        count[
+            list(mask_tokens(ids, words, MaskOptions(0.15, 1), target_length=20, replace=int, random=random).labels)
+        ] += 1
     share = 3 / 20
     assert np.abs(count / runs - share).max() < 4 * (share * (1 - share) / runs) ** 0.5  # 20 places at once: 4 sigma
 
@@ -104,12 +112,13 @@ def test_every_place_is_as_likely_as_any_other() -> None:
 def test_lengths_of_runs_have_the_stated_probabilities(longer: bool) -> None:
     ids = [9] * 400
     words, random, options = (
-        word_positions(ids, CONTINUES, ()),
+        group_positions_by_word(ids, CONTINUES, ()),
         np.random.RandomState(1),
         MaskOptions(0.5, 3, longer=longer),
     )
     firsts = [
-        len(mask(ids, words, options, target_length=400, replace=int, random=random).spans[0]) for _ in range(3000)
+        len(mask_tokens(ids, words, options, target_length=400, replace=int, random=random).spans[0])
+        for _ in range(3000)
     ]
     shares = np.array([6, 3, 2]) / 11
     for size, share in zip((1, 2, 3), shares[::-1] if longer else shares):
@@ -138,5 +147,5 @@ def test_words_of_a_sentencepiece_vocabulary_begin_after_a_space() -> None:
     tokenizer = LetterTokenizer(12, extra=2)
     names = {6: "\u2581a", 7: "b", 8: "\u2581c", 9: "d"}
     tokenizer.id_to_token = lambda token: names.get(token, f"<{token}>")
-    assert np.flatnonzero(word_continuations(tokenizer)).tolist() == [7, 9]
-    assert word_positions([6, 7, 9, 8, 10, 7], word_continuations(tokenizer), (10,)) == [[0, 1, 2], [3, 5]]
+    assert np.flatnonzero(word_continuation_mask(tokenizer)).tolist() == [7, 9]
+    assert group_positions_by_word([6, 7, 9, 8, 10, 7], word_continuation_mask(tokenizer), (10,)) == [[0, 1, 2], [3, 5]]

@@ -17,10 +17,10 @@ from PIL import Image
 
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets import images
-from megatron.core.datasets.blend import build_splits
-from megatron.core.datasets.image_conversations import SLOT, ImageTokenWriter
+from megatron.core.datasets.blend import build_split_datasets
+from megatron.core.datasets.image_conversations import SLOT, ImageTokenLayout
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.multimodal import MOST_IN_A_ROW, ImageChatDataset, Use, image_chat_kind
+from megatron.core.datasets.multimodal import MOST_IN_A_ROW, ImageChatDataset, Use, image_chat_dataset_kind
 from megatron.core.datasets.samplers import collate
 from megatron.core.tokenizers.build import build_tokenizer
 from tests.helpers import tiny
@@ -62,7 +62,7 @@ def write(folder: Path, rows: list[dict[str, Any]], **files: bytes | Image.Image
 def dataset(path: Path, use: Use = "pixels", **changes: Any) -> ImageChatDataset:
     """The training samples of a file."""
     run = tiny.config(**{**SETTINGS, "data_path": (str(path),), **changes})
-    train, _, _ = build_splits(run.data, image_chat_kind(run, TOKENIZER, use), (None, 0, 0))
+    train, _, _ = build_split_datasets(run.data, image_chat_dataset_kind(run, TOKENIZER, use), (None, 0, 0))
     assert isinstance(train, ImageChatDataset)
     return train
 
@@ -85,7 +85,7 @@ def test_an_image_takes_a_slot_for_each_of_its_rows(tmp_path: Path) -> None:
     assert sample["image_slots"][:7].tolist() == [0, 1, 2, 3, -1, -1, -1]
     assert sample["images"].shape == (1, 3, 8, 8) and int(sample["image_rows"]) == ROWS
     options = images.ImageOptions.from_config(tiny.config(**SETTINGS).model, tiny.config(**SETTINGS).data.multimodal)
-    expected = images.tile_image(images.decode((tmp_path / "a").read_bytes(), options), options)
+    expected = images.tile_image(images.decode_image((tmp_path / "a").read_bytes(), options), options)
     assert np.array_equal(sample["images"], expected)
 
 
@@ -220,14 +220,14 @@ def test_an_image_that_changed_its_shape_is_not_used(tmp_path: Path) -> None:
 
 
 def test_a_slot_is_no_id_of_any_vocabulary() -> None:
-    written = ImageTokenWriter(3, tags=((7,), (8,)), around=((1,), (2,))).image_tokens(images.TileGrid(2, 1))
+    written = ImageTokenLayout(3, tags=((7,), (8,)), around=((1,), (2,))).image_tokens(images.TileGrid(2, 1))
     assert (~written).tolist() == [1, 7, SLOT, SLOT, SLOT, 8, SLOT, SLOT, SLOT, 2]
-    assert replace(ImageTokenWriter(3), rows=1).image_tokens(images.TileGrid()).tolist() == [~SLOT]
+    assert replace(ImageTokenLayout(3), rows=1).image_tokens(images.TileGrid()).tolist() == [~SLOT]
 
 
 def test_made_up_conversations_each_have_an_image() -> None:
     run = tiny.config(**{**SETTINGS, "mock_data": True, "seq_length": 300, "max_position_embeddings": 300})
-    data, _, _ = build_splits(run.data, image_chat_kind(run, TOKENIZER), (None, 0, 0))
+    data, _, _ = build_split_datasets(run.data, image_chat_dataset_kind(run, TOKENIZER), (None, 0, 0))
     assert isinstance(data, ImageChatDataset)
     sample = data[0]
     conversations = int(sample["document_ids"][sample["image_slots"] >= 0].max()) + 1

@@ -13,7 +13,7 @@ from megatron.core.datasets.samplers import (
     FILL,
     collate,
     cyclic_sampler,
-    digest,
+    microbatch_digest,
     sequential_sampler,
     single_pass_sampler,
 )
@@ -157,4 +157,7 @@ def test_a_digest_tells_key_type_shape_and_content_apart():
         {**one, "loss_mask": 1 - one["loss_mask"]},
     ]
     again = {"loss_mask": one["loss_mask"].copy(), "tokens": np.asfortranarray(one["tokens"])}
-    assert digest(again) == digest(one) and len({digest(other) for other in [one, *others]}) == 7
+    assert (
+        microbatch_digest(again) == microbatch_digest(one)
+        and len({microbatch_digest(other) for other in [one, *others]}) == 7
+    )

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from megatron.core.datasets.index_map import IndexCache
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.sentence_map import (
-    MapOptions,
     SentenceMap,
-    build_map,
+    SentenceMapOptions,
+    build_sentence_map,
     fisher_yates_order,
     mt19937_64,
-    usable_documents,
+    usable_document_mask,
 )
 from tests.helpers.sentences import some_documents, write
 
@@ -57,7 +57,7 @@ def twister(bits: int, seed: int) -> Iterator[int]:
             yield (z ^ (z >> last)) & full
 
 
-def slow_map(lengths: list[list[int]], options: MapOptions, wanted: int | None) -> list[list[int]]:
+def slow_map(lengths: list[list[int]], options: SentenceMapOptions, wanted: int | None) -> list[list[int]]:
     """Sentence by sentence. lengths: of the sentences of each document."""
     draws, rows = twister(32, options.seed), []
 
@@ -108,18 +108,18 @@ def arrays(lengths: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
 def test_the_map_is_the_slow_one(
     lengths: list, longest: int, short: float, least: int, seed: int, wanted: int | None
 ) -> None:
-    options = MapOptions(longest, short, least, seed)
+    options = SentenceMapOptions(longest, short, least, seed)
     flat, bounds = arrays(lengths)
-    if not usable_documents(flat, bounds, least).any():
+    if not usable_document_mask(flat, bounds, least).any():
         return
-    result = build_map(flat, bounds, options, num_samples=wanted)
+    result = build_sentence_map(flat, bounds, options, num_samples=wanted)
     assert result["sample_index"].tolist() == slow_map(lengths, options, wanted)
 
 
 def test_the_map_of_a_part_of_the_documents_counts_sentences_of_the_whole() -> None:
     lengths = [[5, 6, 7], [3, 3], [9, 9, 9, 9], [4]]
     flat, bounds = arrays(lengths)
-    result = build_map(flat, bounds[1:4], MapOptions(8, 0.0, 1, 3), num_samples=None)["sample_index"]
+    result = build_sentence_map(flat, bounds[1:4], SentenceMapOptions(8, 0.0, 1, 3), num_samples=None)["sample_index"]
     assert sorted(result.tolist()) == [[3, 5, 8], [5, 6, 8], [6, 7, 8], [7, 9, 8]]
 
 
@@ -141,7 +141,7 @@ def sentence_map(source: object, **changes: object) -> SentenceMap:
     return SentenceMap(
         source,
         **{
-            "options": MapOptions(20, 0.1, 2, 1),
+            "options": SentenceMapOptions(20, 0.1, 2, 1),
             "name": "Test",
             "documents": range(40),
             "num_samples": None,
@@ -161,10 +161,12 @@ def test_a_cached_map_is_not_used_for_the_same_documents_in_another_order(tmp_pa
 def test_the_map_is_found_in_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, cache = write(tmp_path / "data", some_documents(40)), IndexCache(tmp_path / "cache")
     first = sentence_map(source, cache=cache)
-    other = sentence_map(source, cache=cache, options=MapOptions(20, 0.1, 2, 2))
+    other = sentence_map(source, cache=cache, options=SentenceMapOptions(20, 0.1, 2, 2))
     assert other.rows.tolist() != first.rows.tolist()
     with monkeypatch.context() as patch:
-        patch.setattr("megatron.core.datasets.sentence_map.build_map", lambda *_, **__: pytest.fail("built again"))
+        patch.setattr(
+            "megatron.core.datasets.sentence_map.build_sentence_map", lambda *_, **__: pytest.fail("built again")
+        )
         assert sentence_map(source, cache=cache).rows.tolist() == first.rows.tolist()
     assert first.samples_per_epoch == len(first) and sentence_map(
         source, num_samples=3 * len(first)
@@ -187,13 +189,13 @@ def test_spans_and_samples_of_a_document_agree(tmp_path: Path) -> None:
         of_rows = [
             index
             for index in range(len(result))
-            if any(span.document == document for span in result.spans(*result.row(index)[:2], 0, 10**6, 0))
+            if any(span.document == document for span in result.token_spans(*result.row(index)[:2], 0, 10**6, 0))
         ]
         assert result.samples_with_document(document).tolist() == of_rows
     for index in range(len(result)):
         first, last, _ = result.row(index)
-        tokens = result.ids(first, last)
-        for span in result.spans(first, last, 2, 9, 0):
+        tokens = result.token_ids(first, last)
+        for span in result.token_spans(first, last, 2, 9, 0):
             assert (
                 source.get(span.sequence, span.offset, span.length).tolist()
                 == tokens[2:9][span.start : span.start + span.length]

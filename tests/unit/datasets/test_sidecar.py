@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron.core.datasets import sidecar
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
-from megatron.core.datasets.sidecar import Sidecar
+from megatron.core.datasets.sidecar import DatasetSidecar
 from megatron.core.datasets.storage import DataError
 
 GPT2 = {"kind": "GPT2BPETokenizer", "hash": "a" * 64, "vocab_size": 50257, "eod": 50256}
@@ -59,7 +59,7 @@ def test_a_written_pair_says_what_it_holds_and_the_checksums_of_its_bytes(prefix
 
 
 def test_what_was_written_is_read(tmp_path, prefix):
-    result = sidecar.read(prefix)
+    result = sidecar.read_sidecar(prefix)
     assert (result.documents, result.sequences, result.tokens, result.shard, result.tokenizer) == (
         2,
         2,
@@ -67,32 +67,32 @@ def test_what_was_written_is_read(tmp_path, prefix):
         (1, 3),
         GPT2,
     )
-    other = Sidecar(5, 6, 7, "int32", BERT)
-    (tmp_path / "other.json").write_bytes(sidecar.encode(other))
-    assert sidecar.read(tmp_path / "other") == other
+    other = DatasetSidecar(5, 6, 7, "int32", BERT)
+    (tmp_path / "other.json").write_bytes(sidecar.encode_sidecar(other))
+    assert sidecar.read_sidecar(tmp_path / "other") == other
 
 
 def test_a_pair_without_a_sidecar_passes_every_check(tmp_path):
-    assert sidecar.read(tmp_path / "data") is None
-    sidecar.check_tokenizer(tmp_path / "data", BERT)
+    assert sidecar.read_sidecar(tmp_path / "data") is None
+    sidecar.check_dataset_tokenizer(tmp_path / "data", BERT)
 
 
 def test_another_tokenizer_is_refused_and_both_are_named(prefix):
-    sidecar.check_tokenizer(prefix, GPT2)
+    sidecar.check_dataset_tokenizer(prefix, GPT2)
     with pytest.raises(
         DataError,
         match=r"data was written with GPT2BPETokenizer \(vocabulary 50257.*hash aaaaaaaaaaaa\), but "
         r"the tokenizer given is BertWordPiece \(vocabulary 30522.*hash bbbbbbbbbbbb\)",
     ):
-        sidecar.check_tokenizer(prefix, BERT)
+        sidecar.check_dataset_tokenizer(prefix, BERT)
     with pytest.raises(DataError, match="hash aaaaaaaaaaaa.*hash cccccccccccc"):
-        sidecar.check_tokenizer(prefix, {**GPT2, "hash": "c" * 64})
+        sidecar.check_dataset_tokenizer(prefix, {**GPT2, "hash": "c" * 64})
 
 
 def test_unknown_keys_are_ignored(prefix):
     path = Path(f"{prefix}.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), "colour": "blue"}))
-    assert sidecar.read(prefix).documents == 2
+    assert sidecar.read_sidecar(prefix).documents == 2
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_damaged_field_is_named(prefix, change, message):
     path = Path(f"{prefix}.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(DataError, match=rf"data\.json .*{message}"):
-        sidecar.read(prefix)
+        sidecar.read_sidecar(prefix)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -122,15 +122,17 @@ def test_a_damaged_field_is_named(prefix, change, message):
 def test_damage_is_an_error_or_changes_nothing_that_is_read(tmp_path_factory, cut, noise, at):
     prefix = tmp_path_factory.mktemp("damage") / "data"
     path = Path(f"{prefix}.json")
-    content = bytearray(sidecar.encode(Sidecar(1, 2, 3, "int32", GPT2, checksums={"bin": "xxh3_128:00"})))
+    content = bytearray(
+        sidecar.encode_sidecar(DatasetSidecar(1, 2, 3, "int32", GPT2, checksums={"bin": "xxh3_128:00"}))
+    )
     content[at : at + len(noise)] = noise
     path.write_bytes(content[: max(0, len(content) - cut)] if cut < 20 else content)
     try:
-        result = sidecar.read(prefix)
+        result = sidecar.read_sidecar(prefix)
     except DataError as error:
         assert "data.json" in str(error)
     else:
-        assert result is None or isinstance(result, Sidecar)
+        assert result is None or isinstance(result, DatasetSidecar)
 
 
 def test_another_json_file_is_left_alone_and_not_overwritten(tmp_path):
@@ -141,17 +143,17 @@ def test_another_json_file_is_left_alone_and_not_overwritten(tmp_path):
             IndexedDatasetBuilder(tmp_path / "corpus", np.uint16)
         assert path.read_text() == text and [file.name for file in tmp_path.iterdir()] == ["corpus.json"]
     path.write_text('{"text": "one"}')
-    assert sidecar.read(tmp_path / "corpus") is None
+    assert sidecar.read_sidecar(tmp_path / "corpus") is None
 
 
 def test_a_damaged_sidecar_may_be_written_again(tmp_path, prefix):
     path = Path(f"{prefix}.json")
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(DataError, match="data.json stands where"):
-        sidecar.read(prefix)
+        sidecar.read_sidecar(prefix)
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         builder.end_document()
-    assert sidecar.read(prefix).documents == 1
+    assert sidecar.read_sidecar(prefix).documents == 1
 
 
 def test_a_giant_json_file_is_not_read(tmp_path):
@@ -159,6 +161,6 @@ def test_a_giant_json_file_is_not_read(tmp_path):
         file.truncate(2**26)
     tracemalloc.start()
     with pytest.raises(DataError, match="is not one JSON object"):
-        sidecar.read(tmp_path / "data")
+        sidecar.read_sidecar(tmp_path / "data")
     assert tracemalloc.get_traced_memory()[1] < 2**24
     tracemalloc.stop()

@@ -14,8 +14,14 @@ from megatron.core.config.flags import add_arguments
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.datasets import sidecar, storage
 from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetBuilder
-from megatron.core.datasets.pair_check import pair_problems
-from megatron.core.datasets.storage import BlockReader, DataError, atomic_file, local_copy, with_retries
+from megatron.core.datasets.pair_check import bin_idx_pair_problems
+from megatron.core.datasets.storage import (
+    DataError,
+    ObjectBlockReader,
+    atomic_file,
+    cached_local_copy,
+    read_with_retries,
+)
 
 BLOCK = storage.BLOCK_BYTES
 
@@ -58,7 +64,7 @@ def test_a_remote_pair_reads_like_a_local_one(tmp_path, remote, kept, mmap):
     again = pickle.loads(pickle.dumps(data))
     assert again[1999].tolist() == data[1999].tolist() and again.cache == data.cache
     assert [path.name.split("-", 1)[1] for path in cache.glob("*")] == ([f"{tmp_path.name}.idx"] if kept else [])
-    assert pair_problems(remote) == []
+    assert bin_idx_pair_problems(remote) == []
 
 
 def test_a_prefix_with_file_scheme_is_read_through_fsspec(tmp_path):
@@ -68,30 +74,35 @@ def test_a_prefix_with_file_scheme_is_read_through_fsspec(tmp_path):
 
 
 def test_the_sidecar_of_a_remote_pair_is_read(remote):
-    assert sidecar.read(remote) is None
+    assert sidecar.read_sidecar(remote) is None
     with fsspec.open(f"{remote}.json", "wb") as file:
-        file.write(sidecar.encode(sidecar.Sidecar(1, 2, 3, "int32")))
-    assert sidecar.read(remote).tokens == 3
+        file.write(sidecar.encode_sidecar(sidecar.DatasetSidecar(1, 2, 3, "int32")))
+    assert sidecar.read_sidecar(remote).tokens == 3
 
 
 def test_an_index_is_fetched_once_and_again_when_it_changes(tmp_path, remote, monkeypatch):
     fetched = []
-    fetch = storage.fetch
-    monkeypatch.setattr(storage, "fetch", lambda url, start, end: fetched.append(url) or fetch(url, start, end))
-    first = local_copy(f"{remote}.idx", tmp_path)
-    assert local_copy(f"{remote}.idx", tmp_path) == first and len(fetched) == 1
+    fetch = storage.fetch_object_range
+    monkeypatch.setattr(
+        storage, "fetch_object_range", lambda url, start, end: fetched.append(url) or fetch(url, start, end)
+    )
+    first = cached_local_copy(f"{remote}.idx", tmp_path)
+    assert cached_local_copy(f"{remote}.idx", tmp_path) == first and len(fetched) == 1
     first.write_bytes(b"short")
-    assert local_copy(f"{remote}.idx", tmp_path).stat().st_size == len(pair_bytes(2000)["idx"]) and len(fetched) == 2
+    assert (
+        cached_local_copy(f"{remote}.idx", tmp_path).stat().st_size == len(pair_bytes(2000)["idx"])
+        and len(fetched) == 2
+    )
     for content in (pair_bytes(2000)["idx"][:-1] + b"x", pair_bytes(30)["idx"]):  # of the same size, and of another
         fsspec.filesystem("memory").pipe_file(f"{remote.removeprefix('memory:/')}.idx", content)
-        changed = local_copy(f"{remote}.idx", tmp_path)
+        changed = cached_local_copy(f"{remote}.idx", tmp_path)
         assert changed != first and changed.read_bytes() == content
 
 
 def race(url: str, folder: str) -> None:
     """Copy an object and look at the copy, many times."""
     for _ in range(20):
-        copy = local_copy(url, Path(folder))
+        copy = cached_local_copy(url, Path(folder))
         assert copy.read_bytes() == pair_bytes(5000)["idx"]
         copy.unlink(missing_ok=True)
 
@@ -127,7 +138,7 @@ def race_safely(url: str, folder: str) -> None:
 def test_ranges_of_an_object_equal_slices_of_its_bytes(start, count):
     content = np.random.default_rng(0).bytes(40 * BLOCK + 5)
     fsspec.filesystem("memory").pipe_file("/blocks/data.bin", content)
-    reader = BlockReader("memory://blocks/data.bin", len(content))
+    reader = ObjectBlockReader("memory://blocks/data.bin", len(content))
     assert reader.read(start, count) == content[start : start + count]
     with pytest.raises(DataError, match="ends before byte"):
         reader.read(len(content) - 1, 2)
@@ -138,8 +149,10 @@ def test_threads_share_the_kept_blocks_and_their_number_stays_bounded(monkeypatc
     content = np.random.default_rng(0).bytes(40 * 1024)
     monkeypatch.setattr(storage, "BLOCK_BYTES", 1024)
     fetched = []
-    monkeypatch.setattr(storage, "fetch", lambda url, start, end: fetched.append(start) or content[start:end])
-    reader = BlockReader("memory://x", len(content))
+    monkeypatch.setattr(
+        storage, "fetch_object_range", lambda url, start, end: fetched.append(start) or content[start:end]
+    )
+    reader = ObjectBlockReader("memory://x", len(content))
     assert reader.read(0, 8) == reader.read(0, 8) and fetched == [0], "a kept block is not fetched again"
     places = np.random.default_rng(1).integers(0, len(content) - 2000, 2000).tolist()
     with ThreadPoolExecutor(8) as threads:
@@ -175,10 +188,10 @@ def test_a_busy_store_is_asked_again_and_then_given_up(monkeypatch):
             raise answer
         return answer
 
-    assert with_retries(ask, "s3://b/x") == "content" and len(pauses) == 2
+    assert read_with_retries(ask, "s3://b/x") == "content" and len(pauses) == 2
     answers[:] = [TimeoutError("too late")] * 4
     with pytest.raises(DataError, match="s3://b/x cannot be read: too late"):
-        with_retries(ask, "s3://b/x")
+        read_with_retries(ask, "s3://b/x")
     assert len(pauses) == 5 and not answers
 
 

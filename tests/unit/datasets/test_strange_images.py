@@ -76,7 +76,9 @@ def test_strange_images_neither_stop_a_run_nor_pass_silently(
     assert learnt.keys() == {*USED, *DAMAGED}
     for name, file in USED.items():
         assert learnt[name] > 0, name
-        assert np.array_equal(shown[name], images.tile_image(images.decode(file, data.options), data.options)[0]), name
+        assert np.array_equal(
+            shown[name], images.tile_image(images.decode_image(file, data.options), data.options)[0]
+        ), name
     assert learnt["truncated"] == 0 and not shown["truncated"].any()
     assert list(data.damaged.names.values()) and caplog.text.count("its conversation has no loss (1 so far)") == 1
     assert f"{len(LEFT_OUT)} of {len(STRANGE)} rows are left out" in caplog.text

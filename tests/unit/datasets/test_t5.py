@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.config.flags import ConfigError, from_values
+from megatron.core.config.flags import ConfigError, config_from_values
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.datasets.blend import build_splits
-from megatron.core.datasets.masking import MaskOptions, word_continuations
-from megatron.core.datasets.sentence_kinds import t5_kind
-from megatron.core.datasets.t5 import SpanOptions, T5Dataset
+from megatron.core.datasets.blend import build_split_datasets
+from megatron.core.datasets.masking import MaskOptions, word_continuation_mask
+from megatron.core.datasets.sentence_kinds import t5_dataset_kind
+from megatron.core.datasets.t5 import T5Dataset, T5SampleOptions
 from tests.helpers.sentences import BOS, EOS, PAD, LetterTokenizer, some_documents, write
 
 DOCUMENTS = some_documents(80, longest=25, high=80)
@@ -21,15 +21,15 @@ TOKENIZER = LetterTokenizer(100, extra=EXTRA)
 SENTINELS = TOKENIZER.additional_special_tokens_ids
 
 
-def options(**changes: object) -> SpanOptions:
-    return SpanOptions(
+def options(**changes: object) -> T5SampleOptions:
+    return T5SampleOptions(
         **{
             "encoder_length": ENCODER,
             "decoder_length": DECODER,
             "short_seq_prob": 0.1,
             "sentinels": SENTINELS,
             "masking": MaskOptions(0.15, max_ngram=10, geometric=True),
-            "continues": word_continuations(TOKENIZER),
+            "continues": word_continuation_mask(TOKENIZER),
             "bos": BOS,
             "eos": EOS,
             "pad": PAD,
@@ -67,7 +67,7 @@ def test_the_spans_put_back_give_the_text_and_labels_are_the_decoder_one_ahead(t
     length = options(**changes).decoder_length
     for index in range(len(data)):
         sample, (first, last, target) = data[index], data.map.row(index)
-        text = data.map.ids(first, last)
+        text = data.map.token_ids(first, last)
         assert filled(sample) == text[:target] and bool(sample["truncated"]) == (len(text) > target)
         used = int(sample["dec_mask"].sum())
         assert sample["text_dec"][0] == BOS and sample["labels"][used - 1] == EOS
@@ -109,7 +109,7 @@ def test_a_text_without_tokens_leaves_the_encoder_something_to_look_at(tmp_path:
 
 
 def run_config(**changes: object) -> RunConfig:
-    return from_values(
+    return config_from_values(
         RunConfig,
         {
             "encoder_seq_length": ENCODER,
@@ -124,11 +124,11 @@ def run_config(**changes: object) -> RunConfig:
 
 def test_mock_samples_and_settings_come_from_the_flags() -> None:
     run = run_config()
-    train, _, _ = build_splits(run.data, t5_kind(run, TOKENIZER), (30, 3, 3))
+    train, _, _ = build_split_datasets(run.data, t5_dataset_kind(run, TOKENIZER), (30, 3, 3))
     assert train[0]["text_enc"].shape == (ENCODER,) and train[0]["text_dec"].shape == (DECODER,)
     assert all(6 <= token < 80 for index in range(30) for token in filled(train[index]))
 
 
 def test_a_tokenizer_without_sentinels_is_refused() -> None:
     with pytest.raises(ConfigError, match="--vocab-extra-ids"):
-        t5_kind(run_config(), LetterTokenizer())
+        t5_dataset_kind(run_config(), LetterTokenizer())

@@ -12,14 +12,14 @@ from megatron.core.datasets import template_sandbox
 from megatron.core.datasets.conversations import ConversationEncoder, open_conversations
 from megatron.core.datasets.index_map import IndexCache
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.templates import FORMATS, Message, Template
+from megatron.core.datasets.templates import FORMATS, ChatTemplate, Message
 from megatron.core.tokenizers.build import ByteTokenizer
 
 MESSAGES: list[Message] = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 
 
 def rendered(text: str) -> str:
-    return Template(text, bos="<s>", eos="</s>", marks=[]).render(MESSAGES)
+    return ChatTemplate(text, bos="<s>", eos="</s>", marks=[]).render(MESSAGES)
 
 
 @pytest.mark.parametrize(

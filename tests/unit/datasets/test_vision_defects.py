@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from megatron.core.datasets import images
-from megatron.core.datasets.image_conversations import SLOT, ImageTokenWriter
+from megatron.core.datasets.image_conversations import SLOT, ImageTokenLayout
 from megatron.core.datasets.multimodal import ImageChatDataset
 from tests.unit.datasets.test_images import test_a_stretched_image_is_that_of_the_siglip_processor as pixels_equal
 from tests.unit.datasets.test_images import (
@@ -22,9 +22,9 @@ from tests.unit.datasets.test_multimodal import (
 )
 
 _decode, _tiles, _write, _sample = (
-    images.decode,
+    images.decode_image,
     images.tile_image,
-    ImageTokenWriter.image_tokens,
+    ImageTokenLayout.image_tokens,
     ImageChatDataset.__getitem__,
 )
 
@@ -42,7 +42,7 @@ def _thumbnail_first(image: Image.Image, options: Any) -> np.ndarray:
     return np.roll(found, 1, axis=0) if len(found) > 1 else found
 
 
-def _learnt_slots(self: ImageTokenWriter, grid: images.TileGrid) -> np.ndarray:
+def _learnt_slots(self: ImageTokenLayout, grid: images.TileGrid) -> np.ndarray:
     ids = _write(self, grid)
     return np.where(ids == ~SLOT, np.int32(SLOT), ids)
 
@@ -59,10 +59,10 @@ def _later_positions(self: ImageChatDataset, index: int) -> dict[str, np.ndarray
 
 
 DEFECTS: dict[str, tuple[tuple[Any, str, Callable[..., Any]], Callable[[Path], None]]] = {
-    "blue first": ((images, "decode", _blue_first), lambda path: pixels_equal((40, 28))),
-    "pixels are not normalized": ((images, "normalized", _as_they_are), lambda path: pixels_equal((40, 28))),
+    "blue first": ((images, "decode_image", _blue_first), lambda path: pixels_equal((40, 28))),
+    "pixels are not normalized": ((images, "normalize_images", _as_they_are), lambda path: pixels_equal((40, 28))),
     "the thumbnail comes first": ((images, "tile_image", _thumbnail_first), lambda path: tiles_equal((96, 24), 6)),
-    "slots of images are learnt": ((ImageTokenWriter, "image_tokens", _learnt_slots), slots_right),
+    "slots of images are learnt": ((ImageTokenLayout, "image_tokens", _learnt_slots), slots_right),
     "the label behind an image's last slot is masked": (
         (ImageChatDataset, "__getitem__", _last_slot_masked),
         slots_right,

@@ -60,9 +60,9 @@ class Faulty(Disk):
         self.strike("map", path)
         return super().map(path)
 
-    def fetch(self, content: memoryview, start: int, length: int) -> None:
-        self.strike("fetch", Path())
-        super().fetch(content, start, length)
+    def populate_range(self, content: memoryview, start: int, length: int) -> None:
+        self.strike("populate_range", Path())
+        super().populate_range(content, start, length)
 
     def sync_folder(self, path: Path) -> None:
         self.strike("sync_folder", path)

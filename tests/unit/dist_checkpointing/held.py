@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.settings.parallel import ParallelConfig
-from megatron.core.dist_checkpointing.load import load, open_valid
+from megatron.core.dist_checkpointing.load import load, open_first_valid
 from megatron.core.dist_checkpointing.saver import save
-from megatron.core.dist_checkpointing.store import Description, candidates
+from megatron.core.dist_checkpointing.store import RunDescription, load_candidates
 from megatron.core.dist_checkpointing.tree import Tree, add_to_tree, sharded_optimizer_state, sharded_parameter
 from megatron.core.distributed.buffers import make_buckets
 from megatron.core.parallel.mesh import Mesh
@@ -125,7 +125,7 @@ def hold(seed: int, layout: Layout, mesh: Mesh) -> tuple[Tree, list[tuple[str, T
     for param in bag.parameters():
         add_to_tree(tree, f"model.{param.spec.name}", sharded_parameter(param, mesh))
         memory.append((f"weight {param.spec.name}", param.data, local_tensor(param.spec, "weight", mesh)))
-    for segment in (segment for bucket in buckets for segment in bucket.segments()):
+    for segment in (segment for bucket in buckets for segment in bucket.owned_segments()):
         for slot in SLOTS:
             expected = local_tensor(segment.spec, slot, mesh).flatten()[segment.low : segment.high]
             tensor = expected.clone()
@@ -138,7 +138,7 @@ def save_bag(seed: int, layout: Layout, folder: Path) -> None:
     """On every rank: save the bag."""
     mesh = mesh_of(layout)
     tree, _ = hold(seed, layout, mesh)
-    save(tree | {"run.progress": {"iteration": 3}}, folder, 3, Description({}, mesh.world.size), mesh.world)
+    save(tree | {"run.progress": {"iteration": 3}}, folder, 3, RunDescription({}, mesh.world.size), mesh.world)
 
 
 def load_bag(seed: int, layout: Layout, folder: Path) -> list[str]:
@@ -147,7 +147,7 @@ def load_bag(seed: int, layout: Layout, folder: Path) -> list[str]:
     tree, memory = hold(seed, layout, mesh)
     for _, tensor, _ in memory:
         tensor.fill_(MARKER)
-    source, _ = open_valid(candidates(folder), mesh.world)
+    source, _ = open_first_valid(load_candidates(folder), mesh.world)
     values = load(tree | {"run.progress": None}, source, mesh.world, complete=("model.", "optimizer."))
     wrong = [what for what, tensor, expected in memory if not torch.equal(tensor, expected)]
     return wrong + ([] if values == {"run.progress": {"iteration": 3}} else [f"progress is {values}"])

@@ -105,7 +105,7 @@ class ModelFiles:
     def map(self, path: Path) -> memoryview:
         return memoryview(bytearray(self._file_at(path).content))
 
-    def fetch(self, content: memoryview, start: int, length: int) -> None:
+    def populate_range(self, content: memoryview, start: int, length: int) -> None:
         pass
 
     def rename(self, path: Path, to: Path) -> None:

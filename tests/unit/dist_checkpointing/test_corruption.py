@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import store
-from megatron.core.dist_checkpointing.load import load, open_valid
+from megatron.core.dist_checkpointing.load import load, open_first_valid
 from megatron.core.dist_checkpointing.manifest import parse_manifest
-from megatron.core.dist_checkpointing.saved import _part_of_ranges, open_saved, unknown_files
-from megatron.core.dist_checkpointing.shard import Range
+from megatron.core.dist_checkpointing.saved import _part_of_ranges, open_saved_checkpoint, unknown_files
+from megatron.core.dist_checkpointing.shard import HashedByteRange
 from megatron.core.dist_checkpointing.store import CheckpointError
 from tests.unit.dist_checkpointing.model_files import ModelFiles
 from tests.unit.dist_checkpointing.two_ranks import content, save_as_two, version_in
@@ -58,7 +58,7 @@ def test_any_flipped_bit_of_any_byte_is_found_and_its_file_named(name: str) -> N
 def test_every_byte_of_a_data_file_is_hashed_once() -> None:
     files = ModelFiles()
     saved_twice(files)
-    saved = open_saved(FOLDER, files=files)
+    saved = open_saved_checkpoint(FOLDER, files=files)
     for name in SHARDS:
         ranges = sorted((one.start, one.length) for one in saved._byte_ranges() if one.file == name)
         ends = [start + length for start, length in ranges]
@@ -74,13 +74,15 @@ def test_ranks_that_share_the_work_read_everything_once_between_them(parts: int)
     file = files._file_at(FOLDER / SHARDS[1])
     for place in range(0, len(file.content), 17):
         file.content[place] ^= 4
-        finders = [part for part in range(parts) if open_saved(FOLDER, files=files).verify(part=part, parts=parts)]
+        finders = [
+            part for part in range(parts) if open_saved_checkpoint(FOLDER, files=files).verify(part=part, parts=parts)
+        ]
         file.content[place] ^= 4
         assert len(finders) == 1, f"byte {place} is looked at by parts {finders} of {parts}"
 
 
 def test_ranks_that_share_the_work_have_equal_parts_of_it(tmp_path: Path) -> None:
-    ranges = [Range("a", place * 10, 10, "", "") for place in range(100)]
+    ranges = [HashedByteRange("a", place * 10, 10, "", "") for place in range(100)]
     parts = [_part_of_ranges(ranges, part, 4) for part in range(4)]
     assert [len(part) for part in parts] == [25] * 4 and [one for part in parts for one in part] == ranges
 
@@ -175,11 +177,11 @@ def test_without_verification_the_sizes_are_still_looked_at_but_no_tensor_is_rea
     with open(folder / SHARDS[0], "r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\xff")
-    saved, refused = open_valid(store.candidates(tmp_path), verified=False)
+    saved, refused = open_first_valid(store.load_candidates(tmp_path), verified=False)
     assert saved.folder == folder and refused == []
     cut(SHARDS[0], 100)(folder)
     with pytest.raises(CheckpointError, match="no checkpoint is sound"):
-        open_valid(store.candidates(tmp_path), verified=False)
+        open_first_valid(store.load_candidates(tmp_path), verified=False)
 
 
 def test_files_that_people_put_beside_do_no_harm(tmp_path: Path) -> None:
@@ -187,7 +189,7 @@ def test_files_that_people_put_beside_do_no_harm(tmp_path: Path) -> None:
     (folder / "notes.txt").write_text("our best one")
     (folder / "tokenizer").mkdir()
     assert version_in(tmp_path) == (10, 1)
-    assert unknown_files(open_saved(folder)) == ["notes.txt", "tokenizer"]
+    assert unknown_files(open_saved_checkpoint(folder)) == ["notes.txt", "tokenizer"]
 
 
 HOSTILE = {
@@ -211,8 +213,8 @@ def test_a_manifest_that_is_sealed_but_makes_no_sense_is_refused(tmp_path: Path,
     bad = HOSTILE[name](text).encode(errors="surrogateescape")
     assert bad != text.encode()
     (step.folder / store.MANIFEST).write_bytes(bad)
-    sealed = store.FileSizeAndHash(len(bad), store.hash_of(bad))
-    commit = store.Commit(step.commit.save, 10, 1, sealed, step.commit.config)
+    sealed = store.FileSizeAndHash(len(bad), store.xxh3_hash(bad))
+    commit = store.CommitRecord(step.commit.save, 10, 1, sealed, step.commit.config)
     (step.folder / store.COMMIT).write_text(commit.text())
     with pytest.raises(CheckpointError, match="manifest.json"):
         version_in(tmp_path)
@@ -222,7 +224,7 @@ def test_a_newer_format_asks_for_a_newer_program(tmp_path: Path) -> None:
     folder = save_as_two(tmp_path, 10, 1).folder
     text = (folder / store.COMMIT).read_text()
     body = text[: text.index("seal ")].replace("megatron boxes 2", "megatron boxes 99")
-    (folder / store.COMMIT).write_text(f"{body}seal {store.hash_of(body.encode())}\n")
+    (folder / store.COMMIT).write_text(f"{body}seal {store.xxh3_hash(body.encode())}\n")
     with pytest.raises(CheckpointError, match="format version 99; this program reads up to 2, use a newer one"):
         version_in(tmp_path)
 
@@ -242,5 +244,5 @@ def test_an_independent_reader_finds_the_same_bytes_where_the_manifest_says(tmp_
                 result[name][piece.box.slices()] = file.get_tensor(key)
     assert all(torch.equal(result[name], value) for name, value in content(1).items())
     target = {name: torch.zeros_like(value) for name, value in content(1).items()}
-    load(target, open_saved(folder))
+    load(target, open_saved_checkpoint(folder))
     assert all(torch.equal(target[name], result[name]) for name in result)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.dist_checkpointing import store
-from megatron.core.dist_checkpointing.load import open_valid
+from megatron.core.dist_checkpointing.load import open_first_valid
 from megatron.core.dist_checkpointing.store import CheckpointError
 from tests.unit.dist_checkpointing.model_files import Crash, ModelFiles
 from tests.unit.dist_checkpointing.two_ranks import save_as_two, version_in
@@ -122,10 +122,13 @@ def test_the_best_checkpoint_is_there_after_a_crash_at_any_moment() -> None:
     start = ModelFiles()
     after(save(10, 1, 1, 10), save(20, 2, 1, 10))(start)
     start.settle()
-    assert store.linked_best(SAVE, files=start) == 10 and store.scan_folder(SAVE, files=start).steps[1].iteration == 10
+    assert (
+        store.best_linked_iteration(SAVE, files=start) == 10
+        and store.scan_checkpoint_folder(SAVE, files=start).steps[1].iteration == 10
+    )
     trial = start.killed()
     save(30, 3, 1, 30)(trial)
-    assert [step.iteration for step in store.scan_folder(SAVE, files=trial).steps] == [30]
+    assert [step.iteration for step in store.scan_checkpoint_folder(SAVE, files=trial).steps] == [30]
     random_ = random.Random(7)
     for crash_at in range(len(trial.log)):
         files = start.killed()
@@ -133,10 +136,11 @@ def test_the_best_checkpoint_is_there_after_a_crash_at_any_moment() -> None:
         with pytest.raises(Crash):
             save(30, 3, 1, 30)(files)
         for survivor in (files.killed(), *files.without_power(random_, 2)):
-            best = store.linked_best(SAVE, files=survivor)
+            best = store.best_linked_iteration(SAVE, files=survivor)
             assert best in (10, 30), trial.log[crash_at]
-            open_valid(
-                [one for one in store.scan_folder(SAVE, files=survivor).steps if one.iteration == best], files=survivor
+            open_first_valid(
+                [one for one in store.scan_checkpoint_folder(SAVE, files=survivor).steps if one.iteration == best],
+                files=survivor,
             )
 
 
@@ -152,9 +156,9 @@ def unfit_for_more(files: ModelFiles) -> str:
     """Whether all that is named like a checkpoint is sound, older ones too; and whether the next process can save, load that,
     and leave no remains behind. What is wrong otherwise."""
     try:
-        there = store.scan_folder(SAVE, files=files)
+        there = store.scan_checkpoint_folder(SAVE, files=files)
         for step in there.steps:
-            open_valid([step], files=files)
+            open_first_valid([step], files=files)
         if there.damaged:
             return str(there.damaged)
         save_as_two(SAVE, 50, 9, files=files)

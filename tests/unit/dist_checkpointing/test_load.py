@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import plan
-from megatron.core.dist_checkpointing.load import load, open_valid
+from megatron.core.dist_checkpointing.load import load, open_first_valid
 from megatron.core.dist_checkpointing.plan import WriteCandidate
-from megatron.core.dist_checkpointing.saved import SavedCheckpoint, migrate_settings, open_saved
+from megatron.core.dist_checkpointing.saved import SavedCheckpoint, migrate_saved_settings, open_saved_checkpoint
 from megatron.core.dist_checkpointing.saver import save
 from megatron.core.dist_checkpointing.source import TensorFormat
-from megatron.core.dist_checkpointing.store import CheckpointError, Description, candidates
+from megatron.core.dist_checkpointing.store import CheckpointError, RunDescription, load_candidates
 from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree
 from megatron.core.parallel.boxes import Box, intersect
 from tests.helpers.world import RankFailed, Worlds
@@ -39,7 +39,7 @@ FOUR = [
 
 def saved(state: Tree, folder: Path) -> SavedCheckpoint:
     """A tree, saved and opened."""
-    return open_saved(save(state, folder, 1, Description({}, 1)))
+    return open_saved_checkpoint(save(state, folder, 1, RunDescription({}, 1)))
 
 
 @pytest.mark.parametrize("before", FOUR, ids=str)
@@ -62,7 +62,7 @@ def test_four_ranks_load_what_one_process_saved(world: Worlds, tmp_path: Path) -
 @pytest.mark.parametrize("layout", FOUR, ids=str)
 def test_every_byte_is_written_once(world: Worlds, tmp_path: Path, layout: Layout) -> None:
     world(4).run(save_bag, 3, layout, tmp_path)
-    result = open_saved(candidates(tmp_path)[0].folder)
+    result = open_saved_checkpoint(load_candidates(tmp_path)[0].folder)
     names = {
         f"{start}{spec.name}" for spec in specs(3, 1) for start in ("model.", "optimizer.exp_avg.", "optimizer.master.")
     }
@@ -77,7 +77,7 @@ def test_every_byte_is_written_once(world: Worlds, tmp_path: Path, layout: Layou
 
 def save_large(folder: Path) -> None:
     state = {f"t{number}": torch.ones(10_000 * (1 + number % 3)) for number in range(24)}
-    save(state, folder, 1, Description({}, 4), mesh_of(ALONE).world)
+    save(state, folder, 1, RunDescription({}, 4), mesh_of(ALONE).world)
 
 
 def test_replicas_are_shared_out_evenly(world: Worlds, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_plan_gives_each_box_to_one_holder_and_loads_differ_by_no_more_than_a_
     assert sorted(name for name, _ in given_out) == sorted(f"t{number}" for number in range(len(tensors)))
     assert all(rank in tensors[int(name[1:])][1] for name, rank in given_out)
     if all(len(holders) == 4 for _, holders in tensors):
-        loads = [sum(offer.length for offer in share) for share in shares]
+        loads = [sum(offer.num_bytes for offer in share) for share in shares]
         assert max(loads) - min(loads) <= 4 * max(size for size, _ in tensors)
 
 
@@ -140,14 +140,14 @@ def test_values_come_back_as_json_says_them(tmp_path: Path) -> None:
 def test_latent_attention_saved_with_norms_of_its_own_is_todays_network_or_refused() -> None:
     before = {"multi_latent_attention": True, "qk_layernorm": False, "rotary_interleaved": True}
     norms = ["model.decoder.layers.0.self_attention.kv_layernorm.weight"]
-    assert migrate_settings(before, norms, "x") == {
+    assert migrate_saved_settings(before, norms, "x") == {
         "multi_latent_attention": True,
         "qk_layernorm": True,
         "rotary_interleaved": False,
     }
-    assert migrate_settings(before, [], "x") == before, "without norms it is of today"
+    assert migrate_saved_settings(before, [], "x") == before, "without norms it is of today"
     with pytest.raises(CheckpointError, match="rotated the halves of a head"):
-        migrate_settings({**before, "rotary_interleaved": False}, norms, "x")
+        migrate_saved_settings({**before, "rotary_interleaved": False}, norms, "x")
 
 
 def test_formats_are_converted_and_other_names_can_be_read_instead(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def load_with_one_odd_rank(folder: Path) -> str:
     mesh = mesh_of(ALONE)
     names = ["a", "odd"] if mesh.world.rank == 2 else ["a"]
     try:
-        load({name: torch.zeros(2) for name in names}, open_saved(folder), mesh.world, complete=("",))
+        load({name: torch.zeros(2) for name in names}, open_saved_checkpoint(folder), mesh.world, complete=("",))
     except CheckpointError as error:
         return str(error)
     return ""
@@ -210,7 +210,7 @@ def test_all_ranks_hear_what_one_rank_misses(world: Worlds, tmp_path: Path) -> N
 def open_here(folder: Path) -> tuple[int, list[str]] | str:
     """On every rank: the iteration that is found sound and what was refused, or the error."""
     try:
-        result, refused = open_valid(candidates(folder), mesh_of(ALONE).world)
+        result, refused = open_first_valid(load_candidates(folder), mesh_of(ALONE).world)
     except CheckpointError as error:
         return str(error)
     return result.commit.iteration, refused
@@ -238,14 +238,14 @@ def test_all_ranks_go_back_together_whichever_file_is_damaged(world: Worlds, tmp
 def save_at(folder: Path, iteration: int) -> None:
     mesh = mesh_of(ALONE)
     state = {f"t{number}": torch.full((100,), float(iteration)) for number in range(8)}
-    save(state, folder, iteration, Description({}, 4), mesh.world)
+    save(state, folder, iteration, RunDescription({}, 4), mesh.world)
 
 
 def open_own_folder(folder: Path) -> str:
     """On every rank: a folder of its own, as where a disk is not shared."""
     mesh = mesh_of(ALONE)
     try:
-        open_valid(candidates(folder / str(mesh.world.rank % 2)), mesh.world)
+        open_first_valid(load_candidates(folder / str(mesh.world.rank % 2)), mesh.world)
     except CheckpointError as error:
         return str(error)
     return ""
@@ -294,13 +294,13 @@ def test_a_tensor_that_cannot_be_read_on_one_rank_is_an_error_on_all(world: Worl
     assert world(2).run(load_broken) == ["elsewhere cannot be read\n  RuntimeError: no such shard"] * 2
 
 
-@pytest.mark.parametrize("on", ["map", "fetch"])
+@pytest.mark.parametrize("on", ["map", "populate_range"])
 def test_a_disk_that_cannot_read_is_told_and_not_the_end_of_the_process(tmp_path: Path, on: str) -> None:
     for iteration in (1, 2):
         save_at(tmp_path, iteration)
-    files = Faulty("" if on == "fetch" else "iter_0000002/rank", fault=BROKEN, on=on)
+    files = Faulty("" if on == "populate_range" else "iter_0000002/rank", fault=BROKEN, on=on)
     with pytest.raises(CheckpointError, match="rank_00000.safetensors cannot be read: Input/output error"):
-        open_valid(candidates(tmp_path, 2), files=files)
+        open_first_valid(load_candidates(tmp_path, 2), files=files)
 
 
 def test_a_box_that_one_piece_holds_is_read_without_a_copy(tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def save_with_a_hole(folder: Path) -> None:
         {"a": ShardedTensor((4,), torch.float32, [(Box((0,), (2,)), torch.ones(2))])},
         folder,
         1,
-        Description({}, 1),
+        RunDescription({}, 1),
         mesh_of(ALONE).world,
     )
 
@@ -324,7 +324,7 @@ def test_a_tree_with_a_hole_is_not_saved(world: Worlds, tmp_path: Path) -> None:
         save_with_a_hole(tmp_path)
     with pytest.raises(RankFailed, match="a: the ranks' boxes hold 2 elements, the tensor has 4"):
         world(2).run(save_with_a_hole, tmp_path)
-    assert candidates(tmp_path) == []
+    assert load_candidates(tmp_path) == []
 
 
 def test_what_safetensors_has_no_word_for_is_not_saved(tmp_path: Path) -> None:

@@ -15,16 +15,16 @@ import torch
 from megatron.core.dist_checkpointing import saver as saver_module
 from megatron.core.dist_checkpointing import store
 from megatron.core.dist_checkpointing.files import DISK
-from megatron.core.dist_checkpointing.load import load, open_valid
-from megatron.core.dist_checkpointing.saver import SaveOutcome, Saver, SaveRules, save
-from megatron.core.dist_checkpointing.store import CheckpointError, Description, candidates, complete_iterations
+from megatron.core.dist_checkpointing.load import load, open_first_valid
+from megatron.core.dist_checkpointing.saver import CheckpointSaver, SaveOptions, SaveOutcome, save
+from megatron.core.dist_checkpointing.store import CheckpointError, RunDescription, complete_iterations, load_candidates
 from megatron.core.parallel import collectives
 from tests.helpers.world import Worlds
 from tests.unit.dist_checkpointing.failing_files import BROKEN, FULL, READ_ONLY, Faulty
 from tests.unit.dist_checkpointing.held import Layout, mesh_of
 
-BACKGROUND = SaveRules(asynchronous=True)
-ABOUT = Description({}, 1)
+BACKGROUND = SaveOptions(asynchronous=True)
+ABOUT = RunDescription({}, 1)
 
 
 def state_of(value: float) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def state_of(value: float) -> dict[str, Any]:
 def loaded(folder: Path, step: int | None = None) -> float:
     """The one number that everything in a checkpoint is."""
     target: dict[str, Any] = {**state_of(-1.0), "run.progress": None}
-    values = load(target, open_valid(candidates(folder, step))[0])
+    values = load(target, open_first_valid(load_candidates(folder, step))[0])
     (value,) = values["run.progress"]["value"]
     assert bool((target["model.a"] == value).all()) and bool((target["model.b"] == value).all())
     return value
@@ -46,7 +46,7 @@ def loaded(folder: Path, step: int | None = None) -> float:
 
 def test_what_changes_right_after_the_start_of_a_save_does_not_leak_into_it(tmp_path: Path) -> None:
     gate, state = threading.Event(), state_of(1.0)
-    saver = Saver(tmp_path, rules=BACKGROUND, files=Faulty(gate=gate))
+    saver = CheckpointSaver(tmp_path, rules=BACKGROUND, files=Faulty(gate=gate))
     saver.start(state, 10, ABOUT)
     assert saver.is_busy
     state["model.a"].fill_(5.0)
@@ -63,13 +63,13 @@ def test_what_changes_right_after_the_start_of_a_save_does_not_leak_into_it(tmp_
         and outcome.folder == tmp_path / "iter_0000010"
         and not saver.is_busy
     )
-    assert outcome.size == store.bytes_in(outcome.folder)
+    assert outcome.size == store.folder_num_bytes(outcome.folder)
     assert loaded(tmp_path) == 1.0
 
 
 def test_polling_brings_a_save_to_its_end_without_waiting(tmp_path: Path) -> None:
     gate = threading.Event()
-    saver = Saver(tmp_path, rules=BACKGROUND, files=Faulty(gate=gate))
+    saver = CheckpointSaver(tmp_path, rules=BACKGROUND, files=Faulty(gate=gate))
     saver.start(state_of(1.0), 10, ABOUT)
     assert [saver.poll() for _ in range(5)] == [None] * 5, "the disk does not go on, and nobody waits for it"
     gate.set()
@@ -80,7 +80,7 @@ def test_polling_brings_a_save_to_its_end_without_waiting(tmp_path: Path) -> Non
 
 
 def test_host_memory_is_taken_once_and_used_again(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, rules=BACKGROUND)
+    saver = CheckpointSaver(tmp_path, rules=BACKGROUND)
     saver.prepare(state_of(0.0))
     memory = saver._snapshot._memory
     assert len(memory) == 64 * 3 * 4 + 7 * 2, "one copy of what is written, and no more"
@@ -92,7 +92,7 @@ def test_host_memory_is_taken_once_and_used_again(tmp_path: Path) -> None:
 
 
 def test_the_plan_is_made_anew_when_the_tensors_change(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, rules=BACKGROUND)
+    saver = CheckpointSaver(tmp_path, rules=BACKGROUND)
     for iteration, state in (
         (1, state_of(1.0)),
         (2, state_of(2.0) | {"model.c": torch.ones(1000)}),
@@ -100,14 +100,16 @@ def test_the_plan_is_made_anew_when_the_tensors_change(tmp_path: Path) -> None:
     ):
         saver.start(state, iteration, ABOUT)
         assert saver.finish().problems == ()
-        assert set(open_valid(candidates(tmp_path))[0].formats) == {name for name in state if name.startswith("model.")}
+        assert set(open_first_valid(load_candidates(tmp_path))[0].formats) == {
+            name for name in state if name.startswith("model.")
+        }
 
 
 def test_a_machine_without_the_memory_for_a_copy_saves_while_training_waits_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saver_module, "_free_memory", lambda: 900)
-    saver = Saver(tmp_path, rules=BACKGROUND)
+    monkeypatch.setattr(saver_module, "_available_host_memory", lambda: 900)
+    saver = CheckpointSaver(tmp_path, rules=BACKGROUND)
     saver.start(state_of(1.0), 10, ABOUT)
     assert len(saver._snapshot._memory) == 0
     (note,) = saver.finish().notes
@@ -116,7 +118,7 @@ def test_a_machine_without_the_memory_for_a_copy_saves_while_training_waits_and_
 
 
 def test_memory_that_is_free_is_known_on_this_machine() -> None:
-    free = saver_module._free_memory()
+    free = saver_module._available_host_memory()
     assert free is not None and free > 1_000_000
 
 
@@ -138,13 +140,15 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("rules", [SaveRules(keep_last=1), SaveRules(True, keep_last=1)], ids=["waiting", "background"])
+@pytest.mark.parametrize(
+    "rules", [SaveOptions(keep_last=1), SaveOptions(True, keep_last=1)], ids=["waiting", "background"]
+)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_save_that_fails_is_told_costs_no_older_one_and_the_next_one_succeeds(
-    tmp_path: Path, name: str, rules: SaveRules
+    tmp_path: Path, name: str, rules: SaveOptions
 ) -> None:
     faults, words = FAULTS[name]
-    saver = Saver(tmp_path, rules=rules)
+    saver = CheckpointSaver(tmp_path, rules=rules)
     assert ended(saver, 10, 1.0).problems == ()
     saver.files = Faulty(**faults)
     outcome = ended(saver, 20, 2.0)
@@ -155,7 +159,7 @@ def test_a_save_that_fails_is_told_costs_no_older_one_and_the_next_one_succeeds(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000020", store.TRACKER]
 
 
-def ended(saver: Saver, iteration: int, value: float) -> SaveOutcome:
+def ended(saver: CheckpointSaver, iteration: int, value: float) -> SaveOutcome:
     saver.start(state_of(value), iteration, ABOUT)
     outcome = saver.finish()
     assert outcome is not None
@@ -163,7 +167,7 @@ def ended(saver: Saver, iteration: int, value: float) -> SaveOutcome:
 
 
 def test_a_full_disk_is_given_the_room_back_at_once(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, files=Faulty("rank_", fault=FULL, after=1))
+    saver = CheckpointSaver(tmp_path, files=Faulty("rank_", fault=FULL, after=1))
     assert ended(saver, 10, 1.0).problems
     assert list(tmp_path.iterdir()) == []
 
@@ -176,12 +180,12 @@ def test_short_writes_are_gone_on_with(tmp_path: Path, at_once: int) -> None:
 
 
 def test_a_tracker_that_cannot_be_written_is_a_note_and_the_checkpoint_counts(tmp_path: Path) -> None:
-    outcome = ended(Saver(tmp_path, files=Faulty(store.TRACKER.removesuffix(".txt"), fault=FULL)), 10, 1.0)
+    outcome = ended(CheckpointSaver(tmp_path, files=Faulty(store.TRACKER.removesuffix(".txt"), fault=FULL)), 10, 1.0)
     assert outcome.problems == () and "is not up to date: [Errno 28]" in outcome.notes[0] and loaded(tmp_path) == 1.0
 
 
 def test_a_checkpoint_that_cannot_be_deleted_is_a_note(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, rules=SaveRules(keep_last=1))
+    saver = CheckpointSaver(tmp_path, rules=SaveOptions(keep_last=1))
     ended(saver, 10, 1.0)
     saver.files = Faulty("iter_0000010", fault=errno.EACCES, on="rename")
     outcome = ended(saver, 20, 2.0)
@@ -200,9 +204,9 @@ def test_nothing_is_deleted_for_a_checkpoint_that_does_not_read_back(tmp_path: P
                 file.write = lambda content: write(memoryview(bytes(content[:-1]) + bytes([content[-1] ^ 1])))
             return file
 
-    for rules in (SaveRules(keep_last=1), SaveRules(interval=100)):
+    for rules in (SaveOptions(keep_last=1), SaveOptions(interval=100)):
         folder = tmp_path / str(rules.interval)
-        saver = Saver(folder, rules=rules)
+        saver = CheckpointSaver(folder, rules=rules)
         ended(saver, 10, 1.0)
         saver.files = Lying()
         (problem,) = ended(saver, 20, 2.0).problems
@@ -220,12 +224,12 @@ def test_what_cannot_be_saved_at_once_is_an_error_for_those_who_wait(tmp_path: P
 def save_with_one_bad_rank(folder: Path, asynchronous: bool) -> list[Any]:
     """On four ranks: rank 2's disk is full in the second save; each rank's outcomes."""
     mesh = mesh_of(Layout(1, 1, False))
-    saver = Saver(folder, mesh.world, rules=SaveRules(asynchronous, keep_last=1))
+    saver = CheckpointSaver(folder, mesh.world, rules=SaveOptions(asynchronous, keep_last=1))
     result = []
     for iteration in (1, 2, 3):
         saver.files = Faulty("rank_00002", fault=FULL) if iteration == 2 else DISK
         state = {f"t{number}": torch.full((100,), float(iteration)) for number in range(8)}
-        saver.start(state, iteration, Description({}, 4))
+        saver.start(state, iteration, RunDescription({}, 4))
         outcome = None
         while outcome is None:  # as a loop of training does
             outcome = saver.poll()
@@ -236,9 +240,9 @@ def save_with_one_bad_rank(folder: Path, asynchronous: bool) -> list[Any]:
 def poll_to_the_end(folder: Path) -> list[int]:
     """On every rank: two saves in which no poll may wait for the others; iterations that were saved."""
     mesh, result = mesh_of(Layout(1, 1, False)), []
-    saver = Saver(folder, mesh.world, rules=BACKGROUND)
+    saver = CheckpointSaver(folder, mesh.world, rules=BACKGROUND)
     for iteration in (1, 2):
-        saver.start(state_of(float(iteration)), iteration, Description({}, 4))
+        saver.start(state_of(float(iteration)), iteration, RunDescription({}, 4))
         outcome = None
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(collectives, "all_reduce", None)  # whose answer is waited for
@@ -269,7 +273,7 @@ def test_all_ranks_hear_of_the_one_that_failed_and_save_together_again(
 
 
 def die_in_a_save(folder: Path) -> None:
-    saver = Saver(folder, rules=BACKGROUND, files=Faulty(gate=threading.Event()))
+    saver = CheckpointSaver(folder, rules=BACKGROUND, files=Faulty(gate=threading.Event()))
     saver.start(state_of(2.0), 20, ABOUT)
     while not list(folder.glob("*.tmp/rank_*")):
         time.sleep(0.01)

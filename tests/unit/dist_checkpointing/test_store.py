@@ -13,20 +13,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.config.flags import ConfigError, to_values
+from megatron.core.config.flags import ConfigError, config_to_values
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.dist_checkpointing import store
 from megatron.core.dist_checkpointing.files import Disk
-from megatron.core.dist_checkpointing.store import CheckpointError, Description
+from megatron.core.dist_checkpointing.store import CheckpointError, RunDescription
 
 
 def save(folder: Path, iteration: int, **values: object) -> Path:
-    store.clean_up(folder)
+    store.remove_interrupted_saves(folder)
     made = store.begin_save(folder, iteration, "0" * 32)
     (made / "data").write_text(str(iteration))
-    step, note = store.commit(
-        folder, iteration, save="0" * 32, manifest=b"{}", sizes={}, description=Description(values, world_size=2)
+    step, note = store.commit_save(
+        folder, iteration, save="0" * 32, manifest=b"{}", sizes={}, description=RunDescription(values, world_size=2)
     )
     assert note == ""
     return step.folder
@@ -49,7 +49,7 @@ def test_a_checkpoint_has_its_name_only_when_it_is_complete(tmp_path: Path) -> N
     assert target == tmp_path / "iter_0000100" and not made.exists(), "another save is over, its remains are collected"
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "100"
     assert store.newest_iteration(tmp_path) == 100 and store.tracker_iteration(tmp_path) == 100
-    assert store.describe(target) == Description({"a": 1}, world_size=2)
+    assert store.read_run_description(target) == RunDescription({"a": 1}, world_size=2)
 
 
 def test_a_save_that_died_is_neither_loaded_nor_left_behind(tmp_path: Path) -> None:
@@ -64,14 +64,14 @@ def test_a_save_that_died_is_neither_loaded_nor_left_behind(tmp_path: Path) -> N
 def test_the_same_iteration_can_be_saved_again(tmp_path: Path) -> None:
     save(tmp_path, 100, a=1)
     save(tmp_path, 100, a=2)
-    assert store.describe(tmp_path / "iter_0000100").values == {"a": 2}
+    assert store.read_run_description(tmp_path / "iter_0000100").values == {"a": 2}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000100", "latest_checkpointed_iteration.txt"]
 
 
 def test_the_newest_is_what_was_committed_last_even_after_going_back(tmp_path: Path) -> None:
     for iteration in (100, 200, 300, 150):
         save(tmp_path, iteration)
-    assert [step.iteration for step in store.candidates(tmp_path)] == [150, 300, 200, 100]
+    assert [step.iteration for step in store.load_candidates(tmp_path)] == [150, 300, 200, 100]
     save(tmp_path, 200)
     assert store.newest_iteration(tmp_path) == 200 and store.complete_iterations(tmp_path) == [100, 150, 200, 300]
 
@@ -115,7 +115,7 @@ def test_a_step_that_is_not_there_is_an_error_that_lists_those_that_are(tmp_path
 def test_a_required_iteration_must_be_the_newest(tmp_path: Path) -> None:
     save(tmp_path, 100)
     save(tmp_path, 200)
-    assert [step.iteration for step in store.candidates(tmp_path, required=200)] == [200], (
+    assert [step.iteration for step in store.load_candidates(tmp_path, required=200)] == [200], (
         "there is no going back from it"
     )
     for required in (100, 300):
@@ -123,9 +123,9 @@ def test_a_required_iteration_must_be_the_newest(tmp_path: Path) -> None:
             CheckpointError,
             match=f"--require-iteration {required}: the newest .* is not of that iteration; it has: 100, 200",
         ):
-            store.candidates(tmp_path, required=required)
+            store.load_candidates(tmp_path, required=required)
     with pytest.raises(CheckpointError, match="--require-iteration 5: .* it has: none"):
-        store.candidates(tmp_path / "none", required=5)
+        store.load_candidates(tmp_path / "none", required=5)
 
 
 def test_retention_keeps_multiples_the_newest_later_ones_and_links(tmp_path: Path) -> None:
@@ -164,12 +164,12 @@ def test_both_rules_of_retention_keep_what_they_name(
 def test_the_best_checkpoint_is_kept_and_linked_where_it_is_complete(tmp_path: Path) -> None:
     for iteration in (10, 20, 30):
         save(tmp_path, iteration)
-    assert store.linked_best(tmp_path) is None
-    assert store.link_best(tmp_path, 15) == "" and not (tmp_path / "best").exists()  # its save has failed
-    assert store.link_best(tmp_path, 10) == "" and (tmp_path / "best").readlink() == Path("iter_0000010")
+    assert store.best_linked_iteration(tmp_path) is None
+    assert store.link_best_checkpoint(tmp_path, 15) == "" and not (tmp_path / "best").exists()  # its save has failed
+    assert store.link_best_checkpoint(tmp_path, 10) == "" and (tmp_path / "best").readlink() == Path("iter_0000010")
     (tmp_path / "best.tmp").symlink_to("nowhere")  # of a process that was killed
     assert retain(tmp_path, saved=30, keep_last=1) == [20]
-    assert store.link_best(tmp_path, 30) == "" and store.linked_best(tmp_path) == 30
+    assert store.link_best_checkpoint(tmp_path, 30) == "" and store.best_linked_iteration(tmp_path) == 30
     assert [path.name for path in tmp_path.glob("best*")] == ["best"]
     save(tmp_path, 40)
     assert [
@@ -180,7 +180,9 @@ def test_the_best_checkpoint_is_kept_and_linked_where_it_is_complete(tmp_path: P
 def test_a_folder_that_takes_no_links_is_told_of(tmp_path: Path) -> None:
     save(tmp_path, 10)
     (tmp_path / "best").mkdir()
-    assert f"{tmp_path / 'best'} does not lead to iter_0000010, the best checkpoint: " in store.link_best(tmp_path, 10)
+    assert f"{tmp_path / 'best'} does not lead to iter_0000010, the best checkpoint: " in store.link_best_checkpoint(
+        tmp_path, 10
+    )
 
 
 def test_retention_counts_and_deletes_only_what_is_ours(tmp_path: Path) -> None:
@@ -194,26 +196,26 @@ def test_retention_counts_and_deletes_only_what_is_ours(tmp_path: Path) -> None:
 
 
 def test_a_save_folder_that_cannot_be_written_is_refused_with_the_reason(tmp_path: Path) -> None:
-    store.check_writable(tmp_path / "new" / "deep")
+    store.check_save_folder_writable(tmp_path / "new" / "deep")
     assert list((tmp_path / "new" / "deep").iterdir()) == []
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "under"):
         with pytest.raises(ConfigError, match=rf"--save {folder} cannot be written: (File exists|Not a directory)"):
-            store.check_writable(folder)
+            store.check_save_folder_writable(folder)
     with pytest.raises(CheckpointError, match="cannot be made"):
         store.begin_save(tmp_path / "file", 100, "0" * 32)
     if os.geteuid() != 0:  # root may write everywhere
         (tmp_path / "closed").mkdir(mode=0o500)
         with pytest.raises(ConfigError, match="Permission denied"):
-            store.check_writable(tmp_path / "closed")
+            store.check_save_folder_writable(tmp_path / "closed")
 
 
 def test_the_shape_and_the_tokenizer_come_from_the_checkpoint_and_nothing_else(tmp_path: Path) -> None:
     config = RunConfig(
         model=ModelConfig(num_layers=3, hidden_size=64, swiglu=True, hidden_dropout=0.3, padded_vocab_size=128)
     )
-    save(tmp_path, 100, **to_values(config))
-    result = store.checkpoint_values(tmp_path)
+    save(tmp_path, 100, **config_to_values(config))
+    result = store.checkpoint_model_settings(tmp_path)
     assert {name: result[name] for name in ("num_layers", "hidden_size", "swiglu", "position_embedding_type")} == {
         "num_layers": 3,
         "hidden_size": 64,
@@ -224,7 +226,7 @@ def test_the_shape_and_the_tokenizer_come_from_the_checkpoint_and_nothing_else(t
     assert not {"lr", "seed", "hidden_dropout", "padded_vocab_size", "true_vocab_size"} & result.keys()
     assert "tensor_model_parallel_size" not in result
     with pytest.raises(CheckpointError, match="--use-checkpoint-args: .* holds no complete checkpoint"):
-        store.checkpoint_values(tmp_path / "none")
+        store.checkpoint_model_settings(tmp_path / "none")
 
 
 def test_the_folders_are_read_without_torch() -> None:
@@ -242,12 +244,12 @@ def test_the_folders_are_read_without_torch() -> None:
 )
 def test_a_config_that_is_sealed_but_makes_no_sense_is_named(tmp_path: Path, content: str, said: str) -> None:
     folder = save(tmp_path, 100)
-    commit = store.read_commit(folder)
+    commit = store.read_commit_record(folder)
     (folder / "config.json").write_text(content)
-    sealed = store.FileSizeAndHash(len(content), store.hash_of(content.encode()))
+    sealed = store.FileSizeAndHash(len(content), store.xxh3_hash(content.encode()))
     (folder / store.COMMIT).write_text(dataclasses.replace(commit, config=sealed).text())
     with pytest.raises(CheckpointError, match=said):
-        store.describe(folder)
+        store.read_run_description(folder)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -259,18 +261,18 @@ def test_no_content_of_a_commit_ends_in_anything_but_an_error_that_names_it(
     folder.mkdir(exist_ok=True)
     (folder / store.COMMIT).write_bytes(content)
     with pytest.raises(CheckpointError, match="commit.txt"):
-        store.read_commit(folder)
+        store.read_commit_record(folder)
 
 
 def test_settings_are_taken_from_the_newest_config_that_is_sound(tmp_path: Path) -> None:
     save(tmp_path, 100, num_layers=3)
     with (save(tmp_path, 200, num_layers=4) / "config.json").open("a") as file:
         file.write(" ")
-    assert store.checkpoint_values(tmp_path) == {"num_layers": 3}
+    assert store.checkpoint_model_settings(tmp_path) == {"num_layers": 3}
     with pytest.raises(
         CheckpointError, match="holds no sound checkpoint to take the settings from\n.*config.json is damaged"
     ):
-        store.checkpoint_values(tmp_path, 200)
+        store.checkpoint_model_settings(tmp_path, 200)
 
 
 def test_an_error_shows_its_first_problems_and_counts_the_rest() -> None:
@@ -294,7 +296,9 @@ def test_a_folder_that_lacks_what_was_written_is_not_committed(
     spoil(made / "rank_00001.safetensors")
     sizes = {f"rank_0000{rank}.safetensors": 3 for rank in (0, 1)}
     with pytest.raises(CheckpointError, match="does another job write into this folder") as refused:
-        store.commit(tmp_path, 5, save="0" * 32, manifest=b"{}", sizes=sizes, description=Description({}, world_size=2))
+        store.commit_save(
+            tmp_path, 5, save="0" * 32, manifest=b"{}", sizes=sizes, description=RunDescription({}, world_size=2)
+        )
     assert list(refused.value.problems) == [said] and store.newest_iteration(tmp_path) is None
 
 
@@ -308,9 +312,9 @@ def test_remains_lose_their_name_before_their_files(tmp_path: Path) -> None:
         def remove(self, path: Path) -> None:
             raise OSError(5, "no")
 
-    store.clean_up(tmp_path, files=Stuck())
+    store.remove_interrupted_saves(tmp_path, files=Stuck())
     assert not remains.exists() and (remains.with_suffix(".gone") / "data").exists()
-    store.clean_up(tmp_path)
+    store.remove_interrupted_saves(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -330,7 +334,7 @@ def test_what_stands_in_the_place_of_a_checkpoint_goes_and_what_a_link_leads_to_
         os.mkfifo(place)
     else:
         place.write_text("")
-    assert store.scan_folder(tmp_path / "save").steps == ()
+    assert store.scan_checkpoint_folder(tmp_path / "save").steps == ()
     save(tmp_path / "save", 5)
     assert store.newest_iteration(tmp_path / "save") == 5 and (other / "precious").exists()
     assert sorted(path.name for path in place.parent.iterdir()) == ["iter_0000005", store.TRACKER]
@@ -342,10 +346,10 @@ def test_a_pipe_in_the_place_of_a_file_is_told_and_not_waited_for(tmp_path: Path
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
     assert store.tracker_iteration(tmp_path) == (None if name == store.TRACKER else 5)
-    result = store.scan_folder(tmp_path)
+    result = store.scan_checkpoint_folder(tmp_path)
     assert bool(result.steps) == (not name.endswith(store.COMMIT))
     if name.endswith(store.CONFIG):
         with pytest.raises(CheckpointError, match="config.json cannot be read: it is no file"):
-            store.describe(tmp_path / "iter_0000005")
+            store.read_run_description(tmp_path / "iter_0000005")
     save(tmp_path, 6)
     assert store.tracker_iteration(tmp_path) == 6

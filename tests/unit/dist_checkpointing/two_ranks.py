@@ -10,10 +10,10 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing import plan, shard, store
 from megatron.core.dist_checkpointing.files import DISK, FileSystem
-from megatron.core.dist_checkpointing.load import load, open_valid
-from megatron.core.dist_checkpointing.manifest import Manifest, file_name
+from megatron.core.dist_checkpointing.load import load, open_first_valid
+from megatron.core.dist_checkpointing.manifest import Manifest, data_file_name
 from megatron.core.dist_checkpointing.saved import SavedCheckpoint
-from megatron.core.dist_checkpointing.store import Description, SavedStep
+from megatron.core.dist_checkpointing.store import CommittedCheckpoint, RunDescription
 from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree
 from megatron.core.parallel.boxes import Box
 
@@ -48,34 +48,34 @@ def save_as_two(
     keep_last: int | None = None,
     best: int | None = None,
     files: FileSystem = DISK,
-) -> SavedStep:
+) -> CommittedCheckpoint:
     """What `Saver` does on two ranks, one rank after the other."""
     ranks = [plan.sharded_tensors(state) for state in states(version)]
     shares = plan.assign_writers([plan.write_candidates(tensors) for tensors in ranks])
     identity = f"{version:08x}" * 4
-    store.clean_up(folder, save=identity, files=files)
+    store.remove_interrupted_saves(folder, save=identity, files=files)
     made = store.begin_save(folder, iteration, identity, files=files)
     hashes = []
     for rank, (tensors, share) in enumerate(zip(ranks, shares, strict=True)):
-        header = plan.file_header(rank, share, save=identity, iteration=iteration)
+        header = plan.data_file_header(rank, share, save=identity, iteration=iteration)
         memory = [
             memoryview(plan.tensor_for_box(offer, tensors).contiguous().view(-1).view(torch.uint8).numpy())
             for offer in share
         ]
-        hashes.append(shard.write_shard(files, made / file_name(rank), header, memory))
+        hashes.append(shard.write_shard(files, made / data_file_name(rank), header, memory))
     facts, tensors = plan.manifest_entries(shares, hashes, save=identity, iteration=iteration)
-    text = Manifest(identity, iteration, facts, tensors, {"run.version": version}).text()
-    step, note = store.commit(
+    text = Manifest(identity, iteration, facts, tensors, {"run.version": version}).json_bytes()
+    step, note = store.commit_save(
         folder,
         iteration,
         save=identity,
         manifest=text,
         sizes={name: one.size for name, one in facts.items()},
-        description=Description({"version": version}, 2),
+        description=RunDescription({"version": version}, 2),
         files=files,
     )
     assert note == "", note
-    assert best is None or store.link_best(folder, best, files=files) == ""
+    assert best is None or store.link_best_checkpoint(folder, best, files=files) == ""
     doomed = store.expired_checkpoints(
         folder, saved=iteration, interval=None, keep_last=keep_last, best=best, files=files
     )
@@ -85,10 +85,10 @@ def save_as_two(
 
 def version_in(folder: Path, *, files: FileSystem = DISK, step: int | None = None) -> tuple[int, int] | None:
     """(iteration, version) of the newest checkpoint that is sound, if every bit of it is right; None in an empty folder."""
-    steps = store.candidates(folder, step, files=files)
+    steps = store.load_candidates(folder, step, files=files)
     if not steps:
         return None
-    saved, _ = open_valid(steps, files=files)
+    saved, _ = open_first_valid(steps, files=files)
     return saved.commit.iteration, checked(saved)
 
 

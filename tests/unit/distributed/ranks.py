@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.distributed.ddp import DataParallel
-from megatron.core.distributed.finalize import finalize
+from megatron.core.distributed.finalize import finalize_gradients
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.rng import materialize
+from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import (
     ParamSpec,
     local_shards,
     meta_parameter,
     normal_initializer,
-    set_global_names,
-    spec_of,
+    param_spec_of,
+    set_global_param_names,
 )
 from tests.helpers import tiny
 from tests.helpers.training import fill_gradients
@@ -42,8 +42,8 @@ class Affine(nn.Module):
 def small_module(mesh: Mesh, dtype: torch.dtype = torch.float64, *, tied: str = "") -> nn.ModuleDict:
     """Four parameters under four modules, with values by name."""
     module = nn.ModuleDict({name: Affine(shape, mesh, dtype, tied=name == tied) for name, shape in SIZES.items()})
-    set_global_names(module)
-    materialize(module, mesh, seed=1)
+    set_global_param_names(module)
+    materialize_parameters(module, mesh, seed=1)
     return module
 
 
@@ -78,7 +78,7 @@ def reduce_here(
         parallel.start_reduction()
         parallel.finish_reduction()
     found: dict[str, list[tuple[int, int, Tensor]]] = {}
-    for segment in parallel.segments():
+    for segment in parallel.owned_segments():
         found.setdefault(segment.name, []).append((segment.low, segment.high, segment.grad.clone()))
     return found
 
@@ -88,12 +88,12 @@ def finalize_here(changes: dict[str, Any]) -> tuple[int, int, dict[str, Tensor]]
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(dist.get_world_size(), **changes)))
     mesh = trainer.run.mesh
     fill_gradients(trainer, factor=dist.get_rank() + 1)
-    finalize(trainer.optimizer.segments, mesh)
+    finalize_gradients(trainer.optimizer.segments, mesh)
     found: dict[str, Tensor] = {}
     for parallel in trainer.parallels:
         for bucket in parallel.buckets:
             for param, view in zip(bucket.params, bucket.gradient_views(), strict=True):
-                spec = spec_of(param)
+                spec = param_spec_of(param)
                 found[spec.name] = torch.full(spec.shape, float("nan"), dtype=view.dtype)
                 for piece in local_shards(spec, mesh):
                     found[spec.name][piece.box.slices()] = view[piece.local.slices()]

@@ -36,7 +36,7 @@ def test_segments_of_all_ranks_cover_every_parameter_exactly_once(ranks: int, bu
             values = {
                 name: param.detach().reshape(-1) for name, param in zip(names(bucket), bucket.params, strict=True)
             }
-            for segment in bucket.segments():
+            for segment in bucket.owned_segments():
                 name = segment.name.removesuffix(".weight")
                 covered[name][segment.low : segment.high] += 1
                 assert torch.equal(segment.data, values[name][segment.low : segment.high])
@@ -46,7 +46,9 @@ def test_segments_of_all_ranks_cover_every_parameter_exactly_once(ranks: int, bu
 
 def test_without_sharding_every_rank_owns_everything() -> None:
     for bucket in buckets(4, 2):
-        assert [segment.data.numel() for segment in bucket.segments()] == [param.numel() for param in bucket.params]
+        assert [segment.data.numel() for segment in bucket.owned_segments()] == [
+            param.numel() for param in bucket.params
+        ]
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])

@@ -39,7 +39,7 @@ def test_every_rank_owns_the_sum_over_ranks_and_microbatches(
 def launches(monkeypatch: pytest.MonkeyPatch, parallel: DataParallel) -> list[int]:
     """The buckets whose reduction has begun, as it happens."""
     begun: list[int] = []
-    monkeypatch.setattr(ddp, "_start_reduction", lambda bucket, op: begun.append(parallel.buckets.index(bucket)))
+    monkeypatch.setattr(ddp, "_start_bucket_reduction", lambda bucket, op: begun.append(parallel.buckets.index(bucket)))
     return begun
 
 
@@ -102,7 +102,7 @@ def test_bf16_gradients_are_accumulated_in_fp32() -> None:
     parallel.zero_gradients()
     for value in (1.0, *[2.0**-9] * 8):  # in bf16, 1 + 2^-9 is 1
         module["third"](torch.tensor(value, dtype=torch.bfloat16)).backward()
-    (segment,) = (segment for segment in parallel.segments() if segment.name == "third.weight")
+    (segment,) = (segment for segment in parallel.owned_segments() if segment.name == "third.weight")
     assert (segment.grad == 1.0 + 8 * 2.0**-9).all() and module["third"].weight.grad is None
 
 
@@ -146,7 +146,7 @@ def test_every_module_waits_for_its_parameters_before_it_uses_them(
         tiny.config(use_distributed_optimizer=True, overlap_param_gather=True, ddp_bucket_size=1, **changes)
     )
     trainer = tiny.trainer_of(run)
-    batch = next(tiny.batches(run, 0))
+    batch = next(tiny.short_run_batches(run, 0))
     expected = trainer.stages[0](ids=batch.tokens, labels=batch.labels).detach()
     monkeypatch.setattr(ddp.collectives, "start_all_gather", lambda output, piece, axis: Late(output))
     trainer.parallels[0].start_gather()

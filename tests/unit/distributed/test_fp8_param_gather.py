@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.core.distributed.fp8_param_gather import LowPrecisionBucket
-from megatron.core.parallel.spec import spec_of
+from megatron.core.parallel.spec import param_spec_of
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
 from tests.helpers import tiny
@@ -36,7 +36,7 @@ def trainer_of(**changes: Any) -> Trainer:
 def test_a_rank_holds_main_weights_and_bytes_and_no_other_weights() -> None:
     trainer = trainer_of(first_last_layers_bf16=True)
     (bucket,) = (bucket for bucket in trainer.parallels[0].buckets if isinstance(bucket, LowPrecisionBucket))
-    names = {spec_of(param).name for param in bucket.params}
+    names = {param_spec_of(param).name for param in bucket.params}
     assert names == {
         f"decoder.layers.{layer}.{part}.weight"
         for layer in (1, 2)
@@ -46,7 +46,7 @@ def test_a_rank_holds_main_weights_and_bytes_and_no_other_weights() -> None:
     assert all(param.untyped_storage().nbytes() == param.element_size() for param in bucket.params), (
         "a place, not values"
     )
-    assert {spec_of(param).name for param in trainer.parallels[0].whole_params}.isdisjoint(names)
+    assert {param_spec_of(param).name for param in trainer.parallels[0].whole_params}.isdisjoint(names)
     assert {segment.name for segment in trainer.parallels[0].sharded_segments} == names
     assert all(
         slot.data_ptr() == segment.data.data_ptr()
@@ -59,11 +59,11 @@ def test_a_rank_holds_main_weights_and_bytes_and_no_other_weights() -> None:
 def test_a_layers_weight_is_its_master_rounded_once(steps: int) -> None:
     trainer = trainer_of(num_layers=1)
     for step in range(steps):
-        train_step(trainer, tiny.batches(trainer.run, step))
+        train_step(trainer, tiny.short_run_batches(trainer.run, step))
     masters = {segment.name: segment.data for segment in trainer.parallels[0].sharded_segments}
     layer = trainer.stages[0].decoder.layers["0"]
     for linear in (layer.self_attention.linear_qkv, layer.mlp.linear_fc2):
-        master = masters[spec_of(linear.weight).name].view(linear.weight.shape).numpy()
+        master = masters[param_spec_of(linear.weight).name].view(linear.weight.shape).numpy()
         scale = np.float32(448.0) / np.abs(master).max()
         values = (master * scale).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
         (held,) = linear.scaling.held

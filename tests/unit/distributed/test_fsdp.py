@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron.core.models.flops import state_bytes
-from megatron.core.transformer.layer import Layer
-from megatron.training.evaluate import evaluate
+from megatron.core.models.flops import state_bytes_per_parameter
+from megatron.core.transformer.layer import TransformerLayer
+from megatron.training.evaluate import evaluate_loss
 from megatron.training.step import train_step
 from tests.helpers import tiny
 from tests.helpers.training import differences, train_alone
@@ -37,8 +37,8 @@ def held_here(changes: dict[str, Any]) -> tuple[int, list[int]]:
     found = []
     for action in (
         lambda: None,
-        lambda: [train_step(trainer, tiny.batches(trainer.run, place)) for place in range(2)],
-        lambda: evaluate(trainer, tiny.batches(trainer.run, 2), 1),
+        lambda: [train_step(trainer, tiny.short_run_batches(trainer.run, place)) for place in range(2)],
+        lambda: evaluate_loss(trainer, tiny.short_run_batches(trainer.run, 2), 1),
     ):
         action()
         gc.collect()
@@ -56,7 +56,7 @@ def test_between_steps_a_rank_holds_its_share_of_weights_gradients_and_optimizer
 ) -> None:
     changes = {**FSDP, **numbers}
     for parameters, held in world(ranks).run(held_here, changes):
-        share = parameters * state_bytes(tiny.config(ranks, **changes), ranks)
+        share = parameters * state_bytes_per_parameter(tiny.config(ranks, **changes), ranks)
         assert all(share * 0.99 < found < share * 1.1 for found in held), (held, share)
 
 
@@ -65,7 +65,7 @@ def whole_here(changes: dict[str, Any]) -> list[list[bool]]:
     trainer = tiny.trainer_of(
         tiny.run_of(tiny.config(dist.get_world_size(), **{**FSDP, "global_batch_size": 2, **changes}))
     )
-    mlps, seen = [part.mlp for part in trainer.stages[0].modules() if isinstance(part, Layer)], []
+    mlps, seen = [part.mlp for part in trainer.stages[0].modules() if isinstance(part, TransformerLayer)], []
     weights = [mlp.linear_fc1 for mlp in mlps] + [trainer.stages[0].embedding.word_embeddings]
 
     def look(*_: Any) -> None:
@@ -73,9 +73,9 @@ def whole_here(changes: dict[str, Any]) -> list[list[bool]]:
 
     for mlp in mlps:
         mlp.register_forward_hook(look)
-    train_step(trainer, tiny.batches(trainer.run, 0))
+    train_step(trainer, tiny.short_run_batches(trainer.run, 0))
     look()
-    evaluate(trainer, tiny.batches(trainer.run, 1), 1)
+    evaluate_loss(trainer, tiny.short_run_batches(trainer.run, 1), 1)
     look()
     return seen
 
@@ -106,8 +106,8 @@ def evaluated_here(fully_sharded: bool) -> list[float]:
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(dist.get_world_size(), fp64=True, use_torch_fsdp2=fully_sharded)))
     found = []
     for iteration in range(3):
-        step = train_step(trainer, tiny.batches(trainer.run, iteration))
-        found += [float(step.grad_norm), evaluate(trainer, tiny.batches(trainer.run, 7), 1)["lm loss"]]
+        step = train_step(trainer, tiny.short_run_batches(trainer.run, iteration))
+        found += [float(step.grad_norm), evaluate_loss(trainer, tiny.short_run_batches(trainer.run, 7), 1)["lm loss"]]
     return found
 
 
@@ -136,9 +136,12 @@ def sent_here(changes: dict[str, Any]) -> tuple[dict[str, int], int, int]:
         patch.object(dist, gather, counted(getattr(dist, gather), "gathered")),
         patch.object(dist, scatter, counted(getattr(dist, scatter), "summed")),
     ):
-        train_step(trainer, tiny.batches(trainer.run, 0))
+        train_step(trainer, tiny.short_run_batches(trainer.run, 0))
     inside = sum(
-        param.numel() for part in trainer.stages[0].modules() if isinstance(part, Layer) for param in part.parameters()
+        param.numel()
+        for part in trainer.stages[0].modules()
+        if isinstance(part, TransformerLayer)
+        for param in part.parameters()
     )
     return sent, inside, sum(param.numel() for param in trainer.stages[0].parameters()) - inside
 

@@ -26,8 +26,8 @@ from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.api.registry import get_model  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 
-from megatron.core.datasets.marks import count_added_ids  # noqa: E402
-from megatron.evaluation.harness import MegatronLM, parse_gen_kwargs  # noqa: E402
+from megatron.core.datasets.marks import count_ids_around_text  # noqa: E402
+from megatron.evaluation.harness import MegatronLM, sampling_from_gen_kwargs  # noqa: E402
 
 TEXT = (
     "We hold that the Union is strong, and the whale is not. Call me what you will: the Congress of the United States "
@@ -112,7 +112,7 @@ def test_ids_are_those_of_the_hugging_face_backend(pair: tuple[str, HFLM]) -> No
             assert ours.tok_encode(text, add_special_tokens=special) == pair[1].tok_encode(
                 text, add_special_tokens=special
             ), (text, special)
-    assert bool(count_added_ids(ours.ids)[0]) == (pair[1].tokenizer.bos_token == "<s>")
+    assert bool(count_ids_around_text(ours.megatron_tokenizer)[0]) == (pair[1].tokenizer.bos_token == "<s>")
 
 
 def test_a_conversation_is_written_by_the_tokenizers_template(pair: tuple[str, HFLM]) -> None:
@@ -152,9 +152,12 @@ def test_only_rotary_positions_go_on_beyond_what_was_trained(pair: tuple[str, HF
 
 
 def test_ways_to_generate_that_are_not_known_are_refused() -> None:
-    assert parse_gen_kwargs({"until": "x", "num_beams": 1, "max_tokens": 7, "temperature": 0.7}, 9)[:2] == (["x"], 7)
+    assert sampling_from_gen_kwargs({"until": "x", "num_beams": 1, "max_tokens": 7, "temperature": 0.7}, 9)[:2] == (
+        ["x"],
+        7,
+    )
     with pytest.raises(ConfigError, match="generation asks for num_beams=4"):
-        parse_gen_kwargs({"num_beams": 4}, 9)
+        sampling_from_gen_kwargs({"num_beams": 4}, 9)
 
 
 TASK = """

@@ -13,10 +13,17 @@ import torch
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.megatron.export import write_legacy
-from megatron.evaluation.likelihood import Answer, BatchSize, Prompt, Request, generate_continuations, loglikelihoods
-from megatron.inference.sampling import Sampling
-from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.core.families.megatron.export import write_legacy_checkpoint
+from megatron.evaluation.likelihood import (
+    BatchLimits,
+    ContinuationLikelihood,
+    GenerationPrompt,
+    LoglikelihoodRequest,
+    continuation_loglikelihoods,
+    generate_without_kv_cache,
+)
+from megatron.inference.sampling import SamplingParams
+from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.checkpoint.inference_model import GPT, load_network
 from tests.helpers import tiny
@@ -26,19 +33,19 @@ from tests.unit.families.megatron_files import V2, Whole
 published = pytest.importorskip("tests.unit.evaluation.published", reason="transformers is not installed")
 
 LENGTH, IDS = published.LENGTH, 700  # ids that requests are made of
-SIZES = (BatchSize(1), BatchSize(5), BatchSize(100, 64))
+SIZES = (BatchLimits(1), BatchLimits(5), BatchLimits(100, 64))
 
 
-def requests() -> list[Request]:
+def requests() -> list[LoglikelihoodRequest]:
     """Requests of many lengths, some longer than the network, some that share an input."""
     random = np.random.default_rng(5)
     found = []
     for number in range(20):
         ids = tuple(random.integers(0, IDS, int(random.integers(2, LENGTH + 9))).tolist())
         size = min(int(random.integers(1, len(ids))), LENGTH)
-        found.append(Request(ids[:-size], ids[-size:]))
+        found.append(LoglikelihoodRequest(ids[:-size], ids[-size:]))
         if number % 4 == 0:
-            found.append(Request(found[-1].context, (*found[-1].continuation[:-1], number)))
+            found.append(LoglikelihoodRequest(found[-1].context, (*found[-1].continuation[:-1], number)))
     return found
 
 
@@ -50,7 +57,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @torch.no_grad()
-def theirs(model: Any, asked: Sequence[Request]) -> list[Answer]:
+def theirs(model: Any, asked: Sequence[LoglikelihoodRequest]) -> list[ContinuationLikelihood]:
     """The definition, a request at a time, by transformers."""
     found = []
     for request in asked:
@@ -59,19 +66,21 @@ def theirs(model: Any, asked: Sequence[Request]) -> list[Answer]:
         scores = model(torch.tensor([ids[:-1]])).logits[0, -size:].log_softmax(dim=-1)
         target = torch.tensor(ids[-size:])
         found.append(
-            Answer(float(scores[torch.arange(size), target].sum()), bool((scores.argmax(dim=-1) == target).all()))
+            ContinuationLikelihood(
+                float(scores[torch.arange(size), target].sum()), bool((scores.argmax(dim=-1) == target).all())
+            )
         )
     return found
 
 
-def same(found: Sequence[Answer], expected: Sequence[Answer]) -> None:
+def same(found: Sequence[ContinuationLikelihood], expected: Sequence[ContinuationLikelihood]) -> None:
     assert [answer.greedy for answer in found] == [answer.greedy for answer in expected]
     assert [answer.loglikelihood for answer in found] == pytest.approx(
         [answer.loglikelihood for answer in expected], rel=2e-5, abs=2e-5
     )
 
 
-def likely(model: Any) -> list[Request]:
+def likely(model: Any) -> list[LoglikelihoodRequest]:
     """Requests whose continuations are what the model says, or almost."""
     found = []
     for number in range(4):
@@ -79,32 +88,40 @@ def likely(model: Any) -> list[Request]:
         with torch.no_grad():
             first = int(model(torch.tensor([context])).logits[0, -1].argmax())
             second = int(model(torch.tensor([(*context, first)])).logits[0, -1].argmax())
-        found += [Request(context, (first, second)), Request(context, (first, second + 1))]
+        found += [LoglikelihoodRequest(context, (first, second)), LoglikelihoodRequest(context, (first, second + 1))]
     return found
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_loglikelihoods_are_those_of_transformers_in_any_batch(folder: tuple[str, Any], size: BatchSize) -> None:
+def test_loglikelihoods_are_those_of_transformers_in_any_batch(folder: tuple[str, Any], size: BatchLimits) -> None:
     loaded = load_network(folder[0], GPT)
     asked = requests() + likely(folder[1])
     expected = theirs(folder[1], asked)
     assert sum(answer.greedy for answer in expected) == 4, "some must be the likeliest"
-    same(loglikelihoods(loaded, asked, max_length=LENGTH, size=size), expected)
+    same(continuation_loglikelihoods(loaded, asked, max_length=LENGTH, size=size), expected)
 
 
-def asked_on_ranks(path: str, parallel: dict[str, int], size: BatchSize) -> tuple[list[Answer], list[list[int]]]:
+def asked_on_ranks(
+    path: str, parallel: dict[str, int], size: BatchLimits
+) -> tuple[list[ContinuationLikelihood], list[list[int]]]:
     """On every rank: answers and continuations."""
     loaded = load_network(path, GPT, parallel=ParallelConfig(**parallel))
-    return loglikelihoods(loaded, requests(), max_length=LENGTH, size=size), generate_continuations(
+    return continuation_loglikelihoods(loaded, requests(), max_length=LENGTH, size=size), generate_without_kv_cache(
         loaded, prompts(), size=size
     )
 
 
-def prompts() -> list[Prompt]:
+def prompts() -> list[GenerationPrompt]:
     """Prompts of several lengths, two of them equal; greedy ones and draws."""
     texts = [(5, 6, 7), (9,), (11, 12, 13, 14, 15), (5, 6, 7), (301, 302)]
     return [
-        Prompt(ids, 6 - number % 2, lambda new: False, Sampling(0.0) if number < 3 else Sampling(1.0, top_k=50), number)
+        GenerationPrompt(
+            ids,
+            6 - number % 2,
+            lambda new: False,
+            SamplingParams(0.0) if number < 3 else SamplingParams(1.0, top_k=50),
+            number,
+        )
         for number, ids in enumerate(texts)
     ]
 
@@ -123,8 +140,8 @@ def prompts() -> list[Prompt]:
 def test_every_rank_of_every_layout_says_the_same(
     world: Worlds, folder: tuple[str, Any], ranks: int, parallel: dict[str, int]
 ) -> None:
-    alone = asked_on_ranks(folder[0], {}, BatchSize(1))
-    for answers, texts in world(ranks).run(asked_on_ranks, folder[0], parallel, BatchSize(3)):
+    alone = asked_on_ranks(folder[0], {}, BatchLimits(1))
+    for answers, texts in world(ranks).run(asked_on_ranks, folder[0], parallel, BatchLimits(3)):
         same(answers, alone[0])
         assert texts == alone[1]
 
@@ -134,14 +151,14 @@ def test_fewer_requests_than_data_ranks_are_answered(world: Worlds, folder: tupl
     assert len(found) == 4 and all(answers == found[0] and len(answers) == 1 for answers in found)
 
 
-def one_request(path: str) -> list[Answer]:
+def one_request(path: str) -> list[ContinuationLikelihood]:
     """On every rank: one answer."""
-    return loglikelihoods(load_network(path, GPT), requests()[:1], max_length=LENGTH, size=BatchSize(8))
+    return continuation_loglikelihoods(load_network(path, GPT), requests()[:1], max_length=LENGTH, size=BatchLimits(8))
 
 
 def test_the_likeliest_continuation_is_that_of_transformers(folder: tuple[str, Any]) -> None:
     loaded = load_network(folder[0], GPT)
-    for prompt, found in zip(prompts()[:3], generate_continuations(loaded, prompts()[:3], size=BatchSize(3))):
+    for prompt, found in zip(prompts()[:3], generate_without_kv_cache(loaded, prompts()[:3], size=BatchLimits(3))):
         with torch.no_grad():
             expected = folder[1].generate(
                 torch.tensor([prompt.ids]),
@@ -154,15 +171,20 @@ def test_the_likeliest_continuation_is_that_of_transformers(folder: tuple[str, A
 
 def test_a_continuation_ends_when_it_is_told_to(folder: tuple[str, Any]) -> None:
     loaded = load_network(folder[0], GPT)
-    whole = generate_continuations(loaded, [Prompt((5, 6, 7), 8, lambda new: False)], size=BatchSize(1))[0]
-    told = Prompt((5, 6, 7), 8, lambda new: len(new) == 2)
-    assert generate_continuations(loaded, [told, Prompt((9,), 1, lambda new: False)], size=BatchSize(2))[0] == whole[:2]
+    whole = generate_without_kv_cache(loaded, [GenerationPrompt((5, 6, 7), 8, lambda new: False)], size=BatchLimits(1))[
+        0
+    ]
+    told = GenerationPrompt((5, 6, 7), 8, lambda new: len(new) == 2)
+    assert (
+        generate_without_kv_cache(loaded, [told, GenerationPrompt((9,), 1, lambda new: False)], size=BatchLimits(2))[0]
+        == whole[:2]
+    )
 
 
 def trained(folder: str, changes: dict[str, Any]) -> None:
     """On every rank: save a tiny network."""
     size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    Checkpoint(
+    Checkpointer(
         tiny.trainer_of(
             tiny.run_of(
                 tiny.config(size, save=folder, tokenizer_type="NullTokenizer", vocab_size=tiny.VOCABULARY, **changes)
@@ -186,27 +208,31 @@ def test_our_own_checkpoint_says_the_same_under_another_layout_than_wrote_it(
         trained(str(tmp_path), written)
     else:
         world(writers).run(trained, str(tmp_path), written)
-    asked = [Request((3, 4, 5), (6, 7)), Request((8,), (9,))]
-    alone = loglikelihoods(load_network(str(tmp_path), GPT), asked, max_length=16, size=BatchSize(2))
+    asked = [LoglikelihoodRequest((3, 4, 5), (6, 7)), LoglikelihoodRequest((8,), (9,))]
+    alone = continuation_loglikelihoods(load_network(str(tmp_path), GPT), asked, max_length=16, size=BatchLimits(2))
     for found in world(ranks).run(ask_ours, str(tmp_path), asked, parallel):
         same(found, alone)
 
 
-def ask_ours(path: str, asked: list[Request], parallel: dict[str, int]) -> list[Answer]:
+def ask_ours(path: str, asked: list[LoglikelihoodRequest], parallel: dict[str, int]) -> list[ContinuationLikelihood]:
     """On every rank: answers under a layout."""
-    return loglikelihoods(
-        load_network(path, GPT, parallel=ParallelConfig(**parallel)), asked, max_length=16, size=BatchSize(1)
+    return continuation_loglikelihoods(
+        load_network(path, GPT, parallel=ParallelConfig(**parallel)), asked, max_length=16, size=BatchLimits(1)
     )
 
 
 def test_megatrons_own_files_say_the_same_once_they_are_given_a_tokenizer(tmp_path: Path) -> None:
     trained(str(tmp_path / "ours"), {})
-    write_legacy(open_checkpoint(tmp_path / "ours"), tmp_path / "theirs")
+    write_legacy_checkpoint(open_checkpoint(tmp_path / "ours"), tmp_path / "theirs")
     found, tokenizer = [], {"tokenizer_type": "NullTokenizer", "vocab_size": tiny.VOCABULARY}
     for folder, given in (("ours", {}), ("theirs", tokenizer)):
         loaded = load_network(str(tmp_path / folder), GPT, tokenizer=given)
         assert loaded.config.model.true_vocab_size == tiny.VOCABULARY
-        found.append(loglikelihoods(loaded, [Request((3, 4, 5), (6, 7))], max_length=16, size=BatchSize(1)))
+        found.append(
+            continuation_loglikelihoods(
+                loaded, [LoglikelihoodRequest((3, 4, 5), (6, 7))], max_length=16, size=BatchLimits(1)
+            )
+        )
     same(*found)
     with pytest.raises(ConfigError, match="no --tokenizer-type is given"):
         load_network(str(tmp_path / "theirs"), GPT)

@@ -11,8 +11,8 @@ import yaml
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.tokenizers.build import ByteTokenizer
-from megatron.evaluation.online import OnlineEvaluation, online_evaluation
-from megatron.inference.image_prompts import ImagePrompts
+from megatron.evaluation.online import OnlineEvaluationConfig, build_online_evaluation
+from megatron.inference.image_prompts import ImagePromptWriter
 from tests.unit.datasets.test_images import content, picture
 from tests.unit.inference.serving import stages_on
 from tests.unit.inference.test_images import SEEING
@@ -38,8 +38,10 @@ def config(folder: Path, **changes: Any) -> str:
 
 def opened(path: str, positions: int = 96, save: str | None = None) -> Any:
     stages = stages_on(1, 257, **SIZES)
-    written = ImagePrompts.from_model(stages[0].build.model, ByteTokenizer(), {"sft_tokenizer_prompt_format": "chatml"})
-    return stages, online_evaluation(path, written, ByteTokenizer(), positions=positions, seed=1, save=save)
+    written = ImagePromptWriter.from_model(
+        stages[0].build.model, ByteTokenizer(), {"sft_tokenizer_prompt_format": "chatml"}
+    )
+    return stages, build_online_evaluation(path, written, ByteTokenizer(), positions=positions, seed=1, save=save)
 
 
 def test_answers_are_scored_and_written_for_the_official_program(tmp_path: Path) -> None:
@@ -58,7 +60,7 @@ def test_answers_are_scored_and_written_for_the_official_program(tmp_path: Path)
 @pytest.mark.parametrize("partition, numbers", [(0, [0, 1]), (1, [2])])
 def test_partitions_share_the_questions(tmp_path: Path, partition: int, numbers: list[int]) -> None:
     path = config(tmp_path, num_partitions=2, partition_id=partition)
-    assert [one.number for one in OnlineEvaluation.read(path).questions()] == numbers
+    assert [one.number for one in OnlineEvaluationConfig.read_yaml_config(path).select_questions()] == numbers
 
 
 @pytest.mark.parametrize(

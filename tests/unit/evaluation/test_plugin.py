@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron.core.config.flags import ConfigError
-from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.checkpoint.checkpointing import Checkpointer
 from tests.helpers import lm_eval_stand_in, tiny
 from tests.helpers.architecture import ROOT
 
@@ -40,7 +40,7 @@ def test_each_rank_takes_a_device_of_its_own_where_lm_eval_names_its_default(
 ) -> None:
     def place(device: str | None, ranks: int) -> torch.device | None:
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
-        return harness.ModelArgs("folder", device=device).explicit_device
+        return harness.LmEvalModelArgs("folder", device=device).explicit_device
 
     for ranks in (1, 4):
         assert [place(device, ranks) for device in (None, "cuda", "cuda:0")] == [None] * 3, (
@@ -84,7 +84,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny.config(
         1, num_layers=2, save=str(folder / "model"), tokenizer_type="NullTokenizer", vocab_size=tiny.VOCABULARY - 1
     )
-    Checkpoint(tiny.trainer_of(tiny.run_of(config))).save()
+    Checkpointer(tiny.trainer_of(tiny.run_of(config))).save()
     return folder
 
 

@@ -15,8 +15,8 @@ from megatron.core.tokenizers.build import ByteTokenizer
 from megatron.evaluation.reward import RewardModel
 from megatron.tools import score as tool
 from megatron.tools.checkpoint import adapter
-from megatron.training.checkpoint.checkpointing import Checkpoint
-from megatron.training.checkpoint.export import export
+from megatron.training.checkpoint.checkpointing import Checkpointer
+from megatron.training.checkpoint.export import export_with_token_ids
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.checkpoint.inference_model import GPT, load_network
 from megatron.training.trainer import Trainer, build_trainer
@@ -48,7 +48,7 @@ def trainer_of(folder: Path, **changes: Any) -> Trainer:
 
 def saved(folder: Path, **changes: Any) -> str:
     """A checkpoint of such a network."""
-    Checkpoint(trainer_of(folder, **changes)).save()
+    Checkpointer(trainer_of(folder, **changes)).save()
     return str(folder)
 
 
@@ -57,7 +57,7 @@ def test_transformers_gives_the_scores_that_we_give(family: str, tmp_path: Path)
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     run = saved(tmp_path / "run", reward_head=True, **FAMILIES[family])
     scores = RewardModel.load(run).score(TEXTS)
-    export(open_checkpoint(run), tmp_path / "hf")
+    export_with_token_ids(open_checkpoint(run), tmp_path / "hf")
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["architectures"][0].endswith("ForSequenceClassification") and theirs.config.num_labels == 1
@@ -86,11 +86,11 @@ def test_adapters_of_a_reward_model_are_merged_into_the_language_model_that_they
     base = saved(tmp_path / "base", **shape)
     lora = {"lora_rank": 2, "lora_targets": ("all-linear",), "lora_modules_to_save": ("score.weight",)}
     trainer = trainer_of(tmp_path / "run", reward_head=True, pretrained_checkpoint=base, **shape, **lora)
-    Checkpoint(trainer).resume()
+    Checkpointer(trainer).resume()
     for name, param in trainer.stages[0].named_parameters():
         if param.requires_grad:
             param.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
-    Checkpoint(trainer).save()
+    Checkpointer(trainer).save()
     arguments = ["--adapter", str(tmp_path / "run"), "--base", base, "--save", str(tmp_path / "merged")]
     adapter.main(["merge", *arguments])
     with pytest.raises(CheckpointError, match="holds adapters without their network; merge them into it"):
@@ -106,7 +106,7 @@ def test_adapters_of_a_reward_model_are_merged_into_the_language_model_that_they
     adapter.main(["merge", "--adapter", str(tmp_path / "peft"), *arguments[2:5], str(tmp_path / "from-peft")])
     assert RewardModel.load(str(tmp_path / "from-peft")).score(TEXTS) == pytest.approx(expected, abs=1e-5)
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    export(open_checkpoint(base), tmp_path / "hf")
+    export_with_token_ids(open_checkpoint(base), tmp_path / "hf")
     network = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf", num_labels=1)
     theirs = peft.PeftModel.from_pretrained(network, tmp_path / "peft")
     found = [float(theirs(input_ids=torch.tensor([[*text.encode(), 256]])).logits) for text in TEXTS]

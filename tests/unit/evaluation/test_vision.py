@@ -45,7 +45,7 @@ def test_scores_of_captions_are_those_of_pycocoevalcap(name: str) -> None:
     ],
 )
 def test_captions_are_cut_into_the_tokens_of_the_penn_treebank(caption: str, tokens: str) -> None:
-    assert " ".join(vision.caption_tokens(caption)) == tokens  # of the tokenizer that pycocoevalcap runs
+    assert " ".join(vision.tokenize_caption(caption)) == tokens  # of the tokenizer that pycocoevalcap runs
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,8 @@ def test_captions_are_cut_into_the_tokens_of_the_penn_treebank(caption: str, tok
 )
 def test_both_accuracies_of_vqa_count_people(people: int, official: float, of_all: float) -> None:
     references = ["cat"] * people + [f"other {number}" for number in range(10 - people)]
-    assert vision.vqa("A cat.", references) == pytest.approx(official)
-    assert vision.vqa("A cat.", references, leave_one_out=False) == pytest.approx(of_all)
+    assert vision.vqa_accuracy("A cat.", references) == pytest.approx(official)
+    assert vision.vqa_accuracy("A cat.", references, leave_one_out=False) == pytest.approx(of_all)
 
 
 @pytest.mark.parametrize(
@@ -90,10 +90,10 @@ def test_numbers_of_charts_may_be_five_per_cent_off(answer: str, reference: str,
 
 
 def test_anls_is_nothing_from_half_the_characters_on() -> None:
-    assert vision.anls("Paris", ["paris", "london"]) == 1.0
-    assert vision.anls("pariz", ["paris"]) == pytest.approx(0.8)
-    assert vision.anls("prrrs", ["paris"]) == pytest.approx(0.6)
-    assert vision.anls("abris", ["xyzis"]) == 0.0
+    assert vision.anls_score("Paris", ["paris", "london"]) == 1.0
+    assert vision.anls_score("pariz", ["paris"]) == pytest.approx(0.8)
+    assert vision.anls_score("prrrs", ["paris"]) == pytest.approx(0.6)
+    assert vision.anls_score("abris", ["xyzis"]) == 0.0
     assert vision.edit_distance("kitten", "sitting") == 3
 
 
@@ -110,7 +110,7 @@ def test_anls_is_nothing_from_half_the_characters_on() -> None:
     ],
 )
 def test_a_choice_is_the_letter_or_the_option_that_an_answer_names(answer: str, letter: str | None) -> None:
-    assert vision.chosen_option(answer, {"A": "red dog", "B": "blue bird", "C": "green cat"}) == letter
+    assert vision.parse_chosen_option(answer, {"A": "red dog", "B": "blue bird", "C": "green cat"}) == letter
 
 
 def test_open_answers_hold_a_number_or_a_text() -> None:

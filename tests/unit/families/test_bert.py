@@ -13,16 +13,16 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from megatron.core.config.stages import stages_of
+from megatron.core.config.stages import pipeline_stages_of
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf, hf_export
-from megatron.core.families.registry import family_of, fitting_family, lost_settings, model_of
+from megatron.core.families.registry import family_of_config, fitting_family, lost_settings, model_config_of
 from megatron.core.models.bert import BERTModel
-from megatron.core.models.describe import parameter_shapes
+from megatron.core.models.describe import global_parameter_shapes
 from megatron.core.parallel.boxes import whole_box
-from megatron.core.parallel.spec import spec_of
+from megatron.core.parallel.spec import param_spec_of
 from megatron.training.checkpoint.inference_model import ModelKind, load_network
-from megatron.training.checkpoint.resume_settings import compare_settings
+from megatron.training.checkpoint.resume_settings import compare_checkpoint_settings
 from tests.helpers import tiny
 from tests.unit.families.made import Made, same_tensors
 from tests.unit.families.test_hf import edit, rewrite
@@ -153,19 +153,21 @@ HEADS: dict[str, tuple[str, tuple[str, ...]]] = {
 )
 def test_parameters_are_those_of_the_network(changes: dict[str, Any]) -> None:
     config = tiny.config(architecture="bert", **changes)
-    (stage,) = stages_of(config)
-    model = BERTModel(stage, tiny.run_of(config).build)
-    assert {spec_of(param).name: spec_of(param).shape for param in model.parameters()} == parameter_shapes(config.model)
+    (stage,) = pipeline_stages_of(config)
+    model = BERTModel(stage, tiny.run_of(config).layer_build_context)
+    assert {
+        param_spec_of(param).name: param_spec_of(param).shape for param in model.parameters()
+    } == global_parameter_shapes(config.model)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_published_config_is_read_and_comes_back_the_same(name: str) -> None:
     config = json.loads(json.dumps(CONFIGS[name]))
-    family = family_of(config, name)
-    settings, problems = family.config_in(config)
+    family = family_of_config(config, name)
+    settings, problems = family.settings_from_config(config)
     assert problems == []
-    model = model_of(settings)
-    back = {**family.config_out(model, config), "model_type": config["model_type"]}
+    model = model_config_of(settings)
+    back = {**family.make_config(model, config), "model_type": config["model_type"]}
     assert {key: value for key, value in back.items() if key != "tie_word_embeddings"} == config and back[
         "tie_word_embeddings"
     ] is True
@@ -174,13 +176,13 @@ def test_a_published_config_is_read_and_comes_back_the_same(name: str) -> None:
 
 def test_sizes_of_a_published_config_become_the_settings_of_the_same_network() -> None:
     for name, after in (("BERT base uncased", True), ("Megatron BERT 345M", False)):
-        model = model_of(family_of(CONFIGS[name], name).config_in(CONFIGS[name])[0])
+        model = model_config_of(family_of_config(CONFIGS[name], name).settings_from_config(CONFIGS[name])[0])
         found = (
             model.architecture,
             model.norm_after_residual,
             model.embedding_layernorm,
             model.norm_epsilon,
-            model.activation,
+            model.activation_name,
         )
         assert found == ("bert", after, after, 1e-12, "gelu")
     assert (
@@ -210,7 +212,7 @@ def test_what_cannot_be_expressed_is_refused_with_the_key_and_its_value(
     changes: dict[str, Any], complaint: str
 ) -> None:
     config = {**CONFIGS["BERT base uncased"], **changes}
-    _, problems = family_of(config, "BERT").config_in(config)
+    _, problems = family_of_config(config, "BERT").settings_from_config(config)
     assert len(problems) == 1 and complaint in problems[0], problems
 
 
@@ -223,7 +225,7 @@ def test_what_cannot_be_expressed_is_refused_with_the_key_and_its_value(
     ],
 )
 def test_a_network_of_ours_finds_the_family_that_can_say_it(changes: dict[str, Any], family: str) -> None:
-    assert fitting_family(model_of({**OURS, **changes})).name == family
+    assert fitting_family(model_config_of({**OURS, **changes})).name == family
 
 
 @pytest.mark.parametrize(
@@ -238,7 +240,7 @@ def test_a_network_of_ours_finds_the_family_that_can_say_it(changes: dict[str, A
 )
 def test_a_network_that_no_family_computes_is_refused(changes: dict[str, Any], word: str) -> None:
     with pytest.raises(CheckpointError, match="no published architecture") as raised:
-        fitting_family(model_of({**OURS, **changes}))
+        fitting_family(model_config_of({**OURS, **changes}))
     assert word in str(raised.value)
 
 
@@ -249,23 +251,23 @@ def test_a_folder_has_the_heads_that_its_source_has_and_says_so(
 ) -> None:
     named, without = HEADS[heads]
     source = at_most(Made(settings, torch.bfloat16), *without)
-    family = hf_export.export(source, tmp_path / "out")
+    family = hf_export.export_hf_folder(source, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == [named if family.name == "bert" else f"Megatron{named}"]
-    found = hf.open_folder(tmp_path / "out")
+    found = hf.open_hf_folder(tmp_path / "out")
     same_tensors(found, source)
     assert found.settings["bert_binary_head"] is ("model.pooler.dense.weight" in source.formats)
     names = safetensors.torch.load((tmp_path / "out" / "model.safetensors").read_bytes()).keys()
     assert all(name.startswith(("bert.", "cls.")) for name in names) or named == "BertModel"
     assert not any(name.startswith("bert.") for name in names) or named != "BertModel"
-    flags = hf.model_settings(tmp_path / "out")
+    flags = hf.hf_model_settings(tmp_path / "out")
     assert flags["bert_binary_head"] == found.settings["bert_binary_head"] and flags["norm_epsilon"] == 1e-12
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with all heads."""
-    hf_export.export(Made(PUBLISHED), tmp_path / "bert")
+    hf_export.export_hf_folder(Made(PUBLISHED), tmp_path / "bert")
     return tmp_path / "bert"
 
 
@@ -289,7 +291,7 @@ def test_files_with_the_old_names_of_norms_more_heads_than_their_class_and_buffe
         lambda name: next((name.replace(new, then) for new, then in old.items() if name.endswith(new)), name),
         bert__embeddings__position_ids=torch.arange(8)[None],
     )
-    same_tensors(hf.open_folder(folder), Made(PUBLISHED))
+    same_tensors(hf.open_hf_folder(folder), Made(PUBLISHED))
 
 
 def test_copies_of_tied_tensors_are_passed_over_and_tensors_of_their_own_refused(folder: Path) -> None:
@@ -301,10 +303,10 @@ def test_copies_of_tied_tensors_are_passed_over_and_tensors_of_their_own_refused
     change_names(
         folder, str, cls__predictions__decoder__weight=words.clone(), cls__predictions__decoder__bias=bias.clone()
     )
-    same_tensors(hf.open_folder(folder), source)
+    same_tensors(hf.open_hf_folder(folder), source)
     change_names(folder, str, cls__predictions__decoder__weight=words + 1, cls__predictions__decoder__bias=bias + 1)
     with pytest.raises(CheckpointError) as raised:
-        hf.open_folder(folder)
+        hf.open_hf_folder(folder)
     assert [problem.split(" differs from ")[0] for problem in raised.value.problems] == [
         "cls.predictions.decoder.bias",
         "cls.predictions.decoder.weight",
@@ -329,7 +331,7 @@ def test_heads_that_the_class_has_and_the_files_lack_are_named(
 
     rewrite(folder / "model.safetensors", change)
     with pytest.raises(CheckpointError, match=complaint):
-        hf.open_folder(folder)
+        hf.open_hf_folder(folder)
 
 
 def test_a_head_of_another_task_is_refused(folder: Path) -> None:
@@ -337,15 +339,15 @@ def test_a_head_of_another_task_is_refused(folder: Path) -> None:
     with pytest.raises(
         CheckpointError, match="BertForSequenceClassification, which is not known here; known are .*BertForPreTraining"
     ):
-        hf.open_folder(folder)
+        hf.open_hf_folder(folder)
     edit(folder / "config.json", architectures=["BertModel"])
     change_names(folder, str, classifier__weight=torch.zeros(3, 16))
     with pytest.raises(CheckpointError, match="classifier.weight is unknown to this architecture"):
-        hf.open_folder(folder)
+        hf.open_hf_folder(folder)
 
 
 def test_a_tokenizer_with_fewer_ids_takes_the_first_rows_of_the_bias_too(folder: Path) -> None:
-    source, full = hf.open_folder(folder, {"true_vocab_size": 17}), Made(PUBLISHED)
+    source, full = hf.open_hf_folder(folder, {"true_vocab_size": 17}), Made(PUBLISHED)
     for name, shape in (("model.embedding.word_embeddings.weight", (17, 16)), ("model.output_layer.bias", (17,))):
         assert source.formats[name].shape == shape
         assert torch.equal(source.read(name, whole_box(shape)), full.read(name, whole_box(shape)))
@@ -355,7 +357,7 @@ def test_a_folder_of_another_kind_of_network_is_told_from_the_runs(folder: Path)
     run = tiny.config(architecture="t5", num_layers=2, decoder_seq_length=8)
     assert (
         "kind of network: bert in the checkpoint, t5 in this run"
-        in compare_settings(hf.open_folder(folder).settings, run, weights_only=True).network
+        in compare_checkpoint_settings(hf.open_hf_folder(folder).settings, run, weights_only=True).network
     )
 
 
@@ -402,7 +404,7 @@ def test_embeddings_of_the_real_minilm_are_those_of_transformers(one_thread: Non
 
 @real
 def test_the_real_minilm_comes_back_byte_by_byte(tmp_path: Path) -> None:
-    hf_export.export(hf.open_folder(REAL), tmp_path / "back", like=REAL)
+    hf_export.export_hf_folder(hf.open_hf_folder(REAL), tmp_path / "back", like=REAL)
     back, there = (
         safetensors.torch.load((path / "model.safetensors").read_bytes()) for path in (tmp_path / "back", REAL)
     )

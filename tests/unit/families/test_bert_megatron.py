@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.config.stages import stages_of
+from megatron.core.config.stages import pipeline_stages_of
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf_export
-from megatron.core.families.megatron.export import write_legacy
-from megatron.core.families.megatron.legacy import open_legacy
-from megatron.core.families.megatron.open import open_megatron
-from megatron.core.families.registry import model_of
+from megatron.core.families.megatron.export import write_legacy_checkpoint
+from megatron.core.families.megatron.legacy import open_legacy_checkpoint
+from megatron.core.families.megatron.open import open_megatron_checkpoint
+from megatron.core.families.registry import model_config_of
 from megatron.core.models.bert import BERTModel
-from megatron.core.models.describe import parameter_shapes
+from megatron.core.models.describe import global_parameter_shapes
 from megatron.core.parallel.boxes import whole_box
-from megatron.core.parallel.spec import spec_of
+from megatron.core.parallel.spec import param_spec_of
 from tests.helpers import tiny
 from tests.unit.families.made import Made, same_tensors
 from tests.unit.families.megatron_encoders import FIRST, LAST, PADDED, share, write
@@ -58,17 +58,19 @@ def test_every_version_and_layout_gives_the_bert_that_was_sharded(
     tmp_path: Path, age: dict[str, str], version: float, tp: int, pp: int
 ) -> None:
     made = Made(BERT)
-    source = open_legacy(write(tmp_path, tensors_of(made), SETTINGS, age=age, version=version, tp=tp, pp=pp), IDS)
+    source = open_legacy_checkpoint(
+        write(tmp_path, tensors_of(made), SETTINGS, age=age, version=version, tp=tp, pp=pp), IDS
+    )
     same_tensors(source, made)
     assert (source.settings["architecture"], source.settings["bert_binary_head"]) == ("bert", True)
-    assert parameter_shapes(model_of(source.settings)) == {
+    assert global_parameter_shapes(model_config_of(source.settings)) == {
         name.removeprefix("model."): one.shape for name, one in made.formats.items()
     }
 
 
 def test_a_bert_without_the_head_for_pairs_is_known_as_such(tmp_path: Path) -> None:
     made = Made({**BERT, "bert_binary_head": False})
-    source = open_legacy(
+    source = open_legacy_checkpoint(
         write(tmp_path, tensors_of(made), {**SETTINGS, "bert_binary_head": False}, age=LAST, version=3.0), IDS
     )
     same_tensors(source, made)
@@ -76,7 +78,7 @@ def test_a_bert_without_the_head_for_pairs_is_known_as_such(tmp_path: Path) -> N
 
 
 def test_without_a_tokenizer_the_rows_that_pad_the_vocabulary_count_as_ids(tmp_path: Path) -> None:
-    source = open_legacy(write(tmp_path, tensors_of(Made(BERT)), SETTINGS, age=FIRST, version=0))
+    source = open_legacy_checkpoint(write(tmp_path, tensors_of(Made(BERT)), SETTINGS, age=FIRST, version=0))
     assert {
         source.formats[f"model.{name}"].shape[0] for name in ("embedding.word_embeddings.weight", "output_layer.bias")
     } == {PADDED}
@@ -96,9 +98,9 @@ def test_a_release_without_arguments_has_the_published_sizes(tmp_path: Path) -> 
         version=0,
         arguments=False,
     )
-    source = open_megatron(tmp_path, IDS)
+    source = open_megatron_checkpoint(tmp_path, IDS)
     same_tensors(source, made)
-    model = model_of(source.settings)
+    model = model_config_of(source.settings)
     assert (
         model.num_attention_heads,
         model.max_position_embeddings,
@@ -110,18 +112,18 @@ def test_a_release_without_arguments_has_the_published_sizes(tmp_path: Path) -> 
 def test_transformers_computes_the_same_with_what_is_read(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     write(tmp_path / "megatron", tensors_of(Made(BERT)), SETTINGS, age=FIRST, version=0, tp=2)
-    source = open_megatron(tmp_path / "megatron", IDS)
-    assert hf_export.export(source, tmp_path / "out").name == "megatron_bert"
+    source = open_megatron_checkpoint(tmp_path / "megatron", IDS)
+    assert hf_export.export_hf_folder(source, tmp_path / "out").name == "megatron_bert"
     theirs = transformers.MegatronBertForPreTraining.from_pretrained(tmp_path / "out").eval()
     config = tiny.with_vocabulary(tiny.config(**{**source.settings, "seq_length": 8, "padded_vocab_size": PADDED}), 20)
-    (stage,) = stages_of(config)
-    ours = BERTModel(stage, tiny.run_of(config).build).materialize(1).eval()
+    (stage,) = pipeline_stages_of(config)
+    ours = BERTModel(stage, tiny.run_of(config).layer_build_context).materialize(1).eval()
     ids, padding = torch.arange(16).view(2, 8), torch.arange(8) < torch.tensor([[8], [5]])
     with torch.no_grad():
         for param in ours.parameters():
-            shape = spec_of(param).shape
+            shape = param_spec_of(param).shape
             param[tuple(slice(extent) for extent in shape)] = source.read(
-                f"model.{spec_of(param).name}", whole_box(shape)
+                f"model.{param_spec_of(param).name}", whole_box(shape)
             )
         words, pairs = ours(ids=ids, types=ids % 2, padding=padding)
         expected = theirs(ids, attention_mask=padding.long(), token_type_ids=ids % 2)
@@ -138,7 +140,9 @@ def test_a_bert_in_the_distributed_format_is_read(tmp_path: Path) -> None:
         name: [((0,) * tensor.dim(), share(name, tensor, version=3.0, heads=4, rank=0, ranks=1))]
         for name, tensor in tensors_of(made).items()
     }
-    source = open_megatron(write_distributed(tmp_path, pieces, common={"args": argparse.Namespace(**SETTINGS)}), IDS)
+    source = open_megatron_checkpoint(
+        write_distributed(tmp_path, pieces, common={"args": argparse.Namespace(**SETTINGS)}), IDS
+    )
     same_tensors(source, made)
     assert (source.settings["architecture"], source.settings["max_position_embeddings"]) == ("bert", 8)
 
@@ -146,8 +150,8 @@ def test_a_bert_in_the_distributed_format_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("tp", "pp", "fused"), [(1, 1, True), (2, 2, True), (2, 1, False)])
 def test_what_is_written_is_read_back(tmp_path: Path, tp: int, pp: int, fused: bool) -> None:
     made = Made(BERT)
-    write_legacy(made, tmp_path, iteration=7, tensor_size=tp, pipeline_size=pp, fused_norms=fused)
-    same_tensors(open_megatron(tmp_path, IDS), made)
+    write_legacy_checkpoint(made, tmp_path, iteration=7, tensor_size=tp, pipeline_size=pp, fused_norms=fused)
+    same_tensors(open_megatron_checkpoint(tmp_path, IDS), made)
 
 
 @pytest.mark.parametrize(
@@ -164,5 +168,5 @@ def test_networks_that_megatron_does_not_build_are_not_written(
     tmp_path: Path, changes: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(CheckpointError, match=complaint):
-        write_legacy(Made({**BERT, **changes}), tmp_path)
+        write_legacy_checkpoint(Made({**BERT, **changes}), tmp_path)
     assert not list(tmp_path.iterdir())

@@ -10,9 +10,9 @@ import pytest
 from megatron.core.config.flags import flag_name
 from megatron.core.config.settings.network import network_fields
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.megatron.export import write_legacy
-from megatron.core.families.megatron.expressible import COUNTERPARTS, without_counterpart
-from megatron.core.families.megatron.legacy import open_legacy
+from megatron.core.families.megatron.export import write_legacy_checkpoint
+from megatron.core.families.megatron.expressible import COUNTERPARTS, settings_unknown_to_megatron
+from megatron.core.families.megatron.legacy import open_legacy_checkpoint
 from tests.helpers.every_setting import NETWORKS, changed, fields, resolved
 from tests.unit.families.megatron_files import V2, Whole
 
@@ -24,7 +24,7 @@ def test_each_setting_without_a_counterpart_stops_an_export_when_it_is_changed_b
         config = resolved(network)
         for name, kind in fields():
             if name in networks and name not in COUNTERPARTS:
-                lines.update(without_counterpart(changed(config, name, kind)[1].model))
+                lines.update(settings_unknown_to_megatron(changed(config, name, kind)[1].model))
     stopped = {
         name for name in networks for line in lines if line.startswith((f"{flag_name(name)}:", f"{flag_name(name)} "))
     }
@@ -96,14 +96,14 @@ def test_each_setting_without_a_counterpart_stops_an_export_when_it_is_changed_b
     ids=str,
 )
 def test_networks_are_told_by_what_megatron_lacks(changes: dict[str, Any], lines: list[str]) -> None:
-    assert without_counterpart(resolved(changes).model) == lines
+    assert settings_unknown_to_megatron(resolved(changes).model) == lines
 
 
 def test_a_network_with_soft_caps_is_not_written(tmp_path: Path) -> None:
     source = Whole(groups=2, gated=True)
     source.write(tmp_path / "in", V2, version=3.0)
-    capped = open_legacy(tmp_path / "in", {"true_vocab_size": 10, "attention_logit_softcap": 5.0})
+    capped = open_legacy_checkpoint(tmp_path / "in", {"true_vocab_size": 10, "attention_logit_softcap": 5.0})
     with pytest.raises(CheckpointError) as caught:
-        write_legacy(capped, tmp_path / "out")
+        write_legacy_checkpoint(capped, tmp_path / "out")
     assert caught.value.problems == ("--attention-logit-softcap 5.0: Megatron builds no such network",)
     assert not (tmp_path / "out").exists()

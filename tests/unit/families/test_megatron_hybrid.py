@@ -13,13 +13,13 @@ from torch import Tensor
 
 from megatron.core.config.settings.network import network_differences
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.megatron.export import write_legacy, write_torch_dist
+from megatron.core.families.megatron.export import write_legacy_checkpoint, write_torch_dist_checkpoint
 from megatron.core.families.megatron.hybrid import infer_layer_pattern
-from megatron.core.families.megatron.legacy import open_legacy
-from megatron.core.families.megatron.pickles import attributes, read_torch_file
-from megatron.core.families.megatron.torch_dist import open_torch_dist
-from megatron.core.families.registry import model_of
-from megatron.core.models.describe import parameter_shapes
+from megatron.core.families.megatron.legacy import open_legacy_checkpoint
+from megatron.core.families.megatron.pickles import attributes_of_inert, read_torch_file
+from megatron.core.families.megatron.torch_dist import open_torch_dist_checkpoint
+from megatron.core.families.registry import model_config_of
+from megatron.core.models.describe import global_parameter_shapes
 from tests.unit.families.test_megatron_torch_dist import contents, write
 
 RANKS = 2
@@ -247,15 +247,15 @@ def test_pieces_are_put_together_as_the_network_has_them(case: str, format: str,
     make, arguments = CASES[case]
     whole = make()
     if format == "torch_dist":
-        source = open_torch_dist(saved_distributed(tmp_path / "saved", whole, arguments), IDS)
+        source = open_torch_dist_checkpoint(saved_distributed(tmp_path / "saved", whole, arguments), IDS)
     else:
-        source = open_legacy(saved_by_rank(tmp_path / "saved", whole, arguments), IDS)
+        source = open_legacy_checkpoint(saved_by_rank(tmp_path / "saved", whole, arguments), IDS)
     expected = ours(whole)
     if case == "gpt":  # stored minus one there, as all weights of norms are
         expected["decoder.layers.0.self_attention.out_norm.weight"] += 1
     check(contents(source), expected)
-    assert {name: tuple(tensor.shape) for name, tensor in expected.items()} == parameter_shapes(
-        model_of(source.settings)
+    assert {name: tuple(tensor.shape) for name, tensor in expected.items()} == global_parameter_shapes(
+        model_config_of(source.settings)
     )
 
 
@@ -263,11 +263,11 @@ def test_pieces_are_put_together_as_the_network_has_them(case: str, format: str,
 def test_what_is_written_has_megatrons_names_and_comes_back(case: str, tmp_path: Path) -> None:
     make, arguments = CASES[case]
     whole = make()
-    source = open_torch_dist(saved_distributed(tmp_path / "saved", whole, arguments), IDS)
-    written = write_torch_dist(source, tmp_path / "dist", tensor_size=2)
-    again = open_torch_dist(written, IDS)
+    source = open_torch_dist_checkpoint(saved_distributed(tmp_path / "saved", whole, arguments), IDS)
+    written = write_torch_dist_checkpoint(source, tmp_path / "dist", tensor_size=2)
+    again = open_torch_dist_checkpoint(written, IDS)
     check(contents(again), contents(source))
-    assert network_differences(model_of(again.settings), model_of(source.settings)) == []
+    assert network_differences(model_config_of(again.settings), model_config_of(source.settings)) == []
     reader = torch.distributed.checkpoint.FileSystemReader(written)
     keys = {name for name in reader.read_metadata().state_dict_metadata if "_extra_state" not in name}
     assert keys == {
@@ -275,8 +275,8 @@ def test_what_is_written_has_megatrons_names_and_comes_back(case: str, tmp_path:
         for name, pieces in whole.items()
         for piece in pieces
     }
-    by_rank = write_legacy(source, tmp_path / "ranks", tensor_size=2)
-    check(contents(open_legacy(by_rank, IDS)), contents(source))
+    by_rank = write_legacy_checkpoint(source, tmp_path / "ranks", tensor_size=2)
+    check(contents(open_legacy_checkpoint(by_rank, IDS)), contents(source))
     for rank in range(RANKS):
         content = read_torch_file(by_rank / f"mp_rank_{rank:02d}" / "model_optim_rng.pt")
         for name, pieces in whole.items():
@@ -285,7 +285,7 @@ def test_what_is_written_has_megatrons_names_and_comes_back(case: str, tmp_path:
             elif "embedding" not in name and "output_layer" not in name:  # whose padding is by Megatron's multiple
                 rows = torch.cat([part for _, part in rank_rows(name, pieces, rank, RANKS).values()])
                 assert torch.equal(content["model"][name], rows), name
-        assert attributes(content["args"])["hybrid_layer_pattern"] == CASES[case][1].get(
+        assert attributes_of_inert(content["args"])["hybrid_layer_pattern"] == CASES[case][1].get(
             "hybrid_layer_pattern", PATTERN if case == "hybrid" else None
         )
 
@@ -302,13 +302,13 @@ def test_files_of_pipeline_ranks_hold_what_megatrons_stages_hold(name: str, tmp_
     case, pattern, sizes = STAGES[name]
     make, arguments = CASES[case]
     whole = make()
-    source = open_torch_dist(saved_distributed(tmp_path / "saved", whole, arguments), IDS)
+    source = open_torch_dist_checkpoint(saved_distributed(tmp_path / "saved", whole, arguments), IDS)
     source.settings = {**source.settings, "hybrid_layer_pattern": pattern}
-    by_rank = write_legacy(source, tmp_path / "ranks", tensor_size=RANKS, pipeline_size=len(sizes))
-    again = open_legacy(by_rank, IDS)
+    by_rank = write_legacy_checkpoint(source, tmp_path / "ranks", tensor_size=RANKS, pipeline_size=len(sizes))
+    again = open_legacy_checkpoint(by_rank, IDS)
     check(contents(again), contents(source))
     unbroken = {**source.settings, "hybrid_layer_pattern": pattern.replace("|", "")}
-    assert network_differences(model_of(again.settings), model_of(unbroken)) == []
+    assert network_differences(model_config_of(again.settings), model_config_of(unbroken)) == []
     first = 0
     for stage, size in enumerate(sizes):
         last = stage == len(sizes) - 1
@@ -327,7 +327,7 @@ def test_files_of_pipeline_ranks_hold_what_megatrons_stages_hold(name: str, tmp_
                 rows = torch.cat([part for _, part in rank_rows(full, whole[full], rank, RANKS).values()])
                 if "embedding" not in full and "output_layer" not in full:  # whose padding is by Megatron's multiple
                     assert torch.equal(held[key], rows), key
-            stated = attributes(content["args"])
+            stated = attributes_of_inert(content["args"])
             by_pattern = len(sizes) == pattern.count("|") + 1
             assert stated["hybrid_layer_pattern"] == (pattern if by_pattern else pattern.replace("|", ""))
             assert stated["pipeline_model_parallel_size"] == len(sizes)
@@ -335,11 +335,11 @@ def test_files_of_pipeline_ranks_hold_what_megatrons_stages_hold(name: str, tmp_
 
 
 def test_stages_that_divide_no_pattern_evenly_are_refused(tmp_path: Path) -> None:
-    source = open_torch_dist(saved_distributed(tmp_path / "saved", hybrid(), CASES["hybrid"][1]), IDS)
+    source = open_torch_dist_checkpoint(saved_distributed(tmp_path / "saved", hybrid(), CASES["hybrid"][1]), IDS)
     with pytest.raises(
         CheckpointError, match="5 layers cannot be divided over 2 pipeline ranks; give the pattern as many stages"
     ):
-        write_legacy(source, tmp_path / "ranks", pipeline_size=2)
+        write_legacy_checkpoint(source, tmp_path / "ranks", pipeline_size=2)
     assert not (tmp_path / "ranks").exists()
 
 
@@ -354,7 +354,7 @@ def test_a_pure_network_of_mamba_is_known_by_its_tensors(tmp_path: Path) -> None
         "hybrid_attention_ratio": 0.0,
         "hybrid_mlp_ratio": 0.0,
     }
-    source = open_torch_dist(saved_distributed(tmp_path / "saved", whole, arguments), IDS)
+    source = open_torch_dist_checkpoint(saved_distributed(tmp_path / "saved", whole, arguments), IDS)
     assert source.settings["hybrid_layer_pattern"] == "MM"
     check(contents(source), ours(whole))
 
@@ -370,7 +370,7 @@ def test_moments_of_the_optimizer_are_put_together_too(tmp_path: Path) -> None:
     arguments = {**CASES["hybrid"][1], "consumed_train_samples": 24}
     steps = {"optimizer": {"param_groups": [{"step": 3}]}}
     folder = saved_distributed(tmp_path / "saved", {**whole, **state}, arguments, **steps)
-    source = open_torch_dist(folder, IDS)
+    source = open_torch_dist_checkpoint(folder, IDS)
     found = contents(source, "optimizer.exp_avg.")
     name = "decoder.layers.0.mixer.in_proj.weight"
     assert torch.equal(found[name], torch.cat(list(state[f"optimizer.state.exp_avg.{name}"].values())))
@@ -419,7 +419,7 @@ def test_flat_buckets_hold_the_state_of_layers_with_states_too(own_conv: bool, t
     arguments = {**CASES["hybrid"][1], **ranks, "consumed_train_samples": 24}
     steps = {"optimizer": {"param_groups": [{"step": 3}]}}
     folder = saved_distributed(tmp_path / "saved", whole, arguments, flat=buckets, **steps)
-    source = open_torch_dist(folder, IDS)
+    source = open_torch_dist_checkpoint(folder, IDS)
     assert not source.skipped, source.skipped
     for slot in ("m", "v"):
         kind = "exp_avg" if slot == "m" else "exp_avg_sq"
@@ -437,27 +437,27 @@ def test_flat_buckets_hold_the_state_of_layers_with_states_too(own_conv: bool, t
 def test_patterns_that_are_not_the_networks_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = saved_distributed(tmp_path / "saved", hybrid(), {**CASES["hybrid"][1], **change})
     with pytest.raises(CheckpointError, match=message):
-        open_torch_dist(folder, IDS)
+        open_torch_dist_checkpoint(folder, IDS)
 
 
 def test_layers_ahead_that_older_releases_state_once_are_those_of_each_depth(tmp_path: Path) -> None:
     """`--mtp-hybrid-override-pattern`; and one layer for all depths has tensors once."""
     arguments = {**CASES["ahead"][1], "hybrid_layer_pattern": PATTERN, "mtp_hybrid_override_pattern": "*M"}
-    source = open_torch_dist(saved_distributed(tmp_path / "each", ahead(), arguments), IDS)
+    source = open_torch_dist_checkpoint(saved_distributed(tmp_path / "each", ahead(), arguments), IDS)
     assert source.settings["hybrid_layer_pattern"] == f"{PATTERN}/*M/*M"
     once = {name: pieces for name, pieces in ahead().items() if "mtp.layers.1." not in name}
     folder = saved_distributed(tmp_path / "once", once, {**arguments, "mtp_use_repeated_layer": True})
-    again = open_torch_dist(folder, IDS)
+    again = open_torch_dist_checkpoint(folder, IDS)
     assert again.settings["hybrid_layer_pattern"] == f"{PATTERN}/*M/*M"
     shapes = {name: tuple(tensor.shape) for name, tensor in ours(once).items()}
-    assert shapes == parameter_shapes(model_of(again.settings))
+    assert shapes == global_parameter_shapes(model_config_of(again.settings))
 
 
 def test_a_missing_piece_is_named(tmp_path: Path) -> None:
     whole = hybrid()
     del whole["decoder.layers.0.mixer.in_proj.weight"]["B"]
     with pytest.raises(CheckpointError, match="lacks model.decoder.layers.0.mixer.in_proj.weight.B"):
-        open_torch_dist(saved_distributed(tmp_path / "saved", whole, CASES["hybrid"][1]), IDS)
+        open_torch_dist_checkpoint(saved_distributed(tmp_path / "saved", whole, CASES["hybrid"][1]), IDS)
 
 
 def test_symbols_are_told_only_by_layers_of_one_part() -> None:

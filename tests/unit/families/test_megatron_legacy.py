@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.megatron.export import write_legacy
-from megatron.core.families.megatron.legacy import open_legacy
-from megatron.core.families.megatron.open import find_megatron, open_megatron
-from megatron.core.families.megatron.settings import settings_of
+from megatron.core.families.megatron.export import write_legacy_checkpoint
+from megatron.core.families.megatron.legacy import open_legacy_checkpoint
+from megatron.core.families.megatron.open import find_megatron_folder, open_megatron_checkpoint
+from megatron.core.families.megatron.settings import settings_of_arguments
 from megatron.core.parallel.boxes import Box, whole_box
 from tests.unit.families.megatron_files import LOCAL, OLD, V2, V5, Whole
 
 IDS = {"true_vocab_size": 10}
 
 
-def contents(source: Source) -> dict[str, Tensor]:
+def contents(source: CheckpointSource) -> dict[str, Tensor]:
     """Everything in a source."""
     return {
         name.removeprefix("model."): source.read(name, whole_box(entry.shape)) for name, entry in source.formats.items()
@@ -52,7 +52,7 @@ def test_every_version_and_layout_gives_the_model_that_was_sharded(
     tmp_path: Path, names: dict[str, str], version: float, tp: int, pp: int, vpp: int, groups: int, gated: bool
 ) -> None:
     model = Whole(groups=groups, gated=gated)
-    source = open_legacy(model.write(tmp_path, names, version=version, tp=tp, pp=pp, vpp=vpp), IDS)
+    source = open_legacy_checkpoint(model.write(tmp_path, names, version=version, tp=tp, pp=pp, vpp=vpp), IDS)
     equal(contents(source), model.ours())
     assert {
         name: source.settings[name] for name in model.settings() if name != "num_query_groups"
@@ -61,14 +61,14 @@ def test_every_version_and_layout_gives_the_model_that_was_sharded(
 
 def test_files_from_before_torch_1_6_are_read(tmp_path: Path) -> None:
     model = Whole()
-    equal(contents(open_legacy(model.write(tmp_path, OLD, version=0, old_file=True), IDS)), model.ours())
+    equal(contents(open_legacy_checkpoint(model.write(tmp_path, OLD, version=0, old_file=True), IDS)), model.ours())
 
 
 def test_a_release_without_arguments_has_the_published_head_size(tmp_path: Path) -> None:
     model = Whole(layers=1, heads=16, groups=16, size=64)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
     model.write(tmp_path / "release", OLD, version=0, arguments=False)
-    source = open_megatron(tmp_path, IDS)
+    source = open_megatron_checkpoint(tmp_path, IDS)
     equal(contents(source), model.ours())
     assert source.settings["num_attention_heads"] == 16
 
@@ -77,13 +77,13 @@ def test_without_arguments_the_number_of_heads_must_be_given(tmp_path: Path) -> 
     model = Whole()
     model.write(tmp_path, OLD, version=0, arguments=False)
     with pytest.raises(CheckpointError, match="--num-attention-heads"):
-        open_legacy(tmp_path, IDS)
-    equal(contents(open_legacy(tmp_path, {**IDS, "num_attention_heads": 4})), model.ours())
+        open_legacy_checkpoint(tmp_path, IDS)
+    equal(contents(open_legacy_checkpoint(tmp_path, {**IDS, "num_attention_heads": 4})), model.ours())
 
 
 def test_a_box_is_that_part_of_the_whole(tmp_path: Path) -> None:
     model = Whole()
-    source = open_legacy(model.write(tmp_path, V2, version=3.0, tp=2), IDS)
+    source = open_legacy_checkpoint(model.write(tmp_path, V2, version=3.0, tp=2), IDS)
     box = Box((5, 2), (9, 3))
     found = source.read("model.decoder.layers.1.self_attention.linear_qkv.weight", box)
     assert torch.equal(found, model.ours()["decoder.layers.1.self_attention.linear_qkv.weight"][5:14, 2:5])
@@ -94,7 +94,7 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     (folder / "mp_rank_01_000" / "model_optim_rng.pt").unlink()
     (folder / "mp_rank_01_000").rmdir()
     with pytest.raises(CheckpointError, match="tensor rank 1, pipeline rank 0 is missing"):
-        open_legacy(folder, IDS)
+        open_legacy_checkpoint(folder, IDS)
 
 
 def test_a_missing_last_rank_is_known_from_the_arguments(tmp_path: Path) -> None:
@@ -102,42 +102,44 @@ def test_a_missing_last_rank_is_known_from_the_arguments(tmp_path: Path) -> None
     (folder / "mp_rank_01" / "model_optim_rng.pt").unlink()
     (folder / "mp_rank_01").rmdir()
     with pytest.raises(CheckpointError, match="tensor size 2, and there are files of 1 tensor ranks"):
-        open_legacy(folder, IDS)
+        open_legacy_checkpoint(folder, IDS)
 
 
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     path = Whole().write(tmp_path, V2, version=3.0) / "mp_rank_00" / "model_optim_rng.pt"
     path.write_bytes(path.read_bytes()[:-2000])
     with pytest.raises(CheckpointError, match="mp_rank_00.*cannot be read"):
-        open_legacy(tmp_path, IDS)
+        open_legacy_checkpoint(tmp_path, IDS)
 
 
 def test_a_null_tokenizer_had_an_id_more_before_it_could_be_told_its_end_of_document() -> None:
     older = {"tokenizer_type": "NullTokenizer", "vocab_size": 9}
-    assert settings_of(older, {})["null_tokenizer_ids"] == 10
-    assert settings_of({**older, "null_tokenizer_eod_id": None}, {})["null_tokenizer_ids"] == 9
-    assert "null_tokenizer_ids" not in settings_of({**older, "tokenizer_type": "GPT2BPETokenizer"}, {})
+    assert settings_of_arguments(older, {})["null_tokenizer_ids"] == 10
+    assert settings_of_arguments({**older, "null_tokenizer_eod_id": None}, {})["null_tokenizer_ids"] == 9
+    assert "null_tokenizer_ids" not in settings_of_arguments({**older, "tokenizer_type": "GPT2BPETokenizer"}, {})
 
 
 def test_a_vocabulary_that_is_too_small_is_refused(tmp_path: Path) -> None:
     folder = Whole().write(tmp_path, V2, version=3.0)
     with pytest.raises(CheckpointError, match="12 rows of word embeddings, fewer than the tokenizer's 13"):
-        open_legacy(folder, {"true_vocab_size": 13})
+        open_legacy_checkpoint(folder, {"true_vocab_size": 13})
 
 
 @pytest.mark.parametrize(("tp", "pp", "fused"), [(1, 1, True), (2, 2, True), (2, 1, False)])
 def test_what_is_written_is_read_back(tmp_path: Path, tp: int, pp: int, fused: bool) -> None:
     model = Whole(groups=2, gated=True)
-    source = open_legacy(model.write(tmp_path / "in", LOCAL, version=3.0), IDS)
-    written = write_legacy(source, tmp_path / "out", iteration=7, tensor_size=tp, pipeline_size=pp, fused_norms=fused)
-    assert find_megatron(tmp_path / "out") == written
-    equal(contents(open_megatron(tmp_path / "out", IDS)), model.ours())
+    source = open_legacy_checkpoint(model.write(tmp_path / "in", LOCAL, version=3.0), IDS)
+    written = write_legacy_checkpoint(
+        source, tmp_path / "out", iteration=7, tensor_size=tp, pipeline_size=pp, fused_norms=fused
+    )
+    assert find_megatron_folder(tmp_path / "out") == written
+    equal(contents(open_megatron_checkpoint(tmp_path / "out", IDS)), model.ours())
 
 
 def test_what_is_written_has_megatrons_rows(tmp_path: Path) -> None:
     model = Whole(groups=2, gated=True)
-    source = open_legacy(model.write(tmp_path / "in", V2, version=3.0), IDS)
-    write_legacy(source, tmp_path / "out", tensor_size=2, pipeline_size=2, fused_norms=False)
+    source = open_legacy_checkpoint(model.write(tmp_path / "in", V2, version=3.0), IDS)
+    write_legacy_checkpoint(source, tmp_path / "out", tensor_size=2, pipeline_size=2, fused_norms=False)
     file = tmp_path / "out" / "iter_0000000" / "mp_rank_01_001" / "model_optim_rng.pt"
     with torch.serialization.safe_globals([types.SimpleNamespace]):
         state = torch.load(file, weights_only=True)["model"]
@@ -151,6 +153,6 @@ def test_what_is_written_has_megatrons_rows(tmp_path: Path) -> None:
 
 
 def test_ranks_that_cannot_share_the_heads_are_refused(tmp_path: Path) -> None:
-    source = open_legacy(Whole(groups=2).write(tmp_path / "in", V2, version=3.0), IDS)
+    source = open_legacy_checkpoint(Whole(groups=2).write(tmp_path / "in", V2, version=3.0), IDS)
     with pytest.raises(CheckpointError, match="2 key heads cannot be divided over 4 tensor ranks"):
-        write_legacy(source, tmp_path / "out", tensor_size=4)
+        write_legacy_checkpoint(source, tmp_path / "out", tensor_size=4)

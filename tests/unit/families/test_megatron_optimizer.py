@@ -8,20 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.source import Source
-from megatron.core.families.megatron.open import open_megatron
+from megatron.core.dist_checkpointing.source import CheckpointSource
+from megatron.core.families.megatron.open import open_megatron_checkpoint
 from megatron.core.parallel.boxes import whole_box
 from tests.peers.make_fixtures import unpack
 
 SLOTS = ("exp_avg", "exp_avg_sq")
 
 
-def opened(case: str, folder: Path) -> Source:
+def opened(case: str, folder: Path) -> CheckpointSource:
     """A fixture, unpacked."""
-    return open_megatron(unpack(case, folder / case) / "checkpoints")
+    return open_megatron_checkpoint(unpack(case, folder / case) / "checkpoints")
 
 
-def states(source: Source, slots: tuple[str, ...] = SLOTS) -> dict[str, Tensor]:
+def states(source: CheckpointSource, slots: tuple[str, ...] = SLOTS) -> dict[str, Tensor]:
     """What the optimizer keeps, by names of a saved state."""
     return {
         name: source.read(name, whole_box(entry.shape)).clone()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.megatron.pickles import attributes, read_torch_file
+from megatron.core.families.megatron.pickles import attributes_of_inert, read_torch_file
 
 
 class Calls:
@@ -49,8 +49,8 @@ def test_objects_become_records_with_their_attributes(tmp_path: Path, stranger: 
     torch.save(content, tmp_path / "file.pt", _use_new_zipfile_serialization=new)
     sys.modules.pop("megatron.fp16.loss_scaler")
     found = read_torch_file(tmp_path / "file.pt")
-    assert attributes(found["args"]) == {"lr": 0.5, "name": "x"}
-    assert attributes(found["scaler"]) == {"cur_scale": 4.0}
+    assert attributes_of_inert(found["args"]) == {"lr": 0.5, "name": "x"}
+    assert attributes_of_inert(found["scaler"]) == {"cur_scale": 4.0}
     assert torch.equal(found["weight"], torch.arange(3.0))
 
 

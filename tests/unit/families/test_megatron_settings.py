@@ -9,8 +9,8 @@ import pytest
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.hybrid import merge_layer_pairs
-from megatron.core.families.megatron.settings import run_settings_of, settings_of
-from megatron.core.families.registry import model_of
+from megatron.core.families.megatron.settings import run_settings_of_arguments, settings_of_arguments
+from megatron.core.families.registry import model_config_of
 from tests.peers.upstream_arguments import namespace
 
 GIVEN = {
@@ -27,7 +27,7 @@ GIVEN = {
 def model(**given: Any) -> ModelConfig:
     """The network that the namespace of such a run makes here."""
     args = namespace({**GIVEN, **given}, rank=0, world_size=1, iteration=1)
-    return model_of(settings_of(vars(args), {"true_vocab_size": 64}))
+    return model_config_of(settings_of_arguments(vars(args), {"true_vocab_size": 64}))
 
 
 def test_a_plain_network_has_as_many_key_heads_as_heads_and_no_experts() -> None:
@@ -60,7 +60,11 @@ def test_windows_and_layers_without_rotations_are_read_from_tuples_and_lists() -
     found = model(
         position_embedding_type="rope", window_size=(8, 0), window_attn_skip_freq=2, no_rope_freq=[0, 0, 0, 1]
     )
-    assert (found.window, found.window_attn_skip_freq, found.rope.no_rope_freq) == ((8, 0), "2", "[0, 0, 0, 1]")
+    assert (found.parsed_window_size, found.window_attn_skip_freq, found.rope.no_rope_freq) == (
+        (8, 0),
+        "2",
+        "[0, 0, 0, 1]",
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,7 +78,7 @@ def test_windows_and_layers_without_rotations_are_read_from_tuples_and_lists() -
     ],
 )
 def test_the_fused_gelu_is_the_tanh_formula(given: dict[str, Any], expected: str) -> None:
-    assert model(**given).activation == expected
+    assert model(**given).activation_name == expected
 
 
 @pytest.mark.parametrize(
@@ -94,7 +98,7 @@ def test_a_run_goes_on_with_tokenizer_and_sequence_length() -> None:
         world_size=1,
         iteration=1,
     )
-    found = run_settings_of(vars(args))
+    found = run_settings_of_arguments(vars(args))
     assert (found["tokenizer_type"], found["tokenizer_model"], found["seq_length"]) == (
         "HuggingFaceTokenizer",
         "folder",
@@ -107,7 +111,7 @@ def test_a_run_goes_on_with_tokenizer_and_sequence_length() -> None:
     [({"hybrid_override_pattern": "*-*-"}, 2, None), ({"hybrid_layer_pattern": "*-|*E|*E"}, 3, "[0, 1, 1]")],
 )
 def test_two_layers_of_a_hybrid_network_are_one_here(given: dict[str, str], layers: int, experts: str | None) -> None:
-    found = settings_of({"num_layers": 2 * layers, "num_experts": experts and 4, **given}, {})
+    found = settings_of_arguments({"num_layers": 2 * layers, "num_experts": experts and 4, **given}, {})
     assert (found["num_layers"], found.get("moe_layer_freq")) == (layers, experts)
     names = {f"decoder.layers.{number}.x": number for number in range(4)}
     assert list(
@@ -125,7 +129,7 @@ def test_two_layers_of_a_hybrid_network_are_one_here(given: dict[str, str], laye
 
 @pytest.mark.parametrize("pattern", ["M*-", "*-*", "-*", "G-|*-"])
 def test_other_layers_of_a_hybrid_network_are_those_of_its_pattern(pattern: str) -> None:
-    found = settings_of({"num_layers": 3, "hybrid_layer_pattern": pattern, "hybrid_mlp_ratio": 0.5}, {})
+    found = settings_of_arguments({"num_layers": 3, "hybrid_layer_pattern": pattern, "hybrid_mlp_ratio": 0.5}, {})
     symbols = pattern.replace("|", "")
     assert (found["hybrid_layer_pattern"], found["num_layers"]) == (symbols, len(symbols))
     assert "hybrid_mlp_ratio" not in found
@@ -134,4 +138,4 @@ def test_other_layers_of_a_hybrid_network_are_those_of_its_pattern(pattern: str)
 @pytest.mark.parametrize("pattern", ["M*D", "MD/M"])
 def test_hybrid_layers_that_are_not_built_here_are_refused_by_their_pattern(pattern: str) -> None:
     with pytest.raises(CheckpointError, match="hybrid network with the layers .*read are M G"):
-        settings_of({"num_layers": 3, "hybrid_layer_pattern": pattern}, {})
+        settings_of_arguments({"num_layers": 3, "hybrid_layer_pattern": pattern}, {})

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.megatron.open import open_megatron
-from megatron.core.families.megatron.torch_dist import open_torch_dist
+from megatron.core.families.megatron.open import open_megatron_checkpoint
+from megatron.core.families.megatron.torch_dist import open_torch_dist_checkpoint
 from megatron.core.parallel.boxes import Box, whole_box
 from tests.unit.families.megatron_files import LOCAL, Whole
 
@@ -115,7 +115,7 @@ def common(model: Whole, **more: Any) -> dict[str, Any]:
     }
 
 
-def contents(source: Source, prefix: str = "model.") -> dict[str, Tensor]:
+def contents(source: CheckpointSource, prefix: str = "model.") -> dict[str, Tensor]:
     """Everything under a beginning of names."""
     return {
         name.removeprefix(prefix): source.read(name, whole_box(entry.shape))
@@ -138,7 +138,7 @@ def test_boxes_of_all_ranks_become_the_model(
     tmp_path: Path, stacked: bool, gated: bool, groups: int, inside: bool
 ) -> None:
     model = Whole(gated=gated, groups=groups)
-    source = open_megatron(
+    source = open_megatron_checkpoint(
         write(tmp_path / "iter_0000003", pieces_of(model, stacked=stacked), common=common(model), inside=inside), IDS
     )
     equal(contents(source), model.ours())
@@ -155,7 +155,7 @@ def test_moments_by_parameter_are_read(tmp_path: Path) -> None:
     for slot in ("exp_avg", "exp_avg_sq", "fp32_param"):
         pieces |= {f"optimizer.state.{slot}.{key}": boxes for key, boxes in pieces_of(other, stacked=True).items()}
     groups = {"optimizer": {"optimizer": {"param_groups": [{"lr": 1.0, "step": 5}, {"lr": 1.0, "step": 5}]}}}
-    source = open_torch_dist(write(tmp_path, pieces, common=common(model, **groups)), IDS)
+    source = open_torch_dist_checkpoint(write(tmp_path, pieces, common=common(model, **groups)), IDS)
     equal(contents(source), model.ours())
     for slot in ("exp_avg", "exp_avg_sq", "master"):
         equal(contents(source, f"optimizer.{slot}."), other.ours())
@@ -192,14 +192,14 @@ def test_flat_buckets_that_are_not_understood_are_left_out_with_the_way_out(
     given["args"].tensor_model_parallel_size = RANKS
     for name in names:
         pieces |= {name.format(rank): [((0,), torch.full((size + more,), 0.5))] for rank in range(RANKS)}
-    source = open_torch_dist(write(tmp_path, pieces, common=given), IDS)
+    source = open_torch_dist_checkpoint(write(tmp_path, pieces, common=given), IDS)
     equal(contents(source), model.ours())
     assert reason in source.skipped and "fully-reshardable" in source.skipped
 
 
 def test_a_box_is_that_part_of_the_whole(tmp_path: Path) -> None:
     model = Whole()
-    source = open_torch_dist(write(tmp_path, pieces_of(model, stacked=True), common=common(model)), IDS)
+    source = open_torch_dist_checkpoint(write(tmp_path, pieces_of(model, stacked=True), common=common(model)), IDS)
     found = source.read("model.decoder.layers.2.self_attention.linear_qkv.weight", Box((7, 1), (20, 4)))
     assert torch.equal(found, model.ours()["decoder.layers.2.self_attention.linear_qkv.weight"][7:27, 1:5])
 
@@ -209,7 +209,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     write(tmp_path, pieces_of(model, stacked=True), common=common(model))
     path = tmp_path / "__1_0.distcp"
     path.write_bytes(path.read_bytes()[:-700])
-    source = open_torch_dist(tmp_path, IDS)
+    source = open_torch_dist_checkpoint(tmp_path, IDS)
     with pytest.raises(CheckpointError, match=r"__1_0\.distcp ends early"):
         contents(source)
 
@@ -218,7 +218,7 @@ def test_a_box_that_is_missing_is_found(tmp_path: Path) -> None:
     model = Whole()
     pieces = pieces_of(model, stacked=True)
     del pieces["decoder.layers.mlp.linear_fc2.weight"][2]
-    source = open_torch_dist(write(tmp_path, pieces, common=common(model)), IDS)
+    source = open_torch_dist_checkpoint(write(tmp_path, pieces, common=common(model)), IDS)
     with pytest.raises(CheckpointError, match=r"incomplete: of decoder.layers.mlp.linear_fc2.weight"):
         contents(source)
 
@@ -244,7 +244,7 @@ def test_nothing_in_a_folder_is_run(tmp_path: Path, file: str) -> None:
     else:
         (tmp_path / file).write_bytes(pickle.dumps(Hostile(mark)) * 2000)
     with pytest.raises(CheckpointError):
-        contents(open_torch_dist(tmp_path, IDS))
+        contents(open_torch_dist_checkpoint(tmp_path, IDS))
     assert not mark.exists()
 
 
@@ -254,7 +254,7 @@ def test_a_damaged_index_is_named(tmp_path: Path, damage: Any) -> None:
     write(tmp_path, pieces_of(model, stacked=True), common=common(model))
     (tmp_path / ".metadata").write_bytes(damage((tmp_path / ".metadata").read_bytes()))
     with pytest.raises(CheckpointError, match=r"\.metadata"):
-        open_torch_dist(tmp_path, IDS)
+        open_torch_dist_checkpoint(tmp_path, IDS)
 
 
 def test_an_index_that_points_outside_its_folder_is_refused(tmp_path: Path) -> None:
@@ -264,4 +264,4 @@ def test_an_index_that_points_outside_its_folder_is_refused(tmp_path: Path) -> N
     next(iter(index.storage_data.values())).relative_path = "../secret"
     (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
     with pytest.raises(CheckpointError, match="outside its folder"):
-        open_torch_dist(tmp_path, IDS)
+        open_torch_dist_checkpoint(tmp_path, IDS)

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.rewrite import CastSource
 from megatron.core.dist_checkpointing.source import TensorFormat
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf, hf_export
-from megatron.core.families.packed import dequantize_tensors
+from megatron.core.families.packed import with_dequantized_tensors
 from megatron.core.parallel.boxes import Box, whole_box
 from megatron.core.parallel.mesh import Axis
 from megatron.training.checkpoint.resuming import find_requested_checkpoint, open_requested_checkpoint
@@ -81,7 +81,7 @@ def write(folder: Path, tensors: dict[str, Tensor], **config: Any) -> Path:
 def test_four_bits_are_a_sign_two_bits_of_exponent_and_one_of_mantissa_lower_half_first() -> None:
     codes = torch.arange(32) % 16
     blocks = (codes[0::2] + 16 * codes[1::2]).to(torch.uint8).view(1, 1, 1, 16)
-    found = dequantize_tensors(
+    found = with_dequantized_tensors(
         {"x_blocks": Held(blocks), "x_scales": Held(torch.tensor([[[128]]], dtype=torch.uint8))}, {}, ()
     )
     assert list(found) == ["x"] and found["x"].format == TensorFormat((1, 32, 1), torch.bfloat16)
@@ -94,7 +94,7 @@ def test_four_bits_are_read_as_transformers_reads_them() -> None:
     random = torch.Generator().manual_seed(2)
     blocks = torch.randint(0, 256, (3, 6, 2, 16), dtype=torch.uint8, generator=random)
     scales = torch.randint(90, 160, (3, 6, 2), dtype=torch.uint8, generator=random)
-    found = dequantize_tensors({"x_blocks": Held(blocks), "x_scales": Held(scales)}, {}, ())["x"]
+    found = with_dequantized_tensors({"x_blocks": Held(blocks), "x_scales": Held(scales)}, {}, ())["x"]
     assert torch.equal(found.read(), mxfp4.convert_moe_packed_tensors(blocks, scales)) and found.format.shape == (
         3,
         64,
@@ -105,7 +105,7 @@ def test_four_bits_are_read_as_transformers_reads_them() -> None:
 def test_eight_bits_have_a_scale_for_every_square() -> None:
     random = torch.Generator().manual_seed(3)
     weight, scales = torch.randn(5, 7, generator=random).to(torch.float8_e4m3fn), torch.rand(2, 3, generator=random)
-    found = dequantize_tensors(
+    found = with_dequantized_tensors(
         {"w": Held(weight), "w_scale_inv": Held(scales)}, {"quant_method": "fp8", "weight_block_size": [4, 3]}, ()
     )
     expected = torch.tensor(
@@ -119,8 +119,8 @@ def test_eight_bits_have_a_scale_for_every_square() -> None:
 
 
 def test_a_network_in_four_bits_is_that_of_the_numbers_they_stand_for(tmp_path: Path) -> None:
-    hf_export.export(Made(GPT_OSS, torch.bfloat16), tmp_path / "plain")
-    hf_export.export(Made(GPT_OSS, torch.bfloat16), tmp_path / "packed")
+    hf_export.export_hf_folder(Made(GPT_OSS, torch.bfloat16), tmp_path / "plain")
+    hf_export.export_hf_folder(Made(GPT_OSS, torch.bfloat16), tmp_path / "packed")
     tensors, random = tensors_of(tmp_path / "plain"), torch.Generator().manual_seed(5)
     packed = dict(tensors)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
@@ -137,9 +137,9 @@ def test_a_network_in_four_bits_is_that_of_the_numbers_they_stand_for(tmp_path: 
         packed,
         quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
     )
-    source = hf.open_folder(tmp_path / "packed")
-    same_tensors(source, hf.open_folder(write(tmp_path / "plain", tensors)))
-    hf_export.export(source, tmp_path / "again")
+    source = hf.open_hf_folder(tmp_path / "packed")
+    same_tensors(source, hf.open_hf_folder(write(tmp_path / "plain", tensors)))
+    hf_export.export_hf_folder(source, tmp_path / "again")
     assert "quantization_config" not in json.loads((tmp_path / "again/config.json").read_text())
     assert all(torch.equal(tensors[name], one) for name, one in tensors_of(tmp_path / "again").items())
 
@@ -153,7 +153,7 @@ def test_a_network_in_four_bits_is_that_of_the_numbers_they_stand_for(tmp_path: 
     ],
 )
 def test_packed_tensors_that_do_not_fit_together_are_refused(change: dict[str, Tensor | None], tmp_path: Path) -> None:
-    hf_export.export(Made(GPT_OSS, torch.bfloat16), tmp_path / "out")
+    hf_export.export_hf_folder(Made(GPT_OSS, torch.bfloat16), tmp_path / "out")
     tensors, prefix = tensors_of(tmp_path / "out"), "model.layers.0.mlp.experts."
     del tensors[f"{prefix}down_proj"]
     parts = {
@@ -163,14 +163,14 @@ def test_packed_tensors_that_do_not_fit_together_are_refused(change: dict[str, T
     }
     write(tmp_path / "out", tensors | {f"{prefix}{name}": one for name, one in parts.items() if one is not None})
     with pytest.raises(CheckpointError) as raised:
-        hf.open_folder(tmp_path / "out")
+        hf.open_hf_folder(tmp_path / "out")
     assert any("down_proj is missing" in one for one in raised.value.problems)
     assert any("down_proj_blocks is unknown" in one for one in raised.value.problems)
 
 
 def test_only_the_experts_of_a_box_are_read(tmp_path: Path) -> None:
-    hf_export.export(Made(KIN), tmp_path / "out", family="mixtral")
-    source, name = hf.open_folder(tmp_path / "out"), "model.decoder.layers.1.mlp.experts.linear_fc1.weight"
+    hf_export.export_hf_folder(Made(KIN), tmp_path / "out", family="mixtral")
+    source, name = hf.open_hf_folder(tmp_path / "out"), "model.decoder.layers.1.mlp.experts.linear_fc1.weight"
     tensor = source.read(name, whole_box(source.formats[name].shape))
     parts = source._rows[name.removeprefix("model.")][1]
     for expert in (0, 1, 3):
@@ -181,7 +181,7 @@ def test_only_the_experts_of_a_box_are_read(tmp_path: Path) -> None:
 
 def test_layers_that_predict_further_stand_behind_the_last_and_may_be_left(tmp_path: Path) -> None:
     source = Made({**DEEPSEEK, "mtp_num_layers": 1})
-    hf_export.export(source, tmp_path / "out")
+    hf_export.export_hf_folder(source, tmp_path / "out")
     tensors, last = tensors_of(tmp_path / "out"), "model.layers.2."
     own = {name.removeprefix(last) for name in tensors if name.startswith(last)}
     assert {
@@ -199,18 +199,18 @@ def test_layers_that_predict_further_stand_behind_the_last_and_may_be_left(tmp_p
         f"{last}shared_head.head.weight": tensors["lm_head.weight"].clone(),
     }
     write(tmp_path / "out", tensors | again, num_nextn_predict_layers=1)
-    found = hf.open_folder(tmp_path / "out")
+    found = hf.open_hf_folder(tmp_path / "out")
     assert found.settings["mtp_num_layers"] == 1
     same_tensors(found, source)
-    without = hf.open_folder(tmp_path / "out", {"mtp_num_layers": None})
+    without = hf.open_hf_folder(tmp_path / "out", {"mtp_num_layers": None})
     assert without.formats == {name: one for name, one in source.formats.items() if not name.startswith("model.mtp.")}
     write(tmp_path / "out", tensors | {f"{last}embed_tokens.weight": tensors["lm_head.weight"].clone()})
     with pytest.raises(CheckpointError, match="model.layers.2.embed_tokens.weight differs from the embedding"):
-        hf.open_folder(tmp_path / "out")
+        hf.open_hf_folder(tmp_path / "out")
 
 
 def test_a_network_that_was_published_in_eight_bits_is_read(tmp_path: Path) -> None:
-    hf_export.export(Made(DEEPSEEK, torch.bfloat16), tmp_path / "out")
+    hf_export.export_hf_folder(Made(DEEPSEEK, torch.bfloat16), tmp_path / "out")
     tensors = tensors_of(tmp_path / "out")
     for name in [name for name in tensors if "_proj" in name]:
         tensors[name] = tensors[name].to(torch.float8_e4m3fn)
@@ -220,7 +220,7 @@ def test_a_network_that_was_published_in_eight_bits_is_read(tmp_path: Path) -> N
         tensors,
         quantization_config={"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
     )
-    found, name = hf.open_folder(tmp_path / "out"), "model.decoder.layers.0.self_attention.linear_proj.weight"
+    found, name = hf.open_hf_folder(tmp_path / "out"), "model.decoder.layers.0.self_attention.linear_proj.weight"
     expected = tensors["model.layers.0.self_attn.o_proj.weight"].float() / 2
     assert torch.equal(found.read(name, whole_box(tuple(expected.shape))), expected.bfloat16())
     assert {one.dtype for one in found.formats.values()} == {torch.bfloat16}
@@ -236,7 +236,7 @@ def test_the_biases_of_experts_stay_fp32_whatever_the_weights_become() -> None:
 def test_a_run_takes_the_layers_that_predict_further_if_it_has_them_and_norms_latents_as_the_files_do(
     tmp_path: Path,
 ) -> None:
-    hf_export.export(Made({**DEEPSEEK, "mtp_num_layers": 1}), tmp_path / "out")
+    hf_export.export_hf_folder(Made({**DEEPSEEK, "mtp_num_layers": 1}), tmp_path / "out")
     for depths in (1, None):
         wanted = find_requested_checkpoint(
             tiny.config(**{**DEEPSEEK, "mtp_num_layers": depths, "load": str(tmp_path / "out")})

@@ -12,18 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.families.registry import FAMILIES, model_of
+from megatron.core.families.registry import FAMILIES, model_config_of
 from megatron.core.families.rules import (
     ParameterMapping,
     Shape,
     TensorConversion,
-    concat,
+    concat_conversion,
     hf_shapes,
-    per_expert,
+    per_expert_conversion,
     same,
     transpose,
 )
-from megatron.core.models.describe import parameter_shapes
+from megatron.core.models.describe import global_parameter_shapes
 
 KIN = {"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "add_bias_linear": False}
 LATENT = {
@@ -199,7 +199,7 @@ def test_every_element_is_used_exactly_once_in_both_directions(
     alone = family in ALONE or KINDS[family].get("architecture") == "vit"
     heads, untied = groups * share if not alone else groups, untied and "bert" not in family
     symbols = KINDS[family].get("hybrid_layer_pattern")
-    model = model_of(
+    model = model_config_of(
         {
             **KINDS[family],
             **({"hybrid_layer_pattern": (symbols * layers)[:layers]} if symbols else {}),
@@ -215,7 +215,7 @@ def test_every_element_is_used_exactly_once_in_both_directions(
             "untie_embeddings_and_output_weights": untied,
         }
     )
-    assert mapping_errors(FAMILIES[family].rows(model), parameter_shapes(model)) == []
+    assert mapping_errors(FAMILIES[family].rows(model), global_parameter_shapes(model)) == []
 
 
 def mapping_errors(rows: Sequence[ParameterMapping], shapes: Mapping[str, Shape]) -> list[str]:
@@ -257,9 +257,9 @@ def _mapping_problems(row: ParameterMapping, shape: Shape) -> list[str]:
     [
         (same, (3, 4), [(3, 4)]),
         (transpose, (3, 4), [(4, 3)]),
-        (concat(2, 1, 3), (6, 2), [(2, 2), (1, 2), (3, 2)]),
-        (per_expert(concat(2, 2), 2), (3, 4, 5), [(2, 5)] * 6),
-        (per_expert(same, 1), (2, 3), [(3,)] * 2),
+        (concat_conversion(2, 1, 3), (6, 2), [(2, 2), (1, 2), (3, 2)]),
+        (per_expert_conversion(concat_conversion(2, 2), 2), (3, 4, 5), [(2, 5)] * 6),
+        (per_expert_conversion(same, 1), (2, 3), [(3,)] * 2),
     ],
 )
 def test_ops_make_the_shapes_of_theirs_and_come_back(
@@ -272,7 +272,7 @@ def test_ops_make_the_shapes_of_theirs_and_come_back(
 
 
 SHAPES = {"a": (4, 3), "b": (4,)}
-WHOLE = [ParameterMapping("a", ("x", "y"), concat(1, 3)), ParameterMapping("b", ("z",), same)]
+WHOLE = [ParameterMapping("a", ("x", "y"), concat_conversion(1, 3)), ParameterMapping("b", ("z",), same)]
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ WHOLE = [ParameterMapping("a", ("x", "y"), concat(1, 3)), ParameterMapping("b", 
         ([*WHOLE, WHOLE[1]], "ours: b is in 2 rows"),
         ([WHOLE[0], ParameterMapping("b", ("y",), same)], "theirs: y is in 2 rows"),
         ([*WHOLE, ParameterMapping("c", ("w",), same)], "c is not a parameter"),
-        ([ParameterMapping("a", ("x",), concat(1, 3)), WHOLE[1]], "makes 2 of theirs, and the row names 1"),
+        ([ParameterMapping("a", ("x",), concat_conversion(1, 3)), WHOLE[1]], "makes 2 of theirs, and the row names 1"),
         (
             [
                 ParameterMapping("a", ("x",), TensorConversion(lambda parts: parts[0], lambda whole: (whole[:3],))),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.registry import FAMILIES, family_of, fitting_family, lost_settings, model_of
+from megatron.core.families.registry import FAMILIES, family_of_config, fitting_family, lost_settings, model_config_of
 
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16", "transformers_version": "4.40.0", "use_cache": True}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
@@ -120,24 +120,24 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_config_is_read_and_comes_back_the_same(name: str) -> None:
     config = json.loads(json.dumps(PUBLISHED[name]))
-    family = family_of(config, name)
-    settings, problems = family.config_in(config)
+    family = family_of_config(config, name)
+    settings, problems = family.settings_from_config(config)
     assert problems == []
-    model = model_of(settings)
-    back = {**family.config_out(model, config)}
+    model = model_config_of(settings)
+    back = {**family.make_config(model, config)}
     added = {key: value for key, value in back.items() if key not in config}
     assert {key: back.get(key) for key in config if config[key] is not False} == {k: v for k, v in config.items() if v is not False}
     assert all(value in (None, False, True) or key in ("n_inner", "embd_pdrop") for key, value in added.items()), added
     assert lost_settings(model, family) == []
-    assert family.config_in(back) == (settings, [])
+    assert family.settings_from_config(back) == (settings, [])
 
 
 def test_sizes_of_a_published_config_become_the_settings_of_the_same_network() -> None:
-    settings, _ = FAMILIES["llama"].config_in(PUBLISHED["Llama 3.1 8B"])
-    model = model_of(settings)
+    settings, _ = FAMILIES["llama"].settings_from_config(PUBLISHED["Llama 3.1 8B"])
+    model = model_config_of(settings)
     assert (model.num_layers, model.hidden_size, model.ffn_hidden_size, model.kv_channels) == (32, 4096, 14336, 128)
     assert (model.num_attention_heads, model.num_query_groups, model.true_vocab_size) == (32, 8, 128256)
-    assert (model.activation, model.gated, model.normalization, model.norm_epsilon) == ("silu", True, "RMSNorm", 1e-5)
+    assert (model.activation_name, model.has_gated_mlp, model.normalization, model.norm_epsilon) == ("silu", True, "RMSNorm", 1e-5)
     assert (model.ties_embeddings, model.add_bias_linear, model.add_qkv_bias) == (False, False, False)
     rope = model.rope
     assert (rope.position_embedding_type, rope.rotary_base, rope.use_rope_scaling) == ("rope", 500000.0, True)
@@ -198,13 +198,13 @@ SPARSE = "Qwen3 30B-A3B"
 ])
 def test_what_cannot_be_expressed_is_refused_with_the_key_and_its_value(name: str, changes: dict[str, Any], complaint: str) -> None:
     config = {**PUBLISHED[name], **changes}
-    _, problems = family_of(config, name).config_in(config)
+    _, problems = family_of_config(config, name).settings_from_config(config)
     assert len(problems) == 1 and complaint in problems[0], problems
 
 
 def test_all_that_is_wrong_is_listed_at_once() -> None:
     config = {**PUBLISHED["Llama 2 7B"], "hidden_act": "relu", "rope_scaling": DYNAMIC, "hidden_size": -1, "logit_scale": 2.0}
-    assert len(FAMILIES["llama"].config_in(config)[1]) == 4
+    assert len(FAMILIES["llama"].settings_from_config(config)[1]) == 4
 
 
 @pytest.mark.parametrize("config, complaint", [
@@ -213,7 +213,7 @@ def test_all_that_is_wrong_is_listed_at_once() -> None:
     ({"model_type": "mamba"}, "model_type: mamba"), ({}, "model_type: None"), ({"architectures": 3}, "model_type: None")])
 def test_an_unknown_architecture_is_named_with_those_known(config: dict[str, Any], complaint: str) -> None:
     with pytest.raises(CheckpointError, match=complaint):
-        family_of(config, "config.json")
+        family_of_config(config, "config.json")
 
 
 BASE = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 12, "num_attention_heads": 2, "true_vocab_size": 10, "max_position_embeddings": 4}
@@ -228,7 +228,7 @@ ROTARY = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu
     ({**ROTARY, "add_qkv_bias": True}, "qwen2"), ({**ROTARY, "qk_layernorm": True}, "qwen3"), (GEMMA, "gemma"),
     ({**GEMMA, "sandwich_norm": True, "final_logit_softcap": 5.0, "softmax_scale": 0.25}, "gemma2")])
 def test_a_network_of_ours_finds_the_family_that_can_say_it(changes: dict[str, Any], family: str) -> None:
-    assert fitting_family(model_of({**BASE, **changes})).name == family
+    assert fitting_family(model_config_of({**BASE, **changes})).name == family
 
 
 @pytest.mark.parametrize("changes, word", [
@@ -239,7 +239,7 @@ def test_a_network_of_ours_finds_the_family_that_can_say_it(changes: dict[str, A
     ({"apply_residual_connection_post_layernorm": True}, "--apply-residual-connection-post-layernorm")])
 def test_a_network_that_no_family_computes_is_refused_with_the_settings_that_are_lost(changes: dict[str, Any], word: str) -> None:
     with pytest.raises(CheckpointError, match="no published architecture") as raised:
-        fitting_family(model_of({**BASE, **changes}))
+        fitting_family(model_config_of({**BASE, **changes}))
     assert len(raised.value.problems) == 4 and f"{len(FAMILIES) - 3} more families" in str(raised.value) and word in str(raised.value)
     with pytest.raises(CheckpointError, match="llama does not compute"):
-        fitting_family(model_of({**BASE, **changes}), "llama")
+        fitting_family(model_config_of({**BASE, **changes}), "llama")

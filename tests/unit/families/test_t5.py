@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.config.stages import stages_of
+from megatron.core.config.stages import pipeline_stages_of
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf, hf_export
-from megatron.core.families.registry import FAMILIES, family_of, fitting_family, lost_settings, model_of
-from megatron.core.models.describe import parameter_shapes
+from megatron.core.families.registry import FAMILIES, family_of_config, fitting_family, lost_settings, model_config_of
+from megatron.core.models.describe import global_parameter_shapes
 from megatron.core.models.t5 import T5Model
 from megatron.core.parallel.boxes import whole_box
-from megatron.core.parallel.spec import spec_of
+from megatron.core.parallel.spec import param_spec_of
 from tests.helpers import tiny
 from tests.unit.families.made import Made, same_tensors
 from tests.unit.families.test_hf import edit, rewrite
@@ -114,43 +114,45 @@ CONFIGS: dict[str, dict[str, Any]] = {
 )
 def test_parameters_are_those_of_the_network(changes: dict[str, Any]) -> None:
     config = tiny.config(architecture="t5", decoder_seq_length=8, **changes)
-    (stage,) = stages_of(config)
-    model = T5Model(stage, tiny.run_of(config).build)
-    assert {spec_of(param).name: spec_of(param).shape for param in model.parameters()} == parameter_shapes(config.model)
+    (stage,) = pipeline_stages_of(config)
+    model = T5Model(stage, tiny.run_of(config).layer_build_context)
+    assert {
+        param_spec_of(param).name: param_spec_of(param).shape for param in model.parameters()
+    } == global_parameter_shapes(config.model)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_published_config_is_read_and_comes_back_the_same(name: str) -> None:
     config = json.loads(json.dumps(CONFIGS[name]))
-    settings, problems = FAMILIES["t5"].config_in(config)
+    settings, problems = FAMILIES["t5"].settings_from_config(config)
     assert problems == []
-    model = model_of(settings)
-    back = {**FAMILIES["t5"].config_out(model, config), "model_type": "t5"}
+    model = model_config_of(settings)
+    back = {**FAMILIES["t5"].make_config(model, config), "model_type": "t5"}
     assert back.pop("tie_word_embeddings") is config.pop("tie_word_embeddings", True)
     assert back == config
     assert lost_settings(model, FAMILIES["t5"]) == []
 
 
 def test_sizes_of_a_published_config_become_the_settings_of_the_same_network() -> None:
-    first, later = (model_of(FAMILIES["t5"].config_in(config)[0]) for config in CONFIGS.values())
-    assert (first.activation, first.gated, first.ties_embeddings, first.scale_tied_logits) == (
+    first, later = (model_config_of(FAMILIES["t5"].settings_from_config(config)[0]) for config in CONFIGS.values())
+    assert (first.activation_name, first.has_gated_mlp, first.ties_embeddings, first.scale_tied_logits) == (
         "relu",
         False,
         True,
         True,
     )
-    assert (later.activation, later.gated, later.ties_embeddings, later.scale_tied_logits) == (
+    assert (later.activation_name, later.has_gated_mlp, later.ties_embeddings, later.scale_tied_logits) == (
         "gelu_tanh",
         True,
         False,
         False,
     )
-    assert (later.encoder_num_layers, later.decoder_num_layers, later.num_attention_heads, later.query_size) == (
-        8,
-        8,
-        6,
-        384,
-    )
+    assert (
+        later.encoder_num_layers,
+        later.decoder_num_layers,
+        later.num_attention_heads,
+        later.query_projection_width,
+    ) == (8, 8, 6, 384)
     assert (later.softmax_scale, later.normalization, later.norm_epsilon, later.add_bias_linear) == (
         1.0,
         "RMSNorm",
@@ -183,7 +185,7 @@ def test_what_cannot_be_expressed_is_refused_with_the_key_and_its_value(
     name: str, changes: dict[str, Any], complaint: str
 ) -> None:
     config = {**CONFIGS[name], **changes}
-    _, problems = family_of(config, name).config_in(config)
+    _, problems = family_of_config(config, name).settings_from_config(config)
     assert any(complaint in problem for problem in problems), problems
 
 
@@ -203,9 +205,9 @@ def test_what_cannot_be_expressed_is_refused_with_the_key_and_its_value(
 def test_a_network_that_is_no_published_t5_is_refused_with_the_settings_that_are_lost(
     changes: dict[str, Any], word: str
 ) -> None:
-    assert fitting_family(model_of(LATER)).name == "t5"
+    assert fitting_family(model_config_of(LATER)).name == "t5"
     with pytest.raises(CheckpointError, match="t5 does not compute") as raised:
-        fitting_family(model_of({**LATER, **changes}), "t5")
+        fitting_family(model_config_of({**LATER, **changes}), "t5")
     assert word in str(raised.value)
 
 
@@ -216,27 +218,27 @@ def test_a_network_that_is_no_published_t5_is_refused_with_the_settings_that_are
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_written_is_what_is_read(settings: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
     source = Made(settings, dtype)
-    assert hf_export.export(source, tmp_path / "out").name == "t5"
-    found = hf.open_folder(tmp_path / "out")
+    assert hf_export.export_hf_folder(source, tmp_path / "out").name == "t5"
+    found = hf.open_hf_folder(tmp_path / "out")
     same_tensors(found, source)
-    assert model_of(found.settings) == model_of({**settings, "num_query_groups": 4})
+    assert model_config_of(found.settings) == model_config_of({**settings, "num_query_groups": 4})
 
 
 @pytest.fixture
 def later(tmp_path: Path) -> Path:
     """A folder of the later kind."""
-    hf_export.export(Made(LATER), tmp_path / "t5")
+    hf_export.export_hf_folder(Made(LATER), tmp_path / "t5")
     return tmp_path / "t5"
 
 
 def test_folders_saved_later_are_told_apart_by_their_files(later: Path) -> None:
     """Which say tie_word_embeddings: true whatever they hold."""
     edit(later / "config.json", tie_word_embeddings=True, scale_decoder_outputs=False)
-    found = hf.open_folder(later)
+    found = hf.open_hf_folder(later)
     same_tensors(found, Made(LATER))
     assert found.settings["untie_embeddings_and_output_weights"] is True
-    assert hf.model_settings(later)["untie_embeddings_and_output_weights"] is True
-    hf_export.export(found, later.with_name("back"))
+    assert hf.hf_model_settings(later)["untie_embeddings_and_output_weights"] is True
+    hf_export.export_hf_folder(found, later.with_name("back"))
     assert {path.name: path.read_bytes() for path in later.with_name("back").iterdir()}.keys() == {
         "config.json",
         "model.safetensors",
@@ -245,25 +247,25 @@ def test_folders_saved_later_are_told_apart_by_their_files(later: Path) -> None:
         (later / "config.json").read_text()
     )
     rewrite(later / "model.safetensors", lambda tensors: tensors.pop("lm_head.weight"))
-    assert hf.open_folder(later).settings["untie_embeddings_and_output_weights"] is False
+    assert hf.open_hf_folder(later).settings["untie_embeddings_and_output_weights"] is False
 
 
 def test_an_output_layer_of_its_own_where_the_config_says_that_there_is_none_is_refused(tmp_path: Path) -> None:
-    hf_export.export(Made(FIRST), tmp_path / "t5")
+    hf_export.export_hf_folder(Made(FIRST), tmp_path / "t5")
     path = tmp_path / "t5" / "model.safetensors"
     rewrite(path, lambda tensors: tensors.update({"lm_head.weight": tensors["shared.weight"].clone()}))
-    same_tensors(hf.open_folder(tmp_path / "t5"), Made(FIRST))
+    same_tensors(hf.open_hf_folder(tmp_path / "t5"), Made(FIRST))
     rewrite(path, lambda tensors: tensors.update({"lm_head.weight": tensors["shared.weight"] + 1}))
     with pytest.raises(
         CheckpointError, match="lm_head.weight differs from the embedding, shared.weight, and config.json says"
     ):
-        hf.open_folder(tmp_path / "t5")
+        hf.open_hf_folder(tmp_path / "t5")
 
 
 def test_a_promised_output_layer_that_is_missing_is_named(later: Path) -> None:
     rewrite(later / "model.safetensors", lambda tensors: tensors.pop("lm_head.weight"))
     with pytest.raises(CheckpointError, match="lm_head.weight is missing"):
-        hf.open_folder(later)
+        hf.open_hf_folder(later)
 
 
 def test_the_embedding_by_its_other_names_and_a_table_that_nobody_reads_are_read(later: Path) -> None:
@@ -273,12 +275,12 @@ def test_the_embedding_by_its_other_names_and_a_table_that_nobody_reads_are_read
 
     edit(later / "config.json", architectures=["T5WithLMHeadModel"])
     rewrite(later / "model.safetensors", copies)
-    same_tensors(hf.open_folder(later), Made(LATER))
+    same_tensors(hf.open_hf_folder(later), Made(LATER))
     rewrite(later / "model.safetensors", lambda tensors: tensors.pop("shared.weight"))
-    same_tensors(hf.open_folder(later), Made(LATER))
+    same_tensors(hf.open_hf_folder(later), Made(LATER))
     rewrite(later / "model.safetensors", lambda tensors: tensors["decoder.embed_tokens.weight"].add_(1))
     with pytest.raises(CheckpointError, match="coder.embed_tokens.weight differs from the embedding, shared.weight,"):
-        hf.open_folder(later)
+        hf.open_hf_folder(later)
 
 
 @pytest.mark.parametrize(
@@ -296,10 +298,10 @@ def test_the_embedding_by_its_other_names_and_a_table_that_nobody_reads_are_read
 def test_a_folder_that_contradicts_its_config_is_refused(later: Path, changes: dict[str, Any], complaint: str) -> None:
     edit(later / "config.json", **changes)
     with pytest.raises(CheckpointError, match=complaint):
-        hf.open_folder(later)
+        hf.open_hf_folder(later)
 
 
 def test_a_tokenizer_with_fewer_ids_takes_the_first_rows(later: Path) -> None:
-    source, full = hf.open_folder(later, {"true_vocab_size": 17}), Made(LATER)
+    source, full = hf.open_hf_folder(later, {"true_vocab_size": 17}), Made(LATER)
     for name in ("model.embedding.word_embeddings.weight", "model.output_layer.weight"):
         assert torch.equal(source.read(name, whole_box((17, 16))), full.read(name, whole_box((17, 16))))

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.megatron.legacy import open_legacy
-from megatron.core.families.megatron.names import our_names
-from megatron.core.families.registry import model_of
-from megatron.core.models.describe import parameter_shapes
+from megatron.core.families.megatron.legacy import open_legacy_checkpoint
+from megatron.core.families.megatron.names import map_to_our_names
+from megatron.core.families.registry import model_config_of
+from megatron.core.models.describe import global_parameter_shapes
 from tests.unit.families.made import Made, same_tensors
 from tests.unit.families.megatron_encoders import LAST, share, write
 from tests.unit.families.test_bert_megatron import tensors_of
@@ -42,12 +42,12 @@ def test_every_version_gives_the_t5_that_was_sharded(
 ) -> None:
     made = Made(T5)
     folder = write(tmp_path, tensors_of(made), SETTINGS, age=age, version=version, tp=tp, arguments=arguments)
-    source = open_legacy(
+    source = open_legacy_checkpoint(
         folder, IDS if arguments else {**IDS, "num_attention_heads": 4, "kv_channels": 3, "ffn_hidden_size": 24}
     )
     same_tensors(source, made)
     assert source.settings["architecture"] == "t5"
-    assert parameter_shapes(model_of(source.settings)) == {
+    assert global_parameter_shapes(model_config_of(source.settings)) == {
         name.removeprefix("model."): one.shape for name, one in made.formats.items()
     }
 
@@ -55,13 +55,13 @@ def test_every_version_gives_the_t5_that_was_sharded(
 def test_a_decoder_of_another_depth_than_the_arguments_say_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path, tensors_of(Made(T5)), {**SETTINGS, "decoder_num_layers": 4}, age=LAST, version=3.0)
     with pytest.raises(CheckpointError, match="decoder_num_layers: 4 in the settings, 3 in the tensors"):
-        open_legacy(folder, IDS)
+        open_legacy_checkpoint(folder, IDS)
 
 
 def test_names_of_core_are_ours_but_for_its_copies_and_its_output_layer() -> None:
     made = Made({**T5, "position_embedding_type": "relative"})
     core = [name.removeprefix("model.").replace("output_layer.", "lm_head.output_layer.") for name in made.formats]
-    found = our_names([*core, "position_embeddings.weight", "decoder.layers.0.self_attention._extra_state"])
+    found = map_to_our_names([*core, "position_embeddings.weight", "decoder.layers.0.self_attention._extra_state"])
     assert sorted(found.values()) == sorted(name.removeprefix("model.") for name in made.formats)
 
 

@@ -14,7 +14,11 @@ from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.source import TensorFormat
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.tensor_file import create, read_header, write
+from megatron.core.families.tensor_file import (
+    create_safetensors_file,
+    read_safetensors_header,
+    write_safetensors_tensor,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 TENSORS = st.dictionaries(
@@ -37,9 +41,11 @@ def test_files_are_those_of_the_safetensors_package_byte_by_byte(tmp_path: Path,
     expected = safetensors.torch.save(values, metadata={"format": "pt"})
     path = tmp_path / "ours.safetensors"
     path.unlink(missing_ok=True)
-    places = create(path, {name: TensorFormat(tuple(value.shape), value.dtype) for name, value in values.items()})
+    places = create_safetensors_file(
+        path, {name: TensorFormat(tuple(value.shape), value.dtype) for name, value in values.items()}
+    )
     for name in reversed(list(values)):  # in any order
-        write(places[name], values[name])
+        write_safetensors_tensor(places[name], values[name])
     assert path.read_bytes() == expected
 
 
@@ -55,7 +61,7 @@ def test_files_of_the_package_are_read_whatever_the_length_of_their_header(
     path.write_bytes(
         (length + odd).to_bytes(8, "little") + content[8 : 8 + length] + b" " * odd + content[8 + length :]
     )
-    found = read_header(path)
+    found = read_safetensors_header(path)
     assert found.keys() == values.keys()
     for name, value in values.items():
         assert found[name].format == TensorFormat(tuple(value.shape), value.dtype)
@@ -77,26 +83,26 @@ def test_a_file_that_is_cut_anywhere_is_refused_and_named(small: Path) -> None:
     for length in range(len(content)):
         small.write_bytes(content[:length])
         with pytest.raises(CheckpointError, match=str(small)):
-            read_header(small)
+            read_safetensors_header(small)
     small.write_bytes(content + b"\0")
     with pytest.raises(CheckpointError, match="damaged"):
-        read_header(small)
+        read_safetensors_header(small)
 
 
 def test_a_flipped_bit_in_the_header_is_an_error_or_another_name_never_a_crash(small: Path) -> None:
-    content, ours = small.read_bytes(), read_header(small)
+    content, ours = small.read_bytes(), read_safetensors_header(small)
     length = int.from_bytes(content[:8], "little")
     for place in range(8 * (8 + length)):
         broken = bytearray(content)
         broken[place // 8] ^= 1 << place % 8
         small.write_bytes(bytes(broken))
         try:
-            found = read_header(small)
+            found = read_safetensors_header(small)
         except CheckpointError:
             continue
         for name, stored in found.items():  # where a header still holds together, no byte is read twice or from outside
-            assert stored.start + stored.length <= len(content) and stored.read().shape == stored.format.shape, name
-        assert sum(stored.length for stored in found.values()) == sum(stored.length for stored in ours.values())
+            assert stored.start + stored.num_bytes <= len(content) and stored.read().shape == stored.format.shape, name
+        assert sum(stored.num_bytes for stored in found.values()) == sum(stored.num_bytes for stored in ours.values())
 
 
 def header(path: Path, entries: Any, data: int) -> Path:
@@ -134,9 +140,9 @@ def test_a_header_that_does_not_hold_together_is_refused_with_the_reason(
     tmp_path: Path, entries: Any, data: int, complaint: str
 ) -> None:
     with pytest.raises(CheckpointError, match=complaint):
-        read_header(header(tmp_path / "made.safetensors", entries, data))
+        read_safetensors_header(header(tmp_path / "made.safetensors", entries, data))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="gone.safetensors cannot be read: No such file"):
-        read_header(tmp_path / "gone.safetensors")
+        read_safetensors_header(tmp_path / "gone.safetensors")

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.data import TokenizerConfig
-from megatron.core.families.tokenizer_files import folder_tokenizer
+from megatron.core.families.tokenizer_files import tokenizer_settings_of_folder
 from megatron.core.tokenizers.build import build_tokenizer
 from tests.helpers.architecture import ROOT
 
@@ -46,7 +46,7 @@ def test_vocabularies_without_a_tokenizer_json_give_the_ids_of_their_class(
     tmp_path: Path, files: dict[str, str], config: dict[str, Any], theirs: str
 ) -> None:
     place = folder(tmp_path, files, **config)
-    ours = build_tokenizer(TokenizerConfig(**folder_tokenizer(place)))
+    ours = build_tokenizer(TokenizerConfig(**tokenizer_settings_of_folder(place)))
     expected = getattr(transformers, theirs).from_pretrained(
         place, **{"do_lower_case": True, **config} if files is WORDS else {}
     )
@@ -55,7 +55,7 @@ def test_vocabularies_without_a_tokenizer_json_give_the_ids_of_their_class(
 
 def test_a_sentencepiece_model_is_that_of_llama(tmp_path: Path) -> None:
     place = folder(tmp_path, {"tokenizer.model": "demo-llama.model"})
-    ours = build_tokenizer(TokenizerConfig(**folder_tokenizer(place)))
+    ours = build_tokenizer(TokenizerConfig(**tokenizer_settings_of_folder(place)))
     assert type(ours).__name__ == "SentencePieceTokenizer" and ours.tokenize("whale")[0] == ours.bos
 
 
@@ -70,13 +70,16 @@ def test_a_sentencepiece_model_is_that_of_llama(tmp_path: Path) -> None:
 def test_files_of_a_class_that_we_do_not_have_are_not_read_by_another_rule(
     tmp_path: Path, files: dict[str, str], config: dict[str, Any]
 ) -> None:
-    found = folder_tokenizer(folder(tmp_path, files, **config))
+    found = tokenizer_settings_of_folder(folder(tmp_path, files, **config))
     assert found == {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path)}
     with pytest.raises(ConfigError, match="tokenizer.json cannot be read"):
         build_tokenizer(TokenizerConfig(**found))
 
 
 def test_a_tokenizer_json_says_everything_and_a_folder_without_files_nothing(tmp_path: Path) -> None:
-    assert folder_tokenizer(tmp_path) == {}
+    assert tokenizer_settings_of_folder(tmp_path) == {}
     (folder(tmp_path, {**PAIR, **WORDS}) / "tokenizer.json").write_text("{}", encoding="utf-8")
-    assert folder_tokenizer(tmp_path) == {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path)}
+    assert tokenizer_settings_of_folder(tmp_path) == {
+        "tokenizer_type": "HuggingFaceTokenizer",
+        "tokenizer_model": str(tmp_path),
+    }

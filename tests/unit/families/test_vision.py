@@ -14,19 +14,19 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from megatron.core.config.plan import network_layer_plans, partition
-from megatron.core.dist_checkpointing.source import Source
+from megatron.core.config.plan import network_layer_plans, partition_into_stages
+from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf, hf_export
-from megatron.core.families.registry import FAMILIES, model_of
+from megatron.core.families.registry import FAMILIES, model_config_of
 from megatron.core.kernels.table import KernelRequirements, select_kernels
 from megatron.core.models.on_meta import NETWORKS
 from megatron.core.models.vision import IdsWithImages, ImageEmbedder
 from megatron.core.parallel.boxes import whole_box
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
-from megatron.core.parallel.spec import spec_of
-from megatron.core.transformer.build import BuildContext
+from megatron.core.parallel.spec import param_spec_of
+from megatron.core.transformer.build import LayerBuildContext
 
 TOLERANCE = 1e-5  # of the largest value
 SIZES: dict[str, Any] = {
@@ -138,16 +138,16 @@ def with_random_weights(model: transformers.PreTrainedModel) -> transformers.Pre
     return model.eval()
 
 
-def network(source: Source, **changes: Any) -> nn.Module:
+def network(source: CheckpointSource, **changes: Any) -> nn.Module:
     """Our network with the weights of a source. changes: of its settings."""
-    model = model_of({**source.settings, **changes})
+    model = model_config_of({**source.settings, **changes})
     model, mesh = replace(model, padded_vocab_size=model.true_vocab_size), Mesh.single_process()
-    (stage,) = partition(network_layer_plans(model), pp=1)
+    (stage,) = partition_into_stages(network_layer_plans(model), pp=1)
     kernels = select_kernels(KernelRequirements(device="cpu", dtype=torch.float32), {})
-    build = BuildContext(model=model, mesh=mesh, kernels=kernels, streams=RandomStreams.build(mesh, 1))
+    build = LayerBuildContext(model=model, mesh=mesh, kernels=kernels, streams=RandomStreams.build(mesh, 1))
     made = NETWORKS[model.architecture](stage, build).materialize(1)
     for param in made.parameters():
-        spec = spec_of(param)
+        spec = param_spec_of(param)
         param.data.copy_(source.read(f"model.{spec.name}", whole_box(spec.shape)))
     return made.eval()
 
@@ -174,7 +174,7 @@ def test_an_encoder_gives_the_features_of_transformers(
     make: Callable[[], transformers.PreTrainedModel], tmp_path: Path
 ) -> None:
     model = saved(make, tmp_path / "theirs")
-    ours, images = network(hf.open_folder(tmp_path / "theirs")), torch.randn(2, 3, 28, 28)
+    ours, images = network(hf.open_hf_folder(tmp_path / "theirs")), torch.randn(2, 3, 28, 28)
     with torch.no_grad():
         output = model(pixel_values=images)
         if make is vit:
@@ -190,7 +190,7 @@ def test_an_exported_encoder_is_the_one_that_was_read(
     make: Callable[[], transformers.PreTrainedModel], tmp_path: Path
 ) -> None:
     model = saved(make, tmp_path / "theirs")
-    hf_export.export(hf.open_folder(tmp_path / "theirs"), tmp_path / "back")
+    hf_export.export_hf_folder(hf.open_hf_folder(tmp_path / "theirs"), tmp_path / "back")
     again, problems = type(model).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert {name for name in problems["missing_keys"] if "mask_token" not in name} == set()
     theirs, back = (load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "back"))
@@ -206,7 +206,7 @@ def test_positions_are_interpolated_to_another_size_as_in_transformers(
     make: Callable[[], transformers.PreTrainedModel], tmp_path: Path
 ) -> None:
     model = saved(make, tmp_path)
-    ours = network(hf.open_folder(tmp_path, {"img_h": 42, "img_w": 35}), img_h=42, img_w=35)
+    ours = network(hf.open_hf_folder(tmp_path, {"img_h": 42, "img_w": 35}), img_h=42, img_w=35)
     images = torch.randn(2, 3, 42, 35)
     with torch.no_grad():
         assert distance(model(pixel_values=images).last_hidden_state, features(ours, images)) < TOLERANCE
@@ -232,7 +232,7 @@ def test_a_whole_network_gives_the_logits_loss_and_gradients_of_transformers(
     make: Callable[[], transformers.PreTrainedModel], tmp_path: Path
 ) -> None:
     model = saved(make, tmp_path / "theirs")
-    ours = network(hf.open_folder(tmp_path / "theirs"))
+    ours = network(hf.open_hf_folder(tmp_path / "theirs"))
     ids, labels, slots = prompt(ours.build.model.vision.num_image_embeddings)  # type: ignore[union-attr]
     images = torch.randn(2, 3, 28, 28)
     output = model(input_ids=ids, pixel_values=as_given(make, images), labels=labels)
@@ -247,9 +247,9 @@ def test_a_whole_network_gives_the_logits_loss_and_gradients_of_transformers(
     for param in model.parameters():  # their gradients, as a folder of their names
         param.data = torch.zeros_like(param) if param.grad is None else param.grad
     model.save_pretrained(tmp_path / "gradients")
-    gradients = hf.open_folder(tmp_path / "gradients")
+    gradients = hf.open_hf_folder(tmp_path / "gradients")
     for param in ours.parameters():
-        spec = spec_of(param)
+        spec = param_spec_of(param)
         theirs = gradients.read(f"model.{spec.name}", whole_box(spec.shape))
         own = torch.zeros_like(theirs) if param.grad is None else param.grad
         assert float((theirs - own).abs().max()) <= 2 * TOLERANCE * max(float(theirs.abs().max()), 1e-3), spec.name
@@ -270,7 +270,7 @@ def test_a_rank_without_images_gives_every_parameter_a_gradient(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(llava_clip, tmp_path)
-    ours = network(hf.open_folder(tmp_path))
+    ours = network(hf.open_hf_folder(tmp_path))
     _demand_gradients_without_images(ours)
     monkeypatch.setattr(ImageEmbedder, "forward", lambda self, hidden, images, slots: hidden)
     with pytest.raises(AssertionError, match="has no gradient"):
@@ -282,10 +282,10 @@ def test_an_exported_network_gives_the_same_logits(
     make: Callable[[], transformers.PreTrainedModel], tmp_path: Path
 ) -> None:
     model = saved(make, tmp_path / "theirs")
-    folder = hf.open_folder(tmp_path / "theirs")
-    ids, _, _ = prompt(model_of(folder.settings).vision.num_image_embeddings)
+    folder = hf.open_hf_folder(tmp_path / "theirs")
+    ids, _, _ = prompt(model_config_of(folder.settings).vision.num_image_embeddings)
     images = as_given(make, torch.randn(2, 3, 28, 28))
-    hf_export.export(folder, tmp_path / "back")
+    hf_export.export_hf_folder(folder, tmp_path / "back")
     again, problems = type(model).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not problems["missing_keys"] and not problems["unexpected_keys"]
     with torch.no_grad():
@@ -307,10 +307,10 @@ def of_late_transformers_4(name: str) -> str:
 @pytest.mark.parametrize("respell", [of_early_transformers_4, of_late_transformers_4])
 def test_names_of_transformers_4_are_read(respell: Callable[[str], str], tmp_path: Path) -> None:
     saved(llava_clip, tmp_path)
-    today = network(hf.open_folder(tmp_path))
+    today = network(hf.open_hf_folder(tmp_path))
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({respell(name): tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    earlier = network(hf.open_folder(tmp_path))
+    earlier = network(hf.open_hf_folder(tmp_path))
     assert all(torch.equal(a, b) for a, b in zip(today.parameters(), earlier.parameters(), strict=True))
 
 
@@ -319,11 +319,11 @@ def test_a_class_token_that_there_is_not_cannot_be_dropped(tmp_path: Path) -> No
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "vision_feature_select_strategy": "default"}))
     with pytest.raises(CheckpointError, match="vision_feature_select_strategy: 'default' has no counterpart here"):
-        hf.open_folder(tmp_path)
+        hf.open_hf_folder(tmp_path)
 
 
 def test_sizes_that_llava_leaves_out_are_those_of_transformers() -> None:
-    settings, problems = FAMILIES["llava"].config_in(
+    settings, problems = FAMILIES["llava"].settings_from_config(
         {
             "image_token_index": 32000,
             "model_type": "llava",
@@ -344,7 +344,7 @@ def test_sizes_that_llava_leaves_out_are_those_of_transformers() -> None:
 
 
 def test_a_config_as_smolvlm_is_published_is_read_with_what_it_leaves_out() -> None:
-    settings, problems = FAMILIES["idefics3"].config_in(
+    settings, problems = FAMILIES["idefics3"].settings_from_config(
         {
             "architectures": ["Idefics3ForConditionalGeneration"],
             "image_token_id": 49190,
@@ -389,12 +389,12 @@ def test_a_config_as_smolvlm_is_published_is_read_with_what_it_leaves_out() -> N
         }
     )
     assert not problems
-    model = model_of(settings)
+    model = model_config_of(settings)
     assert (model.vision.num_image_embeddings, model.vision.vision_num_layers, model.vision.vision_ffn_hidden_size) == (
         64,
         12,
         3072,
     )
     assert (model.vision.vision_activation, model.num_layers, model.true_vocab_size) == ("gelu_tanh", 30, 49280)
-    encoder, problems = FAMILIES["siglip"].config_in({"model_type": "siglip_vision_model", **WIDE})
+    encoder, problems = FAMILIES["siglip"].settings_from_config({"model_type": "siglip_vision_model", **WIDE})
     assert not problems and encoder["vision_activation"] == "gelu_tanh"  # as transformers', where it is left out

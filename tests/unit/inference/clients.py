@@ -17,10 +17,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.build import ByteTokenizer
 from megatron.inference.engine import Engine
 from megatron.inference.server.app import LOCAL, RequestFilter, build_app
-from megatron.inference.server.chat import Chat
-from megatron.inference.server.run import Server, bind_socket
-from megatron.inference.server.serving import Limits, Serving
-from megatron.inference.service import Service
+from megatron.inference.server.chat import ChatPromptEncoder
+from megatron.inference.server.run import DrainingServer, bind_socket
+from megatron.inference.server.serving import GenerationServing, RequestLimits
+from megatron.inference.service import EngineService
 from tests.unit.inference.serving import engine_of, stages_on
 
 POSITIONS = 256
@@ -60,8 +60,8 @@ class Running:
     """A server in a thread."""
 
     port: int
-    service: Service
-    server: Server
+    service: EngineService
+    server: DrainingServer
     thread: threading.Thread
 
     def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:
@@ -114,19 +114,19 @@ def until(true: Any, seconds: float = 300.0) -> None:
 def serving(
     engine: Engine,
     *,
-    limits: Limits = Limits(),
+    limits: RequestLimits = RequestLimits(),
     token: str = "",
     chat: str = "chatml",
     drain_seconds: float = 30.0,
     **adapters: Any,
 ) -> Iterator[Running]:
     """A server over an engine, which ends as after a signal."""
-    service = Service(engine)
+    service = EngineService(engine)
     service.start()
     sock = bind_socket("127.0.0.1", 0)
     app = build_app(
-        Serving(service, NAME, limits, **adapters),
-        chat=Chat(engine.tokenizer, chat) if chat else None,
+        GenerationServing(service, NAME, limits, **adapters),
+        chat=ChatPromptEncoder(engine.tokenizer, chat) if chat else None,
         token=token,
         hosts=LOCAL,
     )
@@ -137,7 +137,7 @@ def serving(
 @contextmanager
 def running(app: RequestFilter, service: Any, sock: socket.socket, drain_seconds: float = 30.0) -> Iterator[Running]:
     """A server of an app in a thread. service: has been started."""
-    server = Server(app, service, drain_seconds)
+    server = DrainingServer(app, service, drain_seconds)
     thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
     thread.start()
     until(lambda: server.started)

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.inference import InferenceConfig
-from megatron.core.config.stages import stages_of
+from megatron.core.config.stages import pipeline_stages_of
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.inference.engine import Engine
-from megatron.inference.requests import Ids, Request
-from megatron.inference.sampling import Sampling
+from megatron.inference.requests import GenerationRequest, Ids
+from megatron.inference.sampling import SamplingParams
 from tests.helpers import tiny
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 POSITIONS = 64
 BASE: dict[str, Any] = {
     "num_layers": 2,
@@ -106,7 +106,9 @@ def stages_on(world_size: int, vocabulary: int = tiny.VOCABULARY, seed: int = 7,
     unpadded = dataclasses.replace(settings, model=dataclasses.replace(settings.model, padded_vocab_size=None))
     run = tiny.run_of(tiny.with_vocabulary(unpadded, vocabulary))
     return [
-        tiny.gpt(run, spec).materialize(seed).eval() for spec in stages_of(run.config) if spec.rank == run.mesh.pp.rank
+        tiny.gpt(run, spec).materialize(seed).eval()
+        for spec in pipeline_stages_of(run.config)
+        if spec.rank == run.mesh.pp.rank
     ]
 
 
@@ -172,6 +174,6 @@ def slowly(model: GPTModel, prompt: Ids, count: int) -> tuple[list[int], list[fl
     return ids[len(prompt) :], logprobs
 
 
-def greedy(prompt: Ids, count: int, **changes: Any) -> Request:
+def greedy(prompt: Ids, count: int, **changes: Any) -> GenerationRequest:
     """The likeliest continuation of just so many tokens."""
-    return Request(prompt, count, **{"sampling": GREEDY, "ignore_eod": True, **changes})
+    return GenerationRequest(prompt, count, **{"sampling": GREEDY, "ignore_eod": True, **changes})

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.config.adapters import layer_name, linear_layers
+from megatron.core.config.adapters import global_layer_name, linear_layer_shapes
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.adapter import AdapterConfig
@@ -20,7 +20,7 @@ from megatron.core.families.adapter_set import AdapterSet, AdapterWeights
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.inference.engine import Engine
-from megatron.inference.requests import Event, Reply, Request
+from megatron.inference.requests import GenerationEvent, GenerationReply, GenerationRequest
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 from tests.unit.inference.serving import EXPERTS, KINDS, LATENT, engine_of, greedy, prompts, slowly, stages_on
@@ -45,12 +45,12 @@ def adapter_of(model: ModelConfig, config: AdapterConfig, seed: int = 3) -> Adap
         return 0.2 * torch.randn(shape, generator=generator, dtype=torch.float64)
 
     for plan in network_layer_plans(adapted):
-        shapes = linear_layers(adapted, plan)
+        shapes = linear_layer_shapes(adapted, plan)
         for one in plan.adapters:
-            rows = shapes[one.linear].rows(one.part)
+            rows = shapes[one.linear].row_range(one.part)
             first, second = normal(one.rank, shapes[one.linear].inputs), normal(rows[1], one.rank)
             lengths = 2 + normal(rows[1]) if config.dora else None
-            linear = f"{layer_name(adapted, plan)}.{one.linear}"
+            linear = f"{global_layer_name(adapted, plan)}.{one.linear}"
             pairs.append(AdapterWeights(linear, one.part, rows, first, second, one.scale, lengths))
     return AdapterSet("made", adapted, tuple(pairs), {}, {})
 
@@ -98,7 +98,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def answered(changes: dict[str, Any]) -> list[Reply] | None:
+def answered(changes: dict[str, Any]) -> list[GenerationReply] | None:
     """The replies, on the first rank."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     config = InferenceConfig(inference_dynamic_batching_max_tokens=16, inference_max_requests=4)
@@ -157,7 +157,7 @@ def test_speculative_decoding_gives_the_same_tokens(guesser: str) -> None:
 
 def test_an_adapter_goes_when_its_last_request_ends() -> None:
     engine = with_adapters(engine_of(stages_on(1, **LLAMA)[0], max_loras=3))
-    text, events = prompts(1)[0], list[Event]()
+    text, events = prompts(1)[0], list[GenerationEvent]()
     (expected,) = engine.run([greedy(text, 6, adapter="all")])
     engine.submit(greedy(text, 6, adapter="all"), events.append)
     engine.step()
@@ -199,4 +199,4 @@ def test_an_adapter_of_another_network_is_refused() -> None:
         engine.adapters.load("bad", adapter_of(other, ADAPTERS["all"]))
     with pytest.raises(CheckpointError, match="no such linear layer"):
         engine.adapters.load("bad", adapter_of(replace(engine.model, num_layers=3), ADAPTERS["all"]))
-    assert Request((1,), 1, adapter="x").adapter == "x"
+    assert GenerationRequest((1,), 1, adapter="x").adapter == "x"

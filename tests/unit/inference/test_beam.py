@@ -9,7 +9,7 @@ import pytest
 from megatron.core.config.flags import ConfigError
 from megatron.core.models.gpt import GPTModel
 from megatron.inference.beam import BeamFailed, beam_search
-from megatron.inference.requests import Ids, Reply, Request
+from megatron.inference.requests import GenerationReply, GenerationRequest, Ids
 from tests.unit.inference.serving import engine_of, network, scores, stages_on
 
 
@@ -66,7 +66,7 @@ def test_a_narrow_beam_takes_the_steps_of_the_plain_search(width: int) -> None:
 def test_a_search_over_ends_when_nothing_better_can_come() -> None:
     model, asked = network(), []
 
-    def ask(requests: list[Request]) -> list[Reply]:
+    def ask(requests: list[GenerationRequest]) -> list[GenerationReply]:
         asked.append(len(requests))
         return engine_of(model).run(requests)
 
@@ -85,7 +85,7 @@ def test_what_cannot_be_searched_is_refused() -> None:
         beam_search(engine.run, (1,), width=0, num_tokens=2, ends=())
     with pytest.raises(BeamFailed, match="gone"):
         beam_search(
-            lambda requests: [Reply("error", problem="a rank is gone")] * len(requests),
+            lambda requests: [GenerationReply("error", problem="a rank is gone")] * len(requests),
             (1,),
             width=2,
             num_tokens=2,

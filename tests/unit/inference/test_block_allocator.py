@@ -27,12 +27,12 @@ class Texts(RuleBasedStateMachine):
     @rule(ids=TEXTS, more=st.integers(0, 8))
     def come(self, ids: list[int], more: int) -> None:
         """A text takes what is stored of its beginning, and blocks for the rest, where it was promised them if it was."""
-        shared = self.blocks.cached_prefix(ids)
+        shared = self.blocks.share_cached_prefix(ids)
         assert len(shared) * SIZE < len(ids), "its last token is left to be read"
         for place, block in enumerate(shared):
             assert self.stored[block] == tuple(ids[: (place + 1) * SIZE]), "a block of another text was shared"
         table = list(shared)
-        run = self.blocks.reserve(self.blocks.blocks_needed(len(ids) + more) - len(shared), shared)
+        run = self.blocks.reserve_contiguous(self.blocks.blocks_needed(len(ids) + more) - len(shared), shared)
         others = {block for *_, other in self.tables for block in other}
         assert (
             not others & set(run)
@@ -47,7 +47,7 @@ class Texts(RuleBasedStateMachine):
             table.append(self.blocks.allocate(wish) if wish in run else self.blocks.allocate())
             assert table[-1] == wish or wish not in run, "nobody has used it, and it was promised"
             self.stored[table[-1]] = tuple(ids[: len(table) * SIZE])
-        self.blocks.publish(table, ids, known=0, content=b"")
+        self.blocks.cache_full_blocks(table, ids, known=0, content=b"")
         self.tables.append((table, ids, run))
 
     @rule(number=st.integers(0, 20))
@@ -60,7 +60,7 @@ class Texts(RuleBasedStateMachine):
     @rule()
     def forget(self) -> None:
         """The weights change."""
-        self.blocks.clear()
+        self.blocks.clear_prefix_cache()
 
     @invariant()
     def every_block_is_accounted_for(self) -> None:
@@ -83,23 +83,23 @@ def test_the_longest_unused_beginning_is_forgotten_first_and_its_end_before_its_
     first, second = [1, 1, 2, 2, 3], [4, 4, 5]
     for ids in (first, second):
         table = [blocks.allocate() for _ in range(len(ids) // SIZE)]
-        blocks.publish(table, ids, known=0, content=b"")
+        blocks.cache_full_blocks(table, ids, known=0, content=b"")
         blocks.release(table)
     assert (blocks.cached, blocks.available) == (3, 4)
     taken = [blocks.allocate(), blocks.allocate()]  # the free one, then the second block of the first text
     assert blocks.cached == 2
     blocks.release(taken)
-    shared = blocks.cached_prefix(first)
-    assert len(shared) == 1 and len(blocks.cached_prefix(second)) == 1
+    shared = blocks.share_cached_prefix(first)
+    assert len(shared) == 1 and len(blocks.share_cached_prefix(second)) == 1
 
 
 def test_blocks_are_published_as_they_fill() -> None:
     blocks = BlockAllocator(6, SIZE)
     table, ids = [blocks.allocate() for _ in range(3)], [1, 2, 3, 4, 5, 6]
-    content = blocks.publish(table, ids[:3], known=0, content=b"")
-    assert blocks.cached_prefix([*ids, 7]) == table[:1]
-    blocks.publish(table, ids, known=1, content=content)
-    assert blocks.cached_prefix([*ids, 7]) == table
+    content = blocks.cache_full_blocks(table, ids[:3], known=0, content=b"")
+    assert blocks.share_cached_prefix([*ids, 7]) == table[:1]
+    blocks.cache_full_blocks(table, ids, known=1, content=content)
+    assert blocks.share_cached_prefix([*ids, 7]) == table
 
 
 @pytest.mark.parametrize("tokens, count", [(0, 0), (1, 1), (2, 1), (3, 2)])
@@ -110,39 +110,43 @@ def test_so_many_blocks_hold_so_many_tokens(tokens: int, count: int) -> None:
 def test_nothing_is_shared_when_that_is_not_wanted() -> None:
     blocks = BlockAllocator(6, SIZE, sharing=False)
     table = [blocks.allocate(), blocks.allocate()]
-    blocks.publish(table, [1, 2, 3, 4], known=0, content=b"")
-    assert blocks.cached_prefix([1, 2, 3, 4, 5]) == []
+    blocks.cache_full_blocks(table, [1, 2, 3, 4], known=0, content=b"")
+    assert blocks.share_cached_prefix([1, 2, 3, 4, 5]) == []
     blocks.release(table)
     assert (blocks.cached, blocks.available) == (0, 5)
 
 
 def test_texts_are_promised_neighbours_and_stay_out_of_what_others_are_promised() -> None:
     blocks = BlockAllocator(12, SIZE)
-    first, second = blocks.reserve(4), blocks.reserve(4)
-    assert (first, second, blocks.reserve(4)) == (range(1, 5), range(5, 9), range(0))
+    first, second = blocks.reserve_contiguous(4), blocks.reserve_contiguous(4)
+    assert (first, second, blocks.reserve_contiguous(4)) == (range(1, 5), range(5, 9), range(0))
     taken = [blocks.allocate(place) for place in (1, 2, 5)]
     others = [blocks.allocate() for _ in range(3)]
     assert taken == [1, 2, 5] and others == [9, 10, 11], "what nobody was promised goes first"
     assert blocks.allocate() == 3, "then what nobody has used"
     blocks.release(taken[:2], first)
-    assert blocks.reserve(2) == range(1, 3) and blocks.reserve(1) == range(4, 5)
+    assert blocks.reserve_contiguous(2) == range(1, 3) and blocks.reserve_contiguous(1) == range(4, 5)
 
 
 def test_a_text_goes_on_behind_the_beginning_that_it_shares() -> None:
     blocks = BlockAllocator(12, SIZE)
-    run, ids = blocks.reserve(3), [1, 1, 2, 2, 3]
+    run, ids = blocks.reserve_contiguous(3), [1, 1, 2, 2, 3]
     table = [blocks.allocate(place) for place in run]
-    blocks.publish(table, ids, known=0, content=b"")
+    blocks.cache_full_blocks(table, ids, known=0, content=b"")
     blocks.release(table, run)
-    shared = blocks.cached_prefix([*ids[:4], 4, 5])
-    assert shared == [1, 2] and blocks.reserve(4, shared) == range(3, 7)
-    assert blocks.reserve(5, [5]) == range(0), "somebody else was promised what lies behind"
+    shared = blocks.share_cached_prefix([*ids[:4], 4, 5])
+    assert shared == [1, 2] and blocks.reserve_contiguous(4, shared) == range(3, 7)
+    assert blocks.reserve_contiguous(5, [5]) == range(0), "somebody else was promised what lies behind"
 
 
 def test_runs_of_free_blocks_go_before_runs_that_know_something() -> None:
     blocks = BlockAllocator(9, SIZE)
-    table = [blocks.allocate(place) for place in blocks.reserve(4)]
-    blocks.publish(table, [1, 1, 2, 2, 3, 3, 4, 4], known=0, content=b"")
+    table = [blocks.allocate(place) for place in blocks.reserve_contiguous(4)]
+    blocks.cache_full_blocks(table, [1, 1, 2, 2, 3, 3, 4, 4], known=0, content=b"")
     blocks.release(table, range(1, 5))
-    assert blocks.reserve(4) == range(5, 9) and blocks.reserve(3) == range(1, 4) and blocks.cached == 4
-    assert blocks.allocate(2) == 2 and blocks.cached == 3 and blocks.cached_prefix([1, 1, 2, 2, 3]) == [1]
+    assert (
+        blocks.reserve_contiguous(4) == range(5, 9)
+        and blocks.reserve_contiguous(3) == range(1, 4)
+        and blocks.cached == 4
+    )
+    assert blocks.allocate(2) == 2 and blocks.cached == 3 and blocks.share_cached_prefix([1, 1, 2, 2, 3]) == [1]

@@ -16,16 +16,18 @@ from tests.unit.inference.serving import engine_of, greedy, network, prompts, sl
 @pytest.mark.parametrize("place", ["in place", "gathered", "paged"])
 def test_texts_are_the_same_wherever_they_lie(monkeypatch: pytest.MonkeyPatch, place: str, kind: str) -> None:
     if place == "gathered":
-        monkeypatch.setattr(cache, "_pool_views", lambda *_: [])
+        monkeypatch.setattr(cache, "_contiguous_views", lambda *_: [])
     if place == "paged":
-        monkeypatch.setattr(engine_setup, "paged_attention", lambda build, config: paged.attention)
+        monkeypatch.setattr(engine_setup, "choose_paged_attention", lambda build, config: paged.attention)
     monkeypatch.setattr(cache, "_CALL", 0)
     read: Counter[str] = Counter()
-    for way in (cache.CacheGroup, cache._View):
+    for way in (cache.CacheGroup, cache._ContiguousView):
         monkeypatch.setattr(
             way,
-            "keys_and_values",
-            lambda self, *how, old=way.keys_and_values, name=way.__name__: (read.update([name]), old(self, *how))[1],
+            "last_keys_and_values",
+            lambda self, *how, old=way.last_keys_and_values, name=way.__name__: (read.update([name]), old(self, *how))[
+                1
+            ],
         )
     model, texts = network(kind), prompts(6, longest=20)
     settings: dict[str, Any] = {"block": 3, "tokens": 9, "together": 4, "sharing": False}
@@ -34,13 +36,17 @@ def test_texts_are_the_same_wherever_they_lie(monkeypatch: pytest.MonkeyPatch, p
         slowly(model, text, 12 + number)[0] for number, text in enumerate(texts)
     ]
     # Where blocks are read by a kernel, only prompts that begin are attention by another.
-    assert set(read) == {"in place": {"_View"}, "gathered": {"CacheGroup"}, "paged": {"_View"}}[place]
+    assert (
+        set(read) == {"in place": {"_ContiguousView"}, "gathered": {"CacheGroup"}, "paged": {"_ContiguousView"}}[place]
+    )
 
 
 def test_texts_as_long_and_as_far_apart_are_one_view() -> None:
-    spans = [cache.Span(1, 5, blocks) for blocks in ((1, 2, 3), (4, 5, 6), (7, 8, 9))]
-    assert cache._pool_views(spans, 2, 4) == [cache._View(4, 1, 3, 6, 2, 6)]
-    assert cache._pool_views([spans[0], spans[2]], 2, 0) == [cache._View(0, 1, 2, 6, 2, 12)]
-    longer = cache.Span(1, 6, (12, 13, 14, 15))
-    assert [view.rows for view in cache._pool_views([longer, *spans], 2, 0)] == [1, 3]
-    assert cache._pool_views([*spans, cache.Span(1, 5, (12, 14, 15))], 2, 0) == [], "one of them is scattered"
+    spans = [cache.SequenceSpan(1, 5, blocks) for blocks in ((1, 2, 3), (4, 5, 6), (7, 8, 9))]
+    assert cache._contiguous_views(spans, 2, 4) == [cache._ContiguousView(4, 1, 3, 6, 2, 6)]
+    assert cache._contiguous_views([spans[0], spans[2]], 2, 0) == [cache._ContiguousView(0, 1, 2, 6, 2, 12)]
+    longer = cache.SequenceSpan(1, 6, (12, 13, 14, 15))
+    assert [view.rows for view in cache._contiguous_views([longer, *spans], 2, 0)] == [1, 3]
+    assert cache._contiguous_views([*spans, cache.SequenceSpan(1, 5, (12, 14, 15))], 2, 0) == [], (
+        "one of them is scattered"
+    )

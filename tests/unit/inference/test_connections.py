@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("fastapi", reason="fastapi is not installed; the extra `server` brings it")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed; the extra `server` brings it")
 
-from megatron.inference.server.serving import Limits
+from megatron.inference.server.serving import RequestLimits
 from tests.unit.inference.clients import Running, bytes_engine, serving, until
 
 HEADERS = (
@@ -66,7 +66,7 @@ def rest(client: socket.socket) -> bytes:
 )
 def test_who_says_half_of_something_is_closed(said: bytes, answer: bytes) -> None:
     with (
-        serving(bytes_engine(), limits=Limits(header_seconds=0.2, read_seconds=0.2)) as server,
+        serving(bytes_engine(), limits=RequestLimits(header_seconds=0.2, read_seconds=0.2)) as server,
         connected(server, said) as (client,),
     ):
         found = rest(client)
@@ -75,7 +75,7 @@ def test_who_says_half_of_something_is_closed(said: bytes, answer: bytes) -> Non
 
 
 def test_three_hundred_half_sent_headers_keep_nobody_out() -> None:
-    limits = Limits(connections=8, header_seconds=EVER)
+    limits = RequestLimits(connections=8, header_seconds=EVER)
     with serving(bytes_engine(), limits=limits) as server, connected(server, *[HEADERS] * 300) as clients:
         assert server.ask("GET", "/health").status == 200
         assert server.complete(prompt="a", max_tokens=2).status == 200
@@ -84,7 +84,7 @@ def test_three_hundred_half_sent_headers_keep_nobody_out() -> None:
 
 
 def test_where_all_wait_for_answers_a_new_connection_is_told_to_come_again() -> None:
-    limits = Limits(connections=2, header_seconds=EVER, read_seconds=EVER)
+    limits = RequestLimits(connections=2, header_seconds=EVER, read_seconds=EVER)
     with (
         serving(bytes_engine(), limits=limits) as server,
         connected(server, HEADERS + b"\r\n", HEADERS + b"\r\n") as calls,

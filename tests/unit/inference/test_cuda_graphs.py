@@ -11,9 +11,9 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.kernels import paged
 from megatron.inference import cuda_graphs, engine_setup
-from megatron.inference.requests import Event, Request
-from megatron.inference.sampling import Sampling
-from megatron.inference.service import Service
+from megatron.inference.requests import GenerationEvent, GenerationRequest
+from megatron.inference.sampling import SamplingParams
+from megatron.inference.service import EngineService
 from tests.helpers import repeats
 from tests.unit.inference.serving import KINDS, engine_of, greedy, network, prompts, slowly, stages_on
 
@@ -22,15 +22,15 @@ from tests.unit.inference.serving import KINDS, engine_of, greedy, network, prom
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Steps are recorded by the stand-in; the shapes, as they are recorded."""
     shapes: list[tuple[int, int]] = []
-    old = cuda_graphs.CapturedGraphs.capture
+    old = cuda_graphs.DecodingGraphs.capture
 
-    def noting(self: cuda_graphs.CapturedGraphs, shape: tuple[int, int]) -> None:
+    def noting(self: cuda_graphs.DecodingGraphs, shape: tuple[int, int]) -> None:
         shapes.append(shape)
         self._record = repeats.record
         old(self, shape)
 
-    monkeypatch.setattr(cuda_graphs.CapturedGraphs, "capture", noting)
-    monkeypatch.setattr(cuda_graphs, "unsupported_reason", lambda _: "")
+    monkeypatch.setattr(cuda_graphs.DecodingGraphs, "capture", noting)
+    monkeypatch.setattr(cuda_graphs, "graph_capture_obstacle", lambda _: "")
     monkeypatch.setattr(cuda_graphs, "_FEWEST_KEYS", 16)
     return shapes
 
@@ -53,10 +53,10 @@ def test_recorded_steps_are_the_recomputation_of_the_whole_text(recorded: list[t
 def test_drawn_tokens_and_scores_are_the_same_recorded_or_not(recorded: list[tuple[int, int]]) -> None:
     model = network()
     asked = [
-        Request(
+        GenerationRequest(
             text,
             14,
-            Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.2),
+            SamplingParams(temperature=0.9, top_p=0.9, repetition_penalty=1.2),
             seed=number,
             ignore_eod=True,
             logprobs=True,
@@ -88,7 +88,7 @@ def test_the_shape_longest_unused_is_recorded_anew(recorded: list[tuple[int, int
 def test_tables_of_blocks_need_one_graph_for_each_number_of_rows(
     recorded: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(engine_setup, "paged_attention", lambda build, config: paged.attention)
+    monkeypatch.setattr(engine_setup, "choose_paged_attention", lambda build, config: paged.attention)
     engine, texts, messages = engine_of(network(kind), together=5, block=3), prompts(7), list[str]()
     engine.capture_all_graphs(messages.append)
     assert recorded == [(rows, 66) for rows in (8, 4, 2, 1)], "tables for the longest text"
@@ -102,12 +102,12 @@ def test_tables_of_blocks_need_one_graph_for_each_number_of_rows(
 def test_no_request_waits_for_a_capture(recorded: list[tuple[int, int]]) -> None:
     texts, during, ended = prompts(3, shortest=3, longest=3), list[int](), threading.Semaphore(0)
 
-    def listen(event: Event) -> None:
+    def listen(event: GenerationEvent) -> None:
         during.append(len(recorded))
         if event.reply is not None:
             ended.release()
 
-    service = Service(engine_of(network()))
+    service = EngineService(engine_of(network()))
     for text in texts:
         service.submit(greedy(text, 6), listen)
     with service:
@@ -124,7 +124,7 @@ def test_no_request_waits_for_a_capture(recorded: list[tuple[int, int]]) -> None
 
 
 def test_steps_over_pipeline_stages_or_without_a_gpu_are_not_recorded() -> None:
-    assert cuda_graphs.unsupported_reason([network()]) == "there is no GPU"
+    assert cuda_graphs.graph_capture_obstacle([network()]) == "there is no GPU"
     with pytest.raises(
         ConfigError, match="--inference-dynamic-batching-num-cuda-graphs 4 cannot be had: there is no GPU; leave it out"
     ):

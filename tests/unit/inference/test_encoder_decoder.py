@@ -12,9 +12,9 @@ from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.models.t5 import T5Model
 from megatron.core.tokenizers.build import NullTokenizer
-from megatron.inference.encoder_decoder import EncoderDecoder
-from megatron.inference.requests import Reply, Request
-from megatron.inference.sampling import Sampling
+from megatron.inference.encoder_decoder import EncoderDecoderEngine
+from megatron.inference.requests import GenerationReply, GenerationRequest
+from megatron.inference.sampling import SamplingParams
 from megatron.training.checkpoint.inference_model import ModelKind, load_network
 from tests.helpers.world import Worlds
 from tests.unit.inference.published_t5 import KINDS, WORDS, published
@@ -23,7 +23,7 @@ from tests.unit.inference.serving import greedy, prompts
 NEW = 16
 
 
-def decoder(folder: Path, changes: dict[str, int] | None = None, together: int = 3) -> EncoderDecoder:
+def decoder(folder: Path, changes: dict[str, int] | None = None, together: int = 3) -> EncoderDecoderEngine:
     """The same in our stages, on the CPU."""
     loaded = load_network(
         str(folder),
@@ -32,7 +32,7 @@ def decoder(folder: Path, changes: dict[str, int] | None = None, together: int =
         parallel=ParallelConfig(**(changes or {})),
         device=torch.device("cpu"),
     )
-    return EncoderDecoder(
+    return EncoderDecoderEngine(
         loaded.stages, NullTokenizer(WORDS), InferenceConfig(inference_max_requests=together), start=0
     )
 
@@ -62,7 +62,7 @@ def test_texts_are_those_of_the_published_programme_token_for_token(tmp_path: Pa
     assert len({token for reply in replies for token in reply.ids}) > 8, "texts of few words prove little"
 
 
-def answered(folder: Path, changes: dict[str, int]) -> list[Reply] | None:
+def answered(folder: Path, changes: dict[str, int]) -> list[GenerationReply] | None:
     """The replies to greedy and warm requests, on the first rank."""
     engine = decoder(folder, changes)
     if not engine.mesh.world.is_first:
@@ -70,10 +70,10 @@ def answered(folder: Path, changes: dict[str, int]) -> list[Reply] | None:
         return None
     replies = engine.run(
         [
-            Request(
+            GenerationRequest(
                 text,
                 4 + number,
-                Sampling(0.8 * (number % 2), repetition_penalty=1.2),
+                SamplingParams(0.8 * (number % 2), repetition_penalty=1.2),
                 seed=number,
                 ignore_eod=number > 2,
             )
@@ -101,7 +101,8 @@ def test_the_answers_do_not_depend_on_the_layout(
 def test_a_text_does_not_depend_on_what_else_is_decoded(tmp_path: Path) -> None:
     published(tmp_path, "first")
     requests = [
-        Request(text, 5 + number, Sampling(0.9), seed=number, ignore_eod=True) for number, text in enumerate(prompts(5))
+        GenerationRequest(text, 5 + number, SamplingParams(0.9), seed=number, ignore_eod=True)
+        for number, text in enumerate(prompts(5))
     ]
     together, alone = decoder(tmp_path, together=5).run(requests), decoder(tmp_path, together=1).run(requests)
     assert [reply.ids for reply in together] == [reply.ids for reply in alone] and len(

@@ -14,8 +14,8 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.inference.engine import Engine
-from megatron.inference.requests import Busy, Event, Reply, Request
-from megatron.inference.sampling import Sampling
+from megatron.inference.requests import EngineBusyError, GenerationEvent, GenerationReply, GenerationRequest
+from megatron.inference.sampling import SamplingParams
 from tests.helpers import tiny
 from tests.unit.inference.serving import (
     KINDS,
@@ -31,7 +31,7 @@ from tests.unit.inference.serving import (
 )
 
 TIGHT = {"block": 3, "tokens": 7, "together": 4}  # prompts are read in pieces, and texts cross many blocks
-WARM = Sampling(temperature=0.9, top_p=0.95)
+WARM = SamplingParams(temperature=0.9, top_p=0.95)
 
 
 def near(found: list[float | None], expected: list[float]) -> None:
@@ -97,13 +97,14 @@ def test_a_prompt_of_more_places_than_are_scored_at_once_is_scored_whole() -> No
 
 @pytest.mark.parametrize(
     "sampling",
-    [WARM, replace(WARM, repetition_penalty=1.3), Sampling(top_k=8, min_p=0.02)],
+    [WARM, replace(WARM, repetition_penalty=1.3), SamplingParams(top_k=8, min_p=0.02)],
     ids=["top-p", "penalty", "min-p"],
 )
-def test_a_text_does_not_depend_on_what_else_is_decoded(sampling: Sampling) -> None:
+def test_a_text_does_not_depend_on_what_else_is_decoded(sampling: SamplingParams) -> None:
     model = network()
     requests = [
-        Request(text, 5 + 3 * number, sampling, seed=number, ignore_eod=True) for number, text in enumerate(prompts(10))
+        GenerationRequest(text, 5 + 3 * number, sampling, seed=number, ignore_eod=True)
+        for number, text in enumerate(prompts(10))
     ]
     together = [reply.ids for reply in engine_of(model, together=6, tokens=16).run(requests)]
     alone = [engine_of(model).run([request])[0].ids for request in requests]
@@ -112,7 +113,7 @@ def test_a_text_does_not_depend_on_what_else_is_decoded(sampling: Sampling) -> N
 
 
 def test_the_same_seed_draws_the_same_and_another_draws_something_else() -> None:
-    engine, request = engine_of(network()), Request((3, 1, 4), 16, Sampling(), seed=5, ignore_eod=True)
+    engine, request = engine_of(network()), GenerationRequest((3, 1, 4), 16, SamplingParams(), seed=5, ignore_eod=True)
     state = torch.get_rng_state()
     one, again, other = engine.run([request, request, replace(request, seed=6)])
     assert one.ids == again.ids != other.ids and one.seed == 5
@@ -120,7 +121,7 @@ def test_the_same_seed_draws_the_same_and_another_draws_something_else() -> None
 
 
 def test_requests_without_a_seed_draw_differently_and_say_with_what() -> None:
-    engine, request = engine_of(network()), Request((3, 1, 4), 16, Sampling(), ignore_eod=True)
+    engine, request = engine_of(network()), GenerationRequest((3, 1, 4), 16, SamplingParams(), ignore_eod=True)
     one, other = engine.run([request, request])
     assert one.ids != other.ids
     assert engine.run([replace(request, seed=one.seed)])[0].ids == one.ids
@@ -132,7 +133,10 @@ def test_padded_ids_are_never_drawn() -> None:
     drawn = [
         token
         for reply in engine_of(model).run(
-            [Request((3,), 60, Sampling(temperature=1e6), seed=seed, ignore_eod=True) for seed in range(6)]
+            [
+                GenerationRequest((3,), 60, SamplingParams(temperature=1e6), seed=seed, ignore_eod=True)
+                for seed in range(6)
+            ]
         )
         for token in reply.ids
     ]
@@ -142,7 +146,7 @@ def test_padded_ids_are_never_drawn() -> None:
 def test_blocks_that_run_short_make_the_last_wait_and_change_no_text() -> None:
     model = network()
     requests = [
-        Request(text, 30, WARM, seed=number, ignore_eod=True, prompt_logprobs=number == 2, logprobs=True)
+        GenerationRequest(text, 30, WARM, seed=number, ignore_eod=True, prompt_logprobs=number == 2, logprobs=True)
         for number, text in enumerate(prompts(6, shortest=10, longest=20))
     ]
     expected = engine_of(model).run(requests)
@@ -219,8 +223,8 @@ def test_forgotten_beginnings_are_read_anew() -> None:
     assert reply.cached_tokens == 0
 
 
-def heard(engine: Engine, request: Request) -> tuple[int, list[Event]]:
-    events: list[Event] = []
+def heard(engine: Engine, request: GenerationRequest) -> tuple[int, list[GenerationEvent]]:
+    events: list[GenerationEvent] = []
     return engine.submit(request, events.append), events
 
 
@@ -304,7 +308,7 @@ def test_a_line_does_not_end_with_a_colon_if_that_is_asked_for() -> None:
 
 def test_repeated_tokens_are_penalized_by_the_published_formula() -> None:
     model, penalty = network(), 1.4
-    (reply,) = engine_of(model).run([greedy((3, 1, 4), 12, sampling=Sampling(0.0, repetition_penalty=penalty))])
+    (reply,) = engine_of(model).run([greedy((3, 1, 4), 12, sampling=SamplingParams(0.0, repetition_penalty=penalty))])
     ids = [3, 1, 4]
     for _ in range(12):
         with torch.no_grad():
@@ -325,19 +329,21 @@ def test_repeated_tokens_are_penalized_by_the_published_formula() -> None:
 @pytest.mark.parametrize(
     "request_, words",
     [
-        (lambda: Request((1,) * POSITIONS, 2), "more than the 64 positions"),
-        (lambda: Request((1, 99), 2), "[99] are no ids of the network's 50"),
-        (lambda: Request((), 2), "a prompt has no tokens"),
-        (lambda: Request((1,), 0), "no new tokens and no log-probabilities"),
-        (lambda: Request((1,), 1, top_logprobs=2), "named with log-probabilities only"),
-        (lambda: Request((1,), 1, stop_words=("",)), "a stop word is empty"),
-        (lambda: Request((1,), 1, seed=-1), "seed -1 is negative"),
-        (lambda: Request((1,), 1, Sampling(temperature=float("nan"))), "temperature nan"),
-        (lambda: Request((1,), 1, Sampling(top_p_decay=0.5)), "need a top-p"),
+        (lambda: GenerationRequest((1,) * POSITIONS, 2), "more than the 64 positions"),
+        (lambda: GenerationRequest((1, 99), 2), "[99] are no ids of the network's 50"),
+        (lambda: GenerationRequest((), 2), "a prompt has no tokens"),
+        (lambda: GenerationRequest((1,), 0), "no new tokens and no log-probabilities"),
+        (lambda: GenerationRequest((1,), 1, top_logprobs=2), "named with log-probabilities only"),
+        (lambda: GenerationRequest((1,), 1, stop_words=("",)), "a stop word is empty"),
+        (lambda: GenerationRequest((1,), 1, seed=-1), "seed -1 is negative"),
+        (lambda: GenerationRequest((1,), 1, SamplingParams(temperature=float("nan"))), "temperature nan"),
+        (lambda: GenerationRequest((1,), 1, SamplingParams(top_p_decay=0.5)), "need a top-p"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_served_is_refused_with_the_reason(request_: Callable[[], Request], words: str) -> None:
+def test_what_cannot_be_served_is_refused_with_the_reason(
+    request_: Callable[[], GenerationRequest], words: str
+) -> None:
     engine = engine_of(network())
     with pytest.raises(ConfigError) as caught:
         engine.submit(request_(), lambda _: None)
@@ -369,7 +375,7 @@ def test_too_many_waiting_requests_are_turned_away() -> None:
     engine = engine_of(network(), together=2, waiting=3)
     for _ in range(5):
         engine.submit(greedy((1,), 2), lambda _: None)
-    with pytest.raises(Busy):
+    with pytest.raises(EngineBusyError):
         engine.submit(greedy((1,), 2), lambda _: None)
     engine.step()
     engine.submit(greedy((1,), 2), lambda _: None)
@@ -439,7 +445,7 @@ def test_logits_that_are_no_numbers_are_an_error_of_the_request() -> None:
     model = stages_on(1)[0]
     with torch.no_grad():
         model.decoder.final_layernorm.weight.fill_(float("nan"))
-    (reply,) = engine_of(model).run([Request((1, 2), 4, Sampling(), seed=1)])
+    (reply,) = engine_of(model).run([GenerationRequest((1, 2), 4, SamplingParams(), seed=1)])
     assert reply.reason == "error" and "not finite" in reply.problem
 
 
@@ -467,16 +473,16 @@ def test_a_default_cache_holds_all_requests_at_their_longest() -> None:
     assert engine_of(network(), together=3, block=16, length=20).metrics().blocks == 3 * 2
 
 
-def reply_of(model: GPTModel, request: Request, **settings: Any) -> Reply:
+def reply_of(model: GPTModel, request: GenerationRequest, **settings: Any) -> GenerationReply:
     return engine_of(model, **settings).run([request])[0]
 
 
 def test_top_p_shrinks_after_every_token_down_to_its_bound() -> None:
     model = network()
-    sampling = Sampling(temperature=3.0, top_p=0.9, top_p_decay=0.5, top_p_bound=0.1)
-    reply = reply_of(model, Request((3, 1), 12, sampling, seed=4, ignore_eod=True))
+    sampling = SamplingParams(temperature=3.0, top_p=0.9, top_p_decay=0.5, top_p_bound=0.1)
+    reply = reply_of(model, GenerationRequest((3, 1), 12, sampling, seed=4, ignore_eod=True))
     limits = [max(0.9 * 0.5**number, 0.1) for number in range(12)]
-    assert [sampling.for_token(number).top_p for number in range(12)] == pytest.approx(limits)
+    assert [sampling.params_for_token(number).top_p for number in range(12)] == pytest.approx(limits)
     for number, token in enumerate(reply.ids):
         shares = (scores(model, (3, 1, *reply.ids[:number]))[-1] / 3.0).softmax(-1)
         assert float(shares[shares > shares[token]].sum()) < limits[number], (

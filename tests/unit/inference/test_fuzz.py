@@ -14,7 +14,7 @@ pytest.importorskip("fastapi", reason="fastapi is not installed; the extra `serv
 pytest.importorskip("uvicorn", reason="uvicorn is not installed; the extra `server` brings it")
 
 from megatron.inference.server import openai, put_api
-from megatron.inference.server.serving import Limits
+from megatron.inference.server.serving import RequestLimits
 from tests.unit.inference.clients import Answer, Running, bytes_engine, serving
 
 GOOD: dict[str, dict[str, Any]] = {
@@ -44,7 +44,7 @@ QUICK = settings(
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     """One for all bodies; at the end it has nothing left of them."""
-    limits = Limits(body_bytes=BODY_BYTES, prompts=4, new_tokens=8, read_seconds=5.0)
+    limits = RequestLimits(body_bytes=BODY_BYTES, prompts=4, new_tokens=8, read_seconds=5.0)
     with serving(bytes_engine(together=8, block=8), limits=limits) as running:
         yield running
         running.settle()

@@ -12,7 +12,7 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer
 from megatron.inference.engine import Engine
 from megatron.inference.generate import generate_continuation, generate_texts
-from megatron.inference.sampling import Sampling
+from megatron.inference.sampling import SamplingParams
 from tests.helpers import tiny
 from tests.unit.inference.serving import GREEDY, engine_of, network, stages_on
 
@@ -58,7 +58,7 @@ def test_a_text_longer_than_the_positions_slides(length: int) -> None:
 
 
 def test_a_text_that_slides_draws_on_with_its_seed() -> None:
-    warm = Sampling(temperature=0.8)
+    warm = SamplingParams(temperature=0.8)
     found = generate_continuation(engine(), [3, 1, 4], num_tokens=40, sampling=warm, ends=False, seed=4)
     assert found[:14] == generate_continuation(engine(), [3, 1, 4], num_tokens=14, sampling=warm, ends=False, seed=4)
     assert found == generate_continuation(engine(), [3, 1, 4], num_tokens=40, sampling=warm, ends=False, seed=4)
@@ -92,9 +92,9 @@ def test_a_text_is_continued_as_text(name: str, count: int) -> None:
 
 def test_texts_decoded_together_are_those_decoded_alone() -> None:
     asked, prompts = engine_of(network(vocabulary=257), ByteTokenizer()), ["a", "", "abcdef", "x" * 70]
-    together = generate_texts(asked, prompts, num_tokens=10, sampling=Sampling(0.8), seed=3)
+    together = generate_texts(asked, prompts, num_tokens=10, sampling=SamplingParams(0.8), seed=3)
     assert together == [
-        generate_texts(asked, [prompt], num_tokens=10, sampling=Sampling(0.8), seed=3)[0] for prompt in prompts
+        generate_texts(asked, [prompt], num_tokens=10, sampling=SamplingParams(0.8), seed=3)[0] for prompt in prompts
     ]
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("uvicorn", reason="uvicorn is not installed; the extra `serv
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.build import ByteTokenizer
-from megatron.inference.server.chat import Chat
+from megatron.inference.server.chat import ChatPromptEncoder
 from tests.unit.inference.clients import POSITIONS, Running, serving
 from tests.unit.inference.serving import HYBRID, engine_of, slowly, stages_on
 
@@ -38,7 +38,7 @@ def server() -> Iterator[Running]:
 def test_a_conversation_is_answered_whole_and_as_a_stream_from_the_states_of_the_first(server: Running) -> None:
     messages = [{"role": "user", "content": "What is kept of a text whose layers have states?"}]
     asked = {"messages": messages, "max_tokens": 12, "temperature": 0}
-    ids = Chat(ByteTokenizer(), "chatml").encode(messages)
+    ids = ChatPromptEncoder(ByteTokenizer(), "chatml").encode_messages(messages)
     whole = server.converse(**asked).json
     assert whole["choices"][0]["message"]["content"] == text_of(ids, 12)
     stream = server.converse(**asked, stream=True, stream_options={"include_usage": True}).text

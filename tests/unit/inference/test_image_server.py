@@ -15,10 +15,10 @@ pytest.importorskip("uvicorn", reason="uvicorn is not installed; the extra `serv
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.build import ByteTokenizer
-from megatron.inference.image_prompts import KEPT_FILES, ImagePrompts
-from megatron.inference.requests import Request
-from megatron.inference.sampling import Sampling
-from megatron.inference.server.serving import Limits
+from megatron.inference.image_prompts import KEPT_FILES, ImagePromptWriter
+from megatron.inference.requests import GenerationRequest
+from megatron.inference.sampling import SamplingParams
+from megatron.inference.server.serving import RequestLimits
 from tests.unit.datasets.test_images import bomb, content, picture
 from tests.unit.inference.clients import Running, bytes_engine, serving
 from tests.unit.inference.serving import engine_of, stages_on
@@ -49,9 +49,11 @@ def server() -> Iterator[Running]:
     """A server of a network that reads images."""
     model = network()
     engine = engine_of(model, ByteTokenizer())
-    prompts = ImagePrompts.from_model(model.build.model, engine.tokenizer, {"sft_tokenizer_prompt_format": "chatml"})
+    prompts = ImagePromptWriter.from_model(
+        model.build.model, engine.tokenizer, {"sft_tokenizer_prompt_format": "chatml"}
+    )
     engine.image_prompts = replace(prompts, options=replace(prompts.options, max_pixels=10_000, max_bytes=90_000))
-    with serving(engine, limits=Limits(body_bytes=400_000, images=2)) as running:
+    with serving(engine, limits=RequestLimits(body_bytes=400_000, images=2)) as running:
         yield running
 
 
@@ -77,11 +79,11 @@ def test_an_image_in_a_chat_is_answered_as_the_engine_answers_it(server: Running
     answers = set()
     for size in ((20, 30), (30, 20)):
         file = content(picture(*size))
-        ids, images = engine.image_prompts.write([{"role": "user", "content": "<image>What?"}], [file])
+        ids, images = engine.image_prompts.encode_prompt([{"role": "user", "content": "<image>What?"}], [file])
         answer = said(server, parts("What?", file), logprobs=True, top_logprobs=2)
         assert answer.status == 200, answer
         score = answer.json["choices"][0]["logprobs"]["content"][0]["logprob"]
-        request = Request(ids, 8, Sampling(0.0), images=images, logprobs=True)
+        request = GenerationRequest(ids, 8, SamplingParams(0.0), images=images, logprobs=True)
         (reply,) = engine_of(network(), ByteTokenizer()).run([request])
         assert answer.json["usage"]["prompt_tokens"] == len(ids)
         assert score == pytest.approx(reply.tokens[0].logprob, abs=1e-6)
@@ -136,9 +138,12 @@ def test_files_that_come_again_are_not_unpacked_again(server: Running) -> None:
     prompts.cache.clear()
     files = [content(picture(9, 10 + number)) for number in range(KEPT_FILES + 2)]
     messages = [{"role": "user", "content": "<image>"}]
-    first = prompts.write(messages, [files[0]])[1]
+    first = prompts.encode_prompt(messages, [files[0]])[1]
     kept = next(iter(prompts.cache.values()))
-    assert prompts.write(messages, [files[0]])[1].digest == first.digest and next(iter(prompts.cache.values())) is kept
+    assert (
+        prompts.encode_prompt(messages, [files[0]])[1].digest == first.digest
+        and next(iter(prompts.cache.values())) is kept
+    )
     for file in files:
-        prompts.write(messages, [file])
+        prompts.encode_prompt(messages, [file])
     assert len(prompts.cache) == KEPT_FILES

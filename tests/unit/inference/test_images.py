@@ -19,9 +19,9 @@ from megatron.core.datasets.indexed import DataError
 from megatron.core.families import hf
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer, build_tokenizer
 from megatron.inference.engine import Engine
-from megatron.inference.image_prompts import ImagePrompts
-from megatron.inference.requests import Request
-from megatron.inference.samples import continuations, read_questions
+from megatron.inference.image_prompts import ImagePromptWriter
+from megatron.inference.requests import GenerationRequest
+from megatron.inference.samples import generate_continuation_texts, read_image_questions
 from megatron.inference.step_input import PromptImages
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
@@ -49,10 +49,10 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """transformers' LLaVA, and ours with the same weights."""
     folder = tmp_path_factory.mktemp("llava")
     model = saved(llava_clip, folder)
-    return model, network(hf.open_folder(folder))
+    return model, network(hf.open_hf_folder(folder))
 
 
-def requests(model: Any, count: int = 3) -> list[Request]:
+def requests(model: Any, count: int = 3) -> list[GenerationRequest]:
     """Prompts with one or two images, each its own."""
     rows, random = model.build.model.vision.num_image_embeddings, np.random.default_rng(1)
     made = []
@@ -63,7 +63,7 @@ def requests(model: Any, count: int = 3) -> list[Request]:
     return made
 
 
-def said(model: Any, request: Request) -> list[int]:
+def said(model: Any, request: GenerationRequest) -> list[int]:
     """What transformers says."""
     ids = torch.tensor([request.prompt])
     assert request.images is not None
@@ -108,12 +108,12 @@ def test_a_network_that_reads_no_images_refuses_them(both: tuple[Any, Any]) -> N
 def test_a_prompt_is_written_as_conversations_are_in_training(both: tuple[Any, Any]) -> None:
     model = both[1].build.model
     tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="ByteTokenizer"))
-    prompts = ImagePrompts.from_model(model, tokenizer, {"sft_tokenizer_prompt_format": "plain"}, "llama2")
+    prompts = ImagePromptWriter.from_model(model, tokenizer, {"sft_tokenizer_prompt_format": "plain"}, "llama2")
     messages = [{"role": "user", "content": "<image>What?"}]
     with pytest.raises(DataError, match="says <image> 1 times, and there are 0 images"):
-        prompts.write(messages, [])
-    chat = ImagePrompts.from_model(model, tokenizer, {"sft_tokenizer_prompt_format": "llama2"})
-    ids, images = chat.write(messages, [content(picture(20, 30))])
+        prompts.encode_prompt(messages, [])
+    chat = ImagePromptWriter.from_model(model, tokenizer, {"sft_tokenizer_prompt_format": "llama2"})
+    ids, images = chat.encode_prompt(messages, [content(picture(20, 30))])
     text = "".join(
         "#" if slot >= 0 else tokenizer.detokenize([token]) for token, slot in zip(ids, images.slots, strict=True)
     )
@@ -172,22 +172,22 @@ def test_answers_about_images_do_not_depend_on_the_layout(world: Worlds, layout:
 def test_answers_during_training_are_counted(tmp_path: Path) -> None:
     stages = stages_on(1, 257, **{**SEEING, "max_position_embeddings": 64, "seq_length": 64})
     tokenizer = ByteTokenizer()
-    written = ImagePrompts.from_model(stages[0].build.model, tokenizer, {"sft_tokenizer_prompt_format": "plain"})
+    written = ImagePromptWriter.from_model(stages[0].build.model, tokenizer, {"sft_tokenizer_prompt_format": "plain"})
     (tmp_path / "a.png").write_bytes(content(picture(20, 30)))
     row = {"messages": [{"role": "user", "content": "<image>"}], "images": ["a.png"]}
     limits: dict[str, Any] = {"num_tokens": 4, "positions": 64, "temperature": 0.0, "seed": 1}
     path = tmp_path / "questions.jsonl"
     path.write_text(json.dumps(row))
-    (answer,) = continuations(stages, tokenizer, read_questions(str(path), written, None, **limits))
+    (answer,) = generate_continuation_texts(stages, tokenizer, read_image_questions(str(path), written, None, **limits))
     rows = [{**row, "references": ["no", f" {answer} "]}, {**row, "references": ["other"]}, row]
     path.write_text("\n".join(map(json.dumps, rows)))
-    questions = read_questions(str(path), written, None, **limits)
-    answers = continuations(stages, tokenizer, questions)
-    assert answers == [answer] * 3 and questions.count_correct(answers) == (1, 2)
+    questions = read_image_questions(str(path), written, None, **limits)
+    answers = generate_continuation_texts(stages, tokenizer, questions)
+    assert answers == [answer] * 3 and questions.count_exact_matches(answers) == (1, 2)
     for wrong, reason in (({**row, "images": ["b.png"]}, "cannot be opened"), ({"prompt": "x"}, "messages")):
         path.write_text(json.dumps(wrong))
         with pytest.raises(ConfigError, match=f"line 1 is no question about images.*{reason}"):
-            read_questions(str(path), written, None, **limits)
+            read_image_questions(str(path), written, None, **limits)
     path.write_text(json.dumps(row))
     with pytest.raises(ConfigError, match="more than the 3 positions"):
-        read_questions(str(path), written, None, **{**limits, "positions": 7})
+        read_image_questions(str(path), written, None, **{**limits, "positions": 7})

@@ -13,8 +13,8 @@ from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.inference import cuda_graphs
 from megatron.inference.engine import Engine
-from megatron.inference.requests import Reply, Request
-from megatron.inference.sampling import Sampling
+from megatron.inference.requests import GenerationReply, GenerationRequest
+from megatron.inference.sampling import SamplingParams
 from tests.helpers import repeats, tiny
 from tests.helpers.world import Worlds
 from tests.unit.inference.serving import EXPERTS, HYBRID, LATENT, prompts, stages_on
@@ -63,13 +63,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def requests() -> list[Request]:
+def requests() -> list[GenerationRequest]:
     """Greedy and warm ones, some scored, some long enough to be read in pieces."""
     asked = []
     for number, text in enumerate(prompts(9, longest=24)):
-        sampling = Sampling(0.0) if number % 2 else Sampling(0.9, top_p=0.9, repetition_penalty=1.1)
+        sampling = SamplingParams(0.0) if number % 2 else SamplingParams(0.9, top_p=0.9, repetition_penalty=1.1)
         asked.append(
-            Request(
+            GenerationRequest(
                 text,
                 6 + number,
                 sampling,
@@ -83,7 +83,7 @@ def requests() -> list[Request]:
     return asked
 
 
-def answered(changes: dict[str, Any], guesses: int = 0) -> list[Reply] | None:
+def answered(changes: dict[str, Any], guesses: int = 0) -> list[GenerationReply] | None:
     """The replies, on the first rank."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     stages = stages_on(size, **{**NETWORK, **changes})
@@ -97,7 +97,7 @@ def answered(changes: dict[str, Any], guesses: int = 0) -> list[Reply] | None:
     engine.heartbeat()
     replies = engine.run(requests())
     assert engine.metrics().blocks_used == 0
-    if engine.mesh.device.type == "cuda" and not cuda_graphs.unsupported_reason(stages):
+    if engine.mesh.device.type == "cuda" and not cuda_graphs.graph_capture_obstacle(stages):
         graphs = engine.runner.networks[0].captured_graphs
         assert graphs is not None and (graphs.num_captured or guesses), "steps are captured wherever they can be"
     engine.close()
@@ -108,14 +108,14 @@ LAYOUT = ("_parallel_size", "_per_pipeline_rank", "sequence_parallel", "_dispatc
 
 
 @cache
-def serial(name: str) -> list[Reply]:
+def serial(name: str) -> list[GenerationReply]:
     """The replies of one process for the network of a layout."""
     replies = answered({setting: value for setting, value in LAYOUTS[name][1].items() if not setting.endswith(LAYOUT)})
     assert replies is not None and len({token for reply in replies for token in reply.ids}) > 10
     return replies
 
 
-def same(found: list[Reply], expected: list[Reply]) -> None:
+def same(found: list[GenerationReply], expected: list[GenerationReply]) -> None:
     for one, other in zip(found, expected, strict=True):
         assert (one.ids, one.reason, one.text) == (other.ids, other.reason, other.text)
         for said, right in zip((*one.prompt, *one.tokens), (*other.prompt, *other.tokens), strict=True):
@@ -137,18 +137,18 @@ def test_a_draft_changes_no_answer_under_a_layout(world: Worlds, name: str) -> N
     same(world(size).run(answered, changes, changes.get("mtp_num_layers", 2))[0], serial(name))
 
 
-def captured(changes: dict[str, Any]) -> tuple[list[Reply] | None, int]:
+def captured(changes: dict[str, Any]) -> tuple[list[GenerationReply] | None, int]:
     """The replies, on the first rank, of steps that are captured where they can be; and how many shapes were."""
-    shapes, old = list[tuple[int, int]](), cuda_graphs.CapturedGraphs.capture
+    shapes, old = list[tuple[int, int]](), cuda_graphs.DecodingGraphs.capture
 
-    def noting(self: cuda_graphs.CapturedGraphs, shape: tuple[int, int]) -> None:
+    def noting(self: cuda_graphs.DecodingGraphs, shape: tuple[int, int]) -> None:
         shapes.append(shape)
         self._record = repeats.record
         old(self, shape)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_graphs, "unsupported_reason", lambda stages: "")
-        patch.setattr(cuda_graphs.CapturedGraphs, "capture", noting)
+        patch.setattr(cuda_graphs, "graph_capture_obstacle", lambda stages: "")
+        patch.setattr(cuda_graphs.DecodingGraphs, "capture", noting)
         patch.setattr(cuda_graphs, "_FEWEST_KEYS", 64)
         return answered(changes), len(shapes)
 

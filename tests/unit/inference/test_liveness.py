@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron.core.parallel.mesh import Mesh
-from megatron.inference.liveness import RankLiveness, accept_ranks, watch_ranks
-from megatron.inference.service import Service, Stopped
+from megatron.inference.liveness import RankLiveness, accept_rank_connections, watch_ranks
+from megatron.inference.service import EngineService, ServiceStoppedError
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 from tests.unit.inference.serving import engine_of, greedy, network
@@ -36,7 +36,7 @@ def watched() -> Iterator[tuple[RankLiveness, socket.socket]]:
         assert not watching.is_alive()
 
 
-def wait_for(service: Service) -> str:
+def wait_for(service: EngineService) -> str:
     """What a service fails of."""
     end = time.monotonic() + 300
     while not service.failure and time.monotonic() < end:
@@ -45,33 +45,33 @@ def wait_for(service: Service) -> str:
 
 
 def test_a_service_without_work_ends_when_a_rank_is_lost() -> None:
-    with watched() as (liveness, rank), Service(engine_of(network()), liveness) as service:
+    with watched() as (liveness, rank), EngineService(engine_of(network()), liveness) as service:
         assert service.submit_and_wait([greedy((3, 1, 4), 2)])[0].reason == "length" and service.failure == ""
         rank.close()
         assert wait_for(service) == f"{NAME} has ended"
-        with pytest.raises(Stopped, match="has ended"):
+        with pytest.raises(ServiceStoppedError, match="has ended"):
             service.submit(greedy((3, 1, 4), 2))
 
 
 def test_the_lost_rank_explains_a_pass_that_fails() -> None:
     engine = engine_of(network())
-    with watched() as (liveness, rank), Service(engine, liveness) as service:
+    with watched() as (liveness, rank), EngineService(engine, liveness) as service:
 
         def broken(*_: Any) -> None:
             threading.Timer(0.1, rank.close).start()  # the news may come after the failure
             raise RuntimeError("Connection closed by peer")
 
         engine.runner.launch = broken  # type: ignore[method-assign]
-        reply = service.submit(greedy((3, 1, 4), 2)).reply()
+        reply = service.submit(greedy((3, 1, 4), 2)).wait_for_reply()
         assert reply.reason == "error" and reply.problem == f"{NAME} has ended" == wait_for(service)
 
 
 def test_ranks_that_leave_after_the_end_are_not_lost() -> None:
     with watched() as (liveness, rank):
-        with Service(engine_of(network()), liveness) as service:
+        with EngineService(engine_of(network()), liveness) as service:
             pass
         rank.close()
-        while not liveness.lost:
+        while not liveness.lost_rank_text:
             time.sleep(0.001)
         assert service.failure == ""
 
@@ -89,7 +89,7 @@ def test_a_stranger_is_no_rank() -> None:
 
     with ExitStack() as stack:
         threading.Thread(target=join).start()
-        assert list(accept_ranks(2, told.append, stack).values()) == ["rank 1"]
+        assert list(accept_rank_connections(2, told.append, stack).values()) == ["rank 1"]
 
 
 def called(leaves: bool) -> str:

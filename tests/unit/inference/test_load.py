@@ -18,8 +18,8 @@ import pytest
 pytest.importorskip("fastapi", reason="fastapi is not installed; the extra `server` brings it")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed; the extra `server` brings it")
 
-from megatron.inference.requests import Reply, Request
-from megatron.inference.sampling import Sampling
+from megatron.inference.requests import GenerationReply, GenerationRequest
+from megatron.inference.sampling import SamplingParams
 from tests.unit.inference.clients import Running, bytes_engine, serving
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -33,7 +33,7 @@ class Case:
     kind: str
     path: str
     body: dict[str, Any]
-    requests: tuple[Request, ...] = ()
+    requests: tuple[GenerationRequest, ...] = ()
 
 
 def cases(count: int) -> list[Case]:
@@ -43,12 +43,12 @@ def cases(count: int) -> list[Case]:
         kind = KINDS[number % len(KINDS)]
         prompt = f"{number:03d}" * chance.randint(1, 12)
         length, seed, greedy = chance.randint(1, 24), 10 * number, chance.random() < 0.3
-        sampling = Sampling(0.0 if greedy else 1.0, top_p=0.9)
+        sampling = SamplingParams(0.0 if greedy else 1.0, top_p=0.9)
         usual = {"temperature": 0 if greedy else 1, "top_p": 0.9, "seed": seed}
         asked = {"prompt": prompt, "max_tokens": length, **usual}
 
-        def request(text: str, place: int = 0, **changes: Any) -> Request:
-            return Request(tuple(text.encode()), length, sampling, seed + place, **changes)
+        def request(text: str, place: int = 0, **changes: Any) -> GenerationRequest:
+            return GenerationRequest(tuple(text.encode()), length, sampling, seed + place, **changes)
 
         if kind == "api":
             body = {
@@ -57,9 +57,10 @@ def cases(count: int) -> list[Case]:
                 "random_seed": seed,
                 **({"top_k": 1} if greedy else {"top_p": 0.9}),
             }
-            one = Sampling(1.0, top_k=1) if greedy else sampling
+            one = SamplingParams(1.0, top_k=1) if greedy else sampling
             requests = tuple(
-                Request(tuple(text.encode()), length, one, seed + place) for place, text in enumerate(body["prompts"])
+                GenerationRequest(tuple(text.encode()), length, one, seed + place)
+                for place, text in enumerate(body["prompts"])
             )
             found.append(Case(kind, "/api", body, requests))
         elif kind == "several":
@@ -155,7 +156,7 @@ def loaded(count: int, **engine: Any) -> None:
         server.settle()
         after = counts(server)
     alone = iter(bytes_engine().run([request for case in asking for request in case.requests]))
-    expected: list[list[Reply]] = [[next(alone) for _ in case.requests] for case in asking]
+    expected: list[list[GenerationReply]] = [[next(alone) for _ in case.requests] for case in asking]
     for number, (case, replies) in enumerate(zip(asking, expected, strict=True)):
         wanted = {"bad": 400, "leaves": "left", "leaves stream": "left"}.get(
             case.kind, [reply.text for reply in replies]
@@ -164,7 +165,7 @@ def loaded(count: int, **engine: Any) -> None:
     tally(asking, expected, after)
 
 
-def tally(asking: list[Case], expected: list[list[Reply]], after: dict[str, float]) -> None:
+def tally(asking: list[Case], expected: list[list[GenerationReply]], after: dict[str, float]) -> None:
     """/metrics agrees with what was asked; those who left may have been heard or not."""
     kinds = Counter(case.kind for case in asking)
     gone = kinds["leaves"] + kinds["leaves stream"]

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("fastapi", reason="fastapi is not installed; the extra `server` brings it")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed; the extra `server` brings it")
 
-from megatron.inference.requests import Request
-from megatron.inference.sampling import Sampling
+from megatron.inference.requests import GenerationRequest
+from megatron.inference.sampling import SamplingParams
 from tests.helpers.chromium import Page, browser, program
 from tests.unit.inference.clients import Running, bytes_engine, serving, until
 
@@ -59,7 +59,9 @@ def test_a_prompt_is_continued_and_tokens_tell_their_chances(page: Page) -> None
     page.until("document.getElementById('model').textContent.startsWith('tiny, 256 positions')")
     ask(page, "abc", max_tokens=12, temperature=0)
     page.until("!document.getElementById('go').disabled && document.querySelectorAll('.token').length")
-    (reply,) = bytes_engine().run([Request(tuple(b"abc"), 12, Sampling(0.0), logprobs=True, top_logprobs=5)])
+    (reply,) = bytes_engine().run(
+        [GenerationRequest(tuple(b"abc"), 12, SamplingParams(0.0), logprobs=True, top_logprobs=5)]
+    )
     assert page.ask("document.getElementById('answer').textContent") == "abc" + reply.text
     assert page.ask("document.getElementById('tip').hidden")
     place = page.ask("[...document.querySelectorAll('.token')].findIndex(token => /^\\w$/.test(token.textContent))")

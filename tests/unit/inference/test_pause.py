@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.core.models.gpt import GPTModel
-from megatron.inference.requests import Event
+from megatron.inference.requests import GenerationEvent
 from tests.unit.inference.serving import BASE, HYBRID, KINDS, engine_of, greedy, prompts, slowly, stages_on
 
 NEW = 12
@@ -24,7 +24,7 @@ def go_on(case: str, *, pauses: bool) -> tuple[list[bool], GPTModel]:
     changes, settings = CASES[case]
     (model,), (other,) = stages_on(1, **{**BASE, **changes}), stages_on(1, seed=8, **{**BASE, **changes})
     engine, texts = engine_of(model, **settings), prompts(5, shortest=9, longest=20)
-    events: list[list[Event]] = [[] for _ in texts]
+    events: list[list[GenerationEvent]] = [[] for _ in texts]
     for text, heard in zip(texts, events, strict=True):
         engine.submit(greedy(text, NEW, logprobs=True), heard.append)
     for _ in range(5):
@@ -34,7 +34,7 @@ def go_on(case: str, *, pauses: bool) -> tuple[list[bool], GPTModel]:
     if pauses:
         engine.pause()
         assert not engine.step() and engine.metrics().blocks_used == engine.metrics().blocks_kept == 0
-        late: list[Event] = []
+        late: list[GenerationEvent] = []
         engine.submit(greedy(texts[0], NEW, logprobs=True), late.append)
         texts, known, events = [*texts, texts[0]], [*known, []], [*events, late]
         assert not engine.step() and not late and engine.metrics().running == 0

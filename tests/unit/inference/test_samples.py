@@ -16,8 +16,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer
 from megatron.inference.cache import KVCache
-from megatron.inference.samples import Prompts, continuations, read_prompts
-from megatron.inference.sampling import Sampling
+from megatron.inference.samples import EvaluationPrompts, generate_continuation_texts, read_prompts
+from megatron.inference.sampling import SamplingParams
 from megatron.training.evaluate import evaluation_mode
 from megatron.training.step import train_step
 from tests.helpers import tiny
@@ -65,33 +65,35 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def prompts(**changes: Any) -> Prompts:
+def prompts(**changes: Any) -> EvaluationPrompts:
     """Some, of which the likeliest continuation is asked for."""
-    return Prompts(
+    return EvaluationPrompts(
         **{
             "texts": TEXTS,
             "ids": tuple(tuple(map(int, text.split())) for text in TEXTS),
             "num_tokens": 6,
-            "sampling": Sampling(0.0),
+            "sampling": SamplingParams(0.0),
             "seed": 5,
             **changes,
         }
     )
 
 
-def stretch(changes: dict[str, Any], samples: Prompts | None) -> tuple[list[float], list[Any], list[list[str]]]:
+def stretch(
+    changes: dict[str, Any], samples: EvaluationPrompts | None
+) -> tuple[list[float], list[Any], list[list[str]]]:
     """On every rank: losses of three steps (sums and counts) and the weights after them; what was said after each step, if anything is asked."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(size, **{**MODEL, **changes})))
     losses, said = list[float](), list[list[str]]()
     for _ in range(3):
         step = train_step(
-            trainer, tiny.batches(trainer.run, trainer.progress.iteration)
+            trainer, tiny.short_run_batches(trainer.run, trainer.progress.iteration)
         )  # which may leave weights on their way
         losses += collectives.all_reduce(step.losses["lm loss"].double(), trainer.run.mesh.world).tolist()
         if samples is not None:
             with evaluation_mode(trainer):
-                said.append(continuations(trainer.stages, WORDS, samples))
+                said.append(generate_continuation_texts(trainer.stages, WORDS, samples))
     for parallel in trainer.parallels:
         parallel.finish_gather()
     return losses, held_weights(trainer), said
@@ -113,7 +115,7 @@ def likeliest(model: GPTModel) -> list[str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_does_not_notice_samples(kind: str) -> None:
-    plain, watched = stretch(KINDS[kind], None), stretch(KINDS[kind], prompts(sampling=Sampling(1.0)))
+    plain, watched = stretch(KINDS[kind], None), stretch(KINDS[kind], prompts(sampling=SamplingParams(1.0)))
     assert watched[0] == plain[0] and same(watched[1], plain[1])
     assert len(watched[2]) == 3 and watched[2][0] != watched[2][2], "a network that has learnt says something else"
 
@@ -131,7 +133,7 @@ def test_samples_are_what_the_network_says_and_leave_no_memory_behind() -> None:
     gc.disable()
     try:
         with evaluation_mode(trainer):
-            found = continuations(trainer.stages, WORDS, prompts())
+            found = generate_continuation_texts(trainer.stages, WORDS, prompts())
             expected = likeliest(trainer.stages[0])
         assert pools() <= before, "the cache is still there"
     finally:
@@ -153,7 +155,7 @@ def test_prompts_are_lines_and_what_cannot_be_continued_is_refused(tmp_path: Pat
     settings: dict[str, Any] = {"num_tokens": 6, "positions": 10, "temperature": 0.5, "seed": 5}
     (tmp_path / "good").write_text("3 1 4\n\n  \n7\n")
     found = read_prompts(str(tmp_path / "good"), WORDS, **settings)
-    assert found == Prompts(("3 1 4", "7"), ((3, 1, 4), (7,)), 6, Sampling(0.5), 5)
+    assert found == EvaluationPrompts(("3 1 4", "7"), ((3, 1, 4), (7,)), 6, SamplingParams(0.5), 5)
     for text, said in (
         ("\n", "has no prompts"),
         ("1\n3 1 4 1 5\n", "line 2: 5 tokens and --eval-generate-tokens 6 are more than the 10"),

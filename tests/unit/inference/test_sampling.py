@@ -11,11 +11,11 @@ from torch import Tensor
 
 from megatron.core.config.flags import ConfigError
 from megatron.inference.sampling import (
-    Sampling,
+    SamplingParams,
     apply_repetition_penalty,
-    draw,
-    probabilities,
-    sample_at,
+    draw_tokens,
+    sample_by_uniform_numbers,
+    sampling_probabilities,
     uniform_random,
 )
 
@@ -29,7 +29,7 @@ def softmax(values: list[float]) -> list[float]:
     return [power / sum(powers) for power in powers]
 
 
-def reserved(sampling: Sampling) -> list[float]:
+def reserved(sampling: SamplingParams) -> list[float]:
     """The distribution of LOGITS under these settings, from its definition, in plain Python."""
     values = [value / sampling.temperature for value in LOGITS.tolist()]
     order = sorted(range(len(values)), key=lambda token: -values[token])
@@ -58,41 +58,41 @@ def chi_squared(counts: list[int], shares: list[float]) -> tuple[float, int]:
     return sum(terms), len(terms) - 1
 
 
-def picked(sampling: Sampling, seed: int = 1) -> list[int]:
+def picked(sampling: SamplingParams, seed: int = 1) -> list[int]:
     """How often each token came, by a request's own numbers."""
     numbers = [uniform_random(seed, number) for number in range(DRAWS)]
     return torch.bincount(
-        sample_at(LOGITS.expand(DRAWS, -1), [sampling] * DRAWS, numbers), minlength=len(LOGITS)
+        sample_by_uniform_numbers(LOGITS.expand(DRAWS, -1), [sampling] * DRAWS, numbers), minlength=len(LOGITS)
     ).tolist()
 
 
-def drawn(sampling: Sampling, seed: int = 1) -> list[int]:
+def drawn(sampling: SamplingParams, seed: int = 1) -> list[int]:
     """How often each token came, by a generator."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = draw(LOGITS.expand(DRAWS, -1), sampling, generator)
+    tokens = draw_tokens(LOGITS.expand(DRAWS, -1), sampling, generator)
     return torch.bincount(tokens, minlength=len(LOGITS)).tolist()
 
 
 SETTINGS = [
-    Sampling(),
-    Sampling(temperature=0.5),
-    Sampling(temperature=2.0),
-    Sampling(top_k=3),
-    Sampling(top_k=2, temperature=3.0),
-    Sampling(top_p=0.7),
-    Sampling(top_p=0.35),
-    Sampling(top_p=0.99, temperature=1.5),
-    Sampling(top_k=5, top_p=0.8),
-    Sampling(min_p=0.2),
-    Sampling(min_p=0.5, temperature=2.0),
-    Sampling(top_k=6, top_p=0.9, min_p=0.3),
+    SamplingParams(),
+    SamplingParams(temperature=0.5),
+    SamplingParams(temperature=2.0),
+    SamplingParams(top_k=3),
+    SamplingParams(top_k=2, temperature=3.0),
+    SamplingParams(top_p=0.7),
+    SamplingParams(top_p=0.35),
+    SamplingParams(top_p=0.99, temperature=1.5),
+    SamplingParams(top_k=5, top_p=0.8),
+    SamplingParams(min_p=0.2),
+    SamplingParams(min_p=0.5, temperature=2.0),
+    SamplingParams(top_k=6, top_p=0.9, min_p=0.3),
 ]
 
 
 @pytest.mark.parametrize("source", [picked, drawn])
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
 def test_draws_follow_the_distribution_that_the_settings_promise(
-    sampling: Sampling, source: Callable[[Sampling], list[int]]
+    sampling: SamplingParams, source: Callable[[SamplingParams], list[int]]
 ) -> None:
     shares, counts = reserved(sampling), source(sampling)
     assert all(count == 0 for count, share in zip(counts, shares, strict=True) if share == 0), counts
@@ -103,47 +103,56 @@ def test_draws_follow_the_distribution_that_the_settings_promise(
 
 
 def test_the_chi_squared_test_can_tell_settings_apart() -> None:
-    for wrong in (Sampling(temperature=1.1), Sampling(top_k=6), Sampling(top_p=0.97)):
+    for wrong in (SamplingParams(temperature=1.1), SamplingParams(top_k=6), SamplingParams(top_p=0.97)):
         for source in (picked, drawn):
-            statistic, freedom = chi_squared(source(wrong), reserved(Sampling()))
+            statistic, freedom = chi_squared(source(wrong), reserved(SamplingParams()))
             assert statistic > 5 * freedom, wrong
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-def test_probabilities_are_the_definition(sampling: Sampling) -> None:
+def test_probabilities_are_the_definition(sampling: SamplingParams) -> None:
     torch.testing.assert_close(
-        probabilities(LOGITS.double(), sampling), torch.tensor(reserved(sampling), dtype=torch.float64)
+        sampling_probabilities(LOGITS.double(), sampling), torch.tensor(reserved(sampling), dtype=torch.float64)
     )
 
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(temperature=0.0), Sampling(top_k=1), Sampling(top_k=1, top_p=0.9, temperature=0.0), Sampling(top_p=1e-9)],
+    [
+        SamplingParams(temperature=0.0),
+        SamplingParams(top_k=1),
+        SamplingParams(top_k=1, top_p=0.9, temperature=0.0),
+        SamplingParams(top_p=1e-9),
+    ],
     ids=str,
 )
-def test_greedy_takes_the_likeliest_whatever_the_seed(sampling: Sampling) -> None:
+def test_greedy_takes_the_likeliest_whatever_the_seed(sampling: SamplingParams) -> None:
     rows = torch.randn(50, 11, generator=torch.Generator().manual_seed(3))
     for seed in range(3):
-        assert torch.equal(draw(rows, sampling, torch.Generator().manual_seed(seed)), rows.argmax(dim=-1))
+        assert torch.equal(draw_tokens(rows, sampling, torch.Generator().manual_seed(seed)), rows.argmax(dim=-1))
 
 
 def test_a_tie_of_the_likeliest_is_one_token_when_greedy() -> None:
-    assert probabilities(torch.tensor([1.0, 1.0, 0.0]), Sampling(temperature=0.0)).tolist() == [1.0, 0.0, 0.0]
+    assert sampling_probabilities(torch.tensor([1.0, 1.0, 0.0]), SamplingParams(temperature=0.0)).tolist() == [
+        1.0,
+        0.0,
+        0.0,
+    ]
 
 
 def test_limits_that_reach_everything_are_none() -> None:
-    plain = probabilities(LOGITS, Sampling())
-    for sampling in (Sampling(top_k=7), Sampling(top_k=100), Sampling(top_p=1.0)):
-        assert torch.equal(probabilities(LOGITS, sampling), plain)
+    plain = sampling_probabilities(LOGITS, SamplingParams())
+    for sampling in (SamplingParams(top_k=7), SamplingParams(top_k=100), SamplingParams(top_p=1.0)):
+        assert torch.equal(sampling_probabilities(LOGITS, sampling), plain)
 
 
 def test_rows_are_drawn_by_themselves() -> None:
     rows: Tensor = torch.full((4, 4), -100.0) + 200.0 * torch.eye(4)[[2, 0, 3, 1]]
-    assert draw(rows, Sampling(), torch.Generator().manual_seed(0)).tolist() == [2, 0, 3, 1]
+    assert draw_tokens(rows, SamplingParams(), torch.Generator().manual_seed(0)).tolist() == [2, 0, 3, 1]
 
 
 def test_a_seed_gives_the_same_draws_again() -> None:
-    assert drawn(Sampling(), seed=5) == drawn(Sampling(), seed=5) != drawn(Sampling(), seed=6)
+    assert drawn(SamplingParams(), seed=5) == drawn(SamplingParams(), seed=5) != drawn(SamplingParams(), seed=6)
 
 
 @pytest.mark.parametrize("bins", [7, 100])
@@ -170,42 +179,53 @@ def test_neighbouring_numbers_of_a_text_and_of_seeds_are_independent() -> None:
 
 @pytest.mark.parametrize("number", [0.0, 0.3, 0.7, 1.0 - 2.0**-52])
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-def test_a_token_is_where_the_number_falls_in_the_running_sum(sampling: Sampling, number: float) -> None:
+def test_a_token_is_where_the_number_falls_in_the_running_sum(sampling: SamplingParams, number: float) -> None:
     shares = reserved(sampling)
-    token = int(sample_at(LOGITS[None].double(), [sampling], [number]))
+    token = int(sample_by_uniform_numbers(LOGITS[None].double(), [sampling], [number]))
     assert shares[token] > 0 and sum(shares[:token]) <= number + 1e-12 and number < sum(shares[: token + 1]) + 1e-12
 
 
 @pytest.mark.parametrize("number", [0.0, 1.0 - 2.0**-52])
-@pytest.mark.parametrize("sampling", [Sampling(top_k=2), Sampling(top_p=0.3), Sampling(min_p=0.9)], ids=str)
-def test_no_number_falls_on_a_token_that_is_left_out(sampling: Sampling, number: float) -> None:
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(top_k=2), SamplingParams(top_p=0.3), SamplingParams(min_p=0.9)], ids=str
+)
+def test_no_number_falls_on_a_token_that_is_left_out(sampling: SamplingParams, number: float) -> None:
     rows = torch.tensor([[0.0, 0.0, 5.0, 5.1, 0.0, 0.0]])
-    assert probabilities(rows, sampling)[0, int(sample_at(rows, [sampling], [number]))] > 0
+    assert sampling_probabilities(rows, sampling)[0, int(sample_by_uniform_numbers(rows, [sampling], [number]))] > 0
 
 
 def test_rows_are_picked_each_with_its_own_settings() -> None:
-    settings = [Sampling(0.0), Sampling(top_k=2), Sampling(0.0), Sampling(0.5), Sampling(top_k=2)]
+    settings = [
+        SamplingParams(0.0),
+        SamplingParams(top_k=2),
+        SamplingParams(0.0),
+        SamplingParams(0.5),
+        SamplingParams(top_k=2),
+    ]
     rows = torch.randn(5, 11, generator=torch.Generator().manual_seed(3))
     numbers = [uniform_random(1, place) for place in range(5)]
     alone = [
-        int(sample_at(rows[place : place + 1], settings[place : place + 1], numbers[place : place + 1]))
+        int(sample_by_uniform_numbers(rows[place : place + 1], settings[place : place + 1], numbers[place : place + 1]))
         for place in range(5)
     ]
-    assert sample_at(rows, settings, numbers).tolist() == alone
+    assert sample_by_uniform_numbers(rows, settings, numbers).tolist() == alone
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_rows_that_are_no_numbers_have_no_token_and_spoil_no_other(bad: float) -> None:
     rows = torch.stack((LOGITS, LOGITS.index_fill(0, torch.tensor([2]), bad), LOGITS))
-    for sampling in (Sampling(0.0), Sampling(), Sampling(top_k=3, top_p=0.9)):
-        first, none, last = sample_at(rows, [sampling] * 3, [0.5] * 3).tolist()
+    for sampling in (SamplingParams(0.0), SamplingParams(), SamplingParams(top_k=3, top_p=0.9)):
+        first, none, last = sample_by_uniform_numbers(rows, [sampling] * 3, [0.5] * 3).tolist()
         assert none == -1 and first == last >= 0
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-45, 1e-10])
 def test_the_coldest_draw_is_the_likeliest_token(temperature: float) -> None:
     logits = torch.randn(2, 257, dtype=torch.float64)
-    assert sample_at(logits, [Sampling(temperature)] * 2, [0.0, 0.999]).tolist() == logits.argmax(dim=-1).tolist()
+    assert (
+        sample_by_uniform_numbers(logits, [SamplingParams(temperature)] * 2, [0.0, 0.999]).tolist()
+        == logits.argmax(dim=-1).tolist()
+    )
 
 
 def test_the_penalty_moves_logits_of_seen_tokens_down() -> None:
@@ -227,4 +247,4 @@ def test_the_penalty_moves_logits_of_seen_tokens_down() -> None:
 )
 def test_settings_that_mean_nothing_are_refused(changes: dict[str, float], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        Sampling(**changes)
+        SamplingParams(**changes)

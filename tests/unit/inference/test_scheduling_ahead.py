@@ -10,11 +10,11 @@ import torch
 
 from megatron.inference import engine as engines
 from megatron.inference.engine import Engine
-from megatron.inference.requests import Event, Reply, Request
-from megatron.inference.sampling import Sampling
+from megatron.inference.requests import GenerationEvent, GenerationReply, GenerationRequest
+from megatron.inference.sampling import SamplingParams
 from tests.unit.inference.serving import engine_of, gigabytes, greedy, network, prompts
 
-WARM = Sampling(temperature=0.9, top_p=0.95)
+WARM = SamplingParams(temperature=0.9, top_p=0.95)
 
 
 @pytest.fixture
@@ -33,14 +33,16 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return counts
 
 
-def both(kind: str, asked: list[Request], **settings: Any) -> tuple[list[Reply], list[Reply], Engine]:
+def both(
+    kind: str, asked: list[GenerationRequest], **settings: Any
+) -> tuple[list[GenerationReply], list[GenerationReply], Engine]:
     """(replies when steps are scheduled ahead, replies step by step, the engine of the first)."""
     model = network(kind)
     looking = engine_of(model, **settings)
     return (looking.run(asked), engine_of(model, inference_async_scheduling=False, **settings).run(asked), looking)
 
 
-def same(found: list[Reply], expected: list[Reply]) -> None:
+def same(found: list[GenerationReply], expected: list[GenerationReply]) -> None:
     for one, other in zip(found, expected, strict=True):
         assert (one.ids, one.reason, one.text) == (other.ids, other.reason, other.text)
         assert (one.end is None) == (other.end is None)
@@ -49,13 +51,13 @@ def same(found: list[Reply], expected: list[Reply]) -> None:
             assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
 
 
-def mixed(count: int = 12) -> list[Request]:
+def mixed(count: int = 12) -> list[GenerationRequest]:
     """Greedy and warm ones, of many lengths; some end with a token or a word, some are scored, some alter logits by what was said."""
     asked = []
     for number, text in enumerate(prompts(count, longest=24)):
-        sampling = Sampling(0.0) if number % 2 else WARM
+        sampling = SamplingParams(0.0) if number % 2 else WARM
         asked.append(
-            Request(
+            GenerationRequest(
                 text,
                 5 + 2 * number,
                 replace(sampling, repetition_penalty=1.2) if number == 7 else sampling,
@@ -88,7 +90,10 @@ def test_mixed_batches_say_the_same(ahead: dict[str, int], kind: str, settings: 
 
 def test_blocks_that_run_short_make_the_last_wait_all_the_same(ahead: dict[str, int]) -> None:
     texts = prompts(6, shortest=10, longest=20)
-    asked = [Request(text, 30, WARM, seed=number, ignore_eod=True, logprobs=True) for number, text in enumerate(texts)]
+    asked = [
+        GenerationRequest(text, 30, WARM, seed=number, ignore_eod=True, logprobs=True)
+        for number, text in enumerate(texts)
+    ]
     settings = {"block": 4, "together": 6, "gb": gigabytes(network(), 80)}
     found, expected, engine = both("rope", asked, **settings)
     same(found, expected)
@@ -107,7 +112,7 @@ def test_beginnings_are_shared_and_what_followed_the_end_of_a_text_is_in_none(ah
 
 
 def test_requests_that_come_while_a_step_is_computed_join_the_next_one(ahead: dict[str, int]) -> None:
-    engine, events = engine_of(network(), together=3), dict[int, list[Event]]()
+    engine, events = engine_of(network(), together=3), dict[int, list[GenerationEvent]]()
     texts = prompts(5)
     for number, text in enumerate(texts):
         events[number] = []
@@ -124,7 +129,7 @@ def test_requests_that_come_while_a_step_is_computed_join_the_next_one(ahead: di
 
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_who_is_cancelled_while_a_step_is_computed_says_what_it_has(ahead: dict[str, int], steps: int) -> None:
-    engine, events, others = engine_of(network()), list[Event](), list[Event]()
+    engine, events, others = engine_of(network()), list[GenerationEvent](), list[GenerationEvent]()
     ticket = engine.submit(greedy(tuple(range(12)), 20), events.append)
     engine.submit(greedy((3, 1, 4), 12), others.append)
     for _ in range(steps):

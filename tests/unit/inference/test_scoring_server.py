@@ -16,13 +16,13 @@ pytest.importorskip("uvicorn", reason="uvicorn is not installed; the extra `serv
 from megatron.core.datasets.conversations import ConversationEncoder
 from megatron.core.tokenizers.build import ByteTokenizer
 from megatron.inference import score_service
-from megatron.inference.requests import Busy, Ids
+from megatron.inference.requests import EngineBusyError, Ids
 from megatron.inference.score_service import ScoreService
 from megatron.inference.server.app import LOCAL
 from megatron.inference.server.run import bind_socket
 from megatron.inference.server.scoring import ScoringServing, build_scoring_app
-from megatron.inference.server.serving import Limits
-from megatron.inference.service import Stopped
+from megatron.inference.server.serving import RequestLimits
+from megatron.inference.service import ServiceStoppedError
 from tests.unit.inference.clients import Running, running, until
 
 NAME, POSITIONS = "judge", 100
@@ -48,7 +48,7 @@ def scoring(
     """A server whose network gives the score of a function."""
     service = ScoreService(score)
     service.start()
-    serving = ScoringServing(service, NAME, ids_of, POSITIONS, writes_chat, Limits(**limits))
+    serving = ScoringServing(service, NAME, ids_of, POSITIONS, writes_chat, RequestLimits(**limits))
     app = build_scoring_app(serving, token=token, hosts=LOCAL)
     with running(app, service, bind_socket("127.0.0.1", 0)) as server:
         yield server
@@ -138,13 +138,13 @@ def test_texts_that_wait_are_scored_together_up_to_a_limit(monkeypatch: pytest.M
     first = service.submit([(1, 2)])
     until(lambda: seen)
     waiting = [service.submit([(1,)] * count) for count in (2, 1, 2)]
-    with pytest.raises(Busy, match="5 texts wait already"):
+    with pytest.raises(EngineBusyError, match="5 texts wait already"):
         service.submit([(1,)])
     assert waiting[1].cancel() and service.metrics().waiting == 5
     gate.set()
     assert first.result(60) == [0.25] and waiting[2].result(60) == [0.125, 0.125] and seen == [1, 4]
     assert service.drain(60)
-    with pytest.raises(Stopped, match="about to end"):
+    with pytest.raises(ServiceStoppedError, match="about to end"):
         service.submit([(1,)])
     service.stop()
     assert service.metrics().finished == {"score": 5} and not service.failure

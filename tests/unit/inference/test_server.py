@@ -15,12 +15,12 @@ pytest.importorskip("uvicorn", reason="uvicorn is not installed; the extra `serv
 
 from megatron.core.config.flags import ConfigError
 from megatron.inference.beam import beam_search
-from megatron.inference.requests import Reply, Request
-from megatron.inference.sampling import Sampling
-from megatron.inference.server.app import LOCAL, EventStream, host_name, with_keepalives
-from megatron.inference.server.put_api import requests_of
+from megatron.inference.requests import GenerationReply, GenerationRequest
+from megatron.inference.sampling import SamplingParams
+from megatron.inference.server.app import LOCAL, EventStream, host_without_port, with_keepalives
+from megatron.inference.server.put_api import parse_put_body
 from megatron.inference.server.run import bind_socket
-from megatron.inference.server.serving import Limits, Serving, TokenTexts
+from megatron.inference.server.serving import GenerationServing, IncrementalTokenTexts, RequestLimits
 from tests.unit.inference.clients import NAME, POSITIONS, Answer, Running, bytes_engine, serving, until
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
@@ -30,14 +30,16 @@ GREEDY: dict[str, Any] = {"temperature": 0.0}
 def server() -> Iterator[Running]:
     """One for all tests that leave it as it was."""
     with serving(
-        bytes_engine(together=8, block=8), limits=Limits(body_bytes=20_000, prompts=16, new_tokens=240)
+        bytes_engine(together=8, block=8), limits=RequestLimits(body_bytes=20_000, prompts=16, new_tokens=240)
     ) as running:
         yield running
 
 
-def alone(prompt: str, count: int, **changes: Any) -> Reply:
+def alone(prompt: str, count: int, **changes: Any) -> GenerationReply:
     """What the engine says without a server."""
-    (reply,) = bytes_engine().run([Request(tuple(prompt.encode()), count, **{"sampling": Sampling(0.0), **changes})])
+    (reply,) = bytes_engine().run(
+        [GenerationRequest(tuple(prompt.encode()), count, **{"sampling": SamplingParams(0.0), **changes})]
+    )
     return reply
 
 
@@ -135,7 +137,7 @@ def test_put_api_draws_by_its_seed_and_settings(server: Running) -> None:
         "random_seed": 5,
     }
     found = server.api(**asked).json["text"]
-    sampling = Sampling(1.5, top_p=0.9, top_p_decay=0.9, top_p_bound=0.2)
+    sampling = SamplingParams(1.5, top_p=0.9, top_p_decay=0.9, top_p_bound=0.2)
     assert (
         found == ["abc" + alone("abc", 12, sampling=sampling, seed=seed).text for seed in (5, 6)]
         and found[0] != found[1]
@@ -143,7 +145,7 @@ def test_put_api_draws_by_its_seed_and_settings(server: Running) -> None:
 
 
 def test_put_api_begins_with_the_token_between_documents(server: Running) -> None:
-    (reply,) = bytes_engine().run([Request((256,), 8, Sampling(0.0))])
+    (reply,) = bytes_engine().run([GenerationRequest((256,), 8, SamplingParams(0.0))])
     assert server.api(prompts=[""], add_BOS=True, tokens_to_generate=8, top_k=1).json["text"] == [reply.text]
 
 
@@ -155,8 +157,10 @@ def test_put_api_stops_where_it_is_told(server: Running) -> None:
 
 
 def test_put_api_hands_its_switches_to_the_engine(server: Running) -> None:
-    def asked(**body: Any) -> Request:
-        return requests_of(json.dumps({"prompts": ["a"], **body}).encode(), Serving(server.service, NAME))[1][0]
+    def asked(**body: Any) -> GenerationRequest:
+        return parse_put_body(json.dumps({"prompts": ["a"], **body}).encode(), GenerationServing(server.service, NAME))[
+            1
+        ][0]
 
     plain, switched = (
         asked(),
@@ -277,7 +281,9 @@ def test_completions_echo_and_score_the_prompt(server: Running) -> None:
 def test_each_of_several_choices_has_a_seed_of_its_own(server: Running) -> None:
     found = server.complete(prompt=["ab", "cd"], n=2, seed=7, max_tokens=8, top_p=0.8).json["choices"]
     expected = [
-        alone(prompt, 8, sampling=Sampling(top_p=0.8), seed=seed).text for prompt in ("ab", "cd") for seed in (7, 8)
+        alone(prompt, 8, sampling=SamplingParams(top_p=0.8), seed=seed).text
+        for prompt in ("ab", "cd")
+        for seed in (7, 8)
     ]
     assert [choice["text"] for choice in found] == expected and [choice["index"] for choice in found] == [0, 1, 2, 3]
 
@@ -502,7 +508,7 @@ def test_only_names_of_this_machine_may_be_called(server: Running, host: str, st
     for method, path, body in (("GET", "/", None), ("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1})):
         answer = server.ask(method, path, body, {"Host": host})
         assert answer.status == status and (status == 200 or "--allowed-hosts" in answer.json["error"]["message"])
-    assert host_name(host.encode()) in LOCAL or status == 421
+    assert host_without_port(host.encode()) in LOCAL or status == 421
 
 
 def test_a_long_silence_has_signs_of_life_in_it() -> None:
@@ -593,11 +599,15 @@ def test_a_port_that_is_taken_is_refused() -> None:
 def test_text_of_ids_is_the_same_however_they_come() -> None:
     tokenizer = bytes_engine().tokenizer
     ids = tokenizer.tokenize("a\u20acb\U0001f600 and more than sixteen bytes \u00e4")
-    spelling = TokenTexts(tokenizer)
+    spelling = IncrementalTokenTexts(tokenizer)
     one_by_one = [
-        piece for place, token in enumerate(ids) for piece in spelling.add([token], last=place + 1 == len(ids))
+        piece
+        for place, token in enumerate(ids)
+        for piece in spelling.texts_of_next_ids([token], last=place + 1 == len(ids))
     ]
-    assert one_by_one == TokenTexts(tokenizer).add(ids, last=True) and bytes(ids).decode() == "".join(one_by_one)
+    assert one_by_one == IncrementalTokenTexts(tokenizer).texts_of_next_ids(ids, last=True) and bytes(
+        ids
+    ).decode() == "".join(one_by_one)
     assert one_by_one[1:4] == ["", "", "\u20ac"]
 
 

@@ -19,9 +19,9 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.adapter_set import AdapterSet
 from megatron.core.tokenizers.build import ByteTokenizer
 from megatron.inference.engine import Engine
-from megatron.inference.requests import Request
-from megatron.inference.sampling import Sampling
-from megatron.tools.run_text_generation_server import adapter_opener, adapters_of
+from megatron.inference.requests import GenerationRequest
+from megatron.inference.sampling import SamplingParams
+from megatron.tools.run_text_generation_server import adapter_folders_by_name, make_adapter_opener
 from megatron.training.checkpoint.inference_model import GPT, load_network
 from tests.unit.inference.clients import NAME, bytes_engine, bytes_network, serving
 from tests.unit.inference.serving import engine_of
@@ -46,7 +46,7 @@ def alone(folder: str) -> str:
     engine = engine_of(bytes_network.__wrapped__(), ByteTokenizer())
     if folder:
         engine.adapters.load("x", opened(folder))
-    request = Request(b"hello", 8, Sampling(0.0), ignore_eod=True, adapter="x" if folder else "")  # type: ignore[arg-type]
+    request = GenerationRequest(b"hello", 8, SamplingParams(0.0), ignore_eod=True, adapter="x" if folder else "")  # type: ignore[arg-type]
     return engine.run([request])[0].text
 
 
@@ -107,7 +107,7 @@ def test_what_cannot_be_served_gets_one_sentence() -> None:
 
 def test_names_of_adapters_on_the_command_line() -> None:
     def read(*words: str) -> dict[str, str]:
-        return adapters_of(SimpleNamespace(lora_modules=words, model_name="net", load="x"))  # type: ignore[arg-type]
+        return adapter_folders_by_name(SimpleNamespace(lora_modules=words, model_name="net", load="x"))  # type: ignore[arg-type]
 
     assert read("a=x/y", "b=z=1") == {"a": "x/y", "b": "z=1"}
     for words, message in ((("a",), "NAME=FOLDER"), (("a=x", "a=y"), "each name once"), (("net=x",), "another name")):
@@ -143,13 +143,15 @@ def test_a_mixed_batch_gives_the_logits_of_peft(tmp_path: Path) -> None:
     tokenizer = {"tokenizer_type": "NullTokenizer", "vocab_size": 49}
     loaded = load_network(str(tmp_path / "base"), GPT, tokenizer=tokenizer)
     engine = Engine(loaded.stages, loaded.tokenizer)
-    reads = adapter_opener(loaded.source, loaded.config.model)
+    reads = make_adapter_opener(loaded.source, loaded.config.model)
     for name in settings:
         engine.adapters.load(name, reads(str(tmp_path / name)))
     prompts = [tuple(torch.randint(0, 50, (6 + place,)).tolist()) for place in range(6)]
     names = ["", "one", "two"] * 2
     asked = [
-        Request(ids, 4, Sampling(0.0), prompt_logprobs=True, logprobs=True, ignore_eod=True, adapter=name)
+        GenerationRequest(
+            ids, 4, SamplingParams(0.0), prompt_logprobs=True, logprobs=True, ignore_eod=True, adapter=name
+        )
         for ids, name in zip(prompts, names, strict=True)
     ]
     for request, reply in zip(asked, engine.run(asked), strict=True):

@@ -10,27 +10,27 @@ import torch
 from megatron.core.config.flags import ConfigError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.mtp import MTPInputs, MTPLosses
-from megatron.inference.requests import Request
-from megatron.inference.sampling import Sampling
+from megatron.inference.requests import GenerationRequest
+from megatron.inference.sampling import SamplingParams
 from megatron.inference.sequence import SequenceState
 from tests.unit.inference.serving import LATENT, engine_of, gigabytes, greedy, network, prompts, slowly, stages_on
 
 SAMPLINGS = {
-    "greedy": Sampling(0.0),
-    "warm": Sampling(0.8, top_p=0.95),
-    "penalty": Sampling(0.7, repetition_penalty=1.3),
-    "top-k": Sampling(top_k=5),
-    "decay": Sampling(1.5, top_p=0.9, top_p_decay=0.8, top_p_bound=0.2),
+    "greedy": SamplingParams(0.0),
+    "warm": SamplingParams(0.8, top_p=0.95),
+    "penalty": SamplingParams(0.7, repetition_penalty=1.3),
+    "top-k": SamplingParams(top_k=5),
+    "decay": SamplingParams(1.5, top_p=0.9, top_p_decay=0.8, top_p_bound=0.2),
 }
 
 
 @pytest.mark.parametrize("draft", [7, 8], ids=["a perfect draft", "a stranger"])
 @pytest.mark.parametrize("guesses", [1, 3, 4])
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_a_text_is_the_same_with_a_draft_and_without(sampling: Sampling, guesses: int, draft: int) -> None:
+def test_a_text_is_the_same_with_a_draft_and_without(sampling: SamplingParams, guesses: int, draft: int) -> None:
     model = network()
     requests = [
-        Request(text, 3 + 2 * number, sampling, seed=number, ignore_eod=True, logprobs=True)
+        GenerationRequest(text, 3 + 2 * number, sampling, seed=number, ignore_eod=True, logprobs=True)
         for number, text in enumerate(prompts(7))
     ]
     settings: dict[str, Any] = {"block": 4, "tokens": 20, "together": 4}
@@ -147,10 +147,11 @@ def test_layers_of_multi_token_prediction_guess_what_training_would_have_them_pr
 
 
 @pytest.mark.parametrize("sampling", [SAMPLINGS["greedy"], SAMPLINGS["penalty"]], ids=["greedy", "penalty"])
-def test_a_text_is_the_same_with_guesses_of_its_own_network_and_without(sampling: Sampling) -> None:
+def test_a_text_is_the_same_with_guesses_of_its_own_network_and_without(sampling: SamplingParams) -> None:
     model = stages_on(1, **AHEAD["two layers"])[0]
     requests = [
-        Request(text, 3 + 2 * number, sampling, seed=number, ignore_eod=True) for number, text in enumerate(prompts(6))
+        GenerationRequest(text, 3 + 2 * number, sampling, seed=number, ignore_eod=True)
+        for number, text in enumerate(prompts(6))
     ]
     settings: dict[str, Any] = {"block": 4, "tokens": 12, "together": 4}
     engines = [engine_of(model, **settings, guesses=guesses) for guesses in (0, 1, 2)]
@@ -161,15 +162,17 @@ def test_a_text_is_the_same_with_guesses_of_its_own_network_and_without(sampling
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(0.0), Sampling(), Sampling(repetition_penalty=1.3)], ids=["greedy", "warm", "penalty"]
+    "sampling",
+    [SamplingParams(0.0), SamplingParams(), SamplingParams(repetition_penalty=1.3)],
+    ids=["greedy", "warm", "penalty"],
 )
-def test_layers_that_guess_right_save_passes(sampling: Sampling) -> None:
+def test_layers_that_guess_right_save_passes(sampling: SamplingParams) -> None:
     model = stages_on(1, mtp_num_layers=2)[0]
     with torch.no_grad():  # every state is the same, whatever is read, so that what is likely is the same for all
         for norm in (model.decoder.final_layernorm, *(layer.final_layernorm for layer in model.mtp.layers)):
             norm.weight.zero_()
             norm.bias.fill_(0.2)
-    request = Request((3, 1, 4), 21, sampling, seed=3, ignore_eod=True)
+    request = GenerationRequest((3, 1, 4), 21, sampling, seed=3, ignore_eod=True)
     engine = engine_of(model, guesses=2)
     (reply,), seen = engine.run([request]), engine.metrics()
     assert (

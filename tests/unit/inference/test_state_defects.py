@@ -19,7 +19,7 @@ from megatron.core.transformer.mamba import MambaMixer
 from megatron.core.transformer.state_space import MixerState
 from megatron.inference import states
 from megatron.inference.engine import Engine
-from megatron.inference.states import StatePool, TextStates
+from megatron.inference.states import SequenceStateSlots, StatePool
 from tests.unit.inference.serving import HYBRID, engine_of, greedy, prompts, slowly, stages_on
 
 PATTERN = {
@@ -106,7 +106,7 @@ def long_texts_are_exact() -> None:
 
 def _from_the_beginning() -> Callable[..., Any]:
     """Steps that scan the whole text again: right, and slower with each token."""
-    go_on, seen = MambaMixer._go_on, dict[MambaMixer, list[Tensor]]()
+    go_on, seen = MambaMixer._conv_and_scan_from, dict[MambaMixer, list[Tensor]]()
 
     def changed(self: MambaMixer, parts: list[Tensor], state: MixerState) -> tuple[Tensor, MixerState]:
         goes_on = self in seen and bool(state.scan.any())
@@ -128,9 +128,9 @@ def _keeping_every_state() -> Callable[..., None]:
 
 
 def _another_slot_later() -> Callable[..., Any]:
-    slots_for_step, steps = TextStates.slots_for_step, dict[TextStates, int]()
+    slots_for_step, steps = SequenceStateSlots.slots_for_step, dict[SequenceStateSlots, int]()
 
-    def changed(self: TextStates, drafts: int, mark: bytes | None) -> states.StateSlots:
+    def changed(self: SequenceStateSlots, drafts: int, mark: bytes | None) -> states.StateSlots:
         steps[self] = steps.get(self, 0) + 1
         found = slots_for_step(self, drafts, mark)
         return states.StateSlots(states.BLANK, found.write, found.snapshot) if steps[self] == 50 else found
@@ -150,10 +150,10 @@ def _not_written_later() -> Callable[..., None]:
 
 
 DEFECTS: dict[str, tuple[Any, str, Callable[[], Callable[..., Any]], Callable[[], None]]] = {
-    "a step scans the whole text": (MambaMixer, "_go_on", _from_the_beginning, decoding_is_flat),
+    "a step scans the whole text": (MambaMixer, "_conv_and_scan_from", _from_the_beginning, decoding_is_flat),
     "the states of all steps are kept": (StatePool, "write", _keeping_every_state, decoding_is_flat),
     "a text goes on from a blank slot after 50 steps": (
-        TextStates, "slots_for_step", _another_slot_later, long_texts_are_exact,
+        SequenceStateSlots, "slots_for_step", _another_slot_later, long_texts_are_exact,
     ),
     "the state of a delta net is not written after 50 steps": (
         StatePool, "write", _not_written_later, long_texts_are_exact,

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config.stages import stages_of
+from megatron.core.config.stages import pipeline_stages_of
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import layer as layers
 from megatron.core.transformer.gated_delta_net import DeltaNetSizes, GatedDeltaNet
 from megatron.core.transformer.mamba import MambaMixer, MambaSizes
 from megatron.inference import states
-from megatron.inference.requests import Reply
+from megatron.inference.requests import GenerationReply
 from tests.helpers import tiny
 from tests.unit.inference.serving import BASE, engine_of, greedy, prompts, scores, slowly, stages_on
 
@@ -42,7 +42,7 @@ def hybrid() -> Iterator[Callable[[str], GPTModel]]:
 
 def _network(mixers: tuple[str, ...]) -> GPTModel:
     run = tiny.run_of(tiny.config(**{**BASE, "max_position_embeddings": 128, "seq_length": 128}))
-    (spec,) = stages_of(run.config)
+    (spec,) = pipeline_stages_of(run.config)
     both = {"mixer": "attention", "beside": "mamba"}
     rows = tuple(
         replace(plan, **(both if mixer == "both" else {"mixer": mixer}))
@@ -51,7 +51,7 @@ def _network(mixers: tuple[str, ...]) -> GPTModel:
     return tiny.gpt(run, replace(spec, layers=rows)).materialize(7).eval()
 
 
-def agree(model: GPTModel, texts: list[tuple[int, ...]], replies: list[Reply], count: int) -> None:
+def agree(model: GPTModel, texts: list[tuple[int, ...]], replies: list[GenerationReply], count: int) -> None:
     """Tokens and log-probabilities are those of whole passes, to 1e-8."""
     for text, reply in zip(texts, replies, strict=True):
         ids, logprobs = slowly(model, text, count)
@@ -138,7 +138,7 @@ def test_the_bytes_of_states_are_those_of_theory_and_of_any_length(hybrid: Calla
     engine = engine_of(model, **TIGHT)
     assert engine.metrics().state_bytes == 8 * (mamba + delta) and engine.metrics().bytes_per_token == 0
     pool = engine.runner.networks[0].state_pool
-    slots = states.slot_count(TIGHT["together"], 0, TIGHT["together"])
+    slots = states.num_slots_for(TIGHT["together"], 0, TIGHT["together"])
     held = sum(part.numel() * part.element_size() for pair in pool._states.values() for part in pair)
     assert held == slots * engine.metrics().state_bytes
 
@@ -175,23 +175,23 @@ def test_states_kept_in_a_format_are_rounded_to_it_between_steps_and_have_its_by
     first = 3 * (8 * 4 + 2 * 2 * 6) + 3 * (2 * 4 * 6 + 8 * 5)  # convolutions of both layers
     states_of = 8 * 4 * 6 + 8 * 6 * 5
     assert engine.metrics().state_bytes == first * BYTES[conv] + states_of * BYTES[scan]
-    slots = states.slot_count(TIGHT["together"], 0, TIGHT["together"])
+    slots = states.num_slots_for(TIGHT["together"], 0, TIGHT["together"])
     held = sum(part.nbytes for pair in engine.runner.networks[0].state_pool._states.values() for part in pair)
     assert held == slots * engine.metrics().state_bytes
 
 
 def test_snapshots_in_use_stay_and_the_longest_unused_goes() -> None:
-    books = states.SlotAllocator(1, 0, 2)
+    books = states.StateSlotAllocator(1, 0, 2)
     for mark in (b"a", b"b"):
         books.store_snapshot(mark, books.allocate_snapshot(mark))
     books.pin_snapshot(b"a")
     books.store_snapshot(b"c", books.allocate_snapshot(b"c"))  # in the place of b, for a is in use
-    assert [books.longest_snapshot([mark]) for mark in (b"a", b"b", b"c")] == [1, 0, 1]
+    assert [books.num_blocks_with_snapshot([mark]) for mark in (b"a", b"b", b"c")] == [1, 0, 1]
     assert books.allocate_snapshot(b"c") == states.NOWHERE, "there is one of these tokens"
     books.pin_snapshot(b"c")
     assert books.allocate_snapshot(b"d") == states.NOWHERE, "all are in use"
     books.unpin_snapshot(b"a")
-    assert books.allocate_snapshot(b"d") != states.NOWHERE and books.longest_snapshot([b"a", b"c", b"d"]) == 2
+    assert books.allocate_snapshot(b"d") != states.NOWHERE and books.num_blocks_with_snapshot([b"a", b"c", b"d"]) == 2
 
 
 def test_a_hybrid_draft_is_refused(hybrid: Callable[[str], GPTModel]) -> None:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.gpu.launches import VIEWS
 from megatron.core.config.settings.optim import PrecisionConfig
 from megatron.core.kernels import adamw
-from megatron.core.kernels.adamw import AdamRates, AdamTensors
+from megatron.core.kernels.adamw import AdamStepSettings, AdamTensors
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.training.step import train_step
 from tests.helpers import tiny
@@ -38,14 +38,14 @@ def kernels() -> Iterator[ModuleType]:
 
 def test_torchs_update_is_the_formula() -> None:
     assert (
-        adamw.reference_error(adamw.adamw, CPU, torch.bfloat16) < 4e-6
-        and adamw.reference_error(adamw.adamw, CPU, torch.float64) < 1e-14
+        adamw.adamw_kernel_error(adamw.adamw, CPU, torch.bfloat16) < 4e-6
+        and adamw.adamw_kernel_error(adamw.adamw, CPU, torch.float64) < 1e-14
     )
 
 
 @needs_triton
 def test_tritons_update_is_the_formula(kernels: ModuleType) -> None:
-    assert adamw.reference_error(kernels.adamw, CPU, torch.bfloat16) < 4e-6
+    assert adamw.adamw_kernel_error(kernels.adamw, CPU, torch.bfloat16) < 4e-6
 
 
 @needs_triton
@@ -54,7 +54,7 @@ def test_pieces_of_buckets_that_begin_anywhere_are_updated_alone(
     kernels: ModuleType, dtype: torch.dtype | None
 ) -> None:
     """A rank's pieces begin and end between the 16 bytes that a thread loads; what lies around them stays."""
-    rates, edges = AdamRates(1e-2, 0.1, 0.9, 0.95, 1e-8, 3), ((0, 64), (64, 200), (201, 213), (219, 400))
+    rates, edges = AdamStepSettings(1e-2, 0.1, 0.9, 0.95, 1e-8, 3), ((0, 64), (64, 200), (201, 213), (219, 400))
     flat = torch.randn(4, 410, generator=torch.Generator().manual_seed(1))
     flat[3].abs_()
     weight = None if dtype is None else torch.full((410,), 7.0, dtype=dtype)
@@ -104,15 +104,15 @@ def test_clipped_unscaled_steps_with_tritons_kernel_are_torchs(kernels: ModuleTy
     ids=str,
 )
 def test_a_kernel_with_one_wrong_number_fails_its_trial(wrong: dict[str, Any]) -> None:
-    def kernel(parameters: Sequence[AdamTensors], factor: float | Tensor, rates: AdamRates) -> None:
+    def kernel(parameters: Sequence[AdamTensors], factor: float | Tensor, rates: AdamStepSettings) -> None:
         adamw.adamw(parameters, factor, replace(rates, **wrong))
 
-    def without_weights(parameters: Sequence[AdamTensors], factor: float | Tensor, rates: AdamRates) -> None:
+    def without_weights(parameters: Sequence[AdamTensors], factor: float | Tensor, rates: AdamStepSettings) -> None:
         adamw.adamw([replace(one, weight=None) for one in parameters], factor, rates)
 
     for broken in (kernel, without_weights):
         with pytest.raises(ArithmeticError):
-            adamw.reference_error(broken, CPU, torch.float32)
+            adamw.adamw_kernel_error(broken, CPU, torch.float32)
 
 
 class _Launched(TorchDispatchMode):
@@ -143,7 +143,7 @@ def test_an_update_of_more_layers_launches_no_more(changes: dict[str, Any], monk
     monkeypatch.setattr(Optimizer, "step", step)
     for layers in (2, 4):
         trainer = tiny.trainer_of(tiny.run_of(tiny.config(num_layers=layers, bf16=True, clip_grad=1.0, **changes), CPU))
-        train_step(trainer, tiny.batches(trainer.run, 0))
+        train_step(trainer, tiny.short_run_batches(trainer.run, 0))
     few, many = found
     copies = ("copy_", "_to_copy", "_foreach_copy_")
     assert [few[name] for name in copies] == [many[name] for name in copies]

@@ -16,30 +16,30 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.kernels import flex, fused, reference
 from megatron.core.kernels.documents import DocumentStarts
 from megatron.core.kernels.external import flash_attn, transformer_engine
-from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
+from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.core.kernels.table import CANDIDATES, KernelRequirements, select_kernels
 from megatron.training.cli.device_checks import kernel_requirements
-from megatron.training.health.causality_check import demand_no_leak
+from megatron.training.health.causality_check import require_causal_attention
 from tests.helpers import flash_attn_stand_in, flex_stand_in, tiny, transformer_engine_stand_in
 from tests.unit.kernels.test_ops import check, with_gradients
 
 S, B, N, G, D = 11, 2, 4, 2, 8
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3], [3, 4, 4, 4, 4, 4, 4, 4, 5, 5, 5]])
 MASKS = {
-    "causal": MaskSpec(),
-    "bidirectional": MaskSpec(causal=False),
-    "documents": MaskSpec(documents=DOCUMENTS),
-    "window": MaskSpec(window=(3, 0)),
-    "two-sided": MaskSpec(causal=False, window=(2, 1)),
-    "left only": MaskSpec(window=(2, -1)),
-    "window of documents": MaskSpec(documents=DOCUMENTS, window=(2, 0)),
-    "documents both ways": MaskSpec(causal=False, documents=DOCUMENTS),
+    "causal": AttentionMaskSpec(),
+    "bidirectional": AttentionMaskSpec(causal=False),
+    "documents": AttentionMaskSpec(documents=DOCUMENTS),
+    "window": AttentionMaskSpec(window=(3, 0)),
+    "two-sided": AttentionMaskSpec(causal=False, window=(2, 1)),
+    "left only": AttentionMaskSpec(window=(2, -1)),
+    "window of documents": AttentionMaskSpec(documents=DOCUMENTS, window=(2, 0)),
+    "documents both ways": AttentionMaskSpec(causal=False, documents=DOCUMENTS),
 }
 SCORES = {
-    "plain": ScoreModifiers(),
-    "scaled": ScoreModifiers(scale=0.7),
-    "capped": ScoreModifiers(softcap=0.9),
-    "both": ScoreModifiers(scale=1.3, softcap=2.0),
+    "plain": AttentionScoreModifiers(),
+    "scaled": AttentionScoreModifiers(scale=0.7),
+    "capped": AttentionScoreModifiers(softcap=0.9),
+    "both": AttentionScoreModifiers(scale=1.3, softcap=2.0),
 }
 GPU = KernelRequirements(device="cuda", dtype=torch.bfloat16)
 
@@ -49,8 +49,10 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both versions are there, on a Hopper GPU."""
     monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_stand_in.version_2())
     monkeypatch.setitem(sys.modules, "flash_attn_interface", flash_attn_stand_in.version_3())
-    monkeypatch.setattr(flash_attn, "is_installed", lambda version: flash_attn.PACKAGES[version] in sys.modules)
-    monkeypatch.setattr(flash_attn, "is_hopper", lambda: True)
+    monkeypatch.setattr(
+        flash_attn, "is_flash_attn_installed", lambda version: flash_attn.PACKAGES[version] in sys.modules
+    )
+    monkeypatch.setattr(flash_attn, "is_hopper_gpu", lambda: True)
 
 
 @pytest.fixture
@@ -58,10 +60,10 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Transformer Engine is there."""
     for name, module in transformer_engine_stand_in.package().items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(transformer_engine, "is_installed", lambda: True)
-    transformer_engine._attention_module.cache_clear()
+    monkeypatch.setattr(transformer_engine, "is_te_installed", lambda: True)
+    transformer_engine._te_attention_module.cache_clear()
     yield
-    transformer_engine._attention_module.cache_clear()
+    transformer_engine._te_attention_module.cache_clear()
 
 
 def heads(queries: int = S) -> list[Tensor]:
@@ -92,11 +94,11 @@ def test_a_package_serves_the_last_queries_alone_and_leaves_the_masks_of_generat
     padding = torch.ones(B, S, dtype=torch.bool)
     padding[0, :3] = False
     for mask in (
-        MaskSpec(),
-        MaskSpec(padding=padding),
-        MaskSpec(query_places=torch.arange(S - 3, S)),
-        MaskSpec(documents=DOCUMENTS),
-        MaskSpec(documents=DOCUMENTS, query_documents=DOCUMENTS[:, -3:]),
+        AttentionMaskSpec(),
+        AttentionMaskSpec(padding=padding),
+        AttentionMaskSpec(query_places=torch.arange(S - 3, S)),
+        AttentionMaskSpec(documents=DOCUMENTS),
+        AttentionMaskSpec(documents=DOCUMENTS, query_documents=DOCUMENTS[:, -3:]),
     ):
         q, k, v = heads(3)
         torch.testing.assert_close(call(q, k, v, mask), reference.attention(q, k, v, mask), rtol=1e-12, atol=1e-12)
@@ -107,15 +109,15 @@ def test_a_package_serves_the_last_queries_alone_and_leaves_the_masks_of_generat
 def test_transformer_engine_is_told_what_the_reference_computes(library: None, mask: str, scale: float | None) -> None:
     padding = torch.ones(B, S, dtype=torch.bool).index_fill_(1, torch.tensor([0, 1]), False)
     more = {
-        "padding": MaskSpec(padding=padding),
-        "places": MaskSpec(query_places=torch.arange(S - 3, S)),
-        "fewer queries": MaskSpec(),
-        "fewer queries in a window": MaskSpec(window=(4, 0)),
+        "padding": AttentionMaskSpec(padding=padding),
+        "places": AttentionMaskSpec(query_places=torch.arange(S - 3, S)),
+        "fewer queries": AttentionMaskSpec(),
+        "fewer queries in a window": AttentionMaskSpec(window=(4, 0)),
     }
     one, queries, scores = (
         {**MASKS, **more}[mask],
         3 if mask == "places" or "fewer" in mask else S,
-        ScoreModifiers(scale=scale),
+        AttentionScoreModifiers(scale=scale),
     )
     check(
         with_gradients(lambda *qkv: transformer_engine.attention(*qkv, one, 0.0, scores), *heads(queries)),
@@ -123,8 +125,10 @@ def test_transformer_engine_is_told_what_the_reference_computes(library: None, m
         1e-12,
     )
     q, k, v = heads()
-    output = transformer_engine.attention(q, k, v[..., :5], MaskSpec())  # values of another size than keys
-    torch.testing.assert_close(output, reference.attention(q, k, v[..., :5], MaskSpec()), rtol=1e-12, atol=1e-12)
+    output = transformer_engine.attention(q, k, v[..., :5], AttentionMaskSpec())  # values of another size than keys
+    torch.testing.assert_close(
+        output, reference.attention(q, k, v[..., :5], AttentionMaskSpec()), rtol=1e-12, atol=1e-12
+    )
 
 
 def test_a_library_that_is_preferred_comes_first_where_it_can_serve(
@@ -157,7 +161,7 @@ def test_a_library_that_is_preferred_comes_first_where_it_can_serve(
         assert found.attention is not transformer_engine.attention and found.report[0][2].startswith(
             f"transformer_engine: {why}"
         )
-    monkeypatch.setattr(transformer_engine, "is_installed", lambda: False)
+    monkeypatch.setattr(transformer_engine, "is_te_installed", lambda: False)
     assert select_kernels(wanted).report[0] == (
         "attention",
         "fused",
@@ -173,16 +177,16 @@ def test_the_leak_probe_finds_documents_that_a_package_does_not_keep_apart(
 ) -> None:
     run = tiny.run_of(tiny.config(reset_attention_mask=True, reset_position_ids=True, window_size="5,0"))
     kernel = partial(flash_attn.attention, version=version)
-    demand_no_leak(replace(run, kernels=replace(run.kernels, attention=kernel)))
+    require_causal_attention(replace(run, kernels=replace(run.kernels, attention=kernel)))
     monkeypatch.setattr(
         flash_attn,
-        "starts_of",
+        "document_starts_of",
         lambda documents, _: DocumentStarts(
             torch.tensor([0, documents.numel()], dtype=torch.int32), documents.numel(), documents.numel()
         ),
     )
     with pytest.raises(ConfigError, match="lets tokens leak"):
-        demand_no_leak(replace(run, kernels=replace(run.kernels, attention=kernel)))
+        require_causal_attention(replace(run, kernels=replace(run.kernels, attention=kernel)))
 
 
 def test_why_a_package_cannot_serve(packages: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,9 +215,9 @@ def test_why_a_package_cannot_serve(packages: None, monkeypatch: pytest.MonkeyPa
         why("flash_attn_2", head_sizes=(192, 128)) == "it needs values of the size of keys"
         and why("flash_attn_3", head_sizes=(192, 128)) == ""
     )
-    monkeypatch.setattr(flash_attn, "is_hopper", lambda: False)
+    monkeypatch.setattr(flash_attn, "is_hopper_gpu", lambda: False)
     assert why("flash_attn_3") == "version 3 is for Hopper GPUs" and why("flash_attn_2") == ""
-    monkeypatch.setattr(flash_attn, "is_installed", lambda version: False)
+    monkeypatch.setattr(flash_attn, "is_flash_attn_installed", lambda version: False)
     assert why("flash_attn_2").startswith("the package flash_attn is not installed")
     assert why("cudnn") == "" and why("cudnn", device="cpu") == "it needs a CUDA device"
     assert (
@@ -248,24 +252,24 @@ def test_flex_attention_is_told_what_the_reference_computes(
     padding = torch.ones(B, S, dtype=torch.bool)
     padding[1, 7:] = False
     more = {
-        "padding": MaskSpec(causal=False, padding=padding),
-        "places": MaskSpec(window=(4, 0), query_places=torch.tensor([1, 4, 9]), key_places=torch.arange(S)),
+        "padding": AttentionMaskSpec(causal=False, padding=padding),
+        "places": AttentionMaskSpec(window=(4, 0), query_places=torch.tensor([1, 4, 9]), key_places=torch.arange(S)),
     }
     found = {
         **SCORES,
-        "sinks": ScoreModifiers(sink=torch.randn(N, dtype=torch.float64).requires_grad_()),
-        "bias": ScoreModifiers(bias=torch.randn(1, N, 3 if mask == "places" else S, S, dtype=torch.float64)),
+        "sinks": AttentionScoreModifiers(sink=torch.randn(N, dtype=torch.float64).requires_grad_()),
+        "bias": AttentionScoreModifiers(bias=torch.randn(1, N, 3 if mask == "places" else S, S, dtype=torch.float64)),
     }[scores]
     one = {**MASKS, **more}[mask]
     inputs = heads(3 if mask == "places" else S) + ([found.sink] if scores == "sinks" else [])
     expected = with_gradients(lambda q, k, v, *_: reference.attention(q, k, v, one, 0.0, found), *inputs)
     monkeypatch.setattr(
-        flex, "compiled_attention", lambda: (flex_stand_in.flex_attention, flex_stand_in.create_block_mask)
+        flex, "compiled_flex_functions", lambda: (flex_stand_in.flex_attention, flex_stand_in.create_block_mask)
     )
     check(with_gradients(lambda q, k, v, *_: flex.attention(q, k, v, one, 0.0, found), *inputs), expected, 1e-12)
     if (mask, scores) not in (("window of documents", "both"), ("places", "sinks"), ("padding", "bias")):
         return  # torch's own is slow when it is not compiled, and has no gradients on a CPU
     with torch.no_grad():
-        monkeypatch.setattr(flex, "compiled_attention", lambda: (flex_attention, create_block_mask))
+        monkeypatch.setattr(flex, "compiled_flex_functions", lambda: (flex_attention, create_block_mask))
         q, k, v = (each.detach() for each in inputs[:3])
         torch.testing.assert_close(flex.attention(q, k, v, one, 0.0, found), expected[0], rtol=1e-6, atol=1e-6)

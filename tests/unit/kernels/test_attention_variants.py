@@ -11,14 +11,14 @@ from torch import Tensor
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.kernels import fused, reference
-from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
-from megatron.core.kernels.reference import GatingOptions
+from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
+from megatron.core.kernels.reference import GatedActivationOptions
 from megatron.core.kernels.table import CANDIDATES, KernelRequirements, select_kernels
 
 S, B, N, D = 9, 2, 4, 6
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1, 1]])
 ATTENTIONS = {
-    candidate.name: candidate.function
+    candidate.name: candidate.loaded_kernel
     for candidate in CANDIDATES
     if candidate.op == "attention"
     and candidate.name != "flash"
@@ -26,7 +26,7 @@ ATTENTIONS = {
 }
 
 
-def sees(mask: MaskSpec, b: int, i: int, j: int) -> bool:
+def sees(mask: AttentionMaskSpec, b: int, i: int, j: int) -> bool:
     """Whether query i may look at key j, said in words."""
     left, right = (-1, -1) if mask.window is None else mask.window
     return (
@@ -37,7 +37,7 @@ def sees(mask: MaskSpec, b: int, i: int, j: int) -> bool:
     )
 
 
-def by_hand(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, scores: ScoreModifiers) -> Tensor:
+def by_hand(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, scores: AttentionScoreModifiers) -> Tensor:
     """One query at a time: exp(score) over the sum of exp(scores), the sink's included."""
     rows = []
     for i in range(q.shape[0]):
@@ -62,7 +62,12 @@ def inputs_of(length: int = S, groups: int = 2, value_size: int = D) -> list[Ten
 
 
 def compare(
-    call, expected, mask: MaskSpec, scores: ScoreModifiers, inputs: list[Tensor], tolerance: float = 1e-11
+    call,
+    expected,
+    mask: AttentionMaskSpec,
+    scores: AttentionScoreModifiers,
+    inputs: list[Tensor],
+    tolerance: float = 1e-11,
 ) -> None:
     """Outputs and gradients of two attentions; the last input is the sink, if there is one."""
     results = []
@@ -79,14 +84,14 @@ def compare(
 
 
 MASKS = {
-    "causal": MaskSpec(),
-    "window": MaskSpec(window=(2, 0)),
-    "alone": MaskSpec(window=(0, 0)),
-    "both sides": MaskSpec(causal=False, window=(3, 1)),
-    "open to the right": MaskSpec(window=(3, -1)),
-    "open to the left": MaskSpec(causal=False, window=(-1, 2)),
-    "documents": MaskSpec(documents=DOCUMENTS),
-    "window in documents": MaskSpec(window=(2, 0), documents=DOCUMENTS),
+    "causal": AttentionMaskSpec(),
+    "window": AttentionMaskSpec(window=(2, 0)),
+    "alone": AttentionMaskSpec(window=(0, 0)),
+    "both sides": AttentionMaskSpec(causal=False, window=(3, 1)),
+    "open to the right": AttentionMaskSpec(window=(3, -1)),
+    "open to the left": AttentionMaskSpec(causal=False, window=(-1, 2)),
+    "documents": AttentionMaskSpec(documents=DOCUMENTS),
+    "window in documents": AttentionMaskSpec(window=(2, 0), documents=DOCUMENTS),
 }
 
 
@@ -95,7 +100,9 @@ MASKS = {
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_attention_with_windows_sinks_and_caps_is_the_formula(name: str, mask: str, kind: str) -> None:
     inputs = inputs_of(value_size=4)
-    scores = ScoreModifiers(0.7, softcap=1.5 if "softcap" in kind else None, sink=inputs[3] if "sink" in kind else None)
+    scores = AttentionScoreModifiers(
+        0.7, softcap=1.5 if "softcap" in kind else None, sink=inputs[3] if "sink" in kind else None
+    )
     compare(ATTENTIONS[name], by_hand, MASKS[mask], scores, inputs)
 
 
@@ -115,7 +122,7 @@ def test_a_band_of_blocks_is_the_whole_matrix_at_any_length(
                 documents=(torch.arange(length) // 5)[None] + torch.tensor([[0], [1]]) * (torch.arange(length) > 7),
             )
         padded = replace(spec, padding=torch.arange(length)[None] < torch.tensor([[length], [length - 3]]))
-        scores = ScoreModifiers(sink=inputs[3] if kind == "sink" else None)
+        scores = AttentionScoreModifiers(sink=inputs[3] if kind == "sink" else None)
         compare(fused.attention, reference.attention, spec, scores, inputs)
         compare(fused.attention, reference.attention, padded, scores, inputs)
     assert len(taken) == 8
@@ -123,9 +130,9 @@ def test_a_band_of_blocks_is_the_whole_matrix_at_any_length(
 
 def test_a_query_that_sees_nothing_gets_zero_with_a_sink_too() -> None:
     q, k, v, sink = inputs_of()
-    mask = MaskSpec(query_places=torch.arange(S), key_places=torch.arange(S) + 4)
+    mask = AttentionMaskSpec(query_places=torch.arange(S), key_places=torch.arange(S) + 4)
     for call in ATTENTIONS.values():
-        for scores in (ScoreModifiers(), ScoreModifiers(sink=sink)):
+        for scores in (AttentionScoreModifiers(), AttentionScoreModifiers(sink=sink)):
             found = call(q, k, v, mask, 0.0, scores)
             assert found[:4].abs().max() == 0 and found[4:].abs().min() > 0
             assert all(bool(gradient.isfinite().all()) for gradient in torch.autograd.grad(found.sum(), (q, k, v)))
@@ -133,9 +140,9 @@ def test_a_query_that_sees_nothing_gets_zero_with_a_sink_too() -> None:
 
 def test_places_of_queries_and_keys_say_what_a_window_hides() -> None:
     q, k, v, sink = inputs_of()
-    scores, mask = ScoreModifiers(sink=sink), MaskSpec(window=(2, 0), documents=DOCUMENTS)
+    scores, mask = AttentionScoreModifiers(sink=sink), AttentionMaskSpec(window=(2, 0), documents=DOCUMENTS)
     order, rows = torch.tensor([4, 1, 8, 0, 3, 2, 7, 5, 6]), torch.tensor([5, 0, 7])
-    moved = MaskSpec(
+    moved = AttentionMaskSpec(
         window=(2, 0),
         documents=DOCUMENTS[:, order],
         query_documents=DOCUMENTS[:, rows],
@@ -154,7 +161,11 @@ def test_places_of_queries_and_keys_say_what_a_window_hides() -> None:
 def test_a_sink_keeps_its_value_in_the_fused_kernel_of_half_precision() -> None:
     sink = torch.tensor([5.1155, 5.64, 4.67, 6.2])
     q, k, v = (torch.full((S, B, n, D), value, dtype=torch.bfloat16) for n, value in ((N, 0.0), (2, 1.0), (2, 1.0)))
-    found = fused.attention(q, k, v, MaskSpec(causal=False), 0.0, ScoreModifiers(sink=sink)).float().view(S * B, N, D)
+    found = (
+        fused.attention(q, k, v, AttentionMaskSpec(causal=False), 0.0, AttentionScoreModifiers(sink=sink))
+        .float()
+        .view(S * B, N, D)
+    )
     expected = (S / (S + sink.exp()))[None, :, None].expand_as(found)  # all scores are zero, and all values one
     torch.testing.assert_close(found, expected, rtol=6e-3, atol=0.0)
 
@@ -174,10 +185,10 @@ def test_the_largest_scores_are_those_of_the_whole_matrix(mask: str, block: int)
             )
             for head in range(N)
         ]
-        found = reference.largest_scores(q[rows], k, MASKS[mask], 0.3, block)
+        found = reference.max_attention_scores(q[rows], k, MASKS[mask], 0.3, block)
         torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0.0)
-    nothing = MaskSpec(query_places=torch.arange(S), key_places=torch.arange(S) + S)
-    assert reference.largest_scores(q, k, nothing).tolist() == [-math.inf] * N
+    nothing = AttentionMaskSpec(query_places=torch.arange(S), key_places=torch.arange(S) + S)
+    assert reference.max_attention_scores(q, k, nothing).tolist() == [-math.inf] * N
 
 
 def test_kernels_say_which_variant_they_do_not_have() -> None:
@@ -192,7 +203,7 @@ def test_kernels_say_which_variant_they_do_not_have() -> None:
 @pytest.mark.parametrize("mask", ["causal", "window in documents"])
 def test_scores_with_a_cap_are_held_for_a_block_of_queries_only(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_CAPPED", 4)
-    inputs, scores = inputs_of(value_size=4), ScoreModifiers(0.7, softcap=1.5)
+    inputs, scores = inputs_of(value_size=4), AttentionScoreModifiers(0.7, softcap=1.5)
     held: list[int] = []
 
     def packed(tensor: torch.Tensor) -> torch.Tensor:
@@ -207,12 +218,14 @@ def test_scores_with_a_cap_are_held_for_a_block_of_queries_only(mask: str, monke
 
 def test_flash_takes_sinks() -> None:
     inputs = inputs_of()
-    compare(fused.flash_attention, reference.attention, MaskSpec(), ScoreModifiers(sink=inputs[3]), inputs)
+    compare(
+        fused.flash_attention, reference.attention, AttentionMaskSpec(), AttentionScoreModifiers(sink=inputs[3]), inputs
+    )
 
 
 def test_a_clamped_gate_is_that_of_gpt_oss() -> None:
     x = torch.linspace(-4, 4, 40, dtype=torch.float64).view(2, 20).requires_grad_()
-    found = reference.gated_activation(x, "quick_gelu", GatingOptions(clamp=1.5, offset=1.0))
+    found = reference.gated_activation(x, "quick_gelu", GatedActivationOptions(clamp=1.5, offset=1.0))
     gate, up = (
         torch.where(x[:, :10] > 1.5, 1.5, x[:, :10]),
         torch.where(x[:, 10:].abs() > 1.5, x[:, 10:].sign() * 1.5, x[:, 10:]),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels import chunked_attention, fused, reference
-from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
+from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 
 S, B, N, D = 150, 2, 4, 8  # three parts, the last of them short
 NONE = 1e-9  # of dropout: less than a step of it
@@ -15,19 +15,19 @@ PLACES = torch.randperm(S, generator=torch.Generator().manual_seed(1))
 DOCUMENTS = torch.arange(S).div(40, rounding_mode="floor").expand(B, -1) + torch.tensor([[0], [5]])
 PADDING = torch.rand(B, S, generator=torch.Generator().manual_seed(2)) > 0.3
 MASKS = {
-    "causal": MaskSpec(),
-    "everything": MaskSpec(causal=False),
-    "window": MaskSpec(window=(20, 0)),
-    "no window": MaskSpec(window=(-1, 0)),
-    "window both ways": MaskSpec(causal=False, window=(7, 90)),
-    "documents": MaskSpec(documents=DOCUMENTS),
-    "padding": MaskSpec(causal=False, padding=PADDING),
-    "a piece": MaskSpec(query_places=PLACES, key_places=PLACES.flip(0)),
-    "blind": MaskSpec(padding=torch.arange(S).expand(B, -1) > 70, window=(30, 0)),
+    "causal": AttentionMaskSpec(),
+    "everything": AttentionMaskSpec(causal=False),
+    "window": AttentionMaskSpec(window=(20, 0)),
+    "no window": AttentionMaskSpec(window=(-1, 0)),
+    "window both ways": AttentionMaskSpec(causal=False, window=(7, 90)),
+    "documents": AttentionMaskSpec(documents=DOCUMENTS),
+    "padding": AttentionMaskSpec(causal=False, padding=PADDING),
+    "a piece": AttentionMaskSpec(query_places=PLACES, key_places=PLACES.flip(0)),
+    "blind": AttentionMaskSpec(padding=torch.arange(S).expand(B, -1) > 70, window=(30, 0)),
 }
 SCORES = {
-    "plain": ScoreModifiers(),
-    "all": ScoreModifiers(
+    "plain": AttentionScoreModifiers(),
+    "all": AttentionScoreModifiers(
         scale=0.3, bias=torch.randn(1, N, S, S, dtype=torch.float64), sink=torch.randn(N, dtype=torch.float64)
     ),
 }
@@ -66,9 +66,11 @@ def test_rows_are_the_definition(mask: str, scores: str, groups: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "mask", [MaskSpec(), MaskSpec(causal=False), MaskSpec(window=(20, 0))], ids=["causal", "everything", "window"]
+    "mask",
+    [AttentionMaskSpec(), AttentionMaskSpec(causal=False), AttentionMaskSpec(window=(20, 0))],
+    ids=["causal", "everything", "window"],
 )
-def test_queries_are_the_last_of_the_keys(mask: MaskSpec) -> None:
+def test_queries_are_the_last_of_the_keys(mask: AttentionMaskSpec) -> None:
     given = inputs(queries=70)
     near(
         with_gradients(chunked_attention.attention(*given, mask, NONE), given),
@@ -80,8 +82,8 @@ def test_queries_are_the_last_of_the_keys(mask: MaskSpec) -> None:
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_narrow_formats_are_near_the_definition(dtype: torch.dtype, tolerance: float) -> None:
     narrow, exact = inputs(dtype=dtype), inputs()
-    found = with_gradients(chunked_attention.attention(*narrow, MaskSpec(), NONE), narrow)
-    expected = with_gradients(reference.attention(*exact, MaskSpec()), exact)
+    found = with_gradients(chunked_attention.attention(*narrow, AttentionMaskSpec(), NONE), narrow)
+    expected = with_gradients(reference.attention(*exact, AttentionMaskSpec()), exact)
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == dtype and (a.double() - b).abs().max() <= tolerance * b.abs().max()
 
@@ -94,18 +96,18 @@ def test_dropout_multiplies_shares_by_what_it_keeps_forward_and_backward(
     given, drawn, draw = (
         inputs(),
         torch.zeros(B, N, S, S, dtype=torch.float64),
-        chunked_attention._ChunkedCall.dropout_mask,
+        chunked_attention._ChunkedAttentionCall.dropout_mask,
     )
 
-    def noted(work: chunked_attention._ChunkedCall, part: chunked_attention._QueryChunk) -> Tensor:
+    def noted(work: chunked_attention._ChunkedAttentionCall, part: chunked_attention._QueryChunk) -> Tensor:
         kept = draw(work, part)
-        drawn[:, :, part.queries, part.keys] = kept.view(B, N, *part.size).to(drawn)
+        drawn[:, :, part.queries, part.keys] = kept.view(B, N, *part.num_queries_and_keys).to(drawn)
         return kept
 
     with monkeypatch.context() as patch:
-        patch.setattr(chunked_attention._ChunkedCall, "dropout_mask", noted)
+        patch.setattr(chunked_attention._ChunkedAttentionCall, "dropout_mask", noted)
         output = chunked_attention.attention(*given, MASKS[mask], 0.25)
-    seen = MASKS[mask].as_bool(S, S, torch.device("cpu")).expand(B, N, -1, -1)
+    seen = MASKS[mask].as_bool_tensor(S, S, torch.device("cpu")).expand(B, N, -1, -1)
     assert drawn[seen].mean() == pytest.approx(0.75, abs=0.01)
     monkeypatch.setattr(torch.nn.functional, "dropout", lambda shares, share: shares * drawn / 0.75)
     found = with_gradients(output, given)
@@ -114,9 +116,9 @@ def test_dropout_multiplies_shares_by_what_it_keeps_forward_and_backward(
 
 def test_draws_follow_the_seed_and_the_backward_pass_takes_none() -> None:
     given = inputs()
-    one, two, three = (fused.attention(*given, MaskSpec(), 0.1) for _ in range(3) if torch.manual_seed(3))
+    one, two, three = (fused.attention(*given, AttentionMaskSpec(), 0.1) for _ in range(3) if torch.manual_seed(3))
     assert torch.equal(one, two) and torch.equal(two, three)
-    other = fused.attention(*given, MaskSpec(), 0.1)
+    other = fused.attention(*given, AttentionMaskSpec(), 0.1)
     assert not torch.equal(one, other)
     state = torch.get_rng_state()
     other.sum().backward()
@@ -126,7 +128,7 @@ def test_draws_follow_the_seed_and_the_backward_pass_takes_none() -> None:
 @pytest.mark.parametrize("dropout, kept", [(0.1, 1 - 6554 / 65536), (0.5, 0.5), (0.999999, 1 / 65536)])
 def test_what_is_kept_is_made_larger_by_as_much_as_is_dropped(dropout: float, kept: float) -> None:
     q, k = torch.zeros(64, 64, 4, D), torch.zeros(64, 64, 4, D)
-    values = chunked_attention.attention(q, k, torch.ones(64, 64, 4, 1), MaskSpec(causal=False), dropout)
+    values = chunked_attention.attention(q, k, torch.ones(64, 64, 4, 1), AttentionMaskSpec(causal=False), dropout)
     draws = 64**3 * 4
     spread = (1 / kept - 1) ** 0.5 / draws**0.5  # of the mean of numbers that are 0 or 1 / kept
     assert abs(values.mean().item() - 1) < 5 * spread

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.kernels import reference
-from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
+from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.core.kernels.table import CANDIDATES, KernelRequirements, select_kernels
 
 B, N, D = 2, 4, 6
@@ -20,7 +20,7 @@ ATTENTIONS = [
 ]
 
 
-def by_hand(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: MaskSpec, scale: float) -> Tensor:
+def by_hand(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: AttentionMaskSpec, scale: float) -> Tensor:
     """Softmax over the keys that are there, written out."""
     rows = []
     for i in range(q.shape[0]):
@@ -54,8 +54,8 @@ def test_attention_is_the_formula_forward_and_backward(
     torch.manual_seed(0)
     shapes = [(queries, B, N, D), (5, B, groups, D), (5, B, groups, D), (1, N, queries, 5)]
     inputs = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes[: 4 if biased else 3]]
-    mask, bias = MaskSpec(causal=causal, padding=PADDING if padded else None), inputs[3] if biased else None
-    found = candidate.function(*inputs[:3], mask, 0.0, ScoreModifiers(0.7, bias=bias))
+    mask, bias = AttentionMaskSpec(causal=causal, padding=PADDING if padded else None), inputs[3] if biased else None
+    found = candidate.loaded_kernel(*inputs[:3], mask, 0.0, AttentionScoreModifiers(0.7, bias=bias))
     expected = by_hand(*inputs[:3], bias, mask, 0.7)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     weight = torch.arange(found.numel(), dtype=found.dtype).view_as(found).sin()
@@ -68,8 +68,10 @@ def test_attention_is_the_formula_forward_and_backward(
 
 
 def test_padding_is_no_plain_mask_and_flash_says_that_it_cannot() -> None:
-    assert not MaskSpec(padding=PADDING).is_plain
-    assert select_kernels(KernelRequirements(padding=True), {"attention": "auto"}).attention is ATTENTIONS[0].function
+    assert not AttentionMaskSpec(padding=PADDING).has_only_causality
+    assert (
+        select_kernels(KernelRequirements(padding=True), {"attention": "auto"}).attention is ATTENTIONS[0].loaded_kernel
+    )
     with pytest.raises(ConfigError, match="padding is left out by a mask tensor"):
         select_kernels(KernelRequirements(padding=True), {"attention": "flash"})
 

@@ -36,16 +36,16 @@ def test_values_are_rounded_to_the_nearest_of_e2m1_and_ties_to_even() -> None:
         ]
     )
     expected = np.clip(x.numpy(), -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
-    found = fp4.to_e2m1(x).numpy()
+    found = fp4.round_to_e2m1(x).numpy()
     assert np.array_equal(found, expected) and np.array_equal(np.signbit(found), np.signbit(expected))
-    assert bool(fp4.to_e2m1(torch.tensor(float("nan"))).isnan())
+    assert bool(fp4.round_to_e2m1(torch.tensor(float("nan"))).isnan())
 
 
 def test_rounding_by_chance_takes_a_neighbour_and_keeps_the_mean() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.tensor([0.1, 0.3, 0.5, 1.9, 2.2, 3.9, 4.5, 5.9, -1.1, -5.0, 6.0, 0.0], dtype=torch.float64)
     draws = 20_000
-    found = fp4.to_e2m1(x.expand(draws, -1), torch.rand(draws, len(x), generator=generator, dtype=torch.float64))
+    found = fp4.round_to_e2m1(x.expand(draws, -1), torch.rand(draws, len(x), generator=generator, dtype=torch.float64))
     for value, column in zip(x.tolist(), found.t(), strict=True):
         seen = set(column.abs().tolist())
         grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -61,18 +61,18 @@ def test_every_block_has_a_scale_in_e4m3_and_the_tensor_one_more(block: tuple[in
         torch.randint(-6, 6, (20, 1), generator=generator).double()
     )
     x[16:, 16:32] = 1e-9  # too small for a scale beside the others
-    found = fp4.quantize_nvfp4(x, fp8.largest_of(x), block)
+    found = fp4.quantize_nvfp4(x, fp8.tensor_amax(x), block)
     assert found.blocks.dtype == torch.float8_e4m3fn
     assert np.allclose(found.dequantize(torch.float64).numpy(), by_hand(x.numpy(), block), rtol=1e-12, atol=0)
 
 
 def test_a_tensor_of_zeros_stays_so_and_what_is_not_finite_is_seen() -> None:
     zeros = torch.zeros(3, 16)
-    assert torch.equal(fp4.quantize_nvfp4(zeros, fp8.largest_of(zeros), (1, 16)).dequantize(torch.float32), zeros)
+    assert torch.equal(fp4.quantize_nvfp4(zeros, fp8.tensor_amax(zeros), (1, 16)).dequantize(torch.float32), zeros)
     for bad in (float("nan"), float("inf")):
         x = torch.ones(1, 16)
         x[0, 3] = bad
-        assert not fp4.quantize_nvfp4(x, fp8.largest_of(x), (1, 16)).dequantize(torch.float32)[0, 3].isfinite()
+        assert not fp4.quantize_nvfp4(x, fp8.tensor_amax(x), (1, 16)).dequantize(torch.float32)[0, 3].isfinite()
 
 
 def test_the_rotation_is_orthogonal_and_cancels_in_a_product() -> None:
@@ -126,7 +126,8 @@ def test_units_of_4_bits_are_given_what_the_emulation_multiplies(
         left = fp4.quantize_nvfp4(x, x.abs().max(), (1, 16))
         right = fp4.quantize_nvfp4(weight.t() if turned else weight, weight.abs().max(), block)
         right = right.t() if turned else right
-        found, expected = (kernel.product(left, right, torch.float32) for kernel in (fp8_native, fp8))
+        found = fp8_native.native_quantized_matmul(left, right, torch.float32)
+        expected = fp8.emulated_quantized_matmul(left, right, torch.float32)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
 from megatron.core.kernels.low_precision import fp8, fp8_native
-from megatron.core.kernels.low_precision.fp8 import E4M3, E5M2, NumberFormat, Quantised
-from megatron.core.kernels.low_precision.recipes import recipe_of
+from megatron.core.kernels.low_precision.fp8 import E4M3, E5M2, NumberFormat, QuantizedMatrix
+from megatron.core.kernels.low_precision.recipes import low_precision_recipe_of
 from tests.helpers.low_precision import operands
 
 THEIRS = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
@@ -69,7 +69,7 @@ def test_values_are_rounded_to_the_nearest_and_ties_to_even(number: NumberFormat
 def test_a_tensors_largest_value_becomes_the_largest_number() -> None:
     x = torch.tensor([[0.1, -3.0], [0.02, 0.0]])
     for margin in (0, 2):
-        scale = fp8.tensor_scale(fp8.largest_of(x), E4M3, margin)
+        scale = fp8.quantization_scale(fp8.tensor_amax(x), E4M3, margin)
         assert float(scale) == pytest.approx(448 / 3 / 2**margin, rel=1e-6)
         found = fp8.quantize_per_tensor(x, E4M3, scale)
         assert np.array_equal(found.values.double().numpy(), rounded((x * scale).double().numpy(), E4M3))
@@ -80,7 +80,7 @@ def test_a_tensors_largest_value_becomes_the_largest_number() -> None:
     "largest, expected", [(0.0, 1.0), (1e-45, torch.finfo(torch.float32).max), (448.0, 1.0), (3.0e38, 448 / 3.0e38)]
 )
 def test_scales_are_finite_whatever_a_finite_tensor_holds(largest: float, expected: float) -> None:
-    assert float(fp8.tensor_scale(torch.tensor(largest), E4M3)) == pytest.approx(expected, rel=1e-6)
+    assert float(fp8.quantization_scale(torch.tensor(largest), E4M3)) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("number", [E4M3, E5M2], ids=lambda number: number.name)
@@ -123,7 +123,9 @@ def test_what_is_not_finite_spoils_its_block_and_no_other() -> None:
     assert spoilt.tolist() == [[True] * 4 + [False] * 4, [False] * 4 + [True] * 4]
     for bad in (float("nan"), float("inf")):
         y = torch.tensor([[1.0, bad]])
-        found = fp8.quantize_per_tensor(y, E4M3, fp8.tensor_scale(fp8.largest_of(y), E4M3)).dequantize(torch.float32)
+        found = fp8.quantize_per_tensor(y, E4M3, fp8.quantization_scale(fp8.tensor_amax(y), E4M3)).dequantize(
+            torch.float32
+        )
         assert not found.isfinite().any()
 
 
@@ -139,8 +141,13 @@ def test_the_product_is_that_of_the_rounded_values_to_the_last_bit() -> None:
         ]
         for row in left.dequantize(torch.float64).tolist()
     ]
-    assert fp8.product(left, right, torch.float32).tolist() == [[float(value) for value in row] for row in exact]
-    scaled_a, scaled_b = Quantised(left.values, torch.tensor(0.3)), Quantised(right.values, torch.tensor(0.7))
+    assert fp8.emulated_quantized_matmul(left, right, torch.float32).tolist() == [
+        [float(value) for value in row] for row in exact
+    ]
+    scaled_a, scaled_b = (
+        QuantizedMatrix(left.values, torch.tensor(0.3)),
+        QuantizedMatrix(right.values, torch.tensor(0.7)),
+    )
     whole = np.array(
         [
             [
@@ -152,7 +159,7 @@ def test_the_product_is_that_of_the_rounded_values_to_the_last_bit() -> None:
         dtype=np.float32,
     )
     expected = whole * (np.float32(0.3) * np.float32(0.7))
-    assert np.array_equal(fp8.product(scaled_a, scaled_b, torch.float32).numpy(), expected)
+    assert np.array_equal(fp8.emulated_quantized_matmul(scaled_a, scaled_b, torch.float32).numpy(), expected)
 
 
 def test_a_transposed_matrix_keeps_its_blocks() -> None:
@@ -167,7 +174,8 @@ def test_the_native_product_of_scaled_tensors_is_the_emulated_one(rows: int, oth
     a, b = (torch.randn(size, along, generator=generator) for size in (rows, others))
     left = fp8.quantize_per_tensor(a, E4M3, torch.tensor(30.0))
     right = fp8.quantize_per_tensor(b, E4M3, torch.tensor(20.0))
-    found, expected = (kernel.product(left, right, torch.float32) for kernel in (fp8_native, fp8))
+    found = fp8_native.native_quantized_matmul(left, right, torch.float32)
+    expected = fp8.emulated_quantized_matmul(left, right, torch.float32)
     assert found.shape == expected.shape
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -200,7 +208,9 @@ def test_hopper_gets_the_scales_of_blocks_as_it_reads_them(monkeypatch: pytest.M
         return ((a.float() * whole[-2]) @ (b.t().float() * whole[-1]).t()).bfloat16()
 
     monkeypatch.setattr(F, "scaled_mm", unit)
-    recipe = recipe_of(LowPrecisionConfig(fp8_format="hybrid", fp8_recipe="blockwise"), torch.device("cuda"))
+    recipe = low_precision_recipe_of(
+        LowPrecisionConfig(fp8_format="hybrid", fp8_recipe="blockwise"), torch.device("cuda")
+    )
     assert recipe is not None and recipe.native
     generator = torch.Generator().manual_seed(5)
     for tokens, out in ((300, 384), (300, 512), (37, 200)):
@@ -208,7 +218,9 @@ def test_hopper_gets_the_scales_of_blocks_as_it_reads_them(monkeypatch: pytest.M
             torch.randn(shape, generator=generator) for shape in ((tokens, 512), (out, 512), (tokens, out))
         )
         for a, b in operands(recipe, x, weight, gradient).values():
-            torch.testing.assert_close(recipe.product(a, b, torch.bfloat16), fp8.product(a, b, torch.bfloat16))
+            torch.testing.assert_close(
+                recipe.quantized_matmul(a, b, torch.bfloat16), fp8.emulated_quantized_matmul(a, b, torch.bfloat16)
+            )
     assert {kind.name for kind in seen} == {"BlockWise1x128", "BlockWise128x128"} and len(seen) == 18
 
 
@@ -239,12 +251,14 @@ def test_scales_lie_in_tiles_as_blackwell_reads_them() -> None:
     ],
 )
 def test_a_gpu_says_which_recipes_it_has_no_units_for(recipe: str, capability: tuple[int, int], words: str) -> None:
-    found = fp8_native.unsupported_reason(recipe, capability)
+    found = fp8_native.native_unsupported_reason(recipe, capability)
     assert words in found and bool(words) == bool(found)
 
 
 def test_a_gpu_multiplies_by_itself_unless_it_is_told_to_emulate() -> None:
     for device, emulation, native in (("cuda", False, True), ("cuda", True, False), ("cpu", False, False)):
-        recipe = recipe_of(LowPrecisionConfig(fp8_format="e4m3", fp8_emulation=emulation), torch.device(device))
+        recipe = low_precision_recipe_of(
+            LowPrecisionConfig(fp8_format="e4m3", fp8_emulation=emulation), torch.device(device)
+        )
         assert recipe is not None and recipe.native == native
-    assert recipe_of(LowPrecisionConfig(), torch.device("cpu")) is None
+    assert low_precision_recipe_of(LowPrecisionConfig(), torch.device("cpu")) is None

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.kernels import blockwise_attention, chunked_attention, flex, fused, reference
-from megatron.core.kernels.blockwise_attention import Block
-from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
+from megatron.core.kernels.blockwise_attention import AttentionBlock
+from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 from tests.helpers import flex_stand_in
 
 B, N, G, D = 2, 4, 2, 8
@@ -28,24 +28,28 @@ def _padding(length: int, *hidden: slice) -> Tensor:
 
 
 # (tokens, mask, tokens of the second row whose query sees nothing)
-MASKS: dict[str, tuple[int, MaskSpec, slice]] = {
-    "padding before the first token": (12, MaskSpec(padding=_padding(12, slice(0, 5))), slice(0, 5)),
-    "a row of padding": (12, MaskSpec(causal=False, padding=_padding(12, slice(0, 12))), slice(0, 12)),
-    "a band whose last block is filled up": (340, MaskSpec(window=(37, 0)), slice(0, 0)),
-    "a band with padding": (340, MaskSpec(window=(37, 0), padding=_padding(340, slice(100, 340))), slice(137, 340)),
+MASKS: dict[str, tuple[int, AttentionMaskSpec, slice]] = {
+    "padding before the first token": (12, AttentionMaskSpec(padding=_padding(12, slice(0, 5))), slice(0, 5)),
+    "a row of padding": (12, AttentionMaskSpec(causal=False, padding=_padding(12, slice(0, 12))), slice(0, 12)),
+    "a band whose last block is filled up": (340, AttentionMaskSpec(window=(37, 0)), slice(0, 0)),
+    "a band with padding": (
+        340,
+        AttentionMaskSpec(window=(37, 0), padding=_padding(340, slice(100, 340))),
+        slice(137, 340),
+    ),
     "keys behind all queries": (
         12,
-        MaskSpec(query_places=torch.arange(12), key_places=torch.arange(20, 32)),
+        AttentionMaskSpec(query_places=torch.arange(12), key_places=torch.arange(20, 32)),
         slice(0, 12),
     ),
 }
-ATTENTIONS: dict[str, tuple[Callable[..., Tensor], float, ScoreModifiers]] = {
-    "reference": (reference.attention, 0.0, ScoreModifiers()),
-    "fused": (fused.attention, 0.0, ScoreModifiers()),
-    "fused, cap": (fused.attention, 0.0, ScoreModifiers(softcap=5.0)),
-    "fused, bias": (fused.attention, 0.0, ScoreModifiers(bias=torch.zeros(1, N, 1, 1))),
-    "chunked, dropout": (chunked_attention.attention, 0.1, ScoreModifiers()),
-    "flex": (flex.attention, 0.0, ScoreModifiers()),
+ATTENTIONS: dict[str, tuple[Callable[..., Tensor], float, AttentionScoreModifiers]] = {
+    "reference": (reference.attention, 0.0, AttentionScoreModifiers()),
+    "fused": (fused.attention, 0.0, AttentionScoreModifiers()),
+    "fused, cap": (fused.attention, 0.0, AttentionScoreModifiers(softcap=5.0)),
+    "fused, bias": (fused.attention, 0.0, AttentionScoreModifiers(bias=torch.zeros(1, N, 1, 1))),
+    "chunked, dropout": (chunked_attention.attention, 0.1, AttentionScoreModifiers()),
+    "flex": (flex.attention, 0.0, AttentionScoreModifiers()),
 }
 
 
@@ -58,12 +62,12 @@ def heads(length: int) -> list[Tensor]:
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_query_that_sees_no_key_gives_zero_and_no_nan(mask: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        flex, "compiled_attention", lambda: (flex_stand_in.flex_attention, flex_stand_in.create_block_mask)
+        flex, "compiled_flex_functions", lambda: (flex_stand_in.flex_attention, flex_stand_in.create_block_mask)
     )
     length, spec, blind = MASKS[mask]
     call, dropout, scores = ATTENTIONS[name]
     if scores.bias is not None:
-        scores = ScoreModifiers(bias=scores.bias.double().expand(1, N, length, length))
+        scores = AttentionScoreModifiers(bias=scores.bias.double().expand(1, N, length, length))
     inputs = heads(length)
     output = call(*inputs, spec, dropout, scores)
     gradients = torch.autograd.grad(output.square().sum() + output.sum(), inputs)
@@ -87,7 +91,11 @@ def test_no_query_comes_to_torchs_attention_without_a_key(
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", checked)
     length, spec, _ = MASKS[mask]
-    scores = ScoreModifiers(bias=torch.zeros(1, N, length, length, dtype=torch.float64)) if bias else ScoreModifiers()
+    scores = (
+        AttentionScoreModifiers(bias=torch.zeros(1, N, length, length, dtype=torch.float64))
+        if bias
+        else AttentionScoreModifiers()
+    )
     inputs = heads(length)
     output = fused.attention(*inputs, spec, 0.0, scores)
     assert seen == [True]
@@ -99,9 +107,9 @@ def test_a_block_of_a_ring_in_which_some_queries_see_no_key_has_no_nan(softcap: 
     q, k, v = (one.detach().permute(1, 2, 0, 3) for one in heads(6))
     seen = torch.ones(1, 1, 6, 6, dtype=torch.bool)
     seen[:, :, 2:4] = False
-    block = Block(D**-0.5, softcap=softcap, seen=seen)
-    output, lse = blockwise_attention.forward(q, k, v, block)
-    found = blockwise_attention.backward(torch.ones_like(output), q, k, v, output, lse, block)
+    block = AttentionBlock(D**-0.5, softcap=softcap, seen=seen)
+    output, lse = blockwise_attention.block_attention_forward(q, k, v, block)
+    found = blockwise_attention.block_attention_backward(torch.ones_like(output), q, k, v, output, lse, block)
     assert all(bool(one.isfinite().all()) for one in (output, *found))
     assert not output[:, :, 2:4].any() and not found[0][:, :, 2:4].any()
 
@@ -113,11 +121,11 @@ def test_one_block_mask_serves_all_layers_of_a_microbatch(monkeypatch: pytest.Mo
         built.append(1)
         return flex_stand_in.create_block_mask(*given, **how)
 
-    monkeypatch.setattr(flex, "compiled_attention", lambda: (flex_stand_in.flex_attention, build))
+    monkeypatch.setattr(flex, "compiled_flex_functions", lambda: (flex_stand_in.flex_attention, build))
     inputs = heads(12)
     for microbatch in range(1, 4):
         documents = (torch.arange(12)[None].expand(B, -1) // (microbatch + 2)).contiguous()
-        mask = MaskSpec(documents=documents)
+        mask = AttentionMaskSpec(documents=documents)
         for layer in range(4):
             own = mask.with_window((3, 0) if layer % 2 else None)  # every second layer has a window
             output = flex.attention(*inputs, own)
@@ -129,7 +137,7 @@ def test_one_block_mask_serves_all_layers_of_a_microbatch(monkeypatch: pytest.Mo
     )
     assert len(built) == 7
     for _ in range(3):
-        flex.attention(*inputs, MaskSpec())
+        flex.attention(*inputs, AttentionMaskSpec())
     assert len(built) == 8, "what depends on lengths alone is built once in all"
 
 
@@ -137,14 +145,14 @@ def test_one_block_mask_serves_all_layers_of_a_microbatch(monkeypatch: pytest.Mo
 def test_block_masks_of_new_documents_are_compiled_once() -> None:
     pytest.importorskip("torch._inductor")
     torch._dynamo.reset()
-    flex.compiled_attention.cache_clear()
+    flex.compiled_flex_functions.cache_clear()
     counters = torch._dynamo.utils.counters
     counters.clear()
     for microbatch in range(1, 5):
         documents = (torch.arange(256)[None].expand(B, -1) // (30 * microbatch)).contiguous()
-        flex.block_mask(MaskSpec(documents=documents), 256, 256, B, torch.device("cpu"))
+        flex.cached_block_mask(AttentionMaskSpec(documents=documents), 256, 256, B, torch.device("cpu"))
     assert counters["stats"]["unique_graphs"] == 1, dict(counters["stats"])
-    flex.compiled_attention.cache_clear()
+    flex.compiled_flex_functions.cache_clear()
     torch._dynamo.reset()
 
 
@@ -159,7 +167,7 @@ def test_cudnn_sees_lengths_that_are_multiples_of_64(length: int, monkeypatch: p
     monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
     monkeypatch.setattr(fused, "sdpa_kernel", lambda backend: nullcontext())
     inputs = heads(length)
-    results = [call(*inputs, MaskSpec()) for call in (fused.cudnn_attention, reference.attention)]
+    results = [call(*inputs, AttentionMaskSpec()) for call in (fused.cudnn_attention, reference.attention)]
     assert lengths == {-(-length // 64) * 64}
     for a, b in zip(*([one, *torch.autograd.grad(one.square().sum(), inputs)] for one in results), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)

@@ -78,7 +78,7 @@ def test_in_bf16_the_grouped_matmul_is_the_loop_up_to_rounding(counts: tuple[int
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_on_a_gpu_torchs_grouped_matmul_is_the_loop_up_to_rounding(counts: tuple[int, ...]) -> None:
     for value, true in zip(
-        results(grouped.grouped_mm, counts, torch.bfloat16, "cuda"),
+        results(grouped.grouped_linear_by_grouped_mm, counts, torch.bfloat16, "cuda"),
         results(row_by_row, counts, torch.float64),
         strict=True,
     ):
@@ -88,7 +88,10 @@ def test_on_a_gpu_torchs_grouped_matmul_is_the_loop_up_to_rounding(counts: tuple
 def test_the_loop_is_taken_when_it_is_asked_for_and_torchs_kernel_only_where_it_runs() -> None:
     assert select_kernels(KernelRequirements(), {"grouped_linear": "loop"}).grouped_linear is reference.grouped_linear
     assert select_kernels(KernelRequirements(), {"grouped_linear": "auto"}).grouped_linear is grouped.grouped_linear
-    assert select_kernels(KernelRequirements(device="cuda", dtype=torch.bfloat16)).grouped_linear is grouped.grouped_mm
+    assert (
+        select_kernels(KernelRequirements(device="cuda", dtype=torch.bfloat16)).grouped_linear
+        is grouped.grouped_linear_by_grouped_mm
+    )
     assert select_kernels(KernelRequirements(device="cuda")).grouped_linear is grouped.grouped_linear
     with pytest.raises(ConfigError, match="for GPUs"):
         select_kernels(KernelRequirements(), {"grouped_linear": "torch"})
@@ -102,13 +105,17 @@ def test_a_weighed_bias_has_the_gradients_of_its_formula(counts: tuple[int, ...]
         for shape in ((sum(counts),), (len(counts), 3))
     )
     owners = torch.tensor([expert for expert, count in enumerate(counts) for _ in range(count)], dtype=torch.int64)
-    assert torch.equal(grouped.weighed_bias(weights, bias, torch.tensor(counts)), weights[:, None] * bias[owners])
-    assert torch.autograd.gradcheck(lambda w, b: grouped.weighed_bias(w, b, torch.tensor(counts)), (weights, bias))
+    assert torch.equal(
+        grouped.weighted_expert_bias(weights, bias, torch.tensor(counts)), weights[:, None] * bias[owners]
+    )
+    assert torch.autograd.gradcheck(
+        lambda w, b: grouped.weighted_expert_bias(w, b, torch.tensor(counts)), (weights, bias)
+    )
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_weight_gradients_that_wait_are_the_same_by_torchs_grouped_kernel(counts: tuple[int, ...]) -> None:
     x, gradient = (torch.randn(sum(counts), size).bfloat16() for size in (16, 24))
     sizes = torch.tensor(counts)
-    result = grouped._grouped_weight_gradients(x, gradient, sizes)
-    torch.testing.assert_close(result, grouped.weight_gradients(x, gradient, sizes), rtol=2e-2, atol=1e-2)
+    result = grouped._weight_gradients_by_grouped_mm(x, gradient, sizes)
+    torch.testing.assert_close(result, grouped.grouped_weight_gradients(x, gradient, sizes), rtol=2e-2, atol=1e-2)

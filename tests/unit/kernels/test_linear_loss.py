@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.kernels import linear_loss
-from megatron.core.kernels.linear_loss import VocabularyShard, linear_cross_entropy
+from megatron.core.kernels.linear_loss import VocabularyShard, blockwise_linear_cross_entropy
 from megatron.core.kernels.table import KernelRequirements, select_kernels
 from megatron.core.parallel.mesh import Axis
-from megatron.core.tensor_parallel.loss import cross_entropy
+from megatron.core.tensor_parallel.loss import vocab_parallel_cross_entropy
 from tests.helpers import tiny
 from tests.helpers.training import train_on
 from tests.helpers.world import Worlds
@@ -70,7 +70,9 @@ def test_losses_and_gradients_are_those_of_all_logits(
         given = [one for one in inputs(dtype, bias=bias) if one is not None]
         exact = [one.detach().double().requires_grad_() for one in given]
         found = outcome(
-            linear_cross_entropy(*given[:2], given[2] if bias else None, targets(ignored), words), weights, given
+            blockwise_linear_cross_entropy(*given[:2], given[2] if bias else None, targets(ignored), words),
+            weights,
+            given,
         )
         expected = outcome(by_torch(*exact[:2], exact[2] if bias else None, targets(ignored), softcap), weights, exact)
         assert found[0].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -80,7 +82,7 @@ def test_losses_and_gradients_are_those_of_all_logits(
 
 def test_a_second_backward_pass_over_the_same_losses_is_exact_too() -> None:
     given = list(inputs())
-    losses = linear_cross_entropy(*given, targets(), VocabularyShard(0, V, None, lambda stated: stated))
+    losses = blockwise_linear_cross_entropy(*given, targets(), VocabularyShard(0, V, None, lambda stated: stated))
     expected = torch.autograd.grad(by_torch(*given, targets(), None).mean() * 3, given)
     for _ in range(2):
         for a, b in zip(torch.autograd.grad(losses.mean() * 3, given, retain_graph=True), expected, strict=True):
@@ -90,9 +92,9 @@ def test_a_second_backward_pass_over_the_same_losses_is_exact_too() -> None:
 def test_nothing_is_learned_where_no_token_counts_or_nothing_asks_for_it() -> None:
     x, weight, bias = inputs()
     words = VocabularyShard(0, V, None, lambda stated: stated)
-    losses = linear_cross_entropy(x, weight, bias, torch.full((T,), -1), words)
+    losses = blockwise_linear_cross_entropy(x, weight, bias, torch.full((T,), -1), words)
     assert not losses.any() and not any(one.any() for one in torch.autograd.grad(losses.sum(), (x, weight, bias)))
-    frozen = linear_cross_entropy(x, weight.detach(), None, targets(), words)
+    frozen = blockwise_linear_cross_entropy(x, weight.detach(), None, targets(), words)
     torch.testing.assert_close(
         torch.autograd.grad(frozen.sum(), x)[0],
         torch.autograd.grad(by_torch(x, weight, None, targets(), None).sum(), x)[0],
@@ -101,7 +103,8 @@ def test_nothing_is_learned_where_no_token_counts_or_nothing_asks_for_it() -> No
     )
     with torch.no_grad():
         torch.testing.assert_close(
-            linear_cross_entropy(x, weight, bias, targets(), words), by_torch(x, weight, bias, targets(), None)
+            blockwise_linear_cross_entropy(x, weight, bias, targets(), words),
+            by_torch(x, weight, bias, targets(), None),
         )
 
 
@@ -110,7 +113,7 @@ def test_logits_far_from_zero_and_far_apart_are_exact() -> None:
         torch.tensor([[1.0], [1.0]], requires_grad=True),
         torch.tensor([[1e4], [-1e4], [0.0]], requires_grad=True),
     )
-    losses = linear_cross_entropy(
+    losses = blockwise_linear_cross_entropy(
         x, weight, None, torch.tensor([1, 0]), VocabularyShard(0, 3, None, lambda stated: stated)
     )
     losses.sum().backward()
@@ -120,7 +123,7 @@ def test_logits_far_from_zero_and_far_apart_are_exact() -> None:
 
 def test_in_fp16_the_shares_of_rare_words_do_not_vanish_before_they_are_scaled() -> None:
     x, weight = (torch.tensor(rows, dtype=torch.float16, requires_grad=True) for rows in ([[1.0]], [[0.0], [-18.0]]))
-    losses = linear_cross_entropy(
+    losses = blockwise_linear_cross_entropy(
         x, weight, None, torch.tensor([0]), VocabularyShard(0, 2, None, lambda stated: stated)
     )
     (losses * 65536).sum().backward()
@@ -169,7 +172,7 @@ def test_no_tensor_is_as_large_as_the_logits_of_more_than_an_eighth_of_the_token
     tokens, words = 400, 300
     x, weight = torch.randn(tokens, 4, requires_grad=True), torch.randn(words, 4, requires_grad=True)
     with Largest() as largest:
-        losses = linear_cross_entropy(
+        losses = blockwise_linear_cross_entropy(
             x,
             weight,
             None,
@@ -179,7 +182,7 @@ def test_no_tensor_is_as_large_as_the_logits_of_more_than_an_eighth_of_the_token
         (losses if weights == "alike" else losses * torch.rand(tokens)).sum().backward()
     assert largest.found == tokens * words // 8
     with Largest() as whole:
-        cross_entropy(
+        vocab_parallel_cross_entropy(
             F.linear(x, weight)[:, None], torch.zeros(tokens, 1, dtype=torch.long), Axis("tp"), words
         ).sum().backward()
     assert whole.found == tokens * words
@@ -209,7 +212,7 @@ def test_training_goes_as_with_all_logits(changes: dict[str, Any]) -> None:
 
 
 def test_auto_takes_it_on_cpus_and_says_why_not_elsewhere() -> None:
-    assert select_kernels(KernelRequirements()).cross_entropy is linear_cross_entropy
+    assert select_kernels(KernelRequirements()).cross_entropy is blockwise_linear_cross_entropy
     report = {
         op: (name, why)
         for op, name, why in select_kernels(KernelRequirements(device="cuda", dtype=torch.bfloat16)).report
@@ -220,4 +223,4 @@ def test_auto_takes_it_on_cpus_and_says_why_not_elsewhere() -> None:
     )
     assert select_kernels(KernelRequirements(dtype=torch.float16)).cross_entropy is None
     fused = select_kernels(KernelRequirements(device="cuda"), {"cross_entropy": "linear"}).cross_entropy
-    assert fused is linear_cross_entropy and not isinstance(fused, partial)
+    assert fused is blockwise_linear_cross_entropy and not isinstance(fused, partial)

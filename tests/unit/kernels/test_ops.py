@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels import reference
-from megatron.core.kernels.mask import MaskSpec
+from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.kernels.table import CANDIDATES, KernelRequirements
 
 S, B, N, D = 7, 2, 4, 6
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]])
-MASKS = {"causal": MaskSpec(), "bidirectional": MaskSpec(causal=False), "documents": MaskSpec(documents=DOCUMENTS)}
+MASKS = {
+    "causal": AttentionMaskSpec(),
+    "bidirectional": AttentionMaskSpec(causal=False),
+    "documents": AttentionMaskSpec(documents=DOCUMENTS),
+}
 ATTENTIONS = [
     candidate
     for candidate in CANDIDATES
@@ -22,7 +26,7 @@ ATTENTIONS = [
 ]
 
 
-def attention_by_hand(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> Tensor:
+def attention_by_hand(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec) -> Tensor:
     """One query at a time."""
     queries, batch, heads, size = q.shape
     rows = []
@@ -80,7 +84,7 @@ def test_every_attention_that_fits_equals_the_reference(candidate, mask: str, gr
             continue
         inputs = heads(groups, dtype)
         check(
-            with_gradients(lambda *qkv: candidate.function(*qkv, MASKS[mask]), *inputs),
+            with_gradients(lambda *qkv: candidate.loaded_kernel(*qkv, MASKS[mask]), *inputs),
             with_gradients(lambda *qkv: reference.attention(*qkv, MASKS[mask]), *inputs),
             tolerance,
         )
@@ -90,8 +94,10 @@ def test_a_later_query_alone_sees_all_keys_before_it() -> None:
     q, k, v = heads(2)
     for candidate in ATTENTIONS:
         if candidate.name != "flash":
-            last = candidate.function(q[-2:], k, v, MaskSpec())
-            torch.testing.assert_close(last, reference.attention(q, k, v, MaskSpec())[-2:], rtol=1e-12, atol=1e-12)
+            last = candidate.loaded_kernel(q[-2:], k, v, AttentionMaskSpec())
+            torch.testing.assert_close(
+                last, reference.attention(q, k, v, AttentionMaskSpec())[-2:], rtol=1e-12, atol=1e-12
+            )
 
 
 @pytest.mark.parametrize(
@@ -101,23 +107,25 @@ def test_attention_dropout_zeroes_weights_and_keeps_their_mean(candidate) -> Non
     torch.manual_seed(0)
     q, k = torch.zeros(1, 1, 1, 4), torch.zeros(4000, 1, 1, 4)
     v = torch.ones(4000, 1, 1, 1)
-    kept = candidate.function(q, k, v.expand(4000, 1, 1, 4), MaskSpec(causal=False), 0.25)
+    kept = candidate.loaded_kernel(q, k, v.expand(4000, 1, 1, 4), AttentionMaskSpec(causal=False), 0.25)
     assert kept.mean() == pytest.approx(1.0, abs=0.05) and kept.mean() != 1.0
 
 
 def test_a_mask_shows_a_query_what_it_may_see() -> None:
-    seen = MASKS["documents"].as_bool(S, S, torch.device("cpu"))
+    seen = MASKS["documents"].as_bool_tensor(S, S, torch.device("cpu"))
     for b in range(B):
         for i in range(S):
             assert [bool(x) for x in seen[b, 0, i]] == [
                 j <= i and bool(DOCUMENTS[b, i] == DOCUMENTS[b, j]) for j in range(S)
             ]
-    assert MaskSpec().is_plain and not MASKS["documents"].is_plain
+    assert AttentionMaskSpec().has_only_causality and not MASKS["documents"].has_only_causality
 
 
 @pytest.mark.parametrize("name", ["torch", "reference"])
 def test_rms_norm_is_the_formula(name: str) -> None:
-    call = next(candidate.function for candidate in CANDIDATES if (candidate.op, candidate.name) == ("rms_norm", name))
+    call = next(
+        candidate.loaded_kernel for candidate in CANDIDATES if (candidate.op, candidate.name) == ("rms_norm", name)
+    )
     x, weight = (3 * torch.randn(5, 8)).double().requires_grad_(), torch.randn(8).double().requires_grad_()
 
     def formula(x: Tensor, weight: Tensor) -> Tensor:

@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels import paged, reference
-from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
-from megatron.core.kernels.paged import BlockTables
+from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
+from megatron.core.kernels.paged import CacheBlockTables
 from tests.helpers.triton_interpreter import needs_triton
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
-SINKS = ScoreModifiers(sink=torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, -2.0, 0.3, 0.1]))
+SINKS = AttentionScoreModifiers(sink=torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, -2.0, 0.3, 0.1]))
 # lengths, queries, heads, groups, head size, value size (latent: smaller than keys), block size, window, scores
 CASES: dict[str, tuple[Any, ...]] = {
-    "one query, groups of 4": ([5, 300, 0, 130], 1, 8, 2, 32, 32, 16, None, ScoreModifiers()),
-    "no groups, odd head, cap": ([5, 150, 17], 3, 4, 4, 24, 24, 3, None, ScoreModifiers(softcap=3.0)),
+    "one query, groups of 4": ([5, 300, 0, 130], 1, 8, 2, 32, 32, 16, None, AttentionScoreModifiers()),
+    "no groups, odd head, cap": ([5, 150, 17], 3, 4, 4, 24, 24, 3, None, AttentionScoreModifiers(softcap=3.0)),
     "a chunk of a prompt, window, sinks": ([70, 33], 10, 8, 1, 16, 16, 8, 13, SINKS),
     "window of one query, sinks": ([1, 64, 257, 0], 1, 8, 4, 16, 16, 32, 100, SINKS),
-    "a window of the own key alone": ([9, 65], 2, 2, 1, 16, 16, 4, 0, ScoreModifiers(scale=0.3)),
-    "latent": ([70, 333, 1], 1, 6, 1, 24, 16, 4, None, ScoreModifiers(scale=0.3)),
-    "latent of no power of two": ([70, 33, 1], 1, 20, 1, 12, 8, 1, None, ScoreModifiers()),
+    "a window of the own key alone": ([9, 65], 2, 2, 1, 16, 16, 4, 0, AttentionScoreModifiers(scale=0.3)),
+    "latent": ([70, 333, 1], 1, 6, 1, 24, 16, 4, None, AttentionScoreModifiers(scale=0.3)),
+    "latent of no power of two": ([70, 33, 1], 1, 20, 1, 12, 8, 1, None, AttentionScoreModifiers()),
 }
 
 
@@ -46,13 +46,13 @@ def kernel() -> Iterator[ModuleType]:
 
 def draw(
     name: str, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor, Tensor, BlockTables, int | None, ScoreModifiers]:
+) -> tuple[Tensor, Tensor, Tensor, CacheBlockTables, int | None, AttentionScoreModifiers]:
     """A case; what no text has written is no number."""
     lengths, queries, heads, groups, size, values, block, window, scores = CASES[name]
     generator = torch.Generator().manual_seed(len(name))
     width = -(-max(lengths) // block) + 1
     tables = (torch.randperm(len(lengths) * width, generator=generator) + 1).int().view(len(lengths), width)
-    where = BlockTables(tables, torch.tensor(lengths, dtype=torch.int32), block, max(lengths))
+    where = CacheBlockTables(tables, torch.tensor(lengths, dtype=torch.int32), block, max(lengths))
     q, k, v = (
         torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
         for shape in (
@@ -63,7 +63,7 @@ def draw(
     )
     written = torch.zeros(len(k), dtype=torch.bool)
     for row, length in enumerate(lengths):
-        written[where.slots(torch.arange(length).expand(len(lengths), -1))[row]] = True
+        written[where.slots_of_positions(torch.arange(length).expand(len(lengths), -1))[row]] = True
     k, v = (x.masked_fill(~written[:, None, None], float("nan")) for x in (k, v))
     return q, k, k[..., :values] if values < size else v, where, window, scores
 
@@ -76,8 +76,8 @@ def test_the_definition_is_plain_attention_over_each_rows_own_keys(name: str) ->
         if length == 0:
             assert not found[row].any()
             continue
-        slots = where.slots(torch.arange(length).expand(len(found), -1))[row]
-        mask = MaskSpec(window=None if window is None else (window, 0))
+        slots = where.slots_of_positions(torch.arange(length).expand(len(found), -1))[row]
+        mask = AttentionMaskSpec(window=None if window is None else (window, 0))
         own = reference.attention(q[row][:, None], k[slots][:, None], v[slots][:, None], mask, 0.0, scores)
         torch.testing.assert_close(found[row], own[:, 0], rtol=1e-10, atol=1e-10)
 
@@ -133,9 +133,9 @@ def test_every_key_and_value_is_read_once_for_all_heads_of_its_group(
 
 
 def test_a_kernel_that_is_wrong_is_told_apart() -> None:
-    def blind(q: Tensor, k: Tensor, v: Tensor, where: BlockTables, **how: Any) -> Tensor:
+    def blind(q: Tensor, k: Tensor, v: Tensor, where: CacheBlockTables, **how: Any) -> Tensor:
         return paged.attention(q, k, v, where)  # without the window
 
     how: dict[str, Any] = {"heads": 4, "groups": 2, "size": 8}
-    assert paged.max_kernel_error(paged.attention, torch.device("cpu"), torch.float64, **how) == 0.0
-    assert paged.max_kernel_error(blind, torch.device("cpu"), torch.float64, **how) > 0.01
+    assert paged.paged_kernel_error(paged.attention, torch.device("cpu"), torch.float64, **how) == 0.0
+    assert paged.paged_kernel_error(blind, torch.device("cpu"), torch.float64, **how) > 0.01

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels.low_precision import fp8
-from megatron.core.kernels.low_precision.fp8 import E4M3, E5M2, NumberFormat, Quantised
-from megatron.core.tensor_parallel.low_precision import Scaling
+from megatron.core.kernels.low_precision.fp8 import E4M3, E5M2, NumberFormat, QuantizedMatrix
+from megatron.core.tensor_parallel.low_precision import LowPrecisionScaling
 from tests.helpers import tiny
 from tests.helpers.training import train_on
 from tests.helpers.triton_interpreter import interpreted, needs_triton
@@ -27,7 +27,7 @@ def kernels() -> Iterator[ModuleType]:
         yield modules["triton.quantise"]
 
 
-def demand_same(found: Quantised | None, expected: Quantised) -> None:
+def demand_same(found: QuantizedMatrix | None, expected: QuantizedMatrix) -> None:
     """Equal bits of values, and equal scales."""
     assert found is not None and found.block == expected.block
     assert found.values.is_contiguous()
@@ -58,11 +58,11 @@ def test_a_matrix_and_its_transposed_are_rounded_as_defined(
 ) -> None:
     for shape in ((130, 70), (1, 5)):
         x = matrix(*shape, kind)
-        parts, expected = kernels.largest_of(x), fp8.largest_of(x)
+        parts, expected = kernels.partial_amaxes(x), fp8.tensor_amax(x)
         assert torch.equal(parts.amax().nan_to_num(-1.0), expected.nan_to_num(-1.0))
         seen = torch.zeros(())
         rows, turned = kernels.quantize_per_tensor(x, number, parts, margin=1, seen=seen)
-        one = fp8.quantize_per_tensor(x, number, fp8.tensor_scale(expected, number, 1))
+        one = fp8.quantize_per_tensor(x, number, fp8.quantization_scale(expected, number, 1))
         demand_same(rows, one)
         demand_same(turned, one.t())
         assert torch.equal(seen.nan_to_num(-1.0), expected.nan_to_num(-1.0))
@@ -77,7 +77,7 @@ def test_a_matrix_and_its_transposed_are_rounded_as_defined(
 @needs_triton
 def test_matrices_without_rows_have_a_scale(kernels: ModuleType) -> None:
     x = torch.empty(0, 8)
-    rows, turned = kernels.quantize_per_tensor(x, E4M3, kernels.largest_of(x))
+    rows, turned = kernels.quantize_per_tensor(x, E4M3, kernels.partial_amaxes(x))
     assert rows.values.shape == (0, 8) and turned.values.shape == (8, 0) and float(rows.scale) == 1.0
 
 
@@ -85,9 +85,11 @@ def test_matrices_without_rows_have_a_scale(kernels: ModuleType) -> None:
 @pytest.mark.parametrize("more", [{}, {"recompute_granularity": "full", "recompute_method": "uniform"}], ids=["", "rc"])
 def test_weights_are_rounded_once_a_step(recipe: str, more: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     rounded: list[int] = []
-    whole = Scaling.quantise_weight
+    whole = LowPrecisionScaling.quantise_weight_and_transpose
 
-    def counted(self: Scaling, weight: Tensor, largest: Tensor | None) -> tuple[Quantised, Quantised]:
+    def counted(
+        self: LowPrecisionScaling, weight: Tensor, largest: Tensor | None
+    ) -> tuple[QuantizedMatrix, QuantizedMatrix]:
         rounded.append(id(weight))
         return whole(self, weight, largest)
 
@@ -97,14 +99,16 @@ def test_weights_are_rounded_once_a_step(recipe: str, more: dict[str, str], monk
         )
         trainer = tiny.trainer_of(tiny.run_of(config))
         found, _ = train_on(trainer, 3)
-        scalings = [part for stage in trainer.stages for part in stage.modules() if isinstance(part, Scaling)]
+        scalings = [
+            part for stage in trainer.stages for part in stage.modules() if isinstance(part, LowPrecisionScaling)
+        ]
         assert scalings and not any(part.caches or part.cached for part in scalings), "nothing outlives its step"
         assert not rounded or len(rounded) == 3 * len(scalings)
         return found
 
-    monkeypatch.setattr(Scaling, "quantise_weight", counted)
+    monkeypatch.setattr(LowPrecisionScaling, "quantise_weight_and_transpose", counted)
     once = losses()
     assert rounded
     rounded.clear()
-    monkeypatch.setattr(Scaling, "cached_quantized_weight", lambda self, weight, number, largest=None: None)
+    monkeypatch.setattr(LowPrecisionScaling, "cached_quantized_weight", lambda self, weight, number, largest=None: None)
     assert once == losses() and not rounded, "as if they were rounded for every product"

@@ -91,7 +91,7 @@ def test_steps_go_on_where_a_scan_ended(kind: str) -> None:
     _, state = scan(**start, chunk=16)
     for t in range(30, 40):
         now = {name: tensor if name == "a" else tensor[t] for name, tensor in inputs.items()}
-        step = scans.selective_step if kind == "mamba" else scans.delta_rule_step
+        step = scans.selective_scan_step if kind == "mamba" else scans.delta_rule_step
         y, state = step(**now, state=state)
         torch.testing.assert_close(y, whole[t], rtol=0, atol=1e-12)
 
@@ -102,7 +102,7 @@ def test_documents_of_a_packed_row_are_scanned_as_if_each_were_alone(kind: str) 
     inputs, state = {name: tensor.detach() for name, tensor in draw(100).items()}, _drawn(*shape)
     borders = (0, 10, 11, 48, 64, 100)
     documents = torch.repeat_interleave(torch.tensor([3, 1, 7, 3, 3 + 1]), torch.tensor(borders).diff())
-    segments = scans.segments_of(documents.expand(BATCH, -1))
+    segments = scans.segment_numbers_of(documents.expand(BATCH, -1))
     whole, last = scan(**inputs, segments=segments, state=state, chunk=16)
     for number, (low, high) in enumerate(zip(borders, borders[1:], strict=False)):
         part = {name: tensor if name == "a" else tensor[low:high] for name, tensor in inputs.items()}
@@ -135,13 +135,13 @@ def test_the_convolution_is_torchs_forward_and_backward_and_goes_on_from_the_las
     x, weight, bias = tensors = [_drawn(*shape).requires_grad_() for shape in ((length + 5, BATCH, 7), (7, 4), (7,))]
     expected = _torchs_convolution(x, weight, bias)
     _close_with_gradients(scans.causal_conv(x, weight, bias), expected, tensors)
-    before = scans.last_inputs(x[:length], 4)
+    before = scans.last_conv_inputs(x[:length], 4)
     _close_with_gradients(scans.causal_conv(x[length:], weight, bias, before=before), expected[length:], tensors)
 
 
 def test_the_convolution_and_its_gradients_do_not_look_into_another_document() -> None:
     x, weight = tensors = [_drawn(9, 1, 7).requires_grad_(), _drawn(7, 4).requires_grad_()]
-    segments = scans.segments_of(torch.tensor([[0, 0, 0, 0, 1, 2, 2, 2, 2]]))
+    segments = scans.segment_numbers_of(torch.tensor([[0, 0, 0, 0, 1, 2, 2, 2, 2]]))
     alone = torch.cat([_torchs_convolution(part, weight, None) for part in x.split((4, 1, 4))])
     _close_with_gradients(scans.causal_conv(x, weight, None, segments), alone, tensors)
 

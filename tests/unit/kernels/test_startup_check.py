@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megatron.core.kernels import reference, startup_check
 from megatron.core.kernels.low_precision import fp8
-from megatron.core.kernels.low_precision.fp8 import FusedRounding
-from megatron.core.kernels.startup_check import ChosenKernels, choose_kernels
-from megatron.core.kernels.table import CANDIDATES, Candidate, KernelRequirements, select_kernels
+from megatron.core.kernels.low_precision.fp8 import FusedQuantizeKernels
+from megatron.core.kernels.startup_check import KernelChoice, choose_tried_kernels
+from megatron.core.kernels.table import CANDIDATES, KernelCandidate, KernelRequirements, select_kernels
 from megatron.core.parallel.mesh import Mesh
 from megatron.tools import doctor
 from megatron.training import initialize
@@ -47,7 +47,7 @@ def not_compiled(*given: Any) -> Tensor:
     raise ValueError("expected a register\nand more")
 
 
-def offers(**kernels: Callable[..., Any]) -> tuple[Candidate, ...]:
+def offers(**kernels: Callable[..., Any]) -> tuple[KernelCandidate, ...]:
     """The table of a machine where every default of Triton fits; it computes the formulas, or what is given."""
     sound = {op: getattr(reference, op) for op in OPS}
     return tuple(
@@ -60,8 +60,8 @@ def offers(**kernels: Callable[..., Any]) -> tuple[Candidate, ...]:
     )
 
 
-def chosen(*, changes: dict[str, Any] | None = None, **kernels: Callable[..., Any]) -> ChosenKernels:
-    return choose_kernels(
+def chosen(*, changes: dict[str, Any] | None = None, **kernels: Callable[..., Any]) -> KernelChoice:
+    return choose_tried_kernels(
         tiny.config(**LLAMA, **(changes or {})), KernelRequirements(), CPU, candidates=offers(**kernels)
     )
 
@@ -102,14 +102,16 @@ def test_a_default_that_fails_its_trial_is_named_in_one_line_and_the_formula_tak
 
 def test_what_is_asked_for_by_name_is_not_tried_and_not_replaced() -> None:
     config = tiny.config(**LLAMA)
-    wishes = {**config.model.kernel_requests, "rotary": "triton"}
-    found = choose_kernels(config, KernelRequirements(), CPU, wishes=wishes, candidates=offers(rotary=not_compiled))
+    wishes = {**config.model.all_requested_kernels, "rotary": "triton"}
+    found = choose_tried_kernels(
+        config, KernelRequirements(), CPU, wishes=wishes, candidates=offers(rotary=not_compiled)
+    )
     assert found.kernels.rotary is not_compiled and not found.failures
 
 
 def test_a_kernel_that_fails_on_one_rank_is_taken_on_none() -> None:
     config = tiny.config(**LLAMA)
-    found = choose_kernels(
+    found = choose_tried_kernels(
         config,
         KernelRequirements(),
         CPU,
@@ -123,10 +125,10 @@ def test_a_run_and_the_doctor_tell_of_the_same_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = chosen(rotary=wrong_forward)
-    monkeypatch.setattr(initialize, "choose_kernels", lambda *given, **how: broken)
-    monkeypatch.setattr(doctor, "choose_kernels", lambda *given, **how: broken)
+    monkeypatch.setattr(initialize, "choose_tried_kernels", lambda *given, **how: broken)
+    monkeypatch.setattr(doctor, "choose_tried_kernels", lambda *given, **how: broken)
     config = tiny.config(**LLAMA)
-    found, rows = doctor.kernels_of(config, KernelRequirements(), Mesh.single_process(CPU))
+    found, rows = doctor.choose_kernels_with_findings(config, KernelRequirements(), Mesh.single_process(CPU))
     assert found is broken and [(row.check, row.status, row.finding) for row in rows] == [
         ("kernels", "WARN", broken.failures[0])
     ]
@@ -139,18 +141,18 @@ def test_formulas_are_taken_where_the_compiler_makes_kernels_of_them() -> None:
             assert one.unasked(need) == "torch's compiler makes one kernel of the formula"
 
 
-def rounding(change: float = 1.0, *, turns: bool = True) -> FusedRounding:
+def rounding(change: float = 1.0, *, turns: bool = True) -> FusedQuantizeKernels:
     """The definition in the place of the kernels of quantise, or something else."""
 
     def by_tensor(x: Tensor, number: fp8.NumberFormat, largest: Tensor, *, margin: int = 0, **_: Any) -> Any:
-        one = fp8.quantize_per_tensor(x * change, number, fp8.tensor_scale(largest.amax(), number, margin))
+        one = fp8.quantize_per_tensor(x * change, number, fp8.quantization_scale(largest.amax(), number, margin))
         return one, (one.t() if turns else one)
 
     def by_blocks(x: Tensor, number: fp8.NumberFormat, block: tuple[int, int], **_: Any) -> Any:
         turned = fp8.quantize_per_block(x.t(), number, block)
         return fp8.quantize_per_block(x * change, number, block), turned
 
-    return FusedRounding(fp8.largest_of, by_tensor, by_blocks)
+    return FusedQuantizeKernels(fp8.tensor_amax, by_tensor, by_blocks)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
@@ -158,8 +160,8 @@ def test_the_kernels_that_round_to_8_bits_are_tried_too(recipe: str) -> None:
     config = tiny.config(**LLAMA, fp8_format="hybrid", fp8_recipe=recipe)
     need = KernelRequirements(low=config.precision.low)
 
-    def found(kernel: FusedRounding) -> ChosenKernels:
-        return choose_kernels(config, need, CPU, candidates=offers(quantise=kernel))  # type: ignore[arg-type]
+    def found(kernel: FusedQuantizeKernels) -> KernelChoice:
+        return choose_tried_kernels(config, need, CPU, candidates=offers(quantise=kernel))  # type: ignore[arg-type]
 
     sound = rounding()
     assert found(sound).kernels.quantise is sound and not found(sound).failures
@@ -171,7 +173,7 @@ def test_the_kernels_that_round_to_8_bits_are_tried_too(recipe: str) -> None:
 def test_every_op_with_a_default_that_is_to_be_tried_has_a_trial() -> None:
     ops = {one.op for one in CANDIDATES if one.checked}
     config = tiny.config(**LLAMA, no_rope_freq="2", fp8_format="hybrid", fp8_recipe="tensorwise", kernel=())
-    tried = {trial.op for trial in startup_check.kernel_trials(config, KernelRequirements(low=config.precision.low))}
+    tried = {trial.op for trial in startup_check.op_trials(config, KernelRequirements(low=config.precision.low))}
     assert ops <= tried and "low_linear" in tried and "paged_attention" in tried
 
 
@@ -188,7 +190,5 @@ def test_every_op_of_the_table_has_a_trial_but_for_the_exchange_between_ranks() 
     tried: set[str] = set()
     for changes in networks:
         config = tiny.config(**changes)
-        tried |= {
-            trial.op for trial in startup_check.kernel_trials(config, KernelRequirements(low=config.precision.low))
-        }
+        tried |= {trial.op for trial in startup_check.op_trials(config, KernelRequirements(low=config.precision.low))}
     assert {one.op for one in CANDIDATES} - tried == {"moe_flex_dispatcher"}

@@ -5,7 +5,7 @@ import torch
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.kernels import fused, reference
-from megatron.core.kernels.table import CANDIDATES, Candidate, KernelRequirements, select_kernels
+from megatron.core.kernels.table import CANDIDATES, KernelCandidate, KernelRequirements, select_kernels
 
 
 def test_auto_takes_the_first_candidate_that_fits() -> None:
@@ -66,7 +66,10 @@ def test_the_report_says_why_better_candidates_were_not_taken() -> None:
     def never(need: KernelRequirements) -> str:
         return f"no {need.device} device"
 
-    offers = (Candidate("attention", "fast", max, never), Candidate("attention", "slow", min, lambda need: ""))
+    offers = (
+        KernelCandidate("attention", "fast", max, never),
+        KernelCandidate("attention", "slow", min, lambda need: ""),
+    )
     kernels = select_kernels(KernelRequirements(), candidates=offers)
     assert kernels.attention is min and kernels.report == (("attention", "slow", "fast: no cpu device"),)
     with pytest.raises(ConfigError, match="--attention-backend auto cannot be used: fast: no cpu device"):

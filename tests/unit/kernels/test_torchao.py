@@ -15,11 +15,16 @@ from megatron.core.config.settings.low_precision import LowPrecisionConfig
 from megatron.core.kernels.external import torchao
 from megatron.core.kernels.low_precision import fp4, fp8_native
 from megatron.core.kernels.low_precision.fp8 import E4M3, E5M2, NumberFormat
-from megatron.core.kernels.low_precision.recipes import recipe_of
+from megatron.core.kernels.low_precision.recipes import low_precision_recipe_of
 from megatron.core.kernels.table import KernelRequirements, select_kernels
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
-from megatron.core.tensor_parallel.low_precision import LowLinearOptions, LowPrecision, Scaling, low_linear
+from megatron.core.tensor_parallel.low_precision import (
+    LowPrecisionLinearOptions,
+    LowPrecisionScaling,
+    LowPrecisionSetup,
+    low_precision_linear,
+)
 from tests.helpers import tiny
 from tests.helpers.training import train_on
 
@@ -36,10 +41,12 @@ def test_a_layer_of_8_bits_with_one_scale_a_tensor_is_that_of_torchao(rows: int,
     float8 = pytest.importorskip("torchao.float8")
     weight, x, pull = drawn(outputs, inputs), 3 * drawn(rows, inputs), drawn(rows, outputs)
     mesh = Mesh.single_process(CPU)
-    recipe = recipe_of(LowPrecisionConfig(fp8_format="hybrid", fp8_recipe="tensorwise"), CPU)
-    scaling = Scaling(LowPrecision(recipe, mesh, RandomStreams.build(mesh, 1)), shared=mesh.tp, cut=mesh.tp)
+    recipe = low_precision_recipe_of(LowPrecisionConfig(fp8_format="hybrid", fp8_recipe="tensorwise"), CPU)
+    scaling = LowPrecisionScaling(
+        LowPrecisionSetup(recipe, mesh, RandomStreams.build(mesh, 1)), shared=mesh.tp, cut=mesh.tp
+    )
     ours = [weight.clone().requires_grad_(), x.clone().requires_grad_()]
-    output = low_linear(ours[1][:, None], ours[0], None, LowLinearOptions(scaling))[:, 0]
+    output = low_precision_linear(ours[1][:, None], ours[0], None, LowPrecisionLinearOptions(scaling))[:, 0]
     theirs = nn.Sequential(nn.Linear(inputs, outputs, bias=False))
     theirs[0].weight.data.copy_(weight)
     theirs = float8.convert_to_float8_training(theirs, config=float8.Float8LinearConfig(emulate=True))
@@ -55,7 +62,7 @@ def test_a_layer_of_8_bits_with_one_scale_a_tensor_is_that_of_torchao(rows: int,
 def test_a_layer_by_torchao_is_that_of_the_formula(number: NumberFormat) -> None:
     weight, x, shift, pull = drawn(32, 64), 3 * drawn(5, 7, 64), drawn(32), drawn(5, 7, 32)
     given = [one.clone().requires_grad_() for one in (x, weight, shift)]
-    found = torchao.linear(*given, number, emulated=True)
+    found = torchao.torchao_fp8_linear(*given, number, emulated=True)
     gradients = torch.autograd.grad(found, given, pull)
 
     def rounded(values: Tensor, kind: NumberFormat) -> Tensor:
@@ -80,13 +87,13 @@ def test_a_network_trains_by_torchao_as_by_ours(network: dict[str, Any]) -> None
     own, theirs = (
         tiny.trainer_of(tiny.run_of(tiny.config(**changes, kernel=words))) for words in ((), ("low_linear=torchao",))
     )
-    called: list[Scaling] = []
-    for part in (part for part in theirs.stages[0].modules() if isinstance(part, Scaling)):
+    called: list[LowPrecisionScaling] = []
+    for part in (part for part in theirs.stages[0].modules() if isinstance(part, LowPrecisionScaling)):
         part.kernel = partial(
             lambda part, kernel, *given, **how: (called.append(part), kernel(*given, **how))[1], part, part.kernel
         )
     assert train_on(theirs, 3)[0] == pytest.approx(train_on(own, 3)[0], rel=1e-4)
-    assert set(called) == {part for part in theirs.stages[0].modules() if isinstance(part, Scaling)}, (
+    assert set(called) == {part for part in theirs.stages[0].modules() if isinstance(part, LowPrecisionScaling)}, (
         "every layer asks torchao"
     )
 

@@ -18,13 +18,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.kernels import NAMED
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
-from megatron.core.config.stages import stages_of
+from megatron.core.config.stages import pipeline_stages_of
 from megatron.core.kernels import linear_loss, reference, table
 from megatron.core.kernels.linear_loss import VocabularyShard
 from megatron.core.kernels.permute import permute
-from megatron.core.kernels.reference import GatingOptions
-from megatron.core.kernels.table import CANDIDATES, KernelRequirements, Kernels, available_kernels, select_kernels
-from megatron.core.transformer.dispatch import permute_tokens, sort_by_expert, unpermute_tokens
+from megatron.core.kernels.reference import GatedActivationOptions
+from megatron.core.kernels.table import (
+    CANDIDATES,
+    KernelRequirements,
+    Kernels,
+    select_kernels,
+    supported_kernel_requests,
+)
+from megatron.core.transformer.dispatch import permutation_by_expert, permute_tokens, unpermute_tokens
 from tests.helpers import tiny
 from tests.helpers.triton_interpreter import interpreted, missing_interpreter, needs_triton
 
@@ -113,7 +119,7 @@ def test_rows_go_to_experts_and_back_as_by_torch(
 ) -> None:
     experts = torch.tensor([[0, 2], [3, 2], [0, 4], [2, 4], [2, 0], [0, 3], [4, 0]])  # nobody chooses expert 1
     kept = torch.ones_like(experts, dtype=torch.bool).index_fill_(0, torch.tensor([2, 3]), False) if drops else None
-    order = sort_by_expert(
+    order = permutation_by_expert(
         experts, kept, 5, capacity=capacity, all_here=True, permute=kernels["triton.permute"].permute
     )
     for given, go in ((7, permute_tokens), (len(order.choices), unpermute_tokens)):
@@ -130,7 +136,7 @@ def test_rows_go_to_experts_and_back_as_by_torch(
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "quick_gelu"])
 def test_gated_activations_equal_the_reference(kernels: dict[str, ModuleType], name: str, dtype: torch.dtype) -> None:
-    for gating in (GatingOptions(), GatingOptions(clamp=0.7, offset=1.0)):
+    for gating in (GatedActivationOptions(), GatedActivationOptions(clamp=0.7, offset=1.0)):
         compare(
             lambda x: kernels["triton.pointwise"].gated_activation(x, name, gating),
             lambda x: reference.gated_activation(x, name, gating),
@@ -146,8 +152,10 @@ def test_activations_with_a_bias_equal_the_reference(
     kernels: dict[str, ModuleType], name: str, dtype: torch.dtype
 ) -> None:
     op = kernels["triton.pointwise"].bias_activation
-    cases = [(67, 19, None), (66, 19, GatingOptions(0.7, 1.0))]  # more rows than a program sums
-    for rows, size, gating in [*cases, (3, 1030, None), (3, 530, GatingOptions())] if name == "gelu" else cases:
+    cases = [(67, 19, None), (66, 19, GatedActivationOptions(0.7, 1.0))]  # more rows than a program sums
+    for rows, size, gating in (
+        [*cases, (3, 1030, None), (3, 530, GatedActivationOptions())] if name == "gelu" else cases
+    ):
         columns = size if gating is None else 2 * size
         compare(
             lambda x, bias, gating=gating: op(x, bias, name, gating),
@@ -163,10 +171,14 @@ def test_activations_with_a_bias_equal_the_reference(
 @needs_triton
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
-    "rows, size, gating", [([67, 0, 64, 1, 0], 19, None), ([0, 3, 130], 19, GatingOptions(0.7, 1.0))]
+    "rows, size, gating", [([67, 0, 64, 1, 0], 19, None), ([0, 3, 130], 19, GatedActivationOptions(0.7, 1.0))]
 )
 def test_activations_with_a_bias_of_each_expert_equal_the_reference(
-    kernels: dict[str, ModuleType], rows: list[int], size: int, gating: GatingOptions | None, dtype: torch.dtype
+    kernels: dict[str, ModuleType],
+    rows: list[int],
+    size: int,
+    gating: GatedActivationOptions | None,
+    dtype: torch.dtype,
 ) -> None:
     columns, counts = size if gating is None else 2 * size, torch.tensor(rows)
     compare(
@@ -281,7 +293,7 @@ def _backward_of_a_layer(changes: dict[str, Any], **kernels: Any) -> tuple[list[
     """Names of the backward pass's operations, and the gradients, of a network of one layer with these kernels."""
     run = tiny.run_of(tiny.config(num_layers=1, seq_length=8, **changes))
     run = replace(run, kernels=replace(run.kernels, **kernels))
-    stage = tiny.gpt(run, stages_of(run.config)[0]).materialize(1)
+    stage = tiny.gpt(run, pipeline_stages_of(run.config)[0]).materialize(1)
     ids = torch.arange(2 * run.config.train.seq_length).view(2, -1) % 7
     loss = stage(ids=ids, labels=ids).sum()
     with _Operations() as seen:
@@ -330,8 +342,10 @@ def test_the_loss_of_blocks_equals_that_by_torch(
         )
         for weight_of in (torch.ones(9), weights):
             compare(
-                lambda x, w, b: linear_loss.linear_cross_entropy(x, w, b, targets, words, fused=True) * weight_of,
-                lambda x, w, b: linear_loss.linear_cross_entropy(x, w, b, targets, words) * weight_of,
+                lambda x, w, b: (
+                    linear_loss.blockwise_linear_cross_entropy(x, w, b, targets, words, fused=True) * weight_of
+                ),
+                lambda x, w, b: linear_loss.blockwise_linear_cross_entropy(x, w, b, targets, words) * weight_of,
                 (draw("x", 9, 6), draw("words", 24, 6), draw("biases", 24)),
                 dtype,
             )
@@ -392,7 +406,7 @@ def test_why_triton_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
         match="--kernel rotary=triton cannot be used: triton: it needs a CUDA device; choose another of triton, torch",
     ):
         select_kernels(KernelRequirements(), {"rotary": "triton"})
-    assert available_kernels(
+    assert supported_kernel_requests(
         KernelRequirements(), {"rotary": "triton", "rms_norm": "reference", "attention": "auto"}
     ) == {"rms_norm": "reference", "attention": "auto"}
 

@@ -153,7 +153,10 @@ def test_packages_are_called_in_their_own_layout(monkeypatch: pytest.MonkeyPatch
     for known, past in ((None, None), (segments, None), (None, before), (segments, before)):
         expected = scans.causal_conv(x, weight, None, known, past)
         torch.testing.assert_close(state_space.causal_conv(x, weight, None, known, past), expected)
-    assert state_space.unsupported_reason("fla", device="cpu", dtype=torch.bfloat16) == "it needs a CUDA device"
-    assert "no_such_package is not installed" in state_space.unsupported_reason(
+    assert (
+        state_space.state_space_unsupported_reason("fla", device="cpu", dtype=torch.bfloat16)
+        == "it needs a CUDA device"
+    )
+    assert "no_such_package is not installed" in state_space.state_space_unsupported_reason(
         "no_such_package", device="cuda", dtype=torch.float32
     )

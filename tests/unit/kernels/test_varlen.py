@@ -16,9 +16,14 @@ from torch import Tensor
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.kernels import documents, flex, fused, reference, table, varlen
-from megatron.core.kernels.documents import DocumentStarts, remember_starts, remembered_starts, starts_of
-from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
-from megatron.core.kernels.startup_check import choose_kernels
+from megatron.core.kernels.documents import (
+    DocumentStarts,
+    document_starts_of,
+    remember_document_starts,
+    remembered_document_starts,
+)
+from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
+from megatron.core.kernels.startup_check import choose_tried_kernels
 from megatron.core.kernels.table import CANDIDATES, KernelRequirements, select_kernels
 from megatron.training.cli.device_checks import kernel_requirements
 from megatron.training.data.batch import Batch
@@ -58,7 +63,7 @@ def test_torch_2_11_is_given_groups_without_the_flag_that_later_ones_want(monkey
         spec.loader.exec_module(module)  # it looks once, when it is imported
         q, k, v = heads()
         assert q.shape[2] != k.shape[2]
-        mask = MASKS["documents"] if "documents" in MASKS else MaskSpec()
+        mask = MASKS["documents"] if "documents" in MASKS else AttentionMaskSpec()
         torch.testing.assert_close(module.attention(q, k, v, mask), reference.attention(q, k, v, mask))
 
 
@@ -66,13 +71,15 @@ def no_mask(*_: Any) -> Tensor:
     raise AssertionError("a mask of all pairs is made")
 
 
-@pytest.mark.parametrize("scores", [ScoreModifiers(), ScoreModifiers(scale=0.7)], ids=["plain", "scaled"])
+@pytest.mark.parametrize(
+    "scores", [AttentionScoreModifiers(), AttentionScoreModifiers(scale=0.7)], ids=["plain", "scaled"]
+)
 @pytest.mark.parametrize("mask", MASKS)
 def test_it_is_the_masked_formula_forward_and_backward_without_a_mask(
-    library: list[dict[str, Any]], mask: str, scores: ScoreModifiers, monkeypatch: pytest.MonkeyPatch
+    library: list[dict[str, Any]], mask: str, scores: AttentionScoreModifiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = with_gradients(lambda *qkv: reference.attention(*qkv, MASKS[mask], 0.0, scores), *heads())
-    monkeypatch.setattr(MaskSpec, "as_bool", no_mask)
+    monkeypatch.setattr(AttentionMaskSpec, "as_bool_tensor", no_mask)
     check(with_gradients(lambda *qkv: varlen.attention(*qkv, MASKS[mask], 0.0, scores), *heads()), expected, 1e-12)
     (call,) = library
     assert call["key"].shape[1] == 2 and call["query"].shape[1] == 4, "keys of groups are not repeated"
@@ -83,11 +90,11 @@ def test_it_is_the_masked_formula_forward_and_backward_without_a_mask(
 
 def test_windows_are_told_in_its_words(library: list[dict[str, Any]]) -> None:
     for mask, told in (
-        (MaskSpec(), (-1, 0)),
-        (MaskSpec(causal=False), (-1, -1)),
-        (MaskSpec(window=(3, 0)), (3, 0)),
-        (MaskSpec(window=(2, -1)), (2, 0)),
-        (MaskSpec(causal=False, window=(2, 1)), (2, 1)),
+        (AttentionMaskSpec(), (-1, 0)),
+        (AttentionMaskSpec(causal=False), (-1, -1)),
+        (AttentionMaskSpec(window=(3, 0)), (3, 0)),
+        (AttentionMaskSpec(window=(2, -1)), (2, 0)),
+        (AttentionMaskSpec(causal=False, window=(2, 1)), (2, 1)),
     ):
         varlen.attention(*heads(), mask)
         assert library[-1]["window_size"] == told
@@ -97,10 +104,10 @@ def test_masks_of_generation_are_left_to_torch(library: list[dict[str, Any]]) ->
     padding = torch.ones(B, S, dtype=torch.bool)
     padding[0, :3] = False
     for mask, queries in (
-        (MaskSpec(padding=padding), S),
-        (MaskSpec(), 3),
-        (MaskSpec(query_places=torch.arange(S - 3, S)), 3),
-        (MaskSpec(documents=DOCUMENTS, query_documents=DOCUMENTS[:, -3:]), 3),
+        (AttentionMaskSpec(padding=padding), S),
+        (AttentionMaskSpec(), 3),
+        (AttentionMaskSpec(query_places=torch.arange(S - 3, S)), 3),
+        (AttentionMaskSpec(documents=DOCUMENTS, query_documents=DOCUMENTS[:, -3:]), 3),
     ):
         q, k, v = heads(queries)
         torch.testing.assert_close(
@@ -110,37 +117,37 @@ def test_masks_of_generation_are_left_to_torch(library: list[dict[str, Any]]) ->
 
 
 def test_documents_begin_where_their_number_changes_and_with_every_row() -> None:
-    assert starts_of(DOCUMENTS).places.tolist() == [0, 3, 5, 10, 11, 12, 19, 22]
-    assert starts_of(torch.zeros(2, 3, dtype=torch.long)).places.tolist() == [0, 3, 6]
+    assert document_starts_of(DOCUMENTS).places.tolist() == [0, 3, 5, 10, 11, 12, 19, 22]
+    assert document_starts_of(torch.zeros(2, 3, dtype=torch.long)).places.tolist() == [0, 3, 6]
 
 
 def test_a_batch_counts_its_documents_on_the_host_and_masks_find_them(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = np.zeros((B, S), dtype=np.int64)
     arrays = {name: rows for name in ("tokens", "labels", "loss_mask", "position_ids")}
     batch = Batch.from_arrays({**arrays, "document_ids": DOCUMENTS.numpy()}, CPU, positions=True)
-    monkeypatch.setattr(documents, "_find_starts", no_mask)
+    monkeypatch.setattr(documents, "_find_document_starts", no_mask)
     assert batch.documents is not None
-    known = remembered_starts(batch.documents)
+    known = remembered_document_starts(batch.documents)
     assert known is not None and (known.longest, known.tokens) == (7, 22)
     assert known.places.tolist() == [0, 3, 5, 10, 11, 12, 19, 22] and known.places.dtype == torch.int32
-    build = tiny.run_of(tiny.config()).build
+    build = tiny.run_of(tiny.config()).layer_build_context
     mask = build.causal_mask(torch.empty(S, B, 1), batch.documents)
     assert mask.starts is known
     torch.testing.assert_close(
         varlen.attention(*heads(), mask), reference.attention(*heads(), mask), rtol=1e-12, atol=1e-12
     )
-    assert remembered_starts(DOCUMENTS.clone()) is None and remembered_starts(None) is None
+    assert remembered_document_starts(DOCUMENTS.clone()) is None and remembered_document_starts(None) is None
     longer = replace(mask, documents=DOCUMENTS.repeat(2, 1))
     with pytest.raises(AssertionError):
-        starts_of(longer.documents, longer.starts)
+        document_starts_of(longer.documents, longer.starts)
 
 
 def test_starts_are_forgotten_with_the_batch() -> None:
     there = DOCUMENTS.clone()
-    remember_starts(there, DOCUMENTS.numpy())
-    before = len(documents._starts_cache())
+    remember_document_starts(there, DOCUMENTS.numpy())
+    before = len(documents._document_starts_cache())
     del there
-    assert len(documents._starts_cache()) < before
+    assert len(documents._document_starts_cache()) < before
 
 
 @pytest.mark.parametrize(
@@ -182,14 +189,16 @@ def test_it_is_the_default_of_documents_and_windows_once_it_passed_its_trial(
         ({"window_size": "5,0"}, "varlen"),
     ):
         config = tiny.config(**changes)
-        kernels = choose_kernels(config, kernel_requirements(config, CPU), CPU, candidates=here).kernels
+        kernels = choose_tried_kernels(config, kernel_requirements(config, CPU), CPU, candidates=here).kernels
         assert dict((op, one) for op, one, _ in kernels.report)["attention"] == name
     assert library
     monkeypatch.setattr(
-        varlen, "starts_of", lambda rows, _: DocumentStarts(torch.tensor([0, rows.numel()]).int(), rows.numel(), 0)
+        varlen,
+        "document_starts_of",
+        lambda rows, _: DocumentStarts(torch.tensor([0, rows.numel()]).int(), rows.numel(), 0),
     )
     config = tiny.config(reset_attention_mask=True)
-    chosen = choose_kernels(config, kernel_requirements(config, CPU), CPU, candidates=here)
+    chosen = choose_tried_kernels(config, kernel_requirements(config, CPU), CPU, candidates=here)
     assert (
         chosen.kernels.attention is fused.attention
         and "--attention-backend varlen is no default here" in chosen.failures[0]
@@ -202,15 +211,16 @@ def test_capped_scores_are_left_to_flex_attention_once_it_passed_its_trial(
     sound: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = flex_stand_in.flex_attention if sound else lambda q, *_, **__: 1.1 * q
-    monkeypatch.setattr(flex, "compiled_attention", lambda: (kept, flex_stand_in.create_block_mask))
+    monkeypatch.setattr(flex, "compiled_flex_functions", lambda: (kept, flex_stand_in.create_block_mask))
     here = tuple(replace(one, unsupported_reason=lambda _: "") if one.name == "flex" else one for one in CANDIDATES)
     config = tiny.config(attention_logit_softcap=2.0)
-    chosen = choose_kernels(config, kernel_requirements(config, CPU), CPU, candidates=here)
+    chosen = choose_tried_kernels(config, kernel_requirements(config, CPU), CPU, candidates=here)
     assert (
         chosen.kernels.attention is (flex.attention if sound else fused.attention) and len(chosen.failures) == 1 - sound
     )
     assert (
-        choose_kernels(tiny.config(), KernelRequirements(), CPU, candidates=here).kernels.attention is fused.attention
+        choose_tried_kernels(tiny.config(), KernelRequirements(), CPU, candidates=here).kernels.attention
+        is fused.attention
     )
     capped = KernelRequirements(device="cuda", dtype=torch.bfloat16, softcap=True, attention_dropout=0.1)
     assert select_kernels(capped).attention is fused.attention, "it has no dropout"

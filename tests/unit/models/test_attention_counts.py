@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.stages import stages_of
+from megatron.core.config.stages import pipeline_stages_of
 from megatron.core.models import flops
-from megatron.core.models.describe import ShardCounts, count_parameters, layer_parameters
+from megatron.core.models.describe import ShardCounts, count_layer_parameters, count_parameters
 from megatron.core.models.gpt import GPTModel
-from megatron.core.parallel.spec import spec_of
+from megatron.core.parallel.spec import param_spec_of
 from tests.helpers import tiny
 
 GATE = {
@@ -32,14 +32,14 @@ GATE = {
 )
 def test_gates_and_sinks_are_counted(changes: dict[str, Any]) -> None:
     config = tiny.config(**changes)
-    model = GPTModel(stages_of(config)[0], tiny.run_of(config).build)
+    model = GPTModel(pipeline_stages_of(config)[0], tiny.run_of(config).layer_build_context)
     held = sum(param.numel() for param in model.parameters())
     assert count_parameters(config.model).total == held
     cut = sum(
-        param.numel() for name, param in model.named_parameters() if "layers.0." in name and spec_of(param).shards
+        param.numel() for name, param in model.named_parameters() if "layers.0." in name and param_spec_of(param).shards
     )
-    whole = layer_parameters(config.model)
-    assert whole - layer_parameters(config.model, ShardCounts(2, 1, 2)) == cut // 2
+    whole = count_layer_parameters(config.model)
+    assert whole - count_layer_parameters(config.model, ShardCounts(2, 1, 2)) == cut // 2
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,6 @@ def test_the_causal_count_leaves_out_what_a_window_hides(window: str, pattern: s
         left = int(window.split(",")[0])
         if hidden and left >= 0:
             met = sum(min(i, left) + 1 for i in range(length)) / length
-            expected -= max(0.0, length / 2 - met) * 12 * without.query_size
+            expected -= max(0.0, length / 2 - met) * 12 * without.query_projection_width
     assert flops.flops_per_token(with_window, length) == pytest.approx(expected, rel=1e-12)
     assert flops.flops_per_token(with_window, length, "square") == flops.flops_per_token(without, length, "square")

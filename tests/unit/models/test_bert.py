@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.stages import stages_of
+from megatron.core.config.stages import pipeline_stages_of
 from megatron.core.models.bert import BERTModel
-from megatron.core.parallel.spec import spec_of
+from megatron.core.parallel.spec import param_spec_of
 from megatron.training.data.batch import Batch
 from megatron.training.data.bert_loss import mlm_and_pair_loss
 from tests.helpers import tiny
@@ -26,12 +26,12 @@ def stages(**changes: Any) -> list[BERTModel]:
     """All stages of a model in one process, with biases and norms away from their first values."""
     settings = {"architecture": "bert", "num_layers": LAYERS, "fp64": True, **changes}
     run = tiny.run_of(tiny.config(int(settings.get("pipeline_model_parallel_size", 1)), **settings))
-    models = [BERTModel(spec, run.build).materialize(3) for spec in stages_of(run.config)]
+    models = [BERTModel(spec, run.layer_build_context).materialize(3) for spec in pipeline_stages_of(run.config)]
     with torch.no_grad():
         for model in models:
             for param in model.parameters():
                 if param.dim() == 1:
-                    generator = torch.Generator().manual_seed(len(spec_of(param).name))
+                    generator = torch.Generator().manual_seed(len(param_spec_of(param).name))
                     param.add_(torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.dtype) * 0.1)
     return models
 
@@ -118,7 +118,7 @@ def test_logits_and_gradients_are_those_of_the_published_model(split: dict[str, 
         pad_token_id=None,
     )
     theirs = transformers.BertForPreTraining(config).double()
-    values = {spec_of(param).name: param for model in models for param in model.parameters()}
+    values = {param_spec_of(param).name: param for model in models for param in model.parameters()}
     state = {name: value.detach().clone() for name, value in as_published(values).items()}
     lacking = theirs.load_state_dict(state, strict=False)
     assert not lacking.unexpected_keys and all(
@@ -139,7 +139,7 @@ def test_logits_and_gradients_are_those_of_the_published_model(split: dict[str, 
     gradients: dict[str, Tensor] = {}
     for model in models:  # a tied matrix has two homes
         for param in model.parameters():
-            name = spec_of(param).name
+            name = param_spec_of(param).name
             gradients[name] = gradients[name] + param.grad if name in gradients else param.grad
     expected = dict(theirs.named_parameters())
     for name, found in as_published(gradients).items():
@@ -172,8 +172,8 @@ def test_a_chain_of_stages_is_the_whole_network_with_megatrons_names(changes: di
         )
         if found is not None:
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    names = {spec_of(param).name for model in whole for param in model.parameters()}
-    assert names == {spec_of(param).name for model in parts for param in model.parameters()}
+    names = {param_spec_of(param).name for model in whole for param in model.parameters()}
+    assert names == {param_spec_of(param).name for model in parts for param in model.parameters()}
     if not changes:
         assert names == {
             "embedding.word_embeddings.weight",

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.core.config.stages import stages_of
+from megatron.core.config.stages import pipeline_stages_of
 from megatron.core.models import flops
-from megatron.core.models.describe import rank_parameters
-from megatron.core.parallel.spec import spec_of
+from megatron.core.models.describe import count_rank_parameters
+from megatron.core.parallel.spec import param_spec_of
 from megatron.training.trainer import Network
 from tests.helpers import tiny
 from tests.parity.table import MODELS
@@ -24,18 +24,20 @@ def built(kind: str, **changes: Any) -> tuple[tiny.RunConfig, list[Network]]:
         int(changes.get("pipeline_model_parallel_size", 1)), **MODELS[kind], **changes, attention_backend="unfused"
     )
     run = tiny.run_of(settings)
-    return settings, [tiny.PROVIDERS[settings.model.architecture][0](run, spec) for spec in stages_of(settings)]
+    return settings, [
+        tiny.PROVIDERS[settings.model.architecture][0](run, spec) for spec in pipeline_stages_of(settings)
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_counted_parameters_of_every_rank_are_those_of_its_stages(kind: str) -> None:
     settings, models = built(kind, pipeline_model_parallel_size=2, padded_vocab_size=tiny.VOCABULARY)
-    specs = stages_of(settings)
+    specs = pipeline_stages_of(settings)
     for rank, model in enumerate(models):
-        assert rank_parameters(settings.model, [specs[rank]]).total == sum(
+        assert count_rank_parameters(settings.model, [specs[rank]]).total == sum(
             param.numel() for param in model.parameters()
         )
-    (first, second) = flops.rank_memory(settings, specs, data_parallel_size=1, num_microbatches=4)
+    (first, second) = flops.estimate_rank_memory(settings, specs, data_parallel_size=1, num_microbatches=4)
     assert first.activations > 0 and second.activations > 0
 
 
@@ -43,7 +45,7 @@ def test_counted_parameters_of_every_rank_are_those_of_its_stages(kind: str) -> 
 def test_flops_are_those_that_torch_counts(kind: str) -> None:
     settings, (model,) = built(kind, padded_vocab_size=tiny.VOCABULARY)
     model.materialize(1)
-    batch, train = next(tiny.batches(tiny.run_of(settings), 0)), settings.train
+    batch, train = next(tiny.short_run_batches(tiny.run_of(settings), 0)), settings.train
     with FlopCounterMode(display=False) as counter:
         if settings.model.architecture == "bert":
             model(
@@ -56,7 +58,7 @@ def test_flops_are_those_that_torch_counts(kind: str) -> None:
     )
     # The pair head looks at one token, and no gradient goes back to ids: both are small, and not counted.
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.01)
-    assert {spec_of(param).name for param in model.parameters() if param.grad is None} <= {
+    assert {param_spec_of(param).name for param in model.parameters() if param.grad is None} <= {
         "pooler.dense.weight",
         "pooler.dense.bias",
         "binary_head.weight",
@@ -71,4 +73,4 @@ def test_causal_attention_is_half_in_a_decoder_only() -> None:
     gap = flops.flops_per_sample(t5.model, 16, "square", decoder_length=8) - flops.flops_per_sample(
         t5.model, 16, "causal", decoder_length=8
     )
-    assert gap == 2 * 6 * 8 * 8 * t5.model.query_size
+    assert gap == 2 * 6 * 8 * 8 * t5.model.query_projection_width

@@ -10,19 +10,19 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.core.config.flags import from_values
+from megatron.core.config.flags import config_from_values
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RequestedRun
-from megatron.core.config.stages import stages_of
-from megatron.core.kernels.mask import MaskSpec
+from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.models import flops
-from megatron.core.models.describe import ShardCounts, active_parameters, count_parameters, rank_parameters
+from megatron.core.models.describe import ShardCounts, count_active_parameters, count_parameters, count_rank_parameters
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.mesh import Axis
-from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import set_global_names
-from megatron.core.transformer.layer import Layer
+from megatron.core.parallel.rng import materialize_parameters
+from megatron.core.parallel.spec import set_global_param_names
+from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.passing import ForwardContext
 from tests.helpers import tiny
 from tests.parity.table import MODELS
@@ -38,14 +38,14 @@ def elements(module: nn.Module) -> int:
 @pytest.mark.parametrize("name", NETWORKS)
 def test_parameters_are_those_of_a_built_network(name: str) -> None:
     settings = tiny.config(**MODELS[name])
-    (stage,) = stages_of(settings)
-    network = GPTModel(stage, tiny.run_of(settings).build)
+    (stage,) = pipeline_stages_of(settings)
+    network = GPTModel(stage, tiny.run_of(settings).layer_build_context)
     assert count_parameters(settings.model).total == elements(network)
     topk, experts = settings.model.moe.moe_router_topk, settings.model.moe.num_experts
     idle = sum(
         param.numel() * (experts - topk) // experts for path, param in network.named_parameters() if ".experts." in path
     )
-    assert active_parameters(settings.model) == elements(network) - idle
+    assert count_active_parameters(settings.model) == elements(network) - idle
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -59,13 +59,13 @@ def test_a_ranks_parameters_are_those_of_a_built_rank(name: str, tp: int, ep: in
             "expert_tensor_parallel_size": etp,
         }
     )
-    build = tiny.run_of(settings).build
+    build = tiny.run_of(settings).layer_build_context
     mesh = dataclasses.replace(build.mesh, tp=Axis("tp", tp), ep=Axis("ep", ep), etp=Axis("etp", etp))
-    (stage,) = stages_of(settings)
+    (stage,) = pipeline_stages_of(settings)
     network = GPTModel(stage, dataclasses.replace(build, mesh=mesh))
-    assert rank_parameters(settings.model, [stage], ShardCounts.from_parallel(settings.parallel)).total == elements(
-        network
-    )
+    assert count_rank_parameters(
+        settings.model, [stage], ShardCounts.from_parallel(settings.parallel)
+    ).total == elements(network)
 
 
 @pytest.mark.parametrize("name", ["moe", "moe-bias", "moe-shared", "moe-no-aux"])
@@ -73,8 +73,8 @@ def test_square_flops_are_what_torch_counts_in_a_step(name: str) -> None:
     settings = tiny.config(
         **{**MODELS[name], **SIZES, "attention_backend": "unfused", "untie_embeddings_and_output_weights": True}
     )
-    (stage,) = stages_of(settings)
-    network = GPTModel(stage, tiny.run_of(settings).build).materialize(1)
+    (stage,) = pipeline_stages_of(settings)
+    network = GPTModel(stage, tiny.run_of(settings).layer_build_context).materialize(1)
     ids = torch.zeros((2, 32), dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         network(ids=ids, labels=ids).sum().backward()
@@ -93,7 +93,7 @@ def published(**values: Any) -> ModelConfig:
         "seq_length": 4096,
         "micro_batch_size": 1,
     }
-    return from_values(RequestedRun, {**base, **values}).resolve(1).model
+    return config_from_values(RequestedRun, {**base, **values}).resolve(1).model
 
 
 def test_published_sizes_are_met() -> None:
@@ -107,7 +107,7 @@ def test_published_sizes_are_met() -> None:
         padded_vocab_size=32000,
     )
     assert count_parameters(mixtral).total == 46_702_792_704
-    assert active_parameters(mixtral) == 12_879_925_248
+    assert count_active_parameters(mixtral) == 12_879_925_248
     qwen = published(
         num_layers=48,
         hidden_size=2048,
@@ -122,15 +122,17 @@ def test_published_sizes_are_met() -> None:
         padded_vocab_size=151936,
     )
     assert count_parameters(qwen).total / 1e9 == pytest.approx(30.5, abs=0.05)
-    assert active_parameters(qwen) / 1e9 == pytest.approx(3.3, abs=0.06)
+    assert count_active_parameters(qwen) / 1e9 == pytest.approx(3.3, abs=0.06)
 
 
 def test_the_optimizer_state_of_experts_is_cut_over_the_ranks_that_have_copies() -> None:
     settings = tiny.config(
         8, **{**MODELS["moe"], "expert_model_parallel_size": 4, "use_distributed_optimizer": True, "bf16": True}
     )
-    (memory,) = flops.rank_memory(settings, stages_of(settings), data_parallel_size=8, num_microbatches=1)
-    experts = rank_parameters(settings.model, stages_of(settings), ShardCounts(1, 4, 1)).experts
+    (memory,) = flops.estimate_rank_memory(
+        settings, pipeline_stages_of(settings), data_parallel_size=8, num_microbatches=1
+    )
+    experts = count_rank_parameters(settings.model, pipeline_stages_of(settings), ShardCounts(1, 4, 1)).experts
     # Of a parameter in bf16 are kept 2 bytes, 4 of its gradient, and 12 of state over the ranks that have it: 8, of experts 2.
     assert memory.weights_and_optimizer == pytest.approx(memory.parameters * (6 + 12 / 8) + experts * (12 / 2 - 12 / 8))
 
@@ -150,9 +152,9 @@ def test_activations_of_experts_are_about_what_autograd_keeps(name: str, modules
     }
     settings = tiny.config(**changes)
     run = tiny.run_of(settings)
-    layer = Layer(network_layer_plans(settings.model)[0], run.build)
-    set_global_names(layer)
-    materialize(layer, run.mesh, seed=1)
+    layer = TransformerLayer(network_layer_plans(settings.model)[0], run.layer_build_context)
+    set_global_param_names(layer)
+    materialize_parameters(layer, run.mesh, seed=1)
     own, kept = {param.untyped_storage().data_ptr() for param in layer.parameters()}, {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -162,7 +164,7 @@ def test_activations_of_experts_are_about_what_autograd_keeps(name: str, modules
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = layer(torch.randn(32, 2, 128, requires_grad=True), ForwardContext(MaskSpec()))
+        output = layer(torch.randn(32, 2, 128, requires_grad=True), ForwardContext(AttentionMaskSpec()))
     del output
     estimate = 32 * 2 * flops.layer_activation_bytes(settings, mlp="moe")
     assert sum(kept.values()) == pytest.approx(estimate, rel=0.15)

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.core.config.plan import layer_plans, partition
+from megatron.core.config.plan import partition_into_stages, uniform_layer_plans
 from megatron.core.config.settings.model import ModelConfig, RopeConfig
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import RecomputeConfig, RunConfig, TrainConfig
 from megatron.core.models import flops
-from megatron.core.models.describe import ShardCounts, count_parameters, layer_parameters, rank_parameters
+from megatron.core.models.describe import ShardCounts, count_layer_parameters, count_parameters, count_rank_parameters
 from tests.helpers import tiny
 
 S, B = 32, 2
@@ -196,8 +196,8 @@ def test_describing_a_network_leaves_the_random_generator_as_it_is():
 @pytest.mark.parametrize("pp, vpp", [(1, 1), (3, 1), (2, 2)])
 def test_stages_hold_the_network_once_and_a_tied_head_twice(name, pp, vpp):
     config = shape(name, num_layers=12)
-    stages = partition(layer_plans(12), pp=pp, vpp=vpp)
-    held = sum(rank_parameters(config, [s for s in stages if s.rank == rank]).total for rank in range(pp))
+    stages = partition_into_stages(uniform_layer_plans(12), pp=pp, vpp=vpp)
+    held = sum(count_rank_parameters(config, [s for s in stages if s.rank == rank]).total for rank in range(pp))
     copy = 80 * 24 if config.ties_embeddings and pp > 1 else 0
     assert held == count_parameters(config).total + copy
 
@@ -207,10 +207,10 @@ def test_tensor_ranks_cut_matrices_and_repeat_what_cannot_be_cut():
     h, q, k, f = 24, 20, 10, 48
     norms = 2 * 2 * h + 2 * 2 * 10
     expected = h * (q + 2 * k) + (q + 2 * k) + q * h + h + h * f + f + f * h + h + norms
-    assert layer_parameters(config, ShardCounts(2, 1, 2)) == expected
+    assert count_layer_parameters(config, ShardCounts(2, 1, 2)) == expected
     gated = shape("llama")
-    whole = layer_parameters(gated) - 2 * h
-    assert layer_parameters(gated, ShardCounts(2, 1, 2)) == whole // 2 + 2 * h
+    whole = count_layer_parameters(gated) - 2 * h
+    assert count_layer_parameters(gated, ShardCounts(2, 1, 2)) == whole // 2 + 2 * h
 
 
 def run_config(model: ModelConfig, *, precision=None, parallel=None, recompute=None, optimizer=None) -> RunConfig:
@@ -243,12 +243,12 @@ def test_state_bytes_follow_the_published_table_with_copies_of_gradients_in_the_
             parallel=ParallelConfig(use_distributed_optimizer=cut),
         )
         shards = 8 if cut else 1
-        assert flops.state_bytes(config, 8) == constant + (shared - copied) / shards
-        assert flops.update_bytes(config, 8) == copied / shards
+        assert flops.state_bytes_per_parameter(config, 8) == constant + (shared - copied) / shards
+        assert flops.update_bytes_per_parameter(config, 8) == copied / shards
     whole = run_config(
         shape("gpt2"), precision=PrecisionConfig(**precision), parallel=ParallelConfig(use_torch_fsdp2=True)
     )
-    assert flops.state_bytes(whole, 8) == 4 * (1 + 1 + 2) / 8, (
+    assert flops.state_bytes_per_parameter(whole, 8) == 4 * (1 + 1 + 2) / 8, (
         "weight, gradient and two moments in fp32, all of them cut"
     )
 
@@ -293,12 +293,12 @@ def test_activations_with_selective_recompute_and_sequence_parallel_are_the_pape
         parallel=ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, pipeline_model_parallel_size=4),
         recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn",)),
     )
-    stages = partition(layer_plans(8), pp=4)
-    memory = flops.rank_memory(config, stages, data_parallel_size=1, num_microbatches=16)
+    stages = partition_into_stages(uniform_layer_plans(8), pp=4)
+    memory = flops.estimate_rank_memory(config, stages, data_parallel_size=1, num_microbatches=16)
     layer = S * B * 24 * (18 + 4 * 96 / 24) / 2
     for position, alive in ((1, 3), (2, 2)):
         assert memory[position].activations == pytest.approx(2 * alive * layer)
-        assert memory[position].weights_and_optimizer == 18 * 2 * layer_parameters(model, ShardCounts(2, 1, 2))
+        assert memory[position].weights_and_optimizer == 18 * 2 * count_layer_parameters(model, ShardCounts(2, 1, 2))
     assert memory[0].activations == pytest.approx(4 * (2 * layer + S * B * (8 + 24 / 2)))
     assert memory[3].activations == pytest.approx(2 * layer + 4 * S * B * (24 + 80) / 2)
 
@@ -306,7 +306,9 @@ def test_activations_with_selective_recompute_and_sequence_parallel_are_the_pape
 def test_fewer_microbatches_than_stages_keep_fewer_alive():
     config = run_config(shape("gpt2", num_layers=4), parallel=ParallelConfig(pipeline_model_parallel_size=4))
     few, many = (
-        flops.rank_memory(config, partition(layer_plans(4), pp=4), data_parallel_size=1, num_microbatches=m)
+        flops.estimate_rank_memory(
+            config, partition_into_stages(uniform_layer_plans(4), pp=4), data_parallel_size=1, num_microbatches=m
+        )
         for m in (2, 100)
     )
     assert many[0].activations == 2 * few[0].activations
@@ -318,11 +320,11 @@ def test_there_and_back_every_rank_holds_as_many_chunks_and_the_first_one_both_e
         shape("gpt2", num_layers=8, hidden_dropout=0.0),
         parallel=ParallelConfig(pipeline_model_parallel_size=4, pipeline_schedule="zb-v"),
     )
-    stages = partition(layer_plans(8), pp=4, vpp=2, placement="v")
-    memory = flops.rank_memory(config, stages, data_parallel_size=1, num_microbatches=8)
+    stages = partition_into_stages(uniform_layer_plans(8), pp=4, vpp=2, placement="v")
+    memory = flops.estimate_rank_memory(config, stages, data_parallel_size=1, num_microbatches=8)
     layer = S * B * flops.layer_activation_bytes(config)
     assert [held.activations / layer for held in memory[1:]] == pytest.approx([8, 8, 8])
-    layers = rank_parameters(config.model, [stage for stage in stages if stage.rank == 1]).total
+    layers = count_rank_parameters(config.model, [stage for stage in stages if stage.rank == 1]).total
     network = count_parameters(config.model)
     assert (
         memory[0].parameters
@@ -340,8 +342,12 @@ def test_full_recompute_keeps_inputs_and_one_group_at_work(method, group, chunks
         recompute=RecomputeConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=group),
     )
     none = dataclasses.replace(config, recompute=RecomputeConfig())
-    (memory,) = flops.rank_memory(config, partition(layer_plans(4), pp=1), data_parallel_size=1, num_microbatches=1)
-    (whole,) = flops.rank_memory(none, partition(layer_plans(4), pp=1), data_parallel_size=1, num_microbatches=1)
+    (memory,) = flops.estimate_rank_memory(
+        config, partition_into_stages(uniform_layer_plans(4), pp=1), data_parallel_size=1, num_microbatches=1
+    )
+    (whole,) = flops.estimate_rank_memory(
+        none, partition_into_stages(uniform_layer_plans(4), pp=1), data_parallel_size=1, num_microbatches=1
+    )
     layer = flops.layer_activation_bytes(none)
     saved = (whole.activations - memory.activations) / (S * B)
     assert saved == pytest.approx(4 * layer - (chunks_kept * 2 * 24 + at_work * layer))
@@ -354,8 +360,11 @@ def test_interleaving_keeps_more_alive_on_the_first_rank():
         config = run_config(
             shape("gpt2", num_layers=8, hidden_dropout=0.0), parallel=ParallelConfig(pipeline_model_parallel_size=4)
         )
-        memory = flops.rank_memory(
-            config, partition(layer_plans(8), pp=4, vpp=vpp), data_parallel_size=1, num_microbatches=8
+        memory = flops.estimate_rank_memory(
+            config,
+            partition_into_stages(uniform_layer_plans(8), pp=4, vpp=vpp),
+            data_parallel_size=1,
+            num_microbatches=8,
         )
         return memory[0].activations / (S * B * flops.layer_activation_bytes(config))
 

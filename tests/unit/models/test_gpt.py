@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.config.stages import stages_of
+from megatron.core.config.stages import pipeline_stages_of
 from megatron.core.models.gpt import GPTModel
-from megatron.core.parallel.spec import spec_of
+from megatron.core.parallel.spec import param_spec_of
 from tests.helpers import tiny
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -17,11 +17,11 @@ EMBEDDING = "embedding.word_embeddings.weight"
 def stages(**changes: Any) -> list[GPTModel]:
     """All stages of a model in one process; only tensor size one is possible here."""
     run = tiny.run_of(tiny.config(int(changes.get("pipeline_model_parallel_size", 1)), **changes))
-    return [GPTModel(spec, run.build).materialize(3) for spec in stages_of(run.config)]
+    return [GPTModel(spec, run.layer_build_context).materialize(3) for spec in pipeline_stages_of(run.config)]
 
 
 def named(models: list[GPTModel]) -> dict[str, torch.Tensor]:
-    return {spec_of(param).name: param.detach() for model in models for param in model.parameters()}
+    return {param_spec_of(param).name: param.detach() for model in models for param in model.parameters()}
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,12 @@ def test_names_and_initial_values_do_not_depend_on_the_split(split: dict[str, An
     parts = stages(untie_embeddings_and_output_weights=untied, **split)
     cut = named(parts)
     assert cut.keys() == whole.keys() and all(torch.equal(cut[name], whole[name]) for name in whole)
-    homes = [spec_of(param) for model in parts for param in model.parameters() if spec_of(param).name == EMBEDDING]
+    homes = [
+        param_spec_of(param)
+        for model in parts
+        for param in model.parameters()
+        if param_spec_of(param).name == EMBEDDING
+    ]
     assert len(homes) == (1 if untied else 2) and all(spec.tied == (not untied) for spec in homes)
     assert ("output_layer.weight" in whole) == untied
 
@@ -69,13 +74,13 @@ def test_names_are_megatrons() -> None:
 
 def test_a_chain_of_stages_is_the_whole_network() -> None:
     run = tiny.run_of(tiny.config(fp64=True))
-    batch = next(tiny.batches(run, 0))
+    batch = next(tiny.short_run_batches(run, 0))
     (whole,), parts = stages(fp64=True), stages(fp64=True, pipeline_model_parallel_size=4)
     hidden = None
     for part in parts:
         received, hidden = hidden, part(ids=batch.tokens, hidden=hidden, labels=batch.labels)
         if received is not None:
-            assert (tuple(received.shape), received.dtype) == part.message_shape(*batch.tokens.shape)
+            assert (tuple(received.shape), received.dtype) == part.hidden_states_spec(*batch.tokens.shape)
     torch.testing.assert_close(hidden, whole(ids=batch.tokens, labels=batch.labels), rtol=1e-12, atol=1e-12)
 
 
@@ -91,12 +96,12 @@ def test_a_chain_of_stages_is_the_whole_network() -> None:
 def test_messages_have_the_format_of_the_residual(changes: dict[str, Any], dtype: torch.dtype) -> None:
     first = stages(pipeline_model_parallel_size=2, **changes)[0]
     sent = first(ids=torch.zeros(3, 16, dtype=torch.int64))
-    assert (tuple(sent.shape), sent.dtype) == first.message_shape(3, 16) == ((16, 3, 32), dtype)
+    assert (tuple(sent.shape), sent.dtype) == first.hidden_states_spec(3, 16) == ((16, 3, 32), dtype)
 
 
 def test_the_loss_is_the_cross_entropy_of_the_logits() -> None:
     (model,) = stages(fp64=True)
-    batch = next(tiny.batches(tiny.run_of(tiny.config(fp64=True)), 0))
+    batch = next(tiny.short_run_batches(tiny.run_of(tiny.config(fp64=True)), 0))
     logits = model(ids=batch.tokens)[..., : tiny.VOCABULARY]
     expected = F.cross_entropy(logits.permute(1, 2, 0), batch.labels, reduction="none")
     torch.testing.assert_close(model(ids=batch.tokens, labels=batch.labels), expected, rtol=1e-12, atol=1e-12)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from megatron.core.config.plan import network_layer_plans
-from megatron.core.kernels.mask import MaskSpec
+from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.models import flops
-from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import set_global_names
-from megatron.core.transformer.layer import Layer
+from megatron.core.parallel.rng import materialize_parameters
+from megatron.core.parallel.spec import set_global_param_names
+from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.passing import ForwardContext
 from tests.helpers import tiny
 
@@ -42,10 +42,10 @@ SIZES: dict[str, Any] = {
 def test_a_mixer_keeps_what_the_planner_counts(mixer: str, symbol: str, dtype: str) -> None:
     settings = tiny.config(**SIZES, hybrid_layer_pattern=symbol, **({} if dtype == "fp32" else {dtype: True}))
     run = tiny.run_of(settings)
-    layer = Layer(network_layer_plans(settings.model)[0], run.build)
-    set_global_names(layer)
-    materialize(layer, run.mesh, seed=1)
-    x = torch.randn(S, 1, 64, dtype=run.build.dtype, requires_grad=True)
+    layer = TransformerLayer(network_layer_plans(settings.model)[0], run.layer_build_context)
+    set_global_param_names(layer)
+    materialize_parameters(layer, run.mesh, seed=1)
+    x = torch.randn(S, 1, 64, dtype=run.layer_build_context.dtype, requires_grad=True)
     own, kept = {one.untyped_storage().data_ptr() for one in (x, *layer.parameters())}, dict[int, int]()
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -55,8 +55,8 @@ def test_a_mixer_keeps_what_the_planner_counts(mixer: str, symbol: str, dtype: s
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output, _ = layer.token_mixer(x, None, ForwardContext(MaskSpec()))
+        output, _ = layer.token_mixer(x, None, ForwardContext(AttentionMaskSpec()))
     del output
-    norm = 2 * 64 * run.build.dtype.itemsize  # its input and output
+    norm = 2 * 64 * run.layer_build_context.dtype.itemsize  # its input and output
     estimate = flops.layer_activation_bytes(settings, mlp="none", mixer=mixer) - norm
     assert sum(kept.values()) / S == pytest.approx(estimate, rel=0.05)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.core.config.stages import stages_of
+from megatron.core.config.stages import pipeline_stages_of
 from megatron.core.models import flops
-from megatron.core.models.describe import rank_parameters
+from megatron.core.models.describe import count_rank_parameters
 from megatron.core.models.gpt import GPTModel
 from megatron.training.data.batch import Batch
 from tests.helpers import tiny
@@ -28,7 +28,7 @@ NETWORKS = {
 def stages(**changes: Any) -> tuple[list[GPTModel], tiny.Run]:
     """All pipeline stages, not yet materialized, on the mesh of one process."""
     run = tiny.run_of(tiny.config(int(changes.get("pipeline_model_parallel_size", 1)), **changes))
-    return [GPTModel(spec, run.build) for spec in stages_of(run.config)], run
+    return [GPTModel(spec, run.layer_build_context) for spec in pipeline_stages_of(run.config)], run
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def stages(**changes: Any) -> tuple[list[GPTModel], tiny.Run]:
 def test_every_pipeline_rank_holds_what_its_stage_is_made_of(name: str, layout: str) -> None:
     built, run = stages(**NETWORKS[name], pipeline_model_parallel_size=4, pipeline_model_parallel_layout=layout)
     for model in built:
-        held = rank_parameters(run.config.model, [model.stage]).total
+        held = count_rank_parameters(run.config.model, [model.stage]).total
         assert held == sum(param.numel() for param in model.parameters()), f"stage {model.stage.index} of {layout}"
 
 
@@ -51,7 +51,7 @@ def test_flops_are_what_torch_counts_in_a_step(name: str) -> None:
     ids, depths = torch.zeros(2, 16, dtype=torch.long), run.config.model.mtp.mtp_num_layers or 0
     batch = Batch(tokens=ids, labels=ids, loss_mask=torch.ones(2, 16)).with_future_tokens(depths)
     with FlopCounterMode(display=False) as counter:
-        output = model(ids=ids, labels=ids, ahead=batch.future_labels)
+        output = model(ids=ids, labels=ids, ahead=batch.mtp_inputs)
         total = output.next.sum() + sum(losses.sum() for losses in output.ahead) if depths else output.sum()
         total.backward()
     assert 2 * flops.flops_per_sample(run.config.model, 16, "square") == counter.get_total_flops()

@@ -48,13 +48,13 @@ def told(stage: GPTModel, batch: Batch) -> MTPLosses:
         labels=batch.labels,
         documents=batch.documents,
         positions=batch.positions,
-        ahead=MTPInputs(batch.future_labels.ids, all_labels(batch)),
+        ahead=MTPInputs(batch.mtp_inputs.ids, all_labels(batch)),
     )
 
 
 def all_labels(batch: Batch) -> tuple[torch.Tensor, ...]:
     """What stands ahead of every label, whether its loss counts or not."""
-    return tuple(batch.extras[f"mtp_{depth}_labels"] for depth in range(1, len(batch.future_labels.labels) + 1))
+    return tuple(batch.extras[f"mtp_{depth}_labels"] for depth in range(1, len(batch.mtp_inputs.labels) + 1))
 
 
 def by_hand(stage: GPTModel, run: tiny.Run, batch: Batch, depths: int) -> tuple[Tensor, list[tuple[Tensor, int]]]:
@@ -208,9 +208,9 @@ def test_tokens_labels_and_masks_ahead(
         loss_mask=torch.tensor([mask]),
         documents=None if documents is None else torch.tensor([documents]),
     ).with_future_tokens(2)
-    assert [row[0].tolist() for row in batch.future_labels.ids] == [[11, 12, 13, 14, 0], [12, 13, 14, 0, 0]]
+    assert [row[0].tolist() for row in batch.mtp_inputs.ids] == [[11, 12, 13, 14, 0], [12, 13, 14, 0, 0]]
     expected = {1: [12, 13, 14, 15, 0], 2: [13, 14, 15, 0, 0]}
-    assert [row[0].tolist() for row in batch.future_labels.labels] == [
+    assert [row[0].tolist() for row in batch.mtp_inputs.labels] == [
         [label if counted else -1 for label, counted in zip(expected[depth], counts[depth], strict=True)]
         for depth in (1, 2)
     ]
@@ -222,7 +222,7 @@ def test_a_batch_without_depths_or_text_is_left_alone() -> None:
     batch = Batch(
         tokens=torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4, dtype=torch.long), loss_mask=torch.ones(1, 4)
     )
-    assert batch.with_future_tokens(0).future_labels is None and Batch().with_future_tokens(2).future_labels is None
+    assert batch.with_future_tokens(0).mtp_inputs is None and Batch().with_future_tokens(2).mtp_inputs is None
 
 
 def test_heads_apart_train_their_own_layers_only() -> None:
@@ -241,7 +241,7 @@ def test_ids_ahead_may_be_anything_where_nothing_counts() -> None:
     batch = batch_of(run, packed=False)
     filled = tuple(
         torch.cat((ids[:, :-depth], torch.full((2, depth), 7)), dim=1)
-        for depth, ids in enumerate(batch.future_labels.ids, start=1)
+        for depth, ids in enumerate(batch.mtp_inputs.ids, start=1)
     )
     others = MTPInputs(filled, all_labels(batch))
     found = stage(ids=batch.tokens, labels=batch.labels, ahead=others)

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.config.settings.model import RopeConfig
-from megatron.core.config.stages import stages_of
+from megatron.core.config.stages import pipeline_stages_of
 from megatron.core.models.t5 import T5Model
-from megatron.core.parallel.spec import spec_of
-from megatron.core.transformer.relative import buckets
+from megatron.core.parallel.spec import param_spec_of
+from megatron.core.transformer.relative import relative_position_buckets
 from tests.helpers import tiny
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -61,10 +61,10 @@ def stages(**changes: Any) -> list[T5Model]:
         **changes,
     }
     run = tiny.run_of(tiny.config(int(settings.get("pipeline_model_parallel_size", 1)), **settings))
-    models = [T5Model(spec, run.build).materialize(3) for spec in stages_of(run.config)]
+    models = [T5Model(spec, run.layer_build_context).materialize(3) for spec in pipeline_stages_of(run.config)]
     with torch.no_grad():
         for param in (param for model in models for param in model.parameters() if param.dim() == 1):
-            generator = torch.Generator().manual_seed(len(spec_of(param).name))
+            generator = torch.Generator().manual_seed(len(param_spec_of(param).name))
             param.add_(torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.dtype) * 0.1)
     return models
 
@@ -162,7 +162,7 @@ def test_logits_and_gradients_are_those_of_the_published_model(version: str, spl
         theirs = transformers.T5ForConditionalGeneration(config).double()
         if not tied:  # the class ties whatever the config says, and leaves it to loading to untie
             theirs.lm_head.weight = torch.nn.Parameter(theirs.lm_head.weight.detach().clone())
-        values = {spec_of(param).name: param for model in models for param in model.parameters()}
+        values = {param_spec_of(param).name: param for model in models for param in model.parameters()}
         state = {name: value.detach().clone() for name, value in as_published(values, gated, tied).items()}
         lacking = theirs.load_state_dict(state, strict=False)
         assert not lacking.unexpected_keys and set(lacking.missing_keys) <= {
@@ -181,7 +181,7 @@ def test_logits_and_gradients_are_those_of_the_published_model(version: str, spl
     through(models, batch, LABELS).mean().backward()
     gradients: dict[str, Tensor] = {}
     for param in (param for model in models for param in model.parameters()):
-        name = spec_of(param).name
+        name = param_spec_of(param).name
         gradients[name] = gradients[name] + param.grad if name in gradients else param.grad
     expected = dict(theirs.named_parameters())
     for name, gradient in as_published(gradients, gated, tied).items():
@@ -199,7 +199,7 @@ def test_buckets_are_those_of_the_published_model(causal: bool, count: int, dist
         offsets, bidirectional=not causal, num_buckets=count, max_distance=distance
     )
     config = RopeConfig(relative_attention_num_buckets=count, relative_attention_max_distance=distance)
-    assert torch.equal(buckets(offsets, config, causal=causal), expected)
+    assert torch.equal(relative_position_buckets(offsets, config, causal=causal), expected)
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -216,13 +216,13 @@ def test_a_line_of_stages_is_the_whole_network(kind: str, split: str) -> None:
     expected, message = through(whole, batch, LABELS), None
     for part in parts:
         if message is not None:
-            told = part.input_specs(
+            told = part.received_tensor_specs(
                 tiny.config(5, architecture="t5", decoder_seq_length=8, micro_batch_size=3, global_batch_size=15).train
             )
             assert tuple((tuple(tensor.shape), tensor.dtype) for tensor in message) == told
         message = part(**batch, message=message, labels=LABELS)
     torch.testing.assert_close(message, expected, rtol=1e-12, atol=1e-12)
-    names = lambda models: sorted({spec_of(param).name for model in models for param in model.parameters()})  # noqa: E731
+    names = lambda models: sorted({param_spec_of(param).name for model in models for param in model.parameters()})  # noqa: E731
     assert names(whole) == names(parts)
 
 

@@ -12,7 +12,7 @@ from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, normal_initializer, set_global_names
+from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, normal_initializer, set_global_param_names
 
 RATE, DECAY = 0.3, 0.1
 SPECS = {
@@ -59,7 +59,7 @@ def ours(dtype: torch.dtype, steps: int, *, size: float, **settings: Any) -> tup
     module = torch.nn.ParameterDict({name: torch.nn.Parameter(drawn(name, 0, dtype)) for name in SPECS})
     for name, spec in SPECS.items():
         module[name].spec = spec
-    set_global_names(module)
+    set_global_param_names(module)
     parallel = DataParallel(
         module,
         Mesh.single_process(),

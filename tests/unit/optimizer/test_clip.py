@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.distributed.buffers import Segment
+from megatron.core.distributed.buffers import OwnedSegment
 from megatron.core.optimizer.clip import global_norm
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import ParamSpec, constant_initializer
@@ -81,6 +81,6 @@ def test_norms_are_exact_to_fp32_whatever_the_format_and_the_size(dtype: torch.d
         dtype
     )  # alike in size: the hardest sum; its norm is above any fp16 number
     spec = ParamSpec((size,), constant_initializer(0.0), "vector")
-    segment = Segment(spec, (size,), 0, size, gradient, gradient, sharded=False)
+    segment = OwnedSegment(spec, (size,), 0, size, gradient, gradient, sharded=False)
     expected = float(gradient.double().square().sum().sqrt())
     assert float(global_norm([segment], mesh)) == pytest.approx(expected, rel=3e-5 if dtype != torch.float32 else 2e-6)

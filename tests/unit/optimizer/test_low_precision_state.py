@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.optim import PrecisionConfig
-from megatron.core.optimizer.formats import BLOCK, Bf16Remainder, EncodedTensor, StochasticBf16, encoded_zeros
+from megatron.core.optimizer.formats import (
+    BLOCK,
+    Bf16RemainderTensor,
+    EncodedTensor,
+    StochasticBf16Tensor,
+    encoded_zeros,
+)
 from tests.unit.distributed.ranks import SIZES
 from tests.unit.optimizer.test_optimizer import ADAM, adamw, optimizer_of, take_step, torch_steps
 
@@ -85,7 +91,9 @@ def test_a_bf16_weight_and_its_remainder_are_the_master_to_the_last_bit() -> Non
             torch.tensor([0.0, -0.0, 1.0 + 2.0**-8, 1.0 + 3 * 2.0**-8, -1.0 - 2.0**-8]),
         ]
     )
-    kept = Bf16Remainder(torch.zeros(len(values), dtype=torch.bfloat16), torch.zeros(len(values), dtype=torch.int16))
+    kept = Bf16RemainderTensor(
+        torch.zeros(len(values), dtype=torch.bfloat16), torch.zeros(len(values), dtype=torch.int16)
+    )
     assert torch.equal(through(kept, values).view(torch.int32), values.view(torch.int32))
     is_tie = (values.view(torch.int32) & 0xFFFF) == 0x8000
     assert torch.equal(kept.weight[~is_tie], values.bfloat16()[~is_tie]) and int(is_tie.sum()) >= 3
@@ -94,7 +102,7 @@ def test_a_bf16_weight_and_its_remainder_are_the_master_to_the_last_bit() -> Non
 
 def test_infinities_stay_what_they_are() -> None:
     values = torch.tensor([float("inf"), -float("inf"), float("nan"), 1.0])
-    found = through(StochasticBf16(torch.zeros(4, dtype=torch.bfloat16)), values)
+    found = through(StochasticBf16Tensor(torch.zeros(4, dtype=torch.bfloat16)), values)
     assert torch.equal(found[[0, 1, 3]], values[[0, 1, 3]]) and bool(found[2].isnan())
 
 

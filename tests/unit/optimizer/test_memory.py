@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megatron.core.distributed.ddp import DataParallel
-from megatron.core.models.flops import owned_state_bytes
+from megatron.core.models.flops import owned_bytes_per_parameter
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import ParamSpec, normal_initializer, set_global_names
+from megatron.core.parallel.spec import ParamSpec, normal_initializer, set_global_param_names
 from tests.helpers import tiny
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "optimizers.md"
@@ -32,7 +32,7 @@ def test_the_pages_bytes_are_what_an_optimizer_holds(flags: str, said: str) -> N
     param = torch.nn.Parameter(torch.randn(128, 64).bfloat16())
     param.spec = ParamSpec((128, 64), normal_initializer(1.0), "matrix")  # type: ignore[attr-defined]
     module = torch.nn.ParameterDict({"weight": param})
-    set_global_names(module)
+    set_global_param_names(module)
     parallel = DataParallel(
         module,
         Mesh.single_process(),
@@ -45,7 +45,7 @@ def test_the_pages_bytes_are_what_an_optimizer_holds(flags: str, said: str) -> N
     )
     optimizer = Optimizer([parallel], Mesh.single_process(), config.optimizer, config.precision)
     held = sum(tensor.nbytes for tensor in optimizer.stored_tensors()) / param.numel()
-    assert held == owned_state_bytes(config) and f"{held:.3g}" == said
+    assert held == owned_bytes_per_parameter(config) and f"{held:.3g}" == said
 
 
 def test_the_page_has_rows() -> None:

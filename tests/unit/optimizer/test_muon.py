@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
-from megatron.core.distributed.buffers import Ownership
+from megatron.core.distributed.buffers import ParamOwnership
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.optimizer.groups import uses_muon
 from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.optimizer.orthogonal import COEFFICIENTS, NewtonSchulz, orthogonalize, update_scale
-from megatron.core.optimizer.owners import MuonTask, assign_owners, muon_tasks
+from megatron.core.optimizer.orthogonal import COEFFICIENTS, NewtonSchulz, muon_update_scale, orthogonalize
+from megatron.core.optimizer.owners import MuonTask, assign_muon_owners, muon_tasks
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import (
     FusedSegment,
@@ -24,7 +24,7 @@ from megatron.core.parallel.spec import (
     Shard,
     meta_parameter,
     normal_initializer,
-    set_global_names,
+    set_global_param_names,
 )
 from megatron.training.step import train_step
 from tests.helpers import tiny
@@ -79,7 +79,7 @@ def optimizer_of(
 ) -> Optimizer:
     mesh = Mesh.single_process()
     module = torch.nn.ParameterDict(params)
-    set_global_names(module)
+    set_global_param_names(module)
     wide = dtype == torch.float64
     parallel = DataParallel(
         module,
@@ -165,7 +165,7 @@ def test_parts_of_a_fused_matrix_are_matrices_of_their_own_unless_told(split: bo
     steps_of(optimizer, [{"linear_qkv": gradient}])
     rows = gradient.split([6, 3, 3]) if split else [gradient]
     expected = torch.cat(
-        [by_singular_values(part, NewtonSchulz()) * update_scale(*part.shape, "spectral") for part in rows]
+        [by_singular_values(part, NewtonSchulz()) * muon_update_scale(*part.shape, "spectral") for part in rows]
     )
     torch.testing.assert_close(param.detach(), -RATE * expected, rtol=1e-10, atol=1e-10)
 
@@ -227,7 +227,7 @@ def test_work_is_divided_within_grahams_bound() -> None:
             chance.randint(1, 8),
             [chance.choice([1.0, 2.0, 3.0, 8.0]) * chance.random() for _ in range(chance.randint(1, 40))],
         )
-        found = assign_owners(slabs(costs, ranks), ranks)
+        found = assign_muon_owners(slabs(costs, ranks), ranks)
         load = [sum(slab.cost for slab in found if slab.owner == rank) for rank in range(ranks)]
         ordered = sorted(costs, reverse=True)
         pair = (
@@ -246,16 +246,19 @@ def test_the_layers_of_a_network_are_divided_evenly() -> None:
         matrix(5632, 1024, parts=(2816, 2816)),
         matrix(1024, 2816),
     ] * 24
-    owned = [Ownership(spec, spec.shape, tuple((0, 0) for _ in range(8))) for spec in specs]
-    found = assign_owners([slab for one in owned for slab in muon_tasks(one, lambda spec: True)], 8)
+    owned = [ParamOwnership(spec, spec.shape, tuple((0, 0) for _ in range(8))) for spec in specs]
+    found = assign_muon_owners([slab for one in owned for slab in muon_tasks(one, lambda spec: True)], 8)
     load = [sum(task.cost for task in found if task.owner == rank) for rank in range(8)]
     assert max(load) * 8 / sum(load) < 1.02
 
 
 def test_a_rank_works_on_what_it_holds_anyway_if_nobody_has_less_to_do() -> None:
     spec = matrix(4, 4)
-    owned = [Ownership(spec, (4, 4), ((0, 4), (4, 16))), Ownership(spec, (4, 4), ((0, 16), (16, 16)))]
-    assert [slab.owner for slab in assign_owners([muon_tasks(one, lambda spec: True)[0] for one in owned], 2)] == [1, 0]
+    owned = [ParamOwnership(spec, (4, 4), ((0, 4), (4, 16))), ParamOwnership(spec, (4, 4), ((0, 16), (16, 16)))]
+    assert [slab.owner for slab in assign_muon_owners([muon_tasks(one, lambda spec: True)[0] for one in owned], 2)] == [
+        1,
+        0,
+    ]
 
 
 class _NumbersRead(TorchDispatchMode):
@@ -274,7 +277,7 @@ class _NumbersRead(TorchDispatchMode):
 def numbers_read(changes: dict[str, Any]) -> int:
     """On a rank: the numbers that an update reads."""
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(2, **changes)))
-    train_step(trainer, tiny.batches(trainer.run, 0))
+    train_step(trainer, tiny.short_run_batches(trainer.run, 0))
     trainer.optimizer.set_rates(RATE, DECAY, None)
     with _NumbersRead() as read:
         trainer.optimizer.step()

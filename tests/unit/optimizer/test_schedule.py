@@ -9,7 +9,7 @@ import pytest
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.optim import OptimizerConfig, ScheduleConfig
 from megatron.core.config.settings.run import TrainConfig
-from megatron.core.optimizer.schedule import Schedule, resolve_schedule
+from megatron.core.optimizer.schedule import OptimizerParamSchedule, resolve_resumed_schedule
 
 MAX, MIN, WARMUP, HORIZON = 3e-4, 3e-5, 80, 800  # samples: 10 and 100 iterations of 8
 
@@ -17,7 +17,9 @@ MAX, MIN, WARMUP, HORIZON = 3e-4, 3e-5, 80, 800  # samples: 10 and 100 iteration
 def build(schedule=None, optimizer=None, train=None):
     chosen = {"lr": MAX, "min_lr": MIN, "lr_warmup_iters": 10, **(schedule or {})}
     length = {"train_iters": 100, "global_batch_size": 8, **(train or {})}
-    return Schedule.build(ScheduleConfig(**chosen), OptimizerConfig(**(optimizer or {})), TrainConfig(**length))
+    return OptimizerParamSchedule.build(
+        ScheduleConfig(**chosen), OptimizerConfig(**(optimizer or {})), TrainConfig(**length)
+    )
 
 
 def progress(samples):
@@ -92,8 +94,8 @@ def test_sample_based_training_counts_samples_without_the_batch_size():
 
 def test_another_group_follows_the_same_curve_between_its_own_bounds():
     schedule = build({"lr_decay_style": "cosine"})
-    assert schedule.scaled_lr(440, max_lr=2e-3, min_lr=0.0) == pytest.approx(1e-3)
-    assert schedule.scaled_lr(40, max_lr=2e-3, min_lr=0.0) == pytest.approx(1e-3)
+    assert schedule.lr_between(440, max_lr=2e-3, min_lr=0.0) == pytest.approx(1e-3)
+    assert schedule.lr_between(40, max_lr=2e-3, min_lr=0.0) == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize(
@@ -152,24 +154,24 @@ def test_all_unfit_settings_are_named_in_one_error():
 
 def test_the_state_survives_json():
     schedule = build({"lr_warmup_iters": 0, "lr_warmup_fraction": 0.123, "lr_decay_style": "cosine"})
-    assert Schedule.from_state(json.loads(json.dumps(schedule.state()))) == schedule
-    assert schedule.differences(json.loads(json.dumps(schedule.state()))) == []
+    assert OptimizerParamSchedule.from_state(json.loads(json.dumps(schedule.state()))) == schedule
+    assert schedule.differences_from_saved(json.loads(json.dumps(schedule.state()))) == []
 
 
 def test_differences_name_both_values():
-    lines = build().differences(build({"lr": 6e-4}).state())
+    lines = build().differences_from_saved(build({"lr": 6e-4}).state())
     assert lines == ["max lr is 0.0003 now and was 0.0006 in the checkpoint"]
 
 
 def test_resume_needs_equal_schedules_unless_a_side_is_chosen():
     mine, saved = build(), build({"lr_decay_style": "cosine"}).state()
     with pytest.raises(ConfigError, match="decay style is linear now and was cosine in the checkpoint"):
-        resolve_schedule(mine, saved, override=False, use_checkpoint=False)
+        resolve_resumed_schedule(mine, saved, override=False, use_checkpoint=False)
     with pytest.raises(ConfigError, match="contradict"):
-        resolve_schedule(mine, saved, override=True, use_checkpoint=True)
-    assert resolve_schedule(mine, saved, override=True, use_checkpoint=False) is mine
-    assert resolve_schedule(mine, saved, override=False, use_checkpoint=True).decay_style == "cosine"
-    assert resolve_schedule(mine, mine.state(), override=False, use_checkpoint=False) == mine
+        resolve_resumed_schedule(mine, saved, override=True, use_checkpoint=True)
+    assert resolve_resumed_schedule(mine, saved, override=True, use_checkpoint=False) is mine
+    assert resolve_resumed_schedule(mine, saved, override=False, use_checkpoint=True).decay_style == "cosine"
+    assert resolve_resumed_schedule(mine, mine.state(), override=False, use_checkpoint=False) == mine
 
 
 def test_every_number_of_the_schedule_is_compared_on_resume():
@@ -179,7 +181,7 @@ def test_every_number_of_the_schedule_is_compared_on_resume():
     )
     for name, value in schedule.state().items():
         other = {**schedule.state(), name: "other" if isinstance(value, str) else 12345}
-        assert len(schedule.differences(other)) == 1, name
+        assert len(schedule.differences_from_saved(other)) == 1, name
     assert dataclasses.is_dataclass(schedule)
 
 
@@ -189,16 +191,16 @@ def test_a_longer_run_is_another_curve_only_where_a_point_of_it_moves(style):
     points = range(0, 801, 8)
     moved = [n for n in points if mine.lr(n) != saved.lr(n) or mine.weight_decay(n) != saved.weight_decay(n)]
     assert (
-        bool(mine.differences(saved.state())) == bool(moved) or style == "inverse-square-root"
+        bool(mine.differences_from_saved(saved.state())) == bool(moved) or style == "inverse-square-root"
     )  # whose end alone moves
     if style == "constant":
-        assert resolve_schedule(mine, saved.state(), override=False, use_checkpoint=False) == mine
+        assert resolve_resumed_schedule(mine, saved.state(), override=False, use_checkpoint=False) == mine
 
 
 def test_a_longer_run_is_told_both_ways_to_go_on_and_their_rates():
     mine, saved = build({"lr_decay_style": "cosine"}, train={"train_iters": 200}), build({"lr_decay_style": "cosine"})
     with pytest.raises(ConfigError) as caught:
-        resolve_schedule(
+        resolve_resumed_schedule(
             mine,
             saved.state(),
             override=False,
@@ -213,4 +215,4 @@ def test_a_longer_run_is_told_both_ways_to_go_on_and_their_rates():
     assert f"a learning rate of {mine.lr(400):.6g}, where it would have been {DECAYS['cosine'](400):.6g}" in line, line
     assert "--override-opt-param-scheduler" in line and f"at whose end the rate is {MIN:.6g}" in line, line
     kept = build({"lr_decay_style": "cosine", "lr_decay_iters": 100}, train={"train_iters": 200})
-    assert resolve_schedule(kept, saved.state(), override=False, use_checkpoint=False) == kept
+    assert resolve_resumed_schedule(kept, saved.state(), override=False, use_checkpoint=False) == kept

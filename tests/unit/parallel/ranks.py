@@ -30,7 +30,7 @@ def places(sizes: dict[str, Any]) -> dict[str, tuple[str, int, int, tuple[int, .
     return {name: (axis.name, axis.size, axis.rank, axis.ranks, axis.group is None) for name, axis in axes.items()}
 
 
-def value_of(rank: int, *shape: int) -> Tensor:
+def raw_flag_value(rank: int, *shape: int) -> Tensor:
     """A tensor that every process can compute for every rank."""
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(100 + rank))
 
@@ -40,9 +40,9 @@ def differentiate(
 ) -> tuple[Tensor, Tensor]:
     """Forward, and the gradient of this rank's input under a loss that is linear in the outputs of all tensor ranks."""
     axis = mesh_of(tensor_model_parallel_size=2).tp
-    x = value_of(0 if replicated else axis.rank, *shape).requires_grad_()
+    x = raw_flag_value(0 if replicated else axis.rank, *shape).requires_grad_()
     y = getattr(collectives, pair)(x, axis)
-    weight = value_of(50 if same_weight else 50 + axis.rank, *out)
+    weight = raw_flag_value(50 if same_weight else 50 + axis.rank, *out)
     (y * weight).sum().backward()
     return y.detach(), x.grad
 
@@ -51,7 +51,7 @@ def plain(name: str) -> Any:
     """One collective outside autograd, over the data axis of a 2 x 2 mesh (ranks 0 2 and 1 3)."""
     axis = mesh_of(tensor_model_parallel_size=2).dp
     rank = axis.ranks[axis.rank]
-    mine = value_of(rank, 4, 3)
+    mine = raw_flag_value(rank, 4, 3)
     if name in ("sum", "max", "min", "avg"):
         return collectives.all_reduce(mine, axis, name)
     if name == "all_gather":
@@ -59,7 +59,7 @@ def plain(name: str) -> Any:
     if name == "reduce_scatter":
         return collectives.reduce_scatter(mine, axis)
     if name == "cut":
-        return collectives.local_chunk(value_of(9, 4, 3), axis)
+        return collectives.local_chunk(raw_flag_value(9, 4, 3), axis)
     if name == "broadcast":
         return collectives.broadcast(mine, axis, 1)
     if name == "broadcast_object":
@@ -79,9 +79,9 @@ def plain(name: str) -> Any:
 def exchange_pieces(sizes: dict[int, list[int]]) -> tuple[Tensor, Tensor]:
     """Send pieces of these sizes; what came, and the gradient of what went under a loss that is linear in what came."""
     axis = mesh_of(expert_model_parallel_size=4).ep
-    x = value_of(axis.rank, sum(sizes[axis.rank]), 3).requires_grad_()
+    x = raw_flag_value(axis.rank, sum(sizes[axis.rank]), 3).requires_grad_()
     coming = collectives.all_to_all(x, sizes[axis.rank], [sizes[sender][axis.rank] for sender in range(4)], axis)
-    (coming * value_of(50 + axis.rank, *coming.shape)).sum().backward()
+    (coming * raw_flag_value(50 + axis.rank, *coming.shape)).sum().backward()
     return coming.detach(), x.grad
 
 
@@ -101,23 +101,23 @@ def watch_an_exchange() -> list[str]:
         patch.object(collectives, "start_all_to_all", said("start", start)),
         patch.object(collectives, "wait", said("wait", wait)),
     ):
-        x = value_of(axis.rank, 4, 3).requires_grad_()
+        x = raw_flag_value(axis.rank, 4, 3).requires_grad_()
         exchange = collectives.AsyncAllToAll([2, 2], [2, 2], axis)
-        coming = collectives.begin_all_to_all(x, exchange)
+        coming = collectives.start_autograd_all_to_all(x, exchange)
         other = x * 2.0
         events.append("other")
         other.register_hook(lambda gradient: events.append("other backward"))
-        (collectives.finish_all_to_all(coming, exchange).sum() + other.sum()).backward()
+        (collectives.finish_autograd_all_to_all(coming, exchange).sum() + other.sum()).backward()
     return events
 
 
 def uneven(sizes: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A gather of uneven pieces and its gradient, a scatter into them and its gradient."""
     axis = mesh_of(expert_model_parallel_size=4).ep
-    x = value_of(axis.rank, sizes[axis.rank], 3).requires_grad_()
+    x = raw_flag_value(axis.rank, sizes[axis.rank], 3).requires_grad_()
     whole = collectives.uneven_gather_then_scatter(x, sizes, axis)
-    (whole * value_of(50 + axis.rank, *whole.shape)).sum().backward()
-    y = value_of(axis.rank, sum(sizes), 3).requires_grad_()
+    (whole * raw_flag_value(50 + axis.rank, *whole.shape)).sum().backward()
+    y = raw_flag_value(axis.rank, sum(sizes), 3).requires_grad_()
     piece = collectives.uneven_scatter_then_gather(y, sizes, axis)
-    (piece * value_of(70 + axis.rank, *piece.shape)).sum().backward()
+    (piece * raw_flag_value(70 + axis.rank, *piece.shape)).sum().backward()
     return whole.detach(), x.grad, piece.detach(), y.grad

@@ -8,7 +8,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 from tests.helpers.world import Worlds
 from tests.unit.parallel import ranks
-from tests.unit.parallel.ranks import value_of
+from tests.unit.parallel.ranks import raw_flag_value
 
 ALONE = Axis("tp")
 
@@ -28,9 +28,9 @@ PAIRS = {
 def test_a_pair_has_the_gradient_of_the_function_that_it_is_over_all_ranks(world: Worlds, pair: str) -> None:
     shape, replicated, out, same, function = PAIRS[pair]
     results = world(2).run(ranks.differentiate, pair, shape, replicated, out, same)
-    xs = [value_of(rank, *shape).requires_grad_() for rank in range(1 if replicated else 2)]
+    xs = [raw_flag_value(rank, *shape).requires_grad_() for rank in range(1 if replicated else 2)]
     ys = function(xs)
-    sum((y * value_of(50 + rank, *out)).sum() for rank, y in enumerate(ys)).backward()
+    sum((y * raw_flag_value(50 + rank, *out)).sum() for rank, y in enumerate(ys)).backward()
     for rank, (y, gradient) in enumerate(results):
         torch.testing.assert_close(y, ys[0 if same else rank].detach(), rtol=1e-14, atol=1e-14)
         torch.testing.assert_close(gradient, xs[0 if replicated else rank].grad, rtol=1e-14, atol=1e-14)
@@ -44,7 +44,7 @@ def test_on_one_rank_a_pair_is_its_input(pair: str) -> None:
 
 def test_collectives_run_over_their_axis_only(world: Worlds) -> None:
     def values(rank: int) -> Tensor:
-        return value_of(rank, 4, 3)
+        return raw_flag_value(rank, 4, 3)
 
     for name, combine in {
         "sum": torch.add,
@@ -68,7 +68,7 @@ def test_collectives_run_over_their_axis_only(world: Worlds) -> None:
 
 def test_a_piece_may_be_a_slice_of_the_whole(world: Worlds) -> None:
     for rank, (gathered, reduced) in enumerate(world(4).run(ranks.plain, "in place")):
-        whole = torch.cat((value_of(rank % 2, 4, 3)[:2], value_of(rank % 2 + 2, 4, 3)[:2]))
+        whole = torch.cat((raw_flag_value(rank % 2, 4, 3)[:2], raw_flag_value(rank % 2 + 2, 4, 3)[:2]))
         assert torch.equal(gathered, whole)
         assert torch.equal(reduced, 2 * whole.chunk(2)[rank // 2])
 
@@ -90,10 +90,10 @@ SIZES = {0: [2, 0, 3, 1], 1: [0, 0, 1, 2], 2: [4, 1, 0, 0], 3: [0, 0, 0, 0]}  # 
 
 def test_an_exchange_brings_every_piece_to_its_rank_and_its_gradient_home(world: Worlds) -> None:
     for rank, (found, gradient) in enumerate(world(4).run(ranks.exchange_pieces, SIZES)):
-        pieces = [value_of(sender, sum(SIZES[sender]), 3).split(SIZES[sender])[rank] for sender in range(4)]
+        pieces = [raw_flag_value(sender, sum(SIZES[sender]), 3).split(SIZES[sender])[rank] for sender in range(4)]
         assert torch.equal(found, torch.cat(pieces))
         weights = [
-            value_of(50 + to, sum(SIZES[sender][to] for sender in range(4)), 3).split(
+            raw_flag_value(50 + to, sum(SIZES[sender][to] for sender in range(4)), 3).split(
                 [SIZES[sender][to] for sender in range(4)]
             )[rank]
             for to in range(4)
@@ -111,9 +111,9 @@ def test_uneven_pieces_are_gathered_and_scattered_with_the_gradients_of_what_the
     world: Worlds, sizes: list[int]
 ) -> None:
     total = sum(sizes)
-    weights = [value_of(50 + rank, total, 3) for rank in range(4)]
+    weights = [raw_flag_value(50 + rank, total, 3) for rank in range(4)]
     for rank, (whole, gathered, piece, scattered) in enumerate(world(4).run(ranks.uneven, sizes)):
-        assert torch.equal(whole, torch.cat([value_of(other, sizes[other], 3) for other in range(4)]))
+        assert torch.equal(whole, torch.cat([raw_flag_value(other, sizes[other], 3) for other in range(4)]))
         torch.testing.assert_close(gathered, sum(weights).split(sizes)[rank])
-        torch.testing.assert_close(piece, sum(value_of(other, total, 3) for other in range(4)).split(sizes)[rank])
-        assert torch.equal(scattered, torch.cat([value_of(70 + other, sizes[other], 3) for other in range(4)]))
+        torch.testing.assert_close(piece, sum(raw_flag_value(other, total, 3) for other in range(4)).split(sizes)[rank])
+        assert torch.equal(scattered, torch.cat([raw_flag_value(70 + other, sizes[other], 3) for other in range(4)]))

@@ -18,7 +18,7 @@ from tests.helpers.world import Worlds
 
 HELD = """
 import json, os, torch
-from megatron.core.parallel.device import keep_freed_memory
+from megatron.core.parallel.device import disable_malloc_trim
 
 def held():  # MB more than before, once a tensor of 40 MB is gone
     size = lambda: int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
@@ -27,7 +27,7 @@ def held():  # MB more than before, once a tensor of 40 MB is gone
     return size() - before
 
 found = [held()]
-keep_freed_memory(torch.device("cpu"))
+disable_malloc_trim(torch.device("cpu"))
 found.append(held())
 print(json.dumps(found))
 """

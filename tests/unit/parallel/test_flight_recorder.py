@@ -8,7 +8,7 @@ import torch
 
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import Stopwatch
-from megatron.core.parallel.flight_recorder import FlightRecorder, describe_action
+from megatron.core.parallel.flight_recorder import FlightRecorder, describe_schedule_action
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.pipeline_parallel.schedules import Action
 from tests.helpers import tiny
@@ -20,11 +20,14 @@ CPU = torch.device("cpu")
 
 def test_where_a_rank_is_in_words() -> None:
     flight_recorder = FlightRecorder()
-    assert flight_recorder.current_position() == "start-up" and flight_recorder.last_collectives() == []
+    assert flight_recorder.current_position_text() == "start-up" and flight_recorder.last_collectives() == []
     flight_recorder.begin_activity("training", 3)
     flight_recorder.enter_phase(Action("B", 1, 4))
-    assert flight_recorder.current_position() == "training, iteration 3, backward of stage 1, microbatch 4"
-    assert describe_action(Action("R", 2)) == "reduce of stage 2" and describe_action("optimizer") == "optimizer"
+    assert flight_recorder.current_position_text() == "training, iteration 3, backward of stage 1, microbatch 4"
+    assert (
+        describe_schedule_action(Action("R", 2)) == "reduce of stage 2"
+        and describe_schedule_action("optimizer") == "optimizer"
+    )
 
 
 def test_the_last_notes_are_kept_and_all_are_counted() -> None:
@@ -33,7 +36,10 @@ def test_the_last_notes_are_kept_and_all_are_counted() -> None:
         flight_recorder.record_collective("all_reduce", "tp", (0, 1), number)
     flight_recorder.record_collective("barrier", "world", (0, 1, 2), 0)
     assert flight_recorder.counts == {("tp", (0, 1)): 40, ("world", (0, 1, 2)): 1} and flight_recorder.num_events == 41
-    assert flight_recorder.last_group() == ("world", (0, 1, 2)) and len(flight_recorder.last_collectives(100)) == 16
+    assert (
+        flight_recorder.last_collective_group() == ("world", (0, 1, 2))
+        and len(flight_recorder.last_collectives(100)) == 16
+    )
     assert flight_recorder.last_collectives(2)[1].startswith(
         "all_reduce over tp (ranks 0, 1) of 39 bytes at unit/parallel/test_flight_recorder.py:"
     )
@@ -67,7 +73,7 @@ def test_a_stopwatch_counts_work_and_leaves_waits_out() -> None:
     flight_recorder.pause_timing()
     flight_recorder.resume_timing()
     time.sleep(0.05)
-    assert flight_recorder.stopwatch.lap() == 0.0, "nothing was started"
+    assert flight_recorder.stopwatch.take_seconds() == 0.0, "nothing was started"
     flight_recorder.start_timing()
     time.sleep(0.05)
     flight_recorder.pause_timing()
@@ -75,4 +81,4 @@ def test_a_stopwatch_counts_work_and_leaves_waits_out() -> None:
     flight_recorder.resume_timing()
     time.sleep(0.05)
     flight_recorder.stop_timing()
-    assert 0.1 <= flight_recorder.stopwatch.lap() < 0.2
+    assert 0.1 <= flight_recorder.stopwatch.take_seconds() < 0.2

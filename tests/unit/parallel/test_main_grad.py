@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.parallel.main_grad import MainGrad, active_main_grad
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import ParamSpec, meta_parameter, normal_initializer, set_global_names
+from megatron.core.parallel.rng import materialize_parameters
+from megatron.core.parallel.spec import ParamSpec, meta_parameter, normal_initializer, set_global_param_names
 from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.tensor_parallel.linear import local_linear
-from megatron.core.tensor_parallel.region import Region
+from megatron.core.tensor_parallel.region import TensorParallelRegion
 
 
 def drawn(*shape: int, seed: int = 1) -> Tensor:
@@ -48,7 +48,7 @@ def test_products_and_scaled_gradients_are_added_in_every_format(narrow: torch.d
 class Twice(nn.Module):
     """Two matrices, of which the first is multiplied twice."""
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: TensorParallelRegion) -> None:
         super().__init__()
         self.region = region
         self.first, self.second = (
@@ -58,8 +58,8 @@ class Twice(nn.Module):
         self.bias = meta_parameter(
             ParamSpec((2,), normal_initializer(1.0), "vector"), Mesh.single_process(), torch.float64
         )
-        set_global_names(self)
-        materialize(self, Mesh.single_process(), seed=1)
+        set_global_param_names(self)
+        materialize_parameters(self, Mesh.single_process(), seed=1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(local_linear(x, self.first, None, self.region))
@@ -70,7 +70,7 @@ class Twice(nn.Module):
         )
 
 
-def whole_step(region: Region, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Tensor], list[str]]:
+def whole_step(region: TensorParallelRegion, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Tensor], list[str]]:
     """Two microbatches: the sums by name, and the parameters in the order in which they were counted in the second."""
     module, counted = Twice(region), []
     parallel = DataParallel(
@@ -93,23 +93,23 @@ def whole_step(region: Region, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[st
         module(drawn(3, 4, seed=4)).backward()
     else:
         loss = module(drawn(3, 4, seed=4))
-        with region.wgrad_store.delayed((0, 0)):
+        with region.wgrad_store.delaying((0, 0)):
             loss.backward()
         assert not counted
         region.wgrad_store.pop((0, 0))
     parallel.start_reduction()
     assert all(param.grad is None for param in module.parameters()), "what was added is not held twice"
     assert all(active_main_grad(param) is None for param in module.parameters()), "the step is over"
-    return {segment.name: segment.grad.clone() for segment in parallel.segments()}, counted
+    return {segment.name: segment.grad.clone() for segment in parallel.owned_segments()}, counted
 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_layers_that_add_for_themselves_leave_what_autograd_leaves(
     waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, order = whole_step(Region(Axis("tp")), monkeypatch)
+    expected, order = whole_step(TensorParallelRegion(Axis("tp")), monkeypatch)
     found, counted = whole_step(
-        Region(Axis("tp"), wgrad_store=WeightGradStore() if waits else None, sums=True), monkeypatch
+        TensorParallelRegion(Axis("tp"), wgrad_store=WeightGradStore() if waits else None, sums=True), monkeypatch
     )
     for name, total in expected.items():
         torch.testing.assert_close(found[name], total, rtol=1e-13, atol=1e-13)
@@ -119,7 +119,7 @@ def test_layers_that_add_for_themselves_leave_what_autograd_leaves(
 
 
 def test_outside_of_a_step_a_gradient_belongs_to_whoever_asks() -> None:
-    module = Twice(Region(Axis("tp"), sums=True))
+    module = Twice(TensorParallelRegion(Axis("tp"), sums=True))
     parallel = DataParallel(
         module,
         Mesh.single_process(),
@@ -132,16 +132,18 @@ def test_outside_of_a_step_a_gradient_belongs_to_whoever_asks() -> None:
     )
     gradients = torch.autograd.grad(module(drawn(3, 4)), [module.first, module.second])
     assert all(gradient.abs().sum() > 0 for gradient in gradients) and all(
-        not segment.grad.any() for segment in parallel.segments()
+        not segment.grad.any() for segment in parallel.owned_segments()
     )
     parallel.zero_gradients()
     module(drawn(3, 4)).backward()
-    sums = {segment.name: segment.grad.view(segment.local_shape) for segment in parallel.segments()}
+    sums = {segment.name: segment.grad.view(segment.local_shape) for segment in parallel.owned_segments()}
     torch.testing.assert_close(sums["first"], gradients[0], rtol=1e-13, atol=1e-13)
 
 
 def test_a_frozen_weight_says_nothing() -> None:
     x = drawn(3, 4).requires_grad_()
     weight = drawn(2, 4, seed=5)
-    local_linear(x, weight, None, Region(Axis("tp"), wgrad_store=WeightGradStore(), sums=True)).sum().backward()
+    local_linear(
+        x, weight, None, TensorParallelRegion(Axis("tp"), wgrad_store=WeightGradStore(), sums=True)
+    ).sum().backward()
     torch.testing.assert_close(x.grad, weight.sum(0).expand(3, 4))

@@ -5,7 +5,7 @@ from dataclasses import fields
 import torch
 
 from megatron.core.config.settings.parallel import ParallelConfig
-from megatron.core.parallel.grid import axis_ranks
+from megatron.core.parallel.grid import axis_rank_groups
 from megatron.core.parallel.mesh import Mesh
 from tests.helpers.world import Worlds
 from tests.unit.parallel import ranks
@@ -20,7 +20,7 @@ def test_the_mesh_of_one_process_has_only_axes_of_one_and_no_groups() -> None:
 
 def test_every_rank_stands_where_the_grid_says(world: Worlds) -> None:
     sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
-    lists = axis_ranks(ParallelConfig(**sizes), 4)
+    lists = axis_rank_groups(ParallelConfig(**sizes), 4)
     for rank, found in enumerate(world(4).run(ranks.places, sizes)):
         for name, (called, size, place, members, groupless) in found.items():
             expected = next((group for group in lists[name.removesuffix("_backward")] if rank in group), (rank,))

@@ -90,7 +90,7 @@ def places_here(kind: str) -> str:
         switch(turns)
 
     with patch.object(DualBatch, "switch", noted):
-        train_step(trainer, tiny.batches(trainer.run, 0))
+        train_step(trainer, tiny.short_run_batches(trainer.run, 0))
     return "".join(found)
 
 

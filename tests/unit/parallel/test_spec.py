@@ -7,20 +7,20 @@ import torch
 from torch import nn
 
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.parallel.rng import materialize
+from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import (
     FusedSegment,
     ParamSpec,
     Shard,
     constant_initializer,
-    is_shared_over_tensor,
+    is_replicated_over_tensor,
     local_shape,
     local_shards,
     meta_parameter,
     normal_initializer,
-    set_global_names,
-    spec_of,
-    xavier_uniform,
+    param_spec_of,
+    set_global_param_names,
+    xavier_uniform_initializer,
 )
 
 
@@ -89,7 +89,7 @@ def test_initial_values_are_the_same_whole_tensor_under_every_cut(kind: str) -> 
         for rank in range(tp):
             mesh, module = mesh_of(tp, rank), nn.Module()
             module.weight = meta_parameter(spec, mesh, torch.float32)
-            materialize(module, mesh, seed=3)
+            materialize_parameters(module, mesh, seed=3)
             for piece in local_shards(spec, mesh):
                 found[piece.box.slices()] = module.weight.detach()[piece.local.slices()]
             padding = torch.ones_like(module.weight, dtype=torch.bool)
@@ -110,7 +110,7 @@ def test_initial_values_follow_the_name_and_the_seed() -> None:
         module.weight = meta_parameter(
             ParamSpec((50,), normal_initializer(1.0), "vector", name=name), Mesh.single_process(), torch.float32
         )
-        materialize(module, Mesh.single_process(), seed)
+        materialize_parameters(module, Mesh.single_process(), seed)
         return module.weight.detach()
 
     assert torch.equal(draw("a", 1), draw("a", 1))
@@ -122,7 +122,7 @@ def test_initial_distributions_are_what_they_are_called() -> None:
     generator = torch.Generator().manual_seed(0)
     drawn = normal_initializer(0.02)((300, 200), generator)
     assert abs(drawn.std().item() - 0.02) < 3e-4 and abs(drawn.mean().item()) < 3e-4
-    uniform = xavier_uniform()((300, 200), generator)
+    uniform = xavier_uniform_initializer()((300, 200), generator)
     assert uniform.abs().max() <= (6 / 500) ** 0.5 and abs(uniform.std().item() - (2 / 500) ** 0.5) < 1e-3
     assert torch.equal(constant_initializer(0.5)((2, 2), generator), torch.full((2, 2), 0.5))
 
@@ -132,6 +132,6 @@ def test_names_are_module_paths_and_a_given_name_stays() -> None:
     outer.inner = nn.Module()
     outer.inner.weight = meta_parameter(SPECS["whole"](1), Mesh.single_process(), torch.float32)
     outer.tied = meta_parameter(replace(SPECS["whole"](1), name="embedding"), Mesh.single_process(), torch.float32)
-    set_global_names(outer)
-    assert spec_of(outer.inner.weight).name == "inner.weight" and spec_of(outer.tied).name == "embedding"
-    assert is_shared_over_tensor(SPECS["whole"](4)) and not is_shared_over_tensor(SPECS["row"](4))
+    set_global_param_names(outer)
+    assert param_spec_of(outer.inner.weight).name == "inner.weight" and param_spec_of(outer.tied).name == "embedding"
+    assert is_replicated_over_tensor(SPECS["whole"](4)) and not is_replicated_over_tensor(SPECS["row"](4))

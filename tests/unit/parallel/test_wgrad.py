@@ -7,7 +7,7 @@ from torch import Tensor
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.tensor_parallel.linear import local_linear
-from megatron.core.tensor_parallel.region import Region
+from megatron.core.tensor_parallel.region import TensorParallelRegion
 
 
 def network(*, bias: bool) -> tuple[Tensor, list[Tensor]]:
@@ -19,7 +19,7 @@ def network(*, bias: bool) -> tuple[Tensor, list[Tensor]]:
     return x, parameters if bias else parameters[::2]
 
 
-def output(x: Tensor, parameters: list[Tensor], region: Region) -> Tensor:
+def output(x: Tensor, parameters: list[Tensor], region: TensorParallelRegion) -> Tensor:
     first, second = (
         (parameters[:2], parameters[2:]) if len(parameters) == 4 else ((parameters[0], None), (parameters[1], None))
     )
@@ -29,15 +29,15 @@ def output(x: Tensor, parameters: list[Tensor], region: Region) -> Tensor:
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_backward_pass_and_its_weights_together_give_what_one_pass_gives(bias: bool) -> None:
     x, parameters = network(bias=bias)
-    output(x, parameters, Region(Axis("tp"))).backward()
+    output(x, parameters, TensorParallelRegion(Axis("tp"))).backward()
     mine, own = network(bias=bias)
     heard: list[Tensor] = []
     for parameter in own:
         parameter.register_post_accumulate_grad_hook(heard.append)
     wgrad_store = WeightGradStore()
     for microbatch in (0, 1):  # two passes wait, and are worked off in order
-        loss = output(mine, own, Region(Axis("tp"), wgrad_store=wgrad_store))
-        with wgrad_store.delayed((0, microbatch)):
+        loss = output(mine, own, TensorParallelRegion(Axis("tp"), wgrad_store=wgrad_store))
+        with wgrad_store.delaying((0, microbatch)):
             loss.backward()
     torch.testing.assert_close(mine.grad, 2 * x.grad)
     assert all(parameter.grad is None for parameter in own), "weights wait"
@@ -51,14 +51,14 @@ def test_a_backward_pass_and_its_weights_together_give_what_one_pass_gives(bias:
 
 def test_a_weight_that_was_saved_under_hooks_gets_its_gradient_when_its_graph_is_gone() -> None:
     x, parameters = network(bias=True)
-    output(x, parameters, Region(Axis("tp"))).backward()
+    output(x, parameters, TensorParallelRegion(Axis("tp"))).backward()
     mine, own = network(bias=True)
     wgrad_store = WeightGradStore()
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: tensor, lambda tensor: tensor
     ):  # as recomputation of parts has them
-        loss = output(mine, own, Region(Axis("tp"), wgrad_store=wgrad_store))
-    with wgrad_store.delayed((0, 0)):
+        loss = output(mine, own, TensorParallelRegion(Axis("tp"), wgrad_store=wgrad_store))
+    with wgrad_store.delaying((0, 0)):
         loss.backward()
     del loss
     wgrad_store.pop((0, 0))
@@ -68,14 +68,14 @@ def test_a_weight_that_was_saved_under_hooks_gets_its_gradient_when_its_graph_is
 
 def test_outside_of_a_collecting_pass_and_for_frozen_weights_nothing_waits() -> None:
     x, parameters = network(bias=True)
-    output(x, parameters, Region(Axis("tp"))).backward()
+    output(x, parameters, TensorParallelRegion(Axis("tp"))).backward()
     mine, own = network(bias=True)
     wgrad_store = WeightGradStore()
-    output(mine, own, Region(Axis("tp"), wgrad_store=wgrad_store)).backward()
+    output(mine, own, TensorParallelRegion(Axis("tp"), wgrad_store=wgrad_store)).backward()
     for parameter, true in zip((mine, *own), (x, *parameters), strict=True):
         torch.testing.assert_close(parameter.grad, true.grad)
     own = [parameter.detach() for parameter in own]
-    with wgrad_store.delayed((0, 0)):
-        output(mine, own, Region(Axis("tp"), wgrad_store=wgrad_store)).backward()
+    with wgrad_store.delaying((0, 0)):
+        output(mine, own, TensorParallelRegion(Axis("tp"), wgrad_store=wgrad_store)).backward()
     wgrad_store.pop((0, 0))
     assert all(parameter.grad is None for parameter in own)

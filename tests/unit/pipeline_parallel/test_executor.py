@@ -15,24 +15,24 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.core.config.plan import Placement
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
-from megatron.core.parallel.overlap import Overlap
+from megatron.core.parallel.overlap import CommunicationOverlap
 from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.pipeline_parallel.executor import Shape, run
 from megatron.core.pipeline_parallel.schedules import (
     Plan,
-    forward_only,
+    forward_only_plan,
     gpipe,
-    interleaved,
+    interleaved_1f1b,
     one_f_one_b,
     one_f_one_b_dual_batch,
-    with_reduction,
-    zero_bubble,
+    with_reduction_actions,
+    zero_bubble_h1,
     zero_bubble_v,
 )
-from megatron.core.pipeline_parallel.timeline import simulate_plan
-from megatron.core.pipeline_parallel.transfers import rank_script
+from megatron.core.pipeline_parallel.timeline import simulate_pipeline_plan
+from megatron.core.pipeline_parallel.transfers import build_rank_script
 from megatron.core.tensor_parallel.linear import local_linear
-from megatron.core.tensor_parallel.region import Region
+from megatron.core.tensor_parallel.region import TensorParallelRegion
 
 ROWS, WIDTH = 3, 5
 
@@ -127,10 +127,10 @@ def walk(plan: Plan, overlap: bool, options: dict, dual_batch_overlap: bool = Fa
     work = work_for(plan, options)
     ranks = tuple(range(size))
     groups = {name: dist.new_group(list(ranks)) if size > 1 else None for name in "FB"}
-    overlap = Overlap(work.wgrad_store)
+    overlap = CommunicationOverlap(work.wgrad_store)
     axis, backward_axis = (Axis(name, size, rank, ranks, group, overlap=overlap) for name, group in groups.items())
     run(
-        rank_script(plan, rank, overlap=overlap, dual_batch_overlap=dual_batch_overlap),
+        build_rank_script(plan, rank, overlap=overlap, dual_batch_overlap=dual_batch_overlap),
         work=work,
         axis=axis,
         backward_axis=backward_axis,
@@ -174,17 +174,17 @@ PLANS = {
     "1f1b on 3, fewer microbatches than ranks": one_f_one_b(3, 2),
     "1f1b on 4": one_f_one_b(4, 6),
     "gpipe with chunks": gpipe(2, 3, vpp=2),
-    "zero bubble on 2": zero_bubble(2, 5),
-    "zero bubble on 4": zero_bubble(4, 6),
-    "zero bubble on 3, fewer microbatches than ranks": zero_bubble(3, 2),
+    "zero bubble on 2": zero_bubble_h1(2, 5),
+    "zero bubble on 4": zero_bubble_h1(4, 6),
+    "zero bubble on 3, fewer microbatches than ranks": zero_bubble_h1(3, 2),
     "there and back on 2": zero_bubble_v(2, 5),
     "there and back on 4": zero_bubble_v(4, 9),
     "there and back on 3, fewer microbatches than ranks": zero_bubble_v(3, 2),
-    "interleaved 2x2": interleaved(2, 2, 4, 2),
-    "interleaved 2x2, group of 3": interleaved(2, 2, 5, 3),
-    "interleaved 3x3": interleaved(3, 3, 6, 3),
-    "interleaved 4x2": interleaved(4, 2, 8, 4),
-    "interleaved 4x2, group of 5": interleaved(4, 2, 9, 5),
+    "interleaved 2x2": interleaved_1f1b(2, 2, 4, 2),
+    "interleaved 2x2, group of 3": interleaved_1f1b(2, 2, 5, 3),
+    "interleaved 3x3": interleaved_1f1b(3, 3, 6, 3),
+    "interleaved 4x2": interleaved_1f1b(4, 2, 8, 4),
+    "interleaved 4x2, group of 5": interleaved_1f1b(4, 2, 9, 5),
 }
 
 
@@ -198,14 +198,14 @@ def test_losses_and_gradients_are_those_of_one_piece(world, name: str, memory: b
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_ranks_of_uneven_speed_give_the_same(world, overlap: bool) -> None:
-    plan = interleaved(4, 2, 8, 4)
+    plan = interleaved_1f1b(4, 2, 8, 4)
     compare(plan, world(4).run(walk, plan, overlap, {"slow": True}), {})
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("pp", [2, 4])
 def test_passes_that_are_done_together_give_the_same(world, pp: int, overlap: bool) -> None:
-    plan, options = with_reduction(one_f_one_b_dual_batch(pp, 7)), {"slow": True}
+    plan, options = with_reduction_actions(one_f_one_b_dual_batch(pp, 7)), {"slow": True}
     compare(plan, world(pp).run(walk, plan, overlap, options, True), options)
 
 
@@ -215,7 +215,7 @@ def test_gradients_pass_through_frozen_stages_and_end_there(world, frozen: tuple
     compare(plan, world(4).run(walk, plan, True, options), options)
 
 
-@pytest.mark.parametrize("plan", [one_f_one_b(1, 3), interleaved(1, 3, 4, 2)])
+@pytest.mark.parametrize("plan", [one_f_one_b(1, 3), interleaved_1f1b(1, 3, 4, 2)])
 @pytest.mark.parametrize("memory", [False, True])
 def test_one_rank_needs_no_process_group(plan: Plan, memory: bool) -> None:
     options = {"memory": memory}
@@ -224,7 +224,7 @@ def test_one_rank_needs_no_process_group(plan: Plan, memory: bool) -> None:
 
 @pytest.mark.parametrize("placement", ["wrap", "v"])
 def test_evaluation_runs_every_stage_without_gradients(world, placement: Placement) -> None:
-    plan, options = forward_only(2, 2, 5, placement), {"memory": True}
+    plan, options = forward_only_plan(2, 2, 5, placement), {"memory": True}
     works = world(2).run(walk, plan, True, options)
     assert works[1 if placement == "wrap" else 0].losses == pytest.approx(serial(work_for(plan, options)), abs=1e-12)
     for rank, work in enumerate(works):
@@ -232,7 +232,7 @@ def test_evaluation_runs_every_stage_without_gradients(world, placement: Placeme
 
 
 def test_the_caller_hears_of_each_last_backward_and_each_reduction(world) -> None:
-    plan = with_reduction(interleaved(2, 2, 4, 2))
+    plan = with_reduction_actions(interleaved_1f1b(2, 2, 4, 2))
     for rank, work in enumerate(world(2).run(walk, plan, True, {})):
         for stage in (rank, rank + 2):
             heard = [event for event in work.events if event[1] == stage and event[0] != "F"]
@@ -240,9 +240,9 @@ def test_the_caller_hears_of_each_last_backward_and_each_reduction(world) -> Non
         assert [event[:2] for event in work.events] == [(action.op, action.stage) for action in plan[rank]]
 
 
-@pytest.mark.parametrize("plan", [gpipe(2, 8), one_f_one_b(2, 8), one_f_one_b(4, 8), interleaved(2, 2, 8, 2)])
+@pytest.mark.parametrize("plan", [gpipe(2, 8), one_f_one_b(2, 8), one_f_one_b(4, 8), interleaved_1f1b(2, 2, 8, 2)])
 def test_outputs_go_once_sent_and_inputs_once_their_backward_is_done(world, plan: Plan) -> None:
-    peak = simulate_plan(plan).peak
+    peak = simulate_pipeline_plan(plan).peak
     for rank, work in enumerate(world(len(plan)).run(walk, plan, True, {})):
         assert work.most_sent <= 1, f"rank {rank} still holds {work.most_sent} outputs that it has sent"
         assert work.most_taken <= peak[rank], f"rank {rank} holds {work.most_taken} inputs, the plan says {peak[rank]}"
@@ -250,7 +250,12 @@ def test_outputs_go_once_sent_and_inputs_once_their_backward_is_done(world, plan
 
 def test_a_script_for_another_rank_is_refused() -> None:
     with pytest.raises(AssertionError, match="the script is for rank 1 of 2, this is rank 0 of 1"):
-        run(rank_script(one_f_one_b(2, 2), 1), work=TinyWork(2, 2), axis=Axis("pp"), backward_axis=Axis("pp_backward"))
+        run(
+            build_rank_script(one_f_one_b(2, 2), 1),
+            work=TinyWork(2, 2),
+            axis=Axis("pp"),
+            backward_axis=Axis("pp_backward"),
+        )
 
 
 class Waits(torch.autograd.Function):
@@ -278,7 +283,7 @@ class DelayedWork(TinyWork):
     axis: Axis = field(default_factory=lambda: Axis("ep"))
 
     def stage(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        region = Region(self.axis, wgrad_store=self.axis.overlap.wgrad_store)
+        region = TensorParallelRegion(self.axis, wgrad_store=self.axis.overlap.wgrad_store)
         hidden = local_linear(draw(100 + microbatch, ROWS, WIDTH), self.weights[0], None, region)
         hidden = local_linear(
             Waits.apply(torch.tanh(hidden), self.axis, self.weights[1], self.came), self.weights[1], None, region
@@ -294,7 +299,7 @@ def test_gradients_of_weights_wait_until_a_backward_pass_waits_for_others_but_no
     for each in (work, plain):
         each.weights = [draw(stage, WIDTH, WIDTH).requires_grad_() for stage in range(2)]
     axis = replace(work.axis, name="pp")
-    run(rank_script(one_f_one_b(1, 3), 0), work=work, axis=axis, backward_axis=axis, delays=delays)
+    run(build_rank_script(one_f_one_b(1, 3), 0), work=work, axis=axis, backward_axis=axis, delays=delays)
     assert work.came == came, "in the wait of each pass"
     assert [last for what, _, last in work.events if what == "B"] == [False, False, True]
     serial(plain)

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.pipeline_parallel.picture import draw
+from megatron.core.pipeline_parallel.picture import draw_pipeline_timeline
 from megatron.core.pipeline_parallel.schedules import (
     Action,
     Plan,
     ScheduleError,
-    interleaved,
+    interleaved_1f1b,
     one_f_one_b,
-    with_reduction,
+    with_reduction_actions,
 )
-from megatron.core.pipeline_parallel.timeline import simulate_plan, text_timeline
+from megatron.core.pipeline_parallel.timeline import draw_text_timeline, simulate_pipeline_plan
 
 F00, F01, F10, F11 = (Action("F", stage, i) for stage in (0, 1) for i in (0, 1))
 B00, B01, B10, B11 = (Action("B", stage, i) for stage in (0, 1) for i in (0, 1))
@@ -29,18 +29,18 @@ r3  .  .  .  0  0' 0' 1  1' 1' 2  2' 2' 3  3' 3' 4  4' 4' 5  5' 5' .  .  .  .  .
 
 def test_the_picture_of_1f1b_is_the_one_drawn_by_hand() -> None:
     plan = one_f_one_b(4, 6)
-    assert text_timeline(plan, simulate_plan(plan)) == DESIGN
+    assert draw_text_timeline(plan, simulate_pipeline_plan(plan)) == DESIGN
 
 
 def test_chunks_are_told_apart_in_the_picture() -> None:
-    plan = with_reduction(interleaved(2, 2, 2, 2))
-    lines = text_timeline(plan, simulate_plan(plan, reduce=1)).splitlines()
+    plan = with_reduction_actions(interleaved_1f1b(2, 2, 2, 2))
+    lines = draw_text_timeline(plan, simulate_pipeline_plan(plan, reduce=1)).splitlines()
     assert lines[0].split() == "r0 a0 a1 b0 b1 . . b0' b0' . b1' b1' R a0' a0' a1' a1' R".split()
 
 
 def test_times_follow_uneven_stages_and_slow_messages() -> None:
     plan = ((F00, B00), (F10, B10))
-    timeline = simulate_plan(plan, forward=(1, 4), backward=(2, 8), message=10)
+    timeline = simulate_pipeline_plan(plan, forward=(1, 4), backward=(2, 8), message=10)
     assert timeline.start == ((0, 33), (11, 15))
     assert timeline.end == ((1, 35), (15, 23))
     assert timeline.bubble == pytest.approx(1 - 15 / 70)
@@ -63,22 +63,22 @@ def test_times_follow_uneven_stages_and_slow_messages() -> None:
 )
 def test_a_wrong_plan_is_refused_with_the_actions_at_fault(plan: Plan, reason: str | None) -> None:
     if reason is None:
-        simulate_plan(plan)
+        simulate_pipeline_plan(plan)
     else:
         with pytest.raises(ScheduleError, match=reason):
-            simulate_plan(plan)
+            simulate_pipeline_plan(plan)
 
 
 def test_a_long_list_of_faults_is_cut() -> None:
     twice = tuple(row + row for row in one_f_one_b(2, 20))  # all 80 actions stand there twice
     with pytest.raises(ScheduleError, match="and 72 more"):
-        simulate_plan(twice)
+        simulate_pipeline_plan(twice)
 
 
 def test_the_drawing_has_a_box_for_every_action(tmp_path: Path) -> None:
-    plan = with_reduction(interleaved(2, 2, 4, 2))
-    draw(plan, simulate_plan(plan, reduce=1), tmp_path / "plan.svg")
+    plan = with_reduction_actions(interleaved_1f1b(2, 2, 4, 2))
+    draw_pipeline_timeline(plan, simulate_pipeline_plan(plan, reduce=1), tmp_path / "plan.svg")
     drawn = (tmp_path / "plan.svg").read_text(encoding="utf-8")
     assert [action for row in plan for action in row if f'id="{action}"' not in drawn] == []
-    draw(plan, simulate_plan(plan), tmp_path / "plan.png")
+    draw_pipeline_timeline(plan, simulate_pipeline_plan(plan), tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")

@@ -8,27 +8,31 @@ import pytest
 
 from megatron.core.pipeline_parallel.schedules import (
     Action,
-    can_overlap,
-    forward_only,
+    can_overlap_pair,
+    forward_only_plan,
     gpipe,
-    interleaved,
+    interleaved_1f1b,
     one_f_one_b,
     one_f_one_b_dual_batch,
-    with_reduction,
+    with_reduction_actions,
     zero_bubble_v,
 )
-from megatron.core.pipeline_parallel.transfers import RankScript, Transfer, rank_script, transfers
+from megatron.core.pipeline_parallel.transfers import RankScript, Transfer, build_rank_script, plan_transfers
 
 PLANS = {
     **{f"1f1b {pp} {m}": one_f_one_b(pp, m) for pp in (1, 2, 3, 4, 8) for m in (1, 2, 5, 16)},
     **{f"gpipe {pp} {m}": gpipe(pp, m) for pp in (2, 4) for m in (1, 5)},
     **{
-        f"interleaved {pp} {vpp} {m} {group}": with_reduction(interleaved(pp, vpp, m, group))
+        f"interleaved {pp} {vpp} {m} {group}": with_reduction_actions(interleaved_1f1b(pp, vpp, m, group))
         for pp, vpp, m, group in [(2, 2, 4, 2), (2, 3, 8, 4), (3, 3, 7, 4), (4, 2, 8, 4), (4, 3, 13, 5), (8, 2, 16, 8)]
     },
-    **{f"there and back {pp} {m}": with_reduction(zero_bubble_v(pp, m)) for pp in (2, 3, 4, 8) for m in (1, 2, 5, 16)},
-    **{f"forward there and back {pp} {m}": forward_only(pp, 2, m, "v") for pp in (2, 3, 4) for m in (1, 5)},
-    **{f"forward {pp} {vpp} {m}": forward_only(pp, vpp, m) for pp, vpp, m in [(2, 1, 3), (4, 2, 5), (3, 3, 4)]},
+    **{
+        f"there and back {pp} {m}": with_reduction_actions(zero_bubble_v(pp, m))
+        for pp in (2, 3, 4, 8)
+        for m in (1, 2, 5, 16)
+    },
+    **{f"forward there and back {pp} {m}": forward_only_plan(pp, 2, m, "v") for pp in (2, 3, 4) for m in (1, 5)},
+    **{f"forward {pp} {vpp} {m}": forward_only_plan(pp, vpp, m) for pp, vpp, m in [(2, 1, 3), (4, 2, 5), (3, 3, 4)]},
 }
 
 
@@ -64,7 +68,7 @@ def test_each_boundary_between_stages_is_crossed_once_in_each_direction(name: st
         for op, way in (("F", 1), ("B", -1))
         if a.op == op and 0 <= a.stage + way < len(rank_of)
     }
-    found = transfers(plan)
+    found = plan_transfers(plan)
     assert len(found) == len(set(found))
     assert set(found) == {t for t in wanted if t.src != t.dst}
 
@@ -73,19 +77,19 @@ def test_each_boundary_between_stages_is_crossed_once_in_each_direction(name: st
 @pytest.mark.parametrize("name", PLANS)
 def test_ranks_never_wait_in_a_circle_even_if_every_message_blocks(name: str, overlap: bool) -> None:
     plan = PLANS[name]
-    scripts = [rank_script(plan, rank, overlap=overlap) for rank in range(len(plan))]
+    scripts = [build_rank_script(plan, rank, overlap=overlap) for rank in range(len(plan))]
     assert last_blocked(scripts) == []
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("pp, m", [(2, 1), (2, 5), (3, 7), (4, 16), (8, 9)])
 def test_passes_that_are_together_stand_side_by_side_and_never_wait_in_a_circle(pp: int, m: int, overlap: bool) -> None:
-    plan = with_reduction(one_f_one_b_dual_batch(pp, m))
-    scripts = [rank_script(plan, rank, overlap=overlap, dual_batch_overlap=True) for rank in range(pp)]
+    plan = with_reduction_actions(one_f_one_b_dual_batch(pp, m))
+    scripts = [build_rank_script(plan, rank, overlap=overlap, dual_batch_overlap=True) for rank in range(pp)]
     for own, row in zip(scripts, plan, strict=True):
         assert tuple(step for step in own.steps if isinstance(step, Action)) == row
         pairs = [part for part in own.instructions() if not isinstance(part, Transfer) and len(part) == 2]
-        assert len(pairs) == sum(can_overlap(row, place, pp) for place in range(len(row)))
+        assert len(pairs) == sum(can_overlap_pair(row, place, pp) for place in range(len(row)))
     # A pair that waits for two messages at once is two actions one after the other, each of which may wait for a message before it.
     assert last_blocked(scripts) == []
 
@@ -99,9 +103,9 @@ def test_the_walk_finds_a_circle_where_there_is_one() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", PLANS)
 def test_a_script_is_its_row_with_receives_before_and_sends_after(name: str, overlap: bool) -> None:
-    plan, order = PLANS[name], transfers(PLANS[name])
+    plan, order = PLANS[name], plan_transfers(PLANS[name])
     for rank, row in enumerate(plan):
-        steps = rank_script(plan, rank, overlap=overlap).steps
+        steps = build_rank_script(plan, rank, overlap=overlap).steps
         assert tuple(step for step in steps if isinstance(step, Action)) == row
         own = [transfer for transfer in order if rank in (transfer.src, transfer.dst)]
         assert [step for step in steps if isinstance(step, Transfer)] == own
@@ -115,10 +119,10 @@ def test_a_script_is_its_row_with_receives_before_and_sends_after(name: str, ove
 
 def test_overlapping_receives_travel_during_the_action_before() -> None:
     plan, message, meanwhile = one_f_one_b(2, 3), Transfer(0, 1, "F", 0, 1), Action("B", 1, 0)
-    in_turn, early = rank_script(plan, 1, overlap=False).steps, rank_script(plan, 1).steps
+    in_turn, early = build_rank_script(plan, 1, overlap=False).steps, build_rank_script(plan, 1).steps
     assert in_turn.index(message) == in_turn.index(meanwhile) + 1
     assert early.index(message) == early.index(meanwhile) - 1
 
 
 def test_a_pipeline_of_one_rank_sends_nothing() -> None:
-    assert transfers(interleaved(1, 3, 4, 1)) == ()
+    assert plan_transfers(interleaved_1f1b(1, 3, 4, 1)) == ()

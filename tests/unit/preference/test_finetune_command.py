@@ -15,7 +15,7 @@ import torch
 from megatron.core.datasets.indexed import DataError
 from megatron.core.parallel.boxes import whole_box
 from megatron.evaluation.reward import RewardModel
-from megatron.preference.reference_cache import _write, cache_file, read_cache
+from megatron.preference.reference_cache import _write_reference_cache, read_reference_cache, reference_cache_path
 from megatron.training.checkpoint.formats import open_checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -143,17 +143,17 @@ def test_a_cache_gives_the_same_run_and_is_refused_when_it_is_stale(place: Path,
     ],
 )
 def test_a_stale_cache_is_refused_with_what_differs(tmp_path: Path, name: str, reason: str) -> None:
-    file = cache_file(tmp_path, "rows.jsonl")
-    assert read_cache(file, IDENTITY) is None
-    _write(file, np.zeros((3, 2)), IDENTITY)
-    assert read_cache(file, IDENTITY) is not None
+    file = reference_cache_path(tmp_path, "rows.jsonl")
+    assert read_reference_cache(file, IDENTITY) is None
+    _write_reference_cache(file, np.zeros((3, 2)), IDENTITY)
+    assert read_reference_cache(file, IDENTITY) is not None
     with pytest.raises(DataError, match=f"is stale: it was made with {reason} .* remove it, or give another"):
-        read_cache(file, {**IDENTITY, name: "x"})
+        read_reference_cache(file, {**IDENTITY, name: "x"})
 
 
 def test_a_damaged_cache_is_refused(tmp_path: Path) -> None:
-    file = cache_file(tmp_path, "rows.jsonl")
-    _write(file, np.zeros((3, 2)), IDENTITY)
+    file = reference_cache_path(tmp_path, "rows.jsonl")
+    _write_reference_cache(file, np.zeros((3, 2)), IDENTITY)
     file.write_bytes(file.read_bytes()[:40])
     with pytest.raises(DataError, match="cannot be read: .*; remove it"):
-        read_cache(file, IDENTITY)
+        read_reference_cache(file, IDENTITY)

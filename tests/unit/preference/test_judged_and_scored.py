@@ -13,11 +13,11 @@ from megatron.core.parallel import collectives
 from megatron.preference import data as data_module
 from megatron.preference import step as step_module
 from megatron.preference.data import ReferenceScoredBatches
-from megatron.preference.dataset import PreferenceDataset, RowSource, _mismatched_answer
-from megatron.preference.rows import LabeledAnswer, Pair, Row
+from megatron.preference.dataset import PreferenceDataset, PreferenceRowSource, _mismatched_answer
+from megatron.preference.rows import LabeledAnswer, PreferencePair, Row
 from megatron.preference.settings import PreferenceConfig
 from megatron.training.evaluate import evaluation_mode
-from megatron.training.report.metrics import Step, _resolve_steps
+from megatron.training.report.metrics import StepMetrics, _resolve_steps
 from megatron.training.step import train_step
 from tests.helpers.preference import random_rows, train_pairs_here, trainer_of
 from tests.helpers.world import Worlds
@@ -42,7 +42,7 @@ DEFAULT = (("kto", "cp2"), ("kto", "dp2 zero"), ("reward", "tp2 sp"))
 def rows_of(task: str, samples: int) -> list[Row]:
     """The rows in the first samples."""
     made = PreferenceDataset(
-        RowSource("rows", random_rows(task, 40)),
+        PreferenceRowSource("rows", random_rows(task, 40)),
         range(40),
         length=32,
         num_samples=200,
@@ -51,7 +51,7 @@ def rows_of(task: str, samples: int) -> list[Row]:
         task=task,  # type: ignore[arg-type]
     )
     rows = random_rows(task, 40)
-    numbers = [number for index in range(samples) for number, which in made.documents(index) if which == 0]
+    numbers = [number for index in range(samples) for number, which in made.answers_in_sample(index) if which == 0]
     return [rows[number] for number in numbers]
 
 
@@ -76,7 +76,7 @@ def kto_losses(stage: Any, reference: Any) -> list[Tensor]:
     rows = rows_of("kto", 8)
     everything = random_rows("kto", 40)
     places = [
-        next(p for p, row in enumerate(everything) if row.answers[0] is one.answers[0] or _same(row, one))
+        next(p for p, row in enumerate(everything) if row.answer_ids[0] is one.answer_ids[0] or _same(row, one))
         for one in rows
     ]
     with torch.no_grad():
@@ -94,15 +94,15 @@ def kto_losses(stage: Any, reference: Any) -> list[Tensor]:
 
 
 def _same(a: Row, b: Row) -> bool:
-    return a.answers[0].tolist() == b.answers[0].tolist()
+    return a.answer_ids[0].tolist() == b.answer_ids[0].tolist()
 
 
 def reward_losses(stage: Any, reference: Any) -> list[Tensor]:
     """Bradley and Terry's loss of each row of the first step, each answer read alone."""
     losses = []
     for row in rows_of("reward", 8):
-        assert isinstance(row, Pair)
-        first, second = (stage(ids=torch.from_numpy(ids ^ (ids >> 31)).long()[None])[0, -1] for ids in row.answers)
+        assert isinstance(row, PreferencePair)
+        first, second = (stage(ids=torch.from_numpy(ids ^ (ids >> 31)).long()[None])[0, -1] for ids in row.answer_ids)
         losses.append(-torch.sigmoid(first - second - row.margin).log() + 0.05 * (first + second) ** 2)
     return losses
 
@@ -129,10 +129,10 @@ def test_a_step_without_undesirable_answers_reports_no_reward_of_theirs() -> Non
     """Such a step is as good as another, and is not ended as one whose loss is not a number."""
     losses = {"preference loss": torch.tensor([3.0, 4.0]), "rejected reward": torch.tensor([0.0, 0.0])}
     (step,) = _resolve_steps(
-        [Step(iteration=1, losses=losses, batch_size=4, consumed_samples=4, loss_scale=1.0, learning_rate=0.1)],
+        [StepMetrics(iteration=1, losses=losses, batch_size=4, consumed_samples=4, loss_scale=1.0, learning_rate=0.1)],
         lambda sums: sums,
     )
-    assert step.losses == {"preference loss": 0.75} and step.finite
+    assert step.losses == {"preference loss": 0.75} and step.has_finite_losses
 
 
 def test_under_adapters_kto_starts_at_no_divergence() -> None:
@@ -184,7 +184,7 @@ def test_a_score_of_another_token_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_without_packing_a_sample_holds_one_row() -> None:
     made = PreferenceDataset(
-        RowSource("rows", random_rows("dpo", 9)),
+        PreferenceRowSource("rows", random_rows("dpo", 9)),
         range(9),
         length=32,
         num_samples=None,
@@ -192,7 +192,7 @@ def test_without_packing_a_sample_holds_one_row() -> None:
         split="train",
         packing=False,
     )
-    assert len(made) == 9 and sorted(made.documents(index)[0][0] for index in range(9)) == list(range(9))
+    assert len(made) == 9 and sorted(made.answers_in_sample(index)[0][0] for index in range(9)) == list(range(9))
 
 
 def test_the_reference_is_asked_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.stages import stages_of
-from megatron.core.models.flops import owned_state_bytes, rank_memory
+from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.models.flops import estimate_rank_memory, owned_bytes_per_parameter
 from megatron.preference import data
-from megatron.preference.planned_memory import reference_memory
+from megatron.preference.planned_memory import reference_network_memory
 from megatron.preference.settings import PreferenceConfig
-from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.checkpoint.reference import reference_trainer
 from megatron.training.trainer import Trainer
-from megatron.trust.flags.command import read_command
-from megatron.trust.plan.analytic_estimate import with_vocabulary
+from megatron.trust.flags.command import parse_command
+from megatron.trust.plan.analytic_estimate import with_padded_vocabulary
 from megatron.trust.simulate.dry_run import dry_run
 from tests.helpers import tiny
 from tests.helpers.preference import trainer_of
@@ -43,15 +43,15 @@ def test_the_optimizer_of_a_lora_run_is_below_a_tenth_and_within_two_percent_of_
         trainer = stepped(**changes)
         held[name] = sum(tensor.nbytes for tensor in trainer.optimizer.stored_tensors())
         trained = sum(param.numel() for stage in trainer.stages for param in stage.parameters() if param.requires_grad)
-        assert held[name] == pytest.approx(owned_state_bytes(trainer.run.config) * trained, rel=0.02)
+        assert held[name] == pytest.approx(owned_bytes_per_parameter(trainer.run.config) * trained, rel=0.02)
         (trace,) = dry_run(trainer.run.config, 1).traces
         assert held[name] == pytest.approx(trace.steady.optimizer, rel=0.02)
         everything = held[name] + sum(
             tensor.nbytes for stage in trainer.stages for tensor in (*stage.parameters(), *stage.buffers())
         )
         gradients = 4 * trained
-        (planned,) = rank_memory(
-            trainer.run.config, stages_of(trainer.run.config), data_parallel_size=1, num_microbatches=1
+        (planned,) = estimate_rank_memory(
+            trainer.run.config, pipeline_stages_of(trainer.run.config), data_parallel_size=1, num_microbatches=1
         )
         assert everything + gradients == pytest.approx(planned.weights_and_optimizer, rel=0.02)
     assert held["lora"] < held["full"] / 10
@@ -59,23 +59,25 @@ def test_the_optimizer_of_a_lora_run_is_below_a_tenth_and_within_two_percent_of_
 
 def test_a_reference_of_its_own_takes_what_is_planned_and_the_base_under_adapters_nothing(tmp_path: Path) -> None:
     policy = stepped(**SMALL, save=str(tmp_path), tokenizer_type="NullTokenizer", vocab_size=tiny.VOCABULARY)
-    Checkpoint(policy).save()
+    Checkpointer(policy).save()
     reference = reference_trainer(policy, str(tmp_path))
     assert reference is not None
     held = sum(param.nbytes for stage in reference.stages for param in stage.parameters())
     asked = PreferenceConfig(preference_reference=str(tmp_path))
-    assert reference_memory(asked, policy.run.config, 1) == {"reference": held}
+    assert reference_network_memory(asked, policy.run.config, 1) == {"reference": held}
     quantized = tiny.config(1, **LORA, lora_base_quantization="nf4")
-    assert reference_memory(asked, quantized, 1) == {"reference": held}
-    assert reference_memory(PreferenceConfig(), quantized, 1) == {}
-    assert reference_memory(PreferenceConfig(preference_loss="simpo"), policy.run.config, 1) == {}
+    assert reference_network_memory(asked, quantized, 1) == {"reference": held}
+    assert reference_network_memory(PreferenceConfig(), quantized, 1) == {}
+    assert reference_network_memory(PreferenceConfig(preference_loss="simpo"), policy.run.config, 1) == {}
 
 
 def test_the_planner_counts_the_reference_by_where_it_comes_from() -> None:
     def beside(*more: str) -> dict[str, float]:
-        command = read_command([*COMMAND.split(), *more], ranks=1)
+        command = parse_command([*COMMAND.split(), *more], ranks=1)
         assert not command.unread and command.setting is not None
-        return dict(command.beside(with_vocabulary(command.setting.with_elastic_layout().config.resolve(1), 1000), 1))
+        return dict(
+            command.beside(with_padded_vocabulary(command.setting.with_elastic_layout().config.resolve(1), 1000), 1)
+        )
 
     reference = beside()["reference"]
     assert reference == beside("--finetune-task", "kto")["reference"] > 0
@@ -99,16 +101,16 @@ def test_the_planner_counts_the_reference_by_where_it_comes_from() -> None:
     ],
 )
 def test_the_planner_counts_the_passes_that_a_step_makes_before_it(words: tuple[str, ...], passes: int) -> None:
-    command = read_command([*COMMAND.split(), *words], ranks=1)
+    command = parse_command([*COMMAND.split(), *words], ranks=1)
     assert command.setting is not None and command.setting.passes == passes
 
 
 @pytest.mark.parametrize("task, loss", [("dpo", "sigmoid"), ("dpo", "orpo"), ("kto", "sigmoid")])
 def test_a_step_makes_the_passes_that_are_planned(task: Any, loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config, asked = PreferenceConfig(finetune_task=task, preference_loss=loss), []
-    made = data.logprobs
-    monkeypatch.setattr(data, "logprobs", lambda *given: asked.append(len(given[2])) or made(*given))
+    made = data.answer_logprobs
+    monkeypatch.setattr(data, "answer_logprobs", lambda *given: asked.append(len(given[2])) or made(*given))
     _, batches = trainer_of(config)
     batches.prepare_step(4)
     batches.close()
-    assert asked == [4] * config.num_passes_before
+    assert asked == [4] * config.num_scoring_passes

@@ -15,7 +15,7 @@ from megatron.core.transformer.adapters import without_adapters
 from megatron.preference import asking
 from megatron.preference.data import ReferenceScoredBatches
 from megatron.preference.settings import PreferenceConfig
-from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.checkpoint.reference import reference_trainer
 from megatron.training.evaluate import evaluation_mode
 from tests.helpers import tiny
@@ -33,7 +33,7 @@ def of_a_checkpoint(folder: Path) -> tuple[float, float]:
     """A reference of its own, whose checkpoint says that it was trained with dropout."""
     settings = {**BASE, **LLAMA, **DROPOUT, **TOKENIZER, "seed": 99, "save": str(folder)}
     base = tiny.trainer_of(tiny.run_of(tiny.config(**settings)))
-    Checkpoint(base).save()
+    Checkpointer(base).save()
     trainer, data = trainer_of(PreferenceConfig(), **LLAMA, **TOKENIZER)
     return asked(data, reference_trainer(trainer, str(folder))), by_formula(base)
 
@@ -66,7 +66,7 @@ def by_formula(trainer: Any) -> float:
 def first_answers(samples: int) -> list[Any]:
     """The answers in the first samples."""
     pairs = [random_pairs(40)[place] for index in places_of(samples) for place in index]
-    return [ids for pair in pairs for ids in pair.answers]
+    return [ids for pair in pairs for ids in pair.answer_ids]
 
 
 KINDS: dict[str, tuple[Callable[[Path], tuple[float, float]], tuple[Any, str, Any]]] = {

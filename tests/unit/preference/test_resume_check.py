@@ -9,14 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing.store import linked_best
+from megatron.core.dist_checkpointing.store import best_linked_iteration
 from megatron.preference.arguments import parse_preference_args
-from megatron.preference.data import ReferenceScoredBatches, data_source, dataset_kind, with_epochs
+from megatron.preference.data import (
+    ReferenceScoredBatches,
+    finetune_data_provider,
+    finetune_dataset_kind,
+    with_epoch_iterations,
+)
 from megatron.preference.step import PreferenceStep
 from megatron.tools.checkpoint import resume_check
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loop import pretrain
-from pretrain_gpt import datasets, model
+from pretrain_gpt import datasets_provider, model_provider
 from tests.helpers.architecture import ROOT
 from tests.unit.preference.test_finetune_command import NETWORK, run, said, words_of, write_rows
 from tests.unit.tools.test_checkpoint_resume_check import RanksHere
@@ -53,13 +58,13 @@ class FinetunedHere(RanksHere):
         args, preference = parse_preference_args(command[2:], world_size=1, speaks=True)
         logging.getLogger("megatron").handlers.clear()
         started = initialize_megatron(args)
-        kind = dataset_kind(started, preference)
+        kind = finetune_dataset_kind(started, preference)
         pretrain(
-            with_epochs(started, preference, kind),
-            datasets,
-            model,
+            with_epoch_iterations(started, preference, kind),
+            datasets_provider,
+            model_provider,
             PreferenceStep(preference),
-            data_of=data_source(preference, kind),
+            data_of=finetune_data_provider(preference, kind),
         )
         logging.getLogger("megatron").handlers.clear()
 
@@ -69,10 +74,11 @@ def test_a_resumed_run_of_kto_is_certified_and_one_that_reads_other_answers_is_n
 ) -> None:
     monkeypatch.setattr(resume_check, "RankProcesses", FinetunedHere)
     check = partial(
-        resume_check.check, resume_check.Plan(ROOT / "finetune.py", tuple(words("kto", base)), 1, STEPS, tmp_path)
+        resume_check.run_resume_check,
+        resume_check.ResumeCheckPlan(ROOT / "finetune.py", tuple(words("kto", base)), 1, STEPS, tmp_path),
     )
     assert check([]) and "bit for bit" in capsys.readouterr().out
-    assert linked_best(tmp_path / "straight") == linked_best(tmp_path / "killed") is not None
+    assert best_linked_iteration(tmp_path / "straight") == best_linked_iteration(tmp_path / "killed") is not None
     begin = ReferenceScoredBatches.prepare_step
 
     def one_late(self: ReferenceScoredBatches, count: int) -> int:
@@ -101,4 +107,8 @@ def test_a_killed_run_of_two_ranks_goes_on_bit_for_bit(base: Path, tmp_path: Pat
     tool = f"--steps {STEPS} --nproc 2 --entry {ROOT / 'finetune.py'} --workdir {tmp_path / 'work'}"
     out = said(run(base, "tools/checkpoint/resume_check.py", " ".join([tool, *words(task, base), more])))
     assert "bit for bit" in out
-    assert linked_best(tmp_path / "work" / "straight") == linked_best(tmp_path / "work" / "killed") is not None
+    assert (
+        best_linked_iteration(tmp_path / "work" / "straight")
+        == best_linked_iteration(tmp_path / "work" / "killed")
+        is not None
+    )

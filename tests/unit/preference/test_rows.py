@@ -13,8 +13,8 @@ import pytest
 from megatron.core.datasets.indexed import DataError
 from megatron.core.tokenizers.build import ByteTokenizer
 from megatron.preference.arguments import parse_preference_args
-from megatron.preference.dataset import PreferenceKind
-from megatron.preference.rows import RowReader, read_rows
+from megatron.preference.dataset import PreferenceDatasetKind
+from megatron.preference.rows import PreferenceRowParser, parse_preference_rows
 from megatron.tools import check_config
 
 USER, GOOD, BAD = (
@@ -24,9 +24,9 @@ USER, GOOD, BAD = (
 
 
 @pytest.fixture
-def reader() -> RowReader:
+def reader() -> PreferenceRowParser:
     """Bytes, and ChatML."""
-    return RowReader(ByteTokenizer(), "chatml")
+    return PreferenceRowParser(ByteTokenizer(), "chatml")
 
 
 def text_of(ids: np.ndarray) -> tuple[str, str]:
@@ -36,21 +36,21 @@ def text_of(ids: np.ndarray) -> tuple[str, str]:
     return tuple(bytes(one for one in part if one != end).decode() for part in parts)  # type: ignore[return-value]
 
 
-def test_text_is_prompt_and_answer_and_ends(reader: RowReader) -> None:
-    pair = reader.read(json.dumps({"prompt": "2+2=", "chosen": "4", "rejected": "5"}).encode())
+def test_text_is_prompt_and_answer_and_ends(reader: PreferenceRowParser) -> None:
+    pair = reader.parse_row_line(json.dumps({"prompt": "2+2=", "chosen": "4", "rejected": "5"}).encode())
     assert pair is not None and (text_of(pair.chosen), text_of(pair.rejected)) == (("2+2=", "4"), ("2+2=", "5"))
     assert pair.chosen[-1] == ByteTokenizer().eod
 
 
-def test_text_without_a_prompt_is_split_where_the_answers_part(reader: RowReader) -> None:
-    pair = reader.read(json.dumps({"chosen": "2+2=4", "rejected": "2+2=5, or so"}).encode())
+def test_text_without_a_prompt_is_split_where_the_answers_part(reader: PreferenceRowParser) -> None:
+    pair = reader.parse_row_line(json.dumps({"chosen": "2+2=4", "rejected": "2+2=5, or so"}).encode())
     assert pair is not None
     assert (text_of(pair.chosen), text_of(pair.rejected)) == (("2+2=", "4"), ("2+2=", "5, or so"))
 
 
-def test_an_answer_that_only_goes_on_after_the_other_is_left_out_as_empty(reader: RowReader) -> None:
+def test_an_answer_that_only_goes_on_after_the_other_is_left_out_as_empty(reader: PreferenceRowParser) -> None:
     with pytest.raises(DataError, match="an answer is empty"):
-        reader.read(json.dumps({"chosen": "2+2=4", "rejected": "2+2=4, or so"}).encode())
+        reader.parse_row_line(json.dumps({"chosen": "2+2=4", "rejected": "2+2=4, or so"}).encode())
 
 
 class Framed(ByteTokenizer):
@@ -62,19 +62,21 @@ class Framed(ByteTokenizer):
 
 
 def test_what_a_tokenizer_puts_around_every_text_stands_around_the_whole() -> None:
-    pair = RowReader(Framed(), "chatml").read(json.dumps({"prompt": "p", "chosen": "a", "rejected": "b"}).encode())
+    pair = PreferenceRowParser(Framed(), "chatml").parse_row_line(
+        json.dumps({"prompt": "p", "chosen": "a", "rejected": "b"}).encode()
+    )
     assert pair is not None and pair.chosen.tolist() == [~1, ~ord("p"), ord("a"), Framed().eod]
 
 
 @pytest.mark.parametrize("explicit", [True, False], ids=["prompt", "no prompt"])
-def test_conversations_compare_their_last_answers(reader: RowReader, explicit: bool) -> None:
+def test_conversations_compare_their_last_answers(reader: PreferenceRowParser, explicit: bool) -> None:
     before = [USER, GOOD, USER]
     row = (
         {"prompt": before, "chosen": [GOOD], "rejected": [BAD]}
         if explicit
         else {"chosen": [*before, GOOD], "rejected": [*before, BAD]}
     )
-    pair = reader.read(json.dumps(row).encode())
+    pair = reader.parse_row_line(json.dumps(row).encode())
     assert pair is not None
     prompt, answer = text_of(pair.chosen)
     assert (
@@ -95,10 +97,10 @@ BROKEN: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize("row, reason", BROKEN)
-def test_a_line_that_cannot_be_compared_says_why(reader: RowReader, row: Any, reason: str) -> None:
+def test_a_line_that_cannot_be_compared_says_why(reader: PreferenceRowParser, row: Any, reason: str) -> None:
     with pytest.raises(DataError, match=reason):
-        reader.read(json.dumps(row).encode())
-    assert read_rows([b"{", b"", json.dumps(row).encode()], reader)[1][0][1].startswith("not JSON")
+        reader.parse_row_line(json.dumps(row).encode())
+    assert parse_preference_rows([b"{", b"", json.dumps(row).encode()], reader)[1][0][1].startswith("not JSON")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,7 @@ def test_a_line_that_cannot_be_compared_says_why(reader: RowReader, row: Any, re
 def test_a_line_of_another_task_that_cannot_be_used_says_why(task: Any, row: Any, reason: str) -> None:
     good = {"prompt": "p", "completion": "b", "label": True, "chosen": "c", "rejected": "d"}
     lines = [json.dumps(one).encode() for one in (good, row, good)]
-    rows, dropped = read_rows(lines, RowReader(ByteTokenizer(), "chatml", task))
+    rows, dropped = parse_preference_rows(lines, PreferenceRowParser(ByteTokenizer(), "chatml", task))
     assert [one.line for one in rows] == [1, 3] and [number for number, _ in dropped] == [2]
     assert reason in dropped[0][1]
 
@@ -169,7 +171,7 @@ def test_lines_that_are_left_out_are_counted_and_named(tmp_path: Path, caplog: p
     good = json.dumps({"prompt": "p", "chosen": "a", "rejected": "bc"})
     long = json.dumps({"prompt": "p" * 50, "chosen": "a", "rejected": "bc"})
     file.write_text("\n".join([good, '{"chosen": 1}', long, good]))
-    kind = PreferenceKind(ByteTokenizer(), "chatml", sequence_length=16, seed=1)
+    kind = PreferenceDatasetKind(ByteTokenizer(), "chatml", sequence_length=16, seed=1)
     with caplog.at_level(logging.WARNING):
         source = kind.open(str(file))
         made = kind.build(source, range(3), num_samples=None, split="train", cache=None)  # type: ignore[arg-type]

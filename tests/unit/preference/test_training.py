@@ -127,7 +127,7 @@ def _logit(p: Tensor) -> Tensor:
 def places_of(number: int) -> list[list[int]]:
     """Numbers of the pairs in the first samples."""
     made = dataset_module.PreferenceDataset(
-        dataset_module.RowSource("pairs", random_pairs(40)),
+        dataset_module.PreferenceRowSource("pairs", random_pairs(40)),
         range(40),
         length=32,
         num_samples=200,
@@ -205,8 +205,8 @@ def test_a_wrong_sample_is_seen(defect: Callable[..., Any], monkeypatch: pytest.
 
 
 def test_a_mean_in_the_place_of_the_sum_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = step_module.AnswerScores
-    monkeypatch.setattr(step_module, "AnswerScores", lambda a, b, n: real(a / n, b / n, n))
+    real = step_module.AnswerLogprobs
+    monkeypatch.setattr(step_module, "AnswerLogprobs", lambda a, b, n: real(a / n, b / n, n))
     with pytest.raises(AssertionError):
         test_a_step_is_that_of_the_formulas("sigmoid")
 
@@ -218,7 +218,7 @@ def test_a_count_of_one_rank_in_the_place_of_all_is_seen(world: Worlds) -> None:
 
 def _with_local_count(config: dict[str, Any], changes: dict[str, Any], steps: int) -> Any:
     """Every rank divides by its own number of pairs."""
-    real = step_module.pair_loss
+    real = step_module.pair_step_loss
 
     def local(*given: Any) -> Any:
         total, count, report = real(*given)

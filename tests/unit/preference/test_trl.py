@@ -15,8 +15,8 @@ import torch
 
 from megatron.core.datasets.samplers import collate
 from megatron.preference.data import ReferenceScoredBatches
-from megatron.preference.dataset import PreferenceDataset, RowSource
-from megatron.preference.rows import RowReader, read_rows
+from megatron.preference.dataset import PreferenceDataset, PreferenceRowSource
+from megatron.preference.rows import PreferenceRowParser, parse_preference_rows
 from megatron.preference.settings import PreferenceConfig
 from megatron.preference.step import PreferenceStep
 from megatron.training.data.batch import Batch
@@ -99,9 +99,9 @@ def our_batches(given: list[dict[str, Any]], task: Any) -> Iterator[Batch]:
     """
     for first in range(0, len(given), 4):
         lines = [json.dumps(row).encode() for row in given[first : first + 4][:: -1 if task == "kto" else 1]]
-        read, dropped = read_rows(lines, RowReader(Words(), "chatml", task))  # type: ignore[arg-type]
+        read, dropped = parse_preference_rows(lines, PreferenceRowParser(Words(), "chatml", task))  # type: ignore[arg-type]
         assert not dropped
-        source = RowSource("rows", tuple(read))
+        source = PreferenceRowSource("rows", tuple(read))
         samples = [
             PreferenceDataset(
                 source, range(place, place + 1), length=32, num_samples=None, seed=0, split="train", task=task

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.preference.losses import PAIR_LOSSES, AnswerScores, kto_loss, reward_loss
-from megatron.preference.options import KTOOptions, LossOptions
+from megatron.preference.losses import PAIR_LOSSES, AnswerLogprobs, kto_loss, reward_loss
+from megatron.preference.options import KTOOptions, PairLossOptions
 
 trl = pytest.importorskip("trl", reason="trl is not installed")
 
@@ -28,10 +28,10 @@ def tokens_of(seed: int, *, answers: int = 6) -> tuple[Tensor, Tensor]:
     return logprobs.requires_grad_(), torch.arange(9) < lengths
 
 
-def scores(tokens: tuple[Tensor, Tensor], reference: Tensor | None = None) -> AnswerScores:
+def scores(tokens: tuple[Tensor, Tensor], reference: Tensor | None = None) -> AnswerLogprobs:
     """What our losses are given. reference: of the answers; left out, 0."""
     total, count = (tokens[0] * tokens[1]).sum(1), tokens[1].sum(1).double()
-    return AnswerScores(total, torch.zeros_like(total) if reference is None else reference, count)
+    return AnswerLogprobs(total, torch.zeros_like(total) if reference is None else reference, count)
 
 
 def assert_same(ours: Tensor, theirs: Tensor, *inputs: Tensor) -> None:
@@ -52,7 +52,7 @@ def test_simpo_is_trls(smoothing: float) -> None:
         alpha=0.0, beta=BETA, simpo_gamma=GAMMA, label_smoothing=smoothing, loss_type="simpo", accelerator=HERE
     )
     theirs, _, _ = CPOTrainer.cpo_loss(settings, *means)  # type: ignore[arg-type]
-    ours = PAIR_LOSSES["simpo"](scores(chosen), scores(rejected), LossOptions(BETA, smoothing, GAMMA))
+    ours = PAIR_LOSSES["simpo"](scores(chosen), scores(rejected), PairLossOptions(BETA, smoothing, GAMMA))
     assert_same(ours, theirs, chosen[0], rejected[0])
 
 
@@ -63,7 +63,7 @@ def test_orpo_is_trls_beside_the_cross_entropy_of_the_answer() -> None:
     chosen, rejected = tokens_of(3), tokens_of(4)
     means = [(logprobs * mask).sum(1) / mask.sum(1) for logprobs, mask in (chosen, rejected)]
     weighed, *_ = ORPOTrainer.odds_ratio_loss(SimpleNamespace(beta=BETA, accelerator=HERE), *means)  # type: ignore[arg-type]
-    ours = PAIR_LOSSES["orpo"](scores(chosen), scores(rejected), LossOptions(BETA))
+    ours = PAIR_LOSSES["orpo"](scores(chosen), scores(rejected), PairLossOptions(BETA))
     assert_same(ours, -means[0] - weighed, chosen[0], rejected[0])
 
 

@@ -7,20 +7,25 @@ import statistics
 import pytest
 import torch
 
-from megatron.rl.advantages import advantages, generalized_advantages, informative_groups, overlong_penalty
+from megatron.rl.advantages import (
+    answer_advantages,
+    gae_advantages_and_returns,
+    groups_with_varied_rewards,
+    overlong_penalty,
+)
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.5, 0.25], [0.0, 0.0, 1.0, 3.0], [2.0, 2.0, 2.0, 2.0]])
 
 
 def test_grpo_divides_by_the_population_deviation_of_the_group() -> None:
-    result = advantages(REWARDS, "group-std")
+    result = answer_advantages(REWARDS, "group-std")
     for row, rewards in zip(result.tolist(), REWARDS.tolist()):
         mean, deviation = statistics.fmean(rewards), statistics.pstdev(rewards)
         assert row == pytest.approx([(r - mean) / (deviation + 1e-4) for r in rewards], abs=1e-12)
 
 
 def test_trl_divides_by_the_sample_deviation() -> None:
-    row = advantages(REWARDS, "group-std", unbiased=True)[0].tolist()
+    row = answer_advantages(REWARDS, "group-std", unbiased=True)[0].tolist()
     rewards = REWARDS[0].tolist()
     mean, deviation = statistics.fmean(rewards), statistics.stdev(rewards)
     assert row == pytest.approx([(r - mean) / (deviation + 1e-4) for r in rewards], abs=1e-12)
@@ -28,31 +33,31 @@ def test_trl_divides_by_the_sample_deviation() -> None:
 
 def test_equal_rewards_give_no_advantage_and_not_infinity() -> None:
     for baseline in ("group-std", "group-mean", "leave-one-out"):
-        assert advantages(REWARDS, baseline)[2].tolist() == [0.0] * 4  # type: ignore[arg-type]
-    assert advantages(torch.ones(2, 3), "batch-std").abs().max() == 0.0
-    assert advantages(torch.ones(2, 1), "group-std").tolist() == [[0.0], [0.0]]
+        assert answer_advantages(REWARDS, baseline)[2].tolist() == [0.0] * 4  # type: ignore[arg-type]
+    assert answer_advantages(torch.ones(2, 3), "batch-std").abs().max() == 0.0
+    assert answer_advantages(torch.ones(2, 1), "group-std").tolist() == [[0.0], [0.0]]
 
 
 def test_dr_grpo_and_leave_one_out() -> None:
     rewards = REWARDS[0].tolist()
     mean = statistics.fmean(rewards)
-    assert advantages(REWARDS, "group-mean")[0].tolist() == pytest.approx([r - mean for r in rewards])
+    assert answer_advantages(REWARDS, "group-mean")[0].tolist() == pytest.approx([r - mean for r in rewards])
     others = [statistics.fmean(rewards[:i] + rewards[i + 1 :]) for i in range(4)]
-    assert advantages(REWARDS, "leave-one-out")[0].tolist() == pytest.approx(
+    assert answer_advantages(REWARDS, "leave-one-out")[0].tolist() == pytest.approx(
         [r - other for r, other in zip(rewards, others)]
     )
     with pytest.raises(ValueError, match="sample 2 or more"):
-        advantages(torch.ones(2, 1), "leave-one-out")
+        answer_advantages(torch.ones(2, 1), "leave-one-out")
 
 
 def test_reinforce_plus_plus_divides_by_the_deviation_of_the_batch_and_not_of_the_group() -> None:
     centred = [r - statistics.fmean(row) for row in REWARDS.tolist() for r in row]
     expected = [value / (statistics.pstdev(centred) + 1e-4) for value in centred]
-    assert advantages(REWARDS, "batch-std").flatten().tolist() == pytest.approx(expected, abs=1e-12)
+    assert answer_advantages(REWARDS, "batch-std").flatten().tolist() == pytest.approx(expected, abs=1e-12)
 
 
 def test_groups_without_a_difference_are_named() -> None:
-    assert informative_groups(REWARDS).tolist() == [True, True, False]
+    assert groups_with_varied_rewards(REWARDS).tolist() == [True, True, False]
 
 
 def test_the_length_penalty_is_zero_then_falls_to_minus_one() -> None:
@@ -66,7 +71,7 @@ def test_generalized_advantages_follow_the_recursion() -> None:
     rewards, values = torch.randn(2, 5, dtype=torch.float64), torch.randn(2, 5, dtype=torch.float64)
     mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
     discount, smoothing = 0.9, 0.8
-    result, returns = generalized_advantages(rewards, values, mask, discount=discount, smoothing=smoothing)
+    result, returns = gae_advantages_and_returns(rewards, values, mask, discount=discount, smoothing=smoothing)
     for row in range(2):
         places = [place for place in range(5) if mask[row, place]]
         for place in places:

@@ -16,13 +16,13 @@ from urllib.request import Request, urlopen
 import pytest
 
 from megatron.core.config.flags import ConfigError
-from megatron.rl.environments.arithmetic import Arithmetic
+from megatron.rl.environments.arithmetic import ArithmeticEnvironment
 from megatron.rl.environments.base import EVALUATION
-from megatron.rl.environments.config import environment_of, read_environments
-from megatron.rl.environments.countdown import Countdown, evaluate_expression
-from megatron.rl.environments.math_problems import MathProblems, same_answer
-from megatron.rl.environments.openai_agent import OpenAIAgent, prompt_of
-from megatron.rl.environments.remote import Remote, RemoteFailed
+from megatron.rl.environments.config import environment_of_problem, read_environments
+from megatron.rl.environments.countdown import CountdownEnvironment, evaluate_expression
+from megatron.rl.environments.math_problems import MathEnvironment, is_same_answer
+from megatron.rl.environments.openai_agent import OpenAIAgentEnvironment, chatml_prompt
+from megatron.rl.environments.remote import RemoteEnvironment, RemoteEnvironmentError
 from megatron.training.step import train_step
 from tests.helpers.policy import RL, trainer_of
 
@@ -44,7 +44,7 @@ def test_what_is_no_expression_has_no_value(text: str) -> None:
 
 
 def test_countdown_rewards_the_target_from_all_numbers_and_each_once() -> None:
-    environment = Countdown(count=3, seed=5)
+    environment = CountdownEnvironment(count=3, seed=5)
     for number in range(50):
         problem = environment.problem(number)
         assert problem == environment.problem(number) and problem.facts["target"] > 0
@@ -58,13 +58,13 @@ def test_countdown_rewards_the_target_from_all_numbers_and_each_once() -> None:
 
 
 def test_arithmetic_rewards_the_number_alone() -> None:
-    environment = Arithmetic(largest=20, operations="+*-", seed=1)
+    environment = ArithmeticEnvironment(largest=20, operations="+*-", seed=1)
     problem = environment.problem(7)
     assert problem == environment.problem(7) != environment.problem(8)
     assert environment.reward(problem, f" {problem.facts['answer']} ") == 1.0
     assert environment.reward(problem, f"{problem.facts['answer']}0") == 0.0
     with pytest.raises(ConfigError, match="operations '%'"):
-        Arithmetic(operations="%")
+        ArithmeticEnvironment(operations="%")
 
 
 def test_environments_take_turns_by_weight(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_environments_take_turns_by_weight(tmp_path: Path) -> None:
     )
     environments = read_environments(str(file))
     assert [one.weight for one in environments] == [3.0, 1.0, 0.0]
-    turns = [environment_of(environments, number) for number in range(40)]
+    turns = [environment_of_problem(environments, number) for number in range(40)]
     assert [sum(which == index for which, _ in turns) for index in range(3)] == [30, 10, 0]
     for index in range(2):
         assert [problem for which, problem in turns if which == index] == list(range(30 if index == 0 else 10))
@@ -109,13 +109,13 @@ def test_an_environment_of_ones_own_is_a_class_beside_the_file(tmp_path: Path) -
     ],
 )
 def test_final_answers_are_compared_as_text_and_as_numbers(given: str, expected: str, same: bool) -> None:
-    assert same_answer(given, expected) == same
+    assert is_same_answer(given, expected) == same
 
 
 def test_problems_of_a_file_are_judged_by_the_last_box(tmp_path: Path) -> None:
     path = tmp_path / "problems.jsonl"
     path.write_text("".join(json.dumps({"problem": f"{n} + 1", "answer": n + 1}) + "\n" for n in range(4)))
-    environment = MathProblems(path=str(path), held_out=1, format_reward=0.1)
+    environment = MathEnvironment(path=str(path), held_out=1, format_reward=0.1)
     prompts = [environment.problem(number).prompt for number in range(6)]
     assert prompts[:3] == prompts[3:] and "3 + 1" not in "".join(prompts)
     assert environment.problem(EVALUATION).prompt.startswith("3 + 1")
@@ -124,9 +124,9 @@ def test_problems_of_a_file_are_judged_by_the_last_box(tmp_path: Path) -> None:
     assert environment.reward(problem, r"so \boxed{5}, no: \boxed{ 2 }.") == 1.0
     assert environment.reward(problem, r"\boxed{7}") == 0.1 and environment.reward(problem, "2") == 0.0
     with pytest.raises(ConfigError, match="held_out 4 leaves none"):
-        MathProblems(path=str(path), held_out=4)
+        MathEnvironment(path=str(path), held_out=4)
     with pytest.raises(ConfigError, match="is no JSONL file"):
-        MathProblems(path=str(tmp_path / "nowhere"))
+        MathEnvironment(path=str(tmp_path / "nowhere"))
 
 
 class _Turns:
@@ -170,19 +170,19 @@ class _Server(BaseHTTPRequestHandler):
 def test_an_environment_behind_http_answers_in_turns() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), _Server) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        environment = Remote(url=f"http://127.0.0.1:{server.server_port}", turns=2)
+        environment = RemoteEnvironment(url=f"http://127.0.0.1:{server.server_port}", turns=2)
         turns = _Turns("3", "7")
         assert asyncio.run(environment.play(environment.problem(7), turns)) == 1.0
         assert turns.texts == ["say 7: ", "wrong. "]
-        with pytest.raises(RemoteFailed, match="gave no reward in 2 turns"):
+        with pytest.raises(RemoteEnvironmentError, match="gave no reward in 2 turns"):
             asyncio.run(environment.play(environment.problem(7), _Turns("1", "2")))
-        with pytest.raises(RemoteFailed, match="did not answer with a JSON object"):
+        with pytest.raises(RemoteEnvironmentError, match="did not answer with a JSON object"):
             asyncio.run(environment.play(environment.problem(7), _Turns("list")))
         server.shutdown()
-    with pytest.raises(RemoteFailed, match="problem: "):
+    with pytest.raises(RemoteEnvironmentError, match="problem: "):
         asyncio.run(environment.play(environment.problem(7), _Turns("1")))
     with pytest.raises(ConfigError, match="must begin with http"):
-        Remote(url="ftp://x")
+        RemoteEnvironment(url="ftp://x")
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_an_agent_that_speaks_openais_api_is_trained_with_what_the_policy_sample
     trainer, data = trainer_of(dataclasses.replace(RL, grpo_prompts_per_step=2, grpo_group_size=4), global_batch_size=8)
     with ThreadingHTTPServer(("127.0.0.1", 0), _Agent) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        agent = OpenAIAgent(url=f"http://127.0.0.1:{server.server_port}/", seconds=60)
+        agent = OpenAIAgentEnvironment(url=f"http://127.0.0.1:{server.server_port}/", seconds=60)
         data.queue.environments = (dataclasses.replace(data.queue.environments[0], environment=agent),)
         losses = train_step(trainer, data).losses
         server.shutdown()
@@ -253,6 +253,6 @@ def test_an_agent_that_speaks_openais_api_is_trained_with_what_the_policy_sample
 
 def test_messages_are_rendered_so_that_a_conversation_only_grows() -> None:
     messages = [{"role": "user", "content": "2+2?"}]
-    first = prompt_of(messages) + "4<|im_end|>"
+    first = chatml_prompt(messages) + "4<|im_end|>"
     messages += [{"role": "assistant", "content": "4"}, {"role": "user", "content": "sure?"}]
-    assert prompt_of(messages).startswith(first)
+    assert chatml_prompt(messages).startswith(first)

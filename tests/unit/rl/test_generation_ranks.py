@@ -18,11 +18,11 @@ from megatron.core.parallel.mesh import SplitMeshJob
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.rl import refit
 from megatron.rl.environments.config import read_environments
-from megatron.rl.generation_ranks import outlive_signals, run_generation_rank
+from megatron.rl.generation_ranks import ignore_end_signals, run_generation_rank
 from megatron.rl.policy_data import PolicyData
 from megatron.rl.policy_step import PolicyStep, policy_model_provider
-from megatron.rl.settings import RLConfig, generation_config
-from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.rl.settings import RLConfig, generation_run_config
+from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.step import train_step
 from megatron.training.trainer import build_trainer
 from tests.helpers import tiny
@@ -55,18 +55,20 @@ def train_or_generate_here(
     rl = dataclasses.replace(RL, **rl_changes)
     training = dist.get_world_size() - rl.rl_generation_ranks
     config = tiny.config(training, **{**BASE, **changes})
-    generating = generation_config(config, rl.inference_parallel_sizes)
+    generating = generation_run_config(config, rl.inference_parallel_sizes)
     job = SplitMeshJob.build(config.parallel, generating.parallel, tiny.DEVICE, last_ranks=rl.rl_generation_ranks)
     mine = config if dist.get_rank() < training else generating
     with patch.object(tiny.Mesh, "build", lambda parallel, device: job.mesh):
         run = dataclasses.replace(tiny.run_of(mine), tokenizer=NullTokenizer(tiny.VOCABULARY - 1))
-    send = refit._send_group
+    send = refit._exchange_transfers
     left_out = (
         []
         if not plants
         else [
             patch.object(
-                refit, "_send_group", lambda group, *rest: send([one for one in group if one.name != plants], *rest)
+                refit,
+                "_exchange_transfers",
+                lambda group, *rest: send([one for one in group if one.name != plants], *rest),
             )
         ]
     )
@@ -85,7 +87,7 @@ def train_here(rl: RLConfig, run: Any, job: SplitMeshJob, steps: int, saves: tup
     """What the ranks that train do."""
     trainer = build_trainer(run, policy_model_provider(rl), PolicyStep(rl))
     data = PolicyData(trainer, rl, job)
-    checkpoint = Checkpoint(trainer)
+    checkpoint = Checkpointer(trainer)
     if run.config.checkpoint.load:
         checkpoint.resume()
     figures, norms = [], []
@@ -169,7 +171,7 @@ def test_tensor_2_x_pipeline_2_is_refitted_into_data_4(world: Worlds) -> None:
 def test_a_rank_that_generates_goes_on_at_a_signal_for_those_that_train_to_save() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        outlive_signals(tiny.config(1).train)
+        ignore_end_signals(tiny.config(1).train)
         for number in before:
             os.kill(os.getpid(), number)
     finally:

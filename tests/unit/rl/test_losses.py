@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.parallel.mesh import Axis
 from megatron.rl import losses
-from megatron.rl.policy_loss import answer_sums
+from megatron.rl.policy_loss import sum_over_answers
 
 
 def draws(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -23,7 +23,7 @@ def draws(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def test_the_clipped_loss_is_ppos_with_a_higher_upper_limit() -> None:
     logprobs, old, advantages = draws()
-    result = losses.clipped_loss(losses.ratio_of(logprobs, old), advantages, lower=0.2, upper=0.28)
+    result = losses.clipped_policy_loss(losses.policy_ratio(logprobs, old), advantages, lower=0.2, upper=0.28)
     # TRL's GRPO: coef_1 = exp(log ratio), coef_2 = clamp(coef_1, 1 - low, 1 + high), -min(coef_1 A, coef_2 A)
     for value, new, before, advantage in zip(
         result.flatten().tolist(), logprobs.flatten().tolist(), old.flatten().tolist(), advantages.flatten().tolist()
@@ -31,22 +31,22 @@ def test_the_clipped_loss_is_ppos_with_a_higher_upper_limit() -> None:
         ratio = math.exp(new - before)
         assert value == pytest.approx(-min(ratio * advantage, min(max(ratio, 0.8), 1.28) * advantage), abs=1e-12)
     gradient = torch.autograd.grad(result.sum(), logprobs)[0]
-    clipped = losses.is_clipped(losses.ratio_of(logprobs, old), advantages, lower=0.2, upper=0.28)
+    clipped = losses.is_ratio_clipped(losses.policy_ratio(logprobs, old), advantages, lower=0.2, upper=0.28)
     assert clipped.any() and not clipped.all()
     assert ((gradient == 0) == clipped).all(), "where a ratio is clipped no gradient passes, and nowhere else"
 
 
 def test_a_dual_clip_bounds_the_loss_of_negative_advantages() -> None:
     ratio, advantages = torch.tensor([10.0, 10.0]), torch.tensor([-1.0, 1.0])
-    assert losses.clipped_loss(ratio, advantages, lower=0.2, upper=0.2).tolist() == pytest.approx([10.0, -1.2])
-    assert losses.clipped_loss(ratio, advantages, lower=0.2, upper=0.2, dual_clip=3.0).tolist() == pytest.approx(
+    assert losses.clipped_policy_loss(ratio, advantages, lower=0.2, upper=0.2).tolist() == pytest.approx([10.0, -1.2])
+    assert losses.clipped_policy_loss(ratio, advantages, lower=0.2, upper=0.2, dual_clip=3.0).tolist() == pytest.approx(
         [3.0, -1.2]
     )
 
 
 def test_cispo_limits_the_weight_and_keeps_every_gradient() -> None:
     logprobs, old, advantages = draws(1)
-    ratio = losses.ratio_of(logprobs, old)
+    ratio = losses.policy_ratio(logprobs, old)
     gradient = torch.autograd.grad(losses.cispo_loss(logprobs, ratio, advantages, upper=0.28).sum(), logprobs)[0]
     expected = -ratio.detach().clamp(max=1.28) * advantages
     torch.testing.assert_close(gradient, expected)
@@ -82,7 +82,7 @@ def test_importance_weights_are_capped_and_have_no_gradient() -> None:
 
 
 def test_ratios_of_extreme_differences_are_finite() -> None:
-    ratio = losses.ratio_of(torch.tensor([0.0, -1e4]), torch.tensor([-1e4, 0.0]))
+    ratio = losses.policy_ratio(torch.tensor([0.0, -1e4]), torch.tensor([-1e4, 0.0]))
     assert ratio.isfinite().all() and (ratio > 0).all()
 
 
@@ -93,6 +93,6 @@ def test_the_entropy_term_is_minus_p_log_p() -> None:
 
 def test_sums_over_answers_ask_the_device_for_no_number() -> None:
     values, answers = torch.tensor([[1.0, 2.0, 4.0, 8.0]]), torch.tensor([[0, 0, 1, 0]])
-    assert answer_sums(values, answers, Axis("cp")).tolist() == [[11.0, 11.0, 4.0, 11.0]]
-    nowhere = answer_sums(values.to("meta"), answers.to("meta"), Axis("cp"))  # a tensor without numbers
+    assert sum_over_answers(values, answers, Axis("cp")).tolist() == [[11.0, 11.0, 4.0, 11.0]]
+    nowhere = sum_over_answers(values.to("meta"), answers.to("meta"), Axis("cp"))  # a tensor without numbers
     assert nowhere.shape == values.shape

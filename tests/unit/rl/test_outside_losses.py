@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megatron.core.parallel.mesh import Mesh
-from megatron.rl.advantages import advantages as advantages_of
+from megatron.rl.advantages import answer_advantages as advantages_of
 from megatron.rl.algorithms import ALGORITHMS
-from megatron.rl.batches import TrainingRollout, rows_of
+from megatron.rl.batches import TrainingRollout, build_training_rows
 from megatron.rl.policy_loss import PolicyLoss
 from megatron.rl.rollouts import Rollout
 from megatron.training.data.batch import Batch
@@ -60,7 +60,9 @@ def ours(given: dict[str, torch.Tensor], algorithm: str, **changes: Any) -> tupl
             True,
         )
         trained.append(TrainingRollout(rollout, float(given["advantages"][row]), known["old"], known["reference"]))
-    rows = rows_of(trained, 12, average=ALGORITHMS[algorithm].average, limit=LIMIT, padding=0, packed=False, multiple=1)
+    rows = build_training_rows(
+        trained, 12, average=ALGORITHMS[algorithm].average, limit=LIMIT, padding=0, packed=False, multiple=1
+    )
     logprobs = given["logprobs"].clone().requires_grad_()
     placed = torch.nn.functional.pad(logprobs, (PROMPT - 1, 12 - LIMIT - PROMPT + 1))
     loss = PolicyLoss(rl, Mesh.single_process().cp, has_old=True, has_reference=rl.grpo_kl_beta != 0)

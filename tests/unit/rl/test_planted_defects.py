@@ -113,8 +113,12 @@ def test_the_checks_find_nothing_wrong() -> None:
 
 
 Patch = tuple[Any, str, Any]
-_advantages, _rows, _play_one = advantages_module.advantages, batches.rows_of, rollouts._play_one
-_task = RolloutQueue._task
+_advantages, _rows, _play_one = (
+    advantages_module.answer_advantages,
+    batches.build_training_rows,
+    rollouts._play_one_rollout,
+)
+_task = RolloutQueue._make_task
 
 
 def _over_the_batch(rewards: torch.Tensor, baseline: Any, **more: Any) -> torch.Tensor:
@@ -158,19 +162,22 @@ async def _reward_of_a_cut(*args: Any, **more: Any) -> Any:
 
 
 def _ratio_of_now(self: Any, logprobs: Any, old: Any, mask: Any, answers: Any) -> Any:
-    return losses_module.ratio_of(logprobs, logprobs.detach())
+    return losses_module.policy_ratio(logprobs, logprobs.detach())
 
 
 DEFECTS: dict[str, tuple[Patch, bool]] = {
-    "advantages over the batch instead of the group": ((rollout_advantages, "advantages", _over_the_batch), False),
-    "a group split over two ranks": ((rollout_advantages, "advantages", _of_half_groups), False),
-    "answers counted to other prompts": ((rollout_advantages, "advantages", _of_other_groups), False),
-    "masks shifted by one": ((batches, "rows_of", _shifted_masks), False),
-    "the end token untrained": ((rollouts, "_play_one", _without_the_end(None)), False),
-    "truncated answers rewarded": ((rollouts, "_play_one", _reward_of_a_cut), False),
+    "advantages over the batch instead of the group": (
+        (rollout_advantages, "answer_advantages", _over_the_batch),
+        False,
+    ),
+    "a group split over two ranks": ((rollout_advantages, "answer_advantages", _of_half_groups), False),
+    "answers counted to other prompts": ((rollout_advantages, "answer_advantages", _of_other_groups), False),
+    "masks shifted by one": ((batches, "build_training_rows", _shifted_masks), False),
+    "the end token untrained": ((rollouts, "_play_one_rollout", _without_the_end(None)), False),
+    "truncated answers rewarded": ((rollouts, "_play_one_rollout", _reward_of_a_cut), False),
     "old log-probabilities taken after the first update": ((PolicyLoss, "_importance_ratio", _ratio_of_now), True),
     "a deviation of zero divides to infinity": ((advantages_module, "STD_EPSILON", 0.0), False),
-    "a group split over prompts": ((RolloutQueue, "_task", _split_groups), False),
+    "a group split over prompts": ((RolloutQueue, "_make_task", _split_groups), False),
     "every token weighs the same": (
         (batches, "_token_weights", lambda lengths, average, limit: [1.0] * len(lengths)),
         False,

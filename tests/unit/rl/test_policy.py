@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron.core.datasets.indexed import DataError
-from megatron.rl.bank import read_bank
+from megatron.rl.bank import read_rollout_bank
 from megatron.rl.environments.base import Problem
-from megatron.training.health.bad_steps import BadStep
+from megatron.training.health.bad_steps import BadStepError
 from megatron.training.hooks import StepHooks
 from megatron.training.step import train_step
 from tests.helpers.policy import PACKED, RL, EvenIds, train_policy_here, trainer_of
@@ -220,7 +220,7 @@ def test_a_difference_between_generation_and_training_stops_the_run() -> None:
     data.prepare_step(16)
     data.step.rl = dataclasses.replace(RL, rl_default_temperature=0.9)  # training forgets the temperature of generation
     before = [value.clone() for *_, value in held_weights(trainer)]
-    with pytest.raises(BadStep, match="differ by .* nats on average, more than --rl-max-logprob-difference"):
+    with pytest.raises(BadStepError, match="differ by .* nats on average, more than --rl-max-logprob-difference"):
         train_step(trainer, data)
     assert all(torch.equal(a, b) for a, (*_, b) in zip(before, held_weights(trainer), strict=True))
 
@@ -229,7 +229,7 @@ def test_a_run_that_is_resumed_within_a_round_goes_on_with_its_rollouts(tmp_path
     rl = dataclasses.replace(RL, **TWICE, rl_rollout_bank_dir=str(tmp_path))
     trainer, data = trainer_of(rl, global_batch_size=8)
     train_step(trainer, data)
-    assert data.rollouts is not None and read_bank(tmp_path / "round_0000000.jsonl.gz") == data.rollouts
+    assert data.rollouts is not None and read_rollout_bank(tmp_path / "round_0000000.jsonl.gz") == data.rollouts
     norms = [float(train_step(trainer, data).grad_norm or 0) for _ in range(2)]
     again, resumed = trainer_of(rl, global_batch_size=8)
     (step := train_step(again, resumed))
@@ -245,4 +245,4 @@ def test_a_run_that_is_resumed_within_a_round_goes_on_with_its_rollouts(tmp_path
 def test_a_damaged_bank_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.gz").write_bytes(b"not compressed")
     with pytest.raises(DataError, match="cannot be read"):
-        read_bank(tmp_path / "x.gz")
+        read_rollout_bank(tmp_path / "x.gz")

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.parallel.spec import spec_of
-from megatron.rl.advantages import generalized_advantages, whiten
+from megatron.core.parallel.spec import param_spec_of
+from megatron.rl.advantages import gae_advantages_and_returns, whiten
 from megatron.rl.losses import value_loss
-from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.evaluate import evaluation_mode
 from megatron.training.step import train_step
 from tests.helpers.policy import RL, train_policy_here, trainer_of
@@ -28,7 +28,7 @@ def test_generalized_advantages_are_the_weighted_mean_of_n_step_advantages() -> 
     generator = torch.Generator().manual_seed(0)
     rewards, values = (torch.randn(3, 7, generator=generator, dtype=torch.float64) for _ in range(2))
     gamma, smoothing = 0.9, 0.8
-    result, returns = generalized_advantages(rewards, values, torch.ones(3, 7), discount=gamma, smoothing=smoothing)
+    result, returns = gae_advantages_and_returns(rewards, values, torch.ones(3, 7), discount=gamma, smoothing=smoothing)
     for row in range(3):
         for t in range(
             7
@@ -46,7 +46,9 @@ def test_generalized_advantages_are_the_weighted_mean_of_n_step_advantages() -> 
 
 def test_texts_of_the_environment_are_stepped_over_by_advantages() -> None:
     rewards, values = torch.tensor([[0.0, 0.0, 9.0, 1.0]]), torch.tensor([[0.5, 0.2, 7.0, 0.3]])
-    gains, returns = generalized_advantages(rewards, values, torch.tensor([[1, 1, 0, 1]]), discount=1.0, smoothing=1.0)
+    gains, returns = gae_advantages_and_returns(
+        rewards, values, torch.tensor([[1, 1, 0, 1]]), discount=1.0, smoothing=1.0
+    )
     assert gains[0].tolist() == pytest.approx([0.5, 0.8, 0.0, 0.7]) and returns[0].tolist() == pytest.approx(
         [1, 1, 0, 1]
     )
@@ -128,12 +130,12 @@ def test_the_critic_learns_alike_under_every_layout(world: Worlds, layout: str) 
 def test_a_critic_starts_as_the_policy_of_a_checkpoint_without_one_and_is_resumed(tmp_path: Path) -> None:
     base, data = trainer_of(RL, **LLAMA, seed=7, save=str(tmp_path / "base"))
     train_step(base, data)
-    Checkpoint(base).save()
+    Checkpointer(base).save()
     rl, changes = dataclasses.replace(RL, **PPO), {**LLAMA, "save": str(tmp_path / "ppo")}
     first, data = trainer_of(rl, **changes, load=str(tmp_path / "ppo"), pretrained_checkpoint=str(tmp_path / "base"))
-    Checkpoint(first).resume()
-    weights = {spec_of(param).name: param for param in first.stages[0].parameters()}
-    source = {spec_of(param).name: param for param in base.stages[0].parameters()}
+    Checkpointer(first).resume()
+    weights = {param_spec_of(param).name: param for param in first.stages[0].parameters()}
+    source = {param_spec_of(param).name: param for param in base.stages[0].parameters()}
     assert any(name.startswith("critic.decoder.") for name in weights)
     for name, value in weights.items():
         if name.startswith("critic.value_head."):
@@ -142,24 +144,24 @@ def test_a_critic_starts_as_the_policy_of_a_checkpoint_without_one_and_is_resume
             assert torch.equal(value, source[name.removeprefix("critic.")]), name
     train_step(first, data)
     train_step(first, data)
-    Checkpoint(first).save()
+    Checkpointer(first).save()
     norms = [float(train_step(first, data).grad_norm or 0) for _ in range(2)]
     again, data = trainer_of(rl, **changes, load=str(tmp_path / "ppo"))
-    Checkpoint(again).resume()
+    Checkpointer(again).resume()
     assert [float(train_step(again, data).grad_norm or 0) for _ in range(2)] == norms
     plain, _ = trainer_of(RL, **LLAMA, load=str(tmp_path / "ppo"), finetune=True)
-    Checkpoint(plain).resume()  # the policy alone, without its critic
+    Checkpointer(plain).resume()  # the policy alone, without its critic
 
 
 def test_a_value_of_the_wrong_token_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.rl import batches
 
-    rows_of = batches.rows_of
+    rows_of = batches.build_training_rows
 
     def shifted(*args: Any, **more: Any) -> Any:
         rows = rows_of(*args, **more)
         return rows | {"rl_return": np.roll(rows["rl_return"], 1, axis=1)}
 
-    monkeypatch.setattr(batches, "rows_of", shifted)
+    monkeypatch.setattr(batches, "build_training_rows", shifted)
     with pytest.raises(AssertionError):
         test_the_loss_of_a_step_is_that_of_ppo_by_its_formulas()

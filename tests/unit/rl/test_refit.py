@@ -11,9 +11,9 @@ import torch
 
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.parallel.boxes import Box, intersect
-from megatron.core.parallel.spec import spec_of
+from megatron.core.parallel.spec import param_spec_of
 from megatron.rl import refit
-from megatron.rl.settings import generation_config
+from megatron.rl.settings import generation_run_config
 from tests.helpers.policy import RL, train_policy_here, trainer_of
 from tests.helpers.world import Worlds
 from tests.unit.rl.test_policy import LLAMA, MOE, compare
@@ -58,22 +58,22 @@ def test_a_critic_is_not_copied_into_the_network_that_generates() -> None:
 def test_a_weight_that_is_left_out_is_found() -> None:
     trainer, _ = trainer_of(RL, **LLAMA)
     generator = refit.GenerationNetwork(
-        trainer, generation_config(trainer.run.config, (1, None, None, None)), verify=True
+        trainer, generation_run_config(trainer.run.config, (1, None, None, None)), verify=True
     )
     with torch.no_grad():
         for param in trainer.stages[0].parameters():
             param.add_(0.25)
     generator.refit()
-    send = refit._send_group
+    send = refit._exchange_transfers
     with torch.no_grad():
-        parameters = {spec_of(param).name: param for param in trainer.stages[0].parameters()}
+        parameters = {param_spec_of(param).name: param for param in trainer.stages[0].parameters()}
         parameters["decoder.layers.1.mlp.linear_fc2.weight"].add_(0.5)
 
     def without_the_last(transfers: Any, *rest: Any) -> None:
         send([one for one in transfers if one.name != "decoder.layers.1.mlp.linear_fc2.weight"], *rest)
 
     with (
-        patch.object(refit, "_send_group", without_the_last),
+        patch.object(refit, "_exchange_transfers", without_the_last),
         pytest.raises(CheckpointError, match="did not copy all of them"),
     ):
         generator.refit()

@@ -12,25 +12,30 @@ import pytest
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.inference.engine import Engine
-from megatron.inference.sampling import Sampling
+from megatron.inference.sampling import SamplingParams
 from megatron.rl import memory as rl_memory
 from megatron.rl.environments.base import Conversation, Environment, Problem
 from megatron.rl.environments.config import WeightedEnvironment
-from megatron.rl.evaluation import evaluate_held_out, pass_at, powers_of_two, results_text
-from megatron.rl.planned_memory import extra_network_memory, generation_memory, least_memory, rank_plan
-from megatron.rl.rollouts import Limits, Rollout
-from megatron.rl.samples import SampleFiles, read_samples
+from megatron.rl.evaluation import evaluate_held_out, evaluation_text, pass_at_k, powers_of_two
+from megatron.rl.planned_memory import (
+    generation_memory,
+    least_rank_memory,
+    memory_beside_policy,
+    rank_memory_plan_lines,
+)
+from megatron.rl.rollouts import Rollout, RolloutLimits
+from megatron.rl.samples import RolloutSampleFiles, read_rollout_samples
 from megatron.tools import check_config, plan
 from megatron.training.step import train_step
-from megatron.trust.flags.command import read_command
-from megatron.trust.plan.analytic_estimate import with_vocabulary
+from megatron.trust.flags.command import parse_command
+from megatron.trust.plan.analytic_estimate import with_padded_vocabulary
 from tests.helpers.policy import RL, EvenIds, trainer_of
 
 
 @pytest.mark.parametrize("answers, right, k", [(5, 2, 1), (5, 2, 3), (4, 0, 2), (4, 4, 2), (6, 5, 3)])
 def test_pass_at_k_is_the_share_of_choices_of_k_answers_with_a_right_one(answers: int, right: int, k: int) -> None:
     draws = [any(draw) for draw in itertools.combinations([True] * right + [False] * (answers - right), k)]
-    assert pass_at(k, right=right, answers=answers) == pytest.approx(sum(draws) / len(draws))
+    assert pass_at_k(k, right=right, answers=answers) == pytest.approx(sum(draws) / len(draws))
 
 
 class Fixed(Environment):
@@ -58,15 +63,17 @@ def test_held_out_answers_are_counted_by_problem_and_failures_are_wrong() -> Non
             for t in tasks
         ]
 
-    results = evaluate_held_out(rl, [WeightedEnvironment("fixed", Fixed(), 1.0)], Limits(Sampling(0.8), 9, 9), play)
+    results = evaluate_held_out(
+        rl, [WeightedEnvironment("fixed", Fixed(), 1.0)], RolloutLimits(SamplingParams(0.8), 9, 9), play
+    )
     assert results["fixed"]["reward"] == pytest.approx(1.5 / 5)
     assert results["fixed"]["pass@1"] == pytest.approx(1 / 6) and results["fixed"]["pass@3"] == 0.5
-    assert len(set(seeds)) == 3 and results_text(results) == "fixed 0.300 pass@1 0.167 pass@2 0.333 pass@3 0.500"
+    assert len(set(seeds)) == 3 and evaluation_text(results) == "fixed 0.300 pass@1 0.167 pass@2 0.333 pass@3 0.500"
     assert powers_of_two(8) == [1, 2, 4, 8]
 
 
 def test_samples_are_lines_and_a_page_and_later_lines_count(tmp_path: Path) -> None:
-    files = SampleFiles(tmp_path)
+    files = RolloutSampleFiles(tmp_path)
     sample = {
         "iteration": 3,
         "prompt": "<script>1</script>",
@@ -80,8 +87,8 @@ def test_samples_are_lines_and_a_page_and_later_lines_count(tmp_path: Path) -> N
     with (tmp_path / "samples.jsonl").open("a") as file:
         file.write('{"iteration": 5, "pro')  # torn by a kill
         file.write("\n")
-    SampleFiles(tmp_path).write(3, [{**sample, "answer": "again"}])
-    assert [one["answer"] for one in read_samples(tmp_path / "samples.jsonl")[3]] == ["again"]
+    RolloutSampleFiles(tmp_path).write(3, [{**sample, "answer": "again"}])
+    assert [one["answer"] for one in read_rollout_samples(tmp_path / "samples.jsonl")[3]] == ["again"]
     page = (tmp_path / "samples.html").read_text()
     assert "&lt;script&gt;" in page and "<script>" not in page and "it &lt;hung&gt;" in page
     assert page.index("Iteration 4") < page.index("Iteration 3")
@@ -121,7 +128,7 @@ def test_the_planned_memory_is_that_of_the_tensors() -> None:
     rl = dataclasses.replace(RL, rl_inference_tensor_model_parallel_size=1, rl_algorithm="ppo")
     trainer, data = trainer_of(rl)
     data.prepare_step(16)
-    parts = extra_network_memory(rl, trainer.run.config, 1)
+    parts = memory_beside_policy(rl, trainer.run.config, 1)
     assert data._generator is not None
     held = sum(param.numel() * 8 for stage in data._generator.stages for param in stage.parameters())
     assert parts["copy that generates"] == held and parts["critic"] > held and "reference" not in parts
@@ -134,9 +141,9 @@ def test_the_planner_counts_what_reinforcement_learning_holds_beside_the_policy(
         "train_rl.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 "
         "--lr 1e-3 --train-iters 1 --langrl-env-config x --pretrained-checkpoint base --rl-algorithm ppo --lr-decay-style constant"
     )
-    command = read_command(words.split(), ranks=1)
+    command = parse_command(words.split(), ranks=1)
     assert not command.unread and command.setting is not None
-    config = with_vocabulary(command.setting.with_elastic_layout().config.resolve(1), 1000)
+    config = with_padded_vocabulary(command.setting.with_elastic_layout().config.resolve(1), 1000)
     assert {"reference", "critic", "keys and values"} == command.beside(config, 1).keys()
 
 
@@ -159,28 +166,28 @@ def test_what_cannot_fit_the_memory_is_refused_by_the_checker_and_by_the_run(
     assert says("--tensor-model-parallel-size", "8", "--sequence-parallel") == (0, "all rules are kept on 8 ranks\n")
     trainer, _ = trainer_of(RL)
     for memory, fits in ((10**9, True), (10**5, False)):
-        monkeypatch.setattr(rl_memory, "free_memory", lambda device, memory=memory: (0, memory))
+        monkeypatch.setattr(rl_memory, "free_and_total_memory", lambda device, memory=memory: (0, memory))
         with nullcontext() if fits else pytest.raises(ConfigError, match="the fullest rank needs at least"):
-            rl_memory.refuse_too_large(RL, trainer.run)
+            rl_memory.refuse_beyond_device_memory(RL, trainer.run)
 
 
 def test_ranks_of_their_own_have_their_own_memory() -> None:
     trainer, _ = trainer_of(RL)
     rl, config = dataclasses.replace(RL, rl_generation_ranks=2, rl_reference="x", grpo_kl_beta=1.0), trainer.run.config
     held = sum(param.numel() * 8 for param in trainer.stages[0].parameters())
-    assert extra_network_memory(rl, config, 1) == {"reference": held}
+    assert memory_beside_policy(rl, config, 1) == {"reference": held}
     length = config.train.seq_length
     generating = {"network that generates": held, "keys and values": 8 * length * 2 * 4 * 32 * 8}
     assert generation_memory(rl, config, 1) == generating, "16 rollouts of a round over 2 replicas"
-    assert least_memory(rl, config, 1).keys() == {"policy in training", "reference"}
+    assert least_rank_memory(rl, config, 1).keys() == {"policy in training", "reference"}
     large = dataclasses.replace(rl, grpo_prompts_per_step=4000)
-    assert least_memory(large, config, 1).keys() == generating.keys()
+    assert least_rank_memory(large, config, 1).keys() == generating.keys()
 
 
 def test_the_plan_of_ranks_says_who_holds_what_and_where() -> None:
     trainer, _ = trainer_of(RL)
     rl = dataclasses.replace(RL, rl_generation_ranks=3, rl_reference="x", grpo_kl_beta=1.0)
-    title, training, generation = rank_plan(rl, trainer.run.config, 1, ["a", "a", "b", "b"])
+    title, training, generation = rank_memory_plan_lines(rl, trainer.run.config, 1, ["a", "a", "b", "b"])
     assert "who holds what" in title
     assert "rank 0 on a (data 1): policy in training" in training and ", reference" in training
     assert "ranks 1 on a, 2 to 3 on b (data 3): network that generates" in generation
@@ -196,7 +203,7 @@ def test_the_planner_always_tells_the_memory_of_ranks_that_only_generate(capsys:
         plan.main(["--true-vocab-size", "256", "--world-size", "2", "--", *words, "--rl-generation-ranks", "1"])
     text = capsys.readouterr().out
     assert end.value.code == 0 and "a rank that only generates holds: network that generates" in text, text
-    command = read_command(words, ranks=1)
+    command = parse_command(words, ranks=1)
     assert command.setting is not None and not command.apart(command.setting.config.resolve(1), 1)
 
 
@@ -204,12 +211,12 @@ def test_generation_and_training_need_memory_at_different_times() -> None:
     trainer, _ = trainer_of(RL, seq_length=64, max_position_embeddings=64)
     rl, config = dataclasses.replace(RL, rl_inference_tensor_model_parallel_size=1), trainer.run.config
     parameters = sum(param.numel() for param in trainer.stages[0].parameters())
-    beside = extra_network_memory(rl, config, 1)
+    beside = memory_beside_policy(rl, config, 1)
     assert beside["keys and values"] == 16 * 64 * 2 * 4 * 32 * 8, "16 texts, 4 layers, hidden size 32, 8 bytes"
-    parts = least_memory(rl, config, 1)
+    parts = least_rank_memory(rl, config, 1)
     assert parts.keys() == {"policy while it generates", "copy that generates", "keys and values"}
-    off = least_memory(dataclasses.replace(rl, rl_offload_optimizer_during_inference=True), config, 1)
+    off = least_rank_memory(dataclasses.replace(rl, rl_offload_optimizer_during_inference=True), config, 1)
     assert off.get("policy while it generates", 8 * parameters) == 8 * parameters < parts["policy while it generates"]
-    short = least_memory(dataclasses.replace(rl, grpo_prompts_per_step=1, grpo_group_size=1), config, 1)
+    short = least_rank_memory(dataclasses.replace(rl, grpo_prompts_per_step=1, grpo_group_size=1), config, 1)
     assert short.keys() == {"policy in training", "copy that generates"}
     assert short["policy in training"] > parts["policy while it generates"]

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from megatron.core.datasets.indexed import DataError
-from megatron.rl.bank import read_lines, remove_expired
+from megatron.rl.bank import read_json_lines_gz, remove_expired_rollouts
 from megatron.rl.environments.base import Conversation, Problem
 from megatron.rl.memory import offload_to_host
 from megatron.rl.policy_data import PolicyData
-from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
 from tests.helpers.policy import RL, EvenIds, TwoTurns, train_policy_here, trainer_of
@@ -82,7 +82,7 @@ def test_a_run_that_is_resumed_goes_on_with_what_was_ahead(tmp_path: Path, extra
     rl = dataclasses.replace(RL, **extra, grpo_iterations=2, rl_rollout_bank_dir=str(tmp_path / "bank"))
     changes = {**LLAMA, "save": str(tmp_path / "save")}
     first, data = trainer_of(rl, **changes)
-    checkpoint = Checkpoint(first)
+    checkpoint = Checkpointer(first)
     for iteration in range(1, 8):
         train_step(first, data)
         if iteration in (4, 5):  # between two rounds, and within one
@@ -90,7 +90,7 @@ def test_a_run_that_is_resumed_goes_on_with_what_was_ahead(tmp_path: Path, extra
     expected = [value.clone() for *_, value in held_weights(first)]
     for iteration in (4, 5):
         again, resumed = trainer_of(rl, **changes, load=str(tmp_path / "save"), ckpt_step=iteration)
-        Checkpoint(again).resume()
+        Checkpointer(again).resume()
         for _ in range(iteration, 7):
             train_step(again, resumed)
         assert all(torch.equal(a, b) for a, (*_, b) in zip(expected, held_weights(again), strict=True))
@@ -101,7 +101,7 @@ def test_without_what_was_ahead_it_is_sampled_anew_and_damaged_files_are_refused
     trainer, data = trainer_of(rl)
     train_step(trainer, data)
     data.close()
-    assert len(read_lines(tmp_path / "ahead_0000000.jsonl.gz")) == 2 * RL.rollouts_per_round
+    assert len(read_json_lines_gz(tmp_path / "ahead_0000000.jsonl.gz")) == 2 * RL.rollouts_per_round
     (tmp_path / "ahead_0000000.jsonl.gz").unlink()
     assert versions_of_rounds(trainer, data, 1) == [{1}]
     data.close()
@@ -113,7 +113,7 @@ def test_without_what_was_ahead_it_is_sampled_anew_and_damaged_files_are_refused
 def test_what_was_ahead_goes_with_the_checkpoints_that_need_it(tmp_path: Path) -> None:
     rl = dataclasses.replace(RL, **AHEAD, grpo_iterations=2, rl_rollout_bank_dir=str(tmp_path / "bank"))
     trainer, data = trainer_of(rl, save=str(tmp_path / "save"), save_keep_last=1)
-    checkpoint = Checkpoint(trainer)
+    checkpoint = Checkpointer(trainer)
 
     def ahead() -> list[int]:
         return sorted(int(file.name[6:13]) for file in (tmp_path / "bank").glob("ahead_*"))
@@ -132,7 +132,7 @@ def test_what_was_ahead_goes_with_the_checkpoints_that_need_it(tmp_path: Path) -
     assert ahead() == [8, 10]
     assert len(list((tmp_path / "bank").glob("round_*"))) == 6, "rounds are the log"
     again, resumed = trainer_of(rl, load=str(tmp_path / "save"), save=str(tmp_path / "save"))
-    Checkpoint(again).resume()
+    Checkpointer(again).resume()
     train_step(again, resumed)
     assert all(torch.equal(a, b) for (*_, a), (*_, b) in zip(held_weights(trainer), held_weights(again), strict=True))
 
@@ -144,7 +144,7 @@ def test_a_bank_that_is_too_large_loses_its_oldest_rounds_but_none_that_a_checkp
 
     def left(saved: list[int] | None, limit: int) -> tuple[list[int], str]:
         fill()
-        trouble = remove_expired(tmp_path, first=9, steps=3, saved=saved, max_bytes=limit)
+        trouble = remove_expired_rollouts(tmp_path, first=9, steps=3, saved=saved, max_bytes=limit)
         return sorted(int(file.name[6:13]) for file in tmp_path.glob("round_*")), trouble
 
     assert left([9], 0) == ([0, 3, 6, 9], "")
@@ -197,7 +197,7 @@ def test_an_environment_that_hangs_costs_its_rollouts_and_is_counted() -> None:
 
 KILLED = """
     import dataclasses, os, signal, sys
-    from megatron.training.checkpoint.checkpointing import Checkpoint
+    from megatron.training.checkpoint.checkpointing import Checkpointer
     from megatron.training.step import train_step
     from tests.helpers.policy import RL, EvenIds, trainer_of
 
@@ -210,7 +210,7 @@ KILLED = """
     rl = dataclasses.replace(RL, rl_generation_lag=1, rl_partial_rollouts=True, rl_rollout_bank_dir=sys.argv[1] + "/bank")
     trainer, data = trainer_of(rl, save=sys.argv[1] + "/save")
     data.queue.environments = (dataclasses.replace(data.queue.environments[0], environment=Fatal()),)
-    checkpoint = Checkpoint(trainer)
+    checkpoint = Checkpointer(trainer)
     while True:
         train_step(trainer, data)
         checkpoint.save()
@@ -235,7 +235,7 @@ def test_a_run_killed_while_it_generates_loses_nothing_that_was_saved(tmp_path: 
     again, resumed = trainer_of(
         dataclasses.replace(rl, rl_rollout_bank_dir=str(tmp_path / "bank")), load=str(tmp_path / "save")
     )
-    Checkpoint(again).resume()
+    Checkpointer(again).resume()
     assert again.run.progress.iteration == 2
     for _ in range(2):
         train_step(again, resumed)

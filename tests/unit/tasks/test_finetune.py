@@ -24,16 +24,16 @@ from megatron.core.models.bert import BERTModel
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.tasks import finetune
-from megatron.tasks.finetune import EpochBatches, Prediction, TaskData, writers_of
-from megatron.tasks.flags import TaskConfig, defaults_of
-from megatron.tasks.glue import Text
-from megatron.tasks.race import Question
-from megatron.tasks.texts import ChoiceSamples, PairSamples, TextPairTokenizer
-from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.tasks.finetune import EpochBatches, FinetuneData, Prediction, build_writers
+from megatron.tasks.flags import TaskConfig, task_flag_defaults
+from megatron.tasks.glue import GlueSample
+from megatron.tasks.race import RaceQuestion
+from megatron.tasks.texts import MultipleChoiceSamples, PairSamples, TextPairTokenizer
+from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.data.batch import Batch
-from megatron.training.health.bad_steps import BadStep, StepValidator
-from megatron.training.health.exit_conditions import NotFinite
-from megatron.training.report.run_log import read_events
+from megatron.training.health.bad_steps import BadStepError, StepValidator
+from megatron.training.health.exit_conditions import NonFiniteError
+from megatron.training.report.run_log import read_run_log_events
 from megatron.training.run import Run
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer, build_trainer
@@ -52,7 +52,7 @@ def tokenizer() -> Tokenizer:
     return build_tokenizer(TokenizerConfig(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(VOCABULARY)))
 
 
-def samples(task: str, count: int = 11) -> PairSamples | ChoiceSamples:
+def samples(task: str, count: int = 11) -> PairSamples | MultipleChoiceSamples:
     """Random texts with labels."""
     random = np.random.default_rng(8)
     encoder = TextPairTokenizer(tokenizer(), LENGTH)
@@ -61,12 +61,15 @@ def samples(task: str, count: int = 11) -> PairSamples | ChoiceSamples:
         return " ".join(random.choice(WORDS, int(random.integers(1, 7))))
 
     if task == "RACE":
-        return ChoiceSamples(
-            [Question(str(i), text(), tuple(text() for _ in range(2 + i % 3)), i % 2, f"x:{i}") for i in range(count)],
+        return MultipleChoiceSamples(
+            [
+                RaceQuestion(str(i), text(), tuple(text() for _ in range(2 + i % 3)), i % 2, f"x:{i}")
+                for i in range(count)
+            ],
             encoder,
         )
     numbers = task == "STS-B"
-    texts = [Text(str(i), text(), text(), i % 6 / 2 if numbers else i % 3, f"x:{i}") for i in range(count)]
+    texts = [GlueSample(str(i), text(), text(), i % 6 / 2 if numbers else i % 3, f"x:{i}") for i in range(count)]
     return PairSamples(texts, encoder, numbers=numbers)
 
 
@@ -84,7 +87,9 @@ def trainer_of(task: str, **changes: Any) -> Trainer:
     config = config_of(size, micro_batch_size=2, **changes)
     run = replace(tiny.run_of(config), tokenizer=tokenizer())
     return build_trainer(
-        run, lambda run, stage: finetune.model_of(run, stage, TaskConfig(task=task)), finetune.forward_and_loss
+        run,
+        lambda run, stage: finetune.build_classifier_stage(run, stage, TaskConfig(task=task)),
+        finetune.classifier_forward_step,
     )  # type: ignore[arg-type]
 
 
@@ -92,10 +97,10 @@ def after_an_epoch(task: str, changes: dict[str, Any]) -> list[Prediction]:
     """On every rank: what is said after an epoch with a last batch that is not full."""
     trainer = trainer_of(task, **changes)
     epochs = EpochBatches(trainer.run, samples(task), full=8, keep_last=True)
-    batches = epochs.batches(0)
+    batches = epochs.epoch_microbatches(0)
     for _ in range(epochs.steps):
         train_step(trainer, batches)
-    return finetune.predict(trainer, samples(task))
+    return finetune.predict_samples(trainer, samples(task))
 
 
 @pytest.mark.parametrize("task", ["MNLI", "RACE", "STS-B"])
@@ -147,7 +152,7 @@ def test_scores_loss_and_gradients_are_those_of_the_published_classifier(tmp_pat
         norm_epsilon=1e-12,
         pretrained_checkpoint=str(tmp_path),
     )
-    finetune.load_pretrained(Checkpoint(trainer), TaskConfig(task=task, epochs=1))
+    finetune.load_pretrained(Checkpointer(trainer), TaskConfig(task=task, epochs=1))
     (stage,) = trainer.stages
     stage.classification_head.load_state_dict(published.classifier.state_dict())
     rows = [given[number] for number in range(len(given))]
@@ -156,11 +161,11 @@ def test_scores_loss_and_gradients_are_those_of_the_published_classifier(tmp_pat
     )
     labels = torch.tensor([text.label for text in given.texts])
     theirs = published(ids, token_type_ids=types, attention_mask=mask, labels=labels)
-    found = finetune.predict(trainer, given)
+    found = finetune.predict_samples(trainer, given)
     assert np.allclose([row.scores for row in found], theirs.logits.detach(), rtol=1e-4, atol=1e-5)
     theirs.loss.backward()
     arrays = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-    scores, loss = finetune.forward_and_loss(
+    scores, loss = finetune.classifier_forward_step(
         trainer.run, iter([Batch.from_arrays(arrays, torch.device("cpu"), positions=False)]), stage
     )
     total, count, _ = loss(scores)
@@ -170,7 +175,7 @@ def test_scores_loss_and_gradients_are_those_of_the_published_classifier(tmp_pat
 
 
 def test_an_answer_that_is_not_there_is_never_chosen() -> None:
-    found = finetune.predict(trainer_of("RACE"), samples("RACE"))
+    found = finetune.predict_samples(trainer_of("RACE"), samples("RACE"))
     assert all(row.predicted < 2 + row.index % 3 for row in found)
     assert any(row.scores[3] == -np.inf for row in found)
 
@@ -182,14 +187,14 @@ def test_epochs_see_every_sample_once_in_orders_of_their_own() -> None:
     for epoch in range(2):
         rows = [
             (int(i), float(m))
-            for batch in epochs.batches(epoch)
+            for batch in epochs.epoch_microbatches(epoch)
             for i, m in zip(batch.extras["index"][:, 0], batch.loss_mask[:, 0])
         ]
         assert len(rows) == 16 and sorted(i for i, mask in rows if mask) == list(range(11))
         seen.append([i for i, mask in rows if mask])
     assert seen[0] != seen[1]
     dropped = EpochBatches(run, samples("MNLI"), full=8, keep_last=False)
-    assert dropped.steps == 1 and sum(len(batch.labels) for batch in dropped.batches(0)) == 8
+    assert dropped.steps == 1 and sum(len(batch.labels) for batch in dropped.epoch_microbatches(0)) == 8
     with pytest.raises(ConfigError, match="11 samples, less than one --global-batch-size of 16"):
         EpochBatches(run, samples("MNLI"), full=16, keep_last=False)
 
@@ -197,16 +202,18 @@ def test_epochs_see_every_sample_once_in_orders_of_their_own() -> None:
 def bert_checkpoint(folder: Path, **changes: Any) -> Trainer:
     """Save a tiny BERT."""
     config = config_of(1, save=str(folder), async_save=False, **changes)
-    trainer = build_trainer(replace(tiny.run_of(config), tokenizer=tokenizer()), _bert, finetune.forward_and_loss)
+    trainer = build_trainer(
+        replace(tiny.run_of(config), tokenizer=tokenizer()), _bert, finetune.classifier_forward_step
+    )
     with torch.no_grad():
         for param in trainer.stages[0].parameters():
             param += 0.25  # not what the seed draws
-    Checkpoint(trainer).save()
+    Checkpointer(trainer).save()
     return trainer
 
 
 def _bert(run: Run, stage: Any) -> BERTModel:
-    return BERTModel(stage, run.build)
+    return BERTModel(stage, run.layer_build_context)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -214,7 +221,7 @@ def test_weights_of_a_pretrained_bert_are_adopted_with_a_head_of_its_own(tmp_pat
     pretrained = dict(bert_checkpoint(tmp_path, bf16=bf16).stages[0].named_parameters())
     trainer = trainer_of("MNLI", bf16=bf16, pretrained_checkpoint=str(tmp_path))
     initial = {name: param.clone() for name, param in trainer.stages[0].named_parameters()}
-    finetune.load_pretrained(Checkpoint(trainer), TaskConfig(task="MNLI", epochs=1))
+    finetune.load_pretrained(Checkpointer(trainer), TaskConfig(task="MNLI", epochs=1))
     for name, param in trainer.stages[0].named_parameters():
         assert torch.equal(param, initial[name] if name.startswith("classification_head") else pretrained[name]), name
     masters = {
@@ -229,22 +236,22 @@ def test_weights_of_a_pretrained_bert_are_adopted_with_a_head_of_its_own(tmp_pat
 
 def test_a_gpt_is_refused(tmp_path: Path) -> None:
     config = tiny.config(1, save=str(tmp_path), async_save=False)
-    Checkpoint(tiny.trainer_of(tiny.run_of(config))).save()
+    Checkpointer(tiny.trainer_of(tiny.run_of(config))).save()
     trainer = trainer_of("MNLI", pretrained_checkpoint=str(tmp_path))
     with pytest.raises(CheckpointError, match="holds a GPT; this task finetunes a BERT"):
-        finetune.load_pretrained(Checkpoint(trainer), TaskConfig(task="MNLI", epochs=1))
+        finetune.load_pretrained(Checkpointer(trainer), TaskConfig(task="MNLI", epochs=1))
 
 
 def test_evaluation_without_a_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="give it by --load"):
-        finetune.load_pretrained(Checkpoint(trainer_of("MNLI")), TaskConfig(task="MNLI"))
+        finetune.load_pretrained(Checkpointer(trainer_of("MNLI")), TaskConfig(task="MNLI"))
 
 
 def test_predictions_are_written_with_the_names_of_the_classes(tmp_path: Path) -> None:
     run, texts = trainer_of("MNLI").run, samples("MNLI", 2)
     rows = [Prediction(0, 2, 0, (0.1, 0.2, 0.7)), Prediction(1, 1, None, (0.0, 1.0, 0.5))]
     task = TaskConfig(task="MNLI", output_file=str(tmp_path / "a" / "said.jsonl"))
-    finetune.write_predictions(task, TaskData(None, (texts,), ("dev.tsv",)), [rows], run)
+    finetune.write_predictions(task, FinetuneData(None, (texts,), ("dev.tsv",)), [rows], run)
     found = [json.loads(line) for line in (tmp_path / "a" / "said.jsonl").read_text().splitlines()]
     assert found == [
         {
@@ -269,7 +276,7 @@ def test_numbers_are_written_as_they_are_and_measured_by_correlations(tmp_path: 
     task = TaskConfig(task="STS-B", output_file=str(tmp_path / "said.jsonl"))
     finetune.write_predictions(
         task,
-        TaskData(None, (texts,), ("dev.tsv",)),
+        FinetuneData(None, (texts,), ("dev.tsv",)),
         [[Prediction(0, 2.25, 0.0, (2.25,)), Prediction(1, 4.0, None, (4.0,))]],
         run,
     )
@@ -279,7 +286,7 @@ def test_numbers_are_written_as_they_are_and_measured_by_correlations(tmp_path: 
         {"file": "dev.tsv", "uid": "1", "prediction": 4.0},
     ]
     trainer = trainer_of("STS-B")
-    sets = TaskData(None, (samples("STS-B"),), ("dev.tsv",))
+    sets = FinetuneData(None, (samples("STS-B"),), ("dev.tsv",))
     results, (rows,) = finetune.evaluate_sets(trainer, task, sets)
     assert list(results) == ["pearson", "spearman"]
     expected = np.corrcoef([row.predicted for row in rows], [row.label for row in rows])[0, 1]
@@ -287,14 +294,16 @@ def test_numbers_are_written_as_they_are_and_measured_by_correlations(tmp_path: 
 
 
 def test_flags_have_the_defaults_of_their_task() -> None:
-    assert defaults_of(["main.py", "--task", "LAMBADA"])["skip_train"] and "architecture" not in defaults_of(
-        ["--task", "LAMBADA"]
+    assert task_flag_defaults(["main.py", "--task", "LAMBADA"])[
+        "skip_train"
+    ] and "architecture" not in task_flag_defaults(["--task", "LAMBADA"])
+    assert task_flag_defaults(["--task=MNLI"]) | {"skip_train": True, "architecture": "bert"} == task_flag_defaults(
+        ["--task=MNLI"]
     )
-    assert defaults_of(["--task=MNLI"]) | {"skip_train": True, "architecture": "bert"} == defaults_of(["--task=MNLI"])
-    assert not defaults_of(["--task=MNLI", "--epochs", "3"])["skip_train"]
+    assert not task_flag_defaults(["--task=MNLI", "--epochs", "3"])["skip_train"]
 
 
-@pytest.mark.parametrize("answer, error", [(None, NotFinite), ("stop", BadStep), ("skip", None)])
+@pytest.mark.parametrize("answer, error", [(None, NonFiniteError), ("stop", BadStepError), ("skip", None)])
 def test_a_bad_step_ends_the_epoch_unless_it_is_to_be_skipped(
     answer: str | None, error: type[Exception] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,7 +315,7 @@ def test_a_bad_step_ends_the_epoch_unless_it_is_to_be_skipped(
     next(iter(trainer.stages[0].parameters())).data.fill_(float("nan"))
     epochs = EpochBatches(trainer.run, samples("MNLI"), full=trainer.batches.final_batch_size, keep_last=False)
     with pytest.raises(error, match="nan") if error else nullcontext():
-        finetune.train_epoch(trainer, epochs, 0, validator, writers_of(trainer.run))
+        finetune.train_epoch(trainer, epochs, 0, validator, build_writers(trainer.run))
     assert any("the run goes on with the next data" in line for line in said) == (answer == "skip"), said
     assert list(tmp_path.glob("step-*/*")) or answer is None, "the evidence is kept"
 
@@ -341,7 +350,7 @@ def test_a_tiny_bert_learns_a_separable_task_and_is_loaded_again(tmp_path: Path)
         return done.stdout
 
     last = said(*learning).splitlines()[-1]
-    events = read_events(tmp_path / "out")
+    events = read_run_log_events(tmp_path / "out")
     assert [event["event"] for event in events][:2] == ["start", "steps"] and events[-1] | {"time": ""} == {
         "event": "end",
         "time": "",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed import DataError
-from megatron.tasks.glue import TASKS, accuracy, f1, matthews, pearson, read_glue, spearman, task_metrics
+from megatron.tasks.glue import TASKS, accuracy, f1, glue_metrics, matthews, pearson, read_glue_samples, spearman
 from tests.helpers.architecture import ROOT
 
 REAL = ROOT.parent / "shared/data/eval/mnli"
@@ -37,7 +37,7 @@ def table(folder: Path, text: str, name: str = "dev.tsv") -> Path:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_every_task_reads_its_published_table(tmp_path: Path, name: str) -> None:
-    (sample,) = read_glue(name, table(tmp_path, FILES[name] + "\n"))
+    (sample,) = read_glue_samples(name, table(tmp_path, FILES[name] + "\n"))
     assert sample.first == "It rains ."
     assert sample.second == ("It is wet ." if len(TASKS[name].texts) == 2 else None)
     assert sample.label == 1
@@ -46,7 +46,7 @@ def test_every_task_reads_its_published_table(tmp_path: Path, name: str) -> None
 
 def test_a_file_without_labels_is_read_without_labels(tmp_path: Path) -> None:
     text = "index\tpromptID\tpairID\tgenre\tp1\tp2\tp3\tp4\tsentence1\tsentence2\n3\ta\tb\tc\td\te\tf\tg\tOne .\tTwo ."
-    (sample,) = read_glue("MNLI", table(tmp_path, text))
+    (sample,) = read_glue_samples("MNLI", table(tmp_path, text))
     assert (sample.uid, sample.first, sample.second, sample.label) == ("3", "One .", "Two .", None)
 
 
@@ -60,7 +60,7 @@ def test_every_bad_line_is_named_with_what_was_expected(tmp_path: Path) -> None:
     ]
     path = table(tmp_path, "\n".join(lines))
     with pytest.raises(DataError) as caught:
-        read_glue("MNLI", path)
+        read_glue_samples("MNLI", path)
     said = str(caught.value)
     assert f"{path}:3: label 'maybe', expected one of contradiction, entailment, neutral" in said
     assert f"{path}:4: 2 columns, expected 12" in said
@@ -71,21 +71,21 @@ def test_every_bad_line_is_named_with_what_was_expected(tmp_path: Path) -> None:
 def test_numbers_outside_the_scale_are_named(tmp_path: Path) -> None:
     path = table(tmp_path, "sentence1\tsentence2\tscore\nA .\tB .\t2.75\nA .\tB .\t5.1\nA .\tB .\tnan\nA .\tB .\tmuch")
     with pytest.raises(DataError) as caught:
-        read_glue("STS-B", path)
+        read_glue_samples("STS-B", path)
     said = str(caught.value)
     assert all(
         f"{path}:{line}: label {word!r}, expected a number from 0 to 5" in said
         for line, word in ((3, "5.1"), (4, "nan"), (5, "much"))
     )
     assert f"{path}:2" not in said
-    (sample,) = read_glue("STS-B", table(tmp_path, "sentence1\tsentence2\tscore\nA .\tB .\t2.75", "one.tsv"))
+    (sample,) = read_glue_samples("STS-B", table(tmp_path, "sentence1\tsentence2\tscore\nA .\tB .\t2.75", "one.tsv"))
     assert sample.label == 2.75
 
 
 def test_missing_columns_are_named(tmp_path: Path) -> None:
     path = table(tmp_path, "index\tsentence1\tlabel\n1\tA\tneutral")
     with pytest.raises(DataError, match="needs the columns sentence2, and the header has: index, sentence1, label"):
-        read_glue("MNLI", path)
+        read_glue_samples("MNLI", path)
 
 
 @pytest.mark.parametrize(
@@ -94,15 +94,15 @@ def test_missing_columns_are_named(tmp_path: Path) -> None:
 def test_files_without_samples_are_refused(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "dev.tsv").write_bytes(content)
     with pytest.raises(DataError, match=said):
-        read_glue("MNLI", tmp_path / "dev.tsv")
+        read_glue_samples("MNLI", tmp_path / "dev.tsv")
     with pytest.raises(DataError, match="cannot be read"):
-        read_glue("MNLI", tmp_path / "other.tsv")
+        read_glue_samples("MNLI", tmp_path / "other.tsv")
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="the real rows are not beside this checkout")
 @pytest.mark.parametrize("name", ["train", "dev_matched", "dev_mismatched", "test_matched", "test_mismatched"])
 def test_the_real_rows_are_read(name: str) -> None:
-    samples = read_glue("MNLI", REAL / f"{name}.tsv")
+    samples = read_glue_samples("MNLI", REAL / f"{name}.tsv")
     assert all(sample.first and sample.second for sample in samples)
     assert all((sample.label is None) == name.startswith("test") for sample in samples)
 
@@ -119,7 +119,7 @@ def test_metrics_are_those_of_their_definitions() -> None:
         hits = sum(a * b for a, b in pairs)
         precision, recall = (hits / sum(side) if sum(side) else 0.0 for side in (found, true))
         assert f1(pairs) == pytest.approx(2 * precision * recall / (precision + recall) if hits else 0.0)
-    assert task_metrics(TASKS["CoLA"], [(1, 1), (0, 0)]) == {"matthews": 1.0, "accuracy": 1.0}
+    assert glue_metrics(TASKS["CoLA"], [(1, 1), (0, 0)]) == {"matthews": 1.0, "accuracy": 1.0}
 
 
 @pytest.mark.parametrize("tied", [False, True])

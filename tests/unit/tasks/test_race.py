@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.core.datasets.indexed import DataError
-from megatron.tasks.race import question_with_answer, read_race
+from megatron.tasks.race import question_with_answer, read_race_questions
 from tests.helpers.architecture import ROOT
 
 REAL = ROOT.parent / "shared/data/eval/race_dev"
@@ -31,7 +31,7 @@ def write(folder: Path, *contents: Any, name: str = "1.txt") -> Path:
 
 
 def test_a_passage_becomes_its_questions(tmp_path: Path) -> None:
-    first, second = read_race(write(tmp_path, PASSAGE))
+    first, second = read_race_questions(write(tmp_path, PASSAGE))
     assert (
         first.answers == ("What fell ? rain", "What fell ? snow", "What fell ? ash", "What fell ? leaves")
         and first.label == 0
@@ -55,7 +55,7 @@ def test_all_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:
     ]
     folder = write(tmp_path, PASSAGE, *bad)
     with pytest.raises(DataError) as caught:
-        read_race(folder)
+        read_race_questions(folder)
     said = str(caught.value)
     path = folder / "1.txt"
     for line, words in (
@@ -72,12 +72,12 @@ def test_all_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:
 
 def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no folder with .txt files"):
-        read_race(tmp_path)
+        read_race_questions(tmp_path)
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="the real rows are not beside this checkout")
 def test_the_real_rows_are_read() -> None:
-    questions = read_race(REAL)
+    questions = read_race_questions(REAL)
     assert len(questions) == sum(
         len(json.loads(path.read_text(encoding="utf-8"))["questions"]) for path in REAL.glob("*.txt")
     )

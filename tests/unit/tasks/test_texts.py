@@ -12,9 +12,9 @@ from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets.indexed import DataError
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import ByteTokenizer, build_tokenizer
-from megatron.tasks.glue import Text
-from megatron.tasks.race import Question
-from megatron.tasks.texts import ChoiceSamples, PairSamples, TextPairTokenizer, truncation_warning
+from megatron.tasks.glue import GlueSample
+from megatron.tasks.race import RaceQuestion
+from megatron.tasks.texts import MultipleChoiceSamples, PairSamples, TextPairTokenizer, truncation_warning
 from tests.helpers.architecture import ROOT
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -39,17 +39,17 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> object:
     return transformers.BertTokenizer.from_pretrained(folder, do_lower_case=True)
 
 
-def texts() -> list[Text]:
+def texts() -> list[GlueSample]:
     """The pairs as samples of two classes."""
     return [
-        Text(str(number), first, second, number, f"dev.tsv:{number + 2}")
+        GlueSample(str(number), first, second, number, f"dev.tsv:{number + 2}")
         for number, (first, second) in enumerate(PAIRS)
     ]
 
 
 @pytest.mark.parametrize("second", [True, False])
 def test_rows_are_those_of_transformers(tokenizer: Tokenizer, theirs: object, second: bool) -> None:
-    given = texts() if second else [Text(text.uid, text.first, None, text.label, text.place) for text in texts()]
+    given = texts() if second else [GlueSample(text.uid, text.first, None, text.label, text.place) for text in texts()]
     samples = PairSamples(given, TextPairTokenizer(tokenizer, 24))
     for number, text in enumerate(given):
         expected = theirs(text.first, text.second, padding="max_length", max_length=24, return_tensors="np")
@@ -70,15 +70,15 @@ def test_a_tokenizer_that_frames_texts_gives_the_rows_of_one_that_does_not(
     theirs.save_pretrained(tmp_path)
     framing = build_tokenizer(TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
     assert framing.tokenize("rain")[0] == tokenizer.cls and framing.tokenize("rain")[-1] == tokenizer.sep
-    pairs, question = texts(), Question("q", "It rained .", ("What fell ? rain", "What fell ? snow"), 0, "1.txt:1")
+    pairs, question = texts(), RaceQuestion("q", "It rained .", ("What fell ? rain", "What fell ? snow"), 0, "1.txt:1")
     for given in (
         PairSamples(pairs, TextPairTokenizer(framing, 24)),
-        ChoiceSamples([question], TextPairTokenizer(framing, 24)),
+        MultipleChoiceSamples([question], TextPairTokenizer(framing, 24)),
     ):
         expected = (
             PairSamples(pairs, TextPairTokenizer(tokenizer, 24))
             if isinstance(given, PairSamples)
-            else ChoiceSamples([question], TextPairTokenizer(tokenizer, 24))
+            else MultipleChoiceSamples([question], TextPairTokenizer(tokenizer, 24))
         )
         for number in range(len(given)):
             found, wanted = given[number], expected[number]
@@ -90,7 +90,7 @@ def test_a_tokenizer_that_frames_texts_gives_the_rows_of_one_that_does_not(
 
 
 def test_a_sample_without_a_label_has_no_loss(tokenizer: Tokenizer) -> None:
-    sample = PairSamples([Text("0", "a", "b", None, "x:1")], TextPairTokenizer(tokenizer, 8))[0]
+    sample = PairSamples([GlueSample("0", "a", "b", None, "x:1")], TextPairTokenizer(tokenizer, 8))[0]
     assert sample["loss_mask"].tolist() == [0.0]
 
 
@@ -109,10 +109,10 @@ def test_what_is_too_long_loses_its_end_and_is_named(tokenizer: Tokenizer) -> No
 
 
 def test_answers_share_their_article_and_missing_ones_have_no_chance(tokenizer: Tokenizer) -> None:
-    question = Question(
+    question = RaceQuestion(
         "q", "It rained all day .", ("What fell ? rain", "What fell ? snow", "What fell ? ash"), 2, "1.txt:1"
     )
-    sample = ChoiceSamples([question], TextPairTokenizer(tokenizer, 32))[0]
+    sample = MultipleChoiceSamples([question], TextPairTokenizer(tokenizer, 32))[0]
     assert sample["tokens"].shape == sample["types"].shape == sample["padding_mask"].shape == (4, 32)
     assert sample["choices"].tolist() == [0.0, 0.0, 0.0, -np.inf] and sample["labels"].tolist() == [2]
     for row, answer in enumerate(question.answers):
@@ -128,8 +128,8 @@ def test_answers_share_their_article_and_missing_ones_have_no_chance(tokenizer: 
 
 
 def test_a_long_question_leaves_room_for_the_article(tokenizer: Tokenizer) -> None:
-    question = Question("q", "wet", ("rain " * 300, "snow"), 0, "1.txt:1")
-    sample = ChoiceSamples([question], TextPairTokenizer(tokenizer, 200))[0]
+    question = RaceQuestion("q", "wet", ("rain " * 300, "snow"), 0, "1.txt:1")
+    sample = MultipleChoiceSamples([question], TextPairTokenizer(tokenizer, 200))[0]
     first = sample["types"][0].tolist()
     assert sum(1 for kind, mask in zip(first, sample["padding_mask"][0]) if kind == 0 and mask) == 128 + 2
 

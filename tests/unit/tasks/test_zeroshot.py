@@ -18,13 +18,13 @@ from tokenizers import processors
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.marks import ids_without_special_tokens
+from megatron.core.datasets.marks import encode_without_special_tokens
 from megatron.core.parallel.mesh import Axis
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer, build_tokenizer
-from megatron.evaluation.likelihood import Request, argmax_ids
+from megatron.evaluation.likelihood import LoglikelihoodRequest, argmax_token_ids
 from megatron.tasks import zeroshot
-from megatron.tasks.detokenize import detokenize_text
-from megatron.tasks.zeroshot import Text, TokenWindows, read_passages, read_text
+from megatron.tasks.detokenize import detokenize_corpus_text
+from megatron.tasks.zeroshot import PerplexityText, TokenWindows, read_lambada_passages, read_perplexity_text
 from megatron.training.trainer import Trainer, build_trainer
 from tests.helpers import tiny
 from tests.helpers.architecture import ROOT
@@ -33,7 +33,7 @@ from tests.helpers.world import Worlds
 from tests.parity.test_published import ours_and_theirs
 
 IDS = np.random.default_rng(4).integers(0, tiny.VOCABULARY, 61).tolist()
-PASSAGES = [Request(tuple(IDS[i : i + 5 + i % 7]), tuple(IDS[i + 20 : i + 21 + i % 3])) for i in range(13)]
+PASSAGES = [LoglikelihoodRequest(tuple(IDS[i : i + 5 + i % 7]), tuple(IDS[i + 20 : i + 21 + i % 3])) for i in range(13)]
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -64,14 +64,14 @@ def scored(changes: dict[str, Any], task: str) -> list[float]:
     """On every rank: the scores of the tiny GPT."""
     size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     run = tiny.run_of(tiny.config(size, openai_gelu=True, micro_batch_size=2, **changes))
-    return scores_of(build_trainer(run, tiny.gpt, zeroshot.perplexity_step), task)
+    return scores_of(build_trainer(run, tiny.gpt, zeroshot.perplexity_forward_step), task)
 
 
 def scores_of(trainer: Trainer, task: str) -> list[float]:
     """The scores of the task's small data: a mean loss; or of every last word whether it is right, and its log-likelihood."""
     if task == "perplexity":
         return [
-            zeroshot.mean_score(
+            zeroshot.mean_window_loss(
                 trainer, TokenWindows(IDS, length=trainer.run.config.train.seq_length, stride=5, fill=0)
             )
         ]
@@ -111,7 +111,7 @@ def theirs(published: Any, task: str, length: int) -> list[float]:
 @pytest.mark.parametrize("task", ["perplexity", "last words"])
 def test_scores_are_those_of_the_published_model(task: str) -> None:
     trainer, published = ours_and_theirs("gpt2", "fp32", micro_batch_size=2)
-    trainer.forward_step = zeroshot.perplexity_step
+    trainer.forward_step = zeroshot.perplexity_forward_step
     expected = theirs(published.eval(), task, trainer.run.config.train.seq_length)
     assert scores_of(trainer, task) == pytest.approx(expected, rel=1e-5)
 
@@ -127,7 +127,7 @@ def test_a_right_word_counts() -> None:
                 word.append(int(published(torch.tensor([beginning + word])).logits[0, -1].argmax()))
         if number % 3:
             word[1] = (word[1] + 1) % tiny.VOCABULARY
-        passages.append(Request(tuple(beginning), tuple(word)))
+        passages.append(LoglikelihoodRequest(tuple(beginning), tuple(word)))
     answers = zeroshot.score_last_words(trainer, passages)
     assert [answer.greedy for answer in answers] == [number % 3 == 0 for number in range(9)]
     found = zeroshot.last_word_metrics(answers)
@@ -163,7 +163,7 @@ def test_layouts_give_the_serial_score(world: Worlds, ranks: int, changes: dict[
 
 def test_passages_are_asked_in_batches_of_about_their_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     run = tiny.run_of(tiny.config(1, micro_batch_size=4, seq_length=64, max_position_embeddings=64))
-    trainer, asked = build_trainer(run, tiny.gpt, zeroshot.perplexity_step), []
+    trainer, asked = build_trainer(run, tiny.gpt, zeroshot.perplexity_forward_step), []
     plain = trainer.stages[0].forward
     monkeypatch.setattr(
         trainer.stages[0], "forward", lambda **given: (asked.append(tuple(given["ids"].shape)), plain(**given))[1]
@@ -179,15 +179,15 @@ def test_the_likeliest_id_is_never_one_of_the_padding() -> None:
     logits = torch.zeros(2, 3, 8)
     logits[..., 6:] = 5.0
     logits[0, 1, 4] = 1.0
-    found = argmax_ids(logits, Axis("tp"), 6)
+    found = argmax_token_ids(logits, Axis("tp"), 6)
     assert found.tolist() == [[0, 4, 0], [0, 0, 0]]
 
 
 def test_published_text_is_written_as_people_write_it() -> None:
     text = ' = Robert = \n He had a guest @-@ starring role , in the 1 @,@ 000 m ( 3 @.@ 5 ft ) race ; " so " he \'s told . \n'
     expected = ' = Robert =\nHe had a guest-starring role, in the 1,000 m (3.5 ft) race; "so" he\'s told.\n'
-    assert detokenize_text(text, "data/wiki.test.tokens") == expected
-    assert detokenize_text(text, "data/other.txt") == text
+    assert detokenize_corpus_text(text, "data/wiki.test.tokens") == expected
+    assert detokenize_corpus_text(text, "data/other.txt") == text
 
 
 def test_wikitext_is_rewritten_one_step_after_the_other_as_megatron_does() -> None:
@@ -211,11 +211,11 @@ def test_wikitext_is_rewritten_one_step_after_the_other_as_megatron_does() -> No
     )
     for _ in range(3000):
         text = "".join(random.choice(pieces, random.randint(1, 25)))
-        assert detokenize_text(text, "wiki") == one_by_one(text), repr(text)
-    assert detokenize_text("1 , 000 . ; b . c", "wiki") == "1, 000 .; b. c", (
+        assert detokenize_corpus_text(text, "wiki") == one_by_one(text), repr(text)
+    assert detokenize_corpus_text("1 , 000 . ; b . c", "wiki") == "1, 000 .; b. c", (
         "a space that one step took is not there for the next"
     )
-    assert detokenize_text("it 's $ N of N points \n they do n't", "ptb") == "it's $1 of1 points\nthey don't"
+    assert detokenize_corpus_text("it 's $ N of N points \n they do n't", "ptb") == "it's $1 of1 points\nthey don't"
 
 
 def one_by_one(text: str) -> str:
@@ -261,13 +261,13 @@ def one_by_one(text: str) -> str:
 def test_words_of_the_published_file_are_counted_before_it_is_rewritten(tmp_path: Path) -> None:
     path = tmp_path / "wiki.txt"
     path.write_text("one @-@ two three", encoding="utf-8")
-    text = read_text(str(path), ByteTokenizer(), length=8, stride=4)
+    text = read_perplexity_text(str(path), ByteTokenizer(), length=8, stride=4)
     assert text.original_words == 4 and bytes(text.windows.ids.tolist()) == b"one-two three"
 
 
 def test_perplexities_are_those_of_the_definition() -> None:
-    text = Text(TokenWindows(list(range(11)), length=8, stride=8, fill=0), original_words=6)
-    found = zeroshot.perplexities(2.0, text)
+    text = PerplexityText(TokenWindows(list(range(11)), length=8, stride=8, fill=0), original_words=6)
+    found = zeroshot.perplexity_metrics(2.0, text)
     assert found == {
         "avg loss": 2.0,
         "ppl": pytest.approx(math.e**2),
@@ -279,9 +279,9 @@ def test_perplexities_are_those_of_the_definition() -> None:
 def test_strict_passages_end_with_the_whole_last_word(tmp_path: Path) -> None:
     path = tmp_path / "lambada.jsonl"
     path.write_text(json.dumps({"text": "He sat on the old chair"}) + "\n", encoding="utf-8")
-    (strict,) = read_passages([str(path)], ByteTokenizer(), length=64, strict=True)
+    (strict,) = read_lambada_passages([str(path)], ByteTokenizer(), length=64, strict=True)
     assert (bytes(strict.context), bytes(strict.continuation)) == (b"He sat on the old", b" chair")
-    (loose,) = read_passages([str(path)], ByteTokenizer(), length=64, strict=False)
+    (loose,) = read_lambada_passages([str(path)], ByteTokenizer(), length=64, strict=False)
     assert (bytes(loose.context), bytes(loose.continuation)) == (b"He sat on the old chai", b"r")
 
 
@@ -301,9 +301,12 @@ def test_what_a_tokenizer_puts_around_texts_is_never_the_word_to_predict(tmp_pat
     tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(model)))
     opening = [tokenizer.bos] * (kind != "GPTSentencePieceTokenizer")
     for strict in (True, False):
-        (passage,) = read_passages([str(path)], tokenizer, length=64, strict=strict)
+        (passage,) = read_lambada_passages([str(path)], tokenizer, length=64, strict=strict)
         beginning, word = passage.context, list(passage.continuation)
-        assert [*beginning, *word] == [*opening, *ids_without_special_tokens(tokenizer, ["He sat on the old chair"])[0]]
+        assert [*beginning, *word] == [
+            *opening,
+            *encode_without_special_tokens(tokenizer, ["He sat on the old chair"])[0],
+        ]
         assert tokenizer.detokenize(word).strip() == "chair" if strict else len(word) == 1
         assert word[-1] not in tokenizer.special_ids
 
@@ -312,7 +315,7 @@ def test_every_bad_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "lambada.jsonl"
     path.write_text('{"text": "1 2 3"}\nnot json\n{"other": 1}\n{"text": "5"}\n', encoding="utf-8")
     with pytest.raises(DataError) as caught:
-        read_passages([str(path)], NullTokenizer(9), length=8, strict=True)
+        read_lambada_passages([str(path)], NullTokenizer(9), length=8, strict=True)
     assert all(f"{path}:{number}: " in str(caught.value) for number in (2, 3, 4))
 
 
@@ -324,4 +327,4 @@ def test_a_text_that_cannot_be_scored_is_named(tmp_path: Path, content: bytes | 
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(DataError, match=said):
-        read_text(str(path), ByteTokenizer(), length=8, stride=4)
+        read_perplexity_text(str(path), ByteTokenizer(), length=8, stride=4)

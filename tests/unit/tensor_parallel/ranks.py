@@ -16,15 +16,21 @@ from megatron.core.kernels import linear_loss
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import FusedSegment, local_shards, normal_initializer, set_global_names, spec_of
-from megatron.core.tensor_parallel.embedding import PositionEmbedding, VocabEmbedding, vocabulary_spec
-from megatron.core.tensor_parallel.entropy import linear_entropy
-from megatron.core.tensor_parallel.linear import ColumnLinear, RowLinear
-from megatron.core.tensor_parallel.loss import cross_entropy, linear_cross_entropy
+from megatron.core.parallel.rng import materialize_parameters
+from megatron.core.parallel.spec import (
+    FusedSegment,
+    local_shards,
+    normal_initializer,
+    param_spec_of,
+    set_global_param_names,
+)
+from megatron.core.tensor_parallel.embedding import PositionEmbedding, VocabParallelEmbedding, vocabulary_matrix_spec
+from megatron.core.tensor_parallel.entropy import vocab_parallel_entropy
+from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.loss import fused_linear_cross_entropy, vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.norm import Norm
 from megatron.core.tensor_parallel.overlapped_matmul import OverlappedMatmuls
-from megatron.core.tensor_parallel.region import Region
+from megatron.core.tensor_parallel.region import TensorParallelRegion
 from megatron.training.step import train_step
 from tests.helpers import tiny
 
@@ -46,11 +52,11 @@ def data(name: str, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 class TwoMatrices(nn.Module):
     """Column, activation, row, between regions; gated: two parts."""
 
-    def __init__(self, mesh: Mesh, region: Region, *, gated: bool, bias: bool) -> None:
+    def __init__(self, mesh: Mesh, region: TensorParallelRegion, *, gated: bool, bias: bool) -> None:
         super().__init__()
         common = {"init": normal_initializer(0.5), "region": region, "mesh": mesh, "dtype": torch.float64, "bias": bias}
-        self.up = ColumnLinear(H, (FusedSegment(F_SIZE),) * (2 if gated else 1), **common)
-        self.down = RowLinear(F_SIZE, H, **common)
+        self.up = ColumnParallelLinear(H, (FusedSegment(F_SIZE),) * (2 if gated else 1), **common)
+        self.down = RowParallelLinear(F_SIZE, H, **common)
         self.gated = gated
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,11 +72,11 @@ class TwoMatrices(nn.Module):
 class Embeddings(nn.Module):
     """Ids and positions to vectors, then a norm between regions."""
 
-    def __init__(self, mesh: Mesh, region: Region, *, normalization: str, one_plus: bool) -> None:
+    def __init__(self, mesh: Mesh, region: TensorParallelRegion, *, normalization: str, one_plus: bool) -> None:
         super().__init__()
         padded = -(-V // (4 * region.axis.size)) * 4 * region.axis.size
-        self.words = VocabEmbedding(
-            vocabulary_spec(V, padded, H, normal_initializer(1.0)), region=region, mesh=mesh, dtype=torch.float64
+        self.words = VocabParallelEmbedding(
+            vocabulary_matrix_spec(V, padded, H, normal_initializer(1.0)), region=region, mesh=mesh, dtype=torch.float64
         )
         self.places = PositionEmbedding(
             S + 2, H, init=normal_initializer(1.0), region=region, mesh=mesh, dtype=torch.float64
@@ -101,15 +107,15 @@ def run_module(
     A gradient has its whole shape, with nan where this rank holds nothing.
     """
     mesh = here(tp)
-    region = Region(mesh.tp, sequence_parallel, overlapped=overlapped)
+    region = TensorParallelRegion(mesh.tp, sequence_parallel, overlapped=overlapped)
     module = MODULES[name](mesh, region)
-    set_global_names(module)
-    materialize(module, mesh, seed=1)
+    set_global_param_names(module)
+    materialize_parameters(module, mesh, seed=1)
     with torch.no_grad():  # biases at zero would hide how often they are added
         for path, param in module.named_parameters():
             if "bias" in path:
-                for piece in local_shards(spec_of(param), mesh):
-                    param[piece.local.slices()] = data(path, *spec_of(param).shape)[piece.box.slices()]
+                for piece in local_shards(param_spec_of(param), mesh):
+                    param[piece.local.slices()] = data(path, *param_spec_of(param).shape)[piece.box.slices()]
     whole = data("x", S, B, H)
     x = (collectives.local_chunk(whole, mesh.tp) if sequence_parallel else whole.clone()).requires_grad_()
     y = module(x)
@@ -118,7 +124,7 @@ def run_module(
     outside = collectives.all_gather if sequence_parallel else lambda tensor, axis: tensor
     found = {}
     for path, param in module.named_parameters():
-        spec = spec_of(param)
+        spec = param_spec_of(param)
         gradient = collectives.all_reduce(param.grad, mesh.tp) if "tp" in spec.sum_over else param.grad
         found[path] = torch.full(spec.shape, float("nan"), dtype=gradient.dtype)
         for piece in local_shards(spec, mesh):
@@ -133,7 +139,7 @@ def run_loss(tp: int, padded: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     whole = 4 * data("logits", S, B, padded, dtype=torch.float64)
     logits = whole.chunk(tp, dim=-1)[mesh.tp.rank].to(dtype).contiguous().requires_grad_()
     targets = (data("targets", S, B) * 10).long().remainder(V)
-    losses = cross_entropy(logits * 1.0, targets, mesh.tp, V)
+    losses = vocab_parallel_cross_entropy(logits * 1.0, targets, mesh.tp, V)
     (losses * data("weights", S, B)).sum().backward()
     return losses.detach(), logits.grad
 
@@ -145,7 +151,7 @@ def run_linear_loss(
     first, and each its own the second time; the gradients are the sum of both.
     """
     mesh = here(tp)
-    region = Region(mesh.tp, sequence_parallel)
+    region = TensorParallelRegion(mesh.tp, sequence_parallel)
     states = region.scatter_to_sequence(data("states", S, B, H)).clone().requires_grad_()
     weight, bias = (
         data(name, padded, *shape).chunk(tp)[mesh.tp.rank].clone().requires_grad_()
@@ -155,8 +161,8 @@ def run_linear_loss(
     if ignored:
         targets[::2] = -1
     for weights in (1.5, data("weights", S, B)):
-        losses = linear_cross_entropy(
-            linear_loss.linear_cross_entropy, states, weight, bias, targets, region=region, true_vocab_size=V
+        losses = fused_linear_cross_entropy(
+            linear_loss.blockwise_linear_cross_entropy, states, weight, bias, targets, region=region, true_vocab_size=V
         )
         (losses * weights).sum().backward()
     whole = collectives.all_gather(states.grad, mesh.tp) if sequence_parallel else states.grad
@@ -168,13 +174,15 @@ def run_entropy(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Entropies [S, B] of fixed states, and the gradients of their weighed sum: of all states, whole; of this rank's words and biases."""
     mesh = here(tp)
-    region = Region(mesh.tp, sequence_parallel)
+    region = TensorParallelRegion(mesh.tp, sequence_parallel)
     states = region.scatter_to_sequence(data("states", S, B, H)).clone().requires_grad_()
     weight, bias = (
         data(name, padded, *shape).chunk(tp)[mesh.tp.rank].clone().requires_grad_()
         for name, shape in (("words", (H,)), ("biases", ()))
     )
-    found = linear_entropy(states, weight, bias, region=region, true_vocab_size=V, softcap=softcap, factor=1 / 0.7)
+    found = vocab_parallel_entropy(
+        states, weight, bias, region=region, true_vocab_size=V, softcap=softcap, factor=1 / 0.7
+    )
     (found * data("weights", S, B)).sum().backward()
     assert states.grad is not None and weight.grad is not None and bias.grad is not None
     whole = collectives.all_gather(states.grad, mesh.tp) if sequence_parallel else states.grad
@@ -184,7 +192,7 @@ def run_entropy(
 def collectives_of_a_step(changes: dict[str, Any]) -> int:
     """How many collectives this rank begins in the second step of a tiny run."""
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(dist.get_world_size(), **changes)))
-    train_step(trainer, tiny.batches(trainer.run, 0))
+    train_step(trainer, tiny.short_run_batches(trainer.run, 0))
     before = sum(trainer.run.mesh.flight_recorder.counts.values())
-    train_step(trainer, tiny.batches(trainer.run, 1))
+    train_step(trainer, tiny.short_run_batches(trainer.run, 1))
     return sum(trainer.run.mesh.flight_recorder.counts.values()) - before

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron.core.parallel.mesh import Axis
 from megatron.core.tensor_parallel import entropy
-from megatron.core.tensor_parallel.region import Region
+from megatron.core.tensor_parallel.region import TensorParallelRegion
 from tests.helpers.world import Worlds
 from tests.unit.tensor_parallel import ranks
 from tests.unit.tensor_parallel.ranks import B, H, S, V, data
@@ -52,5 +52,7 @@ def test_nothing_of_the_size_of_the_vocabulary_is_kept() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        found = entropy.linear_entropy(states, words, None, region=Region(Axis("tp")), true_vocab_size=1000)
+        found = entropy.vocab_parallel_entropy(
+            states, words, None, region=TensorParallelRegion(Axis("tp")), true_vocab_size=1000
+        )
     assert found.shape == (2048, 1) and max(tensor.numel() for tensor in kept) <= 2048 * 4

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from torch.testing import assert_close
 
-from megatron.core.parallel.device import missing_compiler
+from megatron.core.parallel.device import missing_compiler_reason
 from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.tensor_parallel import graph_linear
-from megatron.training.accelerate.compile import Compiler
+from megatron.training.accelerate.compile import LayerCompiler
 from tests.helpers import tiny
 from tests.helpers.training import train_on
 from tests.parity.table import MODELS
@@ -41,8 +41,8 @@ class Two(nn.Module):
         self.sums = [MainGrad(torch.ones(one.shape, dtype=sums)) for one in (self.up, self.down)]
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = nn.functional.gelu(graph_linear.linear(x, self.up, self.bias, self.sums[0]))
-        return graph_linear.linear(hidden, self.down, None, self.sums[1])
+        hidden = nn.functional.gelu(graph_linear.linear_into_main_grad(x, self.up, self.bias, self.sums[0]))
+        return graph_linear.linear_into_main_grad(hidden, self.down, None, self.sums[1])
 
     def by_autograd(self, x: Tensor) -> Tensor:
         return nn.functional.linear(nn.functional.gelu(nn.functional.linear(x, self.up, self.bias)), self.down)
@@ -89,7 +89,7 @@ def test_the_operations_are_what_they_say() -> None:
 def test_every_matrix_of_a_compiled_layer_adds_its_own_gradient() -> None:
     changes = {**MODELS["llama"], "compile": True, "compile_backend": "aot_eager", "num_layers": 2}
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(**changes), CPU))
-    Compiler(trainer)
+    LayerCompiler(trainer)
     breaks = torch._dynamo.utils.counters["graph_break"].copy()
     train_on(trainer, 1)
     assert torch._dynamo.utils.counters["graph_break"] == breaks
@@ -102,7 +102,7 @@ def test_every_matrix_of_a_compiled_layer_adds_its_own_gradient() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(bool(missing_compiler(CPU)), reason="inductor needs a compiler")
+@pytest.mark.skipif(bool(missing_compiler_reason(CPU)), reason="inductor needs a compiler")
 def test_inductors_code_copies_no_main_gradient() -> None:
     two = Two(torch.float32, torch.float32)
     compiled = torch.compile(two, fullgraph=True)

@@ -12,20 +12,20 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
-from megatron.core.kernels.low_precision.fp8 import FusedRounding
-from megatron.core.kernels.low_precision.recipes import recipe_of
+from megatron.core.kernels.low_precision.fp8 import FusedQuantizeKernels
+from megatron.core.kernels.low_precision.recipes import low_precision_recipe_of
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tensor_parallel import graph_low_linear
 from megatron.core.tensor_parallel.low_precision import (
-    LowLinearOptions,
-    LowPrecision,
-    Scaling,
-    histories_of,
-    low_linear,
-    open_step,
+    LowPrecisionLinearOptions,
+    LowPrecisionScaling,
+    LowPrecisionSetup,
+    begin_low_precision_step,
+    delayed_scalings_by_layer,
+    low_precision_linear,
 )
-from megatron.training.accelerate.compile import Compiler
+from megatron.training.accelerate.compile import LayerCompiler
 from tests.helpers import tiny
 from tests.helpers.training import train_on
 from tests.helpers.triton_interpreter import interpreted, needs_triton
@@ -51,7 +51,7 @@ def forget() -> Iterator[None]:
 class Matrix(nn.Module):
     """A weight and its scales, as layers have them."""
 
-    def __init__(self, weight: Tensor, scaling: Scaling) -> None:
+    def __init__(self, weight: Tensor, scaling: LowPrecisionScaling) -> None:
         super().__init__()
         self.weight, self.scaling = nn.Parameter(weight), scaling
 
@@ -59,15 +59,15 @@ class Matrix(nn.Module):
 class Two(nn.Module):
     """Two layers of low precision with a GELU between."""
 
-    def __init__(self, kernels: FusedRounding | None = None, **settings: Any) -> None:
+    def __init__(self, kernels: FusedQuantizeKernels | None = None, **settings: Any) -> None:
         super().__init__()
         draw, mesh = torch.Generator().manual_seed(0), Mesh.single_process(CPU)
-        recipe = recipe_of(LowPrecisionConfig(**settings), CPU)
+        recipe = low_precision_recipe_of(LowPrecisionConfig(**settings), CPU)
         assert recipe is not None
         recipe = replace(recipe, kernels=kernels)
-        low = LowPrecision(recipe, mesh, RandomStreams.build(mesh, 3))
+        low = LowPrecisionSetup(recipe, mesh, RandomStreams.build(mesh, 3))
         self.up, self.down = (
-            Matrix(torch.randn(shape, generator=draw), Scaling(low, shared=mesh.tp_cp, cut=mesh.tp))
+            Matrix(torch.randn(shape, generator=draw), LowPrecisionScaling(low, shared=mesh.tp_cp, cut=mesh.tp))
             for shape in ((64, 32), (32, 64))
         )
         self.bias = nn.Parameter(torch.randn(64, generator=draw))
@@ -77,7 +77,7 @@ class Two(nn.Module):
         return multiply(hidden, self.down.weight, None, self.down.scaling)
 
     @property
-    def scalings(self) -> list[Scaling]:
+    def scalings(self) -> list[LowPrecisionScaling]:
         """Those of both layers."""
         return [self.up.scaling, self.down.scaling]
 
@@ -85,8 +85,8 @@ class Two(nn.Module):
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Any) -> Tensor:
     """A layer's product, as it is called within a graph and outside of one."""
     if torch.compiler.is_compiling():
-        return graph_low_linear.multiply(x, weight, bias, scaling)
-    return low_linear(x, weight, bias, LowLinearOptions(scaling))
+        return graph_low_linear.compiled_low_precision_linear(x, weight, bias, scaling)
+    return low_precision_linear(x, weight, bias, LowPrecisionLinearOptions(scaling))
 
 
 def train(two: Two, call: Any, *, weights_stay: bool) -> list[Tensor]:
@@ -94,13 +94,13 @@ def train(two: Two, call: Any, *, weights_stay: bool) -> list[Tensor]:
     draw, found = torch.Generator().manual_seed(1), []
     for _ in range(2):
         two.zero_grad()
-        open_step([two], weights_stay=weights_stay, weights_wait=False)
+        begin_low_precision_step([two], weights_stay=weights_stay, weights_wait=False)
         given = [torch.randn(6, 4, 32, generator=draw).requires_grad_() for _ in range(2)]
         outputs = [call(x) for x in given]
         for output in outputs:
             output.square().sum().backward()
         assert all(scaling.caches == weights_stay == bool(scaling.cached) for scaling in two.scalings)
-        Scaling.after_step(two.scalings, stepped=True)
+        LowPrecisionScaling.after_step(two.scalings, stepped=True)
         with torch.no_grad():
             for one in two.parameters():
                 one -= 1e-3 * one.grad
@@ -116,7 +116,7 @@ def test_a_graph_has_the_results_and_leaves_the_scales_of_the_layer_without_a_co
 ) -> None:
     plain, two = Two(**RECIPES[name]), Two(**RECIPES[name])
     for scaling in two.scalings:
-        graph_low_linear.enter_graphs(scaling)
+        graph_low_linear.assign_graph_handle(scaling)
     compiled = torch.compile(two, backend="aot_eager", fullgraph=True)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     found = train(two, compiled, weights_stay=weights_stay)
@@ -128,10 +128,10 @@ def test_a_graph_has_the_results_and_leaves_the_scales_of_the_layer_without_a_co
 def demand_as_told(two: Two) -> None:
     """Compare the operations with what the compiler is told of them: shapes, dtypes and strides."""
     scaling, tests = two.scalings[0], ("test_faketensor",)
-    assert isinstance(scaling, Scaling)
-    graph_low_linear.enter_graphs(scaling)
+    assert isinstance(scaling, LowPrecisionScaling)
+    graph_low_linear.assign_graph_handle(scaling)
     x, weight = torch.randn(6, 4, 32), two.up.weight.detach()
-    given = (x, weight, *graph_low_linear.operands_of(scaling, x.dtype))
+    given = (x, weight, *graph_low_linear.low_precision_op_arguments(scaling, x.dtype))
     torch.library.opcheck(torch.ops.megatron.low_multiply.default, given, test_utils=tests)
     _, kept, scales = torch.ops.megatron.low_multiply(*given)
     learned = (kept, scales) if kept.numel() else (x, None)
@@ -154,14 +154,14 @@ def test_so_they_do_with_kernels_that_round(name: str) -> None:
 def test_layers_of_a_network_share_one_graph() -> None:
     changes = {"fp8_format": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 2, "num_layers": 3}
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(**changes, compile=True, compile_backend="aot_eager"), CPU))
-    Compiler(trainer)
+    LayerCompiler(trainer)
     counters = torch._dynamo.utils.counters
     graphs, breaks = counters["stats"]["unique_graphs"], counters["graph_break"].copy()
     losses, _ = train_on(trainer, 2)
     assert counters["graph_break"] == breaks and counters["stats"]["unique_graphs"] == graphs + 1
     plain = tiny.trainer_of(tiny.run_of(tiny.config(**changes), CPU))
     assert_close(losses, train_on(plain, 2)[0], rtol=1e-5, atol=1e-5)
-    histories, expected = histories_of(trainer.stages), histories_of(plain.stages)
+    histories, expected = delayed_scalings_by_layer(trainer.stages), delayed_scalings_by_layer(plain.stages)
     assert list(histories) == list(expected) and len(histories) == 12
     for name, scaling in expected.items():
         assert_close(histories[name].history, scaling.history, rtol=1e-5, atol=1e-7)

@@ -12,7 +12,7 @@ from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.mesh import Axis
 from megatron.core.tensor_parallel.norm import Norm
 from megatron.core.tensor_parallel.overlapped_matmul import OverlappedMatmuls
-from megatron.core.tensor_parallel.region import Region
+from megatron.core.tensor_parallel.region import TensorParallelRegion
 from tests.helpers.world import Worlds
 from tests.unit.tensor_parallel import ranks
 from tests.unit.tensor_parallel.ranks import H, S, V, data
@@ -63,9 +63,9 @@ def compare_with_one_rank(world: Worlds, name: str, tp: int, *settings: bool | O
 def test_on_one_rank_the_layers_are_torchs_linear() -> None:
     output, input_gradient, gradients = ranks.run_module("mlp", 1, False)
     weights = {}
-    module = ranks.MODULES["mlp"](ranks.here(1), Region(Axis("tp")))
-    ranks.set_global_names(module)
-    ranks.materialize(module, ranks.here(1), seed=1)
+    module = ranks.MODULES["mlp"](ranks.here(1), TensorParallelRegion(Axis("tp")))
+    ranks.set_global_param_names(module)
+    ranks.materialize_parameters(module, ranks.here(1), seed=1)
     for path, param in module.named_parameters():
         weights[path] = (data(path, *param.shape) if "bias" in path else param.detach()).clone().requires_grad_()
     x = data("x", S, ranks.B, H).requires_grad_()
@@ -81,9 +81,9 @@ def test_on_one_rank_the_layers_are_torchs_linear() -> None:
 
 def test_a_norm_of_one_plus_starts_as_the_norm_itself() -> None:
     output, _, _ = ranks.run_module("rmsnorm", 1, False)
-    module = ranks.MODULES["rmsnorm"](ranks.here(1), Region(Axis("tp")))
-    ranks.set_global_names(module)
-    ranks.materialize(module, ranks.here(1), seed=1)
+    module = ranks.MODULES["rmsnorm"](ranks.here(1), TensorParallelRegion(Axis("tp")))
+    ranks.set_global_param_names(module)
+    ranks.materialize_parameters(module, ranks.here(1), seed=1)
     assert torch.equal(module.norm.weight, torch.zeros(H, dtype=torch.float64))
     ids = (data("ids", ranks.B, S) * 10).long().remainder(V)
     before = module.words.weight[ids.t()] + module.places.weight[2:, None]
@@ -100,8 +100,8 @@ def test_one_is_added_to_the_weight_of_a_norm_in_fp32(normalization: str) -> Non
         mesh=ranks.here(1),
         dtype=torch.bfloat16,
     )
-    ranks.set_global_names(norm)
-    ranks.materialize(norm, ranks.here(1), seed=1)
+    ranks.set_global_param_names(norm)
+    ranks.materialize_parameters(norm, ranks.here(1), seed=1)
     with torch.no_grad():
         norm.weight.fill_(0.0029)  # in bf16, 1.0029 would be 1
     x = data("x", S, ranks.B, H).bfloat16().requires_grad_()
@@ -121,7 +121,7 @@ def test_one_is_added_to_the_weight_of_a_norm_in_fp32(normalization: str) -> Non
 
 def test_a_region_says_what_lies_outside_it() -> None:
     axis = Axis("tp", 4, 1, (0, 1, 2, 3))
-    plain, cut = Region(axis), Region(axis, sequence_parallel=True)
-    assert (plain.local_length(8), cut.local_length(8)) == (8, 2)
+    plain, cut = TensorParallelRegion(axis), TensorParallelRegion(axis, sequence_parallel=True)
+    assert (plain.local_sequence_length(8), cut.local_sequence_length(8)) == (8, 2)
     assert (plain.gradient_sum_axes, cut.gradient_sum_axes) == ((), ("tp",))
     assert (plain.dropout_stream, cut.dropout_stream) == ("default", "cut")

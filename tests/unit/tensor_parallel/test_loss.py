@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.parallel.mesh import Axis
-from megatron.core.tensor_parallel.loss import cross_entropy
+from megatron.core.tensor_parallel.loss import vocab_parallel_cross_entropy
 from tests.helpers.world import Worlds
 from tests.unit.tensor_parallel import ranks
 from tests.unit.tensor_parallel.ranks import B, S, V, data
@@ -42,7 +42,7 @@ def test_loss_and_gradient_are_torchs_over_the_true_vocabulary(
 
 def test_large_logits_do_not_overflow() -> None:
     logits = torch.tensor([[[1e4, -1e4, 0.0]]], requires_grad=True)
-    losses = cross_entropy(logits * 1.0, torch.tensor([[1]]), Axis("tp"), 3)
+    losses = vocab_parallel_cross_entropy(logits * 1.0, torch.tensor([[1]]), Axis("tp"), 3)
     losses.sum().backward()
     assert losses.item() == pytest.approx(2e4) and torch.equal(logits.grad, torch.tensor([[[1.0, -1.0, 0.0]]]))
 
@@ -50,7 +50,7 @@ def test_large_logits_do_not_overflow() -> None:
 def test_more_rows_than_one_block_make_no_difference() -> None:
     logits = torch.randn(50, 3, 7, dtype=torch.float64)
     targets = torch.randint(0, 7, (50, 3))
-    found = cross_entropy(logits.clone(), targets, Axis("tp"), 7)
+    found = vocab_parallel_cross_entropy(logits.clone(), targets, Axis("tp"), 7)
     torch.testing.assert_close(
         found, F.cross_entropy(logits.view(-1, 7), targets.view(-1), reduction="none").view(50, 3)
     )

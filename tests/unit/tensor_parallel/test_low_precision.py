@@ -14,18 +14,18 @@ from torch.testing import assert_close
 
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
 from megatron.core.kernels.low_precision import fp4, fp8
-from megatron.core.kernels.low_precision.recipes import Recipe, recipe_of
+from megatron.core.kernels.low_precision.recipes import LowPrecisionRecipe, low_precision_recipe_of
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.tensor_parallel.low_precision import (
-    LowLinearOptions,
-    LowPrecision,
-    Scaling,
-    histories_of,
-    low_grouped_linear,
-    low_linear,
-    open_step,
+    LowPrecisionLinearOptions,
+    LowPrecisionScaling,
+    LowPrecisionSetup,
+    begin_low_precision_step,
+    delayed_scalings_by_layer,
+    low_precision_grouped_linear,
+    low_precision_linear,
 )
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
@@ -41,14 +41,14 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
-def made(**settings: Any) -> tuple[Recipe, Scaling]:
+def made(**settings: Any) -> tuple[LowPrecisionRecipe, LowPrecisionScaling]:
     """A recipe, with blocks of 16 instead of 128, and the scales of a layer of this process alone."""
-    recipe = recipe_of(LowPrecisionConfig(**settings), CPU)
+    recipe = low_precision_recipe_of(LowPrecisionConfig(**settings), CPU)
     assert recipe is not None
     recipe = replace(recipe, block=min(recipe.block, 16))
     mesh = Mesh.single_process(CPU)
-    low = LowPrecision(recipe, mesh, RandomStreams.build(mesh, 3))
-    return recipe, Scaling(low, shared=mesh.tp_cp, cut=mesh.tp)
+    low = LowPrecisionSetup(recipe, mesh, RandomStreams.build(mesh, 3))
+    return recipe, LowPrecisionScaling(low, shared=mesh.tp_cp, cut=mesh.tp)
 
 
 def rounding(name: str) -> Rounds:
@@ -56,7 +56,7 @@ def rounding(name: str) -> Rounds:
 
     def by_tensor(operand: str, x: Tensor) -> Tensor:
         number = fp8.E5M2 if operand == "gradient" else fp8.E4M3
-        return fp8.quantize_per_tensor(x, number, fp8.tensor_scale(x.abs().max(), number)).dequantize(x.dtype)
+        return fp8.quantize_per_tensor(x, number, fp8.quantization_scale(x.abs().max(), number)).dequantize(x.dtype)
 
     def by_blocks(operand: str, x: Tensor) -> Tensor:
         number = fp8.E5M2 if operand == "gradient" and name == "blockwise" else fp8.E4M3
@@ -92,7 +92,7 @@ def test_each_of_the_three_products_has_its_operands_rounded_along_its_sum(
     nearest(monkeypatch)
     _, scaling = made(**RECIPES[name], fp8_wgrad=wgrad)
     x, weight, bias, gradient = operands()
-    output = low_linear(x, weight, bias, LowLinearOptions(scaling))
+    output = low_precision_linear(x, weight, bias, LowPrecisionLinearOptions(scaling))
     output.backward(gradient)
     rounds, tokens, g = rounding(name), x.detach().flatten(0, 1), gradient.flatten(0, 1)
     turned = fp4.hadamard_transform if name == "nvfp4" else lambda matrix: matrix
@@ -110,7 +110,7 @@ def test_each_of_the_three_products_has_its_operands_rounded_along_its_sum(
 def test_gradients_of_one_scale_are_autograds_through_the_rounded_operands() -> None:
     _, scaling = made(**RECIPES["tensorwise"])
     x, weight, bias, gradient = operands()
-    low_linear(x, weight, bias, LowLinearOptions(scaling)).backward(gradient)
+    low_precision_linear(x, weight, bias, LowPrecisionLinearOptions(scaling)).backward(gradient)
     rounds = rounding("tensorwise")
     near = [
         rounds("input", x.detach().flatten(0, 1)).view(x.shape).requires_grad_(),
@@ -128,13 +128,13 @@ def test_a_weights_gradient_that_waits_is_the_same(name: str, monkeypatch: pytes
     nearest(monkeypatch)
     _, scaling = made(**RECIPES[name])
     wgrad_store, found = WeightGradStore(), []
-    for way in (LowLinearOptions(scaling), LowLinearOptions(scaling, wgrad_store=wgrad_store)):
+    for way in (LowPrecisionLinearOptions(scaling), LowPrecisionLinearOptions(scaling, wgrad_store=wgrad_store)):
         x, weight, bias, gradient = operands()
-        output = low_linear(x, weight, bias, way)
+        output = low_precision_linear(x, weight, bias, way)
         if way.wgrad_store is None:
             output.backward(gradient)
         else:
-            with wgrad_store.delayed((0, 0)):
+            with wgrad_store.delaying((0, 0)):
                 output.backward(gradient)
             assert weight.grad is None
             wgrad_store.pop((0, 0))
@@ -151,10 +151,10 @@ def test_experts_are_multiplied_each_by_itself_and_some_have_no_rows(
     generator = torch.Generator().manual_seed(6)
     x, weight = (torch.randn(shape, generator=generator).requires_grad_() for shape in ((9, 16), (3, 32, 16)))
     counts, gradient = torch.tensor([5, 0, 4]), torch.randn(9, 32, generator=generator)
-    low_grouped_linear(x, weight, counts, None, scaling).backward(gradient)
+    low_precision_grouped_linear(x, weight, counts, None, scaling).backward(gradient)
     for expert, rows in ((0, slice(0, 5)), (2, slice(5, 9))):
         own, matrix = x.detach()[rows].requires_grad_(), weight.detach()[expert].requires_grad_()
-        low_linear(own, matrix, None, LowLinearOptions(scaling)).backward(gradient[rows])
+        low_precision_linear(own, matrix, None, LowPrecisionLinearOptions(scaling)).backward(gradient[rows])
         assert torch.equal(x.grad[rows], own.grad) and torch.equal(weight.grad[expert], matrix.grad)
     assert not weight.grad[1].any()
 
@@ -165,7 +165,7 @@ def test_gradients_of_four_bits_are_rounded_by_chance_and_right_on_average() -> 
     draws, state = [], torch.get_rng_state()
     for _ in range(400):
         x.grad = None
-        low_linear(x, weight, bias, LowLinearOptions(scaling)).backward(gradient)
+        low_precision_linear(x, weight, bias, LowPrecisionLinearOptions(scaling)).backward(gradient)
         draws.append(x.grad.flatten())
     assert torch.equal(torch.get_rng_state(), state), (
         "chance has a random stream that tensor ranks need not have in common"
@@ -183,21 +183,21 @@ def test_delayed_scales_come_from_the_largest_values_of_earlier_steps() -> None:
     seen: list[float] = []
     for size in (2.0, 8.0, 1.0, 0.0):
         x = torch.full((4, 16), size)
-        known = scaling.largest_value("input", x)
+        known = scaling.global_amax("input", x)
         assert float(known) == (seen[-1] if seen else size), "the first step scales by itself"
-        scaling.largest_value("input", x / 2)  # another microbatch
-        Scaling.after_step([scaling], stepped=True)
+        scaling.global_amax("input", x / 2)  # another microbatch
+        LowPrecisionScaling.after_step([scaling], stepped=True)
         seen.append(size or seen[-1])  # a step that says nothing is as the one before
         assert scaling.history[0].tolist() == [*reversed(seen[-2:]), 0.0][:2]
     scaling.recipe = replace(recipe, by_largest=True)
-    scaling.load(torch.tensor([[1.0, 5.0, 9.0]] * 3))
-    assert float(scaling.largest_value("input", torch.ones(1, 16))) == 5.0, "of the two steps that are kept"
-    scaling.largest_value("gradient", torch.full((1, 16), float("inf")))
-    Scaling.after_step([scaling], stepped=True)
+    scaling.load_amax_history(torch.tensor([[1.0, 5.0, 9.0]] * 3))
+    assert float(scaling.global_amax("input", torch.ones(1, 16))) == 5.0, "of the two steps that are kept"
+    scaling.global_amax("gradient", torch.full((1, 16), float("inf")))
+    LowPrecisionScaling.after_step([scaling], stepped=True)
     assert scaling.history[2].tolist() == [1.0, 1.0], "what is not finite is no largest value"
     before = scaling.history.clone()
-    scaling.largest_value("gradient", torch.full((1, 16), 1e30))
-    Scaling.after_step([scaling], stepped=False)
+    scaling.global_amax("gradient", torch.full((1, 16), 1e30))
+    LowPrecisionScaling.after_step([scaling], stepped=False)
     assert torch.equal(scaling.history, before) and not scaling.seen.any(), "a step that is not used leaves no trace"
     too_large = recipe.quantise("input", torch.full((1, 16), 100.0), torch.tensor(5.0))
     assert too_large.dequantize(torch.float32).unique().tolist() == pytest.approx([5.0]), (
@@ -208,7 +208,7 @@ def test_delayed_scales_come_from_the_largest_values_of_earlier_steps() -> None:
 def test_evaluation_leaves_no_trace_in_delayed_scales() -> None:
     _, scaling = made(fp8_format="e4m3", fp8_recipe="delayed")
     scaling.eval()
-    scaling.largest_value("input", torch.ones(1, 16))
+    scaling.global_amax("input", torch.ones(1, 16))
     assert not scaling.seen.any()
 
 
@@ -227,12 +227,17 @@ def test_the_first_and_last_layers_can_stay_wide_and_what_is_no_layer_does() -> 
         moe_ffn_hidden_size=16,
         mtp_num_layers=1,
     )
-    names = {name for stage in trainer.stages for name, module in stage.named_modules() if isinstance(module, Scaling)}
+    names = {
+        name
+        for stage in trainer.stages
+        for name, module in stage.named_modules()
+        if isinstance(module, LowPrecisionScaling)
+    }
     layer = "decoder.layers.1"
     ahead = "mtp.layers.0.mtp_model_layer"
     parts = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
     assert names == {f"{owner}.{part}.scaling" for owner in (layer, ahead) for part in parts}
-    assert {f"{name}.scaling" for name in histories_of(trainer.stages)} == names
+    assert {f"{name}.scaling" for name in delayed_scalings_by_layer(trainer.stages)} == names
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
@@ -255,15 +260,23 @@ def test_weights_are_asked_about_together_before_a_step_or_each_beside_its_input
     shared = Axis("tp_cp", 2 * context_ranks, ranks=tuple(range(2 * context_ranks)), group=object())  # type: ignore[arg-type]
     x, layers = torch.randn(32, 32), torch.nn.ModuleList(torch.nn.Linear(32, 32, bias=False) for _ in range(3))
     for layer in layers:
-        low = LowPrecision(made_of, alone, RandomStreams.build(alone, 3))
-        layer.scaling = Scaling(low, shared=shared, cut=tensor)
-    expected = [low_linear(x, layer.weight, None, LowLinearOptions(made(**RECIPES[recipe])[1])) for layer in layers]
-    open_step([layers], weights_stay=True, weights_wait=not here)
+        low = LowPrecisionSetup(made_of, alone, RandomStreams.build(alone, 3))
+        layer.scaling = LowPrecisionScaling(low, shared=shared, cut=tensor)
+    expected = [
+        low_precision_linear(x, layer.weight, None, LowPrecisionLinearOptions(made(**RECIPES[recipe])[1]))
+        for layer in layers
+    ]
+    begin_low_precision_step([layers], weights_stay=True, weights_wait=not here)
     found = [len(sent)]
     for _ in range(2):
         sent.clear()
         for layer, output in zip(layers, expected, strict=True):
-            assert_close(low_linear(x, layer.weight, None, LowLinearOptions(layer.scaling)), output, rtol=0.0, atol=0.0)
+            assert_close(
+                low_precision_linear(x, layer.weight, None, LowPrecisionLinearOptions(layer.scaling)),
+                output,
+                rtol=0.0,
+                atol=0.0,
+            )
         found.append(len(sent))
     assert found == ([1, 3, 3] if here else [0, 3 * context_ranks, 3])
 
@@ -272,12 +285,15 @@ def test_a_weight_that_changes_within_a_step_is_asked_about_again() -> None:
     _, scaling = made(**RECIPES["tensorwise"])
     layer, x = torch.nn.Linear(32, 32, bias=False), torch.randn(4, 32)
     layer.scaling = scaling
-    open_step([layer], weights_stay=True, weights_wait=False)
+    begin_low_precision_step([layer], weights_stay=True, weights_wait=False)
     with torch.no_grad():
         layer.weight *= 3.0
-    found = low_linear(x, layer.weight, None, LowLinearOptions(scaling))
+    found = low_precision_linear(x, layer.weight, None, LowPrecisionLinearOptions(scaling))
     assert_close(
-        found, low_linear(x, layer.weight, None, LowLinearOptions(made(**RECIPES["tensorwise"])[1])), rtol=0.0, atol=0.0
+        found,
+        low_precision_linear(x, layer.weight, None, LowPrecisionLinearOptions(made(**RECIPES["tensorwise"])[1])),
+        rtol=0.0,
+        atol=0.0,
     )
 
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.settings.data import TokenizerConfig, null_vocab_size
+from megatron.core.config.settings.data import TokenizerConfig, null_tokenizer_vocab_size
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.tokenizers.base import flatten_ids, tokenize_around_special, with_prefix_and_suffix
+from megatron.core.tokenizers.base import add_prefix_and_suffix_ids, flatten_ids, tokenize_around_special
 from megatron.core.tokenizers.build import KINDS, ByteTokenizer, NullTokenizer, build_tokenizer, expected_vocab_size
 
 
@@ -122,12 +122,13 @@ def test_the_null_tokenizer_takes_other_ids_for_end_and_padding():
 
 def test_a_checkpoint_of_before_keeps_its_null_tokenizer_with_an_id_more():
     before = {"tokenizer_type": "NullTokenizer", "vocab_size": 30, "true_vocab_size": 31}
-    assert null_vocab_size(30, before) == null_vocab_size(31, before) == 31
+    assert null_tokenizer_vocab_size(30, before) == null_tokenizer_vocab_size(31, before) == 31
     assert (
-        null_vocab_size(30, {"null_tokenizer_ids": 31}) == 31 and null_vocab_size(30, {"null_tokenizer_ids": 30}) == 30
+        null_tokenizer_vocab_size(30, {"null_tokenizer_ids": 31}) == 31
+        and null_tokenizer_vocab_size(30, {"null_tokenizer_ids": 30}) == 30
     )
-    assert null_vocab_size(50, before) == 50 and null_vocab_size(None, before) is None
-    assert null_vocab_size(30, {**before, "tokenizer_type": "ByteTokenizer"}) == 30
+    assert null_tokenizer_vocab_size(50, before) == 50 and null_tokenizer_vocab_size(None, before) is None
+    assert null_tokenizer_vocab_size(30, {**before, "tokenizer_type": "ByteTokenizer"}) == 30
 
 
 @pytest.mark.parametrize("text", ["a\ud800", "\udfff"])
@@ -152,7 +153,7 @@ def test_flat_ids_of_kinds_without_files_are_those_of_each_text(config, texts):
     assert np.can_cast(np.min_scalar_type(tokenizer.vocab_size), ids.dtype)
     assert [tokenizer.encode_flat([])[place].tolist() for place in (0, 1)] == [[], []]
     for text, ids in zip(texts, expected):
-        spans = [text.encode()[first:last] for first, last in tokenizer.spans(text)]
+        spans = [text.encode()[first:last] for first, last in tokenizer.token_byte_spans(text)]
         assert spans == [bytes([token]) if config.vocab_size is None else str(token).encode() for token in ids]
 
 
@@ -175,7 +176,7 @@ def test_a_chat_template_is_given_as_text_or_as_a_file(tmp_path):
     st.lists(st.integers(20, 29), max_size=2),
 )
 def test_what_is_put_around_texts_stands_around_each(texts, before, after):
-    ids, lengths = with_prefix_and_suffix(before, *flatten_ids(texts), after)
+    ids, lengths = add_prefix_and_suffix_ids(before, *flatten_ids(texts), after)
     expected = [[*before, *text, *after] for text in texts]
     assert ids.tolist() == [token for text in expected for token in text] and lengths.tolist() == list(
         map(len, expected)

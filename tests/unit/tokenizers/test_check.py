@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer, build_tokenizer
-from megatron.core.tokenizers.check import check_corpus, check_tokenizer
+from megatron.core.tokenizers.check import examine_tokenizer, measure_corpus_round_trips
 from megatron.core.tokenizers.huggingface import HuggingFaceTokenizer
 
 DATA = Path(__file__).resolve().parents[3] / "examples" / "data"
@@ -52,26 +52,26 @@ def byte_level(folder, added=(), special=(), normalizer=None, **config):
 )
 def test_nothing_is_wrong_with_sound_tokenizers(config):
     tokenizer = build_tokenizer(config)
-    assert check_tokenizer(tokenizer, tokenizer.vocab_size).wrong == []
+    assert examine_tokenizer(tokenizer, tokenizer.vocab_size).wrong == []
 
 
 def test_padding_that_is_the_end_of_document_is_found(tmp_path):
-    wrong = check_tokenizer(byte_level(tmp_path, pad_token="<|endoftext|>"), None).wrong
+    wrong = examine_tokenizer(byte_level(tmp_path, pad_token="<|endoftext|>"), None).wrong
     assert len(wrong) == 1 and wrong[0].startswith("pad and eod, eos are one id, 0 '<|endoftext|>'")
-    assert check_tokenizer(NullTokenizer(10, pad=9), None).wrong[0].startswith("pad and eod, eos are one id, 9")
+    assert examine_tokenizer(NullTokenizer(10, pad=9), None).wrong[0].startswith("pad and eod, eos are one id, 9")
 
 
 def test_begin_and_end_in_one_are_noted(tmp_path):
-    findings = check_tokenizer(byte_level(tmp_path, bos_token="<|endoftext|>"), None)
+    findings = examine_tokenizer(byte_level(tmp_path, bos_token="<|endoftext|>"), None)
     assert findings.wrong == [] and findings.notes[0].startswith("bos and eos are one id, 0")
 
 
 def test_ids_beyond_the_model_are_counted_and_named():
-    wrong = check_tokenizer(ByteTokenizer(), 255).wrong
+    wrong = examine_tokenizer(ByteTokenizer(), 255).wrong
     assert wrong == [
         "2 ids are beyond the model's 255: 255 '<0xFF>', 256 '<eod>'; give the model a vocabulary of 257 or more"
     ]
-    assert check_tokenizer(ByteTokenizer(), 257).wrong == []
+    assert examine_tokenizer(ByteTokenizer(), 257).wrong == []
 
 
 def test_text_that_a_byte_level_tokenizer_changes_is_wrong(tmp_path):
@@ -80,19 +80,19 @@ def test_text_that_a_byte_level_tokenizer_changes_is_wrong(tmp_path):
     names = [name for name in dir(sound) if not name.startswith("__")]
     broken = SimpleNamespace(**{name: getattr(sound, name) for name in names})
     broken.tokenize = lambda text: sound.tokenize(text.lower())
-    wrong = check_tokenizer(broken, None).wrong
+    wrong = examine_tokenizer(broken, None).wrong
     assert (
         len(wrong) == 1 and "of 14 kinds of text do not come back" in wrong[0] and 'plain English ("It wasn' in wrong[0]
     )
 
 
 def test_a_normalizer_that_changes_text_is_noted(tmp_path):
-    findings = check_tokenizer(byte_level(tmp_path, normalizer=tokenizers.normalizers.NFKC()), None)
+    findings = examine_tokenizer(byte_level(tmp_path, normalizer=tokenizers.normalizers.NFKC()), None)
     assert findings.wrong == [] and any("composed and decomposed accents" in note for note in findings.notes)
 
 
 def test_added_tokens_inside_words_and_stripped_spaces_are_found(tmp_path):
-    findings = check_tokenizer(
+    findings = examine_tokenizer(
         byte_level(
             tmp_path, added=["whale", AddedToken("sea", single_word=True)], special=[AddedToken("<mask>", lstrip=True)]
         ),
@@ -107,7 +107,7 @@ def test_special_tokens_that_text_can_forge_are_found(tmp_path):
     tokenizer._tokenizer.encode_special_tokens = False
     assert (
         "text that holds the name of a special token becomes that token: <|endoftext|>"
-        in check_tokenizer(tokenizer, None).wrong
+        in examine_tokenizer(tokenizer, None).wrong
     )
 
 
@@ -115,7 +115,7 @@ def test_a_corpus_is_counted_and_its_first_loss_shown():
     tokenizer = build_tokenizer(
         TokenizerConfig(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(DATA / "demo-bert-vocab.txt"))
     )
-    result = check_corpus(tokenizer, [["the whale"], ["The whale", "the"]])
+    result = measure_corpus_round_trips(tokenizer, [["the whale"], ["The whale", "the"]])
     assert (result.texts, result.num_bytes, result.ids, result.lost) == (3, 21, 5, 1)
     assert result.first_loss == "'The whale' became 'the whale'"
     assert result.highest == max(tokenizer.tokenize("the whale"))
@@ -125,4 +125,4 @@ def test_what_stands_around_every_text_is_no_loss():
     tokenizer = build_tokenizer(
         TokenizerConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=str(DATA / "demo-llama.model"))
     )
-    assert check_corpus(tokenizer, [["Call me Ishmael."]]).lost == 0
+    assert measure_corpus_round_trips(tokenizer, [["Call me Ishmael."]]).lost == 0

@@ -133,7 +133,7 @@ def test_an_engine_that_deviates_on_one_kind_of_text_is_refused_by_its_name(kind
         wrong = np.repeat([text == DIFFICULT[kind] for text in texts], lengths)
         return ids + wrong, lengths
 
-    engine, sentence = engines.choose_engine({"gigatoken": lambda: deviating}, reference, "tokenizers")
+    engine, sentence = engines.choose_tokenizer_engine({"gigatoken": lambda: deviating}, reference, "tokenizers")
     assert engine is reference and sentence.endswith(f"gigatoken gives other ids for {kind}")
 
 
@@ -141,7 +141,7 @@ def test_an_engine_that_cannot_be_built_is_passed_over():
     def broken():
         raise RuntimeError("no such pattern")
 
-    _, sentence = engines.choose_engine({"gigatoken": broken}, built(DEMO)["tokenizers"], "tokenizers")
+    _, sentence = engines.choose_tokenizer_engine({"gigatoken": broken}, built(DEMO)["tokenizers"], "tokenizers")
     assert sentence.endswith("gigatoken cannot be used: no such pattern")
 
 
@@ -219,7 +219,7 @@ def test_the_sample_is_the_same_text_after_its_ids():
     tokenizer = load(GPT2)
     for kind, text in DIFFICULT.items():
         assert tokenizer.detokenize(tokenizer.tokenize(text)) == text, kind
-        spans = tokenizer.spans(text)
+        spans = tokenizer.token_byte_spans(text)
         assert b"".join(text.encode()[first:last] for first, last in spans) == text.encode(), kind
 
 

@@ -63,7 +63,7 @@ def compare(tokenizer, path, **settings):
     assert [tokenizer.tokenize(text) for text in TEXTS] == expected
     ids, lengths = tokenizer.encode_flat(TEXTS)
     assert ids.tolist() == [token for ids in expected for token in ids] and lengths.tolist() == list(map(len, expected))
-    assert [len(tokenizer.spans(text)) for text in TEXTS] == list(map(len, expected))
+    assert [len(tokenizer.token_byte_spans(text)) for text in TEXTS] == list(map(len, expected))
     for ids in expected:
         assert tokenizer.detokenize(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False)
 
@@ -201,7 +201,7 @@ def test_half_of_a_surrogate_pair_is_refused(tmp_path):
     for call in (
         tokenizer.tokenize,
         tokenizer.tokenize_with_special,
-        tokenizer.spans,
+        tokenizer.token_byte_spans,
         lambda text: tokenizer.encode_flat(["a", text]),
     ):
         with pytest.raises(ValueError, match="surrogates"):

@@ -9,9 +9,9 @@ import pytest
 import tokenizers
 
 from megatron.core.config.settings.data import TokenizerConfig
-from megatron.core.tokenizers.base import fingerprint, hash_parts
+from megatron.core.tokenizers.base import hash_parts, tokenizer_fingerprint
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.core.tokenizers.bytelevel import token_bytes
+from megatron.core.tokenizers.bytelevel import vocab_token_to_bytes
 
 DATA = Path(__file__).resolve().parents[3] / "examples" / "data"
 VOCAB, MERGES = DATA / "demo-vocab.json", DATA / "demo-merges.txt"
@@ -19,7 +19,7 @@ VOCAB, MERGES = DATA / "demo-vocab.json", DATA / "demo-merges.txt"
 
 def mark(kind, **settings):
     """The fingerprint of what the settings say."""
-    return fingerprint(
+    return tokenizer_fingerprint(
         build_tokenizer(
             TokenizerConfig(
                 tokenizer_type=kind,
@@ -45,7 +45,9 @@ def as_ranks(folder):
     path = folder / "demo.tiktoken"
     vocab = {token: number for token, number in json.loads(VOCAB.read_text("utf-8")).items() if number}
     path.write_text(
-        "".join(f"{base64.b64encode(token_bytes(token)).decode()} {number}\n" for token, number in vocab.items())
+        "".join(
+            f"{base64.b64encode(vocab_token_to_bytes(token)).decode()} {number}\n" for token, number in vocab.items()
+        )
     )
     return path
 

@@ -59,7 +59,7 @@ def test_ids_are_the_librarys_and_llama_begins_every_text(path, kind, prefix):
     assert [tokenizer.tokenize(text) for text in TEXTS] == expected
     ids, lengths = tokenizer.encode_flat(TEXTS)
     assert ids.tolist() == [token for ids in expected for token in ids] and lengths.tolist() == list(map(len, expected))
-    assert [len(tokenizer.spans(text)) for text in TEXTS] == list(map(len, expected))
+    assert [len(tokenizer.token_byte_spans(text)) for text in TEXTS] == list(map(len, expected))
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos, tokenizer.eod, tokenizer.pad) == (
         len(theirs),
         1,
@@ -107,7 +107,7 @@ def test_a_model_without_a_begin_of_text_is_no_llama():
 
 def test_spans_are_the_bytes_of_the_pieces():
     text = "na\u00efve \u6771 whale"
-    spans = build("Llama2Tokenizer", LLAMA).spans(text)
+    spans = build("Llama2Tokenizer", LLAMA).token_byte_spans(text)
     assert spans[0] == (0, 0) and spans[-1][1] == len(text.encode())
     assert b"".join(text.encode()[first:last] for first, last in spans) == text.encode()
 
@@ -117,7 +117,7 @@ def test_half_of_a_surrogate_pair_is_refused():
     for call in (
         tokenizer.tokenize,
         tokenizer.tokenize_with_special,
-        tokenizer.spans,
+        tokenizer.token_byte_spans,
         lambda text: tokenizer.encode_flat(["a", text]),
     ):
         with pytest.raises(ValueError, match="surrogates"):

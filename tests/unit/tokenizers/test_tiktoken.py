@@ -13,7 +13,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.tokenizers import tiktoken as tiktoken_module
-from megatron.core.tokenizers.base import fingerprint
+from megatron.core.tokenizers.base import tokenizer_fingerprint
 from megatron.core.tokenizers.bpe import GPT2BPETokenizer
 from megatron.core.tokenizers.engines import PATTERNS
 from megatron.core.tokenizers.sample import DIFFICULT
@@ -83,7 +83,7 @@ def test_the_plain_file_of_gpt2_is_gpt2():
     if not R50K.exists():
         pytest.skip("the published rank file is not here")
     tokenizer, gpt2 = TikTokenizer(R50K, None), GPT2BPETokenizer(*GPT2)
-    assert fingerprint(tokenizer) == {**fingerprint(gpt2), "kind": "TikTokenizer"}
+    assert tokenizer_fingerprint(tokenizer) == {**tokenizer_fingerprint(gpt2), "kind": "TikTokenizer"}
     for text in DIFFICULT.values():
         assert tokenizer.tokenize(text) == gpt2.tokenize(text)
     assert tokenizer.eod == gpt2.eod == 50256

@@ -77,7 +77,7 @@ def test_lower_case_and_case_differ_where_letters_do():
 
 def test_spans_are_the_bytes_of_the_pieces():
     tokenizer, text = BertWordPieceTokenizer(DEMO, lower_case=True), "\u00e9t\u00e9, the WHALE"
-    result = [text.encode()[first:last].decode() for first, last in tokenizer.spans(text)]
+    result = [text.encode()[first:last].decode() for first, last in tokenizer.token_byte_spans(text)]
     assert result[-2:] == ["the", "WHALE"] and result[0].startswith("\u00e9")
 
 
@@ -109,7 +109,7 @@ def test_half_of_a_surrogate_pair_is_refused():
     for call in (
         tokenizer.tokenize,
         tokenizer.tokenize_with_special,
-        tokenizer.spans,
+        tokenizer.token_byte_spans,
         lambda text: tokenizer.encode_flat(["a", text]),
     ):
         with pytest.raises(ValueError, match="surrogates"):

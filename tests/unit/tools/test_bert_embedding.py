@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.data import TokenizerConfig
-from megatron.core.parallel.spec import spec_of
+from megatron.core.parallel.spec import param_spec_of
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.tools import bert_embedding
-from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.checkpoint.checkpointing import Checkpointer
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 from tests.unit.models.test_bert import LAYERS, PUBLISHED, as_published
@@ -62,10 +62,10 @@ def saved(folder: str, vocab: str, changes: Mapping[str, Any]) -> dict[str, Tens
     with torch.no_grad():
         for stage in trainer.stages:
             for param in stage.parameters():
-                weights[spec_of(param).name] = param.add_(
+                weights[param_spec_of(param).name] = param.add_(
                     0.1 * torch.randn(param.shape, generator=torch.Generator().manual_seed(3))
                 )
-    Checkpoint(trainer).save()
+    Checkpointer(trainer).save()
     return {name: value.detach() for name, value in weights.items()}
 
 
@@ -187,7 +187,7 @@ def unchanged(folder: str, vocab: str, changes: Mapping[str, Any]) -> None:
     config = tiny.config(
         size, architecture="bert", save=folder, tokenizer_type="BertWordPieceLowerCase", vocab_file=vocab, **changes
     )
-    Checkpoint(tiny.trainer_of(replace(tiny.run_of(config), tokenizer=build_tokenizer(config.tokenizer)))).save()
+    Checkpointer(tiny.trainer_of(replace(tiny.run_of(config), tokenizer=build_tokenizer(config.tokenizer)))).save()
 
 
 def test_rows_stand_for_lines_over_many_pieces_and_files(made: tuple[Path, Any], tmp_path: Path) -> None:
@@ -206,13 +206,15 @@ def test_memory_does_not_grow_with_the_input(
     made: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron.core.datasets.ingest.lines.CHUNK_BYTES", 2000)
-    given = bert_embedding.options(["--load", str(made[0] / "run"), "--input", "-", "--output", "-"])
-    embedder = bert_embedding.embedder_of(given)
+    given = bert_embedding.parse_arguments(["--load", str(made[0] / "run"), "--input", "-", "--output", "-"])
+    embedder = bert_embedding.load_embedder(given)
     peaks = []
     for count in (200, 200, 3200):  # the first run warms up
         path = lines(tmp_path / f"{count}.jsonl", [TEXTS[number % 20] for number in range(count)])
         tracemalloc.start()
-        bert_embedding.embed(embedder, [path], key="text", output=str(tmp_path / "out.npy"), refuse_long=False)
+        bert_embedding.write_embeddings(
+            embedder, [path], key="text", output=str(tmp_path / "out.npy"), refuse_long=False
+        )
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[2] < 1.3 * peaks[1] + 20_000, peaks
@@ -261,7 +263,7 @@ def test_a_network_without_pooler_or_of_another_kind_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     unchanged(str(tmp_path / "bare"), vocabulary(tmp_path), {"bert_binary_head": False})
-    Checkpoint(tiny.trainer_of(tiny.run_of(tiny.config(save=str(tmp_path / "gpt"))))).save()
+    Checkpointer(tiny.trainer_of(tiny.run_of(tiny.config(save=str(tmp_path / "gpt"))))).save()
     for name, said in (
         ("bare", "has no pooler; choose --pooling mean or first"),
         ("gpt", "holds a GPT-like model; what is asked for is a BERT"),

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from megatron.core.families import hf
-from megatron.core.models.describe import parameter_shapes
+from megatron.core.models.describe import global_parameter_shapes
 from megatron.core.parallel.boxes import whole_box
 from megatron.tools.checkpoint.combine import main
 from megatron.training.checkpoint.formats import open_checkpoint
@@ -33,16 +33,16 @@ def combined(folder: Path, *flags: str) -> Any:
 
 def test_a_combined_checkpoint_holds_all_that_the_network_uses_but_the_projector(tmp_path: Path) -> None:
     source = combined(tmp_path, "--vision-num-layers", "2", "--disable-vision-class-token")
-    model = hf.model_of(source.settings)
+    model = hf.model_config_of(source.settings)
     assert model.vision.vision_num_layers == 2 and model.vision.disable_vision_class_token and model.vision.img_h == 28
-    expected = {f"model.{name}" for name in parameter_shapes(model) if not name.startswith("vision_projection.")}
+    expected = {f"model.{name}" for name in global_parameter_shapes(model) if not name.startswith("vision_projection.")}
     assert source.formats.keys() == expected
     for part, name in (
         ("llama", "model.decoder.layers.1.mlp.linear_fc2.weight"),
         ("clip", "model.vision_model.encoder.layers.1.mlp.linear_fc2.weight"),
     ):
         box = whole_box(source.formats[name].shape)
-        assert torch.equal(source.read(name, box), hf.open_folder(tmp_path / part).read(name, box))
+        assert torch.equal(source.read(name, box), hf.open_hf_folder(tmp_path / part).read(name, box))
 
 
 def test_parts_are_frozen_as_the_command_line_says_and_not_as_a_checkpoint_was_trained(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.scaler import LossScaler
 from megatron.core.parallel.rng import RandomStreams
 from megatron.tools.checkpoint import resume_check
-from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.trust.compare.contents import matches_pattern
-from megatron.trust.state_inventory import INVENTORY, Item
+from megatron.trust.state_inventory import INVENTORY, StateItem
 from tests.helpers.architecture import ROOT
 from tests.helpers.programme import TINY, trained
 
@@ -52,9 +52,9 @@ class RanksHere:
     def kill(self) -> None:
         pass
 
-    def finish(self, what: str) -> None:
+    def wait_for_success(self, what: str) -> None:
         if self.failure:
-            raise resume_check.RunFailed(f"{what} failed: {self.failure}")
+            raise resume_check.CheckedRunFailed(f"{what} failed: {self.failure}")
 
 
 @pytest.fixture
@@ -92,10 +92,10 @@ SAVED = [item for item in INVENTORY if not any(word in item.what for word in ELS
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The straight run and the killed one, for tests that break only what comes after them."""
     work = tmp_path_factory.mktemp("runs")
-    plan = resume_check.Plan(ROOT / "pretrain_gpt.py", tuple(FLAGS), 1, STEPS, work)
+    plan = resume_check.ResumeCheckPlan(ROOT / "pretrain_gpt.py", tuple(FLAGS), 1, STEPS, work)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resume_check, "RankProcesses", RanksHere)
-        resume_check.run_straight(plan)
+        resume_check.run_uninterrupted(plan)
         resume_check.run_and_kill(plan)
     return work
 
@@ -103,7 +103,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def resumed_here(here: pytest.MonkeyPatch, runs: Path) -> pytest.MonkeyPatch:
     """Only the resumed run takes place."""
-    for function, name in (("run_straight", "straight"), ("run_and_kill", "killed")):
+    for function, name in (("run_uninterrupted", "straight"), ("run_and_kill", "killed")):
         here.setattr(
             resume_check, function, lambda plan, name=name: Path(shutil.copytree(runs / name, plan.work / name))
         )
@@ -129,7 +129,7 @@ def test_a_run_that_is_really_killed_resumes_to_the_last_bit(
 
 @pytest.mark.parametrize("item", SAVED, ids=lambda item: item.what)
 def test_an_item_that_is_taken_out_of_the_checkpoint_is_named(
-    resumed_here: pytest.MonkeyPatch, item: Item, capsys: pytest.CaptureFixture[str]
+    resumed_here: pytest.MonkeyPatch, item: StateItem, capsys: pytest.CaptureFixture[str]
 ) -> None:
     equal, rows, out = checked(capsys, "--without", *item.names)
     assert not equal and names(rows, "MISSING") == {item.what}, out
@@ -137,12 +137,12 @@ def test_an_item_that_is_taken_out_of_the_checkpoint_is_named(
 
 @pytest.mark.parametrize("item", SAVED[2::3], ids=lambda item: item.what)
 def test_an_item_that_is_never_saved_is_named(
-    here: pytest.MonkeyPatch, item: Item, capsys: pytest.CaptureFixture[str]
+    here: pytest.MonkeyPatch, item: StateItem, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = Checkpoint.state
+    real = Checkpointer.state_to_save
     here.setattr(
-        Checkpoint,
-        "state",
+        Checkpointer,
+        "state_to_save",
         lambda self: {name: value for name, value in real(self).items() if not matches_pattern(name, item.names)},
     )
     equal, rows, out = checked(capsys)

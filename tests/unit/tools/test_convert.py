@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.files import Disk
-from megatron.core.dist_checkpointing.load import verify
-from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite
-from megatron.core.dist_checkpointing.saved import open_saved
+from megatron.core.dist_checkpointing.load import verify_checkpoint
+from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite_checkpoint
+from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
 from megatron.core.dist_checkpointing.source import TensorFormat
-from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_values
+from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_model_settings
 from megatron.core.families import hf, hf_export
 from tests.unit.families.made import GPT2, LLAMA, Made, same_tensors
 
@@ -34,7 +34,7 @@ def tool() -> ModuleType:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A Hugging Face folder with a tokenizer."""
-    hf_export.export(Made(LLAMA, torch.bfloat16), tmp_path / "llama")
+    hf_export.export_hf_folder(Made(LLAMA, torch.bfloat16), tmp_path / "llama")
     (tmp_path / "llama" / "tokenizer.json").write_text("{}")
     return tmp_path / "llama"
 
@@ -112,10 +112,10 @@ def test_a_converted_folder_is_a_checkpoint_whose_settings_a_run_can_take(
     tool: ModuleType, folder: Path, tmp_path: Path
 ) -> None:
     tool.main(["--load", str(folder), "--save", str(tmp_path / "own"), "--iteration", "12"])
-    saved = open_saved(tmp_path / "own" / "iter_0000012")
-    assert verify(saved) == []
-    same_tensors(saved, hf.open_folder(folder))
-    found = checkpoint_values(tmp_path / "own")
+    saved = open_saved_checkpoint(tmp_path / "own" / "iter_0000012")
+    assert verify_checkpoint(saved) == []
+    same_tensors(saved, hf.open_hf_folder(folder))
+    found = checkpoint_model_settings(tmp_path / "own")
     assert {
         name: found[name] for name in ("num_layers", "hidden_size", "swiglu", "tokenizer_type", "tokenizer_model")
     } == {
@@ -129,7 +129,9 @@ def test_a_converted_folder_is_a_checkpoint_whose_settings_a_run_can_take(
 
 def test_weights_get_the_dtype_that_is_asked_for(tool: ModuleType, folder: Path, tmp_path: Path) -> None:
     tool.main(["--load", str(folder), "--save", str(tmp_path / "own"), "--dtype", "float32", "--verify"])
-    same_tensors(open_saved(tmp_path / "own" / "iter_0000000"), CastSource(hf.open_folder(folder), torch.float32))
+    same_tensors(
+        open_saved_checkpoint(tmp_path / "own" / "iter_0000000"), CastSource(hf.open_hf_folder(folder), torch.float32)
+    )
 
 
 def test_everything_else_of_a_source_is_kept_in_our_own_format(tmp_path: Path) -> None:
@@ -140,9 +142,11 @@ def test_everything_else_of_a_source_is_kept_in_our_own_format(tmp_path: Path) -
         "optimizer.none": TensorFormat((0, 4), torch.float32),
     }
     source.values = {"run.progress": {"iteration": 7}}
-    rewrite(CastSource(source, torch.bfloat16), tmp_path, iteration=7, settings={"num_layers": 2}, num_files=3)
-    saved = open_saved(tmp_path / "iter_0000007")
-    assert len(saved.manifest.files) == 3 and saved.values == source.values and verify(saved) == []
+    rewrite_checkpoint(
+        CastSource(source, torch.bfloat16), tmp_path, iteration=7, settings={"num_layers": 2}, num_files=3
+    )
+    saved = open_saved_checkpoint(tmp_path / "iter_0000007")
+    assert len(saved.manifest.files) == 3 and saved.values == source.values and verify_checkpoint(saved) == []
     assert max(facts.size for facts in saved.manifest.files.values()) < 0.5 * saved.size
     same_tensors(saved, CastSource(source, torch.bfloat16))
     assert saved.formats["optimizer.exp_avg.x"].dtype == torch.float32
@@ -150,11 +154,11 @@ def test_everything_else_of_a_source_is_kept_in_our_own_format(tmp_path: Path) -
 
 def test_a_rewrite_holds_few_tensors_and_leaves_nothing_when_it_fails(tmp_path: Path) -> None:
     source = Made(LLAMA)
-    rewrite(source, tmp_path, iteration=1, settings={})
+    rewrite_checkpoint(source, tmp_path, iteration=1, settings={})
     assert source.most <= 2, f"{source.most} tensors were still held when the next was read"
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(CheckpointError, match="is there already"):
-        rewrite(source, tmp_path, iteration=1, settings={})
+        rewrite_checkpoint(source, tmp_path, iteration=1, settings={})
 
     class Full(Disk):
         """A disk without room for the manifest."""
@@ -166,23 +170,25 @@ def test_a_rewrite_holds_few_tensors_and_leaves_nothing_when_it_fails(tmp_path: 
             return super().create(path)
 
     with pytest.raises(CheckpointError, match="No space left on device"):
-        rewrite(source, tmp_path, iteration=2, settings={}, files=Full())
+        rewrite_checkpoint(source, tmp_path, iteration=2, settings={}, files=Full())
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
 def test_verification_finds_what_differs(tool: ModuleType) -> None:
     source, other = Made(LLAMA), Made({**LLAMA, "true_vocab_size": 21})
-    assert list(tool.tensor_differences(source, source)) == []
-    assert len(list(tool.tensor_differences(source, other))) == 2
+    assert list(tool.tensor_difference_lines(source, source)) == []
+    assert len(list(tool.tensor_difference_lines(source, other))) == 2
     del other.formats["model.output_layer.weight"]
     other.formats["model.extra"] = TensorFormat((1,), torch.float32)
-    assert [line.split(" ")[0] for line in tool.tensor_differences(source, other)][1:] == [
+    assert [line.split(" ")[0] for line in tool.tensor_difference_lines(source, other)][1:] == [
         "model.output_layer.weight",
         "model.extra",
     ]
     changed = Made(LLAMA)
     changed.read = lambda name, box: source.read(name, box) + (name == "model.decoder.final_layernorm.weight")
-    assert list(tool.tensor_differences(source, changed)) == ["model.decoder.final_layernorm.weight has other values"]
+    assert list(tool.tensor_difference_lines(source, changed)) == [
+        "model.decoder.final_layernorm.weight has other values"
+    ]
 
 
 def test_a_bad_copy_is_found_by_verify(
@@ -194,8 +200,8 @@ def test_a_bad_copy_is_found_by_verify(
         content[-1] ^= 1
         (target / "model.safetensors").write_bytes(bytes(content))
 
-    real = hf_export.export
-    monkeypatch.setattr(hf_export, "export", careless)
+    real = hf_export.export_hf_folder
+    monkeypatch.setattr(hf_export, "export_hf_folder", careless)
     with pytest.raises(SystemExit, match="has other values"):
         tool.main(["--load", str(folder), "--save", str(tmp_path / "out"), "--saver", "hf", "--verify"])
 

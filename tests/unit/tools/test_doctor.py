@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels import fused, kernel_check, reference
-from megatron.core.kernels.kernel_check import TOLERANCE, errors, kernel_trials
+from megatron.core.kernels.kernel_check import TOLERANCE, chosen_kernel_errors, op_trials
 from megatron.core.kernels.table import Kernels, select_kernels
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.cli.device_checks import kernel_requirements
 from megatron.trust import doctor
-from megatron.trust.doctor import CheckResult, RunUnderTest
+from megatron.trust.doctor import DoctorFinding, RunToDiagnose
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 
@@ -44,14 +44,14 @@ def tool() -> ModuleType:
     return importlib.import_module("megatron.tools.doctor")
 
 
-def subject(changes: dict[str, Any], mesh: Mesh, **kernels: Any) -> RunUnderTest:
+def subject(changes: dict[str, Any], mesh: Mesh, **kernels: Any) -> RunToDiagnose:
     """A tiny run on this mesh, with other kernels in some places."""
     config = tiny.config(mesh.world.size, **changes)
     need = kernel_requirements(config, CPU)
-    return RunUnderTest(
+    return RunToDiagnose(
         config,
         mesh,
-        replace(select_kernels(need, config.model.kernel_requests), **kernels),
+        replace(select_kernels(need, config.model.all_requested_kernels), **kernels),
         need,
         tuple(f"machine{rank}" for rank in range(mesh.world.size)),
         True,
@@ -159,7 +159,7 @@ PLANTED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("planted", PLANTED)
 def test_a_broken_kernel_fails(planted: str) -> None:
-    rows = list(doctor.check_kernel_results(subject(EVERYTHING, Mesh.single_process(), **PLANTED[planted])))
+    rows = list(doctor.diagnose_kernel_results(subject(EVERYTHING, Mesh.single_process(), **PLANTED[planted])))
     failed = [row for row in rows if row.status == "FAIL"]
     (op,) = PLANTED[planted]
     assert len(failed) == 1 and failed[0].finding.startswith(op) and "rank 0 (machine0)" in failed[0].finding, rows
@@ -195,7 +195,7 @@ def test_a_scan_that_goes_on_into_the_next_document_fails(op: str) -> None:
 
     found = {}
     for name, planted in (("sound", {}), ("blind", {op: blind})):
-        rows = list(doctor.check_kernel_results(subject(STATES, Mesh.single_process(), **planted)))
+        rows = list(doctor.diagnose_kernel_results(subject(STATES, Mesh.single_process(), **planted)))
         found[name] = [row.finding.split()[0] for row in rows if row.status == "FAIL"]
     assert found == {"sound": [], "blind": [op]}
 
@@ -210,13 +210,13 @@ def test_sound_kernels_are_far_within_the_tolerance(dtype: str) -> None:
         {"window_size": "4,0", "group_query_attention": True, "num_query_groups": 1},
     ):
         one = subject({**changes, **({dtype: True} if dtype != "fp32" else {})}, Mesh.single_process())
-        found = errors(one.kernels, one.config, one.need, CPU)
+        found = chosen_kernel_errors(one.kernels, one.config, one.need, CPU)
         assert all(error < TOLERANCE[one.need.dtype] / 4 for error in found.values()), found
 
 
 def test_all_kernels_of_the_machine_are_tried_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     one = replace(subject(EVERYTHING, Mesh.single_process()), all_kernels=True)
-    tried = {row.finding.split(" in ")[0] for row in doctor.check_kernel_results(one)}
+    tried = {row.finding.split(" in ")[0] for row in doctor.diagnose_kernel_results(one)}
     assert tried == {
         "attention by fused",
         "attention by unfused",
@@ -236,7 +236,7 @@ def test_all_kernels_of_the_machine_are_tried_when_it_is_asked_for(monkeypatch: 
         replace(each, kernel=_raises) if each.name == "unfused" else each for each in kernel_check.CANDIDATES
     )
     monkeypatch.setattr(kernel_check, "CANDIDATES", broken)
-    (failed,) = (row for row in doctor.check_kernel_results(one) if row.status == "FAIL")
+    (failed,) = (row for row in doctor.diagnose_kernel_results(one) if row.status == "FAIL")
     assert (
         failed.finding.startswith("attention by unfused")
         and "choose another than --attention-backend unfused" in failed.mend
@@ -245,12 +245,12 @@ def test_all_kernels_of_the_machine_are_tried_when_it_is_asked_for(monkeypatch: 
 
 def test_every_trial_is_of_an_op_that_the_table_knows() -> None:
     one = subject(EVERYTHING, Mesh.single_process())
-    assert {trial.op for trial in kernel_trials(one.config, one.need)} <= {
+    assert {trial.op for trial in op_trials(one.config, one.need)} <= {
         field.name for field in dataclasses.fields(Kernels)
     }
 
 
-def examine_apart(folder: str, broken: bool) -> list[CheckResult]:
+def examine_apart(folder: str, broken: bool) -> list[DoctorFinding]:
     """On every rank: a run with relative paths, where the ranks from the second on may stand elsewhere."""
     before = os.getcwd()
     rank = torch.distributed.get_rank()
@@ -263,14 +263,14 @@ def examine_apart(folder: str, broken: bool) -> list[CheckResult]:
         if broken and rank == 1:
             here = replace(here, kernels=replace(here.kernels, layer_norm=PLANTED["backward"]["rms_norm"]))
         checks = (
-            doctor.check_devices,
-            doctor.check_kernel_results,
-            doctor.check_links,
-            doctor.check_clocks,
-            doctor.check_limits,
-            doctor.check_data,
-            doctor.check_checkpoints,
-            doctor.check_disk,
+            doctor.diagnose_devices,
+            doctor.diagnose_kernel_results,
+            doctor.diagnose_links,
+            doctor.diagnose_clocks,
+            doctor.diagnose_system_limits,
+            doctor.diagnose_data_files,
+            doctor.diagnose_checkpoint_folders,
+            doctor.diagnose_disk,
         )
         return [row for check in checks for row in check(here)]
     finally:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.core.config.flags import ConfigError
-from megatron.evaluation.benchmarks import BENCHMARKS, read_questions
+from megatron.evaluation.benchmarks import BENCHMARKS, read_benchmark_questions
 from megatron.tools.evaluate_vlm import main
 
 REFERENCES: list[dict[str, Any]] = [
@@ -112,17 +112,17 @@ def test_official_files_become_questions_and_are_scored(task: str, tmp_path: Pat
         "messages": [{"role": "user", "content": f"<image>\n{asked}"}],
         "images": [f"folder/{image}"],
     }
-    assert read_questions(task, paths)[0].references == references
+    assert read_benchmark_questions(task, paths)[0].references == references
     assert f"{task} {next(iter(BENCHMARKS[task].scores))}" in capsys.readouterr().out
     Path(paths[-1]).write_text('[{"other": 1}]')
     with pytest.raises(ConfigError, match=f"nor the official format of {task}"):
-        read_questions(task, paths)
+        read_benchmark_questions(task, paths)
 
 
 def test_answers_of_vqav2_without_questions_are_scored_but_not_asked(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "annotations.json"
     path.write_text(json.dumps(OFFICIAL["vqav2"][0][1]))
-    assert not read_questions("vqav2", [str(path)])[0].messages
+    assert not read_benchmark_questions("vqav2", [str(path)])[0].messages
     with pytest.raises(SystemExit):
         main(["--task", "vqav2", "--references", str(path), "--questions", str(tmp_path / "out")])
     assert "give the file of questions too" in capsys.readouterr().err

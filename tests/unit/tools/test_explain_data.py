@@ -21,7 +21,7 @@ from megatron.core.tokenizers.build import NullTokenizer
 from megatron.tools.explain_data import main
 from megatron.training.cli.arguments import config_of, read_args
 from megatron.training.data.batch import Batch
-from megatron.training.data.inspect_samples import Microbatch, RunDataInspector, StartCounters
+from megatron.training.data.inspect_samples import MicrobatchDescription, ResumeCounters, RunDataInspector
 from megatron.training.loop import pretrain
 from megatron.training.run import Run
 from tests.helpers import tiny
@@ -71,7 +71,7 @@ def real_run(flags: list[str]) -> list[tuple[int, list[list[int]]]]:
             fed.append((run.progress.iteration + 1, batch.tokens.tolist()))
         return pretrain_gpt.forward_step(run, iter((batch,)), stage)
 
-    pretrain(run, pretrain_gpt.datasets, pretrain_gpt.model, forward_step)
+    pretrain(run, pretrain_gpt.datasets_provider, pretrain_gpt.model_provider, forward_step)
     return fed
 
 
@@ -108,7 +108,7 @@ def assert_explained(found: dict[tuple[str, int, int], list[Line]], explanation:
         ], (split, step, rank)
 
 
-def tokens_of(microbatch: Microbatch) -> list[list[int]]:
+def tokens_of(microbatch: MicrobatchDescription) -> list[list[int]]:
     """The input ids of each sample, put together from the texts of its pieces."""
     rows = [[int(word) for piece in sample.pieces for word in piece.text.split()] for sample in microbatch.samples]
     return [row[:SEQUENCE] for row in rows]
@@ -203,7 +203,7 @@ def test_a_run_that_resumes_with_another_batch_is_explained_from_its_counters(
     world(1).run(real_run, first)
     world(1).run(real_run, second)
     assert_explained(logged(tmp_path / "first"), explanation_of(first, 1))
-    assert_explained(logged(tmp_path / "second"), explanation_of(second, 1, start=StartCounters(3, 12, 0)))
+    assert_explained(logged(tmp_path / "second"), explanation_of(second, 1, start=ResumeCounters(3, 12, 0)))
 
 
 def test_a_full_validation_sees_every_sample_once_and_is_explained(

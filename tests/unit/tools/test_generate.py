@@ -150,7 +150,7 @@ def test_few_lines_are_held_at_once(tool: ModuleType) -> None:
         for read in range(10**6):
             yield read, '{"ids": [1]}'
 
-    given = tool.options(["--load", "x", "--input", "x", "--output", "x", "--num-tokens", "3"])
+    given = tool.parse_arguments(["--load", "x", "--input", "x", "--output", "x", "--num-tokens", "3"])
     found = tool.generate_answers(engine_of(network(), together=2), endless(), given)
     for _ in range(20):
         next(found)

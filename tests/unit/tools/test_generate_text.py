@@ -15,8 +15,8 @@ import torch
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.inference.engine import Engine
 from megatron.inference.generate import generate_texts
-from megatron.inference.sampling import Sampling
-from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.inference.sampling import SamplingParams
+from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.training import train_on
@@ -65,7 +65,7 @@ def trained(changes: dict[str, Any], folder: str) -> Trainer:
     size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(size, **{**MODEL, **changes}, save=folder)))
     train_on(trainer, 2)
-    Checkpoint(trainer).save()
+    Checkpointer(trainer).save()
     return trainer
 
 
@@ -92,7 +92,7 @@ def test_the_text_is_that_of_the_network_that_was_trained(
     trainer = trained(
         {"hidden_dropout": 0.3, "attention_dropout": 0.3}, str(tmp_path)
     )  # dropout that generation must leave off
-    sampling = Sampling(0.0) if options is GREEDY else Sampling(0.8, 20, 0.95)
+    sampling = SamplingParams(0.0) if options is GREEDY else SamplingParams(0.8, 20, 0.95)
     engine = Engine([trainer.stages[0].eval()], trainer.run.tokenizer)
     expected = [
         generate_texts(engine, [prompt], num_tokens=12, sampling=sampling, seed=5 if options is WARM else 1234)[0]
@@ -151,7 +151,7 @@ def demo_run(folder: Path) -> tuple[str, dict[str, Path]]:
     trainer = tiny.trainer_of(
         replace(tiny.run_of(tiny.with_vocabulary(config, tokenizer.vocab_size)), tokenizer=tokenizer)
     )
-    Checkpoint(trainer).save()
+    Checkpointer(trainer).save()
     return str(folder / "run"), files
 
 

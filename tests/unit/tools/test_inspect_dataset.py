@@ -11,7 +11,7 @@ import pytest
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets import pair_check, storage
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
-from megatron.core.tokenizers.base import fingerprint
+from megatron.core.tokenizers.base import tokenizer_fingerprint
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.tools import inspect_dataset
 
@@ -23,7 +23,7 @@ BYTES = ["--tokenizer-type", "ByteTokenizer"]
 def prefix(tmp_path: Path) -> str:
     """Four documents as bytes, one of them empty, one of two sequences."""
     tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="ByteTokenizer"))
-    with IndexedDatasetBuilder(tmp_path / "data", np.uint16, tokenizer=fingerprint(tokenizer)) as builder:
+    with IndexedDatasetBuilder(tmp_path / "data", np.uint16, tokenizer=tokenizer_fingerprint(tokenizer)) as builder:
         for text in TEXTS:
             half = len(text) // 2 if text == TEXTS[2] else 0
             for part in (text[:half], text[half:]):

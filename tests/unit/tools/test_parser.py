@@ -6,25 +6,25 @@ from pathlib import Path
 
 import pytest
 
-from megatron.tools.parser import ToolParser
+from megatron.tools.parser import ToolArgumentParser
 
 TOOLS = Path(__file__).resolve().parents[3] / "megatron" / "tools"
 
 
 @pytest.fixture
-def parser() -> ToolParser:
-    made = ToolParser(prog="tool", description="What it does.")
+def parser() -> ToolArgumentParser:
+    made = ToolArgumentParser(prog="tool", description="What it does.")
     made.add_argument("folder")
     made.add_argument("--load", metavar="DIR", required=True)
     made.add_argument("--kind", choices=("a", "b"), help="50 %% of them")
     return made
 
 
-def test_usage_is_one_line_with_what_must_be_given(parser: ToolParser) -> None:
+def test_usage_is_one_line_with_what_must_be_given(parser: ToolArgumentParser) -> None:
     assert parser.format_help().splitlines()[:3] == ["usage: tool FOLDER --load DIR [options]", "", "What it does."]
 
 
-def test_an_error_ends_with_where_to_look(parser: ToolParser, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_ends_with_where_to_look(parser: ToolArgumentParser, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         parser.parse_args(["x", "--load", "y", "--kind", "c"])
     lines = capsys.readouterr().err.splitlines()

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from megatron.core.config.settings.run import RunConfig
 from megatron.trust.plan import measure
-from megatron.trust.plan.hardware import PROFILES, Link, from_json, hardware_of, to_json
-from megatron.trust.simulate.trace import DryRun
+from megatron.trust.plan.hardware import PROFILES, NetworkLink, hardware_from_json, hardware_of, hardware_to_json
+from megatron.trust.simulate.trace import DryRunResult
 from tests.helpers.architecture import ROOT
 from tests.helpers.world import World
 
@@ -53,7 +53,7 @@ def report(tool: ModuleType, capsys: pytest.CaptureFixture[str], words: str, cod
 def small_machine(folder: Path, memory: float) -> Path:
     """A profile of a machine with so many bytes."""
     path = folder / "small.json"
-    path.write_text(json.dumps({**to_json(PROFILES["cpu"]), "memory": memory, "usable": 1.0, "name": "small"}))
+    path.write_text(json.dumps({**hardware_to_json(PROFILES["cpu"]), "memory": memory, "usable": 1.0, "name": "small"}))
     return path
 
 
@@ -82,7 +82,7 @@ def test_a_plan_has_the_vocabulary_of_the_tokenizer_at_hand(
     data = ROOT / "examples" / "data"
     flags = f"{RUN} --tokenizer-type GPT2BPETokenizer --vocab-file {data / vocabulary} --merge-file {data / 'demo-merges.txt'}".split()
     options, words = tool.parse_arguments(["--world-size", "1", "--", *flags])
-    _, config = tool.resolve_setup(options, words)
+    _, config = tool.resolve_setup_or_exit(options, words)
     assert config.model.true_vocab_size == size
     assert says in capsys.readouterr().err
 
@@ -92,7 +92,7 @@ def test_ranks_that_would_wait_forever_are_found(
 ) -> None:
     dry_run = tool.dry_runner(hardware_of("a100-40"))
 
-    def without_a_send(config: RunConfig, world_size: int) -> DryRun:
+    def without_a_send(config: RunConfig, world_size: int) -> DryRunResult:
         run = dry_run(config, world_size)
         first = run.traces[0]
         place = next(place for place, event in enumerate(first.events) if event.kind == "send")
@@ -177,12 +177,12 @@ def test_this_machine_is_measured(tool: ModuleType, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(measure, "COPIED", {"cpu": 2**20})
     path = tmp_path / "mine.json"
     tool.main(["--measure", str(path)])
-    found = from_json(json.loads(path.read_text()))
+    found = hardware_from_json(json.loads(path.read_text()))
     assert found.name == "mine" and [size for size, _ in found.matmul] == [2 * 16**3, 2 * 64**3, 2 * 128**3]
     assert max(share for _, share in found.matmul) == 1.0 and found.sleep >= 0 and found.memory > 2**28
 
 
-def measured_link() -> Link:
+def measured_link() -> NetworkLink:
     """The link between two ranks, on each of them."""
     return measure.measure_link(range(dist.get_world_size()), measure.pick_device())
 

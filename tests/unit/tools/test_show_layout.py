@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron.core.config.plan import layer_plans, partition
+from megatron.core.config.plan import partition_into_stages, uniform_layer_plans
 from megatron.core.models.gpt import GPTModel
 from tests.helpers import tiny
 
@@ -65,8 +65,8 @@ def test_parameters_are_those_that_the_stages_build(tool: ModuleType, capsys: py
     )
     run = tiny.run_of(tiny.config(1, num_layers=8, num_attention_heads=4))
     built = [0, 0]
-    for stage in partition(layer_plans(8), pp=2, vpp=2):
-        built[stage.rank] += sum(param.numel() for param in GPTModel(stage, run.build).parameters())
+    for stage in partition_into_stages(uniform_layer_plans(8), pp=2, vpp=2):
+        built[stage.rank] += sum(param.numel() for param in GPTModel(stage, run.layer_build_context).parameters())
     found = re.findall(r"^  (\d) +((?:E )?\d-\d \| \d-\d(?: L)?) +([\d,]+)", text, re.MULTILINE)
     assert [(rank, layers) for rank, layers, _ in found] == [("0", "E 0-1 | 4-5"), ("1", "2-3 | 6-7 L")]
     assert [int(count.replace(",", "")) for *_, count in found] == built

@@ -28,8 +28,8 @@ pytest.importorskip("uvicorn", reason="uvicorn is not installed; the extra `serv
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.evaluation.reward import RewardModel
 from megatron.inference.engine import Engine
-from megatron.inference.requests import Request
-from megatron.inference.sampling import Sampling
+from megatron.inference.requests import GenerationRequest
+from megatron.inference.sampling import SamplingParams
 from megatron.training.checkpoint.inference_model import GPT, load_network
 from tests.helpers.architecture import ROOT
 from tests.unit.evaluation.test_reward import saved
@@ -133,7 +133,7 @@ def test_the_tool_serves_a_hybrid_though_room_is_short(tmp_path: Path) -> None:
     loaded = load_network(str(tmp_path / "network"), GPT)
     engine = Engine(loaded.stages, loaded.tokenizer)
     texts = [tuple((7 * start + place) % 23 + 1 for place in range(30)) for start in range(5)]
-    expected = [reply.ids for reply in engine.run([Request(text, 20, Sampling(0.0)) for text in texts])]
+    expected = [reply.ids for reply in engine.run([GenerationRequest(text, 20, SamplingParams(0.0)) for text in texts])]
     gigabytes = 100.5 * engine.metrics().bytes_per_token / 1e9  # two of the five
     tight = f"--inference-dynamic-batching-block-size 4 --inference-dynamic-batching-buffer-size-gb {gigabytes:.9f}"
     command = [sys.executable, str(TOOL), "--load", str(tmp_path / "network"), *tight.split()]
@@ -150,7 +150,7 @@ def test_the_tool_keeps_states_in_the_formats_that_it_is_told(tmp_path: Path) ->
     loaded, text = load_network(str(tmp_path / "network"), GPT), tuple(range(1, 21))
     words = {"mamba_inference_conv_states_dtype": "bf16", "mamba_inference_ssm_states_dtype": "fp16"}
     whole, engine = (Engine(loaded.stages, loaded.tokenizer, InferenceConfig(**each)) for each in ({}, words))
-    (expected,) = engine.run([Request(text, 20, Sampling(0.0))])
+    (expected,) = engine.run([GenerationRequest(text, 20, SamplingParams(0.0))])
     flags = [part for name, word in words.items() for part in (f"--{name.replace('_', '-')}", word)]
     command = [sys.executable, str(TOOL), "--load", str(tmp_path / "network"), *flags]
     with started(command, tmp_path / "log") as (_, port):
@@ -176,7 +176,7 @@ def test_two_ranks_answer_as_one_and_when_one_is_killed_their_launcher_starts_th
     expected = [
         reply.ids
         for reply in Engine(loaded.stages, loaded.tokenizer).run(
-            [Request(prompt, 6, Sampling(0.0)) for prompt in ((3, 1, 4), (1,))]
+            [GenerationRequest(prompt, 6, SamplingParams(0.0)) for prompt in ((3, 1, 4), (1,))]
         )
     ]
     launcher, log = (
@@ -203,7 +203,7 @@ def test_two_ranks_answer_as_one_and_when_one_is_killed_their_launcher_starts_th
         until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), 10)
         said = log.read_text()
         assert (
-            re.search(rf"RankLost: rank 1 of 2 \(process {follower} on .*\) has ended", said)
+            re.search(rf"RankLostError: rank 1 of 2 \(process {follower} on .*\) has ended", said)
             and "Traceback" not in said
         ), said
         until(lambda: log.read_text().count("serving at") == 2, 60)

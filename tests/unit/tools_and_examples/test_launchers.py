@@ -53,7 +53,7 @@ class Command:
             config.train,
             data_parallel_size=config.parallel.data_parallel_size(self.ranks),
             seq_length=config.train.seq_length,
-        ).check()
+        ).require_divisible_sizes()
         return config
 
 

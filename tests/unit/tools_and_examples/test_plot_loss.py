@@ -14,7 +14,7 @@ import pytest
 from megatron.core.config.settings.run import LogConfig
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
 from megatron.tools import plot_loss, unigram_entropy
-from megatron.training.report.metrics import Step
+from megatron.training.report.metrics import StepMetrics
 from megatron.training.report.writers import Writers
 
 PNG = b"\x89PNG"
@@ -38,12 +38,12 @@ def test_a_log_of_the_training_programme_is_read_as_it_was_written(tmp_path: Pat
     writers = Writers(LogConfig(log_jsonl=str(log)), speaks=True, console=lambda text: None)
     losses = [3.0, 2.5, 2.25]
     writers.write_steps(
-        [Step(number, number * 4, 4, 0.1, {"lm loss": loss}) for number, loss in enumerate(losses, start=1)]
+        [StepMetrics(number, number * 4, 4, 0.1, {"lm loss": loss}) for number, loss in enumerate(losses, start=1)]
     )
     writers.write_validation({"lm loss": 2.75}, iteration=2, consumed_samples=8)
     writers.write_validation({"lm loss": 9.0}, iteration=3, consumed_samples=12, final="test")
     writers.close()
-    curves = plot_loss.read_curves(log, "lm loss")
+    curves = plot_loss.read_loss_curves(log, "lm loss")
     assert curves.train == list(enumerate(losses, start=1))
     assert curves.valid == [(2, 2.75)], "the test set is no point of the validation curve"
     assert curves.resumed == []
@@ -54,7 +54,7 @@ def test_steps_that_a_resumed_run_took_again_count_as_written_last(tmp_path: Pat
         tmp_path / "log.jsonl",
         [start(0), step(1, 5.0), step(2, 4.0), step(3, 99.0), step(4, 98.0), start(2), step(3, 3.0)],
     )
-    curves = plot_loss.read_curves(log, "lm loss")
+    curves = plot_loss.read_loss_curves(log, "lm loss")
     assert curves.train == [(1, 5.0), (2, 4.0), (3, 3.0)]
     assert curves.resumed == [2]
 
@@ -73,8 +73,8 @@ def test_the_picture_holds_every_curve_and_line(tmp_path: Path, capsys: pytest.C
     validation = {"kind": "validation", "iteration": 2, "losses": {"lm loss": 4.5}}
     one = write_log(tmp_path / "one.jsonl", [start(0), step(1, 5.0), step(2, 4.0), validation, start(2), step(3, 3.5)])
     two = write_log(tmp_path / "two.jsonl", [step(1, 5.5)])
-    curves = [plot_loss.read_curves(path, "lm loss") for path in (one, two)]
-    figure = plot_loss.draw(curves, "lm loss", [("unigram entropy", 6.886)])
+    curves = [plot_loss.read_loss_curves(path, "lm loss") for path in (one, two)]
+    figure = plot_loss.draw_loss_curves(curves, "lm loss", [("unigram entropy", 6.886)])
     (axes,) = figure.axes
     labels = {text.get_text() for text in axes.get_legend().get_texts()}
     assert labels == {"one: training", "one: validation", "one: resumed", "two: training", "unigram entropy 6.89"}

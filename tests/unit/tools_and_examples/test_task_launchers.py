@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.flags import from_namespace
+from megatron.core.config.flags import config_from_namespace
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.models.describe import count_parameters
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.tasks.flags import TaskConfig, defaults_of
-from megatron.tasks.glue import read_glue
-from megatron.tasks.race import read_race
-from megatron.tasks.zeroshot import read_passages, read_text
+from megatron.tasks.flags import TaskConfig, task_flag_defaults
+from megatron.tasks.glue import read_glue_samples
+from megatron.tasks.race import read_race_questions
+from megatron.tasks.zeroshot import read_lambada_passages, read_perplexity_text
 from megatron.training.cli.arguments import config_of, read_args, read_flags
 from tests.helpers.architecture import ROOT
 from tests.unit.tools_and_examples.test_launchers import bash, launch
@@ -32,8 +32,8 @@ PATHS = ("pretrained", "vocab.txt", "data", "checkpoints")
 
 def read(flags: list[str], ranks: int) -> tuple[TaskConfig, RunConfig]:
     """What tasks/main.py makes of its command line."""
-    args = read_args(flags, world_size=ranks, extra=(TaskConfig,), defaults=defaults_of(flags))
-    return from_namespace(TaskConfig, args), config_of(args, ranks)
+    args = read_args(flags, world_size=ranks, extra=(TaskConfig,), defaults=task_flag_defaults(flags))
+    return config_from_namespace(TaskConfig, args), config_of(args, ranks)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -64,7 +64,7 @@ def test_the_large_launchers_have_megatrons_recipe(name: str, tmp_path: Path) ->
 def test_the_zero_shot_launcher_takes_the_network_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     words = (name, "saved", "v.json", "m.txt", "text", "--overlapping-eval", "8")
     command = launch("examples/tasks/evaluate_zeroshot_gpt.sh", *words, folder=tmp_path)
-    args = read_flags(command.flags, extra=(TaskConfig,), defaults=defaults_of(command.flags))
+    args = read_flags(command.flags, extra=(TaskConfig,), defaults=task_flag_defaults(command.flags))
     assert [problem for problem in args.problems if "holds no" not in problem] == [], "only the checkpoint is missing"
     assert (args.task, args.valid_data, args.strict_lambada, args.overlapping_eval) == (
         name,
@@ -103,10 +103,10 @@ def test_the_small_zero_shot_run_scores_both_tasks(tmp_path: Path) -> None:
 
 def test_the_samples_are_in_the_published_formats() -> None:
     for name, count in (("train", 480), ("dev_matched", 90), ("dev_mismatched", 90)):
-        texts = read_glue("MNLI", SAMPLES / f"MNLI/{name}.tsv")
+        texts = read_glue_samples("MNLI", SAMPLES / f"MNLI/{name}.tsv")
         assert len(texts) == count and Counter(text.label for text in texts) == dict.fromkeys(range(3), count // 3)
     for folder, count in (("train/middle", 120), ("train/high", 120), ("dev/middle", 40), ("dev/high", 40)):
-        questions = read_race(SAMPLES / "RACE" / folder)
+        questions = read_race_questions(SAMPLES / "RACE" / folder)
         assert len(questions) == count and set(question.label for question in questions) == set(range(4))
     tokenizer = build_tokenizer(
         TokenizerConfig(
@@ -115,6 +115,6 @@ def test_the_samples_are_in_the_published_formats() -> None:
             merge_file=str(ROOT / "examples/data/demo-merges.txt"),
         )
     )
-    assert len(read_passages([str(SAMPLES / "lambada.jsonl")], tokenizer, length=128, strict=True)) == 16
-    text = read_text(str(SAMPLES / "wiki.valid.tokens"), tokenizer, length=128, stride=32)
+    assert len(read_lambada_passages([str(SAMPLES / "lambada.jsonl")], tokenizer, length=128, strict=True)) == 16
+    text = read_perplexity_text(str(SAMPLES / "wiki.valid.tokens"), tokenizer, length=128, stride=32)
     assert "1,900 whales" in tokenizer.detokenize(text.windows.ids.tolist()) and text.original_words > 400

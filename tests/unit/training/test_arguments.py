@@ -14,7 +14,14 @@ from typing import Any, Literal
 import pytest
 import yaml
 
-from megatron.core.config.flags import ConfigError, flag, flag_fields, flag_name, from_namespace, to_values
+from megatron.core.config.flags import (
+    ConfigError,
+    config_from_namespace,
+    config_to_values,
+    flag,
+    flag_fields,
+    flag_name,
+)
 from megatron.core.config.settings.run import RequestedRun
 from megatron.core.dist_checkpointing import store
 from megatron.training.cli.arguments import config_of, make_parser, parse_args, read_args, read_flags
@@ -97,13 +104,13 @@ def test_a_namespace_becomes_the_config_it_came_from() -> None:
     args = read(
         "--group-query-attention --num-query-groups 2 --rampup-batch-size 2 2 8 --global-batch-size 4 --iterations-to-skip 3"
     )
-    config = from_namespace(RequestedRun, args)
+    config = config_from_namespace(RequestedRun, args)
     assert (
         config.model.num_query_groups == 2
         and config.train.rampup_batch_size == (2, 2, 8)
         and config.train.iterations_to_skip == (3,)
     )
-    again = from_namespace(RequestedRun, argparse.Namespace(**to_values(config)))
+    again = config_from_namespace(RequestedRun, argparse.Namespace(**config_to_values(config)))
     assert again == config
 
 
@@ -122,7 +129,7 @@ def test_a_script_adds_flags_of_its_own() -> None:
         parser.add_argument("--by-hand", type=int, default=1)
 
     args = read("--own-number 5 --own-switch --by-hand 6", extra=(Extra,), provider=provider)
-    assert from_namespace(Extra, args) == Extra(5, True) and args.by_hand == 6
+    assert config_from_namespace(Extra, args) == Extra(5, True) and args.by_hand == 6
     assert any(
         "--own-numbr is not a flag; did you mean --own-number" in line
         for line in problems([*NEEDED, "--own-numbr", "5"], extra=(Extra,))
@@ -404,10 +411,10 @@ def test_the_tokenizer_of_the_command_line_is_kept_on_demand(checkpoint: str) ->
 @pytest.fixture
 def before(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The checkpoint as it would have been saved when NullTokenizer had an id more than --vocab-size."""
-    describe = store.describe
+    describe = store.read_run_description
     monkeypatch.setattr(
         store,
-        "describe",
+        "read_run_description",
         lambda folder: dataclasses.replace(describe(folder), values={**describe(folder).values, "vocab_size": 30}),
     )
     return checkpoint

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 import pretrain_gpt
-from megatron.core.dist_checkpointing.saved import open_saved
+from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
 from megatron.core.dist_checkpointing.store import find_checkpoint
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import Box
-from megatron.core.parallel.spec import spec_of
+from megatron.core.parallel.spec import param_spec_of
 from megatron.tools.replay import PROVIDERS, main
 from megatron.training.data.batch import Batch, LossFunction
-from megatron.training.health.bad_steps import AnomalyLimits, BadStep, StepHistory, StepValidator
+from megatron.training.health.bad_steps import AnomalyLimits, BadStepError, StepHistory, StepValidator
 from megatron.training.run import Run
 from megatron.training.step import train_step
-from megatron.trust.compare.replay import replay
+from megatron.trust.compare.replay import replay_failure_dump
 from tests.helpers import tiny
 from tests.helpers.programme import trained, write_tokens
 from tests.helpers.training import held_weights
@@ -54,7 +54,7 @@ def not_a_number(stage: GPTModel, output: Tensor) -> Tensor:
 
 def weights(folder: Path) -> dict[str, Tensor]:
     """The weights in the newest checkpoint of a folder."""
-    saved = open_saved(find_checkpoint(folder).folder)
+    saved = open_saved_checkpoint(find_checkpoint(folder).folder)
     return {
         name: saved.read(name, Box((0,) * len(found.shape), tuple(found.shape))).clone()
         for name, found in saved.formats.items()
@@ -94,7 +94,7 @@ def test_a_run_that_leaves_a_bad_step_behind_ends_as_if_its_data_had_never_been_
 
 
 def test_a_run_that_stops_says_what_is_bad_and_where_the_evidence_is(tmp_path: Path) -> None:
-    with pytest.raises(BadStep) as error:
+    with pytest.raises(BadStepError) as error:
         trained(
             ["--train-iters", "6", "--on-bad-step", "stop", "--error-dir", str(tmp_path), "--mock-data"],
             forward_step=spoiling(3, not_a_number),
@@ -118,7 +118,7 @@ def test_more_bad_steps_than_allowed_stop_a_run(tmp_path: Path) -> None:
         output, loss = pretrain_gpt.forward_step(run, batches, stage)
         return output * math.nan, loss
 
-    with pytest.raises(BadStep, match="it is the 3th bad step, and --max-bad-steps is 2"):
+    with pytest.raises(BadStepError, match="it is the 3th bad step, and --max-bad-steps is 2"):
         trained(
             ["--train-iters", "6", "--on-bad-step", "skip", "--max-bad-steps", "2", "--mock-data"], forward_step=often
         )
@@ -148,32 +148,32 @@ def judged(
     settings = tiny.config(size, error_dir=folder, on_bad_step="skip", failure_dump_weights=True, **changes)
     trainer = tiny.trainer_of(tiny.run_of(settings))
     mesh = trainer.run.mesh
-    train_step(trainer, tiny.batches(trainer.run, 0))
+    train_step(trainer, tiny.short_run_batches(trainer.run, 0))
     validator = StepValidator(settings)
     trainer.add_hook(validator)
     if plant == "weight":
         for stage in trainer.stages:
             for param in stage.parameters():
-                if spec_of(param).name == "decoder.layers.1.mlp.linear_fc2.weight":
+                if param_spec_of(param).name == "decoder.layers.1.mlp.linear_fc2.weight":
                     param.data.view(-1)[0] = math.nan
     elif plant == "scan":
         for stage in trainer.stages:
             for param in stage.parameters():
-                if spec_of(param).name == "decoder.layers.1.mixer.D":
+                if param_spec_of(param).name == "decoder.layers.1.mixer.D":
                     param.data.fill_(3e38)  # finite, and what the scan makes of it is not
     elif plant == "gradient":
         param = next(
             param
             for stage in trainer.stages
             for param in stage.parameters()
-            if "linear_fc1.bias" in spec_of(param).name
+            if "linear_fc1.bias" in param_spec_of(param).name
         )
         if mesh.world.rank == 1:
             param.register_hook(lambda gradient: gradient * math.inf)
     else:
         validator.memory.find_problem = lambda losses, norm: "planted"  # type: ignore[method-assign]
     before = [value.clone() for _, _, _, value in held_weights(trainer)]
-    step = train_step(trainer, tiny.batches(trainer.run, 1))
+    step = train_step(trainer, tiny.short_run_batches(trainer.run, 1))
     for parallel in trainer.parallels:
         parallel.finish_gather()
     after = [value for _, _, _, value in held_weights(trainer)]
@@ -195,7 +195,7 @@ def test_a_replay_gives_the_numbers_of_the_run(world: Worlds, tmp_path: Path, ch
     results = world(4).run(judged, str(tmp_path), changes, "nothing")
     problem, pairs, norm, kept, _ = results[0]
     assert problem.startswith("planted") and all(result[0] == problem and result[3] for result in results)
-    found = replay(tmp_path / "step-00000002", TINY_PROVIDERS)
+    found = replay_failure_dump(tmp_path / "step-00000002", TINY_PROVIDERS)
     total, count = pairs[0]
     assert found.losses["lm loss"] == pytest.approx(total / count, rel=1e-6)
     assert found.norm == pytest.approx(norm, rel=1e-5)
@@ -215,7 +215,7 @@ def test_a_replay_finds_the_module_and_the_run_the_rank(
         and "weights that are not finite: decoder.layers.1.mlp.linear_fc2.weight" in result[0]
         for result in results
     ), results[0][0]
-    found = replay(tmp_path / "weight" / "step-00000002", TINY_PROVIDERS)
+    found = replay_failure_dump(tmp_path / "weight" / "step-00000002", TINY_PROVIDERS)
     assert (
         found.first["output"].where == "decoder.layers.1.mlp.linear_fc2"
         and "its weight is not sound" in found.first["output"].cause
@@ -237,7 +237,7 @@ def test_a_replay_names_the_mixer_whose_scan_is_not_finite(world: Worlds, tmp_pa
     changes = {"num_layers": None, "hybrid_layer_pattern": "*M-", "tensor_model_parallel_size": 2, **sizes}
     results = world(2).run(judged, str(tmp_path), changes, "scan")
     assert all("lm loss is nan" in result[0] for result in results), results[0][0]
-    first = replay(tmp_path / "step-00000002", TINY_PROVIDERS).first["output"]
+    first = replay_failure_dump(tmp_path / "step-00000002", TINY_PROVIDERS).first["output"]
     assert first.where == "decoder.layers.1.mixer.norm"
     assert "what goes in is not sound" in first.cause and "decoder.layers.1.mixer computes it" in first.cause
 

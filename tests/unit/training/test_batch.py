@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from megatron.core.config.settings.data import ChatConfig, DataConfig
-from megatron.core.config.stages import stages_of
-from megatron.core.datasets.blend import build_datasets
+from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.datasets.blend import build_gpt_datasets
 from megatron.core.datasets.chat import ChatDataset
 from megatron.core.datasets.samplers import collate
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.training.data.batch import Batch, masked_loss
-from megatron.training.data.sample_order import needs_text
-from megatron.training.loader import microbatches
+from megatron.training.data.sample_order import stages_read_data
+from megatron.training.loader import split_microbatches
 from tests.helpers import tiny
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ class Logits:
     def __init__(self, **changes: Any) -> None:
         run = tiny.run_of(tiny.config(1, sft=True, fp64=True, **changes))
         self.data = run.config.data
-        self.model = GPTModel(stages_of(run.config)[0], run.build).materialize(3)
+        self.model = GPTModel(pipeline_stages_of(run.config)[0], run.layer_build_context).materialize(3)
 
     def __call__(self, sample: dict[str, np.ndarray]) -> torch.Tensor:
         batch = Batch.from_arrays(collate([sample]), CPU, positions=self.data.restarts_positions)
@@ -107,7 +107,7 @@ def test_layers_are_told_positions_and_documents_when_the_settings_ask(
     changes: dict[str, Any], told: bool, apart: bool
 ) -> None:
     run = tiny.run_of(tiny.config(1, **changes))
-    train, _, _ = build_datasets(
+    train, _, _ = build_gpt_datasets(
         run.config.data,
         sequence_length=16,
         seed=1,
@@ -116,10 +116,10 @@ def test_layers_are_told_positions_and_documents_when_the_settings_ask(
         test_samples=0,
         tokenizer=run.tokenizer,
     )
-    batch = next(microbatches(run, train, consumed_samples=0, reads=True))
+    batch = next(split_microbatches(run, train, consumed_samples=0, reads=True))
     assert (batch.positions is not None, batch.documents is not None) == (told, apart)
-    middle = stages_of(tiny.config(4, pipeline_model_parallel_size=4, **changes))[1]
-    assert needs_text(run.config, [middle]) == (told or apart), (
+    middle = pipeline_stages_of(tiny.config(4, pipeline_model_parallel_size=4, **changes))[1]
+    assert stages_read_data(run.config, [middle]) == (told or apart), (
         "a stage between the ends reads what its layers are told"
     )
 
@@ -138,7 +138,7 @@ def test_a_stage_between_the_ends_reads_the_loss_mask_when_its_experts_losses_co
     changes: dict[str, Any], reads: bool
 ) -> None:
     settings = tiny.config(4, pipeline_model_parallel_size=4, num_experts=4, **changes)
-    assert needs_text(settings, [stages_of(settings)[1]]) == reads
+    assert stages_read_data(settings, [pipeline_stages_of(settings)[1]]) == reads
 
 
 def cu_seqlens(tokens: list[int], eod: int) -> list[int]:
@@ -148,7 +148,7 @@ def cu_seqlens(tokens: list[int], eod: int) -> list[int]:
 
 def test_inter_document_masking_is_documents_apart_with_positions_of_their_own() -> None:
     tokenizer = NullTokenizer(49)
-    train, _, _ = build_datasets(
+    train, _, _ = build_gpt_datasets(
         DataConfig(mock_data=True, dataloader_inter_document_masking=True),
         sequence_length=3000,
         seed=1,

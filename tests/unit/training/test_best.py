@@ -9,12 +9,12 @@ import pytest
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import CheckpointConfig
-from megatron.core.dist_checkpointing.saved import open_saved
-from megatron.core.dist_checkpointing.store import complete_iterations, linked_best
+from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
+from megatron.core.dist_checkpointing.store import best_linked_iteration, complete_iterations
 from megatron.core.parallel.mesh import Axis
 from megatron.training import loop
 from megatron.training.checkpoint.best import note_if_best
-from megatron.training.run import Progress
+from megatron.training.run import TrainingProgress
 from megatron.training.trainer import Trainer
 from tests.helpers.programme import trained, write_tokens
 
@@ -33,11 +33,11 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> None:
     def losses_of(trainer: Trainer, batches: object, iterations: int) -> dict[str, float]:
         return {"lm loss": LOSSES[trainer.progress.iteration]}
 
-    monkeypatch.setattr(loop, "evaluate", losses_of)
+    monkeypatch.setattr(loop, "evaluate_loss", losses_of)
 
 
 def saved_counters(folder: Path) -> dict[str, object]:
-    return dict(open_saved(folder).values["run.progress"])
+    return dict(open_saved_checkpoint(folder).values["run.progress"])
 
 
 def test_the_best_checkpoint_survives_retention_and_is_the_same_in_a_resumed_run(planned: None, tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_the_best_checkpoint_survives_retention_and_is_the_same_in_a_resumed_run
     assert (resumed.progress.best_iteration, resumed.progress.best_value) == (3, 2.0)
     assert resumed.progress.best_figure == "min lm loss"
     for folder in (tmp_path / "straight", tmp_path / "parts"):
-        assert complete_iterations(folder) == [3, 7] and linked_best(folder) == 3
+        assert complete_iterations(folder) == [3, 7] and best_linked_iteration(folder) == 3
         assert (folder / "best").readlink() == Path("iter_0000003")
     for name in ("best", "iter_0000007"):
         assert saved_counters(tmp_path / "straight" / name) == saved_counters(tmp_path / "parts" / name)
@@ -56,7 +56,9 @@ def test_the_best_checkpoint_survives_retention_and_is_the_same_in_a_resumed_run
     started = trained(
         [*FLAGS, "--pretrained-checkpoint", str(tmp_path / "parts" / "best"), "--save", str(tmp_path / "new")]
     )
-    assert started.progress.best_iteration == 3 and linked_best(tmp_path / "new") == 3  # its own, not that of its start
+    assert (
+        started.progress.best_iteration == 3 and best_linked_iteration(tmp_path / "new") == 3
+    )  # its own, not that of its start
 
 
 def test_the_last_iteration_is_evaluated_before_its_save(
@@ -64,7 +66,7 @@ def test_the_last_iteration_is_evaluated_before_its_save(
 ) -> None:
     monkeypatch.setitem(LOSSES, 7, 1.0)
     trained([*FLAGS, "--save", str(tmp_path), "--eval-interval", "3"])
-    assert complete_iterations(tmp_path) == [7] and linked_best(tmp_path) == 7
+    assert complete_iterations(tmp_path) == [7] and best_linked_iteration(tmp_path) == 7
     assert saved_counters(tmp_path / "best")["best_value"] == 1.0
 
 
@@ -82,14 +84,14 @@ def test_the_evaluation_before_the_last_save_is_the_one_at_the_end(tmp_path: Pat
     assert saved_counters(tmp_path / "with" / "best")["best_value"] == logs[0][0][2][2]["lm loss"]
 
 
-def better(progress: Progress, value: float, mode: str | None = None, figure: str = "reward margin") -> bool:
+def better(progress: TrainingProgress, value: float, mode: str | None = None, figure: str = "reward margin") -> bool:
     progress.iteration += 1
     options = CheckpointConfig(save_best=figure, save_best_mode=mode)
     return note_if_best(progress, {"preference loss": -value, "reward margin": value}, options, Axis("world"))
 
 
 def test_losses_are_minimized_other_figures_maximized_and_a_changed_figure_begins_anew() -> None:
-    progress = Progress()
+    progress = TrainingProgress()
     assert [better(progress, value) for value in (1.0, 1.0, float("inf"), 2.0, 0.5)] == [
         True,
         False,

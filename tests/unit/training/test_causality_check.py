@@ -14,8 +14,13 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.context_parallel import attention as over_ranks
 from megatron.core.kernels import fused, reference
-from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
-from megatron.training.health.causality_check import demand_no_leak, distinct_layers, find_leak, probe_length
+from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
+from megatron.training.health.causality_check import (
+    attention_variants,
+    find_attention_leak,
+    leak_probe_length,
+    require_causal_attention,
+)
 from megatron.training.run import Run
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
@@ -53,58 +58,68 @@ def run_with(kernel: Any = None, **changes: Any) -> Run:
     ids=["documents", "windows", "both", "a band with sinks", "latent", "bf16", "both sides"],
 )
 def test_no_kernel_of_ours_leaks(backend: str, changes: dict[str, Any]) -> None:
-    demand_no_leak(run_with(attention_backend=backend, **changes))
+    require_causal_attention(run_with(attention_backend=backend, **changes))
 
 
 def test_a_probe_is_long_enough_for_the_kernel_of_short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     taken, banded = [], fused._banded_attention
     monkeypatch.setattr(fused, "_banded_attention", lambda *arguments: taken.append(1) or banded(*arguments))
-    demand_no_leak(run_with(**WINDOWS, **LONG))
+    require_causal_attention(run_with(**WINDOWS, **LONG))
     assert taken
 
 
 def forgets_documents(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: ScoreModifiers
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, dropout: float, scores: AttentionScoreModifiers
 ) -> Tensor:
     return fused.attention(q, k, v, replace(mask, documents=None), dropout, scores)
 
 
-def forgets_windows(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: ScoreModifiers) -> Tensor:
+def forgets_windows(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, dropout: float, scores: AttentionScoreModifiers
+) -> Tensor:
     return fused.attention(q, k, v, replace(mask, window=None), dropout, scores)
 
 
 def window_off_by_one(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: ScoreModifiers
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, dropout: float, scores: AttentionScoreModifiers
 ) -> Tensor:
     return fused.attention(
         q, k, v, mask if mask.window is None else replace(mask, window=(mask.window[0] + 1, 0)), dropout, scores
     )
 
 
-def sees_the_future(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: ScoreModifiers) -> Tensor:
+def sees_the_future(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, dropout: float, scores: AttentionScoreModifiers
+) -> Tensor:
     return fused.attention(q, k, v, replace(mask, causal=False), dropout, scores)
 
 
-def sees_one_ahead(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: ScoreModifiers) -> Tensor:
+def sees_one_ahead(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, dropout: float, scores: AttentionScoreModifiers
+) -> Tensor:
     return fused.attention(q, k, v, replace(mask, causal=False, window=(-1, 1)), dropout, scores)
 
 
-def blurs_the_border(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: ScoreModifiers) -> Tensor:
+def blurs_the_border(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, dropout: float, scores: AttentionScoreModifiers
+) -> Tensor:
     moved = mask.documents if mask.documents is None else mask.documents.roll(1, dims=1)
     return fused.attention(q, k, v, replace(mask, documents=moved), dropout, scores)
 
 
 def a_little_of_everything(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: ScoreModifiers
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, dropout: float, scores: AttentionScoreModifiers
 ) -> Tensor:
     """Masked scores are -10 and not minus infinity: a mask as some people wrote it."""
-    seen = mask.as_bool(q.shape[0], k.shape[0], q.device)
+    seen = mask.as_bool_tensor(q.shape[0], k.shape[0], q.device)
     return reference.attention(
-        q, k, v, MaskSpec(causal=False), dropout, replace(scores, bias=torch.where(seen, 0.0, -10.0))
+        q, k, v, AttentionMaskSpec(causal=False), dropout, replace(scores, bias=torch.where(seen, 0.0, -10.0))
     )
 
 
-def sees_nothing(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float, scores: ScoreModifiers) -> Tensor:
+def sees_nothing(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, dropout: float, scores: AttentionScoreModifiers
+) -> Tensor:
     return torch.zeros(*q.shape[:2], q.shape[2] * v.shape[3])
 
 
@@ -123,12 +138,12 @@ def sees_nothing(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float
 )
 def test_a_kernel_that_leaks_is_refused_by_name(kernel: Any, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        demand_no_leak(run_with(kernel, **changes))
+        require_causal_attention(run_with(kernel, **changes))
     assert "the attention kernel fused lets tokens leak" in str(caught.value) and words in str(caught.value)
 
 
 def test_a_run_that_hides_nothing_is_not_probed() -> None:
-    demand_no_leak(run_with(sees_the_future))
+    require_causal_attention(run_with(sees_the_future))
 
 
 def probe_here(changes: dict[str, Any], planted: bool) -> str:
@@ -141,7 +156,7 @@ def probe_here(changes: dict[str, Any], planted: bool) -> str:
         run = replace(run, kernels=replace(run.kernels, attention=forgets_documents))
     with patch.object(over_ranks, "ring_attention", blind if planted else ring):
         try:
-            demand_no_leak(run)
+            require_causal_attention(run)
         except ConfigError as error:
             return str(error)
     return ""
@@ -159,7 +174,7 @@ def test_the_transport_over_context_ranks_is_probed_too(world: Worlds, transport
 
 def test_every_kind_of_layer_is_probed_once() -> None:
     run = run_with(**WINDOWS, **LONG)
-    found = distinct_layers(run.build, network_layer_plans(run.config.model))
+    found = attention_variants(run.layer_build_context, network_layer_plans(run.config.model))
     assert [(kind.layer, kind.window) for kind in found] == [(0, (5, 0)), (1, None)]
-    assert [probe_length(run, kind) for kind in found] == [276, 256]
-    assert find_leak(run.build, found[0], 276, separate=False) == ""
+    assert [leak_probe_length(run, kind) for kind in found] == [276, 256]
+    assert find_attention_leak(run.layer_build_context, found[0], 276, separate=False) == ""

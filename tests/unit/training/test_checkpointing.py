@@ -17,14 +17,14 @@ import torch
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.dist_checkpointing import store
-from megatron.core.dist_checkpointing.saved import open_saved
-from megatron.core.dist_checkpointing.saver import Saver, Snapshot
+from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
+from megatron.core.dist_checkpointing.saver import CheckpointSaver, HostSnapshotBuffer
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.hf import open_folder
+from megatron.core.families.hf import open_hf_folder
 from megatron.core.parallel.boxes import whole_box
-from megatron.core.tokenizers.base import fingerprint
-from megatron.training.checkpoint.checkpointing import Checkpoint
-from megatron.training.run import Progress
+from megatron.core.tokenizers.base import tokenizer_fingerprint
+from megatron.training.checkpoint.checkpointing import Checkpointer
+from megatron.training.run import TrainingProgress
 from megatron.training.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.programme import trained
@@ -52,11 +52,11 @@ FOUR: list[dict[str, Any]] = [
 ]
 
 
-def start(**changes: Any) -> tuple[Trainer, Checkpoint]:
+def start(**changes: Any) -> tuple[Trainer, Checkpointer]:
     """A trainer on this process's ranks, and its checkpoint."""
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(world_size, **changes)))
-    return trainer, Checkpoint(trainer)
+    return trainer, Checkpointer(trainer)
 
 
 def train_and_save(folder: Path, steps: int = 2, **changes: Any) -> tuple[Trainer, list[float]]:
@@ -172,7 +172,7 @@ def test_finetune_takes_the_weights_and_nothing_else(tmp_path: Path, format: dic
     other, checkpoint = start(load=str(tmp_path), finetune=True, lr=3e-3, **format)
     untouched = {name: state.clone() for name, state in other.run.streams.state().items()}
     assert checkpoint.resume() and checkpoint.last_saved is None
-    assert other.progress == Progress() and other.optimizer.num_steps == 0
+    assert other.progress == TrainingProgress() and other.optimizer.num_steps == 0
     before, after = held_state(trainer), held_state(other)
     for name, value in after.items():
         if name.startswith("weight"):
@@ -200,7 +200,7 @@ def test_no_load_optim_keeps_counters_but_starts_optimizer_and_schedule_anew(tmp
 
 def test_what_was_not_saved_is_missed_unless_it_is_not_asked_for(tmp_path: Path) -> None:
     train_and_save(tmp_path, save_optim=False, save_rng=False)
-    names = open_saved(tmp_path / "iter_0000002").formats
+    names = open_saved_checkpoint(tmp_path / "iter_0000002").formats
     assert names and all(name.startswith("model.") for name in names)
     with pytest.raises(CheckpointError) as caught:
         start(load=str(tmp_path))[1].resume()
@@ -226,7 +226,7 @@ def test_random_streams_are_left_alone_with_no_load_rng(tmp_path: Path) -> None:
 def test_an_empty_folder_is_a_fresh_start_only_when_it_is_also_the_save_folder(tmp_path: Path) -> None:
     folder = str(tmp_path / "new")
     trainer, checkpoint = start(load=folder, save=folder + "/../new/")
-    assert not checkpoint.resume() and trainer.progress == Progress()
+    assert not checkpoint.resume() and trainer.progress == TrainingProgress()
     for changes, said in (
         ({}, "leave --load out"),
         ({"save": str(tmp_path)}, "leave --load out"),
@@ -350,8 +350,8 @@ def test_the_config_lies_beside_the_tensors_as_readable_json(tmp_path: Path) -> 
     train_and_save(tmp_path)
     content = json.loads((tmp_path / "iter_0000002" / "config.json").read_text())
     assert content["world_size"] == 1 and content["values"]["hidden_size"] == 32 and content["values"]["lr"] == 1e-2
-    assert store.checkpoint_values(tmp_path)["num_attention_heads"] == 8
-    assert open_saved(tmp_path / "iter_0000002").values["run.config"] == content["values"]
+    assert store.checkpoint_model_settings(tmp_path)["num_attention_heads"] == 8
+    assert open_saved_checkpoint(tmp_path / "iter_0000002").values["run.config"] == content["values"]
 
 
 def spoil(folder: Path, iteration: int) -> Path:
@@ -443,8 +443,8 @@ def test_another_tokenizer_is_refused_and_both_are_named_unless_it_is_allowed(
     other = dataclasses.replace(trainer.run, tokenizer=Renamed(trainer.run.tokenizer))
     trainer.run = other
     with pytest.raises(CheckpointError) as caught:
-        Checkpoint(trainer).resume()
-    mine, theirs = fingerprint(other.tokenizer), fingerprint(other.tokenizer.inner)
+        Checkpointer(trainer).resume()
+    mine, theirs = tokenizer_fingerprint(other.tokenizer), tokenizer_fingerprint(other.tokenizer.inner)
     assert (
         mine["hash"][:16] in str(caught.value)
         and theirs["hash"][:16] in str(caught.value)
@@ -452,7 +452,7 @@ def test_another_tokenizer_is_refused_and_both_are_named_unless_it_is_allowed(
     )
     trainer, checkpoint = start(load=str(tmp_path), finetune=finetune, allow_other_tokenizer=True)
     trainer.run = dataclasses.replace(trainer.run, tokenizer=other.tokenizer)
-    assert Checkpoint(trainer).resume() and "another tokenizer is accepted" in caplog.text
+    assert Checkpointer(trainer).resume() and "another tokenizer is accepted" in caplog.text
 
 
 class Renamed:
@@ -478,7 +478,7 @@ def save_beside_training(folder: Path, changes: dict[str, Any]) -> tuple[Held, H
     outcome, polls = None, 0
     while outcome is None:
         train_on(trainer, 1)
-        outcome, polls = checkpoint.poll(), polls + 1
+        outcome, polls = checkpoint.poll_save(), polls + 1
     assert not outcome.problems and checkpoint.last_saved == 2 and checkpoint.on_its_way is None
     return then, held_weights(trainer), polls
 
@@ -502,15 +502,15 @@ def test_steps_taken_while_a_save_is_written_are_not_in_it(
 def test_an_update_waits_for_the_copy_that_a_save_is_written_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take, begun, returned = Snapshot.copy_to_host, threading.Event(), threading.Event()
+    take, begun, returned = HostSnapshotBuffer.copy_to_host, threading.Event(), threading.Event()
 
-    def slowly(self: Snapshot, tensors: Sequence[torch.Tensor]) -> list[memoryview]:
+    def slowly(self: HostSnapshotBuffer, tensors: Sequence[torch.Tensor]) -> list[memoryview]:
         begun.set()
         assert returned.wait(300), "the copy is made beside what comes next"
         time.sleep(0.3)  # in which an update that did not wait would come
         return take(self, tensors)
 
-    monkeypatch.setattr(Snapshot, "copy_to_host", slowly)
+    monkeypatch.setattr(HostSnapshotBuffer, "copy_to_host", slowly)
     trainer, checkpoint = start(save=str(tmp_path))
     train_on(trainer, 1)
     saved = assemble([held_weights(trainer)])
@@ -518,7 +518,7 @@ def test_an_update_waits_for_the_copy_that_a_save_is_written_from(
     returned.set()
     assert begun.wait(300)
     train_on(trainer, 1)
-    outcome = checkpoint.finish()
+    outcome = checkpoint.finish_save()
     assert not outcome.problems and 0.0 < outcome.blocked
     loaded = assemble([resume_here(tmp_path, SERIAL)[0]])
     assert [name for name in saved if not torch.equal(loaded[name], saved[name])] == []
@@ -532,7 +532,7 @@ def test_a_save_waits_for_the_one_before_it_and_says_so(tmp_path: Path, caplog: 
     train_on(trainer, 1)
     (first,) = checkpoint.begin_save()
     assert first.iteration == 1 and not first.problems and "the save of iteration 2 waited" in caplog.text
-    assert checkpoint.finish().iteration == 2 and store.complete_iterations(tmp_path) == [1, 2]
+    assert checkpoint.finish_save().iteration == 2 and store.complete_iterations(tmp_path) == [1, 2]
 
 
 def test_a_loop_lives_through_saves_that_fail_tells_of_them_and_ends_in_an_error_if_the_last_one_did(
@@ -557,7 +557,7 @@ def test_a_loop_lives_through_saves_that_fail_tells_of_them_and_ends_in_an_error
         (Faulty("iter_0000004", fault=FULL), [2, 6], False),
         (Faulty("iter_0000006", fault=FULL), [2, 4], True),
     ):
-        monkeypatch.setattr(Checkpoint, "_get_saver", with_disk(Checkpoint._get_saver, disk))
+        monkeypatch.setattr(Checkpointer, "_get_saver", with_disk(Checkpointer._get_saver, disk))
         if fails:
             with pytest.raises(
                 CheckpointError, match="the last checkpoint of this run, of iteration 6, could not be saved"
@@ -581,10 +581,12 @@ def test_a_loop_lives_through_saves_that_fail_tells_of_them_and_ends_in_an_error
         log.unlink()
 
 
-def with_disk(writer: Callable[[Checkpoint], Saver], disk: Faulty) -> Callable[[Checkpoint], Saver]:
+def with_disk(
+    writer: Callable[[Checkpointer], CheckpointSaver], disk: Faulty
+) -> Callable[[Checkpointer], CheckpointSaver]:
     """The method, with another disk."""
 
-    def changed(checkpoint: Checkpoint) -> Saver:
+    def changed(checkpoint: Checkpointer) -> CheckpointSaver:
         found = writer(checkpoint)
         found.files = disk
         return found
@@ -594,7 +596,7 @@ def with_disk(writer: Callable[[Checkpoint], Saver], disk: Faulty) -> Callable[[
 
 def test_a_save_is_exported_where_that_is_asked_for(tmp_path: Path) -> None:
     trainer, _ = train_and_save(tmp_path / "save", export_hf=str(tmp_path / "hf"), async_save=False)
-    source = open_folder(tmp_path / "hf" / "iter_0000002", {})
+    source = open_hf_folder(tmp_path / "hf" / "iter_0000002", {})
     for name, param in trainer.stages[0].named_parameters():
         entry = source.formats[f"model.{name}"]
         assert torch.equal(source.read(f"model.{name}", whole_box(entry.shape)), param.detach()[: entry.shape[0]]), name

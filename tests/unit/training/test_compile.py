@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron.core.parallel import device
-from megatron.core.transformer.layer import Layer
-from megatron.training.accelerate.compile import Compiler, graph_obstacles
-from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.core.transformer.layer import TransformerLayer
+from megatron.training.accelerate.compile import LayerCompiler, compile_obstacles
+from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.training import Held, differences, held_weights, outcome, train_alone, train_on
@@ -30,11 +30,11 @@ def forget() -> Any:
     torch._dynamo.reset()
 
 
-def compiled(**changes: Any) -> tuple[Trainer, Compiler]:
+def compiled(**changes: Any) -> tuple[Trainer, LayerCompiler]:
     """A trainer on this process's ranks, and its compiler."""
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(world_size, **changes)))
-    return trainer, Compiler(trainer)
+    return trainer, LayerCompiler(trainer)
 
 
 def train_here(changes: Changes, steps: int) -> tuple[list[float], list[float], Held]:
@@ -59,10 +59,10 @@ def test_layers_of_a_kind_are_one_graph_without_breaks_and_train_to_the_same_wei
     # One graph for the layer that is recomputed, whose first pass has no gradient, and one for both others.
     assert said(caplog)[0] == "compile by aot_eager: 3 layers whole"
     assert said(caplog)[1].startswith("compile: 2 graphs, no graph breaks; first step ")
-    Checkpoint(trainer).save()
+    Checkpointer(trainer).save()
     plain = tiny.trainer_of(tiny.run_of(tiny.config(**{**changes, "compile": False, "load": str(tmp_path)})))
     assert list(trainer.stages[0].state_dict()) == list(plain.stages[0].state_dict())
-    assert Checkpoint(plain).resume(), "an eager run goes on from a compiled one's checkpoint"
+    assert Checkpointer(plain).resume(), "an eager run goes on from a compiled one's checkpoint"
     last = train_on(plain, 1)
     found = outcome([(losses + last[0], norms + last[1], held_weights(plain))])
     assert not (problems := differences(found, eager, 1e-10)), "\n".join(problems)
@@ -209,10 +209,10 @@ def test_kernels_of_the_compiler_agree_with_eager_ones_and_draw_the_same_dropout
 )
 def test_a_half_that_is_no_single_graph_has_a_reason(changes: Changes, attention: str, mlp: str) -> None:
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(**changes)))
-    layers = [part for part in trainer.stages[0].modules() if isinstance(part, Layer)]
-    assert all(graph_obstacles(layer) == {"attention_block": attention, "mlp_block": mlp} for layer in layers)
+    layers = [part for part in trainer.stages[0].modules() if isinstance(part, TransformerLayer)]
+    assert all(compile_obstacles(layer) == {"attention_block": attention, "mlp_block": mlp} for layer in layers)
     before = [layer.forward for layer in layers]
-    Compiler(trainer)
+    LayerCompiler(trainer)
     assert all(
         (layer.forward == old) == bool(attention or mlp or layer.recomputes_mlp)
         for layer, old in zip(layers, before, strict=True)
@@ -256,5 +256,5 @@ def test_a_machine_that_cannot_compile_is_told_so(
 ) -> None:
     monkeypatch.setenv("CXX", installed or "no-such-compiler")
     monkeypatch.setattr(device, "find_spec", lambda name: None)
-    why = device.missing_compiler(torch.device(kind))
+    why = device.missing_compiler_reason(torch.device(kind))
     assert (missing in why) if missing else not why

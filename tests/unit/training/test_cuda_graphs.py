@@ -16,7 +16,7 @@ from megatron.core.distributed.ddp import DataParallel
 from megatron.core.parallel.main_grad import MainGrad
 from megatron.training.accelerate.cuda_graphs import CapturedGraphs
 from megatron.training.cli.preflight import preflight
-from megatron.training.evaluate import evaluate
+from megatron.training.evaluate import evaluate_loss
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
 from tests.helpers import tiny
@@ -191,7 +191,9 @@ def test_evaluation_and_larger_batches_come_between_recorded_steps() -> None:
     for steps, count in ((2, 2), (2, 4)):  # in turn: all forward passes of a batch, then its backward passes
         assert train(trainer, recordings, steps) == train_on(plain, steps)
         assert recordings.count == count
-        assert evaluate(trainer, tiny.batches(trainer.run, 9), 1) == evaluate(plain, tiny.batches(plain.run, 9), 1)
+        assert evaluate_loss(trainer, tiny.short_run_batches(trainer.run, 9), 1) == evaluate_loss(
+            plain, tiny.short_run_batches(plain.run, 9), 1
+        )
 
 
 def test_a_recording_waits_for_the_weights_that_are_gathered_beside_it() -> None:
@@ -207,7 +209,7 @@ def test_a_recording_waits_for_the_weights_that_are_gathered_beside_it() -> None
     parallel.start_gather = lambda: (left.append(len(parallel._gathering)), start())
     for iteration in range(1, 4):
         with recordings.watch_step(iteration):
-            train_step(trainer, tiny.batches(trainer.run, iteration))
+            train_step(trainer, tiny.short_run_batches(trainer.run, iteration))
     assert left == [0, 0, 0] and len(parallel._gathering) > 2, (
         "all that was under way was waited for, by recorded layers too"
     )

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.flags import from_values
+from megatron.core.config.flags import config_from_values
 from megatron.core.config.settings.run import RunConfig
-from megatron.training.checkpoint.checkpointing import Checkpoint
-from megatron.training.cli.preflight import fit_to_ranks, resolve_and_examine
+from megatron.training.checkpoint.checkpointing import Checkpointer
+from megatron.training.cli.preflight import fit_elastic_layout, resolve_and_examine
 from megatron.training.data.batch import Batch
 from megatron.training.data.sample_order import microbatch_sample_indices
-from megatron.training.launch.elastic import layout_change
-from megatron.training.report.run_log import read_events
+from megatron.training.launch.elastic import layout_change_text
+from megatron.training.report.run_log import read_run_log_events
 from megatron.training.step import train_step
 from tests.helpers import tiny
 from tests.helpers.training import Held, assemble, held_weights
@@ -30,7 +30,7 @@ ELASTIC: dict[str, Any] = {**tiny.BASE, "elastic": True, "save": "s", "load": "s
 
 
 def given(**changes: Any) -> RunConfig:
-    return from_values(RunConfig, {**ELASTIC, **changes})
+    return config_from_values(RunConfig, {**ELASTIC, **changes})
 
 
 TP2_PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
@@ -56,7 +56,7 @@ CHOICES = [
 def test_the_nearest_layout_that_keeps_every_rule_is_chosen(
     flags: dict[str, Any], ranks: int, expected: tuple[int, ...]
 ) -> None:
-    config, used = fit_to_ranks(given(**flags), ranks)
+    config, used = fit_elastic_layout(given(**flags), ranks)
     parallel = config.parallel
     sizes = (
         parallel.tp,
@@ -68,27 +68,27 @@ def test_the_nearest_layout_that_keeps_every_rule_is_chosen(
     assert sizes == expected
     found, problems = resolve_and_examine(given(**flags), ranks)
     assert not problems and found.train.global_batch_size == flags.get("global_batch_size", 8), problems
-    assert fit_to_ranks(config, ranks) == (config, used), "a fitted layout fits"
+    assert fit_elastic_layout(config, ranks) == (config, used), "a fitted layout fits"
 
 
 def test_interleaving_is_left_out_of_a_shorter_pipeline_only() -> None:
     flags = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}
-    assert fit_to_ranks(given(**flags), 2)[0].parallel.num_virtual_stages_per_pipeline_rank == 2
-    config, used = fit_to_ranks(given(**flags), 1)
+    assert fit_elastic_layout(given(**flags), 2)[0].parallel.num_virtual_stages_per_pipeline_rank == 2
+    config, used = fit_elastic_layout(given(**flags), 1)
     assert config.parallel.num_virtual_stages_per_pipeline_rank is None
-    line = layout_change(given(**flags).parallel, config.parallel, world_size=1, ranks=used)
+    line = layout_change_text(given(**flags).parallel, config.parallel, world_size=1, ranks=used)
     assert (
         "--pipeline-model-parallel-size 2 -> 1" in line and "--num-virtual-stages-per-pipeline-rank 2 -> None" in line
     )
 
 
 def test_the_line_says_who_stands_by_and_nothing_where_nothing_changes() -> None:
-    config, used = fit_to_ranks(given(), 6)
-    assert "4 of 6 ranks train, in 4 data-parallel copies, 2 stand by" in layout_change(
+    config, used = fit_elastic_layout(given(), 6)
+    assert "4 of 6 ranks train, in 4 data-parallel copies, 2 stand by" in layout_change_text(
         given().parallel, config.parallel, world_size=6, ranks=used
     )
-    config, used = fit_to_ranks(given(), 8)
-    assert layout_change(given().parallel, config.parallel, world_size=8, ranks=used) == ""
+    config, used = fit_elastic_layout(given(), 8)
+    assert layout_change_text(given().parallel, config.parallel, world_size=8, ranks=used) == ""
 
 
 def test_without_the_flag_nothing_is_fitted() -> None:
@@ -106,7 +106,7 @@ Seen = list[tuple[int, list[int]]]
 def stretch(changes: dict[str, Any], steps: int) -> tuple[list[float], Seen, Held]:
     """On every rank: go on from the last checkpoint in the layout for these ranks, for some steps, and save."""
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    config, used = fit_to_ranks(given(**changes), ranks)
+    config, used = fit_elastic_layout(given(**changes), ranks)
     assert used == ranks, "the pool's ranks all train here"
     values = {
         **ELASTIC,
@@ -115,7 +115,7 @@ def stretch(changes: dict[str, Any], steps: int) -> tuple[list[float], Seen, Hel
         "pipeline_model_parallel_size": config.parallel.pp,
     }
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(ranks, **values)))
-    checkpoint = Checkpoint(trainer)
+    checkpoint = Checkpointer(trainer)
     checkpoint.resume()
     run = trainer.run
     order = microbatch_sample_indices(
@@ -232,7 +232,7 @@ def test_a_rank_without_a_place_stands_by_and_ends_well(tmp_path: Path) -> None:
     said = launched(tmp_path, 3)
     assert "elastic: 2 of 3 ranks train, in 2 data-parallel copies, 1 stand by" in said, said
     assert "mesh: 2 ranks" in said and "saved checkpoint" in said
-    (start,) = [event for event in read_events(tmp_path / "save") if event["event"] == "start"]
+    (start,) = [event for event in read_run_log_events(tmp_path / "save") if event["event"] == "start"]
     assert start["layout"]["ranks"] == 2 and any(message.startswith("elastic: ") for message in start["messages"])
 
 
@@ -244,7 +244,7 @@ def test_the_drill_under_torchrun(tmp_path: Path) -> None:
     for step in range(8):
         seen = sorted(number for row in rows if row["iteration"] == step + 1 for number in row["samples"])
         assert seen == list(range(step * 24, (step + 1) * 24)), f"step {step + 1}"
-    events = read_events(tmp_path / "save")
+    events = read_run_log_events(tmp_path / "save")
     assert [event["layout"]["ranks"] for event in events if event["event"] == "start"] == [8, 6, 4, 8]
     assert [(event["before"]["ranks"], event["after"]["ranks"]) for event in events if event["event"] == "layout"] == [
         (8, 6),

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron.core.datasets.blend import build_splits
-from megatron.core.datasets.multimodal import image_chat_kind
-from megatron.training.loader import microbatches
+from megatron.core.datasets.blend import build_split_datasets
+from megatron.core.datasets.multimodal import image_chat_dataset_kind
+from megatron.training.loader import split_microbatches
 from tests.unit.datasets.test_energon import blend, captions, folder
 from tests.unit.datasets.test_multimodal import SETTINGS, TOKENIZER
 from tests.unit.training.test_loader import run_of
@@ -34,8 +34,10 @@ def read(settings: dict[str, Any], *, ranks: int, workers: int, consumed: int, s
     steps: list[list[Content]] = [[] for _ in range((stop - consumed) // GLOBAL)]
     for rank in range(ranks):
         run = run_of(rank=rank, ranks=ranks, **settings, num_workers=workers)
-        data, _, _ = build_splits(run.config.data, image_chat_kind(run.config, TOKENIZER), (SAMPLES, 0, 0))
-        batches = microbatches(run, data, consumed_samples=consumed, reads=True)
+        data, _, _ = build_split_datasets(
+            run.config.data, image_chat_dataset_kind(run.config, TOKENIZER), (SAMPLES, 0, 0)
+        )
+        batches = split_microbatches(run, data, consumed_samples=consumed, reads=True)
         each = GLOBAL // (MICRO * ranks)
         for number, batch in enumerate(islice(batches, each * len(steps))):
             assert batch.images is not None

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training import entry
-from megatron.training.health.exit_conditions import NotFinite
+from megatron.training.health.exit_conditions import NonFiniteError
 from megatron.training.launch.launch_info import LaunchInfo
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -89,7 +89,7 @@ def test_a_rank_that_ends_waits_for_the_thread_that_looks_for_failures(monkeypat
     class Slow:
         """A store that answers after a while, as one on a busy machine does."""
 
-        silent_for = 0.0
+        seconds_without_answer = 0.0
 
         def read(self, key: str) -> None:
             looking.set()
@@ -100,7 +100,7 @@ def test_a_rank_that_ends_waits_for_the_thread_that_looks_for_failures(monkeypat
     monkeypatch.setattr(entry, "_LOOK_EVERY", 0.01)
     alarm = entry.FailureReporter(LaunchInfo(rank=0, local_rank=0, size=2, store="localhost:1", job=""))
     assert looking.wait(5)
-    alarm.disarm()
+    alarm.stop_watching()
     assert not [thread for thread in threading.enumerate() if thread.name == "first-failure"]
 
 
@@ -109,15 +109,17 @@ def test_what_all_ranks_found_together_is_said_by_the_first_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], first: bool
 ) -> None:
     def main() -> None:
-        raise NotFinite("the loss of iteration 7 is nan")
+        raise NonFiniteError("the loss of iteration 7 is nan")
 
     monkeypatch.setattr(entry, "read_launch_info", lambda: LaunchInfo(rank=1, local_rank=1, size=2, store="", job=""))
     monkeypatch.setattr(entry.FailureReporter, "report_failure", lambda self, error: first)
     with pytest.raises(SystemExit) as end:
-        entry.run_entry(main)()
+        entry.entry_point(main)()
     said = capsys.readouterr().err.splitlines()
     assert end.value.code == 1 and len(said) == int(first)
-    assert not first or (said[0].startswith("rank 1") and said[0].endswith("NotFinite: the loss of iteration 7 is nan"))
+    assert not first or (
+        said[0].startswith("rank 1") and said[0].endswith("NonFiniteError: the loss of iteration 7 is nan")
+    )
 
 
 def test_sigterm_saves_and_exits(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.training.data.batch import Batch
-from megatron.training.evaluate import evaluate
+from megatron.training.evaluate import evaluate_loss
 from megatron.training.run import Run
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
@@ -24,7 +24,7 @@ def valid(run: Run) -> Iterator[Batch]:
     """Validation microbatches of this rank, for ever."""
     iteration = FIRST
     while True:
-        yield from tiny.batches(run, iteration)
+        yield from tiny.short_run_batches(run, iteration)
         iteration += 1
 
 
@@ -38,8 +38,8 @@ def evaluate_here(changes: dict[str, Any], steps: int) -> dict[str, float]:
     size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     trainer = trainer_of(size, **changes)
     for _ in range(steps):
-        train_step(trainer, tiny.batches(trainer.run, trainer.progress.iteration))
-    return evaluate(trainer, valid(trainer.run), 2)
+        train_step(trainer, tiny.short_run_batches(trainer.run, trainer.progress.iteration))
+    return evaluate_loss(trainer, valid(trainer.run), 2)
 
 
 def expected(trainer: Trainer, iterations: int) -> float:
@@ -48,7 +48,7 @@ def expected(trainer: Trainer, iterations: int) -> float:
     stage = trainer.stages[0].eval()
     with torch.no_grad():
         for iteration in range(FIRST, FIRST + iterations):
-            for batch in tiny.batches(trainer.run, iteration):
+            for batch in tiny.short_run_batches(trainer.run, iteration):
                 logits = stage(ids=batch.tokens)[..., : tiny.VOCABULARY].transpose(0, 1)
                 losses = F.cross_entropy(
                     logits.reshape(-1, tiny.VOCABULARY), batch.labels.reshape(-1), reduction="none"
@@ -71,27 +71,27 @@ def expected(trainer: Trainer, iterations: int) -> float:
 )
 def test_the_loss_is_the_mean_over_all_tokens_without_dropout(changes: dict[str, Any]) -> None:
     trainer = trainer_of(**changes)
-    found = evaluate(trainer, valid(trainer.run), 2)
+    found = evaluate_loss(trainer, valid(trainer.run), 2)
     assert found == {"lm loss": pytest.approx(expected(trainer, 2), rel=1e-12)}
 
 
 def test_an_evaluation_may_have_a_global_batch_of_its_own() -> None:
     trainer = trainer_of(eval_global_batch_size=4)  # training has 8: two evaluations of 4 are one of 8
     assert trainer.batches.evaluation_batch_size == 4
-    assert evaluate(trainer, valid(trainer.run), 4) == evaluate(trainer_of(), valid(trainer.run), 2)
+    assert evaluate_loss(trainer, valid(trainer.run), 4) == evaluate_loss(trainer_of(), valid(trainer.run), 2)
 
 
 def test_nothing_of_the_training_changes() -> None:
     changes = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
     plain = trainer_of(**changes)
-    steps = [train_step(plain, tiny.batches(plain.run, iteration)) for iteration in range(3)]
+    steps = [train_step(plain, tiny.short_run_batches(plain.run, iteration)) for iteration in range(3)]
     trainer = trainer_of(**changes)
     for iteration, expected_step in enumerate(steps):
         weights = [param.detach().clone() for param in trainer.stages[0].parameters()]
-        evaluate(trainer, valid(trainer.run), 1)
+        evaluate_loss(trainer, valid(trainer.run), 1)
         assert all(torch.equal(a, b) for a, b in zip(weights, trainer.stages[0].parameters(), strict=True))
         assert trainer.stages[0].training, "dropout stayed off"
-        step = train_step(trainer, tiny.batches(trainer.run, iteration))
+        step = train_step(trainer, tiny.short_run_batches(trainer.run, iteration))
         assert torch.equal(step.losses["lm loss"], expected_step.losses["lm loss"])
         assert torch.equal(step.grad_norm, expected_step.grad_norm)
 
@@ -107,7 +107,7 @@ def test_random_numbers_that_a_forward_pass_draws_are_given_back() -> None:
 
     trainer.forward_step = drawing
     before = trainer.run.streams.state()
-    evaluate(trainer, valid(trainer.run), 1)
+    evaluate_loss(trainer, valid(trainer.run), 1)
     after = trainer.run.streams.state()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -123,7 +123,7 @@ def test_an_evaluation_counts_in_the_batch_that_a_ramp_ends_with() -> None:
     trainer = trainer_of(
         train_iters=None, train_samples=40, rampup_batch_size=(2, 2, 20), global_batch_size=8, micro_batch_size=2
     )
-    evaluate(trainer, watched(valid(trainer.run)), 3)
+    evaluate_loss(trainer, watched(valid(trainer.run)), 3)
     assert len(taken) == 3 * 8 // 2
 
 
@@ -155,5 +155,5 @@ def test_an_evaluation_builds_no_plans_of_attention_and_training_may_afterwards(
     trainer, seen = tiny.trainer_of(tiny.run_of(tiny.config())), []
     trainer.stages[0].register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
     before = torch.backends.cuda.cudnn_sdp_enabled()
-    evaluate(trainer, tiny.batches(trainer.run, 0), 1)
+    evaluate_loss(trainer, tiny.short_run_batches(trainer.run, 0), 1)
     assert before and set(seen) == {False} and torch.backends.cuda.cudnn_sdp_enabled()

@@ -13,8 +13,8 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from megatron.core.config.settings.run import LogConfig, TrainConfig
-from megatron.training.health.exit_conditions import ExitConditions, NotFinite, Profile
-from megatron.training.report.metrics import Step
+from megatron.training.health.exit_conditions import ExitConditions, NonFiniteError, TorchProfile
+from megatron.training.report.metrics import StepMetrics
 
 
 def train(**fields):
@@ -22,7 +22,7 @@ def train(**fields):
 
 
 def step(iteration, loss=1.0, **fields):
-    return Step(
+    return StepMetrics(
         iteration=iteration, consumed_samples=0, batch_size=1, learning_rate=0.0, losses={"lm loss": loss}, **fields
     )
 
@@ -118,21 +118,21 @@ def test_no_rank_is_asked_where_no_flag_could_end_the_run_on_one_of_them():
 )
 def test_numbers_that_are_not_finite_end_the_run(bad, words):
     with ExitConditions(train()) as watch:
-        watch.demand_finite([step(6, grad_norm=1.0)])
-        with pytest.raises(NotFinite, match=words):
-            watch.demand_finite([step(6), bad])
+        watch.require_finite([step(6, grad_norm=1.0)])
+        with pytest.raises(NonFiniteError, match=words):
+            watch.require_finite([step(6), bad])
 
 
 def test_a_rank_that_saw_nothing_fails_with_the_others():
-    with ExitConditions(train(), agree=lambda vote: True) as watch, pytest.raises(NotFinite, match="another rank"):
-        watch.demand_finite([step(1)])
+    with ExitConditions(train(), agree=lambda vote: True) as watch, pytest.raises(NonFiniteError, match="another rank"):
+        watch.require_finite([step(1)])
 
 
 def test_a_skipped_step_a_loss_scale_and_the_switch_are_no_failure():
     bad = step(1, math.nan, grad_norm=math.inf)
-    ExitConditions(train()).demand_finite([step(1, math.nan, skipped=True)])
-    ExitConditions(train(), tolerates_overflow=True).demand_finite([bad])
-    ExitConditions(train(check_for_nan_in_loss_and_grad=False)).demand_finite([bad])
+    ExitConditions(train()).require_finite([step(1, math.nan, skipped=True)])
+    ExitConditions(train(), tolerates_overflow=True).require_finite([bad])
+    ExitConditions(train(check_for_nan_in_loss_and_grad=False)).require_finite([bad])
 
 
 def test_manual_collection_runs_at_its_interval_only(monkeypatch):
@@ -144,7 +144,7 @@ def test_manual_collection_runs_at_its_interval_only(monkeypatch):
         for iteration in range(1, 6):
             watch.after_step(iteration)
         assert len(calls) == 3
-        watch.around_evaluation()
+        watch.collect_evaluation_garbage()
         assert len(calls) == 4
     assert gc.isenabled()
 
@@ -153,13 +153,13 @@ def test_automatic_collection_is_left_alone_by_default(monkeypatch):
     with ExitConditions(train()) as watch:
         monkeypatch.setattr(gc, "collect", lambda *generation: pytest.fail("nobody asked"))
         watch.after_step(1)
-        watch.around_evaluation()
+        watch.collect_evaluation_garbage()
         assert gc.isenabled()
 
 
 def profiled(tmp_path, steps, **fields):
     log = LogConfig(profile=True, profile_step_start=2, profile_step_end=4, **fields)
-    profile = Profile.build(log, rank=1, activities=[ProfilerActivity.CPU], folder=tmp_path / "traces")
+    profile = TorchProfile.build(log, rank=1, activities=[ProfilerActivity.CPU], folder=tmp_path / "traces")
     with ExitConditions(train(), profile=profile) as watch:
         for iteration in range(steps):
             watch.before_step(iteration)

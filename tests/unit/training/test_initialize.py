@@ -98,11 +98,11 @@ def test_what_was_understood_in_another_way_is_said(capsys: pytest.CaptureFixtur
 
 def test_the_shims_give_old_scripts_this_runs_things() -> None:
     run = started(RUN)
-    assert global_vars.get_run() is run and global_vars.get_args() is run.args
+    assert global_vars.get_global_run() is run and global_vars.get_args() is run.args
     assert global_vars.get_tokenizer() is run.tokenizer and global_vars.get_timers() is run.timers
-    assert parallel_state.model_parallel_is_initialized() and parallel_state.get_mesh() is run.mesh
+    assert parallel_state.model_parallel_is_initialized() and parallel_state.installed_mesh() is run.mesh
     later = started(RUN)
-    assert global_vars.get_run() is later, "the newest run is the one that is meant"
+    assert global_vars.get_global_run() is later, "the newest run is the one that is meant"
 
 
 def test_the_shims_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_the_shims_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 def shim_answers() -> list[Any]:
     """On every rank: what Megatron's functions say."""
     run: Run = tiny.run_of(tiny.config(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2))
-    parallel_state.set_mesh(run.mesh)
+    parallel_state.install_mesh(run.mesh)
     groups = (
         parallel_state.get_tensor_model_parallel_group(),
         parallel_state.get_pipeline_model_parallel_group(),
@@ -161,14 +161,14 @@ def test_deterministic_mode_allows_deterministic_kernels_only(monkeypatch: pytes
 def test_the_process_group_knows_a_ranks_gpu(attempt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     monkeypatch.setattr(rendezvous.dist, "init_process_group", lambda *_, **how: given.append(how["device_id"]))
-    monkeypatch.setattr(rendezvous, "_store_at", lambda *_: torch.distributed.HashStore())
+    monkeypatch.setattr(rendezvous, "_connect_tcp_store", lambda *_: torch.distributed.HashStore())
     place = replace(read_launch_info(), rank=1, size=2, store="node0:6000", attempt=attempt)
-    rendezvous.join_ranks("nccl", place, timedelta(seconds=1), torch.device("cuda", 1))
+    rendezvous.init_default_process_group("nccl", place, timedelta(seconds=1), torch.device("cuda", 1))
     monkeypatch.setattr(initialize, "read_launch_info", lambda: place)
     monkeypatch.setattr(inference_model, "read_launch_info", lambda: place)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(Mesh, "build", lambda *_: None)
-    for name in ("set_current_device", "keep_freed_memory"):
+    for name in ("set_current_device", "disable_malloc_trim"):
         monkeypatch.setattr(inference_model, name, lambda _: None)
     config = tiny.config()
     initialize.build_mesh(config, torch.device("cuda", 1))
@@ -197,7 +197,7 @@ def test_the_launchers_environment_says_where_this_process_stands(monkeypatch: p
 
 def test_a_line_that_finds_no_room_on_the_disk_is_lost_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     full = open("/dev/full", "w", encoding="utf-8")
-    console = initialize.Console(full)
+    console = initialize.ConsoleHandler(full)
     console.emit(logging.makeLogRecord({"msg": "a line"}))
     assert not capsys.readouterr().err
     console.emit(logging.makeLogRecord({"msg": "%d", "args": ("no number",)}))

@@ -17,7 +17,7 @@ from megatron.core.config.settings.run import TrainConfig
 from megatron.core.dist_checkpointing import store
 from megatron.training.health import interrupts
 from megatron.training.health.exit_conditions import ExitConditions
-from megatron.training.health.interrupts import Interrupts
+from megatron.training.health.interrupts import InterruptHandler
 from megatron.training.run import TerminationSignal
 from tests.helpers.programme import TINY
 
@@ -39,7 +39,7 @@ def test_the_second_interrupt_counts_only_when_it_is_not_the_first_passed_on(mon
     monkeypatch.setattr(interrupts.os, "_exit", lambda code: ended.set() if code == 130 else None)
     before, ending = signal.getsignal(signal.SIGINT), TerminationSignal()
     with ExitConditions(
-        TrainConfig(), ending=ending, interrupts=Interrupts(ending, first=first.set, last=last.set)
+        TrainConfig(), ending=ending, interrupts=InterruptHandler(ending, first=first.set, last=last.set)
     ) as watch:
         os.kill(os.getpid(), signal.SIGINT)
         until(first)

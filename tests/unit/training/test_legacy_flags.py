@@ -13,9 +13,9 @@ from megatron.training.cli.legacy_flags import (
     REFUSED_VALUES,
     ROWS,
     TABLE,
-    explain_flag,
+    find_legacy_flag,
     similar_flags,
-    translate,
+    translate_legacy_flags,
 )
 
 KNOWN = {word for field, kind in flag_fields(RequestedRun) for word in flag_spellings(field, kind)}
@@ -26,14 +26,14 @@ def argv(text):
 
 
 def translated(text):
-    words, messages, errors = translate(argv(text), KNOWN)
+    words, messages, errors = translate_legacy_flags(argv(text), KNOWN)
     return " ".join(words), messages, errors
 
 
 def parsed(text):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_arguments(parser, RequestedRun)
-    return parser.parse_args(translate(argv(text), KNOWN)[0])
+    return parser.parse_args(translate_legacy_flags(argv(text), KNOWN)[0])
 
 
 def test_no_flag_is_both_a_field_and_a_row():
@@ -259,7 +259,7 @@ def test_a_switch_does_not_swallow_the_words_behind_it():
 
 def test_a_flag_that_nobody_knows_is_left_for_the_parser():
     assert translated("--num-layerz 3 -h --no-such-thing") == ("--num-layerz 3 -h --no-such-thing", [], [])
-    assert explain_flag("--no-such-thing", KNOWN) is None
+    assert find_legacy_flag("--no-such-thing", KNOWN) is None
 
 
 @pytest.mark.parametrize(
@@ -280,4 +280,4 @@ def test_nothing_is_suggested_for_nonsense():
 
 def test_families_are_prefixes():
     assert set(FAMILIES) == {"--retro-", "--export-"}
-    assert explain_flag("--retro-num-neighbors", KNOWN).kind == "later"
+    assert find_legacy_flag("--retro-num-neighbors", KNOWN).kind == "later"

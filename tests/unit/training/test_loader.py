@@ -20,14 +20,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.stages import stages_of
+from megatron.core.config.stages import pipeline_stages_of
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.samplers import collate, digest
+from megatron.core.datasets.samplers import collate, microbatch_digest
 from megatron.core.parallel.mesh import Axis
 from megatron.training.data.batch import Batch
 from megatron.training.data.microbatches import BatchSchedule
-from megatron.training.data.sample_order import needs_text, samples_needed
-from megatron.training.loader import build_data, microbatches, next_batch, pin_arrays, single_pass_microbatches
+from megatron.training.data.sample_order import samples_needed, stages_read_data
+from megatron.training.loader import (
+    build_split_batches,
+    next_batch,
+    pin_arrays,
+    single_pass_microbatches,
+    split_microbatches,
+)
 from megatron.training.run import Run
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
@@ -79,7 +85,7 @@ def rows(batches: Iterator[Batch], count: int | None = None) -> list[list[int]]:
 @pytest.mark.parametrize("consumed", [0, 12])
 def test_data_parallel_ranks_share_out_the_samples_in_their_order(ranks: int, consumed: int) -> None:
     found = [
-        rows(microbatches(run_of(rank=rank, ranks=ranks), Numbers(37), consumed_samples=consumed, reads=True))
+        rows(split_microbatches(run_of(rank=rank, ranks=ranks), Numbers(37), consumed_samples=consumed, reads=True))
         for rank in range(ranks)
     ]
     # A block is one microbatch on every rank: rank r has its r-th pair. What is less than a block is dropped.
@@ -99,7 +105,9 @@ def test_a_global_batch_holds_the_same_samples_for_any_number_of_ranks() -> None
                     number
                     for rank in range(ranks)
                     for row in rows(
-                        microbatches(run_of(rank=rank, ranks=ranks), Numbers(48), consumed_samples=start, reads=True),
+                        split_microbatches(
+                            run_of(rank=rank, ranks=ranks), Numbers(48), consumed_samples=start, reads=True
+                        ),
                         per_rank,
                     )
                     for number in row
@@ -114,10 +122,10 @@ def test_a_global_batch_holds_the_same_samples_for_any_number_of_ranks() -> None
 def test_reading_threads_give_what_reading_in_the_loop_gives(kind: str) -> None:
     by_hand, threaded = Numbers(40), Numbers(40)
     expected = rows(
-        microbatches(run_of(dataloader_type=kind, num_workers=0), by_hand, consumed_samples=4, reads=True), 17
+        split_microbatches(run_of(dataloader_type=kind, num_workers=0), by_hand, consumed_samples=4, reads=True), 17
     )
     found = rows(
-        microbatches(run_of(dataloader_type=kind, num_workers=3), threaded, consumed_samples=4, reads=True), 17
+        split_microbatches(run_of(dataloader_type=kind, num_workers=3), threaded, consumed_samples=4, reads=True), 17
     )
     assert found == expected and len(found) == 17
     assert by_hand.readers == {threading.current_thread().name}
@@ -125,16 +133,16 @@ def test_reading_threads_give_what_reading_in_the_loop_gives(kind: str) -> None:
 
 
 def test_cyclic_reading_goes_on_in_a_new_order() -> None:
-    batches = rows(microbatches(run_of(dataloader_type="cyclic"), Numbers(8), consumed_samples=0, reads=True), 8)
+    batches = rows(split_microbatches(run_of(dataloader_type="cyclic"), Numbers(8), consumed_samples=0, reads=True), 8)
     first, second = ([number for row in part for number in row] for part in (batches[:4], batches[4:]))
     assert sorted(first) == sorted(second) == list(range(8)) and first != second
-    again = rows(microbatches(run_of(dataloader_type="cyclic"), Numbers(8), consumed_samples=10, reads=True), 3)
+    again = rows(split_microbatches(run_of(dataloader_type="cyclic"), Numbers(8), consumed_samples=10, reads=True), 3)
     assert again == batches[5:], "a resumed run does not go on where it was"
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sample_that_cannot_be_read_fails_when_its_turn_comes(workers: int) -> None:
-    batches = microbatches(run_of(num_workers=workers), Numbers(40, fails_at=5), consumed_samples=0, reads=True)
+    batches = split_microbatches(run_of(num_workers=workers), Numbers(40, fails_at=5), consumed_samples=0, reads=True)
     assert rows(batches, 2) == [[0, 1], [2, 3]]
     with pytest.raises(DataError, match="sample 5 is damaged"):
         next(batches)
@@ -148,7 +156,7 @@ def test_reading_ahead_is_bounded() -> None:
             asked.append(index)
             return super().__getitem__(index)
 
-    batches = microbatches(run_of(num_workers=2), Counted(10_000), consumed_samples=0, reads=True)
+    batches = split_microbatches(run_of(num_workers=2), Counted(10_000), consumed_samples=0, reads=True)
     next(batches)
     time.sleep(0.2)
     assert max(asked) < 2 * 2 * 4, "threads read far ahead of the training"
@@ -156,9 +164,9 @@ def test_reading_ahead_is_bounded() -> None:
 
 
 def test_a_batch_carries_positions_and_documents_only_where_they_matter() -> None:
-    plain = next(microbatches(run_of(), Numbers(4), consumed_samples=0, reads=True))
+    plain = next(split_microbatches(run_of(), Numbers(4), consumed_samples=0, reads=True))
     assert plain.positions is None
-    packed = next(microbatches(run_of(reset_position_ids=True), Numbers(4), consumed_samples=0, reads=True))
+    packed = next(split_microbatches(run_of(reset_position_ids=True), Numbers(4), consumed_samples=0, reads=True))
     assert torch.equal(packed.positions, torch.arange(LENGTH).expand(2, -1))
     assert torch.equal(packed.documents, torch.tensor([[0] * LENGTH, [1] * LENGTH]))
     assert torch.equal(packed.labels, packed.tokens + 1) and packed.loss_mask.dtype == torch.float32
@@ -166,14 +174,17 @@ def test_a_batch_carries_positions_and_documents_only_where_they_matter() -> Non
 
 def test_a_stage_that_needs_no_text_reads_nothing() -> None:
     data = Numbers(4)
-    batches = microbatches(run_of(), data, consumed_samples=0, reads=False)
+    batches = split_microbatches(run_of(), data, consumed_samples=0, reads=False)
     assert [next(batches) for _ in range(5)] == [Batch()] * 5 and not data.readers
 
 
 def test_the_ends_of_the_network_read_and_all_when_documents_are_told_apart() -> None:
     def readers(**changes: Any) -> list[bool]:
         config = tiny.config(4, pipeline_model_parallel_size=4, **changes)
-        return [needs_text(config, [stage for stage in stages_of(config) if stage.rank == rank]) for rank in range(4)]
+        return [
+            stages_read_data(config, [stage for stage in pipeline_stages_of(config) if stage.rank == rank])
+            for rank in range(4)
+        ]
 
     assert readers() == [True, False, False, True]
     assert readers(reset_attention_mask=True) == readers(reset_position_ids=True) == [True] * 4
@@ -217,9 +228,9 @@ def test_steps_and_samples_of_a_growing_batch_are_counted_as_by_walking(
     consumed = begin
     for done in range(steps):
         assert schedule.num_samples(done, begin) == consumed - begin
-        for sample in (consumed, consumed + schedule.step_after(consumed).global_batch_size - 1):
+        for sample in (consumed, consumed + schedule.batch_size_after(consumed).global_batch_size - 1):
             assert schedule.num_whole_steps(sample, begin) == done, "the step that takes in this sample"
-        consumed += schedule.step_after(consumed).global_batch_size
+        consumed += schedule.batch_size_after(consumed).global_batch_size
 
 
 def test_a_run_that_only_evaluates_needs_no_training_samples() -> None:
@@ -242,7 +253,7 @@ class Broken(Numbers):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_in_a_reading_thread_comes_with_the_sample_and_its_traceback(workers: int) -> None:
-    batches = microbatches(run_of(num_workers=workers), Broken(40), consumed_samples=0, reads=True)
+    batches = split_microbatches(run_of(num_workers=workers), Broken(40), consumed_samples=0, reads=True)
     assert rows(batches, 2) == [[0, 1], [2, 3]]
     with pytest.raises(RuntimeError, match="sample 5 cannot be read: KeyError: 'no such key'") as error:
         next(batches)
@@ -257,12 +268,12 @@ def data_threads() -> int:
 
 def test_threads_end_when_the_data_is_closed_or_breaks() -> None:
     before = data_threads()
-    batches = microbatches(run_of(num_workers=3), Numbers(1000), consumed_samples=0, reads=True)
+    batches = split_microbatches(run_of(num_workers=3), Numbers(1000), consumed_samples=0, reads=True)
     next(batches)
     assert data_threads() > before
     batches.close()
     assert data_threads() == before
-    broken = microbatches(run_of(num_workers=3), Broken(1000), consumed_samples=0, reads=True)
+    broken = split_microbatches(run_of(num_workers=3), Broken(1000), consumed_samples=0, reads=True)
     with pytest.raises(RuntimeError):
         list(broken)
     assert data_threads() == before
@@ -277,9 +288,9 @@ def test_evaluations_that_see_everything_begin_anew_and_leave_no_threads() -> No
         tiny.config(full_validation=True, num_workers=2, micro_batch_size=2, global_batch_size=8, eval_iters=0)
     )
     before = data_threads()
-    data = build_data(tiny.trainer_of(run), provide(Numbers(64), Numbers(13), None))
+    data = build_split_batches(tiny.trainer_of(run), provide(Numbers(64), Numbers(13), None))
     for _ in range(3):
-        with data.valid.next() as (batches, iterations):
+        with data.valid.open_next_evaluation() as (batches, iterations):
             found = [batch for batch in islice(batches, iterations * 4)]
         assert iterations == 2
         counted = [
@@ -298,10 +309,10 @@ def test_evaluations_that_see_everything_begin_anew_and_leave_no_threads() -> No
 def test_evaluations_by_iterations_go_on_where_the_last_ended() -> None:
     run = tiny.run_of(tiny.config(num_workers=2, micro_batch_size=2, global_batch_size=4, eval_iters=2))
     run.progress.consumed_valid_samples = 8
-    data = build_data(tiny.trainer_of(run), provide(Numbers(64), Numbers(40), Numbers(8)))
+    data = build_split_batches(tiny.trainer_of(run), provide(Numbers(64), Numbers(40), Numbers(8)))
     seen = []
     for _ in range(2):
-        with data.valid.next() as (batches, iterations):
+        with data.valid.open_next_evaluation() as (batches, iterations):
             seen += [number for row in rows(batches, 2 * iterations) for number in row]
     assert seen == list(range(8, 24))
     data.close()
@@ -342,17 +353,17 @@ class Stream:
 
 def test_samples_from_outside_are_taken_as_they_come() -> None:
     run = run_of(dataloader_type="external")
-    batches = microbatches(run, Stream(100, 105), consumed_samples=4, reads=True)
+    batches = split_microbatches(run, Stream(100, 105), consumed_samples=4, reads=True)
     assert rows(batches) == [[100, 101], [102, 103]]
-    endless = microbatches(run, (Numbers(10**6)[k] for k in count()), consumed_samples=0, reads=True)
+    endless = split_microbatches(run, (Numbers(10**6)[k] for k in count()), consumed_samples=0, reads=True)
     assert rows(endless, 2) == [[0, 1], [2, 3]]
 
 
 def test_numbered_samples_are_refused_where_an_iterable_is_announced() -> None:
     run = tiny.run_of(tiny.config(dataloader_type="external"))
     with pytest.raises(ConfigError, match="takes iterables .* gives a Numbers, which is read by number"):
-        build_data(tiny.trainer_of(run), provide(Numbers(64), None, None))
-    data = build_data(tiny.trainer_of(run), provide(Stream(0, 9), None, None))
+        build_split_batches(tiny.trainer_of(run), provide(Numbers(64), None, None))
+    data = build_split_batches(tiny.trainer_of(run), provide(Stream(0, 9), None, None))
     assert rows(data.train, 2) == [[0], [1]]
     data.close()
 
@@ -360,7 +371,7 @@ def test_numbered_samples_are_refused_where_an_iterable_is_announced() -> None:
 def test_a_log_has_what_was_taken_and_not_what_was_read_ahead(tmp_path: Path) -> None:
     run = run_of(rank=1, ranks=2, log_samples=str(tmp_path / "log"), num_workers=2)
     data = Numbers(100)
-    batches = microbatches(run, data, consumed_samples=12, reads=True)
+    batches = split_microbatches(run, data, consumed_samples=12, reads=True)
     for iteration, taken in ((3, 2), (4, 1)):
         run.progress.iteration = iteration - 1
         rows(batches, taken)
@@ -373,7 +384,7 @@ def test_a_log_has_what_was_taken_and_not_what_was_read_ahead(tmp_path: Path) ->
             "iteration": iteration,
             "microbatch": place,
             "samples": samples,
-            "hash": digest(collate([data[number] for number in samples])),
+            "hash": microbatch_digest(collate([data[number] for number in samples])),
         }
         for iteration, place, samples in ((3, 0, [14, 15]), (3, 1, [18, 19]), (4, 0, [22, 23]))
     ]
@@ -381,7 +392,7 @@ def test_a_log_has_what_was_taken_and_not_what_was_read_ahead(tmp_path: Path) ->
 
 def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    batches = microbatches(run_of(log_samples=str(tmp_path / "file")), Numbers(9), consumed_samples=0, reads=True)
+    batches = split_microbatches(run_of(log_samples=str(tmp_path / "file")), Numbers(9), consumed_samples=0, reads=True)
     with pytest.raises(ConfigError, match="--log-samples .* cannot be written"):
         next(batches)
 
@@ -401,7 +412,7 @@ def build_once(folder: str, machines: int) -> int:
         return Numbers(64), None, None
 
     try:
-        build_data(tiny.trainer_of(tiny.run_of(tiny.config(4))), provider).close()
+        build_split_batches(tiny.trainer_of(tiny.run_of(tiny.config(4))), provider).close()
     finally:
         os.environ["LOCAL_RANK"] = str(rank)
     return len(built)

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing import store
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.models.gpt import GPTModel
 from megatron.training.data.batch import Batch, LossFunction
-from megatron.training.health.exit_conditions import NotFinite
+from megatron.training.health.exit_conditions import NonFiniteError
 from megatron.training.run import Run
 from megatron.training.trainer import ForwardStep
 from tests.helpers.programme import trained, write_tokens
@@ -363,7 +363,7 @@ def spoiled(at: int) -> ForwardStep:
 
 def test_a_loss_that_is_no_number_stops_the_run_before_anything_is_saved(data: list[str], tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
-    with pytest.raises(NotFinite, match="lm loss is nan in iteration 3"):
+    with pytest.raises(NonFiniteError, match="lm loss is nan in iteration 3"):
         trained(
             [
                 *data,
@@ -419,7 +419,7 @@ def test_a_training_split_without_data_is_refused(data: list[str]) -> None:
 
 def test_data_that_ends_early_is_named(data: list[str]) -> None:
     def short(run: Run, counts: tuple[int, int, int]) -> Any:
-        train, valid, test = pretrain_gpt.datasets(run, counts)
+        train, valid, test = pretrain_gpt.datasets_provider(run, counts)
         return [train[index] for index in range(10)], valid, test
 
     with pytest.raises(DataError, match="the data ended before the run did"):

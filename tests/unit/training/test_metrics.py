@@ -10,14 +10,14 @@ import torch
 from megatron.training.report.metrics import (
     ExpertLoads,
     FlopsPerSample,
-    Meter,
-    Report,
-    Step,
+    IntervalReport,
+    StepMetrics,
+    StepMetricsMeter,
     Throughput,
-    known_peak,
+    known_peak_tflops,
     memory_line,
-    progress_facts,
-    progress_line,
+    progress_file_facts,
+    progress_file_line,
     report_line,
     theoretical_memory_line,
     time_left_line,
@@ -30,7 +30,7 @@ NOW = datetime(2024, 9, 3, 15, 54, 54)
 
 def step(iteration, loss=None, **fields):
     losses = {} if loss is None else {"lm loss": torch.tensor(loss)}
-    return Step(
+    return StepMetrics(
         iteration=iteration, consumed_samples=8 * iteration, batch_size=8, learning_rate=1e-4, losses=losses, **fields
     )
 
@@ -41,14 +41,14 @@ def same(tensor):
 
 def test_a_steps_loss_is_the_mean_over_all_tokens_of_all_ranks():
     other = torch.tensor([30.0, 3.0, 8.0, 2.0], dtype=torch.float64)
-    meter = Meter(lambda mine: mine + other)
+    meter = StepMetricsMeter(lambda mine: mine + other)
     meter.add(step(1, [10.0, 1.0]))
     meter.add(step(2, [4.0, 2.0]))
     assert [point.losses["lm loss"] for point in meter.resolve()] == [10.0, 3.0]
 
 
 def test_token_counts_beyond_the_precision_of_fp32_are_added_exactly():
-    meter = Meter(lambda mine: mine + 1.0)
+    meter = StepMetricsMeter(lambda mine: mine + 1.0)
     meter.add(step(1, [0.0, 2.0**24]))
     (point,) = meter.resolve()
     assert 1.0 / point.losses["lm loss"] == pytest.approx(2.0**24 + 1, abs=0.1)
@@ -56,7 +56,7 @@ def test_token_counts_beyond_the_precision_of_fp32_are_added_exactly():
 
 def test_all_steps_are_reduced_at_once_and_only_when_asked():
     calls = []
-    meter = Meter(lambda tensor: calls.append(tensor.shape) or tensor)
+    meter = StepMetricsMeter(lambda tensor: calls.append(tensor.shape) or tensor)
     for iteration in range(1, 6):
         meter.add(step(iteration, [2.0, 1.0]))
     assert calls == []
@@ -69,13 +69,13 @@ def test_a_stage_without_losses_reduces_nothing():
     def fail(tensor):
         raise AssertionError("no loss here, so no collective")
 
-    meter = Meter(fail)
+    meter = StepMetricsMeter(fail)
     meter.add(step(1, grad_norm=torch.tensor(2.0)))
     assert meter.resolve()[0].grad_norm == 2.0
 
 
 def test_every_tensor_becomes_the_plain_number_of_its_own_step():
-    meter = Meter(same)
+    meter = StepMetricsMeter(same)
     meter.add(
         step(1, [2.0, 1.0], grad_norm=torch.tensor(0.5), loss_scale=torch.tensor([8.0]), skipped=torch.tensor(True))
     )
@@ -87,7 +87,7 @@ def test_every_tensor_becomes_the_plain_number_of_its_own_step():
 
 
 def test_the_interval_averages_steps_that_were_not_skipped():
-    meter = Meter(same)
+    meter = StepMetricsMeter(same)
     meter.add(step(1, [2.0, 1.0]))
     meter.add(step(2, [math.inf, 1.0], skipped=True))
     meter.add(step(3, [40.0, 10.0]))
@@ -100,7 +100,7 @@ def test_the_interval_averages_steps_that_were_not_skipped():
 
 
 def test_figures_of_the_data_count_in_skipped_steps_too():
-    meter = Meter(same)
+    meter = StepMetricsMeter(same)
     for iteration, reward, skipped in ((1, 0.5, False), (2, 1.0, True)):
         losses = {"lm loss": torch.tensor([2.0, 1.0]), "reward": torch.tensor([reward, 1.0])}
         one = step(iteration, skipped=skipped)
@@ -111,7 +111,7 @@ def test_figures_of_the_data_count_in_skipped_steps_too():
 
 
 def test_an_interval_spans_several_resolves_and_then_begins_anew():
-    meter = Meter(same)
+    meter = StepMetricsMeter(same)
     for iteration, loss in ((1, 1.0), (2, 3.0)):
         meter.add(step(iteration, [loss, 1.0]))
         meter.resolve()
@@ -124,7 +124,7 @@ def test_an_interval_spans_several_resolves_and_then_begins_anew():
 
 
 def test_an_interval_of_skipped_steps_has_no_loss():
-    meter = Meter(same)
+    meter = StepMetricsMeter(same)
     meter.add(step(1, [math.nan, 1.0], skipped=True))
     meter.resolve()
     report = meter.report(train_iters=10, seconds=1.0)
@@ -132,7 +132,7 @@ def test_an_interval_of_skipped_steps_has_no_loss():
 
 
 def test_a_nan_loss_is_shown_and_not_hidden():
-    meter = Meter(same)
+    meter = StepMetricsMeter(same)
     meter.add(step(1, [math.nan, 1.0]))
     meter.resolve()
     report = meter.report(train_iters=10, seconds=1.0)
@@ -140,7 +140,7 @@ def test_a_nan_loss_is_shown_and_not_hidden():
     assert report.nan_iterations == 1
 
 
-LAST = Step(
+LAST = StepMetrics(
     iteration=20,
     consumed_samples=20480,
     batch_size=1024,
@@ -149,7 +149,7 @@ LAST = Step(
     loss_scale=262144.0,
     grad_norm=47.0212,
 )
-REPORT = Report(
+REPORT = IntervalReport(
     last=LAST,
     train_iters=500000,
     skipped_samples=0,
@@ -218,13 +218,13 @@ def test_a_small_throughput_is_a_number_and_not_zero(tflops: float, shown: str) 
     report = dataclasses.replace(REPORT, throughput=Throughput(1.0, 2.0, tflops, tflops))
     assert f" | throughput per GPU (TFLOP/s/GPU): {shown} | " in report_line(report, NOW)
     assert (
-        progress_facts(1, job_tflops=tflops, total_flops=1.0, total_tokens=1)[1]
+        progress_file_facts(1, job_tflops=tflops, total_flops=1.0, total_tokens=1)[1]
         == f"Job throughput: {shown} TFLOP/s/GPU"
     )
 
 
 def test_the_companion_of_the_log_line_says_when_the_run_ends() -> None:
-    meter = Meter(same)
+    meter = StepMetricsMeter(same)
     meter.add(step(1))
     meter.add(dataclasses.replace(step(2), batch_size=32))
     meter.resolve()
@@ -246,7 +246,7 @@ def test_mfu_is_left_out_where_the_peak_is_unknown():
 def test_loads_of_experts_are_added_over_ranks_before_their_figures_are_made():
     mine = torch.tensor([[0, 0, 0, 0, 0], [4, 0, 0, 0, 1], [3, 1, 2, 2, 0]])
     theirs = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 4, 0, 1], [1, 1, 2, 4, 0]])
-    meter = Meter(lambda flat: flat + torch.cat((torch.tensor([6.0, 2.0]), theirs.flatten().double())))
+    meter = StepMetricsMeter(lambda flat: flat + torch.cat((torch.tensor([6.0, 2.0]), theirs.flatten().double())))
     meter.add(step(1, [2.0, 2.0], loads=ExpertLoads(mine, by_layer=True)))
     (point,) = meter.resolve()
     found = point.losses
@@ -262,7 +262,7 @@ def test_loads_of_experts_are_added_over_ranks_before_their_figures_are_made():
 
 
 def test_the_log_line_has_losses_of_layers_and_leaves_figures_of_loads_to_the_boards():
-    meter = Meter(same)
+    meter = StepMetricsMeter(same)
     meter.add(
         dataclasses.replace(
             step(1, [2.0, 1.0], loads=ExpertLoads(torch.ones(1, 3, dtype=torch.int64), by_layer=False)),
@@ -281,7 +281,7 @@ def test_the_log_line_has_losses_of_layers_and_leaves_figures_of_loads_to_the_bo
 
 def test_throughput_counts_the_samples_of_the_whole_interval():
     work = FlopsPerSample(seq_length=1000, causal_flops=2e12, square_flops=3e12, num_devices=4, peak=10.0)
-    meter = Meter(same)
+    meter = StepMetricsMeter(same)
     meter.add(step(1))
     meter.add(dataclasses.replace(step(2), batch_size=32))
     meter.resolve()
@@ -306,7 +306,7 @@ def test_throughput_counts_the_samples_of_the_whole_interval():
     ],
 )
 def test_peaks_are_known_for_common_devices_only(name, dtype, peak):
-    assert known_peak(name, dtype) == peak
+    assert known_peak_tflops(name, dtype) == peak
 
 
 def test_the_validation_text_is_megatrons():
@@ -341,8 +341,8 @@ def test_the_memory_lines_are_megatrons():
 
 
 def test_progress_lines_are_tab_separated():
-    facts = progress_facts(50, job_tflops=400.04, total_flops=1.25e21, total_tokens=12_340_000_000)
-    assert progress_line("Saved checkpoint", now=NOW, job_id="77", num_devices=8, facts=facts) == (
+    facts = progress_file_facts(50, job_tflops=400.04, total_flops=1.25e21, total_tokens=12_340_000_000)
+    assert progress_file_line("Saved checkpoint", now=NOW, job_id="77", num_devices=8, facts=facts) == (
         "2024-09-03 15:54:54\tJob ID: 77\t# GPUs: 8\tSaved checkpoint\tIteration: 50\tJob throughput: 400.0 TFLOP/s/GPU\t"
         "Floating-point operations: 1.25e+21\tTokens (in billions): 12.34\n"
     )

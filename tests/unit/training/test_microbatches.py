@@ -6,7 +6,7 @@ import pytest
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import TrainConfig
-from megatron.training.data.microbatches import BatchSchedule, BatchSize
+from megatron.training.data.microbatches import BatchSchedule, StepBatchSize
 
 
 def build(data_parallel_size=2, seq_length=1024, **fields):
@@ -23,11 +23,15 @@ def ramp_by_hand(consumed, start, increment, samples, full):
 
 def test_a_constant_batch_is_cut_into_equal_microbatches():
     schedule = build(global_batch_size=32)
-    assert schedule.step_after(0) == schedule.step_after(10**12) == BatchSize(global_batch_size=32, num_microbatches=8)
+    assert (
+        schedule.batch_size_after(0)
+        == schedule.batch_size_after(10**12)
+        == StepBatchSize(global_batch_size=32, num_microbatches=8)
+    )
 
 
 def test_left_out_the_global_batch_is_one_microbatch_on_every_rank():
-    assert build(global_batch_size=None, data_parallel_size=5).step_after(0) == BatchSize(10, 1)
+    assert build(global_batch_size=None, data_parallel_size=5).batch_size_after(0) == StepBatchSize(10, 1)
 
 
 @pytest.mark.parametrize(
@@ -38,16 +42,16 @@ def test_ramp_up_follows_the_rule_at_every_sample(start, increment, samples, ful
     schedule = build(rampup_batch_size=(start, increment, samples), global_batch_size=full)
     for consumed in range(samples + 50):
         expected = full if start == full else ramp_by_hand(consumed, start, increment, samples, full)
-        assert schedule.step_after(consumed).global_batch_size == expected, consumed
+        assert schedule.batch_size_after(consumed).global_batch_size == expected, consumed
 
 
 def test_a_ramp_over_no_samples_starts_at_the_full_batch():
-    assert build(rampup_batch_size=(8, 8, 0), global_batch_size=32).step_after(0).global_batch_size == 32
+    assert build(rampup_batch_size=(8, 8, 0), global_batch_size=32).batch_size_after(0).global_batch_size == 32
 
 
 def test_step_thresholds_are_tokens_with_suffixes():
     schedule = build(step_batch_size_schedule="2M:16 0:8, 1.5B:32", seq_length=1000, micro_batch_size=1)
-    sizes = [schedule.step_after(samples).global_batch_size for samples in (0, 1999, 2000, 1_499_999, 1_500_000)]
+    sizes = [schedule.batch_size_after(samples).global_batch_size for samples in (0, 1999, 2000, 1_499_999, 1_500_000)]
     assert sizes == [8, 8, 16, 16, 32]
     assert schedule.final_batch_size == 32
 
@@ -55,7 +59,7 @@ def test_step_thresholds_are_tokens_with_suffixes():
 def test_indivisible_batches_are_all_named_at_once_with_a_way_out():
     schedule = build(rampup_batch_size=(6, 2, 100), global_batch_size=12)
     with pytest.raises(ConfigError) as error:
-        schedule.check()
+        schedule.require_divisible_sizes()
     text = str(error.value)
     assert "batch size 6 " in text and "batch size 10 " in text and "batch size 8 " not in text
     assert "choose 4 or 8" in text and "choose 8 or 12" in text
@@ -63,17 +67,17 @@ def test_indivisible_batches_are_all_named_at_once_with_a_way_out():
 
 def test_sizes_already_behind_a_resumed_run_are_not_checked():
     schedule = build(step_batch_size_schedule="0:6 100K:8", seq_length=100)
-    schedule.check(consumed_samples=1000)
+    schedule.require_divisible_sizes(consumed_samples=1000)
     with pytest.raises(ConfigError):
-        schedule.check(consumed_samples=999)
+        schedule.require_divisible_sizes(consumed_samples=999)
 
 
 def test_an_indivisible_batch_is_rounded_down_when_asked():
     schedule = build(global_batch_size=30, data_parallel_size=4, decrease_batch_size_if_needed=True)
-    schedule.check()
-    assert schedule.step_after(0) == BatchSize(24, 3)
+    schedule.require_divisible_sizes()
+    assert schedule.batch_size_after(0) == StepBatchSize(24, 3)
     with pytest.raises(ConfigError, match="nothing is left"):
-        build(global_batch_size=6, data_parallel_size=4, decrease_batch_size_if_needed=True).check()
+        build(global_batch_size=6, data_parallel_size=4, decrease_batch_size_if_needed=True).require_divisible_sizes()
 
 
 @pytest.mark.parametrize(
@@ -109,8 +113,8 @@ def test_a_schedule_that_makes_no_sense_is_refused(fields, words):
 def test_iterations_counts_the_whole_steps_of_a_run(fields, samples):
     schedule = build(**fields)
     consumed = steps = 0
-    while consumed + schedule.step_after(consumed).global_batch_size <= samples:
-        consumed += schedule.step_after(consumed).global_batch_size
+    while consumed + schedule.batch_size_after(consumed).global_batch_size <= samples:
+        consumed += schedule.batch_size_after(consumed).global_batch_size
         steps += 1
     assert schedule.num_whole_steps(samples) == steps
 

@@ -37,7 +37,7 @@ def test_a_rank_ends_when_its_launchers_store_stays_gone(
     assert not ended.wait(0.5), "while it answers, nothing happens"
     del store
     assert ended.wait(60)
-    alarm.disarm()
+    alarm.stop_watching()
     said = capfd.readouterr().err
     assert (
         "rank 1 on node" in said
@@ -50,10 +50,10 @@ def test_a_connection_that_breaks_is_made_anew(monkeypatch: pytest.MonkeyPatch) 
     store = master()
     board = RendezvousStore.connect(LaunchInfo(0, 0, 2, f"127.0.0.1:{store.port}", ""))
     sound, board._store = board._store, Broken()
-    assert board.read(FIRST_FAILURE) is None and board.silent_for > 0.0
+    assert board.read(FIRST_FAILURE) is None and board.seconds_without_answer > 0.0
     board.reconnect(5.0)
     board.write(FIRST_FAILURE, "text")
-    assert board.silent_for == 0.0 and board.read(FIRST_FAILURE) == "text" and sound is not None
+    assert board.seconds_without_answer == 0.0 and board.read(FIRST_FAILURE) == "text" and sound is not None
 
 
 class Broken:
@@ -71,7 +71,7 @@ def test_a_rank_of_torchrun_ends_with_its_parent_and_another_process_does_not(
     monkeypatch.setattr(entry.os, "getppid", lambda: next(parents, 1))
     alarm = entry.FailureReporter(LaunchInfo(rank=0, local_rank=0, size=1, store="", job="", is_launched=is_launched))
     assert ended.wait(60 if is_launched else 0.3) == is_launched
-    alarm.disarm()
+    alarm.stop_watching()
     assert ("its launcher, process 4711, is gone" in capfd.readouterr().err) == is_launched
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.parallel.device import random_state, set_random_state
-from megatron.core.parallel.spec import is_shared_over_tensor, local_shards, spec_of
-from megatron.training.health.replica_check import ReplicaCheck, ReplicasDiffer
+from megatron.core.parallel.device import rng_state, set_rng_state
+from megatron.core.parallel.spec import is_replicated_over_tensor, local_shards, param_spec_of
+from megatron.training.health.replica_check import ReplicaCheck, ReplicaMismatchError
 from megatron.training.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.training import train_on
@@ -33,18 +33,18 @@ def found(trainer: Trainer, rank: int, change: Callable[[], None], restore: Call
         change()
     said = ""
     try:
-        ReplicaCheck(trainer).check()
-    except ReplicasDiffer as error:
+        ReplicaCheck(trainer).require_equal_replicas()
+    except ReplicaMismatchError as error:
         said = str(error)
     if mine:
         restore()
-    ReplicaCheck(trainer).check()
+    ReplicaCheck(trainer).require_equal_replicas()
     return said
 
 
 def named(trainer: Trainer, part: str) -> Tensor:
     """A parameter of this rank; an empty tensor where it has none of that name."""
-    params = [param for stage in trainer.stages for param in stage.parameters() if part in spec_of(param).name]
+    params = [param for stage in trainer.stages for param in stage.parameters() if part in param_spec_of(param).name]
     return params[0].detach() if params else torch.zeros(0)
 
 
@@ -52,7 +52,7 @@ def plant(changes: dict[str, Any], rank: int, part: str, place: int, *, slot: st
     """On every rank: train two steps, look, flip a bit of a parameter or of its optimizer state on one rank, look again."""
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(torch.distributed.get_world_size(), **changes)))
     train_on(trainer, 2)
-    ReplicaCheck(trainer).check()
+    ReplicaCheck(trainer).require_equal_replicas()
     value = named(trainer, part)
     if slot:
         value = next(
@@ -69,14 +69,14 @@ def plant_elsewhere(rank: int) -> tuple[str, str]:
         tiny.run_of(tiny.config(2, tensor_model_parallel_size=2, sequence_parallel=True, hidden_dropout=0.1))
     )
     train_on(trainer, 1)
-    progress, state = trainer.progress, random_state(CPU)
+    progress, state = trainer.progress, rng_state(CPU)
 
     def count(by: int) -> None:
         progress.consumed_train_samples += by
 
     return (
         found(trainer, rank, lambda: count(1), lambda: count(-1)),
-        found(trainer, rank, lambda: torch.rand(1), lambda: set_random_state(CPU, state)),
+        found(trainer, rank, lambda: torch.rand(1), lambda: set_rng_state(CPU, state)),
     )
 
 
@@ -175,32 +175,32 @@ def test_a_counter_and_a_random_stream_are_compared(world: Worlds) -> None:
 def test_every_bit_and_every_place_counts(dtype: torch.dtype, size: int) -> None:
     check = ReplicaCheck(tiny.trainer_of(tiny.run_of(tiny.config(num_layers=1))))
     value = (torch.rand(size, generator=torch.Generator().manual_seed(3)) * 100).to(dtype)
-    before = int(check.hash(value))
-    assert int(check.hash(value.clone())) == before
+    before = int(check.hash_value(value))
+    assert int(check.hash_value(value.clone())) == before
     for place in {0, size // 2, size - 1}:
         for byte in range(value.element_size()):
             for bit in range(8):
                 changed = value.clone()
                 changed.view(torch.uint8)[place * value.element_size() + byte] ^= 1 << bit
-                assert int(check.hash(changed)) != before, (place, byte, bit)
+                assert int(check.hash_value(changed)) != before, (place, byte, bit)
     if size > 70_000:  # blocks that change places
         swapped = torch.cat((value[-5:], value[5:-5], value[:5]))
-        assert int(check.hash(swapped)) != before
+        assert int(check.hash_value(swapped)) != before
 
 
 def test_parameters_that_are_not_cut_are_items_of_the_tensor_axis() -> None:
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(num_layers=1)))
     shared = {
-        spec_of(param).name
+        param_spec_of(param).name
         for stage in trainer.stages
         for param in stage.parameters()
-        if is_shared_over_tensor(spec_of(param))
+        if is_replicated_over_tensor(param_spec_of(param))
     }
-    listed = {item.name for item in ReplicaCheck(trainer).items() if item.axis.name == "tp"}
+    listed = {item.name for item in ReplicaCheck(trainer).replicated_states() if item.axis.name == "tp"}
     assert shared and shared <= listed
     assert all(
         piece.replicas == 1
         for stage in trainer.stages
         for param in stage.parameters()
-        for piece in local_shards(spec_of(param), trainer.run.mesh)
+        for piece in local_shards(param_spec_of(param), trainer.run.mesh)
     )

@@ -18,7 +18,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.training.data.batch import Batch, LossFunction
 from megatron.training.health import rerun
 from megatron.training.health.bad_steps import StepValidator
-from megatron.training.health.rerun import ResultRejected, StepRerun, rejected_iterations, relative_difference
+from megatron.training.health.rerun import ResultRejectedError, StepRerun, rejected_iterations, relative_difference
 from megatron.training.run import Run
 from tests.helpers import tiny
 from tests.helpers.programme import TINY, trained, write_tokens
@@ -83,7 +83,7 @@ def test_a_transient_error_that_a_run_goes_on_after_leaves_no_trace(
 def test_a_transient_error_ends_a_run_which_goes_on_when_it_is_started_again(
     flags: list[str], tmp_path: Path, undisturbed: Callable[[], dict[str, Tensor]]
 ) -> None:
-    with pytest.raises(ResultRejected, match="a transient error of rank 0 ") as ended:
+    with pytest.raises(ResultRejectedError, match="a transient error of rank 0 ") as ended:
         trained(flags, forward_step=spoiling(4, not_a_number))
     assert ended.value.exit_code == 17
     assert trained(flags).progress.iteration == 6
@@ -93,14 +93,14 @@ def test_a_transient_error_ends_a_run_which_goes_on_when_it_is_started_again(
 def test_a_persistent_error_is_found_on_other_devices(
     flags: list[str], tmp_path: Path, undisturbed: Callable[[], dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ResultRejected, match="start the run again on other devices than rank 0") as ended:
+    with pytest.raises(ResultRejectedError, match="start the run again on other devices than rank 0") as ended:
         trained(flags, forward_step=spoiled_always(4))
     assert ended.value.exit_code == 16
-    with pytest.raises(ResultRejected, match="this restart uses the same devices") as ended:
+    with pytest.raises(ResultRejectedError, match="this restart uses the same devices") as ended:
         trained(flags)
     assert ended.value.exit_code == 16
     monkeypatch.setattr(rerun, "device_identity", lambda device: ("elsewhere", device))
-    with pytest.raises(ResultRejected, match="a persistent error of rank 0") as ended:
+    with pytest.raises(ResultRejectedError, match="a persistent error of rank 0") as ended:
         trained(flags)
     assert ended.value.exit_code == 17
     assert trained(flags).progress.iteration == 6
@@ -111,11 +111,11 @@ def test_a_persistent_error_is_found_on_other_devices(
 def test_a_result_that_comes_again_on_other_devices_is_the_correct_one(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ResultRejected):
+    with pytest.raises(ResultRejectedError):
         trained(flags, forward_step=spoiled_always(4))
     monkeypatch.setattr(rerun, "device_identity", lambda device: ("elsewhere", device))
     for expected in ("on other devices it gave the same result", "as it did on other devices before"):
-        with pytest.raises(ResultRejected, match=expected) as ended:
+        with pytest.raises(ResultRejectedError, match=expected) as ended:
             trained(flags, forward_step=spoiled_always(4))
         assert ended.value.exit_code == 17
     assert classifications(tmp_path / "run") == ["run it on other devices", "correct_result", "correct_result"]
@@ -138,7 +138,7 @@ def test_an_injected_error_gets_the_verdict_of_its_kind(
     injected = [*flags, "--error-injection-rate", "3", "--error-injection-type", kind]
     for number, code in enumerate(codes):
         monkeypatch.setattr(rerun, "device_identity", lambda device, number=number: (f"node{number}", device))
-        with pytest.raises(ResultRejected) as ended:
+        with pytest.raises(ResultRejectedError) as ended:
             trained(injected)
         assert ended.value.exit_code == code
     assert classifications(tmp_path / "run")[-1] == classification
@@ -159,7 +159,7 @@ def test_every_step_is_run_twice_for_statistics_and_trains_as_before(
 def test_iterations_that_were_rejected_twice_are_passed_over(flags: list[str], tmp_path: Path) -> None:
     tracker = ["--result-rejected-tracker-filename", str(tmp_path / "rejected.txt")]
     for _ in range(2):
-        with pytest.raises(ResultRejected):
+        with pytest.raises(ResultRejectedError):
             trained([*flags, *tracker], forward_step=spoiled_always(4))
         (tmp_path / "run" / "rerun.json").unlink()
     lines = (tmp_path / "rejected.txt").read_text().splitlines()
@@ -215,7 +215,7 @@ def disturbed(changes: dict[str, int], kind: str) -> tuple[str, list[str], list[
     )
     trainer = tiny.trainer_of(tiny.run_of(settings))
     again = StepRerun(trainer, StepValidator(settings))
-    steps = [again.step(tiny.batches(trainer.run, number)) for number in range(2)]
+    steps = [again.train_step_checked(tiny.short_run_batches(trainer.run, number)) for number in range(2)]
     assert again.known is not None
     return (
         again.known.classification,

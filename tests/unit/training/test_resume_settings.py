@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.flags import ConfigError, from_values, roles_of, to_values
+from megatron.core.config.flags import ConfigError, config_from_values, config_to_values, field_roles
 from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.network import network_differences, network_fields
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.dist_checkpointing.store import FREE, CheckpointError
-from megatron.core.families.megatron.open import open_megatron
+from megatron.core.families.megatron.open import open_megatron_checkpoint
 from megatron.core.parallel.mesh import Axis
-from megatron.training.checkpoint.checkpointing import Checkpoint
-from megatron.training.checkpoint.resume_settings import Differences, compare_settings
+from megatron.training.checkpoint.checkpointing import Checkpointer
+from megatron.training.checkpoint.resume_settings import SettingDifferences, compare_checkpoint_settings
 from megatron.training.checkpoint.resuming import find_requested_checkpoint, open_requested_checkpoint
 from megatron.training.trainer import Trainer
 from tests.helpers import tiny
@@ -37,12 +37,12 @@ def says(lines: tuple[str, ...], name: str) -> bool:
 
 
 def test_fields_are_those_of_the_roles() -> None:
-    assert {name for name, _ in fields()} == roles_of(RequestedRun).keys()
+    assert {name for name, _ in fields()} == field_roles(RequestedRun).keys()
 
 
 @pytest.mark.parametrize("weights_only", [False, True], ids=["goes on", "weights only"])
 def test_each_setting_changed_by_itself_is_an_equal_network_or_refused_or_named(weights_only: bool) -> None:
-    roles, told, bad = roles_of(RequestedRun), set(), []
+    roles, told, bad = field_roles(RequestedRun), set(), []
     for label, network in NETWORKS.items():
         config = resolved({**network, **DATA})
         for name, kind in fields():
@@ -50,7 +50,7 @@ def test_each_setting_changed_by_itself_is_an_equal_network_or_refused_or_named(
             if role not in ("network", "adaptable") and label not in ("dense", "t5"):
                 continue  # says the same whatever the network
             saved, run = changed(config, name, kind)
-            found = compare_settings(saved, run, weights_only=weights_only)
+            found = compare_checkpoint_settings(saved, run, weights_only=weights_only)
             expected = {
                 "network": found.network,
                 "adaptable": found.adapted if weights_only else found.network,
@@ -59,7 +59,7 @@ def test_each_setting_changed_by_itself_is_an_equal_network_or_refused_or_named(
             }.get(str(role), ())
             if says(expected, name):
                 told.add(name)
-            elif found != Differences():
+            elif found != SettingDifferences():
                 bad.append(f"{label}: {name} ({role}) says {found}")
     assert not bad, "\n".join(bad[:10])
     speaks = ("network", "adaptable") if weights_only else ("network", "adaptable", "data", "training")
@@ -95,22 +95,22 @@ def test_kernels_and_layouts_of_a_checkpoint_are_no_part_of_its_network() -> Non
 
 def test_of_a_setting_that_an_older_checkpoint_does_not_know_the_default_holds() -> None:
     config = resolved({"attention_logit_softcap": 5.0})
-    saved = {name: value for name, value in to_values(config).items() if name != "attention_logit_softcap"}
-    assert compare_settings(saved, config, weights_only=False).network == (
+    saved = {name: value for name, value in config_to_values(config).items() if name != "attention_logit_softcap"}
+    assert compare_checkpoint_settings(saved, config, weights_only=False).network == (
         "--attention-logit-softcap: not given in the checkpoint, 5.0 in this run",
     )
-    assert compare_settings(saved, config, weights_only=False, complete=False) == Differences()
-    assert compare_settings(saved, resolved({}), weights_only=False) == Differences()
+    assert compare_checkpoint_settings(saved, config, weights_only=False, complete=False) == SettingDifferences()
+    assert compare_checkpoint_settings(saved, resolved({}), weights_only=False) == SettingDifferences()
 
 
 def test_what_megatron_does_not_know_is_off_in_its_checkpoints(tmp_path: Path) -> None:
     place = unpack("dense", tmp_path) / "checkpoints"
-    settings = open_megatron(place).settings
-    rows = open_megatron(place).formats["model.embedding.word_embeddings.weight"].shape[0]
+    settings = open_megatron_checkpoint(place).settings
+    rows = open_megatron_checkpoint(place).formats["model.embedding.word_embeddings.weight"].shape[0]
 
     def resumed(**changes: Any) -> None:
         config = tiny.with_vocabulary(
-            from_values(RequestedRun, {**tiny.BASE, **settings, "load": str(place), **changes}).resolve(1), rows
+            config_from_values(RequestedRun, {**tiny.BASE, **settings, "load": str(place), **changes}).resolve(1), rows
         )
         wanted = find_requested_checkpoint(config)
         assert wanted is not None
@@ -137,13 +137,13 @@ def test_what_megatron_does_not_know_is_off_in_its_checkpoints(tmp_path: Path) -
     ids=["yarn", "window", "groups", "moved data"],
 )
 def test_two_ways_to_say_one_thing_are_no_difference(saved: Changes, mine: Changes) -> None:
-    found = compare_settings(to_values(resolved(saved)), resolved(mine), weights_only=False)
+    found = compare_checkpoint_settings(config_to_values(resolved(saved)), resolved(mine), weights_only=False)
     assert not found.network and not found.data, found
 
 
-def start(**changes: Any) -> tuple[Trainer, Checkpoint]:
+def start(**changes: Any) -> tuple[Trainer, Checkpointer]:
     trainer = tiny.trainer_of(tiny.run_of(resolved(changes)))
-    return trainer, Checkpoint(trainer)
+    return trainer, Checkpointer(trainer)
 
 
 def saved(folder: Path, **changes: Any) -> list[float]:

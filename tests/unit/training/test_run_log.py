@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megatron.core.datasets import sidecar
-from megatron.training.health.exit_conditions import NotFinite
+from megatron.training.health.exit_conditions import NonFiniteError
 from megatron.training.launch.launch_info import recorded_environment
 from megatron.training.report import run_record as recording
-from megatron.training.report.run_log import RunLog, read_events
+from megatron.training.report.run_log import RunLog, read_run_log_events
 from tests.helpers.programme import trained, write_tokens
 
 
@@ -48,7 +48,7 @@ def test_a_run_and_its_going_on_leave_one_ledger(tmp_path: Path) -> None:
     ]
     trained([*flags, "--exit-interval", "3"])
     trained(flags)
-    events = read_events(save)
+    events = read_run_log_events(save)
     first, second = of_kind(events, "start")
     origins = first["origins"]
     assert origins["lr"] == "command line" and origins["adam_beta2"] == "file", origins
@@ -73,7 +73,7 @@ def test_a_run_and_its_going_on_leave_one_ledger(tmp_path: Path) -> None:
         "complete",
     ]
     assert second["number"] == 2 and not of_kind(events, "layout")
-    sums = sidecar.read(tmp_path / "walks").checksums
+    sums = sidecar.read_sidecar(tmp_path / "walks").checksums
     assert first["data"][str(tmp_path / "walks")]["checksums"] == dict(sums) and sums
     assert first["tokenizer"]["hash"] and first["code"]["sources"] == second["code"]["sources"]
 
@@ -87,7 +87,7 @@ def test_a_data_file_that_changed_at_its_end_is_seen_without_a_sidecar(
     hashes = []
     for name in ("a", "b"):
         trained([*data, "--train-iters", "1", "--run-log", str(tmp_path / name)])
-        hashes.append(read_events(tmp_path / name)[0]["data"][str(tmp_path / "walks")])
+        hashes.append(read_run_log_events(tmp_path / name)[0]["data"][str(tmp_path / "walks")])
         content = bytearray((tmp_path / "walks.bin").read_bytes())
         content[-2] ^= 1
         (tmp_path / "walks.bin").write_bytes(content)
@@ -96,7 +96,7 @@ def test_a_data_file_that_changed_at_its_end_is_seen_without_a_sidecar(
 
 
 def test_a_run_that_fails_says_why_and_keeps_the_steps_until_then(tmp_path: Path) -> None:
-    with pytest.raises(NotFinite):
+    with pytest.raises(NonFiniteError):
         trained(
             [
                 "--mock-data",
@@ -110,8 +110,8 @@ def test_a_run_that_fails_says_why_and_keeps_the_steps_until_then(tmp_path: Path
                 str(tmp_path / "run log"),
             ]
         )
-    events = read_events(tmp_path / "run log")
-    assert "NotFinite" in events[-1]["reason"] and events[-1]["failed"], events[-1]
+    events = read_run_log_events(tmp_path / "run log")
+    assert "NonFiniteError" in events[-1]["reason"] and events[-1]["failed"], events[-1]
     assert any("nan" in event["losses"]["lm loss"] for event in of_kind(events, "steps")), (
         "the step that failed is not in the run log"
     )
@@ -131,15 +131,15 @@ def test_a_torn_line_costs_itself_only(tmp_path: Path) -> None:
     with open(path, "ab") as file:
         file.write(b'{"event": "ste')  # the process was killed here
     run_log.add("end", reason="complete", loss=float("nan"), nothing=None)
-    assert [event["event"] for event in read_events(tmp_path)] == ["start", "end"]
-    assert read_events(path)[1]["loss"] == "nan" and "nothing" not in read_events(path)[1]
+    assert [event["event"] for event in read_run_log_events(tmp_path)] == ["start", "end"]
+    assert read_run_log_events(path)[1]["loss"] == "nan" and "nothing" not in read_run_log_events(path)[1]
 
 
 def test_iterations_whose_data_is_passed_over_are_told(tmp_path: Path) -> None:
     trained(["--mock-data", "--train-iters", "3", "--iterations-to-skip", "2", "--run-log", str(tmp_path / "run log")])
-    assert [(event["iteration"], event["samples"]) for event in of_kind(read_events(tmp_path / "run log"), "skip")] == [
-        (2, 4)
-    ]
+    assert [
+        (event["iteration"], event["samples"]) for event in of_kind(read_run_log_events(tmp_path / "run log"), "skip")
+    ] == [(2, 4)]
 
 
 def test_no_secret_of_the_environment_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

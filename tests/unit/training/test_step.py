@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megatron.core.datasets.indexed import DataError
 from megatron.core.models.gpt import GPTModel
-from megatron.core.parallel.spec import spec_of
+from megatron.core.parallel.spec import param_spec_of
 from megatron.training.data.batch import Batch, LossFunction, masked_loss
-from megatron.training.report.metrics import Meter, Step
+from megatron.training.report.metrics import StepMetrics, StepMetricsMeter
 from megatron.training.run import Run
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer, build_trainer
@@ -44,7 +44,7 @@ def trainer_of(**changes: Any) -> Trainer:
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
     """A copy of every parameter by its global name."""
-    return {spec_of(param).name: param.detach().clone() for param in trainer.stages[0].parameters()}
+    return {param_spec_of(param).name: param.detach().clone() for param in trainer.stages[0].parameters()}
 
 
 def sums(trainer: Trainer, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -58,12 +58,14 @@ def sums(trainer: Trainer, batch: Batch) -> tuple[Tensor, Tensor]:
 def gradients(trainer: Trainer, loss: Tensor) -> dict[str, Tensor]:
     """The gradient of every parameter by its global name."""
     params = list(trainer.stages[0].parameters())
-    return {spec_of(param).name: found for param, found in zip(params, torch.autograd.grad(loss, params), strict=True)}
+    return {
+        param_spec_of(param).name: found for param, found in zip(params, torch.autograd.grad(loss, params), strict=True)
+    }
 
 
-def resolved(step: Step) -> Step:
+def resolved(step: StepMetrics) -> StepMetrics:
     """The step as plain numbers."""
-    meter = Meter(lambda tensor: tensor)
+    meter = StepMetricsMeter(lambda tensor: tensor)
     meter.add(step)
     return meter.resolve()[0]
 
@@ -82,7 +84,7 @@ def expect_step(trainer: Trainer, batches: list[Batch], objective: Tensor, logge
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 8])
 def test_the_loss_is_the_sum_over_all_tokens_over_their_number(micro_batch_size: int) -> None:
     trainer = trainer_of(micro_batch_size=micro_batch_size)
-    batches = list(tiny.batches(trainer.run, 0))
+    batches = list(tiny.short_run_batches(trainer.run, 0))
     counts = [int(batch.loss_mask.sum()) for batch in batches]
     assert len(batches) == 8 // micro_batch_size and (micro_batch_size == 8 or max(counts) > 1.5 * min(counts)), counts
     pairs = [sums(trainer, batch) for batch in batches]
@@ -92,7 +94,7 @@ def test_the_loss_is_the_sum_over_all_tokens_over_their_number(micro_batch_size:
 
 def test_off_per_token_loss_it_is_the_mean_of_the_microbatches_means_but_logged_over_tokens() -> None:
     trainer = trainer_of(micro_batch_size=2, calculate_per_token_loss=False)
-    batches = list(tiny.batches(trainer.run, 0))
+    batches = list(tiny.short_run_batches(trainer.run, 0))
     pairs = [sums(trainer, batch) for batch in batches]
     mean_of_means = sum(total / count for total, count in pairs) / len(pairs)
     logged = sum(total for total, _ in pairs) / sum(count for _, count in pairs)
@@ -103,7 +105,7 @@ def test_off_per_token_loss_it_is_the_mean_of_the_microbatches_means_but_logged_
 @pytest.mark.parametrize("per_token", [True, False])
 def test_a_microbatch_without_any_loss_adds_nothing(per_token: bool) -> None:
     trainer = trainer_of(micro_batch_size=4, calculate_per_token_loss=per_token)
-    first, second = tiny.batches(trainer.run, 0)
+    first, second = tiny.short_run_batches(trainer.run, 0)
     empty = Batch(second.tokens, second.labels, torch.zeros_like(second.loss_mask))
     total, count = sums(trainer, first)
     expect_step(trainer, [first, empty], total / count / (1 if per_token else 2), total / count)
@@ -111,7 +113,7 @@ def test_a_microbatch_without_any_loss_adds_nothing(per_token: bool) -> None:
 
 def test_what_the_gradient_is_made_of_is_reported() -> None:
     trainer = trainer_of(log_params_norm=True, log_num_zeros_in_grad=True)
-    batches = list(tiny.batches(trainer.run, 0))
+    batches = list(tiny.short_run_batches(trainer.run, 0))
     pairs = [sums(trainer, batch) for batch in batches]
     gradient = gradients(trainer, sum(total for total, _ in pairs) / sum(count for _, count in pairs))
     step = resolved(train_step(trainer, iter(batches)))
@@ -134,7 +136,7 @@ def test_a_growing_batch_takes_so_many_microbatches_and_counts_them() -> None:
             taken.append(batch)
             yield batch
 
-    source = watched(batch for iteration in range(9) for batch in tiny.batches(trainer.run, iteration))
+    source = watched(batch for iteration in range(9) for batch in tiny.short_run_batches(trainer.run, iteration))
     consumed, seen = 0, 0
     # By hand: 9 samples make three increments of 3 samples each.
     for size in (2, 2, 4, 6, 8, 8):
@@ -169,7 +171,7 @@ def test_the_learning_rate_follows_the_samples_that_moved_the_weights() -> None:
     trainer = trainer_of(**numbers, **rates)
     before, steps = weights(trainer), []
     for _ in range(40):
-        steps.append(resolved(train_step(trainer, tiny.batches(trainer.run, trainer.progress.iteration))))
+        steps.append(resolved(train_step(trainer, tiny.short_run_batches(trainer.run, trainer.progress.iteration))))
         if not steps[-1].skipped:
             break
         assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items()), (
@@ -187,7 +189,7 @@ def test_the_learning_rate_follows_the_samples_that_moved_the_weights() -> None:
     assert steps[-1].learning_rate == pytest.approx(1e-2 * (1 - 8 / 64), rel=1e-12)
     assert trainer.progress.iteration == len(steps) and trainer.progress.consumed_train_samples == 8 * len(steps)
     assert trainer.progress.schedule_samples == 8
-    after = resolved(train_step(trainer, tiny.batches(trainer.run, 0)))
+    after = resolved(train_step(trainer, tiny.short_run_batches(trainer.run, 0)))
     assert after.learning_rate == pytest.approx(1e-2 * (1 - 16 / 64), rel=1e-12)
 
 
@@ -203,7 +205,7 @@ def test_the_reported_learning_rate_is_that_of_megatrons_log() -> None:
         decoupled_min_lr=0.0,
         train_iters=8,
     )
-    steps = [resolved(train_step(trainer, tiny.batches(trainer.run, number))) for number in range(6)]
+    steps = [resolved(train_step(trainer, tiny.short_run_batches(trainer.run, number))) for number in range(6)]
     assert [step.learning_rate for step in steps] == pytest.approx(
         [1e-2 * share for share in (0.25, 0.5, 0.75, 1.0, 1.0, 1.0)]
     )
@@ -213,7 +215,7 @@ def test_the_reported_learning_rate_is_that_of_megatrons_log() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_embedding_and_the_output_layer_can_have_a_rate_of_their_own(tied: bool) -> None:
     trainer = trainer_of(decoupled_lr=0.25, decoupled_min_lr=0.25, untie_embeddings_and_output_weights=not tied)
-    batches = list(tiny.batches(trainer.run, 0))
+    batches = list(tiny.short_run_batches(trainer.run, 0))
     pairs = [sums(trainer, batch) for batch in batches]
     gradient = gradients(trainer, sum(total for total, _ in pairs) / sum(count for _, count in pairs))
     before = weights(trainer)
@@ -242,7 +244,7 @@ def test_every_loss_that_a_forward_step_reports_is_averaged_by_its_own_count() -
 
     run = tiny.run_of(tiny.config(1, **PLAIN))
     trainer = build_trainer(run, tiny.gpt, forward_step)
-    batches = list(tiny.batches(run, 0))
+    batches = list(tiny.short_run_batches(run, 0))
     with torch.no_grad():
         first = torch.cat(
             [
@@ -260,4 +262,4 @@ def test_every_loss_that_a_forward_step_reports_is_averaged_by_its_own_count() -
 def test_data_that_ends_within_a_step_is_named() -> None:
     trainer = trainer_of()
     with pytest.raises(DataError, match="the data ended before the run did; train on fewer samples or give more data"):
-        train_step(trainer, islice(tiny.batches(trainer.run, 0), 3))
+        train_step(trainer, islice(tiny.short_run_batches(trainer.run, 0), 3))

@@ -11,7 +11,7 @@ import torch
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.parallel.boxes import Box, whole_box
 from megatron.core.parallel.rng import derive_seed
-from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.checkpoint.upcycling import Upcycled
 from megatron.training.trainer import Trainer
@@ -47,11 +47,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def start(changes: dict[str, Any]) -> tuple[Trainer, Checkpoint]:
+def start(changes: dict[str, Any]) -> tuple[Trainer, Checkpointer]:
     """A trainer on this process's ranks, and its checkpoint."""
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(ranks, **changes)))
-    return trainer, Checkpoint(trainer)
+    return trainer, Checkpointer(trainer)
 
 
 def dense_run(folder: Path, changes: dict[str, Any]) -> torch.Tensor:
@@ -65,7 +65,7 @@ def dense_run(folder: Path, changes: dict[str, Any]) -> torch.Tensor:
 def logits(trainer: Trainer) -> torch.Tensor:
     """What the network says of one batch."""
     ids = torch.from_numpy(tiny.random_global_batch(trainer.run.config, 5)["tokens"][:2])
-    trainer.train_mode(False)
+    trainer.set_train_mode(False)
     with torch.no_grad():
         return trainer.stages[0](ids=ids)
 

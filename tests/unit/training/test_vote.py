@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.training.health.vote import Vote
+from megatron.training.health.vote import AnyRankVote
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 
@@ -10,8 +10,8 @@ from tests.helpers.world import Worlds
 def _votes(rank_that_says_yes: int) -> tuple[list[bool], bool]:
     """On every rank: three polls, in the second of which one rank says yes; then a question that it alone answers with yes."""
     mesh = tiny.run_of(tiny.config(2)).mesh
-    vote, yes = Vote(mesh.world, mesh.device), mesh.world.rank == rank_that_says_yes
-    return [vote.poll(answer) for answer in (False, yes, False, False)], vote.result(yes)
+    vote, yes = AnyRankVote(mesh.world, mesh.device), mesh.world.rank == rank_that_says_yes
+    return [vote.any_in_previous(answer) for answer in (False, yes, False, False)], vote.any_now(yes)
 
 
 def test_a_poll_gives_the_answer_of_the_call_before_on_every_rank(world: Worlds) -> None:
@@ -20,5 +20,5 @@ def test_a_poll_gives_the_answer_of_the_call_before_on_every_rank(world: Worlds)
 
 def test_a_rank_alone_answers_itself_at_once() -> None:
     mesh = tiny.run_of(tiny.config(1)).mesh
-    vote = Vote(mesh.world, mesh.device)
-    assert [vote.poll(True), vote.result(False)] == [True, False]
+    vote = AnyRankVote(mesh.world, mesh.device)
+    assert [vote.any_in_previous(True), vote.any_now(False)] == [True, False]

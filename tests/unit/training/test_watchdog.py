@@ -13,11 +13,11 @@ import pytest
 import torch.distributed as dist
 
 from megatron.training.health import watchdog
-from megatron.training.health.failures import error_origin, error_text
-from megatron.training.health.watchdog import HangDetector, RankLost, RankStatus, blocking_ranks
+from megatron.training.health.failures import error_location_text, error_text
+from megatron.training.health.watchdog import HangDetector, RankLostError, RankStatus, blocking_ranks
 from megatron.training.launch.launch_info import LaunchInfo
 from megatron.training.launch.rendezvous import FIRST_FAILURE, RendezvousStore, missing_store_warning
-from megatron.training.report.run_log import RunLog, read_events
+from megatron.training.report.run_log import RunLog, read_run_log_events
 from megatron.training.run import TerminationSignal
 from tests.helpers import tiny
 
@@ -65,7 +65,7 @@ def test_the_first_to_claim_a_key_keeps_it_and_a_restart_begins_afresh() -> None
         for rank, attempt in ((0, "0"), (1, "0"), (0, "1"))
     )
     assert first.read(FIRST_FAILURE) is None
-    assert first.claim(FIRST_FAILURE, "rank 0") and not second.claim(FIRST_FAILURE, "rank 1")
+    assert first.write_if_absent(FIRST_FAILURE, "rank 0") and not second.write_if_absent(FIRST_FAILURE, "rank 1")
     assert second.read(FIRST_FAILURE) == "rank 0" and restarted.read(FIRST_FAILURE) is None
     assert RendezvousStore.connect(LaunchInfo(0, 0, 1, f"127.0.0.1:{store.port}", "")) is None, (
         "one rank has nobody to tell"
@@ -108,22 +108,22 @@ def test_a_run_that_ends_with_another_rank_says_so_once_in_its_ledger(
     place, run_log = LaunchInfo(0, 0, 2, f"127.0.0.1:{store.port}", ""), RunLog(tmp_path / "run_log.jsonl")
     run = replace(tiny.run_of(tiny.config(hang_timeout_minutes=0.0)), run_log=run_log)
     with HangDetector(run, place):
-        RendezvousStore.connect(place).claim(
+        RendezvousStore.connect(place).write_if_absent(
             FIRST_FAILURE, "rank 1 on node b: ValueError: wrong\non node b, in training"
         )
         deadline = time.monotonic() + 300
         while not run_log.path.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
     run_log.add("end", reason="RuntimeError: connection closed")
-    (end,) = read_events(run_log.path)
+    (end,) = read_run_log_events(run_log.path)
     assert end["reason"] == "first failure: rank 1 on node b: ValueError: wrong" and end["failed"]
 
 
-@pytest.mark.parametrize("signal, raised", [("SIGTERM", RankLost), ("", RuntimeError)])
+@pytest.mark.parametrize("signal, raised", [("SIGTERM", RankLostError), ("", RuntimeError)])
 def test_a_rank_that_lost_another_and_was_told_to_end_needs_no_patience(signal: str, raised: type[Exception]) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
     place = LaunchInfo(0, 0, 2, f"127.0.0.1:{store.port}", "")
-    RendezvousStore.connect(place).claim(FIRST_FAILURE, "rank 1 is gone")
+    RendezvousStore.connect(place).write_if_absent(FIRST_FAILURE, "rank 1 is gone")
     run = replace(tiny.run_of(tiny.config(hang_timeout_minutes=0.0)), ending=TerminationSignal(signal))
     with pytest.raises(Exception) as caught, HangDetector(run, place):
         raise RuntimeError("Connection closed by peer")
@@ -145,5 +145,5 @@ def test_an_error_is_described_with_its_place_and_notes() -> None:
     except ValueError as error:
         error.add_note("on rank 3")
         assert error_text(error) == "ValueError: wrong\non rank 3"
-        assert error_origin(error).startswith("unit/training/test_watchdog.py:")
-        assert error_origin(error).endswith("in test_an_error_is_described_with_its_place_and_notes")
+        assert error_location_text(error).startswith("unit/training/test_watchdog.py:")
+        assert error_location_text(error).endswith("in test_an_error_is_described_with_its_place_and_notes")

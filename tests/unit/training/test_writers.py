@@ -20,11 +20,11 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import LogConfig
 from megatron.training.report import run_log as run_log
 from megatron.training.report import writers as writers_module
-from megatron.training.report.metrics import Report, Step, Throughput
+from megatron.training.report.metrics import IntervalReport, StepMetrics, Throughput
 from megatron.training.report.writers import Writers
 
 STEPS = [
-    Step(
+    StepMetrics(
         iteration=k,
         consumed_samples=8 * k,
         batch_size=8,
@@ -35,7 +35,7 @@ STEPS = [
     )
     for k in (1, 2, 3, 4)
 ]
-REPORT = Report(
+REPORT = IntervalReport(
     last=STEPS[-1],
     train_iters=100,
     skipped_samples=16,
@@ -358,7 +358,7 @@ def test_a_pipe_in_the_place_of_a_log_is_not_waited_for(tmp_path, shown, caplog,
     os.close(reader)
     assert "--log-jsonl" in caplog.text
     with pytest.raises(OSError, match="it is a pipe"):
-        run_log.read_events(tmp_path / "pipe")
+        run_log.read_run_log_events(tmp_path / "pipe")
 
 
 def test_a_board_that_finds_no_room_leaves_no_empty_file(tmp_path, shown, monkeypatch):

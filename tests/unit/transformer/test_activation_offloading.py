@@ -63,7 +63,7 @@ def after_forward(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[int,
     """Bytes of activations that wait for the backward pass: on the device, and in the CPU's memory."""
     run = tiny.run_of(tiny.config(**{**MODELS["llama"], **changes}))
     trainer = tiny.trainer_of(run)
-    batch = next(tiny.batches(run, 0))
+    batch = next(tiny.short_run_batches(run, 0))
     counted = Storages(monkeypatch)
     with counted:
         loss = trainer.stages[0](ids=batch.tokens, labels=batch.labels).sum()
@@ -99,16 +99,16 @@ def test_each_part_sends_something_away_and_small_tensors_stay(monkeypatch: pyte
 
 def test_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    real = offload.OffloadedBytes.__init__
+    real = offload.OffloadedBuffer.__init__
 
-    def watched(self: offload.OffloadedBytes, source: Tensor, side_stream: Any) -> None:
+    def watched(self: offload.OffloadedBuffer, source: Tensor, side_stream: Any) -> None:
         seen.append(source.untyped_storage()._cdata)
         real(self, source, side_stream)
 
-    monkeypatch.setattr(offload.OffloadedBytes, "__init__", watched)
+    monkeypatch.setattr(offload.OffloadedBuffer, "__init__", watched)
     run = tiny.run_of(tiny.config(**MODELS["llama"], **LAYERS))
     trainer = tiny.trainer_of(run)
-    batch = next(tiny.batches(run, 0))
+    batch = next(tiny.short_run_batches(run, 0))
     loss = trainer.stages[0](ids=batch.tokens, labels=batch.labels).sum()
     weights = {bucket.data.untyped_storage()._cdata for bucket in trainer.parallels[0].buckets}
     assert seen and not weights & set(seen) and loss.requires_grad
@@ -116,9 +116,9 @@ def test_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_the_backward_pass_makes_again_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    real = offload.OffloadedBytes.__init__
+    real = offload.OffloadedBuffer.__init__
     monkeypatch.setattr(
-        offload.OffloadedBytes,
+        offload.OffloadedBuffer,
         "__init__",
         lambda self, source, side_stream: (made.append(source.numel()), real(self, source, side_stream))[1],
     )
@@ -128,7 +128,7 @@ def test_what_the_backward_pass_makes_again_stays(monkeypatch: pytest.MonkeyPatc
         )
     )
     trainer = tiny.trainer_of(run)
-    batch = next(tiny.batches(run, 0))
+    batch = next(tiny.short_run_batches(run, 0))
     loss = trainer.stages[0](ids=batch.tokens, labels=batch.labels).sum()
     before = len(made)
     loss.backward()
@@ -173,10 +173,10 @@ def test_a_view_comes_back_with_its_place_and_strides() -> None:
 
 def test_while_a_part_works_the_one_before_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    fetch, unpack = offload.OffloadedBytes.fetch, offload._OffloadGroup.unpack
+    fetch, unpack = offload.OffloadedBuffer.start_fetch, offload._OffloadGroup.unpack
     sizes = {16: "first", 20: "second", 24: "third"}  # bytes
 
-    def watched_fetch(self: offload.OffloadedBytes) -> None:
+    def watched_fetch(self: offload.OffloadedBuffer) -> None:
         if self._back is None:
             seen.append(f"fetch {sizes[self.host.numel()]}")
         fetch(self)
@@ -185,7 +185,7 @@ def test_while_a_part_works_the_one_before_is_on_its_way(monkeypatch: pytest.Mon
         seen.append(f"want {sizes[packed.source.host.numel()]}")
         return unpack(self, packed)
 
-    monkeypatch.setattr(offload.OffloadedBytes, "fetch", watched_fetch)
+    monkeypatch.setattr(offload.OffloadedBuffer, "start_fetch", watched_fetch)
     monkeypatch.setattr(offload._OffloadGroup, "unpack", watched_unpack)
     away, x = ActivationOffload(torch.device("cpu"), 0), torch.rand(4, requires_grad=True)
     for size in (4, 5, 6):

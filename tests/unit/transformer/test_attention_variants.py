@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.plan import LayerPlan
-from megatron.core.kernels.mask import MaskSpec
-from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import set_global_names
+from megatron.core.kernels.mask import AttentionMaskSpec
+from megatron.core.parallel.rng import materialize_parameters
+from megatron.core.parallel.spec import set_global_param_names
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.passing import ForwardContext
@@ -50,9 +50,13 @@ THEIRS = {
 
 def ours(kind: type, window: tuple[int, int] | None = None, **changes: Any) -> tuple[nn.Module, tiny.Run]:
     run = tiny.run_of(tiny.config(**{"fp64": True, **GROUPED, **changes}))
-    module = kind(run.build, LayerPlan(0, window=window)) if kind is SelfAttention else kind(run.build)
-    set_global_names(module)
-    materialize(module, run.mesh, seed=3)
+    module = (
+        kind(run.layer_build_context, LayerPlan(0, window=window))
+        if kind is SelfAttention
+        else kind(run.layer_build_context)
+    )
+    set_global_param_names(module)
+    materialize_parameters(module, run.mesh, seed=3)
     with torch.no_grad():
         for param in module.parameters():
             param.add_(torch.randn_like(param) * 0.3)  # scores that differ, sinks and biases away from zero
@@ -76,7 +80,9 @@ def hidden() -> Tensor:
 
 
 def run_ours(module: nn.Module, run: tiny.Run, x: Tensor, positions: Tensor | None = None) -> Tensor:
-    return module(x, None, ForwardContext(MaskSpec(), rotary_table_for(run.build, x, positions)))[0]
+    return module(
+        x, None, ForwardContext(AttentionMaskSpec(), rotary_table_for(run.layer_build_context, x, positions))
+    )[0]
 
 
 def same(found: Tensor, expected: Tensor, pairs: list[tuple[Tensor, Tensor]], tolerance: float) -> None:
@@ -223,7 +229,7 @@ def test_rotations_by_time_height_and_width_are_those_of_qwen2_vl() -> None:
     places = torch.randint(0, 40, (3, B, S), generator=torch.Generator().manual_seed(1))
     x = hidden()
     cos, sin = modeling_qwen2_vl.Qwen2VLRotaryEmbedding(config)(x, places)
-    table = rotary_table_for(run.build, x, places)
+    table = rotary_table_for(run.layer_build_context, x, places)
     torch.testing.assert_close(table.cos[:, :, 0].transpose(0, 1), cos, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(table.sin[:, :, 0].transpose(0, 1), sin, rtol=1e-5, atol=1e-5)
     plain, other = ours(
@@ -249,7 +255,7 @@ def test_heads_are_divided_by_their_root_mean_square_as_in_llama_4() -> None:
             return run.kernels.attention(q, k, *rest)
 
         torch.manual_seed(0)
-        module.build = replace(run.build, kernels=replace(run.kernels, attention=attention))
+        module.build = replace(run.layer_build_context, kernels=replace(run.kernels, attention=attention))
         module.load_state_dict({name: torch.randn_like(value) for name, value in module.state_dict().items()})
         run_ours(module, run, hidden())
     for found, raw in zip(heads[True], heads[False], strict=True):
@@ -266,8 +272,8 @@ def test_off_by_one_is_a_sink_of_zero() -> None:
 
 def test_layers_without_rotations_know_no_places() -> None:
     module, run = ours(SelfAttention, position_embedding_type="rope", no_rope_freq="2")
-    blind = SelfAttention(run.build, LayerPlan(1, rope=False))
-    materialize(blind, run.mesh, seed=3)
+    blind = SelfAttention(run.layer_build_context, LayerPlan(1, rope=False))
+    materialize_parameters(blind, run.mesh, seed=3)
     x = hidden()
     order = torch.tensor([4, 2, 0, 1, 3])
     shuffled = torch.cat((x[order], x[5:]))
@@ -291,4 +297,4 @@ def test_the_clamped_mlp_is_that_of_gpt_oss() -> None:
     expected = theirs(y.flatten(0, 1), torch.zeros(S * B, 1, dtype=torch.long), torch.ones(S * B, 1).double()).view(
         S, B, H
     )
-    same(module(x, None, ForwardContext(MaskSpec()))[0], expected, [(x, y)], 1e-11)
+    same(module(x, None, ForwardContext(AttentionMaskSpec()))[0], expected, [(x, y)], 1e-11)

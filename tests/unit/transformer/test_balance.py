@@ -12,13 +12,23 @@ import torch
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from megatron.core.kernels.mask import MaskSpec
+from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.parallel import collectives
-from megatron.core.transformer.balance import count_choices, local_balancing_loss, local_z_loss, updated_expert_bias
+from megatron.core.transformer.balance import (
+    count_expert_choices,
+    local_balancing_loss,
+    local_router_z_loss,
+    updated_expert_bias,
+)
 from megatron.core.transformer.passing import ForwardContext, MicrobatchContext
-from megatron.core.transformer.router import normalized_scores, recorded_choices, routers_of, set_replayed_choices
-from megatron.training.checkpoint.checkpointing import Checkpoint
-from megatron.training.report.metrics import Meter, Report
+from megatron.core.transformer.router import (
+    normalized_router_scores,
+    recorded_expert_choices,
+    routers_of,
+    set_replayed_expert_choices,
+)
+from megatron.training.checkpoint.checkpointing import Checkpointer
+from megatron.training.report.metrics import IntervalReport, StepMetricsMeter
 from megatron.training.step import StepWork, train_step
 from megatron.training.trainer import Trainer
 from tests.helpers import tiny
@@ -63,7 +73,7 @@ def by_hand(scores: Tensor, experts: Tensor) -> Tensor:
 def test_a_balancing_loss_is_that_of_the_published_network_over_k() -> None:
     logits = torch.randn(40, E, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     shares, experts = logits.softmax(-1), logits.topk(3).indices
-    found = local_balancing_loss(shares, count_choices(experts, E), num_tokens=40)
+    found = local_balancing_loss(shares, count_expert_choices(experts, E), num_tokens=40)
     assert float(3 * found) == pytest.approx(
         float(load_balancing_loss_func((logits,), E, 3)), rel=1e-6
     )  # which counts in fp32
@@ -73,13 +83,13 @@ def test_a_balancing_loss_is_that_of_the_published_network_over_k() -> None:
 def test_an_even_choice_costs_one_and_a_collapsed_one_as_much_as_there_are_experts() -> None:
     even, collapsed = torch.full((16, E), 1 / E), torch.eye(E)[torch.zeros(16, dtype=torch.int64)]
     everybody, first = torch.arange(16)[:, None] % E, torch.zeros(16, 1, dtype=torch.int64)
-    assert float(local_balancing_loss(even, count_choices(everybody, E), num_tokens=16)) == pytest.approx(1.0)
-    assert float(local_balancing_loss(collapsed, count_choices(first, E), num_tokens=16)) == pytest.approx(E)
+    assert float(local_balancing_loss(even, count_expert_choices(everybody, E), num_tokens=16)) == pytest.approx(1.0)
+    assert float(local_balancing_loss(collapsed, count_expert_choices(first, E), num_tokens=16)) == pytest.approx(E)
 
 
 def test_choices_are_counted_sequence_by_sequence() -> None:
     experts = torch.randint(0, E, (S * B, 2), generator=torch.Generator().manual_seed(1))
-    found = count_choices(experts, E, B)
+    found = count_expert_choices(experts, E, B)
     for sequence in range(B):
         assert found[sequence].tolist() == [experts[sequence::B].flatten().tolist().count(i) for i in range(E)]
 
@@ -87,7 +97,7 @@ def test_choices_are_counted_sequence_by_sequence() -> None:
 def test_the_z_loss_is_the_mean_square_of_the_log_of_the_sum() -> None:
     scores = torch.randn(5, E, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     expected = sum(math.log(sum(math.exp(s) for s in row)) ** 2 for row in scores.tolist()) / 5
-    assert float(local_z_loss(scores, num_tokens=5)) == pytest.approx(expected, rel=1e-12)
+    assert float(local_router_z_loss(scores, num_tokens=5)) == pytest.approx(expected, rel=1e-12)
 
 
 def test_biases_rise_where_tokens_are_few_and_fall_where_they_are_many() -> None:
@@ -113,10 +123,12 @@ def test_the_backward_pass_of_the_weights_brings_the_gradient_of_the_loss(kind: 
         x = tokens(number)
         upstream = torch.randn(S * B, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
         microbatch_context = MicrobatchContext(weight, training=True, sample=number)
-        (ours(x, ForwardContext(MaskSpec(), microbatch_context=microbatch_context)).weights * upstream).sum().backward()
-        objective = objective + (plain(x, ForwardContext(MaskSpec())).weights * upstream).sum()
-        scores = plain.scores(x).flatten(0, 1)
-        shares, experts = normalized_scores(scores, function), scores.detach().topk(2).indices
+        (
+            ours(x, ForwardContext(AttentionMaskSpec(), microbatch_context=microbatch_context)).weights * upstream
+        ).sum().backward()
+        objective = objective + (plain(x, ForwardContext(AttentionMaskSpec())).weights * upstream).sum()
+        scores = plain.logits(x).flatten(0, 1)
+        shares, experts = normalized_router_scores(scores, function), scores.detach().topk(2).indices
         seen.append(experts)
         loss = {
             "aux_loss": lambda: by_hand(shares, experts),
@@ -139,16 +151,18 @@ def test_the_backward_pass_of_the_weights_brings_the_gradient_of_the_loss(kind: 
 def test_affinities_add_up_to_one() -> None:
     scores = torch.randn(9, E, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     for function in ("softmax", "sigmoid", "sqrtsoftplus"):
-        torch.testing.assert_close(normalized_scores(scores, function).sum(-1), torch.ones(9, dtype=torch.float64))
+        torch.testing.assert_close(
+            normalized_router_scores(scores, function).sum(-1), torch.ones(9, dtype=torch.float64)
+        )
     torch.testing.assert_close(
-        normalized_scores(scores, "sqrtsoftplus")[0, 0] / normalized_scores(scores, "sqrtsoftplus")[0, 1],
+        normalized_router_scores(scores, "sqrtsoftplus")[0, 0] / normalized_router_scores(scores, "sqrtsoftplus")[0, 1],
         ((1 + scores[0, 0].exp()).log() / (1 + scores[0, 1].exp()).log()).sqrt(),
     )
 
 
 def test_a_recomputed_pass_counts_and_reports_once() -> None:
     router = router_of(moe_router_load_balancing_type=("global_aux_loss",), moe_aux_loss_coeff=(0.1,))
-    one = ForwardContext(MaskSpec(), microbatch_context=MicrobatchContext(1.0, training=True))
+    one = ForwardContext(AttentionMaskSpec(), microbatch_context=MicrobatchContext(1.0, training=True))
     with torch.no_grad():
         router(tokens(), one)
     router(tokens(), one)
@@ -162,7 +176,7 @@ def test_an_evaluation_counts_nothing() -> None:
     ).eval()
     microbatch_context = MicrobatchContext(1.0, training=False)
     with torch.no_grad():
-        router(tokens(), ForwardContext(MaskSpec(), microbatch_context=microbatch_context))
+        router(tokens(), ForwardContext(AttentionMaskSpec(), microbatch_context=microbatch_context))
     assert not router.tally.any() and not microbatch_context.metrics
 
 
@@ -193,11 +207,11 @@ def test_the_objective_of_a_step_is_the_mean_loss_and_the_mean_of_the_balancing_
     }
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(1, **changes)))
     before = {param.spec.name: param.detach().clone() for param in trainer.stages[0].parameters()}
-    train_step(trainer, tiny.batches(trainer.run, 0))
+    train_step(trainer, tiny.short_run_batches(trainer.run, 0))
     found = gradients(trainer)  # as the update used them: without a clip, the gradient of the objective
 
     plain = tiny.trainer_of(tiny.run_of(tiny.config(1, **{**changes, "moe_aux_loss_coeff": (0.0,)})))
-    stage, batches = plain.stages[0], list(tiny.batches(plain.run, 0))
+    stage, batches = plain.stages[0], list(tiny.short_run_batches(plain.run, 0))
     assert all(torch.equal(param, before[param.spec.name]) for param in stage.parameters())
     counts = [float(batch.loss_mask.sum()) for batch in batches]
     objective = torch.zeros((), dtype=torch.float64)
@@ -225,7 +239,7 @@ def test_the_objective_of_a_step_is_the_mean_loss_and_the_mean_of_the_balancing_
 
 def loss_of(router: Any, x: Tensor) -> Tensor:
     """The balancing loss of a router's input [s, b, h], from its scores."""
-    shares = router.scores(x).flatten(0, 1).softmax(-1)
+    shares = router.logits(x).flatten(0, 1).softmax(-1)
     experts = shares.detach().topk(2).indices
     return 4 * sum(f * shares[:, i].mean() for i, f in enumerate(fractions(experts, 4)))
 
@@ -350,7 +364,7 @@ def test_a_step_that_overflows_moves_no_bias_and_its_tokens_are_forgotten() -> N
         "loss_scale_window": 1000,
     }
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(1, **changes)))
-    step = train_step(trainer, tiny.batches(trainer.run, 0))
+    step = train_step(trainer, tiny.short_run_batches(trainer.run, 0))
     assert step.skipped and not any(bias.any() for bias in biases(trainer))
     assert not any(router.tally.any() for router in routers_of(trainer.stages))
 
@@ -360,7 +374,7 @@ def save_here(folder: Path, changes: dict[str, Any]) -> Held:
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(ranks, **changes, save=str(folder))))
     train_on(trainer, 2)
-    Checkpoint(trainer).save()
+    Checkpointer(trainer).save()
     return held_weights(trainer)
 
 
@@ -368,7 +382,7 @@ def resume_here(folder: Path, changes: dict[str, Any]) -> tuple[Held, list[float
     """On every rank: resume, return the weights, and train two more steps."""
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(ranks, **changes, load=str(folder))))
-    Checkpoint(trainer).resume()
+    Checkpointer(trainer).resume()
     held = held_weights(trainer)
     return held, train_on(trainer, 2)[0]
 
@@ -394,12 +408,12 @@ def test_a_replayed_step_is_the_recorded_one_whatever_would_be_chosen_now(change
 
     first, other, again = trainer_of(False), trainer_of(True), trainer_of(True)
     expected = train_on(first, 1)
-    choices = recorded_choices(first.stages)
+    choices = recorded_expert_choices(first.stages)
     assert set(choices) == {f"decoder.layers.{layer}.mlp.router.weight" for layer in range(2)}
     assert all(sorted(kept) == [(0, 0), (2, 0), (4, 0), (6, 0)] for kept in choices.values()), (
         "microbatches of two samples"
     )
-    set_replayed_choices(again.stages, choices)
+    set_replayed_expert_choices(again.stages, choices)
     assert train_on(again, 1) == expected
     assert train_on(other, 1) != expected
 
@@ -407,11 +421,11 @@ def test_a_replayed_step_is_the_recorded_one_whatever_would_be_chosen_now(change
 # Reports.
 
 
-def report_of(trainer: Trainer, steps: int) -> Report:
+def report_of(trainer: Trainer, steps: int) -> IntervalReport:
     """Train, and report as the loop does."""
-    meter = Meter(lambda tensor: collectives.all_reduce(tensor, trainer.run.mesh.world))
+    meter = StepMetricsMeter(lambda tensor: collectives.all_reduce(tensor, trainer.run.mesh.world))
     for _ in range(steps):
-        meter.add(train_step(trainer, tiny.batches(trainer.run, trainer.progress.iteration)))
+        meter.add(train_step(trainer, tiny.short_run_batches(trainer.run, trainer.progress.iteration)))
     meter.resolve()
     return meter.report(train_iters=steps, seconds=1.0)
 
@@ -470,12 +484,12 @@ def test_a_validation_reports_no_balance_and_an_evaluation_between_steps_changes
         for _ in range(2):
             yield dict(report_of(trainer, 1).losses)
             if evaluates:
-                trainer.train_mode(False)
-                work = StepWork(trainer, tiny.batches(trainer.run, 9), 4, training=False)
+                trainer.set_train_mode(False)
+                work = StepWork(trainer, tiny.short_run_batches(trainer.run, 9), 4, training=False)
                 with torch.no_grad():
                     for microbatch in range(4):
                         work.forward(0, microbatch, ())
                 assert set(work.loss_sums()) == {"lm loss"}
-                trainer.train_mode(True)
+                trainer.set_train_mode(True)
 
     assert list(losses(True)) == list(losses(False))

@@ -9,21 +9,21 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels.external import import_problem
-from megatron.core.kernels.external.deep_ep import DeepEP, unsupported_reason
+from megatron.core.kernels.external.deep_ep import DeepEP, deep_ep_unsupported_reason
 from megatron.core.kernels.table import Kernels
 from megatron.core.transformer.dispatch import (
-    AllGatherDispatcher,
-    AllToAllDispatcher,
-    Dispatcher,
-    FlexDispatcher,
-    LocalDispatcher,
-    dispatcher_of,
+    AllGatherTokenDispatcher,
+    AllToAllTokenDispatcher,
+    FlexTokenDispatcher,
+    LocalTokenDispatcher,
+    TokenDispatcher,
+    make_token_dispatcher,
+    permutation_by_expert,
+    permute_routing_weights,
     permute_tokens,
-    permute_weights,
-    sort_by_expert,
     unpermute_tokens,
 )
-from megatron.core.transformer.router import Routing
+from megatron.core.transformer.router import ExpertRouting
 from tests.helpers import deep_ep_stand_in
 from tests.helpers.world import Worlds
 from tests.unit.parallel.ranks import mesh_of
@@ -50,12 +50,12 @@ def choices(kind: str, rank: int = 0) -> Tensor:
 KINDS = ("balanced", "one hot expert", "one hot rank", "an expert without tokens", "bursts", "random")
 
 
-def routing_of(kind: str, rank: int, *, drops: bool) -> Routing:
+def routing_of(kind: str, rank: int, *, drops: bool) -> ExpertRouting:
     random = torch.Generator().manual_seed(91 + rank)
     weights = torch.rand((TOKENS, CHOICES), dtype=torch.float64, generator=random)
     kept = torch.rand((TOKENS, CHOICES), generator=random) < 0.6 if drops else None
     weights = weights if kept is None else weights * kept
-    return Routing(weights.requires_grad_(), choices(kind, rank), kept)
+    return ExpertRouting(weights.requires_grad_(), choices(kind, rank), kept)
 
 
 def tokens_of(rank: int) -> Tensor:
@@ -94,7 +94,7 @@ def test_an_order_sorts_choices_by_expert_and_then_by_token(kind: str, drops: bo
         for place, expert in enumerate(row)
         if first <= expert < first + here and (routing.kept is None or routing.kept[token, place])
     )
-    order = sort_by_expert(routing.experts, routing.kept, here, first=first)
+    order = permutation_by_expert(routing.experts, routing.kept, here, first=first)
     assert order.choices.tolist() == [choice for _, choice in wanted]
     assert order.counts.tolist() == [sum(expert == own for expert, _ in wanted) for own in range(here)]
     rows = {choice: row for row, (_, choice) in enumerate(wanted)}
@@ -104,8 +104,8 @@ def test_an_order_sorts_choices_by_expert_and_then_by_token(kind: str, drops: bo
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_room_every_expert_has_as_many_rows_and_the_empty_ones_are_zero(kind: str) -> None:
     routing, capacity = routing_of(kind, 0, drops=False), TOKENS
-    order = sort_by_expert(routing.experts, None, EXPERTS, capacity=capacity)
-    rows, weights = permute_tokens(tokens_of(0), order), permute_weights(routing.weights, order)
+    order = permutation_by_expert(routing.experts, None, EXPERTS, capacity=capacity)
+    rows, weights = permute_tokens(tokens_of(0), order), permute_routing_weights(routing.weights, order)
     assert order.counts.tolist() == [capacity] * EXPERTS and len(rows) == capacity * EXPERTS
     for expert in range(EXPERTS):
         true = (routing.experts == expert).nonzero()
@@ -120,15 +120,15 @@ def test_with_room_every_expert_has_as_many_rows_and_the_empty_ones_are_zero(kin
 @pytest.mark.parametrize("capacity", [None, TOKENS])
 def test_spreading_and_collecting_have_each_others_gradients(capacity: int | None) -> None:
     routing = routing_of("random", 0, drops=True)
-    order = sort_by_expert(routing.experts, routing.kept, EXPERTS, capacity=capacity)
+    order = permutation_by_expert(routing.experts, routing.kept, EXPERTS, capacity=capacity)
     rows = torch.randn((len(order.choices), WIDTH), dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: permute_tokens(x, order), tokens_of(0))
     assert torch.autograd.gradcheck(lambda x: unpermute_tokens(x, order), rows)
-    assert torch.autograd.gradcheck(lambda x: permute_weights(x, order), routing.weights)
+    assert torch.autograd.gradcheck(lambda x: permute_routing_weights(x, order), routing.weights)
 
 
 def through(
-    dispatcher: Dispatcher, first: int, share: float, kind: str, *, rank: int, drops: bool, capacity: int | None
+    dispatcher: TokenDispatcher, first: int, share: float, kind: str, *, rank: int, drops: bool, capacity: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A rank's tokens to their experts and back: output, and the gradients of tokens and weights."""
     tokens, routing = tokens_of(rank), routing_of(kind, rank, drops=drops)
@@ -145,10 +145,14 @@ def on_a_rank(
     kind: str, dispatcher: str, sizes: dict[str, Any], drops: bool, capacity: int | None
 ) -> tuple[int, tuple[Tensor, Tensor, Tensor]]:
     mesh = mesh_of(**sizes)
-    chosen = dispatcher_of(dispatcher, EXPERTS, mesh)
+    chosen = make_token_dispatcher(dispatcher, EXPERTS, mesh)
     assert (
         type(chosen)
-        is {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher, "flex": AllToAllDispatcher}[dispatcher]
+        is {
+            "allgather": AllGatherTokenDispatcher,
+            "alltoall": AllToAllTokenDispatcher,
+            "flex": AllToAllTokenDispatcher,
+        }[dispatcher]
     )
     first = EXPERTS // mesh.ep.size * mesh.ep.rank
     return mesh.world.rank, through(
@@ -160,7 +164,7 @@ def on_a_rank(
 @pytest.mark.parametrize("drops, capacity", [(False, None), (True, None), (True, TOKENS)])
 def test_alone_a_token_gets_the_weighed_sum_of_its_experts(kind: str, drops: bool, capacity: int | None) -> None:
     for value, true in zip(
-        through(LocalDispatcher(EXPERTS), 0, 1.0, kind, rank=0, drops=drops, capacity=capacity),
+        through(LocalTokenDispatcher(EXPERTS), 0, 1.0, kind, rank=0, drops=drops, capacity=capacity),
         expected(kind, 0, drops=drops),
         strict=True,
     ):
@@ -184,8 +188,8 @@ def by_library_on_a_rank(kind: str, drops: bool, capacity: int | None) -> tuple[
     mesh = mesh_of(expert_model_parallel_size=4, expert_tensor_parallel_size=1)
     sys.modules["deep_ep"] = deep_ep_stand_in
     try:
-        chosen = dispatcher_of("flex", EXPERTS, mesh, Kernels(moe_flex_dispatcher=DeepEP))
-        assert isinstance(chosen, FlexDispatcher)
+        chosen = make_token_dispatcher("flex", EXPERTS, mesh, Kernels(moe_flex_dispatcher=DeepEP))
+        assert isinstance(chosen, FlexTokenDispatcher)
         return mesh.world.rank, through(
             chosen, EXPERTS // 4 * mesh.ep.rank, 1.0, kind, rank=mesh.world.rank, drops=drops, capacity=capacity
         )
@@ -221,9 +225,9 @@ def test_the_library_says_why_it_does_not_fit(
 ) -> None:
     fits = {"device": "cuda", "dtype": torch.bfloat16, "cut": False, "overlaps": False}
     broken = words if "importing" in words else ""
-    monkeypatch.setattr("megatron.core.kernels.external.deep_ep.is_installed", lambda: words != "not installed")
+    monkeypatch.setattr("megatron.core.kernels.external.deep_ep.is_deep_ep_installed", lambda: words != "not installed")
     monkeypatch.setattr("megatron.core.kernels.external.deep_ep.import_problem", lambda _: broken)
-    reason = unsupported_reason(**{**fits, **changes})
+    reason = deep_ep_unsupported_reason(**{**fits, **changes})
     assert words in reason and bool(words) == bool(reason)
 
 

@@ -10,30 +10,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.plan import layer_plans
+from megatron.core.config.plan import uniform_layer_plans
 from megatron.core.kernels import reference
-from megatron.core.kernels.mask import MaskSpec
-from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import set_global_names
+from megatron.core.kernels.mask import AttentionMaskSpec
+from megatron.core.parallel.rng import materialize_parameters
+from megatron.core.parallel.spec import set_global_param_names
 from megatron.core.transformer.dropout import Dropout
-from megatron.core.transformer.layer import Layer
+from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.passing import ForwardContext
-from megatron.core.transformer.stack import Stack
+from megatron.core.transformer.stack import TransformerStack
 from tests.helpers import tiny
 from tests.helpers.training import train_on
 
 S, B, H = 6, 2, 32
 
 
-def stack_of(layers: int = 1, **changes: Any) -> tuple[Stack, tiny.Run]:
+def stack_of(layers: int = 1, **changes: Any) -> tuple[TransformerStack, tiny.Run]:
     run = tiny.run_of(tiny.config(**{"fp64": True, **changes}))
-    stack = Stack(layer_plans(layers), run.build, final_norm=False)
-    set_global_names(stack)
-    materialize(stack, run.mesh, seed=2)
+    stack = TransformerStack(uniform_layer_plans(layers), run.layer_build_context, final_norm=False)
+    set_global_param_names(stack)
+    materialize_parameters(stack, run.mesh, seed=2)
     return stack, run
 
 
-def by_hand(layer: Layer, x: Tensor, run: tiny.Run) -> Tensor:
+def by_hand(layer: TransformerLayer, x: Tensor, run: tiny.Run) -> Tensor:
     """x + attention(norm(x)), then x + mlp(norm(x)), one head at a time."""
     model, weights = run.config.model, dict(layer.named_parameters())
 
@@ -48,7 +48,7 @@ def by_hand(layer: Layer, x: Tensor, run: tiny.Run) -> Tensor:
 
     normed = norm(x, "input_layernorm")
     q, k, v = linear(normed, "self_attention.linear_qkv").split(
-        [model.query_size, model.key_size, model.key_size], dim=-1
+        [model.query_projection_width, model.key_projection_width, model.key_projection_width], dim=-1
     )
     size, mixed = model.kv_channels, []
     hidden = torch.ones(S, S, dtype=torch.bool).triu(1)
@@ -67,7 +67,7 @@ def by_hand(layer: Layer, x: Tensor, run: tiny.Run) -> Tensor:
     x = (normed if after else x) + linear(torch.cat(mixed, dim=-1), "self_attention.linear_proj")
     normed = norm(x, "pre_mlp_layernorm")
     wide = linear(normed, "mlp.linear_fc1")
-    if model.gated:
+    if model.has_gated_mlp:
         gate, up = wide.chunk(2, dim=-1)
         wide = (F.silu(gate) if model.swiglu else gate * torch.sigmoid(1.702 * gate)) * up
     else:
@@ -98,13 +98,13 @@ def test_a_layer_is_its_formula(kind: str) -> None:
             param.add_(torch.randn_like(param) * 0.1)  # biases and scales away from zero and one
     x = torch.randn(S, B, H).double()
     torch.testing.assert_close(
-        stack(x, ForwardContext(MaskSpec())), by_hand(stack.layers["0"], x, run), rtol=1e-11, atol=1e-11
+        stack(x, ForwardContext(AttentionMaskSpec())), by_hand(stack.layers["0"], x, run), rtol=1e-11, atol=1e-11
     )
 
 
 def test_layers_are_named_by_their_global_number() -> None:
     run = tiny.run_of(tiny.config())
-    stack = Stack(layer_plans(4)[2:], run.build, final_norm=True)
+    stack = TransformerStack(uniform_layer_plans(4)[2:], run.layer_build_context, final_norm=True)
     assert {name.split(".")[1] for name, _ in stack.named_parameters() if name.startswith("layers")} == {"2", "3"}
 
 
@@ -130,12 +130,12 @@ def test_evaluation_recomputes_and_drops_nothing() -> None:
     x, calls = torch.randn(S, B, H).double().requires_grad_(), []
     stack.layers["0"].register_forward_pre_hook(lambda *_: calls.append(1))
     stack.eval()
-    first = stack(x, ForwardContext(MaskSpec()))
-    assert torch.equal(first, stack(x, ForwardContext(MaskSpec())))
+    first = stack(x, ForwardContext(AttentionMaskSpec()))
+    assert torch.equal(first, stack(x, ForwardContext(AttentionMaskSpec())))
     first.sum().backward()
     assert len(calls) == 2, "backward ran no layer again"
     stack.train()
-    assert not torch.equal(stack(x, ForwardContext(MaskSpec())), first)
+    assert not torch.equal(stack(x, ForwardContext(AttentionMaskSpec())), first)
 
 
 def test_dropout_draws_from_its_stream_only() -> None:
@@ -159,7 +159,8 @@ def test_a_wide_residual_stays_fp32_from_layer_to_layer(after_norm: bool) -> Non
     for layer in stack.layers.values():
         layer.register_forward_hook(lambda module, inputs, output: formats.append((inputs[0].dtype, output.dtype)))
     assert (
-        stack(x, ForwardContext(MaskSpec())).dtype == torch.float32 and formats == [(torch.float32, torch.float32)] * 2
+        stack(x, ForwardContext(AttentionMaskSpec())).dtype == torch.float32
+        and formats == [(torch.float32, torch.float32)] * 2
     )
     assert stack.layers["0"].input_layernorm(x).dtype == torch.bfloat16
 
@@ -283,5 +284,5 @@ def test_a_kernel_that_splits_the_projection_computes_the_gradient_of_its_bias(
 
 def test_a_bias_before_a_multiplied_gate_is_added_by_the_linear_layer() -> None:
     model = tiny.config(swiglu=True).model
-    assert model.fuses_bias and not replace(model, add_bias_linear=False).fuses_bias
-    assert not replace(model, multipliers=replace(model.multipliers, mlp_multipliers=(0.5, 1.0))).fuses_bias
+    assert model.can_fuse_mlp_bias and not replace(model, add_bias_linear=False).can_fuse_mlp_bias
+    assert not replace(model, multipliers=replace(model.multipliers, mlp_multipliers=(0.5, 1.0))).can_fuse_mlp_bias

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.config.plan import LayerPlan
-from megatron.core.kernels.mask import MaskSpec
+from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.kernels.reference import attention
-from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import set_global_names
+from megatron.core.parallel.rng import materialize_parameters
+from megatron.core.parallel.spec import set_global_param_names
 from megatron.core.transformer.mla import MultiLatentAttention
 from megatron.core.transformer.passing import ForwardContext
 from megatron.core.transformer.rope import rotary_table_for
@@ -47,9 +47,9 @@ def layer_of(
     *, window: tuple[int, int] | None = None, rope: bool = True, **changes: Any
 ) -> tuple[MultiLatentAttention, tiny.Run]:
     run = tiny.run_of(tiny.config(**{"fp64": True, **SIZES, **changes}))
-    layer = MultiLatentAttention(run.build, LayerPlan(0, mixer="mla", window=window, rope=rope))
-    set_global_names(layer)
-    materialize(layer, run.mesh, seed=5)
+    layer = MultiLatentAttention(run.layer_build_context, LayerPlan(0, mixer="mla", window=window, rope=rope))
+    set_global_param_names(layer)
+    materialize_parameters(layer, run.mesh, seed=5)
     for name, param in layer.named_parameters():
         if "layernorm" in name:
             torch.nn.init.uniform_(param, 0.5, 1.5)
@@ -57,7 +57,7 @@ def layer_of(
 
 
 def pass_of(run: tiny.Run, x: Tensor) -> ForwardContext:
-    return ForwardContext(MaskSpec(), rotary_table_for(run.build, x))
+    return ForwardContext(AttentionMaskSpec(), rotary_table_for(run.layer_build_context, x))
 
 
 def by_hand(layer: MultiLatentAttention, x: Tensor, *, scale: float, window: int | None, rope: bool = True) -> Tensor:
@@ -228,8 +228,8 @@ class Remembered:
     def __init__(self) -> None:
         self.keys: Tensor | None = None
 
-    def attention(self, layer: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def remembering(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, *rest: Any) -> Tensor:
+    def cached_attention(self, layer: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def remembering(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, *rest: Any) -> Tensor:
             assert torch.equal(v, k[..., : v.shape[-1]]), "only keys are stored"
             self.keys = k if self.keys is None else torch.cat((self.keys, k))
             return kernel(q, self.keys, self.keys[..., : v.shape[-1]], mask, *rest)
@@ -246,12 +246,12 @@ def test_decoding_from_latents_alone_gives_what_the_whole_text_gives(
 ) -> None:
     layer, run = layer_of(window=window, **changes)
     x = torch.randn(S, 1, H, dtype=torch.float64)
-    whole, table = layer(x, None, pass_of(run, x))[0], rotary_table_for(run.build, x)
+    whole, table = layer(x, None, pass_of(run, x))[0], rotary_table_for(run.layer_build_context, x)
     cache, found, start = Remembered(), [], 0
     for size in steps:
         part = slice(start, start + size)
         own = replace(table, cos=table.cos[part], sin=table.sin[part])
-        found.append(layer(x[part], None, ForwardContext(MaskSpec(), own, cache=cache))[0])
+        found.append(layer(x[part], None, ForwardContext(AttentionMaskSpec(), own, cache=cache))[0])
         start += size
     torch.testing.assert_close(torch.cat(found), whole, rtol=1e-12, atol=1e-12)
     assert cache.keys.shape == (S, 1, 1, LATENT + TURNED), "a token costs its latent and the shared key"
@@ -263,8 +263,8 @@ def test_the_absorbed_form_takes_latents_and_shared_keys_of_any_origin() -> None
     latent, shared = torch.randn(S, B, LATENT, dtype=torch.float64), torch.randn(S, B, TURNED, dtype=torch.float64)
     pairs = F.linear(latent, layer.linear_kv_up_proj.weight).unflatten(-1, (N, -1))
     keys = torch.cat((pairs[..., :STILL], shared[:, :, None].expand(-1, -1, N, -1)), dim=-1)
-    expected = attention(q, keys, pairs[..., STILL:], MaskSpec())
-    found = layer.absorbed_attention(q, torch.cat((latent, shared), dim=-1), MaskSpec())
+    expected = attention(q, keys, pairs[..., STILL:], AttentionMaskSpec())
+    found = layer.absorbed_attention(q, torch.cat((latent, shared), dim=-1), AttentionMaskSpec())
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -275,9 +275,9 @@ def test_recomputed_keys_and_values_change_no_gradient_and_are_made_twice(module
     x, found, made = torch.randn(S, B, H, dtype=torch.float64), [], []
     for choice in ({}, {"recompute_granularity": "selective", "recompute_modules": modules}):
         layer, run = layer_of(q_lora_rank=10, qk_layernorm=True, **choice)
-        norm = run.build.norm(H)
-        set_global_names(norm)
-        materialize(norm, run.mesh, seed=1)
+        norm = run.layer_build_context.make_norm(H)
+        set_global_param_names(norm)
+        materialize_parameters(norm, run.mesh, seed=1)
         calls: list[int] = []
         layer.linear_kv_up_proj.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         own = x.clone().requires_grad_()

@@ -15,11 +15,11 @@ from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralS
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeConfig, Qwen2MoeSparseMoeBlock
 
 from megatron.core.config.plan import network_layer_plans
-from megatron.core.kernels.mask import MaskSpec
+from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.parallel import collectives
-from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import set_global_names
-from megatron.core.transformer.layer import Layer
+from megatron.core.parallel.rng import materialize_parameters
+from megatron.core.parallel.spec import set_global_param_names
+from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import MoELayer
 from megatron.core.transformer.passing import ForwardContext
@@ -27,7 +27,7 @@ from tests.helpers import tiny
 from tests.helpers.world import Worlds
 
 S, B, H, E, K = 6, 2, 32, 4, 2
-ONE = ForwardContext(MaskSpec())
+ONE = ForwardContext(AttentionMaskSpec())
 GATED = {"swiglu": True, "add_bias_linear": False, "ffn_hidden_size": 48, "normalization": "RMSNorm"}
 SHARED = {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True}
 
@@ -38,9 +38,9 @@ def layer_of(kind: type[nn.Module] = MoELayer, **changes: Any) -> Any:
         tiny.config(**{"fp64": True, "num_experts": E, "moe_router_topk": K, "moe_ffn_hidden_size": 24, **changes})
     )
     plan = network_layer_plans(run.config.model)[0]
-    layer = kind(run.build, plan) if kind is MoELayer else kind(plan, run.build)
-    set_global_names(layer)
-    materialize(layer, run.mesh, seed=3)
+    layer = kind(run.layer_build_context, plan) if kind is MoELayer else kind(plan, run.layer_build_context)
+    set_global_param_names(layer)
+    materialize_parameters(layer, run.mesh, seed=3)
     random = torch.Generator().manual_seed(1)
     for param in layer.parameters():
         param.data += 0.1 * torch.randn(param.shape, dtype=torch.float64, generator=random).to(param.dtype)
@@ -172,22 +172,24 @@ def test_a_half_precision_layer_stays_half_though_its_router_does_not() -> None:
 
 def test_layers_with_and_without_experts_follow_the_pattern() -> None:
     run = tiny.run_of(tiny.config(num_experts=E, moe_layer_freq="[0]+[1]*3"))
-    kinds = [type(Layer(plan, run.build).mlp) for plan in network_layer_plans(run.config.model)]
+    kinds = [
+        type(TransformerLayer(plan, run.layer_build_context).mlp) for plan in network_layer_plans(run.config.model)
+    ]
     assert kinds == [MLP, MoELayer, MoELayer, MoELayer]
 
 
 def test_experts_start_from_draws_of_their_own_with_the_deviations_of_a_dense_mlp() -> None:
     run = tiny.run_of(tiny.config(num_experts=64, hidden_size=64, moe_ffn_hidden_size=64, init_method_std=0.1, **GATED))
-    layer = MoELayer(run.build, network_layer_plans(run.config.model)[0])
-    set_global_names(layer)
-    materialize(layer, run.mesh, seed=3)
+    layer = MoELayer(run.layer_build_context, network_layer_plans(run.config.model)[0])
+    set_global_param_names(layer)
+    materialize_parameters(layer, run.mesh, seed=3)
     up, down = layer.experts.linear_fc1.weight.detach(), layer.experts.linear_fc2.weight.detach()
     assert float(up.std()) == pytest.approx(0.1, rel=0.02)
     assert float(down.std()) == pytest.approx(0.1 / (2 * run.config.model.num_layers) ** 0.5, rel=0.02)
     assert len({tuple(expert[0].tolist()) for expert in up}) == 64
 
 
-def saved_bytes(layer: Layer, x: Tensor) -> int:
+def saved_bytes(layer: TransformerLayer, x: Tensor) -> int:
     """Bytes that the backward pass of a layer keeps, each memory once."""
     kept: dict[int, int] = {}
 
@@ -208,7 +210,10 @@ def test_recomputation_of_experts_keeps_less_and_changes_no_gradient() -> None:
     outcomes = {}
     for modules in ((), ("moe_act",), ("shared_experts",), ("moe",)):
         layer = layer_of(
-            Layer, **changes, recompute_granularity="selective" if modules else None, recompute_modules=modules or None
+            TransformerLayer,
+            **changes,
+            recompute_granularity="selective" if modules else None,
+            recompute_modules=modules or None,
         )
         x = tokens()
         outcomes[modules] = saved_bytes(layer, x), gradients(layer, x, layer(x, ONE))
@@ -227,18 +232,18 @@ def whole_outputs(sizes: dict[str, Any], positions: int) -> Tensor:
     run = tiny.run_of(
         tiny.config(dist.get_world_size(), fp64=True, num_experts=E, moe_ffn_hidden_size=24, **GATED, **sizes)
     )
-    layer = MoELayer(run.build, network_layer_plans(run.config.model)[0])
-    set_global_names(layer)
-    materialize(layer, run.mesh, seed=3)
+    layer = MoELayer(run.layer_build_context, network_layer_plans(run.config.model)[0])
+    set_global_param_names(layer)
+    materialize_parameters(layer, run.mesh, seed=3)
     return layer(tokens()[:positions], None, ONE)[0].detach()
 
 
 @pytest.mark.parametrize("positions", [1, 3, 4])
 def test_tokens_that_tensor_ranks_cannot_share_evenly_are_routed_too(world: Worlds, positions: int) -> None:
     run = tiny.run_of(tiny.config(fp64=True, num_experts=E, moe_ffn_hidden_size=24, **GATED))
-    alone = MoELayer(run.build, network_layer_plans(run.config.model)[0])
-    set_global_names(alone)
-    materialize(alone, run.mesh, seed=3)
+    alone = MoELayer(run.layer_build_context, network_layer_plans(run.config.model)[0])
+    set_global_param_names(alone)
+    materialize_parameters(alone, run.mesh, seed=3)
     expected = alone(tokens()[:positions], None, ONE)[0].detach()
     for sizes in (
         {},
@@ -260,10 +265,10 @@ def order_of_events(overlaps: bool) -> list[str]:
             moe_shared_expert_overlap=overlaps,
         )
     )
-    layer, events = MoELayer(run.build, network_layer_plans(run.config.model)[0]), []
-    set_global_names(layer)
-    materialize(layer, run.mesh, seed=3)
-    start, finish = collectives.begin_all_to_all, collectives.finish_all_to_all
+    layer, events = MoELayer(run.layer_build_context, network_layer_plans(run.config.model)[0]), []
+    set_global_param_names(layer)
+    materialize_parameters(layer, run.mesh, seed=3)
+    start, finish = collectives.start_autograd_all_to_all, collectives.finish_autograd_all_to_all
 
     def heard(name: str, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(*arguments: Any) -> Tensor:
@@ -275,8 +280,8 @@ def order_of_events(overlaps: bool) -> list[str]:
 
     layer.shared_experts.register_forward_hook(lambda *_: events.append("shared"))
     with (
-        patch.object(collectives, "begin_all_to_all", heard("start", start)),
-        patch.object(collectives, "finish_all_to_all", heard("finish", finish)),
+        patch.object(collectives, "start_autograd_all_to_all", heard("start", start)),
+        patch.object(collectives, "finish_autograd_all_to_all", heard("finish", finish)),
     ):
         layer(torch.randn(4, 2, H), None, ONE)
     return events

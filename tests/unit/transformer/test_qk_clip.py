@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.optimizer.optimizer import Optimizer
-from megatron.training.evaluate import evaluate
+from megatron.training.evaluate import evaluate_loss
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
 from tests.helpers import tiny
@@ -85,7 +85,7 @@ def largest(seen: Seen, layer: int, groups: int, scale: float) -> list[float]:
 def test_rows_of_queries_and_keys_shrink_as_the_largest_score_says(changes: dict[str, Any], groups: int) -> None:
     trainer, seen = listening(fp64=True, **changes)
     before = {name: value.clone() for name, value in trainer.stages[0].state_dict().items()}
-    train_step(trainer, tiny.batches(trainer.run, 0))
+    train_step(trainer, tiny.short_run_batches(trainer.run, 0))
     alpha, scale = changes.get("qk_clip_alpha", 0.5), changes.get("softmax_scale", 0.5)
     clipped = 0
     for name, value in trainer.stages[0].state_dict().items():
@@ -107,10 +107,10 @@ def test_rows_of_queries_and_keys_shrink_as_the_largest_score_says(changes: dict
 
 def test_after_a_step_the_same_tokens_score_no_more_than_the_threshold() -> None:
     trainer, seen = listening(fp64=True, num_layers=2)
-    train_step(trainer, tiny.batches(trainer.run, 0))
+    train_step(trainer, tiny.short_run_batches(trainer.run, 0))
     before = largest(seen, 0, 8, 0.5)
     seen.clear()
-    train_step(trainer, tiny.batches(trainer.run, 0))
+    train_step(trainer, tiny.short_run_batches(trainer.run, 0))
     for old, new in zip(before, largest(seen, 0, 8, 0.5), strict=True):
         assert new == pytest.approx(min(old, LIMIT), rel=1e-12)
 
@@ -119,7 +119,7 @@ def test_after_a_step_the_same_tokens_score_no_more_than_the_threshold() -> None
 def test_heads_of_latent_attention_shrink_without_the_shared_key(rank: int | None, deviation: float) -> None:
     trainer, seen = listening(fp64=True, init_method_std=deviation, q_lora_rank=rank, qk_clip_alpha=0.3, **LATENT)
     before = {name: value.clone() for name, value in trainer.stages[0].state_dict().items()}
-    train_step(trainer, tiny.batches(trainer.run, 0))
+    train_step(trainer, tiny.short_run_batches(trainer.run, 0))
     shares = torch.tensor([min(1.0, LIMIT / peak) for peak in largest(seen, 0, 8, 10**-0.5)], dtype=torch.float64)
     assert shares.min() < 1 and shares.max() == 1
     here = "decoder.layers.0.self_attention."
@@ -134,14 +134,14 @@ def test_heads_of_latent_attention_shrink_without_the_shared_key(rank: int | Non
             factor = expected[name].flatten()[:, None] if name in expected else 1.0
             torch.testing.assert_close(value, before[name] * factor, rtol=1e-12, atol=1e-14)
     seen.clear()
-    train_step(trainer, tiny.batches(trainer.run, 0))
+    train_step(trainer, tiny.short_run_batches(trainer.run, 0))
     assert max(largest(seen, 0, 8, 10**-0.5)) == pytest.approx(LIMIT, rel=1e-12)
 
 
 def test_masters_shrink_and_half_precision_weights_are_their_copies() -> None:
     trainer, _ = listening(bf16=True)
     before = [master.clone() for master in trainer.optimizer.main_weights]
-    train_step(trainer, tiny.batches(trainer.run, 0))
+    train_step(trainer, tiny.short_run_batches(trainer.run, 0))
     for master, old, segment in zip(trainer.optimizer.main_weights, before, trainer.optimizer.segments, strict=True):
         changed = segment.name.endswith("linear_qkv.weight")
         assert torch.equal(master, old) != changed, segment.name
@@ -165,7 +165,7 @@ def test_rows_are_scaled_wherever_a_piece_of_a_parameter_begins(monkeypatch: pyt
 def test_a_step_that_overflows_clips_nothing_and_its_scores_are_forgotten() -> None:
     trainer, _ = listening(fp16=True, initial_loss_scale=2.0**40, loss_scale_window=1000)
     before = [master.clone() for master in trainer.optimizer.main_weights]
-    assert train_step(trainer, tiny.batches(trainer.run, 0)).skipped
+    assert train_step(trainer, tiny.short_run_batches(trainer.run, 0)).skipped
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.optimizer.main_weights, strict=True))
     peaks = [module.peaks for module in trainer.stages[0].modules() if getattr(module, "peaks", None) is not None]
     assert len(peaks) == 2 and all(peak.pop(8, torch.device("cpu")).isinf().all() for peak in peaks)
@@ -173,7 +173,7 @@ def test_a_step_that_overflows_clips_nothing_and_its_scores_are_forgotten() -> N
 
 def test_evaluation_leaves_no_scores_behind() -> None:
     trainer, seen = listening()
-    evaluate(trainer, tiny.batches(trainer.run, 0), 1)
+    evaluate_loss(trainer, tiny.short_run_batches(trainer.run, 0), 1)
     assert seen and all(
         module.peaks.pop(8, torch.device("cpu")).isinf().all()
         for module in trainer.stages[0].modules()

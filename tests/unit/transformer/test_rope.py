@@ -6,19 +6,19 @@ import pytest
 import torch
 
 from megatron.core.config.settings.model import RopeConfig
-from megatron.core.transformer.rope import frequencies, rotary_table
+from megatron.core.transformer.rope import rotary_frequencies, rotary_table
 
 CPU = torch.device("cpu")
 
 
 def test_pair_j_turns_by_base_to_the_minus_two_j_over_size() -> None:
-    found = frequencies(RopeConfig(rotary_base=500.0), 8, CPU, torch.float64)
+    found = rotary_frequencies(RopeConfig(rotary_base=500.0), 8, CPU, torch.float64)
     assert found.tolist() == pytest.approx([500.0 ** (-2 * j / 8) for j in range(4)], rel=1e-14)
 
 
 def test_a_share_of_each_head_is_turned_as_if_it_were_the_head() -> None:
-    whole = frequencies(RopeConfig(), 8, CPU, torch.float64)
-    assert torch.equal(frequencies(RopeConfig(rotary_percent=0.5), 16, CPU, torch.float64), whole)
+    whole = rotary_frequencies(RopeConfig(), 8, CPU, torch.float64)
+    assert torch.equal(rotary_frequencies(RopeConfig(rotary_percent=0.5), 16, CPU, torch.float64), whole)
 
 
 def test_llama3_scaling_is_that_of_the_published_model() -> None:
@@ -39,12 +39,12 @@ def test_llama3_scaling_is_that_of_the_published_model() -> None:
         },
     )
     expected, factor = ROPE_INIT_FUNCTIONS["llama3"](config, CPU)
-    ours = frequencies(
+    ours = rotary_frequencies(
         RopeConfig(use_rope_scaling=True, rope_scaling_factor=8.0, rotary_base=500000.0), 128, CPU, torch.float64
     )
     assert factor == 1.0
     torch.testing.assert_close(ours, expected.double(), rtol=1e-5, atol=0.0)
-    plain = frequencies(RopeConfig(rotary_base=500000.0), 128, CPU, torch.float64)
+    plain = rotary_frequencies(RopeConfig(rotary_base=500000.0), 128, CPU, torch.float64)
     assert torch.equal(ours[:20], plain[:20]) and ours[-1] == pytest.approx(plain[-1] / 8)
 
 
@@ -157,7 +157,9 @@ def test_yarn_is_that_of_the_published_models(name: str) -> None:
     )
     expected, factor = ROPE_INIT_FUNCTIONS["yarn"](config, CPU)
     ours = RopeConfig(position_embedding_type="yarn", **changes)
-    torch.testing.assert_close(frequencies(ours, size, CPU, torch.float64), expected.double(), rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(
+        rotary_frequencies(ours, size, CPU, torch.float64), expected.double(), rtol=1e-5, atol=0.0
+    )
     table = rotary_table(torch.tensor([[0, 5]]), ours, size, dtype=torch.float64, pairs=False)
     assert table.cos[0].unique().item() == pytest.approx(factor, rel=1e-12), (
         "at place 0 the cosine is what rotations grow by"

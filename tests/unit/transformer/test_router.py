@@ -17,36 +17,36 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwe
 
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.moe import MoEConfig
-from megatron.core.kernels.mask import MaskSpec
+from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.parallel.mesh import Axis
-from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import set_global_names
+from megatron.core.parallel.rng import materialize_parameters
+from megatron.core.parallel.spec import set_global_param_names
 from megatron.core.transformer.balance import sinkhorn
 from megatron.core.transformer.passing import ForwardContext, MicrobatchContext
 from megatron.core.transformer.router import (
-    Router,
-    Routing,
-    capacity,
+    ExpertRouting,
+    TopKRouter,
     choose_experts,
-    drop_over_capacity,
-    expert_weights,
-    recorded_choices,
-    set_replayed_choices,
+    drop_choices_over_capacity,
+    expert_capacity,
+    recorded_expert_choices,
+    routing_weights,
+    set_replayed_expert_choices,
 )
 from tests.helpers import tiny
 
 S, B, H, E = 12, 3, 32, 8
-ONE = ForwardContext(MaskSpec())
+ONE = ForwardContext(AttentionMaskSpec())
 
 
-def router_of(layer: int = 0, **changes: Any) -> Router:
+def router_of(layer: int = 0, **changes: Any) -> TopKRouter:
     """A router of the tiny network, with weights large enough to have opinions."""
     run = tiny.run_of(
         tiny.config(**{"fp64": True, "num_experts": E, "add_bias_linear": False, "init_method_std": 0.5, **changes})
     )
-    router = Router(run.build, network_layer_plans(run.config.model)[layer])
-    set_global_names(router)
-    materialize(router, run.mesh, seed=layer)
+    router = TopKRouter(run.layer_build_context, network_layer_plans(run.config.model)[layer])
+    set_global_param_names(router)
+    materialize_parameters(router, run.mesh, seed=layer)
     return router
 
 
@@ -161,7 +161,7 @@ def test_weights_follow_the_formula_of_their_function(
     scores = 2.0 * torch.randn(20, E, dtype=torch.float64, generator=torch.Generator().manual_seed(topk))
     experts = choose_experts(scores, moe)
     expected = torch.tensor([by_hand(row.tolist(), moe) for row in scores], dtype=torch.float64)
-    torch.testing.assert_close(table(expert_weights(scores, experts, moe), experts), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(table(routing_weights(scores, experts, moe), experts), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_weights_have_the_gradient_of_their_formula() -> None:
@@ -170,7 +170,7 @@ def test_weights_have_the_gradient_of_their_formula() -> None:
     )
     scores = torch.randn(4, E, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
     experts = choose_experts(scores.detach(), moe)
-    assert torch.autograd.gradcheck(lambda s: expert_weights(s, experts, moe), (scores,))
+    assert torch.autograd.gradcheck(lambda s: routing_weights(s, experts, moe), (scores,))
 
 
 def test_an_expert_bias_takes_part_in_choosing_and_not_in_weighing() -> None:
@@ -181,7 +181,7 @@ def test_an_expert_bias_takes_part_in_choosing_and_not_in_weighing() -> None:
     experts = choose_experts(scores, moe, bias)
     assert (experts == 5).any(1).all() and not (experts == 2).any()
     picked = scores.sigmoid().gather(1, experts)
-    torch.testing.assert_close(expert_weights(scores, experts, moe), picked / picked.sum(1, keepdim=True))
+    torch.testing.assert_close(routing_weights(scores, experts, moe), picked / picked.sum(1, keepdim=True))
 
 
 def test_a_token_stays_in_its_best_groups() -> None:
@@ -209,7 +209,7 @@ def test_scores_are_computed_in_the_format_asked_for() -> None:
         (None, {}, torch.float32),
     ):
         router = router_of(**{"fp64": False, "moe_router_dtype": asked, **given})
-        found = router.scores(x.to(router.weight.dtype))
+        found = router.logits(x.to(router.weight.dtype))
         assert found.dtype == expected
         exact = F.linear(x.double() if given else x.float().double(), router.weight.double())
         assert (found.double() - exact).abs().max() < (1e-12 if expected == torch.float64 else 1e-4)
@@ -220,22 +220,22 @@ def test_jitter_is_noise_of_the_input_while_training_only() -> None:
     plain, noisy = router_of(), router_of(moe_input_jitter_eps=0.1)
     noisy.weight.data.copy_(torch.eye(E, H))
     x = torch.ones(S, B, H, dtype=torch.float64)
-    shares = noisy.scores(x) / noisy.eval().scores(x)
+    shares = noisy.logits(x) / noisy.eval().logits(x)
     assert 0.9 <= shares.min() < 0.92 and 1.08 < shares.max() <= 1.1, (
         "every input has noise of its own, within the bounds"
     )
-    assert torch.equal(noisy.scores(x), x[..., :E]) and plain.moe.moe_input_jitter_eps is None
+    assert torch.equal(noisy.logits(x), x[..., :E]) and plain.moe.moe_input_jitter_eps is None
 
 
 def test_forced_balance_depends_on_the_place_of_a_token_and_on_the_layer_alone() -> None:
     one = router_of(moe_router_force_load_balancing=True, moe_router_topk=2)
     other = router_of(layer=1, moe_router_force_load_balancing=True, moe_router_topk=2)
 
-    def chosen(router: Router, seed: int, sample: int, places: Tensor | None = None) -> Tensor:
+    def chosen(router: TopKRouter, seed: int, sample: int, places: Tensor | None = None) -> Tensor:
         x = tokens(seed) if places is None else tokens(seed)[: len(places)]
         microbatch_context = MicrobatchContext(1.0, training=False, sample=sample)
         return router(
-            x, ForwardContext(MaskSpec(query_places=places), microbatch_context=microbatch_context)
+            x, ForwardContext(AttentionMaskSpec(query_places=places), microbatch_context=microbatch_context)
         ).experts.view(len(x), B, 2)
 
     first = chosen(one, 0, 0)
@@ -275,7 +275,7 @@ def test_sinkhorn_chooses_by_even_scores_and_weighs_by_plain_ones(topk: int) -> 
     router = router_of(moe_router_topk=topk, moe_router_load_balancing_type=("sinkhorn",))
     router.weight.data[0] += 2.0
     x = tokens() + 0.5  # the first expert is everybody's favourite
-    scores = router.scores(x).flatten(0, 1)
+    scores = router.logits(x).flatten(0, 1)
     plain = scores.sigmoid() if topk == 1 else scores.softmax(-1)
     found, judged = router(x, ONE), router.eval()(x, ONE)
     assert judged.experts.flatten().bincount(minlength=E)[0] > 1.5 * found.experts.flatten().bincount(minlength=E)[0]
@@ -309,9 +309,11 @@ def test_every_expert_keeps_its_best_or_first_tokens_up_to_capacity(name: str, f
     weights = torch.rand(
         experts.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4), requires_grad=True
     )
-    limit = capacity(len(experts), MoEConfig(num_experts=E, moe_router_topk=2, moe_expert_capacity_factor=factor))
+    limit = expert_capacity(
+        len(experts), MoEConfig(num_experts=E, moe_router_topk=2, moe_expert_capacity_factor=factor)
+    )
     assert limit == math.ceil(24 * 2 / E * factor)
-    found = drop_over_capacity(Routing(weights, experts), limit, policy, E)
+    found = drop_choices_over_capacity(ExpertRouting(weights, experts), limit, policy, E)
     kept = torch.zeros_like(experts, dtype=torch.bool)
     for expert in range(E):
         wishes = [(token, place) for token in range(24) for place in range(2) if experts[token, place] == expert]
@@ -329,17 +331,19 @@ def test_every_expert_keeps_its_best_or_first_tokens_up_to_capacity(name: str, f
 
 def test_of_equal_weights_the_earlier_is_kept() -> None:
     experts = torch.zeros(5, 1, dtype=torch.int64)
-    found = drop_over_capacity(Routing(torch.tensor([[0.5], [0.7], [0.5], [0.7], [0.7]]), experts), 3, "probs", E)
+    found = drop_choices_over_capacity(
+        ExpertRouting(torch.tensor([[0.5], [0.7], [0.5], [0.7], [0.7]]), experts), 3, "probs", E
+    )
     assert found.kept.flatten().tolist() == [False, True, False, True, True]
     many = torch.arange(4000)[:, None] % 3  # long enough for a sort to lose the order of equals, if it may
-    found = drop_over_capacity(Routing(torch.full((4000, 1), 0.5), many), 700, "probs", E)
+    found = drop_choices_over_capacity(ExpertRouting(torch.full((4000, 1), 0.5), many), 700, "probs", E)
     assert found.kept.flatten().tolist() == [token < 2100 for token in range(4000)]
 
 
 def test_a_router_with_a_capacity_drops_and_counts_what_it_dropped() -> None:
     router = router_of(moe_expert_capacity_factor=0.5, moe_router_topk=2)
     microbatch_context = MicrobatchContext(1.0, training=True)
-    found = router(tokens(), ForwardContext(MaskSpec(), microbatch_context=microbatch_context))
+    found = router(tokens(), ForwardContext(AttentionMaskSpec(), microbatch_context=microbatch_context))
     assert found.capacity == math.ceil(S * B * 2 / E * 0.5) and not found.kept.all()
     hits = found.experts.flatten().bincount(minlength=E)
     assert router.tally.tolist() == [[*hits.tolist(), int((~found.kept).sum())]]
@@ -352,21 +356,24 @@ def test_a_router_with_a_capacity_drops_and_counts_what_it_dropped() -> None:
 def test_recorded_choices_are_replayed_until_told_otherwise() -> None:
     router = router_of(moe_enable_routing_replay=True)
     passes = [
-        ForwardContext(MaskSpec(), microbatch_context=MicrobatchContext(1.0, training=True, sample=number))
+        ForwardContext(AttentionMaskSpec(), microbatch_context=MicrobatchContext(1.0, training=True, sample=number))
         for number in (0, 4)
     ]
     first = [router(tokens(number), one) for number, one in enumerate(passes)]
-    choices = recorded_choices([router])
+    choices = recorded_expert_choices([router])
     assert set(choices) == {"weight"} and set(choices["weight"]) == {(0, 0), (4, 0)}
     router.weight.data.neg_()
-    set_replayed_choices([router], choices)
+    set_replayed_expert_choices([router], choices)
     for number in (1, 0):  # in any order: choices belong to microbatches
         again = router(tokens(number), passes[number])
         assert torch.equal(again.experts, first[number].experts)
-        expected = expert_weights(router.scores(tokens(number)).flatten(0, 1), again.experts, router.moe)
+        expected = routing_weights(router.logits(tokens(number)).flatten(0, 1), again.experts, router.moe)
         torch.testing.assert_close(again.weights, expected)
         assert not torch.equal(again.weights, first[number].weights), "weights follow the router of today"
     with pytest.raises(AssertionError, match="no choice was recorded for the microbatch from sample 8 on"):
-        router(tokens(), ForwardContext(MaskSpec(), microbatch_context=MicrobatchContext(1.0, training=True, sample=8)))
-    set_replayed_choices([router], None)
+        router(
+            tokens(),
+            ForwardContext(AttentionMaskSpec(), microbatch_context=MicrobatchContext(1.0, training=True, sample=8)),
+        )
+    set_replayed_expert_choices([router], None)
     assert not torch.equal(router(tokens(0), passes[0]).experts, first[0].experts)

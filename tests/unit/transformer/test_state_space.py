@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.context_parallel.sequence import Zigzag
-from megatron.core.kernels.mask import MaskSpec
+from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.parallel import collectives
-from megatron.core.parallel.rng import materialize
-from megatron.core.parallel.spec import local_shards, set_global_names, spec_of
+from megatron.core.parallel.rng import materialize_parameters
+from megatron.core.parallel.spec import local_shards, param_spec_of, set_global_param_names
 from megatron.core.transformer.gated_delta_net import DeltaNetSizes, GatedDeltaNet
 from megatron.core.transformer.mamba import MambaMixer, MambaSizes
 from megatron.core.transformer.passing import ForwardContext
@@ -32,9 +32,9 @@ KINDS: dict[str, Callable[[Any], nn.Module]] = {
 def mixer_of(kind: str, ranks: int = 1, **changes: Any) -> tuple[nn.Module, tiny.Run]:
     settings = {"init_method_std": 0.3, "normalization": "RMSNorm", "fp64": True, **changes}
     run = tiny.run_of(tiny.config(ranks, **settings))
-    mixer = KINDS[kind](run.build)
-    set_global_names(mixer)
-    materialize(mixer, run.mesh, seed=5)
+    mixer = KINDS[kind](run.layer_build_context)
+    set_global_param_names(mixer)
+    materialize_parameters(mixer, run.mesh, seed=5)
     return mixer, run
 
 
@@ -94,7 +94,7 @@ def test_a_mixer_gives_the_outputs_and_gradients_of_transformers(kind: str, leng
     same = _load(kind, ours, theirs)
     x = torch.randn(length, B, H)
     x_ours, x_theirs = x.clone().requires_grad_(), x.transpose(0, 1).clone().requires_grad_()
-    found, _ = ours(x_ours, None, ForwardContext(MaskSpec()))
+    found, _ = ours(x_ours, None, ForwardContext(AttentionMaskSpec()))
     expected = theirs(x_theirs)
     weights = torch.randn_like(found)
     (found * weights).sum().backward()
@@ -111,7 +111,7 @@ def test_decoding_token_by_token_gives_the_whole_pass(kind: str) -> None:
     mixer, _ = mixer_of(kind)
     x = torch.randn(40, B, H, dtype=torch.float64)
     with torch.no_grad():
-        whole, _ = mixer(x, None, ForwardContext(MaskSpec()))
+        whole, _ = mixer(x, None, ForwardContext(AttentionMaskSpec()))
         start, state = mixer.decode(x[:17], mixer.initial_state(B))
         outputs = [start]
         for t in range(17, 40):
@@ -126,8 +126,10 @@ def test_packed_documents_are_mixed_as_if_each_were_alone(kind: str) -> None:
     x = torch.randn(40, B, H, dtype=torch.float64)
     documents = torch.repeat_interleave(torch.arange(4), torch.tensor([9, 1, 22, 8])).expand(B, -1)
     with torch.no_grad():
-        whole, _ = mixer(x, None, ForwardContext(MaskSpec(documents=documents)))
-        alone = torch.cat([mixer(part, None, ForwardContext(MaskSpec()))[0] for part in x.split([9, 1, 22, 8])])
+        whole, _ = mixer(x, None, ForwardContext(AttentionMaskSpec(documents=documents)))
+        alone = torch.cat(
+            [mixer(part, None, ForwardContext(AttentionMaskSpec()))[0] for part in x.split([9, 1, 22, 8])]
+        )
     torch.testing.assert_close(whole, alone, rtol=0, atol=1e-10)
 
 
@@ -136,16 +138,18 @@ def _pass(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Output and gradients of the whole network, put together from all ranks, of sum(output * weights)."""
     mixer, run = mixer_of(kind, ranks, **changes)
-    mesh, region = run.mesh, run.build.region
+    mesh, region = run.mesh, run.layer_build_context.tp_region
     generator = torch.Generator().manual_seed(3)
     x, weights = torch.randn(2, length, B, H, dtype=torch.float64, generator=generator)
     documents = (
         torch.repeat_interleave(torch.arange(3), torch.tensor([5, 10, length - 15])).expand(B, -1) if packed else None
     )
     cut = Zigzag(length, mesh.cp.size)
-    mask = MaskSpec(documents=documents)
+    mask = AttentionMaskSpec(documents=documents)
     if mesh.cp.size > 1:
-        mask = MaskSpec(documents=documents, query_places=cut.positions_of_rank(mesh.cp.rank, x.device), length=length)
+        mask = AttentionMaskSpec(
+            documents=documents, query_places=cut.positions_of_rank(mesh.cp.rank, x.device), length=length
+        )
     own, scale = (cut.shard(each, mesh.cp.rank) for each in (x, weights))
     if region.sequence_parallel:
         own, scale = (each.chunk(mesh.tp.size)[mesh.tp.rank] for each in (own, scale))
@@ -155,7 +159,7 @@ def _pass(
     pieces = torch.cat([torch.cat(list(piece)) for piece in collectives.all_gather(whole[None], mesh.cp).split(1)])
     gradients = {}
     for param in mixer.parameters():
-        spec, gradient = spec_of(param), collectives.all_reduce(param.grad.double().clone(), mesh.cp)
+        spec, gradient = param_spec_of(param), collectives.all_reduce(param.grad.double().clone(), mesh.cp)
         if "tp" in spec.sum_over:
             collectives.all_reduce(gradient, mesh.tp)
         total = torch.zeros(spec.shape, dtype=torch.float64)
@@ -203,7 +207,7 @@ def test_a_mixer_is_one_graph_of_torchs_compiler(kind: str) -> None:
     x = torch.randn(300, B, H, dtype=torch.float64, requires_grad=True)  # two spans of chunks at least
 
     def call(x: Tensor) -> Tensor:
-        return mixer(x, None, ForwardContext(MaskSpec()))[0]
+        return mixer(x, None, ForwardContext(AttentionMaskSpec()))[0]
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     results = [(y := way(x), *torch.autograd.grad(y.square().sum(), [x, mixer.A_log])) for way in (call, compiled)]

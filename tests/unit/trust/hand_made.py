@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.pipeline_parallel.schedules import Action, training_plan, with_reduction
+from megatron.core.pipeline_parallel.schedules import Action, pipeline_training_plan, with_reduction_actions
 from megatron.training.cli.preflight import resolve_and_examine
-from megatron.trust.flags.command import read_command
+from megatron.trust.flags.command import parse_command
 from megatron.trust.flags.repair import RequestedSetup
-from megatron.trust.plan.analytic_estimate import with_vocabulary
-from megatron.trust.plan.hardware import Hardware, Link
-from megatron.trust.simulate.trace import DryRun, Event, MemoryByKind, Trace
+from megatron.trust.plan.analytic_estimate import with_padded_vocabulary
+from megatron.trust.plan.hardware import Hardware, NetworkLink
+from megatron.trust.simulate.trace import DryRunResult, MemoryByKind, StepEvent, Trace
 
 FLAGS = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 "
@@ -29,15 +29,15 @@ PLAIN = Hardware(
     memory_rate=1e30,
     launch=0.0,
     node=8,
-    inside=Link(1e30, 0.0),
-    network=Link(1e30, 0.0),
+    inside=NetworkLink(1e30, 0.0),
+    network=NetworkLink(1e30, 0.0),
     usable=1.0,
 )
 
 
 def setting_of(flags: str = "", ranks: int = 1) -> RequestedSetup:
     """A setting of the small network with more flags."""
-    command = read_command(f"{FLAGS} {flags}".split(), ranks=ranks)
+    command = parse_command(f"{FLAGS} {flags}".split(), ranks=ranks)
     assert command.setting is not None and not command.unread, command.unread
     return command.setting
 
@@ -46,20 +46,20 @@ def config_of(flags: str = "", ranks: int = 1) -> RunConfig:
     """Its config, resolved and with its vocabulary."""
     config, problems = resolve_and_examine(setting_of(flags, ranks).config, ranks)
     assert not problems, problems
-    return with_vocabulary(config, VOCABULARY)
+    return with_padded_vocabulary(config, VOCABULARY)
 
 
-def op(seconds: float, action: str, name: str = "aten.mm") -> Event:
+def op(seconds: float, action: str, name: str = "aten.mm") -> StepEvent:
     """An operation that takes so long on the plain machine. Less than a FLOP cannot be said, so times are whole."""
     assert seconds == int(seconds), "the plain machine counts whole seconds"
-    return Event("op", name, "megatron/core/x.py:1", action, flops=int(seconds), moved=1, dtype="float32")
+    return StepEvent("op", name, "megatron/core/x.py:1", action, flops=int(seconds), moved=1, dtype="float32")
 
 
 def summed(
     moved: int, action: str, axis: str = "dp", ranks: Sequence[int] = (0, 1), name: str = "reduce_scatter"
-) -> Event:
+) -> StepEvent:
     """A collective over so many bytes."""
-    return Event(
+    return StepEvent(
         "collective",
         name,
         "megatron/core/y.py:2",
@@ -75,12 +75,12 @@ def summed(
 def run_of(
     config: RunConfig,
     world_size: int,
-    does: Callable[[Action, int], Sequence[Event]],
+    does: Callable[[Action, int], Sequence[StepEvent]],
     *,
     recorded: int | None = None,
-    after: Callable[[int], Sequence[Event]] = lambda place: (),
+    after: Callable[[int], Sequence[StepEvent]] = lambda place: (),
     peaks: Sequence[int] = (),
-) -> DryRun:
+) -> DryRunResult:
     """A dry run with one rank a pipeline position. does: the events of an action; after: those behind the schedule.
 
     recorded: microbatches of the run, if fewer than the step has. peaks: bytes of each position.
@@ -88,7 +88,7 @@ def run_of(
     pp, train = config.parallel.pp, config.train
     chunks = config.parallel.num_virtual_stages_per_pipeline_rank or 1
     whole = train.global_batch_size // train.micro_batch_size // config.parallel.data_parallel_size(world_size)
-    plans = [with_reduction(training_plan(pp, chunks, count)) for count in (recorded or whole, whole)]
+    plans = [with_reduction_actions(pipeline_training_plan(pp, chunks, count)) for count in (recorded or whole, whole)]
     traces = []
     for place, row in enumerate(plans[0]):
         events = tuple(replace(event, action=str(action)) for action in row for event in does(action, place))
@@ -109,4 +109,4 @@ def run_of(
             )
         )
     groups = tuple(tuple(range(place * (world_size // pp), (place + 1) * (world_size // pp))) for place in range(pp))
-    return DryRun(config, world_size, tuple(traces), groups, plans[0], recorded or whole, plans[1], whole)
+    return DryRunResult(config, world_size, tuple(traces), groups, plans[0], recorded or whole, plans[1], whole)

@@ -9,10 +9,10 @@ import pytest
 from megatron.core.parallel import collectives
 from megatron.preference import data as data_module
 from megatron.preference.settings import PreferenceConfig
-from megatron.tools.check_parity import parse_arguments, small_config
-from megatron.trust.parity.parity import Parity, compare
+from megatron.tools.check_parity import parse_arguments, proxy_config_of_command
+from megatron.trust.parity.parity import ParityResult, compare_with_serial_run
 from megatron.trust.parity.proxy_config import ProxyConfig
-from megatron.trust.parity.short_run import STEPS, deserialize_short_run, serialized_short_run, short_run
+from megatron.trust.parity.short_run import STEPS, deserialize_short_run, run_short_training, run_short_training_pickled
 from tests.helpers.world import Worlds
 
 FLAGS = (
@@ -40,13 +40,15 @@ DEFAULT = (("kto", "cp2"),)
 
 def small(task: str, layout: str) -> ProxyConfig:
     """A run of finetune.py, made small as the tool makes it."""
-    return small_config(*parse_arguments(f"{FLAGS} {LAYOUTS[layout]} --finetune-task {task}".split()))
+    return proxy_config_of_command(*parse_arguments(f"{FLAGS} {LAYOUTS[layout]} --finetune-task {task}".split()))
 
 
-def checked(world: Worlds, one: ProxyConfig, function: Any = serialized_short_run) -> Parity:
+def checked(world: Worlds, one: ProxyConfig, function: Any = run_short_training_pickled) -> ParityResult:
     """What is said of it. function: what ranks run."""
     ranks = world(one.world_size).run(function, one.config, STEPS, one.finetuning)
-    return compare(short_run(one.serial, STEPS, one.finetuning), [deserialize_short_run(rank) for rank in ranks])
+    return compare_with_serial_run(
+        run_short_training(one.serial_config, STEPS, one.finetuning), [deserialize_short_run(rank) for rank in ranks]
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,13 +58,13 @@ def test_a_layout_is_compared_in_the_loss_of_its_task(world: Worlds, task: str, 
     one = small(task, layout)
     assert one.finetuning is not None and one.finetuning.finetune_task == task
     found = checked(world, one)
-    assert found.same, [str(one) for one in found.problems]
+    assert found.is_within_tolerance, [str(one) for one in found.problems]
     assert {one.name for one in found.checked if one.kind == "loss"} == {"preference loss"}
 
 
 def test_a_divergence_of_one_rank_shows(world: Worlds) -> None:
     found = checked(world, small("kto", "dp2 zero"), _with_local_divergence)
-    assert not found.same and any(one.kind == "loss" for one in found.problems)
+    assert not found.is_within_tolerance and any(one.kind == "loss" for one in found.problems)
 
 
 def _with_local_divergence(config: Any, steps: int, finetuning: PreferenceConfig) -> bytes:
@@ -70,4 +72,4 @@ def _with_local_divergence(config: Any, steps: int, finetuning: PreferenceConfig
     with pytest.MonkeyPatch.context() as patch:
         local = type("Local", (), {**vars(collectives), "all_reduce": staticmethod(lambda x, *_: x)})
         patch.setattr(data_module, "collectives", local)
-        return serialized_short_run(config, steps, finetuning)
+        return run_short_training_pickled(config, steps, finetuning)

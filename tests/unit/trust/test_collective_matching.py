@@ -9,18 +9,18 @@ from functools import cache
 import pytest
 
 from megatron.core.distributed import finalize
-from megatron.core.distributed.buffers import Segment
-from megatron.core.parallel.grid import axis_ranks
+from megatron.core.distributed.buffers import OwnedSegment
+from megatron.core.parallel.grid import axis_rank_groups
 from megatron.core.parallel.mesh import Mesh
 from megatron.trust.simulate.collective_matching import (
     MatchReport,
-    RankTimeline,
+    RankCommunication,
     match_collectives,
-    match_timelines,
-    timeline_of,
+    match_rank_communication,
+    rank_communication_of,
 )
 from megatron.trust.simulate.dry_run import dry_run
-from megatron.trust.simulate.trace import DryRun, Event, Trace
+from megatron.trust.simulate.trace import DryRunResult, StepEvent, Trace
 from tests.helpers import tiny
 from tests.parity.table import MODELS, ROWS, named, read_layout
 
@@ -43,9 +43,9 @@ def meets(
     dtype: str = "float32",
     peer: int = -1,
     axis: str = "tp",
-) -> Event:
+) -> StepEvent:
     """A collective."""
-    return Event(
+    return StepEvent(
         "collective",
         name,
         f"layer.py:{len(shape)}",
@@ -58,33 +58,33 @@ def meets(
     )
 
 
-def begins(action: str) -> Event:
+def begins(action: str) -> StepEvent:
     """The beginning of an action."""
-    return Event("action", action, action=action)
+    return StepEvent("action", action, action=action)
 
 
 def sends(
     peer: int, action: str = "F0.0", shape: tuple[int, ...] = (4, 2), axis: str = "pp", ranks: tuple[int, ...] = (0, 1)
-) -> Event:
+) -> StepEvent:
     """A message that leaves."""
-    return Event(
+    return StepEvent(
         "send", "send", "executor.py:1", action, axis=axis, ranks=ranks, peer=peer, shape=shape, dtype="float32"
     )
 
 
 def takes(
     peer: int, action: str = "F1.0", shape: tuple[int, ...] = (4, 2), axis: str = "pp", ranks: tuple[int, ...] = (0, 1)
-) -> Event:
+) -> StepEvent:
     """A message that comes."""
-    return Event(
+    return StepEvent(
         "receive", "receive", "executor.py:2", action, axis=axis, ranks=ranks, peer=peer, shape=shape, dtype="float32"
     )
 
 
-def judged(*ranks: list[Event], overlap: bool = True) -> MatchReport:
+def judged(*ranks: list[StepEvent], overlap: bool = True) -> MatchReport:
     """What is said of ranks that do this."""
-    lines = {rank: timeline_of(rank, rank, events, {}) for rank, events in enumerate(ranks)}
-    return match_timelines(lines, overlap=overlap)
+    lines = {rank: rank_communication_of(rank, rank, events, {}) for rank, events in enumerate(ranks)}
+    return match_rank_communication(lines, overlap=overlap)
 
 
 PAIR = (0, 1)
@@ -102,7 +102,7 @@ PAIR = (0, 1)
         ([meets(PAIR, shape=(8,)), meets(PAIR, "all_gather")], ""),  # as many elements, another shape
     ],
 )
-def test_ranks_of_a_group_come_to_the_same_collectives_in_the_same_order(second: list[Event], kind: str) -> None:
+def test_ranks_of_a_group_come_to_the_same_collectives_in_the_same_order(second: list[StepEvent], kind: str) -> None:
     found = judged([meets(PAIR), meets(PAIR, "all_gather")], second)
     assert [problem.kind for problem in found.problems] == [kind] * bool(kind), found.text
 
@@ -131,7 +131,7 @@ def test_the_first_that_does_not_fit_is_shown_with_both_lines() -> None:
         ([takes(0), takes(0, "F1.1")], "count"),
     ],
 )
-def test_every_message_has_two_ends_that_mean_the_same(second: list[Event], kind: str) -> None:
+def test_every_message_has_two_ends_that_mean_the_same(second: list[StepEvent], kind: str) -> None:
     found = judged([sends(1)], second)
     assert {problem.kind for problem in found.problems} == ({kind} if kind else set()), found.text
 
@@ -190,9 +190,9 @@ def test_groups_of_one_list_of_ranks_are_one_but_for_those_made_apart() -> None:
 
 
 def test_a_trace_stands_for_ranks_in_their_own_groups() -> None:
-    lists = axis_ranks(tiny.config(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2).parallel, 8)
-    line = timeline_of(3, 0, [meets((0, 1)), sends(4, ranks=(0, 4)), begins("F0.1")], lists)
-    assert isinstance(line, RankTimeline) and [getattr(step, "group", step) for step in line.steps] == [
+    lists = axis_rank_groups(tiny.config(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2).parallel, 8)
+    line = rank_communication_of(3, 0, [meets((0, 1)), sends(4, ranks=(0, 4)), begins("F0.1")], lists)
+    assert isinstance(line, RankCommunication) and [getattr(step, "group", step) for step in line.steps] == [
         ("", (2, 3)),
         ("", (3, 7)),
         "F0.1",
@@ -201,7 +201,7 @@ def test_a_trace_stands_for_ranks_in_their_own_groups() -> None:
 
 
 @cache
-def traced(layout: str, model: str) -> DryRun:
+def traced(layout: str, model: str) -> DryRunResult:
     """The dry run of a row of the table."""
     ranks, changes = read_layout(layout)
     return dry_run(tiny.config(ranks, **{**MODELS[model], **changes}), ranks)
@@ -244,7 +244,7 @@ def test_what_a_pass_takes_holds_it_where_it_begins() -> None:
     assert [problem.kind for problem in found.problems] == ["waiting"], found.text
 
 
-def with_events(run: DryRun, place: int, change: str, where: int) -> DryRun:
+def with_events(run: DryRunResult, place: int, change: str, where: int) -> DryRunResult:
     """The run with a mistake in one trace, at one of its collectives or messages."""
     trace = run.traces[place]
     events, talks = list(trace.events), [number for number, event in enumerate(trace.events) if event.is_communication]
@@ -289,7 +289,7 @@ EXPERTS = {
 }
 
 
-def _sums(run: DryRun, rank: int) -> list[tuple[int, ...]]:
+def _sums(run: DryRunResult, rank: int) -> list[tuple[int, ...]]:
     (trace,) = (trace for trace in run.traces if trace.rank == rank)
     return [
         event.shape
@@ -321,15 +321,15 @@ def test_sums_of_owners_are_compared_where_traces_have_the_same_share() -> None:
 def test_a_tensor_rank_that_leaves_a_parameter_out_of_the_sums_of_owners_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = finalize.sum_replicated
+    whole = finalize.sum_replicated_grads
 
-    def one_less(segments: Sequence[Segment], mesh: Mesh) -> None:
+    def one_less(segments: Sequence[OwnedSegment], mesh: Mesh) -> None:
         summed = [segment for segment in segments if "tp" in segment.spec.sum_over]
         whole(
             [segment for segment in segments if mesh.tp.is_first or segment is not summed[-1]] if summed else segments,
             mesh,
         )
 
-    monkeypatch.setattr(finalize, "sum_replicated", one_less)
+    monkeypatch.setattr(finalize, "sum_replicated_grads", one_less)
     found = match_collectives(dry_run(tiny.config(16, **SHARES), 16))
     assert found.problems and "finalize.py" in found.text, found.text

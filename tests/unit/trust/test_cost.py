@@ -15,33 +15,38 @@ from torch import Tensor
 from megatron.core.config.flags import ConfigError
 from megatron.core.parallel.mesh import Axis
 from megatron.core.pipeline_parallel.executor import Shape, run
-from megatron.core.pipeline_parallel.schedules import Action, num_stages, training_plan, with_reduction
-from megatron.core.pipeline_parallel.transfers import rank_script
-from megatron.trust.plan.cost import FORWARD, bytes_of, event_seconds, rank_time, step_cost
+from megatron.core.pipeline_parallel.schedules import (
+    Action,
+    num_plan_stages,
+    pipeline_training_plan,
+    with_reduction_actions,
+)
+from megatron.core.pipeline_parallel.transfers import build_rank_script
+from megatron.trust.plan.cost import FORWARD, event_seconds, rank_time, step_cost, tensor_bytes_of_event
 from megatron.trust.plan.hardware import (
     PROFILES,
-    Link,
+    NetworkLink,
     collective_seconds,
-    from_json,
+    hardware_from_json,
     hardware_of,
+    hardware_to_json,
     interpolate_share,
-    to_json,
 )
 from megatron.trust.simulate.dry_run import dry_run
-from megatron.trust.simulate.trace import Event
+from megatron.trust.simulate.trace import StepEvent
 from tests.helpers import tiny
 from tests.helpers.world import World
 from tests.unit.trust.hand_made import PLAIN, config_of, op, run_of, summed
 
 
-def passes(action: Action, place: int) -> Sequence[Event]:
+def passes(action: Action, place: int) -> Sequence[StepEvent]:
     """One second forward, two backward."""
     return [op({"F": 1, "B": 2}[action.op], str(action))] if action.op in "FB" else []
 
 
 @pytest.mark.parametrize("n", [2, 3, 8])
 def test_a_ring_takes_the_sum_of_its_steps(n: int) -> None:
-    link, moved = Link(rate=1e9, latency=1e-6), 64e6
+    link, moved = NetworkLink(rate=1e9, latency=1e-6), 64e6
     machine = replace(PLAIN, inside=link)
     # Each of n - 1 steps passes one n-th on; a sum that all get goes round twice.
     once = sum(link.latency + moved / n / link.rate for _ in range(n - 1))
@@ -51,22 +56,24 @@ def test_a_ring_takes_the_sum_of_its_steps(n: int) -> None:
 
 
 def test_a_small_sum_of_many_ranks_takes_the_tree() -> None:
-    machine = replace(PLAIN, inside=Link(1e9, 1e-3), node=64)
+    machine = replace(PLAIN, inside=NetworkLink(1e9, 1e-3), node=64)
     assert collective_seconds("all_reduce", 8, range(64), machine) == pytest.approx(
         2 * 6 * 1e-3, rel=1e-3
     )  # not 2 * 63
 
 
 def test_a_ring_between_nodes_uses_the_ports_of_all_its_ranks_on_a_node() -> None:
-    machine = replace(PLAIN, node=4, inside=Link(100.0, 0.0), network=Link(10.0, 0.0))
+    machine = replace(PLAIN, node=4, inside=NetworkLink(100.0, 0.0), network=NetworkLink(10.0, 0.0))
     assert machine.slowest_link(range(4)).rate == 100.0
     assert machine.slowest_link((0, 4)).rate == 10.0
     assert machine.slowest_link(range(8)).rate == 40.0  # four ports
-    assert replace(machine, network=Link(50.0, 0.0)).slowest_link(range(8)).rate == 100.0  # and no more than inside
+    assert (
+        replace(machine, network=NetworkLink(50.0, 0.0)).slowest_link(range(8)).rate == 100.0
+    )  # and no more than inside
 
 
 def test_an_exchange_sends_what_is_for_other_nodes_through_its_own_port() -> None:
-    machine = replace(PLAIN, node=2, inside=Link(1e6, 0.0), network=Link(1.0, 0.0))
+    machine = replace(PLAIN, node=2, inside=NetworkLink(1e6, 0.0), network=NetworkLink(1.0, 0.0))
     # Rank 0 of 4 sends a quarter to itself, one to its neighbour and two to the other node.
     assert collective_seconds("all_to_all", 8, range(4), machine) == pytest.approx(2 * 8 / 4)
     assert collective_seconds("all_to_all", 8, range(2), machine) == pytest.approx(8 / 2 / 1e6)
@@ -83,7 +90,7 @@ def test_an_operation_takes_the_longer_of_arithmetic_and_bytes() -> None:
 
 def test_attention_of_a_decoder_meets_half_of_the_keys() -> None:
     config, shape = config_of(), (2, 4, 32, 16)
-    forward = Event(
+    forward = StepEvent(
         "op", "aten._scaled_dot_product_flash_attention_for_cpu", action="F0.0", moved=1, shape=shape, dtype="float32"
     )
     # Scores and their sums with values: 2 FLOPs for each of s * s / 2 pairs and each of d numbers, twice.
@@ -96,8 +103,8 @@ def test_attention_of_a_decoder_meets_half_of_the_keys() -> None:
 def test_attention_in_parts_is_timed_as_the_fused_kernel_of_a_machine_that_has_one() -> None:
     config, where = config_of(), "megatron/core/kernels/fused.py:75"
     machine = replace(PLAIN, attention=(0.5, 0.25), launch=1.0, memory_rate=1.0)
-    product = Event("op", "aten.bmm", where, "F0.0", flops=400, moved=7, dtype="float32")
-    mask = Event("op", "aten.mul", where, "F0.0", moved=1000, dtype="float32")
+    product = StepEvent("op", "aten.bmm", where, "F0.0", flops=400, moved=7, dtype="float32")
+    mask = StepEvent("op", "aten.mul", where, "F0.0", moved=1000, dtype="float32")
     assert [event_seconds(event, config, machine, 0) for event in (product, mask, replace(product, action="B0.0"))] == [
         400.0,
         0.0,
@@ -165,7 +172,7 @@ def test_networks_that_are_asked_before_a_step_take_their_forward_passes(pp: int
 def test_the_slowest_stage_sets_the_pace() -> None:
     config = config_of("--pipeline-model-parallel-size 2", 2)
 
-    def uneven(action: Action, place: int) -> Sequence[Event]:
+    def uneven(action: Action, place: int) -> Sequence[StepEvent]:
         return [op({"F": 1, "B": 2}[action.op] * (1 + 4 * place), str(action))] if action.op in "FB" else []
 
     # Rank 1 begins when rank 0 has done one forward pass, is never idle, and rank 0 ends one backward pass later.
@@ -173,9 +180,12 @@ def test_the_slowest_stage_sets_the_pace() -> None:
 
 
 def test_gathers_and_sums_of_fsdp2_run_beside_the_layers_and_only_what_is_longer_shows() -> None:
-    config, machine = config_of("--use-torch-fsdp2 --global-batch-size 4", 2), replace(PLAIN, inside=Link(1.0, 0.0))
+    config, machine = (
+        config_of("--use-torch-fsdp2 --global-batch-size 4", 2),
+        replace(PLAIN, inside=NetworkLink(1.0, 0.0)),
+    )
 
-    def shared(action: Action, place: int) -> Sequence[Event]:
+    def shared(action: Action, place: int) -> Sequence[StepEvent]:
         gathers = [
             summed(2 * seconds, "", "dp_cp", (0, 1), "all_gather")
             for seconds in {"F": (4, 4), "B": (6, 6)}.get(action.op, ())
@@ -204,7 +214,7 @@ def test_a_rank_with_fewer_microbatches_of_its_own_is_idle_in_the_others() -> No
 def test_a_short_recording_stands_for_the_whole_step() -> None:
     config = config_of("--pipeline-model-parallel-size 2 --global-batch-size 32", 2)
 
-    def talks(action: Action, place: int) -> Sequence[Event]:
+    def talks(action: Action, place: int) -> Sequence[StepEvent]:
         return [*passes(action, place), *([summed(400, "", "tp", (0, 1), "all_reduce")] if action.op == "F" else [])]
 
     whole, short = (step_cost(run_of(config, 2, talks, recorded=count), PLAIN) for count in (None, 4))
@@ -218,10 +228,10 @@ def test_sums_of_gradients_run_beside_the_last_backward_pass(moved: int, late: f
     """Two sums are begun after the first of the last backward pass's three seconds; each takes bytes / 2 / 20 seconds."""
     config, machine = (
         config_of("--use-distributed-optimizer --overlap-grad-reduce --global-batch-size 4", 2),
-        replace(PLAIN, inside=Link(20.0, 0.0)),
+        replace(PLAIN, inside=NetworkLink(20.0, 0.0)),
     )
 
-    def does(action: Action, place: int) -> Sequence[Event]:
+    def does(action: Action, place: int) -> Sequence[StepEvent]:
         if action.op == "F":
             return [op(1, "")]
         if action.op == "B":
@@ -236,10 +246,10 @@ def test_sums_of_gradients_run_beside_the_last_backward_pass(moved: int, late: f
 def test_sums_that_are_begun_at_the_end_are_waited_for() -> None:
     config, machine = (
         config_of("--use-distributed-optimizer --global-batch-size 4", 2),
-        replace(PLAIN, inside=Link(20.0, 0.0)),
+        replace(PLAIN, inside=NetworkLink(20.0, 0.0)),
     )
 
-    def does(action: Action, place: int) -> Sequence[Event]:
+    def does(action: Action, place: int) -> Sequence[StepEvent]:
         return passes(action, place) if action.op in "FB" else [summed(400, "")]
 
     assert step_cost(run_of(config, 2, does), machine).time.seconds == pytest.approx(2 * 3 + 10)
@@ -255,9 +265,9 @@ def test_phases_behind_the_schedule_are_added_once() -> None:
 
 def test_gathers_of_weights_hide_behind_the_first_forward_pass() -> None:
     words = "--use-distributed-optimizer --overlap-grad-reduce --global-batch-size 4"
-    machine = replace(PLAIN, inside=Link(20.0, 0.0))
+    machine = replace(PLAIN, inside=NetworkLink(20.0, 0.0))
 
-    def gathers(place: int) -> Sequence[Event]:
+    def gathers(place: int) -> Sequence[StepEvent]:
         return [summed(40, "optimizer", name="all_gather")] * 3  # a second each
 
     hidden = step_cost(run_of(config_of(f"{words} --overlap-param-gather", 2), 2, passes, after=gathers), machine)
@@ -284,12 +294,12 @@ def test_gathers_of_weights_hide_behind_the_first_forward_pass() -> None:
 def test_messages_delay_the_next_stage_or_stop_both(overlap: str, batch: int, seconds: float) -> None:
     config = config_of(f"--pipeline-model-parallel-size 2 --global-batch-size {batch} {overlap}", 2)
 
-    def sends(action: Action, place: int) -> Sequence[Event]:
+    def sends(action: Action, place: int) -> Sequence[StepEvent]:
         kind = "send" if (action.op == "F") == (place == 0) else "receive"
-        talk = Event(kind, kind, moved=8, axis="pp", ranks=(0, 1), peer=1 - place, shape=(2,), dtype="float32")
+        talk = StepEvent(kind, kind, moved=8, axis="pp", ranks=(0, 1), peer=1 - place, shape=(2,), dtype="float32")
         return [*passes(action, place), talk] if action.op in "FB" else []
 
-    found = step_cost(run_of(config, 2, sends), replace(PLAIN, inside=Link(8.0, 0.0)))
+    found = step_cost(run_of(config, 2, sends), replace(PLAIN, inside=NetworkLink(8.0, 0.0)))
     assert found.time.seconds == seconds
     assert found.traffic == {"pp": 16 * batch}
 
@@ -301,7 +311,7 @@ def test_a_step_at_the_peak_has_an_mfu_of_one() -> None:
     a_token = 6 * (layers * 12 * h * h + h * model.padded_vocab_size)
     causal, square = (8 * length * (a_token + 12 * layers * h * length * met) for met in (0.5, 1.0))
 
-    def does(action: Action, place: int) -> Sequence[Event]:
+    def does(action: Action, place: int) -> Sequence[StepEvent]:
         return [op(causal / 16, "")] if action.op in "FB" else []
 
     time_ = step_cost(run_of(config, 1, does), PLAIN).time
@@ -315,15 +325,15 @@ def test_bytes_are_those_of_the_shape() -> None:
         for dtype in (torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8)
     ]
     for tensor in tensors:
-        event = Event(
+        event = StepEvent(
             "collective", "all_reduce", shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch.")
         )
-        assert bytes_of(event) == tensor.numel() * tensor.element_size()
+        assert tensor_bytes_of_event(event) == tensor.numel() * tensor.element_size()
 
 
 def test_a_profile_survives_its_file(tmp_path) -> None:
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps(to_json(PROFILES["gb200"])))
+    path.write_text(json.dumps(hardware_to_json(PROFILES["gb200"])))
     assert hardware_of(str(path)) == PROFILES["gb200"]
 
 
@@ -339,7 +349,7 @@ def test_a_profile_survives_its_file(tmp_path) -> None:
 )
 def test_a_file_that_is_no_profile_is_refused(spoiled: dict, says: str, tmp_path) -> None:
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps({**to_json(PROFILES["cpu"]), **spoiled}))
+    path.write_text(json.dumps({**hardware_to_json(PROFILES["cpu"]), **spoiled}))
     with pytest.raises(ConfigError, match=says):
         hardware_of(str(path))
 
@@ -351,7 +361,7 @@ def test_a_name_that_is_neither_profile_nor_file_is_refused() -> None:
 
 def test_profiles_can_be_what_they_say() -> None:
     for machine in PROFILES.values():
-        assert from_json(to_json(machine)) == machine
+        assert hardware_from_json(hardware_to_json(machine)) == machine
         assert all(share <= 1.0 for _, share in machine.matmul) and machine.network.rate <= machine.inside.rate
 
 
@@ -396,11 +406,11 @@ class _SlowBackward(torch.autograd.Function):
 
 def sleep_through(pp: int, chunks: int, microbatches: int, seconds: tuple[float, ...], rounds: int) -> float:
     """Seconds of a step of sleeping stages, on the slowest rank; the best of some rounds."""
-    plan, best = with_reduction(training_plan(pp, chunks, microbatches)), float("inf")
-    assert num_stages(plan) == len(seconds), "every stage has its time"
+    plan, best = with_reduction_actions(pipeline_training_plan(pp, chunks, microbatches)), float("inf")
+    assert num_plan_stages(plan) == len(seconds), "every stage has its time"
     rank, ranks = dist.get_rank(), tuple(range(pp))
     axis, backward_axis = (Axis(name, pp, rank, ranks, dist.new_group(list(ranks))) for name in ("pp", "pp_backward"))
-    steps = rank_script(plan, rank)
+    steps = build_rank_script(plan, rank)
     for _ in range(rounds):
         dist.barrier()
         begun = time.perf_counter()
@@ -421,7 +431,7 @@ def test_the_prediction_is_within_a_tenth_of_real_ranks_that_sleep(
     words = f"--pipeline-model-parallel-size 2 --global-batch-size 8 {'--num-virtual-stages-per-pipeline-rank 2' * (chunks > 1)}"
     thousandths = replace(PLAIN, peak={"float32": 1000.0})
 
-    def does(action: Action, place: int) -> Sequence[Event]:
+    def does(action: Action, place: int) -> Sequence[StepEvent]:
         return [op(1000 * seconds[action.stage] * {"F": 1, "B": 2}[action.op], "")] if action.op in "FB" else []
 
     predicted = step_cost(run_of(config_of(words, 2), 2, does), thousandths).time.seconds

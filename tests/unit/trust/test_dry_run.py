@@ -14,13 +14,13 @@ import torch.distributed as dist
 from benchmarks.planning import MODELS, planned
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.rules.engine import broken_rules
-from megatron.core.config.stages import stages_of
-from megatron.core.models.describe import layer_parameters
-from megatron.core.models.flops import BYTES, rank_memory
+from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.models.describe import count_layer_parameters
+from megatron.core.models.flops import BYTES, estimate_rank_memory
 from megatron.core.parallel.mesh import Mesh
 from megatron.trust.plan.cost import step_cost
 from megatron.trust.plan.hardware import PROFILES
-from megatron.trust.simulate.dry_run import dry_run, real_trace, takes_varlen
+from megatron.trust.simulate.dry_run import dry_run, real_trace, uses_varlen_attention
 from megatron.trust.simulate.trace import TOGETHER, Trace
 from tests.helpers import tiny
 
@@ -256,8 +256,8 @@ def test_weights_gradients_and_optimizer_are_those_of_the_closed_formula(changes
     config = tiny.with_vocabulary(config, 512)
     dry = dry_run(config, 4)
     copies = config.parallel.data_parallel_size(4)
-    expected = rank_memory(
-        config, stages_of(config), data_parallel_size=copies, num_microbatches=dry.whole_microbatches
+    expected = estimate_rank_memory(
+        config, pipeline_stages_of(config), data_parallel_size=copies, num_microbatches=dry.whole_microbatches
     )
     for trace in dry.traces:
         held, formula = trace.steady, expected[trace.place["pp"]]
@@ -285,7 +285,9 @@ def test_a_run_with_adapters_keeps_state_of_what_is_trained_alone(layout):
     (before, after), expected = (dry_run(config, 4) for config in (whole, few)), {}
     for config in (few, whole):
         copies = config.parallel.data_parallel_size(4)
-        expected[config] = rank_memory(config, stages_of(config), data_parallel_size=copies, num_microbatches=1)
+        expected[config] = estimate_rank_memory(
+            config, pipeline_stages_of(config), data_parallel_size=copies, num_microbatches=1
+        )
     for full, trace in zip(before.traces, after.traces, strict=True):
         held, formula = trace.steady, expected[few][trace.place["pp"]]
         assert held.optimizer < full.steady.optimizer / 10 and held.gradients < full.steady.gradients / 10
@@ -296,9 +298,9 @@ def test_a_run_with_adapters_keeps_state_of_what_is_trained_alone(layout):
 def test_fsdp2_holds_its_share_of_everything_and_gathers_as_often_as_microbatches_ask():
     config = tiny.with_vocabulary(tiny.config(4, **{**SMALL, **FSDP, "hidden_size": 128, "bf16": True}), 512)
     dry = dry_run(config, 4)
-    (formula,) = rank_memory(config, stages_of(config), data_parallel_size=4, num_microbatches=1)
+    (formula,) = estimate_rank_memory(config, pipeline_stages_of(config), data_parallel_size=4, num_microbatches=1)
     found = step_cost(dry, PROFILES["cpu"])
-    layers = 2 * layer_parameters(config.model)
+    layers = 2 * count_layer_parameters(config.model)
     rest = formula.parameters - layers
     for trace in dry.traces:
         held = trace.steady
@@ -378,7 +380,7 @@ def test_events_name_lines_of_the_tree_and_the_actions_of_the_schedule():
             if event.kind != "action":
                 file, line = event.where.split(":")
                 assert 0 < int(line) <= len((ROOT / file).read_text().splitlines()), event.where
-        assert trace.peak_record.live == max(event.live for event in trace.events)
+        assert trace.event_at_peak.live == max(event.live for event in trace.events)
         products = [
             event for event in trace.events if event.name in ("aten.mm", "aten.addmm") and event.action == "F0.0"
         ]
@@ -468,4 +470,4 @@ def test_a_plan_for_gpus_counts_documents_without_a_mask_where_their_kernel_take
     assert peaks[0] <= peaks[1] < peaks[0] + 64 * length, "document numbers and positions of tokens, and no mask"
     assert peaks[2] > peaks[1] + length * length, "a mask, and more"
     for changes in ({"bf16": False}, {"attention_backend": "fused"}, {"window_size": "8,0"}):
-        assert not takes_varlen(tiny.config(1, **{**packed, **changes})), changes
+        assert not uses_varlen_attention(tiny.config(1, **{**packed, **changes})), changes

@@ -7,15 +7,20 @@ from itertools import product
 
 import pytest
 
-from megatron.core.config.stages import stages_of
-from megatron.core.models.flops import rank_memory
-from megatron.core.parallel.grid import axis_ranks
+from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.models.flops import estimate_rank_memory
+from megatron.core.parallel.grid import axis_rank_groups
 from megatron.training.cli.preflight import resolve_and_examine
-from megatron.trust.flags.command import read_command
-from megatron.trust.plan.analytic_estimate import analytic_estimate, num_microbatches, rank0_groups, with_vocabulary
+from megatron.trust.flags.command import parse_command
+from megatron.trust.plan.analytic_estimate import (
+    analytic_estimate,
+    num_microbatches,
+    rank0_groups,
+    with_padded_vocabulary,
+)
 from megatron.trust.plan.cost import StepTime
 from megatron.trust.plan.hardware import PROFILES
-from megatron.trust.plan.layout_search import RECOMPUTE, Layout, LayoutRanking, search_layouts
+from megatron.trust.plan.layout_search import RECOMPUTE, CandidateLayout, LayoutRanking, search_layouts
 from megatron.trust.units import bytes_text
 from tests.unit.trust.hand_made import FLAGS, VOCABULARY, config_of, setting_of
 
@@ -29,17 +34,20 @@ def found_on(memory: float, flags: str = "", ranks: int = 4) -> LayoutRanking:
     )
 
 
-def needed(layout: Layout, ranks: int, flags: str = "") -> float | None:
+def needed(layout: CandidateLayout, ranks: int, flags: str = "") -> float | None:
     """Bytes of a layout by the formula; None if the rules forbid it."""
     setting = setting_of(flags, ranks)
-    config, problems = resolve_and_examine(setting.with_values(layout.values(setting)).config, ranks)
+    config, problems = resolve_and_examine(setting.with_values(layout.setting_values(setting)).config, ranks)
     if problems:
         return None
-    config = with_vocabulary(config, VOCABULARY)
+    config = with_padded_vocabulary(config, VOCABULARY)
     return max(
         held.total
-        for held in rank_memory(
-            config, stages_of(config), data_parallel_size=layout.dp, num_microbatches=num_microbatches(config, ranks)
+        for held in estimate_rank_memory(
+            config,
+            pipeline_stages_of(config),
+            data_parallel_size=layout.dp,
+            num_microbatches=num_microbatches(config, ranks),
         )
     )
 
@@ -53,7 +61,7 @@ def test_all_layouts_that_brute_force_finds_are_found() -> None:
         dp = ranks // (tp * pp)
         if tp * pp > ranks or pp == 1 < chunks or dp == 1 and sharded:
             continue
-        layout = Layout(tp, 1, pp, dp, chunks, 1, tp, micro, recompute, sharded)
+        layout = CandidateLayout(tp, 1, pp, dp, chunks, 1, tp, micro, recompute, sharded)
         bytes_ = needed(layout, ranks, flags)
         if bytes_ is not None and bytes_ <= limit:
             wanted.add(layout)
@@ -83,7 +91,7 @@ def test_a_layout_is_rejected_with_the_rules_that_it_breaks() -> None:
     by_rules = [one for one in found.rejected if not {"memory", "no-gain"} & set(one.rules)]
     assert "heads-over-tensor" in found.rejections_by_rule()
     for one in by_rules:
-        _, problems = resolve_and_examine(setting.with_values(one.layout.values(setting)).config, 4)
+        _, problems = resolve_and_examine(setting.with_values(one.layout.setting_values(setting)).config, 4)
         assert one.rules == tuple(dict.fromkeys(rule for rule, _ in problems))
 
 
@@ -105,18 +113,18 @@ def test_the_flags_of_a_layout_make_it(flags: str, ranks: int) -> None:
     setting, found = setting_of(flags, ranks), found_on(1e9, flags, ranks)
     assert {one.layout.ep for one in found.fits} == ({1, 2, 4} if flags else {1})
     for one in found.fits[::7]:
-        words = one.layout.flags(setting)
+        words = one.layout.changed_flags_text(setting)
         left_out = words.split("(without ")[1:]
         given = f"{FLAGS} {flags}".split()
         for word in (text.split()[0].strip(")") for text in left_out):
             place = given.index(word)
             end = next((at for at in range(place + 1, len(given)) if given[at].startswith("--")), len(given))
             given = given[:place] + given[end:]
-        command = read_command([*given, *words.split("(without ")[0].split()], ranks=ranks)
+        command = parse_command([*given, *words.split("(without ")[0].split()], ranks=ranks)
         assert command.setting is not None and not command.unread, words
         config, problems = resolve_and_examine(command.setting.config, ranks)
         assert not problems
-        config = with_vocabulary(config, VOCABULARY)
+        config = with_padded_vocabulary(config, VOCABULARY)
         assert (config.parallel, config.train, config.recompute) == (
             one.config.parallel,
             one.config.train,
@@ -154,7 +162,7 @@ def test_a_search_without_time_says_that_it_is_not_complete() -> None:
 )
 def test_the_groups_of_a_sketch_are_those_of_the_mesh(flags: str) -> None:
     config = config_of(flags, 16)
-    lists = axis_ranks(config.parallel, 16)
+    lists = axis_rank_groups(config.parallel, 16)
     assert {name: tuple(ranks) for name, ranks in rank0_groups(config, 16).items()} == {
         name: lists[name][0] for name in rank0_groups(config, 16)
     }
@@ -162,7 +170,7 @@ def test_the_groups_of_a_sketch_are_those_of_the_mesh(flags: str) -> None:
 
 def test_more_recomputation_takes_longer_and_needs_less() -> None:
     drawn = [
-        analytic_estimate(config, 4, MACHINE, stages_of(config))
+        analytic_estimate(config, 4, MACHINE, pipeline_stages_of(config))
         for config in (
             config_of(f"--seq-length 512 --max-position-embeddings 512 {words}", 4)
             for words in ("", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")

@@ -18,7 +18,7 @@ from megatron.trust.plan.cost import step_cost
 from megatron.trust.plan.hardware import PROFILES
 from megatron.trust.simulate.collective_matching import match_collectives
 from megatron.trust.simulate.dry_run import dry_run
-from megatron.trust.simulate.trace import DryRun, EventList, Trace
+from megatron.trust.simulate.trace import DryRunResult, EventList, Trace
 from tests.helpers import tiny
 from tests.unit.trust.test_dry_run import CHANGES, SMALL
 
@@ -42,7 +42,7 @@ def again(trace: Trace) -> int:
     return sum(len(part.events) for part in trace.events.parts if part.again)
 
 
-def agree(config: RunConfig, ranks: int, some: Sequence[int] | None = None) -> tuple[DryRun, DryRun]:
+def agree(config: RunConfig, ranks: int, some: Sequence[int] | None = None) -> tuple[DryRunResult, DryRunResult]:
     """The dry runs of a whole step, of all ranks or some, which are alike: the one that followed all of it, and the other."""
     followed, counted = dry_run(config, ranks, some, whole=True, follows=True), dry_run(config, ranks, some, whole=True)
     for one, other in zip(followed.traces, counted.traces, strict=True):

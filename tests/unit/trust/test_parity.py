@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.adapters import is_trained
+from megatron.core.config.adapters import is_trained_parameter
 from megatron.core.dist_checkpointing.tree import ShardedTensor
 from megatron.core.parallel.boxes import Box
-from megatron.trust.parity.local_ranks import RankFailed, on_ranks
-from megatron.trust.parity.parity import Parity, compare
-from megatron.trust.parity.proxy_config import ProxyConfig, proxy_config
+from megatron.trust.parity.local_ranks import RankFailed, run_on_local_ranks
+from megatron.trust.parity.parity import ParityResult, compare_with_serial_run
+from megatron.trust.parity.proxy_config import ProxyConfig, make_proxy_config
 from megatron.trust.parity.short_run import (
     RecordedActivation,
     ShortRun,
     ShortStep,
     deserialize_short_run,
-    serialized_short_run,
-    short_run,
+    run_short_training,
+    run_short_training_pickled,
 )
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
@@ -72,10 +72,12 @@ WRONG = (
 def small(layout: str, model: str) -> ProxyConfig:
     """A row of the table, made small."""
     ranks, changes = read_layout(layout)
-    return proxy_config(tiny.config(ranks, **{**MODELS[model], **changes}), ranks)
+    return make_proxy_config(tiny.config(ranks, **{**MODELS[model], **changes}), ranks)
 
 
-def checked(world: Worlds, layout: str, model: str, function: Any = serialized_short_run, *arguments: Any) -> Parity:
+def checked(
+    world: Worlds, layout: str, model: str, function: Any = run_short_training_pickled, *arguments: Any
+) -> ParityResult:
     """What is said of a row of the table. function: what ranks run."""
     one = small(layout, model)
     ranks = (
@@ -83,24 +85,26 @@ def checked(world: Worlds, layout: str, model: str, function: Any = serialized_s
         if one.world_size > 1
         else [function(*arguments, one.config)]
     )
-    return compare(short_run(one.serial), [deserialize_short_run(rank) for rank in ranks])
+    return compare_with_serial_run(
+        run_short_training(one.serial_config), [deserialize_short_run(rank) for rank in ranks]
+    )
 
 
 def rehearse_planted(name: str, config: Any) -> bytes:
     """On every rank: rehearse with a mistake."""
     with planted(name):
-        return serialized_short_run(config)
+        return run_short_training_pickled(config)
 
 
 def agrees(world: Worlds, layout: str, model: str) -> None:
     """A good row is said to be good, and enough of it was looked at."""
     found = checked(world, layout, model)
-    assert found.same and found.start is None, (found.start, [str(one) for one in found.problems])
+    assert found.is_within_tolerance and found.start is None, (found.start, [str(one) for one in found.problems])
     names = {kind: [one.name for one in found.checked if one.kind == kind] for kind in ("norm", "gradient", "weight")}
     assert len(names["norm"]) == 2 and len(names["weight"]) > 10 and names["gradient"]
     adapter = small(layout, model).config.model.adapter
     assert all(
-        name.endswith("router.expert_bias") or not is_trained(name, adapter)
+        name.endswith("router.expert_bias") or not is_trained_parameter(name, adapter)
         for name in {*names["weight"]} ^ {*names["gradient"]}
     ), "only what follows the load or is frozen has no gradient"
     assert found.compared > 100 or "hybrid" in layout, "hardly any activation was compared"
@@ -122,7 +126,7 @@ def test_a_planted_mistake_is_found_where_it_was_made(
     world: Worlds, name: str, row: tuple[str, str], during: str, module: str
 ) -> None:
     found = checked(world, *row, rehearse_planted, name)
-    assert not found.same and found.start is not None
+    assert not found.is_within_tolerance and found.start is not None
     assert (found.start.during, found.start.module) == (during, module), found.start
 
 
@@ -157,10 +161,17 @@ def alone(
 
 
 def test_differences_are_relative_and_what_is_missing_or_disagrees_is_infinitely_far() -> None:
-    assert compare(alone(), [alone()]).same
-    near, far = compare(alone(1.0), [alone(1.0 + 1e-11)]), compare(alone(1.0), [alone(1.0 + 1e-9)])
-    assert near.same and not far.same and far.problems[0].gap == pytest.approx(1e-9, rel=1e-3)
-    replicas = compare(alone(), [alone(), alone(second=1.0 + 1e-15)])
+    assert compare_with_serial_run(alone(), [alone()]).is_within_tolerance
+    near, far = (
+        compare_with_serial_run(alone(1.0), [alone(1.0 + 1e-11)]),
+        compare_with_serial_run(alone(1.0), [alone(1.0 + 1e-9)]),
+    )
+    assert (
+        near.is_within_tolerance
+        and not far.is_within_tolerance
+        and far.problems[0].gap == pytest.approx(1e-9, rel=1e-3)
+    )
+    replicas = compare_with_serial_run(alone(), [alone(), alone(second=1.0 + 1e-15)])
     assert [(one.kind, one.gap) for one in replicas.problems] == [
         ("weight", float("inf"))
     ] and "replica on rank 0" in replicas.problems[0].says
@@ -181,11 +192,11 @@ def test_differences_are_relative_and_what_is_missing_or_disagrees_is_infinitely
             ),
         ),
     )
-    assert "2 of 4 elements are on no rank" in compare(alone(), [half]).problems[0].says
-    assert "nan" in compare(alone(), [alone(loss=float("nan"))]).problems[0].says, (
+    assert "2 of 4 elements are on no rank" in compare_with_serial_run(alone(), [half]).problems[0].says
+    assert "nan" in compare_with_serial_run(alone(), [alone(loss=float("nan"))]).problems[0].says, (
         "what is not a number is not the same"
     )
-    losses = compare(alone(), [alone(), alone(loss=2.0 + 1e-15)]).problems
+    losses = compare_with_serial_run(alone(), [alone(), alone(loss=2.0 + 1e-15)]).problems
     assert [one.gap for one in losses] == [float("inf")] and "on rank 1" in losses[0].says, (
         "ranks that disagree are apart, however little"
     )
@@ -205,10 +216,10 @@ def wait_for_each_other(_: str) -> None:
 
 def test_a_rank_that_fails_is_named_with_its_error() -> None:
     with pytest.raises(RankFailed, match=r"rank 1 of 2: (.|\n)*ValueError: of its own"):
-        on_ranks(fail_on_the_second_rank, 2, "of its own")
+        run_on_local_ranks(fail_on_the_second_rank, 2, "of its own")
 
 
 @pytest.mark.nightly
 def test_ranks_that_wait_for_each_other_are_stopped() -> None:
     with pytest.raises(RankFailed, match="2 of 2 ranks did not come back within 20 s"):
-        on_ranks(wait_for_each_other, 2, "", timeout=20.0)
+        run_on_local_ranks(wait_for_each_other, 2, "", timeout=20.0)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from megatron.core.parallel.main_grad import MainGrad
 from megatron.trust.plan.cost import event_seconds, step_cost
-from megatron.trust.plan.hardware import Hardware, Link
+from megatron.trust.plan.hardware import Hardware, NetworkLink
 from megatron.trust.simulate.dry_run import dry_run
-from megatron.trust.simulate.recorder import Recorder
-from megatron.trust.simulate.trace import Event, Trace
+from megatron.trust.simulate.recorder import StepRecorder
+from megatron.trust.simulate.trace import StepEvent, Trace
 from tests.helpers import tiny
 
 # Rates a second at which arithmetic and bytes take times of one size. A product reaches half of the peak.
@@ -29,8 +29,8 @@ MACHINE = Hardware(
     memory_rate=2e3,
     launch=0.25,
     node=2,
-    inside=Link(500.0, 0.5),
-    network=Link(100.0, 2.0),
+    inside=NetworkLink(500.0, 0.5),
+    network=NetworkLink(100.0, 2.0),
 )
 TP, PP, DP = 2, 2, 2
 H, N, S, B, V = 32, 4, 16, 2, 52  # hidden size, heads, sequence, micro batch, vocabulary; an MLP has 4 h
@@ -59,7 +59,7 @@ def trace_of_first_stage() -> Trace:
     ).traces[0]
 
 
-def only(kind: str, action: str, module: str = "", *, shape: tuple[int, ...] = (), axis: str = "") -> Event:
+def only(kind: str, action: str, module: str = "", *, shape: tuple[int, ...] = (), axis: str = "") -> StepEvent:
     """The first event of this name, action, module, axis and shape."""
     found = [
         event
@@ -87,7 +87,7 @@ HIDDEN = S * B * H // TP  # numbers of the hidden state, under sequence parallel
 WIDE = S * B * 4 * H // TP  # numbers within the MLP
 WEIGHT = H * 4 * H // TP
 
-OPERATIONS: dict[str, tuple[Callable[[], Event], float]] = {
+OPERATIONS: dict[str, tuple[Callable[[], StepEvent], float]] = {
     "product": (
         lambda: only("aten.mm", "F", "mlp.linear_fc1"),
         by_hand(PRODUCT, BF16 * (S * B * H + WEIGHT + WIDE), HALF),
@@ -176,9 +176,9 @@ def test_attention_with_dropout_costs_what_it_costs_without() -> None:
     assert dropped.parts["other operations"] == pytest.approx(plain.parts["other operations"], rel=0.1)
 
 
-def recorded(does: Callable[[], Tensor]) -> Event:
+def recorded(does: Callable[[], Tensor]) -> StepEvent:
     """The matrix product that this does."""
-    with Recorder({}) as recorder:
+    with StepRecorder({}) as recorder:
         does()
     (product,) = (event for event in recorder.events if event.flops)
     return product

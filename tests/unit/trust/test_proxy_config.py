@@ -11,12 +11,12 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import stages_of
-from megatron.core.pipeline_parallel.schedules import can_overlap, training_plan
+from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.pipeline_parallel.schedules import can_overlap_pair, pipeline_training_plan
 from megatron.training.cli.preflight import resolve_and_examine
-from megatron.trust.flags.command import read_command
+from megatron.trust.flags.command import parse_command
 from megatron.trust.flags.repair import RequestedSetup
-from megatron.trust.parity.proxy_config import ProxyConfig, proxy_config, small_degrees
+from megatron.trust.parity.proxy_config import ProxyConfig, make_proxy_config, small_degrees
 from tests.helpers import tiny
 from tests.parity.table import MODELS, ROWS, named, read_layout
 
@@ -28,7 +28,7 @@ BASE = (
 
 def config_of(flags: str, ranks: int, entry: str = "pretrain_gpt.py") -> RunConfig:
     """The resolved config of flags that keep the rules."""
-    setting = read_command(shlex.split(BASE + flags), ranks=ranks, entry=entry).setting
+    setting = parse_command(shlex.split(BASE + flags), ranks=ranks, entry=entry).setting
     config, problems = resolve_and_examine(setting.config, ranks)
     assert not problems, problems
     return config
@@ -36,7 +36,7 @@ def config_of(flags: str, ranks: int, entry: str = "pretrain_gpt.py") -> RunConf
 
 def small(flags: str, ranks: int, most_ranks: int = 8) -> ProxyConfig:
     """Those flags, made small."""
-    return proxy_config(config_of(flags, ranks), ranks, most_ranks=most_ranks)
+    return make_proxy_config(config_of(flags, ranks), ranks, most_ranks=most_ranks)
 
 
 def sizes(found: ProxyConfig) -> dict[str, int]:
@@ -57,7 +57,7 @@ def test_a_row_of_the_table_keeps_its_axes_its_kinds_of_layer_and_the_rules(layo
     config = tiny.config(ranks, **{**MODELS[model], **changes})
     if model == "hybrid" and list(broken_rules(config, ranks)):
         pytest.skip("the table runs what a command line cannot say: offloaded parts of experts without experts")
-    found = proxy_config(config, ranks)
+    found = make_proxy_config(config, ranks)
     assert list(broken_rules(found.config, found.world_size)) == []
     lost = {change.name for change in found.changes if change.lost}
     assert lost <= {
@@ -81,9 +81,9 @@ def test_a_row_of_the_table_keeps_its_axes_its_kinds_of_layer_and_the_rules(layo
         for one in (config, found.config)
     ]
     assert kinds[0] == kinds[1]
-    assert (len(stages_of(config)) > parallel.pp) == (len(stages_of(found.config)) > found.config.parallel.pp), (
-        "chunks stay chunks"
-    )
+    assert (len(pipeline_stages_of(config)) > parallel.pp) == (
+        len(pipeline_stages_of(found.config)) > found.config.parallel.pp
+    ), "chunks stay chunks"
 
 
 def test_what_is_large_becomes_small_and_numbers_become_exact() -> None:
@@ -98,10 +98,10 @@ def test_what_is_large_becomes_small_and_numbers_become_exact() -> None:
     assert found.config.precision.fp64 and not found.config.precision.bf16
     assert found.config.parallel.sequence_parallel and found.config.parallel.use_distributed_optimizer
     assert (
-        found.serial.parallel.tp == found.serial.parallel.pp == 1
-        and not found.serial.parallel.use_distributed_optimizer
+        found.serial_config.parallel.tp == found.serial_config.parallel.pp == 1
+        and not found.serial_config.parallel.use_distributed_optimizer
     )
-    assert found.serial.train == found.config.train
+    assert found.serial_config.train == found.config.train
     said = [str(change) for change in found.changes]
     assert (
         "ranks 64 -> 8" in said and "--num-layers 32 -> 2" in said and not any(change.lost for change in found.changes)
@@ -117,8 +117,8 @@ def test_passes_in_turns_stay_so_on_every_stage() -> None:
     train, pp = found.config.train, found.config.parallel.pp
     count = train.global_batch_size // (train.micro_batch_size * sizes(found)["dp"])
     assert pp > 1
-    for row in training_plan(pp, 1, count, dual_batch_overlap=True):
-        assert any(can_overlap(row, place, pp) for place in range(len(row))), f"{count} microbatches are too few"
+    for row in pipeline_training_plan(pp, 1, count, dual_batch_overlap=True):
+        assert any(can_overlap_pair(row, place, pp) for place in range(len(row))), f"{count} microbatches are too few"
 
 
 def test_a_pipeline_without_chunks_keeps_a_middle_stage_where_it_fits() -> None:
@@ -221,7 +221,7 @@ def test_too_few_ranks_for_anything_are_refused_with_the_rule() -> None:
     config = config_of("--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", 4)
     assert all(one.num_ranks <= 2 for one in small_degrees(config, 4, 2))
     with pytest.raises(ConfigError, match="no small form of this config on at most 0 ranks"):
-        proxy_config(config, 4, most_ranks=0)
+        make_proxy_config(config, 4, most_ranks=0)
 
 
 def test_a_bert_and_a_t5_stay_what_they_are() -> None:
@@ -229,5 +229,5 @@ def test_a_bert_and_a_t5_stay_what_they_are() -> None:
         ("pretrain_bert.py", "--tensor-model-parallel-size 2"),
         ("pretrain_t5.py", "--pipeline-model-parallel-size 2"),
     ):
-        found = proxy_config(config_of(flags, 4, entry), 4)
+        found = make_proxy_config(config_of(flags, 4, entry), 4)
         assert sizes(found)["dp"] == 2 and found.config.model.architecture == entry[9:-3]

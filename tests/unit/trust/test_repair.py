@@ -11,16 +11,23 @@ import pytest
 from megatron.core.config.flags import flag_fields
 from megatron.core.config.rules.engine import ALWAYS, NEEDS, RULES
 from megatron.core.config.settings.run import RequestedRun
-from megatron.trust.flags.command import Command, read_command
-from megatron.trust.flags.repair import WORLD, BrokenRule, RequestedSetup, candidates, flags_of_rule, smallest_repair
+from megatron.trust.flags.command import ParsedCommand, parse_command
+from megatron.trust.flags.repair import (
+    WORLD,
+    BrokenRule,
+    RequestedSetup,
+    candidate_edits,
+    flags_named_by_rule,
+    smallest_repair,
+)
 from tests.unit.trust.bad_configs import BAD, GPT
 
 
-def command(flags: str, ranks: int = 1) -> Command:
+def command(flags: str, ranks: int = 1) -> ParsedCommand:
     """The flags of GPT and these, of the script that they begin with."""
     words = flags.split()
     entry = [words.pop(0)] if words and words[0].endswith(".py") else ["pretrain_gpt.py"]
-    return read_command([*entry, *GPT.split(), *words], ranks=ranks)
+    return parse_command([*entry, *GPT.split(), *words], ranks=ranks)
 
 
 def setting(flags: str, ranks: int = 1) -> RequestedSetup:
@@ -31,7 +38,7 @@ def setting(flags: str, ranks: int = 1) -> RequestedSetup:
 
 def test_the_flags_behind_which_the_table_stands_keep_every_rule() -> None:
     for entry in ("pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py"):
-        assert setting(entry).broken_rules() == ()
+        assert setting(entry).find_broken_rules() == ()
     assert len(BAD) >= 100
 
 
@@ -48,17 +55,17 @@ def test_a_bad_configuration_breaks_its_rules_and_is_mended_by_the_fewest_change
 ) -> None:
     found = command(flags, ranks)
     assert found.setting is not None
-    broken = (*found.unread, *found.setting.broken_rules())
+    broken = (*found.unread, *found.setting.find_broken_rules())
     assert {one.rule for one in broken} == set(names.split()), broken
     answer = smallest_repair(found.setting)
     assert answer.edits is not None and answer.fewest
     assert len(answer.edits) == count, list(map(str, answer.edits))
-    assert found.setting.with_values({edit.name: edit.after for edit in answer.edits}).broken_rules() == ()
+    assert found.setting.with_values({edit.name: edit.after for edit in answer.edits}).find_broken_rules() == ()
     for edit in answer.edits:
         others = {other.name: other.after for other in answer.edits if other is not edit}
-        assert {one.rule for one in found.setting.with_values(others).broken_rules()} == set(edit.mends) != set(), (
-            "each change is needed"
-        )
+        assert (
+            {one.rule for one in found.setting.with_values(others).find_broken_rules()} == set(edit.mends) != set()
+        ), "each change is needed"
 
 
 def single_changes(start: RequestedSetup) -> Iterator[dict[str, Any]]:
@@ -98,7 +105,7 @@ def test_no_single_change_of_any_flag_mends_what_is_said_to_need_two(flags: str,
     enough = [
         change
         for change in single_changes(start)
-        if change != {"mock_data": True} and not start.with_values(change).broken_rules()
+        if change != {"mock_data": True} and not start.with_values(change).find_broken_rules()
     ]
     assert not enough, enough[:5]
 
@@ -107,12 +114,12 @@ def test_the_nearest_of_equally_few_changes_is_chosen() -> None:
     start = setting("--global-batch-size 100", 8)
     answer = smallest_repair(start)
     assert [(edit.name, edit.after) for edit in answer.edits] == [("global_batch_size", 96)]
-    (one,) = start.broken_rules()
+    (one,) = start.find_broken_rules()
     mending = [
         edit
-        for name in flags_of_rule(one, start)
-        for edit in candidates(start, one, name)
-        if not start.with_values({name: edit.after}).broken_rules()
+        for name in flags_named_by_rule(one, start)
+        for edit in candidate_edits(start, one, name)
+        if not start.with_values({name: edit.after}).find_broken_rules()
     ]
     assert len(mending) > 3 and min(edit.far for edit in mending) == answer.edits[0].far
 
@@ -122,7 +129,7 @@ def test_flags_that_are_fixed_stay() -> None:
     assert [edit.name for edit in smallest_repair(start).edits] == ["tensor_model_parallel_size"]
     answer = smallest_repair(start, fixed=["tensor_model_parallel_size"])
     assert "tensor_model_parallel_size" not in {edit.name for edit in answer.edits}
-    assert start.with_values({edit.name: edit.after for edit in answer.edits}).broken_rules() == ()
+    assert start.with_values({edit.name: edit.after for edit in answer.edits}).find_broken_rules() == ()
 
 
 def test_what_cannot_be_mended_is_said_so() -> None:
@@ -171,14 +178,14 @@ def test_changes_are_said_as_flags(flags: str, said: str) -> None:
     ],
 )
 def test_the_flags_that_a_rule_speaks_of_are_found(says: str, names: list[str]) -> None:
-    assert flags_of_rule(BrokenRule("x", says), setting("")) == names
+    assert flags_named_by_rule(BrokenRule("x", says), setting("")) == names
 
 
 def test_values_that_a_rule_names_are_tried() -> None:
     start = setting("--tensor-model-parallel-size 4 --ffn-hidden-size 5461", 4)
-    (one,) = start.broken_rules()
-    assert {5460, 5464} <= {edit.after for edit in candidates(start, one, "ffn_hidden_size")}
-    assert {1} <= {edit.after for edit in candidates(start, one, "tensor_model_parallel_size")}
+    (one,) = start.find_broken_rules()
+    assert {5460, 5464} <= {edit.after for edit in candidate_edits(start, one, "ffn_hidden_size")}
+    assert {1} <= {edit.after for edit in candidate_edits(start, one, "tensor_model_parallel_size")}
 
 
 @pytest.mark.parametrize(
@@ -193,7 +200,7 @@ def test_values_that_a_rule_names_are_tried() -> None:
     ],
 )
 def test_ranks_and_network_are_read_from_a_command(words: str, ranks: int, architecture: str) -> None:
-    found = read_command([*words.split(), *GPT.split()])
+    found = parse_command([*words.split(), *GPT.split()])
     assert (
         found.unread == ()
         and found.setting.world_size == ranks
@@ -218,4 +225,4 @@ def test_a_rule_never_fails_on_sizes_that_make_no_sense() -> None:
         2,
     )
     for (one, first), (other, second) in itertools.product(itertools.product(names, sizes), repeat=2):
-        assert start.with_values({one: first, other: second}).broken_rules(), "10**6 and 3 fit nowhere here"
+        assert start.with_values({one: first, other: second}).find_broken_rules(), "10**6 and 3 fit nowhere here"

@@ -12,9 +12,23 @@ import pytest
 
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.pipeline_parallel.schedules import Action
-from megatron.trust.plan.planner import RunPlan, explain_peak, memory_savings, plan, with_advice
-from megatron.trust.plan.report import TALL, axis_ticks, memory_picture, page, report_values, schedule_picture, text
-from megatron.trust.simulate.trace import DryRun, Event
+from megatron.trust.plan.planner import (
+    RunPlan,
+    memory_saving_edits,
+    peak_explanation_lines,
+    plan_run,
+    with_memory_advice,
+)
+from megatron.trust.plan.report import (
+    TALL,
+    axis_ticks,
+    memory_picture,
+    plan_report_html,
+    plan_report_text,
+    plan_report_values,
+    schedule_picture,
+)
+from megatron.trust.simulate.trace import DryRunResult, StepEvent
 from megatron.trust.units import GIB, bytes_text, count_text, seconds_text
 from tests.unit.trust.hand_made import PLAIN, VOCABULARY, config_of, op, run_of, setting_of
 
@@ -22,14 +36,14 @@ COMMAND = ["python", "tools/plan.py", "--gpu", "h100-80", "--data-path", "a & <b
 VOID = {"meta", "line", "link", "br"}
 
 
-def passes(action: Action, place: int) -> Sequence[Event]:
+def passes(action: Action, place: int) -> Sequence[StepEvent]:
     """One second forward, two backward."""
     return [op({"F": 1, "B": 2}[action.op], "")] if action.op in "FB" else []
 
 
 def planned_of(peaks: Sequence[int], flags: str = "--pipeline-model-parallel-size 2") -> RunPlan:
     """The plan of a run whose pipeline positions need so many bytes, on a machine of 1 GiB."""
-    return plan(
+    return plan_run(
         config_of(flags, 2), 2, PLAIN, lambda config, ranks, chosen=None: run_of(config, ranks, passes, peaks=peaks)
     )
 
@@ -55,24 +69,26 @@ class Tags(HTMLParser):
 
 
 def test_the_first_line_is_the_conclusion() -> None:
-    said = [text(planned_of([GIB // 2, size])).splitlines()[0] for size in (GIB // 4, 3 * GIB)]
+    said = [plan_report_text(planned_of([GIB // 2, size])).splitlines()[0] for size in (GIB // 4, 3 * GIB)]
     assert said[0].startswith("FITS: the fullest rank needs 512.00 MiB of 1.00 GiB on plain; about 27 s a step, ")
     assert said[1].startswith("DOES NOT FIT: the fullest rank needs 3.00 GiB of 1.00 GiB on plain; ")
 
 
 def test_the_fullest_rank_is_marked_and_explained() -> None:
     planned = planned_of([GIB // 4, GIB // 2])
-    said = text(planned)
+    said = plan_report_text(planned)
     assert re.search(r"pp 1 head, rank 1 +1 +512\.00 .*<- fullest", said), said
     assert "rank 1 holds 256.00 MiB more than rank 0: " in said
     assert "rank 0 holds the embedding, and at most 2 forward passes at once still await their" in said
     assert "rank 1 holds the head, and at most 1 forward pass at once still awaits its" in said
-    assert explain_peak(planned_of([GIB, GIB]).run) == ["all ranks hold the same"]
+    assert peak_explanation_lines(planned_of([GIB, GIB]).run) == ["all ranks hold the same"]
 
 
 def test_the_report_fits_one_screen_whatever_the_number_of_ranks() -> None:
     flags = "--pipeline-model-parallel-size 8 --num-layers 8"
-    planned = plan(config_of(flags, 64), 64, PLAIN, lambda config, ranks, chosen=None: run_of(config, ranks, passes))
+    planned = plan_run(
+        config_of(flags, 64), 64, PLAIN, lambda config, ranks, chosen=None: run_of(config, ranks, passes)
+    )
     many = replace(
         planned.run,
         traces=tuple(
@@ -80,7 +96,7 @@ def test_the_report_fits_one_screen_whatever_the_number_of_ranks() -> None:
         ),
         stands_for=planned.run.stands_for * 20,
     )
-    lines = text(replace(planned, run=many)).splitlines()
+    lines = plan_report_text(replace(planned, run=many)).splitlines()
     assert (
         len(lines) <= 30
         and max(map(len, lines)) <= 180
@@ -90,7 +106,7 @@ def test_the_report_fits_one_screen_whatever_the_number_of_ranks() -> None:
 
 def test_the_json_has_the_numbers_of_the_plan() -> None:
     planned = planned_of([GIB // 4, GIB // 2])
-    found = json.loads(json.dumps(report_values(planned)))
+    found = json.loads(json.dumps(plan_report_values(planned)))
     assert found["fits"] and found["worst_rank"] == 1 and found["time"]["seconds"] == 27.0
     assert [rank["peak"] for rank in found["ranks"]] == [GIB // 4, GIB // 2]
     assert all(sum(rank["at_peak"].values()) == rank["peak"] for rank in found["ranks"])
@@ -98,7 +114,7 @@ def test_the_json_has_the_numbers_of_the_plan() -> None:
 
 @pytest.mark.parametrize("peaks", [(GIB // 4, GIB // 2), (GIB // 4, 2 * GIB)])
 def test_the_page_is_whole_and_needs_nothing_from_outside(peaks: Sequence[int]) -> None:
-    written = page(planned_of(peaks), COMMAND)
+    written = plan_report_html(planned_of(peaks), COMMAND)
     tags = Tags()
     tags.feed(written)
     assert (
@@ -114,7 +130,7 @@ def test_the_page_is_whole_and_needs_nothing_from_outside(peaks: Sequence[int]) 
 
 def test_the_page_has_a_title_the_command_and_axes() -> None:
     planned = planned_of([GIB // 4, GIB // 2])
-    written = page(planned, COMMAND)
+    written = plan_report_html(planned, COMMAND)
     assert "<title>Plan: fits, 27 s a step, 2 ranks (pp 2); " in written
     assert "python tools/plan.py --gpu h100-80 --data-path &#x27;a &amp; &lt;b&gt;&#x27;" in written
     memory, schedule = (
@@ -172,7 +188,7 @@ def test_advice_is_planned_again_and_put_together_until_it_fits() -> None:
     """A machine on which recomputation saves a third and the distributed optimizer a half."""
     asked: list[RunConfig] = []
 
-    def dry(config: RunConfig, ranks: int, chosen: Sequence[int] | None = None) -> DryRun:
+    def dry(config: RunConfig, ranks: int, chosen: Sequence[int] | None = None) -> DryRunResult:
         asked.append(config)
         peak = 3.0 * GIB
         peak *= {None: 1.0, "selective": 1.0, "full": 2 / 3}[config.recompute.recompute_granularity]
@@ -180,8 +196,8 @@ def test_advice_is_planned_again_and_put_together_until_it_fits() -> None:
         return run_of(config, ranks, passes, peaks=[int(peak)])
 
     setting = setting_of("--num-attention-heads 3 --hidden-size 48 --num-layers 7", 2)
-    planned = with_advice(
-        plan(config_of("--num-attention-heads 3 --hidden-size 48 --num-layers 7", 2), 2, PLAIN, dry),
+    planned = with_memory_advice(
+        plan_run(config_of("--num-attention-heads 3 --hidden-size 48 --num-layers 7", 2), 2, PLAIN, dry),
         setting,
         dry,
         true_vocab_size=VOCABULARY,
@@ -194,14 +210,14 @@ def test_advice_is_planned_again_and_put_together_until_it_fits() -> None:
         (full, False),
     ]
     assert planned.advice[0].peak == int(3.0 * GIB * 2 / 3 * 0.5) and planned.advice[0].slower > 0
-    assert f"--use-distributed-optimizer {full} saves 2.00 GiB: 1.00 GiB, +" in text(planned) and ", FITS" in text(
+    assert f"--use-distributed-optimizer {full} saves 2.00 GiB: 1.00 GiB, +" in plan_report_text(
         planned
-    )
+    ) and ", FITS" in plan_report_text(planned)
 
 
 def test_changes_that_were_made_already_are_not_advised() -> None:
     flags = "--use-distributed-optimizer --tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity selective"
-    words = [line for line, _ in memory_savings(setting_of(flags, 4), config_of(flags, 4))]
+    words = [line for line, _ in memory_saving_edits(setting_of(flags, 4), config_of(flags, 4))]
     assert words == [
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "--tensor-model-parallel-size 4 --sequence-parallel",

@@ -14,18 +14,18 @@ import torch
 import torch.distributed as dist
 
 import pretrain_gpt
-from megatron.core.config.flags import to_values
+from megatron.core.config.flags import config_to_values
 from megatron.core.dist_checkpointing.tree import ShardedTensor
 from megatron.core.kernels.table import KernelRequirements, select_kernels
 from megatron.core.tokenizers.build import NullTokenizer
-from megatron.training.checkpoint.checkpointing import Checkpoint
+from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.cli.arguments import config_of, read_args
 from megatron.training.health.bad_steps import StepValidator
-from megatron.training.loader import build_data
-from megatron.training.loop import Session
+from megatron.training.loader import build_split_batches
+from megatron.training.loop import TrainingSession
 from megatron.training.trainer import build_trainer
 from megatron.trust.compare.contents import matches_pattern
-from megatron.trust.state_inventory import INVENTORY, Item
+from megatron.trust.state_inventory import INVENTORY, StateItem
 from tests.helpers import tiny
 from tests.helpers.programme import TINY, VOCABULARY, write_tokens
 from tests.helpers.training import train_on
@@ -63,7 +63,7 @@ TWO = {
 
 
 @contextmanager
-def session(flags: list[str], folder: Path) -> Iterator[Session]:
+def session(flags: list[str], folder: Path) -> Iterator[TrainingSession]:
     """A run on this process's ranks, before its first step."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     config = config_of(
@@ -90,18 +90,18 @@ def session(flags: list[str], folder: Path) -> Iterator[Session]:
             KernelRequirements(device="cpu", dtype=getattr(torch, config.precision.dtype), attention_dropout=0.1), {}
         ),
     )
-    trainer = build_trainer(run, pretrain_gpt.model, pretrain_gpt.forward_step)
-    checkpoint = Checkpoint(trainer)
-    with closing(build_data(trainer, pretrain_gpt.datasets)) as data:
-        yield Session(trainer, checkpoint, data, StepValidator(run.config))
-        checkpoint.finish()
+    trainer = build_trainer(run, pretrain_gpt.model_provider, pretrain_gpt.forward_step)
+    checkpoint = Checkpointer(trainer)
+    with closing(build_split_batches(trainer, pretrain_gpt.datasets_provider)) as data:
+        yield TrainingSession(trainer, checkpoint, data, StepValidator(run.config))
+        checkpoint.finish_save()
 
 
-def train(one: Session, steps: int = 5) -> None:
+def train(one: TrainingSession, steps: int = 5) -> None:
     """Train, evaluate, report and save as the loop does."""
     with one._exit_conditions() as watch:
         for _ in range(steps):
-            one._one_iteration(watch)
+            one._run_iteration(watch)
 
 
 # Patterns of places -> why what is there need not be saved.
@@ -132,7 +132,7 @@ DERIVED = {
 }
 
 
-def items_at(place: str) -> list[Item]:
+def items_at(place: str) -> list[StateItem]:
     """The items that live at a place."""
     return [item for item in INVENTORY if matches_pattern(place, item.places)]
 
@@ -142,10 +142,10 @@ def why_derived(place: str) -> str:
     return next((reason for patterns, reason in DERIVED.items() if matches_pattern(place, patterns)), "")
 
 
-def saved(one: Session) -> dict[str, str]:
+def saved(one: TrainingSession) -> dict[str, str]:
     """What a save would hold now, as text."""
     found = {}
-    for name, value in one.checkpoint.state().items():
+    for name, value in one.checkpoint.state_to_save().items():
         if isinstance(value, ShardedTensor):
             value = [(str(box), tensor.tolist()) for box, tensor in value.pieces]
         found[name] = str(value.tolist()) if isinstance(value, torch.Tensor) else json.dumps(value)
@@ -223,7 +223,7 @@ def test_a_new_piece_of_state_is_noticed_wherever_it_is_kept(folder: Path) -> No
 def test_a_piece_of_state_that_is_registered_and_not_saved_is_noticed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Checkpoint.state
+    real = Checkpointer.state_to_save
     for lost, of in (
         ("run.optimizer_steps", "updates done"),
         ("optimizer.exp_avg_sq.", "second moments (Adam)"),
@@ -231,8 +231,8 @@ def test_a_piece_of_state_that_is_registered_and_not_saved_is_noticed(
         ("run.progress", "counters and position in the data"),
     ):
         monkeypatch.setattr(
-            Checkpoint,
-            "state",
+            Checkpointer,
+            "state_to_save",
             lambda self, lost=lost: {name: value for name, value in real(self).items() if not name.startswith(lost)},
         )
         assert any(text.endswith(f"what a save holds of {of} does not") for text in forgotten([], folder)), lost
@@ -241,10 +241,10 @@ def test_a_piece_of_state_that_is_registered_and_not_saved_is_noticed(
 @pytest.mark.parametrize("name", ["t5", "deepseek", "output-gate"])
 def test_a_checkpoint_must_hold_the_histories_that_a_run_has(name: str) -> None:
     settings = tiny.config(**MODELS[name], fp8_format="hybrid", first_last_layers_bf16=True)
-    state = Checkpoint(tiny.trainer_of(tiny.run_of(settings))).state()
+    state = Checkpointer(tiny.trainer_of(tiny.run_of(settings))).state_to_save()
     (item,) = (item for item in INVENTORY if item.what == "histories of delayed scales")
     expected = item.expected(
-        to_values(settings), 1, [name.removeprefix("model.") for name in state if name.startswith("model.")]
+        config_to_values(settings), 1, [name.removeprefix("model.") for name in state if name.startswith("model.")]
     )
     assert expected and set(expected) == {name for name in state if name.startswith("run.amax.")}
 
@@ -262,9 +262,9 @@ def test_a_checkpoint_of_a_hybrid_holds_what_it_must(changes: dict[str, Any]) ->
     settings = tiny.config(**{**MODELS["hybrid"], **sizes, "hybrid_layer_pattern": "MG*-", **changes})
     trainer = tiny.trainer_of(tiny.run_of(settings))
     train_on(trainer, 1)
-    state = Checkpoint(trainer).state()
+    state = Checkpointer(trainer).state_to_save()
     parameters = [name.removeprefix("model.") for name in state if name.startswith("model.")]
-    expected = {name for item in INVENTORY for name in item.expected(to_values(settings), 1, parameters)}
+    expected = {name for item in INVENTORY for name in item.expected(config_to_values(settings), 1, parameters)}
     held = {name for name in state if name.startswith(("optimizer.", "run.amax."))}
     assert (
         len(held) > len(parameters)

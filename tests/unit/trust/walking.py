@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron.training.loop import Session
+from megatron.training.loop import TrainingSession
 
 _PLAIN = (int, float, str, bytes, bool, complex, type(None), Enum, np.generic, torch.dtype, torch.device, torch.Size)
 _OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType, types.CodeType, torch.futures.Future)
@@ -67,7 +67,7 @@ def changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     return sorted(place for place in {*before, *after} if before.get(place) != after.get(place))
 
 
-def roots(session: Session) -> dict[str, Any]:
+def roots(session: TrainingSession) -> dict[str, Any]:
     """Everything that a run holds: the parts of its session, by the names that the inventory uses, and the generators that
     belong to nobody."""
     randomness = {

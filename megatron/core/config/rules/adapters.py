@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config.adapters import ALL_LINEAR, EXPERTS, PROJECTIONS, LinearShape, chosen_layers, read_target
+from megatron.core.config.adapters import (
+    ALL_LINEAR,
+    EXPERTS,
+    PROJECTIONS,
+    LinearShape,
+    layers_matching_target,
+    parse_lora_target,
+)
 from megatron.core.config.plan import network_layer_plans
-from megatron.core.config.rules.rule import Rule, RuleInput, flags_given
+from megatron.core.config.rules.rule import Rule, RuleInput, non_default_flags
 from megatron.core.config.settings.adapter import AdapterConfig
 
 _OF_ADAPTERS = (
@@ -20,10 +27,11 @@ _OF_ADAPTERS = (
 )
 
 
-def _adapter_numbers(s: RuleInput) -> Iterator[str]:
+def _adapter_setting_problems(s: RuleInput) -> Iterator[str]:
+    """Yield problems of adapter settings: numbers out of range, or flags without --lora-rank."""
     config = s.run.model.adapter
     if not config.has_adapters:
-        if given := flags_given(config, _OF_ADAPTERS) + flags_given(s.run.optimizer, ("lora_plus_ratio",)):
+        if given := non_default_flags(config, _OF_ADAPTERS) + non_default_flags(s.run.optimizer, ("lora_plus_ratio",)):
             yield f"{', '.join(given)}: of adapters, and there are none; give --lora-rank"
         return
     if (config.lora_rank or 0) < 1:
@@ -36,7 +44,8 @@ def _adapter_numbers(s: RuleInput) -> Iterator[str]:
         yield "--lora-targets names nothing; leave it out for all linear layers"
 
 
-def _adapter_needs_base(s: RuleInput) -> str:
+def _adapter_base_problem(s: RuleInput) -> str:
+    """Return the problem of --adapter without weights of a base, or ""."""
     folder, checkpoint = s.run.checkpoint.adapter, s.run.checkpoint
     if folder is None:
         return ""
@@ -45,19 +54,20 @@ def _adapter_needs_base(s: RuleInput) -> str:
     return ""
 
 
-def _adapter_targets(s: RuleInput) -> str:
+def _lora_target_problems(s: RuleInput) -> str:
+    """Return problems of --lora-targets, a line each, or ""."""
     model, problems = s.run.model, list[str]()
     config = model.adapter
     if not config.has_adapters or (config.lora_rank or 0) < 1:
         return ""
-    broken = [target for target in config.lora_targets if read_target(config, target)[0] < 1]
+    broken = [target for target in config.lora_targets if parse_lora_target(config, target)[0] < 1]
     if broken:
         return f"--lora-targets {' '.join(broken)}: write NAME, NAME=RANK or NAME=RANK:ALPHA, a rank being 1 or more"
     rows = network_layer_plans(model)
     kinds: dict[str, set[bool]] = {}
     for target in config.lora_targets:
-        chosen = chosen_layers(model, rows, target)
-        problems += _target_problems(config, target, chosen)
+        chosen = layers_matching_target(model, rows, target)
+        problems += _single_target_problems(config, target, chosen)
         for linear, part, shape in chosen:
             if len(shape.parts) > 1:
                 kinds.setdefault(linear, set()).add(part == "")
@@ -69,9 +79,11 @@ def _adapter_targets(s: RuleInput) -> str:
     return "\n  ".join(dict.fromkeys(problems))
 
 
-def _target_problems(config: AdapterConfig, target: str, chosen: list[tuple[str, str, LinearShape]]) -> Iterator[str]:
-    """What is wrong with a target. chosen: what it names."""
-    rank = read_target(config, target)[0]
+def _single_target_problems(
+    config: AdapterConfig, target: str, chosen: list[tuple[str, str, LinearShape]]
+) -> Iterator[str]:
+    """Yield what is wrong with one target. chosen: (linear layer, part, shape) of everything that it names."""
+    rank = parse_lora_target(config, target)[0]
     if not chosen:
         yield (
             f"--lora-targets {target} names no linear layer of this network; choose of {ALL_LINEAR}, "
@@ -80,7 +92,7 @@ def _target_problems(config: AdapterConfig, target: str, chosen: list[tuple[str,
         )
         return
     most, name = min(
-        (min(shape.inputs, shape.rows(part)[1]), f"{linear}.{part}".rstrip(".")) for linear, part, shape in chosen
+        (min(shape.inputs, shape.row_range(part)[1]), f"{linear}.{part}".rstrip(".")) for linear, part, shape in chosen
     )
     if rank > most:
         yield f"--lora-rank {rank} does not fit {name}, a matrix of rank {most} at most; choose up to {most}, or {target}={most} in --lora-targets"
@@ -89,7 +101,8 @@ def _target_problems(config: AdapterConfig, target: str, chosen: list[tuple[str,
         yield f"{flag} and adapters of experts ({target}) do not go together; name other --lora-targets, or drop it"
 
 
-def _adapter_conflicts(s: RuleInput) -> Iterator[str]:
+def _adapter_conflict_problems(s: RuleInput) -> Iterator[str]:
+    """Yield which settings would change weights that adapters or --freeze keep frozen."""
     run = s.run
     config = run.model.adapter
     if not config.has_adapters and not config.freeze:
@@ -119,14 +132,14 @@ def _adapter_conflicts(s: RuleInput) -> Iterator[str]:
 
 
 ALWAYS = (
-    Rule("adapter-numbers", _adapter_numbers, "what is said of adapters belongs to a run that has them"),
-    Rule("adapter-start", _adapter_needs_base, "adapters that a run starts from belong to a base"),
+    Rule("adapter-numbers", _adapter_setting_problems, "what is said of adapters belongs to a run that has them"),
+    Rule("adapter-start", _adapter_base_problem, "adapters that a run starts from belong to a base"),
 )
 RULES = (
     Rule(
         "adapter-targets",
-        _adapter_targets,
+        _lora_target_problems,
         "every target of adapters names a linear layer of the network, whose rank is not below theirs",
     ),
-    Rule("adapter-fit", _adapter_conflicts, "weights that are frozen are changed by nothing else"),
+    Rule("adapter-fit", _adapter_conflict_problems, "weights that are frozen are changed by nothing else"),
 )

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 from megatron.core.config.flags import ConfigError, flag_name
 from megatron.core.config.plan import network_layer_plans
-from megatron.core.config.rules.rule import Rule, RuleInput, flags_given
+from megatron.core.config.rules.rule import Rule, RuleInput, non_default_flags
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.network import YARN
 
 
 def layer_pattern_problems(s: RuleInput) -> Iterator[str]:
-    """What says which layers have a property can be read, and has something to say it of."""
+    """Yield problems of the patterns that give layers windows, rotations or experts."""
     run = s.run
     model = run.model
     try:
@@ -29,8 +29,8 @@ def layer_pattern_problems(s: RuleInput) -> Iterator[str]:
         )
 
 
-def _query_norms(model: ModelConfig) -> Iterator[str]:
-    """Norms of queries and keys, beside the clipping of their scores."""
+def _qk_norm_problems(model: ModelConfig) -> Iterator[str]:
+    """Yield problems of query and key norms, and of QK-clip beside them."""
     normed = [flag_name(name) for name in ("qk_layernorm", "qk_l2_norm") if getattr(model, name)]
     if (
         model.qk_clip and normed and not model.mla.multi_latent_attention
@@ -47,8 +47,8 @@ def _query_norms(model: ModelConfig) -> Iterator[str]:
         yield "--qk-clip-threshold and --qk-clip-alpha are for --qk-clip only; add it"
 
 
-def attention(s: RuleInput) -> Iterator[str]:
-    """Windows, sinks, caps, gates and clipping of scores."""
+def attention_problems(s: RuleInput) -> Iterator[str]:
+    """Yield problems of windows, sinks, soft caps, gates and QK-clip."""
     run = s.run
     model = run.model
     for name in ("attention_logit_softcap", "final_logit_softcap", "qk_clip_threshold", "activation_func_clamp_value"):
@@ -57,13 +57,13 @@ def attention(s: RuleInput) -> Iterator[str]:
             yield f"{flag_name(name)} {value:g} must be above 0"
     if not 0 <= model.qk_clip_alpha <= 1:
         yield f"--qk-clip-alpha {model.qk_clip_alpha:g} is a share, from 0 to 1"
-    yield from _query_norms(model)
-    if not model.gated and (model.activation_func_clamp_value is not None or model.glu_linear_offset):
+    yield from _qk_norm_problems(model)
+    if not model.has_gated_mlp and (model.activation_func_clamp_value is not None or model.glu_linear_offset):
         yield (
             "--activation-func-clamp-value and --glu-linear-offset are for gated MLPs only; add --swiglu, --geglu or "
             "--quick-geglu"
         )
-    given = _attention_variants(model)
+    given = _attention_variant_flags(model)
     if given and model.architecture == "t5":
         yield f"{', '.join(given)}: not for an encoder and a decoder; leave out"
     unknown = [name for name in given if name in ("--softmax-type", "--attention-output-gate", "--qk-l2-norm")]
@@ -72,9 +72,9 @@ def attention(s: RuleInput) -> Iterator[str]:
 
 
 def _rope_scaling_problems(model: ModelConfig, *, yarn: bool) -> Iterator[str]:
-    """One way to stretch rotations, by sound numbers."""
+    """Yield problems of the flags that scale rotary frequencies. yarn: whether YaRN is in use."""
     rope = model.rope
-    if not yarn and (given := flags_given(rope, YARN)):
+    if not yarn and (given := non_default_flags(rope, YARN)):
         yield f"{', '.join(given)}: for yarn only; add --rope-type yarn or leave out"
     other = [
         flag_name(name) for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor") if getattr(rope, name)
@@ -88,7 +88,7 @@ def _rope_scaling_problems(model: ModelConfig, *, yarn: bool) -> Iterator[str]:
 
 
 def rotary_problems(s: RuleInput) -> Iterator[str]:
-    """Rotations: one way to stretch them, and sections that fit."""
+    """Yield problems of rotary positions: kinds of scaling that exclude each other, sections that do not add up."""
     run = s.run
     model, rope = run.model, run.model.rope
     yarn = model.uses_rotary and rope.is_yarn
@@ -100,7 +100,7 @@ def rotary_problems(s: RuleInput) -> Iterator[str]:
     share = (
         rope.rotary_percent if math.isfinite(rope.rotary_percent) else 0.0
     )  # the rule of head sizes speaks of any other
-    pairs, section = int(model.rotary_size * share) // 2, rope.mrope_section
+    pairs, section = int(model.rotary_head_size * share) // 2, rope.mrope_section
     if rope.position_embedding_type == "mrope" and (
         section is None or len(section) % 3 or min(section) < 0 or sum(section) != pairs
     ):
@@ -110,8 +110,8 @@ def rotary_problems(s: RuleInput) -> Iterator[str]:
         yield "--mrope-section is for --position-embedding-type mrope only; leave it out"
 
 
-def _attention_variants(model: ModelConfig) -> list[str]:
-    """Flags given that change what attention computes."""
+def _attention_variant_flags(model: ModelConfig) -> list[str]:
+    """Return the given flags that change what attention computes."""
     given = {
         "window_size": model.window_size is not None,
         "softmax_type": model.softmax_type != "vanilla",
@@ -130,6 +130,10 @@ RULES = (
         layer_pattern_problems,
         "what says which layers have a property can be read and has a property to speak of",
     ),
-    Rule("attention", attention, "variants of attention and of the gated MLP have sound numbers and fit together"),
+    Rule(
+        "attention",
+        attention_problems,
+        "variants of attention and of the gated MLP have sound numbers and fit together",
+    ),
     Rule("rotations", rotary_problems, "rotations are stretched in one way, by sound numbers"),
 )

@@ -9,8 +9,8 @@ from megatron.core.config.rules.rule import Rule, RuleInput
 from megatron.core.config.settings.run import CheckpointConfig
 
 
-def _export_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
-    """What is written beside a checkpoint, or read from one."""
+def _hf_export_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
+    """Yield problems of --export-hf, --export-hf-like and --use-checkpoint-args."""
     if checkpoint.export_hf is not None and checkpoint.save is None:
         yield f"--export-hf {checkpoint.export_hf} follows each save, and there is none; give --save"
     if checkpoint.export_hf_like is not None and checkpoint.export_hf is None:
@@ -19,8 +19,8 @@ def _export_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
         yield "--use-checkpoint-args has no checkpoint to read; give --load or --pretrained-checkpoint"
 
 
-def _best_problems(s: RuleInput) -> Iterator[str]:
-    """What --save-best needs."""
+def _save_best_problems(s: RuleInput) -> Iterator[str]:
+    """Yield problems of --save-best."""
     checkpoint, train = s.run.checkpoint, s.run.train
     if checkpoint.save_best is None:
         if checkpoint.save_best_mode is not None:
@@ -34,7 +34,7 @@ def _best_problems(s: RuleInput) -> Iterator[str]:
 
 def _checkpoint_problems(s: RuleInput) -> Iterator[str]:
     checkpoint = s.run.checkpoint
-    yield from _best_problems(s)
+    yield from _save_best_problems(s)
     if checkpoint.save_interval is not None and checkpoint.save is None:
         yield f"--save-interval {checkpoint.save_interval} has no folder; give --save"
     if (
@@ -53,11 +53,11 @@ def _checkpoint_problems(s: RuleInput) -> Iterator[str]:
             f"--require-iteration {checkpoint.require_iteration} speaks of the newest checkpoint, and --ckpt-step "
             f"{checkpoint.ckpt_step} chooses one; give one of them"
         )
-    yield from _export_problems(checkpoint)
+    yield from _hf_export_problems(checkpoint)
 
 
-def _bad_steps(s: RuleInput, *, checks: bool) -> Iterator[str]:
-    """What --on-bad-step needs. checks: whether a step is looked at."""
+def _bad_step_problems(s: RuleInput, *, checks: bool) -> Iterator[str]:
+    """Yield problems of --on-bad-step. checks: whether any check of steps is on."""
     faults, checkpoint = s.run.faults, s.run.checkpoint
     if faults.on_bad_step is not None and not checks:
         yield (
@@ -76,20 +76,20 @@ def _bad_steps(s: RuleInput, *, checks: bool) -> Iterator[str]:
 
 
 def _rerun_problems(s: RuleInput, *, checks: bool) -> Iterator[str]:
-    """What --rerun-mode needs. checks: whether a step is looked at."""
+    """Yield problems of --rerun-mode and --error-injection-rate. checks: whether any check of steps is on."""
     faults = s.run.faults
     if faults.error_injection_rate < 0:
         yield f"--error-injection-rate {faults.error_injection_rate} must be 0, for none, or a number of steps"
-    if faults.step_rerun == "validate_results" and not checks:
+    if faults.effective_rerun_mode == "validate_results" and not checks:
         yield (
             "--rerun-mode validate_results knows no bad result with --no-check-for-nan-in-loss-and-grad; leave that out, "
             "or give --check-for-spiky-loss or --check-for-large-grads"
         )
-    if faults.error_injection_rate > 0 and faults.step_rerun != "validate_results":
+    if faults.error_injection_rate > 0 and faults.effective_rerun_mode != "validate_results":
         yield f"--error-injection-rate {faults.error_injection_rate} is for --rerun-mode validate_results, not {faults.rerun_mode}"
-    if faults.step_rerun != "disabled" and s.run.graphs.cuda_graph_impl != "none":
+    if faults.effective_rerun_mode != "disabled" and s.run.graphs.cuda_graph_impl != "none":
         yield (
-            f"--rerun-mode {faults.step_rerun} runs a step twice, which graphs recorded for one pass do not; "
+            f"--rerun-mode {faults.effective_rerun_mode} runs a step twice, which graphs recorded for one pass do not; "
             "leave out --cuda-graph-impl"
         )
 
@@ -107,7 +107,7 @@ def _fault_tolerance_problems(s: RuleInput) -> Iterator[str]:
     if faults.hang_timeout_minutes is not None and faults.hang_timeout_minutes < 0:
         yield f"--hang-timeout-minutes {faults.hang_timeout_minutes:g} is before the present; 0 stands for never"
     checks = train.check_for_nan_in_loss_and_grad or faults.check_for_spiky_loss or faults.check_for_large_grads
-    yield from _bad_steps(s, checks=checks)
+    yield from _bad_step_problems(s, checks=checks)
     yield from _rerun_problems(s, checks=checks)
     if faults.failure_dump_weights and not faults.validates_steps:
         yield "--failure-dump-weights has no failure dump to go into; give --on-bad-step"

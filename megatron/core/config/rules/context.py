@@ -13,8 +13,8 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
 
 
-def context(s: RuleInput) -> Iterator[str]:
-    """Networks, sequences and heads that can be divided over the context ranks."""
+def context_parallel_problems(s: RuleInput) -> Iterator[str]:
+    """Yield why network, sequence and heads cannot be divided over the context ranks."""
     run = s.run
     model, parallel = run.model, run.parallel
     size, length, tp = parallel.context_parallel_size, run.train.seq_length, parallel.tp
@@ -30,11 +30,11 @@ def context(s: RuleInput) -> Iterator[str]:
             f"--seq-length {length} cannot be cut into two chunks for each rank of --context-parallel-size {size}{over}; "
             f"choose {length // unit * unit or unit} or {-(-length // unit) * unit}"
         )
-    yield from _context_parallel_transports(run)
+    yield from _cp_comm_type_problems(run)
 
 
-def _attention_backends(model: ModelConfig, kinds: Sequence[str]) -> Iterator[str]:
-    """Attention kernels that a sequence over several ranks can use."""
+def _attention_backend_problems(model: ModelConfig, kinds: Sequence[str]) -> Iterator[str]:
+    """Yield why the attention backend cannot be used with these kinds of --cp-comm-type."""
     if model.attention_backend == "flash" and {"allgather", "all_gather"} & set(kinds):
         yield "--attention-backend flash takes no mask tensor, which --cp-comm-type allgather gives it; choose p2p or a2a"
     if model.attention_backend in (
@@ -51,8 +51,8 @@ def _attention_backends(model: ModelConfig, kinds: Sequence[str]) -> Iterator[st
         )
 
 
-def _context_parallel_transports(run: RunConfig) -> Iterator[str]:
-    """How attention sees the whole sequence, in every layer."""
+def _cp_comm_type_problems(run: RunConfig) -> Iterator[str]:
+    """Yield problems of --cp-comm-type and --hierarchical-context-parallel-sizes."""
     model, parallel = run.model, run.parallel
     size, kinds = parallel.context_parallel_size, parallel.cp_comm_type
     if len(kinds) not in (1, model.num_layers):
@@ -82,11 +82,11 @@ def _context_parallel_transports(run: RunConfig) -> Iterator[str]:
                 f"--cp-comm-type {kind} cannot share out {heads} heads a tensor rank to {ranks} ranks; choose sizes that "
                 f"divide --num-attention-heads {model.num_attention_heads}, or p2p"
             )
-    yield from _attention_backends(model, kinds) if size > 1 else []
+    yield from _attention_backend_problems(model, kinds) if size > 1 else []
 
 
-def hybrid_context_parallel(s: RuleInput) -> Iterator[str]:
-    """Sequences that are divided by their length have ranks to be divided over, and a loss that does not mind."""
+def hybrid_context_problems(s: RuleInput) -> Iterator[str]:
+    """Yield why --hybrid-context-parallel cannot be used with this layout, data and loss."""
     run, world_size = s.run, s.world_size
     model, parallel, train = run.model, run.parallel, run.train
     limit = parallel.max_seqlen_per_dp_cp_rank
@@ -145,10 +145,10 @@ def hybrid_context_parallel(s: RuleInput) -> Iterator[str]:
 
 
 RULES = (
-    Rule("context", context, "sequences, heads and networks can be cut over the context ranks"),
+    Rule("context", context_parallel_problems, "sequences, heads and networks can be cut over the context ranks"),
     Rule(
         "hybrid-context",
-        hybrid_context_parallel,
+        hybrid_context_problems,
         "sequences cut by their length have ranks, data and a loss that allow it",
     ),
 )

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.plan import network_layer_plans
-from megatron.core.config.rules.rule import Rule, RuleInput, flags_given
+from megatron.core.config.rules.rule import Rule, RuleInput, non_default_flags
 from megatron.core.config.settings.run import RunConfig
 
 
-def graphs(s: RuleInput) -> Iterator[str]:
-    """A recording does the same work on the same places of memory, and asks the host for nothing."""
+def cuda_graph_problems(s: RuleInput) -> Iterator[str]:
+    """Yield why layers cannot be captured as CUDA graphs, and problems of the flags."""
     run = s.run
     config = run.graphs
     if config.cuda_graph_impl == "none":
-        if given := flags_given(config, ("cuda_graph_modules", "cuda_graph_warmup_steps")):
+        if given := non_default_flags(config, ("cuda_graph_modules", "cuda_graph_warmup_steps")):
             yield f"{' and '.join(given)}: for --cuda-graph-impl local only; add it"
         return
-    for why in (*_capture_obstacles(run), *_random_streams(run)):
+    for why in (*_cuda_graph_obstacles(run), *_random_stream_obstacles(run)):
         yield f"--cuda-graph-impl local: {why}"
     if config.cuda_graph_warmup_steps < 1:
         yield (
@@ -25,15 +25,15 @@ def graphs(s: RuleInput) -> Iterator[str]:
             "give at least 1"
         )
     if (
-        config.modules == ("mlp",)
+        config.captured_modules == ("mlp",)
         and run.model.num_layers
         and all(plan.mlp != "dense" for plan in network_layer_plans(run.model))
     ):
         yield "--cuda-graph-modules mlp: no layer has an MLP without experts, whose rows are known only as they are computed; choose attn"
 
 
-def _capture_obstacles(run: RunConfig) -> Iterator[str]:
-    """What a recording could not see, and what to leave out."""
+def _cuda_graph_obstacles(run: RunConfig) -> Iterator[str]:
+    """Yield for each setting that CUDA graphs exclude the reason and what to leave out."""
     parallel, model = run.parallel, run.model
     backend = model.attention_backend
     packages = backend in ("varlen", "flash_attn_2", "flash_attn_3", "transformer_engine") or (
@@ -59,15 +59,15 @@ def _capture_obstacles(run: RunConfig) -> Iterator[str]:
             "residual_norm", "apart"
         )
         != "apart"
-        and (len(run.graphs.modules) == 1 or bool(model.moe.num_experts)),
+        and (len(run.graphs.captured_modules) == 1 or bool(model.moe.num_experts)),
         "a library of kernels asks how many documents there are; choose --attention-backend fused": packages
         and run.data.separates_documents,
     }
     yield from (reason for reason, holds in reasons.items() if holds)
 
 
-def _random_streams(run: RunConfig) -> Iterator[str]:
-    """Random numbers come from the device's own generator, which recordings carry on; other streams are switched by the host."""
+def _random_stream_obstacles(run: RunConfig) -> Iterator[str]:
+    """Yield which dropouts use random streams that the host switches, which CUDA graphs cannot capture."""
     if run.model.attention_dropout > 0:
         yield f"--attention-dropout {run.model.attention_dropout:g} has a random stream of its own; give --attention-dropout 0"
     if run.model.hidden_dropout > 0 and run.parallel.sequence_parallel:
@@ -80,7 +80,7 @@ def _random_streams(run: RunConfig) -> Iterator[str]:
 ALWAYS = (
     Rule(
         "cuda-graphs",
-        graphs,
+        cuda_graph_problems,
         "layers that are recorded as CUDA graphs do the same in every step, and ask the host for nothing",
     ),
 )

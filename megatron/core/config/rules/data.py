@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.flags import flag_name
-from megatron.core.config.rules.rule import Rule, RuleInput, flags_given
+from megatron.core.config.rules.rule import Rule, RuleInput, non_default_flags
 
 
-def _data_sources(s: RuleInput) -> str:
+def _data_source_problem(s: RuleInput) -> str:
     data = s.run.data
     per_split = data.train_data_path or data.valid_data_path or data.test_data_path or data.per_split_data_args_path
     given = [
@@ -33,10 +33,10 @@ def _data_sources(s: RuleInput) -> str:
     return ""
 
 
-def _fill_in_the_middle(s: RuleInput) -> Iterator[str]:
+def _fim_problems(s: RuleInput) -> Iterator[str]:
     fill = s.run.data.fill
     if not fill.fim_data:
-        if given := flags_given(fill, without=("fim_data",)):
+        if given := non_default_flags(fill, without=("fim_data",)):
             yield f"{', '.join(given)}: for --fim-data only; add it"
         return
     if s.run.data.chat.sft:
@@ -49,7 +49,7 @@ def _fill_in_the_middle(s: RuleInput) -> Iterator[str]:
         yield "--fim-fragment-rate needs --fim-split-sample, which says what cuts a document into fragments"
 
 
-def _conversation_data(s: RuleInput) -> Iterator[str]:
+def _sft_data_problems(s: RuleInput) -> Iterator[str]:
     data = s.run.data
     if not data.chat.sft:
         if data.chat.sft_tokenizer_prompt_format != "tokenizer":
@@ -67,11 +67,11 @@ def _conversation_data(s: RuleInput) -> Iterator[str]:
         )
 
 
-def _masked_text(s: RuleInput) -> Iterator[str]:
-    """What belongs to masked text, and what to windows of text only."""
+def _masked_text_problems(s: RuleInput) -> Iterator[str]:
+    """Yield problems of masked-text settings, and of GPT data settings in BERT and T5 runs."""
     model, data, masking = s.run.model, s.run.data, s.run.data.masking
     if model.architecture == "gpt":
-        if given := flags_given(masking):
+        if given := non_default_flags(masking):
             yield f"{', '.join(given)}: for pretrain_bert.py and pretrain_t5.py only; leave out"
         return
     if not 0 < masking.mask_prob < 1:
@@ -94,8 +94,8 @@ def _masked_text(s: RuleInput) -> Iterator[str]:
 
 
 ALWAYS = (
-    Rule("data", _data_sources, "one thing says what to read"),
-    Rule("fill-in-the-middle", _fill_in_the_middle, "fill in the middle has its tokens and sound rates"),
-    Rule("conversations", _conversation_data, "conversations are written in one way and have their own loss"),
-    Rule("masked-text", _masked_text, "masked text and windows of text each have the settings of their own"),
+    Rule("data", _data_source_problem, "one thing says what to read"),
+    Rule("fill-in-the-middle", _fim_problems, "fill in the middle has its tokens and sound rates"),
+    Rule("conversations", _sft_data_problems, "conversations are written in one way and have their own loss"),
+    Rule("masked-text", _masked_text_problems, "masked text and windows of text each have the settings of their own"),
 )

@@ -55,11 +55,14 @@ ALWAYS = tuple(rule for file in _FILES for rule in getattr(file, "ALWAYS", ()))
 
 
 def broken_rules(config: RunConfig, world_size: int) -> Iterator[tuple[str, str]]:
-    """(name, what to say) of every rule that this config breaks. The config is resolved."""
+    """Yield (name of the rule, message) of every rule that a resolved config breaks.
+
+    If required or positive sizes are missing, rules that need them are not checked.
+    """
     setting = RuleInput(config, world_size)
-    lacking = [(rule.name, message) for rule in NEEDS if (message := rule.says(setting))]
+    lacking = [(rule.name, message) for rule in NEEDS if (message := rule.problem_message(setting))]
     yield from lacking
     for rule in ALWAYS + (() if lacking else RULES):
-        message = rule.says(setting)
+        message = rule.problem_message(setting)
         if message:
             yield rule.name, message

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config.rules.rule import Rule, RuleInput, flags_given
+from megatron.core.config.rules.rule import Rule, RuleInput, non_default_flags
 from megatron.core.config.settings.run import RunConfig
 
 
-def _shared_expert(run: RunConfig) -> Iterator[str]:
-    """What belongs to a shared expert."""
+def _shared_expert_problems(run: RunConfig) -> Iterator[str]:
+    """Yield problems of the settings of the shared expert."""
     moe = run.model.moe
     if moe.moe_shared_expert_intermediate_size is None:
-        if given := flags_given(moe, ("moe_shared_expert_gate", "moe_shared_expert_overlap")):
+        if given := non_default_flags(moe, ("moe_shared_expert_gate", "moe_shared_expert_overlap")):
             yield f"{', '.join(given)}: there is no shared expert; give --moe-shared-expert-intermediate-size"
         if "shared_experts" in (run.recompute.recompute_modules or ()):
             yield "--recompute-modules shared_experts: there is none; give --moe-shared-expert-intermediate-size"
@@ -23,30 +23,30 @@ def _shared_expert(run: RunConfig) -> Iterator[str]:
         )
 
 
-def experts(s: RuleInput) -> Iterator[str]:
-    """What is said of experts has experts to speak of, and parts that belong together."""
+def expert_setting_problems(s: RuleInput) -> Iterator[str]:
+    """Yield problems of expert settings: without experts, or that exclude each other."""
     run = s.run
     model, moe = run.model, run.model.moe
     if not moe.num_experts:
-        yield from _flags_without_experts(run)
+        yield from _unused_expert_flags_problem(run)
         return
     if model.architecture != "gpt":
         yield f"--num-experts {moe.num_experts}: for pretrain_gpt.py only; leave it out"
-    yield from _shared_expert(run)
+    yield from _shared_expert_problems(run)
     if moe.moe_token_dispatcher_type != "flex" and (moe.moe_enable_deepep or moe.moe_flex_dispatcher_backend != "auto"):
         yield "--moe-enable-deepep, --moe-flex-dispatcher-backend: these are about --moe-token-dispatcher-type flex; choose it"
     if moe.moe_enable_deepep and moe.moe_flex_dispatcher_backend == "alltoall":
         yield "--moe-enable-deepep contradicts --moe-flex-dispatcher-backend alltoall; leave one out"
     if moe.moe_expert_capacity_factor is None:
-        if given := flags_given(moe, ("moe_pad_expert_input_to_capacity", "moe_token_drop_policy")):
+        if given := non_default_flags(moe, ("moe_pad_expert_input_to_capacity", "moe_token_drop_policy")):
             yield f"{', '.join(given)}: experts have no capacity; give --moe-expert-capacity-factor"
 
 
-def _flags_without_experts(run: RunConfig) -> Iterator[str]:
-    """What is left over when there are no experts."""
+def _unused_expert_flags_problem(run: RunConfig) -> Iterator[str]:
+    """Yield the problem of expert flags in a network without experts."""
     moe, parallel = run.model.moe, run.parallel
     elsewhere = ("num_experts", "moe_use_upcycling", "moe_upcycling_granularity")  # rules of their own speak of these
-    given = flags_given(moe, without=elsewhere)
+    given = non_default_flags(moe, without=elsewhere)
     given += ["--expert-model-parallel-size"] if parallel.expert_model_parallel_size != 1 else []
     given += [
         f"--recompute-modules {module}"
@@ -57,8 +57,8 @@ def _flags_without_experts(run: RunConfig) -> Iterator[str]:
         yield f"{', '.join(given)}: there are no experts; give --num-experts, or leave out"
 
 
-def expert_layout(s: RuleInput) -> Iterator[str]:
-    """Experts and their widths can be divided over the ranks."""
+def expert_layout_problems(s: RuleInput) -> Iterator[str]:
+    """Yield why experts and their widths cannot be divided over the ranks."""
     run, world_size = s.run, s.world_size
     moe, parallel = run.model.moe, run.parallel
     if not moe.num_experts:
@@ -91,7 +91,7 @@ def expert_layout(s: RuleInput) -> Iterator[str]:
         )
 
 
-RULES = (Rule("experts-over-ranks", expert_layout, "experts and their widths can be divided over the ranks"),)
+RULES = (Rule("experts-over-ranks", expert_layout_problems, "experts and their widths can be divided over the ranks"),)
 
 
-ALWAYS = (Rule("experts", experts, "what is said of experts has experts, and the parts it speaks of"),)
+ALWAYS = (Rule("experts", expert_setting_problems, "what is said of experts has experts, and the parts it speaks of"),)

@@ -6,25 +6,25 @@ from collections.abc import Iterator
 
 from megatron.core.config.rules.rule import Rule, RuleInput
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.config.settings.parallel import exchanges_heads
+from megatron.core.config.settings.parallel import can_exchange_heads
 
 
-def _pattern(s: RuleInput) -> Iterator[str]:
+def _hybrid_pattern_problems(s: RuleInput) -> Iterator[str]:
     model = s.run.model
     hybrid = model.hybrid
-    yield from model.hybrid.problems()
-    if not (min(hybrid.ratios) >= 0 and sum(hybrid.ratios) <= 1):
+    yield from model.hybrid.pattern_problems()
+    if not (min(hybrid.attention_and_mlp_ratios) >= 0 and sum(hybrid.attention_and_mlp_ratios) <= 1):
         yield (
-            f"--hybrid-attention-ratio {hybrid.ratios[0]:g} and --hybrid-mlp-ratio {hybrid.ratios[1]:g} are shares of --num-layers, from 0 on and "
+            f"--hybrid-attention-ratio {hybrid.attention_and_mlp_ratios[0]:g} and --hybrid-mlp-ratio {hybrid.attention_and_mlp_ratios[1]:g} are shares of --num-layers, from 0 on and "
             "together at most 1; write --hybrid-layer-pattern"
         )
     if hybrid.hybrid_layer_pattern is None:
         return
-    symbols = hybrid.symbols + "".join(hybrid.mtp_patterns)
+    symbols = hybrid.layer_symbols + "".join(hybrid.mtp_patterns)
     if model.architecture != "gpt":
         yield "--hybrid-layer-pattern is for language models of one decoder; leave it out"
-    if model.num_layers != len(hybrid.symbols):
-        yield f"--num-layers {model.num_layers} and the {len(hybrid.symbols)} symbols of --hybrid-layer-pattern are two numbers; leave --num-layers out"
+    if model.num_layers != len(hybrid.layer_symbols):
+        yield f"--num-layers {model.num_layers} and the {len(hybrid.layer_symbols)} symbols of --hybrid-layer-pattern are two numbers; leave --num-layers out"
     if hybrid.experimental_attention_variant or model.moe.moe_layer_freq != "1":
         yield "--hybrid-layer-pattern says what every layer is; leave out --experimental-attention-variant and --moe-layer-freq"
     if ("E" in symbols) != bool(model.moe.num_experts):
@@ -35,7 +35,7 @@ def _pattern(s: RuleInput) -> Iterator[str]:
 
 
 def _pattern_separator_problems(s: RuleInput) -> Iterator[str]:
-    """What is wrong with the marks of a pattern, / and |."""
+    """Yield problems of the separators / (MTP depths) and | (pipeline stages) of a hybrid pattern."""
     hybrid, parallel = s.run.model.hybrid, s.run.parallel
     depths = s.run.model.mtp.mtp_num_layers or 0
     if depths != len(hybrid.mtp_patterns):
@@ -43,7 +43,7 @@ def _pattern_separator_problems(s: RuleInput) -> Iterator[str]:
             f"--mtp-num-layers {depths} and the {len(hybrid.mtp_patterns)} depths of --hybrid-layer-pattern are two numbers; write a / with the layers of a "
             "depth for each, and leave --mtp-num-layers out"
         )
-    if parallel.pp > 1 and hybrid.layout not in (None, parallel.pipeline_model_parallel_layout):
+    if parallel.pp > 1 and hybrid.pipeline_layout not in (None, parallel.pipeline_model_parallel_layout):
         yield ("| in --hybrid-layer-pattern and --pipeline-model-parallel-layout both cut the layers; keep one")
 
 
@@ -55,27 +55,27 @@ def _state_size_problems(s: RuleInput) -> Iterator[str]:
     }
     yield from [
         problem
-        for mixer in sorted(model.state_mixers)
-        if (problem := _head_division_problem(s, *hybrid.heads_and_groups(mixer), *used[mixer]))
+        for mixer in sorted(model.stateful_mixer_kinds)
+        if (problem := _head_division_problem(s, *hybrid.state_heads_and_groups(mixer), *used[mixer]))
     ]
-    if s.run.parallel.state_comm_type != "auto" and not model.state_mixers:
+    if s.run.parallel.state_comm_type != "auto" and not model.stateful_mixer_kinds:
         yield f"--state-comm-type {s.run.parallel.state_comm_type}: no layer has a state; leave it out"
     limits = hybrid.mamba_time_step_limit
     if limits and (len(limits) != 2 or not 0.0 <= limits[0] < limits[1]):
         given = " ".join(map(str, limits))
         yield f"--mamba-time-step-limit {given}: give the smallest and the largest, such as 0.001 inf"
-    yield from _norms_of_states(model)
+    yield from _state_norm_problems(model)
     if hybrid.linear_attention_freq is not None and hybrid.experimental_attention_variant is None:
         yield "--linear-attention-freq is for --experimental-attention-variant only; add it or leave out"
-    if model.state_mixers and (model.norm_after_residual or model.apply_residual_connection_post_layernorm):
+    if model.stateful_mixer_kinds and (model.norm_after_residual or model.apply_residual_connection_post_layernorm):
         yield "layers with a state have their norm before them; leave out the flags that place norms elsewhere"
 
 
 def _parallel_mamba_problems(s: RuleInput) -> Iterator[str]:
-    """Mamba-2 beside attention, and fixed factors."""
+    """Yield problems of --parallel-mamba and of multipliers."""
     model = s.run.model
-    given = model.multipliers.flags_given()
-    yield from model.multipliers.problems()
+    given = model.multipliers.non_default_flags()
+    yield from model.multipliers.multiplier_problems()
     if model.hybrid.parallel_mamba and (
         model.architecture != "gpt"
         or model.hybrid.hybrid_layer_pattern is not None
@@ -93,7 +93,7 @@ def _parallel_mamba_problems(s: RuleInput) -> Iterator[str]:
         or model.add_qkv_bias
         or model.moe.num_experts
         or model.mla.multi_latent_attention
-        or not model.gated
+        or not model.has_gated_mlp
     ):
         yield (
             f"{', '.join(given)}: factors are for GPTs with gated MLPs and plain attention (--swiglu --disable-bias-linear), without experts, latent "
@@ -101,8 +101,8 @@ def _parallel_mamba_problems(s: RuleInput) -> Iterator[str]:
         )
 
 
-def _norms_of_states(model: ModelConfig) -> Iterator[str]:
-    """What is wrong with the norms of layers with a state."""
+def _state_norm_problems(model: ModelConfig) -> Iterator[str]:
+    """Yield problems of the norms of Mamba-2 and gated delta net layers."""
     for flag, epsilon in (
         ("--linear-norm-epsilon", model.hybrid.linear_norm_epsilon),
         ("--mamba-norm-epsilon", model.hybrid.mamba_norm_epsilon),
@@ -119,7 +119,7 @@ def _norms_of_states(model: ModelConfig) -> Iterator[str]:
 
 
 def _head_division_problem(s: RuleInput, heads: int, groups: int, heads_flag: str, groups_flag: str) -> str:
-    """Why heads and their groups cannot be divided."""
+    """Return why heads and groups of a stateful mixer cannot be divided over groups, tensor or context ranks, or ""."""
     tp = s.run.parallel.tp
     named = f"{heads_flag} {heads} and {groups_flag} {groups}"
     if heads < 1 or groups < 1 or heads % groups:
@@ -127,7 +127,7 @@ def _head_division_problem(s: RuleInput, heads: int, groups: int, heads_flag: st
     if heads % tp or groups % tp:
         return f"{named} cannot be divided over --tensor-model-parallel-size {tp}; choose a size that divides both"
     size = s.run.parallel.context_parallel_size
-    if s.run.parallel.state_comm_type == "a2a" and not exchanges_heads(size, heads // tp, groups // tp):
+    if s.run.parallel.state_comm_type == "a2a" and not can_exchange_heads(size, heads // tp, groups // tp):
         return (
             f"{named}: --context-parallel-size {size} does not divide the {heads // tp} heads of a tensor rank, or not its groups; choose "
             "--state-comm-type states or auto"
@@ -136,7 +136,7 @@ def _head_division_problem(s: RuleInput, heads: int, groups: int, heads_flag: st
 
 
 RULES = (
-    Rule("hybrid-pattern", _pattern, "the symbols of a hybrid say all that its layers are"),
+    Rule("hybrid-pattern", _hybrid_pattern_problems, "the symbols of a hybrid say all that its layers are"),
     Rule(
         "multipliers", _parallel_mamba_problems, "Mamba-2 beside attention, and fixed factors, are for plain decoders"
     ),

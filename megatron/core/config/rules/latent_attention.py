@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.flags import ConfigError, flag_name
-from megatron.core.config.plan import read_layout
-from megatron.core.config.rules.rule import Rule, RuleInput, flags_given
+from megatron.core.config.plan import parse_pipeline_layout
+from megatron.core.config.rules.rule import Rule, RuleInput, non_default_flags
 from megatron.core.config.settings.model import RopeConfig
 from megatron.core.config.settings.run import RunConfig
 
 
-def _rope_variants(rope: RopeConfig) -> Iterator[str]:
-    """Rotations that latent attention does otherwise."""
+def _mla_rope_problems(rope: RopeConfig) -> Iterator[str]:
+    """Yield the rotary settings that latent attention does not support."""
     if rope.position_embedding_type in ("mrope", "relative"):
         yield (
             f"--multi-latent-attention rotates a part of its heads by one position a token, and --position-embedding-type "
@@ -28,20 +28,20 @@ def _rope_variants(rope: RopeConfig) -> Iterator[str]:
         )
 
 
-def _flags_without_mla(run: RunConfig) -> Iterator[str]:
-    """What is left over when there are no latents."""
-    if given := flags_given(run.model.mla):
+def _unused_mla_flags_problem(run: RunConfig) -> Iterator[str]:
+    """Yield problems of latent-attention flags without --multi-latent-attention."""
+    if given := non_default_flags(run.model.mla):
         yield f"{', '.join(given)}: for --multi-latent-attention only; add it or leave out"
     if "mla_up_proj" in (run.recompute.recompute_modules or ()):
         yield "--recompute-modules mla_up_proj: nothing has latents; add --multi-latent-attention or leave it out"
 
 
 def mla_problems(s: RuleInput) -> Iterator[str]:
-    """Latent attention has sizes, positions that rotate, and heads of its own."""
+    """Yield problems of latent attention: sizes, positions, flags that it excludes."""
     run = s.run
     model, mla, rope = run.model, run.model.mla, run.model.rope
     if not mla.multi_latent_attention:
-        yield from _flags_without_mla(run)
+        yield from _unused_mla_flags_problem(run)
         return
     sizes = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
     small = [f"{flag_name(name)} {size}" for name in sizes if (size := getattr(mla, name)) is not None and size < 1]
@@ -54,13 +54,13 @@ def mla_problems(s: RuleInput) -> Iterator[str]:
             "--multi-latent-attention makes a key and a value for every head, and --group-query-attention shares them; "
             "keep one"
         )
-    yield from _rope_variants(rope)
+    yield from _mla_rope_problems(rope)
     if model.add_qkv_bias:
         yield "--add-qkv-bias has no place under --multi-latent-attention, whose latents have none; leave it out"
 
 
-def multi_token_prediction(s: RuleInput) -> Iterator[str]:
-    """Multi-token prediction has layers, and tokens to predict."""
+def mtp_problems(s: RuleInput) -> Iterator[str]:
+    """Yield problems of multi-token prediction: number of depths, layout, sequence length."""
     run = s.run
     model, mtp, length = run.model, run.model.mtp, run.train.seq_length
     depths, layout = mtp.mtp_num_layers, run.parallel.pipeline_model_parallel_layout
@@ -71,7 +71,7 @@ def multi_token_prediction(s: RuleInput) -> Iterator[str]:
             f"{depths or 'not given'}"
         )
     if depths is None:
-        if given := flags_given(mtp):
+        if given := non_default_flags(mtp):
             yield f"{', '.join(given)}: nothing is predicted ahead; give --mtp-num-layers or leave out"
         return
     if model.architecture != "gpt":
@@ -85,14 +85,14 @@ def multi_token_prediction(s: RuleInput) -> Iterator[str]:
 
 
 def _layout_letters(layout: str) -> str:
-    """All letters of a layout; none of one that cannot be read, of which another rule speaks."""
+    """Return all letters of a pipeline layout; "" if it cannot be parsed, which another rule reports."""
     try:
-        return "".join(read_layout(layout))
+        return "".join(parse_pipeline_layout(layout))
     except ConfigError:
         return ""
 
 
 ALWAYS = (
     Rule("latent-attention", mla_problems, "latent attention has sizes and rotations, and nothing that it replaces"),
-    Rule("multi-token-prediction", multi_token_prediction, "multi-token prediction has layers, and tokens to predict"),
+    Rule("multi-token-prediction", mtp_problems, "multi-token prediction has layers, and tokens to predict"),
 )

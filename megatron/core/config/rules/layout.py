@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from megatron.core.config.flags import ConfigError, flag_name
 from megatron.core.config.plan import microbatch_group_problem
-from megatron.core.config.rules.rule import Rule, RuleInput, divisors
-from megatron.core.config.stages import stages_of
+from megatron.core.config.rules.rule import Rule, RuleInput, divisors_text
+from megatron.core.config.stages import pipeline_stages_of
 
 
-def _world_size(s: RuleInput) -> str:
+def _world_size_problem(s: RuleInput) -> str:
     tp, pp, cp = s.run.parallel.tp, s.run.parallel.pp, s.run.parallel.context_parallel_size
     needed = tp * pp * cp
     if s.world_size % needed == 0:
@@ -22,19 +22,19 @@ def _world_size(s: RuleInput) -> str:
     )
 
 
-def _attention_heads(s: RuleInput) -> Iterator[str]:
+def _attention_heads_problem(s: RuleInput) -> Iterator[str]:
     heads, tp = s.run.model.num_attention_heads, s.run.parallel.tp
     if heads % tp:
         yield (
             f"--num-attention-heads {heads} cannot be divided over --tensor-model-parallel-size "
-            f"{tp}; choose a tensor size that divides the heads ({divisors(heads)})"
+            f"{tp}; choose a tensor size that divides the heads ({divisors_text(heads)})"
         )
 
 
-def _query_groups(s: RuleInput) -> str:
+def _query_groups_problem(s: RuleInput) -> str:
     heads, groups, tp = s.run.model.num_attention_heads, s.run.model.num_query_groups, s.run.parallel.tp
     if heads % groups:
-        return f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}; choose one of {divisors(heads)}"
+        return f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}; choose one of {divisors_text(heads)}"
     if groups % tp and tp % groups:
         return (
             f"--num-query-groups {groups} and --tensor-model-parallel-size {tp} do not divide each other; choose a "
@@ -43,7 +43,7 @@ def _query_groups(s: RuleInput) -> str:
     return ""
 
 
-def _ffn_width(s: RuleInput) -> Iterator[str]:
+def _ffn_width_problem(s: RuleInput) -> Iterator[str]:
     ffn, tp = s.run.model.ffn_hidden_size, s.run.parallel.tp
     if ffn % tp:
         yield (
@@ -52,7 +52,7 @@ def _ffn_width(s: RuleInput) -> Iterator[str]:
         )
 
 
-def _head_size(s: RuleInput) -> str:
+def _head_size_problem(s: RuleInput) -> str:
     model, latent = s.run.model, s.run.model.mla.multi_latent_attention
     if (
         not latent
@@ -63,12 +63,12 @@ def _head_size(s: RuleInput) -> str:
             f"--hidden-size {model.hidden_size} is not a multiple of --num-attention-heads {model.num_attention_heads}; "
             f"choose another, or give the size of a head with --kv-channels"
         )
-    size = f"{'--qk-pos-emb-head-dim' if latent else '--kv-channels'} {model.rotary_size}"
+    size = f"{'--qk-pos-emb-head-dim' if latent else '--kv-channels'} {model.rotary_head_size}"
     if not 0 <= model.rope.rotary_percent <= 1:
         return f"--rotary-percent {model.rope.rotary_percent} is a share of each head; choose one from 0 to 1"
-    if model.uses_rotary and int(model.rotary_size * model.rope.rotary_percent) < 2:
+    if model.uses_rotary and int(model.rotary_head_size * model.rope.rotary_percent) < 2:
         return f"--rotary-percent {model.rope.rotary_percent} of {size} rotates nothing; choose more"
-    if model.uses_rotary and int(model.rotary_size * model.rope.rotary_percent) % 2:
+    if model.uses_rotary and int(model.rotary_head_size * model.rope.rotary_percent) % 2:
         return (
             f"--rotary-percent {model.rope.rotary_percent} of {size} is an odd number of sizes, and rotations take two; "
             f"choose shares that give an even number"
@@ -76,7 +76,7 @@ def _head_size(s: RuleInput) -> str:
     return ""
 
 
-def _sequence_parallel(s: RuleInput) -> str:
+def _sequence_parallel_problem(s: RuleInput) -> str:
     length, tp = s.run.train.seq_length, s.run.parallel.tp
     if not s.run.parallel.sequence_parallel or length % tp == 0:
         return ""
@@ -86,7 +86,7 @@ def _sequence_parallel(s: RuleInput) -> str:
     )
 
 
-def _pipeline_stages(s: RuleInput) -> str:
+def _pipeline_split_problem(s: RuleInput) -> str:
     parallel = s.run.parallel
     if parallel.num_layers_per_virtual_pipeline_stage and (
         parallel.decoder_first_pipeline_num_layers is not None or parallel.decoder_last_pipeline_num_layers is not None
@@ -96,12 +96,12 @@ def _pipeline_stages(s: RuleInput) -> str:
             "num-layers make uneven; say --num-virtual-stages-per-pipeline-rank instead"
         )
     try:
-        stages = stages_of(s.run)
+        stages = pipeline_stages_of(s.run)
     except ConfigError as error:
         reasons, model = "\n  ".join(line.strip() for line in str(error).splitlines()[1:]), s.run.model
         if model.architecture == "t5":
             return reasons.replace("--num-layers ", "--encoder-num-layers + --decoder-num-layers ")
-        if model.hybrid.symbols and model.hybrid.layout == parallel.pipeline_model_parallel_layout:
+        if model.hybrid.layer_symbols and model.hybrid.pipeline_layout == parallel.pipeline_model_parallel_layout:
             return reasons.replace("--pipeline-model-parallel-layout", "| in --hybrid-layer-pattern")
         return reasons
     chunks = 2 if parallel.stage_placement == "v" else 1
@@ -128,11 +128,11 @@ def _pipeline_stages(s: RuleInput) -> str:
     return ""
 
 
-def _interleaved_schedule(s: RuleInput) -> str:
+def _interleaving_problem(s: RuleInput) -> str:
     parallel, train = s.run.parallel, s.run.train
     unit = train.micro_batch_size * parallel.data_parallel_size(s.world_size)
     try:
-        chunks = len(stages_of(s.run)) // parallel.pp
+        chunks = len(pipeline_stages_of(s.run)) // parallel.pp
     except ConfigError:  # another rule says so
         return ""
     if parallel.pipeline_schedule != "1f1b" or chunks < 2 or parallel.pp == 1 or not unit:
@@ -147,7 +147,7 @@ def _interleaved_schedule(s: RuleInput) -> str:
     return next(filter(None, (microbatch_group_problem(parallel.pp, size // unit, group) for size in sizes)), "")
 
 
-def _padded_vocabulary(s: RuleInput) -> str:
+def _padded_vocabulary_problem(s: RuleInput) -> str:
     model, tp = s.run.model, s.run.parallel.tp
     if model.padded_vocab_size is not None and model.padded_vocab_size % tp:
         return f"--padded-vocab-size {model.padded_vocab_size} is not a multiple of --tensor-model-parallel-size {tp}"
@@ -162,7 +162,7 @@ def _padded_vocabulary(s: RuleInput) -> str:
     return ""
 
 
-def _fully_sharded(s: RuleInput) -> Iterator[str]:
+def _fsdp_problems(s: RuleInput) -> Iterator[str]:
     parallel = s.run.parallel
     if not parallel.use_torch_fsdp2:
         alone = parallel.torch_fsdp2_no_reshard_after_forward
@@ -196,28 +196,30 @@ def _fully_sharded(s: RuleInput) -> Iterator[str]:
 
 
 RULES = (
-    Rule("world-size", _world_size, "the ranks are a multiple of tensor x pipeline x context size"),
-    Rule("heads-over-tensor", _attention_heads, "every tensor rank has equally many query heads"),
+    Rule("world-size", _world_size_problem, "the ranks are a multiple of tensor x pipeline x context size"),
+    Rule("heads-over-tensor", _attention_heads_problem, "every tensor rank has equally many query heads"),
     Rule(
         "query-groups",
-        _query_groups,
+        _query_groups_problem,
         "query heads are shared out evenly to key/value groups, and groups to tensor ranks",
     ),
-    Rule("ffn-over-tensor", _ffn_width, "the width of the MLP can be divided over the tensor ranks"),
-    Rule("head-size", _head_size, "a head has a size, of which rotations take pairs"),
+    Rule("ffn-over-tensor", _ffn_width_problem, "the width of the MLP can be divided over the tensor ranks"),
+    Rule("head-size", _head_size_problem, "a head has a size, of which rotations take pairs"),
     Rule(
         "sequence-parallel",
-        _sequence_parallel,
+        _sequence_parallel_problem,
         "under sequence parallelism, sequences can be cut over the tensor ranks",
     ),
-    Rule("pipeline-split", _pipeline_stages, "the layers can be cut into the pipeline's stages, in one way"),
+    Rule("pipeline-split", _pipeline_split_problem, "the layers can be cut into the pipeline's stages, in one way"),
     Rule(
         "interleaved-groups",
-        _interleaved_schedule,
+        _interleaving_problem,
         "virtual stages take microbatches in groups, none of which is shorter than the pipeline",
     ),
     Rule(
-        "vocabulary", _padded_vocabulary, "a padded vocabulary holds all ids and can be divided over the tensor ranks"
+        "vocabulary",
+        _padded_vocabulary_problem,
+        "a padded vocabulary holds all ids and can be divided over the tensor ranks",
     ),
 )
 
@@ -225,7 +227,7 @@ RULES = (
 ALWAYS = (
     Rule(
         "fully-sharded",
-        _fully_sharded,
+        _fsdp_problems,
         "FSDP2 is given nothing that it does itself, and no layout that it cannot serve",
     ),
 )

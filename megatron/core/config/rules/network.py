@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.flags import flag_name
-from megatron.core.config.rules.rule import Rule, RuleInput, flags_given
+from megatron.core.config.rules.rule import Rule, RuleInput, non_default_flags
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.vision import vision_encoder
+from megatron.core.config.vision import vision_encoder_config
 
 
-def _position_range(s: RuleInput) -> Iterator[str]:
+def _position_range_problem(s: RuleInput) -> Iterator[str]:
     longest, length = s.run.model.max_position_embeddings, s.run.train.seq_length
     if longest < length:
         yield (
@@ -20,8 +20,8 @@ def _position_range(s: RuleInput) -> Iterator[str]:
         )
 
 
-def _encoder_decoder_lengths(s: RuleInput) -> Iterator[str]:
-    """What the lengths and depths of an encoder and a decoder must keep to."""
+def _encoder_decoder_problems(s: RuleInput) -> Iterator[str]:
+    """Yield problems of the lengths and depths of encoder and decoder."""
     model, train = s.run.model, s.run.train
     if model.encoder_num_layers is not None and model.encoder_num_layers != model.num_layers:
         yield (
@@ -33,10 +33,10 @@ def _encoder_decoder_lengths(s: RuleInput) -> Iterator[str]:
             f"--seq-length {train.seq_length} and --encoder-seq-length {train.encoder_seq_length} both say what the "
             "encoder reads; keep one"
         )
-    yield from _decoder_lengths(s) if model.architecture == "t5" else _flags_without_decoder(s)
+    yield from _decoder_length_problems(s) if model.architecture == "t5" else _unused_decoder_flags_problem(s)
 
 
-def _flags_without_decoder(s: RuleInput) -> Iterator[str]:
+def _unused_decoder_flags_problem(s: RuleInput) -> Iterator[str]:
     given = {
         "--decoder-num-layers": s.run.model.decoder_num_layers,
         "--decoder-seq-length": s.run.train.decoder_seq_length,
@@ -46,7 +46,7 @@ def _flags_without_decoder(s: RuleInput) -> Iterator[str]:
         yield f"{', '.join(names)}: for pretrain_t5.py only; give --num-layers and --seq-length"
 
 
-def _decoder_lengths(s: RuleInput) -> Iterator[str]:
+def _decoder_length_problems(s: RuleInput) -> Iterator[str]:
     model, train = s.run.model, s.run.train
     length, tp = train.decoder_seq_length, s.run.parallel.tp
     if model.rope.position_embedding_type == "learned_absolute" and length > model.max_position_embeddings:
@@ -63,15 +63,15 @@ def _decoder_lengths(s: RuleInput) -> Iterator[str]:
         yield f"--encoder-seq-length {train.seq_length} and --decoder-seq-length {length}: each must be at least 4"
 
 
-def _one_activation(s: RuleInput) -> str:
+def _activation_problem(s: RuleInput) -> str:
     model = s.run.model
     names = ("swiglu", "quick_geglu", "squared_relu", "relu", "openai_gelu" if not model.geglu else "geglu")
     chosen = [flag_name(name) for name in names if getattr(model, name)]
     return f"{' and '.join(chosen)} each choose the activation; keep one" if len(chosen) > 1 else ""
 
 
-def _relative_position_bias(s: RuleInput) -> str:
-    """T5's bias belongs to T5."""
+def _relative_bias_problem(s: RuleInput) -> str:
+    """Return the problem of T5's relative position bias: another network, or bad bucket numbers; or ""."""
     model, rope = s.run.model, s.run.model.rope
     if rope.position_embedding_type != "relative":
         return ""
@@ -90,8 +90,8 @@ def _relative_position_bias(s: RuleInput) -> str:
     return ""
 
 
-def _norm_places(model: ModelConfig) -> str:
-    """Norms stand in one place, of the networks that know it."""
+def _norm_placement_problem(model: ModelConfig) -> str:
+    """Return which flags place norms in ways that exclude each other, or ""."""
     if model.norm_after_residual and model.apply_residual_connection_post_layernorm:
         return (
             "--norm-after-residual and --apply-residual-connection-post-layernorm place the norms differently; keep one"
@@ -115,17 +115,17 @@ def _norm_places(model: ModelConfig) -> str:
     return ""
 
 
-def _norms_of_t5(model: ModelConfig) -> str:
-    """Norms behind a sublayer, of which cross attention has none."""
+def _t5_norm_problem(model: ModelConfig) -> str:
+    """Return the problem of norms behind sublayers in a T5, whose cross attention has none, or ""."""
     for name in ("norm_after_sublayer", "sandwich_norm"):
         if getattr(model, name) and model.architecture == "t5":
             return f"{flag_name(name)} knows no norm behind the cross attention of a T5; leave it out"
     return ""
 
 
-def _norm_settings(s: RuleInput) -> str:
+def _norm_problem(s: RuleInput) -> str:
     model = s.run.model
-    if problem := _norm_places(model) or _norms_of_t5(model):
+    if problem := _norm_placement_problem(model) or _t5_norm_problem(model):
         return problem
     if model.kernels.requested_kernels.get("residual_norm", "apart") != "apart" and (
         not model.has_plain_pre_norm or {"layernorm", "mlp", "moe"} & set(s.run.recompute.recompute_modules or ())
@@ -136,7 +136,7 @@ def _norm_settings(s: RuleInput) -> str:
     return ""
 
 
-def _dropout_range(s: RuleInput) -> str:
+def _dropout_problem(s: RuleInput) -> str:
     wrong = [
         f"{flag_name(name)} {getattr(s.run.model, name)}"
         for name in ("hidden_dropout", "attention_dropout")
@@ -145,7 +145,7 @@ def _dropout_range(s: RuleInput) -> str:
     return f"{', '.join(wrong)}: a share from 0 up to, but not, 1" if wrong else ""
 
 
-def _recompute_settings(s: RuleInput) -> Iterator[str]:
+def _recompute_problems(s: RuleInput) -> Iterator[str]:
     choice = s.run.recompute
     full = choice.recompute_granularity == "full"
     if full and choice.recompute_method is None:
@@ -162,29 +162,29 @@ def _recompute_settings(s: RuleInput) -> Iterator[str]:
         yield "--distribute-saved-activations has nothing to cut under --sequence-parallel; drop one of them"
 
 
-def _kernel_choices(s: RuleInput) -> Iterator[str]:
+def _kernel_choice_problems(s: RuleInput) -> Iterator[str]:
     kernels = s.run.model.kernels
-    yield from (unknown := list(kernels.problems(compiles=s.run.compilation.compile)))
+    yield from (unknown := list(kernels.kernel_flag_problems(compiles=s.run.compilation.compile)))
     for word in () if unknown else kernels.kernel:
-        if reason := _why_unused(s.run, word.partition("=")[0]):
+        if reason := _why_kernel_unused(s.run, word.partition("=")[0]):
             yield f"--kernel {word}: {reason}; leave it out"
 
 
-def _why_unused(run: RunConfig, op: str) -> str:
-    """Why a run has no use for a kernel of this operation, or ""."""
+def _why_kernel_unused(run: RunConfig, op: str) -> str:
+    """Return why a run does not use a kernel of the operation `op`, or ""."""
     model, low, sees = run.model, run.precision.low, bool(run.model.vision.vision_model_type)
-    idle = model.idle_kernels
+    idle = model.unused_kernel_ops
     if sees:  # the norm of what the encoder gives is a LayerNorm
-        idle = idle & vision_encoder(model).idle_kernels - {"layer_norm"}
+        idle = idle & vision_encoder_config(model).unused_kernel_ops - {"layer_norm"}
     projects = sees and model.vision.vision_projection_type == "mlp" and model.vision.vision_projection_bias
     if op in idle:
         return "no part of this network asks for that operation"
     reasons = {
         "bias_activation": "no MLP here has a bias just before its activation"
-        if not (model.fuses_bias or projects or (sees and vision_encoder(model).fuses_bias))
+        if not (model.can_fuse_mlp_bias or projects or (sees and vision_encoder_config(model).can_fuse_mlp_bias))
         else "",
         "split_qkv": "no layer here takes the fused projection apart without rotating queries and keys"
-        if not (model.splits_qkv or (sees and vision_encoder(model).splits_qkv))
+        if not (model.splits_qkv_unrotated or (sees and vision_encoder_config(model).splits_qkv_unrotated))
         else "",
         "low_linear": "" if low.recipe else "for --fp8-format only",
         "quantise": "" if low.recipe else "for --fp8-format only",
@@ -193,10 +193,10 @@ def _why_unused(run: RunConfig, op: str) -> str:
     return reasons.get(op, "")
 
 
-def _compilation(s: RuleInput) -> str:
-    """What is wrong with these settings and how to mend it, a line each, or an empty string."""
+def _compile_flags_problem(s: RuleInput) -> str:
+    """Return the problem of flags that --compile does not use, or ""."""
     config = s.run.compilation
-    given = flags_given(config, ("compile_mode", "compile_backend"))
+    given = non_default_flags(config, ("compile_mode", "compile_backend"))
     if not config.compile:
         return f"{' and '.join(given)}: for --compile only; add it" if given else ""
     if config.compile_backend != "inductor" and "--compile-mode" in given:
@@ -208,21 +208,21 @@ def _compilation(s: RuleInput) -> str:
 
 
 RULES = (
-    Rule("positions", _position_range, "no sequence is longer than the positions that the network knows"),
+    Rule("positions", _position_range_problem, "no sequence is longer than the positions that the network knows"),
     Rule(
         "encoder-and-decoder",
-        _encoder_decoder_lengths,
+        _encoder_decoder_problems,
         "encoder and decoder of a T5 have one depth and one length each",
     ),
 )
 
 
 ALWAYS = (
-    Rule("activation", _one_activation, "one activation is chosen"),
-    Rule("recompute", _recompute_settings, "the parts of recomputation belong to the granularity that is chosen"),
-    Rule("compilation", _compilation, "what is said of the compiler has one, and kernels to make"),
-    Rule("relative-positions", _relative_position_bias, "relative positions belong to T5 and tell distances apart"),
-    Rule("kernels", _kernel_choices, "kernels that are asked for by name are known"),
-    Rule("norms", _norm_settings, "norms stand in one place, of the networks that know it"),
-    Rule("dropout", _dropout_range, "dropout is a share below 1"),
+    Rule("activation", _activation_problem, "one activation is chosen"),
+    Rule("recompute", _recompute_problems, "the parts of recomputation belong to the granularity that is chosen"),
+    Rule("compilation", _compile_flags_problem, "what is said of the compiler has one, and kernels to make"),
+    Rule("relative-positions", _relative_bias_problem, "relative positions belong to T5 and tell distances apart"),
+    Rule("kernels", _kernel_choice_problems, "kernels that are asked for by name are known"),
+    Rule("norms", _norm_problem, "norms stand in one place, of the networks that know it"),
+    Rule("dropout", _dropout_problem, "dropout is a share below 1"),
 )

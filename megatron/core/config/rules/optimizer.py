@@ -7,27 +7,27 @@ from dataclasses import fields
 from typing import Any
 
 from megatron.core.config.flags import flag_name
-from megatron.core.config.rules.rule import Rule, RuleInput, flags_given
+from megatron.core.config.rules.rule import Rule, RuleInput, non_default_flags
 from megatron.core.config.settings.optim import OptimizerConfig
 
 _FORMATS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 _HOST = ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params")
 
 
-def _cpu_offload_problems(config: OptimizerConfig) -> Iterator[str]:
-    """What --optimizer-cpu-offload needs."""
+def _optimizer_offload_problems(config: OptimizerConfig) -> Iterator[str]:
+    """Yield problems of --optimizer-cpu-offload."""
     if config.optimizer_cpu_offload and config.is_muon:
         yield "--optimizer-cpu-offload: Muon's products of matrices are no work for a CPU; leave it out, or choose adam"
     if config.optimizer_cpu_offload and config.optimizer == "adafactor":
         yield "--optimizer-cpu-offload moves moments, and --optimizer adafactor keeps next to none; leave it out, or choose adam"
     if not config.optimizer_cpu_offload:
-        yield from _flags_without_effect(config, _HOST, "--optimizer-cpu-offload")
+        yield from _unused_flags_problem(config, _HOST, "--optimizer-cpu-offload")
     if not 0.0 <= config.optimizer_offload_fraction <= 1.0:
         yield f"--optimizer-offload-fraction {config.optimizer_offload_fraction:g} is a share, from 0 to 1"
 
 
-def update_rule(s: RuleInput) -> Iterator[str]:
-    """Numbers of update rules, and settings of rules that are not chosen."""
+def update_rule_problems(s: RuleInput) -> Iterator[str]:
+    """Yield problems of the optimizer's numbers, and of flags of optimizers that are not chosen."""
     run = s.run
     config = run.optimizer
     names = [field.name for field in fields(OptimizerConfig)]
@@ -38,7 +38,7 @@ def update_rule(s: RuleInput) -> Iterator[str]:
     ):
         if not chosen:
             flags = [name for name in names if name.startswith(f"{prefix}_")]
-            yield from _flags_without_effect(config, flags, f"--optimizer {prefix}")
+            yield from _unused_flags_problem(config, flags, f"--optimizer {prefix}")
     for name in names:
         if name.startswith("adafactor_") and getattr(config, name) <= 0:
             yield f"{flag_name(name)} {getattr(config, name):g} must be above 0"
@@ -49,15 +49,15 @@ def update_rule(s: RuleInput) -> Iterator[str]:
         yield f"--muon-num-ns-steps {config.muon_num_ns_steps} makes nothing orthogonal; give 5, or 8 for polar_express"
     if config.muon_extra_scale_factor <= 0:
         yield f"--muon-extra-scale-factor {config.muon_extra_scale_factor:g} must be above 0; 0.2 gives updates of AdamW's size"
-    yield from _cpu_offload_problems(config)
+    yield from _optimizer_offload_problems(config)
 
 
-def low_precision_state(s: RuleInput) -> Iterator[str]:
-    """Formats of the optimizer's state."""
+def optimizer_dtype_problems(s: RuleInput) -> Iterator[str]:
+    """Yield problems of the dtypes of optimizer state (--use-precision-aware-optimizer)."""
     run = s.run
     precision = run.precision
     if not precision.use_precision_aware_optimizer:
-        yield from _flags_without_effect(precision, _FORMATS, "--use-precision-aware-optimizer")
+        yield from _unused_flags_problem(precision, _FORMATS, "--use-precision-aware-optimizer")
         return
     if run.optimizer.optimizer != "adam":
         yield f"--use-precision-aware-optimizer keeps the moments of adam, and --optimizer {run.optimizer.optimizer} has others; drop one"
@@ -76,12 +76,12 @@ def low_precision_state(s: RuleInput) -> Iterator[str]:
         )
 
 
-def activation_offloading(s: RuleInput) -> Iterator[str]:
-    """Activations in the memory of the CPU."""
+def activation_offload_problems(s: RuleInput) -> Iterator[str]:
+    """Yield problems of activation offloading to the CPU."""
     run = s.run
     config = run.offload
     if not config.any_offload:
-        yield from _flags_without_effect(
+        yield from _unused_flags_problem(
             config,
             ("offload_modules", "min_offloaded_tensor_size"),
             "--fine-grained-activation-offloading or --cpu-offloading-num-layers",
@@ -99,21 +99,24 @@ def activation_offloading(s: RuleInput) -> Iterator[str]:
         yield "--compile decides itself what a layer saves, before it could be sent away; drop it, or activation offloading"
 
 
-def _flags_without_effect(config: Any, names: Iterable[str], wants: str) -> Iterator[str]:
-    if given := flags_given(config, names):
+def _unused_flags_problem(config: Any, names: Iterable[str], wants: str) -> Iterator[str]:
+    """Yield a message if some of these fields differ from their defaults. wants: the flag without which they have no
+    effect.
+    """
+    if given := non_default_flags(config, names):
         yield f"{', '.join(given)}: for {wants} only; add it, or leave out"
 
 
 ALWAYS = (
-    Rule("update-rule", update_rule, "what is said of an update rule belongs to the one that is chosen"),
+    Rule("update-rule", update_rule_problems, "what is said of an update rule belongs to the one that is chosen"),
     Rule(
         "low-precision-state",
-        low_precision_state,
+        optimizer_dtype_problems,
         "formats of the optimizer's state fit the update rule and the weights",
     ),
     Rule(
         "activation-offloading",
-        activation_offloading,
+        activation_offload_problems,
         "activations that wait in the CPU's memory are chosen in one way, and can be taken from their layers",
     ),
 )

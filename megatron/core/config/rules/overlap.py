@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config.plan import read_layout
+from megatron.core.config.plan import parse_pipeline_layout
 from megatron.core.config.rules.rule import Rule, RuleInput
 from megatron.core.config.settings.run import RunConfig
 
 
-def overlap(s: RuleInput) -> Iterator[str]:
-    """What is overlapped is done at all, in pieces that can be."""
+def overlap_problems(s: RuleInput) -> Iterator[str]:
+    """Yield problems of flags that overlap communication with computation."""
     run = s.run
     parallel = run.parallel
     if parallel.overlap_param_gather and not parallel.use_distributed_optimizer:
@@ -27,13 +27,13 @@ def overlap(s: RuleInput) -> Iterator[str]:
             "those"
         )
     if parallel.overlap_moe_expert_parallel_comm:
-        yield from _dual_batch(run)
+        yield from _dual_batch_problems(run)
     if parallel.delay_wgrad_compute:
         yield from _delayed_wgrad_problems(run)
 
 
 def _delayed_wgrad_problems(run: RunConfig) -> Iterator[str]:
-    """Why gradients of weights cannot wait for a time in which others are waited for."""
+    """Yield problems of --delay-wgrad-compute."""
     parallel, flag = run.parallel, "--delay-wgrad-compute"
     if parallel.expert_model_parallel_size == 1:
         yield f"{flag} computes while tokens travel to the experts of other ranks; give --expert-model-parallel-size, or leave it out"
@@ -46,13 +46,13 @@ def _delayed_wgrad_problems(run: RunConfig) -> Iterator[str]:
         yield f"{flag} adds to gradients when FSDP2 has summed them; leave it out, or --use-torch-fsdp2"
 
 
-def _dual_batch(run: RunConfig) -> Iterator[str]:
-    """Yield why dual-batch overlap (the forward pass of a microbatch beside the backward pass of another) is impossible."""
+def _dual_batch_problems(run: RunConfig) -> Iterator[str]:
+    """Yield why dual-batch overlap (forward of one microbatch beside backward of another) is impossible."""
     parallel, flag = run.parallel, "--overlap-moe-expert-parallel-comm"
     if parallel.expert_model_parallel_size == 1:
         yield f"{flag} computes while tokens travel to the experts of other ranks; give --expert-model-parallel-size, or leave it out"
     chunks = (
-        len(read_layout(parallel.pipeline_model_parallel_layout or "")) > parallel.pp
+        len(parse_pipeline_layout(parallel.pipeline_model_parallel_layout or "")) > parallel.pp
         or parallel.num_layers_per_virtual_pipeline_stage
     )
     if parallel.pipeline_schedule != "1f1b" or chunks or (parallel.num_virtual_stages_per_pipeline_rank or 1) > 1:
@@ -72,5 +72,9 @@ def _dual_batch(run: RunConfig) -> Iterator[str]:
 
 
 ALWAYS = (
-    Rule("overlap", overlap, "what is overlapped is done at all, in pieces that can be, and buckets have one size"),
+    Rule(
+        "overlap",
+        overlap_problems,
+        "what is overlapped is done at all, in pieces that can be, and buckets have one size",
+    ),
 )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config.adapters import linear_layers
+from megatron.core.config.adapters import linear_layer_shapes
 from megatron.core.config.flags import flag_name
 from megatron.core.config.plan import LayerPlan
-from megatron.core.config.rules.rule import Rule, RuleInput, flags_given
+from megatron.core.config.rules.rule import Rule, RuleInput, non_default_flags
 from megatron.core.config.settings.run import RunConfig
 
 _DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
@@ -15,14 +15,14 @@ _STATES = {"mamba": "Mamba-2", "gated_delta_net": "a gated delta net"}
 _ENDS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
 
-def _flags_of_other_recipes(run: RunConfig) -> Iterator[str]:
-    """Settings that belong to another recipe, and the layers that are left out."""
-    low, num_layers = run.precision.low, run.model.num_layers_of()
-    if low.fp4_format is not None and (given := flags_given(low, ("fp8_recipe",))):
+def _other_recipe_flag_problems(run: RunConfig) -> Iterator[str]:
+    """Yield problems of flags that the chosen recipe does not use, and of the layers left in bf16."""
+    low, num_layers = run.precision.low, run.model.encoder_or_decoder_depth()
+    if low.fp4_format is not None and (given := non_default_flags(low, ("fp8_recipe",))):
         yield f"{', '.join(given)}: --fp4-format has a recipe of its own; leave it out"
-    elif low.recipe != "delayed" and (given := flags_given(low, _DELAYED)):
+    elif low.recipe != "delayed" and (given := non_default_flags(low, _DELAYED)):
         yield f"{', '.join(given)}: these are about --fp8-recipe delayed; choose it, or leave out"
-    if not low.first_last_layers_bf16 and (given := flags_given(low, _ENDS)):
+    if not low.first_last_layers_bf16 and (given := non_default_flags(low, _ENDS)):
         yield f"{', '.join(given)}: these are about --first-last-layers-bf16; give it, or leave out"
     negative = [f"{flag_name(name)} {getattr(low, name)}" for name in _ENDS if getattr(low, name) < 0]
     if negative:
@@ -34,19 +34,19 @@ def _flags_of_other_recipes(run: RunConfig) -> Iterator[str]:
         )
 
 
-def low_precision(s: RuleInput) -> Iterator[str]:
-    """Matrices in low precision have one format, parts that belong together, and the run a format to fall back to."""
+def low_precision_problems(s: RuleInput) -> Iterator[str]:
+    """Yield problems of fp8 and fp4 settings."""
     run = s.run
-    low, _num_layers = run.precision.low, run.model.num_layers_of()
+    low, _num_layers = run.precision.low, run.model.encoder_or_decoder_depth()
     if not low.recipe:
-        if given := flags_given(low):
+        if given := non_default_flags(low):
             yield f"{', '.join(given)}: nothing is multiplied in 8 or 4 bits; give --fp8-format or --fp4-format, or leave out"
         return
     if low.fp8_format is not None and low.fp4_format is not None:
         yield "--fp8-format and --fp4-format contradict each other; keep one"
     if run.precision.fp16:
         yield f"--fp16 scales all gradients by one number, and {_format_flag(run)} each matrix by its own; choose --bf16"
-    yield from _flags_of_other_recipes(run)
+    yield from _other_recipe_flag_problems(run)
     if low.fp8_amax_history_len < 1:
         yield f"--fp8-amax-history-len {low.fp8_amax_history_len}: a history holds at least one step; choose 1 or more"
     if run.parallel.hybrid_context_parallel:
@@ -59,7 +59,7 @@ def low_precision(s: RuleInput) -> Iterator[str]:
 
 
 def _quantized_weight_problems(run: RunConfig) -> Iterator[str]:
-    """What is in the way of weights that are kept in 8 bits."""
+    """Yield problems of --fp8-param-gather and --fp4-param-gather."""
     low, optimizer = run.precision.low, run.optimizer
     flag, other = (
         ("--fp4-param-gather", "--fp8-param-gather") if low.fp4_format else ("--fp8-param-gather", "--fp4-param-gather")
@@ -82,11 +82,13 @@ def _quantized_weight_problems(run: RunConfig) -> Iterator[str]:
         yield f"{flag} keeps main weights of its own in fp32, which {' and '.join(given)} would keep elsewhere; leave one of them out"
 
 
-def low_precision_sizes(s: RuleInput) -> str:
-    """Every rank holds whole blocks of the matrices that are multiplied in 8 or 4 bits, so all layouts round alike."""
+def low_precision_size_problems(s: RuleInput) -> str:
+    """Return which matrix dimensions, divided over their ranks, are no multiples of the block size of fp8 or fp4, a
+    line each, or "".
+    """
     run = s.run
     multiple, unfit = run.precision.low.matrix_size_multiple, dict[str, None]()
-    for what, size, ranks in _matrix_sizes(run):
+    for what, size, ranks in _matrix_dimensions(run):
         if size % ranks == 0 and size // ranks % multiple:  # what cannot be divided is another rule's
             over = f" over {ranks} ranks" if ranks > 1 else ""
             unfit[
@@ -95,8 +97,10 @@ def low_precision_sizes(s: RuleInput) -> str:
     return "\n  ".join(f"{problem}; choose sizes that are, fewer tensor ranks, or another recipe" for problem in unfit)
 
 
-def _matrix_sizes(run: RunConfig) -> Iterator[tuple[str, int, int]]:
-    """(what, size, ranks that it is cut over) of every part of these matrices."""
+def _matrix_dimensions(run: RunConfig) -> Iterator[tuple[str, int, int]]:
+    """Yield (description, size, number of ranks that it is divided over) of each dimension of the matrices in low
+    precision.
+    """
     model, tp = run.model, run.parallel.tp
     mla, moe = model.mla, model.moe
     yield f"--hidden-size {model.hidden_size}", model.hidden_size, 1
@@ -109,10 +113,10 @@ def _matrix_sizes(run: RunConfig) -> Iterator[tuple[str, int, int]]:
         yield "the width of all keys and values", heads * (mla.qk_head_dim + mla.v_head_dim), tp
         yield "the width of all values", heads * mla.v_head_dim, tp
     else:
-        yield "the width of all queries", model.query_size, tp
-        yield "the width of all keys", model.key_size, min(tp, model.num_query_groups)
-    for mixer in sorted(model.state_mixers):
-        first, last = linear_layers(model, LayerPlan(0, mixer, mlp="none")).values()
+        yield "the width of all queries", model.query_projection_width, tp
+        yield "the width of all keys", model.key_projection_width, min(tp, model.num_query_groups)
+    for mixer in sorted(model.stateful_mixer_kinds):
+        first, last = linear_layer_shapes(model, LayerPlan(0, mixer, mlp="none")).values()
         yield f"the first projection of {_STATES[mixer]}", first.outputs, tp
         yield f"the width of all heads of {_STATES[mixer]}", last.inputs, tp
     yield f"--ffn-hidden-size {model.ffn_hidden_size}", model.ffn_hidden_size, tp
@@ -127,10 +131,12 @@ def _matrix_sizes(run: RunConfig) -> Iterator[tuple[str, int, int]]:
 
 
 def _format_flag(run: RunConfig) -> str:
+    """Return which flag chose low precision: --fp8-format or --fp4-format."""
     return "--fp8-format" if run.precision.low.fp8_format else "--fp4-format"
 
 
 def _recipe_flag(run: RunConfig) -> str:
+    """Return the recipe as words without dashes, such as "fp8-recipe mxfp8"."""
     low = run.precision.low
     return f"fp4-recipe {low.recipe}" if low.fp4_format else f"fp8-recipe {low.recipe}"
 
@@ -138,12 +144,12 @@ def _recipe_flag(run: RunConfig) -> str:
 RULES = (
     Rule(
         "low-precision",
-        low_precision,
+        low_precision_problems,
         "matrices of 8 or 4 bits have one recipe, its settings and no others, and layers that use it",
     ),
     Rule(
         "low-precision-sizes",
-        low_precision_sizes,
+        low_precision_size_problems,
         "every tensor rank holds whole blocks of the matrices that are multiplied in 8 or 4 bits",
     ),
 )

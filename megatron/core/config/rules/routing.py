@@ -8,8 +8,8 @@ from megatron.core.config.rules.rule import Rule, RuleInput
 from megatron.core.config.settings.moe import MoEConfig
 
 
-def router_choice(s: RuleInput) -> Iterator[str]:
-    """How many experts a token uses, out of which groups, by which scores."""
+def router_problems(s: RuleInput) -> Iterator[str]:
+    """Yield problems of the router: top-k, score function, expert bias, groups."""
     run = s.run
     moe = run.model.moe
     if not moe.num_experts:
@@ -69,8 +69,8 @@ def _expert_group_problems(moe: MoEConfig) -> Iterator[str]:
         return
 
 
-def load_balancing(s: RuleInput) -> Iterator[str]:
-    """What keeps the choice even."""
+def load_balancing_problems(s: RuleInput) -> Iterator[str]:
+    """Yield problems of load balancing of experts."""
     run = s.run
     moe = run.model.moe
     if not moe.num_experts:
@@ -92,8 +92,8 @@ def load_balancing(s: RuleInput) -> Iterator[str]:
         yield "--moe-aux-loss-coeff and --moe-z-loss-coeff must not be negative, or they would drive the choice apart"
 
 
-def upcycling(s: RuleInput) -> Iterator[str]:
-    """A dense checkpoint can become these experts, and the network still say the same."""
+def upcycling_problems(s: RuleInput) -> Iterator[str]:
+    """Yield why a dense checkpoint cannot be upcycled to these experts."""
     run = s.run
     model, moe = run.model, run.model.moe
     parts = moe.moe_upcycling_granularity
@@ -131,9 +131,9 @@ def _uses_sinkhorn(moe: MoEConfig) -> bool:
 RULES = (
     Rule(
         "choice-of-experts",
-        router_choice,
+        router_problems,
         "a token can choose as many experts as it shall, and the choice can be learned",
     ),
-    Rule("balance-of-experts", load_balancing, "ways to balance experts fit together and have a weight each"),
-    Rule("upcycling", upcycling, "the MLPs of a dense checkpoint can become these experts"),
+    Rule("balance-of-experts", load_balancing_problems, "ways to balance experts fit together and have a weight each"),
+    Rule("upcycling", upcycling_problems, "the MLPs of a dense checkpoint can become these experts"),
 )

@@ -12,7 +12,7 @@ from megatron.core.config.settings.run import RunConfig
 
 @dataclass(frozen=True, slots=True)
 class RuleInput:
-    """What rules look at."""
+    """What a rule is given: the resolved config and the number of ranks."""
 
     run: RunConfig
     world_size: int
@@ -26,19 +26,21 @@ class Rule:
     find: Callable[[RuleInput], str | Iterator[str]]
     sentence: str = ""
 
-    def says(self, setting: RuleInput) -> str:
-        """All that is wrong, a line each; an empty string where the rule is kept."""
+    def problem_message(self, setting: RuleInput) -> str:
+        """Return all that is wrong by this rule, a line for each problem; "" if the rule is kept."""
         messages = self.find(setting)
         return messages if isinstance(messages, str) else "\n  ".join(messages)
 
 
-def flags_given(config: Any, names: Iterable[str] = (), *, without: Collection[str] = ()) -> list[str]:
-    """The flags of a config's fields that are not at their defaults. names: of these fields alone; none: of all but those in `without`."""
+def non_default_flags(config: Any, names: Iterable[str] = (), *, without: Collection[str] = ()) -> list[str]:
+    """Return the flags of the fields of a config that differ from their defaults. names: only of these fields;
+    empty: of all fields but those in `without`.
+    """
     usual = {field.name: field.default for field in fields(config)}
     return [flag_name(name) for name in names or usual if name not in without and getattr(config, name) != usual[name]]
 
 
-def divisors(value: int, limit: int = 6) -> str:
-    """The first divisors of a number, as words."""
+def divisors_text(value: int, limit: int = 6) -> str:
+    """Return the first `limit` divisors of a number as text, such as "1, 2, 3, 6"."""
     numbers = [str(n) for n in range(1, value + 1) if value % n == 0]
     return ", ".join(numbers[:limit]) + (", ..." if len(numbers) > limit else "")

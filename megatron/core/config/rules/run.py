@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import PurePath
 
 from megatron.core.config.flags import flag_name
-from megatron.core.config.rules.rule import Rule, RuleInput, flags_given
+from megatron.core.config.rules.rule import Rule, RuleInput, non_default_flags
 
 
-def _required_sizes(setting: RuleInput) -> str:
+def _missing_settings_problem(setting: RuleInput) -> str:
     run = setting.run
     required = {
         "num_layers": run.model,
@@ -24,7 +24,7 @@ def _required_sizes(setting: RuleInput) -> str:
     return f"{', '.join(map(flag_name, lacking))} must be given{hint}" if lacking else ""
 
 
-def _positive_sizes(setting: RuleInput) -> str:
+def _positive_sizes_problem(setting: RuleInput) -> str:
     run = setting.run
     counts = {
         "num_layers": run.model,
@@ -64,7 +64,7 @@ def _positive_sizes(setting: RuleInput) -> str:
     return f"{', '.join(wrong)}: each must be at least 1" if wrong else ""
 
 
-def _global_batch(s: RuleInput) -> str:
+def _global_batch_problem(s: RuleInput) -> str:
     train = s.run.train
     unit = train.micro_batch_size * s.run.parallel.data_parallel_size(s.world_size)
     size, evaluated = train.global_batch_size, train.eval_global_batch_size
@@ -92,7 +92,7 @@ def _global_batch(s: RuleInput) -> str:
     )
 
 
-def _duration(s: RuleInput) -> str:
+def _duration_problem(s: RuleInput) -> str:
     train = s.run.train
     if train.train_iters is not None and train.train_samples is not None:
         return "--train-iters and --train-samples both say how long to train; keep one"
@@ -101,13 +101,13 @@ def _duration(s: RuleInput) -> str:
     return ""
 
 
-def _learning_rate(s: RuleInput) -> str:
+def _learning_rate_problem(s: RuleInput) -> str:
     if s.run.schedule.lr is None and not s.run.train.skip_train:
         return "--lr must be given (or --skip-train)"
     return ""
 
 
-def _number_format(s: RuleInput) -> str:
+def _number_format_problem(s: RuleInput) -> str:
     precision = s.run.precision
     chosen = [flag_name(name) for name in ("fp16", "bf16", "fp64") if getattr(precision, name)]
     if len(chosen) > 1:
@@ -119,7 +119,7 @@ def _number_format(s: RuleInput) -> str:
     return ""
 
 
-def _generated_samples(s: RuleInput) -> Iterator[str]:
+def _eval_generate_problems(s: RuleInput) -> Iterator[str]:
     train = s.run.train
     online = s.run.data.multimodal.online_evaluation_config
     if online is not None and s.run.parallel.context_parallel_size > 1:
@@ -128,7 +128,7 @@ def _generated_samples(s: RuleInput) -> Iterator[str]:
             "leave one out"
         )
     if train.eval_generate is None:
-        if given := flags_given(train, ("eval_generate_tokens", "eval_generate_temperature")):
+        if given := non_default_flags(train, ("eval_generate_tokens", "eval_generate_temperature")):
             yield f"{', '.join(given)}: for --eval-generate only; give it a file of prompts"
         return
     if s.run.model.architecture != "gpt":
@@ -141,7 +141,7 @@ def _generated_samples(s: RuleInput) -> Iterator[str]:
         yield f"--eval-generate-temperature {train.eval_generate_temperature} is no temperature; give one from 0 to 100"
 
 
-def _elastic(s: RuleInput) -> Iterator[str]:
+def _elastic_problems(s: RuleInput) -> Iterator[str]:
     run = s.run
     if not run.parallel.elastic:
         return
@@ -163,26 +163,36 @@ def _elastic(s: RuleInput) -> Iterator[str]:
 
 
 NEEDS = (
-    Rule("required", _required_sizes, "sizes that follow from nothing else are given"),
-    Rule("positive", _positive_sizes, "counts and sizes are at least 1"),
+    Rule("required", _missing_settings_problem, "sizes that follow from nothing else are given"),
+    Rule("positive", _positive_sizes_problem, "counts and sizes are at least 1"),
 )
 
 
 RULES = (
     Rule(
-        "global-batch", _global_batch, "the global batch is a whole number of microbatches on every data-parallel rank"
+        "global-batch",
+        _global_batch_problem,
+        "the global batch is a whole number of microbatches on every data-parallel rank",
     ),
 )
 
 
 ALWAYS = (
-    Rule("duration", _duration, "one flag says how long to train"),
-    Rule("learning-rate", _learning_rate, "a run that trains has a learning rate"),
-    Rule("number-formats", _number_format, "one number format is chosen, and what belongs to a format comes with it"),
+    Rule("duration", _duration_problem, "one flag says how long to train"),
+    Rule("learning-rate", _learning_rate_problem, "a run that trains has a learning rate"),
+    Rule(
+        "number-formats",
+        _number_format_problem,
+        "one number format is chosen, and what belongs to a format comes with it",
+    ),
     Rule(
         "samples-in-training",
-        _generated_samples,
+        _eval_generate_problems,
         "prompts are continued in training by a network that generates text, in some tokens",
     ),
-    Rule("elastic", _elastic, "a run that fits itself to its ranks keeps its batches and has something to go on from"),
+    Rule(
+        "elastic",
+        _elastic_problems,
+        "a run that fits itself to its ranks keeps its batches and has something to go on from",
+    ),
 )

@@ -6,28 +6,28 @@ import math
 from collections.abc import Iterator
 
 from megatron.core.config.flags import flag_name
-from megatron.core.config.rules.rule import Rule, RuleInput, divisors, flags_given
+from megatron.core.config.rules.rule import Rule, RuleInput, divisors_text, non_default_flags
 from megatron.core.config.settings.vision import VisionConfig
 
 
-def _has_images(s: RuleInput) -> bool:
+def _reads_images(s: RuleInput) -> bool:
     return s.run.model.has_vision or s.run.model.architecture == "vit"
 
 
-def _flags_without_images(s: RuleInput) -> str:
-    """What belongs to images, where there are none."""
-    if _has_images(s):
+def _unused_image_flags_problem(s: RuleInput) -> str:
+    """Return the problem of image flags in a network without images, or ""."""
+    if _reads_images(s):
         return ""
-    given = flags_given(s.run.model.vision) + flags_given(s.run.data.multimodal)
+    given = non_default_flags(s.run.model.vision) + non_default_flags(s.run.data.multimodal)
     return f"{', '.join(given)}: of images, which this network does not read; add --vision-model-type" if given else ""
 
 
-def _image_and_encoder_sizes(s: RuleInput) -> Iterator[str]:
-    """What the sizes of images and of the encoder must keep to."""
-    if not _has_images(s):
+def _image_size_problems(s: RuleInput) -> Iterator[str]:
+    """Yield problems of the sizes of images and of the vision encoder."""
+    if not _reads_images(s):
         return
     vision = s.run.model.vision
-    yield from (bad_sizes := list(_image_sides(vision)))
+    yield from (bad_sizes := list(_image_side_problems(vision)))
     factor = vision.pixel_shuffle_factor
     if not bad_sizes and vision.pixel_shuffle and (factor < 1 or any(side % factor for side in vision.patch_grid)):
         rows, columns = vision.patch_grid
@@ -40,14 +40,14 @@ def _image_and_encoder_sizes(s: RuleInput) -> Iterator[str]:
         if heads < 1 or hidden % heads:
             yield (
                 f"--vision-num-attention-heads {heads} does not divide --vision-hidden-size {hidden}; choose one of "
-                f"{divisors(hidden)}"
+                f"{divisors_text(hidden)}"
             )
         if (vision.vision_num_layers or 0) < 1:
             yield f"--vision-num-layers {vision.vision_num_layers} is not a positive number"
 
 
-def _image_sides(vision: VisionConfig) -> Iterator[str]:
-    """What is wrong with the sides and channels of an image."""
+def _image_side_problems(vision: VisionConfig) -> Iterator[str]:
+    """Yield problems of the height, width and number of channels of images."""
     for name, size in (("--img-h", vision.img_h), ("--img-w", vision.img_w)):
         if vision.patch_dim < 1 or size < 1 or size % vision.patch_dim:
             yield (
@@ -59,7 +59,7 @@ def _image_sides(vision: VisionConfig) -> Iterator[str]:
 
 
 def _image_sequence_problems(s: RuleInput) -> Iterator[str]:
-    """What the rows of images need of the sequence and of the layout."""
+    """Yield problems of images in the sequence: room, multi-token prediction, layout, projector."""
     model = s.run.model
     if not model.has_vision:
         return
@@ -78,9 +78,9 @@ def _image_sequence_problems(s: RuleInput) -> Iterator[str]:
         yield "--vision-projection-hidden-size is the width between two matrices; affine has one, so leave it out"
 
 
-def _tile_settings(s: RuleInput) -> Iterator[str]:
+def _tile_problems(s: RuleInput) -> Iterator[str]:
     data = s.run.data.multimodal
-    if not _has_images(s):
+    if not _reads_images(s):
         return
     if data.max_num_tiles < 1:
         yield f"--max-num-tiles {data.max_num_tiles} is not a positive number"
@@ -97,14 +97,14 @@ def _tile_settings(s: RuleInput) -> Iterator[str]:
             f"--use-tiling stretches an image to its tiles, and --image-aspect-ratio {data.image_aspect_ratio} does not "
             "stretch it; keep one"
         )
-    yield from _smolvlm_tiles(s) if data.cuts_as_smolvlm else []
+    yield from _smolvlm_tile_problems(s) if data.cuts_as_smolvlm else []
     for name, value in (("max_image_pixels", data.max_image_pixels), ("max_image_bytes", data.max_image_bytes)):
         if value < 1:
             yield f"{flag_name(name)} {value} leaves every image out; give a positive number"
 
 
-def _smolvlm_tiles(s: RuleInput) -> Iterator[str]:
-    """What SmolVLM's way of cutting images needs: a square of tiles at most, and the whole image behind them."""
+def _smolvlm_tile_problems(s: RuleInput) -> Iterator[str]:
+    """Yield problems of cutting images as SmolVLM does: a square number of tiles, square tiles, a thumbnail."""
     data, vision = s.run.data.multimodal, s.run.model.vision
     side = math.isqrt(max(1, data.max_num_tiles))
     if side < 2 or side * side != data.max_num_tiles:
@@ -120,8 +120,8 @@ def _smolvlm_tiles(s: RuleInput) -> Iterator[str]:
         yield "--use-tile-tags: SmolVLM's tiles have tags of their own; leave it out"
 
 
-def _classifier_problems(s: RuleInput) -> Iterator[str]:
-    """What a vision transformer by itself cannot do."""
+def _image_classifier_problems(s: RuleInput) -> Iterator[str]:
+    """Yield problems of a vision transformer without language model."""
     if s.run.model.architecture != "vit":
         return
     parallel = s.run.parallel
@@ -133,16 +133,18 @@ def _classifier_problems(s: RuleInput) -> Iterator[str]:
         yield "--freeze-LM, --freeze-vision-projection: of pretrain_vlm.py; freeze the encoder with --freeze-ViT"
 
 
-ALWAYS = (Rule("images", _flags_without_images, "what belongs to images is given where there are some"),)
+ALWAYS = (Rule("images", _unused_image_flags_problem, "what belongs to images is given where there are some"),)
 RULES = (
     Rule(
         "image-sizes",
-        _image_and_encoder_sizes,
+        _image_size_problems,
         "images are cut into whole patches, and the encoder's width into whole heads",
     ),
     Rule("images-in-text", _image_sequence_problems, "a sequence has room for an image and an answer"),
-    Rule("image-tiles", _tile_settings, "tiles have their flags"),
+    Rule("image-tiles", _tile_problems, "tiles have their flags"),
     Rule(
-        "image-classifier", _classifier_problems, "a vision transformer by itself keeps each image whole on every rank"
+        "image-classifier",
+        _image_classifier_problems,
+        "a vision transformer by itself keeps each image whole on every rank",
     ),
 )

@@ -12,7 +12,7 @@ MODULES: tuple[Module, ...] = ("attn", "mlp")
 
 
 @dataclass(frozen=True, slots=True)
-class GraphConfig:
+class CudaGraphConfig:
     """CUDA graphs of training.
 
     Layers are recorded, forward and backward, and repeated: on a GPU, starting many small kernels takes longer than they do.
@@ -32,6 +32,6 @@ class GraphConfig:
     )
 
     @property
-    def modules(self) -> tuple[Module, ...]:
-        """The halves that are recorded."""
+    def captured_modules(self) -> tuple[Module, ...]:
+        """Halves of layers that are captured."""
         return self.cuda_graph_modules or MODULES

@@ -238,15 +238,16 @@ class TokenizerConfig:
 
     @property
     def vocab_size_from_flags(self) -> int:
-        """Ids of the tokenizer, as far as flags alone say; else as many as GPT-2's has."""
+        """Vocabulary size of a NullTokenizer from its flag; of any other tokenizer that of GPT-2, 50257."""
         return self.vocab_size if self.tokenizer_type == "NullTokenizer" and self.vocab_size else 50257
 
 
-def null_vocab_size(given: int | None, saved: Mapping[str, Any]) -> int | None:
-    """The --vocab-size that a NullTokenizer needs to be a checkpoint's, where the one given was enough when that was saved.
+def null_tokenizer_vocab_size(given: int | None, saved: Mapping[str, Any]) -> int | None:
+    """Return the --vocab-size that gives a NullTokenizer as many ids as it had in a checkpoint: one more than given, if
+    that was so there.
 
-    Before Megatron 0.18, and here as long, the tokenizer had one id more than --vocab-size: the end of document. saved: the
-    checkpoint's settings, with `null_tokenizer_ids` in one of Megatron's.
+    Before Megatron 0.18, and in early versions of this project, the tokenizer had one id more than --vocab-size: the
+    end of document. saved: the checkpoint's settings, with `null_tokenizer_ids` in one of Megatron's.
     """
     size = (
         saved.get("true_vocab_size")

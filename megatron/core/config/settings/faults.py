@@ -79,18 +79,20 @@ class FaultConfig:
     )
 
     @property
-    def step_rerun(self) -> Literal["disabled", "validate_results", "report_stats"]:
-        """What is run again: nothing, steps with a bad result, or every step."""
+    def effective_rerun_mode(self) -> Literal["disabled", "validate_results", "report_stats"]:
+        """Which steps are run twice: none (disabled), those with a bad result (validate_results), or all
+        (report_stats).
+        """
         if self.rerun_mode is None:
             return "validate_results" if self.error_injection_rate else "disabled"
         return "report_stats" if self.rerun_mode == "report_determinism_stats" else self.rerun_mode
 
     @property
     def validates_steps(self) -> bool:
-        """Whether every step is judged before its update."""
+        """Whether every step is checked before its update."""
         return (
             self.on_bad_step is not None
             or self.check_for_spiky_loss
             or self.check_for_large_grads
-            or self.step_rerun != "disabled"
+            or self.effective_rerun_mode != "disabled"
         )

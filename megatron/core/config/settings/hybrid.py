@@ -91,50 +91,52 @@ class HybridConfig:
         role="network",
     )
 
-    def heads_and_groups(self, mixer: str) -> tuple[int, int]:
-        """Heads of a mixer with a state, and the groups that share what their states are keyed by."""
+    def state_heads_and_groups(self, mixer: str) -> tuple[int, int]:
+        """Return the number of heads of a stateful mixer (mamba, gated_delta_net), and of the groups or key heads that
+        they share.
+        """
         if mixer == "mamba":
             return self.mamba_num_heads or 0, self.mamba_num_groups
         return self.linear_num_value_heads, self.linear_num_key_heads
 
     @property
-    def symbols(self) -> str:
-        """The symbols of all layers, without the ends of stages; empty without a pattern."""
-        return self._main.replace("|", "")
+    def layer_symbols(self) -> str:
+        """Symbols of all layers, without | and MTP; empty without a pattern."""
+        return self._main_pattern.replace("|", "")
 
     @property
     def stage_symbols(self) -> tuple[str, ...]:
         """The symbols of the layers of each stage that the pattern names, without multi-token prediction."""
-        return tuple(self._main.split("|"))
+        return tuple(self._main_pattern.split("|"))
 
     @property
-    def _main(self) -> str:
-        """The pattern before multi-token prediction."""
+    def _main_pattern(self) -> str:
+        """The part of the pattern before multi-token prediction."""
         return (self.hybrid_layer_pattern or "").partition("/")[0]
 
     @property
     def mtp_patterns(self) -> tuple[str, ...]:
-        """The symbols of each depth of multi-token prediction."""
+        """Symbols of each MTP depth."""
         return tuple((self.hybrid_layer_pattern or "").split("/")[1:])
 
     @property
-    def ratios(self) -> tuple[float, float]:
-        """The shares of attention and of MLPs that Megatron's old flags give."""
+    def attention_and_mlp_ratios(self) -> tuple[float, float]:
+        """Shares of attention and of MLP layers, by Megatron's old flags."""
         return self.hybrid_attention_ratio, self.hybrid_mlp_ratio
 
     @property
-    def layout(self) -> str | None:
-        """The cut into pipeline stages as --pipeline-model-parallel-layout says it, if the pattern has one."""
-        if "|" not in self._main:
+    def pipeline_layout(self) -> str | None:
+        """The | of the pattern as a layout for --pipeline-model-parallel-layout; None without |."""
+        if "|" not in self._main_pattern:
             return None
-        stages = "|".join("t" * len(stage) for stage in self._main.split("|"))
+        stages = "|".join("t" * len(stage) for stage in self._main_pattern.split("|"))
         return f"E{stages}{'m' * len(self.mtp_patterns)}L"
 
-    def problems(self) -> Iterator[str]:
-        """What cannot be read in the pattern."""
+    def pattern_problems(self) -> Iterator[str]:
+        """Yield what is wrong with the pattern."""
         mtp = "".join(self.mtp_patterns)
-        unknown = sorted(set(self.symbols + mtp) - set(SYMBOLS) - {"|"})
-        if self.hybrid_layer_pattern is not None and not self.symbols:
+        unknown = sorted(set(self.layer_symbols + mtp) - set(SYMBOLS) - {"|"})
+        if self.hybrid_layer_pattern is not None and not self.layer_symbols:
             yield f"--hybrid-layer-pattern {self.hybrid_layer_pattern!r} has no layers; give symbols of {' '.join(SYMBOLS)}"
         if len(set(self.mtp_patterns)) > 1 or "" in self.mtp_patterns:
             yield "--hybrid-layer-pattern: each / begins the layers of one depth of multi-token prediction, which are the same for all; repeat them"
@@ -147,5 +149,5 @@ class HybridConfig:
                 f"--hybrid-layer-pattern: {', '.join(map(repr, unknown))} means no layer; write layers as {' '.join(SYMBOLS)}, | where the next pipeline "
                 "stage begins, and / where multi-token prediction begins"
             )
-        if {"*", "+"} <= set(self.symbols + "".join(self.mtp_patterns)):
+        if {"*", "+"} <= set(self.layer_symbols + "".join(self.mtp_patterns)):
             yield "--hybrid-layer-pattern: * and + are two kinds of attention; keep one"

@@ -73,7 +73,7 @@ class InferenceConfig:
     max_lora_rank: int = flag(64, "largest rank of an adapter that is served")
 
     def problems(self) -> Iterator[str]:
-        """What cannot be."""
+        """Yield which settings are out of range, and what to give."""
         least = {
             "inference_max_requests": 1,
             "inference_max_waiting_requests": 0,

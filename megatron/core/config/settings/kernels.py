@@ -56,18 +56,18 @@ class KernelConfig:
 
     @property
     def preferred_library(self) -> str:
-        """The library whose kernels come first where they can serve; empty: none."""
+        """Name of the library whose kernels are preferred where they apply; empty: none."""
         return "" if self.transformer_impl == "local" else self.transformer_impl
 
     @property
     def requested_kernels(self) -> dict[str, str]:
-        """Op -> the kernel that was asked for."""
+        """Operation -> name of the kernel requested by --kernel, and the fusion of the cross entropy."""
         return dict(word.split("=", 1) for word in self.kernel if "=" in word) | {
             "cross_entropy": self.cross_entropy_fusion_impl
         }
 
-    def problems(self, *, compiles: bool) -> Iterator[str]:
-        """What is wrong with the words of --kernel. compiles: the layers are compiled."""
+    def kernel_flag_problems(self, *, compiles: bool) -> Iterator[str]:
+        """Yield what is wrong with the words of --kernel. compiles: whether layers are compiled."""
         seen: list[str] = []
         for word in self.kernel:
             op, _, name = word.partition("=")

@@ -61,24 +61,26 @@ class LowPrecisionConfig:
 
     @property
     def recipe(self) -> str:
-        """Name of the recipe; empty where nothing is multiplied in 8 or 4 bits."""
+        """Name of the recipe of low-precision matmuls; empty if there are none."""
         if self.fp4_format is not None:
             return self.fp4_recipe or "nvfp4"
         return self.fp8_recipe if self.fp8_format is not None else ""
 
     @property
     def has_quantized_weights(self) -> bool:
-        """Whether weights are kept rounded."""
+        """Whether weights are stored in fp8 or fp4."""
         return self.fp8_param_gather or self.fp4_param_gather
 
     @property
     def scale_block_size(self) -> int:
-        """Elements of a row that share a scale; 0: all of the tensor do, or nothing is rounded."""
+        """Number of elements of a row that share a scale; 0: the whole tensor does, or there is no low precision."""
         return {"mxfp8": 32, "blockwise": 128, "nvfp4": 16}.get(self.recipe, 0)
 
     @property
     def matrix_size_multiple(self) -> int:
-        """What sizes of matrices must be multiples of: whole blocks, and rows that GPUs multiply in 8 bits."""
+        """Number that local matrix dimensions must be multiples of: whole blocks, and 16 for fp8 matmuls of GPUs; 1
+        without low precision.
+        """
         return max(16, self.scale_block_size) if self.recipe else 1
 
     def is_low_precision_layer(self, layer: int, num_layers: int) -> bool:

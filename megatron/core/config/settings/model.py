@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.core.config.flags import ConfigError, flag, plain_field
-from megatron.core.config.hybrid_pattern import pattern_of_ratios
+from megatron.core.config.hybrid_pattern import hybrid_pattern_from_ratios
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.hybrid import HybridConfig
 from megatron.core.config.settings.kernels import KernelConfig
@@ -85,7 +85,7 @@ class RopeConfig:
 
     @property
     def is_yarn(self) -> bool:
-        """Whether rotations, where there are some, are those of YaRN."""
+        """Whether rotary frequencies, if there are any, are scaled by YaRN."""
         return (self.rope_type or self.position_embedding_type) == "yarn"
 
 
@@ -272,7 +272,7 @@ class RequestedModel:
     kernels: KernelConfig = KernelConfig()
     adapter: AdapterConfig = AdapterConfig()
     vision: VisionConfig = VisionConfig()
-    # What only encoders of images have; `vision_encoder` sets it.
+    # What only encoders of images have; `vision_encoder_config` sets it.
     quick_gelu: bool = plain_field(False, role="network")
     layer_scale: float | None = plain_field(
         None, role="network"
@@ -285,25 +285,28 @@ class RequestedModel:
     reward_head: bool = plain_field(False, role="adaptable")
 
     def resolve(self) -> ModelConfig:
-        """Fill in the sizes that follow from others; fields already given stay as they are.
+        """Return the config with sizes that follow from others filled in; given ones stay.
 
-        What must be given and is not stays None: the rule `required` refuses it before anything reads it.
+        Required sizes that are missing stay None: the rule `required` reports them before they are used.
         """
         if self.architecture == "vit":
-            return self._resolved_vision_encoder()._resolved()
-        return self._resolved()
+            return self._resolved_vision_encoder()._resolve_sizes()
+        return self._resolve_sizes()
 
     def _resolved_vision_encoder(self) -> RequestedModel:
-        """A vision transformer with what its type says: how its layers are made, and the sizes that were not given."""
+        """Return a vision transformer's config with the layer settings of its type, and its published sizes where none
+        are given.
+        """
         vision = self.vision.resolve(None, alone=True)
-        values = {name: size for name, size in vision.traits.sizes.items() if getattr(self, name) is None}
+        values = {name: size for name, size in vision.encoder_traits.sizes.items() if getattr(self, name) is None}
         if self.hidden_size and self.ffn_hidden_size is None:
             values["ffn_hidden_size"] = 4 * self.hidden_size
         rope = dataclasses.replace(self.rope, position_embedding_type="none")
-        fields = {**vision.layer_fields, **values, "vision": vision, "rope": rope}
-        return dataclasses.replace(self, **fields, max_position_embeddings=vision.tokens)
+        fields = {**vision.encoder_layer_fields, **values, "vision": vision, "rope": rope}
+        return dataclasses.replace(self, **fields, max_position_embeddings=vision.num_encoder_tokens)
 
-    def _resolved(self) -> ModelConfig:
+    def _resolve_sizes(self) -> ModelConfig:
+        """Return the config with all sizes that follow from others filled in."""
         values: dict[str, Any] = {}
         if self.hidden_size and self.ffn_hidden_size is None:
             values["ffn_hidden_size"] = self.hidden_size * 8 // 3 // 64 * 64 if self.swiglu else 4 * self.hidden_size
@@ -311,38 +314,40 @@ class RequestedModel:
             values["kv_channels"] = self.hidden_size // self.num_attention_heads
         if self.num_attention_heads and not self.group_query_attention:
             values["num_query_groups"] = self.num_attention_heads
-        values |= self._expert_width(values.get("ffn_hidden_size", self.ffn_hidden_size))
+        values |= self._resolved_expert_width(values.get("ffn_hidden_size", self.ffn_hidden_size))
         stretched = self.rope.position_embedding_type == "yarn" or self.mla.multi_latent_attention
         values["rope"] = dataclasses.replace(
             self.rope, rope_type=self.rope.rope_type or ("yarn" if stretched else "rope")
         )
-        values |= self._encoder_decoder_depths()
-        values |= self._hybrid_sizes()
+        values |= self._resolved_t5_depths()
+        values |= self._resolved_hybrid_fields()
         values["vision"] = self.vision.resolve(self.hidden_size, alone=self.architecture == "vit")
-        if self.vision.frozen:
-            patterns = dict.fromkeys((*self.adapter.freeze, *self.vision.frozen))
+        if self.vision.frozen_patterns:
+            patterns = dict.fromkeys((*self.adapter.freeze, *self.vision.frozen_patterns))
             values["adapter"] = dataclasses.replace(self.adapter, freeze=tuple(patterns))
         return ModelConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | values)
 
-    def _expert_width(self, width: int | None) -> dict[str, Any]:
-        """Experts as wide as MLPs, where no width is given."""
+    def _resolved_expert_width(self, width: int | None) -> dict[str, Any]:
+        """Return {"moe": config with the MLP's width for experts} if no width of experts is given, else {}."""
         if not self.moe.num_experts or self.moe.moe_ffn_hidden_size is not None:
             return {}
         return {"moe": dataclasses.replace(self.moe, moe_ffn_hidden_size=width)}
 
-    def _hybrid_sizes(self) -> dict[str, Any]:
-        """The symbols that ratios stand for, the numbers of layers that symbols give, and of Mamba-2's heads."""
+    def _resolved_hybrid_fields(self) -> dict[str, Any]:
+        """Return fields to set in a hybrid: the pattern that ratios stand for, numbers of layers and MTP depths that
+        the pattern gives, and the number of Mamba-2 heads.
+        """
         hybrid, values = self.hybrid, dict[str, Any]()
         if (
             hybrid.hybrid_layer_pattern is None
             and self.num_layers
-            and 0 < sum(hybrid.ratios) <= 1
-            and min(hybrid.ratios) >= 0
+            and 0 < sum(hybrid.attention_and_mlp_ratios) <= 1
+            and min(hybrid.attention_and_mlp_ratios) >= 0
         ):
-            pattern = pattern_of_ratios(self.num_layers, *hybrid.ratios)
+            pattern = hybrid_pattern_from_ratios(self.num_layers, *hybrid.attention_and_mlp_ratios)
             hybrid = dataclasses.replace(hybrid, hybrid_layer_pattern=pattern)
-        if hybrid.symbols and self.num_layers is None:
-            values["num_layers"] = len(hybrid.symbols)
+        if hybrid.layer_symbols and self.num_layers is None:
+            values["num_layers"] = len(hybrid.layer_symbols)
         if hybrid.mtp_patterns and self.mtp.mtp_num_layers is None:
             values["mtp"] = dataclasses.replace(self.mtp, mtp_num_layers=len(hybrid.mtp_patterns))
         if self.hidden_size and hybrid.mamba_num_heads is None and hybrid.mamba_head_dim > 0:
@@ -350,8 +355,10 @@ class RequestedModel:
             hybrid = dataclasses.replace(hybrid, mamba_num_heads=heads)
         return values | {"hybrid": hybrid}
 
-    def _encoder_decoder_depths(self) -> dict[str, int | None]:
-        """Layers of a T5's halves, and of the network where its encoder's were given."""
+    def _resolved_t5_depths(self) -> dict[str, int | None]:
+        """Return fields to set: numbers of layers of a T5's encoder and decoder, and num_layers if only the encoder's
+        was given.
+        """
         values: dict[str, int | None] = {}
         if self.num_layers is None:
             values["num_layers"] = self.encoder_num_layers
@@ -377,14 +384,16 @@ class ModelConfig(RequestedModel):
     true_vocab_size: int
 
     def with_vocabulary(self, true_vocab_size: int, tensor_size: int) -> ModelConfig:
-        """The config once the tokenizer is known: rows padded so that `tensor_size` ranks divide them."""
+        """Return the config with the vocabulary of the tokenizer, padded so that `tensor_size` ranks can divide it."""
         multiple = self.make_vocab_size_divisible_by * tensor_size
         padded = self.padded_vocab_size or math.ceil(true_vocab_size / multiple) * multiple
         return dataclasses.replace(self, true_vocab_size=true_vocab_size, padded_vocab_size=padded)
 
     @property
-    def window(self) -> tuple[int, int] | None:
-        """Positions before and after its own that a query of a layer with a window sees, -1 for all."""
+    def parsed_window_size(self) -> tuple[int, int] | None:
+        """--window-size as (positions before, positions after), -1 for all; None without a window. `ConfigError` if it
+        cannot be parsed.
+        """
         if self.window_size is None:
             return None
         match = re.fullmatch(r"\(?\s*(-1|\d+)\s*,\s*(-1|\d+)\s*\)?", self.window_size.strip())
@@ -396,12 +405,14 @@ class ModelConfig(RequestedModel):
 
     @property
     def uses_rotary(self) -> bool:
-        """Whether queries and keys are rotated by their positions. Latent attention rotates a part of its heads, beside learned positions too."""
+        """Whether queries and keys are rotated by position; latent attention always rotates a part of each head."""
         return self.mla.multi_latent_attention or self.rope.position_embedding_type in ("rope", "yarn", "mrope")
 
     @property
     def has_plain_pre_norm(self) -> bool:
-        """Whether a layer norms, for its MLP, the sum of its input and what attention adds, as it is."""
+        """Whether the input of a layer's second norm is just x plus attention's output, in one dtype (what a fused
+        residual norm needs).
+        """
         elsewhere = (
             self.apply_residual_connection_post_layernorm
             or self.norm_after_residual
@@ -416,12 +427,12 @@ class ModelConfig(RequestedModel):
         return self.norm_after_sublayer and not (mixer == "gated_delta_net" and self.hybrid.linear_norm_before_sublayer)
 
     @property
-    def gated(self) -> bool:
-        """Whether the MLP has a gate beside its first matrix."""
+    def has_gated_mlp(self) -> bool:
+        """Whether the MLP is gated (SwiGLU, GEGLU or quick GEGLU)."""
         return self.swiglu or self.quick_geglu or self.geglu
 
     @property
-    def activation(self) -> str:
+    def activation_name(self) -> str:
         """Name of the MLP's activation: gelu, gelu_tanh, silu, quick_gelu, relu or squared_relu."""
         chosen = {
             "silu": self.swiglu,
@@ -433,34 +444,34 @@ class ModelConfig(RequestedModel):
         return next((name for name, on in chosen.items() if on), "gelu")
 
     @property
-    def kernel_requests(self) -> dict[str, str]:
-        """Op -> the kernel that was asked for."""
+    def all_requested_kernels(self) -> dict[str, str]:
+        """Operation -> name of the kernel requested, by any flag."""
         return {
             "attention": self.attention_backend,
             "grouped_linear": "auto" if self.moe.moe_grouped_gemm else "loop",
-            "moe_flex_dispatcher": self.moe.dispatcher_library,
+            "moe_flex_dispatcher": self.moe.requested_dispatch_library,
             **self.kernels.requested_kernels,
         }
 
     @property
-    def idle_kernels(self) -> set[str]:
-        """Ops that no part of this network asks for."""
+    def unused_kernel_ops(self) -> set[str]:
+        """Operations whose kernels this network does not use; optional ones count as used if they are requested."""
         used = {
             "layer_norm": self.normalization == "LayerNorm",
             "rms_norm": self.normalization == "RMSNorm" or self.qk_l2_norm,
-            "gated_activation": self.gated,
+            "gated_activation": self.has_gated_mlp,
             "bias_activation": "bias_activation" in self.kernels.requested_kernels,
-            "rotary": self.uses_rotary and not self.applies_rope_to_qkv,
-            "rotary_qkv": self.applies_rope_to_qkv,
+            "rotary": self.uses_rotary and not self.rotates_fused_qkv,
+            "rotary_qkv": self.rotates_fused_qkv,
             "split_qkv": "split_qkv" in self.kernels.requested_kernels,
             "grouped_linear": bool(self.moe.num_experts),
             "moe_flex_dispatcher": bool(self.moe.num_experts),
             "permute": bool(self.moe.num_experts),
             "residual_norm": "residual_norm" in self.kernels.requested_kernels,
             "low_linear": "low_linear" in self.kernels.requested_kernels,
-            "causal_conv": bool(self.state_mixers),
-            "selective_scan": "mamba" in self.state_mixers,
-            "delta_rule_scan": "gated_delta_net" in self.state_mixers,
+            "causal_conv": bool(self.stateful_mixer_kinds),
+            "selective_scan": "mamba" in self.stateful_mixer_kinds,
+            "delta_rule_scan": "gated_delta_net" in self.stateful_mixer_kinds,
             "quantise": "quantise" in self.kernels.requested_kernels,
             "adamw": "adamw" in self.kernels.requested_kernels,
             "paged_attention": False,  # of decoding
@@ -468,21 +479,23 @@ class ModelConfig(RequestedModel):
         return {op for op, is_used in used.items() if not is_used}
 
     @property
-    def fuses_bias(self) -> bool:
-        """Whether MLPs have a bias that a kernel can add in the activation: nothing stands between."""
-        return self.add_bias_linear and self.multipliers.mlp[0] == 1.0
+    def can_fuse_mlp_bias(self) -> bool:
+        """Whether the bias of the first MLP matrix can be added by the activation kernel: nothing stands between."""
+        return self.add_bias_linear and self.multipliers.mlp_factors[0] == 1.0
 
     @property
-    def applies_rope_to_qkv(self) -> bool:
-        """Whether queries and keys are rotated as the fused projection has them, without norms between."""
+    def rotates_fused_qkv(self) -> bool:
+        """Whether queries and keys are rotated directly in the fused qkv output, without norms between."""
         return self.uses_rotary and not (
             self.mla.multi_latent_attention or self.qk_layernorm or self.qk_layernorm_across_heads
         )
 
     @property
-    def splits_qkv(self) -> bool:
-        """Whether some layers take the fused projection apart as it is: they have no rotary embeddings, or norms come before these."""
-        everywhere = self.applies_rope_to_qkv and self.rope.no_rope_freq is None
+    def splits_qkv_unrotated(self) -> bool:
+        """Whether some layers split the fused qkv output without rotating it at once: no rotary positions, or norms
+        before them.
+        """
+        everywhere = self.rotates_fused_qkv and self.rope.no_rope_freq is None
         return bool(self.num_attention_heads) and not self.mla.multi_latent_attention and not everywhere
 
     @property
@@ -491,18 +504,18 @@ class ModelConfig(RequestedModel):
         return (self.add_bias_linear or self.add_qkv_bias) and not self.qkv_without_bias
 
     @property
-    def state_mixers(self) -> frozenset[str]:
-        """Kinds of mixers with a state that some layers may have."""
+    def stateful_mixer_kinds(self) -> frozenset[str]:
+        """Kinds of stateful mixers (mamba, gated_delta_net) that layers may have."""
         named = {"M": "mamba", "G": "gated_delta_net"}
-        symbols = self.hybrid.symbols + "".join(self.hybrid.mtp_patterns)
+        symbols = self.hybrid.layer_symbols + "".join(self.hybrid.mtp_patterns)
         mixers = {named[symbol] for symbol in symbols if symbol in named}
         mixers |= {"gated_delta_net"} if self.hybrid.experimental_attention_variant else set()
         return frozenset(mixers | ({"mamba"} if self.hybrid.parallel_mamba else set()))
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether each layer has one part, which a symbol of a pattern names."""
-        return bool(self.hybrid.symbols)
+        """Whether the layers are given by a hybrid pattern, one symbol for each."""
+        return bool(self.hybrid.layer_symbols)
 
     @property
     def ties_embeddings(self) -> bool:
@@ -510,18 +523,20 @@ class ModelConfig(RequestedModel):
         return not self.untie_embeddings_and_output_weights
 
     @property
-    def rotary_size(self) -> int:
-        """Size of what positions rotate: a query and key head, or the part of one that latent attention keeps for them."""
+    def rotary_head_size(self) -> int:
+        """Size of a head of which --rotary-percent is rotated; for latent attention, of its rotated part."""
         return self.mla.qk_pos_emb_head_dim if self.mla.multi_latent_attention else self.kv_channels
 
     @property
     def has_interleaved_rotary(self) -> bool:
-        """Whether rotation pairs neighbouring channels, as latent attention always does, or the two halves of a head."""
+        """Whether rotation pairs neighbouring channels (always in latent attention), instead of the two halves of a
+        head.
+        """
         return self.mla.multi_latent_attention or self.rope.rotary_interleaved
 
     @property
-    def head_sizes(self) -> tuple[int, int]:
-        """Sizes of a key head and of a value head."""
+    def key_and_value_head_sizes(self) -> tuple[int, int]:
+        """Size of a key head, and of a value head."""
         mla = self.mla
         return (
             (mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.v_head_dim)
@@ -532,25 +547,25 @@ class ModelConfig(RequestedModel):
     @property
     def has_uneven_head_sizes(self) -> bool:
         """Whether a value head has another size than a key head."""
-        return self.head_sizes[0] != self.head_sizes[1]
+        return self.key_and_value_head_sizes[0] != self.key_and_value_head_sizes[1]
 
     @property
     def has_vision(self) -> bool:
-        """Whether a language model reads images."""
+        """Whether it is a language model that reads images."""
         return self.architecture == "gpt" and self.vision.vision_model_type is not None
 
-    def num_layers_of(self, decoder: bool = False) -> int:
-        """Layers in a row: of a T5 those of its encoder, or of its decoder; else all."""
+    def encoder_or_decoder_depth(self, decoder: bool = False) -> int:
+        """Return the number of layers: of a T5 those of the encoder, or with `decoder` of the decoder; else all."""
         if self.architecture == "t5":
             return self.decoder_num_layers if decoder else self.encoder_num_layers
         return self.num_layers
 
     @property
-    def query_size(self) -> int:
-        """Width of all query heads together."""
+    def query_projection_width(self) -> int:
+        """Width of all query heads together, before they are divided over ranks."""
         return self.num_attention_heads * self.kv_channels
 
     @property
-    def key_size(self) -> int:
-        """Width of all key heads together (and of all value heads)."""
+    def key_projection_width(self) -> int:
+        """Width of all key heads together (and of all value heads), before they are divided over ranks."""
         return self.num_query_groups * self.kv_channels

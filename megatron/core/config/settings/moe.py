@@ -87,8 +87,8 @@ class MoEConfig:
     moe_per_layer_logging: bool = flag(False, "report balance layer by layer", role="free")
 
     @property
-    def experts(self) -> int:
-        """How many experts a layer has; 0: no layer has any."""
+    def num_experts_or_zero(self) -> int:
+        """Number of experts of an MoE layer; 0 without experts."""
         return self.num_experts or 0
 
     @property
@@ -97,8 +97,8 @@ class MoEConfig:
         return self.moe_ffn_hidden_size or 0
 
     @property
-    def dispatcher_library(self) -> str:
-        """Which library is to send tokens; "" if none is to be asked for."""
+    def requested_dispatch_library(self) -> str:
+        """Name of the library that is requested for token dispatch; "" if none is."""
         if not self.num_experts or self.moe_token_dispatcher_type != "flex":
             return ""
         return "deepep" if self.moe_enable_deepep else self.moe_flex_dispatcher_backend
@@ -110,8 +110,8 @@ class MoEConfig:
         return tuple(zip(kinds, weights * len(kinds) if len(weights) == 1 else weights, strict=True))
 
     @property
-    def has_losses(self) -> bool:
-        """Whether layers with experts have losses of their own."""
+    def has_auxiliary_losses(self) -> bool:
+        """Whether MoE layers have balancing losses or a z-loss with a weight."""
         return bool(self.num_experts) and (
             any(weight for _, weight in self.balancing_losses) or bool(self.moe_z_loss_coeff)
         )

@@ -33,24 +33,24 @@ class MultiplierConfig:
     )
 
     @property
-    def mixer(self) -> tuple[float, ...]:
-        """Factors of z, x, B, C and dt, with that of the input; empty if all are one."""
+    def mamba_factors(self) -> tuple[float, ...]:
+        """Factors of z, x, B, C and dt of Mamba-2, each times that of its input; empty if all are one."""
         values = tuple(self.ssm_in_multiplier * one for one in self.ssm_multipliers or (1.0,) * len(MIXER_PARTS))
         return values if set(values) != {1.0} else ()
 
     @property
-    def mlp(self) -> tuple[float, float]:
+    def mlp_factors(self) -> tuple[float, float]:
         """Factors of an MLP's gate, and of its output."""
         gate, output = self.mlp_multipliers or (1.0, 1.0)
         return gate, output
 
-    def flags_given(self) -> list[str]:
-        """The flags of those that are not one."""
+    def non_default_flags(self) -> list[str]:
+        """Return the flags whose factors are not all at their default of one."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return [flag_name(name) for name, value in values.items() if value not in ((), 1.0)]
 
-    def problems(self) -> Iterator[str]:
-        """Numbers that are no factors."""
+    def multiplier_problems(self) -> Iterator[str]:
+        """Yield which flags have a wrong number of factors, or factors that are 0 or not finite."""
         parts = {"ssm_multipliers": MIXER_PARTS, "mlp_multipliers": MLP_PARTS}
         for field in fields(self):
             value = getattr(self, field.name)

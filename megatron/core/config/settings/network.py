@@ -12,7 +12,7 @@ import math
 from dataclasses import fields
 from typing import Any
 
-from megatron.core.config.flags import roles_of, to_values
+from megatron.core.config.flags import config_to_values, field_roles
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.hybrid import HybridConfig
 from megatron.core.config.settings.model import MLAConfig, ModelConfig, RequestedModel
@@ -53,7 +53,7 @@ _DELTA_NET = tuple(
     if field.name.startswith("linear_") and field.name != "linear_attention_freq"
 )
 _ATTENTION = ("num_attention_heads", "kv_channels", "num_query_groups", "qk_layernorm", "softmax_scale")
-_VISION = tuple(name for name, role in roles_of(VisionConfig).items() if role in ("network", "adaptable"))
+_VISION = tuple(name for name, role in field_roles(VisionConfig).items() if role in ("network", "adaptable"))
 _PROJECTION = tuple(
     name for name in _VISION if "projection" in name or "shuffle" in name or name == "disable_vision_class_token"
 )
@@ -61,16 +61,16 @@ _ADAPTERS = ("lora_alpha", "lora_targets", "lora_rslora", "dora")
 
 
 def network_fields() -> dict[str, str]:
-    """Field name -> `network` or `adaptable`, of every setting that takes part in what a network computes."""
-    return {name: role for name, role in roles_of(RequestedModel).items() if role in ("network", "adaptable")}
+    """Return field name -> role, `network` or `adaptable`, of every setting that affects what a network computes."""
+    return {name: role for name, role in field_roles(RequestedModel).items() if role in ("network", "adaptable")}
 
 
 def unused_settings(model: ModelConfig) -> frozenset[str]:
-    """Settings of which this network makes no use, since others say so. model: resolved."""
+    """Return the names of settings that have no effect in this network, given its other settings. model: resolved."""
     rope, moe, kinds = model.rope, model.moe, {plan.mlp for plan in network_layer_plans(model)}
     latent, mixers = (
         model.mla.multi_latent_attention,
-        set[str]().union(*(plan.mixers for plan in network_layer_plans(model))),
+        set[str]().union(*(plan.mixer_kinds for plan in network_layer_plans(model))),
     )
     without_effect: dict[tuple[str, ...], bool] = {
         _ROTARY: not model.uses_rotary,
@@ -92,7 +92,7 @@ def unused_settings(model: ModelConfig) -> frozenset[str]:
         ("moe_router_pre_softmax",): moe.moe_router_score_function != "softmax",
         ("moe_router_group_topk", "moe_router_group_score"): not moe.moe_router_num_groups,
         ("moe_shared_expert_gate",): not moe.moe_shared_expert_intermediate_size,
-        ("activation_func_clamp_value", "glu_linear_offset"): not model.gated,
+        ("activation_func_clamp_value", "glu_linear_offset"): not model.has_gated_mlp,
         ("window_attn_skip_freq",): model.window_size is None,
         ("mtp_use_repeated_layer",): (model.mtp.mtp_num_layers or 0) < 2,
         ("scale_tied_logits",): not model.ties_embeddings or model.reward_head,
@@ -108,10 +108,12 @@ def unused_settings(model: ModelConfig) -> frozenset[str]:
 
 
 def network_differences(a: ModelConfig, b: ModelConfig) -> list[str]:
-    """Names of the settings by which two networks, resolved, are two functions; of what neither uses nothing is said."""
+    """Return the names of the settings by which two resolved networks compute different functions; those that neither
+    uses are left out.
+    """
     idle, given, canonical = (
         unused_settings(a) & unused_settings(b),
-        (to_values(a), to_values(b)),
+        (config_to_values(a), config_to_values(b)),
         (canonical_values(a), canonical_values(b)),
     )
     # Equal words that mean two things do so because of another setting, which is named itself.
@@ -123,19 +125,19 @@ def network_differences(a: ModelConfig, b: ModelConfig) -> list[str]:
 
 
 def canonical_values(model: ModelConfig) -> dict[str, Any]:
-    """Values by field name, where one network has one spelling only."""
-    values, rows = to_values(model), network_layer_plans(model)
+    """Return all settings by field name, with different spellings of the same network made equal."""
+    values, rows = config_to_values(model), network_layer_plans(model)
     values["moe_router_topk_scaling_factor"] = values["moe_router_topk_scaling_factor"] or 1.0
     values["mtp_num_layers"] = values["mtp_num_layers"] or None
     values["moe_layer_freq"] = [plan.mlp for plan in rows]
     values["linear_attention_freq"] = [plan.mixer for plan in rows]
-    values["hybrid_layer_pattern"] = (model.hybrid.symbols, model.hybrid.mtp_patterns)
+    values["hybrid_layer_pattern"] = (model.hybrid.layer_symbols, model.hybrid.mtp_patterns)
     variant = values["experimental_attention_variant"]
     values["experimental_attention_variant"] = "gated_delta_net" if variant == "gdn" else variant
     values["mamba_time_step_limit"] = list(values["mamba_time_step_limit"]) or [0.0, math.inf]
     values["no_rope_freq"] = [plan.rope for plan in rows]
     values["window_attn_skip_freq"] = [plan.window is not None for plan in rows]
-    window = model.window
+    window = model.parsed_window_size
     values["window_size"] = (
         (window[0], -1) if window and model.architecture == "gpt" else window
     )  # causality has the right side

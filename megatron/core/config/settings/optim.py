@@ -162,7 +162,7 @@ class OptimizerConfig:
 
     @property
     def elementwise_optimizer(self) -> str:
-        """The rule of everything else: adam, sgd, lion or adafactor."""
+        """The optimizer of parameters that Muon does not update, or of all: adam, sgd, lion or adafactor."""
         return self.muon_scalar_optimizer if self.is_muon else self.optimizer
 
 

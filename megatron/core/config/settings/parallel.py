@@ -12,8 +12,10 @@ CPComm = Literal["p2p", "a2a", "allgather", "all_gather", "a2a+p2p"]
 StateComm = Literal["auto", "a2a", "states"]
 
 
-def exchanges_heads(size: int, heads: int, groups: int) -> bool:
-    """Whether so many context ranks can have a share of heads each, with the groups beside them; groups are repeated where there are fewer."""
+def can_exchange_heads(size: int, heads: int, groups: int) -> bool:
+    """Whether `size` context ranks can divide the heads among them with their groups; fewer groups than ranks are
+    repeated.
+    """
     return heads % size == 0 and (groups % size == 0 or size % groups == 0)
 
 
@@ -164,17 +166,17 @@ class ParallelConfig:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of weights are a part of their own in the schedule."""
+        """Whether the pipeline schedule computes weight gradients as actions of their own (zero bubble)."""
         return self.pipeline_schedule in ("zb-h1", "zb-v")
 
     @property
     def defers_weight_gradients(self) -> bool:
-        """Whether layers leave gradients of weights for later in a backward pass."""
+        """Whether layers delay weight gradients beyond the backward pass of their inputs."""
         return self.splits_backward or self.delay_wgrad_compute
 
     @property
     def stage_placement(self) -> Placement:
-        """How pipeline stages lie on the ranks."""
+        """How pipeline stages are placed on ranks: "v" for zb-v, else "wrap" (see `stage_rank_and_chunk`)."""
         return "v" if self.pipeline_schedule == "zb-v" and self.pp > 1 else "wrap"
 
     @property
@@ -183,7 +185,7 @@ class ParallelConfig:
         return self.pipeline_model_parallel_size
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Ranks left for data parallelism."""
+        """Return the number of data-parallel ranks: world_size over tensor x pipeline x context size."""
         return world_size // max(
             1, self.tp * self.pp * self.context_parallel_size
         )  # rules/engine.py refuses sizes below 1

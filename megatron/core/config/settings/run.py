@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from megatron.core.config.flags import flag
 from megatron.core.config.settings.compilation import CompileConfig
-from megatron.core.config.settings.cuda_graphs import GraphConfig
+from megatron.core.config.settings.cuda_graphs import CudaGraphConfig
 from megatron.core.config.settings.data import DataConfig, TokenizerConfig
 from megatron.core.config.settings.faults import FaultConfig
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
@@ -85,7 +85,7 @@ class RequestedTraining:
     )
 
     def resolve(self, architecture: str, data_parallel_size: int) -> TrainConfig:
-        """Fill in lengths, the global batch and the interval of evaluations. data_parallel_size: ranks that share a batch."""
+        """Return the config with sequence lengths, global batch size and evaluation interval filled in."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if self.seq_length is None:
             values["seq_length"] = self.encoder_seq_length
@@ -134,7 +134,9 @@ class RecomputeConfig:
     )
 
     def resolve(self) -> RecomputeConfig:
-        """Granularity and modules where --recompute-activations or the granularity alone was given."""
+        """Return the config with granularity and modules filled in, if only --recompute-activations or the granularity
+        was given.
+        """
         granularity, modules = self.recompute_granularity, self.recompute_modules
         if self.recompute_activations and granularity is None:
             granularity = "selective"
@@ -163,7 +165,7 @@ class OffloadConfig:
 
     @property
     def any_offload(self) -> bool:
-        """Whether anything goes there."""
+        """Whether any activations are offloaded to the CPU."""
         return self.cpu_offloading_num_layers > 0 or self.fine_grained_activation_offloading
 
 
@@ -304,7 +306,7 @@ class RequestedRun:
     recompute: RecomputeConfig = RecomputeConfig()
     offload: OffloadConfig = OffloadConfig()
     compilation: CompileConfig = CompileConfig()
-    graphs: GraphConfig = GraphConfig()
+    graphs: CudaGraphConfig = CudaGraphConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     data: DataConfig = DataConfig()
@@ -314,11 +316,11 @@ class RequestedRun:
     faults: FaultConfig = FaultConfig()
 
     def resolve(self, world_size: int) -> RunConfig:
-        """Fill in what depends on other settings; nothing that was given changes.
+        """Return the config of the run, with what depends on other settings filled in; nothing that was given changes.
 
-        The marks `|` of a hybrid pattern become the layout of a pipeline; in one pipeline rank they mean nothing.
-        Sequence parallelism without tensor parallelism is switched off, since there is nothing to cut; so is the tensor size of
-        experts without experts. What must be given and is not stays None: the rule `required` refuses it before anything reads it.
+        The `|` of a hybrid pattern become the pipeline layout, if there are several pipeline ranks. Sequence
+        parallelism without tensor parallelism is switched off; so is the tensor size of experts without experts.
+        Required settings that are missing stay None: the rule `required` reports them before they are used.
         """
         parallel, optimizer = self._resolved_layout()
         train = self.train.resolve(self.model.architecture, max(1, parallel.data_parallel_size(world_size)))
@@ -328,12 +330,14 @@ class RequestedRun:
             model = dataclasses.replace(model, max_position_embeddings=longest)
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if parallel.pp > 1 and parallel.pipeline_model_parallel_layout is None:
-            parallel = dataclasses.replace(parallel, pipeline_model_parallel_layout=model.hybrid.layout)
+            parallel = dataclasses.replace(parallel, pipeline_model_parallel_layout=model.hybrid.pipeline_layout)
         groups = {"model": model, "train": train, "parallel": parallel, "optimizer": optimizer}
         return RunConfig(**given | groups | {"recompute": self.recompute.resolve()})
 
     def _resolved_layout(self) -> tuple[ParallelConfig, OptimizerConfig]:
-        """The layout and the optimizer without what has no effect, and with what `dist_muon` stands for."""
+        """Return parallel and optimizer config without settings that have no effect, and with `dist_muon` replaced by
+        what it stands for.
+        """
         parallel, optimizer = self.parallel, self.optimizer
         changes: dict[str, Any] = {}
         if parallel.sequence_parallel and parallel.tp == 1:

@@ -13,11 +13,11 @@ VisionType = Literal["vit", "clip", "siglip", "internvit", "internvit300M", "din
 
 
 @dataclass(frozen=True, slots=True)
-class EncoderTraits:
-    """What the encoders of a type share, whatever their size.
+class VisionEncoderTraits:
+    """Constants of a type of vision encoder, whatever its size.
 
-    layer: fields of `ModelConfig` that hold for every layer. sizes: those of the published encoder, by field. mean, std: of
-    the images that it was trained on, for red, green and blue in [0, 1].
+    layer: fields of `ModelConfig` that hold for every layer. sizes: those of the published encoder, by field.
+    mean, std: of the images that it was trained on, for red, green and blue in [0, 1].
     """
 
     layer: Mapping[str, Any]
@@ -30,7 +30,7 @@ class EncoderTraits:
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
 
 
-def _transformer_sizes(layers: int, hidden: int, heads: int, ffn: int) -> dict[str, int]:
+def _encoder_sizes(layers: int, hidden: int, heads: int, ffn: int) -> dict[str, int]:
     return {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "ffn_hidden_size": ffn}
 
 
@@ -42,30 +42,30 @@ _INTERNVIT_6B = {
     "qk_layernorm_across_heads": True,
     "qkv_without_bias": True,
 }
-TRAITS: Mapping[str, EncoderTraits] = MappingProxyType(
+TRAITS: Mapping[str, VisionEncoderTraits] = MappingProxyType(
     {
-        "vit": EncoderTraits({"norm_epsilon": 1e-5}, _transformer_sizes(12, 768, 12, 3072)),
-        "clip": EncoderTraits(
+        "vit": VisionEncoderTraits({"norm_epsilon": 1e-5}, _encoder_sizes(12, 768, 12, 3072)),
+        "clip": VisionEncoderTraits(
             {"quick_gelu": True, "norm_epsilon": 1e-5},
-            _transformer_sizes(24, 1024, 16, 4096),
+            _encoder_sizes(24, 1024, 16, 4096),
             pre_norm=True,
             final_norm=False,
             patch_bias=False,
             mean=(0.48145466, 0.4578275, 0.40821073),
             std=(0.26862954, 0.26130258, 0.27577711),
         ),
-        "siglip": EncoderTraits(
+        "siglip": VisionEncoderTraits(
             {"openai_gelu": True, "norm_epsilon": 1e-6},
-            _transformer_sizes(27, 1152, 16, 4304),
+            _encoder_sizes(27, 1152, 16, 4304),
             class_tokens=0,
             mean=(0.5, 0.5, 0.5),
             std=(0.5, 0.5, 0.5),
         ),
-        "internvit": EncoderTraits(_INTERNVIT_6B, _transformer_sizes(45, 3200, 25, 12800), final_norm=False),
-        "internvit300M": EncoderTraits(
-            {"norm_epsilon": 1e-6, "layer_scale": 0.1}, _transformer_sizes(24, 1024, 16, 4096), final_norm=False
+        "internvit": VisionEncoderTraits(_INTERNVIT_6B, _encoder_sizes(45, 3200, 25, 12800), final_norm=False),
+        "internvit300M": VisionEncoderTraits(
+            {"norm_epsilon": 1e-6, "layer_scale": 0.1}, _encoder_sizes(24, 1024, 16, 4096), final_norm=False
         ),
-        "dinov2": EncoderTraits({"norm_epsilon": 1e-6, "layer_scale": 1.0}, _transformer_sizes(12, 384, 6, 1536)),
+        "dinov2": VisionEncoderTraits({"norm_epsilon": 1e-6, "layer_scale": 1.0}, _encoder_sizes(12, 384, 6, 1536)),
     }
 )
 _ACTIVATIONS = {"gelu_tanh": "openai_gelu", "quick_gelu": "quick_gelu"}  # our name -> the field that chooses it
@@ -139,14 +139,16 @@ class VisionConfig:
     )
 
     def resolve(self, hidden_size: int | None, *, alone: bool) -> VisionConfig:
-        """With what its type says of the encoder written out. hidden_size: of the language model. alone: there is none."""
+        """Return the config with the encoder's settings filled in from its type. hidden_size: of the language model.
+        alone: the encoder is the whole network.
+        """
         if self.vision_model_type is None and not alone:
             return self
-        layer, sizes = self.traits.layer, self.traits.sizes
+        layer, sizes = self.encoder_traits.layer, self.encoder_traits.sizes
         published = {
             "vision_activation": next((name for name, own in _ACTIVATIONS.items() if layer.get(own)), "gelu"),
             "vision_norm_epsilon": layer["norm_epsilon"],
-            "vision_final_norm": "yes" if self.traits.final_norm else "no",
+            "vision_final_norm": "yes" if self.encoder_traits.final_norm else "no",
             "vision_position_grid": self.patch_grid[0] if self.patch_grid[0] == self.patch_grid[1] else None,
         }
         if not alone:
@@ -156,16 +158,16 @@ class VisionConfig:
         return replace(self, **given)
 
     @property
-    def layer_fields(self) -> dict[str, Any]:
-        """Fields of `ModelConfig` that hold for the layers of the encoder."""
-        layer = {name: value for name, value in self.traits.layer.items() if name not in _ACTIVATIONS.values()}
+    def encoder_layer_fields(self) -> dict[str, Any]:
+        """Fields of `ModelConfig`, with values, for the layers of the encoder."""
+        layer = {name: value for name, value in self.encoder_traits.layer.items() if name not in _ACTIVATIONS.values()}
         if self.vision_activation in _ACTIVATIONS:
             layer[_ACTIVATIONS[self.vision_activation]] = True
         return {**layer, "norm_epsilon": self.vision_norm_epsilon}
 
     @property
-    def traits(self) -> EncoderTraits:
-        """What the encoder's type says."""
+    def encoder_traits(self) -> VisionEncoderTraits:
+        """Constants of the encoder's type."""
         return TRAITS[self.vision_model_type or "vit"]
 
     @property
@@ -175,35 +177,35 @@ class VisionConfig:
 
     @property
     def patch_grid(self) -> tuple[int, int]:
-        """Patches of an image: rows and columns."""
+        """Number of patches of an image as (rows, columns)."""
         return self.img_h // self.patch_dim, self.img_w // self.patch_dim
 
     @property
     def position_grid(self) -> tuple[int, int]:
-        """Rows and columns of the learned positions."""
+        """Size of the grid of learned positions as (rows, columns)."""
         side = self.vision_position_grid
         return self.patch_grid if side is None else (side, side)
 
     @property
-    def tokens(self) -> int:
-        """Positions of an image in the encoder, class tokens included."""
-        return self.patch_grid[0] * self.patch_grid[1] + self.traits.class_tokens
+    def num_encoder_tokens(self) -> int:
+        """Number of tokens of an image in the encoder, class tokens included."""
+        return self.patch_grid[0] * self.patch_grid[1] + self.encoder_traits.class_tokens
 
     @property
-    def kept_class_tokens(self) -> int:
-        """Class tokens that give a row to the language model."""
+    def num_kept_class_tokens(self) -> int:
+        """Number of class tokens that are passed on to the language model."""
         dropped = self.disable_vision_class_token or self.pixel_shuffle
-        return 0 if dropped else self.traits.class_tokens
+        return 0 if dropped else self.encoder_traits.class_tokens
 
     @property
     def num_image_embeddings(self) -> int:
-        """Rows that an image, or a tile of one, takes in the sequence of the language model."""
+        """Number of positions that an image (or a tile) takes in the sequence of the language model."""
         factor = self.pixel_shuffle_factor if self.pixel_shuffle else 1
-        return (self.patch_grid[0] // factor) * (self.patch_grid[1] // factor) + self.kept_class_tokens
+        return (self.patch_grid[0] // factor) * (self.patch_grid[1] // factor) + self.num_kept_class_tokens
 
     @property
-    def frozen(self) -> tuple[str, ...]:
-        """Patterns of names of the parameters that are not trained."""
+    def frozen_patterns(self) -> tuple[str, ...]:
+        """Name patterns of the parameters that the --freeze-... flags of vision exclude from training."""
         names: tuple[str, ...] = ()
         if self.freeze_LM:
             names += ("embedding.*", "decoder.*", "mtp.*", "output_layer.*")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.ingest.source import CHUNK_BYTES, Chunk, InputFile, InputSpan, SourcePosition
+from megatron.core.datasets.ingest.source import CHUNK_BYTES, InputFile, InputPosition, InputSpan, RecordChunk
 
 if TYPE_CHECKING:
     import pyarrow
@@ -18,8 +18,8 @@ READ_BYTES = 2**16
 
 
 @contextmanager
-def _open_parquet(source: InputFile) -> Iterator[pyarrow.NativeFile]:
-    """The open file; what pyarrow says of damage becomes `DataError`."""
+def _open_table_file(source: InputFile) -> Iterator[pyarrow.NativeFile]:
+    """Open a Parquet or Arrow file. pyarrow's errors inside become `DataError`; `ConfigError` without pyarrow."""
     try:
         import pyarrow
     except ImportError as error:
@@ -34,9 +34,9 @@ def _open_parquet(source: InputFile) -> Iterator[pyarrow.NativeFile]:
         raise DataError(f"{source.path} is damaged, or not a {source.kind} file: {error}") from error
 
 
-def count_rows(source: InputFile) -> int:
+def count_table_rows(source: InputFile) -> int:
     """The number of rows of a table."""
-    with _open_parquet(source) as file:
+    with _open_table_file(source) as file:
         if source.kind == "parquet":
             from pyarrow import parquet
 
@@ -44,11 +44,11 @@ def count_rows(source: InputFile) -> int:
         return sum(batch.num_rows for batch, _, _ in _arrow_batches(source, file, (), 0))
 
 
-def read_rows(number: int, span: InputSpan, place: SourcePosition, keys: Sequence[str]) -> Iterator[Chunk]:
-    """The text columns of a span's rows, from a place on. number: which span of the run it is."""
+def read_table_chunks(number: int, span: InputSpan, place: InputPosition, keys: Sequence[str]) -> Iterator[RecordChunk]:
+    """Yield chunks of a span's rows with the columns `keys`, from `place` on. number: the span's index in the run."""
     source = span.source
     first = max(place.unit, span.start)
-    with _open_parquet(source) as file:
+    with _open_table_file(source) as file:
         find = _parquet_batches if source.kind == "parquet" else _arrow_batches
         for batch, at, consumed in find(source, file, keys, first):
             skipped = max(0, first - at)
@@ -56,12 +56,12 @@ def read_rows(number: int, span: InputSpan, place: SourcePosition, keys: Sequenc
             rows = max(1, CHUNK_BYTES * max(1, batch.num_rows) // max(1, batch.nbytes))
             for low in range(skipped, stop, rows):
                 piece = batch.slice(low, min(rows, stop - low))
-                texts = [_text_bytes(piece.column(key)) for key in keys]
+                texts = [_column_to_bytes(piece.column(key)) for key in keys]
                 start, end = (
-                    SourcePosition(number, row, row - span.start) for row in (at + low, at + low + piece.num_rows)
+                    InputPosition(number, row, row - span.start) for row in (at + low, at + low + piece.num_rows)
                 )
                 size = sum(len(text) for column in texts for text in column if text is not None)
-                yield Chunk(source.kind, texts, start, end, size, consumed)
+                yield RecordChunk(source.kind, texts, start, end, size, consumed)
             if span.stop is not None and at + batch.num_rows >= span.stop:
                 return
 
@@ -69,7 +69,9 @@ def read_rows(number: int, span: InputSpan, place: SourcePosition, keys: Sequenc
 def _parquet_batches(
     source: InputFile, file: pyarrow.NativeFile, keys: Sequence[str], first: int
 ) -> Iterator[tuple[pyarrow.RecordBatch, int, int]]:
-    """(batch, its first row, bytes of the file behind it), from the row group on in which row `first` lies."""
+    """Yield (batch, number of its first row, bytes of the file before its end), from the row group that holds row
+    `first` on.
+    """
     from pyarrow import parquet
 
     table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=READ_BYTES)
@@ -90,7 +92,7 @@ def _parquet_batches(
 def _arrow_batches(
     source: InputFile, file: pyarrow.NativeFile, keys: Sequence[str], first: int
 ) -> Iterator[tuple[pyarrow.RecordBatch, int, int]]:
-    """The same of an IPC stream or file, whose batches must all be read to find the row `first`."""
+    """As `_parquet_batches`, for an Arrow IPC stream or file; all earlier batches are read to find row `first`."""
     from pyarrow import ipc
 
     is_file = file.read(len(ARROW_FILE_MAGIC)) == ARROW_FILE_MAGIC
@@ -106,7 +108,7 @@ def _arrow_batches(
 
 
 def _check_columns(source: InputFile, schema: pyarrow.Schema, keys: Sequence[str]) -> None:
-    """A column that is missing or not text is the fault of the file, not of its rows."""
+    """Raise `DataError` if a column is missing, occurs twice, or holds no text."""
     from pyarrow import types
 
     for key in keys:
@@ -122,8 +124,8 @@ def _check_columns(source: InputFile, schema: pyarrow.Schema, keys: Sequence[str
             raise DataError(f"{source.path}: column {key!r} holds {kind}, not text; name another with --json-keys")
 
 
-def _text_bytes(column: pyarrow.Array) -> list[bytes | None]:
-    """The texts as bytes, as they stand in the file: whether they are UTF-8 is for the reader of records to say."""
+def _column_to_bytes(column: pyarrow.Array) -> list[bytes | None]:
+    """Return the texts of a column as bytes, not checked to be UTF-8; None for a null."""
     import pyarrow
 
     if pyarrow.types.is_dictionary(column.type):

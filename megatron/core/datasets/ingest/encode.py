@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from megatron.core.config.settings.data import TokenizerConfig
-from megatron.core.datasets.ingest.records import UNREADABLE, Drops, RecordBatch, read_records
+from megatron.core.datasets.ingest.records import UNREADABLE, DocumentBatch, Drops, parse_records
 from megatron.core.datasets.ingest.sentences import Split, sentence_splitter
-from megatron.core.datasets.ingest.source import Chunk
+from megatron.core.datasets.ingest.source import RecordChunk
 from megatron.core.datasets.marks import refuse_added_special_tokens
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
@@ -32,7 +32,7 @@ class EncodeOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class EncodedColumn:
     """The documents of one key.
 
     ids: [t], all end to end. lengths: int64 [s], tokens of each sequence. sequences: int64 [d], how many of them each
@@ -45,17 +45,17 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedChunk:
     """A chunk's documents, for each key, and what was left out."""
 
-    columns: list[Column]
+    columns: list[EncodedColumn]
     drops: Drops
 
 
 class RecordEncoder:
-    """A tokenizer and a splitter of sentences, of which each process has its own.
+    """Tokenizer and sentence splitter of one process.
 
-    `ConfigError` for a tokenizer that is not built, or whose ids are not those of a sentence alone.
+    `ConfigError` if the tokenizer cannot be built, or adds ids to every text when sentences are split.
     """
 
     def __init__(self, job: EncodeOptions) -> None:
@@ -68,18 +68,22 @@ class RecordEncoder:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What it says of itself; keep no reference, or memory grows."""
+        """The tokenizer. Keep no reference to it: it is rebuilt to release memory."""
         return self._tokenizer
 
-    def read_records_and_sentences(self, chunk: Chunk) -> tuple[RecordBatch, list[list[list[str]]]]:
-        """The records of a chunk, and for each key the sentences of every document, when those are wanted."""
-        records = read_records(chunk, self.job.keys)
+    def read_records_and_sentences(self, chunk: RecordChunk) -> tuple[DocumentBatch, list[list[list[str]]]]:
+        """Parse a chunk's records; with --split-sentences also return the sentences of every document for each key,
+        else [].
+        """
+        records = parse_records(chunk, self.job.keys)
         if self._split is None:
             return records, []
         return records, [[self._split(text) for text in texts] for texts in records.texts]
 
-    def encode(self, records: RecordBatch, sentences: list[list[list[str]]]) -> Encoded:
-        """The ids of what `read_records_and_sentences` found. A document that the tokenizer cannot read is left out under every key."""
+    def encode(self, records: DocumentBatch, sentences: list[list[list[str]]]) -> EncodedChunk:
+        """Encode what `read_records_and_sentences` returned. A document that the tokenizer cannot encode is dropped
+        under all keys.
+        """
         documents = sentences or [[[text] for text in texts] for texts in records.texts]
         try:
             columns = [self._encode_column(column) for column in documents]
@@ -87,18 +91,18 @@ class RecordEncoder:
             bad = [
                 place
                 for place in range(len(records.numbers))
-                if not all(self._can_read(column[place]) for column in documents)
+                if not all(self._can_encode(column[place]) for column in documents)
             ]
             if not bad:
                 raise
             retained = sorted(set(range(len(records.numbers))).difference(bad))
-            records = records.drop_documents(bad, UNREADABLE)
+            records = records.without_documents(bad, UNREADABLE)
             columns = [self._encode_column([column[place] for place in retained]) for column in documents]
-        self._rebuild_tokenizer()
-        return Encoded(columns, records.drops)
+        self._rebuild_tokenizer_if_grown()
+        return EncodedChunk(columns, records.drops)
 
-    def _rebuild_tokenizer(self) -> None:
-        """Build the tokenizer again when memory has grown: engines keep every word that they have met."""
+    def _rebuild_tokenizer_if_grown(self) -> None:
+        """Rebuild the tokenizer if the process has grown by MOST_GROWTH bytes: tokenizer libraries cache every word."""
         memory = _resident_bytes()
         if self._memory is None:
             self._memory = memory
@@ -106,14 +110,14 @@ class RecordEncoder:
             del self._tokenizer
             self._tokenizer, self._memory = build_tokenizer(self.job.tokenizer), None
 
-    def _can_read(self, texts: Sequence[str]) -> bool:
+    def _can_encode(self, texts: Sequence[str]) -> bool:
         try:
             self._tokenizer.encode_flat(texts)
         except ValueError:
             return False
         return True
 
-    def _encode_column(self, documents: Sequence[Sequence[str]]) -> Column:
+    def _encode_column(self, documents: Sequence[Sequence[str]]) -> EncodedColumn:
         """The ids of one key's documents, given as their sentences, or as one text each."""
         ids, lengths = self._tokenizer.encode_flat([text for document in documents for text in document])
         counts = np.fromiter(map(len, documents), np.int64, len(documents))
@@ -123,11 +127,11 @@ class RecordEncoder:
         sequences = np.bincount(owners[full], minlength=len(documents)).astype(np.int64)
         if self.job.append_eod:
             ids = _append_eod(ids, lengths, sequences, self._tokenizer.eod)
-        return Column(ids, lengths, sequences)
+        return EncodedColumn(ids, lengths, sequences)
 
 
 def _resident_bytes() -> int:
-    """Memory of this process; 0 where the system does not say."""
+    """Return the resident memory of this process in bytes; 0 if unknown."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except OSError:
@@ -135,7 +139,7 @@ def _resident_bytes() -> int:
 
 
 def _append_eod(ids: np.ndarray, lengths: np.ndarray, sequences: np.ndarray, eod: int) -> np.ndarray:
-    """The ids with `eod` after the last sequence of every document that has one; `lengths` is changed in place."""
+    """Return the ids with `eod` after each document that has a sequence; `lengths` is updated in place."""
     last = np.cumsum(sequences)[sequences > 0] - 1
     lengths[last] += 1
     ends = np.cumsum(lengths)[last] - 1

@@ -12,9 +12,14 @@ from typing import Any, Literal
 import xxhash
 
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.ingest.columns import count_rows, read_rows
-from megatron.core.datasets.ingest.lines import count_bytes, lines_before, read_document, read_lines
-from megatron.core.datasets.ingest.source import STANDARD_INPUT, Chunk, InputFile, InputSpan, SourcePosition
+from megatron.core.datasets.ingest.columns import count_table_rows, read_table_chunks
+from megatron.core.datasets.ingest.lines import (
+    count_decompressed_bytes,
+    count_lines_before,
+    read_file_as_document,
+    read_line_chunks,
+)
+from megatron.core.datasets.ingest.source import STANDARD_INPUT, InputFile, InputPosition, InputSpan, RecordChunk
 
 HEAD_BYTES = 2**16
 
@@ -25,33 +30,34 @@ ENDINGS: Mapping[str, Format] = MappingProxyType(
 )
 
 
-def find_sources(words: Iterable[str], format: Format, text_documents: TextDocuments) -> list[InputFile]:
-    """The inputs that names, patterns and folders stand for, in order; those of a pattern or folder sorted by name.
+def find_input_files(words: Iterable[str], format: Format, text_documents: TextDocuments) -> list[InputFile]:
+    """Return the input files that names, patterns and folders stand for, in order; those of a pattern or folder are
+    sorted.
 
-    format: of all inputs; "auto" goes by the ending of each name, and takes what has none of ours for JSON lines, where
-    it begins like them.
-    text_documents: whether a plain text file is one document, or each of its lines is.
+    format: of all inputs; "auto": by file ending, and JSON lines for other endings if the content begins so.
+    text_documents: whether a plain text file is one document, or each of its lines is. `DataError` if a file is
+    missing.
     """
     sources: list[InputFile] = []
     for word in words:
         if word == STANDARD_INPUT:
-            sources.append(_input_file(word, "jsonl" if format == "auto" else format, text_documents))
+            sources.append(_make_input_file(word, "jsonl" if format == "auto" else format, text_documents))
             continue
         if os.path.isdir(word):
-            sources += _of_folder(word, format, text_documents)
+            sources += _find_files_in_folder(word, format, text_documents)
             continue
         result = [word] if os.path.exists(word) else sorted(glob.glob(word, recursive=True))
         result = [path for path in result if not os.path.isdir(path)]
         if not result:
             raise DataError(f"--input {word}: there is no such file")
-        sources += [_input_file(path, format, text_documents) for path in result]
+        sources += [_make_input_file(path, format, text_documents) for path in result]
     if sum(source.path == STANDARD_INPUT for source in sources) > 1:
         raise DataError("--input - names standard input twice")
     return sources
 
 
-def _of_folder(folder: str, format: Format, text_documents: TextDocuments) -> list[InputFile]:
-    """All files of a folder and its subfolders; with "auto", all must have an ending of ours."""
+def _find_files_in_folder(folder: str, format: Format, text_documents: TextDocuments) -> list[InputFile]:
+    """Return all files of a folder and its subfolders. `DataError` if there is none, or with "auto" an unknown ending."""
     paths = sorted(
         path
         for place, _, names in os.walk(folder)
@@ -69,19 +75,19 @@ def _of_folder(folder: str, format: Format, text_documents: TextDocuments) -> li
                 else "this folder holds no file"
             )
         )
-    return [_input_file(path, format, text_documents) for path in paths]
+    return [_make_input_file(path, format, text_documents) for path in paths]
 
 
 def _split_suffixes(path: str) -> tuple[str, Literal["", "gz", "zst"]]:
-    """The ending of a name, without that of its compression, and the compression."""
+    """Return (file ending, compression) of a name, such as (".jsonl", "gz")."""
     stem, ending = os.path.splitext(path)
     if ending not in (".gz", ".zst"):
         return ending, ""
     return os.path.splitext(stem)[1], "gz" if ending == ".gz" else "zst"
 
 
-def _demand_json(path: str) -> None:
-    """Refuse a file that is taken for JSON lines and does not begin like them."""
+def _require_json_start(path: str) -> None:
+    """Raise `DataError` if a file taken for JSON lines does not begin with a JSON object."""
     with open(path, "rb") as file:
         head = file.read(HEAD_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
     if head and head[:1] != b"{":
@@ -91,20 +97,21 @@ def _demand_json(path: str) -> None:
         )
 
 
-def _input_file(path: str, format: Format, text_documents: TextDocuments) -> InputFile:
+def _make_input_file(path: str, format: Format, text_documents: TextDocuments) -> InputFile:
+    """Return a path as `InputFile`, its kind resolved. `DataError` if it cannot be read in that format."""
     ending, compression = _split_suffixes(path)
     if format == "auto":
         format = ENDINGS.get(ending, "jsonl")
         if ending not in ENDINGS and not compression and os.path.isfile(path):
-            _demand_json(path)
+            _require_json_start(path)
     if format in ("parquet", "arrow") and (compression or path == STANDARD_INPUT):
         raise DataError(f"--input {path}: {format} files are read in place; unpack it, and give its name")
     kind: Any = {"file": "document", "line": "lines"}[text_documents] if format == "txt" else format
     return InputFile(path, kind, compression, 0 if path == STANDARD_INPUT else os.path.getsize(path))
 
 
-def source_fingerprint(source: InputFile) -> list[str | int]:
-    """What is equal when the source is the same as before: path, size, time, and a hash of its two ends."""
+def input_file_fingerprint(source: InputFile) -> list[str | int]:
+    """Return what identifies an unchanged input: path, size, modification time, and a hash of its first and last bytes."""
     if source.path == STANDARD_INPUT:
         return [STANDARD_INPUT]
     ends = xxhash.xxh3_64()
@@ -115,12 +122,11 @@ def source_fingerprint(source: InputFile) -> list[str | int]:
     return [os.path.abspath(source.path), source.size, os.stat(source.path).st_mtime_ns, ends.hexdigest()]
 
 
-def shard_spans(sources: Sequence[InputFile], shard: tuple[int, int] | None) -> list[InputSpan]:
-    """What a run reads: everything, or shard (i, n), counted from 0, of n that hold about the same number of bytes.
+def shard_input_spans(sources: Sequence[InputFile], shard: tuple[int, int] | None) -> list[InputSpan]:
+    """Return which parts of the inputs a run reads: all, or shard (i, n), from 0, of n shards of about equal bytes.
 
-    The inputs stand end to end and are cut in n, so that the shards in order hold what one run reads, in order. Where a
-    border falls into a file that is not made of plain lines, its rows are counted, or it is decompressed once to find
-    its length, and cut in the same proportion.
+    The shards in order hold what one run reads, in order. Where a border falls into a table or compressed file, its
+    rows are counted or its length is found by decompressing it. `DataError` for a shard of standard input.
     """
     if shard is None:
         return [InputSpan(source, (0, source.size)) for source in sources]
@@ -148,27 +154,28 @@ def shard_spans(sources: Sequence[InputFile], shard: tuple[int, int] | None) -> 
 
 
 def _count_units(source: InputFile) -> int:
+    """Return the number of units of a source: bytes after decompression, rows, or 1 for a document."""
     if source.has_lines:
-        return count_bytes(source)
-    return 1 if source.kind == "document" else count_rows(source)
+        return count_decompressed_bytes(source)
+    return 1 if source.kind == "document" else count_table_rows(source)
 
 
-def read_spans(spans: Sequence[InputSpan], keys: Sequence[str], place: SourcePosition) -> Iterator[Chunk]:
-    """All chunks of all spans in order, from a place on."""
+def read_input_chunks(spans: Sequence[InputSpan], keys: Sequence[str], place: InputPosition) -> Iterator[RecordChunk]:
+    """Yield all chunks of all spans in order, from `place` on."""
     for number in range(place.span, len(spans)):
         span = spans[number]
-        start = place if number == place.span else SourcePosition(number, span.start)
+        start = place if number == place.span else InputPosition(number, span.start)
         if span.source.has_lines:
-            yield from read_lines(number, span, start)
+            yield from read_line_chunks(number, span, start)
         elif span.source.kind == "document":
-            yield from read_document(number, span, start)
+            yield from read_file_as_document(number, span, start)
         else:
-            yield from read_rows(number, span, start, keys)
+            yield from read_table_chunks(number, span, start, keys)
 
 
 def record_location(span: InputSpan, record: int) -> str:
-    """FILE:NUMBER of a record of a span, both counted from 1; the number is that of the whole file."""
+    """Return FILE:NUMBER of record `record` (from 1) of a span, numbered from 1 in the whole file."""
     source = span.source
-    before = lines_before(source, span.start) if source.has_lines else span.start
+    before = count_lines_before(source, span.start) if source.has_lines else span.start
     path = "standard input" if source.path == STANDARD_INPUT else source.path
     return path if source.kind == "document" else f"{path}:{before + record}"

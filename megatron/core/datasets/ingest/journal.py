@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.datasets.indexed import BuilderProgress, DataError
-from megatron.core.datasets.ingest.source import SourcePosition
+from megatron.core.datasets.ingest.source import InputPosition
 from megatron.core.datasets.storage import atomic_file
 
 VERSION = 1
@@ -39,7 +39,7 @@ class DroppedRecords:
 
 
 @dataclass(slots=True)
-class Totals:
+class PreprocessTotals:
     """What was read and written so far. empty: documents without a token, for each key. consumed: bytes on disk."""
 
     documents: int = 0
@@ -54,15 +54,15 @@ class Totals:
 class JournalState:
     """A point from which a run can go on. marks: of each pair. done: all input is behind it."""
 
-    place: SourcePosition
+    place: InputPosition
     marks: list[BuilderProgress]
-    totals: Totals
+    totals: PreprocessTotals
     done: bool = False
 
 
 @contextmanager
-def lock_prefix(prefix: str) -> Iterator[None]:
-    """The right to write to a prefix. Raises `DataError` when another process has it."""
+def lock_output_prefix(prefix: str) -> Iterator[None]:
+    """Hold the lock of an output prefix inside the block. `DataError` if another process holds it."""
     path = Path(f"{prefix}.lock.{PARTIAL}")
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
@@ -85,19 +85,19 @@ def lock_prefix(prefix: str) -> Iterator[None]:
 
 
 def journal_path(prefix: str) -> Path:
-    """The journal of a prefix."""
+    """Return the path of the journal of an output prefix."""
     return Path(f"{prefix}.journal.{PARTIAL}")
 
 
-def save(prefix: str, command: Mapping[str, Any], state: JournalState) -> None:
-    """Write down how far a run has come; what `state` names is on disk already."""
+def save_journal(prefix: str, command: Mapping[str, Any], state: JournalState) -> None:
+    """Write how far a run has come to its journal. What `state` names must be on disk already."""
     content = {"version": VERSION, "command": command, **dataclasses.asdict(state)}
     with atomic_file(journal_path(prefix)) as file:
         file.write((json.dumps(content, indent=1) + "\n").encode())
 
 
-def load(prefix: str, command: Mapping[str, Any]) -> JournalState | None:
-    """Where the run before stopped; None when nothing is unfinished. Raises `DataError` when it was another command."""
+def load_journal(prefix: str, command: Mapping[str, Any]) -> JournalState | None:
+    """Return where the previous run stopped, or None if nothing is unfinished. `DataError` if it ran another command."""
     path = journal_path(prefix)
     try:
         content = json.loads(path.read_bytes())
@@ -108,9 +108,9 @@ def load(prefix: str, command: Mapping[str, Any]) -> JournalState | None:
         before, totals = content["command"], content["totals"]
         dropped = {reason: DroppedRecords(**drop) for reason, drop in totals.pop("dropped").items()}
         state = JournalState(
-            SourcePosition(**content["place"]),
+            InputPosition(**content["place"]),
             [BuilderProgress(**marks) for marks in content["marks"]],
-            Totals(**totals, dropped=dropped),
+            PreprocessTotals(**totals, dropped=dropped),
             content["done"],
         )
     except FileNotFoundError:
@@ -122,7 +122,7 @@ def load(prefix: str, command: Mapping[str, Any]) -> JournalState | None:
 
 
 def _require_same_command(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise `DataError` when two commands do not do the same to the same input."""
+    """Raise `DataError` listing the differences if the interrupted run had other options or inputs."""
     differences = []
     for name in now:
         if before.get(name) == now[name]:
@@ -144,6 +144,7 @@ def _require_same_command(path: Path, before: Mapping[str, Any], now: Mapping[st
 
 
 def _changed_inputs(before: list, now: list) -> list[str]:
+    """Return a sentence for each difference between the inputs then and now."""
     if [entry[0] for entry in before] != [entry[0] for entry in now]:
         return [
             f"input: {len(before)} files then, {len(now)} files now, or others"

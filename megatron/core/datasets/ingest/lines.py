@@ -17,16 +17,16 @@ from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.ingest.source import (
     CHUNK_BYTES,
     STANDARD_INPUT,
-    Chunk,
     InputFile,
+    InputPosition,
     InputSpan,
-    SourcePosition,
+    RecordChunk,
 )
 
 COMPRESSED_PIECE = 2**11  # zstd can blow this up to 64 MB, if it wants to do harm
 
 
-class _ZstdBytes(io.RawIOBase):
+class _ZstdReader(io.RawIOBase):
     """The content of a .zst file of any number of frames. Raises `EOFError` when the last one is cut short."""
 
     def __init__(self, raw: BinaryIO) -> None:
@@ -41,7 +41,7 @@ class _ZstdBytes(io.RawIOBase):
         self._input = self._ready = b""
 
     def readable(self) -> bool:
-        """Yes."""
+        """Return true, as io.RawIOBase asks."""
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
@@ -64,8 +64,8 @@ class _ZstdBytes(io.RawIOBase):
 
 
 @contextmanager
-def open_lines(source: InputFile) -> Iterator[tuple[Any, BinaryIO]]:
-    """(the content, the file on disk under it) of a source that is not a table; damage is told as `DataError`."""
+def open_line_file(source: InputFile) -> Iterator[tuple[Any, BinaryIO]]:
+    """Open a text source; give (decompressed content, the file on disk under it). Damage raises `DataError`."""
     if source.path == STANDARD_INPUT:
         yield sys.stdin.buffer, sys.stdin.buffer
         return
@@ -74,7 +74,7 @@ def open_lines(source: InputFile) -> Iterator[tuple[Any, BinaryIO]]:
             if source.compression == "gz":
                 yield gzip.GzipFile(fileobj=raw), raw
             elif source.compression == "zst":
-                yield io.BufferedReader(_ZstdBytes(raw), CHUNK_BYTES), raw
+                yield io.BufferedReader(_ZstdReader(raw), CHUNK_BYTES), raw
             else:
                 yield raw, raw
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -86,10 +86,10 @@ def open_lines(source: InputFile) -> Iterator[tuple[Any, BinaryIO]]:
             raise
 
 
-def read_lines(number: int, span: InputSpan, place: SourcePosition) -> Iterator[Chunk]:
-    """The lines of a span, from a place on. number: which span of the run it is."""
+def read_line_chunks(number: int, span: InputSpan, place: InputPosition) -> Iterator[RecordChunk]:
+    """Yield chunks of whole lines of a span, from `place` on. number: the span's index in the run."""
     source = span.source
-    with open_lines(source) as (file, raw):
+    with open_line_file(source) as (file, raw):
         digest = xxhash.xxh3_128() if source.path == STANDARD_INPUT else None
         if digest:
             _skip_consumed_input(file, place, digest)
@@ -103,41 +103,41 @@ def read_lines(number: int, span: InputSpan, place: SourcePosition) -> Iterator[
                 break
             if not content.endswith(b"\n"):
                 content += file.readline()
-            start = SourcePosition(number, position, records)
+            start = InputPosition(number, position, records)
             position += len(content)
             records += content.count(b"\n") + (not content.endswith(b"\n"))
             if digest:
                 digest.update(content)
-            end = SourcePosition(number, position, records, digest.hexdigest() if digest else "")
+            end = InputPosition(number, position, records, digest.hexdigest() if digest else "")
             consumed = raw.tell() if source.compression else position
-            yield Chunk(source.kind, content, start, end, len(content), consumed)
+            yield RecordChunk(source.kind, content, start, end, len(content), consumed)
 
 
-def read_document(number: int, span: InputSpan, place: SourcePosition) -> Iterator[Chunk]:
-    """A plain text file as one document."""
+def read_file_as_document(number: int, span: InputSpan, place: InputPosition) -> Iterator[RecordChunk]:
+    """Yield a plain text file as one document; nothing if `place` is behind it."""
     if place.unit:
         return
-    with open_lines(span.source) as (file, _):
+    with open_line_file(span.source) as (file, _):
         content = file.read()
-    yield Chunk(
-        "document", [[content]], SourcePosition(number), SourcePosition(number, 1, 1), len(content), span.source.size
+    yield RecordChunk(
+        "document", [[content]], InputPosition(number), InputPosition(number, 1, 1), len(content), span.source.size
     )
 
 
-def count_bytes(source: InputFile) -> int:
+def count_decompressed_bytes(source: InputFile) -> int:
     """The size of a file after decompression."""
     if not source.compression:
         return source.size
-    with open_lines(source) as (file, _):
+    with open_line_file(source) as (file, _):
         return sum(map(len, iter(lambda: file.read(CHUNK_BYTES), b"")))
 
 
-def lines_before(source: InputFile, position: int) -> int:
-    """How many lines of a file begin before a byte of it."""
+def count_lines_before(source: InputFile, position: int) -> int:
+    """Return how many lines of a file begin before byte `position`."""
     if position == 0:
         return 0
     lines, left = 1, position - 1
-    with open_lines(source) as (file, _):
+    with open_line_file(source) as (file, _):
         while left and (content := file.read(min(left, CHUNK_BYTES))):
             lines += content.count(b"\n")
             left -= len(content)
@@ -145,7 +145,7 @@ def lines_before(source: InputFile, position: int) -> int:
 
 
 def _skip_to_line(file: BinaryIO, source: InputFile, start: int) -> int:
-    """Go to the first line that begins at `start` or later; returns where that is."""
+    """Advance to the first line that begins at byte `start` or later, and return where it begins."""
     if start == 0:
         return 0
     if source.compression:
@@ -157,8 +157,8 @@ def _skip_to_line(file: BinaryIO, source: InputFile, start: int) -> int:
     return start - 1 + len(file.readline())
 
 
-def _skip_consumed_input(file: BinaryIO, place: SourcePosition, digest: xxhash.xxh3_128) -> None:
-    """Read once more what standard input gave to the run that is continued."""
+def _skip_consumed_input(file: BinaryIO, place: InputPosition, digest: xxhash.xxh3_128) -> None:
+    """Skip what the interrupted run read from standard input, updating `digest`. `DataError` if the input differs."""
     left = place.unit
     while left and (content := file.read(min(left, CHUNK_BYTES))):
         digest.update(content)

@@ -20,28 +20,33 @@ from megatron.core.datasets.indexed import (
     BuilderProgress,
     DataError,
     IndexedDatasetBuilder,
-    best_dtype,
     bin_path,
     idx_path,
+    token_id_dtype,
 )
 from megatron.core.datasets.ingest import journal
-from megatron.core.datasets.ingest.encode import Encoded, EncodeOptions, RecordEncoder
-from megatron.core.datasets.ingest.inputs import read_spans, record_location, shard_spans, source_fingerprint
-from megatron.core.datasets.ingest.journal import PARTIAL, DroppedRecords, JournalState, Totals
+from megatron.core.datasets.ingest.encode import EncodedChunk, EncodeOptions, RecordEncoder
+from megatron.core.datasets.ingest.inputs import (
+    input_file_fingerprint,
+    read_input_chunks,
+    record_location,
+    shard_input_spans,
+)
+from megatron.core.datasets.ingest.journal import PARTIAL, DroppedRecords, JournalState, PreprocessTotals
 from megatron.core.datasets.ingest.records import BLANK, PLACES
 from megatron.core.datasets.ingest.sentences import nltk_version
-from megatron.core.datasets.ingest.source import Chunk, InputFile, SourcePosition
-from megatron.core.datasets.ingest.workers import encode_all
+from megatron.core.datasets.ingest.source import InputFile, InputPosition, RecordChunk
+from megatron.core.datasets.ingest.workers import encode_chunks
 from megatron.core.datasets.sidecar import Fingerprint, sidecar_path
-from megatron.core.tokenizers.base import fingerprint
+from megatron.core.tokenizers.base import tokenizer_fingerprint
 
-Start = Callable[[Totals, str], None]
-Report = Callable[[Totals], None]
+Start = Callable[[PreprocessTotals, str], None]
+Report = Callable[[PreprocessTotals], None]
 
 
 @dataclass(frozen=True, slots=True)
 class PreprocessOptions:
-    """What is wanted. shard: (i, n), counted from 0. journal_seconds: between points from which a killed run goes on."""
+    """What to preprocess, and where to write it. shard: (i, n), from 0. journal_seconds: between saves of the progress."""
 
     sources: Sequence[InputFile]
     job: EncodeOptions
@@ -62,16 +67,16 @@ class PreprocessOptions:
 
     @property
     def sequence_level(self) -> Literal["document", "sentence"]:
-        """What a sequence of the output is."""
+        """What a sequence of the output is: "document" or "sentence"."""
         return "document" if self.job.language is None else "sentence"
 
     @property
-    def pairs(self) -> list[str]:
+    def pair_prefixes(self) -> list[str]:
         """The prefix of each pair that is written."""
         return [f"{self.prefix}_{key}_{self.sequence_level}" for key in self.job.keys]
 
 
-def preprocess(order: PreprocessOptions, start: Start, report: Report) -> Totals:
+def preprocess(order: PreprocessOptions, start: Start, report: Report) -> PreprocessTotals:
     """Write the pairs. Returns the totals.
 
     start: called once with what a run that was stopped had done already, and a sentence on the tokenizer's engine;
@@ -79,21 +84,21 @@ def preprocess(order: PreprocessOptions, start: Start, report: Report) -> Totals
     skipped; no file under a final name has changed then, and what the journal names stays for the next run.
     """
     prefix = order.prefix
-    with journal.lock_prefix(prefix):
+    with journal.lock_output_prefix(prefix):
         encoder = RecordEncoder(order.job)
-        mark, dtype = fingerprint(encoder.tokenizer), best_dtype(encoder.tokenizer.vocab_size)
+        mark, dtype = tokenizer_fingerprint(encoder.tokenizer), token_id_dtype(encoder.tokenizer.vocab_size)
         engine = encoder.tokenizer.engine
         command = _command_fingerprint(order, mark)
         if order.restart:
             journal.journal_path(prefix).unlink(missing_ok=True)
-        state = journal.load(prefix, command)
+        state = journal.load_journal(prefix, command)
         if state is not None and state.done:
             start(state.totals, engine)
             _finish_interrupted_pairs(order, mark, dtype, state.marks)
             totals = state.totals
         else:
             with _open_builders(order, mark, dtype, state.marks if state else None) as builders:
-                writer = _Writer(order, command, builders, state)
+                writer = _PreprocessWriter(order, command, builders, state)
                 start(writer.totals, engine)
                 # Worker processes have encoders of their own; another here would only take memory.
                 work = encoder if order.workers == 1 else order.job
@@ -106,18 +111,21 @@ def preprocess(order: PreprocessOptions, start: Start, report: Report) -> Totals
         return totals
 
 
-def measure_throughput(order: PreprocessOptions, max_documents: int) -> tuple[int, float]:
-    """(documents, seconds) of reading and encoding the first documents, about so many; nothing is written."""
+def measure_preprocess_throughput(order: PreprocessOptions, max_documents: int) -> tuple[int, float]:
+    """Return (documents, seconds) of reading and encoding about the first `max_documents` documents; nothing is
+    written.
+    """
     documents, began = 0, time.perf_counter()
     chunks = _limit_records(
-        read_spans(shard_spans(order.sources, order.shard), order.job.keys, SourcePosition()), max_documents
+        read_input_chunks(shard_input_spans(order.sources, order.shard), order.job.keys, InputPosition()), max_documents
     )
-    for _, encoded in encode_all(chunks, order.job, order.workers):
+    for _, encoded in encode_chunks(chunks, order.job, order.workers):
         documents += len(encoded.columns[0].sequences)
     return documents, time.perf_counter() - began
 
 
-def _limit_records(chunks: Iterator[Chunk], max_records: int) -> Iterator[Chunk]:
+def _limit_records(chunks: Iterator[RecordChunk], max_records: int) -> Iterator[RecordChunk]:
+    """Yield chunks until they hold `max_records` records."""
     records = 0
     for chunk in chunks:
         yield chunk
@@ -127,7 +135,7 @@ def _limit_records(chunks: Iterator[Chunk], max_records: int) -> Iterator[Chunk]
 
 
 def _command_fingerprint(order: PreprocessOptions, mark: Fingerprint) -> dict[str, Any]:
-    """All that the output depends on, by the words of the command line."""
+    """Return everything the output depends on, by option name, to recognise the same command."""
     job = order.job
     return {
         "tokenizer": mark,
@@ -136,7 +144,7 @@ def _command_fingerprint(order: PreprocessOptions, mark: Fingerprint) -> dict[st
         "split-sentences": job.language and [job.language, job.keep_newlines, f"NLTK {nltk_version()}"],
         "shard": order.shard,
         "kinds of input": [source.kind for source in order.sources],
-        "input": [source_fingerprint(source) for source in order.sources],
+        "input": [input_file_fingerprint(source) for source in order.sources],
     }
 
 
@@ -144,22 +152,25 @@ def _command_fingerprint(order: PreprocessOptions, mark: Fingerprint) -> dict[st
 def _open_builders(
     order: PreprocessOptions, mark: Fingerprint, dtype: np.dtype, marks: Sequence[BuilderProgress] | None
 ) -> Iterator[list[IndexedDatasetBuilder]]:
-    """A builder for each key. When the block raises, what they wrote stays if the journal names it, else it goes."""
+    """Open a dataset builder for each key. If the block raises, keep what was written if a journal exists, else remove
+    it.
+    """
     builders: list[IndexedDatasetBuilder] = []
     try:
-        for number, pair in enumerate(order.pairs):
+        for number, pair in enumerate(order.pair_prefixes):
             builders.append(_open_builder(order, pair, mark, dtype, marks[number] if marks else None))
         yield builders
     except BaseException:
         retained = journal.journal_path(order.prefix).exists()
         for builder in builders:
-            builder.close() if retained else builder.discard()
+            builder.close_unfinished() if retained else builder.discard()
         raise
 
 
 def _open_builder(
     order: PreprocessOptions, pair: str, mark: Fingerprint, dtype: np.dtype, marks: BuilderProgress | None
 ) -> IndexedDatasetBuilder:
+    """Open the builder of one pair, going on from `marks` if given. `DataError` if its unfinished files are missing."""
     try:
         return IndexedDatasetBuilder(
             pair, dtype, tokenizer=mark, shard=order.shard, level=order.sequence_level, partial=PARTIAL, marks=marks
@@ -176,7 +187,7 @@ def _finish_interrupted_pairs(
     A builder renames the ids first and the index last, and only when all files of the pair are complete. So a pair
     whose unfinished ids are gone wants nothing but names.
     """
-    for pair, mark_of_pair in zip(order.pairs, marks):
+    for pair, mark_of_pair in zip(order.pair_prefixes, marks):
         if os.path.exists(f"{pair}.bin.{PARTIAL}"):
             _open_builder(order, pair, mark, dtype, mark_of_pair).finish()
             continue
@@ -189,7 +200,7 @@ def _finish_interrupted_pairs(
             raise DataError(f"{pair}: its unfinished files are gone; {journal.RESTART}")
 
 
-class _Writer:
+class _PreprocessWriter:
     """Puts encoded chunks into the pairs, in order, and keeps the account and the journal."""
 
     def __init__(
@@ -199,17 +210,17 @@ class _Writer:
         builders: Sequence[IndexedDatasetBuilder],
         state: JournalState | None,
     ) -> None:
-        self.totals = state.totals if state else Totals(empty=[0] * len(order.job.keys))
+        self.totals = state.totals if state else PreprocessTotals(empty=[0] * len(order.job.keys))
         self._order, self._command, self._builders = order, command, builders
-        self._place = state.place if state else SourcePosition()
-        self._spans = shard_spans(order.sources, order.shard)
+        self._place = state.place if state else InputPosition()
+        self._spans = shard_input_spans(order.sources, order.shard)
         self._marked = time.monotonic()
 
     def write_all(self, report: Report, work: RecordEncoder | EncodeOptions) -> None:
         """Read, encode and write everything from the place on."""
         self._refuse_bad_lines()
-        chunks = read_spans(self._spans, self._order.job.keys, self._place)
-        with closing(encode_all(chunks, work, self._order.workers)) as results:
+        chunks = read_input_chunks(self._spans, self._order.job.keys, self._place)
+        with closing(encode_chunks(chunks, work, self._order.workers)) as results:
             for chunk, encoded in results:
                 self._write_chunk(chunk, encoded)
                 if time.monotonic() - self._marked >= self._order.journal_seconds:
@@ -217,10 +228,11 @@ class _Writer:
                 report(self.totals)
         # A shard may be empty, when there are more shards than lines; it takes its place among the others.
         if self.totals.documents == 0 and self._order.shard is None:
-            raise DataError(f"no document was found: {describe_drops(self.totals)}")
+            raise DataError(f"no document was found: {describe_dropped_lines(self.totals)}")
         self._save_progress(done=True)
 
-    def _write_chunk(self, chunk: Chunk, encoded: Encoded) -> None:
+    def _write_chunk(self, chunk: RecordChunk, encoded: EncodedChunk) -> None:
+        """Add an encoded chunk to the pairs and update the totals. `DataError` for bad lines that may not be skipped."""
         totals, span = self.totals, self._spans[chunk.end.span]
         for reason, drop in encoded.drops.items():
             total = totals.dropped.setdefault(reason, DroppedRecords())
@@ -239,6 +251,7 @@ class _Writer:
         self._place = chunk.end
 
     def _refuse_bad_lines(self) -> None:
+        """Raise `DataError` that names the dropped lines, unless bad lines may be skipped; blank ones may always."""
         bad = {reason: drop for reason, drop in self.totals.dropped.items() if reason != BLANK}
         if bad and self._order.on_bad_line == "fail":
             named = [f"{place}: {reason}" for reason, drop in bad.items() for place in drop.places]
@@ -249,13 +262,14 @@ class _Writer:
             )
 
     def _save_progress(self, done: bool) -> None:
+        """Flush the pairs and save the journal. done: all input is written."""
         marks = [builder.flush() for builder in self._builders]
-        journal.save(self._order.prefix, self._command, JournalState(self._place, marks, self.totals, done))
+        journal.save_journal(self._order.prefix, self._command, JournalState(self._place, marks, self.totals, done))
         self._marked = time.monotonic()
 
 
-def describe_drops(totals: Totals) -> str:
-    """How many lines were left out, and for each reason how many and where the first of them are."""
+def describe_dropped_lines(totals: PreprocessTotals) -> str:
+    """Return a text on how many lines were left out: for each reason the number and the first locations."""
     reasons = sorted(totals.dropped.items(), key=lambda item: -item[1].count)
     message = "; ".join(
         f"{drop.count} {reason} ({', '.join(drop.places)}{', ...' * (drop.count > len(drop.places))})"

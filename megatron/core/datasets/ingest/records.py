@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.datasets.ingest.source import Chunk
+from megatron.core.datasets.ingest.source import RecordChunk
 
 BLANK = "blank"
 UNREADABLE = "text that the tokenizer cannot read"
@@ -33,7 +33,7 @@ Drops = dict[str, DropCount]
 
 
 @dataclass(slots=True)
-class RecordBatch:
+class DocumentBatch:
     """The documents of a chunk.
 
     texts: for each key the text of every document. numbers: which record of its span each document is, from 1.
@@ -43,31 +43,33 @@ class RecordBatch:
     numbers: list[int]
     drops: Drops
 
-    def drop_documents(self, bad: Sequence[int], reason: str) -> RecordBatch:
-        """The same without the documents at these places."""
+    def without_documents(self, bad: Sequence[int], reason: str) -> DocumentBatch:
+        """Return the batch without the documents at positions `bad`, which are counted as dropped for `reason`."""
         drops, gone = dict(self.drops), set(bad)
         drops[reason] = DropCount()
         for place in sorted(gone):
             drops[reason].add(self.numbers[place])
         retained = [place for place in range(len(self.numbers)) if place not in gone]
-        return RecordBatch(
+        return DocumentBatch(
             [[column[place] for place in retained] for column in self.texts],
             [self.numbers[place] for place in retained],
             drops,
         )
 
 
-def read_records(chunk: Chunk, keys: Sequence[str]) -> RecordBatch:
-    """The documents of a chunk, with one text under each key."""
-    records = RecordBatch([[] for _ in keys], [], {})
+def parse_records(chunk: RecordChunk, keys: Sequence[str]) -> DocumentBatch:
+    """Parse a chunk to documents, with one text under each key; invalid records are counted in `drops`."""
+    records = DocumentBatch([[] for _ in keys], [], {})
     if isinstance(chunk.content, bytes):
         rows: list[Any] = chunk.content.split(b"\n")
         if not rows[-1]:
             rows.pop()
-        read: Callable[[Any, Sequence[str]], list[str]] = _json_texts if chunk.kind == "jsonl" else _line_texts
+        read: Callable[[Any, Sequence[str]], list[str]] = (
+            _parse_json_texts if chunk.kind == "jsonl" else _parse_line_text
+        )
     else:
         rows = list(zip(*chunk.content))
-        read = _row_texts
+        read = _parse_row_texts
     for number, row in enumerate(rows, chunk.start.records + 1):
         try:
             texts = read(row, keys)
@@ -80,7 +82,7 @@ def read_records(chunk: Chunk, keys: Sequence[str]) -> RecordBatch:
     return records
 
 
-def _json_texts(line: bytes, keys: Sequence[str]) -> list[str]:
+def _parse_json_texts(line: bytes, keys: Sequence[str]) -> list[str]:
     """The text under each key of a JSON object. Raises `ValueError` whose message is what is wrong with the line."""
     try:
         content = json.loads(line.decode().removeprefix(BYTE_ORDER_MARK))
@@ -97,14 +99,14 @@ def _json_texts(line: bytes, keys: Sequence[str]) -> list[str]:
         text = content[key]
         if not isinstance(text, str):
             raise ValueError(f"the value of {key!r} is not text")
-        if b"\\u" in line and not _is_unicode(text):
+        if b"\\u" in line and not _is_encodable(text):
             raise ValueError(f"half of a surrogate pair in {key!r}")
         texts.append(text)
     return texts
 
 
-def _is_unicode(text: str) -> bool:
-    """Whether the text has an encoding; an escape such as \\ud800 can make one that has none."""
+def _is_encodable(text: str) -> bool:
+    """Return whether a text can be encoded; an escaped half of a surrogate pair in JSON makes one that cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -112,15 +114,15 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _line_texts(line: bytes, keys: Sequence[str]) -> list[str]:
-    """A line of plain text, without its end."""
+def _parse_line_text(line: bytes, keys: Sequence[str]) -> list[str]:
+    """Return a line of plain text without its line end. `ValueError` if it is blank or not UTF-8."""
     if not line.strip():
         raise ValueError(BLANK)
-    return _row_texts([line.removesuffix(b"\r")], keys)
+    return _parse_row_texts([line.removesuffix(b"\r")], keys)
 
 
-def _row_texts(row: Sequence[bytes | None], keys: Sequence[str]) -> list[str]:
-    """The texts of a row."""
+def _parse_row_texts(row: Sequence[bytes | None], keys: Sequence[str]) -> list[str]:
+    """Decode the texts of a row. `ValueError` if one is null or not UTF-8."""
     for key, text in zip(keys, row):
         if text is None:
             raise ValueError(f"the value of {key!r} is not text")

@@ -21,12 +21,13 @@ Split = Callable[[str], list[str]]
 
 
 def sentence_splitter(language: str, keep_newlines: bool) -> Split:
-    """What cuts a text into its sentences.
+    """Return a function that splits a text into sentences.
 
-    keep_newlines: the white space after a sentence stays with it, so that the sentences end to end are the text without
-    the white space at its end. Otherwise white space between sentences is left out.
+    keep_newlines: white space after a sentence stays with it, so that the sentences concatenated are the text (but for
+    white space at its end). Else white space between sentences is dropped. `ConfigError` if NLTK or its tables are
+    missing.
     """
-    spans = _sentence_splitter(language)
+    spans = _sentence_span_finder(language)
 
     def split(text: str) -> list[str]:
         sentences: list[str] = []
@@ -45,7 +46,7 @@ def sentence_splitter(language: str, keep_newlines: bool) -> Split:
 
 
 def nltk_version() -> str:
-    """The version of NLTK, on which the borders of sentences depend."""
+    """Return NLTK's version, on which sentence borders depend. `ConfigError` if it is not installed."""
     try:
         import nltk
     except ImportError as error:
@@ -53,13 +54,13 @@ def nltk_version() -> str:
     return nltk.__version__
 
 
-def _sentence_splitter(language: str) -> Callable[[str], list[tuple[int, int]]]:
-    """What finds (start, end) of every sentence."""
+def _sentence_span_finder(language: str) -> Callable[[str], list[tuple[int, int]]]:
+    """Return a function that finds (start, end) of every sentence. `ConfigError` if NLTK lacks the language's tables."""
     nltk_version()
     from nltk.tokenize import punkt
 
     if (TABLES / language).is_dir() and language.isalpha():
-        splitter = punkt.PunktSentenceTokenizer(_read_tables(TABLES / language, punkt.PunktParameters()))
+        splitter = punkt.PunktSentenceTokenizer(_read_punkt_tables(TABLES / language, punkt.PunktParameters()))
     else:
         try:
             splitter = punkt.PunktTokenizer(language)
@@ -72,7 +73,7 @@ def _sentence_splitter(language: str) -> Callable[[str], list[tuple[int, int]]]:
     return lambda text: list(splitter.span_tokenize(text))
 
 
-def _read_tables(folder: Path, parameters: PunktParameters) -> PunktParameters:
+def _read_punkt_tables(folder: Path, parameters: PunktParameters) -> PunktParameters:
     """Fill Punkt's parameters from its four tables."""
 
     def lines(name: str) -> list[str]:

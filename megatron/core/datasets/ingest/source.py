@@ -43,7 +43,7 @@ class InputSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class SourcePosition:
+class InputPosition:
     """Where a run stands: before this unit of this span, with so many records of the span behind it.
 
     digest: of all bytes that standard input gave so far; empty for files, which are known by size and time.
@@ -56,7 +56,7 @@ class SourcePosition:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class RecordChunk:
     """Some records that follow each other, as they stand in the source.
 
     content: whole lines, or the texts of rows. start, end: the places before and after it. num_bytes: size of the
@@ -65,7 +65,7 @@ class Chunk:
 
     kind: Kind
     content: bytes | Texts
-    start: SourcePosition
-    end: SourcePosition
+    start: InputPosition
+    end: InputPosition
     num_bytes: int
     consumed: int

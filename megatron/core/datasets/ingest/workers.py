@@ -23,8 +23,8 @@ from typing import TypeVar
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.ingest.encode import Encoded, EncodeOptions, RecordEncoder
-from megatron.core.datasets.ingest.source import Chunk
+from megatron.core.datasets.ingest.encode import EncodedChunk, EncodeOptions, RecordEncoder
+from megatron.core.datasets.ingest.source import RecordChunk
 
 DEPTH = 2  # chunks that wait for each stage
 LOOK_AGAIN = 0.1  # seconds after which a thread that waits looks whether it is still wanted
@@ -33,10 +33,10 @@ PATIENCE = 5.0  # seconds for a worker to end by itself
 Item = TypeVar("Item")
 
 
-def encode_all(
-    chunks: Iterator[Chunk], work: RecordEncoder | EncodeOptions, workers: int
-) -> Generator[tuple[Chunk, Encoded]]:
-    """Every chunk, its content left out, with what it became. work: for one worker, an encoder that is there already."""
+def encode_chunks(
+    chunks: Iterator[RecordChunk], work: RecordEncoder | EncodeOptions, workers: int
+) -> Generator[tuple[RecordChunk, EncodedChunk]]:
+    """Yield each chunk, without its content, and its encoding, in order. work: an encoder to use if `workers` is 1."""
     if workers > 1:
         yield from _encode_by_processes(chunks, work.job if isinstance(work, RecordEncoder) else work, workers)
         return
@@ -47,7 +47,7 @@ def encode_all(
         yield chunk, encoder.encode(records, sentences)
 
 
-def _without_content(chunk: Chunk) -> Chunk:
+def _without_content(chunk: RecordChunk) -> RecordChunk:
     return dataclasses.replace(chunk, content=b"")
 
 
@@ -59,7 +59,7 @@ class _QueueEnd:
 
 
 def read_ahead(items: Iterable[Item], depth: int = DEPTH) -> Iterator[Item]:
-    """The same items, taken by a thread before they are asked for; what goes wrong there is raised here."""
+    """Yield the same items, fetched in advance by a thread; its exceptions are raised here. depth: items that may wait."""
     ready: queue.Queue = queue.Queue(depth)
     unwanted = threading.Event()
 
@@ -94,7 +94,7 @@ def read_ahead(items: Iterable[Item], depth: int = DEPTH) -> Iterator[Item]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Worker:
+class _WorkerProcess:
     """A process, and our ends of its two pipes."""
 
     process: BaseProcess
@@ -102,12 +102,15 @@ class _Worker:
     results: Connection
 
 
-def _encode_by_processes(chunks: Iterator[Chunk], job: EncodeOptions, count: int) -> Iterator[tuple[Chunk, Encoded]]:
+def _encode_by_processes(
+    chunks: Iterator[RecordChunk], job: EncodeOptions, count: int
+) -> Iterator[tuple[RecordChunk, EncodedChunk]]:
+    """As `encode_all`, by `count` worker processes, which take the chunks in turn. `DataError` if one is killed."""
     room = threading.Semaphore(DEPTH * count)
     unwanted = threading.Event()
     with _start_workers(job, count) as workers:
 
-        def sent() -> Iterator[Chunk]:
+        def send_chunks() -> Iterator[RecordChunk]:
             for number, chunk in enumerate(chunks):
                 while not room.acquire(timeout=LOOK_AGAIN):
                     if unwanted.is_set():
@@ -116,7 +119,7 @@ def _encode_by_processes(chunks: Iterator[Chunk], job: EncodeOptions, count: int
                 yield _without_content(chunk)
 
         try:
-            for number, chunk in enumerate(read_ahead(sent(), DEPTH * count)):
+            for number, chunk in enumerate(read_ahead(send_chunks(), DEPTH * count)):
                 result = workers[number % count].results.recv()
                 room.release()
                 if isinstance(result, Exception):
@@ -129,16 +132,16 @@ def _encode_by_processes(chunks: Iterator[Chunk], job: EncodeOptions, count: int
 
 
 @contextmanager
-def _start_workers(job: EncodeOptions, count: int) -> Iterator[list[_Worker]]:
-    """So many processes at work; they end with the block."""
+def _start_workers(job: EncodeOptions, count: int) -> Iterator[list[_WorkerProcess]]:
+    """Start `count` worker processes; they are ended when the block ends."""
     # Not forked: the threads of a tokenizer's engine do not survive a fork.
     context = multiprocessing.get_context("spawn")
-    workers: list[_Worker] = []
+    workers: list[_WorkerProcess] = []
     try:
         for _ in range(count):
             (work, ours), (theirs, results) = context.Pipe(duplex=False), context.Pipe(duplex=False)
             process = context.Process(target=_worker_main, args=(job, work, results), daemon=True)
-            workers.append(_Worker(process, ours, theirs))
+            workers.append(_WorkerProcess(process, ours, theirs))
             process.start()
             work.close()
             results.close()
@@ -154,7 +157,7 @@ def _start_workers(job: EncodeOptions, count: int) -> Iterator[list[_Worker]]:
 
 
 def _worker_main(job: EncodeOptions, work: Connection, results: Connection) -> None:
-    """The life of a worker: it ends when its pipe does."""
+    """Run a worker process: encode chunks from `work` to `results` until the pipe closes; an error is sent as a result."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, and closes the pipe
     try:
         encoder = RecordEncoder(job)

@@ -17,38 +17,44 @@ _SMALLEST_BUCKET, _BUCKET_OF_A_RANK = 40_000_000, 1_000_000  # elements, where t
 
 
 class UnreadableStateError(Exception):
-    """Why the optimizer's state cannot be told apart, in a sentence."""
+    """Why it cannot be known which part of the optimizer state belongs to which parameter, in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """The place of a parameter. bucket: its number in the buffer; start, stop: elements in that bucket."""
+class BucketSpan:
+    """Where a parameter lies. bucket: index in the buffer; start, stop: elements in that bucket."""
 
     bucket: int
     start: int
     stop: int
 
 
-def spans(sizes: Sequence[tuple[str, int]], buckets: Sequence[int], alignment: int = ALIGNED) -> dict[str, Span] | None:
-    """Where each parameter lies in buckets of known sizes; None when the parameters do not fill them exactly.
+def spans_in_buckets(
+    sizes: Sequence[tuple[str, int]], buckets: Sequence[int], alignment: int = ALIGNED
+) -> dict[str, BucketSpan] | None:
+    """Return where each parameter lies in buckets of known sizes; None if the parameters do not fill them exactly.
 
-    sizes: (name, number of elements) in the order of definition; buckets: elements of each, without the padding at its end.
+    sizes: (name, number of elements) in the order of definition; buckets: elements of each, without the padding at its
+    end.
     """
     spans_by_name, bucket, start = {}, 0, 0
     for name, size in reversed(sizes):
         if bucket == len(buckets) or start + size > buckets[bucket]:
             return None
-        spans_by_name[name] = Span(bucket, start, start + size)
+        spans_by_name[name] = BucketSpan(bucket, start, start + size)
         start = _round_up(start + size, alignment)
         if buckets[bucket] in (spans_by_name[name].stop, start):
             bucket, start = bucket + 1, 0
     return spans_by_name if bucket == len(buckets) else None
 
 
-def bucket_sizes(
+def megatron_bucket_sizes(
     sizes: Sequence[tuple[str, int]], largest: int | None, alone: Collection[str], alignment: int = ALIGNED
 ) -> list[int]:
-    """Elements of each bucket as Megatron cuts them. largest: where one ends; alone: parameters with a bucket of their own."""
+    """Return the number of elements of each bucket as Megatron cuts them.
+
+    largest: size at which a bucket ends, or None; alone: parameters with a bucket of their own.
+    """
     bucket_lengths: list[int] = []
     start, filled = 0, False
     for name, size in reversed(sizes):
@@ -64,31 +70,32 @@ def bucket_sizes(
 
 
 def bucket_size_limit(arguments: dict[str, object], ranks: int) -> int | None:
-    """Elements at which a bucket ends, from the arguments of a run; None for buffers in one piece."""
+    """Return the size at which a bucket ends, from the arguments of a run; None if buffers are not cut."""
     if not arguments.get("overlap_grad_reduce"):
         return None
     given = arguments.get("ddp_bucket_size")
     return given if isinstance(given, int) else max(_SMALLEST_BUCKET, _BUCKET_OF_A_RANK * ranks)
 
 
-def joined_spans(
+def candidate_buffer_layouts(
     sizes: Sequence[tuple[str, int]], total: int, largest: int | None, shared: Collection[str]
-) -> Iterator[dict[str, Span]]:
-    """The layouts that a buffer may have whose buckets were joined without their padding; as spans of the one that results.
+) -> Iterator[dict[str, BucketSpan]]:
+    """Yield the possible layouts of a buffer whose buckets were joined without their padding, as spans in the joined
+    buffer.
 
     total: its elements; shared: word embeddings, which have a bucket of their own where two stages hold them.
     """
-    tried: list[dict[str, Span]] = []
+    tried: list[dict[str, BucketSpan]] = []
     for alignment in (ALIGNED, PACKED):
         for limit in (largest, None):
             for alone in (shared, ()):
-                buckets = bucket_sizes(sizes, limit, alone, alignment)
-                inside = spans(sizes, buckets, alignment) if sum(buckets) == total else None
+                buckets = megatron_bucket_sizes(sizes, limit, alone, alignment)
+                inside = spans_in_buckets(sizes, buckets, alignment) if sum(buckets) == total else None
                 if inside is None:
                     continue
                 before = [sum(buckets[:number]) for number in range(len(buckets))]
                 layout = {
-                    name: Span(0, before[span.bucket] + span.start, before[span.bucket] + span.stop)
+                    name: BucketSpan(0, before[span.bucket] + span.start, before[span.bucket] + span.stop)
                     for name, span in inside.items()
                 }
                 if layout not in tried:

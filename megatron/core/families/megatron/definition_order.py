@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core.families.megatron.buffers import UnreadableStateError
-from megatron.core.families.megatron.hybrid import pieces_of
+from megatron.core.families.megatron.hybrid import fused_piece_names
 from megatron.core.parallel.boxes import Box
 
 # Names of siblings stand in the order in which their parent defines them.
@@ -45,7 +45,7 @@ _CONV = re.compile(r"\.conv1d\.(weight|bias)$")
 
 @dataclass(frozen=True, slots=True)
 class GlobalParameter:
-    """A parameter as a checkpoint has it. boxes: what one rank each saved of it, of all that are different."""
+    """A parameter as a checkpoint has it: its key, its global shape, and the distinct boxes that ranks saved of it."""
 
     key: str
     shape: tuple[int, ...]
@@ -54,7 +54,11 @@ class GlobalParameter:
 
 @dataclass(frozen=True, slots=True)
 class ParameterPart:
-    """What a rank's parameter holds of a global one. inside: where, of the parameter in its shape; transposed: with axes exchanged."""
+    """Which box of the checkpoint's `key` a part of a rank's parameter holds. inside: the part, in the parameter's own
+    coordinates.
+
+    transposed: with the last two axes exchanged.
+    """
 
     key: str
     box: Box
@@ -64,7 +68,9 @@ class ParameterPart:
 
 @dataclass(frozen=True, slots=True)
 class LocalParameter:
-    """A parameter of one rank. name: as the module tree of its stage has it. shared: its stage has a copy of another's word embedding."""
+    """A parameter of one rank. name: in the module tree of its stage. shared: its stage holds a copy of a tied word
+    embedding.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -73,12 +79,12 @@ class LocalParameter:
 
     @property
     def size(self) -> int:
-        """Its elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def is_expert(self) -> bool:
-        """Whether expert ranks hold different ones."""
+        """Whether it belongs to experts, which differ between expert ranks."""
         return ".experts." in self.name
 
 
@@ -99,7 +105,7 @@ class WriterLayout:
 
     @staticmethod
     def from_arguments(arguments: Mapping[str, Any], layers: int) -> WriterLayout:
-        """From the arguments of a run. Raises `Unreadable` for one whose stages cannot be known."""
+        """Return the layout from the arguments of a run. `UnreadableStateError` if its pipeline stages cannot be known."""
         tensor, pipeline = (int(arguments.get(f"{axis}_model_parallel_size") or 1) for axis in ("tensor", "pipeline"))
         odd = [
             name
@@ -111,7 +117,7 @@ class WriterLayout:
             )
             if arguments.get(name)
         ]
-        odd += ["hybrid_layer_pattern"] if _pattern_has_stages(arguments) else []
+        odd += ["hybrid_layer_pattern"] if _pattern_has_stage_marks(arguments) else []
         if pipeline > 1 and odd:
             raise UnreadableStateError(f"its run divided the layers by --{odd[0].replace('_', '-')}")
         fused = arguments.get("transformer_impl") == "transformer_engine"
@@ -130,8 +136,8 @@ class WriterLayout:
             arguments.get("decoder_last_pipeline_num_layers"),
         )
 
-    def stage_of(self, layer: int) -> tuple[int, int]:
-        """(pipeline rank, chunk) of a layer of the decoder."""
+    def stage_of_layer(self, layer: int) -> tuple[int, int]:
+        """Return (pipeline rank, chunk) of a decoder layer. `UnreadableStateError` for splits that are not known here."""
         first, last = self.first, self.last
         if first is not None or last is not None:
             if self.chunks > 1:
@@ -153,7 +159,7 @@ class WriterLayout:
         return layer // each % self.pipeline, layer // each // self.pipeline
 
 
-def local_parameters(
+def parameters_of_rank(
     model: Sequence[GlobalParameter],
     ranks: WriterLayout,
     *,
@@ -164,41 +170,46 @@ def local_parameters(
     tied: bool,
     own_conv: bool = False,
 ) -> list[list[LocalParameter]]:
-    """What a rank holds, for each of its chunks, in the order of definition. tied: words and output layer are one matrix.
+    """Return the parameters of one rank, for each of its chunks, in the order of definition.
 
-    own_conv: the convolutions of layers with a state are parameters of the mixer itself.
+    tensor, pipeline, expert, expert_tensor: its ranks. tied: word embedding and output layer are one matrix.
+    own_conv: convolutions of stateful mixers are parameters of the mixer itself.
     """
     chunks: list[list[LocalParameter]] = [[] for _ in range(ranks.chunks)]
-    model, fused = _fused_parameters(model)
+    model, fused = _split_off_fused_parameters(model)
     for whole, pieces in fused.items():
-        stage = _stage_of_fused(whole, ranks)
+        stage = _stage_of_fused_parameter(whole, ranks)
         if stage[0] == pipeline:
             name = _CONV.sub(r".conv1d_\1", whole) if own_conv else whole
-            chunks[stage[1]].append(_join_pieces(name, [_rank_parameter(one, one, ranks, tensor) for one in pieces]))
+            chunks[stage[1]].append(
+                _join_fused_pieces(name, [_describe_local_parameter(one, one, ranks, tensor) for one in pieces])
+            )
     for one in model:
-        for layer, part in _layers_of_stack(one):
-            stage = _stage_of_layer(part.key, layer, ranks)
+        for layer, part in _unstack_layers(one):
+            stage = _stage_of_key(part.key, layer, ranks)
             if stage[0] != pipeline:
                 continue
             if match := _EXPERTS.search(part.key):
-                chunks[stage[1]] += _expert_parameters(part, one, ranks, expert_tensor, expert, matrix=match)
+                chunks[stage[1]] += _local_expert_parameters(part, one, ranks, expert_tensor, expert, matrix=match)
             else:
-                chunks[stage[1]].append(_rank_parameter(part, one, ranks, tensor))
+                chunks[stage[1]].append(_describe_local_parameter(part, one, ranks, tensor))
     if ranks.pipeline > 1 and tied:
         words = next(one for one in model if one.key == _WORDS)
-        _mark_tied_embedding(chunks, _rank_parameter(words, words, ranks, tensor), last=pipeline == ranks.pipeline - 1)
-    return [sorted(chunk, key=lambda one: _sort_key(one.name)) for chunk in chunks]
+        _add_tied_embedding(
+            chunks, _describe_local_parameter(words, words, ranks, tensor), last=pipeline == ranks.pipeline - 1
+        )
+    return [sorted(chunk, key=lambda one: _definition_order_key(one.name)) for chunk in chunks]
 
 
-def _fused_parameters(
+def _split_off_fused_parameters(
     model: Sequence[GlobalParameter],
 ) -> tuple[list[GlobalParameter], dict[str, list[GlobalParameter]]]:
-    """The parameters that are whole, and the pieces of each fused one of a layer with a state, in order."""
+    """Return the unfused parameters, and name -> pieces, in order, of each fused one of a stateful mixer."""
     by_key, fused = {one.key: one for one in model}, dict[str, list[GlobalParameter]]()
     for key in by_key:
         whole, _, piece = key.rpartition(".")
-        if piece in pieces_of(whole) and whole not in fused:
-            keys = [f"{whole}.{each}" for each in pieces_of(whole)]
+        if piece in fused_piece_names(whole) and whole not in fused:
+            keys = [f"{whole}.{each}" for each in fused_piece_names(whole)]
             if missing := [each for each in keys if each not in by_key]:
                 raise UnreadableStateError(f"the checkpoint has {key}, and lacks {', '.join(missing)}")
             fused[whole] = [by_key[each] for each in keys]
@@ -206,19 +217,19 @@ def _fused_parameters(
     return [one for one in model if one.key not in taken], fused
 
 
-def _stage_of_fused(name: str, ranks: WriterLayout) -> tuple[int, int]:
-    """(pipeline rank, chunk) of a fused parameter, which no stack of layers has."""
+def _stage_of_fused_parameter(name: str, ranks: WriterLayout) -> tuple[int, int]:
+    """Return (pipeline rank, chunk) of a fused parameter of a stateful mixer."""
     match = _LAYER.match(name)
-    return _stage_of_layer(name, int(match[2]) if match else 0, ranks)
+    return _stage_of_key(name, int(match[2]) if match else 0, ranks)
 
 
-def _pattern_has_stages(arguments: Mapping[str, Any]) -> bool:
-    """Whether a pattern of layers says where stages end."""
+def _pattern_has_stage_marks(arguments: Mapping[str, Any]) -> bool:
+    """Whether a hybrid layer pattern marks the ends of stages (|)."""
     return any("|" in str(arguments.get(name)) for name in ("hybrid_layer_pattern", "hybrid_override_pattern"))
 
 
-def _join_pieces(name: str, pieces: Sequence[LocalParameter]) -> LocalParameter:
-    """Pieces of a rank's parameter one below the other."""
+def _join_fused_pieces(name: str, pieces: Sequence[LocalParameter]) -> LocalParameter:
+    """Describe the parameter that consists of these pieces, stacked along dimension 0."""
     parts, rows = list[ParameterPart](), 0
     for one in pieces:
         for part in one.parts:
@@ -228,15 +239,19 @@ def _join_pieces(name: str, pieces: Sequence[LocalParameter]) -> LocalParameter:
     return LocalParameter(name, (rows, *pieces[0].shape[1:]), tuple(parts))
 
 
-def _mark_tied_embedding(chunks: list[list[LocalParameter]], words: LocalParameter, *, last: bool) -> None:
-    """Mark the tied matrix as shared by the first and the last stage, the last of which holds it as its output layer."""
+def _add_tied_embedding(chunks: list[list[LocalParameter]], words: LocalParameter, *, last: bool) -> None:
+    """Mark the word embedding in the first chunk as shared; last: also append a shared `output_layer.weight` to the
+    last chunk, as the last stage holds its own copy.
+    """
     if last:
         chunks[-1].append(replace(words, name="output_layer.weight", shared=True))
     chunks[0] = [replace(one, shared=True) if one.name == _WORDS else one for one in chunks[0]]
 
 
-def _sort_key(name: str) -> tuple[int, ...]:
-    """What a parameter is sorted by."""
+def _definition_order_key(name: str) -> tuple[int, ...]:
+    """Return the key by which parameter names sort in the order of definition. `UnreadableStateError` for unknown
+    words.
+    """
     places = []
     for word in name.split("."):
         if word in _ORDER:
@@ -248,8 +263,10 @@ def _sort_key(name: str) -> tuple[int, ...]:
     return tuple(places)
 
 
-def _layers_of_stack(one: GlobalParameter) -> Iterator[tuple[int, GlobalParameter]]:
-    """(layer, parameter of it) of a stack of layers; the parameter itself where it is no stack. Boxes lose no axis."""
+def _unstack_layers(one: GlobalParameter) -> Iterator[tuple[int, GlobalParameter]]:
+    """Yield (layer, its parameter) of a parameter whose layers are stacked; for others the parameter itself. Boxes keep
+    all axes.
+    """
     if not _STACKED.match(one.key):
         match = _LAYER.match(one.key)
         yield int(match[2]) if match else 0, one
@@ -260,16 +277,21 @@ def _layers_of_stack(one: GlobalParameter) -> Iterator[tuple[int, GlobalParamete
         yield layer, GlobalParameter(f"{stack}.layers.{layer}.{rest}", one.shape, boxes)
 
 
-def _stage_of_layer(key: str, layer: int, ranks: WriterLayout) -> tuple[int, int]:
+def _stage_of_key(key: str, layer: int, ranks: WriterLayout) -> tuple[int, int]:
+    """Return (pipeline rank, chunk) of a parameter by its key and layer."""
     if key.startswith("embedding."):
         return 0, 0
     if key.startswith(("decoder.layers.", "encoder.layers.")):
-        return ranks.stage_of(layer)
+        return ranks.stage_of_layer(layer)
     return ranks.pipeline - 1, ranks.chunks - 1
 
 
 def _boxes_on_rank(boxes: Sequence[Box], lead: int, rank: int, size: int, one: GlobalParameter) -> list[Box]:
-    """Which of the boxes of a parameter a rank of `size` holds: one, two of a gated matrix. lead: axes of layers and experts."""
+    """Return the boxes of a parameter that one of `size` ranks holds: one, or two of a gated matrix.
+
+    lead: number of leading axes (layer, expert), which do not order boxes. `UnreadableStateError` if they do not fit
+    the ranks.
+    """
     places = sorted(boxes, key=lambda box: box.offset[lead:])
     if len(places) == 1:
         return places
@@ -280,18 +302,26 @@ def _boxes_on_rank(boxes: Sequence[Box], lead: int, rank: int, size: int, one: G
     raise UnreadableStateError(f"{one.key} is saved in {len(places)} boxes, which are not those of {size} tensor ranks")
 
 
-def _rank_parameter(part: GlobalParameter, one: GlobalParameter, ranks: WriterLayout, rank: int) -> LocalParameter:
-    """The parameter of the module tree for one of the checkpoint's, as a tensor rank holds it."""
+def _describe_local_parameter(
+    part: GlobalParameter, one: GlobalParameter, ranks: WriterLayout, rank: int
+) -> LocalParameter:
+    """Describe what a tensor rank holds of a parameter, under its name in the module tree. one: as the checkpoint has
+    it.
+    """
     lead = 1 if _STACKED.match(one.key) else 0
     boxes = _boxes_on_rank(part.boxes, lead, rank, ranks.tensor, one)
     name = part.key
     for fused, alone in () if ranks.fused_norms else _NORMS:
         name = name.replace(fused, alone)
-    return _stack_boxes(name, one.key, boxes, lead)
+    return _describe_stacked_boxes(name, one.key, boxes, lead)
 
 
-def _stack_boxes(name: str, key: str, boxes: Sequence[Box], lead: int) -> LocalParameter:
-    """Boxes one below the other, as one parameter without the leading axes."""
+def _describe_stacked_boxes(name: str, key: str, boxes: Sequence[Box], lead: int) -> LocalParameter:
+    """Describe a rank's parameter `name` that consists of these boxes of the checkpoint's `key`, stacked along
+    dimension 0.
+
+    lead: number of leading axes (layer, expert) dropped.
+    """
     shape = boxes[0].shape[lead:]
     rows = [0] if len(boxes) == 1 else [number * shape[0] for number in range(len(boxes))]
     whole = shape if len(boxes) == 1 else (len(boxes) * shape[0], *shape[1:])
@@ -302,16 +332,16 @@ def _stack_boxes(name: str, key: str, boxes: Sequence[Box], lead: int) -> LocalP
     return LocalParameter(name, whole, parts)
 
 
-def _expert_parameters(
+def _local_expert_parameters(
     part: GlobalParameter, one: GlobalParameter, ranks: WriterLayout, rank: int, expert: int, *, matrix: re.Match[str]
 ) -> list[LocalParameter]:
-    """The experts of a rank, each a parameter of its own, or all of them one."""
+    """Describe the expert parameters of a rank: each by itself, or all as one grouped matrix. matrix: match of the key."""
     lead, size = 1 if _STACKED.match(one.key) else 0, ranks.expert_tensor
     count = one.shape[lead] // ranks.expert
     mine = range(expert * count, (expert + 1) * count)
     layer, (linear, kind) = part.key[: part.key.index(".mlp.experts.")], matrix.groups()
     if ranks.grouped == "native":
-        return [_grouped_experts(f"{layer}.mlp.experts.weight{linear[-1]}", one, part, lead, mine, rank, size)]
+        return [_grouped_expert_parameter(f"{layer}.mlp.experts.weight{linear[-1]}", one, part, lead, mine, rank, size)]
     experts = []
     for number, index in enumerate(mine):
         boxes = [box for box in part.boxes if box.offset[lead] == index and box.shape[lead] == 1]
@@ -319,17 +349,17 @@ def _expert_parameters(
         if not boxes:
             raise UnreadableStateError(f"{one.key} is not saved expert by expert")
         experts.append(
-            _stack_boxes(
+            _describe_stacked_boxes(
                 f"{layer}.mlp.experts.{name}", one.key, _boxes_on_rank(boxes, lead + 1, rank, size, one), lead + 1
             )
         )
     return experts
 
 
-def _grouped_experts(
+def _grouped_expert_parameter(
     name: str, one: GlobalParameter, part: GlobalParameter, lead: int, mine: range, rank: int, size: int
 ) -> LocalParameter:
-    """All experts of a rank as one matrix with axes exchanged: [experts, h, f], and gate beside up."""
+    """Describe all experts of a rank as one transposed matrix [experts, h, f], gate beside up."""
     boxes = [box for box in part.boxes if box.offset[lead] == mine.start and box.shape[lead] == len(mine)]
     if not boxes:
         raise UnreadableStateError(f"{one.key} is not saved by expert ranks")

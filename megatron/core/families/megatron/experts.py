@@ -24,33 +24,33 @@ _FLAT = re.compile(r"^(.*\.mlp\.experts)\.weight([12])$")
 
 @dataclass(frozen=True)
 class StackedExperts:
-    """Matrices of one rank's experts, put together when they are asked for.
+    """Matrices or biases of one rank's experts, stacked when they are read.
 
-    flat: they are transposed and lie in one matrix: how many, and how many rows each then has.
+    flat: they are transposed in one flat matrix: (number of experts, rows of each).
     """
 
     tensors: tuple[Tensor, ...]
     flat: tuple[int, int] | None = None
 
     def to(self, device: str) -> Tensor:
-        """All experts, [e, outputs, inputs] or [e, outputs]."""
+        """Return all experts stacked, [e, outputs, inputs] or [e, outputs], on a device."""
         if self.flat is None:
             return torch.stack([tensor.to(device) for tensor in self.tensors])
         return self.tensors[0].to(device).reshape(*self.flat, -1).transpose(1, 2)
 
     @property
     def shape(self) -> torch.Size:
-        """Of what `to` gives."""
+        """Shape of what `to` returns."""
         return self.to("meta").shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all of them."""
+        """Dtype of all of them."""
         return self.tensors[0].dtype
 
 
 def split_expert_name(name: str) -> tuple[str, int] | None:
-    """(name of the stack, number of the expert) of a parameter of one expert; None for any other."""
+    """Return (name of the stack, number of the expert) for a parameter of one expert; None for any other."""
     one = _ONE.match(name)
     if one is None:
         return None
@@ -79,11 +79,8 @@ def with_stacked_experts(state: Mapping[str, Tensor], experts: int) -> dict[str,
     }
 
 
-def with_experts_apart(held: Mapping[str, Sequence[Tensor]]) -> dict[str, Sequence[Tensor]]:
-    """Undo the stacking of experts:
-
-    for each name, what each rank holds of it; stacked tensors [e, ...] become one entry an expert.
-    """
+def with_unstacked_experts(held: Mapping[str, Sequence[Tensor]]) -> dict[str, Sequence[Tensor]]:
+    """Split stacked experts [e, ...] into one entry for each expert. held: name -> what each rank holds of it."""
     tensors: dict[str, Sequence[Tensor]] = {}
     for name, shards in held.items():
         match = _STACK.match(name)

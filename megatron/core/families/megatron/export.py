@@ -1,7 +1,7 @@
 """Write weights for Megatron's own programmes, in either of its formats.
 
-    write_torch_dist    `torch_dist`: whole tensors, which any layout reads; Megatron's default
-    write_legacy        `torch`: `mp_rank_XX[_YYY]/model_optim_rng.pt`, of checkpoint_version 3, for one layout
+    write_torch_dist_checkpoint    `torch_dist`: whole tensors, which any layout reads; Megatron's default
+    write_legacy_checkpoint        `torch`: `mp_rank_XX[_YYY]/model_optim_rng.pt`, of checkpoint_version 3, for one layout
 
 Names of norms depend on the layers that read them: `fused_norms` for Transformer Engine's (Megatron's default), which keep a norm
 with the product behind it, and not for `--transformer-impl local`.
@@ -22,16 +22,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config.flags import from_values
+from megatron.core.config.flags import config_from_values
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
-from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.megatron.experts import with_experts_apart
-from megatron.core.families.megatron.export_arguments import additional_flags, arguments_of, padded_vocabulary
-from megatron.core.families.megatron.export_index import write_tensors
-from megatron.core.families.megatron.expressible import without_counterpart
-from megatron.core.families.megatron.hybrid import pieces_of
-from megatron.core.families.megatron.names import Layout, is_over_vocabulary, sharding_problem, split_shards
+from megatron.core.families.megatron.experts import with_unstacked_experts
+from megatron.core.families.megatron.export_arguments import (
+    additional_megatron_flags,
+    megatron_arguments_of,
+    padded_vocab_rows,
+)
+from megatron.core.families.megatron.export_index import write_torch_dist_tensors
+from megatron.core.families.megatron.expressible import settings_unknown_to_megatron
+from megatron.core.families.megatron.hybrid import fused_piece_names
+from megatron.core.families.megatron.names import (
+    MegatronRowLayout,
+    has_vocabulary_rows,
+    sharding_problem,
+    split_into_tensor_shards,
+)
 from megatron.core.parallel.boxes import whole_box
 
 _WORDS = "embedding.word_embeddings.weight"
@@ -54,26 +63,30 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 _CONTENT = {"singleton_local_shards": False, "non_homogeneous_layers": True, "chained_optim_avoid_prefix": True}
 
 
-class _Export:
-    """What both formats ask of a source. Raises `CheckpointError` when Megatron has no such network, or cannot read it so."""
+class _MegatronExport:
+    """What exports to both formats share: checks, parameters, common entries. Raises `CheckpointError` if Megatron has
+    no such network, or cannot read it so.
+
+    problems: returns what the format cannot express, a text each.
+    """
 
     def __init__(
         self,
-        source: Source,
+        source: CheckpointSource,
         folder: str | Path,
         iteration: int,
         tensor_size: int,
         fused_norms: bool,
-        problems: Callable[[_Export], list[str]],
+        problems: Callable[[_MegatronExport], list[str]],
     ) -> None:
         self.source, self.tensor_size, self.fused, self.iteration = source, tensor_size, fused_norms, iteration
-        self.layout = Layout.from_settings(source.settings, 3.0)
-        self.model = from_values(RequestedModel, source.settings).resolve()
+        self.layout = MegatronRowLayout.from_settings(source.settings, 3.0)
+        self.model = config_from_values(RequestedModel, source.settings).resolve()
         self.names = [name.removeprefix("model.") for name in source.formats if name.startswith("model.")]
         self.layers = 1 + max(int(match[2]) for name in self.names for match in [_LAYER.search(name)] if match)
         self.target = Path(folder) / f"iter_{iteration:07d}"
-        match = _export_problems(self.model, self.names) + problems(self)
-        if not fused_norms and (self.model.is_hybrid or self.model.state_mixers):
+        match = _megatron_export_problems(self.model, self.names) + problems(self)
+        if not fused_norms and (self.model.is_hybrid or self.model.stateful_mixer_kinds):
             match.append(
                 "Megatron builds layers of hybrids with Transformer Engine only; leave out --saver-transformer-impl local"
             )
@@ -85,32 +98,35 @@ class _Export:
         shutil.rmtree(self.made, ignore_errors=True)
         self.made.mkdir(parents=True)
 
-    def whole(self, name: str) -> Tensor:
-        """A parameter as a single rank holds it."""
-        return self.shards(name, 1)[0]
+    def whole_tensor(self, name: str) -> Tensor:
+        """Return a parameter as a single tensor rank of Megatron holds it, with padded vocabulary."""
+        return self.tensor_rank_shards(name, 1)[0]
 
-    def shards(self, name: str, ranks: int) -> list[Tensor]:
-        """What each tensor rank holds of a parameter, in memory of its own."""
+    def tensor_rank_shards(self, name: str, ranks: int) -> list[Tensor]:
+        """Return each tensor rank's shard of a parameter, in Megatron's order of rows, newly allocated."""
         tensor = self.source.read(f"model.{name}", whole_box(self.source.formats[f"model.{name}"].shape))
-        if is_over_vocabulary(name):  # as Megatron's converters do, rows of padding are the last one again
-            rows = padded_vocabulary(tensor.shape[0], self.source.settings, self.tensor_size) - tensor.shape[0]
+        if has_vocabulary_rows(name):  # as Megatron's converters do, rows of padding are the last one again
+            rows = padded_vocab_rows(tensor.shape[0], self.source.settings, self.tensor_size) - tensor.shape[0]
             tensor = torch.cat([tensor, tensor[-1:].expand(rows, *tensor.shape[1:])])
-        if offset := self.layout.weight_offset(name):
+        if offset := self.layout.norm_weight_offset(name):
             tensor = tensor - offset
-        return [shard.clone() for shard in split_shards(name, tensor, ranks, self.layout, whole_latents=self.fused)]
+        return [
+            shard.clone()
+            for shard in split_into_tensor_shards(name, tensor, ranks, self.layout, whole_latents=self.fused)
+        ]
 
-    def piece(self, name: str, place: int) -> Tensor:
-        """A piece of a parameter [rows, ...] that distributed checkpoints cut."""
-        return self.whole(name).split(self.layout.pieces(name))[place].clone()
+    def fused_piece(self, name: str, place: int) -> Tensor:
+        """Return one piece [rows, ...] of a fused parameter, as torch_dist checkpoints store them."""
+        return self.whole_tensor(name).split(self.layout.piece_row_counts(name))[place].clone()
 
     def common_entries(self, pipeline_size: int, ckpt_format: str) -> dict[str, Any]:
-        """Entries beside the tensors."""
+        """Return the entries of a checkpoint that are no tensors: arguments, version, iteration."""
         rows = self.source.formats[f"model.{_WORDS}"].shape[0]
-        args = arguments_of(
+        args = megatron_arguments_of(
             self.model,
             self.source.settings,
             {
-                "padded_vocab_size": padded_vocabulary(rows, self.source.settings, self.tensor_size),
+                "padded_vocab_size": padded_vocab_rows(rows, self.source.settings, self.tensor_size),
                 "iteration": self.iteration,
                 "tensor_model_parallel_size": self.tensor_size,
                 "pipeline_model_parallel_size": pipeline_size,
@@ -126,8 +142,8 @@ class _Export:
         )  # whole tensors serve both
         return {"args": args, "checkpoint_version": 3.0, "iteration": self.iteration}
 
-    def finish(self) -> Path:
-        """Put the folder into its place, as the newest."""
+    def publish_folder(self) -> Path:
+        """Give the folder its final name and make it the newest in the tracker file. Returns it."""
         os.rename(self.made, self.target)
         tracker = self.target.parent / _TRACKER
         tracker.with_suffix(".tmp").write_text(str(self.iteration), encoding="ascii")
@@ -135,15 +151,15 @@ class _Export:
         return self.target
 
 
-def write_torch_dist(
-    source: Source, folder: str | Path, *, iteration: int = 0, tensor_size: int = 1, fused_norms: bool = True
+def write_torch_dist_checkpoint(
+    source: CheckpointSource, folder: str | Path, *, iteration: int = 0, tensor_size: int = 1, fused_norms: bool = True
 ) -> Path:
-    """Write the weights of a GPT so that Megatron Core reads them under any layout. Returns the iteration's folder.
+    """Write the weights of a GPT in the torch_dist format, for any layout. Returns the folder of the iteration.
 
-    tensor_size: ranks that shall divide the padded vocabulary. Memory holds one tensor. Raises `CheckpointError` when Megatron has
-    no such network, or the folder has that iteration already.
+    tensor_size: ranks that shall divide the padded vocabulary. Memory holds one tensor. Raises `CheckpointError` if
+    Megatron has no such network, or the folder has that iteration already.
     """
-    export = _Export(
+    export = _MegatronExport(
         source,
         folder,
         iteration,
@@ -155,7 +171,7 @@ def write_torch_dist(
             else ["a BERT is written in the format torch, and not in torch_dist"]
         ),
     )
-    names = {_distributed_name(name, export): name for name in export.names}
+    names = {_torch_dist_name(name, export): name for name in export.names}
     states = [
         key
         for theirs, name in names.items()
@@ -165,33 +181,33 @@ def write_torch_dist(
     values: dict[str, Callable[[], Tensor]] = {}
     formats: dict[str, Tensor] = {}
     for theirs, name in names.items():
-        whole, pieces = _tensor_format(name, export), pieces_of(name)
-        values |= {f"{theirs}.{piece}": partial(export.piece, name, place) for place, piece in enumerate(pieces)}
+        whole, pieces = _exported_tensor_format(name, export), fused_piece_names(name)
+        values |= {f"{theirs}.{piece}": partial(export.fused_piece, name, place) for place, piece in enumerate(pieces)}
         formats |= {
             f"{theirs}.{piece}": part
-            for piece, part in zip(pieces, whole.split(export.layout.pieces(name)) if pieces else ())
+            for piece, part in zip(pieces, whole.split(export.layout.piece_row_counts(name)) if pieces else ())
         }
         if not pieces:
-            values[theirs], formats[theirs] = partial(export.whole, name), whole
-    write_tensors(
+            values[theirs], formats[theirs] = partial(export.whole_tensor, name), whole
+    write_torch_dist_tensors(
         export.made, values, formats, states, {**export.common_entries(1, "torch_dist"), "content_metadata": _CONTENT}
     )
-    return export.finish()
+    return export.publish_folder()
 
 
-def _tensor_format(name: str, export: _Export) -> Tensor:
-    """A parameter's shape and dtype as it is written, without its values."""
+def _exported_tensor_format(name: str, export: _MegatronExport) -> Tensor:
+    """Return an empty meta tensor of the shape and dtype in which a parameter is written."""
     one = export.source.formats[f"model.{name}"]
     rows = (
-        padded_vocabulary(one.shape[0], export.source.settings, export.tensor_size)
-        if is_over_vocabulary(name)
+        padded_vocab_rows(one.shape[0], export.source.settings, export.tensor_size)
+        if has_vocabulary_rows(name)
         else one.shape[0]
     )
     return torch.empty((rows, *one.shape[1:]), dtype=one.dtype, device="meta")
 
 
-def _distributed_name(name: str, export: _Export) -> str:
-    """A parameter's name among the tensors of a distributed checkpoint."""
+def _torch_dist_name(name: str, export: _MegatronExport) -> str:
+    """Return the name of a parameter in a torch_dist checkpoint."""
     if export.fused:
         name = _transformer_engine_name(name, export.names)
     elif (
@@ -200,25 +216,25 @@ def _distributed_name(name: str, export: _Export) -> str:
         name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_").replace(
             ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"
         )
-    name = _hybrid_name(name, export)
+    name = _hybrid_norm_name(name, export)
     name = _EXPERTS.sub(r".mlp.experts.experts.\1", name)
     return name if export.model.is_hybrid else name.replace(".mtp_model_layer.", ".transformer_layer.")
 
 
-def _hybrid_name(name: str, export: _Export) -> str:
-    """The name of a parameter, which for the norm behind the last layer of a hybrid is another."""
+def _hybrid_norm_name(name: str, export: _MegatronExport) -> str:
+    """Return the name of a parameter; in a hybrid decoder.final_layernorm becomes decoder.final_norm."""
     return name.replace("decoder.final_layernorm.", "decoder.final_norm.") if export.model.is_hybrid else name
 
 
-def _extra_state_keys(theirs: str, export: _Export) -> list[str]:
-    """Keys of the (empty) states of a module's kernels."""
+def _extra_state_keys(theirs: str, export: _MegatronExport) -> list[str]:
+    """Return the keys of the (empty) _extra_state of a module. theirs: name of one of its parameters."""
     module, experts = theirs.rpartition(".")[0], export.model.moe.num_experts or 0
     shards = [f"{rank}_{experts}" for rank in range(experts)] if ".experts.experts." in theirs else ["0_1"]
     return [f"{module}._extra_state/shard_{shard}" for shard in shards]
 
 
-def write_legacy(
-    source: Source,
+def write_legacy_checkpoint(
+    source: CheckpointSource,
     folder: str | Path,
     *,
     iteration: int = 0,
@@ -226,46 +242,49 @@ def write_legacy(
     pipeline_size: int = 1,
     fused_norms: bool = True,
 ) -> Path:
-    """Write the weights of a GPT or a BERT for so many tensor and pipeline ranks. Returns the iteration's folder.
+    """Write the weights of a GPT or BERT in the format torch, for so many tensor and pipeline ranks. Returns the folder
+    of the iteration.
 
-    Experts stand one after the other, as without `--moe-grouped-gemm`. Raises `CheckpointError` when Megatron has no such network,
-    the ranks cannot share it, or the folder has that iteration already.
+    Experts are written one by one, as without `--moe-grouped-gemm`. Raises `CheckpointError` if Megatron has no such
+    network, the ranks cannot divide it, or the folder has that iteration already.
     """
-    export = _Export(
+    export = _MegatronExport(
         source, folder, iteration, tensor_size, fused_norms, partial(_division_problems, ranks=pipeline_size)
     )
     ends = list(accumulate(_stage_sizes(export.model, export.layers, pipeline_size)))
     for p, end in enumerate(ends):
         first = ends[p - 1] if p else 0
         held = {
-            name: export.shards(name, tensor_size)
+            name: export.tensor_rank_shards(name, tensor_size)
             for name in export.names
             if _is_on_stage(name, first, end, export.layers, ahead=bool(export.model.mtp.mtp_num_layers))
         }
         if p and end == export.layers and export.model.ties_embeddings:
-            held["output_layer.weight"] = export.shards(_WORDS, tensor_size)
+            held["output_layer.weight"] = export.tensor_rank_shards(_WORDS, tensor_size)
         for t in range(tensor_size):
             place = export.made / (f"mp_rank_{t:02d}" + (f"_{p:03d}" if pipeline_size > 1 else ""))
             place.mkdir()
-            model = _rank_state(export, {name: shards[t] for name, shards in with_experts_apart(held).items()}, first)
+            model = _rank_state(
+                export, {name: shards[t] for name, shards in with_unstacked_experts(held).items()}, first
+            )
             if end == export.layers and export.model.architecture == "gpt":
                 model["output_layer._extra_state"] = None  # of a tied one too
             torch.save({**export.common_entries(pipeline_size, "torch"), "model": model}, place / "model_optim_rng.pt")
-    return export.finish()
+    return export.publish_folder()
 
 
-def _rank_state(export: _Export, held: Mapping[str, Tensor], first: int) -> dict[str, Tensor | None]:
+def _rank_state(export: _MegatronExport, held: Mapping[str, Tensor], first: int) -> dict[str, Tensor | None]:
     """What a rank holds by the names there, and the (empty) states of its modules' kernels. first: number of the first layer of its stage."""
     model: dict[str, Tensor | None] = {
         _stage_local_name(
-            _hybrid_name(_transformer_engine_name(name, export.names) if export.fused else name, export), first
+            _hybrid_norm_name(_transformer_engine_name(name, export.names) if export.fused else name, export), first
         ): shard
         for name, shard in held.items()
     }
     return model | {f"{name.rpartition('.')[0]}._extra_state": None for name in model if _STATEFUL.search(name)}
 
 
-def _division_problems(export: _Export, *, ranks: int) -> list[str]:
+def _division_problems(export: _MegatronExport, *, ranks: int) -> list[str]:
     """Why so many pipeline ranks and the tensor ranks cannot share a network, a line each."""
     problems = [
         f"{name}: {reason} cannot be divided over {export.tensor_size} tensor ranks"
@@ -282,20 +301,20 @@ def _division_problems(export: _Export, *, ranks: int) -> list[str]:
     return problems
 
 
-def flags_for_megatron(source: Source, pipeline_size: int = 1) -> str:
-    """Flags that Megatron needs with `--use-checkpoint-args`, or nothing."""
-    model = from_values(RequestedModel, source.settings).resolve()
+def flags_for_megatron(source: CheckpointSource, pipeline_size: int = 1) -> str:
+    """Return the flags that Megatron needs beside `--use-checkpoint-args`, as one text; empty if none."""
+    model = config_from_values(RequestedModel, source.settings).resolve()
     if model.is_hybrid:
         hybrid = replace(model.hybrid, hybrid_layer_pattern=_pattern_of_stages(model, pipeline_size))
         model = replace(model, hybrid=hybrid)
-    return additional_flags(model)
+    return additional_megatron_flags(model)
 
 
-def _export_problems(model: ModelConfig, names: list[str]) -> list[str]:
-    """Why Megatron's programmes could not build the network, a line each."""
+def _megatron_export_problems(model: ModelConfig, names: list[str]) -> list[str]:
+    """Return why Megatron could not build the network, a line each."""
     if len({name.partition(".")[0] for name in names} & {"encoder", "decoder"}) > 1:
         return ["a T5 is read from Megatron's files, and not written"]
-    return without_counterpart(model)
+    return settings_unknown_to_megatron(model)
 
 
 def _stage_sizes(model: ModelConfig, layers: int, ranks: int) -> tuple[int, ...]:
@@ -307,7 +326,9 @@ def _stage_sizes(model: ModelConfig, layers: int, ranks: int) -> tuple[int, ...]
 def _pattern_of_stages(model: ModelConfig, ranks: int) -> str:
     """The pattern of a hybrid with the | of so many pipeline ranks: Megatron divides one without them evenly, and refuses other numbers of stages."""
     stages = model.hybrid.stage_symbols
-    return "/".join(("|".join(stages) if len(stages) == ranks else model.hybrid.symbols, *model.hybrid.mtp_patterns))
+    return "/".join(
+        ("|".join(stages) if len(stages) == ranks else model.hybrid.layer_symbols, *model.hybrid.mtp_patterns)
+    )
 
 
 def _is_on_stage(name: str, first: int, end: int, layers: int, *, ahead: bool) -> bool:
@@ -319,7 +340,9 @@ def _is_on_stage(name: str, first: int, end: int, layers: int, *, ahead: bool) -
 
 
 def _transformer_engine_name(name: str, names: Collection[str]) -> str:
-    """Transformer Engine's name of a parameter."""
+    """Return the name of a parameter with Transformer Engine's layers, where some norms belong to the linear layer
+    behind them.
+    """
     for norm, product in _FUSED:
         if norm in name and name.replace(norm, product).rpartition(".")[0] + ".weight" in names:
             return name.replace(norm, f"{product}layer_norm_")
@@ -327,5 +350,5 @@ def _transformer_engine_name(name: str, names: Collection[str]) -> str:
 
 
 def _stage_local_name(name: str, first: int) -> str:
-    """The name with layers counted from the first of the stage."""
+    """Return the name with layers counted from the first of the pipeline stage."""
     return _LAYER.sub(lambda match: f"{match[1]}.{int(match[2]) - first}.", name)

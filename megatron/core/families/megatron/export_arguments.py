@@ -8,11 +8,11 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.core.config.flags import flag_name, to_values
-from megatron.core.config.layer_pattern import read_pattern
+from megatron.core.config.flags import config_to_values, flag_name
+from megatron.core.config.layer_pattern import parse_layer_pattern
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.network import network_fields, unused_settings
-from megatron.core.families.megatron.expressible import fuses_gelu
+from megatron.core.families.megatron.expressible import megatron_fuses_gelu
 
 _PATTERNS = ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq", "linear_attention_freq")
 # What Megatron's `--use-checkpoint-args` takes from a checkpoint, in every release since 0.8.
@@ -29,25 +29,33 @@ _OURS = frozenset(
 )  # said otherwise there, or not at all
 
 
-def padded_vocabulary(rows: int, settings: Mapping[str, Any], ranks: int) -> int:
-    """Rows of a vocabulary that so many tensor ranks share."""
+def padded_vocab_rows(rows: int, settings: Mapping[str, Any], ranks: int) -> int:
+    """Return the number of rows of a vocabulary padded so that `ranks` tensor ranks divide it."""
     multiple = int(settings.get("make_vocab_size_divisible_by") or 128) * ranks
     return math.ceil(rows / multiple) * multiple
 
 
-def arguments_of(model: ModelConfig, settings: Mapping[str, Any], more: Mapping[str, Any]) -> types.SimpleNamespace:
-    """The namespace of a run of Megatron's that has this network. model: resolved; settings: of the run; more: wins over both."""
+def megatron_arguments_of(
+    model: ModelConfig, settings: Mapping[str, Any], more: Mapping[str, Any]
+) -> types.SimpleNamespace:
+    """Return the arguments of a Megatron run that has this network, as a namespace.
+
+    model: resolved; settings: of the run; more: overrides both.
+    """
     plain_values = {
         name: value
-        for name, value in {**settings, **to_values(model)}.items()
+        for name, value in {**settings, **config_to_values(model)}.items()
         if value is None or isinstance(value, (bool, int, float, str, tuple, list))
     }
     grouped = not model.mla.multi_latent_attention and model.num_query_groups != model.num_attention_heads
     return types.SimpleNamespace(
         **{
-            **{name: _megatron_value(name, value, model.num_layers_of()) for name, value in plain_values.items()},
+            **{
+                name: _megatron_value(name, value, model.encoder_or_decoder_depth())
+                for name, value in plain_values.items()
+            },
             "group_query_attention": grouped,
-            "bias_gelu_fusion": fuses_gelu(model),
+            "bias_gelu_fusion": megatron_fuses_gelu(model),
             "add_position_embedding": True,
             "use_rotary_position_embeddings": False,
             **_hybrid_arguments(model),
@@ -62,20 +70,23 @@ def arguments_of(model: ModelConfig, settings: Mapping[str, Any], more: Mapping[
 
 
 def _hybrid_arguments(model: ModelConfig) -> dict[str, Any]:
-    """What tells a network with states: the pattern by its older name too, and a list of layers even where all are alike."""
+    """Return Megatron's further arguments for networks with stateful mixers: the older name of the pattern, or a list
+    of all layers.
+    """
     if model.is_hybrid:
-        return {"is_hybrid_model": True, "hybrid_override_pattern": model.hybrid.symbols}
+        return {"is_hybrid_model": True, "hybrid_override_pattern": model.hybrid.layer_symbols}
     if model.hybrid.experimental_attention_variant and model.hybrid.linear_attention_freq is None:
         return {"linear_attention_freq": [1] * model.num_layers}
     return {}
 
 
-def additional_flags(model: ModelConfig) -> str:
-    """What is given to Megatron with `--use-checkpoint-args`, since that takes only part of a network from a checkpoint.
+def additional_megatron_flags(model: ModelConfig) -> str:
+    """Return the flags that Megatron needs beside `--use-checkpoint-args`, which takes only part of a network from a
+    checkpoint; as one text, empty if none.
 
-    Empty when it takes all of this one. model: resolved.
+    model: resolved.
     """
-    values, usual, idle = to_values(model), to_values(ModelConfig()), unused_settings(model)
+    values, usual, idle = config_to_values(model), config_to_values(ModelConfig()), unused_settings(model)
     words = [
         f"{flag_name(name)}{_shell_value(values[name])}"
         for name in network_fields()
@@ -87,10 +98,10 @@ def additional_flags(model: ModelConfig) -> str:
 
 
 def _mlp_flags(model: ModelConfig) -> Iterator[str]:
-    """The flags of MLPs and experts whose defaults in Megatron depend on the network."""
-    if model.add_bias_linear and not model.swiglu and not fuses_gelu(model):
+    """Yield flags of MLPs and experts whose defaults in Megatron depend on the network."""
+    if model.add_bias_linear and not model.swiglu and not megatron_fuses_gelu(model):
         yield "--no-bias-gelu-fusion"
-    if model.moe.moe_grouped_gemm and not model.add_bias_linear and model.activation in ("silu", "gelu"):
+    if model.moe.moe_grouped_gemm and not model.add_bias_linear and model.activation_name in ("silu", "gelu"):
         yield "--moe-grouped-gemm"  # where Megatron has that; without it the network is the same
     biased_experts = bool(model.moe.num_experts and model.add_bias_linear)
     if model.swiglu and (model.activation_func_clamp_value is not None or model.glu_linear_offset or biased_experts):
@@ -98,16 +109,16 @@ def _mlp_flags(model: ModelConfig) -> Iterator[str]:
 
 
 def _shell_value(value: Any) -> str:
-    """A value behind its flag, as a shell has it."""
+    """Return a value as it stands behind its flag on a command line, with a blank before it; "" for True."""
     if value is True:
         return ""
     return f" {' '.join(map(str, value))}" if isinstance(value, (tuple, list)) else f" {shlex.quote(str(value))}"
 
 
 def _megatron_value(name: str, value: Any, layers: int) -> Any:
-    """A value as Megatron has it: patterns are numbers or lists."""
+    """Return a setting as Megatron's arguments have it: patterns as numbers or lists, windows as tuples."""
     if name in _PATTERNS and isinstance(value, str):
-        pattern = read_pattern(value, layers, flag_name(name))
+        pattern = parse_layer_pattern(value, layers, flag_name(name))
         return pattern if isinstance(pattern, int) else list(pattern)
     if name == "window_size" and isinstance(value, str):
         return tuple(int(size) for size in value.strip("() ").split(","))

@@ -27,7 +27,7 @@ _FORMAT = {
 
 
 class _LazySavePlanner(DefaultSavePlanner):
-    """Plans with shapes, and asks for the values of a tensor when it is written."""
+    """Save planner that plans with meta tensors, and computes each tensor when it is written."""
 
     def __init__(self, values: Mapping[str, Callable[[], Tensor]]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -42,7 +42,7 @@ class _LazySavePlanner(DefaultSavePlanner):
         return empty
 
 
-def write_tensors(
+def write_torch_dist_tensors(
     folder: Path,
     values: Mapping[str, Callable[[], Tensor]],
     formats: Mapping[str, Tensor],

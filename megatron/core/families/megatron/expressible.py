@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megatron.core.config.flags import flag_name, to_values
+from megatron.core.config.flags import config_to_values, flag_name
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.network import network_fields, unused_settings
 
@@ -51,9 +51,9 @@ LATENT: Mapping[str, Collection[Any] | None] = {
 }
 
 
-def without_counterpart(model: ModelConfig) -> list[str]:
-    """The settings by which a network is none that Megatron builds, a line each. model: resolved."""
-    values, usual, idle = to_values(model), to_values(ModelConfig()), unused_settings(model)
+def settings_unknown_to_megatron(model: ModelConfig) -> list[str]:
+    """Return the settings that Megatron cannot build, a line each. model: resolved."""
+    values, usual, idle = config_to_values(model), config_to_values(ModelConfig()), unused_settings(model)
     table = {**COUNTERPARTS, **LATENT} if model.mla.multi_latent_attention else COUNTERPARTS
     lines = [
         f"{flag_name(name)}{_flag_value(values[name])}: Megatron builds no such network"
@@ -66,17 +66,17 @@ def without_counterpart(model: ModelConfig) -> list[str]:
 
 
 def _unsupported_combinations(model: ModelConfig) -> dict[str, bool]:
-    """What is there by itself, and not with another part of the network."""
+    """Return line -> whether it holds, for settings that Megatron supports alone but not together."""
     ahead = bool(model.mtp.mtp_num_layers)
     return {
-        "--openai-gelu: Megatron has the tanh formula only in MLPs with biases, without experts and gates": model.activation
+        "--openai-gelu: Megatron has the tanh formula only in MLPs with biases, without experts and gates": model.activation_name
         == "gelu_tanh"
-        and not fuses_gelu(model),
+        and not megatron_fuses_gelu(model),
         "--moe-shared-expert-intermediate-size: Megatron's shared expert has no biases, as with --disable-bias-linear": bool(
             model.moe.num_experts and model.moe.moe_shared_expert_intermediate_size and model.add_bias_linear
         ),
         "--window-attn-skip-freq with --mtp-num-layers: which layers ahead have the window differs between Megatron's releases": ahead
-        and model.window is not None
+        and model.parsed_window_size is not None
         and model.window_attn_skip_freq is not None,
         "--no-rope-freq with --mtp-num-layers: Megatron has no such network": ahead
         and model.uses_rotary
@@ -84,9 +84,14 @@ def _unsupported_combinations(model: ModelConfig) -> dict[str, bool]:
     }
 
 
-def fuses_gelu(model: ModelConfig) -> bool:
-    """Whether the MLP's GELU is the one that Megatron fuses with a bias, by the tanh formula."""
-    return model.activation == "gelu_tanh" and model.add_bias_linear and not model.gated and not model.moe.num_experts
+def megatron_fuses_gelu(model: ModelConfig) -> bool:
+    """Whether Megatron fuses the GELU of the MLP with its bias, which is the tanh formula."""
+    return (
+        model.activation_name == "gelu_tanh"
+        and model.add_bias_linear
+        and not model.has_gated_mlp
+        and not model.moe.num_experts
+    )
 
 
 def _flag_value(value: Any) -> str:

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.families.megatron.buffers import WAY_OUT, UnreadableStateError, spans
+from megatron.core.families.megatron.buffers import WAY_OUT, UnreadableStateError, spans_in_buckets
 from megatron.core.families.megatron.definition_order import (
     GlobalParameter,
     LocalParameter,
     WriterLayout,
-    local_parameters,
+    parameters_of_rank,
 )
-from megatron.core.families.megatron.stored import Chunk, FlatBox, IndexEntry
+from megatron.core.families.megatron.stored import FlatBox, StoredChunk, TorchDistIndexEntry
 
 _BUCKET = re.compile(
     r"^(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)"
@@ -36,29 +36,33 @@ _STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.[a-z0-9_]+\.(.+)$")
 _OTHERS = re.compile(r"_extra_state|expert_bias$|tokens_per_expert$|inv_freq$")
 _LAYERS = re.compile(r"^(?:encoder|decoder)\.layers\.(\d+)\.")
 _COMPARED = 2**16  # elements; larger parameters are not read twice to compare their weights
-Entries = dict[str, IndexEntry]
-Read = Callable[[IndexEntry, Chunk | FlatBox], Tensor]
+Entries = dict[str, TorchDistIndexEntry]
+Read = Callable[[TorchDistIndexEntry, StoredChunk | FlatBox], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Buffer:
-    """One buffer of a rank: its buckets' tensors by slot."""
+class OptimizerBuffer:
+    """One buffer of the distributed optimizer. buckets: slot -> stored tensors of its buckets, in order."""
 
-    buckets: Mapping[str, list[IndexEntry]]
+    buckets: Mapping[str, list[TorchDistIndexEntry]]
 
     @property
-    def sizes(self) -> list[int]:
-        """Elements of each bucket."""
+    def elements_per_bucket(self) -> list[int]:
+        """Number of elements of each bucket."""
         return [stored.shape[0] for stored in self.buckets["param"]]
 
 
-def is_flat(tensors: Mapping[str, IndexEntry]) -> bool:
-    """Whether state is stored in buckets."""
+def has_flat_optimizer_state(tensors: Mapping[str, TorchDistIndexEntry]) -> bool:
+    """Whether the optimizer state is stored in flat buckets."""
     return any(_FLAT.match(key) for key in tensors)
 
 
-def unflatten_entries(tensors: Mapping[str, IndexEntry]) -> Entries:
-    """Entries by parameter whose boxes were stored as rows of elements, with the boxes of the weights."""
+def unflatten_optimizer_entries(tensors: Mapping[str, TorchDistIndexEntry]) -> Entries:
+    """Return entries for optimizer state that is stored by parameter but in rows of elements, with the boxes of the
+    weights.
+
+    `UnreadableStateError` for other shapes.
+    """
     unflat = {}
     for key, stored in tensors.items():
         match = _STATE.match(key)
@@ -71,17 +75,18 @@ def unflatten_entries(tensors: Mapping[str, IndexEntry]) -> Entries:
         for chunk in weight.chunks:
             place = tuple(start // size for start, size in zip(chunk.box.offset, chunk.box.shape))
             boxes.append(FlatBox(chunk.box, stored, (*place, 0), chunk.box.shape, (0,) * len(chunk.box.shape)))
-        unflat[key] = IndexEntry(key, weight.shape, stored.dtype, tuple(boxes))
+        unflat[key] = TorchDistIndexEntry(key, weight.shape, stored.dtype, tuple(boxes))
     return unflat
 
 
-def unflatten_buckets(
-    tensors: Mapping[str, IndexEntry], arguments: Mapping[str, Any], read: Read, *, tied: bool
+def unflatten_optimizer_buckets(
+    tensors: Mapping[str, TorchDistIndexEntry], arguments: Mapping[str, Any], read: Read, *, tied: bool
 ) -> Entries:
-    """Entries `optimizer.state.<slot>.<parameter>` for what is stored in buckets.
+    """Return entries `optimizer.state.<slot>.<parameter>` for optimizer state that is stored in flat buckets.
 
-    read: the values of a box. tied: words and output layer are one matrix. Raises `Unreadable` when it cannot be known what
-    belongs to which parameter.
+    read: returns the stored values of a box; used to compare small fp32 weights with the model. tied: word embedding
+    and output layer are one matrix. Raises `UnreadableStateError` if it cannot be known what belongs to which
+    parameter.
     """
     model = [
         GlobalParameter(key, stored.shape, tuple(chunk.box for chunk in stored.chunks))
@@ -91,31 +96,32 @@ def unflatten_buckets(
     orders = (False, True) if any(".conv1d." in one.key for one in model) else (False,)
     for own_conv in orders:  # which release wrote them, the names do not say, and the weights do
         try:
-            return _unflatten_buckets(model, tensors, arguments, read, tied=tied, own_conv=own_conv)
+            return _unflatten_buckets_in_order(model, tensors, arguments, read, tied=tied, own_conv=own_conv)
         except UnreadableStateError:
             if own_conv == orders[-1]:
                 raise
     raise AssertionError("there is an order")
 
 
-def _unflatten_buckets(
+def _unflatten_buckets_in_order(
     model: Sequence[GlobalParameter],
-    tensors: Mapping[str, IndexEntry],
+    tensors: Mapping[str, TorchDistIndexEntry],
     arguments: Mapping[str, Any],
     read: Read,
     *,
     tied: bool,
     own_conv: bool,
 ) -> Entries:
-    ranks = WriterLayout.from_arguments(arguments, _num_layers(model))
-    buffers = _flat_buffers(tensors)
+    """As `unflatten_optimizer_buckets`, with one of the two orders of definition. own_conv: see `parameters_of_rank`."""
+    ranks = WriterLayout.from_arguments(arguments, _count_layers(model))
+    buffers = _collect_optimizer_buffers(tensors)
     chunks: dict[tuple[str, str], dict[tuple[int, ...], FlatBox]] = {}  # (slot, parameter) -> by offset
     for (chain, group, number), buffer in sorted(buffers.items()):
-        members = _buffer_parameters(model, ranks, chain, group, number, tensors, tied=tied, own_conv=own_conv)
-        layout = spans([(one.name, one.size) for one in members], buffer.sizes)
+        members = _parameters_of_buffer(model, ranks, chain, group, number, tensors, tied=tied, own_conv=own_conv)
+        layout = spans_in_buckets([(one.name, one.size) for one in members], buffer.elements_per_bucket)
         if layout is None:
             raise UnreadableStateError(
-                f"buffer {number} of group {group} has {sum(buffer.sizes)} elements in {len(buffer.sizes)} buckets, and the "
+                f"buffer {number} of group {group} has {sum(buffer.elements_per_bucket)} elements in {len(buffer.elements_per_bucket)} buckets, and the "
                 f"{len(members)} parameters of its rank do not fill them in an order that is known here; {WAY_OUT}"
             )
         for slot, buckets in buffer.buckets.items():
@@ -135,19 +141,22 @@ def _unflatten_buckets(
     for (slot, name), boxes in chunks.items():
         if name in keys:
             key = f"optimizer.state.{slot}.{name}"
-            state[key] = IndexEntry(key, tensors[name].shape, torch.float32, tuple(boxes.values()))
-            _demand_same_weights(state[key], tensors[name], slot, read)
+            state[key] = TorchDistIndexEntry(key, tensors[name].shape, torch.float32, tuple(boxes.values()))
+            _require_state_matches_weight(state[key], tensors[name], slot, read)
     return state
 
 
-def _num_layers(model: Sequence[GlobalParameter]) -> int:
+def _count_layers(model: Sequence[GlobalParameter]) -> int:
+    """Return the number of layers, from stacked shapes or from numbers in the keys."""
     stacked = [one.shape[0] for one in model if re.match(r"^(encoder|decoder)\.layers\.(?!\d)", one.key)]
     return max([*stacked, *(1 + int(match[1]) for one in model for match in [_LAYERS.match(one.key)] if match)])
 
 
-def _flat_buffers(tensors: Mapping[str, IndexEntry]) -> dict[tuple[int, int, int], Buffer]:
-    """(optimizer of a chain, group, number) -> buffer."""
-    by_buffer: dict[tuple[int, int, int], dict[str, dict[int, IndexEntry]]] = {}
+def _collect_optimizer_buffers(
+    tensors: Mapping[str, TorchDistIndexEntry],
+) -> dict[tuple[int, int, int], OptimizerBuffer]:
+    """Return (optimizer of a chain, group, number) -> buffer. `UnreadableStateError` for buckets of another kind."""
+    by_buffer: dict[tuple[int, int, int], dict[str, dict[int, TorchDistIndexEntry]]] = {}
     for key, stored in tensors.items():
         if _FLAT.match(key):
             match = _BUCKET.match(key)
@@ -166,24 +175,26 @@ def _flat_buffers(tensors: Mapping[str, IndexEntry]) -> dict[tuple[int, int, int
             raise UnreadableStateError(
                 f"buffer {place[2]} of group {place[1]} holds {', '.join(sorted(slots))}, and not Adam's state; {WAY_OUT}"
             )
-        buffers[place] = Buffer(
+        buffers[place] = OptimizerBuffer(
             {slot: [buckets[number] for number in sorted(buckets)] for slot, buckets in slots.items()}
         )
     return buffers
 
 
-def _buffer_parameters(
+def _parameters_of_buffer(
     model: Sequence[GlobalParameter],
     ranks: WriterLayout,
     chain: int,
     group: int,
     number: int,
-    tensors: Mapping[str, IndexEntry],
+    tensors: Mapping[str, TorchDistIndexEntry],
     *,
     tied: bool,
     own_conv: bool,
 ) -> list[LocalParameter]:
-    """The parameters of one buffer, in the order of definition."""
+    """Return the parameters of one buffer, in the order of definition. `UnreadableStateError` if there is no such
+    buffer.
+    """
     experts_apart = ranks.expert > 1
     expert, expert_tensor = 0, 0
     if experts_apart and chain > 0:
@@ -200,7 +211,7 @@ def _buffer_parameters(
         raise UnreadableStateError(
             f"there is a group {group}, and the arguments say {ranks.tensor} tensor and {ranks.pipeline} pipeline ranks; {WAY_OUT}"
         )
-    chunks = local_parameters(
+    chunks = parameters_of_rank(
         model,
         ranks,
         tensor=tensor,
@@ -222,8 +233,12 @@ def _buffer_parameters(
     return members[number]
 
 
-def _demand_same_weights(state: IndexEntry, weight: IndexEntry, slot: str, read: Read) -> None:
-    """Demand that state covers its weight; and compare fp32 weights with the model's where the parameter is small."""
+def _require_state_matches_weight(
+    state: TorchDistIndexEntry, weight: TorchDistIndexEntry, slot: str, read: Read
+) -> None:
+    """Raise `UnreadableStateError` unless the state covers its weight and, for small parameters in slot "param", equals
+    it.
+    """
     covered = {chunk.box.offset for chunk in state.chunks}
     missing = [chunk for chunk in weight.chunks if chunk.box.offset not in covered]
     if missing:

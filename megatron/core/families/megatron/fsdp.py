@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.core.families.megatron.experts import split_expert_name
-from megatron.core.families.megatron.stored import Chunk, IndexEntry
+from megatron.core.families.megatron.stored import StoredChunk, TorchDistIndexEntry
 from megatron.core.parallel.boxes import Box
 
 _WEIGHT = re.compile(r"^model\.(?:module\.)*(.+)$")
@@ -28,14 +28,16 @@ COMMON = ("args", "iteration", "checkpoint_version", "num_floating_point_operati
 _HALF = re.compile(r"^(.+\.linear_fc1\.(?:weight|bias)\d*)_([wv])$")
 
 
-def is_fsdp(names: Collection[str]) -> bool:
-    """Whether names of an index are of this format."""
+def is_megatron_fsdp(names: Collection[str]) -> bool:
+    """Whether the names of an index are those of Megatron FSDP's format."""
     return "args" in names and any(name.startswith("model.module.") for name in names)
 
 
-def to_torch_dist_entries(tensors: Mapping[str, IndexEntry]) -> dict[str, IndexEntry]:
-    """Entries under the names of the distributed format: weights by their own, moments as `optimizer.state.<slot>.<parameter>`."""
-    renamed: dict[str, IndexEntry] = {}
+def to_torch_dist_entries(tensors: Mapping[str, TorchDistIndexEntry]) -> dict[str, TorchDistIndexEntry]:
+    """Return the entries under the names of torch_dist: weights by their own, moments as
+    `optimizer.state.<slot>.<parameter>`.
+    """
+    renamed: dict[str, TorchDistIndexEntry] = {}
     for key, stored in tensors.items():
         moment, weight = _MOMENT.match(key), _WEIGHT.match(key)
         if moment:
@@ -45,8 +47,8 @@ def to_torch_dist_entries(tensors: Mapping[str, IndexEntry]) -> dict[str, IndexE
     return _stack_experts(_join_gated_halves(renamed))
 
 
-def _join_gated_halves(entries: Mapping[str, IndexEntry]) -> dict[str, IndexEntry]:
-    """Both halves of a gated matrix as one, the second below the first."""
+def _join_gated_halves(entries: Mapping[str, TorchDistIndexEntry]) -> dict[str, TorchDistIndexEntry]:
+    """Join the halves (_w, _v) of each gated matrix along dimension 0."""
     joined = {}
     for key, stored in entries.items():
         half = _HALF.match(key)
@@ -56,13 +58,15 @@ def _join_gated_halves(entries: Mapping[str, IndexEntry]) -> dict[str, IndexEntr
             below = entries[f"{half[1]}_v"]
             rows, shift = stored.shape[0], (stored.shape[0], *(0,) * (len(stored.shape) - 1))
             chunks = (*stored.chunks, *(replace(chunk, box=chunk.box.shifted(shift)) for chunk in below.chunks))
-            joined[half[1]] = IndexEntry(half[1], (rows + below.shape[0], *stored.shape[1:]), stored.dtype, chunks)
+            joined[half[1]] = TorchDistIndexEntry(
+                half[1], (rows + below.shape[0], *stored.shape[1:]), stored.dtype, chunks
+            )
     return joined
 
 
-def _stack_experts(entries: Mapping[str, IndexEntry]) -> dict[str, IndexEntry]:
-    """Experts as one tensor with a leading axis."""
-    tensors, stacks = {}, dict[str, dict[int, IndexEntry]]()
+def _stack_experts(entries: Mapping[str, TorchDistIndexEntry]) -> dict[str, TorchDistIndexEntry]:
+    """Stack single experts to one entry with a leading axis."""
+    tensors, stacks = {}, dict[str, dict[int, TorchDistIndexEntry]]()
     for key, stored in entries.items():
         if one := split_expert_name(key):
             stacks.setdefault(one[0], {})[one[1]] = stored
@@ -71,9 +75,9 @@ def _stack_experts(entries: Mapping[str, IndexEntry]) -> dict[str, IndexEntry]:
     for key, experts in stacks.items():
         first = next(iter(experts.values()))
         chunks = tuple(_chunk_of_expert(chunk, expert) for expert, stored in experts.items() for chunk in stored.chunks)
-        tensors[key] = IndexEntry(key, (len(experts), *first.shape), first.dtype, chunks)
+        tensors[key] = TorchDistIndexEntry(key, (len(experts), *first.shape), first.dtype, chunks)
     return tensors
 
 
-def _chunk_of_expert(chunk: Any, expert: int) -> Chunk:
+def _chunk_of_expert(chunk: Any, expert: int) -> StoredChunk:
     return replace(chunk, box=Box((expert, *chunk.box.offset), (1, *chunk.box.shape)))

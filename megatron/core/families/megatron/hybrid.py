@@ -47,7 +47,7 @@ Held = TypeVar("Held")
 
 
 class LazyTensor(Protocol):
-    """What makes a tensor when it is asked for."""
+    """A tensor that is read or computed when it is asked for."""
 
     def to(self, device: str, /) -> Tensor:
         """Return the tensor (any shape) on a device."""
@@ -55,7 +55,7 @@ class LazyTensor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ConcatenatedTensor:
-    """Pieces of a parameter, end to end."""
+    """Pieces of a parameter, concatenated along dimension 0 when they are read."""
 
     pieces: Sequence[LazyTensor]
 
@@ -66,14 +66,14 @@ class ConcatenatedTensor:
 
 @dataclass(frozen=True, slots=True)
 class MixerPieceSizes:
-    """Rows of the pieces of one parameter, by the names of pieces that Mamba-2 and the delta net have."""
+    """Number of rows of each piece of the fused parameters of Mamba-2 (mamba) and of the gated delta net (delta)."""
 
     mamba: Mapping[str, int]
     delta: Mapping[str, int]
 
     @staticmethod
     def from_settings(settings: Mapping[str, Any]) -> MixerPieceSizes:
-        """From the settings of a model."""
+        """Return the sizes from the settings of a model."""
         known = {
             field.name: settings[field.name] for field in fields(HybridConfig) if settings.get(field.name) is not None
         }
@@ -87,23 +87,25 @@ class MixerPieceSizes:
             {"query": keys, "key": keys, "value": values, "z": values, "beta": value_heads, "alpha": value_heads},
         )
 
-    def pieces(self, name: str) -> dict[str, int]:
-        """Piece -> its rows, of a parameter (ours) that has pieces; nothing for others."""
+    def piece_sizes(self, name: str) -> dict[str, int]:
+        """Return piece -> number of rows of a parameter (our name); {} if it is not stored in pieces."""
         sizes = self.mamba if ".mixer." in name else self.delta
-        return {piece: sizes[piece] for piece in pieces_of(name)}
+        return {piece: sizes[piece] for piece in fused_piece_names(name)}
 
 
-def pieces_of(name: str) -> tuple[str, ...]:
-    """The pieces of a parameter, in order; none for one that is a whole."""
+def fused_piece_names(name: str) -> tuple[str, ...]:
+    """Return the names of the pieces of a parameter, in order; () if it is not stored in pieces."""
     return next((pieces for pattern, pieces in _PIECES if pattern.search(name)), ())
 
 
-def join_pieces(entries: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Entries by names (ours), in which the pieces of a parameter are one. Raises `CheckpointError` where some are missing."""
+def join_fused_pieces(entries: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Return entries by our names with the pieces of each parameter concatenated. `CheckpointError` if some are
+    missing.
+    """
     joined: dict[str, LazyTensor] = {}
     for name, held in entries.items():
         whole, _, piece = name.rpartition(".")
-        pieces = pieces_of(whole)
+        pieces = fused_piece_names(whole)
         if piece not in pieces:
             joined[name] = held
         elif missing := [f"{whole}.{one}" for one in pieces if f"{whole}.{one}" not in entries]:
@@ -113,8 +115,9 @@ def join_pieces(entries: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     return joined
 
 
-def pattern_of(arguments: Mapping[str, Any]) -> str:
-    """The symbols of the layers that the arguments of a run name, with a / before those of each depth of multi-token prediction; empty for no hybrid.
+def hybrid_pattern_of_arguments(arguments: Mapping[str, Any]) -> str:
+    """Return the hybrid layer pattern of the arguments of a run, with / before the layers of each MTP depth; "" for no
+    hybrid.
 
     Raises `CheckpointError` for layers that are not built here.
     """
@@ -129,15 +132,17 @@ def pattern_of(arguments: Mapping[str, Any]) -> str:
     return pattern
 
 
-def pairs_of(arguments: Mapping[str, Any]) -> str:
-    """Of a network of attention and an MLP by turns a symbol for each pair: - with an MLP, E with experts. Else nothing."""
-    symbols = pattern_of(arguments)
+def mlp_symbols_of_layer_pairs(arguments: Mapping[str, Any]) -> str:
+    """Return for a hybrid of alternating attention and MLP layers one symbol for each pair, - for an MLP, E for
+    experts; "" for others.
+    """
+    symbols = hybrid_pattern_of_arguments(arguments)
     return symbols[1::2] if re.fullmatch(r"(\*[-E])+", symbols) else ""
 
 
-def hybrid_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What the arguments say of a hybrid's layers; None for settings that others take the place of."""
-    pattern, pairs = pattern_of(arguments), pairs_of(arguments)
+def hybrid_settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a hybrid's layers from the arguments of a run; None for settings that these replace."""
+    pattern, pairs = hybrid_pattern_of_arguments(arguments), mlp_symbols_of_layer_pairs(arguments)
     settings: dict[str, Any] = dict.fromkeys(("hybrid_attention_ratio", "hybrid_mlp_ratio")) if pattern else {}
     if pairs:
         settings |= {"num_layers": len(pairs), "hybrid_layer_pattern": None}
@@ -150,7 +155,7 @@ def hybrid_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def infer_hybrid_settings(names: Iterable[str], settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What a network's parameters (ours) say of its layers, where that is no GPT; and how the settings contradict them."""
+    """Return the hybrid settings that parameter names (ours) imply, and how they contradict the given settings."""
     pattern, stated = infer_layer_pattern(names), str(settings.get("hybrid_layer_pattern") or "").replace("|", "")
     stored = "/".join(stated.split("/")[:2]) if settings.get("mtp_use_repeated_layer") else stated
     if stored == pattern or not (stated or "M" in pattern):
@@ -162,14 +167,14 @@ def infer_hybrid_settings(names: Iterable[str], settings: Mapping[str, Any]) -> 
 
 
 def merge_layer_pairs(entries: Mapping[str, Held], arguments: Mapping[str, Any]) -> dict[str, Held]:
-    """Entries by names (ours) in which every two layers of a hybrid of pairs are one."""
-    if not pairs_of(arguments):
+    """Return entries by our names with every two layers of a hybrid of pairs counted as one."""
+    if not mlp_symbols_of_layer_pairs(arguments):
         return dict(entries)
     return {_LAYER.sub(lambda match: str(int(match[1]) // 2), name): held for name, held in entries.items()}
 
 
 def infer_layer_pattern(names: Iterable[str]) -> str:
-    """The pattern of a network with these parameters (ours), whose layers have one part each; empty for others."""
+    """Return the hybrid pattern of a network with these parameters (our names); "" if layers have more than one part."""
     names = list(names)
     depths = {int(match[1]) for name in names if (match := re.match(r"mtp\.layers\.(\d+)\.", name))}
     ahead = [_infer_symbols(names, rf"mtp\.layers\.{depth}\.mtp_model_layer\.") for depth in sorted(depths)]
@@ -178,7 +183,9 @@ def infer_layer_pattern(names: Iterable[str]) -> str:
 
 
 def _infer_symbols(names: Iterable[str], stack: str) -> str:
-    """The symbols of the layers of a stack, whose names begin as the expression says; empty where one has not exactly one part."""
+    """Return the symbols of the layers of one stack; "" if a layer has not exactly one part. stack: regular expression
+    of its prefix.
+    """
     layers: dict[int, set[str]] = {}
     for name in names:
         if match := re.match(rf"{stack}layers\.(\d+)\.(.*)", name):

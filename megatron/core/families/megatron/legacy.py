@@ -24,11 +24,11 @@ from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.buffers import UnreadableStateError
 from megatron.core.families.megatron.experts import StackedExperts, with_stacked_experts
 from megatron.core.families.megatron.hybrid import merge_layer_pairs
-from megatron.core.families.megatron.names import flatten_state, our_names
-from megatron.core.families.megatron.pickles import attributes, read_torch_file
-from megatron.core.families.megatron.progress import saved_counters
-from megatron.core.families.megatron.rank_state import rank_state
-from megatron.core.families.megatron.source import MegatronSource, Shards, make_source
+from megatron.core.families.megatron.names import flatten_nested_state, map_to_our_names
+from megatron.core.families.megatron.pickles import attributes_of_inert, read_torch_file
+from megatron.core.families.megatron.progress import saved_training_counters
+from megatron.core.families.megatron.rank_state import read_rank_optimizer_state
+from megatron.core.families.megatron.source import MegatronSource, Shards, make_megatron_source
 from megatron.core.models.names import WORD_EMBEDDING
 
 _FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
@@ -49,34 +49,34 @@ class RankFile:
     content: Mapping[str, Any]
 
     @property
-    def chunks(self) -> list[dict[str, Tensor]]:
-        """Return the parameters (any shape) of each model chunk of a rank file, by name."""
+    def chunk_state_dicts(self) -> list[dict[str, Tensor]]:
+        """The parameters (any shape) of each model chunk of the file, by name."""
         names = sorted(
             (name for name in self.content if re.fullmatch(r"model\d*", name)), key=lambda name: int(name[5:] or 0)
         )
-        return [flatten_state(self.content[name]) for name in names]
+        return [flatten_nested_state(self.content[name]) for name in names]
 
 
-def open_legacy(folder: str | Path, given: Mapping[str, Any] | None = None) -> MegatronSource:
-    """The checkpoint in a folder of `mp_rank_...` folders.
+def open_legacy_checkpoint(folder: str | Path, given: Mapping[str, Any] | None = None) -> MegatronSource:
+    """Open the checkpoint in a folder of `mp_rank_...` folders.
 
-    given: settings that win over those in the files, and `true_vocab_size`, without which the rows that pad the vocabulary
+    given: settings that override those in the files, and `true_vocab_size`, without which rows of vocabulary padding
     count as ids. Raises `CheckpointError` for ranks that are missing, or do not fit together.
     """
     folder = Path(folder)
-    files = _read_files(folder)
+    files = _read_rank_files(folder)
     first = files[0, 0].content
-    parts, problems = _join_tensor_ranks(files, {place: file.chunks for place, file in files.items()})
+    parts, problems = _join_tensor_ranks(files, {place: file.chunk_state_dicts for place, file in files.items()})
     if problems:
         raise CheckpointError(f"{folder}: its ranks do not fit together", problems)
     if len({tensor.shape[0] for tensor in parts.get(WORD_EMBEDDING, ())}) > 1:
         raise CheckpointError(f"{folder}: the tensor ranks hold different numbers of rows of the word embedding")
-    values = saved_counters(first)
-    states, skipped = _optimizer_state(files, parts) if values else ({}, "")
-    return make_source(
+    values = saved_training_counters(first)
+    states, skipped = _read_optimizer_state(files, parts) if values else ({}, "")
+    return make_megatron_source(
         folder,
         {**{f"model.{name}": [*shards] for name, shards in parts.items()}, **states},
-        attributes(first.get("args")),
+        attributes_of_inert(first.get("args")),
         given=given or {},
         values=values,
         skipped=skipped,
@@ -84,11 +84,15 @@ def open_legacy(folder: str | Path, given: Mapping[str, Any] | None = None) -> M
     )
 
 
-def _optimizer_state(files: Mapping[tuple[int, int], RankFile], parts: Mapping[str, list[Held]]) -> tuple[Shards, str]:
-    """All that the optimizer keeps; or why that is left out."""
+def _read_optimizer_state(
+    files: Mapping[tuple[int, int], RankFile], parts: Mapping[str, list[Held]]
+) -> tuple[Shards, str]:
+    """Return the optimizer state as shards by name, and ""; or {} and why it is left out."""
     try:
         states = {
-            place: rank_state(file.path, file.content, file.chunks, attributes(file.content.get("args")))
+            place: read_rank_optimizer_state(
+                file.path, file.content, file.chunk_state_dicts, attributes_of_inert(file.content.get("args"))
+            )
             for place, file in files.items()
         }
     except UnreadableStateError as error:
@@ -104,30 +108,30 @@ def _optimizer_state(files: Mapping[tuple[int, int], RankFile], parts: Mapping[s
     return optimizer_shards, ""
 
 
-def is_legacy(folder: str | Path) -> bool:
+def is_legacy_checkpoint(folder: str | Path) -> bool:
     """Whether a folder holds a checkpoint in this format."""
     return any(_FOLDER.fullmatch(path.name) for path in Path(folder).glob("mp_rank_*"))
 
 
-def legacy_arguments(folder: str | Path) -> dict[str, Any]:
-    """The arguments of the run that saved a folder, by one rank's file; empty when it has none."""
+def legacy_run_arguments(folder: str | Path) -> dict[str, Any]:
+    """Return the arguments of the run that saved a folder, from one rank's file; {} if it has none."""
     file = next(
         (path / name for path in sorted(Path(folder).glob("mp_rank_*")) for name in _FILES if (path / name).is_file()),
         None,
     )
     content = {} if file is None else read_torch_file(file)
-    return attributes(content.get("args")) if isinstance(content, dict) else {}
+    return attributes_of_inert(content.get("args")) if isinstance(content, dict) else {}
 
 
-def _read_files(folder: Path) -> dict[tuple[int, int], RankFile]:
-    """Every rank's file by (tensor rank, pipeline rank); all of them are there."""
+def _read_rank_files(folder: Path) -> dict[tuple[int, int], RankFile]:
+    """Return every rank's file by (tensor rank, pipeline rank). `CheckpointError` if any is missing or damaged."""
     files: dict[tuple[int, int], RankFile] = {}
     problems = []
     for path in sorted(folder.glob("mp_rank_*")):
         place = _FOLDER.fullmatch(path.name)
         if not place:
             continue
-        file = _rank_file(path, place)
+        file = _read_rank_file(path, place)
         if isinstance(file, str):
             problems.append(file)
         else:
@@ -146,8 +150,10 @@ def _read_files(folder: Path) -> dict[tuple[int, int], RankFile]:
     return files
 
 
-def _rank_file(path: Path, place: re.Match[str]) -> RankFile | str:
-    """The file in one rank's folder, or what is wrong with it. place: the match of the folder's name."""
+def _read_rank_file(path: Path, place: re.Match[str]) -> RankFile | str:
+    """Return the file in one rank's folder, or a text about what is wrong with it. place: the match of the folder's
+    name.
+    """
     if place[3]:
         return f"{path.name}: {_EXPERT_RANKS}"
     file = next((path / name for name in _FILES if (path / name).is_file()), None)
@@ -156,14 +162,14 @@ def _rank_file(path: Path, place: re.Match[str]) -> RankFile | str:
     content = read_torch_file(file)
     if not isinstance(content, dict) or not any(re.fullmatch(r"model\d*", str(name)) for name in content):
         return f"{file} holds no model"
-    if attributes(content.get("args")).get("expert_model_parallel_size", 1) not in (None, 1):
+    if attributes_of_inert(content.get("args")).get("expert_model_parallel_size", 1) not in (None, 1):
         return f"{file}: {_EXPERT_RANKS}"
     return RankFile(file, int(place[1]), int(place[2] or 0), content)
 
 
 def _rank_count_problems(file: RankFile, tensor: int, pipeline: int) -> Iterator[str]:
-    """Ranks at the end of an axis that are missing leave no hole; the arguments tell."""
-    arguments = attributes(file.content.get("args"))
+    """Yield sizes of the run (from its arguments) that differ from the numbers of tensor and pipeline ranks found."""
+    arguments = attributes_of_inert(file.content.get("args"))
     sizes = {
         "tensor": (tensor, arguments.get("tensor_model_parallel_size") or arguments.get("model_parallel_size")),
         "pipeline": (pipeline, arguments.get("pipeline_model_parallel_size")),
@@ -176,16 +182,16 @@ def _rank_count_problems(file: RankFile, tensor: int, pipeline: int) -> Iterator
 def _join_tensor_ranks(
     files: Mapping[tuple[int, int], RankFile], chunks: Mapping[tuple[int, int], list[dict[str, Tensor]]]
 ) -> tuple[dict[str, list[Held]], list[str]]:
-    """Our name -> what each tensor rank holds, with layers numbered through; and what does not fit.
+    """Return our name -> what each tensor rank holds, with layers numbered through the stages; and what does not fit.
 
-    chunks: tensors of each rank's pipeline chunks by their names: weights, or something of the optimizer for each.
+    chunks: tensors of each rank's model chunks by their names: weights, or one slot of the optimizer state.
     """
-    arguments = attributes(files[min(files)].content.get("args"))
+    arguments = attributes_of_inert(files[min(files)].content.get("args"))
     stacked = _with_stacked_experts(chunks, arguments.get("num_experts") or 1)
     tensor, pipeline = (1 + max(place[axis] for place in files) for axis in (0, 1))
     joined: dict[str, list[Held]] = {}
     problems: list[str] = []
-    renamed = our_names([*chain.from_iterable(chain.from_iterable(stacked.values()))])
+    renamed = map_to_our_names([*chain.from_iterable(chain.from_iterable(stacked.values()))])
     before: Counter[str] = Counter()  # stack -> layers of the stages so far
     for chunk in range(max(len(parts) for parts in stacked.values())):
         for p in range(pipeline):
@@ -195,7 +201,7 @@ def _join_tensor_ranks(
                 problems += [f"{name}: {where}" for name in sorted(here[0].keys() ^ other.keys())]
             names = () if problems else here[0].keys() & renamed.keys()
             for name in names:
-                ours = _shift_layer_number(renamed[name], before[_stack_name(renamed[name])])
+                ours = _shift_layer_number(renamed[name], before[_layer_stack_of(renamed[name])])
                 joined.setdefault(ours, [part[name] for part in here])
             before += _layer_counts(map(renamed.__getitem__, names))
     return merge_layer_pairs(joined, arguments), problems
@@ -205,16 +211,16 @@ def _with_stacked_experts(chunks: Mapping[tuple[int, int], list[dict[str, Tensor
     return {place: [with_stacked_experts(chunk, experts) for chunk in parts] for place, parts in chunks.items()}
 
 
-def _stack_name(name: str) -> str:
+def _layer_stack_of(name: str) -> str:
     return name.partition(".")[0]
 
 
 def _shift_layer_number(name: str, layers: int) -> str:
-    """The name of a parameter of the layer that many layers further on."""
+    """Return the name with its layer number increased by `layers`."""
     return _LAYER.sub(lambda match: f".layers.{int(match[1]) + layers}.", name)
 
 
 def _layer_counts(names: Iterable[str]) -> Counter[str]:
-    """Layers of encoder and decoder that some parameters are of."""
-    layers = {(_stack_name(name), match[1]) for name in names if (match := _LAYER.search(name))}
+    """Count the layers of encoder and decoder that these parameters belong to."""
+    layers = {(_layer_stack_of(name), match[1]) for name in names if (match := _LAYER.search(name))}
     return Counter(stack for stack, _ in layers if stack in ("encoder", "decoder"))

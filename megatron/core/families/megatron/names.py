@@ -74,7 +74,7 @@ _VOCABULARY = re.compile(r"^(embedding\.word_embeddings\.weight|output_layer\.(w
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MegatronRowLayout:
     """What the orders of rows depend on. heads, groups: of the whole model; version: of the checkpoint.
 
     latent: rows of the matrices that make the latent vectors of queries, and of keys and values; 0 where there are none.
@@ -92,11 +92,11 @@ class Layout:
     zero_centred: bool = False
 
     @staticmethod
-    def from_settings(settings: Mapping[str, Any], version: float) -> Layout:
-        """From the settings of a model."""
+    def from_settings(settings: Mapping[str, Any], version: float) -> MegatronRowLayout:
+        """Return the layout from the settings of a model and the checkpoint version."""
         heads = int(settings["num_attention_heads"])
         grouped = settings.get("group_query_attention")
-        return Layout(
+        return MegatronRowLayout(
             heads,
             int(settings.get("num_query_groups") or heads) if grouped else heads,
             bool(settings.get("swiglu") or settings.get("quick_geglu")),
@@ -111,32 +111,34 @@ class Layout:
         )
 
     @property
-    def heads_per_part(self) -> tuple[int, ...]:
-        """Heads of each part of the matrix of attention: queries, their gates, keys, values."""
+    def heads_per_qkv_part(self) -> tuple[int, ...]:
+        """Number of heads of each part of the fused qkv matrix: queries, their gates if any, keys, values."""
         return (self.heads, *((self.heads,) if self.output_gate else ()), self.groups, self.groups)
 
-    def pieces(self, name: str) -> list[int]:
-        """Rows of the pieces of a parameter (ours) that is fused of some; else nothing."""
-        return [] if self.states is None else list(self.states.pieces(name).values())
+    def piece_row_counts(self, name: str) -> list[int]:
+        """Return the number of rows of each piece of a fused parameter (our name) of a stateful mixer; [] for others."""
+        return [] if self.states is None else list(self.states.piece_sizes(name).values())
 
-    def weight_offset(self, name: str) -> float:
-        """What is added to a weight there, for ours."""
+    def norm_weight_offset(self, name: str) -> float:
+        """Return what must be added to a stored weight to get ours: 1 for norms that only Megatron stores minus one,
+        else 0.
+        """
         return 1.0 if self.zero_centred and name.endswith(".self_attention.out_norm.weight") else 0.0
 
 
-def flatten_state(state: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
+def flatten_nested_state(state: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
     """Return the tensors (any shape) of a nested state dict, by their names joined with dots."""
     tensors: dict[str, Tensor] = {}
     for name, value in state.items():
         if isinstance(value, Mapping):
-            tensors |= flatten_state(value, f"{prefix}{name}.")
+            tensors |= flatten_nested_state(value, f"{prefix}{name}.")
         elif isinstance(value, Tensor):
             tensors[f"{prefix}{name}"] = value
     return tensors
 
 
-def our_names(names: Sequence[str]) -> dict[str, str]:
-    """Their name -> ours, for the parameters of one model; copies and states of kernels are left out."""
+def map_to_our_names(names: Sequence[str]) -> dict[str, str]:
+    """Return their name -> ours, for the parameters of one model; copies and kernel states are left out."""
     bert = any(re.search(r"(^|\.)(tokentype_embeddings|binary_head|lm_head\.dense)\b", name) for name in names)
     t5 = any("inter_attention" in name or "cross_attention" in name for name in names)
     renamed = {}
@@ -155,12 +157,12 @@ def our_names(names: Sequence[str]) -> dict[str, str]:
     return renamed
 
 
-def is_over_vocabulary(name: str) -> bool:
-    """Whether a parameter (ours) has a row for each id, and padding behind them."""
+def has_vocabulary_rows(name: str) -> bool:
+    """Whether a parameter (our name) has one row for each token id, followed by padding rows."""
     return bool(_VOCABULARY.match(name))
 
 
-def merge_shards(name: str, shards: Sequence[Tensor], layout: Layout) -> Tensor:
+def merge_tensor_shards(name: str, shards: Sequence[Tensor], layout: MegatronRowLayout) -> Tensor:
     """Merge the shards of the tensor ranks into the whole parameter, in this project's order of rows.
 
     name: this project's. shards: [rows/tp, ...] or [rows, columns/tp], in Megatron's order.
@@ -173,7 +175,7 @@ def merge_shards(name: str, shards: Sequence[Tensor], layout: Layout) -> Tensor:
         return _concat_fused_parts([shard.chunk(2) for shard in shards])
     if len(shards) == 1:
         return shards[0]
-    if pieces := layout.pieces(name):
+    if pieces := layout.piece_row_counts(name):
         return _concat_fused_parts(_split_fused_pieces(name, shards, pieces))
     if experts := _EXPERTS.search(name):
         return _merge_expert_shards(shards, layout, first=experts[1] == "1", bias=experts[2] == "bias")
@@ -185,19 +187,21 @@ def merge_shards(name: str, shards: Sequence[Tensor], layout: Layout) -> Tensor:
     return torch.cat(list(shards), dim=1) if _COLUMNS.search(name) else shards[0]
 
 
-def split_shards(name: str, whole: Tensor, ranks: int, layout: Layout, *, whole_latents: bool = False) -> list[Tensor]:
-    """Split a whole parameter of this project into the shards of `ranks` tensor ranks, in Megatron's order (checkpoint
-    version 3).
+def split_into_tensor_shards(
+    name: str, whole: Tensor, ranks: int, layout: MegatronRowLayout, *, whole_latents: bool = False
+) -> list[Tensor]:
+    """Split a whole parameter (our name and order) into the shards of `ranks` tensor ranks, in Megatron's order
+    (checkpoint version 3).
 
-    whole: [rows, ...]. whole_latents: every rank holds all of the down projections of latent attention, as with
-    Transformer Engine.
+    whole: [rows, ...]. Parameters that are not sharded are returned for each rank, the same tensor.
+    whole_latents: every rank holds all of the down projections of latent attention, as with Transformer Engine.
     """
     if _HEADS.search(name):
         return list(_group_qkv_heads(whole, layout).chunk(ranks))
     if layout.gated and _GATED.search(name):
         gate, up = (part.chunk(ranks) for part in whole.chunk(2))
         return [torch.cat(pair) for pair in zip(gate, up)]
-    if pieces := layout.pieces(name):
+    if pieces := layout.piece_row_counts(name):
         return [torch.cat(parts) for parts in zip(*(piece.chunk(ranks) for piece in whole.split(pieces)))]
     if experts := _EXPERTS.search(name):
         return _split_expert_shards(whole, ranks, layout, first=experts[1] == "1", bias=experts[2] == "bias")
@@ -206,41 +210,47 @@ def split_shards(name: str, whole: Tensor, ranks: int, layout: Layout, *, whole_
     return list(whole.chunk(ranks, dim=1)) if _COLUMNS.search(name) else [whole] * ranks
 
 
-def sharding_problem(name: str, ranks: int, layout: Layout) -> str:
-    """Why a parameter cannot be shared by so many tensor ranks, or nothing."""
-    if any(rows % ranks for rows in layout.pieces(name)):
-        return f"pieces of {', '.join(map(str, layout.pieces(name)))} rows"
+def sharding_problem(name: str, ranks: int, layout: MegatronRowLayout) -> str:
+    """Return what of a parameter cannot be divided over so many tensor ranks, or ""."""
+    if any(rows % ranks for rows in layout.piece_row_counts(name)):
+        return f"pieces of {', '.join(map(str, layout.piece_row_counts(name)))} rows"
     return f"{layout.groups} key heads" if _HEADS.search(name) and layout.groups % ranks else ""
 
 
 def _concat_fused_parts(parts: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Each rank's parts -> all ranks' first parts, then all second parts, ..."""
+    """Concatenate all ranks' first parts, then all second parts, and so on. parts: those of each rank."""
     return torch.cat([torch.cat(list(column)) for column in zip(*parts)])
 
 
 def _split_fused_pieces(name: str, shards: Sequence[Tensor], pieces: Sequence[int]) -> list[Sequence[Tensor]]:
-    """Each rank's rows as its parts of the pieces, of which there are so many rows together."""
+    """Split each rank's rows into its shares of the pieces. pieces: rows of each over all ranks. `CheckpointError` if
+    they do not add up.
+    """
     rows = sum(len(shard) for shard in shards)
     if sum(pieces) != rows:
         raise CheckpointError(f"{name} has {rows} rows, and by the arguments of the run it has {sum(pieces)}")
     return [shard.split([size // len(shards) for size in pieces]) for shard in shards]
 
 
-def _ungroup_qkv_heads(shard: Tensor, layout: Layout, ranks: int) -> list[Tensor]:
-    """One rank's rows as [q, k, v]."""
+def _ungroup_qkv_heads(shard: Tensor, layout: MegatronRowLayout, ranks: int) -> list[Tensor]:
+    """Split one rank's qkv rows, in Megatron's order, into [q, k, v] (with gates [q, gate, k, v])."""
     rest = shard.shape[1:]
     heads, groups = layout.heads // ranks, layout.groups // ranks
-    size = shard.shape[0] // (sum(layout.heads_per_part) // ranks)
+    size = shard.shape[0] // (sum(layout.heads_per_qkv_part) // ranks)
     if layout.version < 1:
         return [part.reshape(-1, *rest) for part in shard.view(3, heads, size, *rest).unbind(0)]
     if layout.version < 2:
         return [part.reshape(-1, *rest) for part in shard.view(heads, size, 3, *rest).unbind(2)]
-    turns = shard.view(groups, -1, size, *rest).split([part // layout.groups for part in layout.heads_per_part], dim=1)
+    turns = shard.view(groups, -1, size, *rest).split(
+        [part // layout.groups for part in layout.heads_per_qkv_part], dim=1
+    )
     return [part.reshape(-1, *rest) for part in turns]
 
 
-def _merge_expert_shards(shards: Sequence[Tensor], layout: Layout, *, first: bool, bias: bool) -> Tensor:
-    """All experts' matrices [e, outputs, inputs] or biases [e, outputs], whose widths the ranks share."""
+def _merge_expert_shards(shards: Sequence[Tensor], layout: MegatronRowLayout, *, first: bool, bias: bool) -> Tensor:
+    """Merge the ranks' shards of all experts to matrices [e, outputs, inputs] or biases [e, outputs]. first: of
+    linear_fc1.
+    """
     if not first:
         return shards[0] if bias else torch.cat(list(shards), dim=2)
     if layout.gated:
@@ -250,8 +260,10 @@ def _merge_expert_shards(shards: Sequence[Tensor], layout: Layout, *, first: boo
     return torch.cat(list(shards), dim=1)
 
 
-def _split_expert_shards(whole: Tensor, ranks: int, layout: Layout, *, first: bool, bias: bool) -> list[Tensor]:
-    """The part of every expert's matrix or bias that each rank holds."""
+def _split_expert_shards(
+    whole: Tensor, ranks: int, layout: MegatronRowLayout, *, first: bool, bias: bool
+) -> list[Tensor]:
+    """Split all experts' matrices or biases over the ranks by width. first: of linear_fc1."""
     if not first:
         return [whole] * ranks if bias else list(whole.chunk(ranks, dim=2))
     if layout.gated:
@@ -259,8 +271,8 @@ def _split_expert_shards(whole: Tensor, ranks: int, layout: Layout, *, first: bo
     return list(whole.chunk(ranks, dim=1))
 
 
-def _ungroup_kv_heads(shard: Tensor, layout: Layout, ranks: int) -> list[Tensor]:
-    """One rank's rows of a cross attention as [k, v]."""
+def _ungroup_kv_heads(shard: Tensor, layout: MegatronRowLayout, ranks: int) -> list[Tensor]:
+    """Split one rank's key/value rows of cross attention into [k, v]."""
     rest, heads = shard.shape[1:], layout.heads // ranks
     size = shard.shape[0] // (2 * heads)
     if layout.version < 1:
@@ -272,10 +284,10 @@ def _ungroup_kv_heads(shard: Tensor, layout: Layout, ranks: int) -> list[Tensor]
     return [part.reshape(-1, *rest) for part in parts]
 
 
-def _group_qkv_heads(whole: Tensor, layout: Layout) -> Tensor:
+def _group_qkv_heads(whole: Tensor, layout: MegatronRowLayout) -> Tensor:
     """Reorder [q | k | v] into rows grouped by key head: its queries, its key, its value."""
     rest = whole.shape[1:]
-    size = whole.shape[0] // sum(layout.heads_per_part)
-    parts = whole.split([heads * size for heads in layout.heads_per_part])
+    size = whole.shape[0] // sum(layout.heads_per_qkv_part)
+    parts = whole.split([heads * size for heads in layout.heads_per_qkv_part])
     turns = [part.view(layout.groups, -1, size, *rest) for part in parts]
     return torch.cat(turns, dim=1).reshape(-1, *rest)

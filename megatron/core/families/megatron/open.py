@@ -8,25 +8,30 @@ from typing import Any
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.dist_checkpointing.files import DISK, read_file
-from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.megatron.legacy import is_legacy, legacy_arguments, open_legacy
-from megatron.core.families.megatron.torch_dist import is_torch_dist, open_torch_dist, torch_dist_arguments
-from megatron.core.families.registry import model_of
-from megatron.core.models.describe import parameter_shapes
+from megatron.core.families.megatron.legacy import is_legacy_checkpoint, legacy_run_arguments, open_legacy_checkpoint
+from megatron.core.families.megatron.torch_dist import (
+    is_torch_dist,
+    open_torch_dist_checkpoint,
+    torch_dist_run_arguments,
+)
+from megatron.core.families.registry import model_config_of
+from megatron.core.models.describe import global_parameter_shapes
 from megatron.core.models.names import VOCABULARY, WORD_EMBEDDING
 
 _MOST = 12  # problems that are told
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def find_megatron(path: str | Path, iteration: int | None = None) -> Path | None:
-    """The folder of Megatron's that `path` means: itself, or the iteration (or release) that its tracker names.
+def find_megatron_folder(path: str | Path, iteration: int | None = None) -> Path | None:
+    """Return the folder of a Megatron checkpoint: `path` itself, or the iteration (or release) that its tracker names;
+    None if there is none.
 
-    iteration: this one instead. None when there is nothing of Megatron's there.
+    iteration: this one instead.
     """
     path = Path(path)
-    if iteration is None and (is_legacy(path) or is_torch_dist(path)):
+    if iteration is None and (is_legacy_checkpoint(path) or is_torch_dist(path)):
         return path
     if iteration is not None:
         names = [f"iter_{iteration:07d}"]
@@ -36,40 +41,54 @@ def find_megatron(path: str | Path, iteration: int | None = None) -> Path | None
         except (OSError, UnicodeDecodeError):
             word = "release"
         names = ["release"] if word == "release" else [f"iter_{int(word):07d}"] if word.isdecimal() else []
-    return next((path / name for name in names if is_legacy(path / name) or is_torch_dist(path / name)), None)
+    return next(
+        (path / name for name in names if is_legacy_checkpoint(path / name) or is_torch_dist(path / name)), None
+    )
 
 
-def open_megatron(path: str | Path, given: Mapping[str, Any] | None = None) -> Source:
-    """The checkpoint of Megatron's in a folder, or the one that the folder's tracker names.
+def open_megatron_checkpoint(path: str | Path, given: Mapping[str, Any] | None = None) -> CheckpointSource:
+    """Open the Megatron checkpoint in a folder, or the one that its tracker names, as a `Source`.
 
-    given: settings that win over the checkpoint's, and `true_vocab_size`, without which the rows that pad the vocabulary
-    count as ids.
+    given: settings that override the checkpoint's, and `true_vocab_size`, without which rows of vocabulary padding
+    count as ids. Raises `CheckpointError` if there is none, or it does not fit its own arguments.
     """
-    folder = find_megatron(path)
+    folder = find_megatron_folder(path)
     if folder is None:
         raise CheckpointError(
             f"{path} holds no checkpoint of Megatron's: neither mp_rank_... folders, nor a metadata.json "
             "that says torch_dist"
         )
-    source: Source = open_legacy(folder, given) if is_legacy(folder) else open_torch_dist(folder, given)
-    _demand_its_network(source)
+    source: CheckpointSource = (
+        open_legacy_checkpoint(folder, given)
+        if is_legacy_checkpoint(folder)
+        else open_torch_dist_checkpoint(folder, given)
+    )
+    _require_matching_network(source)
     return source
 
 
-def megatron_arguments(path: str | Path, iteration: int | None = None) -> dict[str, Any]:
-    """The arguments of the run that saved a checkpoint of Megatron's; empty when there is none, or it has none."""
-    folder = find_megatron(path, iteration)
-    return {} if folder is None else legacy_arguments(folder) if is_legacy(folder) else torch_dist_arguments(folder)
+def read_megatron_arguments(path: str | Path, iteration: int | None = None) -> dict[str, Any]:
+    """Return the arguments of the run that saved a Megatron checkpoint; {} if there is no checkpoint, or it has none."""
+    folder = find_megatron_folder(path, iteration)
+    return (
+        {}
+        if folder is None
+        else legacy_run_arguments(folder)
+        if is_legacy_checkpoint(folder)
+        else torch_dist_run_arguments(folder)
+    )
 
 
-def _demand_its_network(source: Source) -> None:
-    """Refuse parameters that the network of the settings does not have, lacks, or has in other shapes.
+def _require_matching_network(source: CheckpointSource) -> None:
+    """Raise `CheckpointError` if parameters are missing, unknown, or of other shapes than the settings imply.
 
-    Of a BERT heads may be missing. Published files without arguments do not say all sizes.
+    Heads of a BERT may be missing. Shapes are compared only if the settings give all sizes.
     """
     try:
-        model = model_of({"true_vocab_size": source.formats[f"model.{WORD_EMBEDDING}"].shape[0], **source.settings})
-        expected = {name: tuple(shape) for name, shape in parameter_shapes(model).items()}
+        model = model_config_of(
+            {"true_vocab_size": source.formats[f"model.{WORD_EMBEDDING}"].shape[0], **source.settings}
+        )
+        expected = {name: tuple(shape) for name, shape in global_parameter_shapes(model).items()}
     except ConfigError as error:
         raise CheckpointError(f"{source.where} has arguments that make no network here: {error}") from None
     shapes = {

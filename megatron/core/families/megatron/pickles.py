@@ -33,7 +33,7 @@ _PICKLES_BEFORE = 3  # pickles before the content in a file from before torch 1.
 
 
 class InertObject:
-    """What is kept of an object of an unknown class: its attributes. Calls and items of the original do not exist."""
+    """Stands for an object of a foreign class: it keeps the attributes, and has no methods."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -44,14 +44,16 @@ class InertObject:
 
 
 def read_torch_file(path: str | Path) -> Any:
-    """The content of a file of `torch.save`, zip or from before torch 1.6; tensors on the CPU, mapped where possible.
+    """Read a file of `torch.save` (zip, or from before torch 1.6) without running its code; tensors on the CPU, mapped
+    if possible.
 
-    Raises `CheckpointError` when it is no such file, is damaged, or names a class that has no place in a checkpoint.
+    Raises `CheckpointError` if it is missing, damaged, no such file, or names a class that has no place in a
+    checkpoint.
     """
     path = Path(path)
     try:
         is_zip = zipfile.is_zipfile(path)
-        names = _names_in_zip(path) if is_zip else _names_in_old_file(path)
+        names = _globals_in_zip(path) if is_zip else _globals_in_legacy_file(path)
         _refuse_unknown_globals(names, path)
         with torch.serialization.safe_globals(_inert_safe_globals(names)):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
@@ -64,10 +66,10 @@ def read_torch_file(path: str | Path) -> Any:
 
 
 def read_torch_bytes(content: bytes, where: str) -> Any:
-    """The same for the bytes of such a file; `where` is named in errors."""
+    """As `read_torch_file`, for the bytes of such a file. where: name for errors."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            names = _names_of(archive)
+            names = _globals_in_archive(archive)
         _refuse_unknown_globals(names, where)
         with torch.serialization.safe_globals(_inert_safe_globals(names)):
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
@@ -77,8 +79,8 @@ def read_torch_bytes(content: bytes, where: str) -> Any:
         raise CheckpointError(f"{where} is damaged: {_short_error_text(error)}") from None
 
 
-def attributes(value: Any) -> dict[str, Any]:
-    """The attributes of a pickled namespace, as a record keeps them; a dict is taken as it is."""
+def attributes_of_inert(value: Any) -> dict[str, Any]:
+    """Return the attributes of a pickled namespace (an `InertObject`); a dict as it is; {} for anything else."""
     if isinstance(value, dict):
         return dict(value)
     return (
@@ -89,10 +91,12 @@ def attributes(value: Any) -> dict[str, Any]:
 
 
 def _inert_safe_globals(names: Iterable[str]) -> list[Any]:
+    """Return (InertObject, name) for each foreign class, as torch.serialization.safe_globals takes them."""
     return [(InertObject, name) for name in sorted(names) if _INERT.fullmatch(name)]
 
 
 def _refuse_unknown_globals(names: set[str], where: str | Path) -> None:
+    """Raise `CheckpointError` if a pickle names classes or functions that are neither inert nor judged by torch."""
     strangers = sorted(name for name in names if not _INERT.fullmatch(name) and not _TORCH_DECIDES.fullmatch(name))
     if strangers:
         raise CheckpointError(
@@ -101,20 +105,20 @@ def _refuse_unknown_globals(names: set[str], where: str | Path) -> None:
         )
 
 
-def _names_in_zip(path: Path) -> set[str]:
+def _globals_in_zip(path: Path) -> set[str]:
     with zipfile.ZipFile(path) as archive:
-        return _names_of(archive)
+        return _globals_in_archive(archive)
 
 
-def _names_of(archive: zipfile.ZipFile) -> set[str]:
+def _globals_in_archive(archive: zipfile.ZipFile) -> set[str]:
     globals_used: set[str] = set()
     for member in archive.namelist():
         if member.endswith("data.pkl"):
-            globals_used |= _names_in_pickle(archive.read(member))
+            globals_used |= _globals_in_pickle(archive.read(member))
     return globals_used
 
 
-def _names_in_old_file(path: Path) -> set[str]:
+def _globals_in_legacy_file(path: Path) -> set[str]:
     with path.open("rb") as file:
         for _ in range(_PICKLES_BEFORE):
             for _ in pickletools.genops(file):
@@ -124,11 +128,11 @@ def _names_in_old_file(path: Path) -> set[str]:
             pass
         stop = file.tell()
         file.seek(start)
-        return _names_in_pickle(file.read(stop - start))
+        return _globals_in_pickle(file.read(stop - start))
 
 
-def _names_in_pickle(content: bytes) -> set[str]:
-    """The classes and functions that a pickle names. torch.save writes protocol 2, where a name is one opcode."""
+def _globals_in_pickle(content: bytes) -> set[str]:
+    """Return the classes and functions that a pickle names. `ValueError` for protocols newer than torch.save writes."""
     globals_used: set[str] = set()
     for code, argument, _ in pickletools.genops(content):
         if code.name == "GLOBAL":
@@ -139,7 +143,7 @@ def _names_in_pickle(content: bytes) -> set[str]:
 
 
 def _short_error_text(error: Exception) -> str:
-    """What went wrong, without torch's advice to load the file unsafely."""
+    """Return the error's first line, without torch's advice to load the file unsafely."""
     text = str(error).strip() or type(error).__name__
     if isinstance(error, pickle.UnpicklingError):
         refused = re.search(r"Unsupported global: GLOBAL (\S+)|Unsupported class (\S+)", text)

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.core.families.megatron.pickles import attributes
+from megatron.core.families.megatron.pickles import attributes_of_inert
 
 
-def parameter_of_state(name: str) -> str:
-    """The parameter that a name of a saved state is about."""
+def parameter_of_state_name(name: str) -> str:
+    """Return the parameter that a name in a saved state, model.<parameter> or optimizer.<slot>.<parameter>, refers to."""
     return name.split(".", 2)[2] if name.startswith("optimizer.") else name.removeprefix("model.")
 
 
-def saved_counters(common: Mapping[str, Any]) -> dict[str, Any]:
-    """Counters that a run continues from, as far as they are known. common: what a checkpoint holds beside the model."""
-    arguments = attributes(common.get("args"))
+def saved_training_counters(common: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the counters that a run resumes from, as far as they are known; {} without iteration or samples.
+
+    common: what a checkpoint holds beside tensors.
+    """
+    arguments = attributes_of_inert(common.get("args"))
     iteration = common.get("iteration")
     samples = arguments.get("consumed_train_samples")
     if not isinstance(iteration, int) or not isinstance(samples, int):
@@ -32,21 +35,21 @@ def saved_counters(common: Mapping[str, Any]) -> dict[str, Any]:
             "floating_point_operations": int(common.get("num_floating_point_operations_so_far") or 0),
         }
     }
-    steps = set(_optimizer_steps(common.get("optimizer")))
+    steps = set(_find_optimizer_steps(common.get("optimizer")))
     if len(steps) == 1:
         values["run.optimizer_steps"] = steps.pop()
     return values
 
 
-def _optimizer_steps(value: Any) -> Iterator[int]:
-    """Every number of updates that an optimizer names: of its groups, of its parameters, or of all of them."""
+def _find_optimizer_steps(value: Any) -> Iterator[int]:
+    """Yield every number of updates found in an optimizer's state, of groups or parameters."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             if name in ("step", "common_step"):
                 yield int(item)
             elif isinstance(item, (Mapping, list, tuple)):
-                yield from _optimizer_steps(item)
+                yield from _find_optimizer_steps(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
             if isinstance(item, (Mapping, list)):
-                yield from _optimizer_steps(item)
+                yield from _find_optimizer_steps(item)

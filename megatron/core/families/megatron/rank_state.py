@@ -21,7 +21,13 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.megatron.buffers import WAY_OUT, Span, UnreadableStateError, bucket_size_limit, joined_spans
+from megatron.core.families.megatron.buffers import (
+    WAY_OUT,
+    BucketSpan,
+    UnreadableStateError,
+    bucket_size_limit,
+    candidate_buffer_layouts,
+)
 from megatron.core.families.megatron.pickles import read_torch_file
 
 SLOTS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -38,7 +44,7 @@ State = dict[str, list[dict[str, Tensor]]]  # slot -> for each chunk: their name
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class RankParameter:
     """A parameter of a rank. chunk: number of the pipeline chunk that defines it."""
 
     chunk: int
@@ -47,21 +53,21 @@ class Parameter:
 
     @property
     def key(self) -> str:
-        """A name that no other parameter of the rank has."""
+        """Name that is unique among the parameters of the rank: chunk and name."""
         return f"{self.chunk}.{self.name}"
 
 
-def rank_state(
+def read_rank_optimizer_state(
     path: Path, content: Mapping[str, Any], chunks: Sequence[Mapping[str, Tensor]], arguments: Mapping[str, Any]
 ) -> State:
-    """Return the training state that one rank's file holds, by kind of state and model chunk.
+    """Return the optimizer state in one rank's file: slot -> for each model chunk, name -> tensor; {} if it has none.
 
     path: of the file; content: its object; chunks: its weights by name, of any shape; arguments: of the run that saved.
-    Raises `Unreadable` when it cannot be known what belongs to which parameter, and `CheckpointError` for a damaged
-    file.
+    Raises `UnreadableStateError` if it cannot be known what belongs to which parameter, and `CheckpointError` for a
+    damaged file.
     """
     parameters = [
-        Parameter(number, name, tensor)
+        RankParameter(number, name, tensor)
         for number, chunk in enumerate(chunks)
         for name, tensor in chunk.items()
         if not _BUFFERS.search(name)
@@ -80,20 +86,20 @@ def rank_state(
     return state
 
 
-def _plain_optimizer_state(optimizer: Mapping[str, Any], parameters: Sequence[Parameter], path: Path) -> Slots:
-    """State of a plain optimizer."""
+def _plain_optimizer_state(optimizer: Mapping[str, Any], parameters: Sequence[RankParameter], path: Path) -> Slots:
+    """Return slot -> key -> tensor of an optimizer that numbers its parameters group by group; {} if it has no state."""
     inner = optimizer.get("optimizer", optimizer)
     if not isinstance(inner, Mapping) or not isinstance(inner.get("state"), Mapping) or not inner["state"]:
         return {}
     main = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
     left, slots = list(parameters), Slots(master={}, exp_avg={}, exp_avg_sq={})
     for place, group in enumerate(inner.get("param_groups", ())):
-        members = _group_parameters(left, group, f"{path}: group {place} of the optimizer")
+        members = _parameters_of_group(left, group, f"{path}: group {place} of the optimizer")
         left = [parameter for parameter in left if parameter not in members]
         for number, member in zip(group["params"], members):
             state = inner["state"].get(number, {})
             for slot in ("exp_avg", "exp_avg_sq"):
-                slots[slot][member.key] = _checked_shape(state.get(slot), member, path)
+                slots[slot][member.key] = _require_matching_shape(state.get(slot), member, path)
         if main:
             slots["master"] |= _main_weights(main[place], members, path)
     if left:
@@ -103,17 +109,21 @@ def _plain_optimizer_state(optimizer: Mapping[str, Any], parameters: Sequence[Pa
     return {slot: tensors for slot, tensors in slots.items() if tensors}
 
 
-def _main_weights(weights: Iterable[Any], members: Sequence[Parameter], path: Path) -> dict[str, Tensor]:
-    """The fp32 weights of a group's members that the model has in low precision, by key."""
+def _main_weights(weights: Iterable[Any], members: Sequence[RankParameter], path: Path) -> dict[str, Tensor]:
+    """Return the fp32 weights, by key, of a group's members that the model has in low precision."""
     rounded = [member for member in members if member.weight.dtype != torch.float32]
     return {
-        member.key: _require_matching_weights(_checked_shape(tensor, member, path), member, path)
+        member.key: _require_matching_weights(_require_matching_shape(tensor, member, path), member, path)
         for member, tensor in zip(rounded, chain(weights, repeat(None)))
     }
 
 
-def _group_parameters(parameters: Sequence[Parameter], group: Mapping[str, Any], what: str) -> list[Parameter]:
-    """The parameters of a group. what: the group, in words."""
+def _parameters_of_group(
+    parameters: Sequence[RankParameter], group: Mapping[str, Any], what: str
+) -> list[RankParameter]:
+    """Return the parameters of a group, in order. what: names the group in errors. `UnreadableStateError` if their
+    number differs.
+    """
     members = [parameter for parameter in parameters if _belongs_to_group(parameter, group)]
     if len(members) != len(group["params"]):
         raise UnreadableStateError(
@@ -122,8 +132,8 @@ def _group_parameters(parameters: Sequence[Parameter], group: Mapping[str, Any],
     return members
 
 
-def _belongs_to_group(parameter: Parameter, group: Mapping[str, Any]) -> bool:
-    """Whether Megatron's rules put a parameter into a group."""
+def _belongs_to_group(parameter: RankParameter, group: Mapping[str, Any]) -> bool:
+    """Whether Megatron's rules for weight decay and decoupled learning rate put a parameter into a group."""
     decays = not (parameter.name.endswith(".bias") or parameter.weight.dim() == 1)
     decayed = bool(group["wd_mult"]) if "wd_mult" in group else bool(group.get("weight_decay"))
     decoupled = bool(group.get("is_decoupled_lr"))
@@ -131,9 +141,9 @@ def _belongs_to_group(parameter: Parameter, group: Mapping[str, Any]) -> bool:
 
 
 def weights_match(master: Tensor, weight: Tensor) -> bool:
-    """Return whether fp32 main weights (any shape) belong to a parameter:
+    """Whether fp32 main weights (any shape) equal a weight after rounding.
 
-    first and last elements are compared, so that large files are not read twice.
+    Only the first and last elements are compared, so that large files are not read twice.
     """
     mine, theirs = master.reshape(-1), weight.reshape(-1)
     return all(
@@ -141,7 +151,7 @@ def weights_match(master: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _checked_shape(tensor: Any, parameter: Parameter, path: Path) -> Tensor:
+def _require_matching_shape(tensor: Any, parameter: RankParameter, path: Path) -> Tensor:
     if not isinstance(tensor, Tensor) or tensor.shape != parameter.weight.shape:
         shape = f"of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else "missing"
         raise UnreadableStateError(
@@ -150,23 +160,23 @@ def _checked_shape(tensor: Any, parameter: Parameter, path: Path) -> Tensor:
     return tensor
 
 
-def _require_matching_weights(master: Tensor, parameter: Parameter, path: Path) -> Tensor:
+def _require_matching_weights(master: Tensor, parameter: RankParameter, path: Path) -> Tensor:
     if not weights_match(master, parameter.weight):
         raise UnreadableStateError(f"{path}: the optimizer's fp32 weights are not those of {parameter.name}; {WAY_OUT}")
     return master
 
 
 def _distributed_optimizer_state(
-    content: Any, parameters: Sequence[Parameter], arguments: Mapping[str, Any], path: Path
+    content: Any, parameters: Sequence[RankParameter], arguments: Mapping[str, Any], path: Path
 ) -> Slots:
-    """State of a distributed optimizer; every tensor is a view of its buffer."""
+    """Return slot -> key -> tensor of a distributed optimizer; every tensor is a view of its buffer."""
     states = content if isinstance(content, list) else [content]
     left, slots = list(parameters), Slots((slot, {}) for slot in SLOTS.values())
     for number, state in enumerate(states):
         members = left if len(states) == 1 else [one for one in left if bool(_EXPERT.search(one.name)) == (number > 0)]
         for place, formats, buffer in _numbered_buffers(state, path):
             here = _parameters_in_buffer(members, formats, place)
-            layout = _layout_of(buffer, here, arguments, path)
+            layout = _find_buffer_layout(buffer, here, arguments, path)
             for one in here:
                 span = slice(layout[one.key].start, layout[one.key].stop)
                 for name, slot in SLOTS.items():
@@ -179,7 +189,7 @@ def _distributed_optimizer_state(
 
 
 def _numbered_buffers(state: Any, path: Path) -> Iterator[tuple[int, Any, Any]]:
-    """(number, format, buffer) of each buffer of a distributed optimizer, in order; nothing of one that is None."""
+    """Yield (number, dtypes, buffer) of each buffer of a distributed optimizer, in order; nothing if the state is None."""
     if state is None:
         return
     numbered = (
@@ -192,8 +202,8 @@ def _numbered_buffers(state: Any, path: Path) -> Iterator[tuple[int, Any, Any]]:
             yield place, formats, buffer
 
 
-def _parameters_in_buffer(members: Sequence[Parameter], formats: Any, place: int) -> list[Parameter]:
-    """Parameters of one buffer: of its format, and of one chunk, where there are buffers of several."""
+def _parameters_in_buffer(members: Sequence[RankParameter], formats: Any, place: int) -> list[RankParameter]:
+    """Return the parameters of one buffer: those of its dtype, and if there are several chunks, of the first one left."""
     rounded = formats[0] if isinstance(formats, tuple) else formats
     alike = [one for one in members if not isinstance(rounded, torch.dtype) or one.weight.dtype == rounded]
     several = len({one.chunk for one in members}) > 1 or place > 0
@@ -201,8 +211,12 @@ def _parameters_in_buffer(members: Sequence[Parameter], formats: Any, place: int
     return [one for one in alike if one.chunk == first] if several else alike
 
 
-def _layout_of(buffer: Any, members: Sequence[Parameter], arguments: Mapping[str, Any], path: Path) -> dict[str, Span]:
-    """Where the members lie in a buffer: the layout by which its fp32 weights are those of the model."""
+def _find_buffer_layout(
+    buffer: Any, members: Sequence[RankParameter], arguments: Mapping[str, Any], path: Path
+) -> dict[str, BucketSpan]:
+    """Return where the members lie in a buffer: the layout in which its fp32 weights equal the model's.
+    `UnreadableStateError` if none.
+    """
     if not isinstance(buffer, Mapping) or any(
         not isinstance(buffer.get(name), Tensor) or buffer[name].dim() != 1 for name in SLOTS
     ):
@@ -213,7 +227,7 @@ def _layout_of(buffer: Any, members: Sequence[Parameter], arguments: Mapping[str
     ranks = int(arguments.get("data_parallel_size") or 1) * int(arguments.get("context_parallel_size") or 1)
     shared = {one.key for one in members if _SHARED.search(one.name)}
     total = int(buffer.get("numel_unpadded") or weights.numel())
-    for layout in joined_spans(sizes, total, bucket_size_limit(dict(arguments), ranks), shared):
+    for layout in candidate_buffer_layouts(sizes, total, bucket_size_limit(dict(arguments), ranks), shared):
         if all(weights_match(weights[layout[one.key].start : layout[one.key].stop], one.weight) for one in members):
             return layout
     raise UnreadableStateError(

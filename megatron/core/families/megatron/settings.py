@@ -12,7 +12,7 @@ from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.config.settings.model import MLAConfig, ModelConfig, MTPConfig
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.megatron.hybrid import hybrid_settings, infer_hybrid_settings
+from megatron.core.families.megatron.hybrid import hybrid_settings_of_arguments, infer_hybrid_settings
 
 _RENAMED = {"layernorm_epsilon": "norm_epsilon"}  # the new name wins where both are there
 _PATTERNS = frozenset(
@@ -33,14 +33,18 @@ _WORDS, _PLACES = "embedding.word_embeddings.weight", "embedding.position_embedd
 _PUBLISHED_HEAD_SIZE = 64  # of GPT-345M and BERT-345M, the published files without arguments
 
 
-def settings_of(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The model that the arguments describe. given: settings that the reader knows better; they win.
+def settings_of_arguments(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the model that a run's arguments describe. given: settings that override them.
 
-    Arguments that are not of the model (layout, schedule, paths) are left out, and so are those of a feature that the model
-    does not have: a checkpoint holds every default of Megatron's, sizes of experts without any experts too.
+    Arguments that are not of the model (layout, schedule, paths) are left out, and so are those of features
+    that the model does not have: a checkpoint holds every default of Megatron's, even sizes of experts without experts.
     """
     settings = {_RENAMED.get(name, name): value for name, value in arguments.items() if name in _RENAMED}
-    settings |= {name: _our_value(name, value) for name, value in arguments.items() if name in _model_fields()}
+    settings |= {
+        name: _convert_argument_value(name, value)
+        for name, value in arguments.items()
+        if name in _megatron_model_fields()
+    }
     settings = _without_none(settings)
     if arguments.get("use_rotary_position_embeddings"):
         settings["position_embedding_type"] = "rope"
@@ -51,7 +55,7 @@ def settings_of(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> dict[
         settings["num_layers"] = arguments["encoder_num_layers"]
     if _is_megatron_core(arguments):  # which has the argument, and never starts a residual after the norm
         settings.pop("apply_residual_connection_post_layernorm", None)
-    settings |= hybrid_settings(arguments)
+    settings |= hybrid_settings_of_arguments(arguments)
     if _fuses_gelu(arguments):
         settings["openai_gelu"] = True
     return {**_without_disabled_features(_without_none(settings)), **given}
@@ -61,27 +65,29 @@ def _without_none(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def run_settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What the arguments say beside the model that a run goes on with: tokenizer and sequence length."""
-    names = (_known_settings(TokenizerConfig) if arguments.get("tokenizer_type") else frozenset()) | {"seq_length"}
+def run_settings_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings beside the model that a resumed run takes over: tokenizer and sequence length."""
+    names = (_flag_field_names(TokenizerConfig) if arguments.get("tokenizer_type") else frozenset()) | {"seq_length"}
     return {
         name: value for name, value in arguments.items() if name in names and isinstance(value, (bool, int, float, str))
     }
 
 
-def _known_settings(config: type) -> frozenset[str]:
+def _flag_field_names(config: type) -> frozenset[str]:
     return frozenset(field.name for field, _ in flag_fields(config)) | (
         {"true_vocab_size"} if config is ModelConfig else set()
     )
 
 
-def _model_fields() -> frozenset[str]:
+def _megatron_model_fields() -> frozenset[str]:
     """Settings of the model that Megatron's arguments can hold: all but those of adapters, which its checkpoints do not have."""
-    return _known_settings(ModelConfig) - _known_settings(AdapterConfig)
+    return _flag_field_names(ModelConfig) - _flag_field_names(AdapterConfig)
 
 
-def _our_value(name: str, value: Any) -> Any:
-    """A value as our settings have it, None where they have no such kind: patterns and windows are words, balances are many."""
+def _convert_argument_value(name: str, value: Any) -> Any:
+    """Convert an argument to the form of our settings (patterns and windows as text, some as tuples); None for kinds
+    that we do not have.
+    """
     if isinstance(value, (list, tuple)):
         if not all(isinstance(item, (bool, int, float, str)) for item in value):
             return None
@@ -94,7 +100,7 @@ def _our_value(name: str, value: Any) -> Any:
 
 
 def _fuses_gelu(arguments: Mapping[str, Any]) -> bool:
-    """Whether the MLP's GELU is Megatron's fused one, which is the tanh formula (its default where MLPs have biases)."""
+    """Whether the MLP's GELU is Megatron's fused one, the tanh formula (its default if MLPs have biases)."""
     others = ("swiglu", "squared_relu", "quick_geglu", "geglu", "num_experts")
     return bool(
         arguments.get("bias_gelu_fusion")
@@ -104,35 +110,35 @@ def _fuses_gelu(arguments: Mapping[str, Any]) -> bool:
 
 
 def _is_megatron_core(arguments: Mapping[str, Any]) -> bool:
-    """Whether Megatron Core's layers made the network, and not those that Megatron-LM had before."""
+    """Whether the network was built of Megatron Core's layers, not of the older ones of Megatron-LM."""
     newer = "deprecated_use_mcore_models" in arguments and not arguments.get("use_legacy_models")
     return newer or bool(arguments.get("use_mcore_models"))
 
 
 def _without_disabled_features(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings without those of a feature that is off, which say nothing: they are only Megatron's defaults."""
+    """Return the settings without those of features that are off, which are only Megatron's defaults."""
     latent, experts = bool(settings.get("multi_latent_attention")), bool(settings.get("num_experts"))
     yarn = latent or settings.get("position_embedding_type") == "yarn" or settings.get("rope_type") == "yarn"
     groups = {
         frozenset(("padded_vocab_size",)): False,  # padding belongs to that run's layout
         frozenset(("num_query_groups",)): bool(settings.get("group_query_attention")) and not latent,
         frozenset(("add_qkv_bias",)): not settings.get("add_bias_linear", True),  # implied by biases everywhere
-        _known_settings(MoEConfig): experts,
-        _known_settings(MLAConfig): latent,
-        _known_settings(MTPConfig): bool(settings.get("mtp_num_layers")),
+        _flag_field_names(MoEConfig): experts,
+        _flag_field_names(MLAConfig): latent,
+        _flag_field_names(MTPConfig): bool(settings.get("mtp_num_layers")),
         _YARN: yarn,
     }
     unused = frozenset[str]().union(*(names for names, used in groups.items() if not used))
     return {name: value for name, value in settings.items() if name not in unused}
 
 
-def complete_settings(
+def complete_settings_by_shapes(
     settings: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], *, where: str
 ) -> dict[str, Any]:
-    """Settings of a file as its tensors complete them, and without arguments the head size of the published ones.
+    """Return the settings completed by the tensors; without arguments, with the head size of the published files.
 
-    shapes: of the parameters (our names); of one that ranks share, of one rank's. Raises `CheckpointError` when the settings
-    contradict the tensors, or when the number of heads cannot be known.
+    shapes: of the parameters (our names); of sharded ones, of one rank. Raises `CheckpointError` if settings contradict
+    the tensors, or the number of heads cannot be known.
     """
     derived, hidden_size = _settings_of_shapes(shapes), shapes[_WORDS][1]
     wrong = [
@@ -157,7 +163,7 @@ def complete_settings(
 
 
 def _settings_of_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """What parameters tell of their network."""
+    """Return the settings that the shapes of parameters imply: architecture, layers, hidden size, positions."""
     depths = {
         stack: len({match[1] for name in shapes for match in [re.match(rf"{stack}\.layers\.(\d+)\.", name)] if match})
         for stack in ("encoder", "decoder")

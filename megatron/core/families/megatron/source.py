@@ -10,36 +10,40 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.source import TensorFormat
 from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.megatron.names import Layout, is_over_vocabulary, merge_shards
-from megatron.core.families.megatron.progress import parameter_of_state
-from megatron.core.families.megatron.settings import complete_settings, run_settings_of, settings_of
+from megatron.core.families.megatron.names import MegatronRowLayout, has_vocabulary_rows, merge_tensor_shards
+from megatron.core.families.megatron.progress import parameter_of_state_name
+from megatron.core.families.megatron.settings import (
+    complete_settings_by_shapes,
+    run_settings_of_arguments,
+    settings_of_arguments,
+)
 from megatron.core.models.names import WORD_EMBEDDING
 from megatron.core.parallel.boxes import Box
 
 
-class Shard(Protocol):
-    """What one tensor rank holds of a parameter: a tensor, or what makes one when it is asked for."""
+class LazyShard(Protocol):
+    """What one tensor rank holds of a parameter: a tensor, or an object that reads one when it is asked for."""
 
     def to(self, device: str, /) -> Tensor:
         """Return the tensor (any shape) on a device. On "meta" nothing is read."""
 
 
 Shards = dict[
-    str, list[Shard]
+    str, list[LazyShard]
 ]  # name in a saved state (`model.<parameter>`, `optimizer.<slot>.<parameter>`) -> by tensor rank
 
 
 class MegatronSource:
-    """An opened checkpoint. skipped: what of it is not read, in a sentence; empty when all is.
+    """An opened Megatron checkpoint: a `Source`. skipped: what of it is not read, in a sentence; empty if all is.
 
-    run_settings: what the arguments say beside the network, for a run that goes on with it.
+    run_settings: settings beside the network, for a run that resumes from it.
     """
 
     def __init__(
         self,
         where: str,
-        shards: Mapping[str, Sequence[Shard]],
-        layout: Layout,
+        shards: Mapping[str, Sequence[LazyShard]],
+        layout: MegatronRowLayout,
         *,
         settings: Mapping[str, Any],
         values: Mapping[str, Any],
@@ -65,15 +69,15 @@ class MegatronSource:
         return self._last[1][box.slices()]
 
     def _unpadded_tensor(self, name: str, device: str) -> Tensor:
-        """The whole tensor without the rows that pad the vocabulary."""
-        parameter, size = parameter_of_state(name), self.settings.get("true_vocab_size")
-        whole = merge_shards(parameter, [shard.to(device) for shard in self._shards[name]], self._layout)
-        if (offset := self._layout.weight_offset(parameter)) and name.startswith(("model.", "optimizer.master.")):
+        """Return the whole tensor, merged from its shards, without padding rows of the vocabulary."""
+        parameter, size = parameter_of_state_name(name), self.settings.get("true_vocab_size")
+        whole = merge_tensor_shards(parameter, [shard.to(device) for shard in self._shards[name]], self._layout)
+        if (offset := self._layout.norm_weight_offset(parameter)) and name.startswith(("model.", "optimizer.master.")):
             whole = whole + offset
-        return whole[:size] if size and is_over_vocabulary(parameter) else whole
+        return whole[:size] if size and has_vocabulary_rows(parameter) else whole
 
 
-def make_source(
+def make_megatron_source(
     folder: Path,
     shards: Shards,
     arguments: Mapping[str, Any],
@@ -83,37 +87,40 @@ def make_source(
     skipped: str,
     version: float = 3.0,
 ) -> MegatronSource:
-    """The source of what a folder holds. given: settings that win over the arguments of its run.
+    """Return the source of what a folder holds. given: settings that override the arguments of its run.
 
-    version: of the order of rows of fused matrices. Raises `CheckpointError` when the tensors are no network, or contradict the
-    settings.
+    version: checkpoint version, for the order of rows of fused matrices. Raises `CheckpointError` if the tensors are no
+    network, or contradict the settings.
     """
     words = shards.get(f"model.{WORD_EMBEDDING}")
     if words is None:
         raise CheckpointError(f"{folder} holds no {WORD_EMBEDDING}; it has {', '.join(sorted(shards)[:5])}, ...")
     shapes = {
-        parameter_of_state(name): held[0].to("meta").shape for name, held in shards.items() if name.startswith("model.")
+        parameter_of_state_name(name): held[0].to("meta").shape
+        for name, held in shards.items()
+        if name.startswith("model.")
     }
-    settings = complete_settings(settings_of(arguments, given), shapes, where=str(folder))
+    settings = complete_settings_by_shapes(settings_of_arguments(arguments, given), shapes, where=str(folder))
     if "output_layer.weight" in shapes and not settings.setdefault("untie_embeddings_and_output_weights", True):
         # The last stage's copy of a tied matrix.
-        shards = {name: held for name, held in shards.items() if parameter_of_state(name) != "output_layer.weight"}
-    _check_vocabulary(folder, words, settings.get("true_vocab_size") or 0)
+        shards = {name: held for name, held in shards.items() if parameter_of_state_name(name) != "output_layer.weight"}
+    _require_rows_for_ids(folder, words, settings.get("true_vocab_size") or 0)
     if any(name.startswith("optimizer.") for name in shards) and "run.optimizer_steps" not in values:
         shards = {name: held for name, held in shards.items() if not name.startswith("optimizer.")}
         skipped = "the optimizer's moments are left out: the checkpoint does not say how many steps they have seen"
     return MegatronSource(
         str(folder),
         shards,
-        Layout.from_settings(settings, version),
+        MegatronRowLayout.from_settings(settings, version),
         settings=settings,
         values=values,
         skipped=skipped,
-        run_settings=run_settings_of(arguments),
+        run_settings=run_settings_of_arguments(arguments),
     )
 
 
-def _check_vocabulary(folder: Path, words: Sequence[Shard], ids: int) -> None:
+def _require_rows_for_ids(folder: Path, words: Sequence[LazyShard], ids: int) -> None:
+    """Raise `CheckpointError` if the word embedding has fewer rows than the tokenizer has ids."""
     rows = sum(shard.to("meta").shape[0] for shard in words)
     if ids > rows:
         raise CheckpointError(

@@ -15,8 +15,8 @@ from megatron.core.parallel.boxes import Box, intersect, whole_box
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """A box of a stored tensor, and the bytes that hold it."""
+class StoredChunk:
+    """A box of a stored tensor, and the file and byte range that hold it."""
 
     box: Box
     file: str
@@ -26,14 +26,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class FlatBox:
-    """A box of a tensor, kept as elements in a row of another.
+    """A box of a tensor that is stored as consecutive elements of another tensor.
 
-    stored, offset: that one, and where in it the elements begin; shape: of what they are together, of which the box is the part
-    at `inside` of the shape `part`. transposed: the box has the part's last two axes the other way round.
+    stored, offset: that tensor, and where in it the elements begin; shape: of all these elements, of which the box is
+    the part at `inside` of shape `part`. transposed: the last two axes of the part are exchanged in the box.
     """
 
     box: Box
-    stored: IndexEntry
+    stored: TorchDistIndexEntry
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     inside: tuple[int, ...]
@@ -42,13 +42,15 @@ class FlatBox:
 
 
 @dataclass(frozen=True, slots=True)
-class IndexEntry:
-    """A tensor as the index has it. layer: the slice along its first axis that is meant, if layers are stacked."""
+class TorchDistIndexEntry:
+    """A tensor in the index of a torch_dist checkpoint. layer: only this slice along the first axis, if layers are
+    stacked.
+    """
 
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: tuple[Chunk | FlatBox, ...]
+    chunks: tuple[StoredChunk | FlatBox, ...]
     layer: int | None = None
 
 
@@ -56,7 +58,7 @@ class IndexEntry:
 class StoredTensor:
     """A stored tensor and the folder that it is read from."""
 
-    stored: IndexEntry
+    stored: TorchDistIndexEntry
     folder: Path
 
     def to(self, device: str) -> Tensor:
@@ -64,12 +66,14 @@ class StoredTensor:
         if device == "meta":
             shape = self.stored.shape if self.stored.layer is None else self.stored.shape[1:]
             return torch.empty(shape, dtype=self.stored.dtype, device=device)
-        return assemble_tensor(self.stored, self.folder)
+        return read_stored_box(self.stored, self.folder)
 
 
-def assemble_tensor(stored: IndexEntry, folder: Path, box: Box | None = None) -> Tensor:
-    """Return a box of a stored tensor (any shape), or all of it, or one layer of a stack [layers, ...], from the chunks
-    that intersect it.
+def read_stored_box(stored: TorchDistIndexEntry, folder: Path, box: Box | None = None) -> Tensor:
+    """Read a box of a stored tensor (any shape), or all of it, or one layer of a stack, from the chunks that intersect
+    it.
+
+    Raises `CheckpointError` if they do not cover it.
     """
     box = box or whole_box(stored.shape)
     if stored.layer is not None:
@@ -78,7 +82,7 @@ def assemble_tensor(stored: IndexEntry, folder: Path, box: Box | None = None) ->
     for chunk in stored.chunks:
         common = intersect(chunk.box, box)
         if common is not None:
-            values = values_of_chunk(chunk, stored, folder)
+            values = read_chunk_values(chunk, stored, folder)
             back = common.shifted(tuple(-start for start in chunk.box.offset))
             tensor[common.shifted(tuple(-start for start in box.offset)).slices()] = values[back.slices()]
             filled += common.size
@@ -87,11 +91,13 @@ def assemble_tensor(stored: IndexEntry, folder: Path, box: Box | None = None) ->
     return tensor if stored.layer is None else tensor[0]
 
 
-def values_of_chunk(chunk: Chunk | FlatBox, stored: IndexEntry, folder: Path) -> Tensor:
-    """Return the values of one stored chunk, in the shape of its box (any shape)."""
+def read_chunk_values(chunk: StoredChunk | FlatBox, stored: TorchDistIndexEntry, folder: Path) -> Tensor:
+    """Read the values of one stored chunk, in the shape of its box (any shape). `CheckpointError` if the file is
+    damaged.
+    """
     if isinstance(chunk, FlatBox):
         row = Box(chunk.offset, (*(1,) * (len(chunk.offset) - 1), math.prod(chunk.shape)))
-        values = assemble_tensor(chunk.stored, folder, row).reshape(chunk.shape)[
+        values = read_stored_box(chunk.stored, folder, row).reshape(chunk.shape)[
             Box(chunk.inside, chunk.part or chunk.shape).slices()
         ]
         return (values.transpose(-1, -2) if chunk.transposed else values).reshape(chunk.box.shape)

@@ -23,14 +23,24 @@ import torch
 from megatron.core.dist_checkpointing.files import DISK, read_file
 from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.buffers import WAY_OUT, UnreadableStateError
-from megatron.core.families.megatron.flat_state import is_flat, unflatten_buckets, unflatten_entries
-from megatron.core.families.megatron.fsdp import COMMON, STEP, is_fsdp, to_torch_dist_entries
-from megatron.core.families.megatron.hybrid import join_pieces, merge_layer_pairs
-from megatron.core.families.megatron.names import our_names
-from megatron.core.families.megatron.pickles import InertObject, attributes, read_torch_bytes, read_torch_file
-from megatron.core.families.megatron.progress import parameter_of_state, saved_counters
-from megatron.core.families.megatron.source import MegatronSource, make_source
-from megatron.core.families.megatron.stored import Chunk, IndexEntry, StoredTensor, assemble_tensor, values_of_chunk
+from megatron.core.families.megatron.flat_state import (
+    has_flat_optimizer_state,
+    unflatten_optimizer_buckets,
+    unflatten_optimizer_entries,
+)
+from megatron.core.families.megatron.fsdp import COMMON, STEP, is_megatron_fsdp, to_torch_dist_entries
+from megatron.core.families.megatron.hybrid import join_fused_pieces, merge_layer_pairs
+from megatron.core.families.megatron.names import map_to_our_names
+from megatron.core.families.megatron.pickles import InertObject, attributes_of_inert, read_torch_bytes, read_torch_file
+from megatron.core.families.megatron.progress import parameter_of_state_name, saved_training_counters
+from megatron.core.families.megatron.source import MegatronSource, make_megatron_source
+from megatron.core.families.megatron.stored import (
+    StoredChunk,
+    StoredTensor,
+    TorchDistIndexEntry,
+    read_chunk_values,
+    read_stored_box,
+)
 from megatron.core.parallel.boxes import Box
 
 _SLOTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "master", "param": "master"}
@@ -41,26 +51,28 @@ _STATES = re.compile(
 )
 
 
-def open_torch_dist(folder: str | Path, given: Mapping[str, Any] | None = None) -> MegatronSource:
-    """The checkpoint in one iteration's folder.
+def open_torch_dist_checkpoint(folder: str | Path, given: Mapping[str, Any] | None = None) -> MegatronSource:
+    """Open the torch_dist checkpoint in one iteration's folder.
 
-    given: settings that win over those in the folder, and `true_vocab_size`, without which the rows that pad the
-    vocabulary count as ids. Raises `CheckpointError` for a folder that is damaged, or holds no model with our names.
+    given: settings that override those in the folder, and `true_vocab_size`, without which rows of vocabulary padding
+    count as ids. Raises `CheckpointError` for a folder that is damaged, or holds no model with our names.
     """
     folder = Path(folder)
-    tensors, texts = _index_entries(_read_index(folder / ".metadata"), folder)
-    common = _common_state(folder, texts, tensors)
-    arguments = attributes(common.get("args"))
-    if is_fsdp((*texts, *tensors)):
+    tensors, texts = _parse_index(_read_torch_dist_index(folder / ".metadata"), folder)
+    common = _read_common_state(folder, texts, tensors)
+    arguments = attributes_of_inert(common.get("args"))
+    if is_megatron_fsdp((*texts, *tensors)):
         tensors = to_torch_dist_entries(tensors)
-    tensors, skipped = _add_optimizer_state(tensors, texts, folder, arguments)
-    entries = {name: StoredTensor(stored, folder) for name, stored in _by_our_names(tensors).items()}
-    return make_source(
+    tensors, skipped = _with_optimizer_entries(tensors, texts, folder, arguments)
+    entries = {name: StoredTensor(stored, folder) for name, stored in _entries_by_our_names(tensors).items()}
+    return make_megatron_source(
         folder,
-        {name: [held] for name, held in join_pieces(merge_layer_pairs(entries, arguments)).items()},
+        {name: [held] for name, held in join_fused_pieces(merge_layer_pairs(entries, arguments)).items()},
         arguments,
         given=given or {},
-        values=saved_counters({**common, "optimizer": [common.get("optimizer"), *_optimizer_groups(texts, folder)]}),
+        values=saved_training_counters(
+            {**common, "optimizer": [common.get("optimizer"), *_read_optimizer_groups(texts, folder)]}
+        ),
         skipped=skipped,
     )
 
@@ -78,22 +90,24 @@ def is_torch_dist(folder: str | Path) -> bool:
     except (OSError, ValueError):
         return False
     try:
-        return is_fsdp(getattr(_read_index(folder / ".metadata"), "state_dict_metadata", ()))
+        return is_megatron_fsdp(getattr(_read_torch_dist_index(folder / ".metadata"), "state_dict_metadata", ()))
     except CheckpointError:
         return False
 
 
-def torch_dist_arguments(folder: str | Path) -> dict[str, Any]:
-    """The arguments of the run that saved a folder; empty when it has none."""
+def torch_dist_run_arguments(folder: str | Path) -> dict[str, Any]:
+    """Return the arguments of the run that saved a folder; {} if it has none."""
     folder = Path(folder)
     tensors, texts = (
-        ({}, {}) if (folder / "common.pt").is_file() else _index_entries(_read_index(folder / ".metadata"), folder)
+        ({}, {})
+        if (folder / "common.pt").is_file()
+        else _parse_index(_read_torch_dist_index(folder / ".metadata"), folder)
     )
-    return attributes(_common_state(folder, texts, tensors).get("args"))
+    return attributes_of_inert(_read_common_state(folder, texts, tensors).get("args"))
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Makes records of the index's classes; knows shapes and dtypes, and nothing that could act."""
+    """Unpickler of the index: makes inert objects of its classes, and knows only shapes and dtypes besides."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name == "Size":
@@ -108,14 +122,15 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 class _InertIndexObject(InertObject):
-    """A record that also keeps a state that is a tuple, as tensor properties have."""
+    """An `InertObject` that also keeps a state that is a tuple, as tensor properties have."""
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
         self.state = state
 
 
-def _read_index(path: Path) -> Any:
+def _read_torch_dist_index(path: Path) -> Any:
+    """Read .metadata without running its pickle. `CheckpointError` if it is missing, damaged or names other classes."""
     try:
         with path.open("rb") as file:
             return _IndexUnpickler(file).load()
@@ -125,8 +140,8 @@ def _read_index(path: Path) -> Any:
         raise CheckpointError(f"{path} is no index of torch.distributed.checkpoint, or is damaged: {error}") from None
 
 
-def _index_entries(index: Any, folder: Path) -> tuple[dict[str, IndexEntry], dict[str, Chunk]]:
-    """The tensors of an index, and where its other values lie."""
+def _parse_index(index: Any, folder: Path) -> tuple[dict[str, TorchDistIndexEntry], dict[str, StoredChunk]]:
+    """Return the tensors of an index, and where its other objects lie, by name."""
     try:
         places: dict[tuple[str, tuple[int, ...] | None], Any] = {}
         for key, info in index.storage_data.items():
@@ -141,33 +156,35 @@ def _index_entries(index: Any, folder: Path) -> tuple[dict[str, IndexEntry], dic
                 for chunk in entry.chunks:
                     info = places[name, tuple(chunk.offsets)]
                     chunks.append(
-                        Chunk(
+                        StoredChunk(
                             Box(tuple(chunk.offsets), tuple(chunk.sizes)), info.relative_path, info.offset, info.length
                         )
                     )
-                tensors[name] = IndexEntry(name, tuple(entry.size), _tensor_dtype(entry.properties), tuple(chunks))
+                tensors[name] = TorchDistIndexEntry(
+                    name, tuple(entry.size), _dtype_of_properties(entry.properties), tuple(chunks)
+                )
             elif (name, None) in places:
                 info = places[name, None]
-                texts[name] = Chunk(Box((), ()), info.relative_path, info.offset, info.length)
+                texts[name] = StoredChunk(Box((), ()), info.relative_path, info.offset, info.length)
         return tensors, texts
     except (AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / '.metadata'} is damaged: its entries lack {error}") from None
 
 
-def _optimizer_groups(texts: Mapping[str, Chunk], folder: Path) -> Iterator[Any]:
-    """What distributed optimizers say of their groups, where every rank saved its own."""
+def _read_optimizer_groups(texts: Mapping[str, StoredChunk], folder: Path) -> Iterator[Any]:
+    """Yield the state of the groups of distributed optimizers, where every rank saved its own."""
     for name, chunk in texts.items():
         if re.match(r"(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer(/|$)", name):
-            yield _read_object(chunk, folder, name)
+            yield _read_stored_object(chunk, folder, name)
 
 
-def _read_object(chunk: Chunk, folder: Path, name: str) -> Any:
+def _read_stored_object(chunk: StoredChunk, folder: Path, name: str) -> Any:
     with (folder / chunk.file).open("rb") as file:
         file.seek(chunk.start)
         return read_torch_bytes(file.read(chunk.length), f"{folder / chunk.file} ({name})")
 
 
-def _tensor_dtype(properties: Any) -> torch.dtype:
+def _dtype_of_properties(properties: Any) -> torch.dtype:
     state = getattr(properties, "state", None)
     value = state[0] if isinstance(state, tuple) and state else getattr(properties, "dtype", None)
     if not isinstance(value, torch.dtype):
@@ -175,44 +192,52 @@ def _tensor_dtype(properties: Any) -> torch.dtype:
     return value
 
 
-def _common_state(folder: Path, texts: Mapping[str, Chunk], tensors: Mapping[str, IndexEntry]) -> dict[str, Any]:
-    """What is no tensor: arguments, counters, the optimizer's groups."""
-    if is_fsdp((*texts, *tensors)):
-        return _common_of_fsdp(folder, texts, tensors)
+def _read_common_state(
+    folder: Path, texts: Mapping[str, StoredChunk], tensors: Mapping[str, TorchDistIndexEntry]
+) -> dict[str, Any]:
+    """Return what is no tensor: arguments, counters, optimizer groups; {} if there is none."""
+    if is_megatron_fsdp((*texts, *tensors)):
+        return _read_fsdp_common_state(folder, texts, tensors)
     if (folder / "common.pt").is_file():
         state = read_torch_file(folder / "common.pt")
         return state if isinstance(state, dict) else {}
     for name, chunk in texts.items():
         if name.split("/")[0] == "common_state":
-            state = _read_object(chunk, folder, name)
+            state = _read_stored_object(chunk, folder, name)
             state = state[0] if isinstance(state, list) and len(state) == 1 else state  # the state of one of one rank
             return state if isinstance(state, dict) else {}
     return {}
 
 
-def _common_of_fsdp(folder: Path, texts: Mapping[str, Chunk], tensors: Mapping[str, IndexEntry]) -> dict[str, Any]:
+def _read_fsdp_common_state(
+    folder: Path, texts: Mapping[str, StoredChunk], tensors: Mapping[str, TorchDistIndexEntry]
+) -> dict[str, Any]:
+    """As `_read_common_state`, for Megatron FSDP, whose optimizer steps are stored one by one."""
     steps = [
-        *(_read_object(chunk, folder, name) for name, chunk in texts.items() if STEP.match(name)),
-        *(assemble_tensor(stored, folder) for name, stored in tensors.items() if STEP.match(name)),
+        *(_read_stored_object(chunk, folder, name) for name, chunk in texts.items() if STEP.match(name)),
+        *(read_stored_box(stored, folder) for name, stored in tensors.items() if STEP.match(name)),
     ]
-    common = {name: _read_object(texts[name], folder, name) for name in COMMON if name in texts}
+    common = {name: _read_stored_object(texts[name], folder, name) for name in COMMON if name in texts}
     return {**common, "optimizer": [{"step": step} for step in steps]}
 
 
-def _add_optimizer_state(
-    tensors: Mapping[str, IndexEntry], texts: Mapping[str, Chunk], folder: Path, arguments: Mapping[str, Any]
-) -> tuple[dict[str, IndexEntry], str]:
-    """Entries in which all state of the optimizer is there by parameter; or without it, and why it is left out."""
+def _with_optimizer_entries(
+    tensors: Mapping[str, TorchDistIndexEntry],
+    texts: Mapping[str, StoredChunk],
+    folder: Path,
+    arguments: Mapping[str, Any],
+) -> tuple[dict[str, TorchDistIndexEntry], str]:
+    """Return the entries with all optimizer state by parameter, and ""; or without it, and why it is left out."""
     tied = not arguments.get("untie_embeddings_and_output_weights", "output_layer.weight" in tensors)
     try:
         if gathered := next((name for name in texts if ".param_state" in name), ""):
             raise UnreadableStateError(
                 f"{gathered} is of a release that gathered it on one rank (dp_zero_gather_scatter); {WAY_OUT}"
             )
-        entries = {**tensors, **unflatten_entries(tensors)}
-        if is_flat(tensors):
-            entries |= unflatten_buckets(
-                tensors, arguments, lambda stored, chunk: values_of_chunk(chunk, stored, folder), tied=tied
+        entries = {**tensors, **unflatten_optimizer_entries(tensors)}
+        if has_flat_optimizer_state(tensors):
+            entries |= unflatten_optimizer_buckets(
+                tensors, arguments, lambda stored, chunk: read_chunk_values(chunk, stored, folder), tied=tied
             )
         return entries, ""
     except UnreadableStateError as error:
@@ -221,27 +246,29 @@ def _add_optimizer_state(
         }, f"the optimizer's state is left out: {error}"
 
 
-def _by_our_names(tensors: Mapping[str, IndexEntry]) -> dict[str, IndexEntry]:
-    """Our name in a saved state -> where it lies; layers that are stacked are told apart."""
-    entries: dict[str, IndexEntry] = {}
-    for prefix, key, stored in _optimizer_parameters(tensors):
+def _entries_by_our_names(tensors: Mapping[str, TorchDistIndexEntry]) -> dict[str, TorchDistIndexEntry]:
+    """Return our name in a saved state -> entry, with stacked layers split."""
+    entries: dict[str, TorchDistIndexEntry] = {}
+    for prefix, key, stored in _weight_and_moment_entries(tensors):
         match = _STACKED.match(key)
         if match and stored.shape:
             for layer in range(stored.shape[0]):
-                one = IndexEntry(stored.key, stored.shape, stored.dtype, stored.chunks, layer)
+                one = TorchDistIndexEntry(stored.key, stored.shape, stored.dtype, stored.chunks, layer)
                 entries[f"{prefix}{match[1]}.layers.{layer}.{match[2]}"] = one
         else:
             entries[f"{prefix}{key}"] = stored
-    renamed = our_names([parameter_of_state(name) for name in entries])
+    renamed = map_to_our_names([parameter_of_state_name(name) for name in entries])
     return {
-        f"{name[: len(name) - len(parameter_of_state(name))]}{renamed[parameter_of_state(name)]}": stored
+        f"{name[: len(name) - len(parameter_of_state_name(name))]}{renamed[parameter_of_state_name(name)]}": stored
         for name, stored in entries.items()
-        if parameter_of_state(name) in renamed
+        if parameter_of_state_name(name) in renamed
     }
 
 
-def _optimizer_parameters(tensors: Mapping[str, IndexEntry]) -> Iterator[tuple[str, str, IndexEntry]]:
-    """(beginning of our name, their parameter, entry) of weights and of moments by parameter."""
+def _weight_and_moment_entries(
+    tensors: Mapping[str, TorchDistIndexEntry],
+) -> Iterator[tuple[str, str, TorchDistIndexEntry]]:
+    """Yield (prefix of our name, their parameter name, entry) of weights and of optimizer state by parameter."""
     for key, stored in tensors.items():
         slot = _OPTIMIZER.match(key)
         if slot:

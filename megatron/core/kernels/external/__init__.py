@@ -8,7 +8,9 @@ from importlib import import_module
 
 @cache
 def import_problem(module: str) -> str:
-    """Return why a module of an installed package cannot be imported (it was compiled for another torch, say); an empty string if it can."""
+    """Return the error message if importing an installed module fails (it was compiled for another torch, for
+    instance); "" if it can be imported.
+    """
     try:
         import_module(module)
     except Exception as error:  # noqa: BLE001 - whatever a broken package raises, another kernel is taken or the message tells it

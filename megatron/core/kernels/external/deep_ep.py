@@ -19,14 +19,16 @@ from torch.autograd import Function
 from megatron.core.kernels.external import import_problem
 
 
-def is_installed() -> bool:
-    """Whether DeepEP can be imported."""
+def is_deep_ep_installed() -> bool:
+    """Whether the package deep_ep is installed."""
     return find_spec("deep_ep") is not None
 
 
 @cache
-def _group_buffer(group: dist.ProcessGroup, row_bytes: int) -> Any:
-    """Return the library's buffer of a process group, which all layers share: as large as its two tuned configurations require."""
+def _deep_ep_group_buffer(group: dist.ProcessGroup, row_bytes: int) -> Any:
+    """Return DeepEP's communication buffer of a process group, which all layers share, large enough for its tuned
+    dispatch and combine configurations. row_bytes: bytes of a token.
+    """
     library = import_module("deep_ep").Buffer
     tuned = library.get_dispatch_config(group.size()), library.get_combine_config(group.size())
     near = max(config.get_nvl_buffer_size_hint(row_bytes, group.size()) for config in tuned)
@@ -34,8 +36,8 @@ def _group_buffer(group: dist.ProcessGroup, row_bytes: int) -> Any:
     return library(group, near, far)
 
 
-class _Dispatch(Function):
-    """The autograd function of dispatch."""
+class _DeepEPDispatch(Function):
+    """The autograd function of `DeepEP.dispatch`; its gradient is a combine."""
 
     @staticmethod
     def forward(
@@ -64,8 +66,8 @@ class _Dispatch(Function):
         return tokens, weights.to(context.weights_dtype), None, None, None
 
 
-class _Combine(Function):
-    """The autograd function of combine."""
+class _DeepEPCombine(Function):
+    """The autograd function of `DeepEP.combine`; its gradient is a dispatch."""
 
     @staticmethod
     def forward(context: Any, shares: Tensor, handle: Any, buffer: Any) -> Tensor:
@@ -78,7 +80,7 @@ class _Combine(Function):
 
 
 class DeepEP:
-    """The library over one process group."""
+    """Exchange of tokens between the ranks of a process group that hold different experts, by the package DeepEP."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -86,27 +88,32 @@ class DeepEP:
     def dispatch(
         self, tokens: Tensor, weights: Tensor, experts: Tensor, num_experts: int
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """Send tokens to the ranks of their experts. tokens: [t, h]; weights, experts: [t, k], -1 for no expert; num_experts: of all ranks.
+        """Send each token once to every rank that holds any of its experts. tokens: [t, h]; weights, experts: [t, k],
+        an expert of -1 means none; num_experts: over all ranks.
 
-        Returns the [n, h] tokens that chose some expert of this rank, each once; their weights [n, k]; the experts [n, k], counted from this rank's first, -1 where the
-        choice is another rank's; and the handle for the way back.
+        Returns the [n, h] tokens that arrived at this rank; their weights [n, k]; their experts [n, k], counted from
+        this rank's first expert, -1 where another rank holds the expert; and the handle that `combine` needs.
         """
-        buffer = _group_buffer(self.group, tokens.shape[1] * max(tokens.element_size(), 2))
-        arrived, shares, own, handle = _Dispatch.apply(tokens, weights, experts, num_experts, buffer)
+        buffer = _deep_ep_group_buffer(self.group, tokens.shape[1] * max(tokens.element_size(), 2))
+        arrived, shares, own, handle = _DeepEPDispatch.apply(tokens, weights, experts, num_experts, buffer)
         return arrived, shares, own, handle
 
     def combine(self, shares: Tensor, handle: Any) -> Tensor:
-        """Return results to the tokens' ranks. shares: [n, h], results of this rank's experts for each token that arrived. Returns [t, h], summed over ranks."""
-        return _Combine.apply(
-            shares, handle, _group_buffer(self.group, shares.shape[1] * max(shares.element_size(), 2))
+        """Send results back to the ranks that the tokens came from, and sum them over ranks. shares: [n, h], for each
+        token that arrived the sum over this rank's experts; handle: from `dispatch`. Returns [t, h].
+        """
+        return _DeepEPCombine.apply(
+            shares, handle, _deep_ep_group_buffer(self.group, shares.shape[1] * max(shares.element_size(), 2))
         )
 
 
-def unsupported_reason(*, device: str, dtype: torch.dtype, cut: bool, overlaps: bool) -> str:
-    """Return why it cannot serve these experts; an empty string if it can. cut: each expert is sharded over several ranks. overlaps: with other work."""
+def deep_ep_unsupported_reason(*, device: str, dtype: torch.dtype, cut: bool, overlaps: bool) -> str:
+    """Return why DeepEP cannot be used; "" if it can. cut: each expert is sharded over several ranks. overlaps:
+    computation runs while tokens are exchanged.
+    """
     if device != "cuda":
         return "DeepEP is for GPUs"
-    if not is_installed():
+    if not is_deep_ep_installed():
         return "DeepEP is not installed (github.com/deepseek-ai/DeepEP)"
     if dtype != torch.bfloat16:
         return "it sends bf16 only"

@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels import fused
-from megatron.core.kernels.documents import starts_of
-from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
+from megatron.core.kernels.documents import document_starts_of
+from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 
 PACKAGES = {2: "flash_attn", 3: "flash_attn_interface"}
 
 
-def is_installed(version: int) -> bool:
-    """Whether the package of this version can be imported."""
+def is_flash_attn_installed(version: int) -> bool:
+    """Whether the package of this version (2 or 3) of flash-attn is installed."""
     return find_spec(PACKAGES[version]) is not None
 
 
-def is_hopper() -> bool:
-    """Whether this process's GPU is one that version 3 supports."""
+def is_hopper_gpu() -> bool:
+    """Whether this process's GPU is a Hopper, for which flash-attn 3 is made."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
@@ -37,15 +37,17 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: MaskSpec,
+    mask: AttentionMaskSpec,
     dropout: float = 0.0,
-    scores: ScoreModifiers = ScoreModifiers(),
+    scores: AttentionScoreModifiers = AttentionScoreModifiers(),
     *,
     version: int,
 ) -> Tensor:
-    """Compute `reference.attention` by flash-attn. q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv]. Returns [queries, b, n * dv].
+    """Compute `reference.attention` by flash-attn 2 or 3. q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g,
+    dv]. Returns [queries, b, n * dv].
 
-    Documents must be contiguous. Masks that only generation needs (queries that are not the last keys, missing keys) are left to torch.
+    The tokens of a document must be contiguous. No bias or sink. Masks with padding or explicit positions, and
+    documents where queries are not all keys, are passed to `fused.attention`. Version 3 has no dropout.
     """
     apart = mask.documents is not None
     if (
@@ -67,12 +69,12 @@ def attention(
     library, batch = import_module(PACKAGES[version]), q.shape[1]
     rows = [x.transpose(0, 1) for x in (q, k, v)]
     if mask.documents is None:
-        output = _output_only(library.flash_attn_func(*rows, **how))
+        output = _first_output(library.flash_attn_func(*rows, **how))
     else:
-        known = starts_of(mask.documents, mask.starts)
+        known = document_starts_of(mask.documents, mask.starts)
         starts, longest = known.places, known.longest
         flat = [x.flatten(0, 1) for x in rows]
-        output = _output_only(
+        output = _first_output(
             library.flash_attn_varlen_func(
                 *flat, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest, **how
             )
@@ -84,15 +86,17 @@ version_2 = partial(attention, version=2)
 version_3 = partial(attention, version=3)
 
 
-def unsupported_reason(
+def flash_attn_unsupported_reason(
     version: int, *, device: str, dtype: torch.dtype, head_sizes: tuple[int, int], dropout: float, lacks: str
 ) -> str:
-    """Return why the package cannot compute attention; an empty string if it can. head_sizes: of keys and values; lacks: required features that no version has."""
+    """Return why this version of flash-attn cannot be used; "" if it can. head_sizes: of keys and of values;
+    dropout: probability; lacks: reason for required features that neither version has, or "".
+    """
     if device != "cuda":
         return "it needs a CUDA device"
-    if not is_installed(version):
+    if not is_flash_attn_installed(version):
         return f"the package {PACKAGES[version]} is not installed (github.com/Dao-AILab/flash-attention)"
-    if version == 3 and not is_hopper():
+    if version == 3 and not is_hopper_gpu():
         return "version 3 is for Hopper GPUs"
     if dtype not in (torch.float16, torch.bfloat16):
         return "it needs fp16 or bf16"
@@ -105,6 +109,6 @@ def unsupported_reason(
     return lacks
 
 
-def _output_only(output: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """Return the output, of versions that return more."""
+def _first_output(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """Return the output itself from the result of flash-attn, which in some versions is a tuple that begins with it."""
     return output if isinstance(output, Tensor) else output[0]

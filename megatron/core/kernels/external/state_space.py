@@ -22,11 +22,12 @@ from megatron.core.kernels import scans
 
 @lru_cache(maxsize=None)
 def _import_function(module: str, name: str) -> Callable:
+    """Import a module and return its function of this name."""
     return getattr(import_module(module), name)
 
 
-def unsupported_reason(package: str, *, device: str, dtype: torch.dtype) -> str:
-    """Why the package cannot be used, or ""."""
+def state_space_unsupported_reason(package: str, *, device: str, dtype: torch.dtype) -> str:
+    """Return why the package cannot be used; "" if it can. device: its type, cuda or cpu."""
     if device != "cuda":
         return "it needs a CUDA device"
     if find_spec(package) is None:
@@ -45,7 +46,11 @@ def selective_scan(
     state: Tensor | None = None,
     chunk: int = 64,
 ) -> tuple[Tensor, Tensor]:
-    """`kernels.scans.selective_scan` by mamba-ssm. x: [s, b, n, p]; dt: [s, b, n]; b, c: [s, b, g, d]."""
+    """Compute `kernels.scans.selective_scan` by mamba-ssm, or by torch if both segments and a state are given. Same
+    arguments and results.
+
+    x: [s, b, n, p]; dt: [s, b, n]; b, c: [s, b, g, d].
+    """
     if segments is not None and state is not None:
         return scans.selective_scan(x, dt, a, b, c, segments=segments, state=state, chunk=chunk)
     scan = _import_function("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
@@ -64,7 +69,11 @@ def selective_scan(
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, segments: Tensor | None = None, before: Tensor | None = None
 ) -> Tensor:
-    """`kernels.scans.causal_conv` by causal-conv1d. x: [s, b, c]; weight: [c, width]."""
+    """Compute `kernels.scans.causal_conv` by causal-conv1d, or by torch if both segments and earlier inputs are given.
+    Same arguments and results.
+
+    x: [s, b, c]; weight: [c, width].
+    """
     if segments is not None and before is not None:
         return scans.causal_conv(x, weight, bias, segments, before)
     convolve = _import_function("causal_conv1d", "causal_conv1d_fn")
@@ -90,7 +99,11 @@ def delta_rule_scan(
     state: Tensor | None = None,
     chunk: int = 64,
 ) -> tuple[Tensor, Tensor]:
-    """`kernels.scans.delta_rule_scan` by flash-linear-attention. q, k: [s, b, g, dk]; v: [s, b, n, dv]."""
+    """Compute `kernels.scans.delta_rule_scan` by flash-linear-attention, or by torch if segments are given. Same
+    arguments and results.
+
+    q, k: [s, b, g, dk]; v: [s, b, n, dv].
+    """
     if segments is not None:
         return scans.delta_rule_scan(q, k, v, g, beta, segments=segments, state=state, chunk=chunk)
     scan, repeats = _import_function("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"), v.shape[2] // k.shape[2]

@@ -17,20 +17,26 @@ from torch import Tensor
 from megatron.core.kernels.low_precision.fp8 import NumberFormat
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, backward: NumberFormat, *, emulated: bool) -> Tensor:
-    """Return x W^T + b, with the operands of all three products in fp8, one scale for each tensor. x: [.., in]; weight: [out, in]. Returns [.., out].
+def torchao_fp8_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, backward: NumberFormat, *, emulated: bool
+) -> Tensor:
+    """Return x W^T + b, [.., out], by torchao: the operands of this product and of both products of the backward pass
+    are quantized to fp8 with one scale for each tensor.
 
-    backward: format of gradients. emulated: by matmuls in the dtype of x, as on a CPU.
+    x: [.., in]; weight: [out, in]; bias: [out] or None. backward: number format of gradients. emulated: multiply in the
+    dtype of x, as on a CPU.
     """
-    layer = _torchao_linear(backward.dtype, emulated)
+    layer = _torchao_layer(backward.dtype, emulated)
     product = import_module("torchao.float8.float8_linear").matmul_with_hp_or_float8_args
     output = product.apply(x, weight.t(), layer.linear_mm_config, layer.config)
     return output if bias is None else output + bias
 
 
 @lru_cache(maxsize=4)
-def _torchao_linear(backward: torch.dtype, emulated: bool) -> Any:
-    """Return torchao's layer without weights, which multiplies given ones."""
+def _torchao_layer(backward: torch.dtype, emulated: bool) -> Any:
+    """Return torchao's Float8Linear without weights, whose settings are used to multiply given weights. backward: dtype
+    of gradients.
+    """
     names, library = import_module("torchao.float8.config"), import_module("torchao.float8.float8_linear")
     slow = names.Float8GemmConfig(use_fast_accum=False)
     config = names.Float8LinearConfig(
@@ -46,8 +52,10 @@ def _torchao_linear(backward: torch.dtype, emulated: bool) -> Any:
     return library.Float8Linear(16, 16, bias=False, device="meta", config=config)
 
 
-def unsupported_reason(*, recipe: str, alone: bool, lacks: str) -> str:
-    """Return why it cannot compute a run's linear layers; an empty string if it can. alone: no other rank works on a rank's tokens. lacks: required features that it lacks."""
+def torchao_unsupported_reason(*, recipe: str, alone: bool, lacks: str) -> str:
+    """Return why torchao cannot compute the linear layers of a run; "" if it can. recipe: fp8 recipe, or "";
+    alone: no other rank works on a rank's tokens; lacks: reason for required features that it lacks, or "".
+    """
     if not recipe:
         return "nothing is multiplied in 8 bits; give --fp8-format"
     if recipe != "tensorwise":

@@ -15,22 +15,29 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels import fused
-from megatron.core.kernels.documents import starts_of
+from megatron.core.kernels.documents import document_starts_of
 from megatron.core.kernels.external import import_problem
-from megatron.core.kernels.mask import MaskSpec, ScoreModifiers
+from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 
 
-def is_installed() -> bool:
-    """Whether the package can be imported."""
+def is_te_installed() -> bool:
+    """Whether the package transformer_engine is installed."""
     return find_spec("transformer_engine") is not None
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, dropout: float = 0.0, scores: ScoreModifiers = ScoreModifiers()
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMaskSpec,
+    dropout: float = 0.0,
+    scores: AttentionScoreModifiers = AttentionScoreModifiers(),
 ) -> Tensor:
-    """Compute `reference.attention` by the library. q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv]. Returns [queries, b, n * dv].
+    """Compute `reference.attention` by Transformer Engine. q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g,
+    dv]. Returns [queries, b, n * dv].
 
-    Documents must be contiguous. Masks that only generation needs (queries that are not the last keys, missing keys) are left to torch.
+    The tokens of a document must be contiguous. No bias, sink or soft cap. Masks with padding or explicit positions,
+    and documents where queries are not all keys, are passed to `fused.attention`.
     """
     apart = mask.documents is not None
     if (
@@ -42,14 +49,14 @@ def attention(
     assert scores.bias is None and scores.sink is None and scores.softcap is None, (
         "the table offers it for none of these"
     )
-    module = _attention_module(q.shape[2], k.shape[2], (q.shape[3], v.shape[3]), dropout, scores.scale)
+    module = _te_attention_module(q.shape[2], k.shape[2], (q.shape[3], v.shape[3]), dropout, scores.scale)
     how: dict[str, Any] = (
         {} if mask.window is None else {"window_size": (mask.window[0], 0) if mask.causal else mask.window}
     )
     if mask.documents is None:
         kind = ("causal" if len(q) == len(k) else "causal_bottom_right") if mask.causal else "no_mask"
         return module(q, k, v, qkv_format="sbhd", attn_mask_type=kind, **how)
-    known, batch = starts_of(mask.documents, mask.starts), q.shape[1]
+    known, batch = document_starts_of(mask.documents, mask.starts), q.shape[1]
     starts, longest = known.places, known.longest
     flat = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
     output = module(
@@ -66,8 +73,10 @@ def attention(
 
 
 @lru_cache(maxsize=16)  # a module holds nothing but these choices
-def _attention_module(heads: int, groups: int, sizes: tuple[int, int], dropout: float, scale: float | None) -> Any:
-    """Return the library's attention module for these numbers of heads and groups, and these sizes of keys and values."""
+def _te_attention_module(heads: int, groups: int, sizes: tuple[int, int], dropout: float, scale: float | None) -> Any:
+    """Return Transformer Engine's attention module. heads, groups: numbers of query heads and of key heads; sizes: head
+    sizes of keys and of values; scale: factor of scores, None: its default.
+    """
     library = import_module("transformer_engine.pytorch")
     return library.DotProductAttention(
         heads,
@@ -79,11 +88,13 @@ def _attention_module(heads: int, groups: int, sizes: tuple[int, int], dropout: 
     )
 
 
-def unsupported_reason(*, device: str, dtype: torch.dtype, lacks: str) -> str:
-    """Return why the library cannot compute attention; an empty string if it can. lacks: required features that it lacks."""
+def te_unsupported_reason(*, device: str, dtype: torch.dtype, lacks: str) -> str:
+    """Return why attention of Transformer Engine cannot be used; "" if it can. lacks: reason for required features that
+    it lacks, or "".
+    """
     if device != "cuda":
         return "it needs a CUDA device"
-    if not is_installed():
+    if not is_te_installed():
         return "the package transformer_engine is not installed (github.com/NVIDIA/TransformerEngine)"
     if dtype not in (torch.float16, torch.bfloat16):
         return "it needs fp16 or bf16"

@@ -18,12 +18,12 @@ from torch import Tensor
 from megatron.core.kernels.low_precision.fp8 import (
     E4M3,
     NumberFormat,
-    Quantised,
+    QuantizedMatrix,
     block_amax,
-    merge_blocks,
-    split_blocks,
+    merge_matrix_blocks,
+    split_matrix_into_blocks,
 )
-from megatron.core.kernels.reference import accumulation_dtype
+from megatron.core.kernels.reference import accumulation_dtype_of
 
 E2M1 = NumberFormat("e2m1", torch.float8_e4m3fn, 6.0)
 BLOCK = 16
@@ -33,35 +33,40 @@ _SIGNS = (1, -1, -1, 1, -1, 1, 1, 1, -1, -1, 1, -1, 1, 1, -1, 1)
 
 def quantize_nvfp4(
     x: Tensor, largest: Tensor, block: tuple[int, int], noise: Tensor | None = None, sizes: Tensor | None = None
-) -> Quantised:
-    """Quantize x [m, k] to e2m1 with two levels of scales. largest: [], absolute maximum of x. noise: like x, uniform in [0, 1), for stochastic rounding; None: to
-    the nearest.
+) -> QuantizedMatrix:
+    """Quantize x [m, k] to e2m1 values with an e4m3 scale for each block and one fp32 scale for the tensor.
 
-    sizes: absolute maxima of the blocks, as in `fp8.quantize_per_block`.
+    largest: [], absolute maximum of x. block: rows and columns that share a scale. noise: like x, uniform in [0, 1),
+    for stochastic rounding; None: to the nearest. sizes: absolute maxima of the blocks, as in `fp8.quantize_per_block`.
     """
     enlarge, scales = nvfp4_scales(block_amax(x, block) if sizes is None else sizes, largest)
-    tiles = split_blocks(x.to(accumulation_dtype(x.dtype)), block) * enlarge
+    tiles = split_matrix_into_blocks(x.to(accumulation_dtype_of(x.dtype)), block) * enlarge
     inverse = scales.to(tiles.dtype).reciprocal()
     inverse = torch.where(
         inverse.isinf(), torch.zeros_like(inverse), inverse
     )  # a block too small for its scale is zero
     scaled = tiles * inverse[:, None, :, None]
-    chance = None if noise is None else split_blocks(noise.to(tiles.dtype), block)
-    return Quantised(merge_blocks(to_e2m1(scaled, chance), x).to(E2M1.dtype), enlarge.reciprocal(), scales, block)
+    chance = None if noise is None else split_matrix_into_blocks(noise.to(tiles.dtype), block)
+    return QuantizedMatrix(
+        merge_matrix_blocks(round_to_e2m1(scaled, chance), x).to(E2M1.dtype), enlarge.reciprocal(), scales, block
+    )
 
 
 def nvfp4_scales(sizes: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Return NVFP4's two levels of scales: (the factor of the whole tensor, [], and the e4m3 scales of the blocks, by which values are multiplied when dequantized).
+    """Return NVFP4's two levels of scales: the factor by which the whole tensor is multiplied before it is quantized,
+    [], and the e4m3 scale of each block, by which values are multiplied when dequantized.
 
-    sizes: absolute maximum of each block; largest: [], of the tensor. The factor of the tensor makes the blocks' scales use the range of e4m3.
+    sizes: absolute maximum of each block; largest: [], of the tensor. The factor makes the scales of the blocks use the
+    range of e4m3.
     """
     enlarge = torch.where(largest > 0, E2M1.largest * E4M3.largest / largest, torch.ones_like(largest))
     enlarge = enlarge.clamp(max=torch.finfo(torch.float32).max)
     return enlarge, (sizes * enlarge / E2M1.largest).clamp(max=E4M3.largest).to(torch.float8_e4m3fn)
 
 
-def to_e2m1(x: Tensor, noise: Tensor | None = None) -> Tensor:
-    """Round to the nearest e2m1 number, ties to even; with noise in [0, 1), stochastically to one of the two neighbours. x, noise: [...]; returns [...].
+def round_to_e2m1(x: Tensor, noise: Tensor | None = None) -> Tensor:
+    """Round each element to the nearest e2m1 number, ties to even; with noise (uniform in [0, 1)) stochastically to one
+    of its two neighbours. x, noise, result: [...], the result in the dtype of x.
 
     Too large values saturate; NaN stays NaN.
     """
@@ -74,7 +79,7 @@ def to_e2m1(x: Tensor, noise: Tensor | None = None) -> Tensor:
 
 def hadamard_transform(x: Tensor) -> Tensor:
     """Return x [m, k] with each group of 16 columns multiplied by the Hadamard matrix; k is padded with zeros to a multiple of 16."""
-    tiles = split_blocks(x.to(accumulation_dtype(x.dtype)), (1, BLOCK))
+    tiles = split_matrix_into_blocks(x.to(accumulation_dtype_of(x.dtype)), (1, BLOCK))
     return (tiles @ hadamard_matrix(tiles.dtype, x.device)).flatten(2).flatten(0, 1)
 
 

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.kernels.reference import accumulation_dtype
+from megatron.core.kernels.reference import accumulation_dtype_of
 
 _SMALLEST_POWER, _LARGEST_POWER = -127, 127  # of e8m0
 
@@ -43,10 +43,11 @@ E5M2 = NumberFormat("e5m2", torch.float8_e5m2, 57344.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Quantised:
-    """A quantized matrix: values * the scale of their block * the scale of the tensor.
+class QuantizedMatrix:
+    """A quantized matrix: each value is multiplied by the scale of its block and by the scale of the tensor.
 
-    values: [m, k]. block: rows and columns that share one of `blocks`, [m / rows, k / columns] rounded up. scale: [], of the whole matrix. None: 1.
+    values: [m, k], in a low-precision dtype. scale: [], of the whole matrix; None: 1. blocks: scales of the blocks, [m
+    / rows, k / columns] rounded up; None: 1. block: (rows, columns) of a block.
     """
 
     values: Tensor
@@ -55,24 +56,26 @@ class Quantised:
     block: tuple[int, int] = (1, 1)
 
     @property
-    def whole_scale(self) -> Tensor:
-        """The scale of the whole matrix, []."""
+    def required_tensor_scale(self) -> Tensor:
+        """Return the scale of the whole matrix, []; it must have one."""
         assert self.scale is not None, "this recipe scales whole matrices"
         return self.scale
 
     @property
-    def block_scales(self) -> Tensor:
-        """Return the scales of its blocks, [row blocks, column blocks]; the recipe must scale blocks."""
+    def required_block_scales(self) -> Tensor:
+        """Return the scales of the blocks, [row blocks, column blocks]; the matrix must have them."""
         assert self.blocks is not None, "this recipe scales blocks"
         return self.blocks
 
-    def t(self) -> Quantised:
+    def t(self) -> QuantizedMatrix:
         """Return the transposed matrix."""
         blocks = None if self.blocks is None else self.blocks.t()
         return replace(self, values=self.values.t(), blocks=blocks, block=self.block[::-1])
 
-    def without_tensor_scale(self, dtype: torch.dtype) -> Tensor:
-        """Return the matrix [m, k] without the scale of the tensor; exact in fp32 and fp64."""
+    def apply_block_scales(self, dtype: torch.dtype) -> Tensor:
+        """Return the matrix [m, k] in this dtype, multiplied by the scales of its blocks but not by that of the tensor;
+        exact in fp32 and fp64.
+        """
         values = self.values.to(dtype)
         if self.blocks is None:
             return values
@@ -81,34 +84,36 @@ class Quantised:
         return values * scales[:, : values.shape[1]]
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Return the dequantized matrix [m, k]."""
-        return self.without_tensor_scale(dtype) if self.scale is None else self.without_tensor_scale(dtype) * self.scale
+        """Return the dequantized matrix [m, k] in this dtype."""
+        return self.apply_block_scales(dtype) if self.scale is None else self.apply_block_scales(dtype) * self.scale
 
 
 @dataclass(frozen=True, slots=True)
-class FusedRounding:
-    """Kernels that quantize a matrix and its transposed at once (`triton/quantise.py`); None for what is not asked for.
+class FusedQuantizeKernels:
+    """Kernels that quantize a matrix and its transpose in one pass (`triton/quantise.py`).
 
-    largest_of(x): absolute maxima of parts of x, [parts]. quantize_per_tensor(x, number, largest, margin=, seen=, rows=, turned=);
-    quantize_per_block(x, number, block, rows=, turned=).
+    largest_of(x): absolute maxima of parts of x, [parts], fp32. quantize_per_tensor(x, number, largest, margin=, seen=,
+    rows=, turned=) and quantize_per_block(x, number, block, rows=, turned=): return the quantized x (None unless
+    `rows`) and the quantized transpose (None unless `turned`).
     """
 
     largest_of: Callable[[Tensor], Tensor]
-    quantize_per_tensor: Callable[..., tuple[Quantised | None, Quantised | None]]
-    quantize_per_block: Callable[..., tuple[Quantised | None, Quantised | None]]
+    quantize_per_tensor: Callable[..., tuple[QuantizedMatrix | None, QuantizedMatrix | None]]
+    quantize_per_block: Callable[..., tuple[QuantizedMatrix | None, QuantizedMatrix | None]]
 
 
-def largest_of(x: Tensor) -> Tensor:
-    """Return the absolute maximum of x, [], in accumulator precision; 0 for an empty tensor."""
+def tensor_amax(x: Tensor) -> Tensor:
+    """Return the absolute maximum of x (any shape), [], in accumulation dtype; 0 for an empty tensor."""
     return (
-        x.detach().abs().amax().to(accumulation_dtype(x.dtype))
+        x.detach().abs().amax().to(accumulation_dtype_of(x.dtype))
         if x.numel()
-        else x.new_zeros((), dtype=accumulation_dtype(x.dtype))
+        else x.new_zeros((), dtype=accumulation_dtype_of(x.dtype))
     )
 
 
-def tensor_scale(largest: Tensor, number: NumberFormat, margin: int = 0) -> Tensor:
-    """Return the scale [] that maps a tensor's absolute maximum `largest` [] to the format's largest number, or `margin` powers of two below; 1 for zeros.
+def quantization_scale(largest: Tensor, number: NumberFormat, margin: int = 0) -> Tensor:
+    """Return the factor [] by which a tensor is multiplied before rounding, so that its absolute maximum `largest` []
+    becomes the largest number of the format, or that divided by 2^margin; 1 if the maximum is 0.
 
     A maximum that is not finite gives 0 or NaN, and so a matrix of NaN, which later checks find.
     """
@@ -117,65 +122,82 @@ def tensor_scale(largest: Tensor, number: NumberFormat, margin: int = 0) -> Tens
     return torch.where(largest == 0, torch.ones_like(scale), scale)
 
 
-def quantize_per_tensor(x: Tensor, number: NumberFormat, scale: Tensor) -> Quantised:
-    """Quantize x [m, k] with one scale [], by which it is multiplied before rounding. Too large values saturate."""
-    return Quantised(_round_to_format(x.to(accumulation_dtype(x.dtype)) * scale, number), scale.reciprocal())
+def quantize_per_tensor(x: Tensor, number: NumberFormat, scale: Tensor) -> QuantizedMatrix:
+    """Quantize x [m, k] with one factor `scale` [], by which it is multiplied before rounding; its reciprocal becomes
+    the scale of the result. Too large values saturate.
+    """
+    return QuantizedMatrix(
+        _round_to_number_format(x.to(accumulation_dtype_of(x.dtype)) * scale, number), scale.reciprocal()
+    )
 
 
 def quantize_per_block(
     x: Tensor, number: NumberFormat, block: tuple[int, int], sizes: Tensor | None = None
-) -> Quantised:
-    """Quantize x [m, k] with a power of two for each block: the smallest with which none of its values saturates.
+) -> QuantizedMatrix:
+    """Quantize x [m, k] with a power of two as scale of each block: the smallest with which none of its values
+    saturates.
 
-    sizes: absolute maxima as `block_amax` returns them, for blocks of which x holds only a part; None: of x.
+    block: (rows, columns) of a block. sizes: absolute maxima as `block_amax` returns them, for blocks of which x holds
+    only a part; None: computed from x.
     """
-    tiles = split_blocks(x.to(accumulation_dtype(x.dtype)), block)
+    tiles = split_matrix_into_blocks(x.to(accumulation_dtype_of(x.dtype)), block)
     sizes = block_amax(x, block) if sizes is None else sizes
-    scaled = torch.ldexp(tiles, -_power_above(sizes, number.largest)[:, None, :, None])
-    return Quantised(merge_blocks(_round_to_format(scaled, number), x), None, block_scales(sizes, number), block)
+    scaled = torch.ldexp(tiles, -_scale_exponent(sizes, number.largest)[:, None, :, None])
+    return QuantizedMatrix(
+        merge_matrix_blocks(_round_to_number_format(scaled, number), x), None, e8m0_block_scales(sizes, number), block
+    )
 
 
 def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """Return the absolute maximum of each block of x [m, k], in accumulator precision: [m / rows, k / columns], rounded up."""
-    return split_blocks(x.to(accumulation_dtype(x.dtype)), block).abs().amax(dim=(1, 3))
-
-
-def block_scales(sizes: Tensor, number: NumberFormat) -> Tensor:
-    """Return the e8m0 scales by which blocks are multiplied when dequantized; NaN where a block had NaN.
-
-    sizes: absolute maxima of blocks, any shape; the result has the same.
+    """Return the absolute maximum of each block of x [m, k], [m / rows, k / columns] rounded up, in accumulation dtype.
+    block: (rows, columns).
     """
-    scales = torch.ldexp(torch.ones_like(sizes), _power_above(sizes, number.largest))
+    return split_matrix_into_blocks(x.to(accumulation_dtype_of(x.dtype)), block).abs().amax(dim=(1, 3))
+
+
+def e8m0_block_scales(sizes: Tensor, number: NumberFormat) -> Tensor:
+    """Return the power-of-two scales of blocks as e8m0, by which values are multiplied when dequantized; NaN where the
+    maximum is not finite.
+
+    sizes: absolute maxima of blocks, of any shape, which the result has, too.
+    """
+    scales = torch.ldexp(torch.ones_like(sizes), _scale_exponent(sizes, number.largest))
     return scales.masked_fill(~sizes.isfinite(), float("nan")).to(torch.float8_e8m0fnu)
 
 
-def _power_above(value: Tensor, number: float) -> Tensor:
-    """Return the smallest n with value <= number * 2^n, int32; computed without a division, hence exact."""
+def _scale_exponent(value: Tensor, number: float) -> Tensor:
+    """Return the smallest n with value <= number * 2^n, int32, within the range of e8m0; exact, since nothing is
+    divided. Values that are not finite count as 1.
+    """
     fraction, power = torch.frexp(torch.where(value.isfinite(), value, torch.ones_like(value)))
     own_fraction, own_power = math.frexp(number)
     return (power - own_power + (fraction > own_fraction)).clamp(_SMALLEST_POWER, _LARGEST_POWER)
 
 
-def _round_to_format(x: Tensor, number: NumberFormat) -> Tensor:
-    """Round to the nearest number, ties to even; too large values saturate; NaN stays NaN."""
+def _round_to_number_format(x: Tensor, number: NumberFormat) -> Tensor:
+    """Round to the nearest number of a format, ties to even, in its dtype; too large values saturate; NaN stays NaN."""
     return x.clamp(-number.largest, number.largest).to(number.dtype)
 
 
-def split_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """Return x [m, k] as [m / rows, rows, k / columns, columns], padded with zeros."""
+def split_matrix_into_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """Reshape x [m, k], padded with zeros, to blocks: [m / rows, rows, k / columns, columns]. block: (rows, columns)."""
     rows, columns = block
     filled = F.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
     return filled.view(filled.shape[0] // rows, rows, filled.shape[1] // columns, columns)
 
 
-def merge_blocks(tiles: Tensor, like: Tensor) -> Tensor:
-    """Undo `split_blocks`: the matrix [rows, columns] of the shape of `like` from its blocks."""
+def merge_matrix_blocks(tiles: Tensor, like: Tensor) -> Tensor:
+    """Undo `split_matrix_into_blocks`: return the matrix [rows, columns] from its blocks, without padding. like: a
+    matrix of the shape to return.
+    """
     return tiles.flatten(2).flatten(0, 1)[: like.shape[0], : like.shape[1]]
 
 
-def product(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
-    """Return a b^T, [m, n], in `dtype`, emulated; this defines the product of two quantized matrices. a: [m, k]; b: [n, k]."""
-    result = a.without_tensor_scale(accumulation_dtype(dtype)) @ b.without_tensor_scale(accumulation_dtype(dtype)).t()
+def emulated_quantized_matmul(a: QuantizedMatrix, b: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
+    """Return a b^T, [m, n], in `dtype`, by dequantizing both and multiplying in fp32 (fp64 for fp64); this defines the
+    product of quantized matrices. a: [m, k]; b: [n, k].
+    """
+    result = a.apply_block_scales(accumulation_dtype_of(dtype)) @ b.apply_block_scales(accumulation_dtype_of(dtype)).t()
     if a.scale is not None and b.scale is not None:
         result = result * (a.scale * b.scale)
     return result.to(dtype)

@@ -26,19 +26,26 @@ _OUTERMOST = 1.0 - (1.0 / 30.0 + 1.0 / 32.0) / 2.0
 
 @lru_cache(maxsize=1)
 def nf4_values() -> tuple[float, ...]:
-    """The 16 values of NF4, ascending: 8 quantiles of the normal distribution above zero, zero, and 7 below, over the largest."""
+    """Return the 16 values of NF4, ascending, divided by the largest: 7 negative quantiles of the normal distribution,
+    zero, and 8 positive ones.
+    """
 
-    def quantiles(count: int) -> list[float]:
+    def outer_normal_quantiles(count: int) -> list[float]:
+        """Return `count` positive quantiles of the normal distribution, from the outermost inwards."""
         places = (_OUTERMOST - (_OUTERMOST - 0.5) * place / count for place in range(count))
         return [NormalDist().inv_cdf(place) for place in places]
 
-    above, below = quantiles(8), quantiles(7)
+    above, below = outer_normal_quantiles(8), outer_normal_quantiles(7)
     return tuple(value / above[0] for value in (*(-value for value in below), 0.0, *reversed(above)))
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedBlocks:
-    """codes: [.., out, in], uint8 (nf4) or int8. scales: codes of the scales, int8 [.., out, blocks]. means, steps: fp32 [.., out / 256, blocks]."""
+class BlockQuantizedWeight:
+    """A weight matrix quantized by blocks, with quantized scales.
+
+    codes: [.., out, in], uint8 (nf4) or int8. scales: int8 codes of the scales of the blocks, [.., out, blocks]. means,
+    steps: fp32 [.., out / 256, blocks]; scale = mean + step * code.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -46,8 +53,10 @@ class QuantizedBlocks:
     steps: Tensor
 
 
-def quantize(weight: Tensor, format: str) -> QuantizedBlocks:
-    """Quantize a matrix, or the part of one that begins with whole blocks of rows and columns. weight: [.., out, in]."""
+def quantize_weight_blocks(weight: Tensor, format: str) -> BlockQuantizedWeight:
+    """Quantize a weight matrix, or a shard of one that begins at block boundaries. weight: [.., out, in]; format: nf4
+    or int8.
+    """
     columns = weight.shape[-1]
     blocks = F.pad(weight.float(), (0, -columns % BLOCK)).unflatten(-1, (-1, BLOCK))
     largest = blocks.abs().amax(-1)
@@ -64,31 +73,39 @@ def quantize(weight: Tensor, format: str) -> QuantizedBlocks:
         scales.append(((rows - mean) / step.clamp_min(torch.finfo(torch.float32).tiny)).round().to(torch.int8))
         means.append(mean)
         steps.append(step)
-    return QuantizedBlocks(
+    return BlockQuantizedWeight(
         codes.flatten(-2)[..., :columns], torch.cat(scales, -2), torch.cat(means, -2), torch.cat(steps, -2)
     )
 
 
-def pack(codes: Tensor) -> Tensor:
-    """Two codes of 4 bits in each byte. codes: uint8 [.., in]; returns uint8 [.., in / 2 rounded up]."""
+def pack_4_bit_codes(codes: Tensor) -> Tensor:
+    """Pack two 4-bit codes into each byte, the first in the low bits. codes: uint8 [.., in]; returns uint8 [.., in / 2
+    rounded up].
+    """
     pairs = F.pad(codes, (0, codes.shape[-1] % 2)).unflatten(-1, (-1, 2))
     return pairs[..., 0] | pairs[..., 1] << 4
 
 
-def pairs_of_values() -> Tensor:
-    """For each byte the two values of NF4 that its codes mean, as the bits of one int64, [256]."""
+def nf4_value_pairs() -> Tensor:
+    """Return a table for `unpack_nf4_values`: for each byte the two NF4 values of its codes, as the bits of one int64,
+    [256].
+    """
     codes, values = torch.arange(256), torch.tensor(nf4_values(), dtype=torch.float32)
     return torch.stack((values[codes & 15], values[codes >> 4]), dim=-1).view(torch.int64).flatten()
 
 
-def unpacked_values(packed: Tensor, columns: int, pairs: Tensor) -> Tensor:
-    """The values of NF4 that packed codes mean. packed: uint8 [.., bytes]; pairs: of `pairs_of_values`. Returns fp32 [.., columns]."""
+def unpack_nf4_values(packed: Tensor, columns: int, pairs: Tensor) -> Tensor:
+    """Return the NF4 values of packed codes, fp32 [.., columns]. packed: uint8 [.., bytes]; columns: number of codes of
+    a row; pairs: the table of `nf4_value_pairs`.
+    """
     values = pairs.index_select(0, packed.flatten().int()).view(torch.float32)  # 8 bytes are looked up at once
     return values.view(*packed.shape[:-1], -1)[..., :columns]
 
 
-def dequantize(levels: Tensor, scales: Tensor, *, first: int, dtype: torch.dtype) -> Tensor:
-    """Values over their blocks' scales to weights. levels: [.., out, in]; scales: fp32 [.., out, blocks]; first: place of column 0 in its block."""
+def dequantize_weight_blocks(levels: Tensor, scales: Tensor, *, first: int, dtype: torch.dtype) -> Tensor:
+    """Multiply values by the scales of their blocks, in `dtype`. levels: [.., out, in], values divided by the scale;
+    scales: fp32 [.., out, blocks]; first: position of column 0 within its block.
+    """
     if first or levels.shape[-1] % BLOCK:
         return (levels * scales.repeat_interleave(BLOCK, -1)[..., first : first + levels.shape[-1]]).to(dtype)
     blocks = levels.unflatten(-1, (-1, BLOCK))

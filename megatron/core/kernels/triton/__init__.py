@@ -8,6 +8,6 @@ def cdiv(total: int, part: int) -> int:
     return -(-total // part)
 
 
-def power_of_2_above(number: int) -> int:
+def round_up_to_power_of_2(number: int) -> int:
     """Return the smallest power of two that is not below a positive number."""
     return 1 << (number - 1).bit_length()

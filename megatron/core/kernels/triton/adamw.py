@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.kernels.adamw import AdamRates, AdamTensors
+from megatron.core.kernels.adamw import AdamStepSettings, AdamTensors
 
 _BLOCK = 2048
 _ALIGNMENT = 16  # bytes that a thread loads at once
@@ -24,7 +24,7 @@ _FORMATS: dict[torch.dtype, Any] = {torch.float32: tl.float32, torch.bfloat16: t
 
 
 @triton.jit
-def _adamw(
+def _adamw_kernel(
     table: tl.tensor,
     blocks: tl.tensor,
     factor: tl.tensor,
@@ -38,21 +38,29 @@ def _adamw(
     WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """table: [parameters, 7], addresses of main weight, gradient, moments and weight, elements, and whether 16 bytes may be read at once;
-    blocks: [programs, 2], the parameter and the block of it.
+    """Kernel: update one block of one parameter.
+
+    table: int64 [parameters, 7]: addresses of main weight, gradient, first and second moment and model weight (0:
+    none), number of elements, and whether all addresses are multiples of 16 bytes. blocks: [programs, 2]: row of the
+    table, and number of the block. The scalars are those of `_update`. WEIGHT: Triton dtype of the model weight; None:
+    there is none.
     """
     program = tl.program_id(0)
     row = table + tl.load(blocks + 2 * program) * 7
     start = tl.load(blocks + 2 * program + 1) * BLOCK
     size, is_aligned = tl.load(row + 5), tl.load(row + 6)
     if (is_aligned != 0) & (start + BLOCK <= size):
-        _update(row, start, size, factor, shrink, rate, rest1, beta2, rest2, root, epsilon, WEIGHT, False, BLOCK)
+        _update_adamw_block(
+            row, start, size, factor, shrink, rate, rest1, beta2, rest2, root, epsilon, WEIGHT, False, BLOCK
+        )
     else:
-        _update(row, start, size, factor, shrink, rate, rest1, beta2, rest2, root, epsilon, WEIGHT, True, BLOCK)
+        _update_adamw_block(
+            row, start, size, factor, shrink, rate, rest1, beta2, rest2, root, epsilon, WEIGHT, True, BLOCK
+        )
 
 
 @triton.jit
-def _update(
+def _update_adamw_block(
     row: tl.tensor,
     start: tl.tensor,
     size: tl.tensor,
@@ -68,12 +76,17 @@ def _update(
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Update a block from element `start` on. shrink: lr decay; rate: lr / (1 - beta1^t); rest: 1 - beta; root: of 1 - beta2^t."""
+    """Update a block of a parameter from element `start` on, in place. row: pointer to the parameter's row of the
+    table; size: its number of elements.
+
+    shrink: lr * weight decay; rate: lr / (1 - beta1^t); rest1, rest2: 1 - beta1, 1 - beta2; root: sqrt(1 - beta2^t).
+    MASKED: the block reaches beyond the end, or addresses are not aligned.
+    """
     at = start + tl.arange(0, BLOCK)
-    main = _address(row, 0, tl.float32, MASKED) + at
-    gradient = _address(row, 1, tl.float32, MASKED) + at
-    first = _address(row, 2, tl.float32, MASKED) + at
-    second = _address(row, 3, tl.float32, MASKED) + at
+    main = _tensor_pointer(row, 0, tl.float32, MASKED) + at
+    gradient = _tensor_pointer(row, 1, tl.float32, MASKED) + at
+    first = _tensor_pointer(row, 2, tl.float32, MASKED) + at
+    second = _tensor_pointer(row, 3, tl.float32, MASKED) + at
     inside = at < size if MASKED else None
     g = tl.load(gradient, mask=inside) * tl.load(factor).to(tl.float32)
     w, m, v = tl.load(main, mask=inside), tl.load(first, mask=inside), tl.load(second, mask=inside)
@@ -85,25 +98,30 @@ def _update(
     tl.store(first, m, mask=inside)
     tl.store(second, v, mask=inside)
     if WEIGHT is not None:
-        tl.store(_address(row, 4, WEIGHT, MASKED) + at, w.to(WEIGHT), mask=inside)
+        tl.store(_tensor_pointer(row, 4, WEIGHT, MASKED) + at, w.to(WEIGHT), mask=inside)
 
 
 @triton.jit
-def _address(row: tl.tensor, column: tl.constexpr, TYPE: tl.constexpr, MASKED: tl.constexpr) -> tl.tensor:
+def _tensor_pointer(row: tl.tensor, column: tl.constexpr, TYPE: tl.constexpr, MASKED: tl.constexpr) -> tl.tensor:
+    """Load the address in a column of the table row as a pointer to the dtype TYPE; not MASKED: it is promised to be a
+    multiple of 16 bytes.
+    """
     address = tl.load(row + column).to(tl.pointer_type(TYPE))
     return address if MASKED else tl.multiple_of(address, 16)
 
 
-def adamw(parameters: Sequence[AdamTensors], factor: float | Tensor, rates: AdamRates) -> None:
-    """Update parameters, whose main weights, gradients and moments are fp32, in place. factor: a number or a tensor []."""
+def adamw(parameters: Sequence[AdamTensors], factor: float | Tensor, rates: AdamStepSettings) -> None:
+    """Compute `kernels.adamw.adamw` for parameters whose main weights, gradients and moments are fp32: update them in
+    place. factor: a number or a tensor [], by which gradients are multiplied.
+    """
     by_format: dict[torch.dtype | None, list[AdamTensors]] = {}
     for one in parameters:
         assert one.main.dtype == one.gradient.dtype == torch.float32, "this kernel computes in fp32"
         by_format.setdefault(None if one.weight is None else one.weight.dtype, []).append(one)
     for dtype, group in by_format.items():
         device = group[0].main.device
-        table, blocks = _address_tables(tuple(_table_row(one) for one in group), device)
-        _adamw[(len(blocks),)](
+        table, blocks = _parameter_and_block_tables(tuple(_parameter_table_row(one) for one in group), device)
+        _adamw_kernel[(len(blocks),)](
             table, blocks, factor if isinstance(factor, Tensor) else torch.full((), factor, device=device),
             rates.lr * rates.decay,
             rates.lr / (1.0 - rates.beta1**rates.step),
@@ -118,8 +136,8 @@ def adamw(parameters: Sequence[AdamTensors], factor: float | Tensor, rates: Adam
         )  # fmt: skip
 
 
-def _table_row(one: AdamTensors) -> tuple[int, ...]:
-    """What the table says of a parameter."""
+def _parameter_table_row(one: AdamTensors) -> tuple[int, ...]:
+    """Return a parameter's row of the table of `_adamw_kernel`."""
     tensors = (one.main, one.gradient, one.first, one.second, *(() if one.weight is None else (one.weight,)))
     assert all(tensor.is_contiguous() for tensor in tensors), "the tensors of a parameter are flat"
     addresses = [tensor.data_ptr() for tensor in tensors]
@@ -128,8 +146,10 @@ def _table_row(one: AdamTensors) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def _address_tables(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The table of addresses and that of blocks, on the device; made anew when a tensor has moved."""
+def _parameter_and_block_tables(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the table of parameters [parameters, 7] and the table of blocks [programs, 2] of `_adamw_kernel`, on the
+    device; cached for the same addresses.
+    """
     table = torch.tensor(rows, dtype=torch.int64, device="cpu")
     counts = (table[:, 5] + _BLOCK - 1) // _BLOCK
     parameter = torch.arange(len(rows), device="cpu").repeat_interleave(counts)

@@ -18,10 +18,14 @@ _BLOCK = 4096
 
 
 @triton.jit
-def _softmax_statistics(
+def _softmax_statistics_kernel(
     logits: tl.tensor, rows: tl.tensor, result: tl.tensor, valid: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """result: [3, tokens] of the largest logit, the sum of exponentials of what is less than it, and the logit in column rows[token]."""
+    """Kernel: for one token compute the largest of its first `valid` logits, the sum of exp(logit - largest), and the
+    logit in column rows[token].
+
+    result: [3, tokens], in this order. size: columns of the logits.
+    """
     token = tl.program_id(0).to(tl.int64)
     largest = -3.4028234663852886e38
     total = 0.0
@@ -38,7 +42,7 @@ def _softmax_statistics(
 
 
 @triton.jit
-def _logit_gradient(
+def _logit_gradient_kernel(
     logits: tl.tensor,
     rows: tl.tensor,
     largest: tl.tensor,
@@ -48,7 +52,9 @@ def _logit_gradient(
     size: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """In place: exp(logit - largest) * factor, less `hit` in column rows[token]; 0 from column `valid` on."""
+    """Kernel: replace logits [tokens, size] by exp(logit - largest) * factor, minus `hit` in column rows[token]; by 0
+    from column `valid` on.
+    """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = logits + token * size + columns
@@ -58,28 +64,31 @@ def _logit_gradient(
     tl.store(there, result.to(logits.dtype.element_ty), mask=columns < size)
 
 
-def logit_statistics(logits: Tensor, rows: Tensor, valid: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Each token's largest logit among the first `valid`, its sum of exponentials, and the logit of its row; fp32 [k] each.
+def softmax_statistics(logits: Tensor, rows: Tensor, valid: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each token's largest logit among the first `valid` columns, the sum of exp(logit - largest), and the logit
+    of its target; fp32 [k] each.
 
-    logits: [k, v]; rows: int64 [k].
+    logits: [k, v]; rows: int64 [k], column of each token's target.
     """
     result = torch.empty((3, len(logits)), dtype=torch.float32, device=logits.device)
-    _softmax_statistics[(len(logits),)](
+    _softmax_statistics_kernel[(len(logits),)](
         logits, rows, result, min(valid, logits.shape[1]), logits.shape[1], BLOCK=_BLOCK, num_warps=8
     )
     largest, total, target = result
     return largest, total, target
 
 
-def gradient(logits: Tensor, rows: Tensor, largest: Tensor, factor: Tensor, hit: Tensor, valid: int) -> Tensor:
-    """Turn logits into their gradient, in place: factor times their exponentials, less `hit` at the target of each
-    token.
+def logits_to_gradient(
+    logits: Tensor, rows: Tensor, largest: Tensor, factor: Tensor, hit: Tensor, valid: int
+) -> Tensor:
+    """Replace logits by their gradient in place: factor * exp(logit - largest), minus `hit` at each token's target.
+    Returns the logits.
 
-    logits: [t, v/tp]; rows (targets), largest, factor, hit: [t]. valid: number of columns that are no padding. Returns
-    the logits.
+    logits: [k, v/tp]; rows: [k], column of each target; largest, factor, hit: [k]. valid: number of columns that are
+    not padding; the others get 0.
     """
     size = logits.shape[1]
-    _logit_gradient[(len(logits), cdiv(size, _BLOCK))](
+    _logit_gradient_kernel[(len(logits), cdiv(size, _BLOCK))](
         logits, rows, largest, factor.contiguous(), hit.contiguous(), min(valid, size), size, BLOCK=_BLOCK
     )
     return logits

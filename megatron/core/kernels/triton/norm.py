@@ -20,13 +20,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron.core.kernels.triton import cdiv, power_of_2_above
+from megatron.core.kernels.triton import cdiv, round_up_to_power_of_2
 
 _ROWS, _COLUMNS = 64, 128  # what a program sums for the gradients of weight and bias
 
 
 @triton.jit
-def _norm_forward(
+def _norm_forward_kernel(
     x: tl.tensor,
     update: tl.tensor,
     y: tl.tensor,
@@ -36,8 +36,11 @@ def _norm_forward(
     epsilon: tl.tensor,
     SIZE: tl.constexpr,
 ) -> None:
-    """stats: [rows, 2], mean and scale. Without a bias: RMSNorm, whose mean is 0. y: [1, rows, SIZE], the norm; with an update two of
-    those, x + update and its norm.
+    """Kernel: normalize one row; LayerNorm with a bias, RMSNorm without.
+
+    x: [rows, SIZE]; update: [rows, SIZE], added first, or None. y: [1, rows, SIZE], the norm; with an update [2, rows,
+    SIZE], the sum and its norm. stats: [rows, 2], receives mean (0 for RMSNorm) and scale, 1 / sqrt(variance +
+    epsilon).
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, triton.next_power_of_2(SIZE))
@@ -66,7 +69,7 @@ def _norm_forward(
 
 
 @triton.jit
-def _norm_backward(
+def _norm_backward_kernel(
     dy: tl.tensor,
     more: tl.tensor,
     x: tl.tensor,
@@ -76,7 +79,9 @@ def _norm_backward(
     CENTRED: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
-    """The gradient of x; of LayerNorm if CENTRED. more: what comes to x by another way, if anything."""
+    """Kernel: compute the gradient dx of one row of x, of LayerNorm if CENTRED, else of RMSNorm. stats: from the
+    forward pass. more: another gradient of x [rows, SIZE], which is added, or None.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, triton.next_power_of_2(SIZE))
     inside = columns < SIZE
@@ -96,7 +101,7 @@ def _norm_backward(
 
 
 @triton.jit
-def _weight_gradient_sums(
+def _norm_weight_gradient_kernel(
     dy: tl.tensor,
     x: tl.tensor,
     stats: tl.tensor,
@@ -106,7 +111,9 @@ def _weight_gradient_sums(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Some rows' share in the gradients of weight and bias. sums: [2, programs of rows, size]."""
+    """Kernel: sum ROWS rows' contributions to the gradients of weight and bias. sums: [2, programs of rows, size],
+    weight first.
+    """
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     some = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside, there = columns < size, some < rows
@@ -120,7 +127,9 @@ def _weight_gradient_sums(
     tl.store(sums + tl.num_programs(1).to(tl.int64) * size + place, tl.sum(gradient, 0), mask=inside)
 
 
-class _Norm(Function):
+class _NormFunction(Function):
+    """The autograd function of `rms_norm` (without bias) and `layer_norm` (with bias)."""
+
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
         x = x.contiguous()
@@ -137,6 +146,8 @@ class _Norm(Function):
 
 
 class _ResidualNorm(Function):
+    """The autograd function of `residual_norm`."""
+
     @staticmethod
     def forward(
         context: Any, x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float
@@ -156,7 +167,9 @@ class _ResidualNorm(Function):
 def _add_and_norm(
     x: Tensor, update: Tensor | None, weight: Tensor | None, bias: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """[1, ..., size], the norm, or [2, ..., size], x + update and its norm; and [rows, 2] for `_norm_gradients`."""
+    """Return the norm, [1, ..., size], or with an update x + update and its norm, [2, ..., size]; and the statistics
+    [rows, 2] that `_norm_gradients` needs.
+    """
     size = x.shape[-1]
     rows = x.numel() // max(1, size)
     y, stats = (
@@ -164,25 +177,29 @@ def _add_and_norm(
         torch.empty((rows, 2), dtype=torch.float32, device=x.device),
     )
     if rows:
-        _norm_forward[(rows,)](x, update, y, weight, bias, stats, epsilon, SIZE=size, num_warps=_num_warps(size))
+        _norm_forward_kernel[(rows,)](
+            x, update, y, weight, bias, stats, epsilon, SIZE=size, num_warps=_num_warps_for_row(size)
+        )
     return y, stats
 
 
 def _norm_gradients(
     gradient: Tensor, more: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor, centred: bool
 ) -> tuple[Tensor | None, ...]:
-    """Those of x, weight and bias."""
+    """Return the gradients of x, weight and bias; None for a weight or bias that there is not. more: another gradient
+    of x that is added; centred: LayerNorm, not RMSNorm.
+    """
     gradient, size, rows = gradient.contiguous(), x.shape[-1], len(stats)
     dx, parts = torch.empty_like(x), cdiv(rows, _ROWS)
     if rows:
-        _norm_backward[(rows,)](
-            gradient, more, x, weight, stats, dx, CENTRED=centred, SIZE=size, num_warps=_num_warps(size)
+        _norm_backward_kernel[(rows,)](
+            gradient, more, x, weight, stats, dx, CENTRED=centred, SIZE=size, num_warps=_num_warps_for_row(size)
         )
     if weight is None:
         return dx, None, None
     sums = torch.empty((2, parts, size), dtype=torch.float32, device=x.device)
     if rows:
-        _weight_gradient_sums[(cdiv(size, _COLUMNS), parts)](
+        _norm_weight_gradient_kernel[(cdiv(size, _COLUMNS), parts)](
             gradient, x, stats, sums, rows, size, ROWS=_ROWS, COLUMNS=_COLUMNS
         )
     of_weight, of_bias = sums.sum(1).to(weight.dtype)
@@ -190,22 +207,24 @@ def _norm_gradients(
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
-    """`reference.rms_norm`. x: [..., size]; weight: [size]."""
-    return _Norm.apply(x, weight, None, epsilon)
+    """Compute `reference.rms_norm` by Triton. x: [..., size]; weight: [size] or None."""
+    return _NormFunction.apply(x, weight, None, epsilon)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    """`reference.layer_norm`. x: [..., size]; weight, bias: [size]."""
-    return _Norm.apply(x, weight, bias, epsilon)
+    """Compute `reference.layer_norm` by Triton. x: [..., size]; weight, bias: [size]."""
+    return _NormFunction.apply(x, weight, bias, epsilon)
 
 
 def residual_norm(
     x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """x + update and its norm: `reference.layer_norm` with a bias, `reference.rms_norm` without. x, update: [..., size]."""
+    """Compute `reference.residual_norm` by Triton: x + update, and its LayerNorm with a bias, its RMSNorm without.
+    x, update: [..., size].
+    """
     return _ResidualNorm.apply(x, update, weight, bias, epsilon)
 
 
-def _num_warps(size: int) -> int:
-    """Groups of 32 threads for a row: each thread holds some 8 numbers of a wide one."""
-    return min(16, max(4, power_of_2_above(size) // 256))
+def _num_warps_for_row(size: int) -> int:
+    """Return the number of warps for a row of `size` elements: each thread of a wide row holds some 8 elements."""
+    return min(16, max(4, round_up_to_power_of_2(size) // 256))

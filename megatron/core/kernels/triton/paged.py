@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.kernels.mask import ScoreModifiers
-from megatron.core.kernels.paged import BlockTables
+from megatron.core.kernels.mask import AttentionScoreModifiers
+from megatron.core.kernels.paged import CacheBlockTables
 
 _KEYS = 64  # that a program reads at a time
 _FEWEST = 128  # keys of a part
@@ -29,7 +29,9 @@ _MOST_SPLITS = 32
 
 @triton.jit
 def _matmul_fp32(a: tl.tensor, b: tl.tensor, PRECISION: tl.constexpr, WIDENED: tl.constexpr) -> tl.tensor:
-    """a b, summed in fp32. WIDENED: for Triton's interpreter, whose products of bf16 are those of its bits."""
+    """Return a b, summed in fp32. WIDENED: convert both to fp32 first, since Triton's interpreter multiplies bf16
+    numbers as integers.
+    """
     if WIDENED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -48,7 +50,9 @@ def _query_key_scores(
     PRECISION: tl.constexpr,
     WIDENED: tl.constexpr,
 ) -> tl.tensor:
-    """q k^T of a tile, and the tile of the first MAIN elements of its keys. q: pointers [M, 1]; k: pointers [N, 1]."""
+    """Return q k^T of a tile [M, N] of queries and keys, and the first MAIN elements of its keys [N, MAIN]. q: pointers
+    [M, 1]; k: base pointer; slots: [N], offsets of the keys from it; inside: [N], whether the key exists.
+    """
     main = tl.arange(0, MAIN)
     if MAIN > SIZE:
         keys = tl.load(k + slots[:, None] + main[None, :], mask=inside[:, None] & (main[None, :] < SIZE), other=0.0)
@@ -68,7 +72,7 @@ def _query_key_scores(
 
 
 @triton.jit
-def _attend_key_part(
+def _paged_attention_kernel(
     q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
@@ -99,11 +103,12 @@ def _attend_key_part(
     PRECISION: tl.constexpr,
     WIDENED: tl.constexpr,
 ) -> None:
-    """One part of the keys for one tile of queries of one group.
+    """Kernel: attention of one tile of M queries (heads of one key head) over one part of their sequence's keys.
 
-    q: [rows, queries, n, SIZE], a query q_step elements behind the one before; k, v: pools, a slot k_step and v_step behind the one
-    before; tables: [rows, width]; lengths: [rows]. parts: [rows * tiles, groups, splits, M, VALUES]; sums: the same without VALUES,
-    base-2 logarithms of the sums of exponentials. SHARED: values are the first elements of keys.
+    q: [rows, queries, n, SIZE]; k, v: pools [slots, g, SIZE or VALUES]; tables: block numbers [rows, width];
+    lengths: [rows], keys of each row. q_step, k_step, v_step: elements from one query or slot to the next.
+    parts: receives the outputs [rows * tiles, groups, splits, M, VALUES]; sums: base-2 log-sum-exp of the scores,
+    without VALUES. SHARED: values are the first elements of keys.
     """
     tiles = tl.cdiv(queries * REPEATS, M)
     row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -165,7 +170,7 @@ def _attend_key_part(
 
 
 @triton.jit
-def _merge_key_parts(
+def _merge_key_splits_kernel(
     parts: tl.tensor,
     sums: tl.tensor,
     sink: tl.tensor,
@@ -178,7 +183,9 @@ def _merge_key_parts(
     M: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> None:
-    """Sum the parts of one head of one query, each weighed by its share of the exponentials. y: [rows, queries, n, VALUES]."""
+    """Kernel: merge the outputs over all parts of the keys for one head of one query, each weighted by its part of the
+    softmax's sum. sink: [n] or None; y: [rows, queries, n, VALUES].
+    """
     token, head = tl.program_id(0), tl.program_id(1)
     row, query = token // queries, token % queries
     groups = tl.num_programs(1) // REPEATS
@@ -210,26 +217,28 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    where: BlockTables,
+    where: CacheBlockTables,
     *,
     window: int | None = None,
-    scores: ScoreModifiers = ScoreModifiers(),
+    scores: AttentionScoreModifiers = AttentionScoreModifiers(),
 ) -> Tensor:
-    """`paged.attention`. q: [b, queries, n, d]; k: [slots, g, d]; v: [slots, g, dv]. Returns [b, queries, n * dv]."""
+    """Compute `paged.attention` by Triton; forward only. q: [b, queries, n, d]; k: [slots, g, d]; v: [slots, g, dv].
+    Returns [b, queries, n * dv].
+    """
     rows, queries, heads, size = q.shape
     groups, values = k.shape[1], v.shape[2]
     assert scores.bias is None, "nothing is added to the scores of decoding"
     if q.stride(3) != 1 or q.stride(2) != size or q.stride(0) != queries * q.stride(1):
         q = q.contiguous()
-    known = choose_tile_sizes(size, values, heads // groups, queries, shared=k.data_ptr() == v.data_ptr())
+    known = paged_attention_tile_sizes(size, values, heads // groups, queries, shared=k.data_ptr() == v.data_ptr())
     tiles = triton.cdiv(queries * (heads // groups), known["M"])
-    splits = num_splits(
+    splits = num_key_splits(
         rows * tiles * groups, where.longest if window is None else min(where.longest, window + queries)
     )
     parts = torch.empty((rows * tiles, groups, splits, known["M"], values), dtype=torch.float32, device=q.device)
     sums = torch.empty(parts.shape[:-1], dtype=torch.float32, device=q.device)
     y = torch.empty((rows, queries, heads * values), dtype=q.dtype, device=q.device)
-    _attend_key_part[(rows * tiles, groups, splits)](
+    _paged_attention_kernel[(rows * tiles, groups, splits)](
         q, k, v, where.tables, where.lengths, parts, sums,
         size**-0.5 if scores.scale is None else scores.scale,
         1.0 if scores.softcap is None else scores.softcap,
@@ -239,18 +248,20 @@ def attention(
         CAPPED=scores.softcap is not None,
         WINDOWED=window is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        WIDENED=not isinstance(_attend_key_part, triton.JITFunction),
+        WIDENED=not isinstance(_paged_attention_kernel, triton.JITFunction),
         **known,
     )  # fmt: skip
-    _merge_key_parts[(rows * queries, heads)](
+    _merge_key_splits_kernel[(rows * queries, heads)](
         parts, sums, scores.sink, y, queries, splits,
         REPEATS=known["REPEATS"], VALUES=values, WIDE=known["WIDE"], M=known["M"], SPLITS=triton.next_power_of_2(splits),
     )  # fmt: skip
     return y
 
 
-def choose_tile_sizes(size: int, values: int, repeats: int, queries: int, *, shared: bool) -> dict[str, Any]:
-    """Sizes of the tiles. size, values: of heads; repeats: heads of a group; shared: values are the beginning of keys."""
+def paged_attention_tile_sizes(size: int, values: int, repeats: int, queries: int, *, shared: bool) -> dict[str, Any]:
+    """Return the compile-time sizes of `_paged_attention_kernel`. size, values: of heads of keys and of values;
+    repeats: query heads for each key head; shared: values are the first elements of keys.
+    """
     main = max(16, 1 << (size.bit_length() - 1))
     rest = max(16, triton.next_power_of_2(size - main)) if size > main else 0
     wide = max(16, triton.next_power_of_2(values))
@@ -268,6 +279,8 @@ def choose_tile_sizes(size: int, values: int, repeats: int, queries: int, *, sha
     }
 
 
-def num_splits(programs: int, keys: int) -> int:
-    """Parts that the keys of each row are cut into. programs: with one part each; keys: of the longest row."""
+def num_key_splits(programs: int, keys: int) -> int:
+    """Return into how many parts the keys of each row are split. programs: number of programs with one part each;
+    keys: of the longest row.
+    """
     return max(1, min(_PROGRAMS // programs, keys // _FEWEST, _MOST_SPLITS))

@@ -27,7 +27,9 @@ def _gather_sum_kernel(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """values: [rows, size]; places: [n, COUNT], of which those from `rows` on are none; y: [n, size]."""
+    """Kernel: y[i] = sum over j of values[places[i, j]]. values: [rows, size]; places: [n, COUNT], where a place from
+    `rows` on counts as zeros; y: [n, size].
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -39,27 +41,32 @@ def _gather_sum_kernel(
 
 
 class _Permute(Function):
+    """The autograd function of `permute`."""
+
     @staticmethod
     def forward(context: Any, values: Tensor, places: Tensor, back: Tensor) -> Tensor:
         context.save_for_backward(back)
-        return _gather_sum(values, places)
+        return _gather_and_sum_rows(values, places)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (back,) = context.saved_tensors
-        return _gather_sum(gradient, back), None, None
+        return _gather_and_sum_rows(gradient, back), None, None
 
 
 def permute(values: Tensor, places: Tensor, back: Tensor, empties: bool, losses: bool) -> Tensor:
-    """Compute `permute.permute` by Triton. values: [t, h]; places, back: row numbers, [t] and [rows out].
+    """Compute `kernels.permute.permute` by Triton. values: [m, h]; places: int64 [n, k]; back: int64 [m, l].
+    Returns [n, h].
 
-    A place that is none costs nothing, so it need not be said whether there are any.
+    empties, losses: not needed here, as indices past the end are always allowed.
     """
     return _Permute.apply(values, places, back)
 
 
-def _gather_sum(values: Tensor, places: Tensor) -> Tensor:
-    """The sums over k of values[places[:, k]]. values: [m, h]; places: [n, k] int64."""
+def _gather_and_sum_rows(values: Tensor, places: Tensor) -> Tensor:
+    """Return [n, h], the sum over j of values[places[:, j]], accumulated in fp32. values: [m, h]; places: int64 [n, k],
+    m counts as a row of zeros.
+    """
     values, places = values.contiguous(), places.contiguous()
     size, y = values.shape[1], values.new_empty((len(places), values.shape[1]))
     if y.numel():

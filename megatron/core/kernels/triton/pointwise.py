@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron.core.kernels.reference import GatingOptions
+from megatron.core.kernels.reference import GatedActivationOptions
 from megatron.core.kernels.triton import cdiv
 
 _BLOCK = 1024
@@ -27,8 +27,8 @@ def _sigmoid(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _value_and_slope(x: tl.tensor, NAME: tl.constexpr) -> tl.tensor:
-    """An activation and its derivative, by the names of `reference.activation`."""
+def _activation_and_derivative(x: tl.tensor, NAME: tl.constexpr) -> tl.tensor:
+    """Return the activation of x and its derivative. NAME: as in `reference.activation`."""
     if NAME == "silu":
         share = _sigmoid(x)
         return x * share, share * (1.0 + x * (1.0 - share))
@@ -50,7 +50,7 @@ def _value_and_slope(x: tl.tensor, NAME: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _gated_activation(
+def _gated_activation_kernel(
     x: tl.tensor,
     y: tl.tensor,
     size: tl.tensor,
@@ -59,19 +59,21 @@ def _gated_activation(
     OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """x: [rows, gate | up], y: [rows, size]."""
+    """Kernel: y = activation(gate) * (up + OFFSET) for one row; gate and up are first clamped by CLAMP. x: [rows, 2
+    size], gate before up; y: [rows, size].
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
     gate = tl.load(x + 2 * row * size + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + (2 * row + 1) * size + columns, mask=inside, other=0.0).to(tl.float32)
     gate, up = tl.minimum(gate, CLAMP), tl.minimum(tl.maximum(up, -CLAMP), CLAMP)
-    value, _ = _value_and_slope(gate, NAME)
+    value, _ = _activation_and_derivative(gate, NAME)
     tl.store(y + row * size + columns, (value * (up + OFFSET)).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _gate_backward(
+def _gated_activation_backward(
     dy: tl.tensor,
     x: tl.tensor,
     dx: tl.tensor,
@@ -81,14 +83,16 @@ def _gate_backward(
     OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """What a clamp cuts off has no gradient."""
+    """Kernel: compute the gradient dx [rows, 2 size] of `_gated_activation_kernel` for one row from dy [rows, size];
+    clamped values get 0.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
     gradient = tl.load(dy + row * size + columns, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(x + 2 * row * size + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + (2 * row + 1) * size + columns, mask=inside, other=0.0).to(tl.float32)
-    value, slope = _value_and_slope(tl.minimum(gate, CLAMP), NAME)
+    value, slope = _activation_and_derivative(tl.minimum(gate, CLAMP), NAME)
     linear = tl.minimum(tl.maximum(up, -CLAMP), CLAMP) + OFFSET
     of_gate = tl.where(gate <= CLAMP, gradient * linear * slope, 0.0)
     of_up = tl.where((up <= CLAMP) & (up >= -CLAMP), gradient * value, 0.0)
@@ -96,9 +100,11 @@ def _gate_backward(
     tl.store(dx + (2 * row + 1) * size + columns, of_up.to(dx.dtype.element_ty), mask=inside)
 
 
-class _Gated(Function):
+class _GatedActivation(Function):
+    """The autograd function of `gated_activation`."""
+
     @staticmethod
-    def forward(context: Any, x: Tensor, name: str, gating: GatingOptions) -> Tensor:
+    def forward(context: Any, x: Tensor, name: str, gating: GatedActivationOptions) -> Tensor:
         x = x.contiguous()
         size = x.shape[-1] // 2
         context.how = {
@@ -109,7 +115,7 @@ class _Gated(Function):
         }
         y = x.new_empty((*x.shape[:-1], size))
         if y.numel():
-            _gated_activation[(y.numel() // size, cdiv(size, _BLOCK))](x, y, size, **context.how)
+            _gated_activation_kernel[(y.numel() // size, cdiv(size, _BLOCK))](x, y, size, **context.how)
         context.save_for_backward(x)
         return y
 
@@ -118,18 +124,22 @@ class _Gated(Function):
         (x,) = context.saved_tensors
         gradient, dx, size = gradient.contiguous(), torch.empty_like(x), x.shape[-1] // 2
         if gradient.numel():
-            _gate_backward[(gradient.numel() // size, cdiv(size, _BLOCK))](gradient, x, dx, size, **context.how)
+            _gated_activation_backward[(gradient.numel() // size, cdiv(size, _BLOCK))](
+                gradient, x, dx, size, **context.how
+            )
         return dx, None, None
 
 
-def gated_activation(x: Tensor, name: str, gating: GatingOptions = GatingOptions()) -> Tensor:
-    """`reference.gated_activation`. x: [..., gate f | up f]; returns [..., f]."""
+def gated_activation(x: Tensor, name: str, gating: GatedActivationOptions = GatedActivationOptions()) -> Tensor:
+    """Compute `reference.gated_activation` by Triton, for silu, quick_gelu, gelu and gelu_tanh. x: [..., 2 f], gate
+    before up; returns [..., f].
+    """
     assert name in ("silu", "quick_gelu", "gelu", "gelu_tanh"), f"no gated activation is called {name}"
-    return _Gated.apply(x, name, gating)
+    return _GatedActivation.apply(x, name, gating)
 
 
 @triton.jit
-def _bias_activation(
+def _bias_activation_kernel(
     x: tl.tensor,
     bias: tl.tensor,
     ends: tl.tensor,
@@ -143,9 +153,10 @@ def _bias_activation(
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """x: [rows, size], gated [rows, gate | up]; bias: one row of it; y: [rows, size].
+    """Kernel: y [rows, size] = activation of x + bias for one row; GATED: x is [rows, 2 size], gate before up.
 
-    EXPERTS: 0, or at least `experts`: then bias is a row of each, and ends [experts] the number of rows of each and those before it.
+    EXPERTS: 0 for one bias; else a power of two, at least `experts`: bias then has one row for each expert, rows are
+    sorted by expert, and ends [experts] are the cumulative numbers of rows.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -160,18 +171,21 @@ def _bias_activation(
     if GATED:
         up = tl.load(first + size + columns, mask=inside, other=0.0).to(tl.float32)
         up += tl.load(bias + size + columns, mask=inside, other=0.0).to(tl.float32)
-        value, _ = _value_and_slope(tl.minimum(gate, CLAMP), NAME)
+        value, _ = _activation_and_derivative(tl.minimum(gate, CLAMP), NAME)
         value *= tl.minimum(tl.maximum(up, -CLAMP), CLAMP) + OFFSET
     else:
-        value, _ = _value_and_slope(gate, NAME)
+        value, _ = _activation_and_derivative(gate, NAME)
     tl.store(y + row * size + columns, value.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _parts_of_experts(
+def _expert_row_parts(
     ends: tl.tensor, experts: tl.tensor, EXPERTS: tl.constexpr, ROWS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Rows are summed in parts of ROWS, none of which has rows of two experts: of each expert its first row and the last, and its first part and the last."""
+    """Return the rows and row parts of each expert, where the rows of each expert are split into parts of at most
+    ROWS rows: its first row, the row behind its last, its first part, and the part behind its last; [EXPERTS] each.
+    ends: cumulative numbers of rows.
+    """
     every = tl.arange(0, EXPERTS)
     end = tl.load(ends + every, mask=every < experts, other=0)
     start = tl.load(ends + every - 1, mask=(every > 0) & (every < experts), other=0)
@@ -181,7 +195,7 @@ def _parts_of_experts(
 
 
 @triton.jit
-def _bias_backward(
+def _bias_activation_backward(
     dy: tl.tensor,
     x: tl.tensor,
     bias: tl.tensor,
@@ -199,13 +213,17 @@ def _bias_backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """dx like x, and sums [parts of at most ROWS rows, like bias] in fp32: the gradient of the bias is their sum, in the same order every time."""
+    """Kernel: for one part of at most ROWS rows, compute the gradient dx like x, and in fp32 its sum over these rows.
+
+    sums: [parts, columns of x]; the gradient of the bias is their sum over parts. No part has rows of two experts, so
+    that the order of the sum is always the same. Other arguments as in `_bias_activation_kernel`.
+    """
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
     part = tl.program_id(0).to(tl.int64)
     if EXPERTS:
         every = tl.arange(0, EXPERTS)
-        starts, stops, firsts, lasts = _parts_of_experts(ends, experts, EXPERTS, ROWS)
+        starts, stops, firsts, lasts = _expert_row_parts(ends, experts, EXPERTS, ROWS)
         expert = tl.minimum(tl.sum(((lasts <= part) & (every < experts)).to(tl.int32), 0), experts - 1)
         mine = every == expert
         start = tl.sum(tl.where(mine, starts, 0), 0) + (part - tl.sum(tl.where(mine, firsts, 0), 0)) * ROWS
@@ -225,14 +243,14 @@ def _bias_backward(
         gate = tl.load(x + places, mask=inside, other=0.0).to(tl.float32) + first_bias
         if GATED:
             up = tl.load(x + places + size, mask=inside, other=0.0).to(tl.float32) + up_bias
-            value, slope = _value_and_slope(tl.minimum(gate, CLAMP), NAME)
+            value, slope = _activation_and_derivative(tl.minimum(gate, CLAMP), NAME)
             linear = tl.minimum(tl.maximum(up, -CLAMP), CLAMP) + OFFSET
             of_up = tl.where((up <= CLAMP) & (up >= -CLAMP), gradient * value, 0.0)
             gradient = tl.where(gate <= CLAMP, gradient * linear * slope, 0.0)
             up_sum += of_up
             tl.store(dx + places + size, of_up.to(dx.dtype.element_ty), mask=inside)
         else:
-            _, slope = _value_and_slope(gate, NAME)
+            _, slope = _activation_and_derivative(gate, NAME)
             gradient *= slope
         first_sum += gradient
         tl.store(dx + places, gradient.to(dx.dtype.element_ty), mask=inside)
@@ -243,7 +261,7 @@ def _bias_backward(
 
 
 @triton.jit
-def _sum_of_experts(
+def _sum_expert_bias_gradients(
     sums: tl.tensor,
     ends: tl.tensor,
     dbias: tl.tensor,
@@ -253,11 +271,11 @@ def _sum_of_experts(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """dbias [experts, width]: of each expert the sum of its parts in sums, [parts, width], one after the other."""
+    """Kernel: dbias [experts, width] = for one expert the sum over its parts in sums [parts, width], in order."""
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     mine = tl.arange(0, EXPERTS) == tl.program_id(0)
-    _, _, firsts, lasts = _parts_of_experts(ends, experts, EXPERTS, ROWS)
+    _, _, firsts, lasts = _expert_row_parts(ends, experts, EXPERTS, ROWS)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for part in range(tl.sum(tl.where(mine, firsts, 0), 0), tl.sum(tl.where(mine, lasts, 0), 0)):
         total += tl.load(sums + part * width + columns, mask=inside, other=0.0)
@@ -265,10 +283,12 @@ def _sum_of_experts(
     tl.store(dbias + place, total.to(dbias.dtype.element_ty), mask=inside)
 
 
-class _Biased(Function):
+class _BiasActivation(Function):
+    """The autograd function of `bias_activation`."""
+
     @staticmethod
     def forward(
-        context: Any, x: Tensor, bias: Tensor, name: str, gating: GatingOptions | None, counts: Tensor | None
+        context: Any, x: Tensor, bias: Tensor, name: str, gating: GatedActivationOptions | None, counts: Tensor | None
     ) -> Tensor:
         x, bias = x.contiguous(), bias.contiguous()
         size = x.shape[-1] // (1 if gating is None else 2)
@@ -283,7 +303,7 @@ class _Biased(Function):
         y, ends = x.new_empty((*x.shape[:-1], size)), bias if counts is None else counts.cumsum(0)
         if y.numel():
             grid = (y.numel() // size, cdiv(size, _BLOCK))
-            _bias_activation[grid](x, bias, ends, y, size, context.experts, **context.how, BLOCK=_BLOCK)
+            _bias_activation_kernel[grid](x, bias, ends, y, size, context.experts, **context.how, BLOCK=_BLOCK)
         context.save_for_backward(x, bias, ends)
         return y
 
@@ -296,16 +316,18 @@ class _Biased(Function):
         if rows:
             grid = (len(sums), cdiv(size, _BIAS_COLUMNS))
             how = {**context.how, "ROWS": _BIAS_ROWS, "BLOCK": _BIAS_COLUMNS, "num_warps": _BIAS_WARPS}
-            _bias_backward[grid](gradient, x, bias, ends, dx, sums, rows, size, experts, **how)
+            _bias_activation_backward[grid](gradient, x, bias, ends, dx, sums, rows, size, experts, **how)
         if not experts or not rows:
             return dx, sums.sum(0, dtype=bias.dtype) if not experts else torch.zeros_like(bias), None, None, None
         dbias, how = torch.empty_like(bias), {"EXPERTS": context.how["EXPERTS"], "ROWS": _BIAS_ROWS, "BLOCK": _BLOCK}
-        _sum_of_experts[(experts, cdiv(width, _BLOCK))](sums, ends, dbias, width, experts, **how)
+        _sum_expert_bias_gradients[(experts, cdiv(width, _BLOCK))](sums, ends, dbias, width, experts, **how)
         return dx, dbias, None, None, None
 
 
 def bias_activation(
-    x: Tensor, bias: Tensor, name: str, gating: GatingOptions | None = None, counts: Tensor | None = None
+    x: Tensor, bias: Tensor, name: str, gating: GatedActivationOptions | None = None, counts: Tensor | None = None
 ) -> Tensor:
-    """`reference.bias_activation`. x: [..., f], gated [..., gate f | up f]; bias: [f] or [2 f], or of experts [e, ..]; counts: [e]; returns [..., f]."""
-    return _Biased.apply(x, bias, name, gating, counts)
+    """Compute `reference.bias_activation` by Triton. x: [..., f], or gated [..., 2 f]; bias: [f] or [2 f], or with
+    counts [e] of rows one for each expert, [e, ..]; returns [..., f].
+    """
+    return _BiasActivation.apply(x, bias, name, gating, counts)

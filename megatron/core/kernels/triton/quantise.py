@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.kernels.low_precision.fp8 import FusedRounding, NumberFormat, Quantised
-from megatron.core.kernels.triton import cdiv, power_of_2_above
+from megatron.core.kernels.low_precision.fp8 import FusedQuantizeKernels, NumberFormat, QuantizedMatrix
+from megatron.core.kernels.triton import cdiv, round_up_to_power_of_2
 
 _STEP = 4096  # elements that a program reads at a time
 _MOST_PARTS = 512
@@ -29,14 +29,16 @@ _TORCH_TO_TRITON = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.fl
 
 
 @triton.jit
-def _bits_of_largest(x: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
-    """The bits of the largest absolute value along an axis; those of NaN are the largest of all."""
+def _amax_bits(x: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
+    """Return the bits (int32) of the largest absolute value of x along an axis; NaN counts as larger than all."""
     return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS)
 
 
 @triton.jit
-def _largest(x: tl.tensor, parts: tl.tensor, size: tl.tensor, each: tl.tensor, STEP: tl.constexpr) -> None:
-    """The absolute maximum of `each` elements of x, [size]; parts: [programs], fp32."""
+def _partial_amaxes_kernel(
+    x: tl.tensor, parts: tl.tensor, size: tl.tensor, each: tl.tensor, STEP: tl.constexpr
+) -> None:
+    """Kernel: write the absolute maximum of `each` consecutive elements of x [size] to parts [programs], fp32."""
     start = tl.program_id(0).to(tl.int64) * each
     maximum = tl.zeros((STEP,), tl.int32)
     for first in range(0, each, STEP):
@@ -48,38 +50,44 @@ def _largest(x: tl.tensor, parts: tl.tensor, size: tl.tensor, each: tl.tensor, S
 
 @triton.jit
 def _scale_exponents(bits: tl.tensor, FRACTION: tl.constexpr, POWER: tl.constexpr) -> tl.tensor:
-    """`fp8._power_above` of absolute maxima given as bits. The format's largest number is (1 + FRACTION / 2^23) 2^(POWER - 1)."""
+    """Return `fp8._scale_exponent` of absolute maxima that are given as fp32 bits: the exponents of the blocks' scales.
+    The format's largest number is (1 + FRACTION / 2^23) 2^(POWER - 1).
+    """
     bits = tl.where(bits >= 0x7F800000, 0x3F800000, bits)
     power = (bits >> 23) - 126 - POWER + ((bits & 0x7FFFFF) > FRACTION).to(tl.int32)
     return tl.where(bits == 0, -POWER, tl.minimum(tl.maximum(power, -127), 127))
 
 
 @triton.jit
-def _two_to(power: tl.tensor) -> tl.tensor:
-    """2^power as fp32, for powers of -127 to 127."""
+def _power_of_two(power: tl.tensor) -> tl.tensor:
+    """Return 2^power in fp32, for integer powers of -127 to 127."""
     return tl.where(power == -127, 0x00400000, (power + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _rounded(x: tl.tensor, LARGEST: tl.constexpr, TYPE: tl.constexpr, BYTES: tl.constexpr) -> tl.tensor:
-    """x in the format TYPE, to the nearest, ties to even; too large values saturate; NaN stays NaN.
+def _round_to_fp8(x: tl.tensor, LARGEST: tl.constexpr, TYPE: tl.constexpr, BYTES: tl.constexpr) -> tl.tensor:
+    """Round x to the fp8 format TYPE, to the nearest, ties to even; values beyond LARGEST, the largest number of the
+    format, saturate; NaN stays NaN.
 
-    BYTES: its bits as an integer, by arithmetic, for Triton's interpreter, whose conversion neither carries nor knows ties.
+    BYTES: return the bits as uint8, computed by arithmetic, for Triton's interpreter, whose own conversion rounds
+    wrongly.
     """
     x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     if BYTES:
-        return _rounded_bits(x, TYPE.fp_mantissa_width, 1 - TYPE.exponent_bias)
+        return _fp8_bits(x, TYPE.fp_mantissa_width, 1 - TYPE.exponent_bias)
     else:
         return x.to(TYPE)
 
 
 @triton.jit
-def _rounded_bits(x: tl.tensor, MANTISSA: tl.constexpr, LOWEST: tl.constexpr) -> tl.tensor:
-    """The bits of x rounded to a format of 8 bits. MANTISSA: its bits of the fraction; LOWEST: power of its smallest normal number."""
+def _fp8_bits(x: tl.tensor, MANTISSA: tl.constexpr, LOWEST: tl.constexpr) -> tl.tensor:
+    """Return the bits (uint8) of x rounded to an fp8 format. MANTISSA: its number of fraction bits; LOWEST: exponent of
+    its smallest normal number.
+    """
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     power = tl.maximum((size >> 23) - 127, LOWEST)
-    count = tl.abs(x) * _two_to(MANTISSA - power)
+    count = tl.abs(x) * _power_of_two(MANTISSA - power)
     count = (count + 8388608.0) - 8388608.0  # which rounds to an integer
     result = ((power - LOWEST) << MANTISSA) + count.to(tl.int32)
     result = tl.where(size > 0x7F800000, 127, result) | ((bits >> 24) & 128)
@@ -104,12 +112,15 @@ def _quantize_per_tensor_kernel(
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """One scale for x, [m, k]. rows: [m, k]; turned: [k, m]; either may be None. parts: [count], whose maximum the scale is made for.
+    """Kernel: quantize one tile of x [m, k] with a single scale for the whole tensor.
 
-    inverse: [], by which values are multiplied when they are used. seen: [], raised to the absolute maximum of x; None: not asked for.
+    parts: [count], partial absolute maxima of x, from whose maximum the scale is computed (PARTS: `count` rounded up to
+    a power of two). shrink: factor of the scale, 2^-margin. rows: receives the values [m, k];
+    turned: the transposed values [k, m]; either may be None. inverse: [], receives the factor by which values are
+    dequantized. seen: [], raised to the absolute maximum of x, or None. LARGEST, TYPE, BYTES: as in `_round_to_fp8`.
     """
     numbers = tl.arange(0, PARTS)
-    bits = _bits_of_largest(tl.load(parts + numbers, mask=numbers < count, other=0.0), 0)
+    bits = _amax_bits(tl.load(parts + numbers, mask=numbers < count, other=0.0), 0)
     largest = bits.to(tl.float32, bitcast=True)
     scale = tl.div_rn(1.0, largest) * LARGEST * shrink  # as torch divides a number by a tensor
     scale = tl.where(scale > 3.4028234663852886e38, 3.4028234663852886e38, scale)
@@ -121,8 +132,8 @@ def _quantize_per_tensor_kernel(
     inside = (down < m)[:, None] & (along < k)[None, :]
     values = tl.load(x + down.to(tl.int64)[:, None] * k + along[None, :], mask=inside, other=0.0).to(tl.float32)
     if seen is not None:
-        tl.atomic_max(seen, tl.max(_bits_of_largest(values, 1), 0).to(tl.float32, bitcast=True))
-    result = _rounded(values * scale, LARGEST, TYPE, BYTES)
+        tl.atomic_max(seen, tl.max(_amax_bits(values, 1), 0).to(tl.float32, bitcast=True))
+    result = _round_to_fp8(values * scale, LARGEST, TYPE, BYTES)
     if rows is not None:
         tl.store(rows + down.to(tl.int64)[:, None] * k + along[None, :], result, mask=inside)
     if turned is not None:
@@ -131,7 +142,7 @@ def _quantize_per_tensor_kernel(
 
 
 @triton.jit
-def _round_by_blocks(
+def _quantize_row_blocks(
     values: tl.tensor,
     LARGEST: tl.constexpr,
     FRACTION: tl.constexpr,
@@ -141,15 +152,17 @@ def _round_by_blocks(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """A tile, rounded by a power of two for each BLOCK elements of its rows; and the bits of their maxima, [TILE, TILE / BLOCK]."""
+    """Quantize a tile [TILE, TILE] with a power of two for each BLOCK elements of a row. Return the values, and the
+    fp32 bits of the absolute maxima of the blocks, [TILE, TILE / BLOCK].
+    """
     blocks = tl.reshape(values, (TILE, TILE // BLOCK, BLOCK))
-    bits = _bits_of_largest(blocks, 2)
-    blocks = blocks * _two_to(-_scale_exponents(bits, FRACTION, POWER))[:, :, None]
-    return tl.reshape(_rounded(blocks, LARGEST, TYPE, BYTES), (TILE, TILE)), bits
+    bits = _amax_bits(blocks, 2)
+    blocks = blocks * _power_of_two(-_scale_exponents(bits, FRACTION, POWER))[:, :, None]
+    return tl.reshape(_round_to_fp8(blocks, LARGEST, TYPE, BYTES), (TILE, TILE)), bits
 
 
 @triton.jit
-def _store_scales(
+def _store_block_scales(
     scales: tl.tensor,
     bits: tl.tensor,
     down: tl.tensor,
@@ -160,11 +173,13 @@ def _store_scales(
     FRACTION: tl.constexpr,
     POWER: tl.constexpr,
 ) -> None:
-    """Write the scales of blocks: fp32, or bytes of e8m0."""
+    """Write the scales of blocks, in fp32 or as e8m0 bytes, according to the dtype of `scales`. bits: absolute maxima
+    as fp32 bits; down, along: row and column of each block; inside: mask; FRACTION, POWER: as in `_scale_exponents`.
+    """
     power = _scale_exponents(bits, FRACTION, POWER)
     place = scales + down * down_step + along * along_step
     if scales.dtype.element_ty == tl.float32:
-        result = tl.where(bits >= 0x7F800000, float("nan"), _two_to(power))
+        result = tl.where(bits >= 0x7F800000, float("nan"), _power_of_two(power))
         tl.store(place, result, mask=inside)
     else:
         tl.store(place, tl.where(bits >= 0x7F800000, 255, power + 127).to(tl.uint8), mask=inside)
@@ -192,9 +207,11 @@ def _quantize_per_block_kernel(
     BLOCK: tl.constexpr,
     SQUARE: tl.constexpr,
 ) -> None:
-    """Powers of two for blocks of x, [m, k]. rows: [m, k], by blocks of 1 x BLOCK; turned: [k, m], by blocks of its own rows; either may be None.
+    """Kernel: quantize one tile of x [m, k] with a power of two as scale of each block.
 
-    SQUARE: blocks of TILE x TILE. row_scales: [m, k / BLOCK], turned_scales: [k, m / BLOCK], with their strides.
+    rows: receives the values [m, k], with blocks of 1 x BLOCK; turned: those of the transpose [k, m], with blocks along
+    its own rows; either may be None. SQUARE: blocks of TILE x TILE serve both. row_scales: [m, k / BLOCK],
+    turned_scales: [k, m / BLOCK] (SQUARE: one for each tile), with their strides.
     """
     down = tl.program_id(0) * TILE + tl.arange(0, TILE)
     along = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -205,47 +222,51 @@ def _quantize_per_block_kernel(
     turned_inside = (along < k)[:, None] & (down < m)[None, :]
     first_down, first_along = tl.program_id(0), tl.program_id(1)
     if SQUARE:
-        bits = tl.max(_bits_of_largest(values, 1), 0)
-        result = _rounded(values * _two_to(-_scale_exponents(bits, FRACTION, POWER)), LARGEST, TYPE, BYTES)
+        bits = tl.max(_amax_bits(values, 1), 0)
+        result = _round_to_fp8(values * _power_of_two(-_scale_exponents(bits, FRACTION, POWER)), LARGEST, TYPE, BYTES)
         if rows is not None:
             tl.store(rows + place, result, mask=inside)
-            _store_scales(row_scales, bits, first_down, first_along, True, row_steps, row_step, FRACTION, POWER)
+            _store_block_scales(row_scales, bits, first_down, first_along, True, row_steps, row_step, FRACTION, POWER)
         if turned is not None:
             tl.store(turned + turned_place, tl.trans(result), mask=turned_inside)
-            _store_scales(
+            _store_block_scales(
                 turned_scales, bits, first_along, first_down, True, turned_steps, turned_step, FRACTION, POWER
             )
     else:
         COUNT: tl.constexpr = TILE // BLOCK
         numbers = tl.arange(0, COUNT)
         if rows is not None:
-            result, bits = _round_by_blocks(values, LARGEST, FRACTION, POWER, TYPE, BYTES, TILE, BLOCK)
+            result, bits = _quantize_row_blocks(values, LARGEST, FRACTION, POWER, TYPE, BYTES, TILE, BLOCK)
             tl.store(rows + place, result, mask=inside)
             columns = first_along * COUNT + numbers
             real = (down < m)[:, None] & (columns < tl.cdiv(k, BLOCK))[None, :]
-            _store_scales(row_scales, bits, down[:, None], columns[None, :], real, row_steps, row_step, FRACTION, POWER)
+            _store_block_scales(
+                row_scales, bits, down[:, None], columns[None, :], real, row_steps, row_step, FRACTION, POWER
+            )
         if turned is not None:
-            result, bits = _round_by_blocks(tl.trans(values), LARGEST, FRACTION, POWER, TYPE, BYTES, TILE, BLOCK)
+            result, bits = _quantize_row_blocks(tl.trans(values), LARGEST, FRACTION, POWER, TYPE, BYTES, TILE, BLOCK)
             tl.store(turned + turned_place, result, mask=turned_inside)
             columns = first_down * COUNT + numbers
             real = (along < k)[:, None] & (columns < tl.cdiv(m, BLOCK))[None, :]
-            _store_scales(
+            _store_block_scales(
                 turned_scales, bits, along[:, None], columns[None, :], real, turned_steps, turned_step, FRACTION, POWER
             )
 
 
-_INTERPRETED = not isinstance(_largest, triton.JITFunction)
+_INTERPRETED = not isinstance(_partial_amaxes_kernel, triton.JITFunction)
 _WHOLE_TILE = _INTERPRETED_TILE if _INTERPRETED else _SMALL_TILE
 
 
-def largest_of(x: Tensor) -> Tensor:
-    """Return absolute maxima of parts of x (any shape), [parts], fp32: their maximum is that of x; [1] of zero for an empty tensor."""
+def partial_amaxes(x: Tensor) -> Tensor:
+    """Return absolute maxima of parts of x (any shape), fp32 [parts]; the largest of them is that of x. [1] of zero for
+    an empty tensor.
+    """
     x = x.detach().contiguous()
     if not x.numel():
         return torch.zeros(1, dtype=torch.float32, device=x.device)
     each = cdiv(cdiv(x.numel(), _MOST_PARTS), _STEP) * _STEP
     parts = torch.empty(cdiv(x.numel(), each), dtype=torch.float32, device=x.device)
-    _largest[(len(parts),)](x, parts, x.numel(), each, STEP=_STEP)
+    _partial_amaxes_kernel[(len(parts),)](x, parts, x.numel(), each, STEP=_STEP)
     return parts
 
 
@@ -258,14 +279,15 @@ def quantize_per_tensor(
     seen: Tensor | None = None,
     rows: bool = True,
     turned: bool = True,
-) -> tuple[Quantised | None, Quantised | None]:
-    """Quantize x [m, k] with one scale, and return it and its transposed, where they are asked for.
+) -> tuple[QuantizedMatrix | None, QuantizedMatrix | None]:
+    """Quantize x [m, k] with a single scale. Return the quantized matrix (None unless `rows`) and the quantized
+    transpose [k, m] (None unless `turned`).
 
-    largest: [parts], the maximum that the scale is made for is the largest of them. margin: powers of two that are left above. seen: [], fp32,
-    raised to the absolute maximum of x.
+    largest: [parts], whose maximum is the absolute maximum that the scale is made for. margin: powers of two left above
+    it. seen: fp32 [], raised to the absolute maximum of x.
     """
     x, (m, k) = x.detach().contiguous(), x.shape
-    straight, across = _outputs(x, rows=rows, turned=turned, dtype=number.dtype)
+    straight, across = _allocate_quantized(x, rows=rows, turned=turned, dtype=number.dtype)
     inverse = torch.empty((), dtype=torch.float32, device=x.device)
     # An empty matrix has a scale, too, which the one program that is then launched writes.
     _quantize_per_tensor_kernel[(max(cdiv(m, _WHOLE_TILE), 1), max(cdiv(k, _WHOLE_TILE), 1))](
@@ -273,27 +295,30 @@ def quantize_per_tensor(
         LARGEST=number.largest,
         TYPE=_TORCH_TO_TRITON[number.dtype],
         BYTES=_INTERPRETED,
-        PARTS=power_of_2_above(largest.numel()),
+        PARTS=round_up_to_power_of_2(largest.numel()),
         TILE=_WHOLE_TILE,
     )  # fmt: skip
     return (
-        None if straight is None else Quantised(straight.view(number.dtype), inverse),
-        None if across is None else Quantised(across.view(number.dtype), inverse),
+        None if straight is None else QuantizedMatrix(straight.view(number.dtype), inverse),
+        None if across is None else QuantizedMatrix(across.view(number.dtype), inverse),
     )
 
 
 def quantize_per_block(
     x: Tensor, number: NumberFormat, block: tuple[int, int], *, rows: bool = True, turned: bool = True
-) -> tuple[Quantised | None, Quantised | None]:
-    """Quantize x [m, k] with a power of two for each block, and its transposed with one for each block of that, where they are asked for.
+) -> tuple[QuantizedMatrix | None, QuantizedMatrix | None]:
+    """Quantize x [m, k] with a power of two for each block. Return the quantized matrix (None unless `rows`) and the
+    quantized transpose [k, m] (None unless `turned`).
 
-    block: (1, 32), (1, 128), or (128, 128), which serve both. Scales of blocks of 128 are fp32 in the order of the hardware, others bytes of e8m0.
+    block: (1, 32) or (1, 128), along the rows of each of the two, or (128, 128). Scales of blocks of 128 are fp32 in
+    the layout of the tensor cores, others e8m0.
     """
     x, (m, k) = x.detach().contiguous(), x.shape
-    straight, across = _outputs(x, rows=rows, turned=turned, dtype=number.dtype)
+    straight, across = _allocate_quantized(x, rows=rows, turned=turned, dtype=number.dtype)
     square, size = block[0] > 1, block[1]
     scales, turned_scales = (
-        _scales(x, cdiv(down, block[0]), cdiv(along, size), size, square=square) for down, along in ((m, k), (k, m))
+        _allocate_block_scales(x, cdiv(down, block[0]), cdiv(along, size), size, square=square)
+        for down, along in ((m, k), (k, m))
     )
     fraction, power = _largest_fraction_and_power(number)
     if x.numel():
@@ -310,13 +335,17 @@ def quantize_per_block(
             num_warps=8,
         )  # fmt: skip
     return (
-        None if straight is None else Quantised(straight.view(number.dtype), None, _view_as_e8m0(scales), block),
-        None if across is None else Quantised(across.view(number.dtype), None, _view_as_e8m0(turned_scales), block),
+        None if straight is None else QuantizedMatrix(straight.view(number.dtype), None, _view_as_e8m0(scales), block),
+        None
+        if across is None
+        else QuantizedMatrix(across.view(number.dtype), None, _view_as_e8m0(turned_scales), block),
     )
 
 
-def _outputs(x: Tensor, *, rows: bool, turned: bool, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """Memory for x and for its transposed."""
+def _allocate_quantized(
+    x: Tensor, *, rows: bool, turned: bool, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """Allocate the quantized x [m, k] and its quantized transpose [k, m]; None for one that is not asked for."""
     (m, k), dtype = x.shape, torch.uint8 if _INTERPRETED else dtype
     return (
         torch.empty((m, k), dtype=dtype, device=x.device) if rows else None,
@@ -324,8 +353,10 @@ def _outputs(x: Tensor, *, rows: bool, turned: bool, dtype: torch.dtype) -> tupl
     )
 
 
-def _scales(x: Tensor, down: int, along: int, size: int, *, square: bool) -> Tensor:
-    """Memory for scales of blocks [down, along]: fp32, column by column, for 1 x 128; row by row for squares; bytes for 1 x 32."""
+def _allocate_block_scales(x: Tensor, down: int, along: int, size: int, *, square: bool) -> Tensor:
+    """Allocate scales of [down, along] blocks. size: columns of a block. 1 x 128: fp32, column-major; squares: fp32,
+    row-major; 1 x 32: bytes.
+    """
     if size < _TILE:
         return torch.empty((down, along), dtype=torch.uint8, device=x.device)
     if square:
@@ -334,13 +365,14 @@ def _scales(x: Tensor, down: int, along: int, size: int, *, square: bool) -> Ten
 
 
 def _view_as_e8m0(scales: Tensor) -> Tensor:
+    """View scales that are stored as bytes as e8m0; return fp32 scales as they are."""
     return scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
 
 
 def _largest_fraction_and_power(number: NumberFormat) -> tuple[int, int]:
-    """(fraction, power) of the format's largest number, for `_scale_exponents`."""
+    """Return FRACTION and POWER of a format for `_scale_exponents`, from the bits of its largest number."""
     bits = int(torch.tensor(number.largest, dtype=torch.float32, device="cpu").view(torch.int32))
     return bits & 0x7FFFFF, (bits >> 23) - 126
 
 
-KERNELS = FusedRounding(largest_of, quantize_per_tensor, quantize_per_block)
+KERNELS = FusedQuantizeKernels(partial_amaxes, quantize_per_tensor, quantize_per_block)

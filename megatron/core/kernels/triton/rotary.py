@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron.core.kernels.triton import power_of_2_above
+from megatron.core.kernels.triton import round_up_to_power_of_2
 
 _ELEMENTS = (
     4 * 32 * 8
@@ -24,7 +24,7 @@ _ELEMENTS = (
 
 
 @triton.jit
-def _turn(
+def _rotate_heads(
     x: tl.tensor,
     y: tl.tensor,
     step: tl.tensor,
@@ -38,7 +38,12 @@ def _turn(
     REST: tl.constexpr,
     HEADS: tl.constexpr,
 ) -> None:
-    """Rotate `count` heads of a token, `step` apart in x and SIZE apart in y. cosine, sine: [PAIRS]; the last SIZE - TURNED elements of a head are copied."""
+    """Rotate `count` heads of a token: those of x, `step` elements apart, are written to y, SIZE elements apart.
+
+    cosine, sine: [1, PAIRS]. The first TURNED elements of a head are rotated, the other SIZE - TURNED copied.
+    INTERLEAVED: neighbours are a pair; else the two halves. HEADS: heads at a time; PAIRS, REST: powers of two that
+    cover TURNED / 2 and SIZE - TURNED.
+    """
     for start in range(0, count, HEADS):
         rows = start + tl.arange(0, HEADS)
         real = (rows < count)[:, None]
@@ -66,7 +71,7 @@ def _turn(
 
 
 @triton.jit
-def _copy(
+def _copy_heads(
     x: tl.tensor,
     y: tl.tensor,
     step: tl.tensor,
@@ -75,7 +80,9 @@ def _copy(
     BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
 ) -> None:
-    """Copy `count` heads of a token, `step` apart in x and SIZE apart in y."""
+    """Copy `count` heads of a token from x, where they are `step` elements apart, to y, where they are SIZE elements
+    apart. BLOCK: power of two that covers SIZE; HEADS: heads at a time.
+    """
     columns = tl.arange(0, BLOCK)[None, :]
     for start in range(0, count, HEADS):
         rows = start + tl.arange(0, HEADS)
@@ -85,7 +92,7 @@ def _copy(
 
 
 @triton.jit
-def _rotate_token(
+def _rotate_token_kernel(
     q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
@@ -120,10 +127,12 @@ def _rotate_token(
     BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
 ) -> None:
-    """One token (of s x batch). q, gate: [s, batch, q_heads, SIZE], k, v: [s, batch, k_heads, SIZE], by their strides; k, v and gate may be None.
+    """Kernel: rotate the query and key heads of one of the s * batch tokens, and copy gate and values.
 
-    q_out, k_out: without gaps; k_out None: q_out has `row` elements for each token, [q | gate | k | v]. cos, sin: [s, tables (1 or batch), TURNED],
-    the same for both of a pair. BACK: turn back.
+    q, gate: [s, batch, q_heads, SIZE]; k, v: [s, batch, k_heads, SIZE], with their strides; k, v and gate may be None.
+    q_out, k_out: contiguous outputs of q and k; k_out None: q_out receives `row` elements for each token, [q | gate | k
+    | v]. cos, sin: [s, tables (1 or batch), TURNED], equal for both elements of a pair.
+    BACK: rotate by the negative angle (backward pass).
     """
     token = tl.program_id(0).to(tl.int64)
     place, text = token // batch, token % batch
@@ -134,22 +143,24 @@ def _rotate_token(
     if BACK:
         sine = -sine
     out = q_out + token * row
-    _turn(q + place * q_s + text * q_b, out, q_h, q_heads, cosine, sine, SIZE, TURNED, INTERLEAVED, PAIRS, REST, HEADS)
+    _rotate_heads(
+        q + place * q_s + text * q_b, out, q_h, q_heads, cosine, sine, SIZE, TURNED, INTERLEAVED, PAIRS, REST, HEADS
+    )
     out += q_heads * SIZE
     if gate is not None:
-        _copy(gate + place * gate_s + text * gate_b, out, gate_h, q_heads, SIZE, BLOCK, HEADS)
+        _copy_heads(gate + place * gate_s + text * gate_b, out, gate_h, q_heads, SIZE, BLOCK, HEADS)
         out += q_heads * SIZE
     if k is not None:
         if k_out is not None:
             out = k_out + token * k_heads * SIZE
-        _turn(
+        _rotate_heads(
             k + place * k_s + text * k_b, out, k_h, k_heads, cosine, sine, SIZE, TURNED, INTERLEAVED, PAIRS, REST, HEADS
         )
     if v is not None:
-        _copy(v + place * v_s + text * v_b, out + k_heads * SIZE, v_h, k_heads, SIZE, BLOCK, HEADS)
+        _copy_heads(v + place * v_s + text * v_b, out + k_heads * SIZE, v_h, k_heads, SIZE, BLOCK, HEADS)
 
 
-def _launch(
+def _launch_rotary(
     parts: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
     outputs: tuple[Tensor, Tensor | None],
     tables: tuple[Tensor, Tensor],
@@ -158,38 +169,47 @@ def _launch(
     interleaved: bool,
     back: bool,
 ) -> None:
-    """Rotate parts (q, k, v, gate), [s, b, heads, d] each, into outputs (q or the whole row, k). tables: cos and sin, [s, b or 1, 1, r]."""
+    """Rotate parts (q, k, v, gate), [s, b, heads, d] each or None, into outputs: (q, k), or (all parts of a token in
+    one row, None).
+
+    tables: cos and sin, [s, b or 1, 1, r]. row: elements of a token in the first output. back: rotate by the negative
+    angle.
+    """
     q, *others = (one if one is None or one.stride(-1) == 1 else one.contiguous() for one in parts)
     assert q is not None, "there is something to rotate"
     k, v, gate = others
     (length, batch, heads, size), turned = q.shape, tables[0].shape[-1]
     assert tables[0].shape[0] == length and tables[0].shape[1] in (1, batch), "a table has a row for every token"
     groups = 1 if k is None else k.shape[2]
-    pairs = power_of_2_above(turned // 2)
+    pairs = round_up_to_power_of_2(turned // 2)
     steps = (step for one in (q, k, v, gate) for step in ((0, 0, 0) if one is None else one.stride()[:3]))
     if q.numel():
-        _rotate_token[(length * batch,)](
+        _rotate_token_kernel[(length * batch,)](
             q, k, v, gate, *outputs, *tables, batch, tables[0].shape[1], heads, groups, row, *steps,
             BACK=back,
             SIZE=size,
             TURNED=turned,
             INTERLEAVED=interleaved,
             PAIRS=pairs,
-            REST=power_of_2_above(max(size - turned, 1)),
-            BLOCK=power_of_2_above(size),
+            REST=round_up_to_power_of_2(max(size - turned, 1)),
+            BLOCK=round_up_to_power_of_2(size),
             HEADS=max(1, _ELEMENTS // pairs),
             num_warps=4,
         )  # fmt: skip
 
 
 class _Rotary(Function):
+    """The autograd function of `rotary`."""
+
     @staticmethod
     def forward(context: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         tables = cos.contiguous(), sin.contiguous()
         context.save_for_backward(*tables)
         context.interleaved = interleaved
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        _launch((x, None, None, None), (y, None), tables, _elements_per_token(x), interleaved=interleaved, back=False)
+        _launch_rotary(
+            (x, None, None, None), (y, None), tables, _elements_per_token(x), interleaved=interleaved, back=False
+        )
         return y
 
     @staticmethod
@@ -197,11 +217,15 @@ class _Rotary(Function):
         cos, sin = context.saved_tensors
         dx = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
         parts = (gradient, None, None, None)
-        _launch(parts, (dx, None), (cos, sin), _elements_per_token(dx), interleaved=context.interleaved, back=True)
+        _launch_rotary(
+            parts, (dx, None), (cos, sin), _elements_per_token(dx), interleaved=context.interleaved, back=True
+        )
         return dx, None, None, None
 
 
 class _RotaryQKV(Function):
+    """The autograd function of `rotary_qkv`."""
+
     @staticmethod
     def forward(
         context: Any, heads: Tensor, counts: tuple[int, ...], cos: Tensor, sin: Tensor, interleaved: bool
@@ -211,7 +235,9 @@ class _RotaryQKV(Function):
         context.interleaved = interleaved
         q, *gate, k, v = heads.split(counts, dim=2)
         q_out, k_out = (torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in (q, k))
-        _launch((q, k, None, None), (q_out, k_out), tables, _elements_per_token(q), interleaved=interleaved, back=False)
+        _launch_rotary(
+            (q, k, None, None), (q_out, k_out), tables, _elements_per_token(q), interleaved=interleaved, back=False
+        )
         return q_out, *gate, k_out, v
 
     @staticmethod
@@ -221,21 +247,21 @@ class _RotaryQKV(Function):
         total = sum(one.shape[2] for one in gradients)
         whole = torch.empty((*q.shape[:2], total, q.shape[3]), dtype=q.dtype, device=q.device)
         parts = q, k, v, gate[0] if gate else None
-        _launch(
+        _launch_rotary(
             parts, (whole, None), (cos, sin), _elements_per_token(whole), interleaved=context.interleaved, back=True
         )
         return whole, None, None, None, None
 
 
 def _elements_per_token(x: Tensor) -> int:
-    """Elements of a token of x [s, b, heads, d]."""
+    """Return the number of elements of a token of x [s, b, heads, d]."""
     return x.shape[2] * x.shape[3]
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """`reference.rotary` of angles that are the same for both of a pair.
+    """Compute `reference.rotary` by Triton, for cos and sin that are equal for both elements of a pair.
 
-    x: [s, b, n, d]; cos, sin: [s, b or 1, 1, r] in fp32.
+    x: [s, b, n, d]; cos, sin: [s, b or 1, 1, r] in fp32. Returns the shape of x.
     """
     return _Rotary.apply(x, cos, sin, interleaved)
 
@@ -243,8 +269,9 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def rotary_qkv(
     heads: Tensor, counts: tuple[int, ...], cos: Tensor, sin: Tensor, interleaved: bool
 ) -> tuple[Tensor, ...]:
-    """`reference.rotary_qkv`, with the gradient of all heads in one piece of memory.
+    """Compute `reference.rotary_qkv` by Triton; the backward pass writes the gradient of `heads` in one kernel.
 
-    heads: [s, b, sum of counts, d]; cos, sin: [s, b or 1, 1, r] in fp32, the same for both of a pair.
+    heads: [s, b, sum of counts, d]; counts: heads of each part; cos, sin: [s, b or 1, 1, r] in fp32, equal for both
+    elements of a pair. Returns the parts, each [s, b, count, d].
     """
     return _RotaryQKV.apply(heads, counts, cos, sin, interleaved)

@@ -7,14 +7,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.kernels.triton import cdiv, power_of_2_above
+from megatron.core.kernels.triton import cdiv, round_up_to_power_of_2
 
 
 @triton.jit
 def load_rows(
     values: tl.tensor, rows: tl.tensor, valid: tl.tensor, columns: tl.tensor, SIZE: tl.constexpr
 ) -> tl.tensor:
-    """values[rows, columns] of a tensor [..., SIZE] in fp32: [q, columns]; 0 for rows that are not valid and columns from SIZE on."""
+    """Load values[rows, columns] of a tensor [..., SIZE] in fp32, [rows, columns]; 0 for rows that are not valid and
+    columns from SIZE on.
+    """
     mask = valid[:, None] & (columns < SIZE)[None, :]
     return tl.load(values + rows[:, None] * SIZE + columns[None, :], mask=mask, other=0.0).to(tl.float32)
 
@@ -23,7 +25,9 @@ def load_rows(
 def store_rows(
     values: tl.tensor, rows: tl.tensor, valid: tl.tensor, columns: tl.tensor, given: tl.tensor, SIZE: tl.constexpr
 ) -> None:
-    """Write `given` [q, columns] to values[rows, columns] of a tensor [..., SIZE], in its format."""
+    """Write `given` [rows, columns] to values[rows, columns] of a tensor [..., SIZE], in its dtype; rows that are not
+    valid and columns from SIZE on are left out.
+    """
     mask = valid[:, None] & (columns < SIZE)[None, :]
     tl.store(values + rows[:, None] * SIZE + columns[None, :], given.to(values.dtype.element_ty), mask=mask)
 
@@ -32,9 +36,12 @@ def store_rows(
 def chunk_decays(
     logs: tl.tensor, segments: tl.tensor, row: tl.tensor, start: tl.tensor, length: tl.tensor, CHUNK: tl.constexpr
 ) -> tl.tensor:
-    """Of a chunk: decays between tokens [q, q], of the state before it until each token [q], of each token until its end [q], of it all.
+    """Return the decays of the state within a chunk of q tokens that begins at `start`: from each token to each later
+    one [q (later), q], from before the chunk to each token [q], from each token to the chunk's end [q], and over the
+    whole chunk [].
 
-    logs: [q], of each token's decay. segments: [b, length] or None; row: b's start in it.
+    logs: [q], logarithm of each token's decay. segments: [b, length] or None, between which decays are 0; row: offset
+    of this sequence in it.
     """
     places = tl.arange(0, CHUNK)
     sums = tl.cumsum(logs, 0)
@@ -55,10 +62,12 @@ def chunk_decays(
 
 
 @triton.jit
-def connected(
+def reads_earlier_token(
     segments: tl.tensor, row: tl.tensor, start: tl.tensor, length: tl.tensor, CHUNK: tl.constexpr
 ) -> tl.tensor:
-    """Whether a token reads what an earlier one of its chunk wrote: [q (later), q]."""
+    """Return whether a token reads what an earlier token of its chunk, of the same segment, wrote to the state: bool [q
+    (later), q].
+    """
     places = tl.arange(0, CHUNK)
     seen = places[:, None] > places[None, :]
     if segments is not None:
@@ -68,7 +77,7 @@ def connected(
 
 
 @triton.jit
-def _invert_chunk_systems(
+def _invert_chunk_systems_kernel(
     k: tl.tensor,
     beta: tl.tensor,
     segments: tl.tensor,
@@ -83,14 +92,16 @@ def _invert_chunk_systems(
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """(1 + the part below the diagonal of beta_i k_i k_j)^-1 of each chunk, by forward substitution. inverse: [batch, heads, chunks, CHUNK, CHUNK]."""
+    """Kernel: invert the delta rule's system of one chunk, the identity plus beta_i k_i k_j for earlier tokens j, by
+    forward substitution. inverse: [batch, heads, chunks, CHUNK, CHUNK].
+    """
     one, head, start = tl.program_id(0) // heads, tl.program_id(0) % heads, begin + tl.program_id(1) * CHUNK
     places, deep = tl.arange(0, CHUNK), tl.arange(0, WIDE)
     tokens, valid = (start + places).to(tl.int64) * batch + one, start + places < length
     keys = load_rows(k, tokens * (heads // per_group) + head // per_group, valid, deep, KEY)
     rate = tl.load(beta + tokens * heads + head, mask=valid, other=0.0).to(tl.float32)
     system = rate[:, None] * tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
-    system = tl.where(connected(segments, one * length, start, length, CHUNK), system, 0.0)
+    system = tl.where(reads_earlier_token(segments, one * length, start, length, CHUNK), system, 0.0)
     result = tl.where(places[:, None] == places[None, :], 1.0, 0.0)
     for row in range(1, CHUNK):
         at = (places == row)[:, None]
@@ -100,28 +111,29 @@ def _invert_chunk_systems(
     tl.store(inverse + corner + places[:, None] * CHUNK + places[None, :], result)
 
 
-def invert_systems(
+def invert_delta_rule_systems(
     k: Tensor, beta: Tensor, segments: Tensor | None, chunk: int, begin: int = 0, end: int | None = None
 ) -> Tensor:
-    """The inverses of the delta rule's systems for the chunks from token `begin` to `end`: [b, n, chunks, chunk, chunk] in fp32.
+    """Return the inverses of the delta rule's triangular systems for the chunks from token `begin` to `end` (None: the
+    last): fp32 [b, n, chunks, chunk, chunk].
 
-    k: [s, b, g, dk]; beta: [s, b, n].
+    k: [s, b, g, dk]; beta: [s, b, n]; segments: [b, s] or None; chunk: tokens of a chunk.
     """
     length, batch, heads = beta.shape
     chunks, deep = cdiv((length if end is None else end) - begin, chunk), k.shape[3]
     inverse = k.new_empty((batch, heads, chunks, chunk, chunk), dtype=torch.float32)
-    _invert_chunk_systems[(batch * heads, chunks)](
+    _invert_chunk_systems_kernel[(batch * heads, chunks)](
         k, beta, segments, inverse, begin, length, batch, heads, heads // k.shape[2],
-        KEY=deep, WIDE=state_width(deep), CHUNK=chunk, PRECISION="ieee", num_warps=16,
+        KEY=deep, WIDE=padded_block_width(deep), CHUNK=chunk, PRECISION="ieee", num_warps=16,
     )  # fmt: skip
     return inverse
 
 
-def state_width(size: int) -> int:
-    """Elements that a block has for so many: a power of two from 16 on, as products of matrices need it."""
-    return power_of_2_above(max(16, size))
+def padded_block_width(size: int) -> int:
+    """Return `size` rounded up to a power of two of at least 16, as matrix products of Triton need it."""
+    return round_up_to_power_of_2(max(16, size))
 
 
 def dot_precision(x: Tensor) -> str:
-    """How products of fp32 numbers are made: in full where x (any shape) is fp32."""
+    """Return the input precision of Triton's matrix products: "ieee" if x (any shape) is fp32, else "tf32"."""
     return "ieee" if x.dtype == torch.float32 else "tf32"

@@ -21,11 +21,11 @@ from torch import Tensor
 from megatron.core.kernels.triton import cdiv
 from megatron.core.kernels.triton.scan_chunks import (
     chunk_decays,
-    connected,
     dot_precision,
-    invert_systems,
+    invert_delta_rule_systems,
     load_rows,
-    state_width,
+    padded_block_width,
+    reads_earlier_token,
     store_rows,
 )
 
@@ -33,17 +33,19 @@ _CHUNK, _COLUMNS, _WARPS = 16, 32, 8  # tokens of a chunk, for which registers a
 
 
 @triton.jit
-def _log_gradient(between: tl.tensor, reads: tl.tensor, gives: tl.tensor, across: tl.tensor) -> tl.tensor:
-    """The gradient of the logarithm of each token's decay: [q]. All that is given is a weight times its gradient.
+def _log_decay_gradient(between: tl.tensor, reads: tl.tensor, gives: tl.tensor, across: tl.tensor) -> tl.tensor:
+    """Return the gradient of the logarithm of each token's decay in a chunk, [q].
 
-    between: [q (later), q], of tokens of the chunk; reads, gives: [q], of the state before the chunk until a token, of a token until the end; across: of it all.
+    Each argument is a decay-weighted term times its own gradient: between [q (later), q]: from token to token; reads
+    [q]: from the state before the chunk to a token; gives [q]: from a token to the chunk's end; across []: over the
+    whole chunk.
     """
     sums = tl.sum(between, 1) - tl.sum(between, 0) + reads - gives
     return tl.cumsum(sums, 0, reverse=True) + tl.sum(gives, 0) + across
 
 
 @triton.jit
-def _selective_states(
+def _recompute_selective_states(
     x: tl.tensor,
     dt: tl.tensor,
     decay: tl.tensor,
@@ -65,7 +67,9 @@ def _selective_states(
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Write the state before each chunk of a span. states: where the first goes; state: before the span."""
+    """Recompute the state before each chunk of a span by the forward recurrence of Mamba-2's scan, and write it to
+    `states`. states: pointers to the place of the first; state: before the span; held: mask; decay: the head's a.
+    """
     one, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     places, deep = tl.arange(0, CHUNK), tl.arange(0, WIDE)
     step = tl.num_programs(0).to(tl.int64) * SIZE * STATE
@@ -84,7 +88,7 @@ def _selective_states(
 
 
 @triton.jit
-def _selective_gradient(
+def _selective_backward_kernel(
     x: tl.tensor,
     dt: tl.tensor,
     a: tl.tensor,
@@ -113,15 +117,21 @@ def _selective_gradient(
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """One span. before, d_state: [batch, heads, SIZE, STATE]; states: room for `chunks` of those; d_dt, d_logs: [splits, length, batch, heads];
-    d_b, d_c: [splits, tokens of the span, batch, heads, STATE]."""
+    """Kernel: backward pass of Mamba-2's scan over one span of chunks, last chunk first, for one head and COLUMNS of
+    its channels.
+
+    before: state before the span, and d_state: gradient of the state behind it, replaced by that before it; [batch,
+    heads, SIZE, STATE]. states: memory for the states before the `chunks` chunks. Receives dx like x; d_dt, d_logs
+    (gradient of the log decays): [splits, length, batch, heads]; d_b, d_c: [splits, tokens of the span, batch, heads,
+    STATE].
+    """
     one, head, split = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1).to(tl.int64)
     columns, deep, places = split * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, WIDE), tl.arange(0, CHUNK)
     square = tl.program_id(0).to(tl.int64) * SIZE * STATE + columns[None, :] * STATE + deep[:, None]
     held = (deep < STATE)[:, None] & (columns < SIZE)[None, :]
     decay = tl.load(a + head).to(tl.float32)
     state = tl.load(before + square, mask=held, other=0.0)
-    _selective_states(
+    _recompute_selective_states(
         x, dt, decay, b, segments, states + square, state, held, begin, chunks, length, batch, heads, per_group, columns,
         SIZE, STATE, WIDE, CHUNK, PRECISION,
     )  # fmt: skip
@@ -144,7 +154,7 @@ def _selective_gradient(
         d_queries = tl.dot(dys, tl.trans(state), input_precision=PRECISION) * from_start[:, None]
         d_keys = tl.dot(values, tl.trans(after), input_precision=PRECISION) * to_end[:, None]
         reads, gives = tl.sum(queries * d_queries, 1), tl.sum(keys * d_keys, 1)
-        logs = _log_gradient(weights * d_weights, reads, gives, tl.sum(state * after) * across)
+        logs = _log_decay_gradient(weights * d_weights, reads, gives, tl.sum(state * after) * across)
         d_weights *= between
         d_queries += tl.dot(d_weights, keys, input_precision=PRECISION)
         d_keys += tl.dot(tl.trans(d_weights), queries, input_precision=PRECISION)
@@ -160,7 +170,7 @@ def _selective_gradient(
 
 
 @triton.jit
-def _delta_states(
+def _recompute_delta_rule_states(
     k: tl.tensor,
     v: tl.tensor,
     g: tl.tensor,
@@ -183,7 +193,10 @@ def _delta_states(
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Write the state before each chunk of a span. states: where the first goes; state: before the span; inverse: [chunks, CHUNK, CHUNK]."""
+    """Recompute the state before each chunk of a span by the forward recurrence of the delta rule, and write it to
+    `states`. states: pointers to the place of the first; state: before the span; held: mask; inverse: [chunks, CHUNK,
+    CHUNK].
+    """
     one, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     places, deep = tl.arange(0, CHUNK), tl.arange(0, WIDE)
     step = tl.num_programs(0).to(tl.int64) * SIZE * KEY
@@ -207,7 +220,7 @@ def _delta_states(
 
 
 @triton.jit
-def _delta_gradient(
+def _delta_rule_backward_kernel(
     q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
@@ -237,15 +250,21 @@ def _delta_gradient(
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """One span. before, d_state: [batch, heads, KEY, SIZE]; states: room for `chunks` of those; inverse: [batch, heads, chunks, CHUNK, CHUNK];
-    d_g, d_beta: [splits, length, batch, heads]; d_q, d_k: [splits, tokens of the span, batch, heads, KEY]."""
+    """Kernel: backward pass of the delta rule's scan over one span of chunks, last chunk first, for one head and
+    COLUMNS of its channels.
+
+    before: state before the span, and d_state: gradient of the state behind it, replaced by that before it; [batch,
+    heads, KEY, SIZE]. states: memory for the states before the `chunks` chunks; inverse: [batch, heads, chunks, CHUNK,
+    CHUNK]. Receives dv like v; d_g, d_beta: [splits, length, batch, heads]; d_q, d_k: [splits, tokens of the span,
+    batch, heads, KEY].
+    """
     one, head, split = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1).to(tl.int64)
     columns, deep, places = split * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, WIDE), tl.arange(0, CHUNK)
     square = tl.program_id(0).to(tl.int64) * SIZE * KEY + deep[:, None] * SIZE + columns[None, :]
     held = (deep < KEY)[:, None] & (columns < SIZE)[None, :]
     inverse += tl.program_id(0).to(tl.int64) * chunks * CHUNK * CHUNK
     state = tl.load(before + square, mask=held, other=0.0)
-    _delta_states(
+    _recompute_delta_rule_states(
         k, v, g, beta, inverse, segments, states + square, state, held, begin, chunks, length, batch, heads, per_group,
         columns, KEY, SIZE, WIDE, CHUNK, PRECISION,
     )  # fmt: skip
@@ -292,14 +311,14 @@ def _delta_gradient(
         # The system N of the inverse: dN = -N^-T dN^-1 N^-T, below the diagonal.
         d_system = tl.dot(tl.trans(system), d_system, input_precision=PRECISION)
         d_system = -tl.dot(d_system, tl.trans(system), input_precision=PRECISION)
-        d_system = tl.where(connected(segments, one * length, start, length, CHUNK), d_system, 0.0)
+        d_system = tl.where(reads_earlier_token(segments, one * length, start, length, CHUNK), d_system, 0.0)
         d_rate = tl.sum(inputs * d_inputs, 1) + tl.sum(keys * d_reads, 1) + tl.sum(products * d_system, 1)
         d_system *= rate
         d_keys += d_reads * rate + tl.dot(d_system, keys, input_precision=PRECISION)
         d_keys += tl.dot(tl.trans(d_system), keys, input_precision=PRECISION)
         store_rows(dv, rows, valid, columns, d_inputs * rate, SIZE)
         tl.store(d_beta + split * length * batch * heads + rows, d_rate, mask=valid)
-        logs = _log_gradient(d_g_between, requested, gives, kept)
+        logs = _log_decay_gradient(d_g_between, requested, gives, kept)
         tl.store(d_g + split * length * batch * heads + rows, logs, mask=valid)
         own = ((split * chunks + number) * CHUNK + places) * tl.num_programs(0) + tl.program_id(0)
         store_rows(d_q, own, places >= 0, deep, d_queries, KEY)
@@ -307,16 +326,17 @@ def _delta_gradient(
     tl.store(d_state + square, after, mask=held)
 
 
-def selective_gradients(
+def selective_scan_gradients(
     inputs: Sequence[Tensor], a: Tensor, segments: Tensor | None, states: Tensor, span: int, dy: Tensor, d_state: Tensor
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Gradients of the state before the first token, of a, and of x, dt, b and c, which are the inputs.
+    """Return the gradients of the state before the first token, of a, and of the inputs (x, dt, b, c).
 
-    states: [spans, b, n, p, d], before every `span` tokens; dy: [s, b, n, p]; d_state: [b, n, p, d], of the last one.
+    states: [spans, b, n, p, d], before every `span` tokens; dy: [s, b, n, p], gradient of the output; d_state: [b, n,
+    p, d], gradient of the last state.
     """
     x, dt, b, c = inputs
     length, batch, heads, size = x.shape
-    deep, columns = b.shape[3], min(_COLUMNS, state_width(size))
+    deep, columns = b.shape[3], min(_COLUMNS, padded_block_width(size))
     splits, dx, d_b, d_c = cdiv(size, columns), torch.empty_like(x), torch.empty_like(b), torch.empty_like(c)
     d_dt, d_logs = states.new_empty((2, splits, length, batch, heads))
     d_state, inside = (
@@ -327,13 +347,13 @@ def selective_gradients(
         begin, end = number * span, min((number + 1) * span, length)
         chunks = cdiv(end - begin, _CHUNK)
         parts = states.new_empty((2, splits, chunks * _CHUNK, batch, heads, deep))
-        _selective_gradient[(batch * heads, splits)](
+        _selective_backward_kernel[(batch * heads, splits)](
             x, dt, a, b, c, dy, segments, states[number], inside, d_state, dx, d_dt, d_logs, *parts,
             begin, chunks, length, batch, heads, heads // b.shape[2],
-            SIZE=size, STATE=deep, WIDE=state_width(deep), CHUNK=_CHUNK, COLUMNS=columns, PRECISION=dot_precision(x),
+            SIZE=size, STATE=deep, WIDE=padded_block_width(deep), CHUNK=_CHUNK, COLUMNS=columns, PRECISION=dot_precision(x),
             num_warps=_WARPS, num_stages=1,
         )  # fmt: skip
-        _sum_parts(parts, (d_b, d_c), begin, end)
+        _sum_key_query_gradients(parts, (d_b, d_c), begin, end)
     d_log = d_logs.sum(0)
     return d_state, (d_log * dt).sum((0, 1)).to(a.dtype), (dx, (d_dt.sum(0) + d_log * a).to(dt.dtype), d_b, d_c)
 
@@ -341,13 +361,15 @@ def selective_gradients(
 def delta_rule_gradients(
     inputs: Sequence[Tensor], a: None, segments: Tensor | None, states: Tensor, span: int, dy: Tensor, d_state: Tensor
 ) -> tuple[Tensor, None, tuple[Tensor, ...]]:
-    """Gradients of the state before the first token, and of q, k, v, g and beta, which are the inputs. a: the delta rule has none.
+    """Return the gradients of the state before the first token, None, and the gradients of the inputs (q, k, v, g,
+    beta). a: None, as the delta rule has none.
 
-    states: [spans, b, n, dk, dv], before every `span` tokens; dy: [s, b, n, dv]; d_state: [b, n, dk, dv], of the last one.
+    states: [spans, b, n, dk, dv], before every `span` tokens; dy: [s, b, n, dv], gradient of the output;
+    d_state: [b, n, dk, dv], gradient of the last state.
     """
     q, k, v, g, beta = inputs
     length, batch, heads, size = v.shape
-    deep, columns = k.shape[3], min(_COLUMNS, state_width(size))
+    deep, columns = k.shape[3], min(_COLUMNS, padded_block_width(size))
     splits, dv, d_q, d_k = cdiv(size, columns), torch.empty_like(v), torch.empty_like(q), torch.empty_like(k)
     d_g, d_beta = states.new_empty((2, splits, length, batch, heads))
     d_state, inside = (
@@ -358,18 +380,20 @@ def delta_rule_gradients(
         begin, end = number * span, min((number + 1) * span, length)
         chunks = cdiv(end - begin, _CHUNK)
         parts = states.new_empty((2, splits, chunks * _CHUNK, batch, heads, deep))
-        inverse = invert_systems(k, beta, segments, _CHUNK, begin, end)
-        _delta_gradient[(batch * heads, splits)](
+        inverse = invert_delta_rule_systems(k, beta, segments, _CHUNK, begin, end)
+        _delta_rule_backward_kernel[(batch * heads, splits)](
             q, k, v, g, beta, dy, inverse, segments, states[number], inside, d_state, dv, d_g, d_beta, *parts,
             begin, chunks, length, batch, heads, heads // k.shape[2],
-            KEY=deep, SIZE=size, WIDE=state_width(deep), CHUNK=_CHUNK, COLUMNS=columns, PRECISION=dot_precision(v),
+            KEY=deep, SIZE=size, WIDE=padded_block_width(deep), CHUNK=_CHUNK, COLUMNS=columns, PRECISION=dot_precision(v),
             num_warps=_WARPS, num_stages=1,
         )  # fmt: skip
-        _sum_parts(parts, (d_q, d_k), begin, end)
+        _sum_key_query_gradients(parts, (d_q, d_k), begin, end)
     return d_state, None, (d_q, d_k, dv, d_g.sum(0).to(g.dtype), d_beta.sum(0).to(beta.dtype))
 
 
-def _sum_parts(parts: Tensor, totals: tuple[Tensor, Tensor], begin: int, end: int) -> None:
-    """Sum what programs made of keys and queries over channels and the heads of a group. parts: [2, splits, tokens, b, n, d]; totals: [s, b, g, d]."""
+def _sum_key_query_gradients(parts: Tensor, totals: tuple[Tensor, Tensor], begin: int, end: int) -> None:
+    """Sum the gradients of keys and queries, as programs computed them, over splits of channels and over the heads of a
+    group, into tokens `begin` to `end` of the totals. parts: [2, splits, tokens, b, n, d]; totals: two of [s, b, g, d].
+    """
     for part, total in zip(parts, totals, strict=True):
         total[begin:end] = part[:, : end - begin].unflatten(3, (total.shape[2], -1)).sum((0, 4))

@@ -21,14 +21,19 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron.core.kernels.triton import cdiv
-from megatron.core.kernels.triton.scan_chunks import chunk_decays, dot_precision, invert_systems, state_width
-from megatron.core.kernels.triton.scan_gradients import delta_rule_gradients, selective_gradients
+from megatron.core.kernels.triton.scan_chunks import (
+    chunk_decays,
+    dot_precision,
+    invert_delta_rule_systems,
+    padded_block_width,
+)
+from megatron.core.kernels.triton.scan_gradients import delta_rule_gradients, selective_scan_gradients
 
 _CHUNK, _SPAN, _COLUMNS = 64, 4, 32  # tokens of a chunk; chunks between states that are kept; channels of a program
 
 
 @triton.jit
-def _selective(
+def _selective_scan_kernel(
     x: tl.tensor,
     dt: tl.tensor,
     a: tl.tensor,
@@ -50,7 +55,11 @@ def _selective(
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """x, y: [length, batch, heads, SIZE]; states: [spans + 1, batch, heads, SIZE, STATE], the last one behind the last token."""
+    """Kernel: Mamba-2's scan along one sequence for one head and COLUMNS of its channels.
+
+    x, y: [length, batch, heads, SIZE]. first: state before the first token, or None. states: [spans + 1, batch, heads,
+    SIZE, STATE], receives the state before every SPAN chunks, and the last state.
+    """
     one, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     group = head // per_group
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -89,7 +98,7 @@ def _selective(
 
 
 @triton.jit
-def _delta(
+def _delta_rule_scan_kernel(
     q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
@@ -112,7 +121,12 @@ def _delta(
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """v, y: [length, batch, heads, SIZE]; states: [spans + 1, batch, heads, KEY, SIZE], the last one behind the last token."""
+    """Kernel: the gated delta rule along one sequence for one head and COLUMNS of its channels.
+
+    v, y: [length, batch, heads, SIZE]. inverse: inverses of the chunks' systems. first: state before the first token,
+    or None. states: [spans + 1, batch, heads, KEY, SIZE], receives the state before every SPAN chunks, and the last
+    state.
+    """
     one, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     places, deep = tl.arange(0, CHUNK), tl.arange(0, WIDE)
@@ -152,8 +166,10 @@ def _delta(
     tl.store(states + tl.cdiv(length, SPAN * CHUNK) * step + square, state, mask=held)
 
 
-class _Scan(Function):
-    """A scan by kernels, of which the forward pass keeps the inputs and the state before every `_SPAN` chunks."""
+class _ScanFunction(Function):
+    """The autograd function of both scans. run computes output and states; gradients computes the backward pass. The
+    inputs and the state before every `_SPAN` chunks are kept.
+    """
 
     @staticmethod
     def forward(
@@ -191,8 +207,10 @@ def selective_scan(
     state: Tensor | None = None,
     chunk: int = _CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """`kernels.scans.selective_scan`, in chunks of its own. x: [s, b, n, p]; dt: [s, b, n]; b, c: [s, b, g, d]."""
-    return _Scan.apply(_run_selective, selective_gradients, segments, state, a, x, dt, b, c)
+    """Compute `kernels.scans.selective_scan` by Triton; `chunk` is ignored. x: [s, b, n, p]; dt: [s, b, n]; a: [n]; b,
+    c: [s, b, g, d]. Returns y like x, and the last state [b, n, p, d] in fp32.
+    """
+    return _ScanFunction.apply(_launch_selective_scan, selective_scan_gradients, segments, state, a, x, dt, b, c)
 
 
 def delta_rule_scan(
@@ -206,19 +224,23 @@ def delta_rule_scan(
     state: Tensor | None = None,
     chunk: int = _CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """`kernels.scans.delta_rule_scan`, in chunks of its own. q, k: [s, b, g, dk]; v: [s, b, n, dv]."""
-    return _Scan.apply(_run_delta, delta_rule_gradients, segments, state, None, q, k, v, g, beta)
+    """Compute `kernels.scans.delta_rule_scan` by Triton; `chunk` is ignored. q, k: [s, b, g, dk]; v: [s, b, n, dv]; g,
+    beta: [s, b, n]. Returns o like v, and the last state [b, n, dk, dv] in fp32.
+    """
+    return _ScanFunction.apply(_launch_delta_rule_scan, delta_rule_gradients, segments, state, None, q, k, v, g, beta)
 
 
-def _run_selective(
+def _launch_selective_scan(
     x: Tensor, dt: Tensor, b: Tensor, c: Tensor, *, a: Tensor, segments: Tensor | None, first: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """y, and the states [spans + 1, b, n, p, d]."""
+    """Launch `_selective_scan_kernel`. Returns y [s, b, n, p], and the states before every `_SPAN` chunks and after the
+    last token, [spans + 1, b, n, p, d].
+    """
     length, batch, heads, size = x.shape
     deep, y = b.shape[3], torch.empty_like(x)
     states = x.new_empty((cdiv(length, _SPAN * _CHUNK) + 1, batch, heads, size, deep), dtype=torch.float32)
-    wide, columns = state_width(deep), min(_COLUMNS, state_width(size))
-    _selective[(batch * heads, cdiv(size, columns))](
+    wide, columns = padded_block_width(deep), min(_COLUMNS, padded_block_width(size))
+    _selective_scan_kernel[(batch * heads, cdiv(size, columns))](
         x, dt, a, b, c, segments, first, y, states, length, batch, heads, heads // b.shape[2],
         SIZE=size, STATE=deep, WIDE=wide, CHUNK=_CHUNK, SPAN=_SPAN, COLUMNS=columns, PRECISION=dot_precision(x),
         num_warps=4, num_stages=1,
@@ -226,16 +248,18 @@ def _run_selective(
     return y, states
 
 
-def _run_delta(
+def _launch_delta_rule_scan(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, segments: Tensor | None, first: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """y, and the states [spans + 1, b, n, dk, dv]."""
+    """Launch `_delta`. Returns y [s, b, n, dv], and the states before every `_SPAN` chunks and after the last token,
+    [spans + 1, b, n, dk, dv].
+    """
     length, batch, heads, size = v.shape
     deep, y = k.shape[3], torch.empty_like(v)
     states = v.new_empty((cdiv(length, _SPAN * _CHUNK) + 1, batch, heads, deep, size), dtype=torch.float32)
-    inverse = invert_systems(k, beta, segments, _CHUNK)
-    wide, columns, per_group = state_width(deep), min(_COLUMNS, state_width(size)), heads // k.shape[2]
-    _delta[(batch * heads, cdiv(size, columns))](
+    inverse = invert_delta_rule_systems(k, beta, segments, _CHUNK)
+    wide, columns, per_group = padded_block_width(deep), min(_COLUMNS, padded_block_width(size)), heads // k.shape[2]
+    _delta_rule_scan_kernel[(batch * heads, cdiv(size, columns))](
         q, k, v, g, beta, inverse, segments, first, y, states, length, batch, heads, per_group,
         KEY=deep, SIZE=size, WIDE=wide, CHUNK=_CHUNK, SPAN=_SPAN, COLUMNS=columns, PRECISION=dot_precision(v),
         num_warps=4, num_stages=1,

@@ -16,14 +16,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron.core.kernels.triton import cdiv, power_of_2_above
+from megatron.core.kernels.triton import cdiv, round_up_to_power_of_2
 
 _ROWS = 64  # tokens of a program
 _ELEMENTS = 4 * 32 * 8  # that four warps load at a time, 16 bytes of a half format each
 
 
 @triton.jit
-def _copy_head(
+def _copy_head_and_sum(
     x: tl.tensor,
     y: tl.tensor,
     sums: tl.tensor,
@@ -38,7 +38,12 @@ def _copy_head(
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    """Copy a head of ROWS tokens from `token` on: x by its strides, y by rows of `row` elements; their sum to sums [SIZE], in fp32, if it is not None."""
+    """Copy one head of ROWS tokens from token `token` on, from x, given by its strides over s and b, to y, where tokens
+    are `row` elements apart.
+
+    sums: [SIZE], receives the sum over these tokens in fp32, or None. STEP: tokens at a time; BLOCK: power of two that
+    covers SIZE.
+    """
     columns = tl.arange(0, BLOCK)[None, :]
     total = tl.zeros((STEP, BLOCK), dtype=tl.float32)
     for start in range(0, ROWS, STEP):
@@ -53,7 +58,7 @@ def _copy_head(
 
 
 @triton.jit
-def _join_heads(
+def _join_head_gradients_kernel(
     q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
@@ -82,9 +87,11 @@ def _join_heads(
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    """One head of ROWS tokens (of s x batch): q, gate [s, batch, q_heads, SIZE], k, v [s, batch, k_heads, SIZE] by their strides; gate may be None.
+    """Kernel: write the gradients of one head of ROWS tokens into the gradient of the fused projection's output, and
+    sum them over the tokens.
 
-    whole: [tokens, row], [q | gate | k | v]; sums: [programs, row] or None.
+    q, gate: gradients [s, batch, q_heads, SIZE]; k, v: [s, batch, k_heads, SIZE], by their strides; gate may be None.
+    whole: receives [tokens, row], laid out [q | gate | k | v]; sums: [programs of tokens, row], or None.
     """
     token, head = tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1)
     out = whole + head * SIZE
@@ -94,18 +101,22 @@ def _join_heads(
     if gate is not None:
         first += q_heads
     if head < q_heads:
-        _copy_head(q + head * q_h, out, sums, token, tokens, batch, row, q_s, q_b, SIZE, BLOCK, ROWS, STEP)
+        _copy_head_and_sum(q + head * q_h, out, sums, token, tokens, batch, row, q_s, q_b, SIZE, BLOCK, ROWS, STEP)
     elif head >= first + k_heads:
         v += (head - first - k_heads) * v_h
-        _copy_head(v, out, sums, token, tokens, batch, row, v_s, v_b, SIZE, BLOCK, ROWS, STEP)
+        _copy_head_and_sum(v, out, sums, token, tokens, batch, row, v_s, v_b, SIZE, BLOCK, ROWS, STEP)
     elif head >= first:
-        _copy_head(k + (head - first) * k_h, out, sums, token, tokens, batch, row, k_s, k_b, SIZE, BLOCK, ROWS, STEP)
+        _copy_head_and_sum(
+            k + (head - first) * k_h, out, sums, token, tokens, batch, row, k_s, k_b, SIZE, BLOCK, ROWS, STEP
+        )
     elif gate is not None:
         gate += (head - q_heads) * gate_h
-        _copy_head(gate, out, sums, token, tokens, batch, row, gate_s, gate_b, SIZE, BLOCK, ROWS, STEP)
+        _copy_head_and_sum(gate, out, sums, token, tokens, batch, row, gate_s, gate_b, SIZE, BLOCK, ROWS, STEP)
 
 
 class _SplitQKV(Function):
+    """The autograd function of `split_qkv`."""
+
     @staticmethod
     def forward(context: Any, heads: Tensor, counts: tuple[int, ...], bias: Tensor | None) -> tuple[Tensor, ...]:
         context.dtype = None if bias is None else bias.dtype
@@ -120,14 +131,14 @@ class _SplitQKV(Function):
         parts, sums = cdiv(tokens, _ROWS), None
         if context.dtype is not None:
             sums = torch.empty((parts, total * size), dtype=torch.float32, device=q.device)
-        block = power_of_2_above(size)
+        block = round_up_to_power_of_2(size)
         steps = (
             step
             for one in (q, k, v, gate[0] if gate else None)
             for step in (one.stride()[:3] if one is not None else (0, 0, 0))
         )
         if tokens:
-            _join_heads[(parts, total)](
+            _join_head_gradients_kernel[(parts, total)](
                 q, k, v, gate[0] if gate else None, whole, sums, tokens, batch, heads, groups, total * size, *steps,
                 SIZE=size,
                 BLOCK=block,
@@ -139,5 +150,9 @@ class _SplitQKV(Function):
 
 
 def split_qkv(heads: Tensor, counts: tuple[int, ...], bias: Tensor | None) -> tuple[Tensor, ...]:
-    """`reference.split_qkv`, with the gradient of all heads in one piece of memory. heads: [s, b, sum of counts, d]; bias: [sum of counts * d]."""
+    """Compute `reference.split_qkv` by Triton: return views of the parts; the backward pass writes the gradient of
+    `heads` in one kernel, and sums the bias's.
+
+    heads: [s, b, sum of counts, d]; counts: heads of each part; bias: [sum of counts * d] or None.
+    """
     return _SplitQKV.apply(heads, counts, bias)

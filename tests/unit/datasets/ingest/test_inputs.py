@@ -113,7 +113,7 @@ class Stop(BaseException):
 
 def stop_after(monkeypatch, count):
     """End the run when so many chunks were written."""
-    whole = pipeline.encode_all
+    whole = pipeline.encode_chunks
 
     def some(*arguments):
         for number, result in enumerate(whole(*arguments)):
@@ -121,7 +121,7 @@ def stop_after(monkeypatch, count):
                 raise Stop
             yield result
 
-    monkeypatch.setattr(pipeline, "encode_all", some)
+    monkeypatch.setattr(pipeline, "encode_chunks", some)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -226,14 +226,14 @@ def test_how_bad_lines_are_met_may_change_when_a_run_goes_on(tool, folder, tmp_p
         set_chunks(patch, 100)
         with pytest.raises(SystemExit, match=r"a\.jsonl:21: not JSON"):
             tool.main([*words, "--journal-interval", "0"])
-        save = pipeline.journal.save
+        save = pipeline.journal.save_journal
 
         def dies_at_the_end(prefix, command, state):
             if state.done:
                 raise Stop
             save(prefix, command, state)
 
-        patch.setattr(pipeline.journal, "save", dies_at_the_end)
+        patch.setattr(pipeline.journal, "save_journal", dies_at_the_end)
         with pytest.raises(Stop):
             tool.main([*words, "--journal-interval", "0", "--on-bad-line", "skip"])
     with pytest.raises(SystemExit, match=r"a\.jsonl:21: not JSON"):
@@ -332,7 +332,7 @@ def test_rows_without_text_and_of_broken_utf8_are_bad_records(tool, folder, tmp_
 def test_a_frame_that_blows_up_is_unpacked_in_pieces(folder):
     (folder / "a.jsonl.zst").write_bytes(zstandard.compress(bytes(100 * 2**20)))
     with open(folder / "a.jsonl.zst", "rb") as raw:
-        content = lines._ZstdBytes(raw)
+        content = lines._ZstdReader(raw)
         buffer, total = bytearray(2**20), 0
         while count := content.readinto(buffer):
             total += count

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets.ingest.encode import EncodeOptions, RecordEncoder
-from megatron.core.datasets.ingest.records import PLACES, read_records
-from megatron.core.datasets.ingest.source import Chunk, SourcePosition
+from megatron.core.datasets.ingest.records import PLACES, parse_records
+from megatron.core.datasets.ingest.source import InputPosition, RecordChunk
 
 # JSON values of all kinds, objects with the keys in question more often than others.
 ANY = st.recursive(
@@ -60,15 +60,10 @@ def test_lines_of_anything_are_documents_or_counted(lines, ends, keys):
     content = b"\n".join(lines) + b"\n" * ends
     rows = content.split(b"\n")
     rows = rows[:-1] if not rows[-1] else rows
-    chunk = Chunk(
-        "jsonl",
-        content,
-        SourcePosition(records=100),
-        SourcePosition(records=100 + len(rows)),
-        len(content),
-        len(content),
+    chunk = RecordChunk(
+        "jsonl", content, InputPosition(records=100), InputPosition(records=100 + len(rows)), len(content), len(content)
     )
-    records = read_records(chunk, keys)
+    records = parse_records(chunk, keys)
     expected = [(number, texts) for number, line in enumerate(rows, 101) if (texts := plainly(line, keys)) is not None]
     assert records.numbers == [number for number, _ in expected]
     assert [list(texts) for texts in zip(*records.texts)] == [texts for _, texts in expected]
@@ -79,7 +74,9 @@ def test_lines_of_anything_are_documents_or_counted(lines, ends, keys):
 
 def test_all_bad_lines_are_counted_and_the_first_are_named():
     content = b"{}\n" * 7 + b'{"text": "a"}\n' + b"{}\n"
-    (drop,) = read_records(Chunk("jsonl", content, SourcePosition(), SourcePosition(), 0, 0), ("text",)).drops.values()
+    (drop,) = parse_records(
+        RecordChunk("jsonl", content, InputPosition(), InputPosition(), 0, 0), ("text",)
+    ).drops.values()
     assert (drop.count, drop.records) == (8, [1, 2, 3, 4, 5][:PLACES])
 
 
@@ -93,7 +90,7 @@ def numbers_encoder(**facts):
 def test_what_the_tokenizer_cannot_read_is_left_out_under_every_key(rows, append_eod):
     encoder = numbers_encoder(keys=("a", "b"), append_eod=append_eod)
     content = b"".join(json.dumps({"a": a, "b": b}).encode() + b"\n" for a, b in rows)
-    chunk = Chunk("jsonl", content, SourcePosition(), SourcePosition(), len(content), len(content))
+    chunk = RecordChunk("jsonl", content, InputPosition(), InputPosition(), len(content), len(content))
     encoded = encoder.encode(*encoder.read_records_and_sentences(chunk))
     good = [(a, b) for a, b in rows if not {a, b} & {"x", "101"}]
     for column, texts in zip(encoded.columns, zip(*good) if good else [(), ()]):
@@ -110,7 +107,7 @@ def test_a_tokenizer_whose_memory_grows_is_built_again(monkeypatch):
     memory = iter([100, 110, 100 + 2**27, 300, 310, 300 + 2**27])
     monkeypatch.setattr("megatron.core.datasets.ingest.encode._resident_bytes", lambda: next(memory))
     encoder = numbers_encoder()
-    chunk = Chunk("jsonl", b'{"text": "7"}', SourcePosition(), SourcePosition(), 0, 0)
+    chunk = RecordChunk("jsonl", b'{"text": "7"}', InputPosition(), InputPosition(), 0, 0)
     seen = []
     for _ in range(6):
         seen.append(encoder.tokenizer)
