@@ -116,7 +116,8 @@ def test_every_step_has_its_share_of_a_short_call(
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
 def test_a_call_that_is_stopped_keeps_what_it_has_and_goes_on(tmp_path: Path, ending: signal.Signals) -> None:
     code = (
-        "import sys\nfrom benchmarks.gpu import calls\n"
+        "import signal, sys\nfrom benchmarks.gpu import calls\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # where the suite runs in the background, it is ignored
         "steps = [calls.Step('quick', ('-c', 'print(1)'), 60, gpu=False),"
         " calls.Step('slow', ('-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'), 60, gpu=False)]\n"
         "calls.CALLS = {1: tuple(steps)}\ncalls.has_gpu = lambda: (False, 'no GPU')\nsys.exit(calls.main())"
