@@ -190,7 +190,7 @@ def spans_by_group(spans: Sequence[SequenceSpan]) -> list[list[int]]:
 
 
 class StepCache:
-    """The `Cache` of one forward pass. logit_positions: token indices whose logits are needed, None for all; filling:
+    """The `DecodingCache` of one forward pass. logit_positions: token indices whose logits are needed, None for all; filling:
     number of padding tokens at the end. depth: of multi-token prediction, 0 for the network itself. states: pool of
     recurrent states, and the groups' slots.
     positions: of the tokens, [t].

@@ -39,7 +39,7 @@ from megatron.inference.throughput import ThroughputMeter
 
 
 class _EncoderDecoderCache:
-    """The `Cache` of equally long decoded texts: keys and values of each layer, [t, b, g, d], for up to `most` tokens."""
+    """The `DecodingCache` of equally long decoded texts: keys and values of each layer, [t, b, g, d], for up to `most` tokens."""
 
     def __init__(self, most: int) -> None:
         self._most, self._length = most, 0

@@ -127,7 +127,7 @@ class Engine:
 
     def submit(self, request: GenerationRequest, listener: Listener) -> int:
         """Add a request; return its number. listener: called with its events, in the thread that steps.
-        Raises `ConfigError` for a request that can never be served, and `Busy` when too many wait.
+        Raises `ConfigError` for a request that can never be served, and `EngineBusyError` when too many wait.
         """
         raise_config_error_if(self._request_problems(request))
         if (

@@ -66,8 +66,8 @@ class ScoreService:
         self._thread.start()
 
     def submit(self, texts: Sequence[Ids]) -> Scores:
-        """Queue texts; return a future of their scores, which can be cancelled while it waits. Raises `Busy`, and
-        `Stopped` when no more are accepted.
+        """Queue texts; return a future of their scores, which can be cancelled while it waits. Raises `EngineBusyError`, and
+        `ServiceStoppedError` when no more are accepted.
         """
         scores: Scores = Future()
         with self._lock:

@@ -114,7 +114,7 @@ class EngineService:
     def submit(self, request: GenerationRequest, listener: Listener | None = None) -> RequestStream:
         """Submit a request; return the stream of its events. With a listener the stream stays empty, and only serves to
         cancel.
-        Raises `ConfigError`, `Busy`, and `Stopped` when no more requests are accepted.
+        Raises `ConfigError`, `EngineBusyError`, and `ServiceStoppedError` when no more requests are accepted.
         """
         stream = RequestStream(self)
         with self._lock:
@@ -132,7 +132,7 @@ class EngineService:
     def run_between_steps(self, work: Callable[[], T]) -> T:
         """Run a function between steps, in the thread that steps; return its result, or raise its `ConfigError` or
         `CheckpointError`.
-        Raises `Stopped` as `submit` does.
+        Raises `ServiceStoppedError` as `submit` does.
         """
         result: Future[T] = Future()
 
@@ -207,7 +207,7 @@ class EngineService:
                 raise
 
     def _fail_pending_calls(self, why: str) -> None:
-        """Raise `Stopped` in all pending `run_between_steps`."""
+        """Raise `ServiceStoppedError` in all pending `run_between_steps`."""
         for _, result in self._calls:
             if not result.done():
                 result.set_exception(ServiceStoppedError(why))

@@ -327,7 +327,7 @@ def _open_to_append(path: str, keep: int | None) -> IO[bytes]:
 class IndexedDatasetBuilder:
     """Writes a .bin/.idx pair and its sidecar.
 
-    tokenizer, shard, level: what the sidecar says of the pair; see `Sidecar`. multimodal: each sequence has a mode.
+    tokenizer, shard, level: what the sidecar says of the pair; see `DatasetSidecar`. multimodal: each sequence has a mode.
     Memory does not grow with what is written.
 
     As a context manager it finishes the pair at the end of the block, or removes what it wrote when the block raises.

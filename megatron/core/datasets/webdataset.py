@@ -208,7 +208,7 @@ class _SampleFieldReader:
         raise DataError(f"it has no {path}; it has {', '.join(self.sample.members)}")
 
     def read_member(self, name: str) -> Any:
-        """Return a member of the sample by what follows the key in its name (such as jpg or json): an image as its `Member`, whose bytes
+        """Return a member of the sample by what follows the key in its name (such as jpg or json): an image as its `TarMember`, whose bytes
         are not read; JSON parsed; text as str. Raises `KeyError` if there is none, `DataError` for any other kind.
         """
         member = self.sample.members[name.lower()]
@@ -233,7 +233,7 @@ class _SampleFieldReader:
             return file.read(member.size)
 
     def interleaved_items(self, path: str) -> list[Any]:
-        """Return images (as `Member`) and texts in turn, from a JSON list at `path`: texts and names of members, or
+        """Return images (as `TarMember`) and texts in turn, from a JSON list at `path`: texts and names of members, or
         objects with type (text, image) and value. `DataError` if it is no such list.
         """
         items = self(path)

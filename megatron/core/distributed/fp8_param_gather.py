@@ -1,7 +1,7 @@
 """Buckets of parameters stored in 8 bits (`--fp8-param-gather`): each rank owns fp32 main weights, and gathers 8-bit
 values.
 
-    main weight  [ rank's own range, fp32 ]                             a `Segment`, which the optimizer updates in place
+    main weight  [ rank's own range, fp32 ]                             a `OwnedSegment`, which the optimizer updates in place
     data    [ rank 0  |  rank 1  |  rank 2  |  rank 3 ]  1 byte each    values of all weights, which layers multiply
     sizes   [ a block, a block, ... ]                                   absolute maxima of blocks, or of each whole weight
 

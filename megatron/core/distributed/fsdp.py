@@ -2,12 +2,12 @@
 
 A layer's weights are gathered only while it computes. `fully_shard` shards the rows of the tensor-parallel shard:
 
-    weight [out, in]  --tp-->  [out/tp, in], the local tensor  --dp_cp-->  some of its rows: a `Segment`, low to high
+    weight [out, in]  --tp-->  [out/tp, in], the local tensor  --dp_cp-->  some of its rows: a `OwnedSegment`, low to high
 
     forward    gather layer 0, compute, free | gather layer 1, compute, free | ...
     backward   ... | gather layer 1, compute, reduce-scatter its gradients, free | gather layer 0, ...
 
-For the optimizer and checkpoints an owned shard is a `Segment`, like an owned range of a bucket under ZeRO-1. It is fp32 and its
+For the optimizer and checkpoints an owned shard is a `OwnedSegment`, like an owned range of a bucket under ZeRO-1. It is fp32 and its
 own main weight: half-precision weights exist only while gathered. Gradients are reduced over the ranks after every microbatch,
 so that none is stored as a whole. Experts are sharded over the ranks that hold the same ones.
 

@@ -344,7 +344,7 @@ def _no_unsupported_reason(_: KernelRequirements) -> str:
 
 def _tried_triton_candidate(op: str, module: str, unasked: Callable[[KernelRequirements], str]) -> KernelCandidate:
     """Return the candidate for the Triton kernel of an op, the function of that name in `module`; it is a default once
-    it passed a trial. unasked: as in `Candidate`.
+    it passed a trial. unasked: as in `KernelCandidate`.
     """
     return KernelCandidate(op, "triton", LazyImport(module, op), _triton_unsupported_reason, unasked, checked=True)
 

@@ -178,7 +178,7 @@ def encode_into_tensor(encoded: EncodedTensor, values: Tensor) -> None:
     """Encode `values` [elements], as `decode_encoded_tensor` returned them, into an encoded tensor; nothing to do where
     they are its storage.
 
-    The bf16 weights of `Bf16Remainder` are set already and stay unchanged.
+    The bf16 weights of `Bf16RemainderTensor` are set already and stay unchanged.
     """
     if not isinstance(encoded, BlockScaledTensor | Bf16RemainderTensor):
         return

@@ -1,4 +1,4 @@
-"""Computation during communication: what a rank computes while it waits for others. One `Overlap` serves all axes of a
+"""Computation during communication: what a rank computes while it waits for others. One `CommunicationOverlap` serves all axes of a
 mesh.
 
 Delayed weight gradients (`--delay-wgrad-compute`): `collectives.wait_with_overlap` calls `compute_delayed_wgrad`, which computes the

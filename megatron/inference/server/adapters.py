@@ -20,7 +20,7 @@ UNLOAD = (BodyField("lora_name", text_problem, needed=True),)
 
 
 def handle_load_adapter(body: bytes, serving: GenerationServing) -> str:
-    """Load an adapter as a request body says; return the response text. Raises `Refused` if it cannot be served."""
+    """Load an adapter as a request body says; return the response text. Raises `RequestRefused` if it cannot be served."""
     _require_adapter_updates(serving)
     fields = read_body_fields(LOAD, body)
     try:
@@ -36,7 +36,7 @@ def handle_load_adapter(body: bytes, serving: GenerationServing) -> str:
 
 
 def handle_unload_adapter(body: bytes, serving: GenerationServing) -> str:
-    """Unload the adapter that a request body names; return the response text. Raises `Refused` if it is not loaded."""
+    """Unload the adapter that a request body names; return the response text. Raises `RequestRefused` if it is not loaded."""
     _require_adapter_updates(serving)
     name = read_body_fields(UNLOAD, body)["lora_name"]
     if name not in serving.adapter_names:
@@ -50,7 +50,7 @@ def handle_unload_adapter(body: bytes, serving: GenerationServing) -> str:
 
 
 def _require_adapter_updates(serving: GenerationServing) -> None:
-    """Raise `Refused` (403) unless the server allows adapters to be changed."""
+    """Raise `RequestRefused` (403) unless the server allows adapters to be changed."""
     if not serving.updates_adapters:
         raise RequestRefused(
             "adapters are not changed while this server runs; start it with --allow-runtime-lora-updating", 403

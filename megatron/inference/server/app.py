@@ -283,7 +283,7 @@ async def with_keepalives(words: AsyncIterator[str], seconds: float) -> AsyncIte
 
 
 async def read_body(request: Request, limits: RequestLimits) -> bytes:
-    """Return the body of a request. `Refused` if it is too large, too slow, or not declared as JSON;
+    """Return the body of a request. `RequestRefused` if it is too large, too slow, or not declared as JSON;
     `ClientDisconnected`.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -34,7 +34,7 @@ class ChatPromptEncoder:
         self.stop_ids, self.stop_words = self._encoder.answer_terminators()
 
     def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the ids of a conversation up to where the answer begins; `Refused` if the template does not accept it."""
+        """Return the ids of a conversation up to where the answer begins; `RequestRefused` if the template does not accept it."""
         try:
             return self._encoder.encode_prompt(messages)
         except (DataError, ValueError) as error:
@@ -49,7 +49,7 @@ class ChatPromptEncoder:
     ) -> tuple[tuple[int, ...], PromptImages | None]:
         """Return the ids of a conversation, and its images or None. prompts: writer of a network that reads images, or
         None.
-        most: images in one request. Raises `Refused`.
+        most: images in one request. Raises `RequestRefused`.
         """
         if prompts is None:
             if files:
@@ -68,7 +68,7 @@ class ChatPromptEncoder:
 
 def parse_messages(value: Any) -> tuple[list[dict[str, str]], list[bytes]]:
     """Return (role and text of each message, image files). Content parts are joined, `<image>` standing for each image.
-    Raises `Refused`.
+    Raises `RequestRefused`.
     """
     if not isinstance(value, list) or not value:
         raise RequestRefused("messages must be a list of messages, of which there is one at least")
@@ -95,7 +95,7 @@ def parse_messages(value: Any) -> tuple[list[dict[str, str]], list[bytes]]:
 
 def _content_part_text(part: Any, where: str, images: list[bytes]) -> str:
     """Return the text of a content part; an image becomes `<image>` and its file is added to `images`. Raises
-    `Refused`.
+    `RequestRefused`.
     """
     if isinstance(part, str):
         return part

@@ -1,7 +1,7 @@
 """What a body may hold: each field with its kind, its limits and what it is when left out.
 
     PUT = (Field("tokens_to_generate", integer(0), 64), ...)
-    asked = read(PUT, body)          # every field has a value; `Refused` lists all that is wrong
+    asked = read(PUT, body)          # every field has a value; `RequestRefused` lists all that is wrong
 
 A number is never a boolean, and never NaN or infinite. Unknown fields are refused by name: one that is misspelt would
 change nothing, and nobody would know.
@@ -43,7 +43,7 @@ def read_body_fields(
     fields: Sequence[BodyField], body: bytes, retired: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """Return the value of every field of a JSON body, defaults included. retired: former fields -> what to say of them.
-    Raises one `Refused` with all that is wrong.
+    Raises one `RequestRefused` with all that is wrong.
     """
     body_fields = parse_json_object(body)
     known = {field.name: field for field in fields}
@@ -67,14 +67,14 @@ def read_body_fields(
 
 
 def raise_problems(problems: Iterable[str]) -> None:
-    """Raise one `Refused` that lists the non-empty problems, if there are any."""
+    """Raise one `RequestRefused` that lists the non-empty problems, if there are any."""
     stated = [problem for problem in problems if problem]
     if stated:
         raise RequestRefused("; ".join(stated))
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:
-    """Parse a body as a JSON object; `Refused` if it is none."""
+    """Parse a body as a JSON object; `RequestRefused` if it is none."""
 
     def refuse_nonfinite(word: str) -> None:
         raise ValueError(f"{word} is no number")

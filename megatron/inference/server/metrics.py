@@ -8,7 +8,7 @@ from megatron.inference.requests import EngineMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PREFIX = "megatron_inference_"
-# (field of `Metrics`, name, kind, help)
+# (field of `EngineMetrics`, name, kind, help)
 _ROWS = (
     ("requests", "requests_total", "counter", "requests that the engine took in"),
     ("waiting", "requests_waiting", "gauge", "requests that wait to be decoded"),

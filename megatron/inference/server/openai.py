@@ -148,7 +148,7 @@ class CompletionRequest:
 
 
 def parse_completion(body: bytes, serving: GenerationServing) -> CompletionRequest:
-    """Parse a body of /v1/completions. Raises `Refused`."""
+    """Parse a body of /v1/completions. Raises `RequestRefused`."""
     fields = read_body_fields(COMPLETION, body)
     _require_stream_for_options(fields)
     _require_valid_combination(fields)
@@ -173,7 +173,7 @@ def parse_completion(body: bytes, serving: GenerationServing) -> CompletionReque
 
 
 def _require_valid_combination(fields: dict[str, Any]) -> None:
-    """Raise `Refused` for fields that are valid by themselves and not together."""
+    """Raise `RequestRefused` for fields that are valid by themselves and not together."""
     if fields["best_of"] not in (None, fields["n"]):
         raise RequestRefused("best_of must be n: of several texts, all are given")
     scored = fields["logprobs"] is not None
@@ -184,7 +184,7 @@ def _require_valid_combination(fields: dict[str, Any]) -> None:
 
 
 def parse_chat_completion(body: bytes, serving: GenerationServing, chat: ChatPromptEncoder | None) -> CompletionRequest:
-    """Parse a body of /v1/chat/completions. Raises `Refused`."""
+    """Parse a body of /v1/chat/completions. Raises `RequestRefused`."""
     fields = read_body_fields(CHAT, body)
     _require_stream_for_options(fields)
     if chat is None:

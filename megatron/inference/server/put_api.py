@@ -108,7 +108,7 @@ def _field_conflicts(fields: dict[str, Any], serving: GenerationServing) -> list
 
 
 def parse_put_body(body: bytes, serving: GenerationServing) -> tuple[dict[str, Any], list[GenerationRequest]]:
-    """Return the fields of a body and its engine requests; `Refused` lists all that is wrong."""
+    """Return the fields of a body and its engine requests; `RequestRefused` lists all that is wrong."""
     fields = read_body_fields(FIELDS, body, _RETIRED)
     raise_problems(_field_conflicts(fields, serving))
     tokenizer, count = serving.tokenizer, fields["tokens_to_generate"]

@@ -27,7 +27,7 @@ class ClientDisconnected(Exception):
 
 
 class PendingRequests:
-    """The engine requests of one HTTP request. Submits all of them on creation, or none and raises `Refused`."""
+    """The engine requests of one HTTP request. Submits all of them on creation, or none and raises `RequestRefused`."""
 
     def __init__(self, service: EngineService, requests: Sequence[GenerationRequest]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -52,7 +52,7 @@ class PendingRequests:
             self.cancel()
 
     async def replies(self) -> list[GenerationReply]:
-        """Wait for all replies; returned in the order of the requests. Raises `Refused` if the engine fails."""
+        """Wait for all replies; returned in the order of the requests. Raises `RequestRefused` if the engine fails."""
         replies: dict[int, GenerationReply] = {}
         try:
             async for place, event in self.events():
@@ -127,7 +127,7 @@ class BeamSearchPool:
     async def run(self, search: Callable[[Callable[[Sequence[GenerationRequest]], list[GenerationReply]]], T]) -> T:
         """Run `search` in a thread; it gets a function that runs engine requests, which raises `ClientDisconnected`
         once the caller is cancelled.
-        Raises `Refused` if too many searches run.
+        Raises `RequestRefused` if too many searches run.
         """
         if self._running >= self._most:
             raise RequestRefused(f"{self._running} searches are running; ask again later", 429, {"Retry-After": "1"})

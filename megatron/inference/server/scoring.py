@@ -79,7 +79,7 @@ class ScoringServing:
     limits: RequestLimits = field(default_factory=RequestLimits)
 
     def encode_texts(self, texts: Sequence[str | Sequence[Message]]) -> list[Ids]:
-        """Return the ids of each text or conversation; `Refused` if one cannot be encoded or exceeds the limits."""
+        """Return the ids of each text or conversation; `RequestRefused` if one cannot be encoded or exceeds the limits."""
         if len(texts) > self.limits.prompts:
             raise RequestRefused(
                 f"{len(texts)} texts are asked for; this server takes {self.limits.prompts} in a call", 413
@@ -99,7 +99,7 @@ class ScoringServing:
 
 
 def parse_pooling(body: bytes, serving: ScoringServing) -> tuple[list[Ids], bool]:
-    """Parse a body of /pooling: (ids of each text, whether to apply the sigmoid to scores). Raises `Refused`."""
+    """Parse a body of /pooling: (ids of each text, whether to apply the sigmoid to scores). Raises `RequestRefused`."""
     fields = read_body_fields(POOLING, body)
     _require_served_model(fields["model"], serving)
     if (fields["input"] is None) == (fields["messages"] is None):
@@ -117,7 +117,7 @@ def parse_pooling(body: bytes, serving: ScoringServing) -> tuple[list[Ids], bool
 
 def parse_score(body: bytes, serving: ScoringServing) -> tuple[list[Ids], bool]:
     """Parse a body of /v1/score, as `parse_pooling`: one prompt with each answer, or as many prompts as answers.
-    Raises `Refused`.
+    Raises `RequestRefused`.
     """
     fields = read_body_fields(SCORE, body)
     _require_served_model(fields["model"], serving)
@@ -194,6 +194,6 @@ def _add_scoring_routes(app: FastAPI, serving: ScoringServing) -> None:
 
 
 def _require_served_model(model: str | None, serving: ScoringServing) -> None:
-    """Raise `Refused` (404) if a request names another model."""
+    """Raise `RequestRefused` (404) if a request names another model."""
     if model not in (None, serving.model):
         raise RequestRefused(f"there is no model {str(model)[:100]!r} here; this server has {serving.model!r}", 404)

@@ -92,7 +92,7 @@ class GenerationServing:
 
     def load_adapter(self, name: str, folder: str) -> None:
         """Load the adapter in a folder under a name. Raises `ConfigError` or `CheckpointError` if it cannot be served,
-        and `Stopped`.
+        and `ServiceStoppedError`.
         """
         if name == self.model:
             raise ConfigError(f"{name!r} is the name of the network; choose another for the adapter")
@@ -102,7 +102,7 @@ class GenerationServing:
         self.service.run_between_steps(lambda: self.service.engine.adapters.load(name, adapters))
 
     def adapter_named(self, model: str | None) -> str:
-        """Return the adapter that a request's model names, "" for the network; `Refused` (404) if there is none."""
+        """Return the adapter that a request's model names, "" for the network; `RequestRefused` (404) if there is none."""
         if model in (None, self.model):
             return ""
         if model not in self.adapter_names:
@@ -111,14 +111,14 @@ class GenerationServing:
         return str(model)
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids of a text; `Refused` if it cannot be tokenized, such as a lone surrogate."""
+        """Return the ids of a text; `RequestRefused` if it cannot be tokenized, such as a lone surrogate."""
         try:
             return self.tokenizer.tokenize(text)
         except ValueError as error:
             raise RequestRefused(f"the prompt cannot be read: {error}") from None
 
     def require_within_limits(self, prompt: Sequence[int], num_tokens: int) -> None:
-        """Raise `Refused` if a prompt or the number of new tokens exceeds the limits."""
+        """Raise `RequestRefused` if a prompt or the number of new tokens exceeds the limits."""
         most, longest = self.limits.new_tokens, self.limits.prompt_tokens
         if longest is not None and len(prompt) > longest:
             raise RequestRefused(f"the prompt has {len(prompt)} tokens; this server takes {longest}", 413)

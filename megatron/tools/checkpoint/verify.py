@@ -64,7 +64,7 @@ def verify_source(source: CheckpointSource, bar: tqdm, threads: int | None) -> V
 
 
 def open_checkpoints_at(path: str, step: int | None, every: bool) -> Iterator[CheckpointSource | VerifyFinding]:
-    """Open the checkpoints of a path, one after the other; what cannot be opened is yielded as a `Finding`.
+    """Open the checkpoints of a path, one after the other; what cannot be opened is yielded as a `VerifyFinding`.
     step: only the one of this iteration. every: all of a --save folder, not only the newest.
     """
     scan = scan_checkpoint_folder(path)

@@ -8,7 +8,7 @@
 
 A loss travels as a tensor [sum, count] of this rank; sums and counts are added over the ranks that saw other data only
 when they are resolved, so a step's loss is the mean over all its tokens. The interval's loss is the mean over its steps
-that were not skipped; figures of the data alone (rewards of rollouts) count in all steps. Everything below `Meter` is a pure function of numbers.
+that were not skipped; figures of the data alone (rewards of rollouts) count in all steps. Everything below `StepMetricsMeter` is a pure function of numbers.
 """
 
 from __future__ import annotations

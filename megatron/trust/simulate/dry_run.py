@@ -86,19 +86,19 @@ class _StatelessRandomStreams(RandomStreams):
 
 
 class _ForwardingFlightRecorder(FlightRecorder):
-    """A flight recorder that also tells a `Recorder` which action begins, and the axis of the next collective."""
+    """A flight recorder that also tells a `StepRecorder` which action begins, and the axis of the next collective."""
 
     def __init__(self, recorder: StepRecorder) -> None:
         super().__init__()
         self.recorder = recorder
 
     def begin_activity(self, activity: str, iteration: int) -> None:
-        """As `FlightRecorder.begin_activity`; the dry run's `Recorder` begins the action "begin" too."""
+        """As `FlightRecorder.begin_activity`; the dry run's `StepRecorder` begins the action "begin" too."""
         super().begin_activity(activity, iteration)
         self.recorder.begin_action(_BEGIN)
 
     def enter_phase(self, action: object) -> None:
-        """As `FlightRecorder.enter_phase`; the `Recorder` begins the action too, except reading data, which belongs to
+        """As `FlightRecorder.enter_phase`; the `StepRecorder` begins the action too, except reading data, which belongs to
         the action that needs it.
         """
         super().enter_phase(action)
@@ -107,7 +107,7 @@ class _ForwardingFlightRecorder(FlightRecorder):
             self.recorder.begin_action(name)
 
     def record_collective(self, what: object, axis: str, ranks: tuple[int, ...], size: int) -> None:
-        """As `FlightRecorder.record_collective`; the `Recorder` is told the axis and, of a message, the action that
+        """As `FlightRecorder.record_collective`; the `StepRecorder` is told the axis and, of a message, the action that
         consumes it.
         """
         super().record_collective(what, axis, ranks, size)

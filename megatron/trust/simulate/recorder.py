@@ -1,6 +1,6 @@
 """Record every operation of a training step as an event; works on fake tensors and on real ones.
 
-A `Recorder` is a torch dispatch mode: it sees each operation between autograd and the kernels, in forward and backward passes, each
+A `StepRecorder` is a torch dispatch mode: it sees each operation between autograd and the kernels, in forward and backward passes, each
 collective and message, and each storage that is allocated or freed. It does not change what is computed, with one exception: without
 data nobody knows which experts tokens choose, so under a recorder they choose all experts equally often, in turn.
 """

@@ -49,7 +49,7 @@ def save_as_two(
     best: int | None = None,
     files: FileSystem = DISK,
 ) -> CommittedCheckpoint:
-    """What `Saver` does on two ranks, one rank after the other."""
+    """What `CheckpointSaver` does on two ranks, one rank after the other."""
     ranks = [plan.sharded_tensors(state) for state in states(version)]
     shares = plan.assign_writers([plan.write_candidates(tensors) for tensors in ranks])
     identity = f"{version:08x}" * 4
