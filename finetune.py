@@ -12,22 +12,22 @@ if __name__ == "__main__":  # before torch is imported, so that --help and refus
     PLACE = read_launch_info()
     ARGS, PREFERENCE = parse_preference_args(world_size=PLACE.size, speaks=PLACE.rank == 0)
 
-from megatron.preference.data import finetune_data_provider, finetune_dataset_kind, with_epoch_iterations
+from megatron.preference.data import finetune_dataset_kind, preference_data_provider, with_epoch_iterations
 from megatron.preference.step import PreferenceStep
-from megatron.training.entry import entry_point
+from megatron.training.entry import guarded_entry_point
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
-from megatron.training.run import Run
-from pretrain_gpt import forward_step, make_sample_generator, model_provider
+from megatron.training.run import RunContext
+from pretrain_gpt import forward_step, make_eval_generate_function, model_provider
 
 
-def datasets_provider(run: Run, counts: tuple[int, int | None, int]) -> Datasets:
-    """Return no datasets: the data come from `finetune_data_provider`."""
+def datasets_provider(run: RunContext, counts: tuple[int, int | None, int]) -> Datasets:
+    """Return no datasets: the data come from `preference_data_provider`."""
     return None, None, None
 
 
-@entry_point
+@guarded_entry_point
 def main() -> None:
     """Initialize and train."""
     run = initialize_megatron(ARGS)
@@ -39,8 +39,8 @@ def main() -> None:
         datasets_provider,
         model_provider,
         step,
-        partial(make_sample_generator, template=template),
-        data_of=finetune_data_provider(PREFERENCE, kind),
+        partial(make_eval_generate_function, template=template),
+        data_of=preference_data_provider(PREFERENCE, kind),
     )
 
 

@@ -25,25 +25,25 @@ from megatron.core.datasets.sentence_kinds import bert_dataset_kind
 from megatron.core.models.bert import BERTModel, BERTOutput
 from megatron.training.data.batch import Batch, Loss, LossFunction
 from megatron.training.data.bert_loss import mlm_and_pair_loss
-from megatron.training.entry import entry_point
+from megatron.training.entry import guarded_entry_point
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 
 
-def datasets_provider(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
+def datasets_provider(run: RunContext, samples: tuple[int, int | None, int]) -> Datasets:
     """Return training, validation and test datasets of text pairs with masked words. samples: needed of each."""
     return build_split_datasets(run.config.data, bert_dataset_kind(run.config, run.tokenizer), samples)
 
 
-def model_provider(run: Run, stage: StageSpec) -> BERTModel:
+def model_provider(run: RunContext, stage: StageSpec) -> BERTModel:
     """Build one pipeline stage."""
     return BERTModel(stage, run.layer_build_context)
 
 
 def forward_step(
-    run: Run, batches: Iterator[Batch], stage: BERTModel
+    run: RunContext, batches: Iterator[Batch], stage: BERTModel
 ) -> tuple[torch.Tensor | BERTOutput, LossFunction]:
     """Run one microbatch through one stage. Return (message, or the heads' outputs on the last stage; loss function)."""
     batch = next(batches)
@@ -61,7 +61,7 @@ def forward_step(
     return output, microbatch_loss
 
 
-@entry_point
+@guarded_entry_point
 def main() -> None:
     """Initialize and train."""
     pretrain(initialize_megatron(ARGS), datasets_provider, model_provider, forward_step)

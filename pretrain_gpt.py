@@ -23,17 +23,17 @@ from megatron.core.config.plan import StageSpec
 from megatron.core.datasets.blend import build_gpt_datasets
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.mtp import MTPLosses
-from megatron.inference.samples import generate_continuation_texts, read_prompts
-from megatron.training.data.batch import Batch, Loss, LossFunction, language_loss
-from megatron.training.entry import entry_point
+from megatron.inference.eval_generate import generate_continuation_texts, read_prompts
+from megatron.training.data.batch import Batch, Loss, LossFunction, language_loss_with_mtp
+from megatron.training.entry import guarded_entry_point
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 from megatron.training.trainer import Samples
 
 
-def datasets_provider(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
+def datasets_provider(run: RunContext, samples: tuple[int, int | None, int]) -> Datasets:
     """Return training, validation and test datasets: windows of tokens, or with --sft conversations. samples: needed of
     each.
     """
@@ -49,18 +49,18 @@ def datasets_provider(run: Run, samples: tuple[int, int | None, int]) -> Dataset
     )
 
 
-def model_provider(run: Run, stage: StageSpec) -> GPTModel:
+def model_provider(run: RunContext, stage: StageSpec) -> GPTModel:
     """Build one pipeline stage."""
     return GPTModel(stage, run.layer_build_context)
 
 
-def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:
+def forward_step(run: RunContext, batches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:
     """Run one microbatch through one stage. Return (message, or on the last stage the loss of each token; loss
     function).
     """
     batch = next(batches)
     output = stage(
-        ids=batch.ids_with_images,
+        ids=batch.ids_and_images,
         hidden=batch.hidden,
         labels=batch.masked_labels,
         positions=batch.positions,
@@ -70,12 +70,12 @@ def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[t
     )
 
     def microbatch_loss(losses: torch.Tensor | MTPLosses) -> Loss:
-        return language_loss(losses, batch, run.config.model.mtp)
+        return language_loss_with_mtp(losses, batch, run.config.model.mtp)
 
     return output, microbatch_loss
 
 
-def make_sample_generator(run: Run, template: str | None = None) -> Samples:
+def make_eval_generate_function(run: RunContext, template: str | None = None) -> Samples:
     """Return the function that continues the prompts of --eval-generate. template: chat template of conversations among
     them; left out: as --sft writes them.
     """
@@ -97,10 +97,10 @@ def make_sample_generator(run: Run, template: str | None = None) -> Samples:
     return generate_samples
 
 
-@entry_point
+@guarded_entry_point
 def main() -> None:
     """Initialize and train."""
-    pretrain(initialize_megatron(ARGS), datasets_provider, model_provider, forward_step, make_sample_generator)
+    pretrain(initialize_megatron(ARGS), datasets_provider, model_provider, forward_step, make_eval_generate_function)
 
 
 if __name__ == "__main__":

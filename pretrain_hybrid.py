@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from megatron.training.cli.arguments import parse_args
-from megatron.training.cli.hybrid import hybrid_problems
+from megatron.training.cli.hybrid import missing_hybrid_pattern_problems
 from megatron.training.launch.launch_info import read_launch_info
 
 if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once
@@ -14,19 +14,19 @@ if __name__ == "__main__":  # before torch is imported, so that --help and refus
         speaks=PLACE.rank == 0,
         reads_data="datasets",
         defaults={"tokenizer_type": "GPT2BPETokenizer"},
-        own_problems=hybrid_problems,
+        own_problems=missing_hybrid_pattern_problems,
     )
 
-from megatron.training.entry import entry_point
+from megatron.training.entry import guarded_entry_point
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loop import pretrain
-from pretrain_gpt import datasets_provider, forward_step, make_sample_generator, model_provider
+from pretrain_gpt import datasets_provider, forward_step, make_eval_generate_function, model_provider
 
 
-@entry_point
+@guarded_entry_point
 def main() -> None:
     """Initialize and train."""
-    pretrain(initialize_megatron(ARGS), datasets_provider, model_provider, forward_step, make_sample_generator)
+    pretrain(initialize_megatron(ARGS), datasets_provider, model_provider, forward_step, make_eval_generate_function)
 
 
 if __name__ == "__main__":

@@ -23,25 +23,27 @@ from megatron.core.config.plan import StageSpec
 from megatron.core.datasets.blend import build_split_datasets
 from megatron.core.datasets.sentence_kinds import t5_dataset_kind
 from megatron.core.models.t5 import Message, T5Model
-from megatron.training.data.batch import Batch, Loss, LossFunction, masked_loss
-from megatron.training.entry import entry_point
+from megatron.training.data.batch import Batch, Loss, LossFunction, masked_loss_sum
+from megatron.training.entry import guarded_entry_point
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 
 
-def datasets_provider(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
+def datasets_provider(run: RunContext, samples: tuple[int, int | None, int]) -> Datasets:
     """Return training, validation and test datasets of texts with corrupted spans. samples: needed of each."""
     return build_split_datasets(run.config.data, t5_dataset_kind(run.config, run.tokenizer), samples)
 
 
-def model_provider(run: Run, stage: StageSpec) -> T5Model:
+def model_provider(run: RunContext, stage: StageSpec) -> T5Model:
     """Build one pipeline stage."""
     return T5Model(stage, run.layer_build_context)
 
 
-def forward_step(run: Run, batches: Iterator[Batch], stage: T5Model) -> tuple[torch.Tensor | Message, LossFunction]:
+def forward_step(
+    run: RunContext, batches: Iterator[Batch], stage: T5Model
+) -> tuple[torch.Tensor | Message, LossFunction]:
     """Run one microbatch through one stage. Return (message, or on the last stage the loss of each decoder token; loss
     function).
     """
@@ -55,12 +57,12 @@ def forward_step(run: Run, batches: Iterator[Batch], stage: T5Model) -> tuple[to
     )
 
     def microbatch_loss(losses: torch.Tensor) -> Loss:
-        return masked_loss(losses, batch.loss_mask)
+        return masked_loss_sum(losses, batch.loss_mask)
 
     return output, microbatch_loss
 
 
-@entry_point
+@guarded_entry_point
 def main() -> None:
     """Initialize and train."""
     pretrain(initialize_megatron(ARGS), datasets_provider, model_provider, forward_step)

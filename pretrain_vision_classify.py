@@ -21,26 +21,28 @@ import torch.nn.functional as F
 from megatron.core.config.plan import StageSpec
 from megatron.core.datasets.blend import build_split_datasets
 from megatron.core.datasets.image_folder import image_folder_dataset_kind
-from megatron.core.models.vision import VisionModel
+from megatron.core.models.vision import ImageClassifierModel
 from megatron.training.data.batch import Batch, Loss, LossFunction
-from megatron.training.entry import entry_point
+from megatron.training.entry import guarded_entry_point
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 
 
-def datasets_provider(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
+def datasets_provider(run: RunContext, samples: tuple[int, int | None, int]) -> Datasets:
     """Return training, validation and test datasets of images. samples: needed of each."""
     return build_split_datasets(run.config.data, image_folder_dataset_kind(run.config, run.tokenizer), samples)
 
 
-def model_provider(run: Run, stage: StageSpec) -> VisionModel:
+def model_provider(run: RunContext, stage: StageSpec) -> ImageClassifierModel:
     """Build one pipeline stage."""
-    return VisionModel(stage, run.layer_build_context)
+    return ImageClassifierModel(stage, run.layer_build_context)
 
 
-def forward_step(run: Run, batches: Iterator[Batch], stage: VisionModel) -> tuple[torch.Tensor, LossFunction]:
+def forward_step(
+    run: RunContext, batches: Iterator[Batch], stage: ImageClassifierModel
+) -> tuple[torch.Tensor, LossFunction]:
     """Run one microbatch through one stage. Return (message, or on the last stage the class scores; loss function,
     which also reports accuracy).
     """
@@ -59,7 +61,7 @@ def forward_step(run: Run, batches: Iterator[Batch], stage: VisionModel) -> tupl
     return output, microbatch_loss
 
 
-@entry_point
+@guarded_entry_point
 def main() -> None:
     """Initialize and train."""
     pretrain(initialize_megatron(ARGS), datasets_provider, model_provider, forward_step)

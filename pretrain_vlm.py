@@ -15,36 +15,36 @@ if __name__ == "__main__":  # before torch is imported, so that --help and refus
     PLACE = read_launch_info()
     ARGS = parse_args(world_size=PLACE.size, speaks=PLACE.rank == 0, reads_data="datasets", defaults=DEFAULTS)
 
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.datasets.blend import build_split_datasets
 from megatron.core.datasets.multimodal import Use, image_chat_dataset_kind
 from megatron.core.models.gpt import GPTModel
 from megatron.evaluation.online import build_online_evaluation
+from megatron.inference.eval_generate import generate_continuation_texts, read_image_questions
 from megatron.inference.image_prompts import ImagePromptWriter
-from megatron.inference.samples import generate_continuation_texts, read_image_questions
-from megatron.training.entry import entry_point
+from megatron.training.entry import guarded_entry_point
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 from megatron.training.trainer import Evaluate, Samples
 from pretrain_gpt import forward_step, model_provider
 
 SHOWN = 8  # answers in the log of an evaluation
 
 
-def datasets_provider(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
+def datasets_provider(run: RunContext, samples: tuple[int, int | None, int]) -> Datasets:
     """Return training, validation and test datasets of conversations, with the images as far as this rank's stages need
     them.
     """
-    stages = [stage for stage in pipeline_stages_of(run.config) if stage.rank == run.mesh.pp.rank]
+    stages = [stage for stage in stage_specs_of_run(run.config) if stage.rank == run.mesh.pp.rank]
     use: Use = "check" if any(stage.has_output for stage in stages) else "nothing"
     if any(stage.has_embedding for stage in stages):
         use = "pixels"
     return build_split_datasets(run.config.data, image_chat_dataset_kind(run.config, run.tokenizer, use), samples)
 
 
-def make_image_prompt_writer(run: Run) -> ImagePromptWriter:
+def make_image_prompt_writer(run: RunContext) -> ImagePromptWriter:
     """Return a writer of prompts in the format of this run's training conversations."""
     data = run.config.data
     return ImagePromptWriter.from_model(
@@ -52,7 +52,7 @@ def make_image_prompt_writer(run: Run) -> ImagePromptWriter:
     )
 
 
-def make_online_evaluation(run: Run, path: str) -> tuple[str, Evaluate]:
+def make_online_evaluation(run: RunContext, path: str) -> tuple[str, Evaluate]:
     """Return (task name, evaluation) of --online-evaluation-config. path: of its file."""
     config = run.config
     positions, save = config.model.max_position_embeddings, config.checkpoint.save
@@ -61,7 +61,7 @@ def make_online_evaluation(run: Run, path: str) -> tuple[str, Evaluate]:
     )
 
 
-def make_sample_generator(run: Run) -> Samples:
+def make_eval_generate_function(run: RunContext) -> Samples:
     """Return the function that answers the questions of --eval-generate, and counts the right answers."""
     train, data = run.config.train, run.config.data
     assert train.eval_generate is not None, "nothing is answered without --eval-generate"
@@ -86,7 +86,7 @@ def make_sample_generator(run: Run) -> Samples:
     return answer_questions
 
 
-@entry_point
+@guarded_entry_point
 def main() -> None:
     """Initialize and train."""
     pretrain(
@@ -94,7 +94,7 @@ def main() -> None:
         datasets_provider,
         model_provider,
         forward_step,
-        make_sample_generator,
+        make_eval_generate_function,
         benchmark=make_online_evaluation,
     )
 

@@ -13,7 +13,7 @@ HERE = Path(__file__).resolve().parent
 PLUGIN = "megatron/evaluation/lm_eval.pth"
 
 
-class BuildWithPlugin(build_py):
+class BuildWithLmEvalPlugin(build_py):
     """Puts the line for lm-evaluation-harness beside the packages."""
 
     def run(self) -> None:
@@ -22,4 +22,4 @@ class BuildWithPlugin(build_py):
         self.copy_file(str(HERE / PLUGIN), str(Path(self.build_lib) / "megatron_lm_eval.pth"))
 
 
-setup(cmdclass={"build_py": BuildWithPlugin})
+setup(cmdclass={"build_py": BuildWithLmEvalPlugin})

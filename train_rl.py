@@ -18,30 +18,30 @@ from megatron.rl.environments.config import read_environments
 from megatron.rl.generation_ranks import run_generation_rank, split_mesh_builder
 from megatron.rl.memory import refuse_beyond_device_memory
 from megatron.rl.policy_data import PolicyDataSource
-from megatron.rl.policy_step import PolicyStep, policy_model_provider
-from megatron.rl.ray_ranks import RayRanks, job_launch_info
-from megatron.training.entry import entry_point
+from megatron.rl.policy_step import PolicyForwardStep, policy_model_provider
+from megatron.rl.ray_ranks import RayRanks, launch_info_with_ray_ranks
+from megatron.training.entry import guarded_entry_point
 from megatron.training.initialize import initialize_megatron
-from megatron.training.launch.launch_info import override_world_size
+from megatron.training.launch.launch_info import set_world_size_variable
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 
 
-def datasets_provider(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
+def datasets_provider(run: RunContext, samples: tuple[int, int | None, int]) -> Datasets:
     """Return no datasets: rollouts are generated while the run trains."""
     return None, None, None
 
 
-@entry_point
+@guarded_entry_point
 def main() -> None:
     """Initialize and train, or generate for the ranks that train."""
     jobs: list[SplitMeshJob] = []
-    place, remote = job_launch_info(PLACE, RL), None
+    place, remote = launch_info_with_ray_ranks(PLACE, RL), None
     if RL.rl_ray_address and place.rank == 0:
         remote = RayRanks(RL, PLACE, sys.argv, on_gpu=pick_device().type == "cuda")
     if RL.rl_generation_ranks:
-        override_world_size(place.size - RL.rl_generation_ranks)
+        set_world_size_variable(place.size - RL.rl_generation_ranks)
     run = initialize_megatron(ARGS, split_mesh_builder(RL, place, jobs) if RL.rl_generation_ranks else None)
     job = jobs[0] if jobs else None
     if job is not None and place.rank >= job.training:
@@ -51,8 +51,8 @@ def main() -> None:
         run.print_rank_0(line)
     refuse_beyond_device_memory(RL, run)
     source = PolicyDataSource(RL, job)
-    pretrain(run, datasets_provider, policy_model_provider(RL), PolicyStep(RL), data_of=source)
-    source.end_generation()
+    pretrain(run, datasets_provider, policy_model_provider(RL), PolicyForwardStep(RL), data_of=source)
+    source.end_generation_ranks()
     if remote is not None:
         remote.wait()
 

@@ -49,7 +49,7 @@ from megatron.preference.step import PreferenceStep
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.checkpoint.inference_model import GPT, load_network
 from megatron.training.data.batch import Batch
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 from megatron.training.step import train_step
 from megatron.training.trainer import build_trainer
 from tests.helpers import tiny
@@ -103,7 +103,7 @@ def decoding(folder: str, batch: int, new: int) -> Ways:
     return {"base": way(""), "two adapters": way("first", "second")}
 
 
-def run_of_ours(folder: str, **changes: Any) -> Run:
+def run_of_ours(folder: str, **changes: Any) -> RunContext:
     """A run of ours from the network and the adapters in a folder."""
     llama = {
         "position_embedding_type": "rope",

@@ -68,19 +68,19 @@ def main() -> None:
         return lambda q, k, v, z: attention(q, k, v, mask, dropout, AttentionScoreModifiers(sink=z if sink else None))
 
     rows = {
-        "causal, fused": run(fused.attention, plain, False),
-        "causal, formula": run(reference.attention, plain, False),
-        "sinks, fused": run(fused.attention, plain, True),
-        "sinks, formula": run(reference.attention, plain, True),
-        "window, in blocks": run(fused.attention, window, False),
-        "window and sinks, in blocks": run(fused.attention, window, True),
-        "window, formula": run(reference.attention, window, False),
-        "dropout, fused": run(fused.attention, plain, False, 0.1),
-        "dropout, formula": run(reference.attention, plain, False, 0.1),
+        "causal, fused": run(fused.attention_by_sdpa, plain, False),
+        "causal, formula": run(reference.softmax_attention, plain, False),
+        "sinks, fused": run(fused.attention_by_sdpa, plain, True),
+        "sinks, formula": run(reference.softmax_attention, plain, True),
+        "window, in blocks": run(fused.attention_by_sdpa, window, False),
+        "window and sinks, in blocks": run(fused.attention_by_sdpa, window, True),
+        "window, formula": run(reference.softmax_attention, window, False),
+        "dropout, fused": run(fused.attention_by_sdpa, plain, False, 0.1),
+        "dropout, formula": run(reference.softmax_attention, plain, False, 0.1),
         "dropout, torch's alone": run(by_torch, plain, False, 0.1),
     }
     times = {name: milliseconds(call, inputs, args.repeats) for name, call in rows.items()}
-    with patch.object(fused, "_short_window", lambda *_: None):
+    with patch.object(fused, "_band_of_short_window", lambda *_: None):
         times["window, as a mask"] = milliseconds(rows["window, in blocks"], inputs, args.repeats)
     base = times["causal, fused"]
     print(f"{args.length} tokens, 8 heads of 64, 2 groups, window {args.window}, {dtype} on {device}")

@@ -34,10 +34,10 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
-from megatron.core.tensor_parallel.loss import fused_linear_cross_entropy, vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.cross_entropy import fused_linear_cross_entropy, vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.region import TensorParallelRegion
+from megatron.core.transformer.forward_context import ForwardContext
 from megatron.core.transformer.layer import TransformerLayer
-from megatron.core.transformer.passing import ForwardContext
 from megatron.training.step import train_step
 from megatron.trust.simulate.recorder import StepRecorder
 from tests.helpers import tiny

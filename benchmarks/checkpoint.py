@@ -25,12 +25,12 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron.core.dist_checkpointing.load import load, open_first_valid
-from megatron.core.dist_checkpointing.saver import CheckpointSaver, SaveOptions, save
-from megatron.core.dist_checkpointing.store import RunDescription, load_candidates
+from megatron.core.dist_checkpointing.checkpoint_folders import SavedRunConfig, checkpoints_to_try
+from megatron.core.dist_checkpointing.load import load_into_sharded_state, open_first_valid
+from megatron.core.dist_checkpointing.saver import CheckpointSaver, SavePolicy, save
 
 NUM_TENSORS = 300
-ABOUT = RunDescription({}, 1)
+ABOUT = SavedRunConfig({}, 1)
 State = dict[str, torch.Tensor]
 
 
@@ -114,14 +114,14 @@ def our_save(state: State, folder: Path) -> None:
 
 def our_load(target: State, folder: Path) -> None:
     """Ours, every byte verified first."""
-    source, _ = open_first_valid(load_candidates(folder / "ours"))
-    load(dict(target), source)
+    source, _ = open_first_valid(checkpoints_to_try(folder / "ours"))
+    load_into_sharded_state(dict(target), source)
 
 
 def our_load_unverified(target: State, folder: Path) -> None:
     """Ours, as mapped."""
-    source, _ = open_first_valid(load_candidates(folder / "ours"), verified=False)
-    load(dict(target), source)
+    source, _ = open_first_valid(checkpoints_to_try(folder / "ours"), verified=False)
+    load_into_sharded_state(dict(target), source)
 
 
 WRITERS: dict[str, Callable[[State, Path], None]] = {
@@ -151,8 +151,8 @@ def timed(action: Callable[[], object]) -> float:
 
 def asynchronous(state: State, folder: Path, repeats: int) -> tuple[list[float], list[float]]:
     """Seconds that the memory takes, then those that each save blocks training; and seconds to the commits."""
-    saver = CheckpointSaver(folder, rules=SaveOptions(asynchronous=True))
-    taking = timed(lambda: saver.prepare(dict(state)))
+    saver = CheckpointSaver(folder, rules=SavePolicy(asynchronous=True))
+    taking = timed(lambda: saver.plan_and_allocate(dict(state)))
     blocked, whole = [taking], []
     for iteration in range(repeats):
         saver.start(dict(state), iteration, ABOUT)
@@ -166,13 +166,13 @@ def asynchronous(state: State, folder: Path, repeats: int) -> tuple[list[float],
 
 def beside_work(state: State, folder: Path, repeats: int) -> tuple[list[float], list[float]]:
     """Seconds that a save blocks training which has work before its next update, and by which that work gets longer."""
-    saver, factor = CheckpointSaver(folder, rules=SaveOptions(asynchronous=True)), torch.rand(1024, 1024)
+    saver, factor = CheckpointSaver(folder, rules=SavePolicy(asynchronous=True)), torch.rand(1024, 1024)
 
     def work() -> None:
         for _ in range(60):
             factor @ factor @ factor
 
-    saver.prepare(dict(state))
+    saver.plan_and_allocate(dict(state))
     blocked, longer = [], []
     for iteration in range(repeats):
         alone, started = timed(work), time.perf_counter()

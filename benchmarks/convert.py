@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.rewrite import rewrite_checkpoint
-from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
-from megatron.core.dist_checkpointing.source import TensorFormat
+from megatron.core.dist_checkpointing.saved import open_native_checkpoint
+from megatron.core.dist_checkpointing.source import ShapeAndDtype
 from megatron.core.families import hf, hf_export
-from megatron.core.families.registry import model_config_of
+from megatron.core.families.registry import model_config_from_settings
 from megatron.core.models.describe import global_parameter_shapes
 from megatron.core.parallel.boxes import Box
 
@@ -57,14 +57,14 @@ class Random:
             "add_bias_linear": False,
         }
         self.formats = {
-            f"model.{name}": TensorFormat(shape, torch.bfloat16)
-            for name, shape in global_parameter_shapes(model_config_of(self.settings)).items()
+            f"model.{name}": ShapeAndDtype(shape, torch.bfloat16)
+            for name, shape in global_parameter_shapes(model_config_from_settings(self.settings)).items()
         }
         self._pool = torch.randn(1 << 22).bfloat16()
 
     def read(self, name: str, box: Box) -> Tensor:
         """A box of a tensor."""
-        return self._pool.repeat(box.size // len(self._pool) + 1)[: box.size].view(box.shape)
+        return self._pool.repeat(box.num_elements // len(self._pool) + 1)[: box.num_elements].view(box.shape)
 
 
 def own_memory() -> int:
@@ -120,7 +120,7 @@ def to_own(folder: Path, target: Path) -> None:
 
 def to_published(folder: Path, target: Path) -> None:
     """Ours to published."""
-    hf_export.export_hf_folder(open_saved_checkpoint(folder / "iter_0000000"), target)
+    hf_export.export_hf_folder(open_native_checkpoint(folder / "iter_0000000"), target)
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.gpu import results
 from megatron.core.config.settings.inference import InferenceConfig
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.parallel.device import device_name, synchronize
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.inference.engine import Engine
@@ -131,7 +131,7 @@ def main() -> None:
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, padded_vocab_size=None))
     where = torch.device("cpu") if options.computed else device
     run = tiny.run_of(tiny.with_vocabulary(config, words), where)
-    stages = [tiny.gpt(run, spec) for spec in pipeline_stages_of(run.config)]
+    stages = [tiny.gpt(run, spec) for spec in stage_specs_of_run(run.config)]
     weights = sum(param.numel() * 2 for stage in stages for param in stage.parameters())
     weights -= 2 * words * run.config.model.hidden_size  # of the embedding a step reads a few rows
     model, keys = run.config.model, options.prompt + options.new

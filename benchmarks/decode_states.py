@@ -17,7 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.config.settings.inference import InferenceConfig  # noqa: E402
-from megatron.core.config.stages import pipeline_stages_of  # noqa: E402
+from megatron.core.config.stages import stage_specs_of_run  # noqa: E402
 from megatron.core.tokenizers.build import NullTokenizer  # noqa: E402
 from megatron.inference.engine import Engine  # noqa: E402
 from megatron.inference.requests import GenerationRequest  # noqa: E402
@@ -37,7 +37,7 @@ def engine_of(pattern: str) -> Engine:
         position_embedding_type="none", max_position_embeddings=longest, normalization="RMSNorm",
     )  # fmt: skip
     run = tiny.run_of(config)
-    (stage,) = pipeline_stages_of(run.config)
+    (stage,) = stage_specs_of_run(run.config)
     settings = InferenceConfig(inference_max_requests=1, inference_dynamic_batching_prefix_caching=False)
     return Engine([tiny.gpt(run, stage).materialize(1).eval()], NullTokenizer(tiny.VOCABULARY), settings)
 

@@ -27,11 +27,11 @@ from megatron.core.models.flops import active_matrix_params
 from megatron.core.parallel.device import device_name, disable_malloc_trim, pick_device, synchronize
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
-from megatron.core.transformer.build import LayerBuildContext
-from megatron.core.transformer.dispatch import DispatchedTokens, ExpertInputs
+from megatron.core.transformer.dispatch import ExpertInputs, PendingTokenDispatch
+from megatron.core.transformer.forward_context import ForwardContext
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import MoELayer
-from megatron.core.transformer.passing import ForwardContext
 from megatron.core.transformer.router import ExpertRouting
 from megatron.training.step import train_step
 from tests.helpers import tiny
@@ -221,15 +221,15 @@ class Stay:
     def __init__(self, here: int) -> None:
         self.here = here
 
-    def dispatch(self, tokens: Tensor, routing: ExpertRouting, capacity: int | None) -> DispatchedTokens:
+    def dispatch(self, tokens: Tensor, routing: ExpertRouting, capacity: int | None) -> PendingTokenDispatch:
         """As the protocol says."""
         each = routing.experts.numel() // self.here
         rows = ExpertInputs(
             tokens.repeat(routing.experts.shape[1], 1), routing.weights.t().reshape(-1), torch.full((self.here,), each)
         )
-        return DispatchedTokens(lambda: rows, permutation=None, handle=routing.experts.shape)
+        return PendingTokenDispatch(lambda: rows, permutation=None, handle=routing.experts.shape)
 
-    def combine(self, outputs: Tensor, dispatched: DispatchedTokens) -> Tensor:
+    def combine(self, outputs: Tensor, dispatched: PendingTokenDispatch) -> Tensor:
         """As the protocol says."""
         tokens, choices = dispatched.handle
         return outputs.view(choices, tokens, -1).sum(0)

@@ -43,7 +43,7 @@ def wanted_samples(tokens: int, length: int, epochs: int) -> int | None:
 def build_ours(prefix: str, cache: str, length: int, tokens: int, epochs: int) -> Callable[[], list]:
     """A function that opens and indexes a pair, and returns the three arrays."""
     from megatron.core.datasets.gpt import GPTDataset, GPTSampleOptions
-    from megatron.core.datasets.index_map import IndexCache
+    from megatron.core.datasets.index_map import IndexCacheFolder
     from megatron.core.datasets.indexed import IndexedDataset
 
     def build() -> list:
@@ -55,7 +55,7 @@ def build_ours(prefix: str, cache: str, length: int, tokens: int, epochs: int) -
             seed=SEED,
             split="train",
             num_samples=wanted_samples(tokens, length, epochs),
-            cache=IndexCache(Path(cache)),
+            cache=IndexCacheFolder(Path(cache)),
         )
         return [data.document_index, data.sample_index, data.shuffle_index]
 

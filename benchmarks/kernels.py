@@ -34,7 +34,7 @@ from megatron.core.kernels.mask import AttentionMaskSpec  # noqa: E402
 from megatron.core.kernels.table import CANDIDATES, KernelRequirements  # noqa: E402
 from megatron.core.parallel.device import disable_malloc_trim  # noqa: E402
 from megatron.core.parallel.mesh import Axis  # noqa: E402
-from megatron.core.tensor_parallel.loss import vocab_parallel_cross_entropy  # noqa: E402
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy  # noqa: E402
 
 SIZES = {"cuda": (2048, 8192, 16, 2048, 8, 50304, 64), "cpu": (512, 2048, 8, 512, 2, 16384, 8)}
 NAMES = ("hidden", "ffn", "heads", "length", "micro_batch", "vocabulary", "experts")

@@ -50,11 +50,14 @@ def overhead(steps: int) -> None:
     """Train in this process and print how an iteration's CPU time is shared out."""
     import pretrain_gpt
     from megatron.training import loop, step
-    from megatron.training.cli.arguments import read_args
+    from megatron.training.cli.arguments import parse_args_or_raise
     from megatron.training.initialize import initialize_megatron
 
     inside, whole, data = [0.0], [0.0], [0.0]
-    step.run, step.next_batch = clocked(step.run, inside), clocked(step.next_batch, data)
+    step.run_rank_script, step.next_batch_or_data_error = (
+        clocked(step.run_rank_script, inside),
+        clocked(step.next_batch_or_data_error, data),
+    )
     once = loop.TrainingSession._run_iteration
 
     def iteration(self: Any, watch: Any) -> None:
@@ -68,7 +71,7 @@ def overhead(steps: int) -> None:
 
     loop.TrainingSession._run_iteration = iteration
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # lines are made, and not shown
-        run = initialize_megatron(read_args([*SHAPE, "--train-iters", str(steps)]))
+        run = initialize_megatron(parse_args_or_raise([*SHAPE, "--train-iters", str(steps)]))
         loop.pretrain(run, pretrain_gpt.datasets_provider, pretrain_gpt.model_provider, pretrain_gpt.forward_step)
     rest = [all_ - work + read for all_, work, read in zip(whole, inside, data)][2:-1]
     shares = sorted(left / all_ for left, all_ in zip(rest, whole[2:-1]))

@@ -37,7 +37,7 @@ from megatron.core.distributed.ddp import DataParallel
 from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.parallel.overlap import CommunicationOverlap
+from megatron.core.parallel.overlap import OverlappedComputation
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import ParamSpec, constant_initializer, meta_parameter, set_global_param_names
 from megatron.core.parallel.wgrad import WeightGradStore
@@ -56,8 +56,8 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.pipeline_parallel.timeline import simulate_pipeline_plan
 from megatron.core.pipeline_parallel.transfers import build_rank_script
 from megatron.core.tensor_parallel import overlapped_matmul
+from megatron.core.transformer.forward_context import ForwardContext
 from megatron.core.transformer.moe import GroupedMLP, MoELayer
-from megatron.core.transformer.passing import ForwardContext
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
 from tests.helpers import tiny
@@ -425,7 +425,7 @@ def pipeline_here(m: int, delay: float) -> dict[str, list[float]]:
     """Seconds of every schedule: without transport; and with it, blocking and overlapped."""
     size, rank = dist.get_world_size(), dist.get_rank()
     ranks = tuple(range(size))
-    overlap = CommunicationOverlap()
+    overlap = OverlappedComputation()
     axis, backward_axis = (
         Axis(name, size, rank, ranks, dist.new_group(list(ranks)), overlap=overlap) for name in ("pp", "pp_backward")
     )
@@ -436,7 +436,7 @@ def pipeline_here(m: int, delay: float) -> dict[str, list[float]]:
 
         def go(overlaps: bool, carrier: Courier | None) -> None:
             with messages_by(carrier):
-                executor.run(
+                executor.run_rank_script(
                     build_rank_script(whole, rank, overlap=overlaps, dual_batch_overlap=name == DUAL_BATCH),
                     work=work,
                     axis=axis,

@@ -36,7 +36,7 @@ from torch import Tensor
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.context_parallel import ring
 from megatron.core.context_parallel.attention import context_parallel_attention
-from megatron.core.kernels.fused import attention
+from megatron.core.kernels.fused import attention_by_sdpa
 from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
@@ -78,7 +78,10 @@ def mesh_here(inner: int = 1) -> Mesh:
 def timed_here(length: int, step: float, delay: float) -> tuple[float, float, float]:
     """On every rank: seconds without delay, with every message waited for at once, and overlapped."""
     mesh = mesh_here()
-    kernel, (q, k, v) = context_parallel_attention(attention, mesh, "p2p"), tensors(length, mesh.cp.size, torch.float32)
+    kernel, (q, k, v) = (
+        context_parallel_attention(attention_by_sdpa, mesh, "p2p"),
+        tensors(length, mesh.cp.size, torch.float32),
+    )
     piece = length // mesh.cp.size
 
     def compute(q: Tensor, k: Tensor, causal: bool, factor: float) -> None:
@@ -132,7 +135,10 @@ def bytes_here(length: int, kind: str, inner: int) -> tuple[int, int]:
     """On every rank: bytes that this rank sends to others in a forward and in a backward pass, in bf16."""
     mesh, sent = mesh_here(inner), [0]
     rank = dist.get_rank()
-    kernel, (q, k, v) = context_parallel_attention(attention, mesh, kind), tensors(length, mesh.cp.size, torch.bfloat16)
+    kernel, (q, k, v) = (
+        context_parallel_attention(attention_by_sdpa, mesh, kind),
+        tensors(length, mesh.cp.size, torch.bfloat16),
+    )
     shift, trade = dist.batch_isend_irecv, dist.all_to_all_single
     gather, scatter = collectives._gather_single, collectives._scatter_single
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.config.plan import StageSpec
-from megatron.core.config.settings.model import ModelConfig, RopeConfig
+from megatron.core.config.settings.model import ModelConfig, PositionConfig
 from megatron.core.config.settings.optim import OptimizerConfig, ScheduleConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import RunConfig, TrainConfig
@@ -33,9 +33,9 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tokenizers.build import ByteTokenizer
-from megatron.training.data.batch import Batch, LossFunction, masked_loss
+from megatron.training.data.batch import Batch, LossFunction, masked_loss_sum
 from megatron.training.report.timers import Timers
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 from megatron.training.step import train_step
 from megatron.training.trainer import build_trainer
 
@@ -55,7 +55,7 @@ def settings(world_size: int) -> RunConfig:
             add_bias_linear=False,
             hidden_dropout=0.0,
             attention_dropout=0.0,
-            rope=RopeConfig(position_embedding_type="rope"),
+            rope=PositionConfig(position_embedding_type="rope"),
         ),
         parallel=ParallelConfig(
             tensor_model_parallel_size=TENSOR, pipeline_model_parallel_size=PIPELINE, use_distributed_optimizer=SHARDED
@@ -67,7 +67,7 @@ def settings(world_size: int) -> RunConfig:
     return replace(config, model=config.model.with_vocabulary(ByteTokenizer().vocab_size, TENSOR))
 
 
-def microbatches(run: Run, text: np.ndarray) -> Iterator[Batch]:
+def microbatches(run: RunContext, text: np.ndarray) -> Iterator[Batch]:
     """Random windows of the text: the same for any number of ranks."""
     train, axis = run.config.train, run.mesh.dp
     random = np.random.default_rng(0)
@@ -80,14 +80,14 @@ def microbatches(run: Run, text: np.ndarray) -> Iterator[Batch]:
         )
 
 
-def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:
+def forward_step(run: RunContext, batches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:
     """One microbatch through one stage."""
     batch = next(batches)
     output = stage(ids=batch.tokens, hidden=batch.hidden, labels=batch.labels)
-    return output, lambda losses: masked_loss(losses, batch.loss_mask)
+    return output, lambda losses: masked_loss_sum(losses, batch.loss_mask)
 
 
-def model(run: Run, stage: StageSpec) -> GPTModel:
+def model(run: RunContext, stage: StageSpec) -> GPTModel:
     """One pipeline stage."""
     return GPTModel(stage, run.layer_build_context)
 
@@ -99,7 +99,7 @@ def main() -> None:
     config = settings(dist.get_world_size() if dist.is_initialized() else 1)
     device = torch.device("cpu")
     mesh = Mesh.build(config.parallel, device) if dist.is_initialized() else Mesh.single_process(device)
-    run = Run(
+    run = RunContext(
         args=argparse.Namespace(),
         config=config,
         mesh=mesh,

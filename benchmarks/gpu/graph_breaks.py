@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.utils._triton
 
-from megatron.core.kernels.documents import DocumentStarts
 from megatron.core.kernels.mask import AttentionMaskSpec
+from megatron.core.kernels.packed_document_starts import PackedDocumentStarts
 from megatron.core.kernels.table import CANDIDATES
 
 OTHERS = {"attention": "varlen"}  # kernels that are not Triton's
@@ -41,7 +41,7 @@ def inputs() -> dict[str, tuple[Any, ...]]:
     places, back = torch.arange(8).view(8, 1), torch.arange(8).view(8, 1)
     documents = torch.zeros(2, 4, dtype=torch.long)
     packed = AttentionMaskSpec(
-        documents=documents, starts=DocumentStarts(torch.tensor([0, 4, 8], dtype=torch.int32), 4, 8)
+        documents=documents, starts=PackedDocumentStarts(torch.tensor([0, 4, 8], dtype=torch.int32), 4, 8)
     )
     return {
         "rms_norm": (x, weight, 1e-5),

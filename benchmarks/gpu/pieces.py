@@ -193,7 +193,7 @@ def masks(small: bool) -> None:
             peak = (torch.cuda.max_memory_allocated() - held) / 1e9
             return {"ms": 1e3 * seconds(both, 3, 3), "peak_gb": peak, "first_call_s": first}
 
-        for kernel, call in (("fused", fused.attention), ("flex", flex.attention)):
+        for kernel, call in (("fused", fused.attention_by_sdpa), ("flex", flex.attention_by_flex)):
             results.attempt("masks", {"what": name, "kernel": kernel}, partial(measure, call))
     blind_rows()
 
@@ -210,10 +210,10 @@ def blind_rows() -> None:
     ):  # fmt: skip
 
         def measure(mask: AttentionMaskSpec = mask) -> dict[str, Any]:
-            attend: Callable[..., Tensor] = fused.attention
+            attend: Callable[..., Tensor] = fused.attention_by_sdpa
             gradients = both_passes(lambda *given: attend(*given, mask), q, k, v)()
-            output = fused.attention(q, k, v, mask)
-            exact = reference.attention(q.float(), k.float(), v.float(), mask)
+            output = fused.attention_by_sdpa(q, k, v, mask)
+            exact = reference.softmax_attention(q.float(), k.float(), v.float(), mask)
             finite = all(bool(one.isfinite().all()) for one in (output, *gradients))
             if not finite:
                 raise ArithmeticError("NaN in the output or in a gradient")

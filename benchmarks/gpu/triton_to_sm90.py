@@ -39,7 +39,7 @@ from triton.runtime.jit import JITFunction
 
 from megatron.core.kernels.adamw import AdamStepSettings, AdamTensors
 from megatron.core.kernels.linear_loss import VocabularyShard, blockwise_linear_cross_entropy
-from megatron.core.kernels.low_precision.fp8 import E4M3, E5M2, FusedQuantizeKernels
+from megatron.core.kernels.low_precision.fp8 import E4M3, E5M2, QuantizeTransposeKernels
 from megatron.core.kernels.mask import AttentionScoreModifiers
 from megatron.core.kernels.paged import CacheBlockTables
 from megatron.core.kernels.reference import GatedActivationOptions
@@ -217,7 +217,7 @@ def loss(words: int, valid: int) -> Case:
 def quantised(block: tuple[int, int] | None, *, delayed: bool = False) -> Case:
     """A matrix in both orders. block: None: one scale; delayed: made for a history of largest values."""
 
-    def call(op: FusedQuantizeKernels) -> None:
+    def call(op: QuantizeTransposeKernels) -> None:
         x = draw(4096, 4096)
         if block is not None:
             op.quantize_per_block(x, E4M3, block)

@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.hybrid import HybridConfig
-from megatron.core.config.settings.model import ModelConfig, RopeConfig
+from megatron.core.config.settings.model import ModelConfig, PositionConfig
 from megatron.core.config.settings.optim import OptimizerConfig, ScheduleConfig
 from megatron.core.config.settings.run import RunConfig, TrainConfig
 from megatron.core.kernels.table import KernelRequirements, select_kernels
@@ -36,9 +36,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tokenizers.build import NullTokenizer
-from megatron.training.data.batch import Batch, LossFunction, masked_loss
+from megatron.training.data.batch import Batch, LossFunction, masked_loss_sum
 from megatron.training.report.timers import Timers
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 from megatron.training.step import train_step
 from megatron.training.trainer import build_trainer
 
@@ -59,7 +59,7 @@ def settings(pattern: str, pairs: int, steps: int) -> RunConfig:
             untie_embeddings_and_output_weights=True,
             hidden_dropout=0.0,
             attention_dropout=0.0,
-            rope=RopeConfig(position_embedding_type="none"),
+            rope=PositionConfig(position_embedding_type="none"),
             hybrid=HybridConfig(hybrid_layer_pattern=pattern, mamba_head_dim=32, mamba_num_groups=1, mamba_state_dim=4),
         ),
         train=TrainConfig(seq_length=4 * pairs, micro_batch_size=32, global_batch_size=32, train_iters=steps),
@@ -86,13 +86,13 @@ def microbatches(most: int, size: int, seed: int, growth: int = 0) -> Iterator[B
         yield Batch(tokens=tokens, labels=labels, loss_mask=mask)
 
 
-def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:
+def forward_step(run: RunContext, batches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:
     """One microbatch."""
     batch = next(batches)
-    return stage(ids=batch.tokens, labels=batch.labels), lambda losses: masked_loss(losses, batch.loss_mask)
+    return stage(ids=batch.tokens, labels=batch.labels), lambda losses: masked_loss_sum(losses, batch.loss_mask)
 
 
-def model(run: Run, stage: StageSpec) -> GPTModel:
+def model(run: RunContext, stage: StageSpec) -> GPTModel:
     """The whole network."""
     return GPTModel(stage, run.layer_build_context)
 
@@ -108,7 +108,7 @@ def accuracy(network: torch.nn.Module, batch: Batch) -> float:
 def learn(pattern: str, pairs: int, steps: int) -> tuple[int, Curve]:
     """Train a network. Returns its number of parameters, and its accuracy on texts that it was not trained with, by step."""
     config, mesh = settings(pattern, pairs, steps), Mesh.single_process(torch.device("cpu"))
-    run = Run(
+    run = RunContext(
         args=argparse.Namespace(),
         config=config,
         mesh=mesh,

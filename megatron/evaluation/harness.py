@@ -32,12 +32,12 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.config.settings.parallel import ParallelConfig
-from megatron.core.datasets.marks import count_ids_around_text
+from megatron.core.datasets.special_tokens import count_ids_around_text
 from megatron.core.datasets.templates import ChatTemplate
 from megatron.core.parallel import collectives
-from megatron.core.tokenizers.base import Tokenizer, hash_parts, tokenizer_fingerprint
+from megatron.core.tokenizers.base import Tokenizer, hash_parts, tokenizer_fingerprint_fields
 from megatron.evaluation.likelihood import (
-    BatchLimits,
+    EvaluationBatchLimits,
     GenerationPrompt,
     Ids,
     LoglikelihoodRequest,
@@ -46,7 +46,7 @@ from megatron.evaluation.likelihood import (
 )
 from megatron.inference.sampling import SamplingParams
 from megatron.training.checkpoint.inference_model import GPT, load_network
-from megatron.training.entry import entry_point
+from megatron.training.entry import guarded_entry_point
 from megatron.training.launch.launch_info import read_launch_info, world_size
 
 AUTO_TOKENS = 16384  # of a batch, when its size is chosen here
@@ -79,14 +79,14 @@ class LmEvalModelArgs:
     device: str | None = None
 
     @property
-    def batch_limits(self) -> BatchLimits:
+    def batch_limits(self) -> EvaluationBatchLimits:
         """The limits of a batch. Raises `ConfigError` for an invalid batch_size."""
         word, _, _ = str(self.batch_size).partition(":")
         if word == "auto":
-            return BatchLimits(self.max_batch_size or 1024, AUTO_TOKENS)
+            return EvaluationBatchLimits(self.max_batch_size or 1024, AUTO_TOKENS)
         if not word.isdecimal() or int(word) < 1:
             raise ConfigError(f"batch_size {self.batch_size} is neither auto nor a number from 1 on")
-        return BatchLimits(int(word))
+        return EvaluationBatchLimits(int(word))
 
     @property
     def explicit_device(self) -> torch.device | None:
@@ -113,7 +113,7 @@ class LmEvalModelArgs:
         return parallel
 
 
-def parse_model_args(given: Mapping[str, Any]) -> tuple[LmEvalModelArgs, dict[str, Any]]:
+def split_model_args(given: Mapping[str, Any]) -> tuple[LmEvalModelArgs, dict[str, Any]]:
     """Split `--model_args` into settings and tokenizer settings (by field name). `ConfigError` for unknown names or
     without load.
     """
@@ -136,7 +136,7 @@ class MegatronLM(TemplateLM):
 
     def __init__(self, **given: Any) -> None:
         super().__init__()
-        self.settings, tokenizer = parse_model_args(given)
+        self.settings, tokenizer = split_model_args(given)
         self._size = self.settings.batch_limits
         self.loaded = load_network(
             self.settings.load,
@@ -211,7 +211,10 @@ class MegatronLM(TemplateLM):
         self._refuse_different_requests(requests)
         prompts = [self._generation_request(number, *request.args) for number, request in enumerate(requests)]
         texts = generate_without_kv_cache(self.loaded, [prompt for prompt, _ in prompts], size=self._size)
-        return [cut_at_stop(self._decode_generated(new), until) for new, (_, until) in zip(texts, prompts, strict=True)]
+        return [
+            cut_at_stop(self._decode_without_special_tokens(new), until)
+            for new, (_, until) in zip(texts, prompts, strict=True)
+        ]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Render a conversation as text by the tokenizer's template. `ConfigError` if it has none."""
@@ -233,14 +236,14 @@ class MegatronLM(TemplateLM):
     @cached_property
     def tokenizer_name(self) -> str:
         """A hash that identifies the tokenizer in lm_eval's caches."""
-        return str(tokenizer_fingerprint(self.megatron_tokenizer)["hash"])
+        return str(tokenizer_fingerprint_fields(self.megatron_tokenizer)["hash"])
 
     def get_model_info(self) -> dict[str, Any]:
         """Return what lm_eval writes beside its results: checkpoint, dtype and layout."""
         parallel = self.loaded.config.parallel
         return {
             "checkpoint": self.loaded.source.where,
-            "model_dtype": self.loaded.config.precision.dtype,
+            "model_dtype": self.loaded.config.precision.param_dtype_name,
             "layout": {"tensor": parallel.tp, "pipeline": parallel.pp, "data": self.loaded.mesh.dp.size},
         }
 
@@ -278,10 +281,12 @@ class MegatronLM(TemplateLM):
                 "max_gen_toks, by --gen_kwargs or in --model_args"
             )
         ids: Ids = tuple((self.tok_encode(context) or [self.prefix_token_id])[-room:])
-        ended: Callable[[list[int]], bool] = lambda new: any(word in self._decode_generated(new) for word in until)
+        ended: Callable[[list[int]], bool] = lambda new: any(
+            word in self._decode_without_special_tokens(new) for word in until
+        )
         return GenerationPrompt(ids, num_tokens, ended, sampling, self.settings.seed + number), until
 
-    def _decode_generated(self, new: Sequence[int]) -> str:
+    def _decode_without_special_tokens(self, new: Sequence[int]) -> str:
         """Decode new ids without special tokens."""
         special = {*self.megatron_tokenizer.special.values(), self.megatron_tokenizer.eod}
         return self.megatron_tokenizer.detokenize([token for token in new if token not in special])
@@ -329,7 +334,7 @@ def cut_at_stop(text: str, until: Sequence[str]) -> str:
     return text
 
 
-@entry_point
+@guarded_entry_point
 def main() -> None:
     """Run lm_eval's command line on all ranks; ranks after the first report nothing."""
     if read_launch_info().rank == 0:

@@ -17,14 +17,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.pipeline_parallel.executor import Shape, run
+from megatron.core.pipeline_parallel.executor import Shape, run_rank_script
 from megatron.core.pipeline_parallel.schedules import forward_only_plan
 from megatron.core.pipeline_parallel.transfers import build_rank_script
-from megatron.core.tensor_parallel.loss import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.inference.sampling import SamplingParams, draw_tokens
 from megatron.training.checkpoint.inference_model import InferenceModel
 
@@ -49,7 +49,7 @@ class ScorableNetwork(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class BatchLimits:
+class EvaluationBatchLimits:
     """At most `rows` inputs together, and at most `tokens` ids, padding included; a single input may be longer."""
 
     rows: int
@@ -103,7 +103,7 @@ class GenerationPrompt:
 
 
 def continuation_loglikelihoods(
-    loaded: ScorableNetwork, requests: Sequence[LoglikelihoodRequest], *, max_length: int, size: BatchLimits
+    loaded: ScorableNetwork, requests: Sequence[LoglikelihoodRequest], *, max_length: int, size: EvaluationBatchLimits
 ) -> list[ContinuationLikelihood]:
     """Return the likelihood of each request's continuation, in order; the same on all ranks. Collective.
 
@@ -124,7 +124,7 @@ def continuation_loglikelihoods(
         else _equalize_batch_rounds(batches, axis)
     )
 
-    def store_likelihoods(microbatch: int, logits: Tensor) -> None:
+    def score_batch_continuations(microbatch: int, logits: Tensor) -> None:
         batch = mine[microbatch]
         numbers = [number for ids in batch for number in numbers_of[ids]]
         rows = [row for row, ids in enumerate(batch) for _ in numbers_of[ids]]
@@ -137,8 +137,8 @@ def continuation_loglikelihoods(
             )
         )
 
-    with _progress_bar(loaded, mine, "loglikelihoods") as bar:
-        forward_batches(loaded, mine, store_likelihoods, bar)
+    with _tqdm_on_first_rank(loaded, mine, "loglikelihoods") as bar:
+        forward_batches(loaded, mine, score_batch_continuations, bar)
     gathered = gather_results_by_number(loaded, results)
     return [gathered[number] for number in range(len(requests))]
 
@@ -201,7 +201,7 @@ def argmax_token_ids(logits: Tensor, axis: Axis, true_vocab_size: int) -> Tensor
 
 
 def generate_without_kv_cache(
-    loaded: InferenceModel, prompts: Sequence[GenerationPrompt], *, size: BatchLimits
+    loaded: InferenceModel, prompts: Sequence[GenerationPrompt], *, size: EvaluationBatchLimits
 ) -> list[list[int]]:
     """Return the new ids after each prompt, until it ends, has `num_tokens` of them, or the end of document comes
     (included).
@@ -216,7 +216,7 @@ def generate_without_kv_cache(
     batches = size.split_into_batches([prompt.ids for prompt in prompts])
     places = [[numbers[ids].pop(0) for ids in batch] for batch in batches]
     mine = places[axis.rank :: axis.size]
-    for batch in _progress_bar(loaded, mine, "continuations"):
+    for batch in _tqdm_on_first_rank(loaded, mine, "continuations"):
         texts.update(zip(batch, _generate_batch(loaded, [prompts[number] for number in batch])))
     gathered = gather_results_by_number(loaded, texts)
     return [gathered[number] for number in range(len(prompts))]
@@ -227,7 +227,9 @@ def _generate_batch(loaded: InferenceModel, prompts: Sequence[GenerationPrompt])
     new: list[list[int]] = [[] for _ in prompts]
     draws = [torch.Generator(loaded.mesh.device).manual_seed(prompt.seed) for prompt in prompts]
     active = list(range(len(prompts)))
-    while active := [row for row in active if not _prompt_is_finished(prompts[row], new[row], loaded.tokenizer.eod)]:
+    while active := [
+        row for row in active if not _continuation_has_ended(prompts[row], new[row], loaded.tokenizer.eod)
+    ]:
         texts = [prompts[row].ids + tuple(new[row]) for row in active]
         tokens = torch.zeros(len(active), dtype=torch.int64, device=loaded.mesh.device)
 
@@ -238,13 +240,13 @@ def _generate_batch(loaded: InferenceModel, prompts: Sequence[GenerationPrompt])
                 tokens[place] = draw_tokens(last[place : place + 1], prompts[row].sampling, draws[row])[0]
 
         forward_batches(loaded, [texts], draw_next_tokens)
-        collectives.broadcast(tokens, loaded.mesh.pp, pipeline_stages_of(loaded.config)[-1].rank)
+        collectives.broadcast(tokens, loaded.mesh.pp, stage_specs_of_run(loaded.config)[-1].rank)
         for row, token in zip(active, tokens.tolist()):
             new[row].append(token)
     return new
 
 
-def _prompt_is_finished(prompt: GenerationPrompt, new: list[int], eod: int) -> bool:
+def _continuation_has_ended(prompt: GenerationPrompt, new: list[int], eod: int) -> bool:
     """Return whether a prompt has all its new tokens, or is ended."""
     return len(new) == prompt.num_tokens or bool(new) and (new[-1] == eod or prompt.ended(new))
 
@@ -302,7 +304,7 @@ class _ForwardOnlyWork:
     def before_backward(self, stage: int, microbatch: int, last: bool) -> None:
         """Never called: the plan has no backward passes."""
 
-    def reduce(self, stage: int) -> None:
+    def reduce_gradients(self, stage: int) -> None:
         """Never called: the plan has no reductions."""
 
 
@@ -320,10 +322,12 @@ def forward_batches(
             forward_only_plan(axis.size, len(loaded.stages), len(batches), loaded.config.parallel.stage_placement),
             axis.rank,
         )
-        run(plan, work=_ForwardOnlyWork(loaded, batches, keep, bar), axis=axis, backward_axis=loaded.mesh.pp_backward)
+        run_rank_script(
+            plan, work=_ForwardOnlyWork(loaded, batches, keep, bar), axis=axis, backward_axis=loaded.mesh.pp_backward
+        )
 
 
-def _progress_bar(loaded: ScorableNetwork, batches: Sequence[Any], title: str) -> tqdm:
+def _tqdm_on_first_rank(loaded: ScorableNetwork, batches: Sequence[Any], title: str) -> tqdm:
     """Return a progress bar over batches, shown on the first rank and on terminals only."""
     return tqdm(batches, desc=title, disable=None if loaded.mesh.world.is_first else True)
 

@@ -1,7 +1,7 @@
 """A benchmark that a language model that sees answers at every evaluation of its training: the YAML file of --online-evaluation-config.
 
     task: TextVQA
-    gt_path: TextVQA_0.5.1_val.json       official files, or JSON lines (`benchmarks.py`)
+    gt_path: TextVQA_0.5.1_val.json       official files, or JSON lines (`vision_benchmarks.py`)
     input_image_path: train_images
     num_samples_per_partition: 200        the first 200 questions; left out: all
     out_seq_length: 16
@@ -20,15 +20,15 @@ import yaml
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.tokenizers.base import Tokenizer, read_flag_file_text
-from megatron.evaluation.benchmarks import (
+from megatron.evaluation.vision_benchmarks import (
     BENCHMARKS,
     BenchmarkQuestion,
-    benchmark_scores,
     read_benchmark_questions,
-    write_benchmark_results,
+    score_benchmark_answers,
+    write_benchmark_answers,
 )
+from megatron.inference.eval_generate import EvaluationPrompts, encode_image_question, generate_continuation_texts
 from megatron.inference.image_prompts import ImagePromptWriter
-from megatron.inference.samples import EvaluationPrompts, encode_image_question, generate_continuation_texts
 from megatron.inference.sampling import SamplingParams
 
 _TASKS = {
@@ -139,12 +139,12 @@ def build_online_evaluation(
     prompts = EvaluationPrompts(("",) * len(ids), ids, config.out_seq_length, sampling, seed, images=images)
     folder = config.output_path or (None if save is None else str(Path(save) / "online_eval"))
 
-    def evaluate(stages: Sequence[Any], iteration: int) -> dict[str, float]:
+    def generate_and_score_answers(stages: Sequence[Any], iteration: int) -> dict[str, float]:
         answers = [answer.strip() for answer in generate_continuation_texts(stages, tokenizer, prompts)]
         rows = list(zip(answers, questions, strict=True))
         if folder is not None and stages[0].build.mesh.world.is_first:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            write_benchmark_results(config.task, rows, Path(folder) / f"{config.task}-{iteration:07d}.json")
-        return benchmark_scores(config.task, rows)
+            write_benchmark_answers(config.task, rows, Path(folder) / f"{config.task}-{iteration:07d}.json")
+        return score_benchmark_answers(config.task, rows)
 
-    return config.task, evaluate
+    return config.task, generate_and_score_answers

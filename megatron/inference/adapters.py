@@ -17,17 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.config.adapters import global_layer_name, linear_layer_shapes
+from megatron.core.config.adapters import layer_module_path, linear_shapes_of_layer
 from megatron.core.config.plan import LayerPlan, network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.adapter_set import AdapterSet, AdapterSource
+from megatron.core.families.adapter_set import InMemoryAdapterSource, LoadedAdapter
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import device as devices
-from megatron.core.parallel.spec import local_shape, local_shards, param_spec_of
+from megatron.core.parallel.spec import local_shape, local_shard_boxes, param_spec_of
 from megatron.core.tensor_parallel.adapter import AdapterBuildContext, LinearAdapter
+from megatron.core.tensor_parallel.frozen_quantized import dense_weight
 from megatron.core.tensor_parallel.linear import AdaptableLinear
-from megatron.core.tensor_parallel.quantized import dense_weight
-from megatron.core.transformer.build import LayerBuildContext
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class AdapterBank:
         return self._of_token
 
     @property
-    def has_foreign_adapters(self) -> bool:
+    def other_engine_has_adapters(self) -> bool:
         """Whether another engine over the same stages has adapters on them."""
         return any(one.bank is not self and one.factors for one in self._multi_adapter_layers())
 
@@ -166,7 +166,7 @@ class AdapterBank:
                     yield module
 
     @torch.no_grad()
-    def set_adapter(self, number: int, adapters: AdapterSet | None) -> None:
+    def set_adapter(self, number: int, adapters: LoadedAdapter | None) -> None:
         """Add adapters under a number, or with None remove those of the number. Collective over the ranks that hold the
         network.
         """
@@ -176,32 +176,36 @@ class AdapterBank:
             served.set_adapter(number, None)
         for index, layer in self._layers:
             if adapters is not None:
-                self._set_layer_adapter(number, layer, plans[index], AdapterSource(adapters), model)
+                self._set_layer_adapter(number, layer, plans[index], InMemoryAdapterSource(adapters), model)
 
     def _set_layer_adapter(
-        self, number: int, layer: nn.Module, plan: LayerPlan, source: AdapterSource, model: ModelConfig
+        self, number: int, layer: nn.Module, plan: LayerPlan, source: InMemoryAdapterSource, model: ModelConfig
     ) -> None:
         """Load the factors of one transformer layer's adapters and set them on its linear layers."""
         made = AdapterBuildContext(self.build.mesh, self.build.streams, self.build.dtype, 0.0, model.adapter.dora)
-        shapes = linear_layer_shapes(model, plan)
+        shapes = linear_shapes_of_layer(model, plan)
         for path, group in groupby(plan.adapters, key=lambda one: one.linear):
             linear = layer.get_submodule(path)
             assert isinstance(linear, AdaptableLinear), "adapters of experts are refused"
             names = [name for name, _ in shapes[path].parts]
             adapter = LinearAdapter(tuple(group), names, linear.weight, self.build.tp_region, made)
-            _load_parameters(adapter, f"model.{global_layer_name(model, plan)}.{path}.adapter", source, self.build)
+            _load_adapter_parameters(
+                adapter, f"model.{layer_module_path(model, plan)}.{path}.adapter", source, self.build
+            )
             if not (isinstance(linear.adapter, MultiAdapterLinear) and linear.adapter.bank is self):
                 linear.adapter = MultiAdapterLinear(self, linear)  # type: ignore[assignment]
             served: MultiAdapterLinear = linear.adapter  # type: ignore[assignment]
-            served.set_adapter(number, _joint_factors(adapter, dense_weight(linear.weight)))
+            served.set_adapter(number, _concatenated_lora_factors(adapter, dense_weight(linear.weight)))
 
 
-def _load_parameters(adapter: LinearAdapter, prefix: str, source: AdapterSource, build: LayerBuildContext) -> None:
+def _load_adapter_parameters(
+    adapter: LinearAdapter, prefix: str, source: InMemoryAdapterSource, build: LayerBuildContext
+) -> None:
     """Fill an adapter's parameters with this rank's shards from a source."""
     for name, param in list(adapter.named_parameters()):
         spec = param_spec_of(param)
         value = torch.zeros(local_shape(spec, build.mesh), dtype=build.dtype, device=build.mesh.device)
-        for piece in local_shards(spec, build.mesh):
+        for piece in local_shard_boxes(spec, build.mesh):
             value[piece.local.slices()] = source.read(f"{prefix}.{name}", piece.box).to(value)
         filled = nn.Parameter(value, requires_grad=False)
         filled.spec = spec  # type: ignore[attr-defined]
@@ -209,7 +213,7 @@ def _load_parameters(adapter: LinearAdapter, prefix: str, source: AdapterSource,
         setattr(adapter.get_submodule(owner), last, filled)
 
 
-def _joint_factors(adapter: LinearAdapter, weight: Tensor) -> _LoraFactors:
+def _concatenated_lora_factors(adapter: LinearAdapter, weight: Tensor) -> _LoraFactors:
     """Return the factors of all parts of a layer as one pair, with DoRA's row factors."""
     pairs = adapter.named_lora_factors
     first = torch.cat([pair.lora_A for _, pair in pairs])
@@ -221,4 +225,4 @@ def _joint_factors(adapter: LinearAdapter, weight: Tensor) -> _LoraFactors:
 
 def _upload_adapter_numbers(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Copy adapter numbers to the device, int64 [n], without waiting for it."""
-    return devices.upload_arrays([np.array(numbers, np.int64)], device)[0]
+    return devices.copy_arrays_to_device([np.array(numbers, np.int64)], device)[0]

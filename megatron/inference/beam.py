@@ -35,7 +35,7 @@ def beam_search(
     ask: Ask, prompt: Ids, *, width: int, num_tokens: int, ends: Collection[int], length_penalty: float = 1.0
 ) -> list[Beam]:
     """Return the `width` continuations with the highest scores that beam search finds, the best first.
-    ask: runs requests, such as `Engine.run` or `Service.submit_and_wait`. ends: ids that end a text. A length penalty
+    ask: runs requests, such as `Engine.run` or `Service.submit_and_wait_all`. ends: ids that end a text. A length penalty
     above 1 favours long texts.
     Raises `ConfigError` as `Engine.submit` does, and `BeamFailed`.
     """
@@ -51,7 +51,7 @@ def beam_search(
     running: list[tuple[Ids, float]] = [((), 0.0)]
     ended: list[Beam] = []
     for length in range(1, num_tokens + 1):
-        scores = _likeliest_next(ask, prompt, [ids for ids, _ in running], 2 * width)
+        scores = _top_next_logprobs(ask, prompt, [ids for ids, _ in running], 2 * width)
         steps = sorted(
             (
                 (before + logprob, place, token)
@@ -82,7 +82,7 @@ def _no_beam_can_improve(ended: Sequence[Beam], width: int, best: float, length:
     return len(ended) == width and ended[-1].score >= best / length**penalty
 
 
-def _likeliest_next(ask: Ask, prompt: Ids, texts: Sequence[Ids], count: int) -> list[tuple[tuple[int, float], ...]]:
+def _top_next_logprobs(ask: Ask, prompt: Ids, texts: Sequence[Ids], count: int) -> list[tuple[tuple[int, float], ...]]:
     """Return the `count` likeliest (id, log-probability) after each text. Raises `BeamFailed`."""
     replies = ask(
         [

@@ -50,7 +50,7 @@ class BlockAllocator:
         """Number of unused blocks whose content is still cached."""
         return len(self._cached)
 
-    def blocks_needed(self, tokens: int) -> int:
+    def num_blocks_for_tokens(self, tokens: int) -> int:
         """Return the number of blocks for so many tokens."""
         return -(-tokens // self.size)
 
@@ -72,7 +72,7 @@ class BlockAllocator:
         self._reserved[run.start : run.stop] = True
         return run
 
-    def allocate(self, wish: int = _NOWHERE) -> int:
+    def allocate_block(self, wish: int = _NOWHERE) -> int:
         """Allocate and return a block; one must be available. wish: preferred block, taken if it is unused."""
         if not self._unused[wish]:
             unreserved = (block for block in self._free if not self._reserved[block])
@@ -100,10 +100,10 @@ class BlockAllocator:
             self._unused[block] = True
             (self._cached if block in self._content else self._free)[block] = None
 
-    def share_cached_prefix(self, ids: Sequence[int], content: bytes = b"") -> list[int]:
+    def share_cached_prefix_blocks(self, ids: Sequence[int], content: bytes = b"") -> list[int]:
         """Return the blocks of the longest cached prefix of `ids`, now shared with the sequence. At least the last
         token is left to compute.
-        content: hash of what precedes the first token (the adapter), as in the first call of `publish`.
+        content: hash of what precedes the first token (the adapter), as in the first call of `cache_full_blocks`.
         """
         blocks: list[int] = []
         if not self.sharing:

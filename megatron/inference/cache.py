@@ -27,7 +27,7 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.core.kernels.paged import CacheBlockTables
 from megatron.core.transformer.cache import Mix, StatefulMixer
-from megatron.inference.states import EqualLengthGroup, StatePool
+from megatron.inference.recurrent_states import EqualLengthGroup, StatePool
 
 _SHORT = 128  # keys that a row may be filled up with, however few its own are
 _ALL = 2**62  # keys
@@ -48,7 +48,7 @@ class SequenceSpan:
         return self.start + self.count
 
 
-def cache_entry_sizes(model: ModelConfig, plan: LayerPlan, tensor_size: int) -> tuple[tuple[int, int], ...]:
+def cached_heads_and_sizes(model: ModelConfig, plan: LayerPlan, tensor_size: int) -> tuple[tuple[int, int], ...]:
     """Return (heads, head size) of what a layer caches of a token on one rank: of keys and of values, or of MLA's one
     latent vector. Empty for a layer without attention.
     """
@@ -68,7 +68,7 @@ def cache_bytes_per_token(
     """
     return dtype.itemsize * (
         states * model.hidden_size
-        + sum(heads * size for plan in plans for heads, size in cache_entry_sizes(model, plan, tensor_size))
+        + sum(heads * size for plan in plans for heads, size in cached_heads_and_sizes(model, plan, tensor_size))
     )
 
 
@@ -94,13 +94,13 @@ class KVCache:
         self.device, self.paged = device, paged
         self.states = tuple(torch.zeros(slots, model.hidden_size, dtype=dtype, device=device) for _ in range(states))
         self.width = sum(
-            sum(heads * size for heads, size in cache_entry_sizes(model, plan, tensor_size)) for plan in plans
+            sum(heads * size for heads, size in cached_heads_and_sizes(model, plan, tensor_size)) for plan in plans
         ) // max(1, len(plans))
         self.first_ahead = model.num_layers
         self.layers = {
             plan.index: tuple(
                 torch.empty(slots, heads * size, dtype=dtype, device=device)
-                for heads, size in cache_entry_sizes(model, plan, tensor_size)
+                for heads, size in cached_heads_and_sizes(model, plan, tensor_size)
             )
             for plan in plans
         }
@@ -112,7 +112,7 @@ class KVCache:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheGroup:
+class EqualQueryLengthGroup:
     """Sequences of a step with equally many new tokens, end to end from token `first` on. queries: new tokens of each.
     ragged: whether some have fewer keys than `where.longest`. slots: results of `slots_of_last_positions`, by number of
     keys.
@@ -147,7 +147,7 @@ class CacheGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class _ContiguousView:
+class _ContiguousCacheView:
     """Sequences whose keys form a strided batch in the pool: `rows` times `length` keys from slot `start` on, `step`
     slots apart.
     """
@@ -173,7 +173,7 @@ class _ContiguousView:
         ], None
 
 
-def spans_by_group(spans: Sequence[SequenceSpan]) -> list[list[int]]:
+def group_sequences_by_length(spans: Sequence[SequenceSpan]) -> list[list[int]]:
     """Return indices of the spans by group (equally many new tokens, similar number of keys): the order of their tokens
     in a step.
     """
@@ -189,7 +189,7 @@ def spans_by_group(spans: Sequence[SequenceSpan]) -> list[list[int]]:
     return groups
 
 
-class StepCache:
+class StepKVCache:
     """The `DecodingCache` of one forward pass. logit_positions: token indices whose logits are needed, None for all; filling:
     number of padding tokens at the end. depth: of multi-token prediction, 0 for the network itself. states: pool of
     recurrent states, and the groups' slots.
@@ -199,7 +199,7 @@ class StepCache:
     def __init__(
         self,
         pool: KVCache,
-        groups: Sequence[tuple[CacheGroup, Sequence[_ContiguousView]]],
+        groups: Sequence[tuple[EqualQueryLengthGroup, Sequence[_ContiguousCacheView]]],
         *,
         logit_positions: Tensor | None = None,
         filling: int = 0,
@@ -244,7 +244,7 @@ class StepCache:
             self._pool.states[self._depth].index_copy_(0, self._new, x[:, 0].to(self._pool.states[0].dtype))
         return x if self._logit_positions is None else x.index_select(0, self._logit_positions)
 
-    def cached_attention(self, layer: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def wrap_attention_kernel(self, layer: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return an attention function that stores new keys and values in the cache and lets the new tokens ([t, 1, n,
         d]) of all sequences attend to the stored ones by `kernel`.
         """
@@ -268,8 +268,8 @@ class StepCache:
                 pool.index_copy_(0, self._new, new[:, 0].flatten(1))
             paged = self._pool.paged
             outputs = [
-                _attend_group(group, stored, kernel, q, v, mask, scores)
-                if paged is None or isinstance(group, _ContiguousView)
+                _attend_sequence_group(group, stored, kernel, q, v, mask, scores)
+                if paged is None or isinstance(group, _ContiguousCacheView)
                 else _attend_paged(group, stored, paged, q, v, mask, scores)
                 for group in self._groups
             ]
@@ -288,7 +288,7 @@ def block_tables_of(spans: Sequence[SequenceSpan]) -> tuple[np.ndarray, np.ndarr
     return tables, np.array([span.num_keys for span in spans], np.int32)
 
 
-def make_step_cache(
+def make_step_kv_cache(
     pool: KVCache,
     groups: Sequence[Sequence[SequenceSpan]],
     tables: Sequence[Tensor],
@@ -298,33 +298,33 @@ def make_step_cache(
     total: int,
     depth: int = 0,
     states: tuple[StatePool, Sequence[EqualLengthGroup]] | None = None,
-) -> StepCache:
-    """Make the cache of a forward pass over `total` tokens: those of the spans, in the order of `spans_by_group`, then
+) -> StepKVCache:
+    """Make the cache of a forward pass over `total` tokens: those of the spans, in the order of `group_sequences_by_length`, then
     padding.
     tables: of each group int32 [b, blocks] and [b], as `block_tables_of` returns them. logit_positions: [positions],
     the tokens whose logits are needed; None: all. states: pool of recurrent states, and the slots of each group.
     """
-    step_groups: list[tuple[CacheGroup, Sequence[_ContiguousView]]] = []
+    step_groups: list[tuple[EqualQueryLengthGroup, Sequence[_ContiguousCacheView]]] = []
     first = 0
     for number, spans in enumerate(groups):
         longest, count = max(span.num_keys for span in spans), spans[0].count
         where = CacheBlockTables(tables[2 * number], tables[2 * number + 1], block_size, longest)
-        group = CacheGroup(first, count, where, min(span.num_keys for span in spans) < longest)
+        group = EqualQueryLengthGroup(first, count, where, min(span.num_keys for span in spans) < longest)
         # Prompts that begin here are attention of a sequence to itself, which kernels for training do best.
         begins = count > 1 and all(span.start == 0 for span in spans)
-        views = _contiguous_views(spans, block_size, first) if pool.paged is None or begins else []
+        views = _contiguous_cache_views(spans, block_size, first) if pool.paged is None or begins else []
         copied = len(spans) * longest * pool.width if pool.device.type == "cpu" else 0
         few = len(views) == 1 or len(views) * _CALL < copied
         step_groups.append((group, views if few else ()))
         first += len(spans) * count
-    return StepCache(
+    return StepKVCache(
         pool, step_groups, logit_positions=logit_positions, filling=total - first, depth=depth, states=states
     )
 
 
-def _contiguous_views(spans: Sequence[SequenceSpan], block_size: int, first: int) -> list[_ContiguousView]:
+def _contiguous_cache_views(spans: Sequence[SequenceSpan], block_size: int, first: int) -> list[_ContiguousCacheView]:
     """Return a group as few views of the pool, in this order; empty if a sequence's blocks are not contiguous."""
-    views: list[_ContiguousView] = []
+    views: list[_ContiguousCacheView] = []
     for row, span in enumerate(spans):
         blocks = span.blocks[: -(-span.num_keys // block_size)]
         if blocks != tuple(range(blocks[0], blocks[0] + len(blocks))):
@@ -334,12 +334,12 @@ def _contiguous_views(spans: Sequence[SequenceSpan], block_size: int, first: int
         if last is not None and span.num_keys == last.length and step > 0 and (last.rows == 1 or step == last.step):
             views[-1] = replace(last, rows=last.rows + 1, step=step)
         else:
-            views.append(_ContiguousView(first + row * span.count, span.count, 1, span.num_keys, start, 0))
+            views.append(_ContiguousCacheView(first + row * span.count, span.count, 1, span.num_keys, start, 0))
     return views
 
 
-def _attend_group(
-    group: CacheGroup | _ContiguousView,
+def _attend_sequence_group(
+    group: EqualQueryLengthGroup | _ContiguousCacheView,
     stored: Sequence[Tensor],
     kernel: Callable[..., Tensor],
     q: Tensor,
@@ -369,7 +369,7 @@ def _attend_group(
 
 
 def _attend_paged(
-    group: CacheGroup,
+    group: EqualQueryLengthGroup,
     stored: Sequence[Tensor],
     kernel: Callable[..., Tensor],
     q: Tensor,

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels import reference
-from megatron.core.kernels.host_reads import forbid_host_reads
+from megatron.core.kernels.host_read_permission import avoid_host_reads
 from megatron.core.kernels.paged import CacheBlockTables
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import device as devices
-from megatron.inference.cache import CacheGroup, KVCache, SequenceSpan, StepCache, block_tables_of
-from megatron.inference.states import stateful_mixers
+from megatron.inference.cache import EqualQueryLengthGroup, KVCache, SequenceSpan, StepKVCache, block_tables_of
+from megatron.inference.recurrent_states import stateful_mixers
 
 _FEWEST_KEYS = 256  # of a graph
 Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
@@ -110,7 +110,7 @@ class DecodingGraphs:
             self._kept.move_to_end(shape)
             return True
         if on_demand:
-            self.capture(shape)
+            self.capture_graph(shape)
             return True
         self.requested[shape] = None
         return False
@@ -132,7 +132,7 @@ class DecodingGraphs:
             own, values[rows : rows + texts] = block_tables_of(spans)
             tables[:texts, : own.shape[1]] = own[:, : tables.shape[1]]
             values[:texts] = ids
-        given, *places = devices.upload_arrays(
+        given, *places = devices.copy_arrays_to_device(
             [values, *np.array(awaited, np.int32).reshape(-1, 2).T], self._pool.device
         )
         graph.given.copy_(given)
@@ -140,7 +140,7 @@ class DecodingGraphs:
         graph.repeat()
         return graph.logits[:texts]
 
-    def capture(self, shape: GraphShape) -> None:
+    def capture_graph(self, shape: GraphShape) -> None:
         """Capture a step of this shape, on padding rows. Collective over the ranks of the network."""
         self.requested.pop(shape, None)
         if len(self._kept) == self._count:
@@ -150,14 +150,14 @@ class DecodingGraphs:
         given = torch.zeros(rows * (2 + blocks), dtype=torch.int32, device=device)
         given[rows : 2 * rows] = 1
 
-        def decoding_step() -> Tensor:
+        def compute_step_logits() -> Tensor:
             ids, lengths, tables = given.split([rows, rows, rows * blocks])
             where = CacheBlockTables(tables.view(rows, blocks), lengths, self._block_size, keys)
-            cache = StepCache(self._pool, [(CacheGroup(0, 1, where, True), ())])
+            cache = StepKVCache(self._pool, [(EqualQueryLengthGroup(0, 1, where, True), ())])
             return self._stage(ids=ids.to(torch.int64)[None], positions=cache.positions[None], cache=cache)
 
-        with forbid_host_reads():
-            repeat, logits = self._record(decoding_step)
+        with avoid_host_reads():
+            repeat, logits = self._record(compute_step_logits)
         self._kept[shape] = _DecodingGraph(given, repeat, logits)
 
     def _default_graph_shapes(self) -> list[GraphShape]:

@@ -35,7 +35,7 @@ from megatron.inference.requests import (
 from megatron.inference.sampled_tokens import sample_next_tokens
 from megatron.inference.sequence import SequenceState
 from megatron.inference.step_input import SequenceInput
-from megatron.inference.throughput import ThroughputMeter
+from megatron.inference.throughput import TokenRateMeter
 
 
 class _EncoderDecoderCache:
@@ -50,7 +50,7 @@ class _EncoderDecoderCache:
         """Set the length of the texts including the next pass's token."""
         self._length = length
 
-    def cached_attention(self, layer: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def wrap_attention_kernel(self, layer: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return an attention function for the last token of all texts, which attends to all tokens before."""
 
         def attend_with_cache(
@@ -122,7 +122,7 @@ class EncoderDecoderEngine:
         )
         self._tickets, self._waiting = itertools.count(), deque[tuple[int, GenerationRequest, Listener]]()
         self._finished: dict[str, int] = dict.fromkeys(get_args(Reason), 0)
-        self._throughput, self._made = ThroughputMeter(), 0
+        self._throughput, self._made = TokenRateMeter(), 0
 
     def submit(self, request: GenerationRequest, listener: Listener) -> int:
         """Add a request; return its number. listener: called with its events. `ConfigError` if it cannot be served."""
@@ -161,7 +161,7 @@ class EncoderDecoderEngine:
         ):
             self._finished[reply.reason] += 1
             self._made += len(reply.tokens)
-            self._throughput.add(len(reply.tokens))
+            self._throughput.add_new_tokens(len(reply.tokens))
             listener(GenerationEvent(ticket, reply.tokens, reply.text, reply))
         return True
 
@@ -169,11 +169,11 @@ class EncoderDecoderEngine:
         """Answer requests; replies in the order of the requests."""
         replies: dict[int, GenerationReply] = {}
 
-        def keep_reply(event: GenerationEvent) -> None:
+        def collect_reply(event: GenerationEvent) -> None:
             assert event.reply is not None, "all comes at once"
             replies[event.ticket] = event.reply
 
-        tickets = [self.submit(request, keep_reply) for request in requests]
+        tickets = [self.submit(request, collect_reply) for request in requests]
         while self.step():
             pass
         return [replies[ticket] for ticket in tickets]
@@ -199,15 +199,15 @@ class EncoderDecoderEngine:
     def _replies_from_all_replicas(self, requests: Sequence[GenerationRequest]) -> list[GenerationReply]:
         """Return the replies to all requests, of which each replica of the network answers its share. Collective."""
         copies, mine = self.mesh.dp.size, self.mesh.dp.rank
-        replies = self._decode_batch(requests[mine::copies]) if requests[mine::copies] else []
+        replies = self._generate_replies(requests[mine::copies]) if requests[mine::copies] else []
         gathered = dict(collectives.gather_objects((mine, replies), self.mesh.world))
         return [gathered[number % copies][number // copies] for number in range(len(requests))]
 
-    def _decode_batch(self, requests: Sequence[GenerationRequest]) -> list[GenerationReply]:
+    def _generate_replies(self, requests: Sequence[GenerationRequest]) -> list[GenerationReply]:
         """Decode these requests together; return their replies."""
         replies: dict[int, GenerationReply] = {}
 
-        def keep_reply(event: GenerationEvent) -> None:
+        def collect_reply(event: GenerationEvent) -> None:
             if event.reply is not None:
                 replies[event.ticket] = event.reply
 
@@ -216,7 +216,7 @@ class EncoderDecoderEngine:
             SequenceState(
                 number,
                 replace(request, prompt=(self._start,)),
-                keep_reply,
+                collect_reply,
                 self.tokenizer,
                 ends={*request.stop_ids, *(() if request.ignore_eod else (end,))},
             )

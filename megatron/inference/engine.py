@@ -26,8 +26,15 @@ from megatron.core.parallel.device import has_separate_memory
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.inference import engine_setup
 from megatron.inference.block_allocator import BlockAllocator
+from megatron.inference.expert_choice_recorder import ExpertChoiceRecorder
 from megatron.inference.image_prompts import ImagePromptWriter
 from megatron.inference.model_runner import CachedNetwork, LaunchedStep, ModelRunner
+from megatron.inference.recurrent_states import (
+    RecurrentStateDtypes,
+    StateSlotAllocator,
+    StateSlotsOfSequence,
+    recurrent_state_bytes,
+)
 from megatron.inference.requests import (
     EngineBusyError,
     EngineMetrics,
@@ -37,13 +44,11 @@ from megatron.inference.requests import (
     Listener,
     Reason,
 )
-from megatron.inference.routes import ExpertChoiceRecorder
 from megatron.inference.sequence import SequenceState
 from megatron.inference.served_adapters import ServedAdapters
 from megatron.inference.speculative import DraftNetwork, MTPDraft
-from megatron.inference.states import SequenceStateSlots, StateDtypes, StateSlotAllocator, state_bytes
-from megatron.inference.step_input import SequenceInput, SequenceOutput, StepInput
-from megatron.inference.throughput import ThroughputMeter
+from megatron.inference.step_input import SequenceInput, SequenceStepOutput, StepInput
+from megatron.inference.throughput import TokenRateMeter
 
 _SCORED = 256  # most prompt positions per step with log-probabilities, which bounds the logits
 
@@ -67,7 +72,7 @@ class Engine:
         records_routes: bool = False,
     ) -> None:
         build = stages[0].build
-        config = engine_setup.route_recording_settings(config, records_routes)
+        config = engine_setup.config_for_route_recording(config, records_routes)
         self.model, self.mesh, self.config, self.tokenizer = build.model, build.mesh, config, tokenizer
         self.image_prompts: ImagePromptWriter | None = None  # of a network that reads images, set by who loads it
         raise_config_error_if([*config.problems(), *engine_setup.engine_setting_problems(stages, config, draft)])
@@ -92,7 +97,7 @@ class Engine:
         ]
         if snapshots is not None:
             networks[0].allocate_state_slots(
-                engine_setup.num_state_slots(snapshots, config), StateDtypes.from_config(config)
+                engine_setup.num_state_slots(snapshots, config), RecurrentStateDtypes.from_config(config)
             )
         self.runner = ModelRunner(networks)
         networks[0].recorder = ExpertChoiceRecorder(stages) if records_routes else None
@@ -106,7 +111,7 @@ class Engine:
             for _ in range(self.mesh.dp.size if snapshots is not None else 0)
             if snapshots is not None
         ]
-        self._state_bytes = state_bytes(stages, StateDtypes.from_config(config))
+        self._state_bytes = recurrent_state_bytes(stages, RecurrentStateDtypes.from_config(config))
         self._bytes = networks[0].bytes_per_token
         self._tickets = itertools.count()
         self._inbox: deque[SequenceState] = deque()
@@ -116,9 +121,9 @@ class Engine:
         self._counts: Counter[str] = Counter()
         # All keys from the start: other threads read it.
         self._finished: dict[str, int] = dict.fromkeys(get_args(Reason), 0)
-        self._throughput = ThroughputMeter()
-        self._after = _colon_newline_ids(tokenizer)
-        self._in_flight: _LaunchedPass | None = None
+        self._throughput = TokenRateMeter()
+        self._after = _banned_newline_after_colon(tokenizer)
+        self._in_flight: _InFlightStep | None = None
         self.is_paused = False
         self._overlaps = config.inference_async_scheduling and has_separate_memory(self.mesh.device)
         self._overlaps &= self.mesh.world.size == 1 and not config.num_speculative_tokens
@@ -165,7 +170,7 @@ class Engine:
 
     def capture_all_graphs(self, say: Callable[[str], None]) -> None:
         """Capture all shapes known beforehand. say: called with progress lines."""
-        number, total = 0, self.runner.num_uncaptured()
+        number, total = 0, self.runner.num_uncaptured_shapes()
         while self.capture_next_graph():
             number += 1
             say(f"CUDA graphs: {number} of {total} shapes of a step are captured")
@@ -190,30 +195,30 @@ class Engine:
         self.adapters.remove_unused_unloaded(one.adapter for one in (*self._inbox, *self._waiting, *self._running))
         return True
 
-    def _finish_pass(self, current: _LaunchedPass) -> None:
+    def _finish_pass(self, current: _InFlightStep) -> None:
         """Wait for a launched pass and append its tokens to the sequences."""
         outputs = current.launched.collect()
         self._counts["steps"] += 1
         for blocks, *replica in zip(self.allocators, current.chosen, current.rows, outputs, strict=True):
             for (one, _), row, what in zip(*replica, strict=True):
                 if one.reason is None:  # else it had ended before, and nobody hears of this token
-                    self._append_step_output(one, row, what, blocks)
+                    self._append_sequence_output(one, row, what, blocks)
                     one.notify_listener()
 
-    def _launch_step(self) -> _LaunchedPass | None:
+    def _launch_step(self) -> _InFlightStep | None:
         """Schedule and launch a pass; None when there is nothing to do."""
         chosen = self._schedule()
         if not any(chosen):
             return None
         if self._draft is not None:
-            self._counts["proposed_tokens"] += self._draft.propose(chosen)
+            self._counts["proposed_tokens"] += self._draft.set_draft_tokens(chosen)
         rows = tuple(tuple(self._sequence_input(one, count) for one, count in shares) for shares in chosen)
         launched = self.runner.launch(StepInput(0, rows))
         places = iter(launched.places)
         for shares, own in zip(chosen, rows, strict=True):
             for (one, _), row in zip(shares, own, strict=True):
                 one.mark_launched(row, next(places, 0))
-        return _LaunchedPass(chosen, rows, launched)
+        return _InFlightStep(chosen, rows, launched)
 
     def _sequence_input(self, one: SequenceState, count: int) -> SequenceInput:
         """Return the input of a sequence in the next step. count: of its tokens."""
@@ -231,7 +236,7 @@ class Engine:
         for one in self._running:
             blocks = self.allocators[one.replica]
             needed[one.replica] += max(
-                0, blocks.blocks_needed(min(len(one.ids) + 1, one.computed + most)) - len(one.blocks)
+                0, blocks.num_blocks_for_tokens(min(len(one.ids) + 1, one.computed + most)) - len(one.blocks)
             )
         if any(count > blocks.available for count, blocks in zip(needed, self.allocators, strict=True)):
             return False
@@ -245,7 +250,7 @@ class Engine:
         """
         replies: dict[int, GenerationReply] = {}
 
-        def keep_reply(event: GenerationEvent) -> None:
+        def collect_reply(event: GenerationEvent) -> None:
             if event.reply is not None:
                 replies[event.ticket] = event.reply
 
@@ -254,7 +259,7 @@ class Engine:
         while left or any(ticket not in replies for ticket in tickets):
             while left:
                 try:
-                    tickets.append(self.submit(left[0], keep_reply))
+                    tickets.append(self.submit(left[0], collect_reply))
                 except EngineBusyError:
                     break
                 left.popleft()
@@ -312,7 +317,7 @@ class Engine:
             self._waiting.appendleft(one)
         self._running.clear()
         self.clear_prefix_cache()
-        self.runner.forget_images()
+        self.runner.clear_image_cache()
         self.is_paused = True
 
     def resume(self) -> None:
@@ -391,11 +396,11 @@ class Engine:
         while self._inbox:
             one = self._inbox.popleft()
             self._counts["requests"] += 1
-            if self.adapters.has_adapter(one.adapter):
+            if self.adapters.has_adapter_number(one.adapter):
                 self._waiting.append(one)
             else:
                 one.mark_ended("error", f"the adapter {one.request.adapter!r} was unloaded")
-                self._release_ended(one)
+                self._release_ended_sequence(one)
                 one.notify_listener()
         gone = {self._cancelled.popleft() for _ in range(len(self._cancelled))}
         if gone:
@@ -405,7 +410,7 @@ class Engine:
         """Cancel these requests."""
         for one in those:
             one.mark_ended("cancelled")
-            self._release_ended(one)
+            self._release_ended_sequence(one)
             one.notify_listener()
         self._waiting = deque(one for one in self._waiting if one.reason is None)
 
@@ -424,7 +429,7 @@ class Engine:
             replica = max(
                 range(len(self.allocators)), key=lambda replica: (budget[replica] > 0, -self._num_running_on(replica))
             )
-            if self._num_running_on(replica) >= self.config.inference_max_requests or not self._admit(
+            if self._num_running_on(replica) >= self.config.inference_max_requests or not self._try_admit_request(
                 one, replica, budget[replica]
             ):
                 break
@@ -439,12 +444,12 @@ class Engine:
         """Return the number of running sequences on a replica."""
         return sum(one.replica == replica for one in self._running)
 
-    def _admit(self, one: SequenceState, replica: int, budget: int) -> bool:
+    def _try_admit_request(self, one: SequenceState, replica: int, budget: int) -> bool:
         """Admit a waiting request with its cached prefix if there is room for all of it; return whether it was. budget:
         tokens left in the step.
         """
         blocks = self.allocators[replica]
-        beginning = [] if one.request.prompt_logprobs else blocks.share_cached_prefix(one.ids, one.hash_root)
+        beginning = [] if one.request.prompt_logprobs else blocks.share_cached_prefix_blocks(one.ids, one.hash_root)
         mark: bytes | None = None
         if self.slots:
             marks = blocks.block_hashes(one.ids, one.hash_root)[: len(beginning)]
@@ -452,7 +457,7 @@ class Engine:
             blocks.release(beginning[reached:])
             beginning, mark = beginning[:reached], marks[reached - 1] if reached else None
         # One block more for each that runs here, so that a new one does not push out an old one at once.
-        needed = blocks.blocks_needed(len(one.ids) + 1) - len(beginning) + self._num_running_on(replica)
+        needed = blocks.num_blocks_for_tokens(len(one.ids) + 1) - len(beginning) + self._num_running_on(replica)
         left = len(one.ids) - len(beginning) * blocks.size
         whole = self.config.enable_chunked_prefill or left <= budget
         # Alone it always gets in, since what could never fit was refused: else it might wait for ever.
@@ -461,7 +466,7 @@ class Engine:
             return False
         one.start_running(replica, beginning, blocks)
         if self.slots:
-            one.states = SequenceStateSlots(self.slots[replica], mark)
+            one.states = StateSlotsOfSequence(self.slots[replica], mark)
         self._counts["cached_tokens"] += one.computed
         return True
 
@@ -471,7 +476,7 @@ class Engine:
         """Add a sequence to the step, with as many tokens as budgets and blocks allow. budget, scored: tokens, and
         prompt tokens with log-probabilities, left on each replica.
         """
-        count = 0 if one.ends_with_awaited else min(one.num_uncomputed, budget[one.replica])
+        count = 0 if one.awaits_final_token else min(one.num_uncomputed, budget[one.replica])
         if (
             one.states is not None
             and one.states.takes_snapshots
@@ -493,7 +498,7 @@ class Engine:
         itself was preempted.
         """
         blocks = self.allocators[one.replica]
-        while len(one.blocks) < blocks.blocks_needed(tokens):
+        while len(one.blocks) < blocks.num_blocks_for_tokens(tokens):
             if blocks.available:
                 one.allocate_block(blocks)
                 continue
@@ -509,8 +514,8 @@ class Engine:
                 return False
         return True
 
-    def _append_step_output(
-        self, one: SequenceState, row: SequenceInput, output: SequenceOutput, blocks: BlockAllocator
+    def _append_sequence_output(
+        self, one: SequenceState, row: SequenceInput, output: SequenceStepOutput, blocks: BlockAllocator
     ) -> None:
         """Append a step's output to a request, cache its full blocks, and release it if it has ended."""
         guesses, read = len(one.drafts), len(row.ids) - len(one.drafts)
@@ -518,13 +523,13 @@ class Engine:
         self._counts["accepted_tokens"] += max(0, made - 1) if guesses else 0
         self._counts["generated_tokens"] += made
         self._counts["prompt_tokens"] += read if row.start < len(one.request.prompt) else 0
-        self._throughput.add(made)
+        self._throughput.add_new_tokens(made)
         if one.reason != "error":
-            one.cache_full_blocks(blocks, one.num_cached if self._draft is None else one.drafted)
+            one.cache_full_blocks(blocks, one.num_stored_tokens if self._draft is None else one.drafted)
         if one.reason is not None:
-            self._release_ended(one)
+            self._release_ended_sequence(one)
 
-    def _release_ended(self, one: SequenceState) -> None:
+    def _release_ended_sequence(self, one: SequenceState) -> None:
         """Release the blocks of a request that has ended."""
         if one in self._running:
             self._running.remove(one)
@@ -534,7 +539,7 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True)
-class _LaunchedPass:
+class _InFlightStep:
     """A launched forward pass. chosen: of each data-parallel replica, the sequences and their numbers of tokens; rows:
     their inputs.
     """
@@ -549,7 +554,7 @@ class _LaunchedPass:
         return any(one.reason is None for shares in self.chosen for one, _ in shares)
 
 
-def _colon_newline_ids(tokenizer: Tokenizer) -> tuple[tuple[int, int], ...]:
+def _banned_newline_after_colon(tokenizer: Tokenizer) -> tuple[tuple[int, int], ...]:
     """(colon, newline) if the tokenizer writes each as one id."""
     try:
         colon, newline = tokenizer.tokenize(":"), tokenizer.tokenize("\n")

@@ -14,11 +14,16 @@ from megatron.core.kernels import paged
 from megatron.core.kernels.table import CANDIDATES, KernelRequirements, select_kernels
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
-from megatron.core.transformer.build import LayerBuildContext
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 from megatron.inference import cuda_graphs
 from megatron.inference.cache import cache_bytes_per_token
 from megatron.inference.model_runner import cached_layers
-from megatron.inference.states import StateDtypes, num_slots_for, state_bytes, stateful_mixers
+from megatron.inference.recurrent_states import (
+    RecurrentStateDtypes,
+    num_slots_for,
+    recurrent_state_bytes,
+    stateful_mixers,
+)
 
 _GRAPHS = 16  # shapes of a step
 
@@ -126,7 +131,9 @@ def state_snapshot_count(stages: Sequence[GPTModel], config: InferenceConfig) ->
     Collective.
     """
     each = max(
-        collectives.gather_objects(state_bytes(stages, StateDtypes.from_config(config)), stages[0].build.mesh.world)
+        collectives.gather_objects(
+            recurrent_state_bytes(stages, RecurrentStateDtypes.from_config(config)), stages[0].build.mesh.world
+        )
     )
     if not each:
         return None
@@ -165,7 +172,7 @@ def num_cache_blocks(parts: Sequence[tuple[Sequence[GPTModel], int]], config: In
     return max(count, longest) + 1
 
 
-def route_recording_settings(config: InferenceConfig, records: bool) -> InferenceConfig:  # noqa: FBT001
+def config_for_route_recording(config: InferenceConfig, records: bool) -> InferenceConfig:  # noqa: FBT001
     """Return the engine's settings; with `records`, without prefix caching and CUDA graphs, so that all tokens pass the
     routers.
     """

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.config.flags import config_from_values
-from megatron.core.config.settings.data import ChatConfig
+from megatron.core.config.flags import config_from_dict
+from megatron.core.config.settings.data import SFTDataConfig
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.config.settings.multimodal import MultimodalConfig
+from megatron.core.config.settings.multimodal import MultimodalDataConfig
 from megatron.core.datasets.conversations import ConversationEncoder
 from megatron.core.datasets.image_conversations import SLOT, ImageConversationEncoder
 from megatron.core.datasets.images import (
@@ -24,7 +24,7 @@ from megatron.core.datasets.images import (
     ImageOptions,
     decode_image,
     empty_image_batch,
-    read_tile_grid,
+    tile_grid_of_image_bytes,
     tile_image,
 )
 from megatron.core.datasets.multimodal import build_image_token_layout, image_slot_token_id
@@ -56,7 +56,7 @@ class ImagePromptWriter:
         """Return a writer of prompts as in the network's training. settings: of its checkpoint. format: of
         conversations, if another.
         """
-        data, chat = config_from_values(MultimodalConfig, settings), config_from_values(ChatConfig, settings)
+        data, chat = config_from_dict(MultimodalDataConfig, settings), config_from_dict(SFTDataConfig, settings)
         encoder = ConversationEncoder(tokenizer, format or chat.sft_tokenizer_prompt_format)
         writer = ImageConversationEncoder(
             encoder, build_image_token_layout(model, data, tokenizer), plain=chat.sft_tokenizer_prompt_format == "plain"
@@ -75,15 +75,15 @@ class ImagePromptWriter:
         messages: user messages contain <image> as often as there are files. Raises `DataError` for what is no
         conversation, and `ImageError` for a file that cannot be used.
         """
-        parts = [self._tiles(file) for file in files]
-        ids = self.writer.encode_prompt(messages, [read_tile_grid(file, self.options) for file in files])
+        parts = [self._cached_image_tiles(file) for file in files]
+        ids = self.writer.encode_prompt(messages, [tile_grid_of_image_bytes(file, self.options) for file in files])
         images = np.concatenate([empty_image_batch(self.options), *parts])
         is_slot = ids == SLOT
         slots = np.where(is_slot, np.cumsum(is_slot) - 1, -1)
         digest = hashlib.blake2b(images.tobytes(), digest_size=16).digest()
         return tuple(np.where(is_slot, self.filler, ids).tolist()), PromptImages(images, tuple(slots.tolist()), digest)
 
-    def _tiles(self, file: bytes) -> np.ndarray:
+    def _cached_image_tiles(self, file: bytes) -> np.ndarray:
         """Return the tiles of a file, cached by its hash, float32 [n, channels, height, width]. Raises `ImageError`."""
         if len(file) > self.options.max_bytes:
             raise ImageError(f"it has more than {self.options.max_bytes} bytes")

@@ -37,7 +37,8 @@ class RankLiveness:
         return self._lost
 
     def wait_for_loss(self, seconds: float) -> str:
-        """Wait up to so many seconds for a rank to be found dead, and return `lost`: that may be noticed after the
+        """Wait up to so many seconds for a rank to be found dead, and return `lost_rank_text`: that may be noticed
+        after the
         failure that it explains.
         """
         if self._watches:
@@ -105,13 +106,13 @@ def accept_rank_connections(
                     f"connect to port {door.getsockname()[1]} of its machine?"
                 ) from None
             stack.enter_context(connection)
-            words = _first_line(connection).split(" ", 1)
+            words = _receive_first_line(connection).split(" ", 1)
             if secrets.compare_digest(words[0].encode(), secret.encode()) and len(words) == 2:  # and no stranger
                 ranks[connection] = words[1].strip()
     return ranks
 
 
-def _first_line(connection: socket.socket) -> str:
+def _receive_first_line(connection: socket.socket) -> str:
     """The first line that a connection sends; "" after a time limit."""
     try:
         connection.settimeout(_HELLO_SECONDS)

@@ -17,22 +17,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.config.plan import LayerPlan, mtp_layer_plans
-from megatron.core.families.adapter_set import AdapterSet
+from megatron.core.config.plan import LayerPlan, mtp_depth_layer_plans
+from megatron.core.families.adapter_set import LoadedAdapter
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.vision import IdsWithImages, ImageEmbedder
 from megatron.core.parallel import collectives
 from megatron.core.parallel import device as devices
-from megatron.core.pipeline_parallel.executor import Shape, run
+from megatron.core.pipeline_parallel.executor import Shape, run_rank_script
 from megatron.core.pipeline_parallel.schedules import forward_only_plan
 from megatron.core.pipeline_parallel.transfers import RankScript, build_rank_script
 from megatron.inference.adapters import AdapterBank
-from megatron.inference.cache import KVCache, block_tables_of, cache_bytes_per_token, make_step_cache, spans_by_group
+from megatron.inference.cache import (
+    KVCache,
+    block_tables_of,
+    cache_bytes_per_token,
+    group_sequences_by_length,
+    make_step_kv_cache,
+)
 from megatron.inference.cuda_graphs import DecodingGraphs, GraphShape, write_sampled_ids
-from megatron.inference.routes import ExpertChoiceRecorder, Routes, attach_expert_choices
+from megatron.inference.expert_choice_recorder import ExpertChoiceRecorder, Routes, outputs_with_expert_choices
+from megatron.inference.recurrent_states import RecurrentStateDtypes, StatePool, StepStateSlots
 from megatron.inference.sampled_tokens import SampledTokens, sample_next_tokens
-from megatron.inference.states import StateDtypes, StatePool, StepStateSlots
-from megatron.inference.step_input import PromptImages, SequenceInput, SequenceOutput, StepInput
+from megatron.inference.step_input import PromptImages, SequenceInput, SequenceStepOutput, StepInput
 
 _KEPT_IMAGES = 64  # prompts whose images stay encoded
 
@@ -42,7 +48,7 @@ class AdapterChange:
     """Broadcast command: load an adapter under a number on all ranks, or (None) remove it."""
 
     number: int
-    adapters: AdapterSet | None
+    adapters: LoadedAdapter | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,7 @@ def cached_layers(stages: Sequence[GPTModel], depths: int) -> tuple[tuple[LayerP
     plans, model = tuple(plan for stage in stages for plan in stage.stage.layers), stages[0].build.model
     if stages[-1].mtp is None:
         return plans, 0
-    return plans + tuple(row for depth in range(depths) for row in mtp_layer_plans(model, depth)), depths
+    return plans + tuple(row for depth in range(depths) for row in mtp_depth_layer_plans(model, depth)), depths
 
 
 class CachedNetwork:
@@ -119,11 +125,11 @@ class CachedNetwork:
         self.sampled_before = torch.zeros(0, dtype=torch.int64, device=self.mesh.device)  # that the last pass sampled
         self._image_rows: OrderedDict[bytes, Tensor] = OrderedDict()  # of the images that were encoded last
 
-    def allocate_state_slots(self, slots: int, formats: StateDtypes) -> None:
-        """Allocate slots for the recurrent states of layers that have them (inference/states.py)."""
+    def allocate_state_slots(self, slots: int, formats: RecurrentStateDtypes) -> None:
+        """Allocate slots for the recurrent states of layers that have them (inference/recurrent_states.py)."""
         self.state_pool = StatePool(self.stages, slots, formats)
 
-    def ids_with_encoded_images(self, ids: Tensor, rows: Sequence[SequenceInput]) -> Tensor | IdsWithImages:
+    def attach_image_embeddings(self, ids: Tensor, rows: Sequence[SequenceInput]) -> Tensor | IdsWithImages:
         """Return the ids [1, t] of a pass with the encoded images of its rows; the ids alone without images."""
         image_input = self.stages[0].image_input
         if image_input is None or all(row.images is None for row in rows):
@@ -136,19 +142,21 @@ class CachedNetwork:
             if row.images is not None:
                 encoded.append(self._encode_images(image_input, row.images))
         slots += [-1] * (ids.shape[1] - len(slots))
-        return IdsWithImages(ids, torch.cat(encoded), devices.upload_arrays([np.array([slots])], self.mesh.device)[0])
+        return IdsWithImages(
+            ids, torch.cat(encoded), devices.copy_arrays_to_device([np.array([slots])], self.mesh.device)[0]
+        )
 
     def _encode_images(self, image_input: ImageEmbedder, images: PromptImages) -> Tensor:
         """Return the embeddings [n * rows, h] of a prompt's images, from a cache by digest."""
         if images.digest not in self._image_rows:
-            (pixels,) = devices.upload_arrays([images.images], self.mesh.device)
+            (pixels,) = devices.copy_arrays_to_device([images.images], self.mesh.device)
             self._image_rows[images.digest] = image_input.encode_images(pixels)
         self._image_rows.move_to_end(images.digest)
         while len(self._image_rows) > _KEPT_IMAGES:
             self._image_rows.popitem(last=False)
         return self._image_rows[images.digest]
 
-    def forget_images(self) -> None:
+    def clear_image_cache(self) -> None:
         """Drop the cached image embeddings."""
         self._image_rows.clear()
 
@@ -173,13 +181,14 @@ class CachedNetwork:
             parts = min(axis.size, max(map(len, rows_of_all)))  # so that stages need not wait for each other
             shared = [[replica[part::parts] for replica in rows_of_all] for part in range(parts)]
             steps = [
-                _PassMicrobatch(self, replicas[self.mesh.dp.rank], self._padded_length(replicas)) for replicas in shared
+                _InferenceMicrobatch(self, replicas[self.mesh.dp.rank], self._padded_length(replicas))
+                for replicas in shared
             ]
             if parts not in self._scripts:
                 self._scripts[parts] = build_rank_script(
                     forward_only_plan(axis.size, len(self.stages), parts, self.stages[0].stage.placement), axis.rank
                 )
-            run(
+            run_rank_script(
                 self._scripts[parts],
                 work=_PipelineForwardWork(self, steps),
                 axis=axis,
@@ -191,7 +200,7 @@ class CachedNetwork:
             self.sampled_before = sampled[0].tokens
         return sampled
 
-    def _collect_expert_choices(self, steps: Sequence[_PassMicrobatch]) -> None:
+    def _collect_expert_choices(self, steps: Sequence[_InferenceMicrobatch]) -> None:
         """Set `routes` to the experts of each row's tokens in this pass, if they are recorded."""
         if self.recorder is not None:
             self.routes = self.recorder.choices_of_rows(
@@ -216,25 +225,27 @@ class CachedNetwork:
         shape = graphs.graph_shape(max(map(len, together)), max(row.cache_span.num_keys for row in rows))
         return shape if graphs.ensure_graph(shape, on_demand=on_demand) else None
 
-    def run(self, rows_of_all: Sequence[Sequence[SequenceInput]], *, on_demand: bool = True) -> list[SequenceOutput]:
+    def run(
+        self, rows_of_all: Sequence[Sequence[SequenceInput]], *, on_demand: bool = True
+    ) -> list[SequenceStepOutput]:
         """Launch a pass and return its outputs: on the first tensor rank of the last stage, empty ones elsewhere."""
         parts = self.launch(rows_of_all, on_demand=on_demand)
-        outputs: list[SequenceOutput] = [SequenceOutput()] * len(rows_of_all[self.mesh.dp.rank])
+        outputs: list[SequenceStepOutput] = [SequenceStepOutput()] * len(rows_of_all[self.mesh.dp.rank])
         for part, sampled in enumerate(parts):
             outputs[part :: len(parts)] = sampled.collect()
         return outputs
 
-    def run_mtp_depth(self, rows_of_all: Sequence[Sequence[SequenceInput]], depth: int) -> list[SequenceOutput]:
+    def run_mtp_depth(self, rows_of_all: Sequence[Sequence[SequenceInput]], depth: int) -> list[SequenceStepOutput]:
         """Run the rows of this rank's replica through one depth of multi-token prediction; outputs as those of `run`."""
         stage = self.stages[-1]
         if stage.mtp is None:
             assert not stage.stage.has_output, "the stage that predicts has what predicts ahead"
             return []
-        step = _PassMicrobatch(self, rows_of_all[self.mesh.dp.rank], self._padded_length(rows_of_all), depth)
+        step = _InferenceMicrobatch(self, rows_of_all[self.mesh.dp.rank], self._padded_length(rows_of_all), depth)
         self.adapters.select_adapters(None)  # what is proposed is verified with them
-        _, logits = stage.run_mtp_depth(depth, step.cache.depth_inputs(), step.ids, step.positions, step.cache)
+        _, logits = stage.decode_mtp_depth(depth, step.cache.depth_inputs(), step.ids, step.positions, step.cache)
         if len(step.logit_positions):
-            step.sample(self, logits)
+            step.sample_tokens(self, logits)
         return step.sampled.collect()
 
     def _padded_length(self, replicas: Sequence[Sequence[SequenceInput]]) -> int:
@@ -247,12 +258,12 @@ class CachedNetwork:
         return -(-longest // pieces) * pieces
 
 
-class _PassMicrobatch:
+class _InferenceMicrobatch:
     """One microbatch of a pass: its device inputs, tokens in the order of the cache's groups, and what is sampled."""
 
     def __init__(self, network: CachedNetwork, rows: Sequence[SequenceInput], length: int, depth: int = 0) -> None:
         spans = [row.cache_span for row in rows]
-        groups = spans_by_group(spans)
+        groups = group_sequences_by_length(spans)
         self.order = [number for group in groups for number in group]
         self.rows = [rows[number] for number in self.order]
         ids = [token for row in self.rows for token in row.ids]
@@ -274,14 +285,14 @@ class _PassMicrobatch:
         known += slots.arrays_to_upload
         if of_token:
             known.append(np.array(of_token + padding, np.int32))
-        given, positions, awaited_at, sampled, *tables = devices.upload_arrays(known, device)
+        given, positions, awaited_at, sampled, *tables = devices.copy_arrays_to_device(known, device)
         self.of_token = tables.pop().to(torch.int64) if of_token else None
         self.ids, self.logit_positions = given.to(torch.int64)[None], positions.to(torch.int64)
         write_sampled_ids(self.ids[0], network.sampled_before, awaited_at, sampled)
         self._cut = (
             network.build.tp_region.sequence_parallel
         )  # ranks hold pieces of the tokens: the positions with logits are chosen at the end
-        self.cache = make_step_cache(
+        self.cache = make_step_kv_cache(
             network.pool,
             grouped,
             tables,
@@ -294,7 +305,7 @@ class _PassMicrobatch:
         self.positions = self.cache.positions[None]
         self.sampled = SampledTokens(self.rows, self.order)
 
-    def sample(self, network: CachedNetwork, logits: Tensor) -> None:
+    def sample_tokens(self, network: CachedNetwork, logits: Tensor) -> None:
         """Sample the next tokens. logits: [w, 1, v/tp] of the positions with logits, or [t, 1, v/tp] of all."""
         chosen = logits[self.logit_positions] if self._cut else logits
         self.sampled = sample_next_tokens(self.rows, chosen, network.build, self.order)
@@ -326,7 +337,7 @@ class _PipelineForwardWork:
     """A forward pass as the pipeline executor sees it."""
 
     network: CachedNetwork
-    steps: list[_PassMicrobatch]
+    steps: list[_InferenceMicrobatch]
 
     @property
     def device(self) -> torch.device:
@@ -342,7 +353,7 @@ class _PipelineForwardWork:
         """Run one stage on one microbatch; the last stage samples and returns nothing."""
         chunk, step = self.network.stages[stage // self.network.mesh.pp.size], self.steps[microbatch]
         self.network.adapters.select_adapters(step.of_token, step.adapters)
-        ids = self.network.ids_with_encoded_images(step.ids, step.rows) if chunk.stage.has_embedding else step.ids
+        ids = self.network.attach_image_embeddings(step.ids, step.rows) if chunk.stage.has_embedding else step.ids
         recorder = self.network.recorder
         if recorder is not None:
             recorder.start(chunk)
@@ -352,13 +363,13 @@ class _PipelineForwardWork:
         if not chunk.stage.has_output:
             return output if isinstance(output, tuple) else (output,)
         if len(step.logit_positions):
-            step.sample(self.network, output)
+            step.sample_tokens(self.network, output)
         return ()
 
     def before_backward(self, stage: int, microbatch: int, last: bool) -> None:
         """Not called: the schedule has no backward passes."""
 
-    def reduce(self, stage: int) -> None:
+    def reduce_gradients(self, stage: int) -> None:
         """Not called."""
 
 
@@ -370,7 +381,7 @@ class LaunchedStep:
     """
 
     places: list[int]
-    collect: Callable[[], list[list[SequenceOutput]]]
+    collect: Callable[[], list[list[SequenceStepOutput]]]
 
 
 class ModelRunner:
@@ -399,7 +410,7 @@ class ModelRunner:
         """Whether this rank broadcasts the step inputs."""
         return self.mesh.world.is_first
 
-    def run(self, step: StepInput) -> list[list[SequenceOutput]]:
+    def launch_and_collect(self, step: StepInput) -> list[list[SequenceStepOutput]]:
         """On the leader: run a step on all ranks and return the outputs of each replica's rows."""
         return self.launch(step).collect()
 
@@ -415,7 +426,7 @@ class ModelRunner:
             if network.recorder is not None:
                 routes = network.routes
                 return LaunchedStep(
-                    sampled.first_token_indices(), lambda: [attach_expert_choices(sampled.collect(), [routes])]
+                    sampled.first_token_indices(), lambda: [outputs_with_expert_choices(sampled.collect(), [routes])]
                 )
             return LaunchedStep(sampled.first_token_indices(), lambda: [sampled.collect()])
         outputs = self._run_step(step)
@@ -427,9 +438,9 @@ class ModelRunner:
             if isinstance(step, AdapterChange):
                 self.networks[0].adapters.set_adapter(step.number, step.adapters)
             elif isinstance(step, ClearImageCacheCommand):
-                self._forget_images()
+                self._clear_image_caches()
             elif step.capture is not None:
-                self._capture_graphs(step)
+                self._capture_graph(step)
             elif step.rows:
                 self._run_step(step)
 
@@ -438,16 +449,16 @@ class ModelRunner:
         collectives.broadcast_object(change, self.mesh.world)
         self.networks[0].adapters.set_adapter(change.number, change.adapters)
 
-    def forget_images(self) -> None:
+    def clear_image_cache(self) -> None:
         """On the leader: drop the encoded images on all ranks, as when the weights change."""
         collectives.broadcast_object(ClearImageCacheCommand(), self.mesh.world)
-        self._forget_images()
+        self._clear_image_caches()
 
-    def _forget_images(self) -> None:
+    def _clear_image_caches(self) -> None:
         for network in self.networks:
-            network.forget_images()
+            network.clear_image_cache()
 
-    def num_uncaptured(self) -> int:
+    def num_uncaptured_shapes(self) -> int:
         """On the leader: return how many requested shapes are not captured yet."""
         return sum(len(one.captured_graphs.requested) for one in self.networks if one.captured_graphs is not None)
 
@@ -457,16 +468,16 @@ class ModelRunner:
             if network.captured_graphs is not None and network.captured_graphs.requested:
                 step = StepInput(number, (), capture=next(iter(network.captured_graphs.requested)))
                 collectives.broadcast_object(step, self.mesh.world)
-                self._capture_graphs(step)
+                self._capture_graph(step)
                 return True
         return False
 
-    def _capture_graphs(self, step: StepInput) -> None:
+    def _capture_graph(self, step: StepInput) -> None:
         graphs = self.networks[step.network].captured_graphs
         assert graphs is not None and step.capture is not None, "what is captured was asked for"
         self.networks[step.network].adapters.select_adapters(None)
         with self._grad_mode():
-            graphs.capture(step.capture)
+            graphs.capture_graph(step.capture)
 
     def heartbeat(self) -> None:
         """On the leader, while idle: broadcast an empty step, so that no other rank's collective times out."""
@@ -476,7 +487,7 @@ class ModelRunner:
         """On the leader: end `run_as_follower` on the other ranks."""
         collectives.broadcast_object(None, self.mesh.world)
 
-    def _run_step(self, step: StepInput) -> list[list[SequenceOutput]]:
+    def _run_step(self, step: StepInput) -> list[list[SequenceStepOutput]]:
         """Run a step and return the outputs of each replica's rows, on all ranks."""
         network = self.networks[step.network]
         with self._grad_mode():
@@ -496,13 +507,13 @@ class ModelRunner:
         )
 
     def _with_expert_choices(
-        self, network: CachedNetwork, outputs_of_all: list[list[SequenceOutput]]
-    ) -> list[list[SequenceOutput]]:
+        self, network: CachedNetwork, outputs_of_all: list[list[SequenceStepOutput]]
+    ) -> list[list[SequenceStepOutput]]:
         """Return the outputs with the experts of each token, gathered from all ranks."""
         first = self.mesh.tp.is_first and self.mesh.cp.is_first
         recorded = collectives.gather_objects((self.mesh.dp.rank, network.routes) if first else None, self.mesh.world)
         parts = [part for part in recorded if part is not None]
         return [
-            attach_expert_choices(outputs, [routes for replica, routes in parts if replica == number])
+            outputs_with_expert_choices(outputs, [routes for replica, routes in parts if replica == number])
             for number, outputs in enumerate(outputs_of_all)
         ]

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from megatron.core.parallel import collectives
 from megatron.core.parallel import device as devices
-from megatron.core.transformer.build import LayerBuildContext
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 from megatron.inference.sampling import (
     SamplingParams,
     apply_repetition_penalty,
     sample_by_uniform_numbers,
     uniform_random,
 )
-from megatron.inference.step_input import SamplingState, SequenceInput, SequenceOutput
+from megatron.inference.step_input import SamplingState, SequenceInput, SequenceStepOutput
 
 
 class SampledTokens:
@@ -51,9 +51,9 @@ class SampledTokens:
             start += row.num_sampled
         return result
 
-    def collect(self) -> list[SequenceOutput]:
+    def collect(self) -> list[SequenceStepOutput]:
         """Wait for the copy; return the outputs of the caller's rows, empty ones on a rank that samples nothing."""
-        outputs = [SequenceOutput()] * len(self._rows)
+        outputs = [SequenceStepOutput()] * len(self._rows)
         if self._empty:
             return outputs
         arrived = iter(self._coming.wait())
@@ -66,10 +66,10 @@ class SampledTokens:
             mine = slice(start, start + row.num_logits)
             start += row.num_logits if row.scored else 0
             if not row.scored or not ids or min(ids) < 0:
-                outputs[number] = SequenceOutput(ids)
+                outputs[number] = SequenceStepOutput(ids)
                 continue
             top = [tuple(zip(words[: row.top], values[: row.top])) for words, values in best[mine]] if row.top else ()
-            outputs[number] = SequenceOutput(ids, tuple(scores[mine]), tuple(top))
+            outputs[number] = SequenceStepOutput(ids, tuple(scores[mine]), tuple(top))
         return outputs
 
 
@@ -111,7 +111,7 @@ def _sampled_ids(rows: Sequence[SequenceInput], logits: Tensor) -> Tensor:
             )
             places.append(place)
             before = row.ids[: len(row.ids) - row.num_logits + len(row.targets) + step + 1]
-            if (scores := _adjusted_logits(row.sampling_state, logits[place], before, step)) is not None:
+            if (scores := _penalized_logits(row.sampling_state, logits[place], before, step)) is not None:
                 changed.append((len(places) - 1, scores))
         start += row.num_logits
     if not places:
@@ -128,10 +128,10 @@ def _sampled_ids(rows: Sequence[SequenceInput], logits: Tensor) -> Tensor:
 
 def _upload_indices(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Copy indices to the device, int64 [n]."""
-    return devices.upload_arrays([np.array(numbers, np.int64)], device)[0]
+    return devices.copy_arrays_to_device([np.array(numbers, np.int64)], device)[0]
 
 
-def _adjusted_logits(sampling_state: SamplingState, logits: Tensor, before: Sequence[int], step: int) -> Tensor | None:
+def _penalized_logits(sampling_state: SamplingState, logits: Tensor, before: Sequence[int], step: int) -> Tensor | None:
     """Return the logits [v] after repetition penalty and banned successors, or None if these change nothing.
     before: the row's ids up to this position, of which the last `step` are not in `sampling_state.seen`.
     """
@@ -145,7 +145,7 @@ def _adjusted_logits(sampling_state: SamplingState, logits: Tensor, before: Sequ
     return logits.index_fill(0, _upload_indices(banned, logits.device), float("-inf"))
 
 
-def _ids_at_positions(rows: Sequence[SequenceInput], tokens: Tensor) -> Tensor:
+def _merge_targets_and_sampled(rows: Sequence[SequenceInput], tokens: Tensor) -> Tensor:
     """Return the ids [w] at all positions with logits: given targets, and between them the sampled tokens [n]."""
     if not any(row.targets for row in rows):
         return tokens
@@ -162,7 +162,7 @@ def _logprobs_of(
     log-probabilities) of the likeliest there, [w', top] each, or None if no row wants them. logits: [w, v]; tokens: [n]
     sampled.
     """
-    ids = _ids_at_positions(rows, tokens)
+    ids = _merge_targets_and_sampled(rows, tokens)
     pieces, start = list[tuple[Tensor, Tensor]](), 0
     for (is_scored, temperature), group in itertools.groupby(rows, lambda row: (row.scored, row.temperature)):
         mine = slice(start, start + sum(row.num_logits for row in group))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.flags import raise_config_error_if
-from megatron.core.parallel.device import upload_arrays
+from megatron.core.parallel.device import copy_arrays_to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +130,8 @@ def sample_by_uniform_numbers(logits: Tensor, settings: Sequence[SamplingParams]
     best, tokens = logits.max(dim=-1)
     for sampling, mine in rows.items():
         if not sampling.is_greedy:
-            (places,) = upload_arrays([np.array(mine, np.int64)], logits.device)
-            (drawn,) = upload_arrays([np.array([numbers[row] for row in mine])], logits.device)
+            (places,) = copy_arrays_to_device([np.array(mine, np.int64)], logits.device)
+            (drawn,) = copy_arrays_to_device([np.array([numbers[row] for row in mine])], logits.device)
             # fp64: in fp32 the running sum over a large vocabulary stops short of rare tokens
             sums = sampling_probabilities(logits[places], sampling).double().cumsum(dim=-1)
             tokens[places] = torch.searchsorted(sums, drawn[:, None] * sums[:, -1:], right=True)[:, 0]

@@ -52,7 +52,7 @@ class ScoreService:
         self._thread = threading.Thread(target=self._scoring_loop, name="scoring", daemon=True)
 
     @property
-    def failure(self) -> str:
+    def failure_reason(self) -> str:
         """Why scoring failed; "" while it works."""
         return self._failure or ("" if self._ending else self._liveness.lost_rank_text)
 
@@ -71,8 +71,8 @@ class ScoreService:
         """
         scores: Scores = Future()
         with self._lock:
-            if self.failure or self._closing:
-                raise ServiceStoppedError(self.failure or self._closing)
+            if self.failure_reason or self._closing:
+                raise ServiceStoppedError(self.failure_reason or self._closing)
             if (waiting := sum(len(one) for one, _ in self._waiting)) + len(texts) > _MOST_WAITING:
                 raise EngineBusyError(f"{waiting} texts wait already, and {_MOST_WAITING} may; try again later")
             self._waiting.append((texts, scores))
@@ -97,7 +97,7 @@ class ScoreService:
         with self._lock:
             self._closing = self._closing or "no more texts are taken: the service is about to end"
         end = None if seconds is None else time.monotonic() + seconds
-        while self._thread.is_alive() and not (self._is_idle or self.failure):
+        while self._thread.is_alive() and not (self._is_idle or self.failure_reason):
             if end is not None and time.monotonic() >= end:
                 break
             time.sleep(0.01)
@@ -107,7 +107,7 @@ class ScoreService:
         """Accept no more texts, fail those that wait, let the other ranks go, and wait for the thread."""
         with self._lock:
             self._closing = self._closing or "no more texts are taken: the service has ended"
-        lost = self.failure and self._liveness.lost_rank_text
+        lost = self.failure_reason and self._liveness.lost_rank_text
         self._ending = not lost
         self._news.set()
         if self._thread.ident is not None:
@@ -125,7 +125,7 @@ class ScoreService:
                 if self._liveness.lost_rank_text:
                     raise RuntimeError(self._liveness.lost_rank_text)
                 if calls := self._take_queued_calls():
-                    self._serve(calls)
+                    self._score_calls(calls)
                 elif not self._news.wait(_HEARTBEAT_SECONDS):
                     self._score(())
                 else:
@@ -151,7 +151,7 @@ class ScoreService:
                     self._running += len(call[0])
         return calls
 
-    def _serve(self, calls: Sequence[tuple[Sequence[Ids], Scores]]) -> None:
+    def _score_calls(self, calls: Sequence[tuple[Sequence[Ids], Scores]]) -> None:
         """Score the texts of these calls and set their futures."""
         texts = [ids for one, _ in calls for ids in one]
         try:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.inference.block_allocator import BlockAllocator
 from megatron.inference.detokenizer import Detokenizer
+from megatron.inference.recurrent_states import StateReadWriteSlots, StateSlotsOfSequence, next_snapshot_position
 from megatron.inference.requests import (
     GenerationEvent,
     GenerationReply,
@@ -16,8 +17,7 @@ from megatron.inference.requests import (
     Reason,
     TokenLogprob,
 )
-from megatron.inference.states import SequenceStateSlots, StateSlots, next_snapshot_position
-from megatron.inference.step_input import PromptImages, SamplingState, SequenceInput, SequenceOutput
+from megatron.inference.step_input import PromptImages, SamplingState, SequenceInput, SequenceStepOutput
 
 
 class SequenceState:
@@ -49,7 +49,7 @@ class SequenceState:
             frozenset(ends),
         )
         self.ids = list(request.prompt)
-        self.states: SequenceStateSlots | None = None
+        self.states: StateSlotsOfSequence | None = None
         self.replica, self.blocks, self.computed, self.drafted = 0, list[int](), 0, 0
         self.reserved = range(0)
         self.drafts: tuple[int, ...] = ()
@@ -86,7 +86,7 @@ class SequenceState:
         return len(self.ids) - len(self.request.prompt)
 
     @property
-    def ends_with_awaited(self) -> bool:
+    def awaits_final_token(self) -> bool:
         """Whether the step in flight samples the last requested token."""
         return self.awaited and self.num_generated + 1 >= self.request.num_tokens
 
@@ -99,7 +99,7 @@ class SequenceState:
         )
 
     @property
-    def num_cached(self) -> int:
+    def num_stored_tokens(self) -> int:
         """Number of tokens whose keys and values were computed by steps whose output was taken."""
         return self.computed - self.in_flight
 
@@ -155,12 +155,12 @@ class SequenceState:
             return None
         return images
 
-    def next_state_slots(self, count: int, blocks: BlockAllocator) -> StateSlots:
+    def next_state_slots(self, count: int, blocks: BlockAllocator) -> StateReadWriteSlots:
         """Return the slots of its recurrent states in the next step of `count` tokens, with a snapshot's slot if one is
         due.
         """
         if self.states is None:
-            return StateSlots()
+            return StateReadWriteSlots()
         end = self.computed + count
         at_snapshot = self.states.takes_snapshots and not self.awaited and end == self.next_snapshot_length(blocks)
         mark = blocks.block_hashes(self.ids[:end], self.hash_root)[-1] if at_snapshot else None
@@ -180,7 +180,7 @@ class SequenceState:
     def start_running(self, replica: int, beginning: list[int], blocks: BlockAllocator) -> None:
         """Start or resume on a replica, with a cached prefix in the blocks `beginning`."""
         self.replica, self.blocks = replica, beginning
-        longest = blocks.blocks_needed(len(self.request.prompt) + self.request.num_tokens)
+        longest = blocks.num_blocks_for_tokens(len(self.request.prompt) + self.request.num_tokens)
         self.reserved = blocks.reserve_contiguous(longest - len(beginning), beginning)
         self.computed = self.drafted = len(beginning) * blocks.size
         if self._admitted is None:
@@ -189,7 +189,7 @@ class SequenceState:
     def allocate_block(self, blocks: BlockAllocator) -> None:
         """Allocate one more block: the next reserved one, or any."""
         following = self.blocks[-1] + 1 if self.blocks else self.reserved.start
-        self.blocks.append(blocks.allocate(following) if following in self.reserved else blocks.allocate())
+        self.blocks.append(blocks.allocate_block(following) if following in self.reserved else blocks.allocate_block())
 
     def release_blocks(self, blocks: BlockAllocator) -> None:
         """Release all blocks and reservations, and the recurrent-state slots."""
@@ -208,7 +208,7 @@ class SequenceState:
         if self.needs_prompt_logprobs:
             self._prompt_scores.clear()
 
-    def append_output(self, row: SequenceInput, output: SequenceOutput, now: float) -> int:
+    def append_output(self, row: SequenceInput, output: SequenceStepOutput, now: float) -> int:
         """Append the output of a step; return the number of new tokens. now: time.monotonic(), for the time to the
         first token.
         """
@@ -219,7 +219,7 @@ class SequenceState:
         if self.states is not None and not drafts:
             self.states.finish_pass(0)
         self._routes[row.start :] = output.routes[:count]
-        tokens = [TokenLogprob(token, *_logprobs_at(output, place)) for place, token in enumerate(output.ids)]
+        tokens = [TokenLogprob(token, *_output_logprobs_at(output, place)) for place, token in enumerate(output.ids)]
         self._prompt_scores += tokens[: len(row.targets)]
         accepted = 0
         if row.start + count == len(self.ids):
@@ -297,6 +297,6 @@ class SequenceState:
         )
 
 
-def _logprobs_at(output: SequenceOutput, place: int) -> tuple[float | None, tuple[tuple[int, float], ...]]:
+def _output_logprobs_at(output: SequenceStepOutput, place: int) -> tuple[float | None, tuple[tuple[int, float], ...]]:
     """Return (log-probability, likeliest tokens) at an index of a step's output, as far as they were requested."""
     return output.logprobs[place] if output.logprobs else None, output.top[place] if output.top else ()

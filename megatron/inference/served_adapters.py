@@ -8,8 +8,8 @@ from itertools import count
 from megatron.core.config.adapters import EXPERTS
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.adapter_set import AdapterSet, require_adapters_fit_network
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.core.families.adapter_set import LoadedAdapter, require_adapters_fit_network
 from megatron.inference.model_runner import AdapterChange, ModelRunner
 
 # What decoding multiplies by the weight of, and not by calling the layer (latent attention).
@@ -42,14 +42,14 @@ class ServedAdapters:
             raise ConfigError(f"there is no adapter {name[:100]!r}; load it first")
         return self._numbers[name] if name else 0
 
-    def has_adapter(self, number: int) -> bool:
+    def has_adapter_number(self, number: int) -> bool:
         """Whether all ranks have the adapter of this number; always for the base, 0."""
         return number == 0 or number in self._retired or number in self._numbers.values()
 
-    def load(self, name: str, adapters: AdapterSet) -> None:
+    def load(self, name: str, adapters: LoadedAdapter) -> None:
         """Load an adapter under a name on all ranks. `CheckpointError` if it does not fit, before any rank has it."""
         problems = [*self._name_problems(name), *_adapter_problems(adapters, self._model, self._rank)]
-        if self._runner.networks[0].adapters.has_foreign_adapters:
+        if self._runner.networks[0].adapters.other_engine_has_adapters:
             problems.append("another engine of this process has adapters beside this network")
         if problems:
             raise CheckpointError(f"{adapters.where} cannot be served", problems)
@@ -83,7 +83,7 @@ class ServedAdapters:
             yield f"{loaded} adapters are loaded, and --max-loras is {self._most}; unload one first"
 
 
-def _adapter_problems(adapters: AdapterSet, model: ModelConfig, rank: int) -> Iterator[str]:
+def _adapter_problems(adapters: LoadedAdapter, model: ModelConfig, rank: int) -> Iterator[str]:
     """Why adapters cannot be served beside others of the same network."""
     if model.adapter.has_adapters:
         yield "the network that is served has adapters of its own"

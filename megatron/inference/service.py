@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.parallel.device import set_current_device
 from megatron.inference.engine import Engine
 from megatron.inference.liveness import RankLiveness
@@ -97,7 +97,7 @@ class EngineService:
         self.stop()
 
     @property
-    def failure(self) -> str:
+    def failure_reason(self) -> str:
         """Why the engine failed; "" while it works."""
         return self._failure or ("" if self._ending else self._liveness.lost_rank_text)
 
@@ -118,8 +118,8 @@ class EngineService:
         """
         stream = RequestStream(self)
         with self._lock:
-            if self.failure or self._closing:
-                raise ServiceStoppedError(self.failure or self._closing)
+            if self.failure_reason or self._closing:
+                raise ServiceStoppedError(self.failure_reason or self._closing)
             stream.ticket = self.engine.submit(request, listener or stream.on_event)
         self._news.set()
         return stream
@@ -143,13 +143,13 @@ class EngineService:
                 result.set_exception(error)
 
         with self._lock:
-            if self.failure or self._closing:
-                raise ServiceStoppedError(self.failure or self._closing)
+            if self.failure_reason or self._closing:
+                raise ServiceStoppedError(self.failure_reason or self._closing)
             self._calls.append((run_and_set_result, result))
         self._news.set()
         return result.result()
 
-    def submit_and_wait(self, requests: Sequence[GenerationRequest]) -> list[GenerationReply]:
+    def submit_and_wait_all(self, requests: Sequence[GenerationRequest]) -> list[GenerationReply]:
         """Submit these requests and wait for all replies, in their order."""
         streams = [self.submit(request) for request in requests]
         return [stream.wait_for_reply() for stream in streams]
@@ -161,7 +161,7 @@ class EngineService:
         end = None if seconds is None else time.monotonic() + seconds
         while (
             self._thread.is_alive()
-            and not (self.engine.is_idle or self.failure)
+            and not (self.engine.is_idle or self.failure_reason)
             and (end is None or time.monotonic() < end)
         ):
             time.sleep(0.01)
@@ -173,7 +173,7 @@ class EngineService:
         """
         with self._lock:
             self._closing = self._closing or "no more requests are taken: the service has ended"
-        lost = self.failure and self._liveness.lost_rank_text
+        lost = self.failure_reason and self._liveness.lost_rank_text
         self._ending = not lost
         self._news.set()
         self._thread.join(_STUCK_SECONDS if lost else None)

@@ -34,12 +34,12 @@ class DraftNetwork:
     def __init__(self, runner: ModelRunner, most: int, after: Sequence[tuple[int, int]]) -> None:
         self._runner, self._most, self._after = runner, most, after
 
-    def propose(self, chosen: Sequence[Shares]) -> int:
+    def set_draft_tokens(self, chosen: Sequence[Shares]) -> int:
         """Set `drafts` of each sequence that decodes in the next step, and prefill the draft's cache for the others;
         return the number of proposals.
         """
         guesses: dict[int, list[int]] = {one.ticket: [] for shares in chosen for one, _ in shares}
-        self._draft_pass(chosen, guesses, self._unread_tokens_input)
+        self._draft_pass(chosen, guesses, self._unprocessed_tokens_input)
         for step in range(1, self._most):
             going = [[(one, count) for one, count in shares if one.max_drafts(self._most) > step] for shares in chosen]
             if not any(going):
@@ -60,13 +60,13 @@ class DraftNetwork:
         `guesses`.
         """
         rows = tuple(tuple(make(one, count, guesses[one.ticket]) for one, count in shares) for shares in chosen)
-        for shares, outputs in zip(chosen, self._runner.run(StepInput(_DRAFT, rows)), strict=True):
+        for shares, outputs in zip(chosen, self._runner.launch_and_collect(StepInput(_DRAFT, rows)), strict=True):
             for (one, _), what in zip(shares, outputs, strict=True):
                 guesses[one.ticket] += [
                     max(0, token) for token in what.ids
                 ]  # logits that are not finite give -1; any id will do
 
-    def _unread_tokens_input(self, one: SequenceState, count: int, _: list[int]) -> SequenceInput:
+    def _unprocessed_tokens_input(self, one: SequenceState, count: int, _: list[int]) -> SequenceInput:
         """Build the draft's input of the tokens that the network will have processed after the step, and the draft has
         not.
         """
@@ -102,7 +102,7 @@ class MTPDraft:
     def __init__(self, runner: ModelRunner, most: int, after: Sequence[tuple[int, int]]) -> None:
         self._runner, self._most, self._after = runner, most, after
 
-    def propose(self, chosen: Sequence[Shares]) -> int:
+    def set_draft_tokens(self, chosen: Sequence[Shares]) -> int:
         """Let each depth process what the network has processed, and set `drafts` of each sequence that decodes in the
         next step; return the number of proposals.
         """
@@ -114,7 +114,9 @@ class MTPDraft:
             ]
             if not any(rows):
                 continue
-            outputs = self._runner.run(StepInput(0, tuple(tuple(row for _, row in replica) for replica in rows), depth))
+            outputs = self._runner.launch_and_collect(
+                StepInput(0, tuple(tuple(row for _, row in replica) for replica in rows), depth)
+            )
             for replica, whats in zip(rows, outputs, strict=True):
                 for (one, _), what in zip(replica, whats, strict=True):
                     guesses[one.ticket] += [max(0, token) for token in what.ids]

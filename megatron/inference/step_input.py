@@ -8,8 +8,8 @@ import numpy as np
 
 from megatron.inference.cache import SequenceSpan
 from megatron.inference.cuda_graphs import GraphShape
+from megatron.inference.recurrent_states import StateReadWriteSlots
 from megatron.inference.sampling import SamplingParams
-from megatron.inference.states import StateSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class SequenceInput:
     adapter: int = 0
     awaits: int | None = None
     images: PromptImages | None = None
-    states: StateSlots = StateSlots()
+    states: StateReadWriteSlots = StateReadWriteSlots()
 
     @property
     def image_slots(self) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ class SequenceInput:
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceOutput:
+class SequenceStepOutput:
     """Next tokens at a sequence's positions with logits: ids (targets first), and log-probabilities if requested.
     routes: experts of each of its new tokens in all MoE layers, if the engine records them.
     """

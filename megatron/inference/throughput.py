@@ -8,14 +8,14 @@ import time
 _RATE_SECONDS = 10.0
 
 
-class ThroughputMeter:
+class TokenRateMeter:
     """Tokens per second, exponentially averaged over the last seconds."""
 
     def __init__(self) -> None:
         self._begun = self._last = time.monotonic()
         self._rate = 0.0
 
-    def add(self, count: int) -> None:
+    def add_new_tokens(self, count: int) -> None:
         """Count new tokens."""
         now = time.monotonic()
         self._rate = self._rate * math.exp((self._last - now) / _RATE_SECONDS) + count / _RATE_SECONDS

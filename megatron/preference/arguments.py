@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.core.config.flags import config_from_namespace, given_words
+from megatron.core.config.flags import config_from_namespace, raw_flag_values
 from megatron.core.config.settings.run import RequestedRun
 from megatron.preference.settings import PreferenceConfig, preference_config_problems
 from megatron.training.cli.arguments import parse_args
@@ -19,7 +19,7 @@ def preference_flag_defaults(words: Sequence[str]) -> Mapping[str, Any]:
     """Return the defaults of a run's flags in finetune.py, as its task needs them. Epochs become iterations once the
     data are read.
     """
-    given = given_words(words)
+    given = raw_flag_values(words)
     task = given.get("--finetune-task", PreferenceConfig().finetune_task)
     defaults: dict[str, Any] = {"tokenizer_type": "GPT2BPETokenizer", "hidden_dropout": 0.0, "attention_dropout": 0.0}
     if task == "sft":

@@ -17,22 +17,22 @@ import torch
 from torch import Tensor
 
 from megatron.core.datasets.blend import build_split_datasets
+from megatron.core.datasets.dataset_protocols import DatasetKind
 from megatron.core.datasets.kinds import gpt_dataset_kind
-from megatron.core.datasets.samples import DatasetKind
 from megatron.core.parallel import collectives
 from megatron.core.transformer.adapters import without_adapters
-from megatron.preference.asking import answer_logprobs, mismatched_answers_batch
+from megatron.preference.answer_scoring import compute_answer_logprobs, mismatched_answers_batch
 from megatron.preference.dataset import PreferenceDatasetKind
-from megatron.preference.reference_cache import attach_reference_logprobs
+from megatron.preference.reference_cache import load_or_cache_reference_logprobs
 from megatron.preference.settings import PreferenceConfig, reference_checkpoint_path
-from megatron.training.checkpoint.reference import reference_trainer
+from megatron.training.checkpoint.reference import load_reference_policy
 from megatron.training.data.batch import Batch
 from megatron.training.loader import ClosableBatches, Datasets, SplitBatches, build_split_batches
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 from megatron.training.trainer import Trainer
 
 
-def finetune_dataset_kind(run: Run, config: PreferenceConfig) -> DatasetKind:
+def finetune_dataset_kind(run: RunContext, config: PreferenceConfig) -> DatasetKind:
     """Return the dataset kind of the task: conversations (sft), or rows of answers."""
     train, data = run.config.train, run.config.data
     if config.finetune_task == "sft":
@@ -40,7 +40,7 @@ def finetune_dataset_kind(run: Run, config: PreferenceConfig) -> DatasetKind:
     return PreferenceDatasetKind(run.tokenizer, config.preference_prompt_format, train.seq_length, train.seed, config)
 
 
-def with_epoch_iterations(run: Run, config: PreferenceConfig, kind: DatasetKind) -> Run:
+def with_epoch_iterations(run: RunContext, config: PreferenceConfig, kind: DatasetKind) -> RunContext:
     """Return the run with as many iterations as --finetune-epochs amounts to. Collective."""
     if config.finetune_epochs is None:
         return run
@@ -84,13 +84,13 @@ class ReferenceScoredBatches:
         batches = [next(self._inner) for _ in range(num_microbatches)]
         is_cached = self._config.preference_reference_cache is not None
         if self._config.has_reference and not is_cached:
-            batches = _add_extra_tensors(batches, "reference", self._reference_logprobs(batches))
+            batches = _add_extra_to_each_batch(batches, "reference", self._reference_logprobs(batches))
         if self._config.finetune_task == "kto":
             others = [mismatched_answers_batch(batch, self._trainer.run.mesh.cp) for batch in batches]
             if not is_cached:
-                others = _add_extra_tensors(others, "reference", self._reference_logprobs(others))
-            divergence = self._kto_divergence(others, answer_logprobs(self._trainer, self._trainer, others))
-            batches = [_with_extras(batch, {"divergence": divergence}) for batch in batches]
+                others = _add_extra_to_each_batch(others, "reference", self._reference_logprobs(others))
+            divergence = self._kto_divergence(others, compute_answer_logprobs(self._trainer, self._trainer, others))
+            batches = [_batch_with_extras(batch, {"divergence": divergence}) for batch in batches]
         self._batches = iter(batches)
         return num_microbatches
 
@@ -103,16 +103,17 @@ class ReferenceScoredBatches:
         self._inner.close()
 
     def _reference_logprobs(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """Return the reference's log-probabilities of the answers, as `logprobs`; by the base under adapters if it is
+        """Return the reference's log-probabilities of the answers, as `compute_answer_logprobs`; by the base under adapters if
+        it is
         no network of its own.
         """
         trainer = self._trainer
         with nullcontext() if self._reference is not None else without_adapters(*trainer.stages):
-            return answer_logprobs(trainer, self._reference or trainer, batches)
+            return compute_answer_logprobs(trainer, self._reference or trainer, batches)
 
     def _kto_divergence(self, batches: Sequence[Batch], policy: Sequence[Tensor]) -> Tensor:
         """Return KTO's z of the global batch, a scalar without gradient, equal on all ranks: the mean log-ratio of
-        policy to reference on mismatched answers, at least 0. policy: as `logprobs` returns them.
+        policy to reference on mismatched answers, at least 0. policy: as `compute_answer_logprobs` returns them.
         """
         mesh = self._trainer.run.mesh
         pair = torch.zeros(2, dtype=torch.float64, device=mesh.device)
@@ -125,25 +126,25 @@ class ReferenceScoredBatches:
         return (total / count.clamp(min=1.0)).clamp(min=0.0).detach()
 
 
-def _with_extras(batch: Batch, values: Mapping[str, Tensor]) -> Batch:
+def _batch_with_extras(batch: Batch, values: Mapping[str, Tensor]) -> Batch:
     """Return the batch with more extra tensors."""
     return dataclasses.replace(batch, extras={**batch.extras, **values})
 
 
-def _add_extra_tensors(batches: Sequence[Batch], name: str, values: Sequence[Tensor]) -> list[Batch]:
+def _add_extra_to_each_batch(batches: Sequence[Batch], name: str, values: Sequence[Tensor]) -> list[Batch]:
     """Return the batches with the extra tensor `name`, one value each; unchanged if there are no values (earlier
     stages).
     """
     if not values:
         return list(batches)
-    return [_with_extras(batch, {name: value}) for batch, value in zip(batches, values, strict=True)]
+    return [_batch_with_extras(batch, {name: value}) for batch, value in zip(batches, values, strict=True)]
 
 
-def finetune_data_provider(config: PreferenceConfig, kind: DatasetKind) -> Callable[[Trainer], SplitBatches]:
+def preference_data_provider(config: PreferenceConfig, kind: DatasetKind) -> Callable[[Trainer], SplitBatches]:
     """Return the function that gives the training loop its data for a trainer. The reference is loaded once."""
     references: list[Trainer | None] = []
 
-    def datasets(run: Run, samples: tuple[int, int | None, int]) -> Datasets:
+    def datasets(run: RunContext, samples: tuple[int, int | None, int]) -> Datasets:
         return build_split_datasets(run.config.data, kind, samples)
 
     def build_trainer_data(trainer: Trainer) -> SplitBatches:
@@ -152,15 +153,15 @@ def finetune_data_provider(config: PreferenceConfig, kind: DatasetKind) -> Calla
         assert isinstance(kind, PreferenceDatasetKind), "answers are read by their own kind"
         if not references:
             if config.preference_reference_cache:
-                attach_reference_logprobs(
+                load_or_cache_reference_logprobs(
                     trainer,
                     config,
                     kind,
-                    lambda: reference_trainer(trainer, reference_checkpoint_path(config, trainer.run.config)),
+                    lambda: load_reference_policy(trainer, reference_checkpoint_path(config, trainer.run.config)),
                 )
                 references.append(None)
             else:
-                references.append(reference_trainer(trainer, reference_checkpoint_path(config, trainer.run.config)))
+                references.append(load_reference_policy(trainer, reference_checkpoint_path(config, trainer.run.config)))
         data = build_split_batches(trainer, datasets)
 
         def with_reference_scores(batches: ClosableBatches) -> ClosableBatches:

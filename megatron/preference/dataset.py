@@ -20,10 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.core.datasets.index_map import IndexCache
+from megatron.core.datasets.dataset_protocols import Sample, TokenSpan
+from megatron.core.datasets.index_map import IndexCacheFolder
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.packing import plan_sequence_packs
-from megatron.core.datasets.samples import Sample, TokenSpan
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.preference.rows import LabeledAnswer, PreferencePair, PreferenceRowParser, Row, parse_preference_rows
 from megatron.preference.settings import PreferenceConfig, Task
@@ -68,7 +68,7 @@ class PreferenceDataset:
     ) -> None:
         self.prefix, self._length, self._task, self._source = source.prefix, length, task, source
         rows = source.rows[part.start : part.stop]
-        self._documents = [_row_documents(source.rows, place, task) for place in part]
+        self._documents = [_answer_documents_of_row(source.rows, place, task) for place in part]
         count = len(rows[0].answer_ids) if rows else 0  # the rest is mismatched, and stands beside
         sizes = np.array(
             [
@@ -124,19 +124,19 @@ class PreferenceDataset:
             end, row = ends[number * count], self._rows[place]
             values["margin"][end] = row.margin if isinstance(row, PreferencePair) else 0.0
             values["desirable"][end] = isinstance(row, LabeledAnswer) and row.desirable
-        self._fill_reference_logprobs(values["reference"], ends, places, slice(0, count))
+        self._write_known_reference_logprobs(values["reference"], ends, places, slice(0, count))
         sample["loss_mask"][:] = 0
         sample["loss_mask"][ends[::count]] = 1
         if self._task == "kto":
             other = _build_answer_sample([self._documents[place][1] for place in places], self._length)
             known = np.zeros(self._length)
-            self._fill_reference_logprobs(known, np.flatnonzero(other["loss_mask"]), places, slice(1, 2))
+            self._write_known_reference_logprobs(known, np.flatnonzero(other["loss_mask"]), places, slice(1, 2))
             # One longer, so that documents stay whole where context ranks cut what is as long as a sample.
             other["document_ids"] = np.append(other["document_ids"], 0)
             sample |= {f"kl_{name}": array for name, array in other.items()} | {"kl_reference": known}
         return {**sample, **values}
 
-    def _fill_reference_logprobs(
+    def _write_known_reference_logprobs(
         self, values: np.ndarray, ends: np.ndarray, places: Sequence[int], which: slice
     ) -> None:
         """Set the known reference log-probabilities in `values` [length] at the last label of each answer.
@@ -163,7 +163,7 @@ class PreferenceDataset:
                 at += len(ids) - 1
         return spans
 
-    def answers_in_sample(self, index: int) -> list[tuple[int, int]]:
+    def answer_indices_in_sample(self, index: int) -> list[tuple[int, int]]:
         """Return (row, index of its answer) of each answer in the index-th sample."""
         return [
             (self._first + place, which)
@@ -177,7 +177,7 @@ class PreferenceDataset:
         return np.flatnonzero(np.isin(self._order, np.searchsorted(self._packs, places, side="right") - 1))
 
 
-def _row_documents(rows: Sequence[Row], place: int, task: Task) -> list[np.ndarray]:
+def _answer_documents_of_row(rows: Sequence[Row], place: int, task: Task) -> list[np.ndarray]:
     """Return the documents of a row: its answers; for kto also its prompt with another row's answer.
 
     For a reward model only the last token, one appended label, is learnt.
@@ -185,10 +185,10 @@ def _row_documents(rows: Sequence[Row], place: int, task: Task) -> list[np.ndarr
     answers = list(rows[place].answer_ids)
     if task == "reward":  # a text is read to its end, where its score is: one more label, and the only one that counts
         return [np.append(np.where(ids < 0, ids, ~ids), np.int32(0)) for ids in answers]
-    return [*answers, _mismatched_answer(rows, place)] if task == "kto" else answers
+    return [*answers, _prompt_with_other_rows_answer(rows, place)] if task == "kto" else answers
 
 
-def _mismatched_answer(rows: Sequence[Row], place: int) -> np.ndarray:
+def _prompt_with_other_rows_answer(rows: Sequence[Row], place: int) -> np.ndarray:
     """Return the prompt of a row with the answer of the next row that has another prompt, or of the next row if none
     has.
 
@@ -276,12 +276,12 @@ class PreferenceDatasetKind:
         """The number of rows."""
         return len(source.rows)
 
-    def has_sample(self, source: PreferenceRowSource, part: range) -> bool:
+    def split_has_any_sample(self, source: PreferenceRowSource, part: range) -> bool:
         """Whether there is a row."""
         return len(part) > 0
 
-    def build(
-        self, source: PreferenceRowSource, part: range, *, num_samples: int | None, split: str, cache: IndexCache
+    def build_one_split(
+        self, source: PreferenceRowSource, part: range, *, num_samples: int | None, split: str, cache: IndexCacheFolder
     ) -> PreferenceDataset:
         """Samples of these rows."""
         return PreferenceDataset(

@@ -66,13 +66,13 @@ def reward_loss(chosen: Tensor, rejected: Tensor, margin: Tensor, centre: float)
     return -F.logsigmoid(chosen - rejected - margin) + centre * (chosen + rejected).square()
 
 
-def _label_smoothed_loss(logits: Tensor, smoothing: float) -> Tensor:
+def _smoothed_logsigmoid_loss(logits: Tensor, smoothing: float) -> Tensor:
     """Return the logistic loss with label smoothing, [pairs]."""
     return -(1.0 - smoothing) * F.logsigmoid(logits) - smoothing * F.logsigmoid(-logits)
 
 
 def _dpo_loss(chosen: AnswerLogprobs, rejected: AnswerLogprobs, options: PairLossOptions) -> Tensor:
-    return _label_smoothed_loss(options.beta * (chosen.log_ratio - rejected.log_ratio), options.smoothing)
+    return _smoothed_logsigmoid_loss(options.beta * (chosen.log_ratio - rejected.log_ratio), options.smoothing)
 
 
 def _robust_dpo_loss(chosen: AnswerLogprobs, rejected: AnswerLogprobs, options: PairLossOptions) -> Tensor:
@@ -94,7 +94,7 @@ def _apo_zero_loss(chosen: AnswerLogprobs, rejected: AnswerLogprobs, options: Pa
 
 
 def _simpo_loss(chosen: AnswerLogprobs, rejected: AnswerLogprobs, options: PairLossOptions) -> Tensor:
-    return _label_smoothed_loss(
+    return _smoothed_logsigmoid_loss(
         options.beta * (chosen.mean_logprob - rejected.mean_logprob) - options.gamma, options.smoothing
     )
 

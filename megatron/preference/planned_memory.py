@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import pipeline_stages_of
-from megatron.core.models.flops import BYTES, estimate_rank_memory
+from megatron.core.config.stages import stage_specs_of_run
+from megatron.core.models.flops import BYTES, estimate_memory_by_pipeline_rank
 from megatron.preference.settings import PreferenceConfig, reference_checkpoint_path
 
 
@@ -23,10 +23,10 @@ def reference_network_memory(preference: PreferenceConfig, run: RunConfig, world
     plain = replace(run, model=replace(run.model, adapter=type(run.model.adapter)()))
     copies = run.parallel.data_parallel_size(world_size)
     ranks, policy = (
-        estimate_rank_memory(one, pipeline_stages_of(one), data_parallel_size=copies, num_microbatches=1)
+        estimate_memory_by_pipeline_rank(one, stage_specs_of_run(one), data_parallel_size=copies, num_microbatches=1)
         for one in (plain, run)
     )
-    size = BYTES[run.precision.dtype]
+    size = BYTES[run.precision.param_dtype_name]
     if preference.preference_reference_cache is None:
         return {"reference": size * max(rank.parameters for rank in ranks)}
     excess = max(size * rank.parameters - there.activations for rank, there in zip(ranks, policy, strict=True))

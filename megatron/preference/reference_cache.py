@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.adapter import AdapterConfig
+from megatron.core.datasets.data_splits import plan_data_splits
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.paths import plan_data_splits
 from megatron.core.datasets.storage import atomic_file
 from megatron.core.parallel import collectives
-from megatron.core.tokenizers.base import tokenizer_fingerprint
+from megatron.core.tokenizers.base import tokenizer_fingerprint_fields
 from megatron.core.transformer.adapters import without_adapters
-from megatron.preference.asking import answer_logprobs, mismatched_answers_batch
+from megatron.preference.answer_scoring import compute_answer_logprobs, mismatched_answers_batch
 from megatron.preference.dataset import PreferenceDataset, PreferenceDatasetKind, PreferenceRowSource
 from megatron.preference.settings import PreferenceConfig
 from megatron.training.checkpoint.adapters import source_base_hash
@@ -51,7 +51,7 @@ _WORDS = {
 Identity = Mapping[str, str]
 
 
-def attach_reference_logprobs(
+def load_or_cache_reference_logprobs(
     trainer: Trainer, config: PreferenceConfig, kind: PreferenceDatasetKind, network: Callable[[], Trainer | None]
 ) -> None:
     """Attach the reference's log-probabilities to the run's data files (in `kind.opened`): read from the cache folder,
@@ -138,7 +138,7 @@ def _reference_cache_identity(source: PreferenceRowSource, kind: PreferenceDatas
             digest.update(np.int64(len(ids)).tobytes() + ids.astype(np.int32).tobytes())
     return {
         "answers": digest.hexdigest()[:16],
-        "tokenizer": str(tokenizer_fingerprint(kind.tokenizer)["hash"])[:16],
+        "tokenizer": str(tokenizer_fingerprint_fields(kind.tokenizer)["hash"])[:16],
         "reference": weights,
         "task": kind.config.finetune_task,
     }
@@ -170,7 +170,7 @@ def _compute_reference_logprobs(
         requested = [mine] if task == "dpo" else [mine, [mismatched_answers_batch(batch, mesh.cp) for batch in mine]]
         for first, part in enumerate(requested):
             with nullcontext() if reference is not None else without_adapters(*trainer.stages):
-                result = answer_logprobs(trainer, reference or trainer, part)
+                result = compute_answer_logprobs(trainer, reference or trainer, part)
             for batch, values in zip(part if result else (), result, strict=True):
                 _add_answer_sums(sums, dataset, batch, values, first)
     batches.close()
@@ -196,5 +196,5 @@ def _add_answer_sums(
     for row, sample in zip(totals.tolist(), batch.samples, strict=True):
         if sample == FILL:
             continue
-        for place, (number, document) in enumerate(dataset.answers_in_sample(sample)):
+        for place, (number, document) in enumerate(dataset.answer_indices_in_sample(sample)):
             sums[number, first + document] += row[place] if place < len(row) else 0.0

@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron.core.datasets.conversations import ConversationEncoder
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.marks import count_ids_around_text
+from megatron.core.datasets.special_tokens import count_ids_around_text
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.preference.settings import Task
 
@@ -128,18 +128,18 @@ class PreferenceRowParser:
         invalid.
         """
         if prompt is None:
-            prompt = _common_prompt(answers) if self.task == "dpo" else ""
+            prompt = _common_prefix_of_answers(answers) if self.task == "dpo" else ""
             answers = [answer[len(prompt) :] for answer in answers]
         if not isinstance(prompt, str):
             raise DataError('"prompt" is text where the answers are')
         if not all(answers):
             raise DataError("an answer is empty")
         try:
-            return [self._encode_prompt_and_answer(prompt, answer) for answer in answers]
+            return [self._encode_answer_behind_prompt(prompt, answer) for answer in answers]
         except ValueError as error:
             raise DataError(f"text that the tokenizer does not take: {error}") from error
 
-    def _encode_prompt_and_answer(self, prompt: str, answer: str) -> np.ndarray:
+    def _encode_answer_behind_prompt(self, prompt: str, answer: str) -> np.ndarray:
         """Encode prompt and answer as one text if that keeps the ids of the prompt, else each by itself; the prompt as
         ~id.
         """
@@ -147,12 +147,12 @@ class PreferenceRowParser:
             self._frame = count_ids_around_text(self.tokenizer)
         before, after = self._frame
 
-        def ids_of(text: str) -> list[int]:
+        def ids_without_end_tokens(text: str) -> list[int]:
             ids = list(self.tokenizer.tokenize(text))
             return ids[: len(ids) - after]
 
-        start, whole = ids_of(prompt), ids_of(prompt + answer)
-        rest = whole[len(start) :] if whole[: len(start)] == start else ids_of(answer)[before:]
+        start, whole = ids_without_end_tokens(prompt), ids_without_end_tokens(prompt + answer)
+        rest = whole[len(start) :] if whole[: len(start)] == start else ids_without_end_tokens(answer)[before:]
         if not start and self.task != "reward":  # something that the first id of the answer is predicted from
             start = [self.tokenizer.eod]
         return np.concatenate([~np.array(start, np.int32), np.array([*rest, self.tokenizer.eod], np.int32)])
@@ -170,13 +170,15 @@ class PreferenceRowParser:
             if not messages or messages[-1]["role"] != "assistant" or not messages[-1].get("content"):
                 raise DataError("the last message is no answer of the assistant's")
         try:
-            ids = self._encoder.encode([self._encoder.template.render_segments(messages) for messages in whole])
+            ids = self._encoder.encode_conversations(
+                [self._encoder.template.render_segments(messages) for messages in whole]
+            )
         except ValueError as error:
             raise DataError(f"text that the tokenizer does not take: {error}") from error
         return list(map(_keep_last_answer, ids))
 
 
-def _common_prompt(answers: Sequence[str]) -> str:
+def _common_prefix_of_answers(answers: Sequence[str]) -> str:
     """Return what all answers begin with, without a final blank, as TRL does."""
     common = os.path.commonprefix(list(answers))
     return common[:-1] if common.endswith(" ") else common

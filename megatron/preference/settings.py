@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.config.adapters import is_trained_parameter
-from megatron.core.config.figures import find_metric
+from megatron.core.config.figures import match_metric_name
 from megatron.core.config.flags import flag, flag_fields, flag_name
 from megatron.core.config.settings.run import RunConfig
 from megatron.preference.options import WITHOUT_REFERENCE, PreferenceLoss
@@ -124,7 +124,7 @@ def preference_config_problems(config: PreferenceConfig, run: RunConfig, given: 
     else:
         yield from _loss_number_problems(config)
     yield from _reference_problems(config, run)
-    if (best := run.checkpoint.save_best) is not None and find_metric(best, FIGURES[task]) is None:
+    if (best := run.checkpoint.save_best) is not None and match_metric_name(best, FIGURES[task]) is None:
         yield f"--save-best {best}: --finetune-task {task} has no such figure; choose of: {', '.join(FIGURES[task])}"
     if task == "sft":
         if not run.data.chat.sft:
@@ -138,7 +138,7 @@ def preference_config_problems(config: PreferenceConfig, run: RunConfig, given: 
         yield "--lora-rank freezes the head that scores; add --lora-modules-to-save score.weight"
     if run.train.eval_generate and task == "reward":
         yield "--eval-generate: a reward model writes no texts; leave it out"
-    yield from _run_problems(run)
+    yield from _incompatible_run_settings(run)
 
 
 def _epoch_problems(config: PreferenceConfig, given: Collection[str]) -> Iterator[str]:
@@ -204,7 +204,7 @@ def _reference_problems(config: PreferenceConfig, run: RunConfig) -> Iterator[st
         yield "--preference-reference-cache keeps what a checkpoint says; give that with --pretrained-checkpoint"
 
 
-def _run_problems(run: RunConfig) -> Iterator[str]:
+def _incompatible_run_settings(run: RunConfig) -> Iterator[str]:
     """Yield what in the run's settings does not allow training on answers."""
     if run.data.chat.sft or run.data.mock_data:
         yield "answers are read from the files of --data-path; leave out --sft and --mock-data"

@@ -15,7 +15,7 @@ from megatron.preference.losses import PAIR_LOSSES, AnswerLogprobs, kto_loss, re
 from megatron.preference.options import KTOOptions, PairLossOptions
 from megatron.preference.settings import PreferenceConfig
 from megatron.training.data.batch import Batch, Loss, LossFunction
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 
 
 class PreferenceStep:
@@ -27,7 +27,7 @@ class PreferenceStep:
         self.config = config
         self.collected: list[Tensor] | None = None
 
-    def __call__(self, run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[Any, LossFunction]:
+    def __call__(self, run: RunContext, batches: Iterator[Batch], stage: GPTModel) -> tuple[Any, LossFunction]:
         """One microbatch through one stage."""
         batch = next(batches)
         if stage.output_layer is not None:
@@ -72,22 +72,24 @@ class PackedAnswers:
     def sum_per_answer(self, values: Tensor) -> tuple[Tensor, ...]:
         """Return the sum of values [b, s] over the labels of each answer: for each of a row's answers [n]."""
         local = self._sum_local_tokens(values * self._mask)
-        whole = collectives.identity_then_reduce(collectives.reduce_then_identity(local, self._context), self._context)
+        whole = collectives.identity_with_reduce_backward(
+            collectives.reduce_with_identity_backward(local, self._context), self._context
+        )
         return tuple(whole[:, which :: self._each][self._here] for which in range(self._each))
 
-    def values_per_answer(self, name: str) -> tuple[Tensor, ...]:
+    def sum_extra_per_answer(self, name: str) -> tuple[Tensor, ...]:
         """Return the sum over each answer of the batch's extra `name`, [n] for each of a row's answers."""
         return self.sum_per_answer(self._extras[name].to(self._dtype))
 
-    def logprobs_per_answer(self, token_losses: Tensor, *, reference: bool) -> tuple[AnswerLogprobs, ...]:
+    def summed_logprobs_per_answer(self, token_losses: Tensor, *, reference: bool) -> tuple[AnswerLogprobs, ...]:
         """Return log-probabilities and token counts for each of a row's answers. token_losses: [b, s], minus the
         labels' log-probabilities. reference: add the reference's; else 0.
         """
         logprobs, tokens = self.sum_per_answer(-token_losses), self.sum_per_answer(torch.ones_like(self._mask))
-        references = self.values_per_answer("reference") if reference else tuple(map(torch.zeros_like, logprobs))
+        references = self.sum_extra_per_answer("reference") if reference else tuple(map(torch.zeros_like, logprobs))
         return tuple(map(AnswerLogprobs, logprobs, references, tokens))
 
-    def loss_and_figures(self, losses: Tensor, figures: dict[str, Tensor]) -> Loss:
+    def sum_losses_and_figures(self, losses: Tensor, figures: dict[str, Tensor]) -> Loss:
         """Return (sum over rows, number of rows, figures to log). losses, figures: [n]."""
         count = self._here.sum().to(self._dtype)
         report = {name: torch.stack((values.detach().to(self._dtype).sum(), count)) for name, values in figures.items()}
@@ -104,7 +106,7 @@ def pair_step_loss(config: PreferenceConfig, token_losses: Tensor, batch: Batch,
     token_losses: [b, s], minus the log-probabilities of the labels.
     """
     answers = PackedAnswers(batch, context, token_losses.dtype, each=2)
-    chosen, rejected = answers.logprobs_per_answer(token_losses, reference=config.has_reference)
+    chosen, rejected = answers.summed_logprobs_per_answer(token_losses, reference=config.has_reference)
     options = PairLossOptions(config.preference_beta, config.preference_label_smoothing, config.preference_margin)
     losses = PAIR_LOSSES[config.preference_loss](chosen, rejected, options)
     if config.preference_sft_weight:
@@ -119,7 +121,7 @@ def pair_step_loss(config: PreferenceConfig, token_losses: Tensor, batch: Batch,
         "rejected reward": rewards[1],
         "chosen logprob": chosen.mean_logprob,
     }
-    return answers.loss_and_figures(losses, figures)
+    return answers.sum_losses_and_figures(losses, figures)
 
 
 def kto_step_loss(config: PreferenceConfig, token_losses: Tensor, batch: Batch, context: Axis) -> Loss:
@@ -128,14 +130,14 @@ def kto_step_loss(config: PreferenceConfig, token_losses: Tensor, batch: Batch, 
     """
     answers = PackedAnswers(batch, context, token_losses.dtype, each=1)
     (scores,), (desirable,) = (
-        answers.logprobs_per_answer(token_losses, reference=True),
-        answers.values_per_answer("desirable"),
+        answers.summed_logprobs_per_answer(token_losses, reference=True),
+        answers.sum_extra_per_answer("desirable"),
     )
     options = KTOOptions(config.preference_beta, (config.kto_desirable_weight, config.kto_undesirable_weight))
     losses = kto_loss(scores, desirable, batch.extras["divergence"].to(scores.logprob.dtype), options)
     above = scores.log_ratio.detach() > batch.extras["divergence"].to(scores.log_ratio.dtype)
     figures = {"preference loss": losses, "preference accuracy": above == (desirable > 0)}
-    total, count, report = answers.loss_and_figures(losses, figures)
+    total, count, report = answers.sum_losses_and_figures(losses, figures)
     reward = config.preference_beta * scores.log_ratio.detach()
     for name, which in (("chosen reward", desirable > 0), ("rejected reward", desirable <= 0)):
         report[name] = torch.stack((reward[which].sum(), which.sum().to(reward.dtype)))
@@ -146,7 +148,7 @@ def kto_step_loss(config: PreferenceConfig, token_losses: Tensor, batch: Batch, 
 def reward_step_loss(config: PreferenceConfig, values: Tensor, batch: Batch, context: Axis) -> Loss:
     """Return (sum over pairs, number of pairs, figures to log) of a reward model. values: [b, s], the score at every position."""
     answers = PackedAnswers(batch, context, values.dtype, each=2)
-    (chosen, rejected), (margin, _) = answers.sum_per_answer(values), answers.values_per_answer("margin")
+    (chosen, rejected), (margin, _) = answers.sum_per_answer(values), answers.sum_extra_per_answer("margin")
     losses = reward_loss(chosen, rejected, margin, config.reward_centre)
     figures = {
         "preference loss": losses,
@@ -155,7 +157,7 @@ def reward_step_loss(config: PreferenceConfig, values: Tensor, batch: Batch, con
         "chosen reward": chosen,
         "rejected reward": rejected,
     }
-    return answers.loss_and_figures(losses, figures)
+    return answers.sum_losses_and_figures(losses, figures)
 
 
 LOSSES = {"dpo": pair_step_loss, "kto": kto_step_loss, "reward": reward_step_loss}

@@ -45,7 +45,7 @@ def _group_std(rewards: Tensor, *, unbiased: bool) -> Tensor:
     return rewards.std(dim=1, correction=int(unbiased), keepdim=True)
 
 
-def groups_with_varied_rewards(rewards: Tensor) -> Tensor:
+def has_varied_rewards(rewards: Tensor) -> Tensor:
     """Return for each prompt whether its answers have different rewards, bool [groups]; advantages of all others are
     zero (DAPO).
     """

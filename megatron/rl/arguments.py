@@ -7,9 +7,9 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.core.config.flags import config_from_namespace, given_words
+from megatron.core.config.flags import config_from_namespace, raw_flag_values
 from megatron.core.config.rules.engine import NEEDS, broken_rules
-from megatron.core.config.rules.rule import RuleInput
+from megatron.core.config.rules.rule import ConfigRuleInput
 from megatron.core.config.settings.run import RequestedRun
 from megatron.rl.settings import RLConfig, generation_run_config, rl_config_problems
 from megatron.training.cli.arguments import parse_args
@@ -17,7 +17,7 @@ from megatron.training.cli.arguments import parse_args
 
 def rl_flag_defaults(words: Sequence[str]) -> Mapping[str, Any]:
     """Return the defaults of a run's flags in train_rl.py; the global batch is a whole round of rollouts."""
-    given = given_words(words)
+    given = raw_flag_values(words)
     rl = RLConfig()
     sizes = [
         given.get(f"--{name.replace('_', '-')}", str(getattr(rl, name)))
@@ -38,7 +38,7 @@ def num_training_ranks(words: Sequence[str], world_size: int) -> int:
     """Return how many of a job's ranks train: all but --rl-generation-ranks, unless Ray starts those in addition. May
     be 0 or less.
     """
-    given = given_words(words)
+    given = raw_flag_values(words)
     count = "0" if "--rl-ray-address" in given else given.get("--rl-generation-ranks", "0")
     return world_size - int(count) if count.isdecimal() else world_size
 
@@ -53,7 +53,7 @@ def rl_flag_problems(args: Namespace, world_size: int) -> list[str]:
     rl, requested = config_from_namespace(RLConfig, args), config_from_namespace(RequestedRun, args)
     run = requested.resolve(world_size)
     lines = list(rl_config_problems(rl, run))
-    if rl.needs_network_copy(run) and not any(rule.problem_message(RuleInput(run, world_size)) for rule in NEEDS):
+    if rl.needs_network_copy(run) and not any(rule.problem_message(ConfigRuleInput(run, world_size)) for rule in NEEDS):
         generating = broken_rules(
             generation_run_config(run, rl.inference_parallel_sizes), rl.rl_generation_ranks or world_size
         )

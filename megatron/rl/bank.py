@@ -1,7 +1,7 @@
 """The bank: a file of JSON lines for each round of rollouts, written before the round's first optimizer step.
 
 It is the log of what was sampled, and what a run that is resumed within a round goes on with, to the last bit. Beside it lies what was sampled
-ahead (rollout_queue.py). `remove_expired_rollouts` removes what no checkpoint needs any more.
+ahead (rollout_queue.py). `remove_expired_bank_files` removes what no checkpoint needs any more.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.storage import atomic_file
-from megatron.core.dist_checkpointing.store import scan_checkpoint_folder
-from megatron.rl.batches import TrainingRollout
+from megatron.core.dist_checkpointing.checkpoint_folders import scan_checkpoint_folder
+from megatron.rl.rollout_batches import TrainingRollout
 from megatron.rl.rollouts import Rollout
 
 
@@ -52,7 +52,7 @@ def write_json_lines_gz(file: Path, values: Iterable[Mapping[str, Any]]) -> None
 
 
 def read_json_lines_gz(file: str | Path) -> list[dict[str, Any]]:
-    """Read a file of `write_lines`. `DataError` if it is damaged."""
+    """Read a file of `write_json_lines_gz`. `DataError` if it is damaged."""
     try:
         with gzip.open(file, "rt", encoding="utf-8") as lines:
             return [dict(json.loads(line)) for line in lines]
@@ -70,7 +70,7 @@ def saved_checkpoint_iterations(folders: Iterable[str | None]) -> list[int]:
     ]
 
 
-def remove_expired_rollouts(
+def remove_expired_bank_files(
     folder: Path, *, first: int, steps: int, saved: Sequence[int] | None, max_bytes: int = 0
 ) -> str:
     """Remove files that no checkpoint needs; return a message if the limit cannot be kept, else "".
@@ -119,9 +119,11 @@ def _files_of_earlier_rounds(folder: Path, kind: str, first: int) -> list[tuple[
 
 
 def _rollout_from_json(values: dict[str, Any]) -> TrainingRollout:
-    return TrainingRollout(**lists_to_tuples(values) | {"rollout": Rollout(**lists_to_tuples(values["rollout"]))})
+    return TrainingRollout(
+        **list_values_to_tuples(values) | {"rollout": Rollout(**list_values_to_tuples(values["rollout"]))}
+    )
 
 
-def lists_to_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+def list_values_to_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the mapping with lists as tuples, as JSON has no tuples."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

@@ -19,13 +19,13 @@ from megatron.core.models.embedding import Embedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.output_heads import ScalarHead
 from megatron.core.parallel.spec import constant_initializer, param_spec_of, set_global_param_names
-from megatron.core.transformer.build import LayerBuildContext
-from megatron.core.transformer.passing import ForwardContext, MicrobatchContext
+from megatron.core.transformer.forward_context import ForwardContext, MicrobatchContext
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 from megatron.core.transformer.rope import rotary_table_for
 from megatron.core.transformer.stack import TransformerStack
 
 
-class Critic(nn.Module):
+class CriticStage(nn.Module):
     """One pipeline stage of the critic."""
 
     def __init__(self, stage: StageSpec, build: LayerBuildContext) -> None:
@@ -73,7 +73,7 @@ class ActorCritic(GPTModel):
 
     def __init__(self, stage: StageSpec, build: LayerBuildContext, *, lr_ratio: float = 1.0) -> None:
         super().__init__(stage, build)
-        self.critic = Critic(stage, build)
+        self.critic = CriticStage(stage, build)
         for name, param in self.critic.named_parameters():
             same = "" if name.startswith("value_head.") else name
             param.spec = dataclasses.replace(  # type: ignore[attr-defined]

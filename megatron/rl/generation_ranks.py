@@ -25,7 +25,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.device import process_group_backend
 from megatron.core.parallel.mesh import Mesh, SplitMeshJob
 from megatron.inference.engine import Engine
-from megatron.rl.environments.config import WeightedEnvironment, start_environments
+from megatron.rl.environments.config import EnvironmentWithWeight, start_environments_on_first_rank
 from megatron.rl.refit import WeightRefit, build_generation_stages, policy_weights_tree, refit_target_tree
 from megatron.rl.rollouts import (
     Draft,
@@ -39,7 +39,7 @@ from megatron.rl.rollouts import (
 from megatron.rl.settings import RLConfig, generation_run_config
 from megatron.training.launch.launch_info import LaunchInfo
 from megatron.training.launch.rendezvous import init_default_process_group
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 from megatron.training.trainer import Trainer
 
 Played = tuple[list[Rollout | Draft], RolloutTimes]
@@ -66,7 +66,7 @@ class GenerationRanks:
     """
 
     def __init__(
-        self, trainer: Trainer, job: SplitMeshJob, environments: Sequence[WeightedEnvironment], *, verify: bool
+        self, trainer: Trainer, job: SplitMeshJob, environments: Sequence[EnvironmentWithWeight], *, verify: bool
     ) -> None:
         self.trainer, self.job, self._environments = trainer, job, tuple(environments)
         self._refit = WeightRefit(job.tensors, job.mesh.device, verify=verify)
@@ -81,7 +81,7 @@ class GenerationRanks:
     def start_rollouts(
         self, tasks: Sequence[RolloutTask], limits: RolloutLimits, *, version: int = 0, until: int | None = None
     ) -> None:
-        """Start rollouts on the generating ranks, with the weights of the last refit; `collect` returns them.
+        """Start rollouts on the generating ranks, with the weights of the last refit; `collect_rollouts` returns them.
 
         version, until: as in `rollouts.play_rollouts`.
         """
@@ -96,7 +96,7 @@ class GenerationRanks:
         self.is_busy = False
         return collectives.broadcast_object(None, self.job.objects, source=self.job.training)
 
-    def end_generation(self) -> None:
+    def end_generation_ranks(self) -> None:
         """End the generating ranks, after waiting for rollouts in progress."""
         if self.is_busy:
             self.collect_rollouts()
@@ -108,11 +108,13 @@ class GenerationRanks:
         collectives.broadcast_object(command, self.job.objects)
 
 
-def run_generation_rank(run: Run, rl: RLConfig, job: SplitMeshJob, environments: Sequence[WeightedEnvironment]) -> None:
+def run_generation_rank(
+    run: RunContext, rl: RLConfig, job: SplitMeshJob, environments: Sequence[EnvironmentWithWeight]
+) -> None:
     """On a generating rank: carry out commands until the last. run: of their mesh. The engine is paused while weights
     change.
     """
-    start_environments(environments, run.mesh.world)
+    start_environments_on_first_rank(environments, run.mesh.world)
     stages = build_generation_stages(run)
     refit = WeightRefit(job.tensors, run.mesh.device, verify=rl.rl_verify_model_weights_swap)
     collectives.gather_objects(socket.gethostname(), job.objects)  # for the plan that the first rank prints
@@ -162,7 +164,7 @@ def split_mesh_builder(
     place: launch info with all ranks of the job. jobs: the `SplitMeshJob` is appended to it.
     """
 
-    def make_mesh_and_config(config: RunConfig, device: torch.device) -> tuple[Mesh, RunConfig]:
+    def build_rank_mesh_and_config(config: RunConfig, device: torch.device) -> tuple[Mesh, RunConfig]:
         parallel = config.parallel
         init_default_process_group(
             process_group_backend(device, parallel.distributed_backend),
@@ -174,4 +176,4 @@ def split_mesh_builder(
         jobs.append(SplitMeshJob.build(parallel, generating.parallel, device, last_ranks=rl.rl_generation_ranks))
         return jobs[0].mesh, generating if place.rank >= jobs[0].training else config
 
-    return make_mesh_and_config
+    return build_rank_mesh_and_config

@@ -76,7 +76,7 @@ def kl_to_reference(logprobs: Tensor, reference: Tensor, estimator: KLEstimator)
     return (-difference).clamp(-_MOST, _MOST).exp() + difference - 1.0
 
 
-def entropy_term(logprobs: Tensor) -> Tensor:
+def sampled_entropy_term(logprobs: Tensor) -> Tensor:
     """Return -p log p of the sampled tokens, any shape, which --grpo-entropy-term-weight adds to the objective, as
     Megatron does.
     """

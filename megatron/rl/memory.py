@@ -12,10 +12,10 @@ from megatron.core.config.flags import raise_config_error_if
 from megatron.core.parallel.device import free_and_total_memory
 from megatron.rl.planned_memory import memory_problem
 from megatron.rl.settings import RLConfig
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 
 
-def refuse_beyond_device_memory(rl: RLConfig, run: Run) -> None:
+def refuse_beyond_device_memory(rl: RLConfig, run: RunContext) -> None:
     """Raise `ConfigError` for a run that cannot fit the device's memory, before anything is built; nothing on a CPU."""
     memory = free_and_total_memory(run.mesh.device)
     if memory is not None:

@@ -12,8 +12,8 @@ import yaml
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.inference import MOST_CACHE_BYTES
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import pipeline_stages_of
-from megatron.core.models.flops import BYTES, estimate_rank_memory
+from megatron.core.config.stages import stage_specs_of_run
+from megatron.core.models.flops import BYTES, estimate_memory_by_pipeline_rank
 from megatron.rl.algorithms import ALGORITHMS
 from megatron.rl.settings import RLConfig, generation_run_config, reference_checkpoint_path
 
@@ -26,8 +26,8 @@ def memory_beside_policy(rl: RLConfig, run: RunConfig, world_size: int) -> Mappi
 
     The KV cache is there while rollouts are sampled; activations are not.
     """
-    size, dp = BYTES[run.precision.dtype], run.parallel.data_parallel_size(world_size)
-    ranks = estimate_rank_memory(run, pipeline_stages_of(run), data_parallel_size=dp, num_microbatches=1)
+    size, dp = BYTES[run.precision.param_dtype_name], run.parallel.data_parallel_size(world_size)
+    ranks = estimate_memory_by_pipeline_rank(run, stage_specs_of_run(run), data_parallel_size=dp, num_microbatches=1)
     weights = size * max(rank.parameters for rank in ranks)
     parts: dict[str, float] = {"reference": weights} if reference_checkpoint_path(rl, run) else {}
     if ALGORITHMS[rl.rl_algorithm].has_critic:
@@ -43,11 +43,11 @@ def generation_memory(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[
     generating = generation_run_config(run, rl.inference_parallel_sizes) if rl.needs_network_copy(run) else run
     replicas = generating.parallel.data_parallel_size(own or world_size)
     if rl.needs_network_copy(run):
-        copies = estimate_rank_memory(
-            generating, pipeline_stages_of(generating), data_parallel_size=replicas, num_microbatches=1
+        copies = estimate_memory_by_pipeline_rank(
+            generating, stage_specs_of_run(generating), data_parallel_size=replicas, num_microbatches=1
         )
         name = "network that generates" if own else "copy that generates"
-        parts[name] = BYTES[run.precision.dtype] * max(rank.parameters for rank in copies)
+        parts[name] = BYTES[run.precision.param_dtype_name] * max(rank.parameters for rank in copies)
     together = min(TOGETHER, -(-rl.rollouts_per_round * (1 + rl.generation_lag * rl.rl_partial_rollouts) // replicas))
     text = run.train.seq_length * _kv_bytes_per_token(generating)
     parts["keys and values"] = min(together * text, max(text, MOST_CACHE_BYTES))
@@ -63,19 +63,21 @@ def generation_rank_memory(rl: RLConfig, run: RunConfig, world_size: int) -> Map
     return generation_memory(rl, run, world_size) if rl.rl_generation_ranks else {}
 
 
-def rank_memory_plan_lines(rl: RLConfig, run: RunConfig, world_size: int, hosts: Sequence[str]) -> list[str]:
+def rank_roles_and_memory_lines(rl: RLConfig, run: RunConfig, world_size: int, hosts: Sequence[str]) -> list[str]:
     """Return lines on which ranks train and generate, their layout and memory. world_size: ranks that train.
     hosts: of all ranks.
     """
     dp = run.parallel.data_parallel_size(world_size)
     count = max(1, run.train.global_batch_size // (run.train.micro_batch_size * dp))
-    ranks = estimate_rank_memory(run, pipeline_stages_of(run), data_parallel_size=dp, num_microbatches=count)
+    ranks = estimate_memory_by_pipeline_rank(
+        run, stage_specs_of_run(run), data_parallel_size=dp, num_microbatches=count
+    )
     training = {"policy in training": max(rank.total for rank in ranks), **memory_beside_policy(rl, run, world_size)}
     generating = generation_run_config(run, rl.inference_parallel_sizes)
     return [
         "who holds what, by the formulas, on the fullest rank of each kind:",
-        f"  training: {_host_ranges_text(hosts, range(world_size))} ({_layout_text(run, world_size)}): {memory_parts_text(training)}",
-        f"  generation: {_host_ranges_text(hosts, range(world_size, len(hosts)))} ({_layout_text(generating, rl.rl_generation_ranks)}): "
+        f"  training: {_ranks_by_host_text(hosts, range(world_size))} ({_layout_text(run, world_size)}): {memory_parts_text(training)}",
+        f"  generation: {_ranks_by_host_text(hosts, range(world_size, len(hosts)))} ({_layout_text(generating, rl.rl_generation_ranks)}): "
         f"{memory_parts_text(generation_rank_memory(rl, run, world_size))}; rank {world_size} plays the environments",
     ]
 
@@ -92,7 +94,7 @@ def _layout_text(run: RunConfig, world_size: int) -> str:
     return " x ".join([*parts, f"data {run.parallel.data_parallel_size(world_size)}"])
 
 
-def _host_ranges_text(hosts: Sequence[str], ranks: range) -> str:
+def _ranks_by_host_text(hosts: Sequence[str], ranks: range) -> str:
     """Return which ranks are on which host as text: "ranks 0 to 7 on a, 8 to 15 on b"."""
     parts: list[str] = []
     for host, group in itertools.groupby(ranks, key=lambda rank: hosts[rank]):
@@ -101,11 +103,13 @@ def _host_ranges_text(hosts: Sequence[str], ranks: range) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
 
 
-def least_rank_memory(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[str, float]:
+def lower_bound_of_rank_memory(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[str, float]:
     """Estimate the least bytes that the fullest rank needs, by part: in training or in generation, whichever is more."""
     dp = run.parallel.data_parallel_size(world_size)
     count = max(1, (run.train.global_batch_size or 1) // (run.train.micro_batch_size * dp))
-    ranks = estimate_rank_memory(run, pipeline_stages_of(run), data_parallel_size=dp, num_microbatches=count)
+    ranks = estimate_memory_by_pipeline_rank(
+        run, stage_specs_of_run(run), data_parallel_size=dp, num_microbatches=count
+    )
     fullest = max(ranks, key=lambda rank: rank.total)
     beside = dict(memory_beside_policy(rl, run, world_size))
     cache = beside.pop("keys and values", 0.0)
@@ -114,7 +118,7 @@ def least_rank_memory(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[
         training.pop("copy that generates", None)
     held = fullest.weights_and_optimizer
     if rl.rl_offload_optimizer_during_inference:
-        held = BYTES[run.precision.dtype] * fullest.parameters
+        held = BYTES[run.precision.param_dtype_name] * fullest.parameters
     generating: Mapping[str, float] = {"policy while it generates": held, **beside, "keys and values": cache}
     if rl.rl_generation_ranks:
         generating = generation_rank_memory(rl, run, world_size)
@@ -123,13 +127,15 @@ def least_rank_memory(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[
 
 def memory_problem(rl: RLConfig, run: RunConfig, world_size: int, memory: float) -> str:
     """Return a message if a rank needs more than its device's `memory` bytes, else ""."""
-    parts = least_rank_memory(rl, run, world_size)
+    parts = lower_bound_of_rank_memory(rl, run, world_size)
     if sum(parts.values()) <= memory:
         return ""
-    return memory_error_message(parts, memory) + ", --rl-offload-optimizer-during-inference, or a shorter --seq-length"
+    return (
+        run_does_not_fit_message(parts, memory) + ", --rl-offload-optimizer-during-inference, or a shorter --seq-length"
+    )
 
 
-def memory_error_message(parts: Mapping[str, float], memory: float) -> str:
+def run_does_not_fit_message(parts: Mapping[str, float], memory: float) -> str:
     """Return the message that a run does not fit. parts: bytes by part."""
     return (
         f"the fullest rank needs at least {sum(parts.values()) / 2**30:.2f} GiB ({memory_parts_text(parts)}), and its device has {memory / 2**30:.2f} GiB "
@@ -139,7 +145,7 @@ def memory_error_message(parts: Mapping[str, float], memory: float) -> str:
 
 def _reward_model_bytes(path: str | None) -> float:
     """Return the bytes of the weights of all reward models in an environment file; 0 if it cannot be read."""
-    from megatron.core.dist_checkpointing.store import (
+    from megatron.core.dist_checkpointing.checkpoint_folders import (
         CheckpointError,
     )  # the command line is read before torch is imported
     from megatron.training.checkpoint.formats import open_checkpoint
@@ -167,8 +173,8 @@ def _kv_bytes_per_token(run: RunConfig) -> float:
         groups = model.num_query_groups if model.group_query_attention else model.num_attention_heads
         assert groups is not None and model.kv_channels is not None, "a config that holds says them"
         each = 2.0 * max(1, groups // parallel.tensor_model_parallel_size) * model.kv_channels
-    layers = max(sum(len(s.layers) for s in pipeline_stages_of(run) if s.rank == rank) for rank in range(parallel.pp))
-    return layers * each * BYTES[run.precision.dtype]
+    layers = max(sum(len(s.layers) for s in stage_specs_of_run(run) if s.rank == rank) for rank in range(parallel.pp))
+    return layers * each * BYTES[run.precision.param_dtype_name]
 
 
 def memory_parts_text(parts: Mapping[str, float]) -> str:

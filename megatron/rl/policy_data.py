@@ -28,29 +28,29 @@ from megatron.core.parallel.device import empty_cache, has_separate_memory
 from megatron.core.parallel.mesh import SplitMeshJob
 from megatron.core.transformer.adapters import without_adapters
 from megatron.inference.sampling import SamplingParams
-from megatron.rl import batches
+from megatron.rl import rollout_batches
 from megatron.rl.algorithms import ALGORITHMS
 from megatron.rl.bank import (
     read_rollout_bank,
-    remove_expired_rollouts,
+    remove_expired_bank_files,
     rollout_bank_path,
     saved_checkpoint_iterations,
     write_rollout_bank,
 )
-from megatron.rl.batches import Arrays, TrainingRollout
-from megatron.rl.environments.config import read_environments, start_environments
-from megatron.rl.evaluation import evaluate_held_out, evaluation_text
+from megatron.rl.environments.config import read_environments, start_environments_on_first_rank
 from megatron.rl.generation_ranks import GenerationRanks
+from megatron.rl.held_out_evaluation import held_out_problem_scores, held_out_scores_text
 from megatron.rl.memory import offload_to_host
-from megatron.rl.planned_memory import memory_beside_policy, memory_parts_text, rank_memory_plan_lines
-from megatron.rl.policy_step import PolicyStep, compute_logprobs_and_values
-from megatron.rl.refit import GenerationNetwork
+from megatron.rl.planned_memory import memory_beside_policy, memory_parts_text, rank_roles_and_memory_lines
+from megatron.rl.policy_step import PolicyForwardStep, compute_logprobs_and_values
+from megatron.rl.refit import GenerationNetworkCopy
 from megatron.rl.rollout_advantages import rollouts_with_advantages, rollouts_with_token_advantages
+from megatron.rl.rollout_batches import Arrays, TrainingRollout
 from megatron.rl.rollout_queue import RolloutQueue
+from megatron.rl.rollout_sample_files import RolloutSampleFiles, rollout_sample_records
 from megatron.rl.rollouts import Draft, Rollout, RolloutLimits, RolloutTask, RolloutTimes, play_rollouts
-from megatron.rl.samples import RolloutSampleFiles, rollout_sample_records
 from megatron.rl.settings import RLConfig, generation_run_config, reference_checkpoint_path
-from megatron.training.checkpoint.reference import reference_trainer
+from megatron.training.checkpoint.reference import load_reference_policy
 from megatron.training.data.batch import Batch
 from megatron.training.evaluate import evaluation_mode
 from megatron.training.health.bad_steps import BadStepError
@@ -67,12 +67,12 @@ class PolicyData(StepHooks):
     """
 
     def __init__(self, trainer: Trainer, rl: RLConfig, job: SplitMeshJob | None = None) -> None:
-        assert isinstance(trainer.forward_step, PolicyStep), "policy data are trained by a policy step"
+        assert isinstance(trainer.forward_step, PolicyForwardStep), "policy data are trained by a policy step"
         self.trainer, self.rl, self.step = trainer, rl, trainer.forward_step
         self.run = trainer.run
         train = self.run.config.train
         self.step.steps = rl.rollouts_per_round // train.global_batch_size * rl.grpo_iterations
-        self._reference = reference_trainer(trainer, reference_checkpoint_path(rl, trainer.run.config))
+        self._reference = load_reference_policy(trainer, reference_checkpoint_path(rl, trainer.run.config))
         self._round: tuple[int, list[TrainingRollout]] | None = None
         self._batches: Iterator[Batch] = iter(())
         self._informative = True
@@ -90,7 +90,7 @@ class PolicyData(StepHooks):
         )
         self._generator = self._build_generator(job)
         if not isinstance(self._generator, GenerationRanks):
-            start_environments(self.queue.environments, self.run.mesh.world)
+            start_environments_on_first_rank(self.queue.environments, self.run.mesh.world)
         shows = self._bank is not None and rl.rl_samples_per_round and self.run.mesh.world.is_first
         self._samples = RolloutSampleFiles(self._bank) if shows and self._bank is not None else None
         self._bank_is_full = False  # and it was told
@@ -109,7 +109,9 @@ class PolicyData(StepHooks):
                 "--rl-offload-optimizer-during-inference moves nothing: this run's memory is the CPU's already"
             )
         if isinstance(self._generator, GenerationRanks):
-            for line in rank_memory_plan_lines(rl, self.run.config, self.run.mesh.world.size, self._generator.hosts):
+            for line in rank_roles_and_memory_lines(
+                rl, self.run.config, self.run.mesh.world.size, self._generator.hosts
+            ):
                 self.run.print_rank_0(line)
         else:
             beside = memory_beside_policy(rl, self.run.config, self.run.mesh.world.size)
@@ -117,7 +119,7 @@ class PolicyData(StepHooks):
                 f"memory of a rank beside the policy in training: {memory_parts_text(beside) or 'none'}"
             )
 
-    def _build_generator(self, job: SplitMeshJob | None) -> GenerationNetwork | GenerationRanks | None:
+    def _build_generator(self, job: SplitMeshJob | None) -> GenerationNetworkCopy | GenerationRanks | None:
         """Return the network or the ranks that generate; None if the network in training does."""
         rl, config = self.rl, self.run.config
         verify = rl.rl_verify_model_weights_swap
@@ -125,7 +127,7 @@ class PolicyData(StepHooks):
             return GenerationRanks(self.trainer, job, self.queue.environments, verify=verify)
         if not rl.needs_network_copy(config):
             return None
-        return GenerationNetwork(
+        return GenerationNetworkCopy(
             self.trainer, generation_run_config(config, rl.inference_parallel_sizes), verify=verify
         )
 
@@ -147,21 +149,21 @@ class PolicyData(StepHooks):
             self._generator.collect_rollouts()
         self.queue.clear()
 
-    def end_generation(self) -> None:
+    def end_generation_ranks(self) -> None:
         """End the generating ranks, at the end of the run."""
         if isinstance(self._generator, GenerationRanks):
-            self._generator.end_generation()
+            self._generator.end_generation_ranks()
 
     def before_save(self) -> None:
         """Hook before a save: collect and store what other ranks have played, which the checkpoint will need."""
-        self._collect_rollouts_ahead()
+        self._wait_for_rollouts_ahead()
 
     def prepare_step(self, num_microbatches: int) -> int:
         """Prepare the next optimizer step; returns its number of microbatches."""
         progress, train = self.run.progress, self.run.config.train
         first = progress.iteration - progress.iteration % self.step.steps
         if self._round is None or self._round[0] != first:
-            self._round = (first, self._prepare_round(first))
+            self._round = (first, self._sample_or_read_round(first))
         place = (progress.iteration - first) % (self.rl.rollouts_per_round // train.global_batch_size)
         size = train.global_batch_size
         chosen = [one for one in self._round[1][place * size : (place + 1) * size] if one.rollout.num_sampled]
@@ -211,11 +213,11 @@ class PolicyData(StepHooks):
                 )
         return self._informative
 
-    def _prepare_round(self, first: int) -> list[TrainingRollout]:
+    def _sample_or_read_round(self, first: int) -> list[TrainingRollout]:
         """Return the rollouts of the round that begins at iteration `first`: sampled now, or from the bank if the run
         was resumed in it.
         """
-        self._collect_rollouts_ahead()
+        self._wait_for_rollouts_ahead()
         file, number = None if self._bank is None else rollout_bank_path(self._bank, first), first // self.step.steps
         if self.run.progress.iteration != first:
             self._restore_queue(number)
@@ -248,7 +250,7 @@ class PolicyData(StepHooks):
         if self.run.mesh.world.is_first and file is not None:
             self.queue.write_ahead_file(number)
             write_rollout_bank(file, trained)
-            self._remove_expired_rollouts(file.parent, first)
+            self._remove_expired_bank_files(file.parent, first)
         if self._samples is not None:
             self._samples.write(first, rollout_sample_records(first, trained, self.rl.rl_samples_per_round))
         collectives.barrier(self.run.mesh.world)
@@ -257,7 +259,7 @@ class PolicyData(StepHooks):
     def _sample_round(self, number: int) -> tuple[list[Rollout], RolloutTimes]:
         """Return the rollouts of round `number` and their times; generating ranks may go on with later rounds."""
         if not isinstance(self._generator, GenerationRanks):
-            return self.queue.sample_round(number, self._play_rollouts)
+            return self.queue.play_and_pop_round(number, self._play_rollouts)
         times = RolloutTimes()
         self._start_missing_rollouts(self._generator, number)
         if not self.queue.is_round_complete(number):
@@ -272,9 +274,11 @@ class PolicyData(StepHooks):
         """
         if tasks := self.queue.missing_tasks(number):
             version = self.run.progress.iteration
-            ranks.start_rollouts(tasks, self._generation_limits, version=version, until=self.queue.num_to_finish)
+            ranks.start_rollouts(
+                tasks, self._generation_limits, version=version, until=self.queue.num_tasks_that_must_finish
+            )
 
-    def _collect_rollouts_ahead(self) -> None:
+    def _wait_for_rollouts_ahead(self) -> None:
         """Wait for what other ranks play ahead of the current round; store it in the queue and its file."""
         if not isinstance(self._generator, GenerationRanks) or not self._generator.is_busy:
             return
@@ -286,14 +290,14 @@ class PolicyData(StepHooks):
         if self.run.mesh.world.is_first:
             self.queue.write_ahead_file(self._round[0] // self.step.steps)
 
-    def _remove_expired_rollouts(self, folder: Path, first: int) -> None:
+    def _remove_expired_bank_files(self, folder: Path, first: int) -> None:
         """Remove the bank's files that no checkpoint needs, and warn when the limit can no longer be kept. first:
         iteration at which the current round begins.
         """
         options = self.run.config.checkpoint
         saved = saved_checkpoint_iterations({options.save, options.load}) if options.save else None
         limit = self.rl.rl_rollout_bank_max_bytes
-        trouble = remove_expired_rollouts(folder, first=first, steps=self.step.steps, saved=saved, max_bytes=limit)
+        trouble = remove_expired_bank_files(folder, first=first, steps=self.step.steps, saved=saved, max_bytes=limit)
         if trouble and not self._bank_is_full:
             self.run.log.warning(trouble)
         self._bank_is_full = bool(trouble)
@@ -312,7 +316,7 @@ class PolicyData(StepHooks):
             if self.rl.rl_offload_optimizer_during_inference and has_separate_memory(device):
                 for hook in self.trainer.hooks:
                     hook.before_update()  # a save on its way has copied the state
-                around.enter_context(offload_to_host(self.trainer.optimizer.stored_tensors()))
+                around.enter_context(offload_to_host(self.trainer.optimizer.storage_tensors()))
                 empty_cache(device)
             if self._generator is not None:
                 self._generator.refit()
@@ -382,18 +386,20 @@ class PolicyData(StepHooks):
         for start in range(0, len(trained), train.global_batch_size):
             chosen = trained[start : start + train.global_batch_size]
             rows = self._training_rows([one for one in chosen if one.rollout.num_sampled])
-            names = self._score_tables(rows)
+            names = self._logprobs_and_values_by_name(rows)
             kept = [place for place, one in enumerate(chosen) if one.rollout.num_sampled]
             for name, table in names.items():
                 packed = self.rl.rl_use_sequence_packing
-                values = batches.values_per_rollout([chosen[place] for place in kept], rows, table, packed=packed)
+                values = rollout_batches.values_per_rollout(
+                    [chosen[place] for place in kept], rows, table, packed=packed
+                )
                 for place, value in zip(kept, values, strict=True):
                     trained[start + place] = dataclasses.replace(
                         trained[start + place], **dict[str, Any]({name: value})
                     )
         return rollouts_with_token_advantages(trained, self.rl) if self._has_critic else trained
 
-    def _score_tables(self, rows: Arrays) -> dict[str, np.ndarray]:
+    def _logprobs_and_values_by_name(self, rows: Arrays) -> dict[str, np.ndarray]:
         """Compute what the round needs of its tokens before its first step, by name over `rl_place`: old and reference
         log-probabilities, values.
         """
@@ -423,9 +429,9 @@ class PolicyData(StepHooks):
         )
 
     def _training_rows(self, trained: Sequence[TrainingRollout]) -> Arrays:
-        """Return the row arrays of one optimizer step; see `batches.rows_of`."""
+        """Return the row arrays of one optimizer step; see `rollout_batches.build_training_rows`."""
         train, limits = self.run.config.train, self._generation_limits
-        return batches.build_training_rows(
+        return rollout_batches.build_training_rows(
             trained,
             train.seq_length,
             average=ALGORITHMS[self.rl.rl_algorithm].average,
@@ -438,7 +444,7 @@ class PolicyData(StepHooks):
     def _microbatches(self, rows: Arrays) -> Iterator[Batch]:
         """Yield this rank's microbatches of the rows."""
         train = self.run.config.train
-        return batches.build_rank_microbatches(
+        return rollout_batches.build_rank_microbatches(
             rows, self.run.mesh, train.micro_batch_size, packed=self.rl.rl_use_sequence_packing
         )
 
@@ -476,10 +482,10 @@ class PolicyData(StepHooks):
                 results, _ = play_rollouts(self._generation_stages, self.run.tokenizer, tasks, limits)
             return [one for one in results if isinstance(one, Rollout)]
 
-        results = evaluate_held_out(self.rl, self.queue.environments, self._generation_limits, played)
+        results = held_out_problem_scores(self.rl, self.queue.environments, self._generation_limits, played)
         self.run.run_log.add("evaluation", iteration=self.run.progress.iteration, results=results)
         self.run.print_rank_0(
-            f"held-out problems at iteration {self.run.progress.iteration}: {evaluation_text(results)}"
+            f"held-out problems at iteration {self.run.progress.iteration}: {held_out_scores_text(results)}"
         )
         return results
 
@@ -514,7 +520,7 @@ class PolicyDataSource:
             self._made = PolicyData(trainer, self._rl, self._job)
         return SplitBatches(self._made, None, None)
 
-    def end_generation(self) -> None:
+    def end_generation_ranks(self) -> None:
         """End the generating ranks, at the end of the run."""
         if self._made is not None:
-            self._made.end_generation()
+            self._made.end_generation_ranks()

@@ -13,18 +13,18 @@ from megatron.core.config.plan import StageSpec, network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
-from megatron.core.pipeline_parallel.executor import run as execute
+from megatron.core.pipeline_parallel.executor import run_rank_script as execute
 from megatron.rl.algorithms import ALGORITHMS
 from megatron.rl.critic import ActorCritic
 from megatron.rl.policy_loss import PolicyLoss
 from megatron.rl.settings import RLConfig
 from megatron.training.data.batch import Batch, Loss, LossFunction
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 from megatron.training.step import StepWork
 from megatron.training.trainer import ModelProvider, Trainer
 
 
-class PolicyStep:
+class PolicyForwardStep:
     """The forward step of policy training.
 
     steps: optimizer steps of a round. collected: (places, log-probabilities, and values where there is a critic) of the microbatches
@@ -42,7 +42,7 @@ class PolicyStep:
         """Whether weights change within a round, so that log-probabilities from before its first step are needed."""
         return self.steps > 1
 
-    def __call__(self, run: Run, microbatches: Iterator[Batch], stage: GPTModel) -> tuple[Any, LossFunction]:
+    def __call__(self, run: RunContext, microbatches: Iterator[Batch], stage: GPTModel) -> tuple[Any, LossFunction]:
         """One microbatch through one stage."""
         batch = next(microbatches)
         if stage.output_layer is not None:
@@ -88,16 +88,16 @@ def expert_routes_by_layer(routes: Tensor, model: ModelConfig) -> Mapping[int, T
 def policy_model_provider(rl: RLConfig) -> ModelProvider:
     """Return the function that builds a pipeline stage of the policy, with its critic if --rl-algorithm has one."""
 
-    def model(run: Run, stage: StageSpec) -> GPTModel:
+    def build_policy_stage(run: RunContext, stage: StageSpec) -> GPTModel:
         if ALGORITHMS[rl.rl_algorithm].has_critic:
             return ActorCritic(stage, run.layer_build_context, lr_ratio=rl.rl_critic_lr_ratio)
         return GPTModel(stage, run.layer_build_context)
 
-    return model
+    return build_policy_stage
 
 
 def compute_logprobs_and_values(
-    trainer: Trainer, step: PolicyStep, microbatches: Iterator[Batch], *, count: int, size: int
+    trainer: Trainer, step: PolicyForwardStep, microbatches: Iterator[Batch], *, count: int, size: int
 ) -> Mapping[str, np.ndarray]:
     """Return `logprobs`, and with a critic `values`, of all labels by a network's present weights: [size] over
     `rl_place`; `values` is zero without a critic. Collective; equal on all ranks.

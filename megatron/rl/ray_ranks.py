@@ -15,12 +15,12 @@ from typing import Any
 
 from megatron.core.config.flags import ConfigError
 from megatron.rl.settings import RLConfig
-from megatron.training.launch.launch_info import LaunchInfo, child_environment, rendezvous_environment
+from megatron.training.launch.launch_info import LaunchInfo, environment_with_changes, rendezvous_environment
 
 _FLAG = "--rl-ray-address"
 
 
-def job_launch_info(place: LaunchInfo, rl: RLConfig) -> LaunchInfo:
+def launch_info_with_ray_ranks(place: LaunchInfo, rl: RLConfig) -> LaunchInfo:
     """Return this rank's launch info in the job of all ranks, those started by Ray included."""
     return dataclasses.replace(place, size=place.size + rl.rl_generation_ranks) if rl.rl_ray_address else place
 
@@ -44,11 +44,11 @@ class _RayRankActor:
         """Return the name of the node that the actor is on."""
         return os.uname().nodename
 
-    def run(self, command: list[str], environment: dict[str, str], folder: str) -> tuple[int, str]:
+    def run_rank_process(self, command: list[str], environment: dict[str, str], folder: str) -> tuple[int, str]:
         """Run a rank to its end; return its exit code, and the last 4000 characters of its output."""
         done = subprocess.run(
             command,
-            env=child_environment(environment),
+            env=environment_with_changes(environment),
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

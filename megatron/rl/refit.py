@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import pipeline_stages_of
-from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree, add_to_tree, sharded_parameter
+from megatron.core.config.stages import stage_specs_of_run
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.core.dist_checkpointing.sharded_state import ShardedTensor, Tree, add_sharded_tensor, sharded_parameter
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.box_hash import box_hash
@@ -29,7 +29,7 @@ from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import derive_seed
 from megatron.core.parallel.spec import param_spec_of
 from megatron.training.checkpoint.run_state import weights_of
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 from megatron.training.trainer import Trainer
 
 GROUP_BYTES = 1 << 28  # of parameters that are sent together
@@ -38,7 +38,7 @@ Boxes = dict[str, list[Box]]  # parameter -> what a rank holds of it
 
 
 @dataclass(frozen=True, slots=True)
-class WeightTransfer:
+class BoxTransfer:
     """A box that rank `target` reads from rank `source`. source_box, target_box: index of the piece that contains it on
     either side. dtype: of the target.
     """
@@ -59,7 +59,7 @@ class WeightRefit:
 
     def __init__(self, axis: Axis, device: torch.device, *, verify: bool) -> None:
         self.axis, self.device, self._verify = axis, device, verify
-        self._transfers: list[list[WeightTransfer]] | None = None
+        self._transfers: list[list[BoxTransfer]] | None = None
 
     def copy_weights(self, source: Tree, target: Tree) -> None:
         """Copy the weights. source, target: what this rank has and what it is to get; either may be empty. Collective
@@ -91,9 +91,9 @@ def policy_weights_tree(trainer: Trainer) -> Tree:
     }
 
 
-def build_generation_stages(run: Run) -> list[GPTModel]:
+def build_generation_stages(run: RunContext) -> list[GPTModel]:
     """Build this rank's stages of a network that only generates."""
-    specs = [spec for spec in pipeline_stages_of(run.config) if spec.rank == run.mesh.pp.rank]
+    specs = [spec for spec in stage_specs_of_run(run.config) if spec.rank == run.mesh.pp.rank]
     stages = [GPTModel(spec, run.layer_build_context).materialize(run.config.train.seed).eval() for spec in specs]
     for stage in stages:
         stage.requires_grad_(requires_grad=False)
@@ -106,11 +106,11 @@ def refit_target_tree(stages: Sequence[GPTModel], mesh: Mesh) -> Tree:
     for stage in stages:
         for param in stage.parameters():
             param.untyped_storage().resize_(max(param.untyped_storage().nbytes(), _tensor_num_bytes(param)))
-            add_to_tree(target, param_spec_of(param).name, sharded_parameter(param, mesh))
+            add_sharded_tensor(target, param_spec_of(param).name, sharded_parameter(param, mesh))
     return target
 
 
-class GenerationNetwork:
+class GenerationNetworkCopy:
     """A separate network for generation, on the training ranks. stages: this rank's, in evaluation mode."""
 
     def __init__(self, trainer: Trainer, config: RunConfig, *, verify: bool) -> None:
@@ -132,7 +132,7 @@ class GenerationNetwork:
                 param.untyped_storage().resize_(0)
 
     def refit(self) -> None:
-        """Copy the weights in training, which must be gathered; see `Refit.copy_weights`. Collective."""
+        """Copy the weights in training, which must be gathered; see `WeightRefit.copy_weights`. Collective."""
         self._refit.copy_weights(policy_weights_tree(self.trainer), refit_target_tree(self.stages, self.mesh))
 
 
@@ -153,7 +153,7 @@ def layout_independent_hash(tree: Tree, world: Axis) -> str:
     return f"{sum(collectives.gather_objects(int(total), world)) % 2**64:016x}"
 
 
-def _plan_weight_transfers(source: Tree, target: Tree, world: Axis) -> list[list[WeightTransfer]]:
+def _plan_weight_transfers(source: Tree, target: Tree, world: Axis) -> list[list[BoxTransfer]]:
     """Return the transfers of all ranks, in groups of about GROUP_BYTES; the same on every rank."""
     facts = {name: (placed.shape, placed.dtype) for name, placed in target.items()}
     gathered = collectives.gather_objects((_held_boxes(source), _held_boxes(target), facts), world)
@@ -167,7 +167,7 @@ def _plan_weight_transfers(source: Tree, target: Tree, world: Axis) -> list[list
         raise CheckpointError(
             f"networks of training and generation differ in {len(lacking)} parameters: {', '.join(lacking[:5])}"
         )
-    groups: list[list[WeightTransfer]] = [[]]
+    groups: list[list[BoxTransfer]] = [[]]
     held = 0
     for name in sorted(sizes):
         if held and held + sizes[name] > GROUP_BYTES:
@@ -181,7 +181,7 @@ def _plan_weight_transfers(source: Tree, target: Tree, world: Axis) -> list[list
 
 def _transfers_for_boxes(
     name: str, rank: int, boxes: Sequence[Box], sources: Sequence[Boxes], dtype: torch.dtype
-) -> Iterator[WeightTransfer]:
+) -> Iterator[BoxTransfer]:
     """Yield the transfers by which a rank gets its boxes of a parameter: from itself first, then from the ranks after
     it.
     """
@@ -191,7 +191,7 @@ def _transfers_for_boxes(
             other = (rank + distance) % len(sources)
             for place, held in enumerate(sources[other].get(name, [])):
                 for part in [common for rest in missing if (common := intersect(rest, held)) is not None]:
-                    yield WeightTransfer(name, other, rank, place, index, part, dtype)
+                    yield BoxTransfer(name, other, rank, place, index, part, dtype)
                     missing = [piece for rest in missing for piece in subtract_box(rest, part)]
             if not missing:
                 break
@@ -208,12 +208,12 @@ def subtract_box(box: Box, part: Box) -> list[Box]:
     for dim in range(len(box.shape)):
         start, stop = box.offset[dim], box.offset[dim] + box.shape[dim]
         low, high = common.offset[dim], common.offset[dim] + common.shape[dim]
-        rest += [_replace_range(box, dim, a, b) for a, b in ((start, low), (high, stop)) if b > a]
-        box = _replace_range(box, dim, low, high)
+        rest += [_box_with_range(box, dim, a, b) for a, b in ((start, low), (high, stop)) if b > a]
+        box = _box_with_range(box, dim, low, high)
     return rest
 
 
-def _replace_range(box: Box, dim: int, start: int, stop: int) -> Box:
+def _box_with_range(box: Box, dim: int, start: int, stop: int) -> Box:
     """Return the box with the range [start, stop) in one dimension."""
     offset, shape = list(box.offset), list(box.shape)
     offset[dim], shape[dim] = start, stop - start
@@ -221,7 +221,7 @@ def _replace_range(box: Box, dim: int, start: int, stop: int) -> Box:
 
 
 def _exchange_transfers(
-    transfers: Sequence[WeightTransfer], source: Tree, target: Tree, world: Axis, device: torch.device
+    transfers: Sequence[BoxTransfer], source: Tree, target: Tree, world: Axis, device: torch.device
 ) -> None:
     """Carry out a group of transfers by one all-to-all of bytes."""
     outgoing: list[list[Tensor]] = [[] for _ in range(world.size)]

@@ -10,12 +10,12 @@ import torch
 from megatron.rl.advantages import (
     answer_advantages,
     gae_advantages_and_returns,
-    groups_with_varied_rewards,
+    has_varied_rewards,
     overlong_penalty,
     whiten,
 )
 from megatron.rl.algorithms import ALGORITHMS
-from megatron.rl.batches import TrainingRollout
+from megatron.rl.rollout_batches import TrainingRollout
 from megatron.rl.rollouts import Rollout
 from megatron.rl.settings import RLConfig
 
@@ -39,7 +39,7 @@ def rollouts_with_advantages(rollouts: Sequence[Rollout], rl: RLConfig, *, longe
     if rl.rl_overlong_filtering:
         dropped = dropped | ~torch.tensor([one.finished for one in rollouts]).view_as(failed)
     if rl.grpo_filter_groups_with_same_reward:
-        dropped = dropped | ~groups_with_varied_rewards(rewards)[:, None]
+        dropped = dropped | ~has_varied_rewards(rewards)[:, None]
     return [
         TrainingRollout(
             dataclasses.replace(one, sampled=(False,) * len(one.ids)) if drop else one, 0.0 if drop else value

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.datasets.indexed import DataError
-from megatron.rl.bank import lists_to_tuples, read_json_lines_gz, rollout_queue_path, write_json_lines_gz
-from megatron.rl.environments.config import WeightedEnvironment, environment_of_problem
+from megatron.rl.bank import list_values_to_tuples, read_json_lines_gz, rollout_queue_path, write_json_lines_gz
+from megatron.rl.environments.config import EnvironmentWithWeight, environment_and_problem_index
 from megatron.rl.rollouts import Draft, Rollout, RolloutAnswer, RolloutTask, RolloutTimes
 from megatron.rl.settings import RLConfig
 
@@ -37,7 +37,7 @@ class RolloutQueue:
     def __init__(
         self,
         rl: RLConfig,
-        environments: Sequence[WeightedEnvironment],
+        environments: Sequence[EnvironmentWithWeight],
         *,
         seed: int,
         steps: int,
@@ -59,7 +59,7 @@ class RolloutQueue:
         self._ahead.clear()
         self._places = []
 
-    def sample_round(self, number: int, play: Player) -> tuple[list[Rollout], RolloutTimes]:
+    def play_and_pop_round(self, number: int, play: Player) -> tuple[list[Rollout], RolloutTimes]:
         """Return the rollouts of round `number` and their times; rounds ahead of it are sampled too, up to the lag."""
         tasks = self.missing_tasks(number)
         until = sum(one == number for one, _ in self._places) if self.rl.rl_partial_rollouts else None
@@ -68,7 +68,8 @@ class RolloutQueue:
         return self.pop_round(number), times
 
     def missing_tasks(self, number: int) -> list[RolloutTask]:
-        """Return the tasks to play before round `number` is trained on, of it and of the rounds ahead; `fill` takes
+        """Return the tasks to play before round `number` is trained on, of it and of the rounds ahead; `store_results`
+        takes
         their results.
         """
         most = (
@@ -88,12 +89,12 @@ class RolloutQueue:
         return [self._make_task(one, place, self._ahead[one][place]) for one, place in self._places]  # type: ignore[arg-type]
 
     @property
-    def num_to_finish(self) -> int | None:
-        """How many of the first tasks of `missing`, those of one round, must finish; None: all."""
+    def num_tasks_that_must_finish(self) -> int | None:
+        """How many of the first tasks of `missing_tasks`, those of one round, must finish; None: all."""
         return sum(one == self._places[0][0] for one, _ in self._places) if self.rl.rl_partial_rollouts else None
 
     def store_results(self, played: Sequence[Rollout | Draft]) -> None:
-        """Store the results of the tasks of `missing`, in their order."""
+        """Store the results of the tasks of `missing_tasks`, in their order."""
         for (one, place), result in zip(self._places, played, strict=True):
             self._ahead[one][place] = result
         self._places = []
@@ -112,7 +113,7 @@ class RolloutQueue:
         """Write what is ahead of round `number` to the bank, if there is a lag; call on the first rank."""
         if self._folder is not None and self.rl.generation_lag:
             lines = (
-                {"round": one, "place": place, **_result_to_json(result)}
+                {"round": one, "place": place, **_rollout_or_draft_to_json(result)}
                 for one, results in self._ahead.items()
                 for place, result in enumerate(results)
             )
@@ -129,7 +130,7 @@ class RolloutQueue:
         for line in read_json_lines_gz(file):
             try:
                 results = self._ahead.setdefault(line["round"], [()] * self.rl.rollouts_per_round)
-                results[line["place"]] = _result_from_json(line)
+                results[line["place"]] = _rollout_or_draft_from_json(line)
             except (KeyError, TypeError, IndexError) as error:
                 raise DataError(
                     f"the rollouts of {file} are not those of this run: {type(error).__name__}: {error}"
@@ -143,19 +144,21 @@ class RolloutQueue:
     def _make_task(self, number: int, place: int, draft: Draft) -> RolloutTask:
         """Return the task at position `place` of a round: the same problem and draws in every run of this seed."""
         group = place // self.rl.grpo_group_size
-        which, problem = environment_of_problem(self.environments, number * self.rl.grpo_prompts_per_step + group)
+        which, problem = environment_and_problem_index(
+            self.environments, number * self.rl.grpo_prompts_per_step + group
+        )
         chosen = self.environments[which]
         seed = (self._seed * 1_000_003 + number) * _SEEDS_A_ROUND + place
         return RolloutTask(chosen.environment, chosen.name, problem, group, seed, draft)
 
 
-def _result_to_json(result: Rollout | Draft) -> Mapping[str, Any]:
+def _rollout_or_draft_to_json(result: Rollout | Draft) -> Mapping[str, Any]:
     if isinstance(result, Rollout):
         return {"rollout": dataclasses.asdict(result)}
     return {"draft": [dataclasses.asdict(answer) for answer in result]}
 
 
-def _result_from_json(line: Mapping[str, Any]) -> Rollout | Draft:
+def _rollout_or_draft_from_json(line: Mapping[str, Any]) -> Rollout | Draft:
     if "rollout" in line:
-        return Rollout(**lists_to_tuples(line["rollout"]))
-    return tuple(RolloutAnswer(**lists_to_tuples(answer)) for answer in line["draft"])
+        return Rollout(**list_values_to_tuples(line["rollout"]))
+    return tuple(RolloutAnswer(**list_values_to_tuples(answer)) for answer in line["draft"])

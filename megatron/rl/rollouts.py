@@ -171,7 +171,7 @@ class _RolloutConversation:
             self.is_finished = False
             return ""
         begun = self.known[0] if self.known else RolloutAnswer((), (), (), whole=False)
-        answer = begun if begun.whole else await self._continue_answer(begun, most, stop)
+        answer = begun if begun.whole else await self._continue_unfinished_answer(begun, most, stop)
         del self.known[:1]
         self.answers.append(answer)
         self.ids += answer.ids
@@ -188,7 +188,9 @@ class _RolloutConversation:
         """Run a function that may take long; in a thread of its own if rollouts have a time limit."""
         return await run_in_thread(function, *args) if self.limits.seconds else function(*args)
 
-    async def _continue_answer(self, begun: RolloutAnswer, most: int, stop: tuple[str, ...]) -> RolloutAnswer:
+    async def _continue_unfinished_answer(
+        self, begun: RolloutAnswer, most: int, stop: tuple[str, ...]
+    ) -> RolloutAnswer:
         """Continue an answer by the engine until it ends or is paused.
 
         With stop words it is sampled again from its beginning, since a stop word may have begun before the pause.
@@ -297,7 +299,7 @@ async def _play_all_rollouts(
     together = engine.config.inference_max_requests * engine.mesh.dp.size
     semaphore = asyncio.Semaphore(min(together, limits.together or together))
 
-    async def play_with_limit(task: RolloutTask) -> Rollout | Draft:
+    async def play_when_slot_free(task: RolloutTask) -> Rollout | Draft:
         conversation = _RolloutConversation(tokenizer, limits, task.seed, version, submit, list(task.draft))
         try:
             async with semaphore:
@@ -305,7 +307,7 @@ async def _play_all_rollouts(
         except (_RolloutPaused, asyncio.CancelledError):
             return (*conversation.answers, *conversation.known)
 
-    playing = [asyncio.ensure_future(play_with_limit(task)) for task in tasks]
+    playing = [asyncio.ensure_future(play_when_slot_free(task)) for task in tasks]
     first = playing[:until]
     beat = since = time.monotonic()
     while not all(task.done() for task in first):

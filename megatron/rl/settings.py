@@ -244,7 +244,7 @@ def rl_config_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
     yield from _generation_rank_problems(rl, run)
     yield from _rollout_problems(rl, run)
     yield from _critic_problems(rl, run)
-    yield from _run_problems(rl, run)
+    yield from _incompatible_run_settings(rl, run)
 
 
 def _critic_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
@@ -332,7 +332,7 @@ def _rollout_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
         yield "--rl-offload-optimizer-during-inference and --optimizer-cpu-offload both keep the optimizer's state in CPU memory; leave one out"
 
 
-def _run_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
+def _incompatible_run_settings(rl: RLConfig, run: RunConfig) -> Iterator[str]:
     """Yield what in the run's settings does not allow policy training."""
     if run.model.hidden_dropout or run.model.attention_dropout:
         yield "with dropout, training would not compute the log-probabilities of generation; give --hidden-dropout 0 --attention-dropout 0"

@@ -21,12 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.flags import ConfigError, config_to_values
+from megatron.core.config.flags import ConfigError, config_to_dict
 from megatron.core.config.plan import StageSpec
 from megatron.core.datasets.storage import atomic_file
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.lock import FolderLock
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.models.classify import ClassifierModel
 from megatron.core.parallel import collectives
 from megatron.tasks.flags import TaskConfig
@@ -37,15 +37,15 @@ from megatron.training.accelerate.compile import LayerCompiler
 from megatron.training.checkpoint.checkpointing import Checkpointer, lock_save_folder
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.data.batch import Batch, Loss, LossFunction
-from megatron.training.data.sample_order import FILL, read_microbatch, stages_read_data
+from megatron.training.data.sample_order import FILL, read_and_stack_samples, stages_read_data
 from megatron.training.evaluate import evaluate_loss
 from megatron.training.health.bad_steps import StepValidator
 from megatron.training.health.exit_conditions import ExitConditions
 from megatron.training.loader import single_pass_microbatches
 from megatron.training.report.metrics import StepMetricsMeter
-from megatron.training.report.run_record import record_steps
+from megatron.training.report.run_record import add_steps_to_run_log
 from megatron.training.report.writers import Writers
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer, build_trainer
 
@@ -75,7 +75,7 @@ class FinetuneData:
     names: tuple[str, ...]
 
 
-def read_finetune_data(task: TaskConfig, run: Run) -> FinetuneData:
+def read_finetune_data(task: TaskConfig, run: RunContext) -> FinetuneData:
     """Read all files of a task. Raises `ConfigError` for missing flags, `DataError` for invalid files."""
     if not task.valid_data:
         raise ConfigError(f"--task {task.task} needs --valid-data")
@@ -100,7 +100,9 @@ def read_finetune_data(task: TaskConfig, run: Run) -> FinetuneData:
     return FinetuneData(train, tuple(read_task_samples([path], path) for path in task.valid_data), task.valid_data)
 
 
-def classifier_forward_step(run: Run, batches: Iterator[Batch], stage: ClassifierModel) -> tuple[Tensor, LossFunction]:
+def classifier_forward_step(
+    run: RunContext, batches: Iterator[Batch], stage: ClassifierModel
+) -> tuple[Tensor, LossFunction]:
     """Run one microbatch through one stage; return its output and the loss function.
 
     The loss function takes the scores [b, classes] of the last stage: cross entropy of the class, or squared error.
@@ -144,7 +146,7 @@ class EpochBatches:
     with samples without loss; else it is left out. The order of an epoch follows from the seed and its number alone.
     """
 
-    def __init__(self, run: Run, samples: Samples, *, full: int, keep_last: bool) -> None:
+    def __init__(self, run: RunContext, samples: Samples, *, full: int, keep_last: bool) -> None:
         self.run, self.samples, self.full, self.keep_last = run, samples, full, keep_last
         self.steps = -(-len(samples) // full) if keep_last else len(samples) // full
         if not self.steps:
@@ -160,17 +162,17 @@ class EpochBatches:
         order += [FILL] * (self.steps * self.full - len(order))
         block = train.micro_batch_size * axis.size
         for start in range(axis.rank * train.micro_batch_size, self.steps * self.full, block):
-            arrays = read_microbatch(self.samples, order[start : start + train.micro_batch_size])
+            arrays = read_and_stack_samples(self.samples, order[start : start + train.micro_batch_size])
             yield Batch.from_arrays(arrays, self.run.mesh.device, positions=False)
 
 
-def finetune(run: Run, task: TaskConfig) -> dict[str, float]:
+def finetune(run: RunContext, task: TaskConfig) -> dict[str, float]:
     """Finetune and evaluate. Returns the metrics of the last epoch over all evaluation sets together."""
     with lock_save_folder(run) if task.epochs else nullcontext() as lock:
         return _finetune_locked(run, task, lock)
 
 
-def _finetune_locked(run: Run, task: TaskConfig, lock: FolderLock | None) -> dict[str, float]:
+def _finetune_locked(run: RunContext, task: TaskConfig, lock: FolderLock | None) -> dict[str, float]:
     """Finetune and evaluate, with the lock of `--save` held (None if nothing is trained). Returns the last epoch's
     metrics.
     """
@@ -221,13 +223,13 @@ def _train_and_keep_best(
     """
     run, best, results = trainer.run, -1.0, dict[str, float]()
     if epochs is None:
-        results, rows = evaluate_sets(trainer, task, sets)
+        results, rows = evaluate_task_sets(trainer, task, sets)
         writers.write_scores(str(task.task), results, iteration=trainer.progress.iteration)
         write_predictions(task, sets, rows, run)
         return results
     for epoch in range(task.epochs):
         train_epoch(trainer, epochs, epoch, validator, writers)
-        results, rows = evaluate_sets(trainer, task, sets)
+        results, rows = evaluate_task_sets(trainer, task, sets)
         writers.write_scores(str(task.task), results, iteration=trainer.progress.iteration)
         score = next(iter(results.values()), 0.0)
         if score > best:
@@ -238,19 +240,19 @@ def _train_and_keep_best(
     return results
 
 
-def build_writers(run: Run) -> Writers:
+def build_writers(run: RunContext) -> Writers:
     """Return the metric writers of finetuning, which write on the rank that has the loss."""
     return Writers(
         run.config.log,
         speaks=run.mesh.world.is_last,
         world_size=run.mesh.world.size,
-        settings=config_to_values(run.config),
+        settings=config_to_dict(run.config),
         start_iteration=run.progress.iteration,
         train_iters=run.config.train.train_iters or 0,
     )
 
 
-def build_classifier_stage(run: Run, stage: StageSpec, task: TaskConfig) -> ClassifierModel:
+def build_classifier_stage(run: RunContext, stage: StageSpec, task: TaskConfig) -> ClassifierModel:
     """Build one stage of the task's network."""
     if task.task == "RACE":
         return ClassifierModel(stage, run.layer_build_context, classes=1, choices=CHOICES)
@@ -308,11 +310,11 @@ def train_epoch(trainer: Trainer, epochs: EpochBatches, epoch: int, validator: S
         if progress.iteration % run.config.log.log_interval == 0 or step + 1 == epochs.steps:
             resolved = meter.resolve()  # the same on all ranks
             writers.write_steps(resolved)
-            record_steps(run.run_log, resolved)
+            add_steps_to_run_log(run.run_log, resolved)
             watch.require_finite(resolved)
             train = run.config.train
             assert train.train_iters is not None, "finetuning counts its steps before it begins"
-            writers.write_report(
+            writers.write_interval_report(
                 meter.report(
                     train_iters=train.train_iters,
                     seconds=time.perf_counter() - since,
@@ -330,16 +332,16 @@ def predict_samples(trainer: Trainer, samples: Samples) -> list[Prediction]:
     rows: dict[int, tuple[float, ...]] = {}
 
     def collecting_forward_step(
-        run: Run, batches: Iterator[Batch], stage: ClassifierModel
+        run: RunContext, batches: Iterator[Batch], stage: ClassifierModel
     ) -> tuple[Tensor, LossFunction]:
         batch = next(batches)
         output, loss = classifier_forward_step(run, iter((batch,)), stage)
 
-        def collecting_loss(scores: Tensor) -> Loss:
+        def collect_scores_and_loss(scores: Tensor) -> Loss:
             rows.update(zip(batch.extras["index"][:, 0].tolist(), map(tuple, scores.detach().float().tolist())))
             return loss(scores)
 
-        return output, collecting_loss
+        return output, collect_scores_and_loss
 
     ordinary, trainer.forward_step = trainer.forward_step, collecting_forward_step
     batches = single_pass_microbatches(
@@ -358,7 +360,7 @@ def predict_samples(trainer: Trainer, samples: Samples) -> list[Prediction]:
     ]
 
 
-def evaluate_sets(
+def evaluate_task_sets(
     trainer: Trainer, task: TaskConfig, sets: FinetuneData
 ) -> tuple[dict[str, float], list[list[Prediction]]]:
     """Evaluate every set and print its metrics. Returns the metrics over all sets with labels, and each set's
@@ -378,7 +380,9 @@ def evaluate_sets(
     return _task_metrics(task, together) if together else {}, rows
 
 
-def write_predictions(task: TaskConfig, sets: FinetuneData, rows: Sequence[Sequence[Prediction]], run: Run) -> None:
+def write_predictions(
+    task: TaskConfig, sets: FinetuneData, rows: Sequence[Sequence[Prediction]], run: RunContext
+) -> None:
     """Write `--output-file` atomically on the first rank: a JSON line for each sample of each set."""
     if not task.output_file or not run.mesh.world.is_first:
         return

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config.flags import flag, given_words
+from megatron.core.config.flags import flag, raw_flag_values
 
 ZERO_SHOT = ("WIKITEXT103", "LAMBADA")
 
@@ -41,7 +41,7 @@ def task_flag_defaults(words: Sequence[str]) -> dict[str, Any]:
 
     How long it trains is set by --epochs alone. Invalid words are reported by the parser, not here.
     """
-    given = given_words(words)
+    given = raw_flag_values(words)
     common = {"finetune": True, "mock_data": True, "eval_iters": 0, "micro_batch_size": 4, "train_iters": 1}
     if given.get("--task") in (None, *ZERO_SHOT):
         return {**common, "tokenizer_type": "GPT2BPETokenizer", "skip_train": True}

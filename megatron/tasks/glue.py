@@ -65,11 +65,11 @@ def pearson(pairs: Pairs) -> float:
 
 def spearman(pairs: Pairs) -> float:
     """Return Spearman's rank correlation; equal numbers share the mean of their ranks."""
-    predicted, true = (_ranks_of_values(side) for side in zip(*pairs))
+    predicted, true = (_rankdata_average(side) for side in zip(*pairs))
     return pearson(list(zip(predicted.tolist(), true.tolist())))
 
 
-def _ranks_of_values(numbers: Sequence[float]) -> np.ndarray:
+def _rankdata_average(numbers: Sequence[float]) -> np.ndarray:
     """The rank of each number, from 1. float64 [n]"""
     _, places, counts = np.unique(np.array(numbers, np.float64), return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2)[places]
@@ -136,14 +136,14 @@ def read_glue_samples(name: str, path: str | Path) -> list[GlueSample]:
     """The samples of one file of a task. `DataError` names every line that cannot be used, and what was expected."""
     task = TASKS[name]
     lines = _read_lines(path)
-    header, first_line = _read_header(task, lines)
+    header, first_line = _read_column_names(task, lines)
     places = _column_positions(name, task, header, path)
     samples, problems = [], []
     for number, line in enumerate(lines[first_line - 1 :], first_line):
         if not line.strip():
             continue
         try:
-            samples.append(_parse_sample(task, header, places, line, f"{path}:{number}"))
+            samples.append(_parse_glue_line(task, header, places, line, f"{path}:{number}"))
         except ValueError as error:
             problems.append(f"{path}:{number}: {error}")
     if problems:
@@ -166,7 +166,7 @@ def _read_lines(path: str | Path) -> list[str]:
         raise DataError(f"{path} is not UTF-8 text: {error}") from None
 
 
-def _read_header(task: GlueTask, lines: Sequence[str]) -> tuple[list[str], int]:
+def _read_column_names(task: GlueTask, lines: Sequence[str]) -> tuple[list[str], int]:
     """The names of the columns, and the number of the first line after them."""
     first = lines[0].rstrip("\r").split("\t") if lines else []
     if task.header is not None and len(first) == len(task.header) and not set(task.header) & set(first):
@@ -196,7 +196,7 @@ def _column_positions(name: str, task: GlueTask, header: Sequence[str], path: st
     return places
 
 
-def _parse_sample(
+def _parse_glue_line(
     task: GlueTask, header: Sequence[str], places: Mapping[str, int], line: str, place: str
 ) -> GlueSample:
     """Parse a line of the table. `ValueError` if it does not fit. place: file and line."""

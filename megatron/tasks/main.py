@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from megatron.core.config.flags import given_words
+from megatron.core.config.flags import raw_flag_values
 from megatron.tasks.flags import TaskConfig, task_flag_defaults
 from megatron.training.cli.arguments import parse_args
 from megatron.training.launch.launch_info import read_launch_info
@@ -18,7 +18,7 @@ from megatron.training.launch.launch_info import read_launch_info
 def main() -> None:
     """Parse the command line before torch is imported, so that --help and errors come at once; then run the task."""
     place = read_launch_info()
-    if "--task" not in given_words(sys.argv) and not {"-h", "--help"} & set(sys.argv):
+    if "--task" not in raw_flag_values(sys.argv) and not {"-h", "--help"} & set(sys.argv):
         sys.stderr.write("ConfigError: no --task stands on the command line; --help names them\n" * (place.rank == 0))
         sys.exit(2)
     args = parse_args(

@@ -47,7 +47,7 @@ def read_race_questions(folder: str | Path) -> list[RaceQuestion]:
             continue
         for number, line in enumerate(lines, 1):
             if line.strip():
-                of_line, wrong = _parse_questions(line, f"{path}:{number}")
+                of_line, wrong = _parse_race_passage(line, f"{path}:{number}")
                 questions += of_line
                 problems += wrong
     if problems:
@@ -60,7 +60,7 @@ def read_race_questions(folder: str | Path) -> list[RaceQuestion]:
     return questions
 
 
-def _parse_questions(line: str, place: str) -> tuple[list[RaceQuestion], list[str]]:
+def _parse_race_passage(line: str, place: str) -> tuple[list[RaceQuestion], list[str]]:
     """Return the questions of one passage, and a sentence for each problem. line: a JSON object. place: file and line."""
     try:
         content = json.loads(line)

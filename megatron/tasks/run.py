@@ -8,7 +8,7 @@ from megatron.core.config.flags import ConfigError, config_from_namespace
 from megatron.tasks.finetune import finetune
 from megatron.tasks.flags import ZERO_SHOT, TaskConfig
 from megatron.tasks.zeroshot import run_zero_shot
-from megatron.training.entry import entry_point
+from megatron.training.entry import guarded_entry_point
 from megatron.training.health.failures import annotate_errors
 from megatron.training.health.watchdog import HangDetector
 from megatron.training.initialize import initialize_megatron
@@ -27,7 +27,7 @@ def task_config_of(args: Namespace) -> TaskConfig:
 def run_task(args: Namespace) -> None:
     """Initialize the run and do the task; an error ends all ranks and is shown once."""
 
-    @entry_point
+    @guarded_entry_point
     def main() -> None:
         task, run = task_config_of(args), initialize_megatron(args)
         with record_run_start_and_error(run), HangDetector(run), annotate_errors(run):

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.marks import encode_without_special_tokens
+from megatron.core.datasets.special_tokens import encode_without_special_tokens
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.tasks.glue import GlueSample
 from megatron.tasks.race import CHOICES, MOST_QUESTION_TOKENS, RaceQuestion
@@ -34,7 +34,7 @@ class TextPairTokenizer:
                 "BertWordPieceLowerCase has them"
             )
 
-    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+    def ids_without_special_tokens(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text without special tokens; `encode_pair` adds [CLS] and [SEP]."""
         return [ids.tolist() for ids in encode_without_special_tokens(self.tokenizer, texts)]
 
@@ -72,8 +72,8 @@ class PairSamples:
 
     def __init__(self, texts: Sequence[GlueSample], encoder: TextPairTokenizer, *, numbers: bool = False) -> None:
         self.texts, self.encoder, self._numbers = texts, encoder, numbers
-        firsts = encoder.tokenize([text.first for text in texts])
-        seconds = encoder.tokenize([text.second or "" for text in texts])
+        firsts = encoder.ids_without_special_tokens([text.first for text in texts])
+        seconds = encoder.ids_without_special_tokens([text.second or "" for text in texts])
         self._ids = list(zip(firsts, seconds))
         special = 2 if texts and texts[0].second is None else 3
         self.cut = [
@@ -94,7 +94,7 @@ class PairSamples:
             "tokens": ids,
             "types": types,
             "padding_mask": mask,
-            **_label_arrays(index, text.label, numbers=self._numbers),
+            **_class_label_arrays(index, text.label, numbers=self._numbers),
         }
 
 
@@ -109,8 +109,8 @@ class MultipleChoiceSamples:
     def __init__(self, questions: Sequence[RaceQuestion], encoder: TextPairTokenizer) -> None:
         self.questions, self.encoder = questions, encoder
         articles = list(dict.fromkeys(question.article for question in questions))
-        self._articles = dict(zip(articles, encoder.tokenize(articles)))
-        flat = encoder.tokenize([answer for question in questions for answer in question.answers])
+        self._articles = dict(zip(articles, encoder.ids_without_special_tokens(articles)))
+        flat = encoder.ids_without_special_tokens([answer for question in questions for answer in question.answers])
         self._answers, at = [], 0
         for question in questions:
             self._answers.append([ids[:MOST_QUESTION_TOKENS] for ids in flat[at : at + len(question.answers)]])
@@ -139,11 +139,11 @@ class MultipleChoiceSamples:
             "types": types,
             "padding_mask": mask,
             "choices": chances,
-            **_label_arrays(index, question.label),
+            **_class_label_arrays(index, question.label),
         }
 
 
-def _label_arrays(index: int, label: int | float | None, *, numbers: bool = False) -> Sample:
+def _class_label_arrays(index: int, label: int | float | None, *, numbers: bool = False) -> Sample:
     """Return labels, index and loss_mask of a sample; without a label the mask is 0."""
     return {
         "labels": np.array([label or 0], np.float32 if numbers else np.int64),

@@ -21,13 +21,13 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.marks import count_ids_around_text, encode_without_special_tokens
+from megatron.core.datasets.special_tokens import count_ids_around_text, encode_without_special_tokens
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.evaluation.likelihood import (
-    BatchLimits,
     ContinuationLikelihood,
+    EvaluationBatchLimits,
     LoglikelihoodRequest,
     continuation_loglikelihoods,
 )
@@ -35,11 +35,11 @@ from megatron.tasks.detokenize import detokenize_corpus_text
 from megatron.tasks.flags import TaskConfig
 from megatron.training.accelerate.compile import LayerCompiler
 from megatron.training.checkpoint.checkpointing import Checkpointer
-from megatron.training.data.batch import Batch, LossFunction, masked_loss
+from megatron.training.data.batch import Batch, LossFunction, masked_loss_sum
 from megatron.training.data.sample_order import stages_read_data
 from megatron.training.evaluate import evaluate_loss, evaluation_mode
 from megatron.training.loader import single_pass_microbatches
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 from megatron.training.trainer import Trainer, build_trainer
 
 LARGEST_EXPONENT = 20.0  # a perplexity is not stated beyond e^20
@@ -159,16 +159,16 @@ def _read_utf8(path: str) -> str:
         raise DataError(f"{path} is not UTF-8 text: {error}") from None
 
 
-def perplexity_forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[Tensor, LossFunction]:
+def perplexity_forward_step(run: RunContext, batches: Iterator[Batch], stage: GPTModel) -> tuple[Tensor, LossFunction]:
     """Run one microbatch through one stage; return its output (of the last stage the losses [b, s]) and the loss
     function.
     """
     batch = next(batches)
     output = stage(ids=batch.tokens, hidden=batch.hidden, labels=batch.labels)
-    return output, lambda losses: masked_loss(losses, batch.loss_mask)
+    return output, lambda losses: masked_loss_sum(losses, batch.loss_mask)
 
 
-def run_zero_shot(run: Run, task: TaskConfig) -> dict[str, float]:
+def run_zero_shot(run: RunContext, task: TaskConfig) -> dict[str, float]:
     """Score the model of `--load` on every file of `--valid-data`. Returns the last file's results, by name."""
     paths = task.valid_data or ()
     if not paths:
@@ -184,17 +184,17 @@ def run_zero_shot(run: Run, task: TaskConfig) -> dict[str, float]:
     for path in paths:
         if wiki:
             text = read_perplexity_text(path, run.tokenizer, length=length, stride=task.overlapping_eval)
-            results = perplexity_metrics(mean_window_loss(trainer, text.windows), text)
+            results = perplexity_metrics(mean_loss_of_token_windows(trainer, text.windows), text)
         else:
             passages = read_lambada_passages([path], run.tokenizer, length=length, strict=task.strict_lambada)
-            results = last_word_metrics(score_last_words(trainer, passages))
+            results = last_word_metrics(last_word_likelihoods(trainer, passages))
         run.print_rank_0(
             f"{task.task} on {path}: " + " | ".join(f"{name}: {value:.6g}" for name, value in results.items())
         )
     return results
 
 
-def mean_window_loss(trainer: Trainer, windows: TokenWindows) -> float:
+def mean_loss_of_token_windows(trainer: Trainer, windows: TokenWindows) -> float:
     """Return the mean loss over all windows, each seen once, by the trainer's forward step. Collective."""
     run, full = trainer.run, trainer.batches.final_batch_size
     batches = single_pass_microbatches(
@@ -219,7 +219,7 @@ def perplexity_metrics(loss: float, text: PerplexityText) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class _TrainedNetwork:
+class _TrainerAsScorableNetwork:
     """A trainer's network as `loglikelihoods` needs it."""
 
     config: RunConfig
@@ -227,17 +227,19 @@ class _TrainedNetwork:
     stages: Sequence[GPTModel]
 
 
-def score_last_words(trainer: Trainer, passages: Sequence[LoglikelihoodRequest]) -> list[ContinuationLikelihood]:
+def last_word_likelihoods(trainer: Trainer, passages: Sequence[LoglikelihoodRequest]) -> list[ContinuationLikelihood]:
     """Return the likelihood of each last word, on every rank. Collective. A passage longer than --seq-length loses its
     first tokens.
     """
     run, train = trainer.run, trainer.run.config.train
     with evaluation_mode(trainer), torch.no_grad():
         return continuation_loglikelihoods(
-            _TrainedNetwork(run.config, run.mesh, [stage for stage in trainer.stages if isinstance(stage, GPTModel)]),
+            _TrainerAsScorableNetwork(
+                run.config, run.mesh, [stage for stage in trainer.stages if isinstance(stage, GPTModel)]
+            ),
             passages,
             max_length=train.seq_length,
-            size=BatchLimits(train.micro_batch_size),
+            size=EvaluationBatchLimits(train.micro_batch_size),
         )
 
 
@@ -255,6 +257,6 @@ def last_word_metrics(answers: Sequence[ContinuationLikelihood]) -> dict[str, fl
     }
 
 
-def build_gpt_stage(run: Run, stage: StageSpec) -> GPTModel:
+def build_gpt_stage(run: RunContext, stage: StageSpec) -> GPTModel:
     """Build one pipeline stage of a GPT."""
     return GPTModel(stage, run.layer_build_context)

@@ -26,19 +26,24 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron.core.config.flags import ConfigError, add_arguments, flag_fields
+from megatron.core.config.flags import ConfigError, add_config_arguments, flag_fields
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.ingest.inputs import find_input_files, read_input_chunks, record_location, shard_input_spans
+from megatron.core.datasets.ingest.input_spans import InputPosition
+from megatron.core.datasets.ingest.inputs import (
+    find_input_files,
+    read_input_chunks,
+    record_location,
+    spans_of_corpus_shard,
+)
 from megatron.core.datasets.ingest.records import BLANK, parse_records
-from megatron.core.datasets.ingest.source import InputPosition
-from megatron.core.datasets.marks import encode_without_special_tokens
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.datasets.special_tokens import encode_without_special_tokens
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.models.bert import BERTModel
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.tools.parser import ToolArgumentParser, add_checkpoint_options, add_dtype
 from megatron.training.checkpoint.inference_model import ModelKind, load_network
-from megatron.training.launch.launch_info import install_interrupt_handler
+from megatron.training.launch.launch_info import install_interrupt_excepthook
 
 POOLINGS = ("mean", "first", "pooled")
 _HEADER_BYTES = 128
@@ -159,7 +164,7 @@ def read_text_batches(words: Sequence[str], key: str, bar: tqdm) -> Iterator[lis
     """Yield the texts of all inputs, some at a time, advancing the bar. `DataError` names the first lines that cannot
     be read.
     """
-    spans = shard_input_spans(find_input_files(words, "auto", "line"), None)
+    spans = spans_of_corpus_shard(find_input_files(words, "auto", "line"), None)
     behind = [sum(span.source.size for span in spans[:number]) for number in range(len(spans))]
     for chunk in read_input_chunks(spans, [key], InputPosition()):
         span = spans[chunk.start.span]
@@ -245,7 +250,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="tokens in one batch, padding included (default: 8192)",
     )
     add_dtype(how)
-    add_arguments(parser, TokenizerConfig)
+    add_config_arguments(parser, TokenizerConfig)
     return parser.parse_args(argv)
 
 
@@ -280,7 +285,7 @@ def load_embedder(given: argparse.Namespace) -> BertTextEmbedder:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the embeddings, and print how many."""
-    install_interrupt_handler()
+    install_interrupt_excepthook()
     given, began = parse_arguments(argv), time.perf_counter()
     logging.basicConfig(level=logging.WARNING)
     try:

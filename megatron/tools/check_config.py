@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.tokenizers.build import expected_vocab_size
-from megatron.tools.parser import ToolArgumentParser, add_run_options, parse_options_and_run_words
+from megatron.tools.parser import ToolArgumentParser, add_world_size_and_entry, parse_options_and_run_words
 from megatron.training.cli.preflight import resolve_and_examine
-from megatron.trust.flags.command import ENTRIES, ParsedCommand, parse_command
+from megatron.trust.flags.command import ENTRIES, ParsedTrainingCommand, parse_training_command
 from megatron.trust.flags.repair import WORLD, BrokenRule, RepairResult, RequestedSetup, smallest_repair
 from megatron.trust.flags.rule_page import rules_page_markdown
 from megatron.trust.plan.analytic_estimate import with_padded_vocabulary
@@ -33,7 +33,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser = ToolArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    add_run_options(parser, ENTRIES)
+    add_world_size_and_entry(parser, ENTRIES)
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
@@ -72,7 +72,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
 
 def apply_flag_changes(
     words: Sequence[str], wishes: Sequence[str], options: argparse.Namespace
-) -> tuple[ParsedCommand, list[str]]:
+) -> tuple[ParsedTrainingCommand, list[str]]:
     """Return the command with these changes, `flag=value` or a switch each, and the fields that they set."""
     ranks, more, fixed = options.world_size, [], []
     for wish in wishes:
@@ -83,10 +83,12 @@ def apply_flag_changes(
         else:
             more += [f"--{name}", *(value.split() if glued else ())]
             fixed[-1] = fixed[-1].removeprefix("no_") if not glued else fixed[-1]
-    return with_startup_checks(parse_command([*words, *more], ranks=ranks, entry=options.entry), options), fixed
+    return enable_startup_checks(
+        parse_training_command([*words, *more], ranks=ranks, entry=options.entry), options
+    ), fixed
 
 
-def with_startup_checks(command: ParsedCommand, options: argparse.Namespace) -> ParsedCommand:
+def enable_startup_checks(command: ParsedTrainingCommand, options: argparse.Namespace) -> ParsedTrainingCommand:
     """Return the command with all checks enabled that a run makes before it starts."""
     if command.setting is None:
         return command
@@ -95,7 +97,7 @@ def with_startup_checks(command: ParsedCommand, options: argparse.Namespace) -> 
     )
 
 
-def memory_violations(command: ParsedCommand, options: argparse.Namespace) -> tuple[BrokenRule, ...]:
+def memory_violations(command: ParsedTrainingCommand, options: argparse.Namespace) -> tuple[BrokenRule, ...]:
     """Return a broken rule "memory" if the run cannot fit the memory of the machine of --gpu."""
     if options.gpu is None or command.setting is None:
         return ()
@@ -106,7 +108,7 @@ def memory_violations(command: ParsedCommand, options: argparse.Namespace) -> tu
     return (BrokenRule("memory", trouble),) if trouble else ()
 
 
-def command_notes(command: ParsedCommand) -> list[str]:
+def flag_notes_of_command(command: ParsedTrainingCommand) -> list[str]:
     """Return notes on what is accepted although it changes nothing, and what could not be checked."""
     return list(
         dict.fromkeys([*command.messages, *(command.setting.run_preflight_checks().notes if command.setting else ())])
@@ -126,7 +128,7 @@ def broken_rule_lines(broken: Sequence[BrokenRule], before: Sequence[BrokenRule]
     return lines
 
 
-def repair_lines(answer: RepairResult, *, beside: bool, unread: bool) -> list[str]:
+def repair_suggestion_lines(answer: RepairResult, *, beside: bool, unread: bool) -> list[str]:
     """Return lines with the edits that keep every rule. beside: edits of other flags than those asked about. unread:
     some flags could not be read.
     """
@@ -147,12 +149,12 @@ def repair_lines(answer: RepairResult, *, beside: bool, unread: bool) -> list[st
 
 
 @dataclass(frozen=True, slots=True)
-class ConfigReport:
+class ConfigCheckReport:
     """What is found about a command. before: rules that are broken without `why_not`. answer: edits that keep every
     rule, if searched. built: result of --build.
     """
 
-    command: ParsedCommand
+    command: ParsedTrainingCommand
     broken: Sequence[BrokenRule]
     before: Sequence[BrokenRule]
     why_not: Sequence[str]
@@ -168,11 +170,11 @@ class ConfigReport:
             "kept": not self.broken,
             "broken": [asdict(one) for one in self.broken],
             "built": self.built,
-            "notes": command_notes(self.command),
+            "notes": flag_notes_of_command(self.command),
             "why_not": self.why_not,
             "tried": answer.tried if answer else 0,
             "fewest": answer.fewest if answer else True,
-            "edits": None if answer and answer.edits is None else _edit_values(answer),
+            "edits": None if answer and answer.edits is None else _flag_edit_json_values(answer),
         }
 
     def report_lines(self) -> list[str]:
@@ -187,36 +189,36 @@ class ConfigReport:
             *broken_rule_lines(self.broken, self.before),
         ]
         if not self.broken:
-            lines += [f"note: {line}" for line in command_notes(self.command)]
+            lines += [f"note: {line}" for line in flag_notes_of_command(self.command)]
         if self.answer:
-            lines += repair_lines(self.answer, beside=bool(self.why_not), unread=bool(self.command.unread))
-        return [*lines, *(_build_check_lines(self.built) if self.built else ())]
+            lines += repair_suggestion_lines(self.answer, beside=bool(self.why_not), unread=bool(self.command.unread))
+        return [*lines, *(_layout_build_lines(self.built) if self.built else ())]
 
 
-def _edit_values(answer: RepairResult | None) -> list[dict[str, Any]]:
+def _flag_edit_json_values(answer: RepairResult | None) -> list[dict[str, Any]]:
     return [
         {"flag": "world-size" if edit.name == WORLD else edit.flag, "text": str(edit), **asdict(edit)}
         for edit in (answer.edits if answer and answer.edits else ())
     ]
 
 
-def _build_check_lines(built: dict[str, Any]) -> list[str]:
+def _layout_build_lines(built: dict[str, Any]) -> list[str]:
     if built["problems"]:
         return ["what was built does not agree:", *(f"    {line}" for line in built["problems"])]
     counts = f"{built['layers']} layers and {built['parameters']:,} parameters"
     return [f"built {built['ranks']} places: {counts}, as the formulas say"]
 
 
-def build_check_values(setting: RequestedSetup, true_vocab_size: int | None) -> dict[str, Any]:
+def layout_build_report_values(setting: RequestedSetup, true_vocab_size: int | None) -> dict[str, Any]:
     """Build the layout's stages on the meta device and return what `--build` reports, as plain values."""
-    from megatron.trust.flags.parameter_counts import (
-        compare_layout_build,
+    from megatron.trust.flags.layout_build_check import (
+        check_layout_parameters,
     )  # needs torch, which no other answer waits for
 
     setting = setting.with_elastic_layout()
     config, _ = resolve_and_examine(setting.config, setting.world_size)
     return asdict(
-        compare_layout_build(
+        check_layout_parameters(
             config, setting.world_size, true_vocab_size=true_vocab_size or expected_vocab_size(config.tokenizer)[0]
         )
     )
@@ -228,15 +230,15 @@ def main(argv: list[str] | None = None) -> None:
     if options.write_rules is not None:
         options.write_rules.write_text(rules_page_markdown(), encoding="utf-8")
         return
-    report = _make_config_report(options, words)
+    report = _make_config_check_report(options, words)
     text = json.dumps(report.report_values(), indent=2) if options.json else "\n".join(report.report_lines())
     sys.stdout.write(text + "\n")
     raise SystemExit(2 if report.broken else 1 if report.built and report.built["problems"] else 0)
 
 
-def _make_config_report(options: argparse.Namespace, words: Sequence[str]) -> ConfigReport:
+def _make_config_check_report(options: argparse.Namespace, words: Sequence[str]) -> ConfigCheckReport:
     """Check a command, search edits that would mend it and, with --build, build the network."""
-    first = with_startup_checks(parse_command(words, ranks=options.world_size, entry=options.entry), options)
+    first = enable_startup_checks(parse_training_command(words, ranks=options.world_size, entry=options.entry), options)
     command, fixed = apply_flag_changes(words, options.why_not, options)
     before = (*first.unread, *(first.setting.find_broken_rules() if first.setting else ())) if options.why_not else ()
     rules = command.setting.find_broken_rules() if command.setting else ()
@@ -247,6 +249,6 @@ def _make_config_report(options: argparse.Namespace, words: Sequence[str]) -> Co
         answer = smallest_repair(replace(command.setting, files=False), fixed=fixed, tries=options.tries)
     built = None
     if options.build and command.setting and not broken:
-        built = build_check_values(command.setting, options.true_vocab_size)
+        built = layout_build_report_values(command.setting, options.true_vocab_size)
     ranks = command.setting.world_size if command.setting else options.world_size or 1
-    return ConfigReport(command, broken, before, options.why_not, answer, built, ranks)
+    return ConfigCheckReport(command, broken, before, options.why_not, answer, built, ranks)

@@ -21,9 +21,9 @@ from typing import Any
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
-from megatron.tools.parser import ToolArgumentParser, add_run_options, parse_options_and_run_words
+from megatron.tools.parser import ToolArgumentParser, add_world_size_and_entry, parse_options_and_run_words
 from megatron.training.cli.preflight import resolve_and_examine
-from megatron.trust.flags.command import ENTRIES, parse_command
+from megatron.trust.flags.command import ENTRIES, parse_training_command
 from megatron.trust.parity.proxy_config import ProxyConfig, make_proxy_config
 
 
@@ -32,7 +32,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser = ToolArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    add_run_options(parser, ENTRIES)
+    add_world_size_and_entry(parser, ENTRIES)
     parser.add_argument(
         "--most-ranks", type=int, default=8, help="ranks to start here at most (default: 8); what does not fit is said"
     )
@@ -48,7 +48,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
 
 def proxy_config_of_command(options: argparse.Namespace, words: Sequence[str]) -> ProxyConfig:
     """Return the proxy config of a command; `ConfigError` if it breaks rules or cannot be made small."""
-    command = parse_command(words, ranks=options.world_size, entry=options.entry)
+    command = parse_training_command(words, ranks=options.world_size, entry=options.entry)
     broken = [one.says for one in (*command.unread, *(command.setting.find_broken_rules() if command.setting else ()))]
     if broken or command.setting is None:
         lines = [
@@ -62,11 +62,13 @@ def proxy_config_of_command(options: argparse.Namespace, words: Sequence[str]) -
     return replace(small, finetuning=command.finetuning)
 
 
-def parity_values(small: ProxyConfig, limit: float) -> dict[str, Any]:
+def parity_check_report_values(small: ProxyConfig, limit: float) -> dict[str, Any]:
     """Run the proxy config both ways and return how the runs differ, as plain values. limit: seconds."""
-    from megatron.trust.parity.parity import run_parity_check  # needs torch, which no other answer waits for
+    from megatron.trust.parity.serial_comparison import (
+        run_layout_parity_check,  # needs torch, which no other answer waits for
+    )
 
-    result = run_parity_check(small, limit)
+    result = run_layout_parity_check(small, limit)
     if isinstance(result, str):
         return {
             "same": False,
@@ -86,12 +88,12 @@ def parity_values(small: ProxyConfig, limit: float) -> dict[str, Any]:
         "counts": counts,
         "tolerance": result.tolerance,
         "start": None if result.is_within_tolerance or result.start is None else asdict(result.start),
-        "problems": [_difference_values(one) for one in result.problems],
-        "largest": [_difference_values(one) for one in result.largest_differences()],
+        "problems": [_difference_as_json_values(one) for one in result.differences_above_tolerance],
+        "largest": [_difference_as_json_values(one) for one in result.largest_differences()],
     }
 
 
-def _difference_values(one: Any) -> dict[str, Any]:
+def _difference_as_json_values(one: Any) -> dict[str, Any]:
     """Return a difference as plain values, an infinite gap as None."""
     return {**asdict(one), "gap": one.gap if math.isfinite(one.gap) else None}
 
@@ -133,8 +135,8 @@ def _parity_difference_lines(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def parity_report_lines(small: ProxyConfig, result: dict[str, Any], seconds: float) -> list[str]:
-    """Return the lines of the report. result: of `parity_values`; seconds: that it took."""
+def layout_parity_report_lines(small: ProxyConfig, result: dict[str, Any], seconds: float) -> list[str]:
+    """Return the lines of the report. result: of `parity_check_report_values`; seconds: that it took."""
     model = small.config.model
     layers = model.num_layers + (model.decoder_num_layers or 0)
     lines = [
@@ -168,7 +170,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.stderr.write(f"ConfigError: {error}\n")
         raise SystemExit(2) from None
     sys.stderr.write(f"one rank against {layout_text(small.config, small.world_size)} ...\n")
-    result = parity_values(small, options.limit)
+    result = parity_check_report_values(small, options.limit)
     seconds = time.monotonic() - began
     if options.json:
         changes = [
@@ -184,5 +186,5 @@ def main(argv: list[str] | None = None) -> None:
         }
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
-        sys.stdout.write("\n".join(parity_report_lines(small, result, seconds)) + "\n")
+        sys.stdout.write("\n".join(layout_parity_report_lines(small, result, seconds)) + "\n")
     raise SystemExit(0 if result["same"] else 1)

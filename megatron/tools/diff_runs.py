@@ -17,15 +17,15 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron.tools.parser import ToolArgumentParser
-from megatron.training.launch.launch_info import install_interrupt_handler
+from megatron.training.launch.launch_info import install_interrupt_excepthook
 from megatron.training.report.run_log import to_json_value
 from megatron.trust.compare.runs import (
-    InputDifference,
     RunDivergence,
     RunHistory,
+    RunSetupDifference,
     StepDifference,
     find_divergence,
-    read_history,
+    read_run_history,
 )
 
 WIDEST = 60  # characters of one value
@@ -68,7 +68,7 @@ def step_value_lines(apart: StepDifference) -> list[str]:
     ]
 
 
-def input_difference_lines(inputs: Sequence[InputDifference]) -> list[str]:
+def setup_difference_lines(inputs: Sequence[RunSetupDifference]) -> list[str]:
     """Return lines with the inputs that differ, numbered, with both values."""
     lines = []
     for place, one in enumerate(inputs, start=1):
@@ -112,7 +112,7 @@ def run_divergence_report(a: RunHistory, b: RunHistory, difference: RunDivergenc
         "What they were given differently, the likeliest cause first:"
         if difference.inputs
         else "They were given the same, as far as the run logs tell.",
-        *input_difference_lines(difference.inputs),
+        *setup_difference_lines(difference.inputs),
     ]
     if difference.idle:
         lines += ["", f"And what cannot change a number: {', '.join(one.name for one in difference.idle)}"]
@@ -121,7 +121,7 @@ def run_divergence_report(a: RunHistory, b: RunHistory, difference: RunDivergenc
 
 def main(argv: list[str] | None = None) -> None:
     """Print the report; exit with 1 if the runs diverge."""
-    install_interrupt_handler()
+    install_interrupt_excepthook()
     parser = ToolArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("a", metavar="RUN_A", help="--save folder or run log of a run")
     parser.add_argument("b", metavar="RUN_B", help="that of another")
@@ -134,7 +134,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     options = parser.parse_args(argv)
     try:
-        a, b = read_history(options.a), read_history(options.b)
+        a, b = read_run_history(options.a), read_run_history(options.b)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     result = find_divergence(a, b, options.tolerance)

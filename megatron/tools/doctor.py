@@ -19,20 +19,20 @@ from collections.abc import Sequence
 
 from megatron.core.config.flags import ConfigError, config_from_namespace
 from megatron.core.config.settings.run import RequestedRun, RunConfig
-from megatron.core.kernels.startup_check import KernelChoice, choose_tried_kernels
+from megatron.core.kernels.startup_check import KernelChoice, select_kernels_with_trials
 from megatron.core.kernels.table import KernelRequirements
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import pick_device, set_current_device
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.tools.parser import ToolArgumentParser
-from megatron.training.cli.arguments import read_flags
+from megatron.training.cli.arguments import parse_args_unchecked
 from megatron.training.cli.device_checks import kernel_requirements
 from megatron.training.cli.preflight import fit_elastic_layout, resolve_and_examine
 from megatron.training.initialize import build_mesh, leave_process_group
 from megatron.training.launch.launch_info import world_size
-from megatron.trust.doctor import DoctorFinding, RunToDiagnose, diagnose_all
-from megatron.trust.flags.command import ENTRIES, split_command
+from megatron.trust.doctor import DoctorContext, DoctorFinding, diagnose_all
+from megatron.trust.flags.command import ENTRIES, split_launch_command
 
 # Stands for the network of a run whose flags are missing or broken, so that the machines can be examined all the same.
 STAND_IN = (
@@ -45,11 +45,11 @@ def parse_config_to_diagnose(words: Sequence[str], entry: str) -> tuple[RunConfi
     """Return (the resolved config to check, rows on flags that cannot be read and rules that are broken). Without valid
     flags it is a small stand-in.
     """
-    stand_in, _ = resolve_and_examine(config_from_namespace(RequestedRun, read_flags(STAND_IN)), 1)
+    stand_in, _ = resolve_and_examine(config_from_namespace(RequestedRun, parse_args_unchecked(STAND_IN)), 1)
     if not words:
         return stand_in, [DoctorFinding("rules", "OK", "no flags given: the machines alone, with a small network")]
     try:
-        args = read_flags(words, defaults=ENTRIES[entry].defaults(words), extra=ENTRIES[entry].extra)
+        args = parse_args_unchecked(words, defaults=ENTRIES[entry].defaults(words), extra=ENTRIES[entry].extra)
     except ConfigError as error:
         return stand_in, [
             DoctorFinding("rules", "FAIL", line.strip(), "see --help of the entry script")
@@ -83,15 +83,15 @@ def choose_kernels_with_findings(
     requested kernel cannot be used, those chosen without requests and a FAIL row.
     """
 
-    def choose_by_wishes(wishes: dict[str, str]) -> KernelChoice:
-        return choose_tried_kernels(
+    def choose_requested_kernels(wishes: dict[str, str]) -> KernelChoice:
+        return select_kernels_with_trials(
             config, need, mesh.device, wishes=wishes, gather=lambda rows: collectives.gather_objects(rows, mesh.world)
         )
 
     try:
-        chosen_kernels, rows = choose_by_wishes(config.model.all_requested_kernels), list[DoctorFinding]()
+        chosen_kernels, rows = choose_requested_kernels(config.model.all_requested_kernels), list[DoctorFinding]()
     except ConfigError as error:
-        chosen_kernels, rows = choose_by_wishes({}), [DoctorFinding("kernels", "FAIL", str(error))]
+        chosen_kernels, rows = choose_requested_kernels({}), [DoctorFinding("kernels", "FAIL", str(error))]
     return chosen_kernels, [
         *rows,
         *(
@@ -101,9 +101,9 @@ def choose_kernels_with_findings(
     ]
 
 
-def build_run_to_diagnose(
+def build_doctor_context(
     config: RunConfig, *, whole: bool, megabytes: int, all_kernels: bool
-) -> tuple[RunToDiagnose, list[DoctorFinding]]:
+) -> tuple[DoctorContext, list[DoctorFinding]]:
     """Join the other ranks; return the run to check on them, and rows on its kernels. whole: the settings keep every
     rule.
     """
@@ -119,7 +119,7 @@ def build_run_to_diagnose(
             pass  # the check of the tokenizer tells on which ranks
     hosts = tuple(collectives.gather_objects(socket.gethostname(), mesh.world))
     chosen, rows = choose_kernels_with_findings(config, need, mesh)
-    return RunToDiagnose(config, mesh, chosen.kernels, chosen.need, hosts, whole, megabytes, all_kernels), rows
+    return DoctorContext(config, mesh, chosen.kernels, chosen.need, hosts, whole, megabytes, all_kernels), rows
 
 
 def findings_table_text(rows: Sequence[DoctorFinding]) -> str:
@@ -146,11 +146,11 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     options, words = parser.parse_known_args(argv)
-    _, entry, words = split_command([word for word in words if word != "--"], options.entry)
+    _, entry, words = split_launch_command([word for word in words if word != "--"], options.entry)
     config, rows = parse_config_to_diagnose(words, entry)
     whole = bool(words) and all(row.status == "OK" for row in rows)
     try:
-        subject, kernels = build_run_to_diagnose(
+        subject, kernels = build_doctor_context(
             config, whole=whole, megabytes=options.megabytes, all_kernels=options.all_kernels
         )
         rows += [*kernels, *diagnose_all(subject)]

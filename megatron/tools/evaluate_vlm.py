@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.flags import ConfigError
-from megatron.evaluation.benchmarks import (
+from megatron.evaluation.vision_benchmarks import (
     BENCHMARKS,
     BenchmarkQuestion,
-    benchmark_scores,
     read_benchmark_questions,
-    write_benchmark_results,
+    score_benchmark_answers,
+    write_benchmark_answers,
 )
 from megatron.tools.parser import ToolArgumentParser
-from megatron.training.launch.launch_info import install_interrupt_handler
+from megatron.training.launch.launch_info import install_interrupt_excepthook
 
 
 def read_lines_by_id(path: str) -> dict[Any, Mapping[str, Any]]:
@@ -44,7 +44,9 @@ def read_lines_by_id(path: str) -> dict[Any, Mapping[str, Any]]:
     return result
 
 
-def score_answers(task: str, answers: str, questions: Sequence[BenchmarkQuestion], results: Path | None) -> list[str]:
+def benchmark_score_lines(
+    task: str, answers: str, questions: Sequence[BenchmarkQuestion], results: Path | None
+) -> list[str]:
     """Score the answers of a task, and write them for its official program if `results` is given. Return a line for
     each score.
     """
@@ -52,9 +54,10 @@ def score_answers(task: str, answers: str, questions: Sequence[BenchmarkQuestion
     rows = [(str(given.get(one.number, {}).get("text", "")).strip(), one) for one in questions]
     lacking = sum("text" not in given.get(one.number, {}) for one in questions)
     if results is not None:
-        write_benchmark_results(task, rows, results)
+        write_benchmark_answers(task, rows, results)
     lines = [
-        f"{task} {name}: {score:.2f} of {len(rows)} answers" for name, score in benchmark_scores(task, rows).items()
+        f"{task} {name}: {score:.2f} of {len(rows)} answers"
+        for name, score in score_benchmark_answers(task, rows).items()
     ]
     return lines + ([f"{lacking} answers are missing or errors, and count as wrong"] if lacking else [])
 
@@ -72,7 +75,7 @@ def write_questions_as_prompts(questions: Sequence[BenchmarkQuestion], folder: s
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the questions, print the scores, or both, as the flags ask."""
-    install_interrupt_handler()
+    install_interrupt_excepthook()
     made = ToolArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -93,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if args.questions is not None:
             write_questions_as_prompts(questions, args.image_folder, args.questions)
         if args.answers is not None:
-            print("\n".join(score_answers(args.task, args.answers, questions, args.results)))
+            print("\n".join(benchmark_score_lines(args.task, args.answers, questions, args.results)))
     except (ConfigError, OSError) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         raise SystemExit(1) from None

@@ -20,15 +20,15 @@ from io import TextIOWrapper
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.stages import stage_specs_of_run
+from megatron.core.datasets.data_splits import SPLITS
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.kinds import KINDS
-from megatron.core.datasets.paths import SPLITS
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.parallel.grid import axis_rank_groups
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.tools.parser import ToolArgumentParser
-from megatron.training.cli.arguments import config_of, read_args
+from megatron.training.cli.arguments import parse_args_or_raise, run_config_of_args
 from megatron.training.data.inspect_samples import (
     DocumentOccurrence,
     MicrobatchDescription,
@@ -80,7 +80,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     return parser.parse_known_args(argv)
 
 
-def explanation_lines(options: argparse.Namespace, flags: Sequence[str]) -> Iterator[str]:
+def data_explanation_lines(options: argparse.Namespace, flags: Sequence[str]) -> Iterator[str]:
     """Yield the lines to print: what a step reads, or when a document is read."""
     explanation, ranks = _make_data_inspector(options, flags)
     if options.document is not None:
@@ -89,10 +89,12 @@ def explanation_lines(options: argparse.Namespace, flags: Sequence[str]) -> Iter
             raise ConfigError(f"--document {options.document} is not PREFIX:NUMBER")
         uses = explanation.occurrences(options.set, prefix, int(number))
         uses = [use for use in uses if ranks is None or use.data_rank in ranks]
-        yield from map(_description_json, uses) if options.json else _document_occurrence_lines(uses, options)
+        yield from map(_entry_as_json_line, uses) if options.json else _document_occurrence_lines(uses, options)
     else:
         for microbatch in explanation.microbatches_of_step(options.set, options.step, ranks):
-            yield from (_description_json(microbatch),) if options.json else _microbatch_lines(microbatch, options)
+            yield from (
+                (_entry_as_json_line(microbatch),) if options.json else _microbatch_content_lines(microbatch, options)
+            )
 
 
 def _make_data_inspector(
@@ -100,8 +102,10 @@ def _make_data_inspector(
 ) -> tuple[RunDataInspector, list[int] | None]:
     """Return (inspector of the run's data, data-parallel ranks to print or None for all)."""
     defaults = ENTRIES[f"pretrain_{options.entry}.py"].defaults(())
-    config = config_of(read_args(flags, defaults=defaults, world_size=options.world_size), options.world_size)
-    ranks = None if options.rank is None else [_data_parallel_rank(options, config)]
+    config = run_config_of_args(
+        parse_args_or_raise(flags, defaults=defaults, world_size=options.world_size), options.world_size
+    )
+    ranks = None if options.rank is None else [_requested_data_parallel_rank(options, config)]
     if options.resumed_at is not None and len(options.resumed_at) > 3:
         raise ConfigError(f"--resumed-at takes up to 3 numbers, not {len(options.resumed_at)}")
     start = ResumeCounters(*(options.resumed_at or ()))
@@ -115,20 +119,20 @@ def _make_data_inspector(
     return explanation, ranks
 
 
-def _data_parallel_rank(options: argparse.Namespace, config: RunConfig) -> int:
+def _requested_data_parallel_rank(options: argparse.Namespace, config: RunConfig) -> int:
     """Return the index of --rank on the data axis; `ConfigError` if there is no such rank, or it reads nothing."""
     groups = axis_rank_groups(config.parallel, options.world_size)
     if not 0 <= options.rank < options.world_size:
         raise ConfigError(f"--rank {options.rank}: the run has ranks 0 to {options.world_size - 1} (see --world-size)")
     place = next(line.index(options.rank) for line in groups["pp"] if options.rank in line)
-    if not stages_read_data(config, [stage for stage in pipeline_stages_of(config) if stage.rank == place]):
+    if not stages_read_data(config, [stage for stage in stage_specs_of_run(config) if stage.rank == place]):
         raise ConfigError(
             f"--rank {options.rank} is pipeline rank {place} and reads no text: only the first and the last do"
         )
     return next(line.index(options.rank) for line in groups["dp"] if options.rank in line)
 
 
-def _description_json(entry: MicrobatchDescription | DocumentOccurrence) -> str:
+def _entry_as_json_line(entry: MicrobatchDescription | DocumentOccurrence) -> str:
     return json.dumps(dataclasses.asdict(entry))
 
 
@@ -138,7 +142,7 @@ def _document_occurrence_lines(uses: Sequence[DocumentOccurrence], options: argp
         yield f"  step {one.step}, microbatch {one.microbatch}, data-parallel rank {one.data_rank}: sample {one.sample}"
 
 
-def _microbatch_lines(microbatch: MicrobatchDescription, options: argparse.Namespace) -> Iterator[str]:
+def _microbatch_content_lines(microbatch: MicrobatchDescription, options: argparse.Namespace) -> Iterator[str]:
     yield (
         f"{microbatch.split} step {microbatch.step}, microbatch {microbatch.microbatch}, data-parallel rank {microbatch.data_rank}: "
         f"samples {' '.join('-' if s.sample is None else str(s.sample) for s in microbatch.samples)}, hash {microbatch.hash}"
@@ -184,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     options, flags = parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
-        for line in explanation_lines(options, flags):
+        for line in data_explanation_lines(options, flags):
             sys.stdout.write(line + "\n")
     except (ConfigError, DataError, CheckpointError) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")

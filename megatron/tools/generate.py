@@ -26,7 +26,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from megatron.core.config.flags import ConfigError, add_arguments, config_from_namespace
+from megatron.core.config.flags import ConfigError, add_config_arguments, config_from_namespace
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.datasets.images import ImageError, read_image_bytes
@@ -53,10 +53,10 @@ from megatron.training.checkpoint.inference_model import (
     GPT,
     InferenceModel,
     ModelKind,
-    checkpoint_architecture,
+    infer_checkpoint_architecture,
     load_network,
 )
-from megatron.training.entry import entry_point
+from megatron.training.entry import guarded_entry_point
 
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -113,7 +113,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="X",
         help="make tokens of the text less likely (default: 1, no)",
     )
-    add_arguments(parser, InferenceConfig)
+    add_config_arguments(parser, InferenceConfig)
     return parser.parse_args(argv)
 
 
@@ -123,7 +123,7 @@ def load_engine(given: argparse.Namespace) -> Engine | EncoderDecoderEngine:
     """
     parallel = ParallelConfig(**{name: getattr(given, name) for name in SIZES})
     config = config_from_namespace(InferenceConfig, given)
-    if checkpoint_architecture(open_checkpoint(given.load, given.ckpt_step)) == "t5":
+    if infer_checkpoint_architecture(open_checkpoint(given.load, given.ckpt_step)) == "t5":
         if given.draft:
             raise ConfigError("a T5 is decoded without drafts; leave out --draft")
         t5 = load_network(
@@ -164,11 +164,11 @@ def parse_request_line(
     """Return the engine request of an input line; `ConfigError` says what is wrong with it. number: of the line, added
     to the seed.
     """
-    fields, images = _parse_line_fields(line), None
+    fields, images = _parse_request_fields(line), None
     prompt: Sequence[int]
     try:
         if "messages" in fields:
-            prompt, images = tokenize_conversation(engine, fields["messages"], fields.get("images", []))
+            prompt, images = tokenize_image_conversation(engine, fields["messages"], fields.get("images", []))
         else:
             prompt = tokenize_prompt(engine, fields["prompt"]) if "prompt" in fields else fields["ids"]
     except (ValueError, DataError, ImageError) as error:
@@ -186,7 +186,7 @@ def parse_request_line(
     )
 
 
-def tokenize_conversation(
+def tokenize_image_conversation(
     engine: Engine | EncoderDecoderEngine, messages: list[Any], paths: list[Any]
 ) -> tuple[tuple[int, ...], PromptImages]:
     """Return the ids of a conversation with images, and the images. paths: of image files."""
@@ -196,7 +196,7 @@ def tokenize_conversation(
     return prompts.encode_prompt(messages, [read_image_bytes(str(path), prompts.options) for path in paths])
 
 
-def _parse_line_fields(line: str) -> dict[str, Any]:
+def _parse_request_fields(line: str) -> dict[str, Any]:
     """Return the JSON object of a line; `ConfigError` if it is none, or a value has a wrong type."""
     try:
         fields = json.loads(line)
@@ -240,7 +240,7 @@ def _logprobs_as_output(token: TokenLogprob) -> dict[str, Any]:
     return {"logprob": token.logprob, "top": [[number, score] for number, score in token.top]}
 
 
-def error_as_output(line: str, problem: str) -> dict[str, Any]:
+def output_of_failed_line(line: str, problem: str) -> dict[str, Any]:
     """Return the output object for an input line that cannot be served."""
     try:
         value = json.loads(line)
@@ -250,7 +250,7 @@ def error_as_output(line: str, problem: str) -> dict[str, Any]:
     return {**{name: request[name] for name in ("id", "prompt") if name in request}, "error": problem}
 
 
-def generate_answers(
+def generate_outputs_in_order(
     engine: Engine | EncoderDecoderEngine, lines: Iterator[tuple[int, str]], given: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     """Yield the output objects of the lines, in order; only a limited number of lines is held at once."""
@@ -261,7 +261,7 @@ def generate_answers(
         AHEAD * config.inference_max_requests, config.inference_max_requests + config.inference_max_waiting_requests
     )
 
-    def keep_reply(event: GenerationEvent) -> None:
+    def store_reply(event: GenerationEvent) -> None:
         if event.reply is not None:
             number, line = requests.pop(event.ticket)
             replies[number] = reply_as_output(line, event.reply)
@@ -275,9 +275,9 @@ def generate_answers(
             number, line = following
             first = number if first is None else first
             try:
-                requests[engine.submit(parse_request_line(line, number, given, engine), keep_reply)] = following
+                requests[engine.submit(parse_request_line(line, number, given, engine), store_reply)] = following
             except ConfigError as error:
-                replies[number] = error_as_output(
+                replies[number] = output_of_failed_line(
                     line, " ".join(part.strip() for part in str(error).splitlines()[1:]) or str(error)
                 )
         engine.step()
@@ -298,7 +298,7 @@ def count_finished_lines(output: Path, lines: Iterator[tuple[int, str]]) -> int:
             if not answer.endswith(b"\n"):
                 break
             _, line = next(lines, (number, ""))
-            if not _is_output_of_line(line, answer):
+            if not _answers_input_line(line, answer):
                 raise ConfigError(
                     f"line {number + 1} of {output} is no answer to that line of the input; give another --output, or delete it"
                 )
@@ -309,7 +309,7 @@ def count_finished_lines(output: Path, lines: Iterator[tuple[int, str]]) -> int:
     return number
 
 
-def _is_output_of_line(line: str, answer: bytes) -> bool:
+def _answers_input_line(line: str, answer: bytes) -> bool:
     try:
         request, answer_fields = json.loads(line), json.loads(answer)
     except ValueError:
@@ -319,7 +319,7 @@ def _is_output_of_line(line: str, answer: bytes) -> bool:
     return request.get("prompt") == answer_fields.get("prompt") and request.get("id") == answer_fields.get("id")
 
 
-def numbered_lines(file: TextIO) -> Iterator[tuple[int, str]]:
+def enumerate_nonblank_lines(file: TextIO) -> Iterator[tuple[int, str]]:
     """Yield (number, line) of a file's lines that are not blank; numbers from 0, blank lines not counted."""
     return enumerate(line for line in file if line.strip())
 
@@ -328,10 +328,12 @@ def write_missing_answers(engine: Engine | EncoderDecoderEngine, given: argparse
     """On the first rank: answer the lines that have no output yet. Return the number of those that could not be served."""
     failed = 0
     with open(given.input, encoding="utf-8") as file:
-        before = count_finished_lines(Path(given.output), numbered_lines(file))
+        before = count_finished_lines(Path(given.output), enumerate_nonblank_lines(file))
     with open(given.input, encoding="utf-8") as file, open(given.output, "a", encoding="utf-8") as output:
-        lines = ((number, line) for number, line in numbered_lines(file) if number >= before)
-        bar = tqdm(generate_answers(engine, lines, given), desc="answers", initial=before, unit="line", disable=None)
+        lines = ((number, line) for number, line in enumerate_nonblank_lines(file) if number >= before)
+        bar = tqdm(
+            generate_outputs_in_order(engine, lines, given), desc="answers", initial=before, unit="line", disable=None
+        )
         for answer in bar:
             output.write(json.dumps(answer, ensure_ascii=False) + "\n")
             output.flush()
@@ -341,7 +343,7 @@ def write_missing_answers(engine: Engine | EncoderDecoderEngine, given: argparse
     return failed
 
 
-@entry_point
+@guarded_entry_point
 def main() -> None:
     """Load the engine and answer all lines; exit with 1 if some could not be served."""
     given = parse_arguments()

@@ -10,13 +10,18 @@ import logging
 import sys
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.inference.engine import Engine
 from megatron.inference.generate import GenerationFailed, generate_texts
 from megatron.inference.sampling import SamplingParams
-from megatron.tools.parser import ToolArgumentParser, add_checkpoint_options, add_sampling_options, add_tokenizer_files
+from megatron.tools.parser import (
+    ToolArgumentParser,
+    add_checkpoint_options,
+    add_sampling_options,
+    add_tokenizer_options,
+)
 from megatron.training.checkpoint.inference_model import GPT, load_network
-from megatron.training.launch.launch_info import install_interrupt_handler
+from megatron.training.launch.launch_info import install_interrupt_excepthook
 
 TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
 
@@ -27,13 +32,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     what = add_checkpoint_options(parser, "what to continue")
     what.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times")
     add_sampling_options(parser.add_argument_group("how"), "seed of the draws")
-    add_tokenizer_files(parser, TOKENIZER)
+    add_tokenizer_options(parser, TOKENIZER)
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Load the network, and print each prompt with its continuation."""
-    install_interrupt_handler()
+    install_interrupt_excepthook()
     given = parse_arguments(argv)
     logging.basicConfig(level=logging.WARNING)
     try:

@@ -22,17 +22,17 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from megatron.core.config.flags import ConfigError, add_arguments, config_from_namespace
+from megatron.core.config.flags import ConfigError, add_config_arguments, config_from_namespace
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets import sidecar
+from megatron.core.datasets.bin_idx_check import bin_idx_pair_problems, document_lengths
 from megatron.core.datasets.indexed import IndexedDataset, bin_path, idx_path
-from megatron.core.datasets.pair_check import bin_idx_pair_problems, document_lengths
 from megatron.core.datasets.sidecar import describe_tokenizer
 from megatron.core.datasets.storage import DataError, file_or_object_size
-from megatron.core.tokenizers.base import Tokenizer, tokenizer_fingerprint
+from megatron.core.tokenizers.base import Tokenizer, tokenizer_fingerprint_fields
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.tools.parser import ToolArgumentParser
-from megatron.training.launch.launch_info import install_interrupt_handler
+from megatron.training.launch.launch_info import install_interrupt_excepthook
 
 BAR = 50
 SHOWN = 2000
@@ -65,7 +65,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--multimodal", action="store_true", help="the index has a mode for each sequence: text or image"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object a line and a prefix instead of text")
-    add_arguments(parser, TokenizerConfig)
+    add_config_arguments(parser, TokenizerConfig)
     args = parser.parse_args(arguments)
     if args.documents and args.tokenizer_type is None:
         parser.error("--documents shows text: give --tokenizer-type and the tokenizer's files")
@@ -102,7 +102,7 @@ def histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
     return [(1 << row - 1 if row else 0, (1 << row) - 1, count) for row, count in enumerate(counts.tolist())]
 
 
-def inspect_pair(prefix: str, args: argparse.Namespace) -> tuple[dict[str, Any], np.ndarray]:
+def inspect_indexed_dataset(prefix: str, args: argparse.Namespace) -> tuple[dict[str, Any], np.ndarray]:
     """Return (all facts about a .bin/.idx pair but its text, tokens of each document [documents])."""
     data = IndexedDataset(prefix, multimodal=args.multimodal)
     lengths = document_lengths(data)
@@ -149,7 +149,7 @@ def first_documents(prefix: str, count: int, tokenizer: Tokenizer) -> list[str]:
     return texts
 
 
-def pair_facts_text(summary: dict[str, Any], seq_length: int | None) -> str:
+def indexed_dataset_facts_text(summary: dict[str, Any], seq_length: int | None) -> str:
     """Return the facts about a pair as text, with a bar for each doubling of the length."""
     lines = [
         summary["prefix"],
@@ -220,8 +220,8 @@ def inspect_all_pairs(args: argparse.Namespace) -> bool:
         facts: dict[str, Any] = {"prefix": prefix}
         if not problems:
             if tokenizer:
-                sidecar.check_dataset_tokenizer(prefix, tokenizer_fingerprint(tokenizer))
-            facts, lengths_of[prefix] = inspect_pair(prefix, args)
+                sidecar.check_dataset_tokenizer(prefix, tokenizer_fingerprint_fields(tokenizer))
+            facts, lengths_of[prefix] = inspect_indexed_dataset(prefix, args)
             if args.documents and tokenizer:
                 facts["first_documents"] = first_documents(prefix, args.documents, tokenizer)
         if args.verify:
@@ -236,7 +236,7 @@ def inspect_all_pairs(args: argparse.Namespace) -> bool:
 def _pair_report_text(facts: dict[str, Any], seq_length: int | None) -> str:
     """Return the facts of one pair, its first documents and its problems, as text."""
     problems = facts.get("problems")
-    lines = [facts["prefix"] if problems else pair_facts_text(facts, seq_length)]
+    lines = [facts["prefix"] if problems else indexed_dataset_facts_text(facts, seq_length)]
     lines += [f"--- document {number}\n{text}" for number, text in enumerate(facts.get("first_documents", ()))]
     if problems is not None:
         lines.append(f"  verified: {len(problems)} problems" if problems else "  verified: everything fits")
@@ -246,7 +246,7 @@ def _pair_report_text(facts: dict[str, Any], seq_length: int | None) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Inspect the pairs; exit with 1 if a verified one is damaged."""
-    install_interrupt_handler()
+    install_interrupt_excepthook()
     try:
         good = inspect_all_pairs(parse_arguments(arguments))
     except (ConfigError, DataError, OSError) as error:

@@ -21,7 +21,7 @@ from megatron.core.datasets import sidecar
 from megatron.core.datasets.indexed import DataError, IndexedDataset, IndexedDatasetBuilder, bin_path, idx_path
 from megatron.core.datasets.sidecar import DatasetSidecar, describe_tokenizer
 from megatron.tools.parser import ToolArgumentParser
-from megatron.training.launch.launch_info import install_interrupt_handler
+from megatron.training.launch.launch_info import install_interrupt_excepthook
 
 SHOWN = 10  # missing shards that are named
 
@@ -84,7 +84,7 @@ def order_and_check_pairs(prefixes: Sequence[str]) -> list[tuple[str, DatasetSid
     dtypes = {prefix: IndexedDataset(prefix).dtype for prefix in prefixes}
     problems = [
         *first_disagreement_text(dtypes, "holds ids of type", str),
-        *_tokenizer_disagreement(known),
+        *_tokenizer_mismatch_among_pairs(known),
         *first_disagreement_text(
             {prefix: facts and facts.level for prefix, facts in known.items()}, "has sequences that are a", str
         ),
@@ -92,10 +92,10 @@ def order_and_check_pairs(prefixes: Sequence[str]) -> list[tuple[str, DatasetSid
     ]
     if problems:
         raise DataError("\n".join(["the pairs cannot be joined", *(f"  {line}" for line in problems)]))
-    return sorted(((prefix, known[prefix]) for prefix in prefixes), key=lambda pair: _shard_number(pair[1]))
+    return sorted(((prefix, known[prefix]) for prefix in prefixes), key=lambda pair: _shard_index_of_sidecar(pair[1]))
 
 
-def _tokenizer_disagreement(known: Mapping[str, DatasetSidecar | None]) -> Iterator[str]:
+def _tokenizer_mismatch_among_pairs(known: Mapping[str, DatasetSidecar | None]) -> Iterator[str]:
     """Yield a sentence if pairs were written with different tokenizers."""
     tokenizers = {prefix: facts.tokenizer if facts else None for prefix, facts in known.items()}
     hashes = {prefix: tokenizer and tokenizer["hash"] for prefix, tokenizer in tokenizers.items()}
@@ -103,11 +103,11 @@ def _tokenizer_disagreement(known: Mapping[str, DatasetSidecar | None]) -> Itera
     yield from first_disagreement_text(hashes, "was written with", lambda key: names[str(key)])
 
 
-def _shard_number(facts: DatasetSidecar | None) -> int:
+def _shard_index_of_sidecar(facts: DatasetSidecar | None) -> int:
     return facts.shard[0] if facts and facts.shard else 0
 
 
-def merge_pairs(prefixes: Sequence[str], output_prefix: str, multimodal: bool) -> str:
+def merge_dataset_pairs(prefixes: Sequence[str], output_prefix: str, multimodal: bool) -> str:
     """Join the pairs into one. Return a line that says what was joined."""
     if Path(output_prefix).resolve() in [Path(prefix).resolve() for prefix in prefixes]:
         raise DataError(f"--output-prefix {output_prefix} is one of the pairs to join; choose another name")
@@ -130,7 +130,7 @@ def merge_pairs(prefixes: Sequence[str], output_prefix: str, multimodal: bool) -
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Join the pairs, and print what was done."""
-    install_interrupt_handler()
+    install_interrupt_excepthook()
     parser = ToolArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -147,6 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(arguments)
     try:
-        print(merge_pairs(args.prefixes or find_pairs_in_folder(args.input), args.output_prefix, args.multimodal))
+        print(
+            merge_dataset_pairs(args.prefixes or find_pairs_in_folder(args.input), args.output_prefix, args.multimodal)
+        )
     except (DataError, OSError) as error:
         sys.exit(f"merge_datasets.py: {error}")

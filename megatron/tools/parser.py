@@ -84,7 +84,7 @@ def add_sampling_options(group: argparse._ArgumentGroup, seed: str) -> None:
     group.add_argument("--seed", type=int, default=1234, help=f"{seed} (default: 1234)")
 
 
-def add_tokenizer_files(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+def add_tokenizer_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     """Add a group of tokenizer settings, by their names in `TokenizerConfig`."""
     group = parser.add_argument_group(
         "tokenizer", "Other files than the run was given; with a type, instead of all its settings."
@@ -94,7 +94,7 @@ def add_tokenizer_files(parser: argparse.ArgumentParser, names: Sequence[str]) -
         group.add_argument("--" + name.replace("_", "-"), metavar=metavar)
 
 
-def add_run_options(parser: argparse.ArgumentParser, entries: Iterable[str]) -> None:
+def add_world_size_and_entry(parser: argparse.ArgumentParser, entries: Iterable[str]) -> None:
     """Add --world-size and --entry, of a run whose flags follow. entries: the entry scripts."""
     parser.add_argument("--world-size", type=int, help="ranks that will run (default: what torchrun's words say, or 1)")
     parser.add_argument(

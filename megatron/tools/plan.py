@@ -26,21 +26,21 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.tokenizers.build import expected_vocab_size
 from megatron.rl.planned_memory import memory_parts_text
-from megatron.tools.parser import ToolArgumentParser, add_run_options, parse_options_and_run_words
+from megatron.tools.parser import ToolArgumentParser, add_world_size_and_entry, parse_options_and_run_words
 from megatron.training.cli.preflight import resolve_and_examine
-from megatron.trust.flags.command import ENTRIES, parse_command
+from megatron.trust.flags.command import ENTRIES, parse_training_command
 from megatron.trust.flags.repair import RequestedSetup
 from megatron.trust.plan.analytic_estimate import with_padded_vocabulary
 from megatron.trust.plan.cost import StepTime
 from megatron.trust.plan.hardware import PROFILES, Hardware, hardware_of, hardware_to_json
 from megatron.trust.plan.layout_search import search_layouts
-from megatron.trust.plan.planner import DryRunner, plan_run, with_memory_advice
+from megatron.trust.plan.planner import DryRunner, add_memory_saving_changes, estimate_run
 from megatron.trust.plan.report import (
+    layout_search_report_values,
     layout_search_text,
-    layout_search_values,
-    plan_report_html,
-    plan_report_text,
-    plan_report_values,
+    run_estimate_html,
+    run_estimate_text,
+    run_estimate_values,
 )
 from megatron.trust.simulate.collective_matching import match_collectives
 from megatron.trust.units import bytes_text
@@ -51,7 +51,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser = ToolArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    add_run_options(parser, ENTRIES)
+    add_world_size_and_entry(parser, ENTRIES)
     parser.add_argument("--gpu", choices=PROFILES, default="h100-80", help="kind of machine (default: h100-80)")
     parser.add_argument("--hardware", metavar="FILE", help="a profile that --measure wrote, instead of --gpu")
     parser.add_argument(
@@ -85,7 +85,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     return options, words
 
 
-def print_progress(what: str) -> None:
+def print_to_stderr(what: str) -> None:
     """Print a line of progress to standard error."""
     sys.stderr.write(f"{what}\n")
 
@@ -97,11 +97,11 @@ def resolve_setup_or_exit(options: argparse.Namespace, words: Sequence[str]) -> 
     Prints broken rules and exits with 1; with --search only words that cannot be read do that, and a config that breaks rules is
     returned without its vocabulary.
     """
-    command = parse_command(words, ranks=options.world_size, entry=options.entry)
+    command = parse_training_command(words, ranks=options.world_size, entry=options.entry)
     broken = (*command.unread, *(command.setting.find_broken_rules() if command.setting else ()))
     # A search looks for the layout itself: only what cannot be read stops it.
     if command.setting is None or command.unread or broken and not options.search:
-        print_progress(
+        print_to_stderr(
             "\n".join(
                 [
                     "the rules are broken, so there is nothing to plan (tools/check_config.py says what to change):",
@@ -112,33 +112,33 @@ def resolve_setup_or_exit(options: argparse.Namespace, words: Sequence[str]) -> 
         raise SystemExit(1)
     setting = command.setting if broken else command.setting.with_elastic_layout()
     if setting.world_size < command.setting.world_size:
-        print_progress(
+        print_to_stderr(
             f"--elastic: {setting.world_size:,} of {command.setting.world_size:,} ranks train, the others stand by"
         )
     config, _ = resolve_and_examine(setting.config, setting.world_size)
     if options.true_vocab_size is None:
         options.true_vocab_size, doubt = expected_vocab_size(config.tokenizer)
         if doubt:
-            print_progress(
+            print_to_stderr(
                 f"{doubt}; so {options.true_vocab_size:,} ids are taken, as GPT-2 has (--true-vocab-size says another number)"
             )
     return setting, config if broken else with_padded_vocabulary(config, options.true_vocab_size)
 
 
-def dry_runner(hardware: Hardware) -> DryRunner:
+def make_dry_runner(hardware: Hardware) -> DryRunner:
     """Return the dry run function, which needs torch, with the document attention that this hardware has."""
     from megatron.trust.simulate.dry_run import dry_run
 
     return partial(dry_run, varlen=hardware.fused)
 
 
-def print_layout_search(options: argparse.Namespace, setting: RequestedSetup, hardware: Hardware) -> int:
+def search_and_print_layouts(options: argparse.Namespace, setting: RequestedSetup, hardware: Hardware) -> int:
     """Search and print the layouts that fit; return the exit code."""
-    dry_run = dry_runner(hardware) if options.plans else None
+    dry_run = make_dry_runner(hardware) if options.plans else None
 
     def peak_and_step_time(config: RunConfig, world_size: int) -> tuple[int, StepTime]:
         assert dry_run is not None, "a search without dry runs plans nothing"
-        planned = plan_run(config, world_size, hardware, dry_run, passes=setting.passes)
+        planned = estimate_run(config, world_size, hardware, dry_run, passes=setting.passes)
         return planned.run.worst_trace.peak, planned.cost.time
 
     with tqdm(file=sys.stderr, leave=False, disable=not sys.stderr.isatty()) as bar:
@@ -158,14 +158,14 @@ def print_layout_search(options: argparse.Namespace, setting: RequestedSetup, ha
         )
     flags = [one.layout.changed_flags_text(setting) for one in ranking.fits]
     sys.stdout.write(
-        json.dumps(layout_search_values(ranking, flags), indent=2) + "\n"
+        json.dumps(layout_search_report_values(ranking, flags), indent=2) + "\n"
         if options.json
         else layout_search_text(ranking, flags)
     )
     return 0 if ranking.fits else 1
 
 
-def print_plan(
+def estimate_and_print_run(
     options: argparse.Namespace, setting: RequestedSetup, config: RunConfig, hardware: Hardware, command: Sequence[str]
 ) -> int:
     """Simulate a step of one layout and print its plan, with changes that save memory if it does not fit; also write
@@ -174,20 +174,20 @@ def print_plan(
     exit code: 0 if every rank's memory suffices, what it holds beside training included, and no rank would wait
     forever; else 1.
     """
-    dry_run = dry_runner(hardware)
-    print_progress(f"running one step dry on {setting.world_size:,} ranks")
-    planned = plan_run(config, setting.world_size, hardware, dry_run, passes=setting.passes)
+    dry_run = make_dry_runner(hardware)
+    print_to_stderr(f"running one step dry on {setting.world_size:,} ranks")
+    planned = estimate_run(config, setting.world_size, hardware, dry_run, passes=setting.passes)
     planned = replace(planned, matching=match_collectives(planned.run))
     if not planned.fits_in_memory:
-        print_progress(f"it does not fit (after {planned.seconds:.1f} s); trying changes")
-        planned = with_memory_advice(
+        print_to_stderr(f"it does not fit (after {planned.seconds:.1f} s); trying changes")
+        planned = add_memory_saving_changes(
             planned, setting, dry_run, true_vocab_size=options.true_vocab_size, seconds=options.seconds
         )
     if options.html:
         options.html.parent.mkdir(parents=True, exist_ok=True)
-        options.html.write_text(plan_report_html(planned, command), encoding="utf-8")
-        print_progress(f"written: {options.html}")
-    read = parse_command(parse_arguments(command[2:])[1], ranks=options.world_size, entry=options.entry)
+        options.html.write_text(run_estimate_html(planned, command), encoding="utf-8")
+        print_to_stderr(f"written: {options.html}")
+    read = parse_training_command(parse_arguments(command[2:])[1], ranks=options.world_size, entry=options.entry)
     beside = read.beside(config, setting.world_size)
     whole, budget = planned.run.worst_trace.peak + sum(beside.values()), hardware.usable_bytes()
     trouble = read.memory(config, setting.world_size, budget)  # also of ranks that do not train
@@ -198,28 +198,28 @@ def print_plan(
     lines = lines * bool(beside) + [
         f"a rank that only generates holds: {memory_parts_text(apart)}; {bytes_text(sum(apart.values()))} of {bytes_text(budget)} in all"
     ] * bool(apart)
-    facts = plan_report_values(planned) | {
+    facts = run_estimate_values(planned) | {
         name: dict(parts) for name, parts in (("beside", beside), ("generating", apart)) if parts
     }
     sys.stdout.write(
         json.dumps(facts, indent=2) + "\n"
         if options.json
-        else "\n".join([plan_report_text(planned).rstrip("\n"), *lines, *[trouble] * bool(trouble), ""])
+        else "\n".join([run_estimate_text(planned).rstrip("\n"), *lines, *[trouble] * bool(trouble), ""])
     )
     return 0 if planned.fits_in_memory and planned.no_rank_deadlocks and whole <= budget and not trouble else 1
 
 
-def measure_and_write_profile(path: Path) -> None:
+def measure_and_write_hardware(path: Path) -> None:
     """Measure this machine, and write its profile (on the first rank)."""
     from megatron.trust.plan.measure import measure_hardware
 
-    hardware = measure_hardware(say=print_progress)
+    hardware = measure_hardware(say=print_to_stderr)
     if hardware is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(
             json.dumps(hardware_to_json(replace(hardware, name=path.stem)), indent=2) + "\n", encoding="utf-8"
         )
-        print_progress(f"written: {path}")
+        print_to_stderr(f"written: {path}")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -227,17 +227,17 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     options, words = parse_arguments(argv)
     if options.measure:
-        measure_and_write_profile(options.measure)
+        measure_and_write_hardware(options.measure)
         return
     try:
         hardware = hardware_of(options.hardware or options.gpu)
     except ConfigError as error:
-        print_progress(f"ConfigError: {error}")
+        print_to_stderr(f"ConfigError: {error}")
         raise SystemExit(2) from None
     setting, config = resolve_setup_or_exit(options, words)
     code = (
-        print_layout_search(options, setting, hardware)
+        search_and_print_layouts(options, setting, hardware)
         if options.search
-        else print_plan(options, setting, config, hardware, ["python", "tools/plan.py", *argv])
+        else estimate_and_print_run(options, setting, config, hardware, ["python", "tools/plan.py", *argv])
     )
     raise SystemExit(code)

@@ -19,10 +19,11 @@ from dataclasses import replace
 
 from tqdm import tqdm
 
-from megatron.core.config.flags import ConfigError, add_arguments, config_from_namespace, raise_config_error_if
+from megatron.core.config.flags import ConfigError, add_config_arguments, config_from_namespace, raise_config_error_if
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.ingest.encode import EncodeOptions
+from megatron.core.datasets.ingest.input_spans import STANDARD_INPUT
 from megatron.core.datasets.ingest.inputs import find_input_files
 from megatron.core.datasets.ingest.journal import PreprocessTotals
 from megatron.core.datasets.ingest.pipeline import (
@@ -31,7 +32,6 @@ from megatron.core.datasets.ingest.pipeline import (
     measure_preprocess_throughput,
     preprocess,
 )
-from megatron.core.datasets.ingest.source import STANDARD_INPUT
 from megatron.tools.parser import ToolArgumentParser
 
 
@@ -42,7 +42,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     _add_input_arguments(parser)
     _add_sentence_arguments(parser)
-    add_arguments(parser, TokenizerConfig)
+    add_config_arguments(parser, TokenizerConfig)
     _add_output_arguments(parser)
     _add_run_arguments(parser)
     args = parser.parse_args(arguments)

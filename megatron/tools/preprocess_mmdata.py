@@ -20,15 +20,15 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.core.config.flags import ConfigError, add_arguments, config_from_namespace
+from megatron.core.config.flags import ConfigError, add_config_arguments, config_from_namespace
 from megatron.core.config.settings.data import TokenizerConfig
-from megatron.core.datasets.image_pairs import IMAGE, TEXT, pack_image_bytes
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
+from megatron.core.datasets.multimodal_bin_idx import IMAGE, TEXT, image_bytes_to_int32
 from megatron.core.datasets.storage import DataError
-from megatron.core.tokenizers.base import Tokenizer, tokenizer_fingerprint
+from megatron.core.tokenizers.base import Tokenizer, tokenizer_fingerprint_fields
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.tools.parser import ToolArgumentParser
-from megatron.training.launch.launch_info import install_interrupt_handler
+from megatron.training.launch.launch_info import install_interrupt_excepthook
 
 _AT_ONCE = 256
 
@@ -58,7 +58,7 @@ def read_text_image_pairs(path: str, folder: str) -> Iterator[tuple[str, Path]]:
 def write_multimodal_pair(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
     """Write the .bin/.idx pair; return the number of documents."""
 
-    def tokenize_and_pad(text: str) -> np.ndarray:
+    def tokenize_and_fill_with_eod(text: str) -> np.ndarray:
         result = tokenizer.tokenize(text)
         if result and args.append_eod:
             result = result[: args.pad_length] + [tokenizer.eod] * (args.pad_length - len(result))
@@ -67,21 +67,21 @@ def write_multimodal_pair(args: argparse.Namespace, tokenizer: Tokenizer) -> int
     rows = read_text_image_pairs(args.input, args.input_image)
     with (
         IndexedDatasetBuilder(
-            args.output_prefix, np.int32, tokenizer=tokenizer_fingerprint(tokenizer), multimodal=True
+            args.output_prefix, np.int32, tokenizer=tokenizer_fingerprint_fields(tokenizer), multimodal=True
         ) as builder,
         ThreadPoolExecutor(args.workers) as pool,
     ):
         while batch := list(islice(rows, _AT_ONCE)):
             for (text, _), image in zip(batch, pool.map(lambda row: row[1].read_bytes(), batch), strict=True):
-                builder.add_sequence(tokenize_and_pad(text), TEXT)
-                builder.add_sequence(pack_image_bytes(image), IMAGE)
+                builder.add_sequence(tokenize_and_fill_with_eod(text), TEXT)
+                builder.add_sequence(image_bytes_to_int32(image), IMAGE)
                 builder.end_document()
         return builder.num_documents
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the pair, and print the number of documents."""
-    install_interrupt_handler()
+    install_interrupt_excepthook()
     made = ToolArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     made.add_argument("--output-prefix", required=True, metavar="PREFIX", help="the pair, without its endings")
     made.add_argument("--workers", type=int, default=1, metavar="THREADS", help="threads that read images (default: 1)")
-    add_arguments(made, TokenizerConfig)
+    add_config_arguments(made, TokenizerConfig)
     args = made.parse_args(arguments)
     if min(args.pad_length, args.workers) < 1:
         made.error("--pad-length and --workers are 1 or more")

@@ -22,11 +22,11 @@ import pretrain_gpt
 import pretrain_t5
 import pretrain_vision_classify
 from megatron.core.config.flags import ConfigError
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.tools.parser import ToolArgumentParser
-from megatron.training.launch.launch_info import install_interrupt_handler
+from megatron.training.launch.launch_info import install_interrupt_excepthook
 from megatron.training.trainer import ForwardStep, ModelProvider
-from megatron.trust.compare.replay import ReplayResult, replay_failure_dump
+from megatron.trust.compare.replay import FailureReplayResult, replay_failure_dump
 
 PROVIDERS: Mapping[str, tuple[ModelProvider, ForwardStep]] = {
     "gpt": (pretrain_gpt.model_provider, pretrain_gpt.forward_step),
@@ -36,7 +36,7 @@ PROVIDERS: Mapping[str, tuple[ModelProvider, ForwardStep]] = {
 }
 
 
-def replay_report_lines(replayed: ReplayResult, most: int) -> Iterator[str]:
+def replay_report_lines(replayed: FailureReplayResult, most: int) -> Iterator[str]:
     """Yield the lines of the report. most: number of modules with the largest outputs to list."""
     facts = replayed.facts
     yield f"iteration {facts['iteration']} of {facts['world_size']} ranks: {facts['problem']}"
@@ -61,7 +61,7 @@ def replay_report_lines(replayed: ReplayResult, most: int) -> Iterator[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Replay the step and print the report. Return the exit code."""
-    install_interrupt_handler()
+    install_interrupt_excepthook()
     parser = ToolArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

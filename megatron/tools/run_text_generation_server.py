@@ -18,18 +18,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.core.config.flags import ConfigError, add_arguments, config_from_namespace, config_from_values
+from megatron.core.config.flags import ConfigError, add_config_arguments, config_from_dict, config_from_namespace
 from megatron.core.config.settings.adapter import AdapterConfig
-from megatron.core.config.settings.data import ChatConfig
+from megatron.core.config.settings.data import SFTDataConfig
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.datasets.templates import FORMATS as CHAT_FORMATS
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.families.adapter_set import AdapterSet
-from megatron.core.families.registry import model_config_of
+from megatron.core.families.adapter_set import LoadedAdapter
+from megatron.core.families.registry import model_config_from_settings
 from megatron.core.tokenizers.base import Tokenizer, read_flag_file_text
-from megatron.evaluation.reward import RewardModel
+from megatron.evaluation.reward_model import RewardModel
 from megatron.inference.engine import Engine
 from megatron.inference.image_prompts import ImagePromptWriter
 from megatron.inference.liveness import RankLiveness, watch_ranks
@@ -42,19 +42,24 @@ from megatron.tools.parser import (
     add_checkpoint_options,
     add_dtype,
     add_parallel_size_options,
-    add_tokenizer_files,
+    add_tokenizer_options,
 )
 from megatron.training.checkpoint.adapters import open_adapters, require_matching_base, source_base_hash
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.checkpoint.inference_model import GPT, REWARD, InferenceModel, load_network
-from megatron.training.entry import entry_point
+from megatron.training.entry import guarded_entry_point
 from megatron.training.health.watchdog import RankLostError
 from megatron.training.launch.launch_info import has_desktop, read_launch_info
 
 LACKING = ""  # a package without which only --help works
 try:
     from megatron.inference.server.app import LOCAL, RequestFilter, build_app
-    from megatron.inference.server.run import ServerFailed, bind_socket, follow_ignoring_signals, serve_on_socket
+    from megatron.inference.server.http_server import (
+        ServerFailed,
+        bind_socket,
+        run_follower_ignoring_signals,
+        serve_on_socket,
+    )
     from megatron.inference.server.scoring import ScoringServing, build_scoring_app
 except ModuleNotFoundError as missing:
     if missing.name not in ("fastapi", "starlette", "uvicorn"):
@@ -113,13 +118,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default="tokenizer",
         help="how conversations are written (default: by the tokenizer's chat template, if it has one)",
     )
-    _add_limit_options(parser)
-    add_tokenizer_files(parser, TOKENIZER)
-    add_arguments(parser, InferenceConfig)
+    _add_request_limit_options(parser)
+    add_tokenizer_options(parser, TOKENIZER)
+    add_config_arguments(parser, InferenceConfig)
     return parser.parse_args(argv)
 
 
-def _add_limit_options(parser: argparse.ArgumentParser) -> None:
+def _add_request_limit_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that limit a request."""
     limits, usual = parser.add_argument_group("limits of one call"), RequestLimits()
     limits.add_argument(
@@ -163,7 +168,7 @@ def _add_limit_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def bearer_token(given: argparse.Namespace) -> str:
+def read_token_file(given: argparse.Namespace) -> str:
     """Return the bearer token of --token-file, or "". `ConfigError` if no header can hold it."""
     if given.token_file is None:
         return ""
@@ -191,7 +196,7 @@ def listens_locally_only(given: argparse.Namespace) -> bool:
     return given.host in (*LOCAL, "::1")
 
 
-def open_browser(page: str) -> None:
+def open_page_in_browser(page: str) -> None:
     """Open the page in a browser where there is a desktop. A browser that is slow or fails does not affect the server."""
     if has_desktop():
         threading.Thread(target=webbrowser.open, args=(page,), daemon=True).start()
@@ -217,13 +222,13 @@ def adapter_folders_by_name(given: argparse.Namespace) -> dict[str, str]:
 
 def make_adapter_opener(
     source: CheckpointSource, model: ModelConfig, names: Sequence[str] = ()
-) -> Callable[[str], AdapterSet]:
+) -> Callable[[str], LoadedAdapter]:
     """Return a function that opens a folder's adapters of this network. source: the network's, by which their base is
     checked; names: further names of the network.
     """
     hashes: dict[AdapterConfig, str] = {}
 
-    def open_checked_adapters(folder: str) -> AdapterSet:
+    def open_checked_adapters(folder: str) -> LoadedAdapter:
         adapters = open_adapters(folder, model)
         config, known = adapters.model.adapter, adapters.base.get("hash") is not None
         if known and not adapters.saved and config not in hashes:
@@ -235,7 +240,7 @@ def make_adapter_opener(
     return open_checked_adapters
 
 
-@entry_point
+@guarded_entry_point
 def main() -> None:
     """Load the network, and serve it until a signal."""
     given = parse_arguments()
@@ -244,11 +249,11 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     logging.getLogger("megatron.inference.server").setLevel(logging.INFO)
     place = read_launch_info()
-    token, sock = bearer_token(given), bind_socket(given.host, given.port) if place.rank == 0 else None
+    token, sock = read_token_file(given), bind_socket(given.host, given.port) if place.rank == 0 else None
     parallel = ParallelConfig(**{name: getattr(given, name) for name in SIZES})
     config = config_from_namespace(InferenceConfig, given)
     changed = {name: value for name in TOKENIZER if (value := getattr(given, name)) is not None}
-    if model_config_of(open_checkpoint(given.load, given.ckpt_step).settings).reward_head:
+    if model_config_from_settings(open_checkpoint(given.load, given.ckpt_step).settings).reward_head:
         serve_reward_model(given, parallel, changed, sock, token)
         return
     loaded = load_network(
@@ -259,7 +264,7 @@ def main() -> None:
     enable_image_prompts(engine, loaded, given)
     with watch_ranks(loaded.mesh, place.meeting.rpartition(":")[0]) as liveness:
         if sock is None:
-            follow_ignoring_signals(engine.run_as_follower)
+            run_follower_ignoring_signals(engine.run_as_follower)
         else:
             reads = make_adapter_opener(loaded.source, loaded.config.model, [served_model_name(given)])
             for name, folder in adapter_folders_by_name(given).items():
@@ -284,7 +289,7 @@ def serve_reward_model(
     model, place = RewardModel(loaded, given.chat_format), read_launch_info()
     with watch_ranks(loaded.mesh, place.meeting.rpartition(":")[0]) as liveness:
         if sock is None:
-            follow_ignoring_signals(model.run_as_follower)
+            run_follower_ignoring_signals(model.run_as_follower)
             return
         service = ScoreService(
             model.score_as_leader, close=model.release_followers, device=loaded.mesh.device, liveness=liveness
@@ -313,7 +318,7 @@ def enable_image_prompts(engine: Engine, loaded: InferenceModel, given: argparse
     if not loaded.config.model.has_vision:
         return
     if given.chat_format == "tokenizer":
-        given.chat_format = config_from_values(ChatConfig, loaded.source.settings).sft_tokenizer_prompt_format
+        given.chat_format = config_from_dict(SFTDataConfig, loaded.source.settings).sft_tokenizer_prompt_format
     prompts = ImagePromptWriter.from_model(
         loaded.config.model, loaded.tokenizer, loaded.source.settings, given.chat_format
     )
@@ -341,7 +346,7 @@ def serve_as_leader(
     given: argparse.Namespace,
     limits: RequestLimits,
     token: str,
-    reads: Callable[[str], AdapterSet],
+    reads: Callable[[str], LoadedAdapter],
 ) -> None:
     """On the first rank: capture graphs, start the engine's thread, and serve until a signal. reads: opens adapters."""
     chat, name = make_chat_encoder(given, engine.tokenizer), served_model_name(given)
@@ -376,7 +381,7 @@ def serve_and_name_lost_rank(
             service,
             sock,
             drain_seconds=given.drain_seconds,
-            ready=open_browser if given.open else lambda page: None,
+            ready=open_page_in_browser if given.open else lambda page: None,
         )
     except ServerFailed as failed:
         if liveness.lost_rank_text:  # which says it all

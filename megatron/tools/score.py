@@ -17,16 +17,16 @@ from typing import Any
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
-from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.evaluation.likelihood import BatchLimits
-from megatron.evaluation.reward import RewardModel
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.evaluation.likelihood import EvaluationBatchLimits
+from megatron.evaluation.reward_model import RewardModel
 from megatron.tools.parser import ToolArgumentParser
-from megatron.training.launch.launch_info import install_interrupt_handler
+from megatron.training.launch.launch_info import install_interrupt_excepthook
 
 FORMS = {"text": "score", "completion": "score", "chosen": "chosen_score", "rejected": "rejected_score"}
 
 
-def parse_line(line: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def parse_line_to_score(line: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Parse one line of the input, a JSON object with "text", "completion", or "chosen" and "rejected".
     Return it, and for each score it gets ("score", or "chosen_score" and "rejected_score") what is scored, a text or a
     list of messages, with the row's "prompt" in front (not of "text"). Raises `DataError` that says what is wrong with
@@ -47,18 +47,18 @@ def parse_line(line: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return row, texts
 
 
-def score_lines(args: argparse.Namespace) -> str:
+def score_and_write_lines(args: argparse.Namespace) -> str:
     """Score all lines of the input, and write them with their scores. Return what was done, in words."""
     rows = []
     for number, line in enumerate(args.input.read_text(encoding="utf-8").splitlines(), 1):
         if line.strip():
             try:
-                rows.append(parse_line(line))
+                rows.append(parse_line_to_score(line))
             except DataError as error:
                 raise DataError(f"{args.input}, line {number}: {error}") from error
     model = RewardModel.load(args.load, template=args.chat_format, dtype=args.dtype)
     scores = iter(
-        model.score([text for _, texts in rows for text in texts.values()], size=BatchLimits(args.batch_size))
+        model.score([text for _, texts in rows for text in texts.values()], size=EvaluationBatchLimits(args.batch_size))
     )
     above, pairs = 0, 0
     with args.output.open("w", encoding="utf-8") as out:
@@ -73,7 +73,7 @@ def score_lines(args: argparse.Namespace) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Score, and print what was done."""
-    install_interrupt_handler()
+    install_interrupt_excepthook()
     parser = ToolArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -89,6 +89,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="auto", help="format of the weights (default: as they are)")
     args = parser.parse_args(arguments)
     try:
-        print(score_lines(args))
+        print(score_and_write_lines(args))
     except (CheckpointError, ConfigError, DataError, OSError) as error:
         sys.exit(f"score.py: {error}")

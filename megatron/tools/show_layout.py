@@ -13,17 +13,17 @@ from pathlib import Path
 
 from megatron.core.config.flags import ConfigError, config_from_namespace, raise_config_error_if
 from megatron.core.config.rules.engine import NEEDS, RULES
-from megatron.core.config.rules.rule import RuleInput
+from megatron.core.config.rules.rule import ConfigRuleInput
 from megatron.core.config.settings.run import RequestedRun, RunConfig
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.models.describe import count_active_parameters, count_parameters
-from megatron.core.models.flops import estimate_rank_memory
+from megatron.core.models.flops import estimate_memory_by_pipeline_rank
 from megatron.core.parallel.grid import axis_rank_groups
 from megatron.core.pipeline_parallel.schedules import Plan, num_plan_stages, pipeline_training_plan
 from megatron.core.pipeline_parallel.timeline import draw_text_timeline, simulate_pipeline_plan
 from megatron.core.tokenizers.build import expected_vocab_size
 from megatron.tools.parser import ToolArgumentParser
-from megatron.training.cli.arguments import read_flags
+from megatron.training.cli.arguments import parse_args_unchecked
 
 CAN_DRAW = importlib.util.find_spec("matplotlib") is not None
 if CAN_DRAW:
@@ -47,21 +47,21 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="-- and the flags of the run")
     options = parser.parse_args(argv)
     flags = options.flags[1:] if options.flags[:1] == ["--"] else options.flags
-    args = read_flags(flags)
+    args = parse_args_unchecked(flags)
     if options.picture and not CAN_DRAW:
         args.problems.append("--picture needs the package matplotlib, which is not installed: pip install matplotlib")
     raise_config_error_if(args.problems)
     config = config_from_namespace(RequestedRun, args).resolve(options.world_size)
     for rules in (NEEDS, RULES):  # the others speak of data, rates and durations, which a layout does without
         raise_config_error_if(
-            message for rule in rules if (message := rule.problem_message(RuleInput(config, options.world_size)))
+            message for rule in rules if (message := rule.problem_message(ConfigRuleInput(config, options.world_size)))
         )
     if options.true_vocab_size is None:
         options.true_vocab_size, _ = expected_vocab_size(config.tokenizer)
     return options, config
 
 
-def rank_table(config: RunConfig, world_size: int) -> list[str]:
+def axis_rank_groups_table(config: RunConfig, world_size: int) -> list[str]:
     """Return lines with the groups of every axis that has more than one rank."""
     lines = [f"{world_size} ranks"]
     axes = [("tp", "tensor"), ("pp", "pipeline"), ("dp", "data"), ("embed", "tied embedding")]
@@ -79,8 +79,8 @@ def stage_table(config: RunConfig, true_vocab_size: int, world_size: int, num_mi
     """Return lines with layers, parameters and memory of each pipeline rank."""
     model = config.model.with_vocabulary(true_vocab_size, config.parallel.tp)
     config = dataclasses.replace(config, model=model)
-    stages = pipeline_stages_of(config)
-    memory = estimate_rank_memory(
+    stages = stage_specs_of_run(config)
+    memory = estimate_memory_by_pipeline_rank(
         config,
         stages,
         data_parallel_size=config.parallel.data_parallel_size(world_size),
@@ -112,7 +112,7 @@ def pipeline_schedule_of(config: RunConfig, world_size: int) -> tuple[Plan, int]
     """Return (pipeline schedule of one step, number of microbatches)."""
     parallel, train = config.parallel, config.train
     count = max(1, train.global_batch_size // (train.micro_batch_size * parallel.data_parallel_size(world_size)))
-    chunks = len(pipeline_stages_of(config)) // parallel.pp
+    chunks = len(stage_specs_of_run(config)) // parallel.pp
     return pipeline_training_plan(
         parallel.pp,
         chunks,
@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
     """Print the tables and the schedule."""
     try:
         options, config = parse_arguments(argv)
-        lines = rank_table(config, options.world_size)
+        lines = axis_rank_groups_table(config, options.world_size)
         plan, count = pipeline_schedule_of(config, options.world_size)
         lines += ["", *stage_table(config, options.true_vocab_size, options.world_size, count)]
     except ConfigError as error:

@@ -39,12 +39,12 @@ def request_continuation(server: str, prompt: str, count: int, *, token: str, ti
         ) as answer:
             return "Megatron Response: \n" + json.load(answer)["text"][0]
     except urllib.error.HTTPError as error:
-        return f"Error {error.code}: {error_message(error.read())}"
+        return f"Error {error.code}: {message_of_error_body(error.read())}"
     except (OSError, ValueError, LookupError, TypeError) as error:
         return f"Error: {address} does not answer as a text generation server: {error}"
 
 
-def error_message(body: bytes) -> str:
+def message_of_error_body(body: bytes) -> str:
     """Return the message in a server's error body, of any of the usual forms."""
     try:
         reply = json.loads(body)

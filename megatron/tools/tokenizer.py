@@ -19,19 +19,19 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megatron.core.config.flags import ConfigError, add_arguments, config_from_namespace
+from megatron.core.config.flags import ConfigError, add_config_arguments, config_from_namespace
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.ingest.inputs import find_input_files, read_input_chunks, shard_input_spans
+from megatron.core.datasets.ingest.input_spans import InputPosition
+from megatron.core.datasets.ingest.inputs import find_input_files, read_input_chunks, spans_of_corpus_shard
 from megatron.core.datasets.ingest.records import parse_records
-from megatron.core.datasets.ingest.source import InputPosition
-from megatron.core.tokenizers.base import Tokenizer, tokenizer_fingerprint
+from megatron.core.tokenizers.base import Tokenizer, tokenizer_fingerprint_fields
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.check import examine_tokenizer, measure_corpus_round_trips, promises_round_trips
 from megatron.core.tokenizers.engines import num_usable_processors
-from megatron.core.tokenizers.train import train_byte_level_bpe, train_sentencepiece, write_files_atomically
+from megatron.core.tokenizers.train import train_byte_level_bpe, train_sentencepiece, write_each_file_atomically
 from megatron.tools.parser import ToolArgumentParser
-from megatron.training.launch.launch_info import install_interrupt_handler
+from megatron.training.launch.launch_info import install_interrupt_excepthook
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -46,7 +46,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         allow_abbrev=False,
         description="Learn a byte-level BPE or a SentencePiece model from text.",
     )
-    _add_train_arguments(train)
+    _add_tokenizer_train_arguments(train)
     check = commands.add_parser(
         "check",
         help="look for what is wrong, or may surprise",
@@ -55,7 +55,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Look for colliding special ids, ids that the model lacks, text that does not come "
         "back from its ids, and added tokens that text can hit.",
     )
-    add_arguments(check, TokenizerConfig)
+    add_config_arguments(check, TokenizerConfig)
     group = check.add_argument_group("Check")
     group.add_argument("--padded-vocab-size", type=int, metavar="N", help="ids that the model has; more are wrong")
     group.add_argument("--strict", action="store_true", help="count notes as wrong, too")
@@ -68,7 +68,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Show the ids of a text, how the vocabulary writes them, and the bytes they stand for.",
     )
     encode.add_argument("text", nargs="*", metavar="TEXT", help="texts; none: standard input, as one text")
-    add_arguments(encode, TokenizerConfig)
+    add_config_arguments(encode, TokenizerConfig)
     group = encode.add_argument_group("Output")
     group.add_argument("--marked", action="store_true", help="names of special tokens in the text are those tokens")
     group.add_argument("--json", action="store_true", help="one JSON object a text: ids, tokens and spans")
@@ -83,11 +83,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     decode.add_argument(
         "ids", nargs="*", type=int, metavar="ID", help="ids; none: standard input, with white space between"
     )
-    add_arguments(decode, TokenizerConfig)
+    add_config_arguments(decode, TokenizerConfig)
     return parser.parse_args(arguments)
 
 
-def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_tokenizer_train_arguments(parser: argparse.ArgumentParser) -> None:
     _add_input_arguments(parser.add_argument_group("Input"), required=True)
     group = parser.add_argument_group("Vocabulary")
     group.add_argument(
@@ -142,7 +142,7 @@ def _add_input_arguments(group: argparse._ArgumentGroup, *, required: bool) -> N
 
 def read_texts(inputs: Sequence[str], key: str) -> Iterator[list[str]]:
     """Yield the texts of all inputs in batches, with progress on standard error; unreadable records are counted there."""
-    spans = shard_input_spans(find_input_files(inputs, "auto", "line"), None)
+    spans = spans_of_corpus_shard(find_input_files(inputs, "auto", "line"), None)
     dropped: dict[str, int] = {}
     documents = 0
     with tqdm(unit="B", unit_scale=True, disable=None, desc="read", file=sys.stderr) as progress:
@@ -186,7 +186,7 @@ def train_and_write_tokenizer(args: argparse.Namespace) -> int:
         kind = TokenizerConfig(
             tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=str(args.output_dir / "tokenizer.model")
         )
-    write_files_atomically(args.output_dir, files)
+    write_each_file_atomically(args.output_dir, files)
     size = build_tokenizer(kind).vocab_size
     print(f"wrote {', '.join(files)} to {args.output_dir}: {size} ids\nuse it with --tokenizer-type {use}")
     if size < args.vocab_size:
@@ -207,7 +207,7 @@ def print_tokenizer_findings(args: argparse.Namespace, tokenizer: Tokenizer) -> 
             (findings.wrong if promises_round_trips(tokenizer) else findings.notes).append(
                 f"{result.lost} of {result.texts} texts of the corpus do not come back from their ids; the first: {result.first_loss}"
             )
-    mark = tokenizer_fingerprint(tokenizer)
+    mark = tokenizer_fingerprint_fields(tokenizer)
     print(f"{mark['kind']}: {mark['vocab_size']} ids, end of document {mark['eod']}, hash {mark['hash']}")
     print(tokenizer.engine)
     for word, lines in (("wrong", findings.wrong), ("note", findings.notes)):
@@ -252,7 +252,7 @@ def print_decoded_text(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return the exit code: 1 if something is wrong, 2 if it cannot be done."""
-    install_interrupt_handler()
+    install_interrupt_excepthook()
     args = parse_arguments(arguments)
     try:
         if args.command == "train":

@@ -15,10 +15,10 @@ import numpy as np
 
 from megatron.core.datasets.indexed import DataError, IndexedDataset
 from megatron.tools.parser import ToolArgumentParser
-from megatron.training.launch.launch_info import install_interrupt_handler
+from megatron.training.launch.launch_info import install_interrupt_excepthook
 
 
-def token_counts(prefix: str) -> np.ndarray:
+def count_tokens_by_id(prefix: str) -> np.ndarray:
     """Return how often each id occurs in PREFIX.bin, [largest id + 1], reading one sequence at a time."""
     dataset = IndexedDataset(prefix)
     counts = np.zeros(0, dtype=np.int64)
@@ -30,7 +30,7 @@ def token_counts(prefix: str) -> np.ndarray:
     return counts
 
 
-def entropy(counts: np.ndarray) -> float:
+def entropy_of_counts(counts: np.ndarray) -> float:
     """Return -sum p ln p of the frequencies p that counts [v] give, in nats."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
@@ -38,20 +38,20 @@ def entropy(counts: np.ndarray) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the unigram entropy."""
-    install_interrupt_handler()
+    install_interrupt_excepthook()
     parser = ToolArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prefix", metavar="PREFIX", help="the token file is PREFIX.bin with PREFIX.idx")
     parser.add_argument("--quiet", action="store_true", help="print the number only")
     args = parser.parse_args(arguments)
     try:
-        counts = token_counts(args.prefix)
+        counts = count_tokens_by_id(args.prefix)
     except (DataError, OSError) as error:
         sys.exit(f"unigram_entropy.py: {error}")
     if counts.sum() == 0:
         sys.exit(f"unigram_entropy.py: {args.prefix}.bin holds no tokens")
     if args.quiet:
-        print(f"{entropy(counts):.4f}")
+        print(f"{entropy_of_counts(counts):.4f}")
     else:
         print(
-            f"{counts.sum()} tokens, {np.count_nonzero(counts)} different: unigram entropy {entropy(counts):.4f} nats per token"
+            f"{counts.sum()} tokens, {np.count_nonzero(counts)} different: unigram entropy {entropy_of_counts(counts):.4f} nats per token"
         )

@@ -25,14 +25,14 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.training.health.bad_steps import BadStepError
 from megatron.training.health.exit_conditions import NonFiniteError
 from megatron.training.health.failures import error_text, rank_and_node_text
 from megatron.training.health.replica_check import ReplicaMismatchError
 from megatron.training.health.watchdog import LOST, RankLostError
 from megatron.training.initialize import leave_process_group
-from megatron.training.launch.launch_info import LaunchInfo, install_interrupt_handler, read_launch_info
+from megatron.training.launch.launch_info import LaunchInfo, install_interrupt_excepthook, read_launch_info
 from megatron.training.launch.rendezvous import FIRST_FAILURE, RendezvousStore
 
 USER_ERRORS = (
@@ -126,7 +126,7 @@ def _delay_secondary_failure(main: Callable[[], None]) -> Callable[[], None]:
     cause.
     """
 
-    def main_with_delay() -> None:
+    def main_with_delayed_failure() -> None:
         try:
             main()
         except USER_ERRORS as error:
@@ -136,10 +136,10 @@ def _delay_secondary_failure(main: Callable[[], None]) -> Callable[[], None]:
                 time.sleep(_GRACE)
             raise
 
-    return main_with_delay
+    return main_with_delayed_failure
 
 
-def entry_point(main: Callable[[], None]) -> Callable[[], None]:
+def guarded_entry_point(main: Callable[[], None]) -> Callable[[], None]:
     """Decorator of a script's main function: every error ends all ranks and is shown once, user errors without a
     traceback.
     """
@@ -147,7 +147,7 @@ def entry_point(main: Callable[[], None]) -> Callable[[], None]:
 
     @functools.wraps(main)
     def guarded_main() -> None:
-        install_interrupt_handler()
+        install_interrupt_excepthook()
         place = read_launch_info()
         alarm = FailureReporter(place)
         try:

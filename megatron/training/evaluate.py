@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import without_cudnn_attention
-from megatron.core.pipeline_parallel.executor import run
+from megatron.core.pipeline_parallel.executor import run_rank_script
 from megatron.training.data.batch import Batch
 from megatron.training.step import StepWork
 from megatron.training.trainer import Trainer
@@ -26,7 +26,7 @@ def evaluate_loss(trainer: Trainer, batches: Iterator[Batch], iterations: int) -
     with evaluation_mode(trainer):
         for _ in range(iterations):
             work = StepWork(trainer, batches, count, training=False)
-            run(
+            run_rank_script(
                 trainer.pipeline_script(work.own_microbatches, training=False),
                 work=work,
                 axis=mesh.pp,

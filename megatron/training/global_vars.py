@@ -6,18 +6,18 @@ import argparse
 
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.report.timers import Timers
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 
-_RUN: Run | None = None
+_RUN: RunContext | None = None
 
 
-def set_global_run(run: Run) -> None:
+def set_global_run(run: RunContext) -> None:
     """Set the global run that the getters of this module return. Called once, by initialize_megatron."""
     global _RUN
     _RUN = run
 
 
-def get_global_run() -> Run:
+def get_global_run() -> RunContext:
     """Return the global run; `RuntimeError` before initialize_megatron."""
     if _RUN is None:
         raise RuntimeError("no run is installed; call initialize_megatron first")

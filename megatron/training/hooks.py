@@ -46,7 +46,7 @@ class StepHooks:
         return None
 
 
-class ModuleHooks(StepHooks):
+class ModuleStepHook(StepHooks):
     """Opens each step for low-precision layers, and calls the class method `after_step` of modules that have it, once
     for all modules of a class.
     weights_stay: weights lie where they are for a whole step. weights_wait: they may arrive as the first forward pass

@@ -20,9 +20,9 @@ from megatron.core import parallel_state
 from megatron.core.config.flags import ConfigError, config_from_namespace, raise_config_error_if
 from megatron.core.config.settings.parallel import can_exchange_heads
 from megatron.core.config.settings.run import RequestedRun, RunConfig
-from megatron.core.dist_checkpointing.store import check_save_folder_writable
+from megatron.core.dist_checkpointing.checkpoint_folders import check_save_folder_writable
 from megatron.core.kernels.low_precision import recipes
-from megatron.core.kernels.startup_check import choose_tried_kernels
+from megatron.core.kernels.startup_check import select_kernels_with_trials
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import (
     device_name,
@@ -38,19 +38,19 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.training import global_vars
 from megatron.training.cli.device_checks import kernel_requirements
 from megatron.training.cli.preflight import fit_elastic_layout, preflight
-from megatron.training.launch.elastic import layout_change_text
+from megatron.training.launch.elastic import elastic_layout_change_text
 from megatron.training.launch.launch_info import read_launch_info, world_size
-from megatron.training.launch.rendezvous import init_default_process_group, missing_store_warning
+from megatron.training.launch.rendezvous import init_default_process_group, missing_launcher_store_warning
 from megatron.training.launch.spare_ranks import release_spare_ranks, wait_as_spare_rank
 from megatron.training.report.run_log import RunLog
 from megatron.training.report.run_record import run_log_path
 from megatron.training.report.timers import Timers
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 
 MeshOf = Callable[[RunConfig, torch.device], tuple[Mesh, RunConfig]]
 
 
-def initialize_megatron(args: argparse.Namespace, mesh_of: MeshOf | None = None) -> Run:
+def initialize_megatron(args: argparse.Namespace, mesh_of: MeshOf | None = None) -> RunContext:
     """Check the settings, join the other ranks, and return the `Run` that every provider receives.
     mesh_of: makes this rank's mesh and config, where not all ranks are one mesh. Prints what is wrong and exits with
     code 2 when settings cannot be used; one rank prints for all.
@@ -61,20 +61,20 @@ def initialize_megatron(args: argparse.Namespace, mesh_of: MeshOf | None = None)
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(f"ConfigError: {error}\n")
         raise SystemExit(2) from None
-    log = _make_logger(config)
+    log = _make_console_logger(config)
     device = pick_device()
     set_current_device(device)
     disable_malloc_trim(device)
     _set_deterministic(config)
     mesh, config = (build_mesh(config, device), config) if mesh_of is None else mesh_of(config, device)
-    chosen = choose_tried_kernels(
+    chosen = select_kernels_with_trials(
         config,
         kernel_requirements(config, device),
         device,
         gather=lambda rows: collectives.gather_objects(rows, mesh.world),
     )
     streams = RandomStreams.build(mesh, config.train.seed, per_data_rank=config.train.data_parallel_random_init)
-    run = Run(
+    run = RunContext(
         args=args,
         config=config,
         mesh=mesh,
@@ -83,14 +83,14 @@ def initialize_megatron(args: argparse.Namespace, mesh_of: MeshOf | None = None)
         streams=streams,
         timers=_make_timers(config, mesh),
         log=log,
-        run_log=_run_log(config, mesh),
+        run_log=_make_run_log(config, mesh),
     )
     global_vars.set_global_run(run)
     parallel_state.install_mesh(mesh)
     lines = (*getattr(args, "messages", ()), *chosen.failures)
-    for message in (*lines, *filter(None, [missing_store_warning(read_launch_info())])):
+    for message in (*lines, *filter(None, [missing_launcher_store_warning(read_launch_info())])):
         run.print_rank_0(message)
-    _startup_table(run)
+    _print_startup_summary(run)
     return run
 
 
@@ -124,7 +124,7 @@ def _hold_spare_ranks(args: argparse.Namespace) -> int:
     """
     given, place = config_from_namespace(RequestedRun, args), read_launch_info()
     chosen, ranks = fit_elastic_layout(given, place.size)
-    if line := layout_change_text(given.parallel, chosen.parallel, world_size=place.size, ranks=ranks):
+    if line := elastic_layout_change_text(given.parallel, chosen.parallel, world_size=place.size, ranks=ranks):
         args.messages = [*getattr(args, "messages", ()), line]
     if ranks == place.size:
         return ranks
@@ -144,7 +144,7 @@ class ConsoleHandler(logging.StreamHandler):
             super().handleError(record)
 
 
-def _make_logger(config: RunConfig) -> logging.Logger:
+def _make_console_logger(config: RunConfig) -> logging.Logger:
     """Return the logger "megatron", which prints messages to standard output without a prefix."""
     log = logging.getLogger("megatron")
     if not log.handlers:
@@ -182,7 +182,7 @@ def build_mesh(config: RunConfig, device: torch.device) -> Mesh:
     return Mesh.build(config.parallel, device)
 
 
-def _run_log(config: RunConfig, mesh: Mesh) -> RunLog:
+def _make_run_log(config: RunConfig, mesh: Mesh) -> RunLog:
     """Return the run log; only the first rank of all writes."""
     speaks = mesh.world.is_first and mesh.world.ranks[0] == 0
     return RunLog(run_log_path(config.log, config.checkpoint.save) if speaks else None)
@@ -199,7 +199,7 @@ def _make_timers(config: RunConfig, mesh: Mesh) -> Timers:
     )
 
 
-def _print_state_context_parallel(run: Run) -> None:
+def _print_recurrent_cp_method(run: RunContext) -> None:
     """Print by which method layers with a recurrent state process sequences sharded over context ranks, and why."""
     parallel, hybrid = run.config.parallel, run.config.model.hybrid
     size, ways = parallel.context_parallel_size, []
@@ -215,7 +215,7 @@ def _print_state_context_parallel(run: Run) -> None:
         )
 
 
-def _startup_table(run: Run) -> None:
+def _print_startup_summary(run: RunContext) -> None:
     """Print mesh, formats, kernels and other choices, once at start."""
     mesh, config = run.mesh, run.config
     axes = " x ".join(
@@ -235,7 +235,7 @@ def _startup_table(run: Run) -> None:
         + "".join(f", {word}" for word in extras)
     )
     run.print_rank_0(
-        f"format: {config.precision.dtype}, gradients in {config.precision.gradient_dtype}; vocabulary "
+        f"format: {config.precision.param_dtype_name}, gradients in {config.precision.gradient_dtype_name}; vocabulary "
         f"{config.model.true_vocab_size} padded to {config.model.padded_vocab_size}"
     )
     run.print_rank_0(
@@ -252,14 +252,14 @@ def _startup_table(run: Run) -> None:
             if op not in config.model.unused_kernel_ops
         )
     )
-    _print_state_context_parallel(run)
+    _print_recurrent_cp_method(run)
     if (recipe := recipes.low_precision_recipe_of(config.precision.low, mesh.device)) is not None:
         ends = (config.precision.low.num_layers_at_start_in_bf16, config.precision.low.num_layers_at_end_in_bf16)
         run.print_rank_0(
             f"matrices: {recipe.forward.name}, gradients {recipe.backward.name}, {recipe.name}, "
             f"{'native' if recipe.native else 'emulated: rounded, then multiplied in fp32'}"
             + (
-                f"; the first {ends[0]} and last {ends[1]} layers in {config.precision.dtype}"
+                f"; the first {ends[0]} and last {ends[1]} layers in {config.precision.param_dtype_name}"
                 if config.precision.low.first_last_layers_bf16
                 else ""
             )

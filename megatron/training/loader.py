@@ -23,26 +23,26 @@ from megatron.core.parallel import collectives
 from megatron.training.data.batch import Batch
 from megatron.training.data.rebalance import RebalancedBatches
 from megatron.training.data.sample_order import (
-    NumberedDataset,
-    SampleLog,
+    MapStyleDataset,
+    ReadSamplesLog,
     batch_external_samples,
     microbatch_sample_indices,
-    read_microbatch,
+    read_and_stack_samples,
     require_iterable_dataset,
     samples_needed,
-    single_pass_samples,
+    single_pass_sample_indices,
     stages_read_data,
 )
 from megatron.training.launch.launch_info import read_launch_info
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 from megatron.training.trainer import Trainer
 
 _AHEAD = 2  # microbatches prepared by each reading thread
 
 # Numbered samples; with --dataloader-type external: an iterable of this data-parallel rank's samples, from where the run is.
-SampleSource = NumberedDataset | Iterable[Mapping[str, np.ndarray]]
+SampleSource = MapStyleDataset | Iterable[Mapping[str, np.ndarray]]
 Datasets = tuple[SampleSource | None, SampleSource | None, SampleSource | None]
-DatasetProvider = Callable[[Run, tuple[int, int | None, int]], Datasets]
+DatasetProvider = Callable[[RunContext, tuple[int, int | None, int]], Datasets]
 Arrays = dict[str, np.ndarray]
 
 
@@ -108,7 +108,7 @@ def build_split_batches(trainer: Trainer, provider: DatasetProvider) -> SplitBat
         complete = split == "valid" and run.config.data.full_validation
         if dataset is None or not (train.eval_iters or complete):
             return None
-        batches = split_microbatches(run, dataset, split=split, consumed_samples=consumed, reads=reads)
+        batches = microbatches_of_split(run, dataset, split=split, consumed_samples=consumed, reads=reads)
         if not complete:
             return EvaluationData(train.eval_iters, batches)
         full = trainer.batches.evaluation_batch_size
@@ -119,7 +119,7 @@ def build_split_batches(trainer: Trainer, provider: DatasetProvider) -> SplitBat
             once=lambda: single_pass_microbatches(run, dataset, split=split, full_batch=full, reads=reads),
         )
 
-    training = split_microbatches(run, datasets[0], consumed_samples=progress.consumed_train_samples, reads=reads)
+    training = microbatches_of_split(run, datasets[0], consumed_samples=progress.consumed_train_samples, reads=reads)
     # A run that only evaluates has a validation set for one evaluation, and begins at its beginning.
     seen = 0 if train.skip_train else progress.consumed_valid_samples
     return SplitBatches(
@@ -129,7 +129,9 @@ def build_split_batches(trainer: Trainer, provider: DatasetProvider) -> SplitBat
     )
 
 
-def _build_datasets_in_order(run: Run, provider: DatasetProvider, counts: tuple[int, int | None, int]) -> Datasets:
+def _build_datasets_in_order(
+    run: RunContext, provider: DatasetProvider, counts: tuple[int, int | None, int]
+) -> Datasets:
     """Call the provider in turns, so that index caches are built once: by the first rank, then by the first rank of
     each machine, then by the others. Collective.
     """
@@ -143,13 +145,13 @@ def _build_datasets_in_order(run: Run, provider: DatasetProvider, counts: tuple[
     return datasets
 
 
-def is_map_style(dataset: SampleSource) -> TypeGuard[NumberedDataset]:
+def is_map_style(dataset: SampleSource) -> TypeGuard[MapStyleDataset]:
     """Whether a dataset has numbered samples (`__getitem__` and `__len__`)."""
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
 
-def split_microbatches(
-    run: Run, dataset: SampleSource | None, *, consumed_samples: int, reads: bool, split: str = "train"
+def microbatches_of_split(
+    run: RunContext, dataset: SampleSource | None, *, consumed_samples: int, reads: bool, split: str = "train"
 ) -> ClosableBatches:
     """Return this rank's microbatches, from sample `consumed_samples` on. Close it to end its threads.
     reads: whether this rank reads the data; else its batches are empty.
@@ -171,7 +173,7 @@ def split_microbatches(
 
 
 def single_pass_microbatches(
-    run: Run, dataset: NumberedDataset, *, full_batch: int, reads: bool, split: str
+    run: RunContext, dataset: MapStyleDataset, *, full_batch: int, reads: bool, split: str
 ) -> ClosableBatches:
     """Return this rank's microbatches of an evaluation that sees every sample once; the last global batch is padded.
     full_batch: samples of a global batch. reads: whether this rank reads the data; else its batches are empty.
@@ -179,19 +181,21 @@ def single_pass_microbatches(
     if not reads:
         return _empty_batches()
     regroups = run.config.parallel.hybrid_context_parallel
-    order = single_pass_samples(run.config, len(dataset), full_batch=full_batch, **_reader_rank_kwargs(run, regroups))
+    order = single_pass_sample_indices(
+        run.config, len(dataset), full_batch=full_batch, **_reader_rank_kwargs(run, regroups)
+    )
     batches = _device_batches(run, _read_ahead(run, dataset, order), split)
     return RebalancedBatches(batches, run.mesh, run.config) if regroups else batches
 
 
-def _reader_rank_kwargs(run: Run, everything: bool) -> dict[str, int]:
+def _reader_rank_kwargs(run: RunContext, everything: bool) -> dict[str, int]:
     """Return `rank` and `num_ranks` of whose samples this rank reads: its own or, with `everything`, all data-parallel
     ranks'.
     """
     return {"rank": 0, "num_ranks": 1} if everything else {"rank": run.mesh.dp.rank, "num_ranks": run.mesh.dp.size}
 
 
-def next_batch(batches: Iterator[Batch]) -> Batch:
+def next_batch_or_data_error(batches: Iterator[Batch]) -> Batch:
     """The next microbatch; `DataError` when there is none."""
     try:
         return next(batches)
@@ -204,13 +208,15 @@ def _empty_batches() -> Generator[Batch]:
     yield from repeat(Batch())
 
 
-def _device_batches(run: Run, source: Generator[tuple[list[int] | None, Arrays]], split: str) -> Generator[Batch]:
+def _device_batches(
+    run: RunContext, source: Generator[tuple[list[int] | None, Arrays]], split: str
+) -> Generator[Batch]:
     """Yield batches on the device, sharded over context ranks. Samples are logged when they are taken, not when read
     ahead.
     """
     data, log = run.config.data, None
     if data.log_samples:
-        log = SampleLog(
+        log = ReadSamplesLog(
             data.log_samples,
             rank=run.mesh.world.rank,
             data_rank=run.mesh.dp.rank,
@@ -229,13 +235,13 @@ def _device_batches(run: Run, source: Generator[tuple[list[int] | None, Arrays]]
 
 
 def _read_ahead(
-    run: Run, dataset: NumberedDataset, order: Iterator[list[int]]
+    run: RunContext, dataset: MapStyleDataset, order: Iterator[list[int]]
 ) -> Generator[tuple[list[int] | None, Arrays]]:
     """Yield (sample numbers, arrays) in order, read by threads ahead of their use."""
     num_threads = run.config.data.num_workers
 
     def read_and_pin(numbers: list[int]) -> tuple[list[int], Arrays]:
-        arrays = read_microbatch(dataset, numbers)
+        arrays = read_and_stack_samples(dataset, numbers)
         return numbers, pin_arrays(arrays) if run.mesh.device.type == "cuda" else arrays
 
     if num_threads == 0:

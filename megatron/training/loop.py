@@ -12,16 +12,16 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.config.flags import ConfigError, config_to_values
+from megatron.core.config.flags import ConfigError, config_to_dict
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.stages import stage_specs_of_run
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.saver import SaveOutcome
-from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.models.flops import estimate_rank_memory, flops_per_sample
+from megatron.core.models.flops import estimate_memory_by_pipeline_rank, flops_per_sample
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import device_memory_stats, device_name, empty_cache, profiler_activities
 from megatron.training.accelerate.compile import LayerCompiler
-from megatron.training.accelerate.cuda_graphs import CapturedGraphs
+from megatron.training.accelerate.cuda_graphs import LayerGraphCapturer
 from megatron.training.checkpoint.best import note_if_best, require_save_best_metric
 from megatron.training.checkpoint.checkpointing import Checkpointer, lock_save_folder
 from megatron.training.evaluate import evaluate_loss, evaluation_mode
@@ -36,33 +36,39 @@ from megatron.training.health.stragglers import StragglerDetector
 from megatron.training.health.vote import AnyRankVote
 from megatron.training.health.watchdog import HangDetector
 from megatron.training.launch.launch_info import read_launch_info
-from megatron.training.loader import DatasetProvider, EvaluationData, SplitBatches, build_split_batches, next_batch
+from megatron.training.loader import (
+    DatasetProvider,
+    EvaluationData,
+    SplitBatches,
+    build_split_batches,
+    next_batch_or_data_error,
+)
 from megatron.training.report.metrics import (
     FlopsPerSample,
     StepMetricsMeter,
+    format_progress_file_fields,
     known_peak_tflops,
     memory_line,
-    progress_file_facts,
     progress_file_line,
     theoretical_memory_line,
 )
 from megatron.training.report.run_log import LogFile
-from megatron.training.report.run_record import record_run_start_and_error, record_steps
-from megatron.training.report.timers import max_times_by_tag, times_text
+from megatron.training.report.run_record import add_steps_to_run_log, record_run_start_and_error
+from megatron.training.report.timers import max_times_by_tag, timer_report_text
 from megatron.training.report.writers import Writers
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 from megatron.training.step import train_step
 from megatron.training.trainer import Evaluate, ForwardStep, ModelProvider, Samples, Trainer, build_trainer
 
 
 def pretrain(
-    run: Run,
+    run: RunContext,
     datasets: DatasetProvider,
     model: ModelProvider,
     forward_step: ForwardStep,
-    samples: Callable[[Run], Samples] | None = None,
+    samples: Callable[[RunContext], Samples] | None = None,
     *,
-    benchmark: Callable[[Run, str], tuple[str, Evaluate]] | None = None,
+    benchmark: Callable[[RunContext, str], tuple[str, Evaluate]] | None = None,
     data_of: Callable[[Trainer], SplitBatches] | None = None,
 ) -> None:
     """Train, evaluate, save and report as the config says. datasets(run, (train, valid, test) sample counts) -> three
@@ -86,7 +92,7 @@ def pretrain(
                 )
             trainer.benchmark = benchmark(run, file)
         compiler = LayerCompiler(trainer) if run.config.compilation.compile else None
-        recordings = CapturedGraphs(trainer) if run.config.graphs.cuda_graph_impl == "local" else None
+        recordings = LayerGraphCapturer(trainer) if run.config.graphs.cuda_graph_impl == "local" else None
         checkpoint = Checkpointer(trainer, lock=lock)
         if checkpoint.resume():
             run.run_log.add("loaded", **dataclasses.asdict(run.progress))
@@ -117,7 +123,7 @@ class TrainingSession:
         data: SplitBatches,
         validator: StepValidator,
         rerun: StepRerun | None = None,
-        layers: LayerCompiler | CapturedGraphs | None = None,
+        layers: LayerCompiler | LayerGraphCapturer | None = None,
     ) -> None:
         """layers: who makes layers faster, and tells of it."""
         self.trainer, self.checkpoint, self.data, self.validator, self.rerun, self.layers = (
@@ -137,7 +143,7 @@ class TrainingSession:
             world_size=self.mesh.world.size,
             start_iteration=trainer.progress.iteration,
             train_iters=self.total,
-            settings=config_to_values(self.config),
+            settings=config_to_dict(self.config),
         )
         if self.config.checkpoint.save_best and data.valid is None:
             raise ConfigError("--save-best: there are no validation data; give them a share in --split")
@@ -159,11 +165,11 @@ class TrainingSession:
         with closing(self.writers), self._exit_conditions() as watch:
             try:
                 reason = "" if self.config.train.skip_train else self._train_loop(watch)
-                self._resolve_steps(watch)
+                self._resolve_and_write_metrics(watch)
             except ResultRejectedError:
                 if self.trainer.progress.iteration:  # the state before the step, to run it again from
                     self._save_if_unsaved(watch)
-                self._record_save(self.checkpoint.finish_save())
+                self._record_save(self.checkpoint.wait_for_save_outcome())
                 raise
             except (
                 NonFiniteError,
@@ -171,7 +177,7 @@ class TrainingSession:
                 RollBackRequest,
                 ReplicaMismatchError,
             ):  # of which all ranks know: they can still end a save together
-                self._record_save(self.checkpoint.finish_save())
+                self._record_save(self.checkpoint.wait_for_save_outcome())
                 raise
             self._save_and_evaluate_at_end(reason, watch)
             self.trainer.run.run_log.add("end", reason=reason or "complete", iteration=self.trainer.progress.iteration)
@@ -179,7 +185,7 @@ class TrainingSession:
     def _train_loop(self, watch: ExitConditions) -> str:
         """Run iterations to the end or until there is a reason to stop; return the reason, "" at the end."""
         progress, reason = self.trainer.progress, ""
-        self.checkpoint.prepare_async_save()
+        self.checkpoint.preallocate_for_async_saves()
         self.since = time.perf_counter()
         # Asked after a step, never before the first: a run that resumes where it exited must get on.
         while progress.iteration < self.total and not reason:
@@ -192,8 +198,8 @@ class TrainingSession:
         """Run one training step, or skip its data, and what is due after it."""
         progress = self.trainer.progress
         before = self.trainer.batches.batch_size_after(progress.consumed_train_samples).num_microbatches
-        watch.before_step(progress.iteration)
-        if (flag := self._skip_flag(progress.iteration + 1)) is not None:
+        watch.start_profiler_if_due(progress.iteration)
+        if (flag := self._flag_causing_skip(progress.iteration + 1)) is not None:
             self._skip_iteration(flag)
         else:
             assert self.data.train is not None, "build_split_batches refuses a run that trains without data"
@@ -207,7 +213,7 @@ class TrainingSession:
             if self.validator.problem:
                 self._handle_bad_step(watch, before * self.trainer.batches.unit)
         self.mesh.flight_recorder.enter_phase("")
-        watch.after_step(progress.iteration)
+        watch.profile_and_collect_garbage(progress.iteration)
         self._after_step(watch, before)
 
     def _after_step(self, watch: ExitConditions, before: int) -> None:
@@ -230,7 +236,7 @@ class TrainingSession:
             self._save_if_unsaved(watch)
         self._record_save(self.checkpoint.poll_save())
 
-    def _skip_flag(self, iteration: int) -> str | None:
+    def _flag_causing_skip(self, iteration: int) -> str | None:
         """Return the flag that says to skip an iteration's data, or None to train on it."""
         if iteration in self.config.train.iterations_to_skip:
             return "--iterations-to-skip"
@@ -250,7 +256,7 @@ class TrainingSession:
         """
         progress = self.trainer.progress
         progress.skipped_train_samples += samples
-        self._resolve_steps(watch)
+        self._resolve_and_write_metrics(watch)
         self.trainer.run.run_log.add(
             "bad step", iteration=progress.iteration, samples=samples, reason=self.validator.problem
         )
@@ -261,7 +267,7 @@ class TrainingSession:
         size = self.trainer.batches.batch_size_after(self.trainer.progress.consumed_train_samples)
         assert self.data.train is not None, "build_split_batches refuses a run that trains without data"
         for _ in range(size.num_microbatches):
-            next_batch(self.data.train)
+            next_batch_or_data_error(self.data.train)
         progress = self.trainer.progress
         progress.iteration += 1
         progress.consumed_train_samples += size.global_batch_size
@@ -270,33 +276,35 @@ class TrainingSession:
             "skip", iteration=progress.iteration, samples=size.global_batch_size, reason=reason
         )
 
-    def _resolve_steps(self, watch: ExitConditions) -> None:
+    def _resolve_and_write_metrics(self, watch: ExitConditions) -> None:
         """Bring the steps' numbers to the host, and write and check them. Collective."""
         steps = self.meter.resolve()
         self.writers.write_steps(steps)
-        record_steps(self.trainer.run.run_log, steps)
+        add_steps_to_run_log(self.trainer.run.run_log, steps)
         watch.require_finite(steps)
 
     def _log_steps(self, watch: ExitConditions) -> None:
         """Write one log line for the steps since the last."""
-        self._resolve_steps(watch)
+        self._resolve_and_write_metrics(watch)
         if not self.steps_since:
             return
         progress, log = self.trainer.progress, self.config.log
         seconds = time.perf_counter() - self.since
-        times = self.trainer.run.timers.collect(steps=self.steps_since)
+        times = self.trainer.run.timers.collect_times_of_all_ranks(steps=self.steps_since)
         report = self.meter.report(
             train_iters=self.total,
             seconds=seconds,
             skipped_samples=progress.skipped_train_samples,
             work=self.work if log.log_throughput else None,
             seq_length=self.config.train.seq_length,
-            samples_left=self.trainer.batches.num_samples(
+            samples_left=self.trainer.batches.samples_of_next_steps(
                 self.total - progress.iteration, progress.consumed_train_samples
             ),
         )
-        self.writers.write_report(report)
-        self.writers.write_times(progress.iteration, times_text(times, log.timing_log_option), max_times_by_tag(times))
+        self.writers.write_interval_report(report)
+        self.writers.write_times(
+            progress.iteration, timer_report_text(times, log.timing_log_option), max_times_by_tag(times)
+        )
         if not self.reported_memory or self._is_due(log.log_memory_interval):
             self.reported_memory = True
             memory = device_memory_stats(self.mesh.device)
@@ -315,7 +323,7 @@ class TrainingSession:
         """Compute and write the validation losses; save if they are the best and --save-best is given."""
         progress = self.trainer.progress
         paused = time.perf_counter()
-        self._resolve_steps(watch)
+        self._resolve_and_write_metrics(watch)
         watch.collect_evaluation_garbage()
         assert self.data.valid is not None, "only runs with validation data evaluate"
         losses = self._evaluation_losses(self.data.valid)
@@ -363,7 +371,7 @@ class TrainingSession:
         iteration = self.trainer.progress.iteration
         if self.config.checkpoint.save and iteration not in (self.checkpoint.last_saved, self.checkpoint.on_its_way):
             paused = time.perf_counter()
-            self._resolve_steps(watch)
+            self._resolve_and_write_metrics(watch)
             self.mesh.flight_recorder.begin_activity("save", iteration)
             ended = self.checkpoint.begin_save()
             self.notes[iteration] = self._progress_file_line("Saved checkpoint")
@@ -399,7 +407,7 @@ class TrainingSession:
         progress, devices = self.trainer.progress, self.mesh.world.size
         seconds = max(1e-9, time.monotonic() - self.trainer.run.started)
         done = progress.floating_point_operations - self.flops_at_start
-        facts = progress_file_facts(
+        facts = format_progress_file_fields(
             progress.iteration,
             job_tflops=done / seconds / devices / 1e12,
             total_flops=progress.floating_point_operations,
@@ -425,10 +433,10 @@ class TrainingSession:
             self._save_if_best(losses, watch)
         if not train.skip_train:
             self._record_save(
-                self.checkpoint.finish_save()
+                self.checkpoint.wait_for_save_outcome()
             )  # if it is of this very iteration and failed, here is another chance
             self._save_if_unsaved(watch)
-            self._record_save(self.checkpoint.finish_save())
+            self._record_save(self.checkpoint.wait_for_save_outcome())
         if reason:
             self.trainer.run.print_rank_0(reason)
         else:
@@ -510,9 +518,9 @@ class TrainingSession:
                 self.trainer.run.print_rank_0(f"parameters on (tensor, pipeline) rank ({tensor}, {pipeline}): {held}")
         count = self.trainer.batches.batch_size_after(self.trainer.progress.consumed_train_samples).num_microbatches
         largest = max(
-            estimate_rank_memory(
+            estimate_memory_by_pipeline_rank(
                 self.config,
-                pipeline_stages_of(self.config),
+                stage_specs_of_run(self.config),
                 data_parallel_size=self.mesh.dp.size,
                 num_microbatches=count,
             ),
@@ -533,7 +541,9 @@ def _total_iterations(trainer: Trainer) -> int:
 def _flops_per_sample(trainer: Trainer) -> FlopsPerSample:
     config: RunConfig = trainer.run.config
     length = config.train.seq_length
-    peak = config.log.peak_tflops or known_peak_tflops(device_name(trainer.run.mesh.device), config.precision.dtype)
+    peak = config.log.peak_tflops or known_peak_tflops(
+        device_name(trainer.run.mesh.device), config.precision.param_dtype_name
+    )
     causal, square = (
         flops_per_sample(config.model, length, count, decoder_length=config.train.decoder_seq_length)
         for count in ("causal", "square")

@@ -13,9 +13,9 @@ from megatron.core.config.settings.run import RunConfig
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
-from megatron.core.tensor_parallel.overlapped_matmul import OverlappedMatmuls
+from megatron.core.tensor_parallel.overlapped_matmul import MatmulOverlapOptions
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.core.transformer.build import LayerBuildContext
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 from megatron.training.report.run_log import RunLog
 from megatron.training.report.timers import Timers
 
@@ -41,14 +41,14 @@ class TrainingProgress:
 
 
 @dataclass(slots=True)
-class TerminationSignal:
+class ReceivedTerminationSignal:
     """The name of the signal that told this process to end, "" so far."""
 
     signal: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunContext:
     """What one process knows of the run: config, mesh, kernels, tokenizer, logs, counters."""
 
     config: RunConfig
@@ -61,7 +61,7 @@ class Run:
     args: argparse.Namespace = field(default_factory=argparse.Namespace)
     run_log: RunLog = field(default_factory=RunLog)
     progress: TrainingProgress = field(default_factory=TrainingProgress)
-    ending: TerminationSignal = field(default_factory=TerminationSignal)
+    ending: ReceivedTerminationSignal = field(default_factory=ReceivedTerminationSignal)
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -72,7 +72,7 @@ class Run:
             mesh=self.mesh,
             kernels=self.kernels,
             streams=self.streams,
-            dtype=getattr(torch, self.config.precision.dtype),
+            dtype=getattr(torch, self.config.precision.param_dtype_name),
             sequence_parallel=self.config.parallel.sequence_parallel,
             recompute=self.config.recompute,
             cp_comm_type=self.config.parallel.cp_comm_type,
@@ -84,11 +84,11 @@ class Run:
         )
 
     @property
-    def _overlapped_matmuls(self) -> OverlappedMatmuls:
+    def _overlapped_matmuls(self) -> MatmulOverlapOptions:
         parallel = self.config.parallel
         if not parallel.tp_comm_overlap:
-            return OverlappedMatmuls()
-        return OverlappedMatmuls(
+            return MatmulOverlapOptions()
+        return MatmulOverlapOptions(
             parallel.tp_comm_overlap_ag, parallel.tp_comm_overlap_rs, parallel.tp_comm_overlap_rs_dgrad
         )
 

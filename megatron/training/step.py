@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import empty_cache
-from megatron.core.pipeline_parallel.executor import Shape, run
-from megatron.core.transformer.passing import MicrobatchContext
+from megatron.core.pipeline_parallel.executor import Shape, run_rank_script
+from megatron.core.transformer.forward_context import MicrobatchContext
 from megatron.core.transformer.qk_clip import qk_clip_row_factors
 from megatron.core.transformer.router import routers_of
 from megatron.training.data.batch import Batch, VariableCountBatches
-from megatron.training.loader import next_batch
+from megatron.training.loader import next_batch_or_data_error
 from megatron.training.report.metrics import ExpertLoads, StepMetrics
 from megatron.training.trainer import Trainer
 
@@ -85,7 +85,7 @@ class StepWork:
         Returns the message to the next stage; the last stage returns the scaled loss, a scalar.
         """
         chunk = self.trainer.stages[stage // self.trainer.run.mesh.pp.size]
-        batch = replace(self._microbatch(microbatch), microbatch_context=self._microbatch_context(microbatch))
+        batch = replace(self._microbatch(microbatch), microbatch_context=self._cached_microbatch_context(microbatch))
         if received:
             batch = replace(batch, hidden=received[0], message=received)
         with self.trainer.run.timers("forward-compute", 2):
@@ -100,11 +100,11 @@ class StepWork:
     def before_backward(self, stage: int, microbatch: int, last: bool) -> None:
         """Before a stage's last backward pass, let its gradients be reduced as they become final."""
         if last:
-            self._parallel_of_stage(stage).before_last_backward()
+            self._data_parallel_of_stage(stage).before_last_backward()
 
-    def reduce(self, stage: int) -> None:
+    def reduce_gradients(self, stage: int) -> None:
         """Start the reduction of a stage's gradients."""
-        self._parallel_of_stage(stage).start_reduction()
+        self._data_parallel_of_stage(stage).start_reduction()
 
     def loss_sums(self) -> dict[str, Tensor]:
         """Return [sum, count] of each loss, this rank's share: zeros unless it has the last stage and is first of its
@@ -113,7 +113,7 @@ class StepWork:
         speaks = self.trainer.stages[-1].stage.has_output and self.trainer.run.mesh.tp.is_first
         if self.trainer.loss_names is None:
             names = tuple(self.reports[0]) if self.reports else ()
-            last = pipeline_stages_of(self.trainer.run.config)[-1]
+            last = stage_specs_of_run(self.trainer.run.config)[-1]
             self.trainer.loss_names = collectives.broadcast_object(names, self.trainer.run.mesh.pp, last.rank)
         zero = torch.zeros(2, dtype=self.count.dtype, device=self.device)
         return {
@@ -168,7 +168,7 @@ class StepWork:
         count = collectives.all_reduce(count.detach().clone(), self.trainer.run.mesh.cp)
         return total / count.clamp(min=1.0) * (self._scale / (self.num_microbatches * self.trainer.run.mesh.dp.size))
 
-    def _microbatch_context(self, microbatch: int) -> MicrobatchContext:
+    def _cached_microbatch_context(self, microbatch: int) -> MicrobatchContext:
         """Return the context in which a microbatch's layers report losses and metrics, one for all chunks of this rank."""
         if microbatch not in self._contexts:
             train, dp = self.trainer.run.config.train, self.trainer.run.mesh.dp
@@ -196,11 +196,11 @@ class StepWork:
             action = flight_recorder.action
             flight_recorder.enter_phase(f"data of microbatch {len(self._seen)}")
             with self.trainer.run.timers("batch-generator", 2):
-                self._seen.append(next_batch(self._batches))
+                self._seen.append(next_batch_or_data_error(self._batches))
             flight_recorder.enter_phase(action)
         return self._seen[microbatch]
 
-    def _parallel_of_stage(self, stage: int) -> Parallel:
+    def _data_parallel_of_stage(self, stage: int) -> Parallel:
         return self.trainer.parallels[stage // self.trainer.run.mesh.pp.size]
 
 
@@ -223,7 +223,7 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | 
     for hook in trainer.hooks:
         hook.begin_step(work)
     with timers("forward-backward", 1):
-        run(
+        run_rank_script(
             trainer.pipeline_script(work.own_microbatches, training=True),
             work=work,
             axis=mesh.pp,

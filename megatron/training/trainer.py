@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.core.config.plan import StageSpec
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.distributed.buffers import default_bucket_size
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.classify import ClassifierModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5 import T5Model
-from megatron.core.models.vision import VisionModel
+from megatron.core.models.vision import ImageClassifierModel
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.schedule import OptimizerParamSchedule
 from megatron.core.parallel.rng import materialize_parameters
@@ -28,16 +28,16 @@ from megatron.core.transformer.adapters import freeze_untrained
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.training.data.batch import Batch, LossFunction
 from megatron.training.data.microbatches import BatchSchedule
-from megatron.training.hooks import ModuleHooks, StepHooks
-from megatron.training.run import Run, TrainingProgress
+from megatron.training.hooks import ModuleStepHook, StepHooks
+from megatron.training.run import RunContext, TrainingProgress
 
 if TYPE_CHECKING:
     from megatron.core.distributed.fsdp import Parallel
 
-Network = GPTModel | BERTModel | T5Model | ClassifierModel | VisionModel
-ModelProvider = Callable[[Run, StageSpec], Network]
+Network = GPTModel | BERTModel | T5Model | ClassifierModel | ImageClassifierModel
+ModelProvider = Callable[[RunContext, StageSpec], Network]
 # (run, microbatches, stage) -> the message to the next stage, one tensor or several; on the last, what the loss is made of
-ForwardStep = Callable[[Run, Iterator[Batch], Any], tuple[Any, LossFunction]]
+ForwardStep = Callable[[RunContext, Iterator[Batch], Any], tuple[Any, LossFunction]]
 # this rank's stages -> prompts with what the network says after them, on every rank
 Samples = Callable[[Sequence[Any]], list[tuple[str, str]]]
 # (this rank's stages, iteration) -> scores of a benchmark by name, on every rank
@@ -52,7 +52,7 @@ class Trainer:
     in each step.
     """
 
-    run: Run
+    run: RunContext
     forward_step: ForwardStep
     specs: tuple[StageSpec, ...]
     stages: list[Network]
@@ -70,7 +70,7 @@ class Trainer:
     def __post_init__(self) -> None:
         stay = all(isinstance(parallel, DataParallel) for parallel in self.parallels)
         wait = self.run.config.parallel.overlap_param_gather
-        self.add_hook(ModuleHooks(self.stages, weights_stay=stay, weights_wait=wait))
+        self.add_hook(ModuleStepHook(self.stages, weights_stay=stay, weights_wait=wait))
 
     def add_hook(self, hook: StepHooks) -> None:
         """Call this hook in every step from now on."""
@@ -114,16 +114,16 @@ class Trainer:
             stage.train(training)
 
 
-def build_trainer(run: Run, model: ModelProvider, forward_step: ForwardStep) -> Trainer:
+def build_trainer(run: RunContext, model: ModelProvider, forward_step: ForwardStep) -> Trainer:
     """Build this rank's stages with their initial values, their buckets and the optimizer."""
     config, mesh = run.config, run.mesh
-    specs = tuple(spec for spec in pipeline_stages_of(config) if spec.rank == mesh.pp.rank)
+    specs = tuple(spec for spec in stage_specs_of_run(config) if spec.rank == mesh.pp.rank)
     stages = [model(run, spec) for spec in specs]
     for stage in stages:
         freeze_untrained(stage, config.model.adapter, mesh)
     for stage in stages:
         set_up_activation_offload(stage, config.offload, mesh.device)
-    parallels = [_initialize_stage(run, stage) for stage in stages]
+    parallels = [_initialize_and_wrap_stage(run, stage) for stage in stages]
     optimizer = Optimizer(parallels, mesh, config.optimizer, config.precision, adamw=run.kernels.adamw)
     if config.optimizer.optimizer_cpu_offload and optimizer.cpu_offload is None:
         run.print_rank_0("--optimizer-cpu-offload moves nothing: this run's memory is the CPU's already")
@@ -136,9 +136,9 @@ def build_trainer(run: Run, model: ModelProvider, forward_step: ForwardStep) -> 
     return Trainer(run, forward_step, specs, stages, parallels, optimizer, schedule, batches)
 
 
-def _initialize_stage(run: Run, stage: Network) -> Parallel:
+def _initialize_and_wrap_stage(run: RunContext, stage: Network) -> Parallel:
     """Initialize a stage's parameters and wrap it for data parallelism or FSDP2."""
-    parallel, grad_dtype = run.config.parallel, getattr(torch, run.config.precision.gradient_dtype)
+    parallel, grad_dtype = run.config.parallel, getattr(torch, run.config.precision.gradient_dtype_name)
     seed, source = run.config.train.seed, torch.device("cpu") if parallel.use_cpu_initialization else None
     if parallel.use_torch_fsdp2 and run.mesh.dp_cp.group is not None:
         from megatron.core.distributed.fsdp import (

@@ -27,20 +27,20 @@ import torch
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
+from megatron.core.datasets.data_splits import MOCK_PREFIX, plan_data_splits
 from megatron.core.datasets.indexed import bin_path, idx_path
-from megatron.core.datasets.paths import MOCK_PREFIX, plan_data_splits
 from megatron.core.datasets.storage import DataError, file_or_object_size
-from megatron.core.dist_checkpointing.store import CheckpointError, newest_iteration
-from megatron.core.kernels.kernel_check import TOLERANCE, chosen_kernel_errors, usable_kernel_errors
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError, newest_iteration
+from megatron.core.kernels.kernel_check import TOLERANCE, try_chosen_kernels, try_usable_kernels
 from megatron.core.kernels.table import KernelRequirements, Kernels, kernel_request_flag
 from megatron.core.models.describe import count_parameters
-from megatron.core.models.flops import BYTES, state_bytes_per_parameter
+from megatron.core.models.flops import BYTES, training_state_bytes_per_param
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import device_name, free_and_total_memory, synchronize
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.tokenizers.base import tokenizer_fingerprint
+from megatron.core.tokenizers.base import tokenizer_fingerprint_fields
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.training.report.run_record import code_version
+from megatron.training.report.run_record import code_version_record
 
 Status = Literal["OK", "WARN", "FAIL"]
 _EXPECTED = (OSError, ConfigError, DataError, CheckpointError, ValueError, ImportError)
@@ -60,7 +60,7 @@ class DoctorFinding:
 
 
 @dataclass(frozen=True, slots=True)
-class RunToDiagnose:
+class DoctorContext:
     """A run whose machines are checked. hosts: of each rank. whole: the settings keep every rule.
     megabytes: how much each rank sends and writes where rates are measured. all_kernels: also check kernels that the
     run does not use.
@@ -75,7 +75,7 @@ class RunToDiagnose:
     megabytes: int = 16
     all_kernels: bool = False
 
-    def first_problem(self, problems: Sequence[tuple[int, Any]]) -> str:
+    def problem_with_ranks_text(self, problems: Sequence[tuple[int, Any]]) -> str:
         """The first of what ranks say, (rank, message), and which ranks have something to say."""
         return f"{problems[0][1]}: on {self.ranks_with_hosts_text([rank for rank, _ in problems])}"
 
@@ -85,7 +85,7 @@ class RunToDiagnose:
         return f"rank{'s' * (len(ranks) > 1)} {', '.join(names)}"
 
 
-def diagnose_all(subject: RunToDiagnose) -> list[DoctorFinding]:
+def diagnose_all(subject: DoctorContext) -> list[DoctorFinding]:
     """Run every check and return its rows. Collective."""
     rows: list[DoctorFinding] = []
     for check in CHECKS:
@@ -101,17 +101,17 @@ class CheckFailedOnRanks(Exception):
     """A check could not be made on some ranks; raised on all of them."""
 
 
-def diagnose_versions(subject: RunToDiagnose) -> list[DoctorFinding]:
+def diagnose_versions(subject: DoctorContext) -> list[DoctorFinding]:
     """Return rows on whether all ranks run the same software."""
     mine = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "CUDA": str(torch.version.cuda),
-        "our code": code_version()["sources"][:12],
+        "our code": code_version_record()["sources"][:12],
     }
-    seen = _gather_from_all(subject, lambda: mine)
+    seen = _call_and_gather(subject, lambda: mine)
     rows = [
-        _disagreement_row(
+        _rank_disagreement_finding(
             subject,
             "versions",
             f"{name} differs",
@@ -124,19 +124,19 @@ def diagnose_versions(subject: RunToDiagnose) -> list[DoctorFinding]:
     return rows or [DoctorFinding("versions", "OK", ", ".join(f"{name} {value}" for name, value in mine.items()))]
 
 
-def diagnose_devices(subject: RunToDiagnose) -> list[DoctorFinding]:
+def diagnose_devices(subject: DoctorContext) -> list[DoctorFinding]:
     """Return rows on whether every rank has a device of its own, all are alike, and their memory is free."""
     device, host = subject.mesh.device, socket.gethostname()
-    seen = _gather_from_all(subject, lambda: (host, str(device), device_name(device), free_and_total_memory(device)))
+    seen = _call_and_gather(subject, lambda: (host, str(device), device_name(device), free_and_total_memory(device)))
     names = Counter(one[2] for _, one in seen)
     description = f"{' and '.join(f'{count} x {name}' for name, count in names.items())} on {len({one[0] for _, one in seen})} machine(s)"
     mend = "all wait for the slowest in every step; take devices of one kind"
     rows = [DoctorFinding("devices", "WARN", description, mend)] if len(names) > 1 else []
-    rows += _gpus_in_use(subject, seen) if device.type == "cuda" else ()
+    rows += _gpu_sharing_findings(subject, seen) if device.type == "cuda" else ()
     return rows or [DoctorFinding("devices", "OK", description)]
 
 
-def _gpus_in_use(subject: RunToDiagnose, seen: Sequence[tuple[int, Any]]) -> Iterator[DoctorFinding]:
+def _gpu_sharing_findings(subject: DoctorContext, seen: Sequence[tuple[int, Any]]) -> Iterator[DoctorFinding]:
     """What else uses the GPUs. seen: (rank, (host, device, its name, free and all memory))."""
     places = Counter(one[:2] for _, one in seen)
     if shared := [f"{host} {name}" for (host, name), count in places.items() if count > 1]:
@@ -147,7 +147,7 @@ def _gpus_in_use(subject: RunToDiagnose, seen: Sequence[tuple[int, Any]]) -> Ite
         yield DoctorFinding("devices", "WARN", result, "end what else runs there")
 
 
-def diagnose_kernel_choice(subject: RunToDiagnose) -> list[DoctorFinding]:
+def diagnose_kernel_choice(subject: DoctorContext) -> list[DoctorFinding]:
     """Return a row for each op: the kernel that serves it, and why not a better one."""
     return [
         DoctorFinding("kernels", "OK", f"{op} by {name}" + (f"; not by {why}" if why else ""))
@@ -156,18 +156,18 @@ def diagnose_kernel_choice(subject: RunToDiagnose) -> list[DoctorFinding]:
     ]
 
 
-def diagnose_kernel_results(subject: RunToDiagnose) -> Iterator[DoctorFinding]:
+def diagnose_kernel_accuracy(subject: DoctorContext) -> Iterator[DoctorFinding]:
     """Yield rows on whether every kernel computes what its op is defined to be, forward and backward, on every rank."""
     names = {op: name for op, name, _ in subject.kernels.report}
 
     def kernel_errors() -> dict[tuple[str, str], float | str]:
         run = subject.config, subject.need, subject.mesh.device
         chosen = {
-            (op, names.get(op, "torch")): error for op, error in chosen_kernel_errors(subject.kernels, *run).items()
+            (op, names.get(op, "torch")): error for op, error in try_chosen_kernels(subject.kernels, *run).items()
         }
-        return (usable_kernel_errors(*run) if subject.all_kernels else {}) | chosen
+        return (try_usable_kernels(*run) if subject.all_kernels else {}) | chosen
 
-    seen = _gather_from_all(subject, kernel_errors)
+    seen = _call_and_gather(subject, kernel_errors)
     limit = TOLERANCE[subject.need.dtype]
     for op, name in seen[0][1] if seen else ():
         results = [(rank, one[op, name]) for rank, one in seen]
@@ -185,7 +185,7 @@ def diagnose_kernel_results(subject: RunToDiagnose) -> Iterator[DoctorFinding]:
         yield DoctorFinding("numbers", "FAIL", result, f"{mend}test the device and its driver")
 
 
-def diagnose_links(subject: RunToDiagnose) -> list[DoctorFinding]:
+def diagnose_links(subject: DoctorContext) -> list[DoctorFinding]:
     """Return rows with latency and rate of an all-reduce over each axis of several ranks, and whether its sum is right."""
     mesh, rows, known = subject.mesh, [], set()
     for name in (field.name for field in fields(Mesh) if field.name not in ("device", "hybrid_cp", "pp_backward")):
@@ -197,7 +197,7 @@ def diagnose_links(subject: RunToDiagnose) -> list[DoctorFinding]:
     return rows or [DoctorFinding("links", "OK", "one rank: nothing to send")]
 
 
-def diagnose_clocks(subject: RunToDiagnose) -> list[DoctorFinding]:
+def diagnose_clock_skew(subject: DoctorContext) -> list[DoctorFinding]:
     """Return a row on how far the clocks of the ranks differ."""
     ticks = []
     for _ in range(_ROUNDS):
@@ -214,7 +214,7 @@ def diagnose_clocks(subject: RunToDiagnose) -> list[DoctorFinding]:
     return [DoctorFinding("clocks", "WARN", result, mend)]
 
 
-def diagnose_system_limits(subject: RunToDiagnose) -> Iterator[DoctorFinding]:
+def diagnose_system_limits(subject: DoctorContext) -> Iterator[DoctorFinding]:
     """Yield rows on open files, shared memory and temporary space on every machine."""
     mesh, host = subject.mesh, socket.gethostname()
 
@@ -227,7 +227,7 @@ def diagnose_system_limits(subject: RunToDiagnose) -> Iterator[DoctorFinding]:
             shutil.disk_usage(tempfile.gettempdir()).free,
         )
 
-    seen = _gather_from_all(subject, own_system_limits)
+    seen = _call_and_gather(subject, own_system_limits)
     each = Counter(one[0] for _, one in seen)
     files = 256 + 8 * mesh.world.size + 2 * len(_dataset_prefixes(subject.config))
     needs = (
@@ -257,14 +257,14 @@ def diagnose_system_limits(subject: RunToDiagnose) -> Iterator[DoctorFinding]:
             yield DoctorFinding("limits", "WARN" if low else "OK", result, mend if low else "")
 
 
-def diagnose_data_files(subject: RunToDiagnose) -> Iterator[DoctorFinding]:
+def diagnose_same_data_files(subject: DoctorContext) -> Iterator[DoctorFinding]:
     """Yield rows on whether every rank sees the same data files."""
     prefixes = _dataset_prefixes(subject.config)
     if not prefixes:
         yield DoctorFinding("data", "OK", "none asked for")
         return
 
-    def own_file_sizes() -> dict[str, int | str]:
+    def local_data_file_sizes() -> dict[str, int | str]:
         hashes: dict[str, int | str] = {}
         for path in (
             path
@@ -277,7 +277,7 @@ def diagnose_data_files(subject: RunToDiagnose) -> Iterator[DoctorFinding]:
                 hashes[path] = str(error)
         return hashes
 
-    seen = _gather_from_all(subject, own_file_sizes)
+    seen = _call_and_gather(subject, local_data_file_sizes)
     good = True
     for path in dict.fromkeys(path for _, one in seen for path in one):
         sizes = [(rank, one.get(path, "not looked for: here the prefix is a file of its own")) for rank, one in seen]
@@ -286,28 +286,28 @@ def diagnose_data_files(subject: RunToDiagnose) -> Iterator[DoctorFinding]:
         good = good and not lost and not differ
         if lost:
             mend = "mount the folder there, under the same path"
-            yield DoctorFinding("data", "FAIL", subject.first_problem(lost), mend)
+            yield DoctorFinding("data", "FAIL", subject.problem_with_ranks_text(lost), mend)
         elif differ:
             mend = "bring the same files to all machines"
-            yield _disagreement_row(subject, "data", f"bytes of {path} differ", sizes, mend)
+            yield _rank_disagreement_finding(subject, "data", f"bytes of {path} differ", sizes, mend)
     if good:
         yield DoctorFinding("data", "OK", f"{len(seen[0][1])} files, on every rank")
 
 
-def diagnose_tokenizer(subject: RunToDiagnose) -> list[DoctorFinding]:
+def diagnose_same_tokenizer(subject: DoctorContext) -> list[DoctorFinding]:
     """Return a row on whether every rank reads the same tokenizer."""
     if not subject.whole:
         return []
     return _diagnose_agreement(
         subject,
         "tokenizer",
-        lambda: tokenizer_fingerprint(build_tokenizer(subject.config.tokenizer))["hash"],
+        lambda: tokenizer_fingerprint_fields(build_tokenizer(subject.config.tokenizer))["hash"],
         lambda hash: f"hash {hash[:12]}, on every rank",
         "bring the same tokenizer files to all machines",
     )
 
 
-def diagnose_checkpoint_folders(subject: RunToDiagnose) -> list[DoctorFinding]:
+def diagnose_shared_checkpoints(subject: DoctorContext) -> list[DoctorFinding]:
     """Return rows on whether every rank sees the same checkpoint to load, and one folder to save into."""
     requested, rows = subject.config.checkpoint, []
     load = requested.load
@@ -327,14 +327,14 @@ def diagnose_checkpoint_folders(subject: RunToDiagnose) -> list[DoctorFinding]:
     return rows
 
 
-def diagnose_disk(subject: RunToDiagnose) -> list[DoctorFinding]:
+def diagnose_disk(subject: DoctorContext) -> list[DoctorFinding]:
     """Return a row on how fast all ranks together write into --save, and whether two checkpoints fit there."""
     folder = subject.config.checkpoint.save
     if folder is None:
         return []
     path, content = Path(folder) / f"doctor-{uuid.uuid4().hex}", bytes(2**20)
 
-    def write_test_file() -> float:
+    def time_test_write() -> float:
         since = time.perf_counter()
         try:
             with open(path, "wb", buffering=0) as file:
@@ -346,9 +346,9 @@ def diagnose_disk(subject: RunToDiagnose) -> list[DoctorFinding]:
             path.unlink(missing_ok=True)
 
     collectives.barrier(subject.mesh.world)
-    seen, problems = _try_on_all_ranks(subject, write_test_file)
+    seen, problems = _values_and_errors_of_all_ranks(subject, time_test_write)
     if problems:
-        result = f"--save {folder} cannot be written: {subject.first_problem(problems)}"
+        result = f"--save {folder} cannot be written: {subject.problem_with_ranks_text(problems)}"
         return [DoctorFinding("disk", "FAIL", result, "let every rank write there: each saves its part")]
     rate = subject.megabytes * 2**20 * len(seen) / max(seconds for _, seconds in seen)
     free = shutil.disk_usage(folder).free
@@ -356,7 +356,7 @@ def diagnose_disk(subject: RunToDiagnose) -> list[DoctorFinding]:
     status: Literal["OK", "WARN", "FAIL"] = "OK"
     if subject.whole and subject.config.model.padded_vocab_size:
         size = count_parameters(subject.config.model).total * (
-            state_bytes_per_parameter(subject.config) - BYTES[subject.config.precision.gradient_dtype]
+            training_state_bytes_per_param(subject.config) - BYTES[subject.config.precision.gradient_dtype_name]
         )
         result += f"; a checkpoint takes about {_bytes_text(size)} and {size / rate:.0f} s"
         if free < 2 * size:
@@ -365,23 +365,23 @@ def diagnose_disk(subject: RunToDiagnose) -> list[DoctorFinding]:
     return [DoctorFinding("disk", status, result, mend)]
 
 
-CHECKS: tuple[Callable[[RunToDiagnose], Iterable[DoctorFinding]], ...] = (
+CHECKS: tuple[Callable[[DoctorContext], Iterable[DoctorFinding]], ...] = (
     diagnose_versions,
     diagnose_devices,
     diagnose_kernel_choice,
-    diagnose_kernel_results,
+    diagnose_kernel_accuracy,
     diagnose_links,
-    diagnose_clocks,
+    diagnose_clock_skew,
     diagnose_system_limits,
-    diagnose_data_files,
-    diagnose_tokenizer,
-    diagnose_checkpoint_folders,
+    diagnose_same_data_files,
+    diagnose_same_tokenizer,
+    diagnose_shared_checkpoints,
     diagnose_disk,
 )
 
 
-def _try_on_all_ranks(
-    subject: RunToDiagnose, look: Callable[[], Any]
+def _values_and_errors_of_all_ranks(
+    subject: DoctorContext, look: Callable[[], Any]
 ) -> tuple[list[tuple[int, Any]], list[tuple[int, str]]]:
     """Call `look` on every rank and gather: ([(rank, value)], [(rank, problem)] of those that raised an expected
     error). Collective.
@@ -397,29 +397,29 @@ def _try_on_all_ranks(
     ]
 
 
-def _gather_from_all(subject: RunToDiagnose, look: Callable[[], Any]) -> list[tuple[int, Any]]:
+def _call_and_gather(subject: DoctorContext, look: Callable[[], Any]) -> list[tuple[int, Any]]:
     """Call `look` on every rank and return [(rank, value)]; `CheckFailedOnRanks` if one failed. Collective."""
-    seen, problems = _try_on_all_ranks(subject, look)
+    seen, problems = _values_and_errors_of_all_ranks(subject, look)
     if problems:
-        raise CheckFailedOnRanks(subject.first_problem(problems))
+        raise CheckFailedOnRanks(subject.problem_with_ranks_text(problems))
     return seen
 
 
 def _diagnose_agreement(
-    subject: RunToDiagnose, check: str, look: Callable[[], Any], describe: Callable[[Any], str], mend: str
+    subject: DoctorContext, check: str, look: Callable[[], Any], describe: Callable[[Any], str], mend: str
 ) -> list[DoctorFinding]:
     """Return a row on whether `look` gives the same value on all ranks. describe: value -> finding. Collective."""
-    seen, problems = _try_on_all_ranks(subject, look)
+    seen, problems = _values_and_errors_of_all_ranks(subject, look)
     if problems:
-        return [DoctorFinding(check, "FAIL", subject.first_problem(problems), mend)]
+        return [DoctorFinding(check, "FAIL", subject.problem_with_ranks_text(problems), mend)]
     if len({value for _, value in seen}) > 1:
         described = [(rank, describe(value)) for rank, value in seen]
-        return [_disagreement_row(subject, check, "ranks see different ones", described, mend)]
+        return [_rank_disagreement_finding(subject, check, "ranks see different ones", described, mend)]
     return [DoctorFinding(check, "OK", describe(seen[0][1]))]
 
 
-def _disagreement_row(
-    subject: RunToDiagnose, check: str, what: str, values: Sequence[tuple[int, Any]], mend: str
+def _rank_disagreement_finding(
+    subject: DoctorContext, check: str, what: str, values: Sequence[tuple[int, Any]], mend: str
 ) -> DoctorFinding:
     """Return a FAIL row that says which ranks have which value."""
     ranks: dict[Any, list[int]] = {}
@@ -429,14 +429,14 @@ def _disagreement_row(
     return DoctorFinding(check, "FAIL", f"{what}: {each}", mend)
 
 
-def _diagnose_axis(subject: RunToDiagnose, axis: Axis) -> DoctorFinding:
+def _diagnose_axis(subject: DoctorContext, axis: Axis) -> DoctorFinding:
     """Return the row of one axis: latency and rate of an all-reduce, and whether its sum is right. Collective."""
     mesh, size = subject.mesh, axis.size
     word = torch.full((1,), float(axis.rank + 1), device=mesh.device)
     right = collectives.all_reduce(word.clone(), axis).item() == size * (size + 1) / 2
-    latency = _all_reduce_seconds(subject, axis, word, _SUMS)
+    latency = _measure_all_reduce_seconds(subject, axis, word, _SUMS)
     block = torch.zeros(subject.megabytes * 2**18, device=mesh.device)
-    seconds = _all_reduce_seconds(subject, axis, block, 2)
+    seconds = _measure_all_reduce_seconds(subject, axis, block, 2)
     answers = collectives.gather_objects((axis.ranks, right, latency, seconds), mesh.world)
     many = [answer for answer in answers if len(answer[0]) > 1]
     moved = block.numel() * 4 * 2 * (1 - 1 / max(len(answer[0]) for answer in many))  # by each rank, in a ring
@@ -455,7 +455,7 @@ def _diagnose_axis(subject: RunToDiagnose, axis: Axis) -> DoctorFinding:
     return DoctorFinding("links", "OK", result)
 
 
-def _all_reduce_seconds(subject: RunToDiagnose, axis: Axis, tensor: torch.Tensor, times: int) -> float:
+def _measure_all_reduce_seconds(subject: DoctorContext, axis: Axis, tensor: torch.Tensor, times: int) -> float:
     """Return the seconds of one all-reduce of a tensor over an axis, mean of `times`."""
     collectives.all_reduce(tensor.clone(), axis)
     target = tensor.clone()
@@ -468,24 +468,26 @@ def _all_reduce_seconds(subject: RunToDiagnose, axis: Axis, tensor: torch.Tensor
     return (time.perf_counter() - since) / times
 
 
-def _diagnose_shared_folder(subject: RunToDiagnose, folder: Path) -> list[DoctorFinding]:
+def _diagnose_shared_folder(subject: DoctorContext, folder: Path) -> list[DoctorFinding]:
     """Return a row on whether what the first rank writes into a folder is seen by all. Collective."""
     mark = collectives.broadcast_object(folder / f"doctor-{uuid.uuid4().hex}", subject.mesh.world)
 
-    def write_mark() -> None:
+    def touch_marker_file() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if subject.mesh.world.is_first:
             mark.touch()
 
-    _, problems = _try_on_all_ranks(subject, write_mark)
-    seen, _ = _try_on_all_ranks(subject, mark.exists)
+    _, problems = _values_and_errors_of_all_ranks(subject, touch_marker_file)
+    seen, _ = _values_and_errors_of_all_ranks(subject, mark.exists)
     collectives.barrier(subject.mesh.world)
     if subject.mesh.world.is_first:
         mark.unlink(missing_ok=True)
     blind = [rank for rank, there in seen if not there]
     mend = "give --save a folder that all machines share and may write"
     if problems:
-        return [DoctorFinding("checkpoints", "FAIL", f"--save {folder}: {subject.first_problem(problems)}", mend)]
+        return [
+            DoctorFinding("checkpoints", "FAIL", f"--save {folder}: {subject.problem_with_ranks_text(problems)}", mend)
+        ]
     if blind:
         result = f"--save {folder}: what rank 0 writes is not seen by {subject.ranks_with_hosts_text(blind)}"
         return [DoctorFinding("checkpoints", "FAIL", result, mend)]

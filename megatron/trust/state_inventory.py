@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core.config.adapters import is_trained_parameter
-from megatron.core.config.flags import config_from_values
+from megatron.core.config.flags import config_from_dict
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
 from megatron.core.config.settings.vision import VisionConfig
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.trust.compare.checkpoints import CheckpointDifference, compare_sources
+from megatron.trust.compare.checkpoints import CheckpointEntryDifference, compare_sources
 from megatron.trust.compare.contents import matches_pattern
 
 Settings = Mapping[str, Any]
@@ -38,7 +38,7 @@ _MATRICES = (".linear_", ".out_proj.", ".router.", ".eh_proj.", ".gate_weight", 
 
 
 @dataclass(frozen=True, slots=True)
-class StateItem:
+class StateCategory:
     """A piece of training state. names: patterns of its names in a checkpoint. places: patterns of where it lives in a
     session.
     expected: (settings, number of ranks, parameter names) -> names that a checkpoint must hold.
@@ -51,16 +51,16 @@ class StateItem:
 
 
 @dataclass(frozen=True, slots=True)
-class StateItemComparison:
+class StateCategoryComparison:
     """How an item of two checkpoints compares. count: names that either holds. missing: required names that a
     checkpoint lacks.
     differences: other names that differ, or that only one holds.
     """
 
-    item: StateItem
+    item: StateCategory
     count: int
     missing: tuple[str, ...]
-    differences: tuple[CheckpointDifference, ...]
+    differences: tuple[CheckpointEntryDifference, ...]
 
     @property
     def is_equal(self) -> bool:
@@ -68,7 +68,7 @@ class StateItemComparison:
         return not self.missing and not self.differences
 
 
-def _expected_optimizer_slot(
+def _slot_names_getter(
     slot: str, needed: Callable[[Settings], bool]
 ) -> Callable[[Settings, int, list[str]], list[str]]:
     """Return a function that gives the expected names of an optimizer slot, if the settings need it."""
@@ -79,7 +79,7 @@ def _expected_optimizer_slot(
 
 def _trained_names(settings: Settings, parameters: list[str]) -> list[str]:
     """Return the parameters that an optimizer updates."""
-    adapter, vision = config_from_values(AdapterConfig, settings), config_from_values(VisionConfig, settings)
+    adapter, vision = config_from_dict(AdapterConfig, settings), config_from_dict(VisionConfig, settings)
     config = replace(adapter, freeze=(*adapter.freeze, *vision.frozen_patterns))
     return [name for name in parameters if is_trained_parameter(name, config) and not name.endswith(_UNTRAINED)]
 
@@ -94,13 +94,13 @@ def _is_updated_by_muon(settings: Settings, name: str) -> bool:
     )
 
 
-def _expected_elementwise_slot(slot: str, *rules: str) -> Callable[[Settings, int, list[str]], list[str]]:
+def _elementwise_slot_names_getter(slot: str, *rules: str) -> Callable[[Settings, int, list[str]], list[str]]:
     """Return a function that gives the expected names of a slot of these elementwise rules, without Muon's parameters."""
 
     def expected_names(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
         rule = settings["muon_scalar_optimizer"] if settings["optimizer"] == "muon" else settings["optimizer"]
         rest = [name for name in parameters if not _is_updated_by_muon(settings, name)]
-        return _expected_optimizer_slot(slot, lambda settings: rule in rules)(settings, ranks, rest)
+        return _slot_names_getter(slot, lambda settings: rule in rules)(settings, ranks, rest)
 
     return expected_names
 
@@ -110,16 +110,16 @@ def _is_factored(name: str) -> bool:
     return name.endswith("weight") and "norm" not in name
 
 
-def _expected_second_moments(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
+def _expected_second_moment_names(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
     """Return the expected names of elementwise second moments; Adafactor has them for vectors only."""
     if settings["optimizer"] != "adafactor":
-        return _expected_elementwise_slot("exp_avg_sq", "adam")(settings, ranks, parameters)
-    return _expected_optimizer_slot("exp_avg_sq", lambda settings: True)(
+        return _elementwise_slot_names_getter("exp_avg_sq", "adam")(settings, ranks, parameters)
+    return _slot_names_getter("exp_avg_sq", lambda settings: True)(
         settings, ranks, [name for name in parameters if not _is_factored(name)]
     )
 
 
-def _expected_factored_moments(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
+def _expected_factored_moment_names(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
     return [
         f"optimizer.exp_avg_sq_{what}.{name}"
         for what in ("row", "col")
@@ -128,14 +128,14 @@ def _expected_factored_moments(settings: Settings, ranks: int, parameters: list[
     ]
 
 
-def _expect_names(*names: str) -> Callable[[Settings, int, list[str]], list[str]]:
+def _constant_names_getter(*names: str) -> Callable[[Settings, int, list[str]], list[str]]:
     """Return a function that always expects these names."""
     return lambda settings, ranks, parameters: list(names)
 
 
-def _expected_main_weights(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
+def _expected_main_weight_names(settings: Settings, ranks: int, parameters: list[str]) -> list[str]:
     """Return the expected names of main weights: of parameters in half precision."""
-    slot = _expected_optimizer_slot("master", lambda settings: bool(settings["bf16"] or settings["fp16"]))
+    slot = _slot_names_getter("master", lambda settings: bool(settings["bf16"] or settings["fp16"]))
     return slot(settings, ranks, [name for name in parameters if not name.endswith(_FP32)])
 
 
@@ -154,7 +154,7 @@ def _expected_amax_histories(settings: Settings, ranks: int, parameters: list[st
     if settings.get("fp8_format") is None or settings["fp8_recipe"] != "delayed":
         return []
     matches = [match for match in map(_ROUNDED.search, parameters) if match]
-    low, depth = config_from_values(LowPrecisionConfig, settings), dict[str, int]()
+    low, depth = config_from_dict(LowPrecisionConfig, settings), dict[str, int]()
     for match in matches:  # encoders and decoders count their own layers
         depth[match[1]] = max(depth.get(match[1], 0), int(match[2]) + 1)
     return [
@@ -165,7 +165,7 @@ def _expected_amax_histories(settings: Settings, ranks: int, parameters: list[st
 
 
 INVENTORY = (
-    StateItem(
+    StateCategory(
         "weights",
         ("model.*",),
         (
@@ -177,19 +177,19 @@ INVENTORY = (
         ),
         lambda settings, ranks, parameters: [f"model.{name}" for name in parameters],
     ),
-    StateItem(
+    StateCategory(
         "fp32 master weights",
         ("optimizer.master.*",),
         ("trainer.optimizer.main_weights.*", "trainer.optimizer.rules.*.states.*.slots.master.*"),
-        _expected_main_weights,
+        _expected_main_weight_names,
     ),
-    StateItem(
+    StateCategory(
         "first moments (Adam)",
         ("optimizer.exp_avg.*",),
         ("trainer.optimizer.rules.*.state.*.exp_avg", "trainer.optimizer.rules.*.states.*.slots.exp_avg.*"),
-        _expected_elementwise_slot("exp_avg", "adam", "lion"),
+        _elementwise_slot_names_getter("exp_avg", "adam", "lion"),
     ),
-    StateItem(
+    StateCategory(
         "second moments (Adam)",
         ("optimizer.exp_avg_sq.*",),
         (
@@ -197,21 +197,21 @@ INVENTORY = (
             "trainer.optimizer.rules.*.states.*.slots.exp_avg_sq.*",
             "trainer.optimizer.rules.*.parameters.*.owned.second.*",
         ),
-        _expected_second_moments,
+        _expected_second_moment_names,
     ),
-    StateItem(
+    StateCategory(
         "second moments by row and column (Adafactor)",
         ("optimizer.exp_avg_sq_row.*", "optimizer.exp_avg_sq_col.*"),
         ("trainer.optimizer.rules.*.parameters.*.owned.second.*",),
-        _expected_factored_moments,
+        _expected_factored_moment_names,
     ),
-    StateItem(
+    StateCategory(
         "momentum (SGD)",
         ("optimizer.momentum_buffer.*",),
         ("trainer.optimizer.rules.*.state.*.momentum_buffer",),
-        _expected_optimizer_slot("momentum_buffer", lambda settings: settings["optimizer"] == "sgd"),
+        _slot_names_getter("momentum_buffer", lambda settings: settings["optimizer"] == "sgd"),
     ),
-    StateItem(
+    StateCategory(
         "momentum (Muon)",
         ("optimizer.momentum_buffer.*",),
         ("trainer.optimizer.rules.*.owned_parts.*.momentum",),
@@ -221,40 +221,44 @@ INVENTORY = (
             if _is_updated_by_muon(settings, name)
         ],
     ),
-    StateItem(
+    StateCategory(
         "updates done",
         ("run.optimizer_steps",),
         ("trainer.optimizer.rules.*.counts.*", "trainer.optimizer.rules.*.steps"),
-        _expect_names("run.optimizer_steps"),
+        _constant_names_getter("run.optimizer_steps"),
     ),
-    StateItem("loss scale", ("run.loss_scale",), ("trainer.optimizer.scaler.*",), _expect_names("run.loss_scale")),
-    StateItem(
+    StateCategory(
+        "loss scale", ("run.loss_scale",), ("trainer.optimizer.scaler.*",), _constant_names_getter("run.loss_scale")
+    ),
+    StateCategory(
         "schedule of learning rate and weight decay",
         ("run.schedule",),
         ("trainer.schedule.*",),
-        _expect_names("run.schedule"),
+        _constant_names_getter("run.schedule"),
     ),
-    StateItem(
+    StateCategory(
         "counters and position in the data",
         ("run.progress",),
         ("trainer.run.progress.*",),
-        _expect_names("run.progress"),
+        _constant_names_getter("run.progress"),
     ),
-    StateItem(
+    StateCategory(
         "random streams", ("run.random.*",), ("trainer.run.streams.*", "randomness.torch"), _expected_random_streams
     ),
-    StateItem(
+    StateCategory(
         "histories of delayed scales",
         ("run.amax.*",),
         ("trainer.stages.*.scaling.history", "trainer.stages.*.scaling.knows_steps"),
         _expected_amax_histories,
     ),
-    StateItem("tokenizer", ("run.tokenizer",), ("trainer.run.tokenizer.*",), _expect_names("run.tokenizer")),
+    StateCategory(
+        "tokenizer", ("run.tokenizer",), ("trainer.run.tokenizer.*",), _constant_names_getter("run.tokenizer")
+    ),
 )
 
 
 def missing_state_names(
-    item: StateItem, source: CheckpointSource, *, world_size: int, parameters: list[str]
+    item: StateCategory, source: CheckpointSource, *, world_size: int, parameters: list[str]
 ) -> list[str]:
     """Return the names of an item that a checkpoint should hold and does not. parameters: names of the network's
     parameters.
@@ -263,7 +267,7 @@ def missing_state_names(
     return [name for name in item.expected(source.settings, world_size, parameters) if name not in held]
 
 
-def parameter_names_of(*sources: CheckpointSource) -> list[str]:
+def parameter_names_in_checkpoints(*sources: CheckpointSource) -> list[str]:
     """Return the names of the network's parameters: every name that any of the checkpoints has a weight or an optimizer
     slot for.
     """
@@ -278,18 +282,18 @@ def parameter_names_of(*sources: CheckpointSource) -> list[str]:
 
 def compare_training_states(
     a: CheckpointSource, b: CheckpointSource, *, world_size: int
-) -> Iterator[StateItemComparison]:
+) -> Iterator[StateCategoryComparison]:
     """Yield the comparison of each state item of two checkpoints that should be equal: both of one run, of `world_size`
     ranks.
     """
-    parameters = parameter_names_of(a, b)
+    parameters = parameter_names_in_checkpoints(a, b)
     for item in INVENTORY:
         lacking = {
             one.where: missing_state_names(item, one, world_size=world_size, parameters=parameters) for one in (a, b)
         }
         names = [name for name in {*a.formats, *b.formats, *a.values, *b.values} if matches_pattern(name, item.names)]
         keys = {name for lines in lacking.values() for name in lines}
-        yield StateItemComparison(
+        yield StateCategoryComparison(
             item,
             len(names),
             tuple(f"{name} in {where}" for where, lines in lacking.items() for name in lines),

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 import pretrain_gpt
-from megatron.core.dist_checkpointing import store
-from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
-from megatron.training.cli.arguments import read_args
+from megatron.core.dist_checkpointing import checkpoint_folders
+from megatron.core.dist_checkpointing.saved import open_native_checkpoint
+from megatron.training.cli.arguments import parse_args_or_raise
 from megatron.training.initialize import initialize_megatron, leave_process_group
 from megatron.training.loop import pretrain
 from tests.helpers.programme import TINY
@@ -72,7 +72,7 @@ def rank_lives(rank: int, ranks: int, port: int, flags: list[str], output: str) 
         TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_RESTART_COUNT="0",
     )
-    run = initialize_megatron(read_args([*TINY, *flags], world_size=ranks))
+    run = initialize_megatron(parse_args_or_raise([*TINY, *flags], world_size=ranks))
     pretrain(run, pretrain_gpt.datasets_provider, pretrain_gpt.model_provider, pretrain_gpt.forward_step)
     leave_process_group()
     sys.stdout.flush()
@@ -99,11 +99,11 @@ class Lives:
 
     def live_and_die(self, choose: random.Random) -> bool:
         """Run until some saves later, and then a little; be killed. Returns whether the end came before the kill."""
-        before = store.newest_iteration(self.folder) or 0
+        before = checkpoint_folders.newest_iteration(self.folder) or 0
         saves, alone = choose.choice((0, 1, 1, 2)), choose.random() < 0.5
         processes, started, finished = self._start(), time.monotonic(), False
         if saves:
-            while (store.newest_iteration(self.folder) or 0) < before + saves * INTERVAL and not finished:
+            while (checkpoint_folders.newest_iteration(self.folder) or 0) < before + saves * INTERVAL and not finished:
                 time.sleep(0.002)
                 finished = all(process.exitcode == 0 for process in processes)
                 bad = [process.exitcode for process in processes if process.exitcode not in (None, 0)]
@@ -125,10 +125,10 @@ class Lives:
 
     def look(self) -> int:
         """The iteration of the newest checkpoint, after all of it was read; 0 while there is none."""
-        steps = store.scan_checkpoint_folder(self.folder).steps
+        steps = checkpoint_folders.scan_checkpoint_folder(self.folder).steps
         if not steps:
             return 0
-        problems = open_saved_checkpoint(steps[0].folder).verify(threads=1)
+        problems = open_native_checkpoint(steps[0].folder).verify(threads=1)
         assert not problems, problems
         return steps[0].iteration
 

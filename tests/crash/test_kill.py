@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
-from megatron.core.dist_checkpointing.store import iteration_folder
+from megatron.core.dist_checkpointing.checkpoint_folders import iteration_folder
+from megatron.core.dist_checkpointing.saved import open_native_checkpoint
 from megatron.trust.compare.checkpoints import compare_sources
 from megatron.trust.state_inventory import compare_training_states
 from tests.conftest import NOTES
@@ -25,7 +25,7 @@ def killed_again_and_again(folder: Path, name: str, kills: int, seed: int) -> st
     layout = LAYOUTS[name]
     choose, alone = random.Random(seed), Lives(folder / "alone", layout)
     alone.live()
-    expected = open_saved_checkpoint(iteration_folder(alone.folder, layout.iterations))
+    expected = open_native_checkpoint(iteration_folder(alone.folder, layout.iterations))
     done, runs, total, lost = 0, 0, 0, 0
     while done < kills:
         lives, finished = Lives(folder / f"killed{runs}", layout, startup=3.0), False
@@ -34,7 +34,7 @@ def killed_again_and_again(folder: Path, name: str, kills: int, seed: int) -> st
         assert lives.newest == sorted(lives.newest), f"progress went back: {lives.newest}"
         lives.live()
         assert lives.look() == layout.iterations
-        found = open_saved_checkpoint(iteration_folder(lives.folder, layout.iterations))
+        found = open_native_checkpoint(iteration_folder(lives.folder, layout.iterations))
         differences = [str(one) for one in compare_sources(found, expected)]
         assert not differences, f"after deaths at {lives.newest}:\n" + "\n".join(differences[:20])
         assert all(one.is_equal for one in compare_training_states(found, expected, world_size=layout.ranks))

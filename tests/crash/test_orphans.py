@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing import store
+from megatron.core.dist_checkpointing import checkpoint_folders
 from tests.helpers.programme import TINY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,7 +82,10 @@ def test_ranks_end_with_a_launcher_that_was_killed(program: list[str], sign: str
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     with open(tmp_path.with_suffix(".log"), "w+", encoding="utf-8") as log:
         launcher = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
-        until(lambda: store.newest_iteration(tmp_path) is not None or launcher.poll() is not None, "the first save")
+        until(
+            lambda: checkpoint_folders.newest_iteration(tmp_path) is not None or launcher.poll() is not None,
+            "the first save",
+        )
         ranks = below(launcher.pid)
         assert len(ranks) >= 2, Path(log.name).read_text()
         try:
@@ -94,5 +97,5 @@ def test_ranks_end_with_a_launcher_that_was_killed(program: list[str], sign: str
                 os.kill(rank, signal.SIGKILL)
         said = Path(log.name).read_text()
     assert sign in said and "Traceback" not in said, said[-3000:]
-    steps = store.scan_checkpoint_folder(tmp_path)
+    steps = checkpoint_folders.scan_checkpoint_folder(tmp_path)
     assert steps.steps and not steps.damaged, "what was saved is whole"

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing import store
+from megatron.core.dist_checkpointing import checkpoint_folders
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.lock import LOCK, FolderLock
-from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.saved import open_native_checkpoint
 from tests.conftest import NOTES
 from tests.helpers.programme import TINY
 from tests.unit.dist_checkpointing.two_ranks import save_as_two
@@ -49,11 +49,11 @@ def saves_on(folder: str, first: int, count: int, results: multiprocessing.Queue
 
 def unsound(folder: Path) -> list[str]:
     """Folders that are named like a checkpoint, and are not whole."""
-    found = store.scan_checkpoint_folder(folder)
+    found = checkpoint_folders.scan_checkpoint_folder(folder)
     wrong = [str(problem) for problem in found.damaged]
     for step in found.steps:
         try:
-            wrong += open_saved_checkpoint(step.folder).verify(threads=1)
+            wrong += open_native_checkpoint(step.folder).verify(threads=1)
         except CheckpointError as error:
             wrong.append(str(error))
     return wrong
@@ -72,7 +72,7 @@ def two_writers(folder: Path, count: int) -> str:
     good = sum(results.get(timeout=PATIENCE) for _ in processes)
     for process in processes:
         process.join()
-    there = store.complete_iterations(folder)
+    there = checkpoint_folders.complete_iterations(folder)
     assert not unsound(folder)
     assert good and good <= len(there), "a save that said it went well is there"
     return (
@@ -105,7 +105,7 @@ def test_a_second_job_is_refused_while_the_first_saves_on_and_reads_as_it_likes(
     with open(tmp_path.with_suffix(".log"), "w", encoding="utf-8") as log:
         first = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, text=True)
         try:
-            until(lambda: store.newest_iteration(tmp_path) is not None, first)
+            until(lambda: checkpoint_folders.newest_iteration(tmp_path) is not None, first)
             second = subprocess.run(
                 [*command, "--load", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
             )
@@ -114,8 +114,8 @@ def test_a_second_job_is_refused_while_the_first_saves_on_and_reads_as_it_likes(
                 f"--save {tmp_path} is being written by another job: process {first.pid} on " in second.stderr
                 and "Traceback" not in second.stderr
             )
-            before = store.newest_iteration(tmp_path)
-            until(lambda: store.newest_iteration(tmp_path) > before + 3, first)
+            before = checkpoint_folders.newest_iteration(tmp_path)
+            until(lambda: checkpoint_folders.newest_iteration(tmp_path) > before + 3, first)
         finally:
             first.terminate()
             first.wait(timeout=PATIENCE)
@@ -128,7 +128,7 @@ def test_a_job_that_was_taken_over_ends_at_its_next_save(tmp_path: Path) -> None
     command = [*RUN, "--save", str(tmp_path), "--train-iters", "100000"]
     first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
-        until(lambda: store.newest_iteration(tmp_path) is not None, first)
+        until(lambda: checkpoint_folders.newest_iteration(tmp_path) is not None, first)
         (tmp_path / LOCK).unlink()
         try:
             lock = FolderLock(tmp_path)

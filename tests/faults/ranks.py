@@ -28,10 +28,10 @@ from megatron.core.optimizer import optimizer
 from megatron.core.parallel.spec import param_spec_of
 from megatron.training import loop, step
 from megatron.training.checkpoint import checkpointing
-from megatron.training.cli.arguments import read_args
-from megatron.training.entry import entry_point
+from megatron.training.cli.arguments import parse_args_or_raise
+from megatron.training.entry import guarded_entry_point
 from megatron.training.initialize import initialize_megatron
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 from tests.helpers.programme import TINY, write_tokens
 
 ITERATION = 2  # in which it happens
@@ -142,9 +142,9 @@ def rank_runs(case: Case, rank: int, port: int, folder: str) -> None:
         str(case.longest / 60.0),
     ]
 
-    @entry_point
+    @guarded_entry_point
     def main() -> None:
-        run = initialize_megatron(read_args(flags, world_size=case.ranks))
+        run = initialize_megatron(parse_args_or_raise(flags, world_size=case.ranks))
         providers = (
             _planted(case, run, folder)
             if rank == case.rank
@@ -162,7 +162,9 @@ def rank_runs(case: Case, rank: int, port: int, folder: str) -> None:
         os._exit(1)
 
 
-def _planted(case: Case, run: Run, folder: str) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+def _planted(
+    case: Case, run: RunContext, folder: str
+) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """The providers of datasets, stages and the forward step, one of which or of whose callees fails."""
     stages: list[nn.Module] = []
     happened: list[bool] = []
@@ -199,11 +201,11 @@ def _planted(case: Case, run: Run, folder: str) -> tuple[Callable[..., Any], Cal
             fault(always=True)
         return pretrain_gpt.datasets_provider(*arguments)
 
-    def model(inner: Run, stage: Any) -> Any:
+    def model(inner: RunContext, stage: Any) -> Any:
         stages.append(pretrain_gpt.model_provider(inner, stage))
         return stages[-1]
 
-    def forward_step(inner: Run, batches: Any, stage: Any) -> Any:
+    def forward_step(inner: RunContext, batches: Any, stage: Any) -> Any:
         if case.phase == "forward" or (case.phase == "evaluation" and not stage.training):
             fault()
         output, loss = pretrain_gpt.forward_step(inner, batches, stage)
@@ -212,7 +214,7 @@ def _planted(case: Case, run: Run, folder: str) -> tuple[Callable[..., Any], Cal
         return output, loss
 
     owners = {
-        "data": (step, "next_batch"),
+        "data": (step, "next_batch_or_data_error"),
         "reduce": (ddp, "_start_bucket_reduction"),
         "optimizer": (optimizer, "finalize_gradients"),
         "save": (checkpointing, "weights_of"),

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from megatron.core.config.settings.inference import InferenceConfig
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.kernels import paged
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.inference import adapters, sampled_tokens
@@ -39,7 +39,7 @@ def engine_on(device: str, network: dict[str, Any], **settings: Any) -> Engine:
     run = tiny.run_of(tiny.config(1, **changes), torch.device(device))
     stages = [
         tiny.gpt(run, spec).materialize(7, draw_on=torch.device("cpu")).eval()
-        for spec in pipeline_stages_of(run.config)
+        for spec in stage_specs_of_run(run.config)
     ]
     return Engine(stages, NullTokenizer(tiny.VOCABULARY), InferenceConfig(inference_max_requests=5, **settings))
 
@@ -151,7 +151,7 @@ def test_the_paged_kernel_computes_its_definition(name: str, dtype: torch.dtype)
     near_k = k.cuda()
     near_v = near_k[..., : v.shape[2]] if latent else v.cuda()
     found = triton_paged.attention(q.cuda(), near_k, near_v, there, window=window, scores=on_gpu)
-    expected = paged.attention(q.double(), k.double(), v.double(), where, window=window, scores=scores)
+    expected = paged.paged_attention(q.double(), k.double(), v.double(), where, window=window, scores=scores)
     assert (found.cpu().double() - expected).abs().max() <= paged.TOLERANCE[dtype] * expected.abs().max()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.accelerate.cuda_graphs import CapturedGraphs
+from megatron.training.accelerate.cuda_graphs import LayerGraphCapturer
 from tests.helpers import tiny
 from tests.helpers.training import train_on
 from tests.parity.table import MODELS
@@ -20,7 +20,7 @@ def losses_of(graphs: bool, changes: dict[str, Any]) -> list[float]:
         use_cpu_initialization=True, cuda_graph_impl="local" if graphs else "none", cuda_graph_warmup_steps=2, **changes
     )
     trainer, losses = tiny.trainer_of(tiny.run_of(settings, torch.device("cuda"))), []
-    recordings = CapturedGraphs(trainer) if graphs else None
+    recordings = LayerGraphCapturer(trainer) if graphs else None
     for iteration in range(1, 7):
         if recordings is None:
             losses += train_on(trainer, 1)[0]

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megatron.core.kernels import linear_loss, reference
-from megatron.core.kernels.kernel_check import TOLERANCE, usable_kernel_errors
+from megatron.core.kernels.kernel_check import TOLERANCE, try_usable_kernels
 from megatron.core.kernels.linear_loss import VocabularyShard
 from megatron.core.kernels.mask import AttentionMaskSpec
-from megatron.core.kernels.startup_check import choose_tried_kernels
+from megatron.core.kernels.startup_check import select_kernels_with_trials
 from megatron.core.kernels.table import CANDIDATES
 from megatron.training.cli.device_checks import kernel_requirements
 from megatron.training.health.causality_check import require_causal_attention
@@ -55,7 +55,7 @@ def test_every_kernel_that_fits_computes_its_op(name: str, numbers: str) -> None
     need = kernel_requirements(config, CUDA)
     wrong = {
         key: error
-        for key, error in usable_kernel_errors(config, need, CUDA).items()
+        for key, error in try_usable_kernels(config, need, CUDA).items()
         if isinstance(error, str) or error > TOLERANCE[need.dtype]
     }
     assert not wrong
@@ -64,7 +64,7 @@ def test_every_kernel_that_fits_computes_its_op(name: str, numbers: str) -> None
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_defaults_of_a_run_pass_their_trial(name: str) -> None:
     config = tiny.config(**NETWORKS[name], bf16=True)
-    chosen = choose_tried_kernels(config, kernel_requirements(config, CUDA), CUDA)
+    chosen = select_kernels_with_trials(config, kernel_requirements(config, CUDA), CUDA)
     taken = {op: kernel for op, kernel, _ in chosen.kernels.report}
     assert not chosen.failures
     assert taken["attention"] == {
@@ -97,7 +97,7 @@ def test_a_later_query_alone_sees_all_keys_before_it(backend: str) -> None:
     q, k, v = (torch.randn(length, 2, 4, 64, device=CUDA, dtype=torch.bfloat16) for length in (3, 11, 11))
     torch.testing.assert_close(
         candidate.loaded_kernel(q, k, v, AttentionMaskSpec()).float(),
-        reference.attention(q, k, v, AttentionMaskSpec()).float(),
+        reference.softmax_attention(q, k, v, AttentionMaskSpec()).float(),
         rtol=3e-2,
         atol=3e-2,
     )

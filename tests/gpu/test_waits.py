@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.saver import CheckpointSaver, SaveOptions
-from megatron.core.dist_checkpointing.store import RunDescription
+from megatron.core.dist_checkpointing.checkpoint_folders import SavedRunConfig
+from megatron.core.dist_checkpointing.saver import CheckpointSaver, SavePolicy
 from megatron.core.parallel.device import DeviceToHostCopy
 from megatron.core.parallel.mesh import Axis
 from megatron.core.transformer.dispatch import AllToAllTokenDispatcher
@@ -125,8 +125,8 @@ def test_an_iteration_of_the_loop_waits_for_nothing(monkeypatch: pytest.MonkeyPa
 
 def test_polling_a_save_waits_for_nothing(tmp_path: Path) -> None:
     state = {"model.a": torch.full((100,), 1.0, device="cuda")}
-    saver = CheckpointSaver(tmp_path, rules=SaveOptions(asynchronous=True), device=torch.device("cuda"))
-    saver.start(state, 1, RunDescription({}, 1))
+    saver = CheckpointSaver(tmp_path, rules=SavePolicy(asynchronous=True), device=torch.device("cuda"))
+    saver.start(state, 1, SavedRunConfig({}, 1))
     outcome = None
     with no_wait():
         while outcome is None:

@@ -78,19 +78,19 @@ LATE_OWN = (
     ("megatron/training/cli/arguments.py", "megatron.training.checkpoint.formats.foreign_checkpoint_settings"),
     ("megatron/training/cli/arguments.py", "megatron.training.checkpoint.adapters.adapter_config_of"),
     ("megatron/training/cli/arguments.py", "megatron.core.families.megatron.open.read_megatron_arguments"),
-    ("megatron/training/cli/preflight.py", "megatron.training.cli.device_checks.machine_problems"),
+    ("megatron/training/cli/preflight.py", "megatron.training.cli.device_checks.unsupported_by_machine"),
     ("megatron/training/cli/preflight.py", "megatron.training.cli.device_checks.device_type"),
     *(
         ("megatron/training/cli/arguments.py", f"megatron.training.cli.preflight.{name}")
         for name in ("LOCAL", "preflight", "resolve_and_examine")
     ),
     ("megatron/core/models/describe.py", "megatron.core.models.on_meta.rank_parameter_sizes"),
-    ("megatron/rl/planned_memory.py", "megatron.core.dist_checkpointing.store.CheckpointError"),
+    ("megatron/rl/planned_memory.py", "megatron.core.dist_checkpointing.checkpoint_folders.CheckpointError"),
     ("megatron/rl/planned_memory.py", "megatron.training.checkpoint.formats.open_checkpoint"),
     ("megatron/tasks/main.py", "megatron.tasks.run.run_task"),
-    ("megatron/tools/checkpoint/inspect.py", "megatron.trust.compare.foreign_contents.foreign_contents"),
-    ("megatron/tools/check_config.py", "megatron.trust.flags.parameter_counts.compare_layout_build"),
-    ("megatron/tools/check_parity.py", "megatron.trust.parity.parity.run_parity_check"),
+    ("megatron/tools/checkpoint/inspect.py", "megatron.trust.compare.foreign_contents.foreign_checkpoint_contents"),
+    ("megatron/tools/check_config.py", "megatron.trust.flags.layout_build_check.check_layout_parameters"),
+    ("megatron/tools/check_parity.py", "megatron.trust.parity.serial_comparison.run_layout_parity_check"),
     ("megatron/tools/plan.py", "megatron.trust.simulate.dry_run.dry_run"),
     ("megatron/tools/plan.py", "megatron.trust.plan.measure.measure_hardware"),
 )
@@ -295,7 +295,7 @@ def separate_packages_stay_separate(tree: Tree) -> Offences:
                 not in (
                     "megatron/core/parallel/boxes.py",
                     "megatron/core/models/describe.py",
-                    "megatron/core/models/names.py",
+                    "megatron/core/models/parameter_names.py",
                 )
             )
         ):

@@ -17,16 +17,16 @@ import pretrain_gpt
 from megatron.core.models.gpt import GPTModel
 from megatron.training.cli.arguments import parse_args
 from megatron.training.data.batch import Batch, LossFunction
-from megatron.training.entry import entry_point
+from megatron.training.entry import guarded_entry_point
 from megatron.training.initialize import initialize_megatron
 from megatron.training.launch.launch_info import world_size
 from megatron.training.loop import pretrain
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 
 FAIL = os.environ.get("FAIL", "")
 
 
-def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:
+def forward_step(run: RunContext, batches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:
     """Megatron's, until iteration 2 on the last rank."""
     if FAIL and run.progress.iteration == 2 and run.mesh.world.is_last:
         sys.stderr.write("FAILING NOW\n")
@@ -39,7 +39,7 @@ def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[t
     return pretrain_gpt.forward_step(run, batches, stage)
 
 
-@entry_point
+@guarded_entry_point
 def main() -> None:
     """Parse, initialize, train."""
     run = initialize_megatron(parse_args(world_size=world_size()))

@@ -11,7 +11,7 @@ from megatron.core.parallel import collectives
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.rl.environments.base import Conversation, Environment, Problem
 from megatron.rl.policy_data import PolicyData
-from megatron.rl.policy_step import PolicyStep, policy_model_provider
+from megatron.rl.policy_step import PolicyForwardStep, policy_model_provider
 from megatron.rl.rollouts import Rollout
 from megatron.rl.settings import RLConfig
 from megatron.training.step import train_step
@@ -86,7 +86,7 @@ def trainer_of(rl: RLConfig, **changes: Any) -> tuple[Trainer, PolicyData]:
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     config = tiny.config(world_size, **{**BASE, **(PACKED if rl.rl_use_sequence_packing else {}), **changes})
     run = dataclasses.replace(tiny.run_of(config), tokenizer=NullTokenizer(tiny.VOCABULARY - 1))
-    trainer = build_trainer(run, policy_model_provider(rl), PolicyStep(rl))
+    trainer = build_trainer(run, policy_model_provider(rl), PolicyForwardStep(rl))
     return trainer, PolicyData(trainer, rl)
 
 

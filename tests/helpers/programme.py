@@ -11,11 +11,11 @@ import torch
 
 import pretrain_gpt
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
-from megatron.training.cli.arguments import read_args
+from megatron.training.cli.arguments import parse_args_or_raise
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import DatasetProvider
 from megatron.training.loop import pretrain
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 from megatron.training.trainer import ForwardStep
 
 VOCABULARY = 30  # and the end of document
@@ -28,11 +28,11 @@ TINY = (
 ).split()
 
 
-def started(argv: Sequence[str]) -> Run:
+def started(argv: Sequence[str]) -> RunContext:
     """A run up to where providers are called. Lines go to the standard output of now."""
     log = logging.getLogger("megatron")
     log.handlers.clear()
-    return initialize_megatron(read_args([*TINY, *argv]))
+    return initialize_megatron(parse_args_or_raise([*TINY, *argv]))
 
 
 def trained(
@@ -40,11 +40,11 @@ def trained(
     *,
     datasets: DatasetProvider = pretrain_gpt.datasets_provider,
     forward_step: ForwardStep = pretrain_gpt.forward_step,
-) -> Run:
+) -> RunContext:
     """pretrain_gpt, with these flags behind TINY."""
     run = started(argv)
     try:
-        pretrain(run, datasets, pretrain_gpt.model_provider, forward_step, pretrain_gpt.make_sample_generator)
+        pretrain(run, datasets, pretrain_gpt.model_provider, forward_step, pretrain_gpt.make_eval_generate_function)
     finally:
         logging.getLogger("megatron").handlers.clear()
         if torch.are_deterministic_algorithms_enabled():  # to say so at all imports the compiler

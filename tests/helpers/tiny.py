@@ -15,21 +15,21 @@ import torch.distributed as dist
 import pretrain_bert
 import pretrain_t5
 import pretrain_vision_classify
-from megatron.core.config.flags import config_from_values
+from megatron.core.config.flags import config_from_dict
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import RequestedRun, RunConfig
-from megatron.core.kernels.startup_check import choose_tried_kernels
+from megatron.core.kernels.startup_check import select_kernels_with_trials
 from megatron.core.kernels.table import KernelRequirements
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.training.cli.device_checks import kernel_requirements
-from megatron.training.data.batch import Batch, LossFunction, language_loss
+from megatron.training.data.batch import Batch, LossFunction, language_loss_with_mtp
 from megatron.training.report.timers import Timers
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 from megatron.training.trainer import Trainer, build_trainer
-from megatron.trust.parity.short_run import random_global_batch, rank_microbatches, short_run_batches  # noqa: F401 - from here tests take them
+from megatron.trust.parity.short_run import random_global_batch, random_microbatches_of_rank, short_run_batches  # noqa: F401 - from here tests take them
 
 DEVICE = torch.device(os.environ.get("MEGATRON_TEST_DEVICE", "cpu"))
 VOCABULARY = 50  # not a multiple of anything: padding is always at work
@@ -59,7 +59,7 @@ BASE: dict[str, Any] = {
 
 def config(world_size: int = 1, **changes: Any) -> RunConfig:
     """The base config with changes, resolved and with its vocabulary."""
-    run = config_from_values(RequestedRun, {**BASE, **changes}).resolve(world_size)
+    run = config_from_dict(RequestedRun, {**BASE, **changes}).resolve(world_size)
     return replace(run, model=run.model.with_vocabulary(VOCABULARY, run.parallel.tp))
 
 
@@ -68,19 +68,19 @@ def with_vocabulary(settings: RunConfig, size: int) -> RunConfig:
     return replace(settings, model=settings.model.with_vocabulary(size, settings.parallel.tp))
 
 
-def run_of(settings: RunConfig, device: torch.device = DEVICE) -> Run:
+def run_of(settings: RunConfig, device: torch.device = DEVICE) -> RunContext:
     """A run on this process's ranks (or alone)."""
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     mesh = Mesh.single_process(device) if alone else Mesh.build(settings.parallel, device)
-    dtype = getattr(torch, settings.precision.dtype)
+    dtype = getattr(torch, settings.precision.param_dtype_name)
     need = KernelRequirements(device=device.type, dtype=dtype, low=settings.precision.low)
     if device.type == "cuda":
         need = kernel_requirements(settings, device)
-    return Run(
+    return RunContext(
         args=argparse.Namespace(),
         config=settings,
         mesh=mesh,
-        kernels=choose_tried_kernels(settings, need, device).kernels,
+        kernels=select_kernels_with_trials(settings, need, device).kernels,
         tokenizer=NullTokenizer(VOCABULARY),
         streams=RandomStreams.build(mesh, settings.train.seed),
         timers=Timers(level=0),
@@ -88,16 +88,16 @@ def run_of(settings: RunConfig, device: torch.device = DEVICE) -> Run:
     )
 
 
-def gpt(run: Run, stage: StageSpec) -> GPTModel:
+def gpt(run: RunContext, stage: StageSpec) -> GPTModel:
     """The model provider."""
     return GPTModel(stage, run.layer_build_context)
 
 
-def forward_step(run: Run, microbatches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:
+def forward_step(run: RunContext, microbatches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:
     """The forward step of pretrain_gpt."""
     batch = next(microbatches)
     output = stage(
-        ids=batch.ids_with_images,
+        ids=batch.ids_and_images,
         hidden=batch.hidden,
         labels=batch.masked_labels,
         positions=batch.positions,
@@ -105,7 +105,7 @@ def forward_step(run: Run, microbatches: Iterator[Batch], stage: GPTModel) -> tu
         microbatch_context=batch.microbatch_context,
         ahead=batch.mtp_inputs,
     )
-    return output, lambda losses: language_loss(losses, batch, run.config.model.mtp)
+    return output, lambda losses: language_loss_with_mtp(losses, batch, run.config.model.mtp)
 
 
 PROVIDERS = {
@@ -116,6 +116,6 @@ PROVIDERS = {
 }
 
 
-def trainer_of(run: Run) -> Trainer:
+def trainer_of(run: RunContext) -> Trainer:
     """A trainer of the tiny network that the config speaks of."""
     return build_trainer(run, *PROVIDERS[run.config.model.architecture])

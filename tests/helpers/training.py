@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.tree import ShardedTensor
+from megatron.core.dist_checkpointing.sharded_state import ShardedTensor
 from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.rng import derive_seed
-from megatron.core.parallel.spec import local_shards, param_spec_of
+from megatron.core.parallel.spec import local_shard_boxes, param_spec_of
 from megatron.training.checkpoint import run_state
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
@@ -86,7 +86,7 @@ def fill_gradients(trainer: Trainer, factor: float = 1.0) -> None:
                 spec = param_spec_of(param)
                 whole = factor * whole_gradient(spec.name, spec.shape)
                 view.zero_()
-                for piece in local_shards(spec, trainer.run.mesh):
+                for piece in local_shard_boxes(spec, trainer.run.mesh):
                     view[piece.local.slices()] = whole[piece.box.slices()].to(view.dtype)
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.config.plan import LayerPlan, network_layer_plans
-from megatron.core.config.settings.model import ModelConfig, RopeConfig
+from megatron.core.config.settings.model import ModelConfig, PositionConfig
 
 Weights = Mapping[str, Tensor]
 ACTIVATIONS = {
@@ -336,7 +336,7 @@ class Decoder:
             note("z_loss", torch.logsumexp(scores, dim=-1).square().mean(), moe.moe_z_loss_coeff)
 
 
-def rotated(x: Tensor, rope: RopeConfig, *, pairs: bool) -> Tensor:
+def rotated(x: Tensor, rope: PositionConfig, *, pairs: bool) -> Tensor:
     """RoFormer (Su et al., 2021): channels [b, s, n, d], the first of them turned in pairs by their position; pairs: neighbours, or halves."""
     d = int(x.shape[-1] * rope.rotary_percent) // 2 * 2
     x, rest = x[..., :d], x[..., d:]
@@ -349,7 +349,7 @@ def rotated(x: Tensor, rope: RopeConfig, *, pairs: bool) -> Tensor:
     return torch.cat((turned.real, turned.imag, rest), dim=-1)  # the same order of channels for queries and keys
 
 
-def turn(rope: RopeConfig, number: int, d: int) -> float:
+def turn(rope: PositionConfig, number: int, d: int) -> float:
     """By how much a position turns one pair of d channels: plain, as Llama 3.1 slows it, or by YaRN (Peng et al., 2023, section 3.2)."""
     plain = rope.rotary_base ** (-2 * number / d)
     if rope.is_yarn:
@@ -379,7 +379,7 @@ def turn(rope: RopeConfig, number: int, d: int) -> float:
     return plain
 
 
-def growth(rope: RopeConfig, share: float) -> float:
+def growth(rope: PositionConfig, share: float) -> float:
     """YaRN's growth of what is rotated with the logarithm of its factor."""
     return (
         1.0 + 0.1 * share * math.log(rope.rotary_scaling_factor)

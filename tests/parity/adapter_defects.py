@@ -15,8 +15,8 @@ from megatron.core.distributed.buffers import OwnedSegment
 from megatron.core.optimizer import clip
 from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard
-from megatron.core.tensor_parallel import adapter, quantized
+from megatron.core.parallel.spec import FusedWeightSegment, ParamSpec, ShardedDim
+from megatron.core.tensor_parallel import adapter, frozen_quantized
 from megatron.core.tensor_parallel.adapter import LinearAdapter
 from megatron.core.transformer import adapters
 from megatron.training import trainer
@@ -30,10 +30,14 @@ _forward, _norm, _counted_ranges = (
 _FACTORS = ("lora_a", "lora_b")
 
 
-def _cut_in_two(shape: tuple[int, ...], init: Any, kind: str, shards: tuple[Shard, ...] = (), *rest: Any) -> ParamSpec:
+def _cut_in_two(
+    shape: tuple[int, ...], init: Any, kind: str, shards: tuple[ShardedDim, ...] = (), *rest: Any
+) -> ParamSpec:
     """The spec of a parameter; of an A that is cut as its layer's input, with the columns cut in two segments and not in one."""
     if kind == "lora_a" and shards:
-        shards = (Shard(1, shards[0].axis, (FusedSegment(shape[1] // 2), FusedSegment(shape[1] // 2))),)
+        shards = (
+            ShardedDim(1, shards[0].axis, (FusedWeightSegment(shape[1] // 2), FusedWeightSegment(shape[1] // 2))),
+        )
     return ParamSpec(shape, init, kind, shards, *rest)
 
 
@@ -45,8 +49,8 @@ def _of_layers(segment: OwnedSegment) -> bool:
     return segment.spec.kind in _FACTORS and not segment.spec.stacked
 
 
-def _one_part(dim: int, axis: str, parts: tuple[FusedSegment, ...]) -> Shard:
-    return Shard(dim, axis, (FusedSegment(sum(part.size for part in parts)),))
+def _one_part(dim: int, axis: str, parts: tuple[FusedWeightSegment, ...]) -> ShardedDim:
+    return ShardedDim(dim, axis, (FusedWeightSegment(sum(part.size for part in parts)),))
 
 
 def _with_region(**replaced: Any) -> Any:
@@ -92,7 +96,7 @@ ADAPTERS: tuple[Defect, ...] = (
     Defect(
         "B of q, k and v together is cut as one matrix",
         (("tp2", "lora-fused"), ("tp2 sp", "lora-fused")),
-        ((adapter, "Shard", _one_part),),
+        ((adapter, "ShardedDim", _one_part),),
     ),
     Defect(
         "A of a row layer has other columns than those of its rank's input",
@@ -102,7 +106,7 @@ ADAPTERS: tuple[Defect, ...] = (
     Defect(
         "B of gate and up of experts is cut as one matrix",
         (("ep2 etp2 dp4", "lora-moe-fused"),),
-        ((adapters, "Shard", _one_part),),
+        ((adapters, "ShardedDim", _one_part),),
     ),
     Defect(
         "the product of a row layer's A, cut as the input, is not summed",
@@ -132,7 +136,7 @@ ADAPTERS: tuple[Defect, ...] = (
     Defect(
         "a rank quantizes its shard by blocks that begin with it",
         (("tp4 sp dp2 zero", "qlora"), ("tp2 sp", "qdora-mla")),
-        ((quantized, "_enclosing_whole_blocks", _own_box),),
+        ((frozen_quantized, "_enclosing_whole_blocks", _own_box),),
     ),
     Defect(
         "frozen weights are in the optimizer",

@@ -22,13 +22,13 @@ from megatron.training import trainer as stages
 from tests.parity.defect import Defect, collectives_with
 
 _stages_of, _recompute, _sink, _clip_rows = (
-    stages.pipeline_stages_of,
+    stages.stage_specs_of_run,
     attention.recompute,
     SelfAttention._attention_sink_logits,
-    SelfAttention.qk_clip_factors,
+    SelfAttention.qk_clip_weight_factors,
 )
 _scale_rows, _publish, _logits, _sum_replicated = (
-    Optimizer._scale_rows,
+    Optimizer._scale_weight_rows,
     Optimizer._write_weights,
     LanguageModelHead.logits,
     finalize.sum_replicated_grads,
@@ -122,12 +122,12 @@ VARIANTS: tuple[Defect, ...] = (
     Defect(
         "windows are counted from the first layer of each stage",
         (("pp2 vpp2 mb2", "windows"),),
-        ((stages, "pipeline_stages_of", _pattern_of_the_stage),),
+        ((stages, "stage_specs_of_run", _pattern_of_the_stage),),
     ),
     Defect(
         "layers without rotations are counted from the first layer of each stage",
         (("pp4 mb2", "some-rope"),),
-        ((stages, "pipeline_stages_of", _pattern_of_the_stage),),
+        ((stages, "stage_specs_of_run", _pattern_of_the_stage),),
     ),
     Defect(
         "tensor ranks use the sinks of the first rank's heads",
@@ -167,16 +167,19 @@ VARIANTS: tuple[Defect, ...] = (
     Defect(
         "QK-clip scales a key head by one of its query heads",
         (("dp2", "qk-clip-gqa"), ("tp4 mb4", "qk-clip-gqa")),
-        ((SelfAttention, "qk_clip_factors", _each_head_alone),),
+        ((SelfAttention, "qk_clip_weight_factors", _each_head_alone),),
     ),
     Defect(
         "QK-clip comes when the new weights have gone round",
         (("tp4 sp dp2 zero bucket400", "qk-clip"),),
-        ((Optimizer, "_scale_rows", _nothing_yet), (Optimizer, "_write_weights", _scaled_when_all_have_gone_round)),
+        (
+            (Optimizer, "_scale_weight_rows", _nothing_yet),
+            (Optimizer, "_write_weights", _scaled_when_all_have_gone_round),
+        ),
     ),
     Defect(
         "QK-clip counts rows from the start of the rank's own piece",
         (("tp4 sp dp2 zero bucket400", "qk-clip"),),
-        ((Optimizer, "_scale_rows", _rows_from_the_start_of_the_piece),),
+        ((Optimizer, "_scale_weight_rows", _rows_from_the_start_of_the_piece),),
     ),
 )

@@ -12,14 +12,14 @@ from megatron.core.context_parallel import attention as transports
 from megatron.core.context_parallel import ring
 from megatron.core.context_parallel.attention import UlyssesRingAttention
 from megatron.core.context_parallel.ring import QueryKeyChunkPair, RingSettings
-from megatron.core.context_parallel.sequence import Zigzag
+from megatron.core.context_parallel.zigzag import Zigzag
 from megatron.core.distributed import ddp
 from megatron.core.kernels import blockwise_attention
 from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.transformer import attention
-from megatron.core.transformer.build import LayerBuildContext
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 from megatron.training.data import rebalance as regroup
 from megatron.training.data.batch import Batch
 from megatron.training.step import StepWork
@@ -92,7 +92,7 @@ def _window_short_across_the_border(
 
 
 def _sum_on_no_rank(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
-    return collectives.gather_then_split(tensor, axis)
+    return collectives.gather_with_split_backward(tensor, axis)
 
 
 def _heads_of_the_next_rank(self: UlyssesRingAttention, *arguments: Any, **keywords: Any) -> Tensor:
@@ -128,7 +128,8 @@ def _look_ahead_of_the_piece(self: Batch, axis: Axis) -> Batch:
 def _tokens_from_left_to_right(self: Batch, axis: Axis) -> Batch:
     cut = Zigzag(self.tokens.shape[1], axis.size)
     return dataclasses.replace(
-        _over_context(self, axis), tokens=self.tokens[:, axis.rank * cut.num_positions(0) :][:, : cut.num_positions(0)]
+        _over_context(self, axis),
+        tokens=self.tokens[:, axis.rank * cut.num_positions_of_rank(0) :][:, : cut.num_positions_of_rank(0)],
     )
 
 
@@ -140,7 +141,7 @@ def _count_every_context_rank(self: StepWork) -> float | Tensor:
     return _missing_factor(self) / self.trainer.run.mesh.cp.size
 
 
-_make_buckets, _made = ddp.make_buckets, regroup._batch_of_rows
+_make_buckets, _made = ddp.make_buckets, regroup._batch_from_tensors
 
 
 def _one_document(rows: dict[str, Tensor]) -> Batch:
@@ -199,7 +200,7 @@ CONTEXT: tuple[Defect, ...] = (
     Defect(
         "gathered keys keep the gradient of one rank",
         (("cp2 allgather mb2", "llama-tied"),),
-        ((transports, "collectives", collectives_with(uneven_gather_then_scatter=_sum_on_no_rank)),),
+        ((transports, "collectives", collectives_with(uneven_gather_with_scatter_backward=_sum_on_no_rank)),),
     ),
     Defect(
         "a rank takes the sinks of the next rank's heads",
@@ -213,7 +214,7 @@ CONTEXT: tuple[Defect, ...] = (
             (
                 Zigzag,
                 "sorting_permutation",
-                lambda self, ranks, device: torch.arange(sum(map(self.num_positions, ranks)), device=device),
+                lambda self, ranks, device: torch.arange(sum(map(self.num_positions_of_rank, ranks)), device=device),
             ),
         ),
     ),
@@ -250,12 +251,12 @@ CONTEXT: tuple[Defect, ...] = (
     Defect(
         "documents that travel together see each other",
         (("hybrid dp4", "packed-rope"),),
-        ((regroup, "_batch_of_rows", _one_document),),
+        ((regroup, "_batch_from_tensors", _one_document),),
     ),
     Defect(
         "positions count through the documents that travel together",
         (("hybrid dp4 a2a mb2", "packed"),),
-        ((regroup, "_batch_of_rows", _positions_of_the_share),),
+        ((regroup, "_batch_from_tensors", _positions_of_the_share),),
     ),
     Defect(
         "QK-clip sees the scores of the rank's own keys",

@@ -27,17 +27,17 @@ from megatron.core.models.bert import BERTModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5 import T5Model
 from megatron.core.optimizer import clip, rule
-from megatron.core.optimizer.groups import ParamGroup
 from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.parallel import collectives, recompute, rng
 from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
-from megatron.core.parallel.spec import FusedSegment
+from megatron.core.parallel.spec import FusedWeightSegment
 from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.pipeline_parallel.executor import _ScriptRunner
-from megatron.core.tensor_parallel import linear, loss
-from megatron.core.tensor_parallel.embedding import PositionEmbedding, VocabParallelEmbedding
+from megatron.core.tensor_parallel import cross_entropy, linear
+from megatron.core.tensor_parallel.embedding import PositionEmbeddingTable, VocabParallelEmbedding
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.region import TensorParallelRegion
 from megatron.core.transformer import attention, stack
@@ -123,7 +123,7 @@ def _one_rate_on_the_last_rank(
 _materialize, _seed_of, _stages_of, _groups = (
     gpt.materialize_parameters,
     rng.derive_seed,
-    stages.pipeline_stages_of,
+    stages.stage_specs_of_run,
     TransformerStack._recompute_groups,
 )
 
@@ -158,8 +158,8 @@ def _skip_the_last_layer(self: TransformerStack) -> list[tuple[list[Any], bool]]
     return found if self.final_layernorm is None else [*found[:-1], (found[-1][0][:-1], found[-1][1])]
 
 
-def _one_part(input_size: int, parts: tuple[FusedSegment, ...], **keywords: Any) -> ColumnParallelLinear:
-    return ColumnParallelLinear(input_size, (FusedSegment(sum(part.size for part in parts)),), **keywords)
+def _one_part(input_size: int, parts: tuple[FusedWeightSegment, ...], **keywords: Any) -> ColumnParallelLinear:
+    return ColumnParallelLinear(input_size, (FusedWeightSegment(sum(part.size for part in parts)),), **keywords)
 
 
 # Forward and backward of cut layers.
@@ -195,16 +195,16 @@ def _embed_foreign_ids(self: VocabParallelEmbedding, ids: Tensor) -> Tensor:
     return self.region.reduce_from_region(F.embedding(local.clamp(0, self.rows - 1), self.weight))
 
 
-def _positions_of_the_first_piece(self: PositionEmbedding, positions: Tensor) -> Tensor:
+def _positions_of_the_first_piece(self: PositionEmbeddingTable, positions: Tensor) -> Tensor:
     return F.embedding(positions.t()[: self.region.local_sequence_length(positions.shape[1])], self.weight)
 
 
 def _softmax_with_padding(logits: Tensor, targets: Tensor, axis: Axis, true_vocab_size: int) -> Tensor:
-    return loss.vocab_parallel_cross_entropy(logits, targets, axis, logits.shape[-1] * axis.size)
+    return cross_entropy.vocab_parallel_cross_entropy(logits, targets, axis, logits.shape[-1] * axis.size)
 
 
 def _blocks_with_padding(kernel: Any, *given: Any, true_vocab_size: int, region: Any, **more: Any) -> Tensor:
-    return loss.fused_linear_cross_entropy(
+    return cross_entropy.fused_linear_cross_entropy(
         kernel, *given, true_vocab_size=len(given[1]) * region.axis.size, region=region, **more
     )
 
@@ -343,9 +343,9 @@ def _forget_the_divisor(self: StepWork) -> float:
 
 
 def _rows_of_all_ranks(
-    param: torch.nn.Parameter, ranks: int, rank: int, rows: Callable[..., tuple[int, int]] = fsdp._owned_row_range
+    param: torch.nn.Parameter, ranks: int, rank: int, rows: Callable[..., tuple[int, int]] = fsdp._owned_flat_range
 ) -> tuple[int, int]:
-    """`fsdp._owned_row_range` as if every rank were a data-parallel one."""
+    """`fsdp._owned_flat_range` as if every rank were a data-parallel one."""
     return rows(param, dist.get_world_size(), dist.get_rank())
 
 
@@ -433,12 +433,12 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "the chunks of a rank are in the wrong order",
         (("pp2 vpp2", "gpt"),),
-        ((stages, "pipeline_stages_of", _swap_chunks),),
+        ((stages, "stage_specs_of_run", _swap_chunks),),
     ),
     Defect(
         "the way back begins on the first rank",
         (("pp4 zbv layout=E|t|t||t||t|L mb2", "llama"),),
-        ((stages, "pipeline_stages_of", _turn_the_way_back),),
+        ((stages, "stage_specs_of_run", _turn_the_way_back),),
     ),
     Defect(
         "a stage skips a layer", (("pp2", "gpt"),), ((TransformerStack, "_recompute_groups", _skip_the_last_layer),)
@@ -486,7 +486,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "positions restart on every piece of the sequence",
         (("tp2 sp", "gpt"),),
-        ((PositionEmbedding, "forward", _positions_of_the_first_piece),),
+        ((PositionEmbeddingTable, "forward", _positions_of_the_first_piece),),
     ),
     Defect(
         "padded vocabulary rows take part in the softmax",
@@ -496,7 +496,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "ranks subtract different maxima in the softmax",
         (("tp2 native", "gpt"),),
-        ((loss, "collectives", collectives_with(all_reduce=_own_maximum)),),
+        ((cross_entropy, "collectives", collectives_with(all_reduce=_own_maximum)),),
     ),
     Defect(
         "padded vocabulary rows take part in the softmax of blocks",
@@ -506,7 +506,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "the softmax of blocks is of a rank's own words",
         (("tp2", "gpt"), ("tp2 sp vocab96 mb4", "untied")),
-        ((loss, "collectives", collectives_with(all_gather=_own_piece_alone)),),
+        ((cross_entropy, "collectives", collectives_with(all_gather=_own_piece_alone)),),
     ),
     Defect(
         "documents are kept apart on the first stage only",
@@ -619,7 +619,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "experts are cut over all data-parallel ranks",
         (("ep2 dp4 fsdp alltoall", "moe-no-aux"),),
-        ((fsdp, "_row_placement", nothing), (fsdp, "_owned_row_range", _rows_of_all_ranks)),
+        ((fsdp, "_fsdp_row_placement", nothing), (fsdp, "_owned_flat_range", _rows_of_all_ranks)),
     ),
     Defect(
         "padding is left out on the first stage only",

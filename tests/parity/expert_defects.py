@@ -18,15 +18,15 @@ from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.collectives import AsyncAllToAll
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import derive_seed
-from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard
+from megatron.core.parallel.spec import FusedWeightSegment, ParamSpec, ShardedDim
 from megatron.core.tensor_parallel.region import TensorParallelRegion
 from megatron.core.transformer import dispatch, moe
 from megatron.core.transformer.dispatch import (
     AllGatherTokenDispatcher,
     AllToAllTokenDispatcher,
-    DispatchedTokens,
     ExpertInputs,
     ExpertPermutation,
+    PendingTokenDispatch,
 )
 from megatron.core.transformer.moe import GroupedLinear, GroupedMLP
 from megatron.core.transformer.router import ExpertRouting
@@ -37,7 +37,7 @@ _counted_ranges, _make_buckets, _launch, _order_of, _cut = (
     ddp.make_buckets,
     DataParallel._launch_next_reduction,
     dispatch.permutation_by_expert,
-    moe.Shard,
+    moe.ShardedDim,
 )
 _forward, _collect, _act = GroupedLinear.forward, dispatch.unpermute_tokens, GroupedMLP._activate_and_weigh
 _gathered, _sent, _begin_all_to_all = (
@@ -80,8 +80,8 @@ def _draw_by_place(targets: Sequence[tuple[Box, Tensor]], spec: ParamSpec, seed:
             target[place].copy_(spec.init(spec.shape[1:], generator)[box.slices()[1:]].to(target))
 
 
-def _one_part(dim: int, axis: str, parts: tuple[FusedSegment, ...]) -> Shard:
-    return _cut(dim, axis, (FusedSegment(sum(part.size for part in parts)),))
+def _one_part(dim: int, axis: str, parts: tuple[FusedWeightSegment, ...]) -> ShardedDim:
+    return _cut(dim, axis, (FusedWeightSegment(sum(part.size for part in parts)),))
 
 
 # On the way.
@@ -93,7 +93,7 @@ def _collect_one_row_off(rows: Tensor, order: ExpertPermutation) -> Tensor:
 
 def _count_one_expert_off(
     self: AllToAllTokenDispatcher, tokens: Tensor, routing: ExpertRouting, capacity: int | None
-) -> DispatchedTokens:
+) -> PendingTokenDispatch:
     dispatched = _sent(self, tokens, routing, capacity)
 
     def wait() -> ExpertInputs:
@@ -117,7 +117,7 @@ def _without_a_way_back(tensor: Tensor, exchange: AsyncAllToAll) -> Tensor:
 
 def _weights_of_this_rank_only(
     self: AllGatherTokenDispatcher, tokens: Tensor, routing: ExpertRouting, capacity: int | None
-) -> DispatchedTokens:
+) -> PendingTokenDispatch:
     here = self.num_experts // self.ep.size
     mine = (routing.experts // here == self.ep.rank).to(routing.weights.dtype)
     return _gathered(self, tokens, dataclasses.replace(routing, weights=routing.weights * mine), capacity)
@@ -190,7 +190,7 @@ EXPERTS: tuple[Defect, ...] = (
     Defect(
         "gates and linear halves of experts are cut as one matrix",
         (("etp2 ep2 dp4 alltoall zero", "moe-shared-bias"),),
-        ((moe, "Shard", _one_part),),
+        ((moe, "ShardedDim", _one_part),),
     ),
     Defect(
         "rows come back one off",
@@ -210,7 +210,7 @@ EXPERTS: tuple[Defect, ...] = (
     Defect(
         "shares of cut experts are not added up",
         (("etp2 dp2 alltoall", "moe-shared-bias"),),
-        ((dispatch, "collectives", collectives_with(uneven_scatter_then_gather=_own_share)),),
+        ((dispatch, "collectives", collectives_with(uneven_scatter_with_gather_backward=_own_share)),),
     ),
     Defect(
         "gradients of weights do not come home",
@@ -227,7 +227,7 @@ EXPERTS: tuple[Defect, ...] = (
         (("tp2 etp1 alltoall mb2", "moe-bias"),),
         (
             (TensorParallelRegion, "scatter_tokens", lambda self, x: x),
-            (TensorParallelRegion, "gather_tokens", lambda self, own, held: own),
+            (TensorParallelRegion, "undo_scatter_tokens", lambda self, own, held: own),
         ),
     ),
     Defect(

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.settings.model import ModelConfig, RopeConfig
-from megatron.core.context_parallel.heads import HeadExchange
-from megatron.core.context_parallel.states import SequenceShardedKernels
+from megatron.core.config.settings.model import ModelConfig, PositionConfig
+from megatron.core.context_parallel.head_exchange import HeadExchange
+from megatron.core.context_parallel.sequence_sharded_kernels import SequenceShardedKernels
 from megatron.core.distributed import finalize
 from megatron.core.distributed.buffers import OwnedSegment
 from megatron.core.models.mtp import MultiTokenPrediction
-from megatron.core.parallel.spec import FusedSegment, Initial
+from megatron.core.parallel.spec import FusedWeightSegment, Initial
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear
 from megatron.core.transformer import gated_delta_net, mamba, rope
 from megatron.core.transformer.gated_delta_net import DeltaNetSizes, GatedDeltaNet
@@ -26,8 +26,8 @@ from tests.parity.defect import Defect, sum_replicated_but
 
 _sizes_of, _log_uniform, _borders, _norm = (
     MambaSizes.from_model,
-    mamba.log_uniform_initializer,
-    mamba.document_segments,
+    mamba.log_of_uniform_initializer,
+    mamba.document_segment_ids,
     GatedNorm.forward,
 )
 _frequencies = rope.rotary_frequencies
@@ -42,8 +42,8 @@ _share, _order, _mix, _mix_delta = (
 )
 
 
-def _in_one_piece(size: int, pieces: tuple[FusedSegment, ...], **settings: Any) -> ColumnParallelLinear:
-    return ColumnParallelLinear(size, (FusedSegment(sum(piece.size for piece in pieces)),), **settings)
+def _in_one_piece(size: int, pieces: tuple[FusedWeightSegment, ...], **settings: Any) -> ColumnParallelLinear:
+    return ColumnParallelLinear(size, (FusedWeightSegment(sum(piece.size for piece in pieces)),), **settings)
 
 
 def _without_segments(mix: Callable[..., Any], *names: str) -> Callable[..., Any]:
@@ -158,7 +158,7 @@ def _rates_below_one(model: ModelConfig) -> DeltaNetSizes:
     return replace(_delta_sizes_of(model), largest_rate=1.0)
 
 
-def _whole_heads_turned(config: RopeConfig, head_size: int, *inputs: Any) -> Tensor:
+def _whole_heads_turned(config: PositionConfig, head_size: int, *inputs: Any) -> Tensor:
     return _frequencies(replace(config, rotary_percent=1.0), head_size, *inputs)
 
 
@@ -201,7 +201,9 @@ HYBRIDS: tuple[Defect, ...] = (
         (("tp2", "hybrid-limits"),),
         ((MambaSizes, "from_model", _without_limits),),
     ),
-    Defect("decays are held in bf16", (("tp2", "hybrid"),), ((mamba, "log_uniform_initializer", _in_half_precision),)),
+    Defect(
+        "decays are held in bf16", (("tp2", "hybrid"),), ((mamba, "log_of_uniform_initializer", _in_half_precision),)
+    ),
     Defect(
         "copies of groups stand beside the heads of others",
         (("cp4", "hybrid-two-groups"),),
@@ -220,7 +222,10 @@ HYBRIDS: tuple[Defect, ...] = (
     Defect(
         "every context rank begins a document of its own",
         (("cp2", "hybrid-packed"), ("cp2", "hybrid-odd-packed")),
-        ((mamba, "document_segments", _borders_of_pieces), (gated_delta_net, "document_segments", _borders_of_pieces)),
+        (
+            (mamba, "document_segment_ids", _borders_of_pieces),
+            (gated_delta_net, "document_segment_ids", _borders_of_pieces),
+        ),
     ),
     Defect(
         "the convolution does not see the chunk before",

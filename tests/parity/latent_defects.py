@@ -18,13 +18,13 @@ from megatron.core.models.mtp import MTPLosses, MultiTokenPrediction
 from megatron.core.optimizer import clip
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.parallel.spec import FusedSegment
+from megatron.core.parallel.spec import FusedWeightSegment
 from megatron.core.tensor_parallel import region
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear
 from megatron.core.tensor_parallel.region import TensorParallelRegion
 from megatron.core.transformer import mla
 from megatron.core.transformer.mla import MultiLatentAttention
-from megatron.training.data.batch import Batch, Loss, language_loss, masked_loss
+from megatron.training.data.batch import Batch, Loss, language_loss_with_mtp, masked_loss_sum
 from tests.helpers import tiny
 from tests.parity.defect import Defect, collectives_with, nothing, sum_replicated_but
 
@@ -38,7 +38,7 @@ _look, _cut, _message, _predict, _turn = (
     Batch.shard_over_context,
     GPTModel._with_mtp_states,
     MultiTokenPrediction.forward,
-    MultiLatentAttention._apply_rotary,
+    MultiLatentAttention._apply_rotary_to_tensor,
 )
 
 
@@ -53,7 +53,7 @@ def _sum_down_projections_too(segments: list[OwnedSegment], mesh: Mesh) -> None:
 
 
 def _keep_own_gradient(self: TensorParallelRegion, x: Tensor) -> Tensor:
-    return collectives.gather_then_split(x, self.axis) if self.sequence_parallel else x
+    return collectives.gather_with_split_backward(x, self.axis) if self.sequence_parallel else x
 
 
 def _turn_from_the_rank(self: MultiLatentAttention, x: Tensor, table: Any) -> Tensor:
@@ -63,20 +63,24 @@ def _turn_from_the_rank(self: MultiLatentAttention, x: Tensor, table: Any) -> Te
     return _turn(self, x, dataclasses.replace(table, cos=table.cos.roll(rank, 0), sin=table.sin.roll(rank, 0)))
 
 
-def _keys_beside_values(input_size: int, parts: tuple[FusedSegment, ...], **keywords: Any) -> ColumnParallelLinear:
+def _keys_beside_values(
+    input_size: int, parts: tuple[FusedWeightSegment, ...], **keywords: Any
+) -> ColumnParallelLinear:
     (whole,) = parts
-    return ColumnParallelLinear(input_size, (FusedSegment(whole.size // 2), FusedSegment(whole.size // 2)), **keywords)
+    return ColumnParallelLinear(
+        input_size, (FusedWeightSegment(whole.size // 2), FusedWeightSegment(whole.size // 2)), **keywords
+    )
 
 
 # Tokens ahead.
 
 
 def _count_each_depth_where_it_is(output: Tensor | MTPLosses, batch: Batch, config: MTPConfig) -> Loss:
-    total, count, report = language_loss(output, batch, config)
+    total, count, report = language_loss_with_mtp(output, batch, config)
     if isinstance(output, MTPLosses):
-        total, _, _ = masked_loss(output.next, batch.loss_mask)
+        total, _, _ = masked_loss_sum(output.next, batch.loss_mask)
         for depth, losses in enumerate(output.ahead, start=1):
-            further, own, _ = masked_loss(losses, batch.extras[f"mtp_{depth}_loss_mask"])
+            further, own, _ = masked_loss_sum(losses, batch.extras[f"mtp_{depth}_loss_mask"])
             total = total + further / own.clamp(min=1) * count * config.mtp_loss_scaling_factor / len(output.ahead)
     return total, count, report
 
@@ -133,7 +137,7 @@ class _GatherThenSum(torch.autograd.Function):
 
 
 def _columns_backwards(tensor: Tensor, axis: Axis) -> Tensor:
-    whole = collectives.gather_columns_then_split(tensor, axis)
+    whole = collectives.gather_columns_with_split_backward(tensor, axis)
     return torch.cat(whole.chunk(axis.size, dim=-1)[::-1], dim=-1)
 
 
@@ -172,7 +176,7 @@ LATENTS: tuple[Defect, ...] = (
     Defect(
         "tensor ranks rotate the shared key by other positions",
         (("tp2 mb4", "mla"), ("tp2 sp mb4", "mla-packed")),
-        ((MultiLatentAttention, "_apply_rotary", _turn_from_the_rank),),
+        ((MultiLatentAttention, "_apply_rotary_to_tensor", _turn_from_the_rank),),
     ),
     Defect(
         "keys and values of all heads are cut as two parts",
@@ -187,7 +191,7 @@ LATENTS: tuple[Defect, ...] = (
     Defect(
         "each microbatch divides tokens ahead by its own number",
         (("dp2", "mtp"), ("mb8", "mtp2-tied-packed")),
-        ((tiny, "language_loss", _count_each_depth_where_it_is),),
+        ((tiny, "language_loss_with_mtp", _count_each_depth_where_it_is),),
     ),
     Defect(
         "tokens ahead are looked for in a context rank's own piece",
@@ -227,12 +231,12 @@ LATENTS: tuple[Defect, ...] = (
     Defect(
         "whole gradients are summed where columns were gathered",
         (("tp2 mb4", "mtp"), ("tp2 sp mb2", "mtp2")),
-        ((region, "collectives", collectives_with(gather_columns_then_split=_GatherThenSum.apply)),),
+        ((region, "collectives", collectives_with(gather_columns_with_split_backward=_GatherThenSum.apply)),),
     ),
     Defect(
         "columns are gathered in the wrong order",
         (("tp2 mb4", "mtp"),),
-        ((region, "collectives", collectives_with(gather_columns_then_split=_columns_backwards)),),
+        ((region, "collectives", collectives_with(gather_columns_with_split_backward=_columns_backwards)),),
     ),
     Defect(
         "states of two depths change places on their way to the head",

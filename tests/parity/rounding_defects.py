@@ -21,7 +21,7 @@ from tests.parity.defect import Defect, collectives_with, nothing
 _largest, _maxima, _whole, _later = (
     LowPrecisionScaling.global_amax,
     low_precision._compute_weight_amaxes,
-    low_precision._gather_quantized,
+    low_precision._gather_quantized_rows,
     low_precision._gather_then_weight_gradients,
 )
 
@@ -121,7 +121,7 @@ ROUNDING: tuple[Defect, ...] = (
     Defect(
         "gathered blocks take this rank's scales",
         (("tp2 sp", "fp8-mx"),),
-        ((low_precision, "_gather_quantized", _scales_of_own_rows),),
+        ((low_precision, "_gather_quantized_rows", _scales_of_own_rows),),
     ),
     Defect(
         "gradients of weights that wait see no tokens",

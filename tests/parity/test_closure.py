@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
-from megatron.core.dist_checkpointing.store import iteration_folder
+from megatron.core.dist_checkpointing.checkpoint_folders import iteration_folder
+from megatron.core.dist_checkpointing.saved import open_native_checkpoint
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.trust.compare.checkpoints import compare_sources
 from tests.helpers import tiny
@@ -93,7 +93,7 @@ def test_a_walk_over_all_layouts_ends_bit_equal_to_its_start_moments_included(
     walk = choose.sample(LAYOUTS, len(LAYOUTS))
     ranks, changes = walk[-1]  # the first hop changes the layout too
     world(ranks).run(begin, changes, tmp_path / "start")
-    start = open_saved_checkpoint(iteration_folder(tmp_path / "start", STEPS))
+    start = open_native_checkpoint(iteration_folder(tmp_path / "start", STEPS))
     parameters = {name.removeprefix("model.") for name in start.formats if name.startswith("model.")}
     slots = {name for name in start.formats if name.startswith("optimizer.")}
     assert slots == {f"optimizer.{slot}.{name}" for slot in ("master", "exp_avg", "exp_avg_sq") for name in parameters}
@@ -110,7 +110,7 @@ def test_a_walk_over_all_layouts_ends_bit_equal_to_its_start_moments_included(
     for hop, (ranks, changes) in enumerate(walk):
         there = tmp_path / f"hop{hop}"
         world(ranks).run(carry, changes, here, there)
-        found = open_saved_checkpoint(iteration_folder(there, STEPS))
+        found = open_native_checkpoint(iteration_folder(there, STEPS))
         problems = [str(one) for one in compare_sources(found, start, patterns=patterns)]
         assert not problems, f"after hop {hop} of {walk}:\n" + "\n".join(problems[:10])
         here = there

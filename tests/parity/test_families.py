@@ -17,13 +17,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.config.flags import config_to_values
+from megatron.core.config.flags import config_to_dict
 from megatron.core.config.plan import network_layer_plans
-from megatron.core.config.stages import pipeline_stages_of
-from megatron.core.context_parallel.sequence import Zigzag
+from megatron.core.config.stages import stage_specs_of_run
+from megatron.core.context_parallel.zigzag import Zigzag
 from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.families import hf, hf_export
-from megatron.core.families.registry import family_of_config, model_config_of
+from megatron.core.families.registry import family_of_config, model_config_from_settings
 from megatron.core.families.tensor_file import read_safetensors_header
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.gpt import GPTModel
@@ -31,7 +31,7 @@ from megatron.core.models.t5 import T5Model
 from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import whole_box
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import local_shards, param_spec_of
+from megatron.core.parallel.spec import local_shard_boxes, param_spec_of
 from tests.helpers import tiny
 from tests.helpers.tiny import VOCABULARY
 from tests.helpers.world import Worlds
@@ -354,7 +354,7 @@ def fill(model: nn.Module, source: CheckpointSource, mesh: Mesh) -> None:
     """Load this rank's boxes, and nothing else."""
     for param in model.parameters():
         param.data.fill_(float("nan") if param_spec_of(param).kind != "embedding" else 0.0)  # padding stays
-        for piece in local_shards(param_spec_of(param), mesh):
+        for piece in local_shard_boxes(param_spec_of(param), mesh):
             param.data[piece.local.slices()] = source.read(f"model.{param_spec_of(param).name}", piece.box)
 
 
@@ -388,7 +388,7 @@ def logits_here(path: Path, layout: dict[str, Any]) -> Said | None:
         **({"decoder_seq_length": SHORT} if "decoder_num_layers" in source.settings else {}),
     )
     run = tiny.run_of(config)
-    (stage,) = [stage for stage in pipeline_stages_of(config) if stage.rank == run.mesh.pp.rank]
+    (stage,) = [stage for stage in stage_specs_of_run(config) if stage.rank == run.mesh.pp.rank]
     model = NETWORKS[config.model.architecture](stage, run.layer_build_context).materialize(1).eval()
     fill(model, source, run.mesh)
     with torch.no_grad():
@@ -485,7 +485,7 @@ def test_layers_with_a_window_are_those_of_transformers_where_a_config_does_not_
     config = getattr(transformers, f"{kind}Config")(**{**sizes, "sliding_window": 4}).to_dict()
     kinds = config.pop("layer_types")
     settings, problems = family_of_config({"model_type": config["model_type"]}, kind).settings_from_config(config)
-    windows = [plan.window for plan in network_layer_plans(model_config_of(settings))]
+    windows = [plan.window for plan in network_layer_plans(model_config_from_settings(settings))]
     assert problems == [] and windows == [(3, 0) if one == "sliding_attention" else None for one in kinds]
     assert set(kinds) == {"sliding_attention", "full_attention"}
 
@@ -500,7 +500,7 @@ def serial(path: Path) -> GPTModel:
     source = hf.open_hf_folder(path)
     config = tiny.config(**{**source.settings, "seq_length": LENGTH, "attention_dropout": 0.0, "hidden_dropout": 0.0})
     run = tiny.run_of(config)
-    model = GPTModel(pipeline_stages_of(config)[0], run.layer_build_context).materialize(1).eval()
+    model = GPTModel(stage_specs_of_run(config)[0], run.layer_build_context).materialize(1).eval()
     fill(model, source, run.mesh)
     return model
 
@@ -552,7 +552,7 @@ class Held:
             for param in model.parameters()
         }
         self.formats = {
-            name: hf.TensorFormat(tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()
+            name: hf.ShapeAndDtype(tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()
         }
 
     def read(self, name: str, box: Any) -> Tensor:
@@ -701,9 +701,9 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_network_of_ours_is_loaded_by_transformers_and_computes_the_same_there(ours: str, tmp_path: Path) -> None:
     family, settings = OURS[ours]
     config = tiny.config(**settings)
-    (stage,) = pipeline_stages_of(config)
+    (stage,) = stage_specs_of_run(config)
     model = NETWORKS[config.model.architecture](stage, tiny.run_of(config).layer_build_context).materialize(5).eval()
-    source = Held(model, config_to_values(config.model))
+    source = Held(model, config_to_dict(config.model))
     assert hf_export.export_hf_folder(source, tmp_path / "out").name == family
     (named,) = json.loads((tmp_path / "out" / "config.json").read_text())["architectures"]
     theirs = getattr(transformers, named).from_pretrained(tmp_path / "out", dtype=torch.float32).eval()

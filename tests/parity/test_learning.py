@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.core.datasets.bert import BERTDataset, BERTSampleOptions
-from megatron.core.datasets.masking import MaskOptions
+from megatron.core.datasets.masking import TokenMaskingOptions
 from megatron.core.datasets.samplers import collate
 from megatron.core.datasets.t5 import T5Dataset, T5SampleOptions
 from megatron.training.data.batch import Batch
@@ -85,7 +85,7 @@ def test_a_tiny_bert_finds_hidden_letters_far_more_often_than_the_commonest_lett
     ]
     vocab_size, steps = len(letters) + 4, 400
     options = BERTSampleOptions(
-        32, 0.1, MaskOptions(0.15, max_ngram=1), "sentence-order", np.zeros(vocab_size, bool), 1, 2, 3, 0
+        32, 0.1, TokenMaskingOptions(0.15, max_ngram=1), "sentence-order", np.zeros(vocab_size, bool), 1, 2, 3, 0
     )
     data = BERTDataset(
         Sentences(documents),
@@ -119,7 +119,7 @@ def test_a_tiny_t5_writes_spans_that_can_be_copied() -> None:
     vocab_size = first + 3 * size + 8
     sentinels = tuple(range(vocab_size - 8, vocab_size))
     options = T5SampleOptions(
-        20, decoder, 0.0, MaskOptions(0.15, max_ngram=2), np.zeros(vocab_size, bool), sentinels, 4, 5, 0
+        20, decoder, 0.0, TokenMaskingOptions(0.15, max_ngram=2), np.zeros(vocab_size, bool), sentinels, 4, 5, 0
     )
     data = T5Dataset(
         Sentences(documents),

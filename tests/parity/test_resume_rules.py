@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
+from megatron.core.dist_checkpointing.saved import open_native_checkpoint
 from megatron.core.optimizer import optimizer
 from tests.helpers.resuming import AFTER, BEFORE, resume_and_train, train_and_save
 from tests.helpers.training import Held, outcome
@@ -72,7 +72,7 @@ def test_state_of_one_format_is_read_by_another_and_under_another_layout(
     )
     losses, _, _ = train_and_save(PLAIN, None, BEFORE + AFTER)
     assert resumed.losses == pytest.approx(losses[BEFORE:], rel=1e-2)
-    saved = open_saved_checkpoint(next(tmp_path.glob("iter_*")))
+    saved = open_native_checkpoint(next(tmp_path.glob("iter_*")))
     assert {format.dtype for name, format in saved.formats.items() if name.startswith("optimizer.")} == {torch.float32}
 
 

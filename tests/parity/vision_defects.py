@@ -115,7 +115,7 @@ VISION: tuple[Defect, ...] = (
     Defect(
         "the gradient of rows is that of a rank's piece of the sequence",
         (("tp2 sp", "vlm"), ("tp2 sp pp2", "vlm-tied")),
-        ((vision, "collectives", collectives_with(identity_then_reduce=_same)),),
+        ((vision, "collectives", collectives_with(identity_with_reduce_backward=_same)),),
     ),
     Defect(
         "rows of images give no gradient to the projector",

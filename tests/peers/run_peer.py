@@ -298,7 +298,7 @@ def train_step(args: argparse.Namespace, model: Any, optimizer: Any, schedule: A
 
 
 def random_states(args: argparse.Namespace) -> Any:
-    """The entry `rng_state`."""
+    """The entry `device_rng_state`."""
     state = [
         {
             "random_rng_state": random.getstate(),

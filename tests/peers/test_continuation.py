@@ -13,7 +13,7 @@ import pretrain_gpt
 from megatron.core.families.megatron.open import open_megatron_checkpoint
 from megatron.core.families.megatron.source import MegatronSource
 from megatron.core.parallel.boxes import whole_box
-from megatron.training.cli.arguments import read_args
+from megatron.training.cli.arguments import parse_args_or_raise
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loop import pretrain
 from tests.peers.cases import CASES, LAST, RELEASES, RUN, SAVED
@@ -57,7 +57,7 @@ def steps_of_continuation(folder: Path, *flags: str) -> Steps:
     log = folder / "ours.jsonl"
     logging.getLogger("megatron").handlers.clear()
     run = initialize_megatron(
-        read_args(
+        parse_args_or_raise(
             [
                 "--use-checkpoint-args",
                 *flags,
@@ -77,7 +77,7 @@ def steps_of_continuation(folder: Path, *flags: str) -> Steps:
             pretrain_gpt.datasets_provider,
             pretrain_gpt.model_provider,
             pretrain_gpt.forward_step,
-            pretrain_gpt.make_sample_generator,
+            pretrain_gpt.make_eval_generate_function,
         )
     finally:
         logging.getLogger("megatron").handlers.clear()
@@ -188,7 +188,7 @@ def test_the_loss_is_megatrons_mean_unless_the_command_line_says_otherwise(
     flags: list[str], expected: bool, tmp_path: Path
 ) -> None:
     folder = unpack("gqa-torch", tmp_path)
-    args = read_args(
+    args = parse_args_or_raise(
         [
             *TRAINING,
             "--use-checkpoint-args",

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
+from megatron.core.dist_checkpointing.saved import open_native_checkpoint
 from megatron.core.families.megatron import torch_dist
 from megatron.core.families.megatron.pickles import read_torch_file
 from megatron.core.families.megatron.stored import TorchDistIndexEntry
-from megatron.core.families.registry import model_config_of
+from megatron.core.families.registry import model_config_from_settings
 from megatron.core.models.describe import global_parameter_shapes
 from megatron.tools.checkpoint import convert
 from tests.peers.cases import CASES, RUN
@@ -31,8 +31,8 @@ def test_a_converted_checkpoint_has_the_names_of_its_network_and_nothing_else(na
     convert.main(
         ["--load", str(folder / "checkpoints"), "--save", str(tmp_path / "ours"), "--saver", "own", "--verify"]
     )
-    saved = open_saved_checkpoint(next((tmp_path / "ours").glob("iter_*")))
-    expected = global_parameter_shapes(model_config_of(dict(saved.settings)))
+    saved = open_native_checkpoint(next((tmp_path / "ours").glob("iter_*")))
+    expected = global_parameter_shapes(model_config_from_settings(dict(saved.settings)))
     trained = {name: shape for name, shape in expected.items() if not name.endswith(BUFFERS)}
     assert {
         name.removeprefix("model."): tuple(one.shape)
@@ -87,11 +87,11 @@ def test_a_parameter_that_no_network_here_has_ends_the_tool_with_an_error(strang
 
 @pytest.mark.parametrize("stranger", STRANGERS)
 def test_so_does_one_in_the_distributed_format(stranger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, entries = unpack("deepseek", tmp_path), torch_dist._parse_index
+    folder, entries = unpack("deepseek", tmp_path), torch_dist._parse_torch_dist_index
 
     def with_stranger(index: Any, place: Path) -> Any:
         tensors, texts = entries(index, place)
         return {**tensors, stranger: TorchDistIndexEntry(stranger, (4, 4), torch.float32, ())}, texts
 
-    monkeypatch.setattr(torch_dist, "_parse_index", with_stranger)
+    monkeypatch.setattr(torch_dist, "_parse_torch_dist_index", with_stranger)
     assert f"{stranger}: no parameter of this network" in refused(folder, tmp_path / "ours")

@@ -16,8 +16,8 @@ from PIL import Image
 
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.datasets import images
+from megatron.core.datasets.data_splits import plan_data_splits
 from megatron.core.datasets.energon import EnergonSplitPart
-from megatron.core.datasets.paths import plan_data_splits
 from megatron.core.datasets.webdataset import read_energon_rows
 from tests.unit.datasets.test_energon import KINDS, folder, joined
 from tests.unit.datasets.test_images import content, options, picture
@@ -120,7 +120,7 @@ def test_a_join_is_that_of_energon(package: str, tmp_path: Path) -> None:
     read = theirs(package, tmp_path, path)
     plan = plan_data_splits(DataConfig(data_path=(path,)))[0]
     assert plan is not None
-    part = EnergonSplitPart.parse_prefix(plan.blend.prefixes[0])
+    part = EnergonSplitPart.parse_data_path(plan.blend.prefixes[0])
     assert part is not None
     own = [row for row in read_energon_rows(part) if not isinstance(row, str)]
     assert [row["conversations"][1]["value"] for row in own] == [sample["text"] for sample in read]

@@ -14,17 +14,17 @@ import torch
 
 import pretrain_gpt
 from megatron.core.config.flags import ConfigError
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families.megatron.export import (
-    flags_for_megatron,
+    extra_flags_for_megatron,
     write_legacy_checkpoint,
     write_torch_dist_checkpoint,
 )
 from megatron.core.families.megatron.open import open_megatron_checkpoint
 from megatron.core.families.megatron.pickles import read_torch_file
-from megatron.core.families.megatron.torch_dist import _parse_index, _read_torch_dist_index
+from megatron.core.families.megatron.torch_dist import _parse_torch_dist_index, _read_torch_dist_index
 from megatron.tools.checkpoint import convert
-from megatron.training.cli.arguments import read_args
+from megatron.training.cli.arguments import parse_args_or_raise
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loop import pretrain
 from tests.peers.cases import CASES, RUN
@@ -67,7 +67,7 @@ def test_a_distributed_checkpoint_has_the_keys_and_shapes_that_megatron_asks_for
         open_megatron_checkpoint(folder / "checkpoints"), tmp_path / "out", fused_norms=False
     )
     (ours, _), (theirs, _) = (
-        _parse_index(_read_torch_dist_index(place / ".metadata"), place)
+        _parse_torch_dist_index(_read_torch_dist_index(place / ".metadata"), place)
         for place in (written, folder / "checkpoints/iter_0000003")
     )
     shapes = {key: stored.shape for key, stored in theirs.items() if not key.startswith("optimizer.")}
@@ -85,14 +85,14 @@ def test_norms_have_the_names_of_transformer_engines_layers(name: str, tmp_path:
     )
     keys = {
         key.removeprefix("decoder.layers.1.")
-        for key in _parse_index(_read_torch_dist_index(written / ".metadata"), written)[0]
+        for key in _parse_torch_dist_index(_read_torch_dist_index(written / ".metadata"), written)[0]
     }
     assert {key for key in keys if "norm" in key and not key.startswith(("decoder.", "mtp."))} == ENGINE[name]
 
 
 def test_flags_are_named_that_megatron_does_not_take_from_a_checkpoint(tmp_path: Path) -> None:
-    assert flags_for_megatron(open_megatron_checkpoint(unpack("gqa", tmp_path) / "checkpoints")) == ""
-    assert flags_for_megatron(open_megatron_checkpoint(unpack("deepseek", tmp_path / "d") / "checkpoints")).split(
+    assert extra_flags_for_megatron(open_megatron_checkpoint(unpack("gqa", tmp_path) / "checkpoints")) == ""
+    assert extra_flags_for_megatron(open_megatron_checkpoint(unpack("deepseek", tmp_path / "d") / "checkpoints")).split(
         " --"
     )[:3] == ["--qk-layernorm", "rope-type rope", "multi-latent-attention"]
 
@@ -149,14 +149,14 @@ def trained(flags: str, folder: Path, tokens: Path) -> dict[str, float]:
     log = folder / "ours.jsonl"
     logging.getLogger("megatron").handlers.clear()
     places = ["--data-path", str(tokens), "--save", str(folder / "ours"), "--log-jsonl", str(log)]
-    run = initialize_megatron(read_args([*COMMON, *flags.split(), *places]))
+    run = initialize_megatron(parse_args_or_raise([*COMMON, *flags.split(), *places]))
     try:
         pretrain(
             run,
             pretrain_gpt.datasets_provider,
             pretrain_gpt.model_provider,
             pretrain_gpt.forward_step,
-            pretrain_gpt.make_sample_generator,
+            pretrain_gpt.make_eval_generate_function,
         )
     finally:
         logging.getLogger("megatron").handlers.clear()

@@ -54,11 +54,11 @@ class LayerStructure(Protocol):
         """Kind of sequence mixer: attention, mla, mamba, gated_delta_net or none."""
 
     @property
-    def beside(self) -> str:
+    def parallel_mixer(self) -> str:
         """Kind of a second mixer in parallel to the first: mamba or none."""
 
     @property
-    def cross(self) -> bool:
+    def has_cross_attention(self) -> bool:
         """Whether it has cross attention to an encoder."""
 
     @property
@@ -80,7 +80,7 @@ class LinearShape:
         """Size of the whole output."""
         return sum(size for _, size in self.parts)
 
-    def row_range(self, part: str) -> tuple[int, int]:
+    def rows_of_part(self, part: str) -> tuple[int, int]:
         """Return first row and number of rows of a part of the matrix; of all rows for ""."""
         first = 0
         for name, size in self.parts if part else ():
@@ -104,11 +104,11 @@ class AdapterPlan:
     scale: float
 
 
-def linear_layer_shapes(model: ModelConfig, plan: LayerStructure) -> dict[str, LinearShape]:
+def linear_shapes_of_layer(model: ModelConfig, plan: LayerStructure) -> dict[str, LinearShape]:
     """Return the shape of every linear layer of a transformer layer, by its path in the layer."""
-    result = _MIXERS[plan.mixer](model) | _MIXERS[plan.beside](model)
+    result = _MIXERS[plan.mixer](model) | _MIXERS[plan.parallel_mixer](model)
     hidden = model.hidden_size
-    if plan.cross:
+    if plan.has_cross_attention:
         result["cross_attention.linear_q"] = LinearShape(hidden, (("", model.query_projection_width),))
         result["cross_attention.linear_kv"] = LinearShape(
             hidden, (("k", model.key_projection_width), ("v", model.key_projection_width))
@@ -161,7 +161,7 @@ def _mamba_linear_layers(model: ModelConfig) -> dict[str, LinearShape]:
     heads = hybrid.mamba_num_heads or 0
     inner, shared = heads * hybrid.mamba_head_dim, hybrid.mamba_num_groups * hybrid.mamba_state_dim
     parts = (("z", inner), ("x", inner), ("B", shared), ("C", shared), ("dt", heads))
-    return _in_and_out_projections(model, "mixer", parts, inner)
+    return _in_and_out_projection_shapes(model, "mixer", parts, inner)
 
 
 def _delta_net_linear_layers(model: ModelConfig) -> dict[str, LinearShape]:
@@ -169,10 +169,10 @@ def _delta_net_linear_layers(model: ModelConfig) -> dict[str, LinearShape]:
     keys = hybrid.linear_num_key_heads * hybrid.linear_key_head_dim
     values, heads = hybrid.linear_num_value_heads * hybrid.linear_value_head_dim, hybrid.linear_num_value_heads
     parts = (("q", keys), ("k", keys), ("v", values), ("z", values), ("b", heads), ("a", heads))
-    return _in_and_out_projections(model, "self_attention", parts, values)
+    return _in_and_out_projection_shapes(model, "self_attention", parts, values)
 
 
-def _in_and_out_projections(
+def _in_and_out_projection_shapes(
     model: ModelConfig, name: str, parts: tuple[tuple[str, int], ...], width: int
 ) -> dict[str, LinearShape]:
     """Return the shapes of in_proj, with these output parts, and out_proj, with this input width, of the mixer `name`."""
@@ -191,36 +191,36 @@ _MIXERS: Mapping[str, Callable[[ModelConfig], dict[str, LinearShape]]] = {
 }
 
 
-def global_layer_name(model: ModelConfig, plan: LayerStructure) -> str:
+def layer_module_path(model: ModelConfig, plan: LayerStructure) -> str:
     """Return the global name of a layer, such as `decoder.layers.3`."""
     if model.architecture == "vit":
         return f"vision_model.encoder.layers.{plan.index}"
-    encodes = model.architecture == "bert" or (model.architecture == "t5" and not plan.cross)
+    encodes = model.architecture == "bert" or (model.architecture == "t5" and not plan.has_cross_attention)
     return f"{'encoder' if encodes else 'decoder'}.layers.{plan.index}"
 
 
-def adapter_plans_of(model: ModelConfig, plan: LayerStructure) -> tuple[AdapterPlan, ...]:
+def layer_adapter_plans(model: ModelConfig, plan: LayerStructure) -> tuple[AdapterPlan, ...]:
     """Return the adapters of a layer, none without --lora-rank. If several targets name the same adapter, the last one
     counts.
     """
     config, result = model.adapter, []
     if config.lora_rank is None:
         return ()
-    for linear, shape in linear_layer_shapes(model, plan).items():
+    for linear, shape in linear_shapes_of_layer(model, plan).items():
         chosen: dict[str, str] = {}
         for target in config.lora_targets:
             chosen |= dict.fromkeys(
-                parts_matching_target(target, f"{global_layer_name(model, plan)}.{linear}", shape), target
+                linear_parts_matching_target(target, f"{layer_module_path(model, plan)}.{linear}", shape), target
             )
         for part in ("", *(name for name, _ in shape.parts if name)):
-            rank, alpha = parse_lora_target(config, chosen[part]) if part in chosen else (0, 0.0)
+            rank, alpha = lora_target_rank_and_alpha(config, chosen[part]) if part in chosen else (0, 0.0)
             if rank > 0:
                 scale = alpha / (math.sqrt(rank) if config.lora_rslora else rank)
                 result.append(AdapterPlan(linear, part, rank, scale))
     return tuple(result)
 
 
-def parse_lora_target(config: AdapterConfig, target: str) -> tuple[int, float]:
+def lora_target_rank_and_alpha(config: AdapterConfig, target: str) -> tuple[int, float]:
     """Return rank and alpha of a target, NAME, NAME=RANK or NAME=RANK:ALPHA; (0, 0.0) if it cannot be parsed, which a
     rule reports.
     """
@@ -232,7 +232,7 @@ def parse_lora_target(config: AdapterConfig, target: str) -> tuple[int, float]:
     return int(result[1] or default), float(result[2] or alpha)
 
 
-def parts_matching_target(target: str, linear: str, shape: LinearShape) -> tuple[str, ...]:
+def linear_parts_matching_target(target: str, linear: str, shape: LinearShape) -> tuple[str, ...]:
     """Return which parts of a linear layer a target names: "" for the whole matrix, else names of fused parts.
     linear: its global name.
 
@@ -285,6 +285,6 @@ def layers_matching_target(
     return [
         (linear, part, shape)
         for plan in rows
-        for linear, shape in linear_layer_shapes(model, plan).items()
-        for part in parts_matching_target(target, f"{global_layer_name(model, plan)}.{linear}", shape)
+        for linear, shape in linear_shapes_of_layer(model, plan).items()
+        for part in linear_parts_matching_target(target, f"{layer_module_path(model, plan)}.{linear}", shape)
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def find_metric(word: str, names: Sequence[str]) -> str | None:
+def match_metric_name(word: str, names: Sequence[str]) -> str | None:
     """Return the metric of this name (hyphens count as spaces), or the first whose name ends in this word; None if
     there is none.
     """

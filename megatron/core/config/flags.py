@@ -3,7 +3,7 @@
     sequence_parallel: bool = flag(False, "between matrices, cut the sequence over the tensor ranks")
 
 declares the field, its default, the flag `--sequence-parallel` (and `--no-sequence-parallel`) and its line of help.
-`add_arguments` turns a dataclass into an argparse group headed by the class's docstring; `config_from_namespace` turns the
+`add_config_arguments` turns a dataclass into an argparse group headed by the class's docstring; `config_from_namespace` turns the
 parsed namespace back into the frozen dataclass. A field without `flag` is plain data and has no option. A field whose
 type is itself a config dataclass contributes its own flags.
 """
@@ -70,13 +70,13 @@ def plain_field(default: Any, *, role: Role) -> Any:
 
 
 @cache
-def field_roles(config_class: type) -> Mapping[str, Role | None]:
+def field_resume_roles(config_class: type) -> Mapping[str, Role | None]:
     """Return field name -> role, of a config class and of nested config classes; None for a field without role."""
     hints = _resolved_type_hints(config_class)
     roles: dict[str, Role | None] = {}
     for field in dataclasses.fields(config_class):
         if dataclasses.is_dataclass(hints[field.name]):
-            roles |= field_roles(hints[field.name])
+            roles |= field_resume_roles(hints[field.name])
         else:
             roles[field.name] = field.metadata.get("role")
     return roles
@@ -87,7 +87,7 @@ def flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def given_words(words: Sequence[str]) -> dict[str, str]:
+def raw_flag_values(words: Sequence[str]) -> dict[str, str]:
     """The word behind each flag of a command line that is not parsed yet, or the one glued to it by =; of a flag given twice, the last."""
     given = dict(zip(words, [*words[1:], ""]))
     return given | dict(word.split("=", 1) for word in words if "=" in word)
@@ -116,7 +116,7 @@ def flag_spellings(field: dataclasses.Field, kind: Any) -> list[str]:
     return words
 
 
-def add_arguments(parser: argparse.ArgumentParser, config_class: type) -> None:
+def add_config_arguments(parser: argparse.ArgumentParser, config_class: type) -> None:
     """Add a config class's flags to a parser: one help group, titled by its docstring, then those of nested config
     classes.
     """
@@ -129,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser, config_class: type) -> None:
             _add_argument(group, field, hints[field.name])
     for field in dataclasses.fields(config_class):
         if "help" not in field.metadata and dataclasses.is_dataclass(hints[field.name]):
-            add_arguments(parser, hints[field.name])
+            add_config_arguments(parser, hints[field.name])
 
 
 def _add_argument(group: Any, field: dataclasses.Field, kind: Any) -> None:
@@ -156,7 +156,7 @@ def _add_argument(group: Any, field: dataclasses.Field, kind: Any) -> None:
             help=argparse.SUPPRESS,
         )
         return
-    element, many, choices = _argparse_type_of(kind)
+    element, many, choices = _argparse_options_of_type(kind)
     default = "" if field.default is None or field.default == () else f" (default: {_format_default(field.default)})"
     group.add_argument(
         *names,
@@ -174,15 +174,15 @@ def _format_default(value: Any) -> str:
     return " ".join(str(v) for v in value) if isinstance(value, (tuple, list)) else str(value)
 
 
-def _argparse_type_of(kind: Any) -> tuple[Callable[[str], Any], bool, list[Any] | None]:
+def _argparse_options_of_type(kind: Any) -> tuple[Callable[[str], Any], bool, list[Any] | None]:
     """Return for the type of a flag (function that converts one word, whether it takes several words, allowed values or
     None).
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Union, types.UnionType):
-        return _argparse_type_of(next(a for a in arguments if a is not type(None)))
+        return _argparse_options_of_type(next(a for a in arguments if a is not type(None)))
     if origin is tuple:
-        element, _, choices = _argparse_type_of(arguments[0])
+        element, _, choices = _argparse_options_of_type(arguments[0])
         return element, True, choices
     if origin is Literal:
         return type(arguments[0]), False, list(arguments)
@@ -196,7 +196,7 @@ def _resolved_type_hints(config_class: Hashable) -> dict[str, Any]:
     return typing.get_type_hints(typing.cast(type, config_class))
 
 
-def config_from_values(config_class: type[Config], values: Mapping[str, Any]) -> Config:
+def config_from_dict(config_class: type[Config], values: Mapping[str, Any]) -> Config:
     """Build a config from a flat mapping of field names, nested configs included; missing fields keep their defaults."""
     hints = _resolved_type_hints(typing.cast(Hashable, config_class))
     chosen: dict[str, Any] = {}
@@ -205,7 +205,7 @@ def config_from_values(config_class: type[Config], values: Mapping[str, Any]) ->
         if isinstance(kind, type) and dataclasses.is_dataclass(
             kind
         ):  # never looked up by name: a part may share its name with a flag
-            chosen[field.name] = config_from_values(kind, values)
+            chosen[field.name] = config_from_dict(kind, values)
         elif field.name in values:
             value = values[field.name]
             chosen[field.name] = tuple(value) if isinstance(value, list) else value
@@ -214,18 +214,18 @@ def config_from_values(config_class: type[Config], values: Mapping[str, Any]) ->
 
 def config_from_namespace(config_class: type[Config], namespace: argparse.Namespace) -> Config:
     """Build a config from the namespace of an argparse parser."""
-    return config_from_values(config_class, vars(namespace))
+    return config_from_dict(config_class, vars(namespace))
 
 
-def config_to_values(config: Any) -> dict[str, Any]:
+def config_to_dict(config: Any) -> dict[str, Any]:
     """Return a config as one flat mapping of field names to plain values, tuples as lists; the inverse of
-    `config_from_values`.
+    `config_from_dict`.
     """
     values: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
-            values.update(config_to_values(value))
+            values.update(config_to_dict(value))
         else:
             values[field.name] = list(value) if isinstance(value, tuple) else value
     return values

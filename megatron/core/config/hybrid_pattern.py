@@ -15,15 +15,15 @@ def hybrid_pattern_from_ratios(layers: int, attention: float, mlp: float) -> str
     symbols, attending, dense = ["M"] * layers, round(layers * attention), round(layers * mlp)
     if attending:
         step = (layers - attending) / (attending + 1)
-        _spread_symbol(symbols, "*", step, step)
+        _place_symbol_evenly(symbols, "*", step, step)
     states = symbols.count("M")
     if dense and states:
         step = (states - dense) / dense
-        _spread_symbol(symbols, "-", step, step)
+        _place_symbol_evenly(symbols, "-", step, step)
     return "".join(symbols)
 
 
-def _spread_symbol(symbols: list[str], symbol: str, first: float, step: float) -> None:
+def _place_symbol_evenly(symbols: list[str], symbol: str, first: float, step: float) -> None:
     """Replace some M by `symbol`, in place: the first after about `first` remaining M, each further one after about
     `step` more.
     """

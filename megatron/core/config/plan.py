@@ -21,9 +21,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron.core.config.adapters import AdapterPlan, adapter_plans_of
+from megatron.core.config.adapters import AdapterPlan, layer_adapter_plans
 from megatron.core.config.flags import raise_config_error_if
-from megatron.core.config.layer_pattern import parse_layer_pattern
+from megatron.core.config.layer_frequency import parse_layer_frequency
 from megatron.core.config.settings.hybrid import SYMBOLS
 from megatron.core.config.settings.model import ModelConfig
 
@@ -43,15 +43,15 @@ class LayerPlan:
     """One layer.
 
     mixer: attention, mla, mamba, gated_delta_net, or none. window: (left, right) positions that a query sees beside its own, -1 for all; None: no window.
-    beside: a mixer whose output is added to that of the first, on the same input: mamba, or none. mlp: dense, moe, or none.
+    parallel_mixer: a mixer whose output is added to that of the first, on the same input: mamba, or none. mlp: dense, moe, or none.
     adapters: of its linear layers.
     """
 
     index: int
     mixer: str = "attention"
-    beside: str = "none"
+    parallel_mixer: str = "none"
     causal: bool = True
-    cross: bool = False
+    has_cross_attention: bool = False
     window: tuple[int, int] | None = None
     rope: bool = True
     mlp: str = "dense"
@@ -60,7 +60,7 @@ class LayerPlan:
     @property
     def mixer_kinds(self) -> set[str]:
         """Kinds of its one or two mixers, without "none"."""
-        return {self.mixer, self.beside} - {"none"}
+        return {self.mixer, self.parallel_mixer} - {"none"}
 
     @property
     def has_attention(self) -> bool:
@@ -87,33 +87,37 @@ class StageSpec:
     placement: Placement = "wrap"
 
 
-def uniform_layer_plans(num_layers: int, *, causal: bool = True, cross: bool = False) -> tuple[LayerPlan, ...]:
+def uniform_layer_plans(
+    num_layers: int, *, causal: bool = True, has_cross_attention: bool = False
+) -> tuple[LayerPlan, ...]:
     """Return plans of equal layers: of a decoder, of an encoder (causal=False), or of a decoder with cross attention
     (cross).
     """
-    return tuple(LayerPlan(index, causal=causal, cross=cross) for index in range(num_layers))
+    return tuple(
+        LayerPlan(index, causal=causal, has_cross_attention=has_cross_attention) for index in range(num_layers)
+    )
 
 
 def network_layer_plans(model: ModelConfig) -> tuple[LayerPlan, ...]:
     """Return the plans of all layers of a network; for T5 the encoder's, then the decoder's, each numbered from 0."""
-    return tuple(replace(row, adapters=adapter_plans_of(model, row)) for row in _plans_without_adapters(model))
+    return tuple(replace(row, adapters=layer_adapter_plans(model, row)) for row in _layer_plans_before_adapters(model))
 
 
-def _plans_without_adapters(model: ModelConfig) -> tuple[LayerPlan, ...]:
+def _layer_plans_before_adapters(model: ModelConfig) -> tuple[LayerPlan, ...]:
     """Return the plans of all layers of a network, not yet with adapters."""
     if model.architecture == "t5":
         return uniform_layer_plans(model.encoder_num_layers, causal=False) + uniform_layer_plans(
-            model.decoder_num_layers, cross=True
+            model.decoder_num_layers, has_cross_attention=True
         )
     if model.hybrid.layer_symbols:
         return _hybrid_layer_plans(model)
     rows = uniform_layer_plans(model.num_layers, causal=model.architecture == "gpt")
-    beside = "mamba" if model.hybrid.parallel_mamba else "none"
+    parallel_mixer = "mamba" if model.hybrid.parallel_mamba else "none"
     return tuple(
         replace(
             row,
             mixer=mixer,
-            beside=beside,
+            parallel_mixer=parallel_mixer,
             window=model.parsed_window_size if windowed else None,
             rope=rope,
             mlp="moe" if moe else "dense",
@@ -121,9 +125,9 @@ def _plans_without_adapters(model: ModelConfig) -> tuple[LayerPlan, ...]:
         for row, mixer, windowed, rope, moe in zip(
             rows,
             _mixer_of_each_layer(model),
-            _is_sliding_window_layer(model),
-            _is_rotary_layer(model),
-            _is_moe_layer(model),
+            _is_windowed_by_layer(model),
+            _is_rotary_by_layer(model),
+            _is_moe_by_layer(model),
             strict=True,
         )
     )
@@ -135,7 +139,7 @@ def _hybrid_layer_plans(model: ModelConfig) -> tuple[LayerPlan, ...]:
     """
     rows = []  # a number of layers that is not that of the symbols a rule refuses
     for index, (symbol, windowed, rope) in enumerate(
-        zip(model.hybrid.layer_symbols, _is_sliding_window_layer(model), _is_rotary_layer(model), strict=False)
+        zip(model.hybrid.layer_symbols, _is_windowed_by_layer(model), _is_rotary_by_layer(model), strict=False)
     ):
         mixer, mlp = SYMBOLS.get(symbol, ("none", "none"))  # what is unknown a rule refuses
         attends = mixer in ("attention", "mla")
@@ -151,7 +155,7 @@ def _hybrid_layer_plans(model: ModelConfig) -> tuple[LayerPlan, ...]:
     return tuple(rows)
 
 
-def mtp_layer_plans(model: ModelConfig, depth: int) -> tuple[LayerPlan, ...]:
+def mtp_depth_layer_plans(model: ModelConfig, depth: int) -> tuple[LayerPlan, ...]:
     """Return the plans of one depth (from 0) of multi-token prediction: those of its symbols, or one like the last
     layer, without adapters.
     """
@@ -171,7 +175,7 @@ def _mixer_of_each_layer(model: ModelConfig) -> list[str]:
     usual = "mla" if model.mla.multi_latent_attention else "attention"
     if model.hybrid.experimental_attention_variant is None:
         return [usual] * model.num_layers
-    flags = _read_layer_pattern(model, model.hybrid.linear_attention_freq, "--linear-attention-freq")
+    flags = _model_layer_frequency(model, model.hybrid.linear_attention_freq, "--linear-attention-freq")
     return [
         "gated_delta_net"
         if not flags or (bool(flags[i]) if not isinstance(flags, int) else (i + 1) % flags != 0)
@@ -180,11 +184,11 @@ def _mixer_of_each_layer(model: ModelConfig) -> list[str]:
     ]
 
 
-def _is_sliding_window_layer(model: ModelConfig) -> list[bool]:
+def _is_windowed_by_layer(model: ModelConfig) -> list[bool]:
     """Return for every layer whether it has a window: all but every n-th, counted from one, or those with a 1 in the
     list.
     """
-    flags = _read_layer_pattern(model, model.window_attn_skip_freq, "--window-attn-skip-freq")
+    flags = _model_layer_frequency(model, model.window_attn_skip_freq, "--window-attn-skip-freq")
     if model.window_size is None:
         return [False] * model.num_layers
     return [
@@ -193,28 +197,28 @@ def _is_sliding_window_layer(model: ModelConfig) -> list[bool]:
     ]
 
 
-def _is_rotary_layer(model: ModelConfig) -> list[bool]:
+def _is_rotary_by_layer(model: ModelConfig) -> list[bool]:
     """Return for every layer whether queries and keys are rotated: all but every n-th, counted from one, or those with
     a 0 in the list.
     """
-    flags = _read_layer_pattern(model, model.rope.no_rope_freq, "--no-rope-freq")
+    flags = _model_layer_frequency(model, model.rope.no_rope_freq, "--no-rope-freq")
     return [
         not flags or not flags[i] if not isinstance(flags, int) else (i + 1) % flags != 0
         for i in range(model.num_layers)
     ]
 
 
-def _is_moe_layer(model: ModelConfig) -> list[bool]:
+def _is_moe_by_layer(model: ModelConfig) -> list[bool]:
     """Return for every layer whether it has experts: every n-th from the first on, or those with a 1 in the list."""
     if not model.moe.num_experts:
         return [False] * model.num_layers
-    flags = _read_layer_pattern(model, model.moe.moe_layer_freq, "--moe-layer-freq")
+    flags = _model_layer_frequency(model, model.moe.moe_layer_freq, "--moe-layer-freq")
     return [i % flags == 0 if isinstance(flags, int) else bool(flags[i]) for i in range(model.num_layers)]
 
 
-def _read_layer_pattern(model: ModelConfig, text: str | None, flag: str) -> int | tuple[int, ...]:
+def _model_layer_frequency(model: ModelConfig, text: str | None, flag: str) -> int | tuple[int, ...]:
     """Parse a pattern over all layers of the model; () if it is None."""
-    return () if text is None else parse_layer_pattern(text, model.num_layers, flag)
+    return () if text is None else parse_layer_frequency(text, model.num_layers, flag)
 
 
 def partition_into_stages(
@@ -237,7 +241,7 @@ def partition_into_stages(
     """
     counted = account_for_embedding + account_for_loss
     uneven = ends != (None, None)
-    problems = _pipeline_size_problems(len(layers), pp, vpp)
+    problems = _nonpositive_size_problems(len(layers), pp, vpp)
     if uneven + bool(counted) + (layout is not None) > 1:
         problems.append(
             "the pipeline split is given more than once; keep one of --pipeline-model-parallel-layout, "
@@ -290,7 +294,7 @@ def virtual_pipeline_size(
         for flag, value in given.items()
         if isinstance(value, int) and value < 1
     ]
-    problems += _pipeline_size_problems(num_layers, pp, 1)
+    problems += _nonpositive_size_problems(num_layers, pp, 1)
     raise_config_error_if(problems)
     if layout is not None:
         stages = len(parse_pipeline_layout(layout))
@@ -340,7 +344,7 @@ def _even_layer_counts(num_layers: int, pp: int, vpp: int, counted: int) -> tupl
     problems = []
     if (num_layers + counted) % (pp * vpp):
         problems.append(
-            f"{_num_layers_text(num_layers, counted)} cannot be divided over {_pipeline_ranks_text(pp, vpp)}; choose "
+            f"{_num_layers_text(num_layers, counted)} cannot be divided over {_num_pipeline_ranks_text(pp, vpp)}; choose "
             f"{_nearest_multiples(num_layers, pp * vpp, -counted)} layers, or say how to cut with "
             "--pipeline-model-parallel-layout"
         )
@@ -390,7 +394,7 @@ def _uneven_rest_problems(num_layers: int, pp: int, vpp: int, ends: Mapping[str,
     if ranks and (rest < 1 or rest % (ranks * vpp)):
         return [
             f"{words} leave {rest} of --num-layers {num_layers}, which cannot be divided over the other "
-            f"{_pipeline_ranks_text(ranks, vpp)}; choose --num-layers {_nearest_multiples(num_layers, ranks * vpp, num_layers - rest)}"
+            f"{_num_pipeline_ranks_text(ranks, vpp)}; choose --num-layers {_nearest_multiples(num_layers, ranks * vpp, num_layers - rest)}"
         ]
     return []
 
@@ -407,7 +411,7 @@ def _pipeline_layout_problems(stages: tuple[str, ...], num_layers: int, pp: int,
     problems = [f"--pipeline-model-parallel-layout {'|'.join(stages)}: {reason}" for reason in sections]
     if len(stages) != pp * vpp:
         problems += _stage_count_problem(len(stages), pp) or [
-            f"--pipeline-model-parallel-layout: {len(stages)} stages, but {_pipeline_ranks_text(pp, vpp)} make {pp * vpp}"
+            f"--pipeline-model-parallel-layout: {len(stages)} stages, but {_num_pipeline_ranks_text(pp, vpp)} make {pp * vpp}"
         ]
     return problems
 
@@ -441,7 +445,7 @@ def _stage_count_problem(stages: int, pp: int) -> list[str]:
     ]
 
 
-def _pipeline_size_problems(num_layers: int, pp: int, vpp: int) -> list[str]:
+def _nonpositive_size_problems(num_layers: int, pp: int, vpp: int) -> list[str]:
     """Return a text for each of these sizes that is not positive."""
     sizes = {"--num-layers": num_layers, "--pipeline-model-parallel-size": pp, "the number of chunks a rank": vpp}
     return [f"{name} {size} is not a positive number" for name, size in sizes.items() if size < 1]
@@ -480,7 +484,7 @@ def _num_layers_text(num_layers: int, counted: int) -> str:
     return f"--num-layers {num_layers}{extra}"
 
 
-def _pipeline_ranks_text(ranks: int, vpp: int) -> str:
+def _num_pipeline_ranks_text(ranks: int, vpp: int) -> str:
     return f"{ranks} pipeline ranks" + (f" with {vpp} chunks each" if vpp > 1 else "")
 
 

@@ -6,7 +6,7 @@ from megatron.core.config.plan import StageSpec, network_layer_plans, partition_
 from megatron.core.config.settings.run import RunConfig
 
 
-def pipeline_stages_of(config: RunConfig) -> tuple[StageSpec, ...]:
+def stage_specs_of_run(config: RunConfig) -> tuple[StageSpec, ...]:
     """Return the pipeline stages of a run; `ConfigError` if the layers cannot be split as configured."""
     model, parallel = config.model, config.parallel
     counted = {

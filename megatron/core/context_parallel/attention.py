@@ -6,7 +6,7 @@
     allgather   each rank keeps its queries and gathers all keys and values
 
 The first three are one class: a2a over an inner axis, p2p over an outer one, either of which may have a single rank.
-Queries, keys and values are sharded in the zigzag order of `sequence.py`; the mask describes the whole sequence, and
+Queries, keys and values are sharded in the zigzag order of `zigzag.py`; the mask describes the whole sequence, and
 holds its length.
 """
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.context_parallel.ring import RingSettings, ring_attention
-from megatron.core.context_parallel.sequence import Zigzag
+from megatron.core.context_parallel.zigzag import Zigzag
 from megatron.core.kernels import reference
 from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.core.parallel import collectives
@@ -34,20 +34,20 @@ def context_parallel_attention(kernel: Kernel, mesh: Mesh, kind: str) -> Kernel:
     `kernel` itself without context parallelism. kind: a value of --cp-comm-type.
     """
     if mesh.hybrid_cp:
-        return VariableContextSizeAttention(
+        return HybridContextParallelAttention(
             {
                 1: kernel,
                 **{
-                    axis.size: _attention_over_axis(kernel, axis, kind, mesh)
+                    axis.size: _cp_attention_over_axis(kernel, axis, kind, mesh)
                     for axis in mesh.hybrid_cp
                     if axis.group is not None
                 },
             }
         )
-    return kernel if mesh.cp.group is None else _attention_over_axis(kernel, mesh.cp, kind, mesh)
+    return kernel if mesh.cp.group is None else _cp_attention_over_axis(kernel, mesh.cp, kind, mesh)
 
 
-def _attention_over_axis(kernel: Kernel, axis: Axis, kind: str, mesh: Mesh) -> Kernel:
+def _cp_attention_over_axis(kernel: Kernel, axis: Axis, kind: str, mesh: Mesh) -> Kernel:
     """Return context-parallel attention over one axis, by a value of --cp-comm-type."""
     if kind in ("allgather", "all_gather"):
         return AllGatherAttention(kernel, axis)
@@ -57,7 +57,7 @@ def _attention_over_axis(kernel: Kernel, axis: Axis, kind: str, mesh: Mesh) -> K
 
 
 @dataclass(frozen=True, slots=True)
-class VariableContextSizeAttention:
+class HybridContextParallelAttention:
     """Attention for sequences that are sharded over different numbers of ranks: selects the kernel for that number."""
 
     kernels: dict[int, Kernel]
@@ -84,9 +84,9 @@ def gather_context_parallel_keys(k: Tensor, mask: AttentionMaskSpec, mesh: Mesh)
     """
     if mask.length is None:
         return k, mask
-    axis = mesh.sequence_axis(mask.length // len(k))
+    axis = mesh.context_axis_of_size(mask.length // len(k))
     cut = Zigzag(mask.length, axis.size)
-    keys = collectives.uneven_gather_then_scatter(k, cut.num_positions_per_rank(), axis)[
+    keys = collectives.uneven_gather_with_scatter_backward(k, cut.position_counts_by_rank(), axis)[
         cut.sorting_permutation(range(cut.size), k.device)
     ]
     places, documents = cut.positions_of_rank(axis.rank, k.device), mask.documents
@@ -113,13 +113,15 @@ class AllGatherAttention:
         """q: [s/cp, b, n, d]; k: [s/cp, b, g, d]; v: [s/cp, b, g, dv]. Returns [s/cp, b, n * dv]."""
         cut = _zigzag_of(mask, scores, self.axis.size)
         order = cut.sorting_permutation(range(cut.size), q.device)
-        both = collectives.uneven_gather_then_scatter(
-            torch.cat((k, v), dim=-1), cut.num_positions_per_rank(), self.axis
+        both = collectives.uneven_gather_with_scatter_backward(
+            torch.cat((k, v), dim=-1), cut.position_counts_by_rank(), self.axis
         )[order]
         k, v = both.split((k.shape[-1], v.shape[-1]), dim=-1)
         # A rank without positions returns an empty tensor that depends on v, so that it takes part in the reduction of gradients.
         outputs = [v[:0].repeat_interleave(q.shape[2] // v.shape[2], dim=2).flatten(2)]
-        for chunk, queries in zip(cut.chunks(self.axis.rank), _split_by_chunk(q, cut, self.axis.rank), strict=True):
+        for chunk, queries in zip(
+            cut.chunk_ranges(self.axis.rank), _split_zigzag_chunks(q, cut, self.axis.rank), strict=True
+        ):
             if chunk:
                 first, last = _visible_key_range(chunk, mask, cut.length)
                 part = _mask_slice(mask, chunk, range(first, last), q.device)
@@ -147,17 +149,19 @@ class UlyssesRingAttention:
         """q: [s/cp, b, n, d]; k: [s/cp, b, g, d]; v: [s/cp, b, g, dv]. Returns [s/cp, b, n * dv]."""
         cut = _zigzag_of(mask, scores, self.inner.size * self.outer.size)
         size, block = self.inner.size, self.outer.rank * self.inner.size
-        counts = cut.num_positions_per_rank()[block : block + size]
+        counts = cut.position_counts_by_rank()[block : block + size]
         order = cut.sorting_permutation(range(block, block + size), q.device)
         # If there are fewer key heads than ranks, heads are repeated; autograd sums their gradients.
         repeats = size // gcd(size, k.shape[2])
         k, v = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in (k, v))
         q, k, v = (self._to_head_shards(x, counts, order) for x in (q, k, v))
         sink = None if scores.sink is None else scores.sink.chunk(size)[self.inner.rank]
-        output = self._attend(q, k, v, replace(scores, sink=sink), mask, dropout, cut.merge_ranks(size))
+        output = self._attend_local_heads(
+            q, k, v, replace(scores, sink=sink), mask, dropout, cut.with_merged_ranks(size)
+        )
         return self._to_position_shards(output, counts, order)
 
-    def _attend(
+    def _attend_local_heads(
         self,
         q: Tensor,
         k: Tensor,
@@ -175,7 +179,14 @@ class UlyssesRingAttention:
         seed = int(torch.randint(2**62, (), device=q.device)) if dropout else 0
         scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
         ring = RingSettings(
-            self.outer, cut, mask, scale, scores.softcap, dropout, seed, fused=self.kernel is not reference.attention
+            self.outer,
+            cut,
+            mask,
+            scale,
+            scores.softcap,
+            dropout,
+            seed,
+            fused=self.kernel is not reference.softmax_attention,
         )
         return ring_attention(q, k, v, scores.sink, ring)
 
@@ -204,9 +215,9 @@ def _zigzag_of(mask: AttentionMaskSpec, scores: AttentionScoreModifiers, size: i
     return Zigzag(mask.length, size)
 
 
-def _split_by_chunk(q: Tensor, cut: Zigzag, rank: int) -> tuple[Tensor, ...]:
+def _split_zigzag_chunks(q: Tensor, cut: Zigzag, rank: int) -> tuple[Tensor, ...]:
     """Split a rank's queries [s/cp, ...] into its two chunks."""
-    return q.split([len(chunk) for chunk in cut.chunks(rank)])
+    return q.split([len(chunk) for chunk in cut.chunk_ranges(rank)])
 
 
 def _visible_key_range(queries: range, mask: AttentionMaskSpec, length: int) -> tuple[int, int]:

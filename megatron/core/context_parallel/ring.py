@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron.core.context_parallel.sequence import Zigzag
+from megatron.core.context_parallel.zigzag import Zigzag
 from megatron.core.kernels import blockwise_attention
-from megatron.core.kernels.blockwise_attention import AttentionBlock
+from megatron.core.kernels.blockwise_attention import BlockAttentionOptions
 from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.kernels.reference import accumulation_dtype_of
 from megatron.core.parallel import collectives
@@ -55,13 +55,15 @@ class RingSettings:
     seed: int
     fused: bool
 
-    def visible_blocks(self, source: int, q: Tensor) -> Iterator[tuple[slice, slice, AttentionBlock]]:
+    def visible_blocks(self, source: int, q: Tensor) -> Iterator[tuple[slice, slice, BlockAttentionOptions]]:
         """Yield (query slice, key slice, block settings) of each visible pair with the keys of rank `source`. q: [b, n,
         queries, d].
         """
         rank = self.axis.rank
-        for number, pair in enumerate(visible_chunk_pairs(self.cut.chunks(rank), self.cut.chunks(source), self.mask)):
-            block = AttentionBlock(self.scale, self.softcap, causal=pair.kind == "causal", fused=self.fused)
+        for number, pair in enumerate(
+            visible_chunk_pairs(self.cut.chunk_ranges(rank), self.cut.chunk_ranges(source), self.mask)
+        ):
+            block = BlockAttentionOptions(self.scale, self.softcap, causal=pair.kind == "causal", fused=self.fused)
             rows, columns = _slice_length(pair.queries), _slice_length(pair.keys)
             if pair.kind == "some":
                 block = replace(block, seen=self._visible_mask(source, pair, q.device))
@@ -102,9 +104,9 @@ def visible_chunk_pairs(
 ) -> list[QueryKeyChunkPair]:
     """Return the pairs of chunks that the mask does not hide; adjacent chunks of the same kind are merged."""
     rows: list[list[QueryKeyChunkPair]] = []
-    for query_chunk, query_slice in zip(queries, _chunk_slices(queries), strict=True):
+    for query_chunk, query_slice in zip(queries, _slices_of_two_chunks(queries), strict=True):
         row: list[QueryKeyChunkPair] = []
-        for key_chunk, key_slice in zip(keys, _chunk_slices(keys), strict=True):
+        for key_chunk, key_slice in zip(keys, _slices_of_two_chunks(keys), strict=True):
             kind = _chunk_visibility(query_chunk, key_chunk, mask)
             if row and kind == row[-1].kind != "causal":
                 row[-1] = QueryKeyChunkPair(query_slice, slice(row[-1].keys.start, key_slice.stop), kind)
@@ -136,7 +138,7 @@ def _chunk_visibility(queries: range, keys: range, mask: AttentionMaskSpec) -> s
     return "causal" if queries == keys and high == 0 else "some"
 
 
-def _chunk_slices(chunks: tuple[range, range]) -> tuple[slice, slice]:
+def _slices_of_two_chunks(chunks: tuple[range, range]) -> tuple[slice, slice]:
     """Return the slices of two consecutive chunks in a shard."""
     first, both = len(chunks[0]), len(chunks[0]) + len(chunks[1])
     return slice(0, first), slice(first, both)
@@ -159,7 +161,7 @@ class _PackedKeyValue:
         """Return the shapes of keys and values for a shard of `count` positions."""
         return (*self.key[:2], count, self.key[3]), (*self.value[:2], count, self.value[3])
 
-    def empty(self, like: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    def empty_buffer(self, like: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         """Return an empty flat tensor for a shard of `count` positions."""
         key, value = self.shapes(count)
         return like.new_empty(torch.Size(key).numel() + torch.Size(value).numel(), dtype=dtype)
@@ -203,12 +205,12 @@ class _RingAttention(Function):
         ring: RingSettings = context.ring
         gradient = gradient.unflatten(-1, (q.shape[1], -1)).permute(1, 2, 0, 3).contiguous()
         dq = torch.zeros_like(q, dtype=lse.dtype)
-        packed, counts = _PackedKeyValue(k.shape, v.shape), ring.cut.num_positions_per_rank()
+        packed, counts = _PackedKeyValue(k.shape, v.shape), ring.cut.position_counts_by_rank()
         works: list[Any] = []
         received: Tensor | None = None
         for step, (source, key, value) in enumerate(_ring_steps(k, v, ring)):
             count = counts[source]
-            flat = packed.empty(k, count, lse.dtype).zero_()
+            flat = packed.empty_buffer(k, count, lse.dtype).zero_()
             dk, dv = packed.unpack(flat, count)
             for query_slice, key_slice, block in ring.visible_blocks(source, q):
                 gradients = blockwise_attention.block_attention_backward(
@@ -228,7 +230,7 @@ class _RingAttention(Function):
                 flat += received
             sent = flat  # must not change until the message is complete
             next_count = counts[(ring.axis.rank - step - 1) % ring.axis.size]
-            received = packed.empty(k, next_count, lse.dtype)
+            received = packed.empty_buffer(k, next_count, lse.dtype)
             works = collectives.start_ring_shift(received, sent, ring.axis)
         _wait_all(works)
         assert received is not None, "a ring has at least one rank"
@@ -243,13 +245,13 @@ class _RingAttention(Function):
 
 def _ring_steps(k: Tensor, v: Tensor, ring: RingSettings) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield (rank, its keys, its values) of every rank, this one first; the next are in flight while these are used."""
-    axis, counts, packed = ring.axis, ring.cut.num_positions_per_rank(), _PackedKeyValue(k.shape, v.shape)
+    axis, counts, packed = ring.axis, ring.cut.position_counts_by_rank(), _PackedKeyValue(k.shape, v.shape)
     flat = torch.cat((k.flatten(), v.flatten()))
     for step in range(axis.size):
         source, next_source = (axis.rank - step) % axis.size, (axis.rank - step - 1) % axis.size
         received, works = flat, []
         if step < axis.size - 1:
-            received = packed.empty(k, counts[next_source], k.dtype)
+            received = packed.empty_buffer(k, counts[next_source], k.dtype)
             works = collectives.start_ring_shift(received, flat, axis)
         yield source, *packed.unpack(flat, counts[source])
         _wait_all(works)

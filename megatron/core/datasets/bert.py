@@ -16,11 +16,11 @@ from typing import Literal
 
 import numpy as np
 
+from megatron.core.datasets.dataset_protocols import Sample, TokenSpan
 from megatron.core.datasets.gpt import TokenSource
-from megatron.core.datasets.index_map import IndexCache
+from megatron.core.datasets.index_map import IndexCacheFolder
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.masking import MaskOptions, group_positions_by_word, mask_tokens
-from megatron.core.datasets.samples import Sample, TokenSpan
+from megatron.core.datasets.masking import TokenMaskingOptions, group_positions_by_word, mask_tokens
 from megatron.core.datasets.sentence_map import SentenceMap, SentenceMapOptions
 
 PairTask = Literal["sentence-order", "next-sentence"]
@@ -36,7 +36,7 @@ class BERTSampleOptions:
 
     sequence_length: int
     short_seq_prob: float
-    masking: MaskOptions
+    masking: TokenMaskingOptions
     pairs: PairTask | None
     continues: np.ndarray
     cls: int
@@ -61,7 +61,7 @@ class BERTDataset:
         num_samples: int | None,
         seed: int,
         split: str,
-        cache: IndexCache = IndexCache(None),
+        cache: IndexCacheFolder = IndexCacheFolder(None),
     ) -> None:
         # [CLS] and two [SEP] are not the sentences'.
         rows = SentenceMapOptions(options.sequence_length - 3, options.short_seq_prob, 2 if options.pairs else 1, seed)
@@ -85,14 +85,14 @@ class BERTDataset:
     def __getitem__(self, index: int) -> Sample:
         """The index-th sample."""
         options, (random, texts, is_random, target) = self.options, self._text_pair(index)
-        parts = [self._token_ids(text) for text in texts]
+        parts = [self._token_ids_of_text(text) for text in texts]
         truncated = any(text.high - text.low < text.length for text in texts)
         ids = [options.cls, *parts[0], options.sep]
         first_length = len(ids)
         if len(parts) > 1 and parts[1]:
             ids += [*parts[1], options.sep]
 
-        def replace(token: int) -> int:
+        def replace_masked_token(token: int) -> int:
             if random.random_sample() < 0.8:
                 return options.mask
             return int(random.randint(0, len(options.continues))) if random.random_sample() >= 0.5 else token
@@ -102,7 +102,7 @@ class BERTDataset:
             group_positions_by_word(ids, options.continues, (options.cls, options.sep)),
             options.masking,
             target_length=target,
-            replace=replace,
+            replace=replace_masked_token,
             random=random,
         )
         size, used = options.sequence_length, len(ids)
@@ -135,32 +135,32 @@ class BERTDataset:
         """The samples whose row is of this document, in rising order. int64 [samples]"""
         return self.map.samples_with_document(document)
 
-    def _text_pair(self, index: int) -> tuple[np.random.RandomState, list[_TextRange], bool, int]:
+    def _text_pair(self, index: int) -> tuple[np.random.RandomState, list[_SentenceTokenRange], bool, int]:
         """Return what sample `index` is made of: its random generator; its one or two texts, cut to the target length;
         whether they are a wrong pair (is_random); and the target length in tokens.
         """
         first, last, target = self.map.row(index)
         random = np.random.RandomState((self.seed + index) % 2**32)
         if self.options.pairs is None:
-            texts, is_random = [self._sentence_range(first, last)], False
+            texts, is_random = [self._token_range_of_sentences(first, last)], False
         else:
             pivot = first + (int(random.randint(1, last - first)) if last - first >= 3 else 1)
-            texts = [self._sentence_range(first, pivot), self._sentence_range(pivot, last)]
+            texts = [self._token_range_of_sentences(first, pivot), self._token_range_of_sentences(pivot, last)]
             is_random = bool(random.random_sample() < 0.5)
             if is_random and self.options.pairs == "sentence-order":
                 texts.reverse()
             elif is_random:
                 other, end, _ = self.map.row(int(random.randint(0, len(self.map))))
-                texts[1] = self._sentence_range(int(random.randint(other, end)), end)
+                texts[1] = self._token_range_of_sentences(int(random.randint(other, end)), end)
         _truncate_pair(texts, target, random)
         return random, texts, is_random, target
 
-    def _sentence_range(self, first: int, last: int) -> _TextRange:
+    def _token_range_of_sentences(self, first: int, last: int) -> _SentenceTokenRange:
         """Return the uncut token range of sentences [first, last)."""
         length = int(self.map.source.sequence_lengths[first:last].sum(dtype=np.int64))
-        return _TextRange(first, last, length, 0, length)
+        return _SentenceTokenRange(first, last, length, 0, length)
 
-    def _token_ids(self, text: _TextRange) -> list[int]:
+    def _token_ids_of_text(self, text: _SentenceTokenRange) -> list[int]:
         """Return the ids of a text's tokens [low, high). `DataError` for ids outside the vocabulary."""
         ids = self.map.token_ids(text.first, text.last)[text.low : text.high]
         check_ids_in_vocab(ids, len(self.options.continues), self.prefix)
@@ -168,7 +168,7 @@ class BERTDataset:
 
 
 @dataclass(slots=True)
-class _TextRange:
+class _SentenceTokenRange:
     """Tokens [low, high) of the `length` tokens of sentences [first, last)."""
 
     first: int
@@ -178,7 +178,7 @@ class _TextRange:
     high: int
 
 
-def _truncate_pair(texts: list[_TextRange], target: int, random: np.random.RandomState) -> None:
+def _truncate_pair(texts: list[_SentenceTokenRange], target: int, random: np.random.RandomState) -> None:
     """Shorten the texts in place to `target` tokens together: drop one token at a time from the longer text (of equals
     the last), at its front or its back as `random` draws.
     """

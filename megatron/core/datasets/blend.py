@@ -1,6 +1,6 @@
 """From data settings to the training, validation and test datasets of a run.
 
-`paths.py` says which datasets each split is made of; here they are opened, cut into samples by a `DatasetKind` and
+`data_splits.py` says which datasets each split is made of; here they are opened, cut into samples by a `DatasetKind` and
 mixed. Every process may build: the result depends on the settings and the files only, and caches may be raced for.
 """
 
@@ -19,10 +19,10 @@ import numpy as np
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.datasets.blend_index import blend_order
-from megatron.core.datasets.index_map import IndexCache, load_or_build_arrays
+from megatron.core.datasets.data_splits import SplitBlend, normalize_weights, plan_data_splits
+from megatron.core.datasets.dataset_protocols import DatasetKind, Sample, SplitDataset, TokenSpan
+from megatron.core.datasets.index_map import IndexCacheFolder, load_or_build_arrays
 from megatron.core.datasets.kinds import gpt_dataset_kind
-from megatron.core.datasets.paths import DataSplitPlan, normalize_weights, plan_data_splits
-from megatron.core.datasets.samples import DatasetKind, Sample, SampleSet, TokenSpan
 from megatron.core.datasets.storage import is_remote_path
 from megatron.core.tokenizers.base import Tokenizer
 
@@ -42,13 +42,13 @@ class BlendedDataset:
 
     def __init__(
         self,
-        datasets: Sequence[SampleSet],
+        datasets: Sequence[SplitDataset],
         weights: Sequence[float],
         *,
         size: int,
         split: str,
         exact: bool = False,
-        cache: IndexCache = IndexCache(None),
+        cache: IndexCacheFolder = IndexCacheFolder(None),
     ) -> None:
         if len(datasets) > MOST_DATASETS:
             raise ConfigError(
@@ -100,13 +100,15 @@ class BlendedDataset:
         """Where the tokens of the index-th sample came from."""
         return self.datasets[self.dataset_index[index]].token_sources(int(self.dataset_sample_index[index]))
 
-    def blend_positions(self, number: int, samples: np.ndarray) -> np.ndarray:
+    def positions_of_dataset_samples(self, number: int, samples: np.ndarray) -> np.ndarray:
         """Return the positions in the blend, ascending, of these samples of dataset `number`. int64 [positions]"""
         places = np.flatnonzero(self.dataset_index == number)
         return places[np.isin(self.dataset_sample_index[places], samples)]
 
 
-Splits = tuple[SampleSet | BlendedDataset | None, SampleSet | BlendedDataset | None, SampleSet | BlendedDataset | None]
+Splits = tuple[
+    SplitDataset | BlendedDataset | None, SplitDataset | BlendedDataset | None, SplitDataset | BlendedDataset | None
+]
 
 
 def build_gpt_datasets(
@@ -156,12 +158,12 @@ class DataSourceUsage:
     epochs: float
 
 
-def data_source_usage(dataset: SampleSet | BlendedDataset, samples: int | None) -> list[DataSourceUsage]:
+def data_source_usage(dataset: SplitDataset | BlendedDataset, samples: int | None) -> list[DataSourceUsage]:
     """Return what each source contributes to the first `samples` samples of a dataset (None: to all). A `samples` above
     the length starts over from the beginning.
     """
     count = len(dataset) if samples is None else samples
-    parts: tuple[SampleSet, ...]
+    parts: tuple[SplitDataset, ...]
     weights: Sequence[float]
     if isinstance(dataset, BlendedDataset):
         parts, weights = dataset.datasets, dataset.weights
@@ -177,7 +179,7 @@ def data_source_usage(dataset: SampleSet | BlendedDataset, samples: int | None) 
 
 
 def _log_data_sources(
-    dataset: SampleSet | BlendedDataset, plan: DataSplitPlan, samples: int | None, *, most_epochs: float
+    dataset: SplitDataset | BlendedDataset, plan: SplitBlend, samples: int | None, *, most_epochs: float
 ) -> None:
     """Log a table of what the run draws from each source, and warn of sources repeated for more than `most_epochs`
     epochs.
@@ -225,12 +227,16 @@ class _SplitDatasetBuilder:
     sources: dict[str, Any]
     each: Callable  # the built-in `map`, over the threads that build
 
-    def build(self, plan: DataSplitPlan, samples: int | None) -> SampleSet | BlendedDataset | None:
+    def build(self, plan: SplitBlend, samples: int | None) -> SplitDataset | BlendedDataset | None:
         """Return one split's dataset, of at least `samples` samples (None: one epoch). None if the default --split
         leaves the split too little for a sample. `ConfigError` for weights without a number of samples.
         """
         prefixes, weights = plan.blend.prefixes, plan.blend.weights
-        if self.config.split is None and plan.name != "train" and any(self._split_is_empty(plan, p) for p in prefixes):
+        if (
+            self.config.split is None
+            and plan.name != "train"
+            and any(self._split_has_no_sample(plan, p) for p in prefixes)
+        ):
             logger.info(
                 "%s: no data, since the default --split leaves none of %s for it", plan.name, " ".join(prefixes)
             )
@@ -256,7 +262,7 @@ class _SplitDatasetBuilder:
             prepared = [max(pair) for pair in zip(prepared, drawn)]
         raise AssertionError("datasets of as many samples as are drawn are large enough")
 
-    def _build_one_epoch_blend(self, plan: DataSplitPlan, samples: int | None) -> BlendedDataset:
+    def _build_one_epoch_blend(self, plan: SplitBlend, samples: int | None) -> BlendedDataset:
         """Blend the sources of a split without weights, each gone through once; at most `samples` samples.
         `ConfigError` if there are fewer and --dataloader-type is single.
         """
@@ -273,18 +279,18 @@ class _SplitDatasetBuilder:
             plan, datasets, normalize_weights(sizes), size if samples is None else min(samples, size)
         )
 
-    def _split_range(self, plan: DataSplitPlan, prefix: str) -> range:
+    def _split_range(self, plan: SplitBlend, prefix: str) -> range:
         """Return the range of the source's sequences (or documents, as the kind counts) that belongs to the split."""
         count = self.kind.num_split_units(self.sources[prefix])
         return range(*(round(end * float(count)) for end in plan.share))
 
-    def _split_is_empty(self, plan: DataSplitPlan, prefix: str) -> bool:
+    def _split_has_no_sample(self, plan: SplitBlend, prefix: str) -> bool:
         """Whether a split is too small for a single sample."""
-        return not self.kind.has_sample(self.sources[prefix], self._split_range(plan, prefix))
+        return not self.kind.split_has_any_sample(self.sources[prefix], self._split_range(plan, prefix))
 
-    def _build_source_dataset(self, plan: DataSplitPlan, prefix: str, samples: int | None) -> SampleSet:
+    def _build_source_dataset(self, plan: SplitBlend, prefix: str, samples: int | None) -> SplitDataset:
         """Build one source's dataset for a split: at least `samples` samples, or one epoch if None."""
-        return self.kind.build(
+        return self.kind.build_one_split(
             self.sources[prefix],
             self._split_range(plan, prefix),
             num_samples=samples,
@@ -293,23 +299,23 @@ class _SplitDatasetBuilder:
         )
 
     def _build_blended(
-        self, plan: DataSplitPlan, datasets: Sequence[SampleSet], weights: Sequence[float], size: int
+        self, plan: SplitBlend, datasets: Sequence[SplitDataset], weights: Sequence[float], size: int
     ) -> BlendedDataset:
         chosen = self.config.data_cache_path
-        cache = IndexCache(Path(chosen) if chosen else None)
+        cache = IndexCacheFolder(Path(chosen) if chosen else None)
         return BlendedDataset(
             datasets, weights, size=size, split=plan.name, exact=self.config.blend_order == "exact", cache=cache
         )
 
-    def _index_cache(self, prefix: str) -> IndexCache:
+    def _index_cache(self, prefix: str) -> IndexCacheFolder:
         """Return where the index of a source is cached: --data-cache-path, else beside the files (nowhere for mock or
         remote data).
         """
         if self.config.data_cache_path:
-            return IndexCache(Path(self.config.data_cache_path))
+            return IndexCacheFolder(Path(self.config.data_cache_path))
         beside = (
             None
             if self.config.mock_data or is_remote_path(prefix)
             else Path(prefix) / "cache" / f"{self.kind.name}_indices"
         )
-        return IndexCache(beside, chosen=False)
+        return IndexCacheFolder(beside, chosen=False)

@@ -71,19 +71,21 @@ def _draw_dataset_order(weights: np.ndarray, size: int, rule: Rule) -> np.ndarra
     steps = -(-size // lanes)
     times = np.arange(lanes, dtype=np.int64) * steps
     starts = _estimate_drawn_counts(weights, times)
-    choices, ends = _draw_parallel_lanes(weights, times, starts, steps, rule)
+    choices, ends = _draw_datasets_in_parallel(weights, times, starts, steps, rule)
     for _ in range(PASSES_SIDE_BY_SIDE):
         true_starts = np.concatenate([starts[:, :1], ends[:, :-1]], axis=1)
         wrong = np.flatnonzero((true_starts != starts).any(axis=0))
         starts = true_starts
-        choices[wrong], ends[:, wrong] = _draw_parallel_lanes(weights, times[wrong], starts[:, wrong], steps, rule)
+        choices[wrong], ends[:, wrong] = _draw_datasets_in_parallel(
+            weights, times[wrong], starts[:, wrong], steps, rule
+        )
     for lane in range(1, lanes):
         if (ends[:, lane - 1] != starts[:, lane]).any():
             start = ends[:, lane - 1]
             if rule is _most_lagging_dataset:
-                choices[lane], ends[:, lane] = _draw_single_lane(weights, int(times[lane]), start, steps)
+                choices[lane], ends[:, lane] = _draw_datasets_one_by_one(weights, int(times[lane]), start, steps)
             else:
-                drawn, end = _draw_parallel_lanes(weights, times[lane : lane + 1], start[:, None], steps, rule)
+                drawn, end = _draw_datasets_in_parallel(weights, times[lane : lane + 1], start[:, None], steps, rule)
                 choices[lane], ends[:, lane] = drawn[0], end[:, 0]
     return choices.reshape(-1)[:size]
 
@@ -99,7 +101,7 @@ def _estimate_drawn_counts(weights: np.ndarray, times: np.ndarray) -> np.ndarray
     return counts + (place < missing)
 
 
-def _draw_parallel_lanes(
+def _draw_datasets_in_parallel(
     weights: np.ndarray, times: np.ndarray, starts: np.ndarray, steps: int, rule: Rule
 ) -> tuple[np.ndarray, np.ndarray]:
     """Make `steps` draws in every lane, from its time and counts.
@@ -117,7 +119,9 @@ def _draw_parallel_lanes(
     return np.ascontiguousarray(choices.T), counts
 
 
-def _draw_single_lane(weights: np.ndarray, time: int, start: np.ndarray, steps: int) -> tuple[list[int], list[float]]:
+def _draw_datasets_one_by_one(
+    weights: np.ndarray, time: int, start: np.ndarray, steps: int
+) -> tuple[list[int], list[float]]:
     """Make `steps` draws by Megatron's rule in one lane, in plain Python, which is faster for one. Returns the datasets
     drawn and the counts afterwards.
     """

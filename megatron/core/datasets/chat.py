@@ -25,12 +25,12 @@ import numpy as np
 
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.datasets.conversations import ConversationEncoder, open_conversations
+from megatron.core.datasets.dataset_protocols import Sample, TokenSpan
 from megatron.core.datasets.gpt import TokenSource
-from megatron.core.datasets.index_map import IndexCache, load_or_build_arrays
+from megatron.core.datasets.index_map import IndexCacheFolder, load_or_build_arrays
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.mock import MockConversations
 from megatron.core.datasets.packing import plan_sequence_packs
-from megatron.core.datasets.samples import Sample, TokenSpan
 from megatron.core.tokenizers.base import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class ChatDataset:
         num_samples: int | None,
         seed: int,
         split: str,
-        cache: IndexCache = IndexCache(None),
+        cache: IndexCacheFolder = IndexCacheFolder(None),
     ) -> None:
         self.source, self.prefix, self.sequence_length = source, source.prefix, sequence_length
         first, stop = (int(source.document_indices[document]) for document in (documents.start, documents.stop))
@@ -121,7 +121,7 @@ class ChatDataset:
         tokens, labels = np.zeros(size, np.int64), np.zeros(size, np.int64)
         starts: list[int] = []
         at = 0
-        for conversation in self._packed_conversations(index):
+        for conversation in self._packed_conversation_indices(index):
             ids = self.source.get(conversation, 0, size + 1)
             starts.append(at)
             end = at + len(ids) - 1
@@ -145,7 +145,7 @@ class ChatDataset:
         """Return which conversations the index-th sample holds. The last token of each is a label only and not counted."""
         spans: list[TokenSpan] = []
         at = 0
-        for conversation in self._packed_conversations(index):
+        for conversation in self._packed_conversation_indices(index):
             document = int(np.searchsorted(self.source.document_indices, conversation, side="right")) - 1
             size = min(int(self.source.sequence_lengths[conversation]) - 1, self.sequence_length)
             spans.append(TokenSpan(self.prefix, document, conversation, 0, size, at))
@@ -159,7 +159,7 @@ class ChatDataset:
         packs = np.searchsorted(self._packs, local, side="right") - 1
         return np.flatnonzero(np.isin(self._order, packs))
 
-    def _packed_conversations(self, index: int) -> Sequence[int]:
+    def _packed_conversation_indices(self, index: int) -> Sequence[int]:
         """Return the numbers of the conversations packed into sample `index`. `IndexError` out of range."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
@@ -188,12 +188,12 @@ class ChatDatasetKind:
         """The number of lines."""
         return len(source.document_indices) - 1
 
-    def has_sample(self, source: TokenSource, part: range) -> bool:
+    def split_has_any_sample(self, source: TokenSource, part: range) -> bool:
         """Whether these lines hold a conversation."""
         return bool(source.document_indices[part.stop] > source.document_indices[part.start])
 
-    def build(
-        self, source: TokenSource, part: range, *, num_samples: int | None, split: str, cache: IndexCache
+    def build_one_split(
+        self, source: TokenSource, part: range, *, num_samples: int | None, split: str, cache: IndexCacheFolder
     ) -> ChatDataset:
         """Samples of these lines' conversations."""
         return ChatDataset(
@@ -206,13 +206,13 @@ class ChatDatasetKind:
             cache=cache if self.encoder is None else self._index_cache(source.prefix),
         )
 
-    def _index_cache(self, path: str) -> IndexCache:
+    def _index_cache(self, path: str) -> IndexCacheFolder:
         """Return where ids and packing plan are cached: --data-cache-path, else PATH.cache beside the file."""
         chosen = self.config.data_cache_path
         return (
-            IndexCache(Path(chosen))
+            IndexCacheFolder(Path(chosen))
             if chosen
-            else IndexCache(Path(f"{path}.cache") / f"{self.name}_indices", chosen=False)
+            else IndexCacheFolder(Path(f"{path}.cache") / f"{self.name}_indices", chosen=False)
         )
 
 

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.datasets.index_map import Arrays, IndexCache, load_or_build_arrays
+from megatron.core.datasets.index_map import Arrays, IndexCacheFolder, load_or_build_arrays
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.marks import count_ids_around_text, token_ids_by_name
+from megatron.core.datasets.special_tokens import count_ids_around_text, token_ids_by_name
 from megatron.core.datasets.templates import (
     BOS,
     EOS,
@@ -34,7 +34,7 @@ from megatron.core.datasets.templates import (
     TemplateLimitError,
     TemplateSegment,
 )
-from megatron.core.tokenizers.base import Tokenizer, tokenizer_fingerprint
+from megatron.core.tokenizers.base import Tokenizer, tokenizer_fingerprint_fields
 
 AT_ONCE = 256  # lines that are tokenized together
 MOST_TOLD = 20  # bad lines that an error names
@@ -69,9 +69,9 @@ class ConversationEncoder:
                 ", ".join(missing),
             )
         self.template = ChatTemplate(text, bos=bos, eos=eos, marks=list(self.marks))
-        self.identity = {"tokenizer": tokenizer_fingerprint(tokenizer)["hash"], "template": text}
+        self.identity = {"tokenizer": tokenizer_fingerprint_fields(tokenizer)["hash"], "template": text}
 
-    def encode(self, conversations: Sequence[Sequence[TemplateSegment]]) -> list[np.ndarray]:
+    def encode_conversations(self, conversations: Sequence[Sequence[TemplateSegment]]) -> list[np.ndarray]:
         """Return the ids of each conversation, int32 [t]; an id that is not learnt is stored as ~id.
 
         `ValueError` for text that the tokenizer cannot encode. Each segment is tokenized by itself, as a prompt is at
@@ -85,7 +85,7 @@ class ConversationEncoder:
             if not piece.mark
         ]
         together = [text for pair in texts for text in pair if text is not None]
-        flat, lengths = self.tokenizer.encode_flat(together)
+        flat, lengths = self.tokenizer.encode_texts_flat(together)
         before, after = self._frame
         ends = np.cumsum(lengths)
         spans = zip((ends - lengths + before).tolist(), (ends - after).tolist())
@@ -97,10 +97,10 @@ class ConversationEncoder:
         """Return the ids of a conversation up to where the next answer begins. `DataError` if the template rejects it,
         `ValueError` if its text cannot be encoded.
         """
-        (encoded,) = self.encode([self.template.render_generation_prompt(messages)])
+        (encoded,) = self.encode_conversations([self.template.render_prompt_segments(messages)])
         return (~encoded).tolist()  # nothing of it is learnt
 
-    def answer_terminators(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    def answer_end_ids_and_texts(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Return (token ids, texts) that the template puts after an answer; one of them ends generation.
 
         Found by rendering a two-message conversation; both are empty if the template rejects it.
@@ -167,7 +167,7 @@ def _check_messages(messages: Sequence[Any]) -> None:
             raise DataError(f'message {number} has no text as "content"')
 
 
-class ConversationTokenSource:
+class TokenizedConversations:
     """A token source of a JSONL file; see the top of this file for what the ids are."""
 
     def __init__(self, path: str, arrays: Arrays) -> None:
@@ -182,7 +182,7 @@ class ConversationTokenSource:
         return self._ids[first + offset : last if length is None else min(last, first + offset + length)]
 
 
-def open_conversations(path: str, encoder: ConversationEncoder, cache: IndexCache) -> ConversationTokenSource:
+def open_conversations(path: str, encoder: ConversationEncoder, cache: IndexCacheFolder) -> TokenizedConversations:
     """Tokenize a JSONL file of conversations, or map its cached ids. `DataError` names the first bad lines."""
     try:
         state = os.stat(path)
@@ -193,12 +193,15 @@ def open_conversations(path: str, encoder: ConversationEncoder, cache: IndexCach
     if path.endswith((".gz", ".zst")):
         raise DataError(f"{path} is compressed; --sft reads plain JSONL")
     description = {**encoder.identity, "file": os.path.abspath(path), "bytes": state.st_size, "time": state.st_mtime_ns}
-    return ConversationTokenSource(
-        path, load_or_build_arrays(cache, "Conversations", description, SHAPES, lambda: _tokenize_file(path, encoder))
+    return TokenizedConversations(
+        path,
+        load_or_build_arrays(
+            cache, "Conversations", description, SHAPES, lambda: _tokenize_conversation_file(path, encoder)
+        ),
     )
 
 
-def _tokenize_file(path: str, encoder: ConversationEncoder) -> Arrays:
+def _tokenize_conversation_file(path: str, encoder: ConversationEncoder) -> Arrays:
     """Tokenize a JSONL file of conversations. `DataError` names the first bad lines.
 
     Returns ids: int32 [t] of all conversations; starts: int64, where each begins in ids and, last, their end;
@@ -246,7 +249,7 @@ def _encode_conversation_lines(
 ) -> list[list[np.ndarray] | str]:
     """Return the id sequences of each line, or instead a text saying what is wrong with it."""
     try:
-        ids = iter(encoder.encode(list(chain.from_iterable(lines))))
+        ids = iter(encoder.encode_conversations(list(chain.from_iterable(lines))))
     except ValueError as error:
         if len(lines) == 1:  # half of a surrogate pair, say
             return [f"text that the tokenizer does not take: {error}"]

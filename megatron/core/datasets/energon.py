@@ -50,13 +50,13 @@ class EnergonSplitPart:
     kind: str = ""
 
     @property
-    def prefix(self) -> str:
+    def as_data_path(self) -> str:
         """The text that names the part among a blend's prefixes: FOLDER:train[0:500]|error:OTHER:train|=VQASample."""
         own = f"{self.folder}:{self.part}" + ("" if self.stop is None else f"[{self.start}:{self.stop}]")
         return "|".join([own, *map(":".join, self.joined), *([f"={self.kind}"] if self.joined else [])])
 
     @staticmethod
-    def parse_prefix(prefix: str) -> EnergonSplitPart | None:
+    def parse_data_path(prefix: str) -> EnergonSplitPart | None:
         """Parse the text form of a part; None if it does not name a part of an Energon folder."""
         own, *others = prefix.split("|")
         match = _PREFIX.fullmatch(own)
@@ -69,9 +69,12 @@ class EnergonSplitPart:
         return EnergonSplitPart(match["folder"], match["part"], int(match["start"] or 0), last, joined, kind)
 
     @property
-    def shards(self) -> list[tuple[str, int]]:
+    def shard_sample_counts(self) -> list[tuple[str, int]]:
         """Name and number of samples of each tar of the part, in order."""
-        split, counts = _read_meta_file(self.folder, "split"), _read_meta_file(self.folder, ".info").get("shard_counts")
+        split, counts = (
+            _read_energon_meta_file(self.folder, "split"),
+            _read_energon_meta_file(self.folder, ".info").get("shard_counts"),
+        )
         parts = split.get("split_parts")
         if not isinstance(parts, Mapping) or self.part not in parts:
             known = ", ".join(parts) if isinstance(parts, Mapping) else "none"
@@ -91,19 +94,21 @@ class EnergonSplitPart:
     def excluded_samples(self) -> frozenset[str]:
         """Samples that are left out, as SHARD/KEY."""
         return frozenset(
-            name for name in _expand_braces(_read_meta_file(self.folder, "split").get("exclude") or ()) if "/" in name
+            name
+            for name in _expand_braces(_read_energon_meta_file(self.folder, "split").get("exclude") or ())
+            if "/" in name
         )
 
     @property
-    def dataset_yaml(self) -> Mapping[str, Any]:
+    def dataset_yaml_content(self) -> Mapping[str, Any]:
         """The content of dataset.yaml."""
-        return _read_meta_file(self.folder, "dataset")
+        return _read_energon_meta_file(self.folder, "dataset")
 
     def select_subset(self, subset: Any, where: str) -> EnergonSplitPart:
         """Return the part limited to `subset`: a mapping such as {range: [25%, 75%]} or {range: [100, end]}.
         `DataError`, named by `where`, if that is no valid range.
         """
-        total = sum(count for _, count in self.shards)
+        total = sum(count for _, count in self.shard_sample_counts)
         first, last = self.start, total if self.stop is None else self.stop
         ends = subset.get("range") if isinstance(subset, Mapping) else None
         if not isinstance(ends, list) or len(ends) != 2:
@@ -117,7 +122,7 @@ class EnergonSplitPart:
 
     def __len__(self) -> int:
         """The number of samples, as .info.json says."""
-        total = sum(count for _, count in self.shards)
+        total = sum(count for _, count in self.shard_sample_counts)
         return (total if self.stop is None else min(self.stop, total)) - self.start
 
 
@@ -131,7 +136,7 @@ class EnergonBlend:
 
 def is_energon_path(path: str) -> bool:
     """Whether a path of data settings is one of Energon's: a folder with `.nv-meta`, or a YAML file."""
-    if os.path.isdir(os.path.join(path, META)) or EnergonSplitPart.parse_prefix(path) is not None:
+    if os.path.isdir(os.path.join(path, META)) or EnergonSplitPart.parse_data_path(path) is not None:
         return True
     return path.endswith((".yaml", ".yml")) and os.path.isfile(path)
 
@@ -141,9 +146,9 @@ def read_energon_blend(path: str, split: str) -> EnergonBlend | None:
 
     split: train, valid or test. `DataError` for files that are invalid.
     """
-    named = EnergonSplitPart.parse_prefix(path)
+    named = EnergonSplitPart.parse_data_path(path)
     if named is not None:
-        return EnergonBlend((named.prefix,), None)
+        return EnergonBlend((named.as_data_path,), None)
     return _resolve_dataset_node({"path": os.path.abspath(path)}, "", _PARTS[split], path, 0)
 
 
@@ -157,7 +162,7 @@ def _resolve_dataset_node(node: Mapping[str, Any], base: str, part: str, where: 
     if unserved:
         raise DataError(f"{where}: {', '.join(unserved)} is not read; write what it yields into a folder of its own")
     if node.get("join"):
-        return _join_datasets(node, base, part, where)
+        return _resolve_join_node(node, base, part, where)
     if not isinstance(node.get("path"), str):
         raise DataError(f"{where}: a data set without a path")
     path, part = os.path.join(base, node["path"]), str(node.get("split_part") or part)
@@ -167,10 +172,10 @@ def _resolve_dataset_node(node: Mapping[str, Any], base: str, part: str, where: 
         return _apply_subset(_read_metadataset(path, part, depth + 1), node.get("subset"), where)
     if not os.path.isdir(os.path.join(path, META)):
         raise DataError(f"{where}: {path} is no folder with {META} and no YAML file; prepare it with `energon prepare`")
-    parts = _read_meta_file(path, "split").get("split_parts")
+    parts = _read_energon_meta_file(path, "split").get("split_parts")
     if not depth and isinstance(parts, Mapping) and not parts.get(part):
         return None  # a folder that is given by itself need not have every part
-    return _apply_subset(EnergonBlend((EnergonSplitPart(path, part).prefix,), None), node.get("subset"), where)
+    return _apply_subset(EnergonBlend((EnergonSplitPart(path, part).as_data_path,), None), node.get("subset"), where)
 
 
 def _read_metadataset(path: str, part: str, depth: int) -> EnergonBlend | None:
@@ -192,12 +197,12 @@ def _read_metadataset(path: str, part: str, depth: int) -> EnergonBlend | None:
         if key in node:
             repeated = key == "blend_epochized"
             return _apply_subset(
-                _blend_datasets(node[key], base, part, where, depth, repeated), node.get("subset"), where
+                _resolve_blend_node(node[key], base, part, where, depth, repeated), node.get("subset"), where
             )
     return _resolve_dataset_node(node, base, part, where, depth)
 
 
-def _join_datasets(node: Mapping[str, Any], base: str, part: str, where: str) -> EnergonBlend:
+def _resolve_join_node(node: Mapping[str, Any], base: str, part: str, where: str) -> EnergonBlend:
     """Return the part that a `join` node describes: the first folder's samples with the fields of equal keys in the
     others.
 
@@ -214,7 +219,9 @@ def _join_datasets(node: Mapping[str, Any], base: str, part: str, where: str) ->
     for each in _require_dataset_list(nodes, where):
         chosen = each.get("split_part") or node.get("split_part") or part
         inner = _resolve_dataset_node({**each, "split_part": chosen}, base, part, where, 1)
-        first = None if inner is None or len(inner.prefixes) != 1 else EnergonSplitPart.parse_prefix(inner.prefixes[0])
+        first = (
+            None if inner is None or len(inner.prefixes) != 1 else EnergonSplitPart.parse_data_path(inner.prefixes[0])
+        )
         nonmatch = str(each.get("nonmatch", "error"))
         if first is None or nonmatch not in _NONMATCH or each.get("subset"):
             raise DataError(
@@ -225,21 +232,21 @@ def _join_datasets(node: Mapping[str, Any], base: str, part: str, where: str) ->
     if nonmatch != "error":
         raise DataError(f"{where}: the first folder of a join has the nonmatch error, not {nonmatch}")
     assert isinstance(joiner, Mapping), "checked above"
-    joined = tuple((how, other.prefix) for how, other in others)
+    joined = tuple((how, other.as_data_path) for how, other in others)
     whole = replace(primary, joined=joined, kind=str(joiner.get("__class__", "")))
-    return _apply_subset(EnergonBlend((whole.prefix,), None), node.get("subset"), where) or EnergonBlend((), None)
+    return _apply_subset(EnergonBlend((whole.as_data_path,), None), node.get("subset"), where) or EnergonBlend((), None)
 
 
-def _blend_datasets(nodes: Any, base: str, part: str, where: str, depth: int, repeated: bool) -> EnergonBlend:
+def _resolve_blend_node(nodes: Any, base: str, part: str, where: str, depth: int, repeated: bool) -> EnergonBlend:
     """Return the parts of a list of datasets: with weights that sum to 1, or, if `repeated`, each `repetitions` times."""
     prefixes: list[str] = []
     weights: list[float] = []
     for node in _require_dataset_list(nodes, where):
         inner = _resolve_dataset_node(node, base, part, where, depth)
         assert inner is not None, "what is named inside a file has the part or is refused"
-        number = _read_weight(node, "repetitions" if repeated else "weight", where)
+        number = _read_blend_weight(node, "repetitions" if repeated else "weight", where)
         if repeated and inner.weights is None:
-            prefixes += [prefix for each in inner.prefixes for prefix in _repeat_prefix(each, number)]
+            prefixes += [prefix for each in inner.prefixes for prefix in _repeat_data_path(each, number)]
         elif not repeated and (inner.weights is not None or len(inner.prefixes) == 1):
             prefixes += inner.prefixes
             weights += [number * weight for weight in inner.weights or (1.0,)]
@@ -255,7 +262,7 @@ def _require_dataset_list(nodes: Any, where: str) -> list[Mapping[str, Any]]:
     return nodes
 
 
-def _read_weight(node: Mapping[str, Any], key: str, where: str) -> float:
+def _read_blend_weight(node: Mapping[str, Any], key: str, where: str) -> float:
     """The weight of a data set, or its repetitions."""
     number = node.get(key, 1)
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not (number > 0 and isfinite(number)):
@@ -263,22 +270,22 @@ def _read_weight(node: Mapping[str, Any], key: str, where: str) -> float:
     return float(number)
 
 
-def _repeat_prefix(prefix: str, repetitions: float) -> list[str]:
+def _repeat_data_path(prefix: str, repetitions: float) -> list[str]:
     """Return the prefix as often as `repetitions` says; a fractional rest is a prefix with fewer samples."""
-    part = EnergonSplitPart.parse_prefix(prefix)
+    part = EnergonSplitPart.parse_data_path(prefix)
     assert part is not None, "the parts of a blend are parts"
     whole, rest = int(repetitions), round((repetitions % 1) * len(part))
     last = replace(part, stop=part.start + rest)
-    return [prefix] * whole + ([last.prefix] if rest else [])
+    return [prefix] * whole + ([last.as_data_path] if rest else [])
 
 
 def _apply_subset(blend: EnergonBlend | None, subset: Any, where: str) -> EnergonBlend | None:
     """Return the blend with each part limited to `subset`; as it is if either is None."""
     if blend is None or subset is None:
         return blend
-    parts = [EnergonSplitPart.parse_prefix(prefix) for prefix in blend.prefixes]
+    parts = [EnergonSplitPart.parse_data_path(prefix) for prefix in blend.prefixes]
     return EnergonBlend(
-        tuple(part.select_subset(subset, where).prefix for part in parts if part is not None), blend.weights
+        tuple(part.select_subset(subset, where).as_data_path for part in parts if part is not None), blend.weights
     )
 
 
@@ -313,7 +320,7 @@ def _brace_alternatives(inside: str) -> list[str]:
     return [str(number).zfill(width) for number in range(int(first), int(last) + 1)]
 
 
-def _read_meta_file(folder: str, name: str) -> Mapping[str, Any]:
+def _read_energon_meta_file(folder: str, name: str) -> Mapping[str, Any]:
     """Read a file of a folder's `.nv-meta`, YAML or JSON. `DataError` if there is none."""
     for ending in (".json", ".yaml") if name == ".info" else (".yaml", ".json"):
         path = os.path.join(folder, META, name + ending)

@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron.core.config.flags import flag_name, raise_config_error_if
 from megatron.core.config.settings.data import FIMConfig
-from megatron.core.datasets.marks import count_ids_around_text, token_ids_by_name
+from megatron.core.datasets.special_tokens import count_ids_around_text, token_ids_by_name
 from megatron.core.tokenizers.base import Tokenizer
 
 BROKEN = "\ufffd"  # what bytes that are no whole character look like
@@ -59,7 +59,7 @@ class FillInTheMiddle:
     def __call__(self, ids: np.ndarray, index: int) -> np.ndarray:
         """The ids of sample `index` with some of its documents rearranged. [t] -> [any length]"""
         random = np.random.default_rng((self.seed, index))
-        return _map_between_separators(ids, self.marks.eod, lambda part: self._rearrange_document(part, random))
+        return _map_ids_between_separators(ids, self.marks.eod, lambda part: self._rearrange_document(part, random))
 
     def _rearrange_document(self, ids: np.ndarray, random: np.random.Generator) -> np.ndarray:
         """Return a document rearranged, with probability `rate`; if it has `split` tokens, each fragment with
@@ -70,7 +70,7 @@ class FillInTheMiddle:
         split = self.marks.split
         if split is None or not (ids == split).any():
             return self._rearrange_part(ids, random)
-        return _map_between_separators(
+        return _map_ids_between_separators(
             ids,
             split,
             lambda part: self._rearrange_part(part, random) if random.random() < self.fragment_rate else part,
@@ -82,7 +82,7 @@ class FillInTheMiddle:
         if self.spared is not None and text.startswith(self.spared):
             return ids
         first, last = np.sort(random.integers(0, len(text) + 1, size=2)).tolist()
-        prefix, middle, suffix = self._encode_texts([text[:first], text[first:last], text[last:]])
+        prefix, middle, suffix = self._encode_without_special_tokens([text[:first], text[first:last], text[last:]])
         marks = self.marks
         if random.random() < self.spm_rate:
             parts = [marks.prefix, marks.suffix, *suffix, marks.middle, *prefix, *middle]
@@ -90,10 +90,10 @@ class FillInTheMiddle:
             parts = [marks.prefix, *prefix, marks.suffix, *suffix, marks.middle, *middle]
         return np.array(parts, np.int64)
 
-    def _encode_texts(self, texts: list[str]) -> list[list[int]]:
+    def _encode_without_special_tokens(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text, without those that the tokenizer puts around it."""
         before, after = self.frame
-        ids, lengths = self.tokenizer.encode_flat(texts)
+        ids, lengths = self.tokenizer.encode_texts_flat(texts)
         return [part[before : len(part) - after].tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])]
 
     def _decode_whole_characters(self, ids: np.ndarray) -> str:
@@ -109,7 +109,7 @@ class FillInTheMiddle:
         return text
 
 
-def _map_between_separators(ids: np.ndarray, end: int, change: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+def _map_ids_between_separators(ids: np.ndarray, end: int, change: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """Return the ids with `change` applied to each non-empty run between two ids `end`; the `end`s stay."""
     parts: list[np.ndarray] = []
     start = 0

@@ -18,8 +18,9 @@ from typing import Protocol
 
 import numpy as np
 
+from megatron.core.datasets.dataset_protocols import Sample, TokenSpan
 from megatron.core.datasets.index_map import (
-    IndexCache,
+    IndexCacheFolder,
     build_gpt_indices,
     gpt_index_shapes,
     hash_arrays,
@@ -27,7 +28,6 @@ from megatron.core.datasets.index_map import (
     plan_epochs,
 )
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.samples import Sample, TokenSpan
 
 NO_PAD = -1  # padding that no token id equals
 
@@ -83,7 +83,7 @@ class GPTDataset:
         num_samples: int | None,
         seed: int,
         split: str,
-        cache: IndexCache = IndexCache(None),
+        cache: IndexCacheFolder = IndexCacheFolder(None),
         rearrange: Rearrange | None = None,
     ) -> None:
         lengths = source.sequence_lengths[sequences.start : sequences.stop]

@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 
 from megatron.core.datasets.conversations import AT_ONCE, MOST_TOLD, ConversationEncoder
-from megatron.core.datasets.images import ImageError, ImageOptions, TileGrid, read_image_bytes, read_tile_grid
-from megatron.core.datasets.index_map import Arrays, IndexCache, load_or_build_arrays
+from megatron.core.datasets.images import ImageError, ImageOptions, TileGrid, read_image_bytes, tile_grid_of_image_bytes
+from megatron.core.datasets.index_map import Arrays, IndexCacheFolder, load_or_build_arrays
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.marks import IMAGE
+from megatron.core.datasets.special_tokens import IMAGE
 from megatron.core.datasets.templates import Message, TemplateSegment
 
 SLOT = 1 << 30  # the id of a slot, which no vocabulary reaches
@@ -87,7 +87,7 @@ class ImageConversationEncoder:
         encoder.marks[_CHARACTER] = SLOT
 
     @property
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint_fields(self) -> dict[str, Any]:
         """What the ids depend on."""
         return {**self.encoder.identity, **asdict(self.slots), "plain": self.plain}
 
@@ -118,11 +118,13 @@ class ImageConversationEncoder:
         grids: the tile grid of each image. `DataError` if their number is not that of the image marks.
         """
         turns = [_parse_turn(message, place) for place, message in enumerate(messages, 1)]
-        own = [{"role": role, "content": _insert_image_marks(role, text, plain=self.plain)} for role, text in turns]
+        own = [{"role": role, "content": _replace_image_tags(role, text, plain=self.plain)} for role, text in turns]
         marks = sum(message["content"].count(_CHARACTER) for message in own)
         if marks != len(grids):
             raise DataError(f"the user says {IMAGE} {marks} times, and there are {len(grids)} images")
-        (ids,) = self.encoder.encode([list(_split_at_images(self.encoder.template.render_generation_prompt(own)))])
+        (ids,) = self.encoder.encode_conversations(
+            [list(_split_at_images(self.encoder.template.render_prompt_segments(own)))]
+        )
         whole = self.expand_image_slots(ids, grids).astype(np.int64)
         return whole ^ (whole >> 63)
 
@@ -139,7 +141,7 @@ class ImageConversationTokenSource:
         first, last = self._arrays["starts"][sequence : sequence + 2].tolist()
         return self._arrays["ids"][first + offset : last if length is None else min(last, first + offset + length)]
 
-    def images(self, sequence: int) -> list[tuple[str, int]]:
+    def image_paths_and_tile_counts(self, sequence: int) -> list[tuple[str, int]]:
         """Path and number of tiles of each image of a conversation, in order."""
         first, last = self._arrays["image_starts"][sequence : sequence + 2].tolist()
         ends, result = self._arrays["name_ends"], []
@@ -175,18 +177,22 @@ def json_row_source(path: str, folder: str) -> ConversationRowSource:
 
 
 def open_image_conversations(
-    source: ConversationRowSource, writer: ImageConversationEncoder, options: ImageOptions, cache: IndexCache
+    source: ConversationRowSource, writer: ImageConversationEncoder, options: ImageOptions, cache: IndexCacheFolder
 ) -> ImageConversationTokenSource:
     """Tokenize the conversations of some rows, or map their cached ids. `DataError` names rows that are no
     conversations.
     """
     description = {
-        **writer.fingerprint,
+        **writer.fingerprint_fields,
         **source.identity,
         "images": {**asdict(options), "folder": os.path.abspath(source.folder)},
     }
     arrays = load_or_build_arrays(
-        cache, "ImageConversations", description, _SHAPES, _ImageConversationBuilder(source, writer, options).build
+        cache,
+        "ImageConversations",
+        description,
+        _SHAPES,
+        _ImageConversationBuilder(source, writer, options).build_arrays,
     )
     return ImageConversationTokenSource(source.path, source.folder, arrays)
 
@@ -206,7 +212,7 @@ class _ImageConversationBuilder:
     def __init__(self, source: ConversationRowSource, writer: ImageConversationEncoder, options: ImageOptions) -> None:
         self.source, self.writer, self.options = source, writer, options
 
-    def build(self) -> Arrays:
+    def build_arrays(self) -> Arrays:
         """Tokenize all rows and read the header of every image; return the arrays of `_SHAPES`."""
         ids: list[np.ndarray] = []
         names: list[bytes] = []
@@ -219,8 +225,8 @@ class _ImageConversationBuilder:
             while given := list(islice(rows, AT_ONCE)):
                 batch = [(number, self._parse_row(number, row, bad, unreadable)) for number, row in given]
                 grids = list(pool.map(lambda entry: self._read_tile_grids(entry[1]), batch))
-                pieces = self._render_rows(batch, grids, bad, unreadable)
-                encoded = iter(self.writer.encoder.encode([one for one in pieces if one]))
+                pieces = self._render_row_segments(batch, grids, bad, unreadable)
+                encoded = iter(self.writer.encoder.encode_conversations([one for one in pieces if one]))
                 for (_, row), piece, cut in zip(batch, pieces, grids, strict=True):
                     if piece is not None and row is not None and not isinstance(cut, str):
                         own = next(encoded) if row.ids is None else row.ids
@@ -262,13 +268,15 @@ class _ImageConversationBuilder:
         for name in row.images if row is not None else ():
             try:
                 grids.append(
-                    read_tile_grid(read_image_bytes(os.path.join(self.source.folder, name), self.options), self.options)
+                    tile_grid_of_image_bytes(
+                        read_image_bytes(os.path.join(self.source.folder, name), self.options), self.options
+                    )
                 )
             except ImageError as error:
                 return f"{name}: {error}"
         return grids
 
-    def _render_rows(
+    def _render_row_segments(
         self,
         batch: Sequence[tuple[int, ImageConversationRow | None]],
         grids: Sequence[list[TileGrid] | str],
@@ -342,7 +350,7 @@ def _parse_conversation_row(row: Any, *, plain: bool) -> ImageConversationRow:
     marks = 0
     for place, turn in enumerate(turns, 1):
         role, text = _parse_turn(turn, place)
-        text = _insert_image_marks(role, text, plain=plain)
+        text = _replace_image_tags(role, text, plain=plain)
         marks += text.count(_CHARACTER)
         messages.append({"role": role, "content": text})
     if marks != len(images):
@@ -352,7 +360,7 @@ def _parse_conversation_row(row: Any, *, plain: bool) -> ImageConversationRow:
     return ImageConversationRow(messages, images)
 
 
-def _insert_image_marks(role: str, text: str, *, plain: bool) -> str:
+def _replace_image_tags(role: str, text: str, *, plain: bool) -> str:
     """Return the text with `<image>` replaced by the mark character in user messages; plain: the marks alone."""
     if role != "user":
         return text

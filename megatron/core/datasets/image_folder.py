@@ -15,6 +15,7 @@ import numpy as np
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.conversations import MOST_TOLD
+from megatron.core.datasets.dataset_protocols import Sample, TokenSpan
 from megatron.core.datasets.images import (
     ImageError,
     ImageOptions,
@@ -23,17 +24,16 @@ from megatron.core.datasets.images import (
     tile_image,
     upright_image_size,
 )
-from megatron.core.datasets.index_map import IndexCache
+from megatron.core.datasets.index_map import IndexCacheFolder
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.multimodal import DamagedImages
-from megatron.core.datasets.samples import Sample, TokenSpan
 from megatron.core.tokenizers.base import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class ImageFolder:
+class LabelledImageFiles:
     """The usable images of a folder: (path, number of its class), and the names of the classes."""
 
     prefix: str
@@ -47,7 +47,14 @@ class ImageFolderDataset:
     """
 
     def __init__(
-        self, source: ImageFolder, part: range, options: ImageOptions, *, num_samples: int | None, seed: int, split: str
+        self,
+        source: LabelledImageFiles,
+        part: range,
+        options: ImageOptions,
+        *,
+        num_samples: int | None,
+        seed: int,
+        split: str,
     ) -> None:
         self.source, self.options, self.prefix = source, options, source.prefix
         # Files of a class stand together, so a split takes its share of a shuffled list.
@@ -111,7 +118,7 @@ class ImageFolderDatasetKind:
     options: ImageOptions
     name: str = ImageFolderDataset.__name__
 
-    def open(self, prefix: str) -> ImageFolder:
+    def open(self, prefix: str) -> LabelledImageFiles:
         """The images of a folder whose headers can be read."""
         try:
             classes = tuple(sorted(entry.name for entry in os.scandir(prefix) if entry.is_dir()))
@@ -136,7 +143,7 @@ class ImageFolderDatasetKind:
             more = f"\n  and {len(bad) - MOST_TOLD} more" if len(bad) > MOST_TOLD else ""
             logger.warning("%s: %d of %d files are left out\n%s%s", prefix, len(bad), len(files), listed, more)
         usable = tuple(file for file, problem in zip(files, problems, strict=True) if not problem)
-        return ImageFolder(prefix, usable, classes)
+        return LabelledImageFiles(prefix, usable, classes)
 
     def _image_problem(self, path: str) -> str:
         """Return why the image file cannot be used, or "" if its header can be read."""
@@ -146,16 +153,16 @@ class ImageFolderDatasetKind:
             return str(error)
         return ""
 
-    def num_split_units(self, source: ImageFolder) -> int:
+    def num_split_units(self, source: LabelledImageFiles) -> int:
         """The number of images."""
         return len(source.files)
 
-    def has_sample(self, source: ImageFolder, part: range) -> bool:
+    def split_has_any_sample(self, source: LabelledImageFiles, part: range) -> bool:
         """Whether there is an image."""
         return len(part) > 0
 
-    def build(
-        self, source: ImageFolder, part: range, *, num_samples: int | None, split: str, cache: IndexCache
+    def build_one_split(
+        self, source: LabelledImageFiles, part: range, *, num_samples: int | None, split: str, cache: IndexCacheFolder
     ) -> ImageFolderDataset:
         """Samples of these images."""
         seed = self.run.train.seed

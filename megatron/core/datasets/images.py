@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.config.settings.multimodal import MultimodalConfig
+from megatron.core.config.settings.multimodal import MultimodalDataConfig
 
 _PART = re.compile(r"(.+?\.(?:tar|bin))@(\d+)\+(\d+)/")
 _ORIENTATION = 0x0112  # the EXIF tag; from 5 on, width and height change places
@@ -52,7 +52,7 @@ class ImageOptions:
     max_bytes: int = 50_000_000
 
     @staticmethod
-    def from_config(model: ModelConfig, config: MultimodalConfig) -> ImageOptions:
+    def from_config(model: ModelConfig, config: MultimodalDataConfig) -> ImageOptions:
         """The options of a run."""
         vision, traits = model.vision, model.vision.encoder_traits
         grey = vision.num_channels == 1
@@ -105,7 +105,7 @@ def read_image_bytes(path: str | Path, options: ImageOptions) -> bytes:
     return content
 
 
-def _open_image(content: bytes, options: ImageOptions) -> Image.Image:
+def _open_image_header(content: bytes, options: ImageOptions) -> Image.Image:
     """Open an image and read its header only. `ImageError` if it is no image or has more than `max_pixels` pixels."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our limit is told below
@@ -124,7 +124,7 @@ def decode_image(content: bytes, options: ImageOptions) -> Image.Image:
     """Decode an image, rotated as EXIF says, to RGB (or grey for one channel). `ImageError` if it is damaged or too
     large.
     """
-    image = _open_image(content, options)
+    image = _open_image_header(content, options)
     try:
         image.load()
         image = ImageOps.exif_transpose(image)
@@ -140,7 +140,7 @@ def decode_image(content: bytes, options: ImageOptions) -> Image.Image:
 
 def upright_image_size(content: bytes, options: ImageOptions) -> tuple[int, int]:
     """Return (width, height) after EXIF rotation, from the header alone."""
-    image = _open_image(content, options)
+    image = _open_image_header(content, options)
     try:
         turned = image.getexif().get(_ORIENTATION, 1) >= 5
     except Exception:  # noqa: BLE001 - damaged EXIF data turn nothing
@@ -181,7 +181,7 @@ def _nearest_aspect_grid(width: int, height: int, options: ImageOptions) -> tupl
 
 def _longer_side_grid(width: int, height: int, options: ImageOptions) -> tuple[int, int]:
     """Return (columns, rows) with `whole_side` tiles on the image's longer side (Idefics3, Laurencon et al., 2024)."""
-    width, height = _enlarged_size(width, height, options)
+    width, height = _size_for_longer_side_grid(width, height, options)
     side, ratio = options.width, width / height
     if width >= height:
         columns = math.ceil(width / side)
@@ -190,7 +190,7 @@ def _longer_side_grid(width: int, height: int, options: ImageOptions) -> tuple[i
     return math.ceil(int(rows * side * ratio) / side), rows
 
 
-def _enlarged_size(width: int, height: int, options: ImageOptions) -> tuple[int, int]:
+def _size_for_longer_side_grid(width: int, height: int, options: ImageOptions) -> tuple[int, int]:
     """Return the (width, height) to which an image is resized: the longer side is `whole_side` tiles, the shorter is
     even.
     """
@@ -202,7 +202,7 @@ def _enlarged_size(width: int, height: int, options: ImageOptions) -> tuple[int,
     return max(1, shorter + shorter % 2), longest
 
 
-def read_tile_grid(content: bytes, options: ImageOptions) -> TileGrid:
+def tile_grid_of_image_bytes(content: bytes, options: ImageOptions) -> TileGrid:
     """Choose how an image is cut into tiles, from its header alone."""
     return choose_tile_grid(*upright_image_size(content, options), options)
 
@@ -215,7 +215,7 @@ def tile_image(image: Image.Image, options: ImageOptions) -> np.ndarray:
     whole, filter = image, Image.Resampling.BICUBIC
     if options.whole_side:
         filter = Image.Resampling.LANCZOS
-        whole = image.resize(_enlarged_size(*image.size, options), filter)
+        whole = image.resize(_size_for_longer_side_grid(*image.size, options), filter)
     large = whole.resize((grid.columns * width, grid.rows * height), filter)
     cut = [
         large.crop((column * width, row * height, (column + 1) * width, (row + 1) * height))

@@ -15,13 +15,13 @@ from megatron.core.datasets.sidecar import CHECKSUM, DatasetSidecar, sidecar_pat
 AT_ONCE = 2**16  # what is computed on the way stays in the processor's cache
 
 
-class WrongEntryCount:
+class WrongEntryCounter:
     """How many entries are wrong, and which is the first."""
 
     def __init__(self) -> None:
         self.count, self.first = 0, 0
 
-    def add(self, wrong: np.ndarray, at: int) -> None:
+    def add_mask(self, wrong: np.ndarray, at: int) -> None:
         """Count the entries that are wrong, and keep the number of the first.
 
         wrong: bool [n], one for each entry from number `at` on.
@@ -41,11 +41,11 @@ def index_problems(
     bytes of an id. The caller checks the ends of the arrays.
     """
     problems: list[str] = []
-    misplaced, falling, end = WrongEntryCount(), WrongEntryCount(), 0
+    misplaced, falling, end = WrongEntryCounter(), WrongEntryCounter(), 0
     for first in range(0, len(lengths), AT_ONCE):
         ends = end + np.cumsum(lengths[first : first + AT_ONCE], dtype=np.int64) * itemsize
         starts = offsets[first : first + AT_ONCE]
-        misplaced.add(np.append(starts[:1] != end, starts[1:] != ends[:-1]), first)
+        misplaced.add_mask(np.append(starts[:1] != end, starts[1:] != ends[:-1]), first)
         end = int(ends[-1])
     if misplaced.count:
         problems.append(
@@ -54,13 +54,13 @@ def index_problems(
         )
     for first in range(0, len(documents) - 1, AT_ONCE):
         starts = documents[first : first + AT_ONCE + 1]
-        falling.add(starts[1:] < starts[:-1], first)
+        falling.add_mask(starts[1:] < starts[:-1], first)
     if falling.count:
         problems.append(f"{path}: {falling.count} documents end before they begin, first document {falling.first}")
     return problems
 
 
-def sidecar_problems(
+def sidecar_mismatches(
     prefix: str, facts: DatasetSidecar, measured: Mapping[str, object], checksums: Mapping[str, str]
 ) -> list[str]:
     """Return a sentence for each fact of a sidecar that the pair contradicts; empty if they agree.

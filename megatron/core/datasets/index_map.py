@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class EpochPlan:
+class EpochAndSampleCounts:
     """How often the sequences are gone through, and how many samples that gives."""
 
     epochs: int
@@ -62,7 +62,9 @@ class EpochPlan:
         return self.samples_before_last < self.samples
 
 
-def plan_epochs(tokens: int, num_samples: int | None, *, sequence_length: int, keep_partial: bool = False) -> EpochPlan:
+def plan_epochs(
+    tokens: int, num_samples: int | None, *, sequence_length: int, keep_partial: bool = False
+) -> EpochAndSampleCounts:
     """Plan the fewest epochs of `tokens` tokens that give `num_samples` samples; one epoch if that is None.
 
     keep_partial: count a last sample that is not full.
@@ -73,14 +75,16 @@ def plan_epochs(tokens: int, num_samples: int | None, *, sequence_length: int, k
     available = epochs * tokens - 1  # the last token is only a label
     samples = -(-available // sequence_length) if keep_partial else available // sequence_length
     if epochs == 1 or num_samples is None:
-        return EpochPlan(epochs, samples, samples)
+        return EpochAndSampleCounts(epochs, samples, samples)
     before = ((epochs - 1) * tokens - 1) // sequence_length
     per_epoch = (tokens - 1) // sequence_length
     separate = num_samples - before < int(LAST_EPOCH_SHARE * per_epoch)
-    return EpochPlan(epochs, samples, before if separate else samples)
+    return EpochAndSampleCounts(epochs, samples, before if separate else samples)
 
 
-def build_gpt_indices(lengths: np.ndarray, plan: EpochPlan, *, first: int, sequence_length: int, seed: int) -> Arrays:
+def build_gpt_indices(
+    lengths: np.ndarray, plan: EpochAndSampleCounts, *, first: int, sequence_length: int, seed: int
+) -> Arrays:
     """The three index arrays of the sequences [first, first + len(lengths)) whose lengths are given.
 
     Returns document_index [epochs * len(lengths)], sample_index [samples + 1, 2], shuffle_index [samples].
@@ -93,7 +97,7 @@ def build_gpt_indices(lengths: np.ndarray, plan: EpochPlan, *, first: int, seque
     return {"document_index": document_index, "sample_index": sample_index, "shuffle_index": shuffle_index}
 
 
-def gpt_index_shapes(num_sequences: int, plan: EpochPlan) -> Shapes:
+def gpt_index_shapes(num_sequences: int, plan: EpochAndSampleCounts) -> Shapes:
     """Shape and type of each array of `build_gpt_indices`."""
     documents = num_sequences * plan.epochs
     return {
@@ -112,7 +116,7 @@ def _shuffle_index_dtype(samples: int) -> type:
     return np.uint32 if samples < np.iinfo(np.uint32).max - 1 else np.int64
 
 
-def _document_index(count: int, plan: EpochPlan, first: int, random: np.random.RandomState) -> np.ndarray:
+def _document_index(count: int, plan: EpochAndSampleCounts, first: int, random: np.random.RandomState) -> np.ndarray:
     """Return the sequence numbers of all epochs in shuffled order, int32 [epochs * count]; the last epoch is shuffled
     apart if the plan says so.
     """
@@ -126,7 +130,7 @@ def _document_index(count: int, plan: EpochPlan, first: int, random: np.random.R
 
 
 def _sample_index(
-    lengths: np.ndarray, document_index: np.ndarray, plan: EpochPlan, *, first: int, sequence_length: int
+    lengths: np.ndarray, document_index: np.ndarray, plan: EpochAndSampleCounts, *, first: int, sequence_length: int
 ) -> np.ndarray:
     """Where each sample begins and, last, where the last one ends. lengths: of the sequences from `first` on."""
     # The first sample begins at (0, 0) even when the first sequence is empty.
@@ -153,7 +157,7 @@ def _sample_index(
     return index
 
 
-def _shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> np.ndarray:
+def _shuffle_index(plan: EpochAndSampleCounts, random: np.random.RandomState) -> np.ndarray:
     """Return the shuffled order of the samples, [samples]; those of the last epoch apart if the plan says so."""
     index: np.ndarray = np.arange(plan.samples, dtype=_shuffle_index_dtype(plan.samples))
     random.shuffle(index[: plan.samples_before_last])
@@ -163,7 +167,7 @@ def _shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
-class IndexCache:
+class IndexCacheFolder:
     """Where index arrays are kept; `folder` None: nowhere.
 
     chosen: the user named the folder, so that failing to write there is an error. Otherwise the arrays are only used.
@@ -172,7 +176,7 @@ class IndexCache:
     folder: Path | None
     chosen: bool = True
 
-    def report_unwritable(self, error: OSError) -> None:
+    def raise_or_warn_unwritable(self, error: OSError) -> None:
         """Raise `DataError` if the user chose the folder, else warn, that it cannot be written."""
         message = f"index cache {self.folder} cannot be written: {error.strerror}"
         if self.chosen:
@@ -190,7 +194,7 @@ def hash_arrays(*arrays: np.ndarray) -> str:
 
 
 def load_or_build_arrays(
-    cache: IndexCache, name: str, description: Mapping[str, Any], shapes: Shapes, build: Callable[[], Arrays]
+    cache: IndexCacheFolder, name: str, description: Mapping[str, Any], shapes: Shapes, build: Callable[[], Arrays]
 ) -> Arrays:
     """Return the arrays that `description` determines: mapped from the cache, or built and stored there.
 
@@ -201,7 +205,7 @@ def load_or_build_arrays(
         return build()
     text = json.dumps(description, indent=4)
     stem = f"{hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()}-{name}"
-    entry = _CachedIndex(cache.folder, stem, text, shapes)
+    entry = _IndexCacheEntry(cache.folder, stem, text, shapes)
     result = entry.load()
     if result is not None:
         return result
@@ -210,7 +214,7 @@ def load_or_build_arrays(
             cache.folder.mkdir(parents=True, exist_ok=True)
             lock = _lock_file(entry.path("lock"))
         except OSError as error:
-            cache.report_unwritable(error)
+            cache.raise_or_warn_unwritable(error)
             return build()
         if lock is not None:
             stack.callback(_remove_lock_file, entry.path("lock"), lock)
@@ -221,14 +225,14 @@ def load_or_build_arrays(
         try:
             entry.write_arrays(arrays)
         except OSError as error:
-            cache.report_unwritable(error)
+            cache.raise_or_warn_unwritable(error)
             return arrays
     # Processes of one machine share the pages of the mapped files; a built copy would be each one's own.
     return entry.load() or arrays
 
 
 @dataclass(frozen=True, slots=True)
-class _CachedIndex:
+class _IndexCacheEntry:
     """The files of one description: an .npy file an array, and, written last, the description with their checksums."""
 
     folder: Path

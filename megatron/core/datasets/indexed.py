@@ -7,7 +7,7 @@ padding; S sequences, D = number of documents + 1):
     and, for images and text only, S modes i8
 
 A document is a run of sequences; document d is sequences [documents[d], documents[d + 1]). Text for GPT has one
-sequence per document; an empty document has none. The reader touches only the bytes it is asked for; `pair_check.py`
+sequence per document; an empty document has none. The reader touches only the bytes it is asked for; `bin_idx_check.py`
 reads them all. The writer works under temporary names and renames the files at the end, the index last, so a pair under
 its final name is always complete.
 """
@@ -27,12 +27,12 @@ import numpy as np
 import xxhash
 
 from megatron.core.datasets import sidecar
-from megatron.core.datasets.index_check import index_problems, sidecar_problems
+from megatron.core.datasets.index_check import index_problems, sidecar_mismatches
 from megatron.core.datasets.sidecar import CHECKSUM, DatasetSidecar, Fingerprint, sidecar_path
 from megatron.core.datasets.storage import (
     COPY_BYTES,
     DataError,
-    FileReader,
+    FileRangeReader,
     MappedFile,
     ObjectBlockReader,
     file_or_object_size,
@@ -102,7 +102,7 @@ class IndexedDataset:
         self.mmap, self.cache, self.multimodal = mmap, cache, multimodal
         self._read_index()
         if check:
-            self._check_index()
+            self._check_idx_consistency()
         path = bin_path(prefix)
         expected, result = self.num_bytes, file_or_object_size(path)
         if result < expected:
@@ -111,7 +111,9 @@ class IndexedDataset:
                 "the pair is damaged or not of one run: write it again"
             )
         self._mapped = MappedFile(path) if mmap and not is_remote_path(path) else None
-        self._reader = ObjectBlockReader(path, result) if is_remote_path(path) else None if mmap else FileReader(path)
+        self._reader = (
+            ObjectBlockReader(path, result) if is_remote_path(path) else None if mmap else FileRangeReader(path)
+        )
 
     def _read_index(self) -> None:
         """Read the index file and set the arrays that the class describes. `DataError` if it is no valid index."""
@@ -165,7 +167,7 @@ class IndexedDataset:
                 f"{self.num_bytes}; it is damaged: write it again"
             )
 
-    def _check_index(self) -> None:
+    def _check_idx_consistency(self) -> None:
         """Raise `DataError` where the index contradicts itself, or the sidecar the pair."""
         path = idx_path(self.prefix)
         problems = index_problems(
@@ -177,7 +179,9 @@ class IndexedDataset:
             )
         facts = sidecar.read_sidecar(self.prefix)
         problems = (
-            sidecar_problems(self.prefix, facts, self.counts, {"idx": self.index_checksum}) if facts is not None else []
+            sidecar_mismatches(self.prefix, facts, self.totals_and_dtype, {"idx": self.index_checksum})
+            if facts is not None
+            else []
         )
         if problems:
             raise DataError(
@@ -191,7 +195,7 @@ class IndexedDataset:
         return xxhash.xxh3_128(self._index).hexdigest()
 
     @property
-    def counts(self) -> dict[str, int | str]:
+    def totals_and_dtype(self) -> dict[str, int | str]:
         """What a sidecar says of a pair: documents, sequences, tokens and dtype."""
         return {
             "documents": self.num_documents,
@@ -269,7 +273,7 @@ def _reopen_indexed_dataset(prefix: str, mmap: bool, cache: str | None, multimod
 
 
 @dataclass(frozen=True, slots=True)
-class BuilderProgress:
+class BuilderResumePoint:
     """How much of an unfinished pair is on disk: so many whole documents, their sequences and their tokens."""
 
     documents: int = 0
@@ -282,7 +286,7 @@ class _AppendOnlyIntFile:
 
     def __init__(self, path: str, letter: str, keep: int | None) -> None:
         self._values = array.array(letter)
-        self._file = _open_to_append(path, None if keep is None else keep * self._values.itemsize)
+        self._file = _open_new_or_truncated(path, None if keep is None else keep * self._values.itemsize)
 
     def append(self, value: int) -> None:
         """Append one value."""
@@ -310,7 +314,7 @@ class _AppendOnlyIntFile:
         self._file.close()
 
 
-def _open_to_append(path: str, keep: int | None) -> IO[bytes]:
+def _open_new_or_truncated(path: str, keep: int | None) -> IO[bytes]:
     """Open a new file for writing; with `keep`, the existing file, truncated to that many bytes. `DataError` if it is
     shorter.
     """
@@ -348,7 +352,7 @@ class IndexedDatasetBuilder:
         level: Literal["document", "sentence"] = "document",
         multimodal: bool = False,
         partial: str | None = None,
-        marks: BuilderProgress | None = None,
+        marks: BuilderResumePoint | None = None,
     ) -> None:
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype)
@@ -361,12 +365,12 @@ class IndexedDatasetBuilder:
         sidecar.check_sidecar_path_free(prefix)
         self._tokenizer, self._shard, self._level, self._multimodal = tokenizer, shard, level, multimodal
         self._ending = partial or temporary_name("")[1:]
-        at = marks or BuilderProgress()
+        at = marks or BuilderResumePoint()
         self.num_documents, self.num_sequences, self.num_tokens = at.documents, at.sequences, at.tokens
         self._document_end = self.num_sequences
         keep = None if marks is None else at.tokens * self.dtype.itemsize
-        self._bin = _open_to_append(self._temporary_name("bin"), keep)
-        self._checksum = _hash_file_start(self._temporary_name("bin"), keep or 0)
+        self._bin = _open_new_or_truncated(self._temporary_name("bin"), keep)
+        self._checksum = _resume_file_hasher(self._temporary_name("bin"), keep or 0)
         self._lengths = _AppendOnlyIntFile(
             self._temporary_name("lengths"), "i", None if marks is None else at.sequences
         )
@@ -480,7 +484,7 @@ class IndexedDatasetBuilder:
         self.num_tokens += other.num_tokens
         self._append_document_ends(other.document_indices[1:], len(other))
 
-    def flush(self) -> BuilderProgress:
+    def sync_to_resume_point(self) -> BuilderResumePoint:
         """Fsync everything written and return how much that is, from where a later builder can go on. Call between
         documents.
         """
@@ -488,7 +492,7 @@ class IndexedDatasetBuilder:
         fsync_file(self._bin)
         for column in (self._lengths, self._modes, self._documents):
             column.sync()
-        return BuilderProgress(self.num_documents, self.num_sequences, self.num_tokens)
+        return BuilderResumePoint(self.num_documents, self.num_sequences, self.num_tokens)
 
     def close_unfinished(self) -> None:
         """Close the files and leave them under the names they have."""
@@ -498,7 +502,7 @@ class IndexedDatasetBuilder:
 
     def finish(self) -> None:
         """Write the index and the sidecar, and put the files under their final names, the index last."""
-        self.flush()
+        self.sync_to_resume_point()
         self.close_unfinished()
         checksum = xxhash.xxh3_128()
         with open(self._temporary_name("idx"), "wb") as index:
@@ -564,7 +568,7 @@ def _read_array_chunks(path: str, dtype: type) -> Iterator[np.ndarray]:
             yield piece
 
 
-def _hash_file_start(path: str, size: int) -> xxhash.xxh3_128:
+def _resume_file_hasher(path: str, size: int) -> xxhash.xxh3_128:
     """Return an xxh3 hasher of the first `size` bytes of a file, to be updated further."""
     checksum = xxhash.xxh3_128()
     with open(path, "rb") as file:

@@ -13,17 +13,17 @@ from types import MappingProxyType
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.chat import chat_dataset_kind
+from megatron.core.datasets.dataset_protocols import DatasetKind
 from megatron.core.datasets.fim import build_fill_in_middle
 from megatron.core.datasets.gpt import NO_PAD, GPTDataset, GPTSampleOptions, Rearrange, TokenSource
 from megatron.core.datasets.image_folder import image_folder_dataset_kind
-from megatron.core.datasets.index_map import IndexCache
+from megatron.core.datasets.index_map import IndexCacheFolder
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.datasets.mock import MockTokens
 from megatron.core.datasets.multimodal import image_chat_dataset_kind
-from megatron.core.datasets.samples import DatasetKind
 from megatron.core.datasets.sentence_kinds import bert_dataset_kind, t5_dataset_kind
 from megatron.core.datasets.sidecar import check_dataset_tokenizer
-from megatron.core.tokenizers.base import Tokenizer, tokenizer_fingerprint
+from megatron.core.tokenizers.base import Tokenizer, tokenizer_fingerprint_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ class GPTDatasetKind:
         """The number of sequences."""
         return len(source.sequence_lengths)
 
-    def has_sample(self, source: TokenSource, part: range) -> bool:
+    def split_has_any_sample(self, source: TokenSource, part: range) -> bool:
         """Whether these sequences hold one window and its last label."""
         tokens = source.sequence_lengths[part.start : part.stop].sum(dtype="int64")
         return bool(tokens > self.options.sequence_length)
 
-    def build(
-        self, source: TokenSource, part: range, *, num_samples: int | None, split: str, cache: IndexCache
+    def build_one_split(
+        self, source: TokenSource, part: range, *, num_samples: int | None, split: str, cache: IndexCacheFolder
     ) -> GPTDataset:
         """Windows of these sequences."""
         return GPTDataset(
@@ -88,7 +88,7 @@ def gpt_dataset_kind(config: DataConfig, *, sequence_length: int, seed: int, tok
         reset_attention_mask=config.separates_documents,
         eod_mask_loss=config.eod_mask_loss,
     )
-    return GPTDatasetKind(config, options, seed, tokenizer_fingerprint(tokenizer), rearrange)
+    return GPTDatasetKind(config, options, seed, tokenizer_fingerprint_fields(tokenizer), rearrange)
 
 
 def maskable_pad_id(tokenizer: Tokenizer, ambiguous: bool) -> int:

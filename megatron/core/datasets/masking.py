@@ -22,7 +22,7 @@ _GEOMETRIC = 0.2  # SpanBERT's (Joshi et al., 2019)
 
 
 @dataclass(frozen=True, slots=True)
-class MaskOptions:
+class TokenMaskingOptions:
     """Which tokens are masked. probability: share of tokens. max_ngram: longest run, in words. geometric: run lengths
     are drawn from a geometric distribution, else with 1/n (longer: reversed, long runs are likelier).
     permute: as many tokens again are permuted among themselves, and predicted too.
@@ -79,7 +79,7 @@ def group_positions_by_word(ids: Sequence[int], continues: np.ndarray, apart: Se
 def mask_tokens(
     ids: list[int],
     words: list[list[int]],
-    options: MaskOptions,
+    options: TokenMaskingOptions,
     *,
     target_length: int,
     replace: Callable[[int], int],
@@ -115,7 +115,7 @@ def mask_tokens(
 def _choose_mask_spans(
     order: np.ndarray,
     words: list[list[int]],
-    options: MaskOptions,
+    options: TokenMaskingOptions,
     target: float,
     covered: set[int],
     random: np.random.RandomState,

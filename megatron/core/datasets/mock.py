@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron.core.datasets.paths import MOCK_PREFIX
+from megatron.core.datasets.data_splits import MOCK_PREFIX
 
 NUM_SEQUENCES = 100_000
 LENGTH_LIMIT = 4096

@@ -22,10 +22,11 @@ from typing import Literal
 import numpy as np
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.config.settings.multimodal import MultimodalConfig
+from megatron.core.config.settings.multimodal import MultimodalDataConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.chat import ChatDataset
 from megatron.core.datasets.conversations import ConversationEncoder
+from megatron.core.datasets.dataset_protocols import Sample, TokenSpan
 from megatron.core.datasets.energon import META, EnergonSplitPart
 from megatron.core.datasets.image_conversations import (
     SLOT,
@@ -36,7 +37,6 @@ from megatron.core.datasets.image_conversations import (
     json_row_source,
     open_image_conversations,
 )
-from megatron.core.datasets.image_pairs import is_bin_idx_pair, pair_row_source
 from megatron.core.datasets.images import (
     ImageError,
     ImageOptions,
@@ -45,12 +45,12 @@ from megatron.core.datasets.images import (
     read_image_bytes,
     tile_image,
 )
-from megatron.core.datasets.index_map import IndexCache
-from megatron.core.datasets.marks import IMAGE, encode_without_special_tokens, token_ids_by_name
+from megatron.core.datasets.index_map import IndexCacheFolder
 from megatron.core.datasets.mock import MockConversations
-from megatron.core.datasets.samples import Sample, TokenSpan
+from megatron.core.datasets.multimodal_bin_idx import bin_idx_row_source, is_bin_idx_pair
+from megatron.core.datasets.special_tokens import IMAGE, encode_without_special_tokens, token_ids_by_name
 from megatron.core.datasets.storage import DataError
-from megatron.core.datasets.webdataset import energon_part_fingerprint, read_energon_rows
+from megatron.core.datasets.webdataset import energon_fingerprint_fields, read_energon_rows
 from megatron.core.tokenizers.base import Tokenizer
 
 # What a rank needs of images: their pixels (first stage), whether they are sound (the stage of the loss), or nothing.
@@ -116,7 +116,7 @@ class MockImageConversations:
         whole = np.concatenate([np.full(self.rows, ~SLOT), self._conversations.get(sequence)])
         return whole[offset : None if length is None else offset + length]
 
-    def images(self, sequence: int) -> list[tuple[str, int]]:
+    def image_paths_and_tile_counts(self, sequence: int) -> list[tuple[str, int]]:
         """Return [(name, number of tiles)] of the conversation's only image: its number as a text, and 1."""
         return [(str(sequence), 1)]
 
@@ -174,7 +174,7 @@ class ImageChatDataset:
             first += seen * self.rows
             for name, count in names:
                 try:
-                    images.append(self._read_tiles(name, count))
+                    images.append(self._read_tiles_of_image(name, count))
                     self.damaged.note_usable()
                 except ImageError as error:
                     self.damaged.add(name, str(error))
@@ -208,14 +208,14 @@ class ImageChatDataset:
         later images were cut off with the text.
         """
         result, tiles_seen = [], 0
-        for name, count in self.source.images(conversation):
+        for name, count in self.source.image_paths_and_tile_counts(conversation):
             if tiles_seen * self.rows >= slots:  # what comes behind was cut off
                 break
             result.append((name, count))
             tiles_seen += count
         return result, tiles_seen
 
-    def _read_tiles(self, name: str, count: int) -> np.ndarray:
+    def _read_tiles_of_image(self, name: str, count: int) -> np.ndarray:
         """Read an image and cut it into `count` tiles, float32 [count, channels, height, width]; an empty batch unless
         `use` is "pixels". `ImageError` if it cannot be used or has another number of tiles.
         """
@@ -248,17 +248,19 @@ class ImageChatDatasetKind:
         if self.writer is None:
             made_up = MockConversations(self.tokenizer.vocab_size, self.tokenizer.eod)
             return MockImageConversations(made_up, self.run.model.vision.num_image_embeddings, self.options)
-        return open_image_conversations(self._row_source(prefix), self.writer, self.options, self._index_cache(prefix))
+        return open_image_conversations(
+            self._row_source_of_prefix(prefix), self.writer, self.options, self._index_cache(prefix)
+        )
 
-    def _row_source(self, prefix: str) -> ConversationRowSource:
+    def _row_source_of_prefix(self, prefix: str) -> ConversationRowSource:
         """Return the rows behind a prefix: a part of an Energon folder, a .bin/.idx pair, or a JSON file."""
-        part = EnergonSplitPart.parse_prefix(prefix)
+        part = EnergonSplitPart.parse_data_path(prefix)
         if part is not None:
             return ConversationRowSource(
-                prefix, part.folder, energon_part_fingerprint(part), lambda: read_energon_rows(part)
+                prefix, part.folder, energon_fingerprint_fields(part), lambda: read_energon_rows(part)
             )
         if is_bin_idx_pair(prefix):
-            return pair_row_source(prefix, self.tokenizer)
+            return bin_idx_row_source(prefix, self.tokenizer)
         folder = self.run.data.multimodal.image_folder or os.path.dirname(os.path.abspath(prefix))
         return json_row_source(prefix, folder)
 
@@ -266,18 +268,18 @@ class ImageChatDatasetKind:
         """The number of rows."""
         return len(source.document_indices) - 1
 
-    def has_sample(self, source: ImageConversationTokenSource | MockImageConversations, part: range) -> bool:
+    def split_has_any_sample(self, source: ImageConversationTokenSource | MockImageConversations, part: range) -> bool:
         """Whether these rows hold a conversation."""
         return bool(source.document_indices[part.stop] > source.document_indices[part.start])
 
-    def build(
+    def build_one_split(
         self,
         source: ImageConversationTokenSource | MockImageConversations,
         part: range,
         *,
         num_samples: int | None,
         split: str,
-        cache: IndexCache,
+        cache: IndexCacheFolder,
     ) -> ImageChatDataset:
         """Samples of these rows' conversations."""
         chat = ChatDataset(
@@ -299,14 +301,14 @@ class ImageChatDatasetKind:
             filler=image_slot_token_id(self.run.model, self.tokenizer),
         )
 
-    def _index_cache(self, path: str) -> IndexCache:
+    def _index_cache(self, path: str) -> IndexCacheFolder:
         """Return where ids and packing plan are cached: --data-cache-path, else beside the data."""
         chosen = self.run.data.data_cache_path
         if chosen:
-            return IndexCache(Path(chosen))
-        part = EnergonSplitPart.parse_prefix(path)
+            return IndexCacheFolder(Path(chosen))
+        part = EnergonSplitPart.parse_data_path(path)
         beside = os.path.join(part.folder, META, "cache") if part else f"{path}.cache"
-        return IndexCache(Path(beside) / f"{self.name}_indices", chosen=False)
+        return IndexCacheFolder(Path(beside) / f"{self.name}_indices", chosen=False)
 
 
 def image_slot_token_id(model: ModelConfig, tokenizer: Tokenizer) -> int:
@@ -316,24 +318,30 @@ def image_slot_token_id(model: ModelConfig, tokenizer: Tokenizer) -> int:
     return 0 if index is None or index >= tokenizer.vocab_size else index
 
 
-def build_image_token_layout(model: ModelConfig, config: MultimodalConfig, tokenizer: Tokenizer) -> ImageTokenLayout:
+def build_image_token_layout(
+    model: ModelConfig, config: MultimodalDataConfig, tokenizer: Tokenizer
+) -> ImageTokenLayout:
     """Return which tokens stand for an image in a sequence, as the settings say."""
 
-    def encode_tag(text: str) -> tuple[int, ...]:
+    def encode_tag_text(text: str) -> tuple[int, ...]:
         return tuple(encode_without_special_tokens(tokenizer, [text])[0].tolist()) if text else ()
 
     tags: tuple[tuple[int, ...], ...] = ()
     if config.use_tile_tags:
         names = [f"<tile_{place}>" for place in range(1, config.max_num_tiles + 1)]
-        tags = tuple(map(encode_tag, [*names, "<tile_global_thumbnail>"]))
+        tags = tuple(map(encode_tag_text, [*names, "<tile_global_thumbnail>"]))
     before, after = IMAGE_TAGS.get(config.image_tag_type or "", ("", ""))
-    around = encode_tag(before), encode_tag(after)
+    around = encode_tag_text(before), encode_tag_text(after)
     if not config.cuts_as_smolvlm:
         return ImageTokenLayout(model.vision.num_image_embeddings, tags, around)
     side = range(1, math.isqrt(config.max_num_tiles) + 1)
-    places = tuple(tuple(encode_tag(_PLACE.format(row=row, column=column)) for column in side) for row in side)
+    places = tuple(tuple(encode_tag_text(_PLACE.format(row=row, column=column)) for column in side) for row in side)
     return ImageTokenLayout(
-        model.vision.num_image_embeddings, (), around, places, (encode_tag(_ROW_ENDS[0]), encode_tag(_ROW_ENDS[1]))
+        model.vision.num_image_embeddings,
+        (),
+        around,
+        places,
+        (encode_tag_text(_ROW_ENDS[0]), encode_tag_text(_ROW_ENDS[1])),
     )
 
 

@@ -12,17 +12,17 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.bert import BERTDataset, BERTSampleOptions
+from megatron.core.datasets.dataset_protocols import DatasetKind
 from megatron.core.datasets.gpt import TokenSource
-from megatron.core.datasets.index_map import IndexCache
+from megatron.core.datasets.index_map import IndexCacheFolder
 from megatron.core.datasets.indexed import IndexedDataset
-from megatron.core.datasets.marks import refuse_added_special_tokens
-from megatron.core.datasets.masking import MaskOptions, word_continuation_mask
+from megatron.core.datasets.masking import TokenMaskingOptions, word_continuation_mask
 from megatron.core.datasets.mock import MockSentences
-from megatron.core.datasets.samples import DatasetKind
 from megatron.core.datasets.sentence_map import usable_document_mask
 from megatron.core.datasets.sidecar import check_dataset_tokenizer
+from megatron.core.datasets.special_tokens import refuse_added_special_tokens
 from megatron.core.datasets.t5 import T5Dataset, T5SampleOptions
-from megatron.core.tokenizers.base import Tokenizer, tokenizer_fingerprint
+from megatron.core.tokenizers.base import Tokenizer, tokenizer_fingerprint_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +48,15 @@ class SentenceDatasetKind:
         """The number of documents."""
         return len(source.document_indices) - 1
 
-    def has_sample(self, source: TokenSource, part: range) -> bool:
+    def split_has_any_sample(self, source: TokenSource, part: range) -> bool:
         """Whether one of these documents makes a sample."""
         bounds = source.document_indices[part.start : part.stop + 1]
         return len(bounds) > 1 and bool(
             usable_document_mask(source.sequence_lengths, bounds, self.least_sentences).any()
         )
 
-    def build(
-        self, source: TokenSource, part: range, *, num_samples: int | None, split: str, cache: IndexCache
+    def build_one_split(
+        self, source: TokenSource, part: range, *, num_samples: int | None, split: str, cache: IndexCacheFolder
     ) -> BERTDataset | T5Dataset:
         """Samples of these documents."""
         shared: dict[str, Any] = {
@@ -76,11 +76,13 @@ def bert_dataset_kind(run: RunConfig, tokenizer: Tokenizer) -> DatasetKind:
     special token.
     """
     masking, pairs = run.data.masking, run.model.bert_binary_head
-    cls, sep, mask, pad = _special_token_ids(tokenizer, "BERT", cls="[CLS]", sep="[SEP]", mask="[MASK]", pad="padding")
+    cls, sep, mask, pad = _require_special_token_ids(
+        tokenizer, "BERT", cls="[CLS]", sep="[SEP]", mask="[MASK]", pad="padding"
+    )
     options = BERTSampleOptions(
         sequence_length=run.train.seq_length,
         short_seq_prob=masking.short_seq_prob,
-        masking=MaskOptions(masking.mask_prob),
+        masking=TokenMaskingOptions(masking.mask_prob),
         pairs=masking.bert_pair_task if pairs else None,
         continues=word_continuation_mask(tokenizer),
         cls=cls,
@@ -93,7 +95,7 @@ def bert_dataset_kind(run: RunConfig, tokenizer: Tokenizer) -> DatasetKind:
         options,
         2 if pairs else 1,
         run.train.seed,
-        tokenizer_fingerprint(tokenizer),
+        tokenizer_fingerprint_fields(tokenizer),
         _ordinary_token_ids(tokenizer),
         BERTDataset.__name__,
     )
@@ -104,7 +106,7 @@ def t5_dataset_kind(run: RunConfig, tokenizer: Tokenizer) -> DatasetKind:
     special token.
     """
     masking = run.data.masking
-    bos, eos, pad = _special_token_ids(tokenizer, "T5", bos="begin of text", eos="end of text", pad="padding")
+    bos, eos, pad = _require_special_token_ids(tokenizer, "T5", bos="begin of text", eos="end of text", pad="padding")
     sentinels = tokenizer.additional_special_tokens_ids
     if not sentinels:
         raise ConfigError(
@@ -115,7 +117,7 @@ def t5_dataset_kind(run: RunConfig, tokenizer: Tokenizer) -> DatasetKind:
         encoder_length=run.train.seq_length,
         decoder_length=run.train.decoder_seq_length or run.train.seq_length,
         short_seq_prob=masking.short_seq_prob,
-        masking=MaskOptions(masking.mask_prob, max_ngram=10, geometric=True),
+        masking=TokenMaskingOptions(masking.mask_prob, max_ngram=10, geometric=True),
         continues=word_continuation_mask(tokenizer),
         sentinels=sentinels,
         bos=bos,
@@ -127,13 +129,13 @@ def t5_dataset_kind(run: RunConfig, tokenizer: Tokenizer) -> DatasetKind:
         options,
         1,
         run.train.seed,
-        tokenizer_fingerprint(tokenizer),
+        tokenizer_fingerprint_fields(tokenizer),
         _ordinary_token_ids(tokenizer),
         T5Dataset.__name__,
     )
 
 
-def _special_token_ids(tokenizer: Tokenizer, network: str, **needed: str) -> list[int]:
+def _require_special_token_ids(tokenizer: Tokenizer, network: str, **needed: str) -> list[int]:
     """Return the tokenizer's special ids named in `needed`; `ConfigError` for any it lacks, or if it adds ids to every
     text.
 

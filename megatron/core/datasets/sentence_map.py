@@ -21,10 +21,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron.core.datasets.dataset_protocols import TokenSpan
 from megatron.core.datasets.gpt import TokenSource
-from megatron.core.datasets.index_map import Arrays, IndexCache, hash_arrays, load_or_build_arrays
+from megatron.core.datasets.index_map import Arrays, IndexCacheFolder, hash_arrays, load_or_build_arrays
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.samples import TokenSpan
 
 LONGEST_SENTENCE = 512  # tokens; a document of several sentences with a longer one is left out
 _DRAWS_AT_ONCE = 2**16
@@ -58,7 +58,7 @@ class SentenceMap:
         documents: range,
         num_samples: int | None,
         split: str,
-        cache: IndexCache = IndexCache(None),
+        cache: IndexCacheFolder = IndexCacheFolder(None),
     ) -> None:
         bounds = source.document_indices[documents.start : documents.stop + 1]
         usable = usable_document_mask(source.sequence_lengths, bounds, options.least_sentences)
@@ -169,13 +169,13 @@ def build_sentence_map(
     lengths = np.array(lengths)  # a file's are not aligned, which makes every look-up slow
     usable = np.flatnonzero(usable_document_mask(lengths, bounds, options.least_sentences))
     firsts, lasts = bounds[usable], bounds[usable + 1]
-    targets = _target_lengths(options)
+    targets = _random_sample_lengths(options)
     begins, ends, requested = array("q"), array("q"), array("q")
     epochs = 0
     while epochs == 0 or (num_samples is not None and len(begins) < num_samples):
         for start in range(0, len(firsts), _DOCUMENTS_AT_ONCE):
             part = slice(start, start + _DOCUMENTS_AT_ONCE)
-            _append_sample_rows(
+            _append_sentence_map_rows(
                 lengths, firsts[part], lasts[part], options.least_sentences, targets, (begins, ends, requested)
             )
         epochs += 1
@@ -184,7 +184,7 @@ def build_sentence_map(
     return {"sample_index": rows.astype(sentence_map_dtype(len(lengths))), "epochs": np.array([epochs], np.int64)}
 
 
-def _append_sample_rows(
+def _append_sentence_map_rows(
     lengths: np.ndarray,
     firsts: np.ndarray,
     lasts: np.ndarray,
@@ -211,7 +211,7 @@ def _append_sample_rows(
             target = next(targets)
 
 
-def _target_lengths(options: SentenceMapOptions) -> Iterator[int]:
+def _random_sample_lengths(options: SentenceMapOptions) -> Iterator[int]:
     """Yield target lengths endlessly: `max_length`, or with probability `short_seq_prob` a shorter one, drawn by
     mt19937.
     """

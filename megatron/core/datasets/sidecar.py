@@ -99,7 +99,7 @@ def _sidecar_content_problem(content: Mapping[str, Any]) -> str | None:
     if content.get("level", "document") not in ("document", "sentence"):
         return f"has level {content['level']!r}, neither document nor sentence"
     shard = content.get("shard")
-    if shard is not None and not _is_valid_shard(shard):
+    if shard is not None and not _is_shard_index_and_count(shard):
         return f"has shard {shard!r}, not [i, n] with 0 <= i < n"
     tokenizer = content.get("tokenizer")
     if tokenizer is not None and not (isinstance(tokenizer, dict) and isinstance(tokenizer.get("hash"), str)):
@@ -110,7 +110,7 @@ def _sidecar_content_problem(content: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _is_valid_shard(value: object) -> bool:
+def _is_shard_index_and_count(value: object) -> bool:
     """Return whether a value is a list [i, n] with 0 <= i < n."""
     return isinstance(value, list) and [*map(type, value)] == [int, int] and 0 <= value[0] < value[1]
 

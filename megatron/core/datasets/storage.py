@@ -5,7 +5,7 @@ are read whole, such as an index, are kept as files in a local cache. Large ones
 
     mmap_file     file -> array of its bytes, read as they are touched
     MappedFile   the same of a file that may be truncated while it is read
-    FileReader   file -> ranges, each with a system call of its own
+    FileRangeReader   file -> ranges, each with a system call of its own
     ObjectBlockReader  object -> ranges, out of the blocks of 1 MiB that were fetched last
 
 fsspec needs one package more for each kind of storage (s3fs for s3://, gcsfs for gs://) and finds the credentials where
@@ -139,11 +139,11 @@ class RemoteObjectState:
 def stat_remote_object(url: str) -> RemoteObjectState:
     """Return size and version of a remote object. `DataError` if there is none or it cannot be reached."""
 
-    def query_state() -> RemoteObjectState:
+    def query_object_state() -> RemoteObjectState:
         system, path = _fsspec_file_system(url)
         return RemoteObjectState(url, int(system.info(path)["size"]), str(system.ukey(path)))
 
-    return read_with_retries(query_state, url)
+    return read_with_retries(query_object_state, url)
 
 
 def fetch_object_range(url: str, start: int, end: int) -> bytes:
@@ -265,7 +265,7 @@ class MappedFile:
         return self._bytes
 
 
-class FileReader:
+class FileRangeReader:
     """Ranges of a file, each read with its own system call; safe for threads."""
 
     def __init__(self, path: str) -> None:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.core.datasets.bert import check_ids_in_vocab
+from megatron.core.datasets.dataset_protocols import Sample, TokenSpan
 from megatron.core.datasets.gpt import TokenSource
-from megatron.core.datasets.index_map import IndexCache
-from megatron.core.datasets.masking import MaskOptions, group_positions_by_word, mask_tokens
-from megatron.core.datasets.samples import Sample, TokenSpan
+from megatron.core.datasets.index_map import IndexCacheFolder
+from megatron.core.datasets.masking import TokenMaskingOptions, group_positions_by_word, mask_tokens
 from megatron.core.datasets.sentence_map import SentenceMap, SentenceMapOptions
 
 
@@ -33,7 +33,7 @@ class T5SampleOptions:
     encoder_length: int
     decoder_length: int
     short_seq_prob: float
-    masking: MaskOptions
+    masking: TokenMaskingOptions
     continues: np.ndarray
     sentinels: tuple[int, ...]
     bos: int
@@ -58,7 +58,7 @@ class T5Dataset:
         num_samples: int | None,
         seed: int,
         split: str,
-        cache: IndexCache = IndexCache(None),
+        cache: IndexCacheFolder = IndexCacheFolder(None),
     ) -> None:
         # Two places are left free, as Megatron does.
         rows = SentenceMapOptions(options.encoder_length - 2, options.short_seq_prob, 1, seed)

@@ -64,7 +64,7 @@ def _check_text_size(size: int) -> None:
         raise RenderLimitError(f"it makes a text of {size} characters; at most {MOST_CHARACTERS} are taken")
 
 
-def _join_bounded_texts(parts: Iterable[str]) -> str:
+def _join_within_size_limit(parts: Iterable[str]) -> str:
     """Concatenate texts. `RenderLimitError` if the result is too long."""
     result, size = [], 0
     for part in parts:
@@ -78,15 +78,15 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     """Templates that are rendered inside `render_limits` end."""
 
     intercepted_binops = frozenset({"+", "*", "**"})
-    concat = staticmethod(_join_bounded_texts)
+    concat = staticmethod(_join_within_size_limit)
 
     def __init__(self, extensions: Iterable[Any]) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[*extensions, _StepCounterExtension])
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[*extensions, _JinjaStepCounter])
 
     def compile_template(self, text: str) -> jinja2.Template:
         """A template that counts its steps."""
         return self.from_string(
-            _StepCountingTransformer(self.extensions[_StepCounterExtension.identifier]).visit(self.parse(text))
+            _StepCountingTransformer(self.extensions[_JinjaStepCounter.identifier]).visit(self.parse(text))
         )
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -109,7 +109,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
-class _StepCounterExtension(Extension):
+class _JinjaStepCounter(Extension):
     """Jinja extension with the methods that `_StepCountingTransformer` makes templates call."""
 
     def step(self) -> bool:
@@ -119,7 +119,7 @@ class _StepCounterExtension(Extension):
 
     def joined(self, *parts: Any) -> str:
         """Concatenate the operands of `~`. `RenderLimitError` if the result is too long."""
-        return _join_bounded_texts(map(str, parts))
+        return _join_within_size_limit(map(str, parts))
 
 
 class _StepCountingTransformer(NodeTransformer):
@@ -132,9 +132,9 @@ class _StepCountingTransformer(NodeTransformer):
         """Called by Jinja."""
         if node.test is not None:
             node.test = (
-                nodes.And(self._step_call_node(node), node.test)
+                nodes.And(self._build_step_call_node(node), node.test)
                 .set_lineno(node.lineno)
-                .set_environment(_jinja_environment_of(node))
+                .set_environment(_environment_of_node(node))
             )
         return self._insert_step_into_body(node)
 
@@ -150,7 +150,7 @@ class _StepCountingTransformer(NodeTransformer):
         """Called by Jinja."""
         self.generic_visit(node)
         return self.steps.call_method("joined", node.nodes, lineno=node.lineno).set_environment(
-            _jinja_environment_of(node)
+            _environment_of_node(node)
         )
 
     def _insert_step_into_body(self, node: Any) -> Any:
@@ -158,17 +158,17 @@ class _StepCountingTransformer(NodeTransformer):
         self.generic_visit(node)
         node.body.insert(
             0,
-            nodes.ExprStmt(self._step_call_node(node))
+            nodes.ExprStmt(self._build_step_call_node(node))
             .set_lineno(node.lineno)
-            .set_environment(_jinja_environment_of(node)),
+            .set_environment(_environment_of_node(node)),
         )
         return node
 
-    def _step_call_node(self, node: nodes.Node) -> Any:
+    def _build_step_call_node(self, node: nodes.Node) -> Any:
         """Return a node that calls `step`, placed at the line of `node`."""
-        return self.steps.call_method("step", lineno=node.lineno).set_environment(_jinja_environment_of(node))
+        return self.steps.call_method("step", lineno=node.lineno).set_environment(_environment_of_node(node))
 
 
-def _jinja_environment_of(node: nodes.Node) -> Any:
+def _environment_of_node(node: nodes.Node) -> Any:
     """The environment of a node; Jinja sets it before it calls."""
     return node.environment

@@ -138,7 +138,7 @@ class ChatTemplate:
             whole, () if self._tells_answers else self._answer_spans(messages, tools, whole)
         )
 
-    def render_generation_prompt(self, messages: Sequence[Message], tools: Any = None) -> list[TemplateSegment]:
+    def render_prompt_segments(self, messages: Sequence[Message], tools: Any = None) -> list[TemplateSegment]:
         """Render a conversation with the generation prompt for the next answer, as segments. `DataError` as in
         `render_segments`.
         """
@@ -209,7 +209,7 @@ class ChatTemplate:
         pieces: list[TemplateSegment] = []
         opened, begin = False, 0
 
-        def add_segment(part: str, mark: bool) -> None:
+        def add_template_segment(part: str, mark: bool) -> None:
             part = part.replace(APART, "")
             if part:
                 pieces.append(TemplateSegment(part, opened, mark))
@@ -220,7 +220,7 @@ class ChatTemplate:
         )
         for place in sorted(cuts):
             result = cuts[place]
-            add_segment(text[begin:place], False)
+            add_template_segment(text[begin:place], False)
             begin = place
             if place in edges:
                 opened = any(first <= place < last for first, last in answers)
@@ -229,8 +229,8 @@ class ChatTemplate:
                 if result[0] in (OPENS, CLOSES):
                     opened = result[0] == OPENS
                 else:
-                    add_segment(result[0], True)
-        add_segment(text[begin:], False)
+                    add_template_segment(result[0], True)
+        add_template_segment(text[begin:], False)
         return pieces
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core.datasets.energon import META, EnergonSplitPart, ranges_within_shards
-from megatron.core.datasets.marks import IMAGE
+from megatron.core.datasets.special_tokens import IMAGE
 from megatron.core.datasets.storage import DataError
 
 _STEM = re.compile(r"((?:.*/|)[^.]+)\.([^/]*)")
@@ -32,7 +32,7 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TarMember:
-    """A file in a tar. name: as `images.read_bytes` finds it, from the folder of the tar on."""
+    """A file in a tar. name: as `read_image_bytes` finds it, from the folder of the tar on."""
 
     name: str
     offset: int
@@ -82,8 +82,8 @@ def read_tar_samples(folder: str, shard: str) -> Iterator[TarSample]:
 def read_energon_rows(part: EnergonSplitPart) -> Iterator[dict[str, Any] | str]:
     """Yield each sample of a part as a row of LLaVA's JSON, or as a text saying why it is left out."""
     convert = _row_converter(part)
-    others = [(nonmatch, _open_joined_folder(prefix)) for nonmatch, prefix in part.joined]
-    shards, excluded = part.shards, part.excluded_samples
+    others = [(nonmatch, _open_joined_field_source(prefix)) for nonmatch, prefix in part.joined]
+    shards, excluded = part.shard_sample_counts, part.excluded_samples
     for (shard, count), requested in zip(
         shards, ranges_within_shards([count for _, count in shards], part.start, part.stop), strict=True
     ):
@@ -102,33 +102,33 @@ def read_energon_rows(part: EnergonSplitPart) -> Iterator[dict[str, Any] | str]:
             )
 
 
-def energon_part_fingerprint(part: EnergonSplitPart) -> dict[str, Any]:
+def energon_fingerprint_fields(part: EnergonSplitPart) -> dict[str, Any]:
     """Return what the rows of a part depend on: its text form, dataset.yaml, excluded samples, and size and time of its
     tars.
     """
-    states = {shard: os.stat(os.path.join(part.folder, shard)) for shard, _ in part.shards}
+    states = {shard: os.stat(os.path.join(part.folder, shard)) for shard, _ in part.shard_sample_counts}
     return {
-        "part": part.prefix,
-        "dataset": json.dumps(part.dataset_yaml, sort_keys=True, default=str),
+        "part": part.as_data_path,
+        "dataset": json.dumps(part.dataset_yaml_content, sort_keys=True, default=str),
         "excluded": sorted(part.excluded_samples),
         "joined": [
-            energon_part_fingerprint(other)
+            energon_fingerprint_fields(other)
             for _, prefix in part.joined
-            if (other := EnergonSplitPart.parse_prefix(prefix)) is not None
+            if (other := EnergonSplitPart.parse_data_path(prefix)) is not None
         ],
         "shards": {shard: [state.st_size, state.st_mtime_ns] for shard, state in states.items()},
     }
 
 
 @dataclass(frozen=True, slots=True)
-class _JoinedFolder:
+class _JoinedFieldSource:
     """A folder that gives fields to the samples of another with the same keys. samples: by key, with their tars."""
 
     part: EnergonSplitPart
     fields: Mapping[str, str]
     samples: Mapping[str, TarSample]
 
-    def sample_fields(self, sample: TarSample) -> dict[str, Any]:
+    def fields_for_sample(self, sample: TarSample) -> dict[str, Any]:
         """The fields of a sample, images with the whole names of their tars."""
         folder = os.path.abspath(self.part.folder)
         access = _SampleFieldReader(os.path.join(folder, sample.shard), sample)
@@ -139,24 +139,24 @@ class _JoinedFolder:
         }
 
 
-def _open_joined_folder(prefix: str) -> _JoinedFolder:
-    part = EnergonSplitPart.parse_prefix(prefix)
+def _open_joined_field_source(prefix: str) -> _JoinedFieldSource:
+    part = EnergonSplitPart.parse_data_path(prefix)
     if part is None:
         raise DataError(f"{prefix} is no part of a folder with {META}")
     samples: dict[str, TarSample] = {}
-    for shard, _ in part.shards:
+    for shard, _ in part.shard_sample_counts:
         for sample in read_tar_samples(part.folder, shard):
             if f"{shard}/{sample.key}" in part.excluded_samples:
                 continue
             if sample.key in samples:
                 raise DataError(f"{part.folder} holds the key {sample.key} twice, and cannot be joined")
             samples[sample.key] = sample
-    return _JoinedFolder(part, _read_field_map(part), samples)
+    return _JoinedFieldSource(part, _read_yaml_field_map(part), samples)
 
 
 def _sample_with_same_key(
-    sample: TarSample, nonmatch: str, other: _JoinedFolder
-) -> tuple[()] | tuple[_JoinedFolder, TarSample] | None:
+    sample: TarSample, nonmatch: str, other: _JoinedFieldSource
+) -> tuple[()] | tuple[_JoinedFieldSource, TarSample] | None:
     """Return (folder, sample) of the same key in another folder. Without one: `DataError`, () or None (skip the
     sample), as `nonmatch` is error, none or skip.
     """
@@ -172,7 +172,7 @@ def _convert_sample(
     path: str,
     sample: TarSample,
     convert: Callable[[_SampleFieldReader, Fields], dict[str, Any]],
-    partners: Sequence[tuple[_JoinedFolder, TarSample]],
+    partners: Sequence[tuple[_JoinedFieldSource, TarSample]],
 ) -> dict[str, Any] | str:
     """Convert a sample, with the fields of its partners, to a row of LLaVA's JSON, or to a text saying what is wrong
     with it.
@@ -180,7 +180,7 @@ def _convert_sample(
     try:
         more: dict[str, Any] = {}
         for other, partner in partners:
-            more |= other.sample_fields(partner)
+            more |= other.fields_for_sample(partner)
         return convert(_SampleFieldReader(path, sample), more)
     except (DataError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         message = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
@@ -298,7 +298,7 @@ def _conversation_row(fields: Fields) -> dict[str, Any]:
     return {"image": [_require_image_name(image) for image in images], "conversations": fields["texts"]}
 
 
-def _interleaved_row(fields: Fields) -> dict[str, Any]:
+def _interleaved_llava_row(fields: Fields) -> dict[str, Any]:
     """Return a LLaVA row of images and texts in turn: each text is an answer after the images since the last one."""
     turns: list[dict[str, str]] = []
     images: list[str] = []
@@ -326,11 +326,11 @@ _KINDS: Mapping[str, tuple[tuple[str, ...], Callable[[Fields], dict[str, Any]]]]
     ),
     "MultiChoiceVQA": (("image", "context", "choices", "correct_choice_idx"), _multiple_choice_row),
     "SimilarityInterleaved": (("images", "texts"), _conversation_row),
-    "Interleaved": (("sequence",), _interleaved_row),
+    "Interleaved": (("sequence",), _interleaved_llava_row),
 }
 
 
-def _crude_sample_row(access: _SampleFieldReader, more: Fields) -> dict[str, Any]:
+def _llava_row_without_field_map(access: _SampleFieldReader, more: Fields) -> dict[str, Any]:
     """Return a LLaVA row of a sample without a field map: the turns in its JSON, or its text as the caption.
     `DataError` if it has neither.
     """
@@ -345,11 +345,11 @@ def _crude_sample_row(access: _SampleFieldReader, more: Fields) -> dict[str, Any
     raise DataError("it has no conversations and no text")
 
 
-def _read_field_map(part: EnergonSplitPart) -> dict[str, str]:
+def _read_yaml_field_map(part: EnergonSplitPart) -> dict[str, str]:
     """Return field -> path from dataset.yaml's field_map. `DataError` if it names a sample_loader, code that is not
     run.
     """
-    content = part.dataset_yaml
+    content = part.dataset_yaml_content
     if content.get("sample_loader"):
         raise DataError(
             f"{part.folder}/{META}/dataset.yaml names a sample_loader, code that is not run; give a field_map, whose paths such as "
@@ -363,12 +363,12 @@ def _read_field_map(part: EnergonSplitPart) -> dict[str, str]:
 
 def _row_converter(part: EnergonSplitPart) -> Callable[[_SampleFieldReader, Fields], dict[str, Any]]:
     """Return the function from a sample's reader and a join's fields to a LLaVA row, by the kind in dataset.yaml."""
-    content, where = part.dataset_yaml, f"{part.folder}/{META}/dataset.yaml"
+    content, where = part.dataset_yaml_content, f"{part.folder}/{META}/dataset.yaml"
     kind = part.kind or content.get("sample_type", content)
     name = re.sub(r"(Sample|Webdataset)$", "", str(kind.get("__class__", "") if isinstance(kind, Mapping) else kind))
-    known = _read_field_map(part)
+    known = _read_yaml_field_map(part)
     if name == "Crude" and not part.joined:
-        return _crude_sample_row
+        return _llava_row_without_field_map
     if name not in _KINDS:
         raise DataError(f"{where}: samples of the kind {name!r} are not read; kinds are {', '.join(_KINDS)}, Crude")
     needed, convert = _KINDS[name]

@@ -59,7 +59,7 @@ class FileSystem(Protocol):
     def make_folder(self, path: Path, *, durable: bool) -> None:
         """Create a folder and its parents, if they do not exist. durable: they survive a power failure."""
 
-    def list(self, path: Path) -> list[FolderEntry]:
+    def list_entries(self, path: Path) -> list[FolderEntry]:
         """Return the entries of a folder, by name."""
 
     def size(self, path: Path) -> int:
@@ -68,13 +68,13 @@ class FileSystem(Protocol):
     def create(self, path: Path) -> WritableFile:
         """Create or truncate a file and open it for writing."""
 
-    def open(self, path: Path) -> ReadableFile:
+    def open_for_reading(self, path: Path) -> ReadableFile:
         """Open a file for reading."""
 
     def map(self, path: Path) -> memoryview:
         """Memory-map a file and return its bytes: pages are read when accessed. Changes stay private to this process."""
 
-    def populate_range(self, content: memoryview, start: int, length: int) -> None:
+    def prefault_range(self, content: memoryview, start: int, length: int) -> None:
         """Read the range [start, start + length) of a mapping into memory, so that an unreadable page raises `OSError`
         here; accessing it would kill the process.
         """
@@ -82,13 +82,13 @@ class FileSystem(Protocol):
     def rename(self, path: Path, to: Path) -> None:
         """Rename a file or folder atomically. A file with the new name is replaced; a folder with it must not exist."""
 
-    def link(self, path: Path, to: Path) -> None:
+    def symlink(self, path: Path, to: Path) -> None:
         """Make `path` a symbolic link to `to`, in the same folder, replacing an older link atomically."""
 
     def remove(self, path: Path) -> None:
         """Delete a file or a link."""
 
-    def remove_folder(self, path: Path) -> None:
+    def remove_empty_folder(self, path: Path) -> None:
         """Delete an empty folder."""
 
     def sync_folder(self, path: Path) -> None:
@@ -108,7 +108,7 @@ class Disk:
         if durable:
             self.sync_folder(path.parent)
 
-    def list(self, path: Path) -> list[FolderEntry]:
+    def list_entries(self, path: Path) -> list[FolderEntry]:
         """See `FileSystem`."""
         with os.scandir(path) as entries:
             return sorted(FolderEntry(entry.name, _is_folder(entry), entry.is_symlink()) for entry in entries)
@@ -119,11 +119,11 @@ class Disk:
 
     def create(self, path: Path) -> WritableFile:
         """See `FileSystem`."""
-        return _DiskFile(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o666))
+        return _OpenDiskFile(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o666))
 
-    def open(self, path: Path) -> ReadableFile:
+    def open_for_reading(self, path: Path) -> ReadableFile:
         """See `FileSystem`."""
-        return _DiskFile(_open_regular_file(path))
+        return _OpenDiskFile(_open_regular_file(path))
 
     def map(self, path: Path) -> memoryview:
         """See `FileSystem`."""
@@ -135,7 +135,7 @@ class Disk:
         finally:
             os.close(file)
 
-    def populate_range(self, content: memoryview, start: int, length: int) -> None:
+    def prefault_range(self, content: memoryview, start: int, length: int) -> None:
         """See `FileSystem`. On systems without support, pages are read when they are accessed."""
         if not length or not madvise_range(content, start, length, POPULATE_READ):
             return
@@ -148,7 +148,7 @@ class Disk:
         """See `FileSystem`."""
         os.rename(path, to)
 
-    def link(self, path: Path, to: Path) -> None:
+    def symlink(self, path: Path, to: Path) -> None:
         """See `FileSystem`."""
         made = path.with_suffix(".tmp")
         if os.path.lexists(made):
@@ -160,7 +160,7 @@ class Disk:
         """See `FileSystem`."""
         os.unlink(path)
 
-    def remove_folder(self, path: Path) -> None:
+    def remove_empty_folder(self, path: Path) -> None:
         """See `FileSystem`."""
         os.rmdir(path)
 
@@ -193,7 +193,7 @@ def _open_regular_file(path: Path) -> int:
     return file
 
 
-class _DiskFile:
+class _OpenDiskFile:
     """An open file of this machine."""
 
     def __init__(self, handle: int) -> None:
@@ -236,7 +236,7 @@ def write_all_bytes(file: WritableFile, content: memoryview) -> None:
         done += taken
 
 
-def write_durable_file(files: FileSystem, path: Path, content: bytes) -> None:
+def write_and_fsync_file(files: FileSystem, path: Path, content: bytes) -> None:
     """Write a whole file and make its content durable; not its name, for which the folder must be synced."""
     with closing(files.create(path)) as file:
         write_all_bytes(file, memoryview(content))
@@ -246,7 +246,7 @@ def write_durable_file(files: FileSystem, path: Path, content: bytes) -> None:
 def read_file(files: FileSystem, path: Path) -> bytes:
     """Return the whole content of a small file."""
     content = bytearray(files.size(path))
-    with closing(files.open(path)) as file:
+    with closing(files.open_for_reading(path)) as file:
         done = 0
         while done < len(content):
             there = file.read_into(memoryview(content)[done:], done)
@@ -258,9 +258,9 @@ def read_file(files: FileSystem, path: Path) -> bytes:
 
 def remove_tree(files: FileSystem, path: Path) -> None:
     """Delete a folder and its content. Links are deleted, not followed."""
-    for entry in files.list(path):
+    for entry in files.list_entries(path):
         if entry.is_folder and not entry.is_link:
             remove_tree(files, path / entry.name)
         else:
             files.remove(path / entry.name)
-    files.remove_folder(path)
+    files.remove_empty_folder(path)

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError, CommittedCheckpoint
 from megatron.core.dist_checkpointing.files import DISK, FileSystem
-from megatron.core.dist_checkpointing.memory import copy_tensors_in_threads
-from megatron.core.dist_checkpointing.plan import sharded_tensors
-from megatron.core.dist_checkpointing.saved import SavedCheckpoint, open_saved_checkpoint
+from megatron.core.dist_checkpointing.save_plan import sharded_tensors_of_state
+from megatron.core.dist_checkpointing.saved import NativeCheckpoint, open_native_checkpoint
+from megatron.core.dist_checkpointing.sharded_state import ShardedTensor, Tree
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.dist_checkpointing.store import CheckpointError, CommittedCheckpoint
-from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree
+from megatron.core.dist_checkpointing.threaded_copy import copy_tensors_in_threads
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 
@@ -20,7 +20,7 @@ _ALONE = Axis("world")
 OPTIONAL = "run.optional_weights"  # value of a checkpoint: prefixes of weights that only a run of the same kind needs
 
 
-def load(
+def load_into_sharded_state(
     state: Tree,
     source: CheckpointSource,
     axis: Axis = _ALONE,
@@ -36,13 +36,13 @@ def load(
     dtypes are converted. complete: prefixes of names that some rank must request if the checkpoint has them, except
     those that begin with one of `unused`. instead: name of the tree -> name of the checkpoint to read in its place.
     """
-    instead, tensors = instead or {}, sharded_tensors(state)
+    instead, tensors = instead or {}, sharded_tensors_of_state(state)
     problems = [_mismatch_message(instead.get(name, name), tensors.get(name), source) for name in state]
     message = _union_over_ranks(list(filter(None, problems)), axis)
     message += _unrequested_name_problems(state, source, axis, complete, unused)
     if message:
         raise CheckpointError(f"{len(message)} names of the checkpoint do not fit this run", message)
-    failure = _read_local_boxes(tensors, source, instead)
+    failure = _fill_local_boxes(tensors, source, instead)
     if failures := _union_over_ranks([failure] if failure else [], axis):
         raise CheckpointError(f"{source.where} cannot be read", failures)
     return {name: source.values[instead.get(name, name)] for name in state if name not in tensors}
@@ -75,14 +75,14 @@ def _union_over_ranks(problems: Sequence[str], axis: Axis) -> list[str]:
     return list(dict.fromkeys(chain.from_iterable(collectives.gather_objects(problems, axis))))
 
 
-def verify_checkpoint(source: SavedCheckpoint, axis: Axis = _ALONE) -> list[str]:
+def verify_checkpoint(source: NativeCheckpoint, axis: Axis = _ALONE) -> list[str]:
     """Read every byte of a checkpoint once, each rank its share; returns the problems, the same list on all ranks."""
     return _union_over_ranks(source.verify(part=axis.rank, parts=axis.size), axis)
 
 
 def open_first_valid(
     steps: Sequence[CommittedCheckpoint], axis: Axis = _ALONE, *, verified: bool = True, files: FileSystem = DISK
-) -> tuple[SavedCheckpoint, list[str]]:
+) -> tuple[NativeCheckpoint, list[str]]:
     """Open the first valid checkpoint of `steps`, in their order. Collective; the same result on all ranks.
 
     Returns it, and the problems of those before it. verified: read every byte; else only what opening reads.
@@ -90,7 +90,7 @@ def open_first_valid(
     """
     refused: list[str] = []
     for step in steps:
-        saved, problems = _open_on_all_ranks(step, axis, files)
+        saved, problems = _open_and_gather_problems(step, axis, files)
         if saved is not None and not problems and verified:
             problems = verify_checkpoint(saved, axis)
         if saved is not None and not problems:
@@ -102,13 +102,13 @@ def open_first_valid(
     raise CheckpointError("no checkpoint is sound", refused)
 
 
-def _open_on_all_ranks(
+def _open_and_gather_problems(
     step: CommittedCheckpoint, axis: Axis, files: FileSystem
-) -> tuple[SavedCheckpoint | None, list[str]]:
+) -> tuple[NativeCheckpoint | None, list[str]]:
     """Open a checkpoint on every rank of the axis; return it (None if that failed) and the problems of all ranks."""
     saved, problems = None, tuple[str, ...]()
     try:
-        saved = open_saved_checkpoint(step.folder, files=files)
+        saved = open_native_checkpoint(step.folder, files=files)
     except CheckpointError as error:
         problems = error.problems or (str(error),)
     everywhere = _union_over_ranks(problems, axis)
@@ -120,7 +120,7 @@ def _open_on_all_ranks(
     return saved, everywhere
 
 
-def _read_local_boxes(
+def _fill_local_boxes(
     tensors: Mapping[str, ShardedTensor], source: CheckpointSource, instead: Mapping[str, str]
 ) -> str:
     """Read this rank's boxes; returns why that failed, or ""."""
@@ -130,7 +130,7 @@ def _read_local_boxes(
         for box, tensor in value.pieces
     )
     try:
-        if isinstance(source, SavedCheckpoint):  # whose boxes are views as a rule, of which many may wait to be copied
+        if isinstance(source, NativeCheckpoint):  # whose boxes are views as a rule, of which many may wait to be copied
             copy_tensors_in_threads(pairs)
         else:
             for target, value in pairs:

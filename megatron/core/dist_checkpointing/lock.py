@@ -13,7 +13,7 @@ without hard links by exclusive creation. A job that finds another owner decides
 
 Clocks of different machines are never compared. The heartbeat touches the open file and not its name, so that an owner that was
 replaced touches nothing of its successor; it notices at its next save, and ends. Nothing depends on the lock alone: a save that two
-jobs write at the same time fails, or is complete (see store.py).
+jobs write at the same time fails, or is complete (see checkpoint_folders.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 
 LOCK = "writer.lock"
 HEARTBEAT, WATCH = 5.0, 20.0  # seconds
@@ -153,7 +153,7 @@ class FolderLock:
         elif not restarted and self._heartbeat_changes(stamp):
             raise self._locked_error(owner)
         same = owner is None or owner.process == mine.process or restarted
-        if not self._remove_lock(owner) or same:
+        if not self._remove_lock_if_owned_by(owner) or same:
             return ""
         return f"--save {self.folder} is taken over from a job that has ended without a word: {owner}"
 
@@ -161,7 +161,7 @@ class FolderLock:
         """Return whether this is the owner's job, restarted on another machine."""
         return bool(owner.job) and owner.job == self.owner.job and owner.machine != self.owner.machine
 
-    def _remove_lock(self, owner: LockOwner | None) -> bool:
+    def _remove_lock_if_owned_by(self, owner: LockOwner | None) -> bool:
         """Remove the lock if it is this owner's; restore it if it turns out to be another's. Returns False if there is
         none.
         """
@@ -179,7 +179,7 @@ class FolderLock:
     def _wait_for_process_end(self, owner: LockOwner) -> bool:
         """Wait a short time for the owner's process, on this machine, to end; return whether it did."""
         deadline = time.monotonic() + self._watch / 4
-        while _process_runs(owner):
+        while _is_process_running(owner):
             if time.monotonic() > deadline:
                 return False
             time.sleep(min(0.5, self._watch / 10))
@@ -271,7 +271,7 @@ def _process_start_time(process: int) -> str:
         return ""
 
 
-def _process_runs(owner: LockOwner) -> bool:
+def _is_process_running(owner: LockOwner) -> bool:
     """Return whether a process of this machine still runs."""
     try:
         os.kill(owner.process, 0)

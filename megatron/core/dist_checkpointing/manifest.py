@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.dist_checkpointing.store import MANIFEST, CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import MANIFEST, CheckpointError
 from megatron.core.parallel.boxes import Box
 
 WIDTHS = {
@@ -42,7 +42,7 @@ _FILE = re.compile(r"rank_\d{5,}\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
-class DataFileInfo:
+class RankFileInfo:
     """A data file: its size, and length and hash of its header, including the 8 bytes before it."""
 
     size: int
@@ -61,7 +61,7 @@ class StoredShard:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class ManifestTensor:
     """A tensor; its shards cover each element exactly once."""
 
     dtype: str
@@ -75,8 +75,8 @@ class Manifest:
 
     save: str
     iteration: int
-    files: Mapping[str, DataFileInfo]
-    tensors: Mapping[str, StoredTensor]
+    files: Mapping[str, RankFileInfo]
+    tensors: Mapping[str, ManifestTensor]
     values: Mapping[str, Any]
 
     def json_bytes(self) -> bytes:
@@ -125,8 +125,8 @@ def shard_key(name: str, box: Box, shape: tuple[int, ...]) -> str:
 def parse_manifest(content: Mapping[str, Any]) -> Manifest:
     """Return the manifest in a JSON object. Raises `CheckpointError` if it is inconsistent."""
     try:
-        files = {name: _parse_data_file_info(name, *entry) for name, entry in content["files"].items()}
-        tensors = {name: _parse_tensor(name, entry, files) for name, entry in content["tensors"].items()}
+        files = {name: _parse_rank_file_info(name, *entry) for name, entry in content["files"].items()}
+        tensors = {name: _parse_manifest_tensor(name, entry, files) for name, entry in content["tensors"].items()}
         save, iteration, values = content["save"], content["iteration"], content["values"]
         _require(
             isinstance(save, str) and _are_nonnegative_ints(iteration) and isinstance(values, dict),
@@ -139,17 +139,17 @@ def parse_manifest(content: Mapping[str, Any]) -> Manifest:
     return Manifest(save, iteration, files, tensors, values)
 
 
-def _parse_data_file_info(name: str, size: int, header_length: int, header_hash: str) -> DataFileInfo:
+def _parse_rank_file_info(name: str, size: int, header_length: int, header_hash: str) -> RankFileInfo:
     """Check one entry of "files" and return it. Raises `ValueError` if it is invalid."""
     _require(is_data_file_name(name), f"the name of a file in this folder, not {name!r}")
     _require(
         _are_nonnegative_ints(size, header_length) and 8 <= header_length <= size and isinstance(header_hash, str),
         f"the size of {name}",
     )
-    return DataFileInfo(size, header_length, header_hash)
+    return RankFileInfo(size, header_length, header_hash)
 
 
-def _parse_tensor(name: str, entry: Mapping[str, Any], files: Mapping[str, DataFileInfo]) -> StoredTensor:
+def _parse_manifest_tensor(name: str, entry: Mapping[str, Any], files: Mapping[str, RankFileInfo]) -> ManifestTensor:
     """Check one entry of "tensors" and return it. Raises `ValueError` or `KeyError` if it is invalid."""
     dtype, shape = entry["dtype"], tuple(entry["shape"])
     _require(dtype in WIDTHS and _are_nonnegative_ints(*shape), f"dtype and shape of {name}")
@@ -167,13 +167,13 @@ def _parse_tensor(name: str, entry: Mapping[str, Any], files: Mapping[str, DataF
             f"a box inside {name}",
         )
         _require(
-            start >= files[file].header_length and start + box.size * WIDTHS[dtype] <= files[file].size,
+            start >= files[file].header_length and start + box.num_elements * WIDTHS[dtype] <= files[file].size,
             f"a place in {file} for {name}",
         )
         _require(start % WIDTHS[dtype] == 0, f"an even place in {file} for {name}")
         pieces.append(StoredShard(file, start, box, hash_))
-    _require(sum(piece.box.size for piece in pieces) == math.prod(shape), f"pieces that make up {name}")
-    return StoredTensor(dtype, shape, tuple(pieces))
+    _require(sum(piece.box.num_elements for piece in pieces) == math.prod(shape), f"pieces that make up {name}")
+    return ManifestTensor(dtype, shape, tuple(pieces))
 
 
 def _are_nonnegative_ints(*numbers: Any) -> bool:

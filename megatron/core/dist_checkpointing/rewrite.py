@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing import plan, shard, store
+from megatron.core.dist_checkpointing import checkpoint_folders, rank_file, save_plan
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError, SavedRunConfig
 from megatron.core.dist_checkpointing.files import DISK, FileSystem
 from megatron.core.dist_checkpointing.manifest import Manifest, data_file_name
-from megatron.core.dist_checkpointing.plan import WriteCandidate
+from megatron.core.dist_checkpointing.save_plan import BoxToWrite
 from megatron.core.dist_checkpointing.saved import WORDS
-from megatron.core.dist_checkpointing.source import CheckpointSource, TensorFormat
-from megatron.core.dist_checkpointing.store import CheckpointError, RunDescription
+from megatron.core.dist_checkpointing.source import CheckpointSource, ShapeAndDtype
 from megatron.core.parallel.boxes import Box, whole_box
 
 _WIDE = (".router.expert_bias",)  # sums of many small steps
@@ -27,8 +27,8 @@ class CastSource:
 
     def __init__(self, source: CheckpointSource, dtype: torch.dtype) -> None:
         self.where, self.values, self.settings = source.where, source.values, source.settings
-        self.formats: Mapping[str, TensorFormat] = {
-            name: TensorFormat(one.shape, dtype) if name.startswith("model.") and not name.endswith(_WIDE) else one
+        self.formats: Mapping[str, ShapeAndDtype] = {
+            name: ShapeAndDtype(one.shape, dtype) if name.startswith("model.") and not name.endswith(_WIDE) else one
             for name, one in source.formats.items()
         }
         self._source = source
@@ -66,44 +66,44 @@ def rewrite_checkpoint(
     of the run that the settings describe. Raises `CheckpointError` if SAVE has that iteration already; a failure leaves
     existing files unchanged.
     """
-    target = store.iteration_folder(folder, iteration)
+    target = checkpoint_folders.iteration_folder(folder, iteration)
     if target.exists():
         raise CheckpointError(f"{target} is there already; move it away, or choose another folder")
     # A source may also have dtypes that only masks and counters have; all of them have a word.
     offers = [
-        WriteCandidate(name, whole_box(one.shape), WORDS[one.dtype], one.shape) for name, one in source.formats.items()
+        BoxToWrite(name, whole_box(one.shape), WORDS[one.dtype], one.shape) for name, one in source.formats.items()
     ]
-    shares = plan.assign_writers([offers] * num_files)
+    shares = save_plan.assign_writers([offers] * num_files)
     save = uuid.uuid4().hex
-    made = store.begin_save(folder, iteration, save, files=files)
+    made = checkpoint_folders.begin_save(folder, iteration, save, files=files)
     try:
         hashes = [
-            _write_data_file(made, rank, share, source, save=save, iteration=iteration, files=files)
+            _write_rank_file(made, rank, share, source, save=save, iteration=iteration, files=files)
             for rank, share in enumerate(shares)
         ]
-        facts, tensors = plan.manifest_entries(shares, hashes, save=save, iteration=iteration)
+        facts, tensors = save_plan.manifest_entries(shares, hashes, save=save, iteration=iteration)
         manifest = Manifest(save, iteration, facts, tensors, source.values).json_bytes()
-        step, _ = store.commit_save(
+        step, _ = checkpoint_folders.commit_save(
             folder,
             iteration,
             save=save,
             manifest=manifest,
             sizes={name: one.size for name, one in facts.items()},
-            description=RunDescription(settings, world_size),
+            description=SavedRunConfig(settings, world_size),
             files=files,
         )
     except BaseException as error:
-        store.abandon_save(folder, iteration, save, files=files)
+        checkpoint_folders.abandon_save(folder, iteration, save, files=files)
         if isinstance(error, OSError):
             raise CheckpointError(f"{target} cannot be written: {error}") from None
         raise
     return step.folder
 
 
-def _write_data_file(
+def _write_rank_file(
     folder: Path,
     rank: int,
-    share: Sequence[WriteCandidate],
+    share: Sequence[BoxToWrite],
     source: CheckpointSource,
     *,
     save: str,
@@ -113,11 +113,11 @@ def _write_data_file(
     """Write one data file; returns the hashes of its header and boxes, or [] if its share is empty."""
     if not share:
         return []
-    header = plan.data_file_header(rank, share, save=save, iteration=iteration)
-    return shard.write_shard(files, folder / data_file_name(rank), header, _shard_contents(share, source))
+    header = save_plan.rank_file_header(rank, share, save=save, iteration=iteration)
+    return rank_file.write_rank_file(files, folder / data_file_name(rank), header, _iter_shard_bytes(share, source))
 
 
-def _shard_contents(share: Sequence[WriteCandidate], source: CheckpointSource) -> Iterator[memoryview]:
+def _iter_shard_bytes(share: Sequence[BoxToWrite], source: CheckpointSource) -> Iterator[memoryview]:
     """Yield the bytes of each box, read from the source."""
     for offer in share:
         yield memoryview(source.read(offer.name, offer.box).contiguous().view(-1).view(torch.uint8).numpy())

@@ -1,4 +1,4 @@
-"""SavedCheckpoint: an opened checkpoint of our own format, a `Source` that maps its files, and can verify all bytes.
+"""NativeCheckpoint: an opened checkpoint of our own format, a `Source` that maps its files, and can verify all bytes.
 
 Opening reads commit.txt, config.json and the manifest, and checks the sizes of the files. `verify` reads every byte, or
 a part of them if several ranks share the work.
@@ -15,7 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing import shard
+from megatron.core.dist_checkpointing import rank_file
+from megatron.core.dist_checkpointing.checkpoint_folders import (
+    COMMIT,
+    CONFIG,
+    MANIFEST,
+    CheckpointError,
+    CommitRecord,
+    SavedRunConfig,
+    read_commit_record,
+    read_committed_json,
+    read_saved_run_config,
+)
 from megatron.core.dist_checkpointing.files import DISK, FileSystem, read_file
 from megatron.core.dist_checkpointing.manifest import (
     Manifest,
@@ -24,19 +35,8 @@ from megatron.core.dist_checkpointing.manifest import (
     parse_manifest,
     shard_key,
 )
-from megatron.core.dist_checkpointing.shard import HashedByteRange
-from megatron.core.dist_checkpointing.source import TensorFormat
-from megatron.core.dist_checkpointing.store import (
-    COMMIT,
-    CONFIG,
-    MANIFEST,
-    CheckpointError,
-    CommitRecord,
-    RunDescription,
-    read_commit_record,
-    read_committed_json,
-    read_run_description,
-)
+from megatron.core.dist_checkpointing.rank_file import HashedByteRange
+from megatron.core.dist_checkpointing.source import ShapeAndDtype
 from megatron.core.parallel.boxes import Box, intersect
 
 DTYPES = {
@@ -60,11 +60,11 @@ WORDS = {dtype: word for word, dtype in DTYPES.items()}
 _MOST_THREADS = 8
 
 
-class SavedCheckpoint:
+class NativeCheckpoint:
     """An opened checkpoint. commit: its commit record; description: the run that wrote it; manifest: its shards."""
 
     def __init__(
-        self, folder: Path, commit: CommitRecord, description: RunDescription, manifest: Manifest, files: FileSystem
+        self, folder: Path, commit: CommitRecord, description: SavedRunConfig, manifest: Manifest, files: FileSystem
     ) -> None:
         self.folder, self.where, self.commit, self.description, self.manifest = (
             folder,
@@ -75,7 +75,7 @@ class SavedCheckpoint:
         )
         self.values: Mapping[str, Any] = manifest.values
         self.formats = {
-            name: TensorFormat(whole.shape, DTYPES[whole.dtype]) for name, whole in manifest.tensors.items()
+            name: ShapeAndDtype(whole.shape, DTYPES[whole.dtype]) for name, whole in manifest.tensors.items()
         }
         self.settings = migrate_saved_settings(description.values, self.formats, self.where)
         self._files = files
@@ -98,18 +98,18 @@ class SavedCheckpoint:
         """
         whole = self.manifest.tensors[name]
         result, results = torch.empty(0), 0
-        for piece in whole.pieces if box.size else ():
+        for piece in whole.pieces if box.num_elements else ():
             common = intersect(box, piece.box)
             if common is None:
                 continue
-            saved = self._shard_tensor(piece, DTYPES[whole.dtype])[_relative_index(common, piece.box)]
+            saved = self._map_shard_as_tensor(piece, DTYPES[whole.dtype])[_slices_within_box(common, piece.box)]
             if common == box:
                 return saved
             if not results:
                 result = torch.empty(box.shape, dtype=saved.dtype)
-            result[_relative_index(common, box)] = saved
-            results += common.size
-        if results != box.size:
+            result[_slices_within_box(common, box)] = saved
+            results += common.num_elements
+        if results != box.num_elements:
             raise CheckpointError(f"{self.where} lacks a part of {name}")
         return result if results else torch.empty(box.shape, dtype=DTYPES[whole.dtype])
 
@@ -117,7 +117,7 @@ class SavedCheckpoint:
         """Read part number `part` of `parts` equal parts of all bytes and compare the hashes; return a message for each
         problem.
         """
-        return shard.verify_ranges(
+        return rank_file.verify_ranges(
             self._files,
             self.folder,
             _part_of_ranges(self._byte_ranges(), part, parts),
@@ -136,7 +136,7 @@ class SavedCheckpoint:
             HashedByteRange(
                 piece.file,
                 piece.start,
-                piece.box.size * DTYPES[whole.dtype].itemsize,
+                piece.box.num_elements * DTYPES[whole.dtype].itemsize,
                 piece.hash,
                 shard_key(name, piece.box, whole.shape),
             )
@@ -144,7 +144,7 @@ class SavedCheckpoint:
             for piece in whole.pieces
         ]
 
-    def _shard_tensor(self, piece: StoredShard, dtype: torch.dtype) -> Tensor:
+    def _map_shard_as_tensor(self, piece: StoredShard, dtype: torch.dtype) -> Tensor:
         """Return a stored shard as a view of its file."""
         if piece.file not in self._maps:
             path = self.folder / piece.file
@@ -155,17 +155,19 @@ class SavedCheckpoint:
         content = self._maps[piece.file]
         if len(content) != self.manifest.files[piece.file].size:
             raise CheckpointError(f"{self.folder / piece.file} is cut short")
-        return torch.frombuffer(content, dtype=dtype, offset=piece.start, count=piece.box.size).view(piece.box.shape)
+        return torch.frombuffer(content, dtype=dtype, offset=piece.start, count=piece.box.num_elements).view(
+            piece.box.shape
+        )
 
 
-def open_saved_checkpoint(folder: str | Path, *, files: FileSystem = DISK) -> SavedCheckpoint:
+def open_native_checkpoint(folder: str | Path, *, files: FileSystem = DISK) -> NativeCheckpoint:
     """Open a committed folder. Raises `CheckpointError` with all problems that show without reading tensors."""
     folder = Path(folder)
     commit = read_commit_record(folder, files=files)
     problems: list[str] = []
     description = manifest = None
     try:
-        description = read_run_description(folder, files=files)
+        description = read_saved_run_config(folder, files=files)
     except CheckpointError as error:
         problems.append(str(error))
     try:
@@ -175,10 +177,10 @@ def open_saved_checkpoint(folder: str | Path, *, files: FileSystem = DISK) -> Sa
     except CheckpointError as error:
         problems.append(_stale_manifest_message(folder, str(error), commit, files))
     if manifest is not None:
-        problems += _data_file_problems(folder, manifest, files)
+        problems += _rank_file_problems(folder, manifest, files)
     if problems or description is None or manifest is None:
         raise CheckpointError(f"{folder} is damaged", problems)
-    return SavedCheckpoint(folder, commit, description, manifest, files)
+    return NativeCheckpoint(folder, commit, description, manifest, files)
 
 
 def migrate_saved_settings(settings: Mapping[str, Any], names: Collection[str], where: str) -> Mapping[str, Any]:
@@ -213,10 +215,10 @@ def _stale_manifest_message(folder: Path, complaint: str, commit: CommitRecord, 
     return f"{folder / MANIFEST} is stale: it belongs to another save, of iteration {other.iteration}"
 
 
-def _data_file_problems(folder: Path, manifest: Manifest, files: FileSystem) -> list[str]:
+def _rank_file_problems(folder: Path, manifest: Manifest, files: FileSystem) -> list[str]:
     """Return a message for each data file that is missing, superfluous, or of a wrong size."""
     try:
-        there = {entry.name for entry in files.list(folder)}
+        there = {entry.name for entry in files.list_entries(folder)}
         sizes = {name: files.size(folder / name) for name in manifest.files if name in there}
     except OSError as error:
         return [f"{folder} cannot be read: {error.strerror or error}"]
@@ -229,7 +231,7 @@ def _data_file_problems(folder: Path, manifest: Manifest, files: FileSystem) -> 
     for name, size in sorted(sizes.items()):
         expected = manifest.files[name].size
         if size != expected:
-            message = shard.describe_foreign_file(files, folder, name, save=manifest.save)
+            message = rank_file.file_of_other_save_problem(files, folder, name, save=manifest.save)
             problems.append(
                 message
                 or f"{folder / name} is {'cut short' if size < expected else 'too long'}: it has {size} bytes, the manifest "
@@ -238,13 +240,13 @@ def _data_file_problems(folder: Path, manifest: Manifest, files: FileSystem) -> 
     return problems
 
 
-def unknown_files(saved: SavedCheckpoint, *, files: FileSystem = DISK) -> list[str]:
+def unknown_files(saved: NativeCheckpoint, *, files: FileSystem = DISK) -> list[str]:
     """Return names in a checkpoint's folder that are not its files. They do no harm."""
     known = {COMMIT, MANIFEST, CONFIG, *saved.manifest.files}
-    return [entry.name for entry in files.list(saved.folder) if entry.name not in known]
+    return [entry.name for entry in files.list_entries(saved.folder) if entry.name not in known]
 
 
-def _relative_index(box: Box, outer: Box) -> tuple[slice, ...]:
+def _slices_within_box(box: Box, outer: Box) -> tuple[slice, ...]:
     """Return the index of `box` in a tensor that holds `outer`."""
     return box.shifted(tuple(-start for start in outer.offset)).slices()
 

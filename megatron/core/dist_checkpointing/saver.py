@@ -26,18 +26,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing import plan, shard, store
+from megatron.core.dist_checkpointing import checkpoint_folders, rank_file, save_plan
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError, SavedRunConfig
 from megatron.core.dist_checkpointing.files import DISK, FileSystem
 from megatron.core.dist_checkpointing.lock import FolderLock
 from megatron.core.dist_checkpointing.manifest import Manifest, data_file_name
-from megatron.core.dist_checkpointing.memory import allocate_host_memory, copy_tensors_in_threads, tensor_bytes_view
-from megatron.core.dist_checkpointing.plan import WriteCandidate
-from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
-from megatron.core.dist_checkpointing.store import CheckpointError, RunDescription
-from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree
+from megatron.core.dist_checkpointing.save_plan import BoxToWrite
+from megatron.core.dist_checkpointing.saved import open_native_checkpoint
+from megatron.core.dist_checkpointing.sharded_state import ShardedTensor, Tree
+from megatron.core.dist_checkpointing.threaded_copy import (
+    allocate_prefaulted_memory,
+    copy_tensors_in_threads,
+    tensor_bytes_view,
+)
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import synchronize
-from megatron.core.parallel.late_reduction import DeferredReduction
+from megatron.core.parallel.late_reduction import LaggedIntegerReduction
 from megatron.core.parallel.mesh import Axis
 
 _ALONE = Axis("world")
@@ -45,9 +49,9 @@ _MOST_OF_MEMORY = 0.8  # largest share of the free memory that a copy may take
 
 
 @dataclass(frozen=True, slots=True)
-class SaveOptions:
+class SavePolicy:
     """Settings of saves. asynchronous: training continues while files are written. interval, keep_last: see
-    `store.expired_checkpoints`.
+    `checkpoint_folders.expired_checkpoints`.
     """
 
     asynchronous: bool = False
@@ -96,7 +100,7 @@ class BackgroundJob:
         """Whether it has ended."""
         return self._thread is None or not self._thread.is_alive()
 
-    def wait(self) -> None:
+    def join(self) -> None:
         """Block until it has ended."""
         if self._thread is not None:
             self._thread.join()
@@ -128,7 +132,7 @@ class HostSnapshotBuffer:
         if device.type == "cuda":
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         else:
-            self._memory = allocate_host_memory(size)
+            self._memory = allocate_prefaulted_memory(size)
 
     def copy_to_host(self, tensors: Sequence[Tensor]) -> list[memoryview]:
         """Copy the bytes of tensors of any shape into host memory, one after the other, and return the copies."""
@@ -150,10 +154,10 @@ class _InFlightSave:
 
     iteration: int
     save: str
-    shares: list[list[WriteCandidate]]
+    shares: list[list[BoxToWrite]]
     job: BackgroundJob
     values: dict[str, Any]
-    description: RunDescription
+    description: SavedRunConfig
     started: float
     copied: threading.Event
     best: int | None = None
@@ -170,7 +174,7 @@ class CheckpointSaver:
         folder: str | Path,
         axis: Axis = _ALONE,
         *,
-        rules: SaveOptions = SaveOptions(),
+        rules: SavePolicy = SavePolicy(),
         device: torch.device = torch.device("cpu"),
         files: FileSystem = DISK,
         lock: FolderLock | None = None,
@@ -179,28 +183,28 @@ class CheckpointSaver:
         self.lock = lock if axis.is_first else None
         self.folder, self.axis, self.rules, self.device, self.files = Path(folder), axis, rules, device, files
         self._snapshot = HostSnapshotBuffer()
-        self._plan: tuple[list[WriteCandidate], list[list[WriteCandidate]]] | None = None
+        self._plan: tuple[list[BoxToWrite], list[list[BoxToWrite]]] | None = None
         self._copies = rules.asynchronous
         self._in_flight: _InFlightSave | None = None
         self._notes: list[str] = []
         # How many jobs of all saves each rank has ended: a late answer is about the job it was asked for, or an earlier one.
         self._jobs = 0
-        self._ended_jobs = DeferredReduction(axis, device, "min", first=0)
+        self._ended_jobs = LaggedIntegerReduction(axis, device, "min", first=0)
 
     @property
     def is_busy(self) -> bool:
         """Whether a save is in progress."""
         return self._in_flight is not None
 
-    def prepare(self, state: Tree) -> None:
+    def plan_and_allocate(self, state: Tree) -> None:
         """Do the slow part of the first save in advance: assign the boxes, and allocate the memory for a copy."""
-        self._assign_write_shares(plan.sharded_tensors(state))
+        self._assign_write_shares(save_plan.sharded_tensors_of_state(state))
 
     def start(
         self,
         state: Tree,
         iteration: int,
-        description: RunDescription,
+        description: SavedRunConfig,
         *,
         until_staged: bool = False,
         best: int | None = None,
@@ -213,15 +217,15 @@ class CheckpointSaver:
         """
         assert self._in_flight is None, "one save at a time; finish() the other first"
         started = time.perf_counter()
-        tensors = plan.sharded_tensors(state)
+        tensors = save_plan.sharded_tensors_of_state(state)
         shares = self._assign_write_shares(tensors)
         save, lost = collectives.broadcast_object((uuid.uuid4().hex, self._lock_lost_error()), self.axis)
         if lost is not None:
             raise lost
         share = shares[self.axis.rank]
-        sources = [plan.tensor_for_box(offer, tensors).detach() for offer in share]
+        sources = [save_plan.local_tensor_of_box(offer, tensors).detach() for offer in share]
         # Values that change later must not leak in either.
-        values = json.loads(json.dumps(plan.non_tensor_values(state))) if self.axis.is_first else {}
+        values = json.loads(json.dumps(save_plan.non_tensor_values(state))) if self.axis.is_first else {}
         copied = threading.Event()
         contents = self._content_provider(sources, copied, later=until_staged)
         job = BackgroundJob(lambda: self._write_rank_file(iteration, save, share, contents), in_background=self._copies)
@@ -253,26 +257,26 @@ class CheckpointSaver:
             copied.set()
             return lambda: taken
 
-        def copy_when_called() -> Iterable[memoryview]:
+        def copy_sources_to_host() -> Iterable[memoryview]:
             try:
                 return self._snapshot.copy_to_host(sources)
             finally:
                 copied.set()
 
-        return copy_when_called
+        return copy_sources_to_host
 
     def poll(self) -> SaveOutcome | None:
         """Advance the save in progress without waiting. Returns its outcome, once."""
         if self._in_flight is None:
             return None
         ended = self._jobs if self._in_flight.job.done else self._jobs - 1
-        return self._advance_stage() if self._ended_jobs.reduce_deferred(ended) >= self._jobs else None
+        return self._advance_stage() if self._ended_jobs.start_and_return_previous(ended) >= self._jobs else None
 
     def finish(self) -> SaveOutcome | None:
         """Wait for the save in progress. Returns its outcome; None if there was none."""
         outcome = None
         while self._in_flight is not None:
-            self._in_flight.job.wait()
+            self._in_flight.job.join()
             outcome = self._advance_stage()
         return outcome
 
@@ -287,12 +291,12 @@ class CheckpointSaver:
             pass  # if the folder cannot be read, the save will tell
         return None
 
-    def _assign_write_shares(self, tensors: dict[str, ShardedTensor]) -> list[list[WriteCandidate]]:
+    def _assign_write_shares(self, tensors: dict[str, ShardedTensor]) -> list[list[BoxToWrite]]:
         """Return which rank writes which boxes; computed again only when the boxes of any rank have changed."""
-        mine = plan.write_candidates(tensors)
+        mine = save_plan.local_boxes_to_write(tensors)
         same = self._plan is not None and self._plan[0] == mine
         if not all(collectives.gather_objects(same, self.axis)):
-            self._plan = mine, plan.assign_writers(collectives.gather_objects(mine, self.axis))
+            self._plan = mine, save_plan.assign_writers(collectives.gather_objects(mine, self.axis))
             self._copies = self.rules.asynchronous and self._reserve_copy_memory()
         assert self._plan is not None, "the first time, no rank has a plan"
         return self._plan[1]
@@ -319,20 +323,23 @@ class CheckpointSaver:
         return True
 
     def _write_rank_file(
-        self, iteration: int, save: str, share: Sequence[WriteCandidate], contents: Callable[[], Iterable[memoryview]]
+        self, iteration: int, save: str, share: Sequence[BoxToWrite], contents: Callable[[], Iterable[memoryview]]
     ) -> list[str]:
         """Write this rank's file, if it has anything to write; returns the hashes of its content."""
         taken = contents()
         if self.axis.is_first:  # first of all, since what died may have left no room
-            store.remove_interrupted_saves(self.folder, save=save, files=self.files)
-        made, name = store.begin_save(self.folder, iteration, save, files=self.files), data_file_name(self.axis.rank)
+            checkpoint_folders.remove_interrupted_saves(self.folder, save=save, files=self.files)
+        made, name = (
+            checkpoint_folders.begin_save(self.folder, iteration, save, files=self.files),
+            data_file_name(self.axis.rank),
+        )
         if not share:
             return []
-        header = plan.data_file_header(self.axis.rank, share, save=save, iteration=iteration)
-        hashes = shard.write_shard(self.files, made / name, header, taken)
+        header = save_plan.rank_file_header(self.axis.rank, share, save=save, iteration=iteration)
+        hashes = rank_file.write_rank_file(self.files, made / name, header, taken)
         if self.rules.may_delete_older:  # nothing older goes before this is known to be readable
-            ranges = plan.data_file_ranges(self.axis.rank, share, header, hashes)
-            problems = shard.verify_ranges(self.files, made, ranges, save=save, threads=1)
+            ranges = save_plan.rank_file_ranges(self.axis.rank, share, header, hashes)
+            problems = rank_file.verify_ranges(self.files, made, ranges, save=save, threads=1)
             if problems:
                 raise CheckpointError("what was written does not read back", problems)
         return hashes
@@ -346,13 +353,13 @@ class CheckpointSaver:
         if in_flight.commits:
             failure, result = collectives.broadcast_object((in_flight.job.failure, in_flight.job.result), self.axis)
             size, notes = result or (0, [])
-            return self._end_save([failure] if failure else [], notes, size)
+            return self._outcome_of_ended_save([failure] if failure else [], notes, size)
         results = collectives.gather_objects((in_flight.job.failure, in_flight.job.result), self.axis)
         failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(results) if failure]
         if failures:
             if self.axis.is_first:
-                store.abandon_save(self.folder, in_flight.iteration, in_flight.save, files=self.files)
-            return self._end_save(failures, [], 0)
+                checkpoint_folders.abandon_save(self.folder, in_flight.iteration, in_flight.save, files=self.files)
+            return self._outcome_of_ended_save(failures, [], 0)
         in_flight.commits = True
         self._jobs += 1
         hashes = [written for _, written in results]
@@ -365,13 +372,13 @@ class CheckpointSaver:
         problems.
         """
         try:
-            files, tensors = plan.manifest_entries(
+            files, tensors = save_plan.manifest_entries(
                 in_flight.shares, hashes, save=in_flight.save, iteration=in_flight.iteration
             )
             manifest = Manifest(in_flight.save, in_flight.iteration, files, tensors, in_flight.values).json_bytes()
             if self.lock is not None:
                 self.lock.check_ownership()
-            step, note = store.commit_save(
+            step, note = checkpoint_folders.commit_save(
                 self.folder,
                 in_flight.iteration,
                 save=in_flight.save,
@@ -381,13 +388,15 @@ class CheckpointSaver:
                 files=self.files,
             )
         except Exception:
-            store.abandon_save(self.folder, in_flight.iteration, in_flight.save, files=self.files)
+            checkpoint_folders.abandon_save(self.folder, in_flight.iteration, in_flight.save, files=self.files)
             raise
         notes = [note] if note else []
         if in_flight.best is not None:
-            notes += filter(None, [store.link_best_checkpoint(self.folder, in_flight.best, files=self.files)])
+            notes += filter(
+                None, [checkpoint_folders.link_best_checkpoint(self.folder, in_flight.best, files=self.files)]
+            )
         try:
-            doomed = store.expired_checkpoints(
+            doomed = checkpoint_folders.expired_checkpoints(
                 self.folder,
                 saved=in_flight.iteration,
                 interval=self.rules.interval,
@@ -396,19 +405,19 @@ class CheckpointSaver:
                 files=self.files,
             )
             if doomed:
-                open_saved_checkpoint(step.folder, files=self.files)
-                notes += filter(None, [store.delete_checkpoints(doomed, files=self.files)])
+                open_native_checkpoint(step.folder, files=self.files)
+                notes += filter(None, [checkpoint_folders.delete_checkpoints(doomed, files=self.files)])
         except CheckpointError as error:
             notes.append(f"no older checkpoint is deleted: {error}")
-        return store.folder_num_bytes(step.folder, files=self.files), notes
+        return checkpoint_folders.folder_num_bytes(step.folder, files=self.files), notes
 
-    def _end_save(self, problems: list[str], notes: list[str], size: int) -> SaveOutcome:
+    def _outcome_of_ended_save(self, problems: list[str], notes: list[str], size: int) -> SaveOutcome:
         """End the save in progress and return its outcome."""
         in_flight, self._in_flight = self._in_flight, None
         assert in_flight is not None, "a save is on its way"
         return SaveOutcome(
             in_flight.iteration,
-            store.iteration_folder(self.folder, in_flight.iteration),
+            checkpoint_folders.iteration_folder(self.folder, in_flight.iteration),
             tuple(problems),
             (*in_flight.notes, *notes),
             size,
@@ -421,7 +430,7 @@ def save(
     state: Tree,
     folder: str | Path,
     iteration: int,
-    description: RunDescription,
+    description: SavedRunConfig,
     axis: Axis = _ALONE,
     *,
     files: FileSystem = DISK,

@@ -18,7 +18,7 @@ from megatron.core.parallel.boxes import Box
 
 
 @dataclass(frozen=True, slots=True)
-class TensorFormat:
+class ShapeAndDtype:
     """Global shape and dtype of a checkpoint's tensor."""
 
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class CheckpointSource(Protocol):
         """Name for messages, usually a path."""
 
     @property
-    def formats(self) -> Mapping[str, TensorFormat]:
+    def formats(self) -> Mapping[str, ShapeAndDtype]:
         """Name -> shape and dtype of every tensor."""
 
     @property
@@ -57,7 +57,7 @@ class CheckpointSource(Protocol):
         """
 
 
-class PartOfSource:
+class FilteredCheckpointSource:
     """A source with the tensors and values alone that are kept, by their names."""
 
     def __init__(self, source: CheckpointSource, keep: Callable[[str], bool]) -> None:

@@ -50,7 +50,7 @@ class OwnedSegment:
         return self.spec.name
 
     @property
-    def is_low_precision(self) -> bool:
+    def has_half_precision_weights(self) -> bool:
         """Whether the working weights are in half precision, so that the fp32 main weights are saved too."""
         return self.data.dtype in (torch.bfloat16, torch.float16) or self.rounds_to is not None
 
@@ -109,11 +109,11 @@ class Bucket:
         chunk, rank = self.data.numel() // self.axis.size, self.axis.rank if rank is None else rank
         return chunk * rank, chunk * (rank + 1)
 
-    def prepare_all_gather(self) -> None:
+    def convert_for_all_gather(self) -> None:
         """Convert the owned range into the format in which it is gathered; nothing to do for plain weights."""
 
     @property
-    def all_gather_buffers(self) -> tuple[Tensor, ...]:
+    def all_gather_outputs(self) -> tuple[Tensor, ...]:
         """The buffers to all-gather, each [elements of the bucket]."""
         return (self.data,)
 

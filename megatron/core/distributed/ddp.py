@@ -21,7 +21,7 @@ from megatron.core.distributed.buffers import Bucket, OwnedSegment, ParamOwnersh
 from megatron.core.distributed.fp8_param_gather import (
     LowPrecisionBucket,
     exchange_quantization_maxima,
-    quantized_weights_of,
+    quantized_weights_by_param,
 )
 from megatron.core.parallel import collectives
 from megatron.core.parallel.main_grad import MainGrad
@@ -50,7 +50,7 @@ class DataParallel:
         """
         self.module, self.overlap_reduce, self.overlap_gather = module, overlap_reduce, overlap_gather
         self.divisor = mesh.dp_cp.size if average else None
-        quantized = quantized_weights_of(module) if sharded else {}
+        quantized = quantized_weights_by_param(module) if sharded else {}
         self.buckets = make_buckets(
             module,
             mesh,
@@ -76,7 +76,7 @@ class DataParallel:
             for child in module.modules():
                 if any(True for _ in child.parameters(recurse=False)):
                     child.register_forward_pre_hook(self._before_forward)
-        self.refresh_params()
+        self.regather_loaded_params()
 
     @property
     def whole_params(self) -> list[nn.Parameter]:
@@ -95,7 +95,7 @@ class DataParallel:
         """
         return [segment for bucket in self.buckets if not bucket.holds_values for segment in bucket.owned_segments()]
 
-    def refresh_params(self) -> None:
+    def regather_loaded_params(self) -> None:
         """Gather the parameters of which only quantized values are held, after their owned ranges were written from
         outside.
         """
@@ -144,11 +144,11 @@ class DataParallel:
         for index in reversed(range(len(self.buckets))):
             bucket = self.buckets[index]
             if bucket.sharded:
-                bucket.prepare_all_gather()
+                bucket.convert_for_all_gather()
                 low, high = bucket.owned_range()
                 self._gathering[index] = [
                     collectives.start_all_gather(buffer, buffer[low:high], bucket.axis)
-                    for buffer in bucket.all_gather_buffers
+                    for buffer in bucket.all_gather_outputs
                 ]
         if not self.overlap_gather:
             self.finish_gather()

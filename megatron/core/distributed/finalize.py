@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.core.distributed.buffers import OwnedSegment
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.parallel.spec import local_shards
+from megatron.core.parallel.spec import local_shard_boxes
 
 
 def finalize_gradients(segments: Sequence[OwnedSegment], mesh: Mesh) -> None:
@@ -73,7 +73,7 @@ def ranges_replicated_over_tensor(segment: OwnedSegment, mesh: Mesh) -> list[tup
     for size in segment.local_shape[1:]:
         row *= size
     ranges = []
-    for piece in local_shards(segment.spec, mesh):
+    for piece in local_shard_boxes(segment.spec, mesh):
         if piece.replicas > 1:
             start = piece.local.offset[0] * row
             low, high = max(segment.low, start), min(segment.high, start + piece.local.shape[0] * row)

@@ -60,7 +60,7 @@ class _BucketMatrix:
     table: tuple[int, int]
 
     @property
-    def block_rows(self) -> int:
+    def rows_per_block(self) -> int:
         """Number of rows of a block, which are quantized together."""
         return self.held.block[0]
 
@@ -70,7 +70,7 @@ class _BucketMatrix:
         return (
             table
             if self.held.blocks is None
-            else table[first_row // self.block_rows : -(-(first_row + len(rows)) // self.block_rows)]
+            else table[first_row // self.rows_per_block : -(-(first_row + len(rows)) // self.rows_per_block)]
         )
 
     def range_within(self, low: int, high: int) -> tuple[int, int]:
@@ -82,7 +82,7 @@ class _BucketMatrix:
 
 
 class LowPrecisionBucket(Bucket):
-    """A bucket whose parameters have only quantized values, in the `QuantizedWeight` of each layer."""
+    """A bucket whose parameters have only quantized values, in the `Fp8GatheredWeight` of each layer."""
 
     holds_values = False
 
@@ -107,11 +107,11 @@ class LowPrecisionBucket(Bucket):
         self.matrices: list[_BucketMatrix] = []
         block = self.recipe.block_shape_of("weight")
         for start, param, weight in zip(self.starts, params, (quantized[param] for param in params), strict=False):
-            weight.held = self._quantized_views(self.data, start, param.shape, block)
+            weight.held = self._quantized_matrix_views(self.data, start, param.shape, block)
             transposed = (
                 weight.held
                 if self.turned is self.data
-                else self._quantized_views(self.turned, start, param.shape, block[::-1])
+                else self._quantized_matrix_views(self.turned, start, param.shape, block[::-1])
             )
             weight.turned = tuple(matrix.t() for matrix in transposed)
             param.data = param.data.new_zeros(()).expand(param.shape)
@@ -122,7 +122,7 @@ class LowPrecisionBucket(Bucket):
             counts = torch.tensor([matrix.sizes.stop - matrix.sizes.start for matrix in self.matrices])
             self._matrix_of_block = torch.repeat_interleave(counts).to(self.main.device)
 
-    def _quantized_views(
+    def _quantized_matrix_views(
         self, data: Tensor, start: int, shape: torch.Size, block: tuple[int, int]
     ) -> tuple[QuantizedMatrix, ...]:
         """Return views into `data` for the matrices of a weight [.., m, k]."""
@@ -142,7 +142,7 @@ class LowPrecisionBucket(Bucket):
         return tuple(parts)
 
     @property
-    def all_gather_buffers(self) -> tuple[Tensor, ...]:
+    def all_gather_outputs(self) -> tuple[Tensor, ...]:
         """The quantized values of all weights, uint8 [elements]; one buffer, or one for each orientation."""
         return (self.data,) if self.turned is self.data else (self.data, self.turned)
 
@@ -163,7 +163,7 @@ class LowPrecisionBucket(Bucket):
         """
         result = self.main.new_zeros(self.matrices[-1].sizes.stop)
         for matrix in self.matrices:
-            if (owned := self._owned_block_rows(matrix)) is not None:
+            if (owned := self._owned_block_row_values(matrix)) is not None:
                 matrix.block_row_maxima(result, *owned).copy_(self._block_maxima(matrix, owned[1]))
         return result.nan_to_num_(nan=float("inf"), posinf=float("inf"))  # a maximum would drop NaN
 
@@ -177,7 +177,7 @@ class LowPrecisionBucket(Bucket):
             0, self._matrix_of_block, block_maxima, "amax"
         )
 
-    def prepare_all_gather(self) -> None:
+    def convert_for_all_gather(self) -> None:
         """Quantize this rank's range again, by the maxima that `exchange_quantization_maxima` has set."""
         assert self.maxima is not None, "maxima are exchanged before weights are quantized"
         (block_maxima, matrix_maxima), self.maxima = self.maxima, None
@@ -198,7 +198,7 @@ class LowPrecisionBucket(Bucket):
 
     def _quantize_range(self, matrix: _BucketMatrix, matrix_maximum: Tensor | None, block_maxima: Tensor) -> None:
         """Quantize this rank's range of a matrix. block_maxima: of all matrices."""
-        if (owned := self._owned_block_rows(matrix)) is None:
+        if (owned := self._owned_block_row_values(matrix)) is None:
             return
         first, rows = owned
         rounded = self.recipe.quantise(
@@ -209,15 +209,15 @@ class LowPrecisionBucket(Bucket):
             low - before : high - before
         ]
 
-    def _owned_block_rows(self, matrix: _BucketMatrix) -> tuple[int, Tensor] | None:
+    def _owned_block_row_values(self, matrix: _BucketMatrix) -> tuple[int, Tensor] | None:
         """Return (first row, rows [r, k]) of the whole blocks that cover this rank's range, zero where other ranks own
         the elements.
         """
         (low, high), (count, width) = matrix.range_within(*self.owned_range()), matrix.held.values.shape
         if low >= high:
             return None
-        first = low // width // matrix.block_rows * matrix.block_rows
-        last = min(-(-high // (width * matrix.block_rows)) * matrix.block_rows, count)
+        first = low // width // matrix.rows_per_block * matrix.rows_per_block
+        last = min(-(-high // (width * matrix.rows_per_block)) * matrix.rows_per_block, count)
         begin = matrix.start + low - self.owned_range()[0]
         rows = self.main.new_zeros((last - first) * width)
         rows[low - first * width : high - first * width] = self.main[begin : begin + high - low]
@@ -245,23 +245,23 @@ def exchange_quantization_maxima(buckets: Iterable[Bucket]) -> None:
         if isinstance(bucket, LowPrecisionBucket):
             groups.setdefault((bucket.axis.ranks, bucket.cut.ranks), []).append(bucket)
     for together in groups.values():
-        of_blocks = _all_reduce_max_together([bucket.local_block_maxima() for bucket in together], together[0].axis)
+        of_blocks = _all_reduce_tensor_maxima([bucket.local_block_maxima() for bucket in together], together[0].axis)
         for bucket, block_maxima in zip(together, of_blocks, strict=True):
             bucket.maxima = block_maxima, None
         if together[0].recipe.needs_tensor_amax:
             own = [bucket.matrix_maxima(maxima) for bucket, maxima in zip(together, of_blocks, strict=True)]
-            of_matrices = _all_reduce_max_together(own, together[0].cut)
+            of_matrices = _all_reduce_tensor_maxima(own, together[0].cut)
             for bucket, *maxima in zip(together, of_blocks, of_matrices, strict=True):
                 bucket.maxima = maxima[0], maxima[1]
 
 
-def _all_reduce_max_together(tensors: list[Tensor], axis: Axis) -> list[Tensor]:
+def _all_reduce_tensor_maxima(tensors: list[Tensor], axis: Axis) -> list[Tensor]:
     """Return the elementwise maxima over the axis of tensors [n] of any lengths, in one all-reduce."""
     lengths = [len(tensor) for tensor in tensors]
     return list(collectives.all_reduce(torch.cat(tensors), axis, "max").split(lengths))
 
 
-def quantized_weights_of(module: nn.Module) -> dict[nn.Parameter, Fp8GatheredWeight]:
+def quantized_weights_by_param(module: nn.Module) -> dict[nn.Parameter, Fp8GatheredWeight]:
     """Return the weights of a stage that are stored quantized, with the layer state that uses them."""
     result: dict[nn.Parameter, Fp8GatheredWeight] = {}
     for submodule in module.modules():

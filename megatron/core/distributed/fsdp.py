@@ -66,14 +66,16 @@ class FullySharded:
         self._mesh, self._grad_dtype, self._average = mesh, grad_dtype, average
         # No caller writes into the output of a stage.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-        dense_mesh = _device_mesh(mesh.dp_cp, mesh)
-        expert_placement = _row_placement(mesh.edp, mesh) if mesh.edp.group not in (None, mesh.dp_cp.group) else None
+        dense_mesh = _device_mesh_of_axis(mesh.dp_cp, mesh)
+        expert_placement = (
+            _fsdp_row_placement(mesh.edp, mesh) if mesh.edp.group not in (None, mesh.dp_cp.group) else None
+        )
         unsharded: set[nn.Parameter] = set()
         for submodule in (*layers, module):
             fill(submodule)
-            unsharded |= {p for p in submodule.parameters() if self._stays_unsharded(p)} | _params_kept_in_fp32(
-                submodule
-            )
+            unsharded |= {
+                p for p in submodule.parameters() if self._is_excluded_from_sharding(p)
+            } | _params_kept_in_fp32(submodule)
             fsdp_module = self._shard_submodule(
                 submodule, dense_mesh, expert_placement, unsharded, reshard=submodule is not module and not keep_layers
             )
@@ -92,7 +94,7 @@ class FullySharded:
             average=average,
         )
 
-    def _stays_unsharded(self, param: nn.Parameter) -> bool:
+    def _is_excluded_from_sharding(self, param: nn.Parameter) -> bool:
         """Return whether a parameter is not sharded: it has no gradient, or no other rank holds the same experts."""
         return not (param.requires_grad and self._mesh.axis(param_spec_of(param).reduce_over).group)
 
@@ -115,7 +117,7 @@ class FullySharded:
             path: p for path, p in submodule.named_parameters() if p not in unsharded and not isinstance(p, DTensor)
         }
         specs = {path: param_spec_of(param) for path, param in new_params.items()}
-        gather_dtype = _convert_to_fp32(list(new_params.values()))
+        gather_dtype = _convert_half_params_to_fp32(list(new_params.values()))
         fsdp_module = fully_shard(
             submodule,
             mesh=device_mesh,
@@ -129,7 +131,7 @@ class FullySharded:
         for path, spec in specs.items():
             param, axis = submodule.get_parameter(path), self._mesh.axis(spec.reduce_over)
             self.sharded_segments += _owned_segments(param, spec, axis, gather_dtype)
-            rows = tuple(_owned_row_range(param, axis.size, rank) for rank in range(axis.size))
+            rows = tuple(_owned_flat_range(param, axis.size, rank) for rank in range(axis.size))
             self._owned.append(ParamOwnership(spec, tuple(param.shape), rows))
         return fsdp_module
 
@@ -161,7 +163,7 @@ class FullySharded:
     def start_gather(self) -> None:
         """Nothing to do: layers are gathered when they are needed."""
 
-    def refresh_params(self) -> None:
+    def regather_loaded_params(self) -> None:
         """Nothing to do after shards were written from outside: layers are gathered when they are needed."""
 
     def finish_gather(self) -> None:
@@ -181,7 +183,7 @@ def _params_kept_in_fp32(module: nn.Module) -> set[nn.Parameter]:
     return {param for param in whole if param.dtype not in _HALF}
 
 
-def _row_placement(axis: Axis, mesh: Mesh) -> Any:
+def _fsdp_row_placement(axis: Axis, mesh: Mesh) -> Any:
     """Return FSDP2's placement that shards rows over `axis`, on a mesh of its own. `ConfigError` before torch 2.13,
     which lacks this.
     """
@@ -191,17 +193,17 @@ def _row_placement(axis: Axis, mesh: Mesh) -> Any:
             f"{torch.__version__} cannot; use torch 2.13, --expert-model-parallel-size 1, or --use-distributed-optimizer"
         )
     return placements.ShardPlacementResult(
-        Shard(0), placements.FSDPMeshInfo(_device_mesh(axis, mesh), shard_mesh_dim=0)
+        Shard(0), placements.FSDPMeshInfo(_device_mesh_of_axis(axis, mesh), shard_mesh_dim=0)
     )
 
 
-def _device_mesh(axis: Axis, mesh: Mesh) -> DeviceMesh:
+def _device_mesh_of_axis(axis: Axis, mesh: Mesh) -> DeviceMesh:
     """Return a torch device mesh over the axis's process group."""
     assert axis.group is not None, f"{axis.name} has several ranks, and so a group"
     return DeviceMesh.from_group(axis.group, mesh.device.type)
 
 
-def _convert_to_fp32(params: Sequence[nn.Parameter]) -> torch.dtype | None:
+def _convert_half_params_to_fp32(params: Sequence[nn.Parameter]) -> torch.dtype | None:
     """Convert half-precision parameters to fp32 and return the dtype in which they are to be gathered, None if there
     are none.
     """
@@ -224,7 +226,7 @@ def _owned_segments(
         "FSDP2 shards every parameter that it is given"
     )
     data, grad = param.to_local().detach().view(-1), param.grad.to_local().view(-1)
-    low, high = _owned_row_range(param, axis.size, axis.rank)
+    low, high = _owned_flat_range(param, axis.size, axis.rank)
     assert high - low == data.numel(), f"torch gave this rank {data.numel()} elements of {spec.name}, not {high - low}"
     return (
         [OwnedSegment(spec, tuple(param.shape), low, high, data, grad, sharded=True, rounds_to=gather_dtype)]
@@ -233,7 +235,7 @@ def _owned_segments(
     )
 
 
-def _owned_row_range(param: nn.Parameter, ranks: int, rank: int) -> tuple[int, int]:
+def _owned_flat_range(param: nn.Parameter, ranks: int, rank: int) -> tuple[int, int]:
     """Return the flat range [low, high) of the rows of a parameter that `rank` of `ranks` owns."""
     rows, size = math.ceil(param.shape[0] / ranks), math.prod(param.shape[1:])
     return min(rows * rank, param.shape[0]) * size, min(rows * (rank + 1), param.shape[0]) * size

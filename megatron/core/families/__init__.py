@@ -1,20 +1,20 @@
 """Published weights: settings and names, no ranks.
 
-rules.py        Op, Row, Family: rows that run both ways, and the check that they lose nothing
-settings.py     the keys of a config.json
-gpt2.py         GPT-2
-llama.py        Llama 2 and 3, SmolLM2, Mistral
-mixtral.py      Mixtral, and what all with experts share
-qwen.py         Qwen 2, 2.5 and 3, with experts and without
-deepseek.py     DeepSeek-V2 and V3
-gpt_oss.py      gpt-oss
-gemma.py        Gemma 1 and 2
-olmo.py         OLMo 2
-bert.py         BERT, and BERT as Megatron builds it
-t5.py           T5 v1.0, v1.1 and Flan
-registry.py     the families that are known, and which of them can say what a network is
-packed.py       tensors that files hold in 4 bits, in 8 bits, or many in one
-tensor_file.py  safetensors files, a tensor at a time
-hf.py           Hugging Face folders: a Source of our names, and the way back
-megatron/       Megatron-LM's own checkpoints
+parameter_mapping.py  Op, Row, Family: rows that run both ways, and the check that they lose nothing
+config_json.py        the keys of a config.json
+gpt2.py               GPT-2
+llama.py              Llama 2 and 3, SmolLM2, Mistral
+mixtral.py            Mixtral, and what all with experts share
+qwen.py               Qwen 2, 2.5 and 3, with experts and without
+deepseek.py           DeepSeek-V2 and V3
+gpt_oss.py            gpt-oss
+gemma.py              Gemma 1 and 2
+olmo.py               OLMo 2
+bert.py               BERT, and BERT as Megatron builds it
+t5.py                 T5 v1.0, v1.1 and Flan
+registry.py           the families that are known, and which of them can say what a network is
+dequantize.py         tensors that files hold in 4 bits, in 8 bits, or many in one
+tensor_file.py        safetensors files, a tensor at a time
+hf.py                 Hugging Face folders: a Source of our names, and the way back
+megatron/             Megatron-LM's own checkpoints
 """

@@ -1,7 +1,7 @@
 """Adapters read into memory, by our names; and a network with adapters merged into its weights, as a source.
 
-AdapterSet      factors of every adapted matrix, and parameters that were trained beside them
-AdapterSource   the same as the tensors that a run with adapters loads
+LoadedAdapter      factors of every adapted matrix, and parameters that were trained beside them
+InMemoryAdapterSource   the same as the tensors that a run with adapters loads
 Merged          a network's source whose weights are W + scale B A, and with lengths of rows m (W + scale B A) / |W + scale B A|
 """
 
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config.adapters import WHOLE, global_layer_name, is_adapter_parameter, linear_layer_shapes
-from megatron.core.config.flags import config_to_values
+from megatron.core.config.adapters import WHOLE, is_adapter_parameter, layer_module_path, linear_shapes_of_layer
+from megatron.core.config.flags import config_to_dict
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.dist_checkpointing.source import CheckpointSource, TensorFormat
-from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.registry import model_config_of
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.core.dist_checkpointing.source import CheckpointSource, ShapeAndDtype
+from megatron.core.families.registry import model_config_from_settings
 from megatron.core.parallel.boxes import Box, whole_box
 
 BASE = "run.base"  # the value under which a checkpoint of adapters keeps the hash of its base
@@ -32,7 +32,7 @@ _LEFT = ("run.tokenizer", "run.progress")  # of a run's values those that weight
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterWeights:
+class LinearLoraWeights:
     """One adapter. linear: global name of its layer. part: of a fused matrix, "" all of it. rows: first row of the matrix, and number.
 
     first: A, [r, in], of experts [e, r, in]. second: B, [rows, r], of experts [e, rows, r]. lengths: of rows, [rows], with DoRA.
@@ -58,7 +58,7 @@ class AdapterWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterSet:
+class LoadedAdapter:
     """All adapters of a network, in memory. where: what they were read from, for errors.
 
     model: with its adapters. saved: parameters that were trained beside them, by global name. base: hash and name of
@@ -67,7 +67,7 @@ class AdapterSet:
 
     where: str
     model: ModelConfig
-    pairs: tuple[AdapterWeights, ...]
+    pairs: tuple[LinearLoraWeights, ...]
     saved: Mapping[str, Tensor]
     base: Mapping[str, Any]
 
@@ -75,25 +75,25 @@ class AdapterSet:
 def planned_adapters(model: ModelConfig) -> Iterator[tuple[str, str, tuple[int, int], float]]:
     """Yield (global name of the linear layer, part, (first row, number of rows), scale) of every adapter of a network."""
     for plan in network_layer_plans(model):
-        shapes = linear_layer_shapes(model, plan)
+        shapes = linear_shapes_of_layer(model, plan)
         for one in plan.adapters:
-            rows = shapes[one.linear].row_range(one.part)
-            yield f"{global_layer_name(model, plan)}.{one.linear}", one.part, rows, one.scale
+            rows = shapes[one.linear].rows_of_part(one.part)
+            yield f"{layer_module_path(model, plan)}.{one.linear}", one.part, rows, one.scale
 
 
-def require_adapters_fit_network(adapters: AdapterSet, model: ModelConfig) -> None:
+def require_adapters_fit_network(adapters: LoadedAdapter, model: ModelConfig) -> None:
     """Raise `CheckpointError` if adapters name layers that the network does not have, or matrices of other sizes."""
     shapes = {
-        f"{global_layer_name(model, plan)}.{path}": shape
+        f"{layer_module_path(model, plan)}.{path}": shape
         for plan in network_layer_plans(model)
-        for path, shape in linear_layer_shapes(model, plan).items()
+        for path, shape in linear_shapes_of_layer(model, plan).items()
     }
     problems = []
     for pair in adapters.pairs:
         shape, theirs = shapes.get(pair.linear), (pair.second.shape[-2], pair.first.shape[-1])
         if shape is None or pair.part not in ("", *(part for part, _ in shape.parts)):
             problems.append(f"{pair.parameter_prefix}: this network has no such linear layer")
-        elif theirs != (mine := (shape.row_range(pair.part)[1], shape.inputs)):
+        elif theirs != (mine := (shape.rows_of_part(pair.part)[1], shape.inputs)):
             problems.append(
                 f"{pair.parameter_prefix} is of a matrix of {theirs[0]} x {theirs[1]}, and this network has {mine[0]} x {mine[1]}"
             )
@@ -101,9 +101,9 @@ def require_adapters_fit_network(adapters: AdapterSet, model: ModelConfig) -> No
         raise CheckpointError(f"{adapters.where} holds adapters of another network", problems)
 
 
-def read_adapter_checkpoint(source: CheckpointSource) -> AdapterSet:
+def read_native_adapter_checkpoint(source: CheckpointSource) -> LoadedAdapter:
     """Read the adapters of a checkpoint of a run that trained them. `CheckpointError` if it holds none, or not all."""
-    model = model_config_of(source.settings)
+    model = model_config_from_settings(source.settings)
     if BASE not in source.values or not model.adapter.has_adapters:
         raise CheckpointError(f"{source.where} holds no adapters but a network")
     tensors = {
@@ -118,16 +118,16 @@ def read_adapter_checkpoint(source: CheckpointSource) -> AdapterSet:
         if missing:
             raise CheckpointError(f"{source.where} lacks adapters that its settings name", missing)
         factors = tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"]
-        pairs.append(AdapterWeights(linear, part, rows, *factors, scale, tensors.get(f"{name}.magnitude")))
+        pairs.append(LinearLoraWeights(linear, part, rows, *factors, scale, tensors.get(f"{name}.magnitude")))
     saved = {name: tensor for name, tensor in tensors.items() if not is_adapter_parameter(name)}
-    return AdapterSet(source.where, model, tuple(pairs), saved, dict(source.values[BASE]))
+    return LoadedAdapter(source.where, model, tuple(pairs), saved, dict(source.values[BASE]))
 
 
-class AdapterSource:
-    """A `Source` of the tensors that a run with adapters loads, from an `AdapterSet`."""
+class InMemoryAdapterSource:
+    """A `Source` of the tensors that a run with adapters loads, from an `LoadedAdapter`."""
 
-    def __init__(self, adapters: AdapterSet) -> None:
-        self.where, self.settings = adapters.where, config_to_values(adapters.model)
+    def __init__(self, adapters: LoadedAdapter) -> None:
+        self.where, self.settings = adapters.where, config_to_dict(adapters.model)
         self.values: dict[str, Any] = {BASE: dict(adapters.base)}
         self._tensors = {f"model.{name}": tensor for name, tensor in adapters.saved.items()}
         for pair in adapters.pairs:
@@ -137,8 +137,8 @@ class AdapterSource:
             }
             if pair.lengths is not None:
                 self._tensors[f"model.{pair.parameter_prefix}.magnitude"] = pair.lengths
-        self.formats: Mapping[str, TensorFormat] = {
-            name: TensorFormat(tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()
+        self.formats: Mapping[str, ShapeAndDtype] = {
+            name: ShapeAndDtype(tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()
         }
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -151,20 +151,20 @@ class MergedAdapterSource:
     tokenizer and progress are kept.
     """
 
-    def __init__(self, source: CheckpointSource, adapters: AdapterSet, *, sign: float = 1.0) -> None:
+    def __init__(self, source: CheckpointSource, adapters: LoadedAdapter, *, sign: float = 1.0) -> None:
         """sign: -1 takes adapters out. Raises `CheckpointError` where an adapter belongs to no matrix of the source, or cannot be taken out."""
         self.where, self._source, self._sign = source.where, source, sign
         self.values = {
             name: value for name, value in source.values.items() if not name.startswith("run.") or name in _LEFT
         }
-        self.formats: Mapping[str, TensorFormat] = {
+        self.formats: Mapping[str, ShapeAndDtype] = {
             name: one for name, one in source.formats.items() if name.startswith("model.")
         }
-        self.settings: Mapping[str, Any] = {**source.settings, **config_to_values(AdapterConfig())}
+        self.settings: Mapping[str, Any] = {**source.settings, **config_to_dict(AdapterConfig())}
         self._saved = {f"model.{name}": tensor for name, tensor in adapters.saved.items()}
         if adapters.model.reward_head:
             self._replace_output_by_reward_head(adapters.saved["score.weight"])
-        self._pairs: dict[str, list[AdapterWeights]] = {}
+        self._pairs: dict[str, list[LinearLoraWeights]] = {}
         for pair in adapters.pairs:
             self._pairs.setdefault(f"model.{pair.linear}.weight", []).append(pair)
         if problems := [*self._adapter_shape_problems(), *self._saved_parameter_problems()]:
@@ -180,7 +180,7 @@ class MergedAdapterSource:
         """Replace the output layer of the language model by the head of a reward model, [1, h]."""
         dtype = self.formats["model.embedding.word_embeddings.weight"].dtype
         kept = {name: one for name, one in self.formats.items() if not name.startswith(f"model.{OUTPUT_LAYER}")}
-        self.formats = {**kept, "model.score.weight": TensorFormat(tuple(head.shape), dtype)}
+        self.formats = {**kept, "model.score.weight": ShapeAndDtype(tuple(head.shape), dtype)}
         self.settings = {**self.settings, "reward_head": True}
 
     def _adapter_shape_problems(self) -> Iterator[str]:

@@ -12,18 +12,18 @@ from typing import Any
 
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.llama import NO_BIAS, attention_mappings, llama_config_keys, mlp_mappings, read_llama_keys
-from megatron.core.families.nemotron_h import mamba_mappings, read_time_step_limits, time_step_limit_key
-from megatron.core.families.qwen import head_dim_key
-from megatron.core.families.qwen_next import partial_rotary_factor_keys, pop_partial_rotary_factor
-from megatron.core.families.rules import (
+from megatron.core.families.config_json import ErrorCollectingConfigReader
+from megatron.core.families.llama import NO_BIAS, attention_mappings, mlp_mappings, read_llama_keys, write_llama_keys
+from megatron.core.families.nemotron_h import mamba_mappings, mamba_time_step_limit_value, read_mamba_time_step_limits
+from megatron.core.families.parameter_mapping import (
     Family,
     ParameterMapping,
     decoder_mappings_with_ends,
     module_mappings,
-    renamed_weight_mappings,
+    rename_only_weight_mappings,
 )
-from megatron.core.families.settings import ConfigReader
+from megatron.core.families.qwen import write_head_dim_key
+from megatron.core.families.qwen_next import pop_partial_rotary_factor, write_partial_rotary_factor
 
 _SAYS_NOTHING = ("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient")
 _FACTORS = (
@@ -41,10 +41,10 @@ _NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "pre_ff_lay
 _SHARE = 0.5  # of a head that is rotated, where a config does not say
 
 
-def _read_mamba_keys(keys: ConfigReader, inner: int) -> dict[str, Any]:
+def _read_mamba_keys(keys: ErrorCollectingConfigReader, inner: int) -> dict[str, Any]:
     """Read the settings of the Mamba-2 mixers. inner: channels of all heads."""
-    keys.pop("mamba_expand")
-    heads, size = keys.positive_int("mamba_n_heads", 128), keys.pop("mamba_d_head")
+    keys.pop_or_none("mamba_expand")
+    heads, size = keys.positive_int("mamba_n_heads", 128), keys.pop_or_none("mamba_d_head")
     if size not in (None, "auto", inner / heads):
         keys.problems.append(f"mamba_d_head: {size} by {heads} heads is not the {inner} channels of all")
     return {
@@ -52,15 +52,15 @@ def _read_mamba_keys(keys: ConfigReader, inner: int) -> dict[str, Any]:
         "mamba_head_dim": inner // heads or 1,
         "mamba_num_groups": keys.positive_int("mamba_n_groups", 1),
         "mamba_state_dim": keys.positive_int("mamba_d_state", 256),
-        "mamba_time_step_limit": read_time_step_limits(keys),
+        "mamba_time_step_limit": read_mamba_time_step_limits(keys),
     }
 
 
-def _read_bamba_config(keys: ConfigReader) -> dict[str, Any]:
-    keys.pop("partial_rotary_factor")  # which the class passes over
+def _read_bamba_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+    keys.pop_or_none("partial_rotary_factor")  # which the class passes over
     share = pop_partial_rotary_factor(keys, _SHARE)
     keys.set_key_defaults(rms_norm_eps=1e-5)
-    settings, attending = read_llama_keys(keys), keys.pop("attn_layer_indices") or []
+    settings, attending = read_llama_keys(keys), keys.pop_or_none("attn_layer_indices") or []
     layers = range(settings["num_layers"])
     return {
         **settings,
@@ -79,13 +79,13 @@ def _write_bamba_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str
     attending = [layer for layer, mixer in enumerate(mixers) if mixer == "attention"]
     inner = (hybrid.mamba_num_heads or 0) * hybrid.mamba_head_dim
     config = {
-        **llama_config_keys(model, like),
+        **write_llama_keys(model, like),
         "num_hidden_layers": len(mixers),
         "attn_layer_indices": attending or like.get("attn_layer_indices"),
         **_mamba_config_keys(model, like),
         "mamba_expand": inner // model.hidden_size,
     }
-    return config | partial_rotary_factor_keys(config, model, like)
+    return config | write_partial_rotary_factor(config, model, like)
 
 
 def _mamba_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,17 +97,17 @@ def _mamba_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str,
         "mamba_d_head": like.get("mamba_d_head") if like.get("mamba_d_head") == "auto" else hybrid.mamba_head_dim,
         "mamba_n_groups": hybrid.mamba_num_groups,
         "mamba_d_state": hybrid.mamba_state_dim,
-        **({"time_step_limit": time_step_limit_key(model)} if limited else {}),
+        **({"time_step_limit": mamba_time_step_limit_value(model)} if limited else {}),
     }
 
 
-def _read_falcon_h1_config(keys: ConfigReader) -> dict[str, Any]:
+def _read_falcon_h1_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     keys.set_key_defaults(rms_norm_eps=1e-5)
     normed, before = keys.boolean("mamba_rms_norm", False), keys.boolean("mamba_norm_before_gate", True)
     settings = read_llama_keys(keys)
     inner = keys.positive_int("mamba_d_ssm", keys.positive_int("mamba_expand", 2) * settings["hidden_size"])
     factors = {name: keys.non_negative_float(name, 1.0, positive=True) for name in _FACTORS}
-    lists = {name: tuple(map(float, keys.pop(name) or ())) for name in _FACTOR_LISTS}
+    lists = {name: tuple(map(float, keys.pop_or_none(name) or ())) for name in _FACTOR_LISTS}
     return {
         **settings,
         **_read_mamba_keys(keys, inner),
@@ -125,9 +125,9 @@ def _write_falcon_h1_config(model: ModelConfig, like: Mapping[str, Any]) -> dict
     before = like.get("mamba_norm_before_gate", True) if kind == "none" else kind == "before_gate"
     return {
         **({"mamba_expand": like["mamba_expand"]} if "mamba_expand" in like else {}),
-        **llama_config_keys(model, like),
+        **write_llama_keys(model, like),
         **_mamba_config_keys(model, like),
-        **head_dim_key(model, like),
+        **write_head_dim_key(model, like),
         **{name: getattr(factors, name) for name in _FACTORS},
         "ssm_multipliers": list(factors.ssm_multipliers or (1.0,) * 5),
         "mlp_multipliers": list(factors.mlp_multipliers or (1.0, 1.0)),
@@ -146,9 +146,9 @@ def falcon_h1_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
         mixer = [row for row in mamba_mappings(f"{ours}mixer.", f"{theirs}mamba.") if normed or "norm" not in row.ours]
         result += [
             *mlp_mappings(model, f"{ours}mlp.", f"{theirs}feed_forward."),
-            *(mixer if plan.beside == "mamba" else ()),
+            *(mixer if plan.parallel_mixer == "mamba" else ()),
             *attention_mappings(model, f"{ours}self_attention.", f"{theirs}self_attn."),
-            *renamed_weight_mappings(ours, theirs, _NORMS),
+            *rename_only_weight_mappings(ours, theirs, _NORMS),
         ]
     return decoder_mappings_with_ends(model, result, final_norm="final_layernorm")
 

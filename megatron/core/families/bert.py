@@ -16,17 +16,17 @@ from functools import partial
 from typing import Any
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.rules import (
+from megatron.core.families.config_json import TANH_GELU, ErrorCollectingConfigReader, architectures_of, preserved_keys
+from megatron.core.families.parameter_mapping import (
     BIASED,
     Family,
-    HeadVariant,
+    HFModelClass,
     ParameterMapping,
     concat_conversion,
     module_mappings,
-    renamed_weight_mappings,
+    rename_only_weight_mappings,
     same,
 )
-from megatron.core.families.settings import TANH_GELU, ConfigReader, architectures_of, preserved_keys
 
 _SAYS_NOTHING = (
     "classifier_dropout",
@@ -47,7 +47,7 @@ _BEFORE = {"norm_after_residual": False, "embedding_layernorm": False}
 _WORDS, _POOLER, _PAIRS = ("lm_head.", "output_layer."), "pooler.", "binary_head."
 
 
-def _read_bert_config(keys: ConfigReader, *, norms: Mapping[str, bool], pairs: str) -> dict[str, Any]:
+def _read_bert_config(keys: ErrorCollectingConfigReader, *, norms: Mapping[str, bool], pairs: str) -> dict[str, Any]:
     """Read our settings from the keys of a config.json; what cannot be expressed is noted in `keys.problems`.
 
     norms: settings of the places of the norms. pairs: name of the class that always has the head for pairs of texts.
@@ -105,7 +105,7 @@ def write_bert_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, 
 
 def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     """Return the mappings of all parameters between our names and those of transformers, in its order."""
-    rows = renamed_weight_mappings("embedding.", "bert.embeddings.", _TABLES)
+    rows = rename_only_weight_mappings("embedding.", "bert.embeddings.", _TABLES)
     if model.embedding_layernorm:
         rows += _weight_and_bias_mappings("embedding.layernorm", "bert.embeddings.LayerNorm")
     for layer in range(model.num_layers):
@@ -143,18 +143,18 @@ def _weight_and_bias_mappings(ours: str, theirs: str) -> list[ParameterMapping]:
     return module_mappings(ours, theirs, kinds=BIASED)
 
 
-def _complete_by_tensor_names(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+def _binary_head_from_tensor_names(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Set bert_binary_head if the files hold the head for pairs or the pooler."""
     there = any(name.startswith(("bert.pooler.", "cls.seq_relationship.")) for name in names)
     return {**settings, "bert_binary_head": settings["bert_binary_head"] or there}
 
 
-def _bert_head_variants(name: str) -> tuple[HeadVariant, ...]:
+def _bert_model_classes(name: str) -> tuple[HFModelClass, ...]:
     """Return the classes of transformers with their heads. name: their common beginning."""
     return (
-        HeadVariant(f"{name}ForPreTraining", (*_WORDS, _POOLER, _PAIRS)),
-        HeadVariant(f"{name}ForMaskedLM", _WORDS),
-        HeadVariant(f"{name}Model", bare=True),
+        HFModelClass(f"{name}ForPreTraining", (*_WORDS, _POOLER, _PAIRS)),
+        HFModelClass(f"{name}ForMaskedLM", _WORDS),
+        HFModelClass(f"{name}Model", bare=True),
     )
 
 
@@ -178,8 +178,8 @@ BERT = Family(
     skipped=_SKIPPED,
     copies=_COPIES,
     renamed=_RENAMED,
-    variants=_bert_head_variants("Bert"),
-    seen=_complete_by_tensor_names,
+    variants=_bert_model_classes("Bert"),
+    seen=_binary_head_from_tensor_names,
 )
 MEGATRON_BERT = replace(
     BERT,
@@ -187,5 +187,5 @@ MEGATRON_BERT = replace(
     architecture="MegatronBertForPreTraining",
     model_type="megatron-bert",
     read_config=partial(_read_bert_config, norms=_BEFORE, pairs="MegatronBertForPreTraining"),
-    variants=_bert_head_variants("MegatronBert"),
+    variants=_bert_model_classes("MegatronBert"),
 )

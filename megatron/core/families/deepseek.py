@@ -15,19 +15,25 @@ from typing import Any
 
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
+from megatron.core.families.config_json import BALANCE, ErrorCollectingConfigReader, format_layer_freq
 from megatron.core.families.llama import (
     NO_BIAS,
     decoder_layer_mappings,
     decoder_mappings,
     gated_mlp_mappings,
-    llama_config_keys,
     mlp_mappings,
     read_llama_keys,
+    write_llama_keys,
 )
 from megatron.core.families.mixtral import expert_mappings
+from megatron.core.families.parameter_mapping import (
+    Family,
+    ParameterMapping,
+    module_mappings,
+    rename_only_weight_mappings,
+    same,
+)
 from megatron.core.families.qwen import FUSED
-from megatron.core.families.rules import Family, ParameterMapping, module_mappings, renamed_weight_mappings, same
-from megatron.core.families.settings import BALANCE, ConfigReader, format_layer_pattern
 from megatron.core.models.describe import num_stored_mtp_layers
 
 _SAYS_NOTHING = (
@@ -45,7 +51,7 @@ _SAYS_NOTHING = (
 _EPSILON = 1e-6  # of the norms of latent vectors, whatever the others have
 
 
-def _read_deepseek_keys(keys: ConfigReader) -> dict[str, Any]:
+def _read_deepseek_keys(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     """Read the settings that V2 and V3 have in common."""
     keys.ignore_keys("head_dim")
     keys.one_of("mlp_bias", (False,), False)
@@ -62,7 +68,7 @@ def _read_deepseek_keys(keys: ConfigReader) -> dict[str, Any]:
             f"num_key_value_heads: {settings['num_query_groups']} has no counterpart here; num_attention_heads has"
         )
     dense, layers, width = (
-        keys.pop("first_k_dense_replace") or 0,
+        keys.pop_or_none("first_k_dense_replace") or 0,
         settings["num_layers"],
         keys.positive_int("moe_intermediate_size"),
     )
@@ -82,14 +88,14 @@ def _read_deepseek_keys(keys: ConfigReader) -> dict[str, Any]:
         "moe_router_topk": keys.positive_int("num_experts_per_tok"),
         "moe_ffn_hidden_size": width,
         "moe_shared_expert_intermediate_size": width * keys.positive_int("n_shared_experts"),
-        "moe_layer_freq": format_layer_pattern([place >= dense for place in range(layers)]) if dense else "1",
+        "moe_layer_freq": format_layer_freq([place >= dense for place in range(layers)]) if dense else "1",
         "moe_router_topk_scaling_factor": None
         if (factor := keys.non_negative_float("routed_scaling_factor", 1.0)) == 1.0
         else factor,
     }
 
 
-def read_expert_group_keys(keys: ConfigReader, score: str, *, used: bool) -> dict[str, Any]:
+def read_group_limited_routing_keys(keys: ErrorCollectingConfigReader, score: str, *, used: bool) -> dict[str, Any]:
     """Read the settings of group-limited routing; {} without it.
 
     score: how a group is scored, "sum" or "max". used: whether the network limits groups at all.
@@ -104,7 +110,7 @@ def _deepseek_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[s
     mla, moe = model.mla, model.moe
     width = moe.moe_ffn_hidden_size or 1
     return {
-        **llama_config_keys(model, like),
+        **write_llama_keys(model, like),
         "q_lora_rank": mla.q_lora_rank,
         "kv_lora_rank": mla.kv_lora_rank,
         "qk_nope_head_dim": mla.qk_head_dim,
@@ -121,12 +127,12 @@ def _deepseek_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[s
     }
 
 
-def _read_v2_config(keys: ConfigReader) -> dict[str, Any]:
+def _read_v2_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     method = keys.one_of("topk_method", ("greedy", "group_limited_greedy"), "greedy")
     keys.one_of("scoring_func", ("softmax",), "softmax")
     return {
         **_read_deepseek_keys(keys),
-        **read_expert_group_keys(keys, "max", used=method != "greedy"),
+        **read_group_limited_routing_keys(keys, "max", used=method != "greedy"),
         "moe_router_pre_softmax": True,
     }
 
@@ -136,10 +142,10 @@ def _write_v2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, A
     return {**_deepseek_config_keys(model, like), "topk_method": method}
 
 
-def _read_v3_config(keys: ConfigReader) -> dict[str, Any]:
+def _read_v3_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     keys.one_of("topk_method", ("noaux_tc",), "noaux_tc")
     keys.one_of("scoring_func", ("sigmoid",), "sigmoid")
-    settings = {**_read_deepseek_keys(keys), **read_expert_group_keys(keys, "sum", used=True)}
+    settings = {**_read_deepseek_keys(keys), **read_group_limited_routing_keys(keys, "sum", used=True)}
     used, groups = settings["moe_router_topk"], settings.get("moe_router_group_topk")
     if groups and used // groups != 2:
         keys.problems.append(
@@ -166,7 +172,7 @@ def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     rows = list(decoder_mappings(model, _mla_mappings, mlps))
     for depth in range(num_stored_mtp_layers(model)):
         ours, theirs = f"mtp.layers.{depth}.", f"model.layers.{model.num_layers + depth}."
-        rows += renamed_weight_mappings(ours, theirs, {name: name for name in ("enorm", "hnorm", "eh_proj")})
+        rows += rename_only_weight_mappings(ours, theirs, {name: name for name in ("enorm", "hnorm", "eh_proj")})
         rows += decoder_layer_mappings(
             model, f"{ours}mtp_model_layer.", theirs, _mla_mappings, mlps[network_layer_plans(model)[-1].mlp]
         )
@@ -187,7 +193,7 @@ def _mla_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterM
         "linear_kv_up_proj": "kv_b_proj",
         "linear_proj": "o_proj",
     }
-    return renamed_weight_mappings(ours, theirs, names)
+    return rename_only_weight_mappings(ours, theirs, names)
 
 
 def _expert_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
@@ -199,7 +205,7 @@ def _expert_mappings(model: ModelConfig, ours: str, theirs: str) -> list[Paramet
     )
 
 
-def _complete_by_tensor_names(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+def _mtp_layers_from_tensor_names(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Set mtp_num_layers to the number of MTP layers that the files hold."""
     depths = sum(
         f"model.layers.{number}.eh_proj.weight" in names
@@ -237,5 +243,5 @@ DEEPSEEK_V3 = Family(
     copies=(*DEEPSEEK_V2.copies, *_AGAIN),
     fused=FUSED,
     beyond=_BEYOND,
-    seen=_complete_by_tensor_names,
+    seen=_mtp_layers_from_tensor_names,
 )

@@ -10,24 +10,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.config.settings.model import ModelConfig
+from megatron.core.families.config_json import (
+    TANH_GELU,
+    ErrorCollectingConfigReader,
+    preserved_keys,
+    sliding_window_to_settings,
+    window_and_layers_of_model,
+)
 from megatron.core.families.llama import (
     NO_BIAS,
     attention_mappings,
     decoder_mappings,
-    llama_config_keys,
     mlp_mappings,
     parameter_mappings,
     read_llama_keys,
+    write_llama_keys,
 )
-from megatron.core.families.qwen import read_layer_types
-from megatron.core.families.rules import Family, ParameterMapping
-from megatron.core.families.settings import (
-    TANH_GELU,
-    ConfigReader,
-    preserved_keys,
-    sliding_window_settings,
-    window_and_windowed_layers,
-)
+from megatron.core.families.parameter_mapping import Family, ParameterMapping
+from megatron.core.families.qwen import read_windowed_layers
 
 _HEAD_SIZE = 256  # of a config.json that does not say
 _ACTIVATIONS = ("hidden_act", "hidden_activation")
@@ -41,7 +41,7 @@ _NORMS = {
 }
 
 
-def _read_gemma_keys(keys: ConfigReader) -> dict[str, Any]:
+def _read_gemma_keys(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     """The settings that all of them have."""
     keys.set_key_defaults(head_dim=_HEAD_SIZE)
     for name in _ACTIVATIONS:  # "gelu" is the older word for the tanh formula here, and here alone
@@ -56,24 +56,24 @@ def _read_gemma_keys(keys: ConfigReader) -> dict[str, Any]:
     }
 
 
-def _gemma_config_keys(model: ModelConfig, like: Mapping[str, Any], activation: str) -> dict[str, Any]:
+def _write_gemma_keys(model: ModelConfig, like: Mapping[str, Any], activation: str) -> dict[str, Any]:
     """Return the keys of config.json that Gemma 1 and 2 have in common. activation: name of the key for it, if `like`
     has none.
     """
     named = {name: like[name] for name in _ACTIVATIONS if name in like} or {activation: TANH_GELU[1]}
-    shared = {name: value for name, value in llama_config_keys(model, like).items() if name not in _ACTIVATIONS}
+    shared = {name: value for name, value in write_llama_keys(model, like).items() if name not in _ACTIVATIONS}
     return {**preserved_keys(like, *_SAYS_NOTHING, _OFF), **shared, **named, "head_dim": model.kv_channels}
 
 
 def _write_gemma_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    return _gemma_config_keys(model, like, "hidden_act")
+    return _write_gemma_keys(model, like, "hidden_act")
 
 
-def _read_gemma2_config(keys: ConfigReader) -> dict[str, Any]:
+def _read_gemma2_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     settings = _read_gemma_keys(keys)
     layers, window = settings["num_layers"], keys.positive_int("sliding_window", 4096)
-    kinds = keys.pop("layer_types")
-    seen = [layer % 2 == 0 for layer in range(layers)] if kinds is None else read_layer_types(keys, kinds, layers)
+    kinds = keys.pop_or_none("layer_types")
+    seen = [layer % 2 == 0 for layer in range(layers)] if kinds is None else read_windowed_layers(keys, kinds, layers)
     scalar = keys.non_negative_float("query_pre_attn_scalar", 256.0, positive=True)
     caps = {
         ours: _read_soft_cap(keys, theirs, usual)
@@ -84,14 +84,14 @@ def _read_gemma2_config(keys: ConfigReader) -> dict[str, Any]:
     }
     return {
         **settings,
-        **sliding_window_settings(window, seen),
+        **sliding_window_to_settings(window, seen),
         **caps,
         "sandwich_norm": True,
         "softmax_scale": None if scalar == settings["kv_channels"] else scalar**-0.5,
     }
 
 
-def _read_soft_cap(keys: ConfigReader, name: str, usual: float) -> float | None:
+def _read_soft_cap(keys: ErrorCollectingConfigReader, name: str, usual: float) -> float | None:
     """Read a soft cap: None if the key is null, `usual` if it is missing."""
     if keys.config.get(name, usual) is None:
         return None
@@ -99,12 +99,12 @@ def _read_soft_cap(keys: ConfigReader, name: str, usual: float) -> float | None:
 
 
 def _write_gemma2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    window, layers = window_and_windowed_layers(model)
+    window, layers = window_and_layers_of_model(model)
     scalar = model.kv_channels if model.softmax_scale is None else round(model.softmax_scale**-2)
     usual = [layer % 2 == 0 for layer in range(model.num_layers)]
     named = {"layer_types": [("full_attention", "sliding_attention")[seen] for seen in layers]}
     return {
-        **_gemma_config_keys(model, like, "hidden_activation"),
+        **_write_gemma_keys(model, like, "hidden_activation"),
         "sliding_window": window or like.get("sliding_window", 4096),
         "query_pre_attn_scalar": scalar,
         "attn_logit_softcapping": model.attention_logit_softcap,

@@ -11,19 +11,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.rules import (
+from megatron.core.families.config_json import TANH_GELU, ErrorCollectingConfigReader, preserved_keys
+from megatron.core.families.parameter_mapping import (
     BIASED,
     Family,
     ParameterMapping,
     module_mappings,
-    renamed_weight_mappings,
+    rename_only_weight_mappings,
     same,
     transpose,
 )
-from megatron.core.families.settings import TANH_GELU, ConfigReader, preserved_keys
 
 
-def read_gpt2_config(keys: ConfigReader) -> dict[str, Any]:
+def read_gpt2_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     """Read our settings from the keys of a config.json; what cannot be expressed is noted in `keys.problems`."""
     hidden, heads = keys.positive_int("n_embd"), keys.positive_int("n_head")
     if hidden % heads:
@@ -94,7 +94,7 @@ _MODULES = {
 
 def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     """Return the mappings of all parameters between our names and those of transformers, in its order."""
-    rows = renamed_weight_mappings(
+    rows = rename_only_weight_mappings(
         "embedding.", "transformer.", {"word_embeddings": "wte", "position_embeddings": "wpe"}
     )
     for layer, (ours, theirs) in itertools.product(range(model.num_layers), _MODULES.items()):

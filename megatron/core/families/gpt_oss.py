@@ -1,7 +1,7 @@
 """gpt-oss: experts with biases and a clamped gate, attention sinks, and a window in every other layer.
 
 Files hold all experts of a layer in one tensor, transposed, with the columns of gate and up taking turns: [gate 0, up 0, gate
-1, up 1, ...]. They were published in 4 bits (`packed.py`); what is written here is in the dtype of the weights.
+1, up 1, ...]. They were published in 4 bits (`dequantize.py`); what is written here is in the dtype of the weights.
 """
 
 from __future__ import annotations
@@ -13,10 +13,22 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.llama import attention_mappings, decoder_mappings, llama_config_keys, read_llama_keys
-from megatron.core.families.qwen import read_layer_types
-from megatron.core.families.rules import BIASED, Family, ParameterMapping, TensorConversion, module_mappings, same
-from megatron.core.families.settings import BALANCE, ConfigReader, sliding_window_settings, window_and_windowed_layers
+from megatron.core.families.config_json import (
+    BALANCE,
+    ErrorCollectingConfigReader,
+    sliding_window_to_settings,
+    window_and_layers_of_model,
+)
+from megatron.core.families.llama import attention_mappings, decoder_mappings, read_llama_keys, write_llama_keys
+from megatron.core.families.parameter_mapping import (
+    BIASED,
+    Family,
+    ParameterMapping,
+    ReversibleTensorConversion,
+    module_mappings,
+    same,
+)
+from megatron.core.families.qwen import read_windowed_layers
 
 
 def _deinterleave_gate_up(rows: Tensor) -> Tensor:
@@ -29,23 +41,25 @@ def _interleave_gate_up(rows: Tensor) -> Tensor:
     return torch.stack(rows.chunk(2, dim=1), dim=2).flatten(1, 2)
 
 
-_DOWN = TensorConversion(lambda parts: parts[0].transpose(1, 2), lambda whole: (whole.transpose(1, 2),))
-_GATED = TensorConversion(
+_DOWN = ReversibleTensorConversion(lambda parts: parts[0].transpose(1, 2), lambda whole: (whole.transpose(1, 2),))
+_GATED = ReversibleTensorConversion(
     lambda parts: _deinterleave_gate_up(parts[0].transpose(1, 2)),
     lambda whole: (_interleave_gate_up(whole).transpose(1, 2),),
 )
-_GATED_BIAS = TensorConversion(
+_GATED_BIAS = ReversibleTensorConversion(
     lambda parts: _deinterleave_gate_up(parts[0]), lambda whole: (_interleave_gate_up(whole),)
 )
 
 
-def read_gpt_oss_config(keys: ConfigReader) -> dict[str, Any]:
+def read_gpt_oss_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     """Read our settings from the keys of a config.json; what cannot be expressed is noted in `keys.problems`."""
     keys.one_of("swiglu_alpha", (1.702,), 1.702)
     settings, used = read_llama_keys(keys, base=150000.0), keys.positive_int("num_experts_per_tok", 4)
     keys.one_of("experts_per_token", (used,), used)  # the same by another name
     layers = settings["num_layers"]
-    kinds = keys.pop("layer_types") or [("sliding_attention", "full_attention")[place % 2] for place in range(layers)]
+    kinds = keys.pop_or_none("layer_types") or [
+        ("sliding_attention", "full_attention")[place % 2] for place in range(layers)
+    ]
     window = keys.positive_int("sliding_window", 128)
     return {
         **settings,
@@ -55,7 +69,7 @@ def read_gpt_oss_config(keys: ConfigReader) -> dict[str, Any]:
         "glu_linear_offset": 1.0,
         "add_bias_linear": True,
         "softmax_type": "learnable",
-        **sliding_window_settings(window, read_layer_types(keys, kinds, layers)),
+        **sliding_window_to_settings(window, read_windowed_layers(keys, kinds, layers)),
         "num_experts": keys.positive_int("num_local_experts"),
         "moe_ffn_hidden_size": settings["ffn_hidden_size"],
         "moe_router_topk": used,
@@ -66,9 +80,9 @@ def write_gpt_oss_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[st
     """Return the keys of config.json that describe a network. like: an earlier config.json of it, whose spellings are
     kept.
     """
-    window, layers = window_and_windowed_layers(model)
+    window, layers = window_and_layers_of_model(model)
     config = {
-        **llama_config_keys(model, like),
+        **write_llama_keys(model, like),
         "head_dim": model.kv_channels,
         "swiglu_limit": model.activation_func_clamp_value,
         "sliding_window": window or like.get("sliding_window", 128),

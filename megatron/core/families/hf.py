@@ -25,18 +25,22 @@ from torch import Tensor
 
 from megatron.core.config.flags import flag_fields
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.files import DISK, read_file
-from megatron.core.dist_checkpointing.source import TensorFormat
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.source import ShapeAndDtype
+from megatron.core.families.config_json import architectures_of
+from megatron.core.families.dequantize import (
+    LazyCheckpointTensor,
+    unreadable_quantization_problem,
+    with_dequantized_tensors,
+)
 from megatron.core.families.megatron.pickles import read_torch_file
-from megatron.core.families.packed import ReadableTensor, quantization_problem, with_dequantized_tensors
-from megatron.core.families.registry import family_of_config, model_config_of
-from megatron.core.families.rules import Family, HeadVariant, ParameterMapping, hf_shapes
-from megatron.core.families.settings import architectures_of
+from megatron.core.families.parameter_mapping import Family, HFModelClass, ParameterMapping, hf_shapes
+from megatron.core.families.registry import family_of_config, model_config_from_settings
 from megatron.core.families.tensor_file import read_safetensors_header
 from megatron.core.families.tokenizer_files import tokenizer_settings_of_folder
 from megatron.core.models.describe import global_parameter_shapes, num_stored_mtp_layers
-from megatron.core.models.names import VOCABULARY
+from megatron.core.models.parameter_names import VOCABULARY
 from megatron.core.parallel.boxes import Box
 
 PUBLISHED = "published.config"  # the value under which a source keeps the config.json that it came from
@@ -48,15 +52,15 @@ _CHUNK = 1 << 24  # elements that are looked at together where two large tensors
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedTensor:
+class PytorchBinTensor:
     """A tensor of a pytorch_model.bin, memory-mapped."""
 
     tensor: Tensor
 
     @property
-    def format(self) -> TensorFormat:
+    def format(self) -> ShapeAndDtype:
         """Shape and dtype."""
-        return TensorFormat(tuple(self.tensor.shape), self.tensor.dtype)
+        return ShapeAndDtype(tuple(self.tensor.shape), self.tensor.dtype)
 
     def read(self) -> Tensor:
         """Return the tensor itself (any shape)."""
@@ -72,15 +76,15 @@ class HFCheckpoint:
         family: Family,
         config: Mapping[str, Any],
         settings: Mapping[str, Any],
-        rows: Mapping[str, tuple[ParameterMapping, list[ReadableTensor]]],
+        rows: Mapping[str, tuple[ParameterMapping, list[LazyCheckpointTensor]]],
     ) -> None:
         self.where, self.family, self.settings = str(where), family, settings
         self.values: dict[str, Any] = {PUBLISHED: dict(config)}
         self._rows = rows
         self._last: tuple[tuple[str, int, int], Tensor] | None = None
-        shapes = global_parameter_shapes(model_config_of(settings))
+        shapes = global_parameter_shapes(model_config_from_settings(settings))
         self.formats = {
-            f"model.{name}": TensorFormat(shapes[name], parts[0].format.dtype) for name, (_, parts) in rows.items()
+            f"model.{name}": ShapeAndDtype(shapes[name], parts[0].format.dtype) for name, (_, parts) in rows.items()
         }
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -107,7 +111,7 @@ def is_hf_checkpoint(path: str | Path) -> bool:
     return "architectures" in config or "model_type" in config
 
 
-def recorded_model_name(path: str | Path) -> str:
+def hf_model_name_or_path(path: str | Path) -> str:
     """Return _name_or_path of a folder's config.json, the model's name or path; empty if there is none."""
     return str(_read_config_or_empty(path).get("_name_or_path") or "")
 
@@ -134,7 +138,7 @@ def open_hf_folder(path: str | Path, given: Mapping[str, Any] | None = None) -> 
     family = family_of_config(config, str(path / CONFIG_FILE))
     files, damaged = _open_weight_files(path)
     files = with_dequantized_tensors(
-        _with_current_names(files, family), config.get("quantization_config"), family.fused
+        _normalize_tensor_names(files, family), config.get("quantization_config"), family.fused
     )
     published, problems = _settings_from_hf_config(family, config, files)
     problems += damaged
@@ -142,7 +146,7 @@ def open_hf_folder(path: str | Path, given: Mapping[str, Any] | None = None) -> 
         raise CheckpointError(f"{path} cannot be loaded", problems)
     settings = {**published, **(given or {})}
     rows, problems = _match_mappings_to_files(
-        family, settings, published["true_vocab_size"], files, family.variant_among(architectures_of(config))
+        family, settings, published["true_vocab_size"], files, family.class_for_architectures(architectures_of(config))
     )
     if problems:
         raise CheckpointError(f"{path} does not hold the {family.name} that its config.json describes", problems)
@@ -158,7 +162,7 @@ def hf_model_settings(path: str | Path) -> dict[str, Any]:
     config = read_json(path / CONFIG_FILE)
     family = family_of_config(config, str(path / CONFIG_FILE))
     files = with_dequantized_tensors(
-        _with_current_names(_open_weight_files(path)[0], family), config.get("quantization_config"), family.fused
+        _normalize_tensor_names(_open_weight_files(path)[0], family), config.get("quantization_config"), family.fused
     )
     settings, problems = _settings_from_hf_config(family, config, files)
     if problems:
@@ -187,14 +191,14 @@ def _settings_from_hf_config(
     )
     if family.scoring_class in architectures_of(config):
         settings["reward_head"] = True
-    packed = quantization_problem(config.get("quantization_config"))
+    packed = unreadable_quantization_problem(config.get("quantization_config"))
     problems = [packed, *problems] if packed else problems
     return {"architecture": "gpt", **family.seen(settings, names)}, [
         f"{CONFIG_FILE}: {problem}" for problem in problems
     ]
 
 
-def _open_weight_files(path: Path) -> tuple[dict[str, ReadableTensor], list[str]]:
+def _open_weight_files(path: Path) -> tuple[dict[str, LazyCheckpointTensor], list[str]]:
     """Return every tensor of the folder's files, not yet read, by its name there; and what is wrong with the files."""
     kind = next(
         (kind for kind in (WEIGHTS_FILE, _BIN) if (path / kind).is_file() or (path / f"{kind}.index.json").is_file()),
@@ -209,7 +213,7 @@ def _open_weight_files(path: Path) -> tuple[dict[str, ReadableTensor], list[str]
     else:
         promised, problems = _read_weight_map(path / f"{kind}.index.json")
         names = sorted(set(promised.values()))
-    tensors: dict[str, ReadableTensor] = {}
+    tensors: dict[str, LazyCheckpointTensor] = {}
     for name in names:
         if not (path / name).is_file():
             problems.append(f"{path / name} is missing")
@@ -241,15 +245,17 @@ def _read_weight_map(path: Path) -> tuple[dict[str, str], list[str]]:
     )
 
 
-def _read_pytorch_bin(path: Path) -> dict[str, LoadedTensor]:
+def _read_pytorch_bin(path: Path) -> dict[str, PytorchBinTensor]:
     """Return the tensors of a pytorch_model.bin; `CheckpointError` if it holds anything else."""
     content = read_torch_file(path)
     if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
         raise CheckpointError(f"{path} holds no state dict of tensors")
-    return {str(name): LoadedTensor(value) for name, value in content.items()}
+    return {str(name): PytorchBinTensor(value) for name, value in content.items()}
 
 
-def _with_current_names(files: Mapping[str, ReadableTensor], family: Family) -> dict[str, ReadableTensor]:
+def _normalize_tensor_names(
+    files: Mapping[str, LazyCheckpointTensor], family: Family
+) -> dict[str, LazyCheckpointTensor]:
     """Return the tensors under the names that mappings use: with the family's prefix, and older spellings replaced."""
     if not any(name.startswith(family.base) for name in files):  # saved without its head
         files = {name if name.startswith(_HEADS) else f"{family.base}{name}": stored for name, stored in files.items()}
@@ -268,14 +274,14 @@ def _match_mappings_to_files(
     family: Family,
     settings: Mapping[str, Any],
     vocabulary: int,
-    files: Mapping[str, ReadableTensor],
-    required: HeadVariant | None,
-) -> tuple[dict[str, tuple[ParameterMapping, list[ReadableTensor]]], list[str]]:
+    files: Mapping[str, LazyCheckpointTensor],
+    required: HFModelClass | None,
+) -> tuple[dict[str, tuple[ParameterMapping, list[LazyCheckpointTensor]]], list[str]]:
     """Return for every parameter of ours its mapping and the tensors in the files; or none, and what does not fit.
 
     vocabulary: rows of the published embedding. required: the class whose heads must be there; others may be.
     """
-    model = model_config_of(settings)
+    model = model_config_from_settings(settings)
     requested, deepest = settings["true_vocab_size"], max(model.num_layers, model.decoder_num_layers or 0)
     if deepest > len(files):
         return {}, [f"its files hold {len(files)} tensors, too few for {deepest} layers"]
@@ -284,7 +290,7 @@ def _match_mappings_to_files(
         shapes = global_parameter_shapes(model)
         shapes |= {name: (vocabulary, *shapes[name][1:]) for name in VOCABULARY & shapes.keys()}
         expected = hf_shapes(rows, shapes)
-        expected |= _shapes_of_recut_tensors(rows, files, expected)
+        expected |= _shapes_if_split_differently(rows, files, expected)
     except RuntimeError:
         return {}, ["its sizes are beyond any tensor"]
     problems = [f"{name} is missing" for name in expected if name not in files]
@@ -296,7 +302,7 @@ def _match_mappings_to_files(
     depth = model.num_layers + num_stored_mtp_layers(model)
     for name, stored in files.items():
         if name in expected:
-            problems += _format_problems(name, stored.format, expected[name])
+            problems += _shape_and_dtype_problems(name, stored.format, expected[name])
         else:
             problems += [] if family.unused(model, name) else _unread_tensor_problem(name, files, family, depth)
     if problems:
@@ -304,8 +310,8 @@ def _match_mappings_to_files(
     return {row.ours: (row, [files[name] for name in row.theirs]) for row in rows}, _mixed_dtype_problems(rows, files)
 
 
-def _shapes_of_recut_tensors(
-    rows: Sequence[ParameterMapping], files: Mapping[str, ReadableTensor], expected: Mapping[str, tuple[int, ...]]
+def _shapes_if_split_differently(
+    rows: Sequence[ParameterMapping], files: Mapping[str, LazyCheckpointTensor], expected: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of tensors that files split at other rows than a mapping expects, if it allows that and they
     add up.
@@ -323,7 +329,7 @@ def _shapes_of_recut_tensors(
 
 
 def _present_mappings(
-    family: Family, model: ModelConfig, files: Mapping[str, ReadableTensor], required: HeadVariant | None
+    family: Family, model: ModelConfig, files: Mapping[str, LazyCheckpointTensor], required: HFModelClass | None
 ) -> tuple[ParameterMapping, ...]:
     """Return the mappings of a network, without those of heads that the files lack (unless required)."""
     rows = family.network_mappings(model)
@@ -331,7 +337,9 @@ def _present_mappings(
     return tuple(row for row in rows if not row.ours.startswith(lacking))
 
 
-def _unread_tensor_problem(name: str, files: Mapping[str, ReadableTensor], family: Family, depth: int) -> list[str]:
+def _unread_tensor_problem(
+    name: str, files: Mapping[str, LazyCheckpointTensor], family: Family, depth: int
+) -> list[str]:
     """Return what is wrong with a tensor of the files that no mapping reads; nothing for copies, buffers and layers
     from `depth` on.
     """
@@ -342,7 +350,7 @@ def _unread_tensor_problem(name: str, files: Mapping[str, ReadableTensor], famil
     return [] if family.skipped.fullmatch(name) else [f"{name} is unknown to this architecture"]
 
 
-def _mixed_dtype_problems(rows: Sequence[ParameterMapping], files: Mapping[str, ReadableTensor]) -> list[str]:
+def _mixed_dtype_problems(rows: Sequence[ParameterMapping], files: Mapping[str, LazyCheckpointTensor]) -> list[str]:
     """Return the mappings whose tensors in the files differ in dtype, a text each."""
     return [
         f"{', '.join(row.theirs)} differ in dtype; save them in one"
@@ -351,7 +359,7 @@ def _mixed_dtype_problems(rows: Sequence[ParameterMapping], files: Mapping[str, 
     ]
 
 
-def _format_problems(name: str, format: TensorFormat, shape: tuple[int, ...]) -> list[str]:
+def _shape_and_dtype_problems(name: str, format: ShapeAndDtype, shape: tuple[int, ...]) -> list[str]:
     """Return what is wrong with shape or dtype of a tensor in the files, a text each."""
     problems = (
         [] if format.shape == shape else [f"{name} has shape {list(format.shape)}, and the config says {list(shape)}"]
@@ -365,7 +373,7 @@ def _format_problems(name: str, format: TensorFormat, shape: tuple[int, ...]) ->
 
 
 def _tied_copy_problem(
-    name: str, copy: ReadableTensor, original_name: str, original: ReadableTensor | None
+    name: str, copy: LazyCheckpointTensor, original_name: str, original: LazyCheckpointTensor | None
 ) -> list[str]:
     """Return a problem if a tensor that should be a copy (such as a tied output layer) differs from its original, else
     [].

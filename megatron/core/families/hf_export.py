@@ -17,15 +17,15 @@ from typing import Any
 import torch
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.dist_checkpointing.source import CheckpointSource, TensorFormat
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.core.dist_checkpointing.source import CheckpointSource, ShapeAndDtype
+from megatron.core.families.config_json import architectures_of
 from megatron.core.families.hf import CONFIG_FILE, DTYPE_WORDS, PUBLISHED, WEIGHTS_FILE, read_json
-from megatron.core.families.registry import family_of_config, fitting_family, model_config_of
-from megatron.core.families.rules import Family, HeadVariant, ParameterMapping, hf_shapes
-from megatron.core.families.settings import architectures_of
-from megatron.core.families.tensor_file import SafetensorsEntry, create_safetensors_file, write_safetensors_tensor
+from megatron.core.families.parameter_mapping import Family, HFModelClass, ParameterMapping, hf_shapes
+from megatron.core.families.registry import family_of_config, fitting_family, model_config_from_settings
+from megatron.core.families.tensor_file import SafetensorsEntry, preallocate_safetensors_file, write_safetensors_tensor
 from megatron.core.models.describe import global_parameter_shapes
-from megatron.core.models.names import WORD_EMBEDDING
+from megatron.core.models.parameter_names import WORD_EMBEDDING
 from megatron.core.parallel.boxes import Box, whole_box
 
 SHARD_BYTES = 5_000_000_000
@@ -61,8 +61,8 @@ def export_hf_folder(
         if like and (Path(like) / CONFIG_FILE).is_file()
         else source.values.get(PUBLISHED, {})
     )
-    embedding = source.formats.get(f"model.{WORD_EMBEDDING}", TensorFormat((0,), torch.float32))
-    model = model_config_of(
+    embedding = source.formats.get(f"model.{WORD_EMBEDDING}", ShapeAndDtype((0,), torch.float32))
+    model = model_config_from_settings(
         {"true_vocab_size": embedding.shape[0], **source.settings}
     )  # a format without a tokenizer has its rows
     if family is None and earlier:
@@ -72,7 +72,7 @@ def export_hf_folder(
     config = {
         **dict(chosen.fallbacks),
         **ids,
-        **_make_config_json(chosen, model, earlier if _config_is_of_family(earlier, chosen) else {}, formats),
+        **_config_json_to_export(chosen, model, earlier if _config_is_of_family(earlier, chosen) else {}, formats),
         "architectures": [variant.architecture],
     } | _reward_head_config_keys(model, {**ids, **earlier})
     made = folder.with_name(f".{folder.name}.unfinished")
@@ -83,9 +83,9 @@ def export_hf_folder(
         _write_json(made / CONFIG_FILE, config)
         _write_generation_config(made, config)
         _copy_tokenizer_files(like, made)
-        _fsync_folder(made)
+        _fsync_folder_and_files(made)
         os.rename(made, folder)
-        _fsync_folder(folder.parent, only=True)
+        _fsync_folder_and_files(folder.parent, only=True)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error}") from None
     finally:
@@ -95,7 +95,7 @@ def export_hf_folder(
 
 def _export_plan(
     family: Family, model: ModelConfig, source: CheckpointSource
-) -> tuple[HeadVariant, tuple[ParameterMapping, ...], dict[str, TensorFormat]]:
+) -> tuple[HFModelClass, tuple[ParameterMapping, ...], dict[str, ShapeAndDtype]]:
     """Return the class to export as, its mappings, and the formats of the tensors to write, in order.
 
     Raises `CheckpointError` if the source lacks parameters or has others; heads may be missing.
@@ -114,17 +114,17 @@ def _export_plan(
     if problems := _parameter_difference_problems(there, shapes):
         raise CheckpointError(f"{source.where} does not hold the network that its settings describe", problems)
     their = hf_shapes(rows, shapes)
-    formats = {name: TensorFormat(their[name], there[row.ours].dtype) for row in rows for name in row.theirs}
+    formats = {name: ShapeAndDtype(their[name], there[row.ours].dtype) for row in rows for name in row.theirs}
     dtype = next(iter(formats.values())).dtype
     return (
         variant,
         rows,
-        formats | {name: TensorFormat(shape, dtype) for name, (shape, _) in family.constants(model).items()},
+        formats | {name: ShapeAndDtype(shape, dtype) for name, (shape, _) in family.constants(model).items()},
     )
 
 
 def _parameter_difference_problems(
-    formats: Mapping[str, TensorFormat], shapes: Mapping[str, tuple[int, ...]]
+    formats: Mapping[str, ShapeAndDtype], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
     """How the parameters of a source differ from those of the network that its settings describe."""
     problems = [f"{name} is missing" for name in shapes if name not in formats]
@@ -139,15 +139,15 @@ def _parameter_difference_problems(
 def _config_is_of_family(config: Mapping[str, Any], family: Family) -> bool:
     """Whether a config.json belongs to a family: by its class if it names one, else by its model_type."""
     named = architectures_of(config)
-    return bool(family.variant_among(named)) if named else config.get("model_type") == family.model_type
+    return bool(family.class_for_architectures(named)) if named else config.get("model_type") == family.model_type
 
 
-def _make_config_json(
-    family: Family, model: ModelConfig, like: Mapping[str, Any], formats: Mapping[str, TensorFormat]
+def _config_json_to_export(
+    family: Family, model: ModelConfig, like: Mapping[str, Any], formats: Mapping[str, ShapeAndDtype]
 ) -> dict[str, Any]:
     """Return the config.json to write, with the most frequent dtype of the weights. like: an earlier one."""
     word = DTYPE_WORDS[Counter(format.dtype for format in formats.values()).most_common(1)[0][0]]
-    config = {**family.make_config(model, like), "model_type": like.get("model_type", family.model_type)}
+    config = {**family.to_hf_config(model, like), "model_type": like.get("model_type", family.model_type)}
     config["dtype" if "dtype" in like else "torch_dtype"] = word
     return config
 
@@ -167,7 +167,7 @@ def _reward_head_config_keys(model: ModelConfig, ids: Mapping[str, Any]) -> dict
     return {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "pad_token_id": padding}
 
 
-def _split_into_files(formats: Mapping[str, TensorFormat], limit: int) -> dict[str, list[str]]:
+def _split_into_files(formats: Mapping[str, ShapeAndDtype], limit: int) -> dict[str, list[str]]:
     """Return file name -> tensors: in order, a new file when one would exceed the limit in bytes, a larger tensor
     alone.
     """
@@ -175,7 +175,7 @@ def _split_into_files(formats: Mapping[str, TensorFormat], limit: int) -> dict[s
     open_file: list[str] = []
     size = 0
     for name, one in formats.items():
-        length = whole_box(one.shape).size * one.dtype.itemsize
+        length = whole_box(one.shape).num_elements * one.dtype.itemsize
         if length > limit:
             files.append([name])
             continue
@@ -193,7 +193,7 @@ def _split_into_files(formats: Mapping[str, TensorFormat], limit: int) -> dict[s
 def _write_weights(
     folder: Path,
     rows: Sequence[ParameterMapping],
-    formats: Mapping[str, TensorFormat],
+    formats: Mapping[str, ShapeAndDtype],
     source: CheckpointSource,
     shard_bytes: int,
     constants: Mapping[str, tuple[tuple[int, ...], float]],
@@ -206,7 +206,7 @@ def _write_weights(
     places = {
         name: place
         for file, names in files.items()
-        for name, place in create_safetensors_file(folder / file, {name: formats[name] for name in names}).items()
+        for name, place in preallocate_safetensors_file(folder / file, {name: formats[name] for name in names}).items()
     }
     for row in rows:
         _write_converted_parameter(row, source, places)
@@ -233,9 +233,9 @@ def _write_converted_parameter(
             write_safetensors_tensor(places[their_name], part)
 
 
-def _make_weight_index(files: Mapping[str, list[str]], formats: Mapping[str, TensorFormat]) -> dict[str, Any]:
+def _make_weight_index(files: Mapping[str, list[str]], formats: Mapping[str, ShapeAndDtype]) -> dict[str, Any]:
     """Return the content of the index: file of each tensor, numbers of parameters and bytes."""
-    elements = {name: whole_box(one.shape).size for name, one in formats.items()}
+    elements = {name: whole_box(one.shape).num_elements for name, one in formats.items()}
     size = sum(elements[name] * one.dtype.itemsize for name, one in formats.items())
     return {
         "metadata": {"total_parameters": sum(elements.values()), "total_size": size},
@@ -266,7 +266,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _fsync_folder(folder: Path, *, only: bool = False) -> None:
+def _fsync_folder_and_files(folder: Path, *, only: bool = False) -> None:
     """Flush a folder to disk, and unless `only`, the files in it."""
     for path in [folder] if only else [*folder.iterdir(), folder]:
         handle = os.open(path, os.O_RDONLY)

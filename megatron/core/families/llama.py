@@ -11,22 +11,22 @@ from typing import Any
 
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.rules import (
+from megatron.core.families.config_json import (
+    ErrorCollectingConfigReader,
+    read_rope_keys,
+    rope_config_keys,
+    settings_from_head_counts,
+    sliding_window_to_settings,
+    window_and_layers_of_model,
+)
+from megatron.core.families.parameter_mapping import (
     BIASED,
     Family,
     ParameterMapping,
     concat_conversion,
     decoder_mappings_with_ends,
     module_mappings,
-    renamed_weight_mappings,
-)
-from megatron.core.families.settings import (
-    ConfigReader,
-    head_count_settings,
-    read_rope_keys,
-    rope_config_keys,
-    sliding_window_settings,
-    window_and_windowed_layers,
+    rename_only_weight_mappings,
 )
 
 Part = Callable[
@@ -38,7 +38,7 @@ NO_BIAS = (("attention_bias", False),)
 
 
 def read_llama_keys(
-    keys: ConfigReader, *, tied: bool = False, base: float = 10000.0, latent: bool = False
+    keys: ErrorCollectingConfigReader, *, tied: bool = False, base: float = 10000.0, latent: bool = False
 ) -> dict[str, Any]:
     """Read the settings that all Llama-like networks have. tied, base: defaults if the config does not say;
     latent: see `read_rope_keys`.
@@ -56,7 +56,7 @@ def read_llama_keys(
         "num_layers": layers,
         "hidden_size": hidden,
         "ffn_hidden_size": keys.positive_int("intermediate_size"),
-        **head_count_settings(heads, keys.positive_int("num_key_value_heads", heads)),
+        **settings_from_head_counts(heads, keys.positive_int("num_key_value_heads", heads)),
         "kv_channels": keys.positive_int("head_dim", hidden // heads or 1),
         "max_position_embeddings": keys.positive_int("max_position_embeddings"),
         "true_vocab_size": keys.positive_int("vocab_size"),
@@ -72,7 +72,7 @@ def read_llama_keys(
     }
 
 
-def llama_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def write_llama_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of config.json that all Llama-like networks have. like: an earlier config.json."""
     return {
         "vocab_size": model.true_vocab_size,
@@ -119,7 +119,7 @@ def decoder_layer_mappings(
     return [
         *attention(model, f"{ours}self_attention.", f"{theirs}self_attn."),
         *mlp(model, f"{ours}mlp.", f"{theirs}mlp."),
-        *renamed_weight_mappings(ours, theirs, norms),
+        *rename_only_weight_mappings(ours, theirs, norms),
     ]
 
 
@@ -127,7 +127,7 @@ def attention_mappings(model: ModelConfig, ours: str, theirs: str) -> list[Param
     """Return the mappings of an attention block: q, k and v are three matrices there and one here."""
     heads, kinds = (
         concat_conversion(model.query_projection_width, model.key_projection_width, model.key_projection_width),
-        _parameter_kinds(model.add_bias_linear),
+        _linear_parameter_names(model.add_bias_linear),
     )
     names = [f"{theirs}{part}_proj" for part in "qkv"]
     qkv_kinds = BIASED if model.add_qkv_bias else kinds
@@ -135,7 +135,7 @@ def attention_mappings(model: ModelConfig, ours: str, theirs: str) -> list[Param
     return [
         *module_mappings(f"{ours}linear_qkv", *names, op=heads, kinds=qkv_kinds),
         *module_mappings(f"{ours}linear_proj", f"{theirs}o_proj", kinds=kinds),
-        *renamed_weight_mappings(ours, theirs, norms),
+        *rename_only_weight_mappings(ours, theirs, norms),
     ]
 
 
@@ -148,12 +148,12 @@ def gated_mlp_mappings(ours: str, theirs: str, width: int, *, bias: bool = False
     """Return the mappings of a gated MLP of this width. ours, theirs: prefixes of its names."""
     names, both = (f"{theirs}gate_proj", f"{theirs}up_proj"), concat_conversion(width, width)
     return [
-        *module_mappings(f"{ours}linear_fc1", *names, op=both, kinds=_parameter_kinds(bias)),
-        *module_mappings(f"{ours}linear_fc2", f"{theirs}down_proj", kinds=_parameter_kinds(bias)),
+        *module_mappings(f"{ours}linear_fc1", *names, op=both, kinds=_linear_parameter_names(bias)),
+        *module_mappings(f"{ours}linear_fc2", f"{theirs}down_proj", kinds=_linear_parameter_names(bias)),
     ]
 
 
-def _parameter_kinds(bias: bool) -> tuple[str, ...]:
+def _linear_parameter_names(bias: bool) -> tuple[str, ...]:
     """Return the kinds of parameters of a linear layer: weight, and bias if it has one."""
     return BIASED if bias else ("weight",)
 
@@ -163,7 +163,7 @@ def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     return decoder_mappings(model, attention_mappings, {"dense": mlp_mappings})
 
 
-def _read_llama_config(keys: ConfigReader) -> dict[str, Any]:
+def _read_llama_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     attention, mlp = keys.boolean("attention_bias", False), keys.boolean("mlp_bias", False)
     if attention != mlp:
         keys.problems.append(
@@ -174,35 +174,35 @@ def _read_llama_config(keys: ConfigReader) -> dict[str, Any]:
 
 def _write_llama_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **llama_config_keys(model, like),
+        **write_llama_keys(model, like),
         "head_dim": model.kv_channels,
         "attention_bias": model.add_bias_linear,
         "mlp_bias": model.add_bias_linear,
     }
 
 
-def read_sliding_window(keys: ConfigReader, settings: Mapping[str, Any]) -> dict[str, Any]:
+def read_sliding_window_settings(keys: ErrorCollectingConfigReader, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Read `sliding_window` as settings for all layers; {} if it covers every position."""
     window = keys.positive_int("sliding_window", settings["max_position_embeddings"])
-    return sliding_window_settings(window, [window < settings["max_position_embeddings"]] * settings["num_layers"])
+    return sliding_window_to_settings(window, [window < settings["max_position_embeddings"]] * settings["num_layers"])
 
 
-def sliding_window_key(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def write_sliding_window_key(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """Return `sliding_window` for a config.json; an earlier one that covers every position is kept."""
-    window, _ = window_and_windowed_layers(model)
+    window, _ = window_and_layers_of_model(model)
     earlier = like.get("sliding_window")
     return {
         "sliding_window": earlier if window is None and earlier and earlier >= model.max_position_embeddings else window
     }
 
 
-def _read_mistral_config(keys: ConfigReader) -> dict[str, Any]:
+def _read_mistral_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     settings = read_llama_keys(keys)
-    return {**settings, **read_sliding_window(keys, settings)}
+    return {**settings, **read_sliding_window_settings(keys, settings)}
 
 
 def _write_mistral_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    return {**llama_config_keys(model, like), "head_dim": model.kv_channels, **sliding_window_key(model, like)}
+    return {**write_llama_keys(model, like), "head_dim": model.kv_channels, **write_sliding_window_key(model, like)}
 
 
 LLAMA = Family("llama", "LlamaForCausalLM", "llama", _read_llama_config, _write_llama_config, parameter_mappings)

@@ -20,8 +20,8 @@ from typing import Any
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.vision import VisionConfig
 from megatron.core.config.vision import vision_encoder_config
-from megatron.core.families.rules import BIASED, Family, ParameterMapping, module_mappings
-from megatron.core.families.settings import ConfigReader, preserved_keys
+from megatron.core.families.config_json import ErrorCollectingConfigReader, preserved_keys
+from megatron.core.families.parameter_mapping import BIASED, Family, ParameterMapping, module_mappings
 from megatron.core.families.vision import (
     read_vision_encoder_config,
     vision_encoder_config_json,
@@ -52,7 +52,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class VLMFormat:
+class VLMCheckpointFormat:
     """How a published class of language models that see is written.
 
     encoders: types that its encoder can be of. vision_type: `model_type` of its encoder, where the config leaves it out. token: the key
@@ -71,13 +71,13 @@ class VLMFormat:
     tower: str
     projector: Mapping[str, str]
     language: Callable[[str, str], str]
-    reads: Callable[[ConfigReader, str], dict[str, Any]]
+    reads: Callable[[ErrorCollectingConfigReader, str], dict[str, Any]]
     writes: Callable[[VisionConfig], dict[str, Any]]
     head: tuple[str, str]
     vision_defaults: Mapping[str, Any]
 
 
-def _read_feature_selection_keys(keys: ConfigReader, kind: str) -> dict[str, Any]:
+def _read_feature_select_strategy(keys: ErrorCollectingConfigReader, kind: str) -> dict[str, Any]:
     """Read which tokens of the encoder are used; the activation of the projector is checked."""
     strategies = ("full",) if kind == "siglip" else ("default", "full")
     strategy = keys.one_of("vision_feature_select_strategy", strategies, "default")
@@ -85,17 +85,17 @@ def _read_feature_selection_keys(keys: ConfigReader, kind: str) -> dict[str, Any
     return {"disable_vision_class_token": kind != "siglip" and strategy == "default"}
 
 
-def _read_llava_keys(keys: ConfigReader, kind: str) -> dict[str, Any]:
+def _read_llava_keys(keys: ErrorCollectingConfigReader, kind: str) -> dict[str, Any]:
     bias = keys.boolean("multimodal_projector_bias", True)
-    return {**_read_feature_selection_keys(keys, kind), "vision_projection_bias": bias}
+    return {**_read_feature_select_strategy(keys, kind), "vision_projection_bias": bias}
 
 
-def _read_internvl_keys(keys: ConfigReader, kind: str) -> dict[str, Any]:
+def _read_internvl_keys(keys: ErrorCollectingConfigReader, kind: str) -> dict[str, Any]:
     keys.one_of("downsample_ratio", (0.5,), 0.5)
-    return {**_read_feature_selection_keys(keys, kind), "vision_projection_norm": True, "pixel_shuffle": True}
+    return {**_read_feature_select_strategy(keys, kind), "vision_projection_norm": True, "pixel_shuffle": True}
 
 
-def _read_smolvlm_keys(keys: ConfigReader, kind: str) -> dict[str, Any]:
+def _read_smolvlm_keys(keys: ErrorCollectingConfigReader, kind: str) -> dict[str, Any]:
     factor = keys.positive_int("scale_factor", 2)
     return {
         "vision_projection_type": "affine",
@@ -105,7 +105,7 @@ def _read_smolvlm_keys(keys: ConfigReader, kind: str) -> dict[str, Any]:
     }
 
 
-def _llava_config_keys(vision: VisionConfig) -> dict[str, Any]:
+def _write_llava_keys(vision: VisionConfig) -> dict[str, Any]:
     return {
         "vision_feature_layer": -1,
         "vision_feature_select_strategy": "default" if vision.disable_vision_class_token else "full",
@@ -114,7 +114,7 @@ def _llava_config_keys(vision: VisionConfig) -> dict[str, Any]:
     }
 
 
-def _prefix_language_model(name: str, base: str) -> str:
+def _add_language_model_prefix(name: str, base: str) -> str:
     return f"language_model.{name}"
 
 
@@ -124,7 +124,7 @@ def _prefix_text_model(name: str, base: str) -> str:
 
 _MLP = {"encoder.linear_fc1": "linear_1", "encoder.linear_fc2": "linear_2"}
 _PROJECTOR = "multi_modal_projector."
-_LLAVA = VLMFormat(
+_LLAVA = VLMCheckpointFormat(
     name="llava",
     architecture="LlavaForConditionalGeneration",
     encoders=("clip", "siglip", "dinov2"),
@@ -133,13 +133,13 @@ _LLAVA = VLMFormat(
     layer=-2,
     tower="vision_tower.",
     projector={ours: f"{_PROJECTOR}{theirs}" for ours, theirs in _MLP.items()},
-    language=_prefix_language_model,
+    language=_add_language_model_prefix,
     reads=_read_llava_keys,
-    writes=lambda vision: {**_llava_config_keys(vision), "multimodal_projector_bias": vision.vision_projection_bias},
+    writes=lambda vision: {**_write_llava_keys(vision), "multimodal_projector_bias": vision.vision_projection_bias},
     head=("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),
     vision_defaults={},
 )
-_SMOLVLM = VLMFormat(
+_SMOLVLM = VLMCheckpointFormat(
     name="smolvlm",
     architecture="SmolVLMForConditionalGeneration",
     encoders=("siglip",),
@@ -173,7 +173,7 @@ SHAPES = (
         layer=-1,
         projector={"layernorm": f"{_PROJECTOR}layer_norm", **_LLAVA.projector},
         reads=_read_internvl_keys,
-        writes=lambda vision: {**_llava_config_keys(vision), "downsample_ratio": 0.5},
+        writes=lambda vision: {**_write_llava_keys(vision), "downsample_ratio": 0.5},
     ),
     _SMOLVLM,
     replace(_SMOLVLM, name="idefics3", architecture="Idefics3ForConditionalGeneration", vision_type="idefics3_vision"),
@@ -203,7 +203,7 @@ class DecoderFamilies:
         settings, problems = family.settings_from_config({**_DEFAULTS.get(kind, {}), **config})
         return settings, [f"text_config: {problem}" for problem in problems]
 
-    def family_for_model(self, model: ModelConfig) -> tuple[Family, ModelConfig]:
+    def text_family_and_config(self, model: ModelConfig) -> tuple[Family, ModelConfig]:
         """Return the family of the language model, and its config without vision. If no family can express it, the
         first.
         """
@@ -211,7 +211,9 @@ class DecoderFamilies:
         return next((one for one in self.families if self.fits(alone, one)), self.families[0]), alone
 
 
-def _read_vlm_config(keys: ConfigReader, *, decoders: DecoderFamilies, shape: VLMFormat) -> dict[str, Any]:
+def _read_vlm_config(
+    keys: ErrorCollectingConfigReader, *, decoders: DecoderFamilies, shape: VLMCheckpointFormat
+) -> dict[str, Any]:
     """Read our settings of a vision-language model from the keys of its config.json: of the language model, the encoder
     and the projector.
 
@@ -226,7 +228,7 @@ def _read_vlm_config(keys: ConfigReader, *, decoders: DecoderFamilies, shape: VL
         keys.problems.append(f"vision_config: model_type: {vision.get('model_type')} has no counterpart here")
         keys.ignore_keys()
         return settings
-    inner = ConfigReader(vision)
+    inner = ErrorCollectingConfigReader(vision)
     sizes = read_vision_encoder_config(inner, kind)
     keys.problems += [f"vision_config: {problem}" for problem in inner.all_problems()]
     depth = sizes.pop("num_layers")
@@ -243,9 +245,11 @@ def _read_vlm_config(keys: ConfigReader, *, decoders: DecoderFamilies, shape: VL
     }
 
 
-def _text_and_vision_configs(keys: ConfigReader, shape: VLMFormat) -> tuple[dict[str, Any], dict[str, Any]]:
+def _text_and_vision_configs(
+    keys: ErrorCollectingConfigReader, shape: VLMCheckpointFormat
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the configs of the language model and of the encoder, without keys that say nothing of the network."""
-    text, vision = (keys.pop(name) or {} for name in ("text_config", "vision_config"))
+    text, vision = (keys.pop_or_none(name) or {} for name in ("text_config", "vision_config"))
     if shape.layer is not None:
         return text, vision
     silent = set(_SAYS_NOTHING) - {"vocab_size"}
@@ -257,11 +261,11 @@ def _text_and_vision_configs(keys: ConfigReader, shape: VLMFormat) -> tuple[dict
     }, vision
 
 
-def _num_used_encoder_layers(keys: ConfigReader, depth: int, usual: int) -> int:
+def _num_used_encoder_layers(keys: ErrorCollectingConfigReader, depth: int, usual: int) -> int:
     """Return the number of the encoder's layers up to the one whose output is used. usual: default of
     vision_feature_layer.
     """
-    layer = keys.pop("vision_feature_layer")
+    layer = keys.pop_or_none("vision_feature_layer")
     layer = usual if layer is None else layer
     if not isinstance(layer, int) or not -depth <= layer <= depth:
         keys.problems.append(f"vision_feature_layer: {layer} has no counterpart here; one of {depth} layers has")
@@ -270,15 +274,15 @@ def _num_used_encoder_layers(keys: ConfigReader, depth: int, usual: int) -> int:
 
 
 def _write_vlm_config(
-    model: ModelConfig, like: Mapping[str, Any], *, decoders: DecoderFamilies, shape: VLMFormat
+    model: ModelConfig, like: Mapping[str, Any], *, decoders: DecoderFamilies, shape: VLMCheckpointFormat
 ) -> dict[str, Any]:
     """Return the config.json of a vision-language model; {} for a network that reads no images. like: an earlier one."""
     vision = model.vision
     if not model.has_vision:
         return {}
-    family, alone = decoders.family_for_model(model)
+    family, alone = decoders.text_family_and_config(model)
     text_like, vision_like = like.get("text_config") or {}, like.get("vision_config") or {}
-    text = {**family.make_config(alone, text_like), "model_type": family.model_type}
+    text = {**family.to_hf_config(alone, text_like), "model_type": family.model_type}
     text["architectures"] = [family.architecture]
     encoder = vision_encoder_config_json(vision_encoder_config(model), vision_like)
     if shape.layer is None:
@@ -295,8 +299,10 @@ def _write_vlm_config(
     }
 
 
-def _vlm_mappings(model: ModelConfig, *, decoders: DecoderFamilies, shape: VLMFormat) -> tuple[ParameterMapping, ...]:
-    family, alone = decoders.family_for_model(model)
+def _vlm_mappings(
+    model: ModelConfig, *, decoders: DecoderFamilies, shape: VLMCheckpointFormat
+) -> tuple[ParameterMapping, ...]:
+    family, alone = decoders.text_family_and_config(model)
     rows = vision_encoder_mappings(vision_encoder_config(model), shape.tower)
     for ours, theirs in shape.projector.items():
         has_bias = model.vision.vision_projection_bias or ours == "layernorm"
@@ -339,7 +345,7 @@ _RESPELLED = (
 )
 
 
-def _vlm_family(decoders: DecoderFamilies, shape: VLMFormat) -> Family:
+def _vlm_family(decoders: DecoderFamilies, shape: VLMCheckpointFormat) -> Family:
     is_llava = shape.layer is not None
     return Family(
         shape.name,

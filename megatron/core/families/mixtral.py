@@ -10,15 +10,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.config.settings.model import ModelConfig
+from megatron.core.families.config_json import BALANCE, ErrorCollectingConfigReader
 from megatron.core.families.llama import (
     attention_mappings,
     decoder_mappings,
-    llama_config_keys,
     read_llama_keys,
-    read_sliding_window,
-    sliding_window_key,
+    read_sliding_window_settings,
+    write_llama_keys,
+    write_sliding_window_key,
 )
-from megatron.core.families.rules import (
+from megatron.core.families.parameter_mapping import (
     Family,
     ParameterMapping,
     concat_conversion,
@@ -26,7 +27,6 @@ from megatron.core.families.rules import (
     per_expert_conversion,
     same,
 )
-from megatron.core.families.settings import BALANCE, ConfigReader
 
 _FUSED = (
     (
@@ -53,12 +53,12 @@ def expert_mappings(
     ]
 
 
-def read_mixtral_config(keys: ConfigReader) -> dict[str, Any]:
+def read_mixtral_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     """Read our settings from the keys of a config.json; what cannot be expressed is noted in `keys.problems`."""
     settings = read_llama_keys(keys, base=1e6)
     return {
         **settings,
-        **read_sliding_window(keys, settings),
+        **read_sliding_window_settings(keys, settings),
         "num_experts": keys.positive_int("num_local_experts", 8),
         "moe_ffn_hidden_size": settings["ffn_hidden_size"],
         "moe_router_topk": keys.positive_int("num_experts_per_tok", 2),
@@ -71,8 +71,8 @@ def write_mixtral_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[st
     """
     plain = model.kv_channels * model.num_attention_heads == model.hidden_size
     return {
-        **llama_config_keys(model, like),
-        **sliding_window_key(model, like),
+        **write_llama_keys(model, like),
+        **write_sliding_window_key(model, like),
         "head_dim": like.get("head_dim") if plain else model.kv_channels,
         "num_local_experts": model.moe.num_experts,
         "intermediate_size": model.moe.moe_ffn_hidden_size,

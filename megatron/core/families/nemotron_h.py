@@ -16,18 +16,18 @@ from typing import Any
 
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.deepseek import read_expert_group_keys
+from megatron.core.families.config_json import ErrorCollectingConfigReader, settings_from_head_counts
+from megatron.core.families.deepseek import read_group_limited_routing_keys
 from megatron.core.families.llama import NO_BIAS, attention_mappings
-from megatron.core.families.rules import (
+from megatron.core.families.parameter_mapping import (
     Family,
     ParameterMapping,
     decoder_mappings_with_ends,
     module_mappings,
     per_expert_conversion,
-    renamed_weight_mappings,
+    rename_only_weight_mappings,
     same,
 )
-from megatron.core.families.settings import ConfigReader, head_count_settings
 
 _INITIAL = ("time_step_floor", "time_step_max", "time_step_rank", "rescale_prenorm_residual")  # said once, at the start
 _KERNELS = ("chunk_size", "residual_in_fp32", "use_mamba_kernels", "num_logits_to_keep", "mamba_ssm_cache_dtype")
@@ -67,7 +67,7 @@ _PINNED = (("use_bias", False), ("use_conv_bias", True), ("conv_kernel", 4))
 _ANY_LENGTH = 2**20  # of a network without positions, whose config.json has no length
 
 
-def _read_mamba_common_keys(keys: ConfigReader) -> dict[str, Any]:
+def _read_mamba_common_keys(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     """Read the settings that Mamba-2 and Nemotron-H have by the same keys."""
     keys.one_of("mamba_proj_bias", (False,), False)
     epsilon = keys.non_negative_float("layer_norm_epsilon", 1e-5)
@@ -96,17 +96,17 @@ def _mamba_common_config_keys(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _parse_float(value: Any) -> float:
+def _float_or_json_infinity(value: Any) -> float:
     """Return a number of a config.json, where infinity may be {"__float__": "Infinity"}."""
     return float(value["__float__"]) if isinstance(value, Mapping) and "__float__" in value else float(value)
 
 
-def read_time_step_limits(keys: ConfigReader) -> tuple[float, ...]:
+def read_mamba_time_step_limits(keys: ErrorCollectingConfigReader) -> tuple[float, ...]:
     """Read `time_step_limit`: (smallest, largest) time step."""
-    return tuple(map(_parse_float, keys.pop("time_step_limit") or (0.0, math.inf)))
+    return tuple(map(_float_or_json_infinity, keys.pop_or_none("time_step_limit") or (0.0, math.inf)))
 
 
-def time_step_limit_key(model: ModelConfig) -> list[Any]:
+def mamba_time_step_limit_value(model: ModelConfig) -> list[Any]:
     """Return the value of `time_step_limit` for a config.json, with infinity as an object."""
     return [
         {"__float__": "Infinity"} if math.isinf(one) else one
@@ -114,7 +114,7 @@ def time_step_limit_key(model: ModelConfig) -> list[Any]:
     ]
 
 
-def _read_mamba2_config(keys: ConfigReader) -> dict[str, Any]:
+def _read_mamba2_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     settings = _read_mamba_common_keys(keys)
     heads, size, layers = (
         keys.positive_int("num_heads", 128),
@@ -130,7 +130,7 @@ def _read_mamba2_config(keys: ConfigReader) -> dict[str, Any]:
         "mamba_num_heads": heads,
         "mamba_head_dim": size,
         "mamba_state_dim": keys.positive_int("state_size", 128),
-        "mamba_time_step_limit": read_time_step_limits(keys),
+        "mamba_time_step_limit": read_mamba_time_step_limits(keys),
         "num_attention_heads": heads,
         "kv_channels": size,
         "max_position_embeddings": _ANY_LENGTH,
@@ -149,14 +149,14 @@ def _write_mamba2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[st
         "head_dim": hybrid.mamba_head_dim,
         "state_size": hybrid.mamba_state_dim,
         "expand": heads * hybrid.mamba_head_dim // model.hidden_size,
-        "time_step_limit": time_step_limit_key(model),
+        "time_step_limit": mamba_time_step_limit_value(model),
     }
 
 
-def _read_layer_symbols(keys: ConfigReader) -> str:
+def _read_layer_symbols(keys: ErrorCollectingConfigReader) -> str:
     """Return one symbol for each layer, from layers_block_type or hybrid_override_pattern."""
-    kinds, symbols = keys.pop("layers_block_type"), keys.pop("hybrid_override_pattern")
-    keys.pop("num_hidden_layers")
+    kinds, symbols = keys.pop_or_none("layers_block_type"), keys.pop_or_none("hybrid_override_pattern")
+    keys.pop_or_none("num_hidden_layers")
     if kinds is None:
         kinds = list(symbols or "")
     unknown = sorted({str(kind) for kind in kinds} - set(_SYMBOLS) - set(_KINDS))
@@ -167,7 +167,7 @@ def _read_layer_symbols(keys: ConfigReader) -> str:
     return "".join(_SYMBOLS.get(kind, kind) for kind in kinds if str(kind) not in unknown) or "M"
 
 
-def _read_moe_keys(keys: ConfigReader) -> dict[str, Any]:
+def _read_moe_keys(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     keys.one_of("norm_topk_prob", (True,), True)
     keys.one_of("moe_latent_size", (None,), None)
     keys.one_of("n_shared_experts", (1,), 1)
@@ -186,7 +186,7 @@ def _read_moe_keys(keys: ConfigReader) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": None
         if (factor := keys.non_negative_float("routed_scaling_factor", 1.0)) == 1.0
         else factor,
-        **read_expert_group_keys(keys, "sum", used=True),
+        **read_group_limited_routing_keys(keys, "sum", used=True),
     }
     chosen = settings.get("moe_router_group_topk")
     if chosen and used // chosen != 2:
@@ -196,7 +196,7 @@ def _read_moe_keys(keys: ConfigReader) -> dict[str, Any]:
     return settings
 
 
-def _read_nemotron_h_config(keys: ConfigReader) -> dict[str, Any]:
+def _read_nemotron_h_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     keys.one_of("sliding_window", (None,), None)
     settings, symbols, heads = (
         _read_mamba_common_keys(keys),
@@ -209,7 +209,7 @@ def _read_nemotron_h_config(keys: ConfigReader) -> dict[str, Any]:
     return {
         **settings,
         **experts,
-        **head_count_settings(heads, keys.positive_int("num_key_value_heads", heads)),
+        **settings_from_head_counts(heads, keys.positive_int("num_key_value_heads", heads)),
         "num_layers": len(symbols),
         "hybrid_layer_pattern": symbols,
         "kv_channels": keys.positive_int("head_dim", settings["hidden_size"] // heads or 1),
@@ -281,7 +281,7 @@ def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
         elif plan.mixer == "attention":
             result += attention_mappings(model, f"{ours}self_attention.", f"{theirs}mixer.")
         if plan.mlp == "dense":
-            result += renamed_weight_mappings(f"{ours}mlp.", f"{theirs}mixer.", _MLP)
+            result += rename_only_weight_mappings(f"{ours}mlp.", f"{theirs}mixer.", _MLP)
         elif plan.mlp == "moe":
             result += _expert_mappings(model, f"{ours}mlp.", f"{theirs}mixer.")
     return decoder_mappings_with_ends(model, result, "embeddings", "norm_f", base="backbone.")
@@ -305,7 +305,7 @@ def _expert_mappings(model: ModelConfig, ours: str, theirs: str) -> list[Paramet
         *module_mappings(f"{ours}router", f"{theirs}gate"),
         ParameterMapping(f"{ours}router.expert_bias", (f"{theirs}gate.e_score_correction_bias",), same),
         *experts,
-        *renamed_weight_mappings(f"{ours}shared_experts.", f"{theirs}shared_experts.", _MLP),
+        *rename_only_weight_mappings(f"{ours}shared_experts.", f"{theirs}shared_experts.", _MLP),
     ]
 
 

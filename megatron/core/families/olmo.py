@@ -14,25 +14,25 @@ from typing import Any
 
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
+from megatron.core.families.config_json import ErrorCollectingConfigReader, format_layer_freq
 from megatron.core.families.llama import (
     NO_BIAS,
     attention_mappings,
     decoder_mappings,
-    llama_config_keys,
     mlp_mappings,
     read_llama_keys,
+    write_llama_keys,
 )
-from megatron.core.families.qwen_next import USUAL, read_delta_net_layers
-from megatron.core.families.rules import (
+from megatron.core.families.parameter_mapping import (
     Family,
     ParameterMapping,
     concat_conversion,
     decoder_mappings_with_ends,
     module_mappings,
-    renamed_weight_mappings,
+    rename_only_weight_mappings,
     same,
 )
-from megatron.core.families.settings import ConfigReader, format_layer_pattern
+from megatron.core.families.qwen_next import USUAL, read_delta_net_layers
 
 _NORMS = {"post_attention_layernorm": "post_attention_layernorm", "post_mlp_layernorm": "post_feedforward_layernorm"}
 _HYBRID_NORMS = {
@@ -49,7 +49,7 @@ _EPSILON = 1e-5  # of the norms of a delta net's heads
 _NORM_SETTINGS = {"norm_after_sublayer": True, "qk_layernorm": True, "qk_layernorm_across_heads": True}
 
 
-def _read_olmo_config(keys: ConfigReader) -> dict[str, Any]:
+def _read_olmo_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     keys.set_key_defaults(rms_norm_eps=1e-5)
     return {**read_llama_keys(keys), **_NORM_SETTINGS}
 
@@ -60,11 +60,11 @@ def _olmo2_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
 
 
 OLMO2 = Family(
-    "olmo2", "Olmo2ForCausalLM", "olmo2", _read_olmo_config, llama_config_keys, _olmo2_mappings, pinned=NO_BIAS
+    "olmo2", "Olmo2ForCausalLM", "olmo2", _read_olmo_config, write_llama_keys, _olmo2_mappings, pinned=NO_BIAS
 )
 
 
-def _read_olmo_hybrid_config(keys: ConfigReader) -> dict[str, Any]:
+def _read_olmo_hybrid_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     rope = keys.config.get("rope_parameters") or {}
     rotates = (rope if "rope_theta" in rope else keys.config).get("rope_theta", 1.0) is not None
     settings = read_llama_keys(keys)
@@ -76,7 +76,7 @@ def _read_olmo_hybrid_config(keys: ConfigReader) -> dict[str, Any]:
         **({} if rotates else {"position_embedding_type": "none"}),
         **_NORM_SETTINGS,
         "experimental_attention_variant": "gated_delta_net",
-        "linear_attention_freq": format_layer_pattern(linear),
+        "linear_attention_freq": format_layer_freq(linear),
         "linear_num_key_heads": key_heads,
         "linear_num_value_heads": keys.positive_int("linear_num_value_heads", heads),
         "linear_key_head_dim": key_size,
@@ -90,7 +90,7 @@ def _read_olmo_hybrid_config(keys: ConfigReader) -> dict[str, Any]:
 
 def _write_olmo_hybrid_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     config = {
-        **llama_config_keys(model, like),
+        **write_llama_keys(model, like),
         **{name: getattr(model.hybrid, name) for name in USUAL},
         "linear_allow_neg_eigval": model.hybrid.linear_allow_neg_eigval,
         "layer_types": [
@@ -112,7 +112,7 @@ def olmo_hybrid_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
             mixer = _delta_net_mappings(model, f"{ours}self_attention.", f"{theirs}linear_attn.")
         else:
             mixer = attention_mappings(model, f"{ours}self_attention.", f"{theirs}self_attn.")
-        norms = renamed_weight_mappings(ours, theirs, _HYBRID_NORMS.get(plan.mixer, {}))
+        norms = rename_only_weight_mappings(ours, theirs, _HYBRID_NORMS.get(plan.mixer, {}))
         rows += [*mlp_mappings(model, f"{ours}mlp.", f"{theirs}mlp."), *norms, *mixer]
     return decoder_mappings_with_ends(model, rows)
 
@@ -126,7 +126,7 @@ def _delta_net_mappings(model: ModelConfig, ours: str, theirs: str) -> list[Para
     )
     return [
         *(ParameterMapping(f"{ours}{name}", (f"{theirs}{name}",), same) for name in ("A_log", "dt_bias")),
-        *renamed_weight_mappings(ours, theirs, {"out_proj": "o_proj", "out_norm": "o_norm"}),
+        *rename_only_weight_mappings(ours, theirs, {"out_proj": "o_proj", "out_norm": "o_norm"}),
         *module_mappings(f"{ours}in_proj", *(f"{theirs}{part}_proj" for part in "qkvgba"), op=sizes),
         *module_mappings(f"{ours}conv1d", *(f"{theirs}{part}_conv1d" for part in "qkv"), op=conv),
     ]

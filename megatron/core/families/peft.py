@@ -26,16 +26,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.core.config.adapters import global_layer_name, linear_layer_shapes
+from megatron.core.config.adapters import layer_module_path, linear_shapes_of_layer
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.adapter_set import AdapterSet, AdapterWeights, config_without_adapters
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.core.families.adapter_set import LinearLoraWeights, LoadedAdapter, config_without_adapters
+from megatron.core.families.parameter_mapping import ParameterMapping
 from megatron.core.families.registry import fitting_family
-from megatron.core.families.rules import ParameterMapping
 from megatron.core.models.describe import global_parameter_shapes
-from megatron.core.models.names import VOCABULARY
+from megatron.core.models.parameter_names import VOCABULARY
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -67,9 +67,9 @@ class _PeftMatrixMapping:
             )
         rows = family.network_mappings(model)
         self.shapes = {
-            f"{global_layer_name(model, plan)}.{path}": shape
+            f"{layer_module_path(model, plan)}.{path}": shape
             for plan in network_layer_plans(model)
-            for path, shape in linear_layer_shapes(model, plan).items()
+            for path, shape in linear_shapes_of_layer(model, plan).items()
         }
         self.whole = global_parameter_shapes(model)
         self.row_of = {row.ours: row for row in rows}
@@ -81,7 +81,7 @@ class _PeftMatrixMapping:
         }
         self.row_of_name = {name: row for row in rows for name in row.theirs}
         self.experts = {
-            _experts_module_of(row.theirs[0]): row.ours.removesuffix(".weight").rpartition(".")[0]
+            _experts_module_name(row.theirs[0]): row.ours.removesuffix(".weight").rpartition(".")[0]
             for row in rows
             if row.op.each and row.ours.endswith("linear_fc1.weight")
         }
@@ -111,32 +111,32 @@ class _PeftMatrixMapping:
         return [part.t() for part in parts] if self.is_transposed(row) else list(parts)
 
 
-def _experts_module_of(name: str) -> str:
+def _experts_module_name(name: str) -> str:
     """Return the module of all experts for the name of one: model.layers.0.mlp.experts.3.up_proj.weight ->
     model.layers.0.mlp.experts.
     """
     return name.partition(".experts.")[0].replace(".block_sparse_moe", ".mlp") + ".experts"
 
 
-def read_peft_folder(folder: str | Path, model: ModelConfig) -> AdapterSet:
+def read_peft_folder(folder: str | Path, model: ModelConfig) -> LoadedAdapter:
     """Read the PEFT adapter in a folder, for this network. Raises one `CheckpointError` with all that does not fit it."""
     folder = Path(folder)
     config, (tensors, metadata) = _read_peft_config(folder), _read_peft_tensors(folder)
     model = replace(model, reward_head=model.reward_head or config.get("task_type") == "SEQ_CLS")
     places = _PeftMatrixMapping(model)
     factors, saved, problems = _classify_peft_tensors(tensors, places)
-    pairs = list[AdapterWeights]()
+    pairs = list[LinearLoraWeights]()
     for module, tensors_of in factors.items():
-        result = _convert_peft_adapter(module, tensors_of, config, places)
+        result = _convert_peft_module_factors(module, tensors_of, config, places)
         if isinstance(result, str):
             problems.append(result)
         else:
             pairs.append(result)
     if problems or not pairs:
         raise CheckpointError(f"{folder} is no adapter of this network", problems or ["it adapts nothing"])
-    made = replace(model, adapter=_adapter_config_of(config, model, pairs, saved))
+    made = replace(model, adapter=_adapter_config_from_peft(config, model, pairs, saved))
     base = {"hash": metadata.get("base_hash"), "where": config.get("base_model_name_or_path")}
-    return AdapterSet(str(folder), made, tuple(pairs), saved, base)
+    return LoadedAdapter(str(folder), made, tuple(pairs), saved, base)
 
 
 def _classify_peft_tensors(
@@ -163,9 +163,9 @@ def _classify_peft_tensors(
     return factors, saved, problems
 
 
-def _convert_peft_adapter(
+def _convert_peft_module_factors(
     module: str, factors: Mapping[str, Tensor], config: Mapping[str, Any], places: _PeftMatrixMapping
-) -> AdapterWeights | str:
+) -> LinearLoraWeights | str:
     """Convert one PEFT adapter to ours, or return why that is impossible."""
     if not {"A", "B"} <= factors.keys() or factors["A"].dim() != 2 or factors["B"].dim() != 2:
         return f"{module} has not both of lora_A and lora_B, as matrices"
@@ -182,7 +182,7 @@ def _convert_peft_adapter(
     part = parts[place] if len(parts) == len(row.theirs) else ""
     if part == "" and len(row.theirs) > 1:
         return f"{module} is a part of {linear} that has no adapter of its own here"
-    start, size = shape.row_range(part)
+    start, size = shape.rows_of_part(part)
     their = row.op.theirs(torch.empty(places.whole[row.ours], device="meta"))[place]
     outputs, inputs = reversed(their.shape) if places.is_transposed(row) else their.shape
     if first.shape[0] != second.shape[1]:
@@ -193,7 +193,7 @@ def _convert_peft_adapter(
     lengths = factors.get("magnitude")
     if lengths is not None:
         lengths = places.lora_b_to_ours(row, place, lengths.view(-1, 1))[start : start + size, 0].contiguous()
-    return AdapterWeights(
+    return LinearLoraWeights(
         linear,
         part,
         (start, size),
@@ -206,7 +206,7 @@ def _convert_peft_adapter(
 
 def _convert_peft_expert_adapter(
     module: str, experts: str, first: Tensor, second: Tensor, config: Mapping[str, Any], places: _PeftMatrixMapping
-) -> AdapterWeights | str:
+) -> LinearLoraWeights | str:
     """Convert the factors of all experts, A [e r, in] and B [out, r e], to A [e, r, in] and B [e, out, r]; or return
     why not.
     """
@@ -215,7 +215,7 @@ def _convert_peft_expert_adapter(
         if (second.shape[0], first.shape[1]) == (outputs, inputs) and first.shape[0] % count == 0:
             rank = first.shape[0] // count
             a, b = first.reshape(count, rank, inputs), second.reshape(outputs, rank, count).permute(2, 0, 1)
-            return AdapterWeights(
+            return LinearLoraWeights(
                 f"{experts}.{matrix}",
                 "",
                 (0, outputs),
@@ -238,8 +238,8 @@ def _lora_scale(config: Mapping[str, Any], module: str, rank: int) -> float:
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _adapter_config_of(
-    config: Mapping[str, Any], model: ModelConfig, pairs: list[AdapterWeights], saved: Mapping[str, Tensor]
+def _adapter_config_from_peft(
+    config: Mapping[str, Any], model: ModelConfig, pairs: list[LinearLoraWeights], saved: Mapping[str, Tensor]
 ) -> AdapterConfig:
     """Return the flags that make these adapters. A matrix that is adapted alike in all layers is named once."""
     rslora = bool(config.get("use_rslora"))
@@ -249,9 +249,9 @@ def _adapter_config_of(
     }
     (rank, alpha), _ = Counter(sizes.values()).most_common(1)[0]
     layers = {
-        path: global_layer_name(model, plan)
+        path: layer_module_path(model, plan)
         for plan in network_layer_plans(model)
-        for path in (f"{global_layer_name(model, plan)}.{one}" for one in linear_layer_shapes(model, plan))
+        for path in (f"{layer_module_path(model, plan)}.{one}" for one in linear_shapes_of_layer(model, plan))
     }
     every: dict[str, list[str]] = {}
     for path, layer in layers.items():
@@ -301,7 +301,7 @@ def _read_peft_tensors(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]
         raise CheckpointError(f"{folder / WEIGHTS} cannot be read: {error}") from None
 
 
-def write_peft_folder(adapters: AdapterSet, folder: str | Path, *, base: str | None = None) -> None:
+def write_peft_folder(adapters: LoadedAdapter, folder: str | Path, *, base: str | None = None) -> None:
     """Write adapters as a folder that PEFT loads. base: value of base_model_name_or_path.
 
     Raises `CheckpointError` if the folder is not empty, or PEFT's files cannot express the adapters.
@@ -309,8 +309,8 @@ def write_peft_folder(adapters: AdapterSet, folder: str | Path, *, base: str | N
     folder, places, file = Path(folder), _PeftMatrixMapping(adapters.model), _PeftExport()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is there already; move it away, or choose another folder")
-    experts: dict[str, list[AdapterWeights]] = {}
-    linears: dict[str, list[AdapterWeights]] = {}
+    experts: dict[str, list[LinearLoraWeights]] = {}
+    linears: dict[str, list[LinearLoraWeights]] = {}
     for pair in adapters.pairs:
         if pair.first.dim() == 3:
             experts.setdefault(pair.linear.rpartition(".")[0], []).append(pair)
@@ -366,7 +366,7 @@ def _make_peft_config(
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": model.adapter.lora_dropout,
-        "target_modules": _shorten_module_names(linears, places),
+        "target_modules": _peft_target_modules(linears, places),
         "target_parameters": file.parameters or None,
         "rank_pattern": {_module_pattern(module): size[0] for module, size in sizes.items() if size[0] != rank},
         "alpha_pattern": {_module_pattern(module): size[1] for module, size in sizes.items() if size[1] != alpha},
@@ -384,7 +384,7 @@ def _module_pattern(module: str) -> str:
 
 
 def _export_linear_adapters(
-    linear: str, pairs: list[AdapterWeights], places: _PeftMatrixMapping, file: _PeftExport
+    linear: str, pairs: list[LinearLoraWeights], places: _PeftMatrixMapping, file: _PeftExport
 ) -> None:
     """Add the tensors of one of our linear layers to the export.
 
@@ -414,7 +414,7 @@ def _export_linear_adapters(
 
 
 def _export_dora_magnitudes(
-    linear: str, pairs: list[AdapterWeights], places: _PeftMatrixMapping, file: _PeftExport
+    linear: str, pairs: list[LinearLoraWeights], places: _PeftMatrixMapping, file: _PeftExport
 ) -> None:
     """Add the DoRA magnitudes of one of our linear layers to the export. `CheckpointError` if a module is adapted in
     part.
@@ -433,7 +433,7 @@ def _export_dora_magnitudes(
 
 
 def _export_expert_adapters(
-    ours: str, pairs: list[AdapterWeights], places: _PeftMatrixMapping, file: _PeftExport
+    ours: str, pairs: list[LinearLoraWeights], places: _PeftMatrixMapping, file: _PeftExport
 ) -> None:
     """Add the adapters of the experts of a layer to the export; with two adapted parameters the first is nested as
     base_layer.
@@ -453,7 +453,7 @@ def _export_expert_adapters(
         file.sizes[name] = pair.rank, pair.scale
 
 
-def _shorten_module_names(modules: list[str], places: _PeftMatrixMapping) -> list[str]:
+def _peft_target_modules(modules: list[str], places: _PeftMatrixMapping) -> list[str]:
     """Return last words of module names where all modules with that ending are adapted, else full names."""
     chosen = set(modules)
     ends = {module: module.rpartition(".")[2] for module in places.linear_of if ".experts." not in module}

@@ -15,25 +15,25 @@ from typing import Any
 
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
+from megatron.core.families.config_json import (
+    BALANCE,
+    ErrorCollectingConfigReader,
+    format_layer_freq,
+    sliding_window_to_settings,
+    window_and_layers_of_model,
+)
 from megatron.core.families.llama import (
     NO_BIAS,
     attention_mappings,
     decoder_mappings,
     gated_mlp_mappings,
-    llama_config_keys,
     mlp_mappings,
     parameter_mappings,
     read_llama_keys,
+    write_llama_keys,
 )
 from megatron.core.families.mixtral import expert_mappings
-from megatron.core.families.rules import Family, ParameterMapping, same
-from megatron.core.families.settings import (
-    BALANCE,
-    ConfigReader,
-    format_layer_pattern,
-    sliding_window_settings,
-    window_and_windowed_layers,
-)
+from megatron.core.families.parameter_mapping import Family, ParameterMapping, same
 
 Windowed = Callable[[int, int], bool]  # whether a layer sees a window: its number, max_window_layers
 _WINDOWS = ("sliding_window", "max_window_layers", "layer_types")
@@ -48,23 +48,23 @@ def _has_window_from_layer(layer: int, first: int) -> bool:
     return layer >= first
 
 
-def _has_window_every_other(layer: int, first: int) -> bool:
+def _layer_is_windowed_if_even(layer: int, first: int) -> bool:
     """Whether a layer has a window: every other one before max_window_layers (first)."""
     return layer % 2 == 0 and layer < first
 
 
-def _has_window_every_layer(layer: int, first: int) -> bool:
+def _layer_is_always_windowed(layer: int, first: int) -> bool:
     """Whether a layer has a window: always."""
     return True
 
 
-def _read_window_keys(keys: ConfigReader, layers: int, windowed: Windowed) -> dict[str, Any]:
+def _read_window_keys(keys: ErrorCollectingConfigReader, layers: int, windowed: Windowed) -> dict[str, Any]:
     """Read the settings of sliding windows. windowed: which layers have one if layer_types is missing."""
-    used, kinds = keys.boolean("use_sliding_window", False), keys.pop("layer_types")
-    window, first = keys.pop("sliding_window"), keys.pop("max_window_layers")
+    used, kinds = keys.boolean("use_sliding_window", False), keys.pop_or_none("layer_types")
+    window, first = keys.pop_or_none("sliding_window"), keys.pop_or_none("max_window_layers")
     seen = [windowed(layer, 28 if first is None else first) for layer in range(layers)]
-    if kinds is not None and windowed is not _has_window_every_layer:
-        seen = read_layer_types(keys, kinds, layers)
+    if kinds is not None and windowed is not _layer_is_always_windowed:
+        seen = read_windowed_layers(keys, kinds, layers)
     if not used:
         if kinds is not None and any(seen):
             keys.problems.append(
@@ -74,10 +74,10 @@ def _read_window_keys(keys: ConfigReader, layers: int, windowed: Windowed) -> di
     if not isinstance(window, int) or window < 1:
         keys.problems.append(f"sliding_window: {window} is not a positive whole number, and use_sliding_window is True")
         return {}
-    return sliding_window_settings(window, seen)
+    return sliding_window_to_settings(window, seen)
 
 
-def read_layer_types(keys: ConfigReader, kinds: Any, layers: int) -> list[bool]:
+def read_windowed_layers(keys: ErrorCollectingConfigReader, kinds: Any, layers: int) -> list[bool]:
     """Return for each layer whether it has a sliding window, from `layer_types`; kinds: its value."""
     known = {"full_attention": False, "sliding_attention": True}
     if not isinstance(kinds, Sequence) or len(kinds) != layers or set(kinds) - set(known):
@@ -92,20 +92,20 @@ def read_layer_types(keys: ConfigReader, kinds: Any, layers: int) -> list[bool]:
 
 def _window_config_keys(model: ModelConfig, like: Mapping[str, Any], windowed: Windowed) -> dict[str, Any]:
     """Return the keys of config.json for sliding windows."""
-    window, layers = window_and_windowed_layers(model)
+    window, layers = window_and_layers_of_model(model)
     if window is None:
         silent = () if "sliding_attention" in (like.get("layer_types") or ()) else _WINDOWS
         return {**{name: like[name] for name in silent if name in like}, "use_sliding_window": False}
     config: dict[str, Any] = {"use_sliding_window": True, "sliding_window": window}
     first = like.get("max_window_layers", layers.index(True))
-    if windowed is _has_window_every_layer:
+    if windowed is _layer_is_always_windowed:
         return {**config, **({"max_window_layers": like["max_window_layers"]} if "max_window_layers" in like else {})}
     if "layer_types" in like or layers != [windowed(layer, first) for layer in range(len(layers))]:
         config["layer_types"] = [("full_attention", "sliding_attention")[seen] for seen in layers]
     return {**config, "max_window_layers": first}
 
 
-def _read_qwen_config(keys: ConfigReader, windowed: Windowed) -> dict[str, Any]:
+def _read_qwen_config(keys: ErrorCollectingConfigReader, windowed: Windowed) -> dict[str, Any]:
     """Read the settings that all Qwen networks have. windowed: which layers have a window if layer_types is missing."""
     settings = read_llama_keys(keys)
     return {**settings, **_read_window_keys(keys, settings["num_layers"], windowed)}
@@ -113,18 +113,18 @@ def _read_qwen_config(keys: ConfigReader, windowed: Windowed) -> dict[str, Any]:
 
 def _write_qwen_config(model: ModelConfig, like: Mapping[str, Any], windowed: Windowed) -> dict[str, Any]:
     """Return the keys of config.json that all Qwen networks have. windowed: as in `_read_config`."""
-    return {**llama_config_keys(model, like), **_window_config_keys(model, like, windowed)}
+    return {**write_llama_keys(model, like), **_window_config_keys(model, like, windowed)}
 
 
-def _read_qwen2_config(keys: ConfigReader) -> dict[str, Any]:
+def _read_qwen2_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     return {**_read_qwen_config(keys, _has_window_from_layer), "add_qkv_bias": True}
 
 
 def _write_qwen2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_write_qwen_config(model, like, _has_window_from_layer), **head_dim_key(model, like)}
+    return {**_write_qwen_config(model, like, _has_window_from_layer), **write_head_dim_key(model, like)}
 
 
-def head_dim_key(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def write_head_dim_key(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """Return `head_dim` for a config.json: if it is not hidden size / heads, or if the earlier config.json has it; else
     {}.
     """
@@ -132,7 +132,7 @@ def head_dim_key(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     return {} if plain and "head_dim" not in like else {"head_dim": model.kv_channels}
 
 
-def _read_qwen3_config(keys: ConfigReader) -> dict[str, Any]:
+def _read_qwen3_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     return {**_read_qwen_config(keys, _has_window_from_layer), "qk_layernorm": True}
 
 
@@ -140,19 +140,19 @@ def _write_qwen3_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str
     return {**_write_qwen_config(model, like, _has_window_from_layer), "head_dim": model.kv_channels}
 
 
-def read_moe_keys(keys: ConfigReader, layers: int) -> dict[str, Any]:
+def read_moe_keys(keys: ErrorCollectingConfigReader, layers: int) -> dict[str, Any]:
     """Read the settings of experts: which layers have them, how many, and how tokens choose."""
-    step, without = keys.positive_int("decoder_sparse_step", 1), keys.pop("mlp_only_layers") or []
+    step, without = keys.positive_int("decoder_sparse_step", 1), keys.pop_or_none("mlp_only_layers") or []
     sparse = [(layer + 1) % step == 0 and layer not in without for layer in range(layers)]
     if not any(sparse):
         keys.problems.append(
             f"decoder_sparse_step: {step} with mlp_only_layers: {without} leaves no layer with experts"
         )
-    fewer, more = keys.pop("num_local_experts"), keys.pop("num_experts")  # one setting by two names
-    inner = ConfigReader({"num_experts": more if fewer is None else fewer})
+    fewer, more = keys.pop_or_none("num_local_experts"), keys.pop_or_none("num_experts")  # one setting by two names
+    inner = ErrorCollectingConfigReader({"num_experts": more if fewer is None else fewer})
     settings = {
         "num_experts": inner.positive_int("num_experts"),
-        "moe_layer_freq": "1" if all(sparse) else format_layer_pattern(sparse),
+        "moe_layer_freq": "1" if all(sparse) else format_layer_freq(sparse),
         "moe_ffn_hidden_size": keys.positive_int("moe_intermediate_size"),
         "moe_router_topk": keys.positive_int("num_experts_per_tok"),
         "moe_router_pre_softmax": not keys.boolean("norm_topk_prob", False),
@@ -161,7 +161,7 @@ def read_moe_keys(keys: ConfigReader, layers: int) -> dict[str, Any]:
     return settings
 
 
-def moe_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def write_moe_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of config.json for experts: which layers have them, how many, and how tokens choose."""
     moe = model.moe
     return {
@@ -184,8 +184,8 @@ def _sparse_layer_keys(sparse: Sequence[bool], like: Mapping[str, Any]) -> dict[
     return {"decoder_sparse_step": step, **named}
 
 
-def _read_qwen2_moe_config(keys: ConfigReader) -> dict[str, Any]:
-    settings = _read_qwen_config(keys, _has_window_every_other)
+def _read_qwen2_moe_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+    settings = _read_qwen_config(keys, _layer_is_windowed_if_even)
     return {
         **settings,
         **read_moe_keys(keys, settings["num_layers"]),
@@ -197,33 +197,33 @@ def _read_qwen2_moe_config(keys: ConfigReader) -> dict[str, Any]:
 
 def _write_qwen2_moe_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     config = {
-        **_write_qwen_config(model, like, _has_window_every_other),
-        **moe_config_keys(model, like),
-        **head_dim_key(model, like),
+        **_write_qwen_config(model, like, _layer_is_windowed_if_even),
+        **write_moe_keys(model, like),
+        **write_head_dim_key(model, like),
         "shared_expert_intermediate_size": model.moe.moe_shared_expert_intermediate_size,
     }
     return config if model.add_qkv_bias and "qkv_bias" not in like else {**config, "qkv_bias": model.add_qkv_bias}
 
 
-def _read_qwen3_moe_config(keys: ConfigReader) -> dict[str, Any]:
-    settings = _read_qwen_config(keys, _has_window_every_layer)
+def _read_qwen3_moe_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+    settings = _read_qwen_config(keys, _layer_is_always_windowed)
     return {**settings, **read_moe_keys(keys, settings["num_layers"]), "qk_layernorm": True}
 
 
 def _write_qwen3_moe_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **_write_qwen_config(model, like, _has_window_every_layer),
+        **_write_qwen_config(model, like, _layer_is_always_windowed),
         "head_dim": model.kv_channels,
-        **moe_config_keys(model, like),
+        **write_moe_keys(model, like),
     }
 
 
 def qwen_moe_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
     """Return the mappings of all parameters of a network with experts in some layers."""
-    return decoder_mappings(model, attention_mappings, {"dense": mlp_mappings, "moe": shared_expert_mappings})
+    return decoder_mappings(model, attention_mappings, {"dense": mlp_mappings, "moe": moe_mappings_with_shared_expert})
 
 
-def shared_expert_mappings(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
+def moe_mappings_with_shared_expert(model: ModelConfig, ours: str, theirs: str) -> list[ParameterMapping]:
     """Return the mappings of an MoE layer: router, experts, and the shared expert with its gate."""
     rows, shared = expert_mappings(model, ours, theirs), model.moe.moe_shared_expert_intermediate_size
     if shared:

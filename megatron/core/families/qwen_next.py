@@ -21,19 +21,19 @@ from torch import Tensor
 
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.llama import NO_BIAS, NORMS, llama_config_keys, mlp_mappings, read_llama_keys
-from megatron.core.families.qwen import FUSED, moe_config_keys, read_moe_keys, shared_expert_mappings
-from megatron.core.families.rules import (
+from megatron.core.families.config_json import BALANCE, ErrorCollectingConfigReader, format_layer_freq
+from megatron.core.families.llama import NO_BIAS, NORMS, mlp_mappings, read_llama_keys, write_llama_keys
+from megatron.core.families.parameter_mapping import (
     Family,
     ParameterMapping,
-    TensorConversion,
+    ReversibleTensorConversion,
     concat_conversion,
     decoder_mappings_with_ends,
     module_mappings,
-    renamed_weight_mappings,
+    rename_only_weight_mappings,
     same,
 )
-from megatron.core.families.settings import BALANCE, ConfigReader, format_layer_pattern
+from megatron.core.families.qwen import FUSED, moe_mappings_with_shared_expert, read_moe_keys, write_moe_keys
 
 _SKIPPED = re.compile(r"mtp\..*|model\.rotary_emb\.inv_freq")
 _SAYS_NOTHING = ("full_attention_interval", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
@@ -49,9 +49,9 @@ USUAL = {
 }
 
 
-def read_delta_net_layers(keys: ConfigReader, layers: int) -> list[bool]:
+def read_delta_net_layers(keys: ErrorCollectingConfigReader, layers: int) -> list[bool]:
     """Return for each layer whether it has a gated delta net."""
-    kinds, every = keys.pop("layer_types"), keys.positive_int("full_attention_interval", 4)
+    kinds, every = keys.pop_or_none("layer_types"), keys.positive_int("full_attention_interval", 4)
     if kinds is None:
         return [(layer + 1) % every != 0 for layer in range(layers)]
     if len(kinds) != layers or set(kinds) - {"linear_attention", "full_attention"}:
@@ -60,16 +60,16 @@ def read_delta_net_layers(keys: ConfigReader, layers: int) -> list[bool]:
     return [kind == "linear_attention" for kind in kinds]
 
 
-def pop_partial_rotary_factor(keys: ConfigReader, usual: float = _SHARE) -> float:
+def pop_partial_rotary_factor(keys: ErrorCollectingConfigReader, usual: float = _SHARE) -> float:
     """Take partial_rotary_factor out of the keys, wherever it is, and return it. usual: value if the config has none."""
-    given = keys.pop("rope_parameters")
+    given = keys.pop_or_none("rope_parameters")
     rope = dict(given or {})
-    above, within = keys.pop("partial_rotary_factor"), rope.pop("partial_rotary_factor", None)
+    above, within = keys.pop_or_none("partial_rotary_factor"), rope.pop("partial_rotary_factor", None)
     keys.set_key_defaults(rope_parameters=rope or given)
     return float(within or above or usual)
 
 
-def _read_qwen_next_keys(keys: ConfigReader) -> dict[str, Any]:
+def _read_qwen_next_keys(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     """Read the settings that Qwen3-Next and Qwen3.5 have in common."""
     share = pop_partial_rotary_factor(keys)
     keys.set_key_defaults(intermediate_size=keys.config.get("moe_intermediate_size"))
@@ -83,7 +83,7 @@ def _read_qwen_next_keys(keys: ConfigReader) -> dict[str, Any]:
         "apply_layernorm_1p": True,
         "attention_output_gate": keys.boolean("attn_output_gate", True),
         "experimental_attention_variant": "gated_delta_net" if any(linear) else None,
-        "linear_attention_freq": format_layer_pattern(linear) if any(linear) and not all(linear) else None,
+        "linear_attention_freq": format_layer_freq(linear) if any(linear) and not all(linear) else None,
     }
 
 
@@ -91,31 +91,31 @@ def _qwen_next_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[
     """Return the keys of config.json that Qwen3-Next and Qwen3.5 have in common."""
     linear = [plan.mixer == "gated_delta_net" for plan in network_layer_plans(model)]
     config = {
-        **llama_config_keys(model, like),
+        **write_llama_keys(model, like),
         **{name: getattr(model.hybrid, name) for name in USUAL},
         "head_dim": model.kv_channels,
     }
     if "layer_types" in like or linear != [(layer + 1) % 4 != 0 for layer in range(len(linear))]:
         config["layer_types"] = [("full_attention", "linear_attention")[one] for one in linear]
-    config |= partial_rotary_factor_keys(config, model, like)
+    config |= write_partial_rotary_factor(config, model, like)
     if "attn_output_gate" in like or not model.attention_output_gate:
         config["attn_output_gate"] = model.attention_output_gate
     return config
 
 
-def partial_rotary_factor_keys(config: dict[str, Any], model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def write_partial_rotary_factor(config: dict[str, Any], model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of config.json for the share of a head that is rotated. config: the other keys."""
     share, rope = model.rope.rotary_percent, config.get("rope_parameters")
     inside = {"rope_parameters": {**rope, "partial_rotary_factor": share}} if rope else {}
     return {**inside, **({"partial_rotary_factor": share} if "partial_rotary_factor" in like or not rope else {})}
 
 
-def _read_qwen3_next_config(keys: ConfigReader) -> dict[str, Any]:
+def _read_qwen3_next_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     settings = _read_qwen_next_keys(keys)
     return {**settings, **_read_shared_expert_moe_keys(keys, settings["num_layers"])}
 
 
-def _read_shared_expert_moe_keys(keys: ConfigReader, layers: int) -> dict[str, Any]:
+def _read_shared_expert_moe_keys(keys: ErrorCollectingConfigReader, layers: int) -> dict[str, Any]:
     return {
         **read_moe_keys(keys, layers),
         "moe_shared_expert_gate": True,
@@ -129,19 +129,19 @@ def _write_qwen3_next_config(model: ModelConfig, like: Mapping[str, Any]) -> dic
 
 def _shared_expert_moe_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **moe_config_keys(model, like),
+        **write_moe_keys(model, like),
         "shared_expert_intermediate_size": model.moe.moe_shared_expert_intermediate_size,
     }
 
 
-def _read_qwen3_5_config(keys: ConfigReader) -> dict[str, Any]:
+def _read_qwen3_5_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     """Read the settings of a language model of Qwen3.5; M-RoPE, which is plain RoPE for text, is read as that."""
-    given = keys.pop("rope_parameters")
+    given = keys.pop_or_none("rope_parameters")
     keys.set_key_defaults(rope_parameters={name: given[name] for name in given or () if name not in _MROPE} or given)
     return _read_qwen_next_keys(keys)
 
 
-def _read_qwen3_5_moe_config(keys: ConfigReader) -> dict[str, Any]:
+def _read_qwen3_5_moe_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     """Read the settings of a language model of Qwen3.5 with experts: in every layer, with normalized weights, whatever
     its keys say, as the class does.
     """
@@ -170,7 +170,7 @@ def _write_qwen3_5_moe_config(model: ModelConfig, like: Mapping[str, Any]) -> di
     return {**config, **width, **experts, **{name: like[name] for name in _EVERY if name in like}}
 
 
-def _query_gate_conversion(heads: int, groups: int, size: int) -> TensorConversion:
+def _query_gate_conversion(heads: int, groups: int, size: int) -> ReversibleTensorConversion:
     """Return the conversion between q_proj, with query and gate of each head in turn, k_proj, v_proj, and our [q | gate
     | k | v].
     """
@@ -184,10 +184,10 @@ def _query_gate_conversion(heads: int, groups: int, size: int) -> TensorConversi
         turns = torch.stack([part.unflatten(0, (heads, size)) for part in (query, gate)], dim=1)
         return turns.flatten(0, 2), key, value
 
-    return TensorConversion(to_our_tensor, to_their_tensors)
+    return ReversibleTensorConversion(to_our_tensor, to_their_tensors)
 
 
-def _key_head_conversion(model: ModelConfig) -> TensorConversion:
+def _delta_net_qkvz_conversion(model: ModelConfig) -> ReversibleTensorConversion:
     """Return the conversion between two matrices with q, k, v, z and b, a grouped by key head, and our [q | k | v | z |
     b | a].
     """
@@ -209,7 +209,7 @@ def _key_head_conversion(model: ModelConfig) -> TensorConversion:
         parts = [part.unflatten(0, (groups, -1)) for part in whole.split(sizes)]
         return tuple(torch.cat(some, dim=1).flatten(0, 1) for some in (parts[:4], parts[4:]))
 
-    return TensorConversion(to_our_tensor, to_their_tensors)
+    return ReversibleTensorConversion(to_our_tensor, to_their_tensors)
 
 
 def _delta_net_mappings(model: ModelConfig, ours: str, theirs: str, *, fused: bool) -> list[ParameterMapping]:
@@ -217,10 +217,10 @@ def _delta_net_mappings(model: ModelConfig, ours: str, theirs: str, *, fused: bo
     values, heads = hybrid.linear_num_value_heads * hybrid.linear_value_head_dim, hybrid.linear_num_value_heads
     keys = hybrid.linear_num_key_heads * hybrid.linear_key_head_dim
     names = ("qkvz", "ba") if fused else ("qkv", "z", "b", "a")
-    op = _key_head_conversion(model) if fused else concat_conversion(2 * keys + values, values, heads, heads)
+    op = _delta_net_qkvz_conversion(model) if fused else concat_conversion(2 * keys + values, values, heads, heads)
     return [
         *(ParameterMapping(f"{ours}{name}", (f"{theirs}{name}",), same) for name in ("dt_bias", "A_log")),
-        *renamed_weight_mappings(ours, theirs, {"conv1d": "conv1d", "out_norm": "norm", "out_proj": "out_proj"}),
+        *rename_only_weight_mappings(ours, theirs, {"conv1d": "conv1d", "out_norm": "norm", "out_proj": "out_proj"}),
         *module_mappings(f"{ours}in_proj", *(f"{theirs}in_proj_{name}" for name in names), op=op),
     ]
 
@@ -235,7 +235,7 @@ def _attention_mappings(model: ModelConfig, ours: str, theirs: str) -> list[Para
     names = {"linear_proj": "o_proj", "q_layernorm": "q_norm", "k_layernorm": "k_norm"}
     return [
         *module_mappings(f"{ours}linear_qkv", *(f"{theirs}{part}_proj" for part in "qkv"), op=op),
-        *renamed_weight_mappings(ours, theirs, names),
+        *rename_only_weight_mappings(ours, theirs, names),
     ]
 
 
@@ -250,9 +250,9 @@ def _qwen_next_mappings(model: ModelConfig, *, fused: bool) -> tuple[ParameterMa
             rows += _delta_net_mappings(model, f"{ours}self_attention.", f"{theirs}linear_attn.", fused=fused)
         else:
             rows += _attention_mappings(model, f"{ours}self_attention.", f"{theirs}self_attn.")
-        mlp = shared_expert_mappings if plan.mlp == "moe" else mlp_mappings
+        mlp = moe_mappings_with_shared_expert if plan.mlp == "moe" else mlp_mappings
         rows += mlp(model, f"{ours}mlp.", f"{theirs}mlp.")
-        rows += renamed_weight_mappings(ours, theirs, NORMS)
+        rows += rename_only_weight_mappings(ours, theirs, NORMS)
     return decoder_mappings_with_ends(model, rows)
 
 

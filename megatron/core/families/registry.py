@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron.core.config.flags import config_from_values, config_to_values, flag_name
+from megatron.core.config.flags import config_from_dict, config_to_dict, flag_name
 from megatron.core.config.plan import LayerPlan, network_layer_plans
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
 from megatron.core.config.settings.network import canonical_values, network_fields, unused_settings
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families.bamba import BAMBA, FALCON_H1
 from megatron.core.families.bert import BERT, MEGATRON_BERT
+from megatron.core.families.config_json import architectures_of
 from megatron.core.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megatron.core.families.gemma import GEMMA, GEMMA2
 from megatron.core.families.gpt2 import GPT2
@@ -22,10 +23,9 @@ from megatron.core.families.llava import DecoderFamilies, vlm_families
 from megatron.core.families.mixtral import MIXTRAL
 from megatron.core.families.nemotron_h import MAMBA2, NEMOTRON_H
 from megatron.core.families.olmo import OLMO2, OLMO_HYBRID
+from megatron.core.families.parameter_mapping import Family
 from megatron.core.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from megatron.core.families.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
-from megatron.core.families.rules import Family
-from megatron.core.families.settings import architectures_of
 from megatron.core.families.t5 import T5
 from megatron.core.families.vision import CLIP, DINOV2, INTERNVIT, SIGLIP, VIT
 
@@ -91,16 +91,16 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
     """
     named = architectures_of(config)
     for family in FAMILIES.values():
-        if family.variant_among(named) or (not named and config.get("model_type") == family.model_type):
+        if family.class_for_architectures(named) or (not named and config.get("model_type") == family.model_type):
             return family
     known = ", ".join(variant.architecture for family in FAMILIES.values() for variant in family.variants or (family,))
     what = f"architectures: {', '.join(named)}" if named else f"model_type: {config.get('model_type')}"
     raise CheckpointError(f"{where} holds {what}, which is not known here; known are {known}")
 
 
-def model_config_of(settings: Mapping[str, Any]) -> ModelConfig:
+def model_config_from_settings(settings: Mapping[str, Any]) -> ModelConfig:
     """Return the resolved model config of settings by field name, such as a `Source` has."""
-    return config_from_values(RequestedModel, settings).resolve()
+    return config_from_dict(RequestedModel, settings).resolve()
 
 
 def fitting_family(model: ModelConfig, name: str | None = None) -> Family:
@@ -130,22 +130,22 @@ def fitting_family(model: ModelConfig, name: str | None = None) -> Family:
 
 def lost_settings(model: ModelConfig, family: Family) -> list[str]:
     """Return the settings of a network that the family's config.json cannot express, a line each; [] if there are none."""
-    restored, problems = family.settings_from_config(family.make_config(model, {}))
+    restored, problems = family.settings_from_config(family.to_hf_config(model, {}))
     restored["mtp_num_layers"] = model.mtp.mtp_num_layers if family.beyond else None  # those are told by the weights
-    again = model_config_of(restored)
-    mine, back, silent = config_to_values(model), config_to_values(again), _settings_without_effect(model)
+    again = model_config_from_settings(restored)
+    mine, back, silent = config_to_dict(model), config_to_dict(again), _roundtrip_exempt_settings(model)
     meaning = canonical_values(model), canonical_values(again)
     unsaid = [
         f"{flag_name(name)} is {mine[name]}, there {back[name]}"
         for name in mine
         if name not in silent and mine[name] != back[name] and meaning[0][name] != meaning[1][name]
     ]
-    layers = [(a, b) for a, b in zip(_causal_layer_plans(model), _causal_layer_plans(again)) if a != b]
+    layers = [(a, b) for a, b in zip(_canonical_layer_plans(model), _canonical_layer_plans(again)) if a != b]
     unsaid += [f"layer {a.index} is {a}, there {b}" for a, b in layers[:1]]
     return unsaid or problems
 
 
-def _settings_without_effect(model: ModelConfig) -> frozenset[str]:
+def _roundtrip_exempt_settings(model: ModelConfig) -> frozenset[str]:
     """Return the names of settings that need not survive the way through a config.json: unused, or given elsewhere."""
     idle = unused_settings(model) - {"scale_tied_logits"}
     attends = not model.hybrid.layer_symbols or bool({"*", "+"} & set(model.hybrid.layer_symbols))
@@ -155,10 +155,10 @@ def _settings_without_effect(model: ModelConfig) -> frozenset[str]:
         idle -= {"max_position_embeddings"}
     if model.moe.moe_router_topk_scaling_factor in (None, 1.0):
         idle |= {"moe_router_topk_scaling_factor"}
-    return idle | _ELSEWHERE | (config_to_values(model).keys() - network_fields().keys())
+    return idle | _ELSEWHERE | (config_to_dict(model).keys() - network_fields().keys())
 
 
-def _causal_layer_plans(model: ModelConfig) -> list[LayerPlan]:
+def _canonical_layer_plans(model: ModelConfig) -> list[LayerPlan]:
     """Return the layer plans of the network with causal windows made open to the right, where they have no effect."""
     return [
         replace(plan, window=(plan.window[0], -1)) if plan.causal and plan.window else plan

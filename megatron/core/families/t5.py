@@ -15,8 +15,15 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.rules import Family, HeadVariant, ParameterMapping, concat_conversion, module_mappings, same
-from megatron.core.families.settings import ConfigReader, preserved_keys
+from megatron.core.families.config_json import ErrorCollectingConfigReader, preserved_keys
+from megatron.core.families.parameter_mapping import (
+    Family,
+    HFModelClass,
+    ParameterMapping,
+    concat_conversion,
+    module_mappings,
+    same,
+)
 
 # feed_forward_proj -> our settings, and the name of the activation that transformers derives from it
 _MLP: dict[str, tuple[dict[str, bool], str]] = {
@@ -31,7 +38,7 @@ _LENGTH = 512  # of the texts that the published ones were trained on; their pos
 _HEAD = "lm_head.weight"
 
 
-def read_t5_config(keys: ConfigReader) -> dict[str, Any]:
+def read_t5_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     """Read our settings from the keys of a config.json; what cannot be expressed is noted in `keys.problems`."""
     layers, heads = keys.positive_int("num_layers"), keys.positive_int("num_heads")
     kind = keys.one_of("feed_forward_proj", tuple(_MLP), "relu")
@@ -171,6 +178,6 @@ T5 = Family(
         ("decoder.embed_tokens.weight", "shared.weight"),
     ),
     renamed=(("encoder.embed_tokens.weight", "shared.weight"), ("decoder.embed_tokens.weight", "shared.weight")),
-    variants=(HeadVariant("T5ForConditionalGeneration"), HeadVariant("T5WithLMHeadModel")),
+    variants=(HFModelClass("T5ForConditionalGeneration"), HFModelClass("T5WithLMHeadModel")),
     seen=_complete_by_tensor_names,
 )

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.saved import DTYPES, WORDS
-from megatron.core.dist_checkpointing.source import TensorFormat
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.source import ShapeAndDtype
 
 _ORDER = tuple(DTYPES.values())  # a file holds its widest floats first, then names in order
 _LONGEST_HEADER = 100_000_000
@@ -33,7 +33,7 @@ _LONGEST_HEADER = 100_000_000
 class SafetensorsEntry:
     """A tensor in a safetensors file. start: offset of its first byte in the file."""
 
-    format: TensorFormat
+    format: ShapeAndDtype
     path: Path
     start: int
 
@@ -94,7 +94,7 @@ def read_safetensors_header(path: Path) -> dict[str, SafetensorsEntry]:
     return tensors
 
 
-def create_safetensors_file(path: Path, formats: Mapping[str, TensorFormat]) -> dict[str, SafetensorsEntry]:
+def preallocate_safetensors_file(path: Path, formats: Mapping[str, ShapeAndDtype]) -> dict[str, SafetensorsEntry]:
     """Create a safetensors file of full length for these tensors, all zero. Returns their places, for `write`."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     places, end = {}, 0
@@ -138,7 +138,7 @@ def _parse_header_entry(name: str, entry: Any, path: Path, base: int) -> Safeten
         raise ValueError(
             f"{name} has numbers of the kind {word!r}, which is not known here; save it as F32, BF16 or F16"
         )
-    stored = SafetensorsEntry(TensorFormat(tuple(shape), DTYPES[word]), path, base + offsets[0])
+    stored = SafetensorsEntry(ShapeAndDtype(tuple(shape), DTYPES[word]), path, base + offsets[0])
     if stored.num_bytes != offsets[1] - offsets[0]:
         raise ValueError(
             f"{name} of shape {shape} takes {stored.num_bytes} bytes, and its place has {offsets[1] - offsets[0]}"

@@ -25,19 +25,19 @@ def tokenizer_settings_of_folder(folder: Path) -> dict[str, Any]:
     named = _read_tokenizer_config(folder).get("tokenizer_class")
     kind = str(named).removesuffix("Fast") if named else None
 
-    def has_without_json(*names: str) -> bool:
+    def has_files_but_no_tokenizer_json(*names: str) -> bool:
         return all((folder / name).is_file() for name in names) and not (folder / "tokenizer.json").is_file()
 
-    if has_without_json("vocab.json", "merges.txt") and kind in (None, "GPT2Tokenizer"):
+    if has_files_but_no_tokenizer_json("vocab.json", "merges.txt") and kind in (None, "GPT2Tokenizer"):
         return {
             "tokenizer_type": "GPT2BPETokenizer",
             "vocab_file": str(here / "vocab.json"),
             "merge_file": str(here / "merges.txt"),
         }
-    if has_without_json("vocab.txt") and kind in (None, "BertTokenizer"):
+    if has_files_but_no_tokenizer_json("vocab.txt") and kind in (None, "BertTokenizer"):
         case = "LowerCase" if _read_tokenizer_config(folder).get("do_lower_case", True) else "Case"
         return {"tokenizer_type": f"BertWordPiece{case}", "vocab_file": str(here / "vocab.txt")}
-    if has_without_json("tokenizer.model") and kind in (None, "LlamaTokenizer"):
+    if has_files_but_no_tokenizer_json("tokenizer.model") and kind in (None, "LlamaTokenizer"):
         return {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(here / "tokenizer.model")}
     return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(here)}
 

@@ -14,17 +14,17 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.rules import (
+from megatron.core.families.config_json import TANH_GELU, ErrorCollectingConfigReader, preserved_keys
+from megatron.core.families.parameter_mapping import (
     BIASED,
     Family,
-    HeadVariant,
+    HFModelClass,
     ParameterMapping,
-    TensorConversion,
+    ReversibleTensorConversion,
     concat_conversion,
     module_mappings,
     same,
 )
-from megatron.core.families.settings import TANH_GELU, ConfigReader, preserved_keys
 
 _GELU = {"gelu": "gelu", "quick_gelu": "quick_gelu", **dict.fromkeys(TANH_GELU, "gelu_tanh")}
 
@@ -110,7 +110,7 @@ NAMES: Mapping[str, VisionEncoderParameterNames] = MappingProxyType(
 )
 
 
-def reshape_conversion(*shape: int, flat: bool = False) -> TensorConversion:
+def reshape_conversion(*shape: int, flat: bool = False) -> ReversibleTensorConversion:
     """Return the conversion in which theirs has this shape, and ours is flattened to two dimensions: the leading ones
     together, or with `flat` all behind the first.
     """
@@ -119,7 +119,7 @@ def reshape_conversion(*shape: int, flat: bool = False) -> TensorConversion:
         whole = parts[0]
         return whole.flatten(1) if flat else whole.reshape(-1, whole.shape[-1])
 
-    return TensorConversion(to_our_tensor, lambda whole: (whole.reshape(shape),))
+    return ReversibleTensorConversion(to_our_tensor, lambda whole: (whole.reshape(shape),))
 
 
 def vision_encoder_mappings(model: ModelConfig, theirs: str) -> list[ParameterMapping]:
@@ -129,7 +129,7 @@ def vision_encoder_mappings(model: ModelConfig, theirs: str) -> list[ParameterMa
     vision, hidden = model.vision, model.hidden_size
     names, traits = NAMES[vision.vision_model_type or "vit"], vision.encoder_traits
     table = names.positions.endswith(".weight")
-    grid, size = vision.position_grid, vision.patch_dim
+    grid, size = vision.learned_position_grid, vision.patch_dim
     positions = grid[0] * grid[1] + traits.class_tokens
     ours, rows = "vision_model.", list[ParameterMapping]()
     if traits.class_tokens:
@@ -179,10 +179,10 @@ def _norm_parameter_kinds(model: ModelConfig) -> tuple[str, ...]:
     return BIASED if model.normalization == "LayerNorm" else ("weight",)
 
 
-def read_vision_encoder_config(keys: ConfigReader, kind: str) -> dict[str, Any]:
+def read_vision_encoder_config(keys: ErrorCollectingConfigReader, kind: str) -> dict[str, Any]:
     """Read the settings of a vision encoder of a type: sizes by the names of a "vit", and fields of `VisionConfig`."""
-    hidden, patch = keys.positive_int("hidden_size"), _read_image_side(keys, "patch_size")
-    image, heads = _read_image_side(keys, "image_size"), keys.positive_int("num_attention_heads")
+    hidden, patch = keys.positive_int("hidden_size"), _read_square_side(keys, "patch_size")
+    image, heads = _read_square_side(keys, "image_size"), keys.positive_int("num_attention_heads")
     usual = {"clip": "quick_gelu", "siglip": "gelu_pytorch_tanh"}.get(kind, "gelu")
     activation = keys.one_of("hidden_act", tuple(_GELU), usual)
     for name in ("hidden_dropout_prob", "projection_dropout", "drop_path_rate", "attention_dropout"):
@@ -230,13 +230,13 @@ _SAYS_NOTHING = tuple(
 )
 
 
-def _read_image_side(keys: ConfigReader, name: str) -> int:
+def _read_square_side(keys: ErrorCollectingConfigReader, name: str) -> int:
     """Take a side in pixels: a number, or two equal ones."""
-    value = keys.pop(name)
+    value = keys.pop_or_none(name)
     if isinstance(value, (list, tuple)) and len(set(value)) == 1:
         value = value[0]
     return (
-        ConfigReader({name: value}).positive_int(name)
+        ErrorCollectingConfigReader({name: value}).positive_int(name)
         if isinstance(value, int) and value > 0
         else keys.positive_int(name)
     )
@@ -246,7 +246,7 @@ def vision_encoder_config_json(model: ModelConfig, like: Mapping[str, Any]) -> d
     """Return the config.json of a vision encoder, without `architectures`. model: a "vit". like: an earlier one."""
     vision = model.vision
     kind = vision.vision_model_type or "vit"
-    size, patch = vision.position_grid[0] * vision.patch_dim, vision.patch_dim
+    size, patch = vision.learned_position_grid[0] * vision.patch_dim, vision.patch_dim
     pairs = isinstance(like.get("image_size"), list) or kind.startswith("internvit")
     activation = {"gelu_tanh": "gelu_pytorch_tanh"}.get(model.activation_name, model.activation_name)
     config = {
@@ -312,7 +312,7 @@ def vision_encoder_type_of(config: Mapping[str, Any]) -> str | None:
     return {**within, **{there: kind for kind, there in MODEL_TYPES.items()}}.get(str(config.get("model_type")))
 
 
-def _read_vision_config(keys: ConfigReader, *, kind: str) -> dict[str, Any]:
+def _read_standalone_vision_config(keys: ErrorCollectingConfigReader, *, kind: str) -> dict[str, Any]:
     """Read our settings of a vision encoder by itself. kind: its type, unless its model_type says another."""
     kind = vision_encoder_type_of({"model_type": MODEL_TYPES[kind], **keys.config}) or kind
     settings = {**read_vision_encoder_config(keys, kind), "architecture": "vit", "true_vocab_size": 1}
@@ -324,7 +324,7 @@ def _read_vision_config(keys: ConfigReader, *, kind: str) -> dict[str, Any]:
     return settings
 
 
-def _write_vision_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+def _write_standalone_vision_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of a vision encoder by itself, with as many labels as it has classes. like: an earlier
     one.
     """
@@ -350,15 +350,15 @@ _SKIPPED = (
 
 def _vision_encoder_family(name: str, kind: str, base: str, *architectures: str, bare: bool = True) -> Family:
     first, *others = architectures
-    variants = (HeadVariant(first, ("head.",) if kind == "vit" else (), bare=bare), *map(HeadVariant, others))
+    variants = (HFModelClass(first, ("head.",) if kind == "vit" else (), bare=bare), *map(HFModelClass, others))
     if kind == "vit":
-        variants = (variants[0], HeadVariant("ViTModel", bare=True))
+        variants = (variants[0], HFModelClass("ViTModel", bare=True))
     return Family(
         name,
         first,
         MODEL_TYPES[kind],
-        partial(_read_vision_config, kind=kind),
-        _write_vision_config,
+        partial(_read_standalone_vision_config, kind=kind),
+        _write_standalone_vision_config,
         partial(_standalone_encoder_mappings, base=base),
         base=base,
         copies=(),

@@ -76,7 +76,7 @@ def adamw(parameters: Sequence[AdamTensors], factor: float | Tensor, rates: Adam
             weight_decay=rates.decay,
             eps=rates.epsilon,
             maximize=False,
-            grad_scale=None if scale is None else _reciprocal_scale(scale, device),
+            grad_scale=None if scale is None else _grad_scale_for_fused_adamw(scale, device),
             found_inf=None,
         )
     copy_tensor_pairs([(one.weight, one.main) for one in parameters if one.weight is not None])
@@ -151,7 +151,7 @@ def _max_adam_difference(mine: AdamTensors, right: AdamTensors) -> float:
     return worst
 
 
-def _reciprocal_scale(factor: float | Tensor, device: torch.device) -> Tensor:
+def _grad_scale_for_fused_adamw(factor: float | Tensor, device: torch.device) -> Tensor:
     """Return 1 / factor as an fp32 tensor [] on the device: torch's kernel divides gradients by its scale."""
     made = factor if isinstance(factor, Tensor) else torch.full((), factor, dtype=torch.float64, device=device)
     return made.reciprocal().float()

@@ -23,7 +23,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionBlock:
+class BlockAttentionOptions:
     """How the attention scores of a block of queries and keys are computed and masked.
 
     scale, softcap: as in `AttentionScoreModifiers`. seen: bool [b or 1, 1, queries, keys], True where a query attends
@@ -48,7 +48,7 @@ class AttentionBlock:
         )
 
 
-def block_attention_forward(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor]:
+def block_attention_forward(q: Tensor, k: Tensor, v: Tensor, block: BlockAttentionOptions) -> tuple[Tensor, Tensor]:
     """Return the attention output over one block of keys [b, n, sq, dv], and the log-sum-exp of the scores [b, n, sq],
     both in accumulation dtype.
 
@@ -56,7 +56,7 @@ def block_attention_forward(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlo
     rounded to q's dtype.
     """
     if block.fits_cpu_flash_kernel(q):
-        output, lse = _flash(*_pad_for_flash(q, k, v), 0.0, block.causal, scale=block.scale)
+        output, lse = _flash(*_equalize_heads_for_flash(q, k, v), 0.0, block.causal, scale=block.scale)
         return output[..., : v.shape[-1]].to(lse.dtype), lse
     scores, _ = _block_scores(q, k, block)
     lse = scores.logsumexp(dim=-1)
@@ -68,7 +68,7 @@ def block_attention_forward(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlo
 
 
 def block_attention_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, block: AttentionBlock
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, block: BlockAttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v through one block of keys, in their shapes and in accumulation dtype.
 
@@ -76,7 +76,7 @@ def block_attention_backward(
     n, sq] are those of attention over all keys, not just this block.
     """
     if block.fits_cpu_flash_kernel(q):
-        made, size = _pad_for_flash(q, k, v), max(q.shape[-1], v.shape[-1])
+        made, size = _equalize_heads_for_flash(q, k, v), max(q.shape[-1], v.shape[-1])
         dq, dk, dv = _flash_backward(
             _pad_last_dim(gradient, size), *made, _pad_last_dim(output, size), lse, 0.0, block.causal, scale=block.scale
         )
@@ -111,7 +111,7 @@ def merge_attention_blocks(output: Tensor, lse: Tensor, more: Tensor, more_lse: 
     return (lse - finite).exp()[..., None] * output + (more_lse - finite).exp()[..., None] * more, both
 
 
-def _block_scores(q: Tensor, k: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor | None]:
+def _block_scores(q: Tensor, k: Tensor, block: BlockAttentionOptions) -> tuple[Tensor, Tensor | None]:
     """Return the scores [b, g, n/g, queries, keys], -inf where masked, and the derivative of the soft cap at each
     score; None if there is no cap.
     """
@@ -144,7 +144,7 @@ def _flatten_group_queries(x: Tensor) -> Tensor:
     return x.flatten(2, 3)
 
 
-def _pad_for_flash(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _equalize_heads_for_flash(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v with equal numbers of heads and equal head sizes, as torch's flash kernel requires: key heads
     are repeated, heads are padded with zeros, which changes no result.
     """

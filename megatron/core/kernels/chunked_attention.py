@@ -23,7 +23,7 @@ _ROWS = 64  # queries at a time: their scores stay near the processor
 _CHANCES = 2**16  # random numbers have 16 bits here: four come from one of torch's, which are most of dropout's time
 
 
-def attention(
+def attention_by_query_chunks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -55,7 +55,7 @@ class _ChunkedAttention(torch.autograd.Function):
         work = _ChunkedAttentionCall(mask, dropout, scores, *tensors)
         output = work.q.new_empty((*work.q.shape[:3], work.v.shape[-1]))
         for part in work.query_chunks():
-            shares, dropout_mask = work.probabilities(part), work.dropout_mask(part)
+            shares, dropout_mask = work.probabilities(part), work.draw_dropout_mask(part)
             work.write_chunk_output(
                 output, part, shares.mul_(dropout_mask).to(work.v.dtype) @ work.values[:, part.keys] * work.factor
             )
@@ -122,7 +122,7 @@ class _ChunkedAttentionCall:
             if mask.has_only_causality and ordered and (not mask.causal or start + keys - queries >= 0):
                 yield _QueryChunk(rows, columns, None)
             else:
-                visible = self._chunk_mask(rows, columns).as_bool_tensor(
+                visible = self._mask_spec_of_chunk(rows, columns).as_bool_tensor(
                     rows.stop - start, columns.stop - columns.start, self.q.device
                 )
                 yield _QueryChunk(rows, columns, visible[:, :, None])
@@ -138,7 +138,7 @@ class _ChunkedAttentionCall:
         low = max(0, first - left) if left >= 0 else 0
         return slice(low, max(low, min(keys, last + ahead)) if ahead >= 0 else keys)
 
-    def _chunk_mask(self, rows: slice, columns: slice) -> AttentionMaskSpec:
+    def _mask_spec_of_chunk(self, rows: slice, columns: slice) -> AttentionMaskSpec:
         """Return the part of the mask for a range of queries and a range of keys."""
         queries, keys, mask = len(self.q), len(self.k), self.mask
         documents = mask.query_documents
@@ -158,7 +158,7 @@ class _ChunkedAttentionCall:
         """Return the attention probabilities of a chunk, before dropout, [b * g, n/g * queries, keys]."""
         return self._probabilities_with_sink(part)[..., : part.num_queries_and_keys[1]]
 
-    def dropout_mask(self, part: _QueryChunk) -> Tensor:
+    def draw_dropout_mask(self, part: _QueryChunk) -> Tensor:
         """Draw the dropout mask of a chunk's probabilities: bool [b * g, n/g * queries, keys], True where kept."""
         batch, groups, each = self.heads
         shape = (batch * groups, each * part.num_queries_and_keys[0], part.num_queries_and_keys[1])
@@ -188,10 +188,10 @@ class _ChunkedAttentionCall:
             whole = self._probabilities_with_sink(part)
             shares, dropout_mask, rows = (
                 whole[..., : part.num_queries_and_keys[1]],
-                self.dropout_mask(part),
+                self.draw_dropout_mask(part),
                 self._queries_of_chunk(arriving, part),
             )
-            _add_matmul(dv[:, part.keys], (shares * dropout_mask).to(self.v.dtype).transpose(1, 2), rows)
+            _accumulate_matmul(dv[:, part.keys], (shares * dropout_mask).to(self.v.dtype).transpose(1, 2), rows)
             dshares = (rows @ self.values[:, part.keys].transpose(1, 2)).to(exact).mul_(dropout_mask)
             if dsink is not None:
                 dshares = torch.nn.functional.pad(dshares, (0, 1))
@@ -206,7 +206,7 @@ class _ChunkedAttentionCall:
                 ).sum(0)
             dscores = (dscores * self.scale).to(self.q.dtype)
             self.write_chunk_output(dq, part, dscores @ self.keys[:, part.keys])
-            _add_matmul(dk[:, part.keys], dscores.transpose(1, 2), self._queries_of_chunk(self.q, part))
+            _accumulate_matmul(dk[:, part.keys], dscores.transpose(1, 2), self._queries_of_chunk(self.q, part))
         batch, groups, _ = self.heads
         dk, dv = (
             total.view(batch, groups, *total.shape[1:]).permute(2, 0, 1, 3).to(self.q.dtype) for total in (dk, dv)
@@ -257,7 +257,7 @@ class _ChunkedAttentionCall:
         return shares
 
 
-def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
+def _accumulate_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add left @ right to `total` in place, in the dtype of `total`."""
     if total.dtype == left.dtype:
         total.baddbmm_(left, right)

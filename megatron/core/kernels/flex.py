@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from megatron.core.kernels.host_reads import host_may_read
+from megatron.core.kernels.host_read_permission import host_may_read
 from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 
 _KEPT = 8  # block masks
@@ -33,7 +33,7 @@ def compiled_flex_functions() -> tuple[Callable[..., Any], Callable[..., BlockMa
     return torch.compile(flex_attention, dynamic=False), torch.compile(create_block_mask, dynamic=False)
 
 
-def attention(
+def attention_by_flex(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -133,7 +133,7 @@ def make_mask_mod(
     causal, (left, right), documents, padding = mask.causal, mask.window or (-1, -1), mask.documents, mask.padding
     own = mask.query_documents if mask.query_documents is not None or documents is None else documents[:, -queries:]
 
-    def is_allowed(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         """Return whether query i of batch row b attends to key j."""
         ahead = key_places[j] - places[i]
         allowed = ahead <= 0 if causal else ahead == ahead
@@ -147,7 +147,7 @@ def make_mask_mod(
             allowed = allowed & padding[b, j]
         return allowed
 
-    return is_allowed
+    return mask_mod
 
 
 def flex_unsupported_reason(*, device: str, dtype: torch.dtype, dropout: float) -> str:

@@ -34,7 +34,7 @@ _PLANNED = 64  # tokens: lengths are rounded up to its multiples for cuDNN, whic
 _BLOCK = 128  # queries: below it, the many small matmuls of a band cost more than they save
 
 
-def attention(
+def attention_by_sdpa(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -54,7 +54,7 @@ def attention(
     if dropout and q.device.type == "cpu":
         if torch.compiler.is_compiling():
             return checkpoint(_sdpa_or_banded_attention, q, k, v, mask, dropout, scores, use_reentrant=False)
-        return chunked_attention.attention(q, k, v, mask, dropout, scores)
+        return chunked_attention.attention_by_query_chunks(q, k, v, mask, dropout, scores)
     return _sdpa_or_banded_attention(q, k, v, mask, dropout, scores)
 
 
@@ -66,7 +66,7 @@ def _softcapped_attention(
     """
     queries, keys = len(q), len(k)
     if queries <= _CAPPED:
-        return reference.attention(q, k, v, mask, dropout, scores)
+        return reference.softmax_attention(q, k, v, mask, dropout, scores)
     places = torch.arange(keys - queries, keys, device=q.device) if mask.query_places is None else mask.query_places
     own = mask.query_documents
     if own is None and mask.documents is not None:
@@ -77,7 +77,9 @@ def _softcapped_attention(
         part = replace(mask, query_places=places[rows], query_documents=None if own is None else own[:, rows])
         change = scores if scores.bias is None else replace(scores, bias=scores.bias[:, :, rows])
         given = (q[rows], k, v, part, dropout, change)
-        parts.append(checkpoint(reference.attention, *given, use_reentrant=False, preserve_rng_state=dropout > 0))
+        parts.append(
+            checkpoint(reference.softmax_attention, *given, use_reentrant=False, preserve_rng_state=dropout > 0)
+        )
     return torch.cat(parts)
 
 
@@ -87,7 +89,7 @@ def _sdpa_or_banded_attention(
     """Compute `attention` without a soft cap: in bands of keys if the window is short, else by one call of torch's
     scaled dot product attention. Same shapes as `attention`.
     """
-    if scores.bias is None and (band := _short_window(mask, q.shape[0], k.shape[0])):
+    if scores.bias is None and (band := _band_of_short_window(mask, q.shape[0], k.shape[0])):
         return _banded_attention(q, k, v, mask, band, dropout, scores)
     queries, keys = q.shape[0], k.shape[0]
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
@@ -102,7 +104,7 @@ def _sdpa_or_banded_attention(
     return _merge_heads(output if blind is None else output.masked_fill(blind, 0.0))
 
 
-def flash_attention(
+def attention_by_sdpa_flash(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -114,7 +116,7 @@ def flash_attention(
     [keys, b, g, dv]. Returns [queries, b, n * dv].
     """
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return attention(q, k, v, mask, dropout, scores)
+        return attention_by_sdpa(q, k, v, mask, dropout, scores)
 
 
 def cudnn_attention(
@@ -136,7 +138,7 @@ def cudnn_attention(
         # What is added stands behind all queries, so causality hides it.
         q, k, v = (F.pad(x, (0, 0, 0, 0, 0, 0, 0, -length % _PLANNED)) if length % _PLANNED else x for x in (q, k, v))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return attention(q, k, v, mask, dropout, scores)[:length]
+        return attention_by_sdpa(q, k, v, mask, dropout, scores)[:length]
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
@@ -187,7 +189,7 @@ def _add_sink_key(
     return (F.pad(q, (0, 0, 1, 0)) if causal else q), k, v, seen
 
 
-def _short_window(mask: AttentionMaskSpec, queries: int, keys: int) -> tuple[int, int] | None:
+def _band_of_short_window(mask: AttentionMaskSpec, queries: int, keys: int) -> tuple[int, int] | None:
     """Return how many positions before and after its own a query attends to, if the window is so short that attention
     in bands saves work; else None.
     """
@@ -220,7 +222,7 @@ def _banded_attention(
     count = -(-length // block)
     slab, rest = block + left + ahead, count * block - length
 
-    def overlapping_key_ranges(
+    def unfold_overlapping_key_blocks(
         x: Tensor, value: float = 0.0
     ) -> Tensor:  # [b, g, s, d] to [b * count, g, slab, d], a view but for the padding
         """Cut x [b, g, s, d] into one range of keys for each block of queries, [b * blocks, g, range, d]; ranges
@@ -234,19 +236,21 @@ def _banded_attention(
     offset = torch.arange(slab, device=q.device)[None] - left - torch.arange(block, device=q.device)[:, None]
     near = (offset >= -left) & (offset <= ahead)
     places = torch.arange(length, device=q.device).view(1, 1, length, 1)
-    there = overlapping_key_ranges(places, -1) >= 0
+    there = unfold_overlapping_key_blocks(places, -1) >= 0
     seen = (near & there.view(count, 1, slab))[None]
     if mask.padding is not None:
-        seen = seen & (overlapping_key_ranges(mask.padding[:, None, :, None].int()) > 0).view(-1, count, 1, slab)
+        seen = seen & (unfold_overlapping_key_blocks(mask.padding[:, None, :, None].int()) > 0).view(-1, count, 1, slab)
     if mask.documents is not None:
         own = F.pad(mask.documents, (0, rest), value=-1).view(-1, count, block, 1)
-        seen = seen & (own == overlapping_key_ranges(mask.documents[:, None, :, None], -1).view(-1, count, 1, slab))
+        seen = seen & (
+            own == unfold_overlapping_key_blocks(mask.documents[:, None, :, None], -1).view(-1, count, 1, slab)
+        )
     seen = seen.expand(batch, -1, -1, -1).flatten(0, 1)[:, None]
     blind = ~seen.any(-1, keepdim=True)  # those of the padding behind the sequence are
     output = _sdpa(
         queries,
-        overlapping_key_ranges(heads[1]),
-        overlapping_key_ranges(heads[2]),
+        unfold_overlapping_key_blocks(heads[1]),
+        unfold_overlapping_key_blocks(heads[2]),
         seen | blind,
         False,
         dropout,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron.core.kernels import reference
-from megatron.core.kernels.host_reads import host_may_read
+from megatron.core.kernels.host_read_permission import host_may_read
 
 _FEW = 8  # rows an expert, on average, up to which one batched matmul with padding was faster on CPUs
 _WASTE = 4  # padded rows over true ones from which it was not
@@ -54,7 +54,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | Non
     Returns [n, out].
     """
     if not host_may_read():  # then any expert may have all rows
-        return reference.add_expert_bias(_grouped_linear_by_padded_bmm(x, weight, counts, len(x)), bias, counts)
+        return reference.add_bias_of_expert_rows(_grouped_linear_by_padded_bmm(x, weight, counts, len(x)), bias, counts)
     sizes, experts = counts.tolist(), weight.shape[0]
     most = max(sizes)
     few = len(x) <= _FEW * experts and 0 < most * experts <= _WASTE * len(x)
@@ -63,7 +63,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | Non
         if few
         else _GroupedLinear.apply(x.contiguous(), weight, sizes)
     )
-    return reference.add_expert_bias(output, bias, counts)
+    return reference.add_bias_of_expert_rows(output, bias, counts)
 
 
 def _grouped_linear_by_padded_bmm(x: Tensor, weight: Tensor, counts: Tensor, most: int) -> Tensor:
@@ -85,7 +85,7 @@ def grouped_linear_by_grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, bias
     if x.shape[-1] % 8 or weight.shape[1] % 8:  # its rows must begin at multiples of 16 bytes
         return grouped_linear(x, weight, counts, bias)
     ends = counts.cumsum(0).to(torch.int32)
-    return reference.add_expert_bias(F.grouped_mm(x, weight.transpose(1, 2), offs=ends), bias, counts)
+    return reference.add_bias_of_expert_rows(F.grouped_mm(x, weight.transpose(1, 2), offs=ends), bias, counts)
 
 
 def grouped_weight_gradients(x: Tensor, gradient: Tensor, counts: Tensor) -> Tensor:
@@ -109,8 +109,8 @@ def _weight_gradients_by_loop(x: Tensor, gradient: Tensor, counts: Tensor) -> Te
     return torch.stack([dy.t().matmul(rows) for dy, rows in zip(gradient.split(sizes), x.split(sizes), strict=True)])
 
 
-class _WeightedExpertBias(Function):
-    """The autograd function of `weighted_expert_bias`."""
+class _WeightedBiasOfExpertRows(Function):
+    """The autograd function of `weighted_bias_of_expert_rows`."""
 
     @staticmethod
     def forward(context: Any, weights: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
@@ -126,10 +126,10 @@ class _WeightedExpertBias(Function):
         return for_weights, for_bias.to(bias.dtype), None
 
 
-def weighted_expert_bias(weights: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
+def weighted_bias_of_expert_rows(weights: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
     """Return each row's weight times the bias of its expert, [n, out]; no [n, out] tensor is kept for the backward
     pass.
 
     weights: [n], rows sorted by expert; bias: [e, out]; counts: [e], rows of each expert.
     """
-    return _WeightedExpertBias.apply(weights, bias, counts)
+    return _WeightedBiasOfExpertRows.apply(weights, bias, counts)

@@ -22,7 +22,7 @@ from megatron.core.config.settings.run import RunConfig
 from megatron.core.kernels import adamw, paged, reference, scans
 from megatron.core.kernels.linear_loss import VocabularyShard
 from megatron.core.kernels.low_precision.rounding_check import (
-    call_low_linear,
+    call_low_linear_kernel,
     quantize_kernel_error,
     reference_low_linear,
 )
@@ -56,8 +56,8 @@ class OpTrial(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class CustomTrial:
-    """A trial of an op that `GradientTrial` cannot express, since its result is not one tensor with gradients.
+class CustomErrorTrial:
+    """A trial of an op that `OutputAndGradientTrial` cannot express, since its result is not one tensor with gradients.
     measure: (kernel, device, dtype) -> relative error.
     """
 
@@ -65,12 +65,12 @@ class CustomTrial:
     measure: Callable[[Any, torch.device, torch.dtype], float]
 
     def max_error(self, kernel: Any, device: torch.device, dtype: torch.dtype) -> float:
-        """Return what `measure` returns; see `Trial.max_error`."""
+        """Return what `measure` returns; see `OpTrial.max_error`."""
         return self.measure(kernel, device, dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class GradientTrial:
+class OutputAndGradientTrial:
     """A trial of an op on random inputs, which compares its result and the gradients of all inputs.
 
     inputs: differentiable tensors, fp64 on the CPU. call: (op, *inputs) -> result as one tensor, with the inputs on any
@@ -96,30 +96,30 @@ class GradientTrial:
         return worst
 
 
-def op_trials(config: RunConfig, need: KernelRequirements) -> Iterator[OpTrial]:
+def trials_for_ops_of_run(config: RunConfig, need: KernelRequirements) -> Iterator[OpTrial]:
     """Yield a trial for every op that training with this config calls, or decoding with its network."""
-    model, draw = config.model, _NormalSampler(torch.Generator().manual_seed(0))
+    model, draw = config.model, _SeededRandn(torch.Generator().manual_seed(0))
     width = min(model.hidden_size or WIDEST, WIDEST)
     length = min(config.train.seq_length or LONGEST, LONGEST)
     yield _attention_trial(config, need, draw, length)
     rows = draw(8, 2, width)
     if model.normalization == "LayerNorm":
-        yield GradientTrial(
+        yield OutputAndGradientTrial(
             "layer_norm",
             (rows, 1 + draw(width), draw(width)),
             lambda op, *given: op(*given, model.norm_epsilon),
             reference.layer_norm,
         )
     else:
-        yield GradientTrial(
+        yield OutputAndGradientTrial(
             "rms_norm", (rows, 1 + draw(width)), lambda op, *given: op(*given, model.norm_epsilon), reference.rms_norm
         )
     if model.has_plain_pre_norm:
         shift = (draw(width),) if model.normalization == "LayerNorm" else ()
-        yield GradientTrial(
+        yield OutputAndGradientTrial(
             "residual_norm",
             (rows, draw(8, 2, width), 1 + draw(width), *shift),
-            partial(_concat_residual_norm_outputs, epsilon=model.norm_epsilon),
+            partial(_call_residual_norm_and_concat, epsilon=model.norm_epsilon),
             reference.residual_norm,
         )
     gating = (
@@ -130,20 +130,22 @@ def op_trials(config: RunConfig, need: KernelRequirements) -> Iterator[OpTrial]:
     if model.can_fuse_mlp_bias:
         yield _bias_activation_trial(model, draw, width, gating)
     if gating is not None:
-        yield GradientTrial(
+        yield OutputAndGradientTrial(
             "gated_activation",
             (draw(8, 2, 2 * width),),
             lambda op, x: op(x, model.activation_name, gating),
             reference.gated_activation,
         )
     else:
-        yield GradientTrial("activation", (rows,), lambda op, x: op(x, model.activation_name), reference.activation)
+        yield OutputAndGradientTrial(
+            "activation", (rows,), lambda op, x: op(x, model.activation_name), reference.activation
+        )
     yield from _qkv_op_trials(config, draw, length)
     yield _cross_entropy_trial(config, draw, width)
     if model.moe.num_experts:
         experts, wide = min(model.moe.num_experts, MOST_EXPERTS), min(model.moe.moe_ffn_hidden_size or WIDEST, WIDEST)
         counts = torch.arange(experts) * 3 % 7  # uneven, and one with none
-        yield GradientTrial(
+        yield OutputAndGradientTrial(
             "grouped_linear",
             (draw(int(counts.sum()), width), draw(experts, wide, width) / width**0.5),
             lambda op, x, weight: op(x, weight, counts.to(x.device)),
@@ -158,51 +160,53 @@ def op_trials(config: RunConfig, need: KernelRequirements) -> Iterator[OpTrial]:
 
 
 def _adamw_and_fp8_trials(
-    config: RunConfig, need: KernelRequirements, draw: _NormalSampler, width: int
+    config: RunConfig, need: KernelRequirements, draw: _SeededRandn, width: int
 ) -> Iterator[OpTrial]:
     """Yield the trials of the optimizer's update, and of the fp8 ops if the run has an fp8 recipe."""
     if config.optimizer.elementwise_optimizer == "adam":
-        yield CustomTrial("adamw", adamw.adamw_kernel_error)
-    if need.low.recipe and need.low.fp4_format is None:
-        yield CustomTrial("quantise", partial(quantize_kernel_error, need.low))
-        yield GradientTrial(
+        yield CustomErrorTrial("adamw", adamw.adamw_kernel_error)
+    if need.low.recipe_name and need.low.fp4_format is None:
+        yield CustomErrorTrial("quantise", partial(quantize_kernel_error, need.low))
+        yield OutputAndGradientTrial(
             "low_linear",
             (draw(16, 2, width), draw(32, width) / width**0.5, draw(32)),
-            partial(call_low_linear, need.low),
+            partial(call_low_linear_kernel, need.low),
             reference_low_linear,
         )
 
 
-def chosen_kernel_errors(
+def try_chosen_kernels(
     kernels: Kernels, config: RunConfig, need: KernelRequirements, device: torch.device
 ) -> dict[str, float | str]:
     """Try every chosen kernel: return op -> its relative error, or the message of the exception that it raised. Ops
     that their layers compute themselves are left out.
     """
     names = {field.name for field in fields(Kernels)}
-    assert all(trial.op in names for trial in op_trials(config, need)), "a trial is of an op that has kernels"
+    assert all(trial.op in names for trial in trials_for_ops_of_run(config, need)), (
+        "a trial is of an op that has kernels"
+    )
     return {
-        trial.op: error_or_failure(trial, kernel, device, need)
-        for trial in op_trials(config, need)
+        trial.op: trial_error_or_exception(trial, kernel, device, need)
+        for trial in trials_for_ops_of_run(config, need)
         if (kernel := getattr(kernels, trial.op))
     }
 
 
-def usable_kernel_errors(
+def try_usable_kernels(
     config: RunConfig, need: KernelRequirements, device: torch.device
 ) -> dict[tuple[str, str], float | str]:
     """Try every kernel that this machine can use for the run, chosen or not: return (op, kernel name) -> its relative
     error, or the message of the exception that it raised.
     """
     return {
-        (trial.op, candidate.name): error_or_failure(trial, candidate, device, need)
-        for trial in op_trials(config, need)
+        (trial.op, candidate.name): trial_error_or_exception(trial, candidate, device, need)
+        for trial in trials_for_ops_of_run(config, need)
         for candidate in CANDIDATES
         if candidate.op == trial.op and not candidate.unsupported_reason(need) and candidate.kernel is not None
     }
 
 
-def error_or_failure(
+def trial_error_or_exception(
     trial: OpTrial, kernel: KernelCandidate | Any, device: torch.device, need: KernelRequirements
 ) -> float | str:
     """Run a trial; return its relative error, or "Type: message" of what it raises. kernel: a callable, or a candidate
@@ -218,7 +222,7 @@ def error_or_failure(
 
 
 @dataclass(frozen=True, slots=True)
-class _NormalSampler:
+class _SeededRandn:
     """Called with a shape, draws a tensor of standard normal numbers, fp64 on the CPU."""
 
     generator: torch.Generator
@@ -242,12 +246,14 @@ def _paged_attention_trial(model: ModelConfig) -> OpTrial:
     """Return the trial of attention over a paged KV cache with the network's head sizes."""
     heads, groups = _trial_heads_and_groups(model)
     sizes = {"heads": heads, "groups": groups, "size": model.kv_channels or 64}
-    return CustomTrial(
+    return CustomErrorTrial(
         "paged_attention", lambda op, device, dtype: paged.paged_kernel_error(op, device, dtype, **sizes)
     )
 
 
-def _attention_trial(config: RunConfig, need: KernelRequirements, draw: _NormalSampler, length: int) -> GradientTrial:
+def _attention_trial(
+    config: RunConfig, need: KernelRequirements, draw: _SeededRandn, length: int
+) -> OutputAndGradientTrial:
     """Return the trial of attention with the network's head sizes and the run's mask, on two sequences of this length."""
     model = config.model
     heads, groups = _trial_heads_and_groups(model)
@@ -271,22 +277,22 @@ def _attention_trial(config: RunConfig, need: KernelRequirements, draw: _NormalS
         }
         return op(q, k, v, replace(mask, **there), 0.0, scores)
 
-    return GradientTrial(
+    return OutputAndGradientTrial(
         "attention",
         (draw(length, 2, heads, keys), draw(length, 2, groups, keys), draw(length, 2, groups, values)),
         call_attention,
-        reference.attention,
+        reference.softmax_attention,
     )
 
 
-def _cross_entropy_trial(config: RunConfig, draw: _NormalSampler, width: int) -> GradientTrial:
+def _cross_entropy_trial(config: RunConfig, draw: _SeededRandn, width: int) -> OutputAndGradientTrial:
     """Return the trial of cross entropy from hidden states [24, width] and an output matrix of 60 words and 4 rows of
     padding; some tokens are ignored.
     """
     tokens, words = 24, 60
     targets = (torch.arange(tokens) * 7 % (words + 1)) - 1
     known = VocabularyShard(0, words, config.model.final_logit_softcap, lambda stated: stated)
-    return GradientTrial(
+    return OutputAndGradientTrial(
         "cross_entropy",
         (draw(tokens, width), draw(words + 4, width) / width**0.5),
         lambda op, x, weight: op(x, weight, None, targets.to(x.device), known),
@@ -298,14 +304,14 @@ def _reference_cross_entropy(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, words: VocabularyShard
 ) -> Tensor:
     """Compute the cross entropy of every token, [t], from the full matrix of logits; arguments as of
-    `linear_loss.linear_cross_entropy`.
+    `linear_loss.blockwise_linear_cross_entropy`.
     """
     logits = F.linear(x, weight, bias)[:, : words.valid]
     logits = logits if words.softcap is None else words.softcap * torch.tanh(logits / words.softcap)
     return F.cross_entropy(logits, targets, reduction="none", ignore_index=-1)
 
 
-def _qkv_op_trials(config: RunConfig, draw: _NormalSampler, length: int) -> Iterator[OpTrial]:
+def _qkv_op_trials(config: RunConfig, draw: _SeededRandn, length: int) -> Iterator[OpTrial]:
     """Yield the trials of the ops between QKV projection and attention that the network uses: splitting heads and
     rotary embedding.
     """
@@ -315,9 +321,13 @@ def _qkv_op_trials(config: RunConfig, draw: _NormalSampler, length: int) -> Iter
         yield from _rotary_trials(config, draw, length)
 
 
-def _rotary_trials(config: RunConfig, draw: _NormalSampler, length: int) -> Iterator[OpTrial]:
+def _rotary_trials(config: RunConfig, draw: _SeededRandn, length: int) -> Iterator[OpTrial]:
     """Yield the trial of rotary embedding, and if the network uses it, of rotary embedding of a fused QKV projection."""
-    rope, pairs, size = config.model.rope, config.model.has_interleaved_rotary, config.model.rotary_head_size or 64
+    rope, pairs, size = (
+        config.model.rope,
+        config.model.has_interleaved_rotary,
+        config.model.head_size_before_rotary_percent or 64,
+    )
     turned = max(2, int(size * rope.rotary_percent) // 2 * 2)
     angles = torch.arange(length, dtype=torch.float64)[:, None] / 10000 ** (
         torch.arange(turned // 2, dtype=torch.float64) / (turned // 2)
@@ -333,7 +343,7 @@ def _rotary_trials(config: RunConfig, draw: _NormalSampler, length: int) -> Iter
         """Call a rotary_qkv op and return its parts as one vector."""
         return torch.cat([part.flatten() for part in op(x, counts, *cos_and_sin(x), pairs)])
 
-    yield GradientTrial(
+    yield OutputAndGradientTrial(
         "rotary",
         (draw(length, 2, 2, max(size, turned)),),
         lambda op, x: op(x, *cos_and_sin(x), pairs),
@@ -342,12 +352,12 @@ def _rotary_trials(config: RunConfig, draw: _NormalSampler, length: int) -> Iter
     if config.model.rotates_fused_qkv:
         heads, groups = _trial_heads_and_groups(config.model)
         counts = heads, *((heads,) if config.model.attention_output_gate else ()), groups, groups
-        yield GradientTrial(
+        yield OutputAndGradientTrial(
             "rotary_qkv", (draw(length, 2, sum(counts), max(size, turned)),), call_rotary_qkv, reference.rotary_qkv
         )
 
 
-def _split_qkv_trial(model: ModelConfig, draw: _NormalSampler) -> GradientTrial:
+def _split_qkv_trial(model: ModelConfig, draw: _SeededRandn) -> OutputAndGradientTrial:
     """Return the trial of splitting a fused QKV projection [40, 2, heads, d], with its bias if it has one; it has more
     tokens than one program of the Triton kernel handles.
     """
@@ -359,12 +369,14 @@ def _split_qkv_trial(model: ModelConfig, draw: _NormalSampler) -> GradientTrial:
         # Gradients lie as those of attention do, [b, n, s, d].
         return torch.cat([part.permute(1, 2, 0, 3).flatten() for part in op(x, counts, bias)])
 
-    return GradientTrial("split_qkv", (draw(40, 2, sum(counts), size), *bias), call_split_qkv, reference.split_qkv)
+    return OutputAndGradientTrial(
+        "split_qkv", (draw(40, 2, sum(counts), size), *bias), call_split_qkv, reference.split_qkv
+    )
 
 
 def _bias_activation_trial(
-    model: ModelConfig, draw: _NormalSampler, width: int, gating: GatedActivationOptions | None
-) -> GradientTrial:
+    model: ModelConfig, draw: _SeededRandn, width: int, gating: GatedActivationOptions | None
+) -> OutputAndGradientTrial:
     """Return the trial of an activation of x + bias; for a network with experts also with one bias for each of three
     experts, the second of which has no rows.
     """
@@ -377,12 +389,12 @@ def _bias_activation_trial(
         return torch.cat([op(x, bias, model.activation_name, gating).flatten(), *of_experts])
 
     rows = draw(40, 2, wide)  # more than one program sums
-    return GradientTrial(
+    return OutputAndGradientTrial(
         "bias_activation", (rows, draw(wide), *experts), call_bias_activation, reference.bias_activation
     )
 
 
-def _permute_trial(draw: _NormalSampler, width: int) -> GradientTrial:
+def _permute_trial(draw: _SeededRandn, width: int) -> OutputAndGradientTrial:
     """Return the trial of permuting tokens to experts and back: 6 tokens with 2 choices each, one of which is dropped,
     and 14 rows, three of which are empty.
     """
@@ -393,7 +405,7 @@ def _permute_trial(draw: _NormalSampler, width: int) -> GradientTrial:
         there, tokens = places.to(x.device), (rows // 2)[:, None].to(x.device)
         return op(op(x, tokens, there, True, True), there, tokens, True, True)
 
-    return GradientTrial("permute", (draw(6, width),), permute_and_back, _permute_reference)
+    return OutputAndGradientTrial("permute", (draw(6, width),), permute_and_back, _permute_reference)
 
 
 def _permute_reference(values: Tensor, places: Tensor, back: Tensor, empties: bool, losses: bool) -> Tensor:
@@ -402,15 +414,15 @@ def _permute_reference(values: Tensor, places: Tensor, back: Tensor, empties: bo
 
 
 def _state_space_trials(
-    model: ModelConfig, need: KernelRequirements, draw: _NormalSampler, length: int
-) -> Iterator[GradientTrial]:
+    model: ModelConfig, need: KernelRequirements, draw: _SeededRandn, length: int
+) -> Iterator[OutputAndGradientTrial]:
     """Yield the trials of causal convolution and scans for the mixers that the network has, with 4 heads in 2 groups."""
     hybrid, segments = model.hybrid, (torch.arange(length) * 3 // length).expand(2, length) if need.documents else None
 
     def call_causal_conv(op: Op, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return op(x, weight, bias, _segments_on_device_of(segments, x))
+        return op(x, weight, bias, _segment_ids_on_device_of(segments, x))
 
-    yield GradientTrial(
+    yield OutputAndGradientTrial(
         "causal_conv",
         (draw(length, 2, 24), draw(24, hybrid.linear_conv_kernel_dim), draw(24)),
         call_causal_conv,
@@ -422,11 +434,11 @@ def _state_space_trials(
         def call_selective_scan(
             op: Callable[..., Any], x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor
         ) -> Tensor:
-            return _flatten_output_and_state(
-                op(x, F.softplus(dt - 2), -a.exp(), b, c, segments=_segments_on_device_of(segments, x))
+            return _concat_output_and_state(
+                op(x, F.softplus(dt - 2), -a.exp(), b, c, segments=_segment_ids_on_device_of(segments, x))
             )
 
-        yield GradientTrial(
+        yield OutputAndGradientTrial(
             "selective_scan",
             (draw(length, 2, 4, size), draw(length, 2, 4), draw(4), *(draw(length, 2, 2, depth) for _ in "bc")),
             call_selective_scan,
@@ -439,11 +451,11 @@ def _state_space_trials(
             op: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
         ) -> Tensor:
             q, k = (F.normalize(each, dim=-1) for each in (q, k))
-            return _flatten_output_and_state(
-                op(q, k, v, -F.softplus(g), beta.sigmoid(), segments=_segments_on_device_of(segments, q))
+            return _concat_output_and_state(
+                op(q, k, v, -F.softplus(g), beta.sigmoid(), segments=_segment_ids_on_device_of(segments, q))
             )
 
-        yield GradientTrial(
+        yield OutputAndGradientTrial(
             "delta_rule_scan",
             (
                 *(draw(length, 2, 2, keys) for _ in "qk"),
@@ -455,12 +467,12 @@ def _state_space_trials(
         )
 
 
-def _segments_on_device_of(segments: Tensor | None, like: Tensor) -> Tensor | None:
+def _segment_ids_on_device_of(segments: Tensor | None, like: Tensor) -> Tensor | None:
     """Return the segments on the device of `like`; None for None."""
     return None if segments is None else segments.to(like.device)
 
 
-def _flatten_output_and_state(result: tuple[Tensor, Tensor]) -> Tensor:
+def _concat_output_and_state(result: tuple[Tensor, Tensor]) -> Tensor:
     """Return the output and the last state of a scan as one vector, in the dtype of the output."""
     return torch.cat([one.flatten().to(result[0].dtype) for one in result])
 
@@ -500,7 +512,7 @@ def _scan_token_by_token(
     return torch.stack(outputs), state
 
 
-def _concat_residual_norm_outputs(
+def _call_residual_norm_and_concat(
     op: Callable[..., tuple[Tensor, Tensor]],
     x: Tensor,
     update: Tensor,
@@ -517,6 +529,6 @@ def _result_and_gradients(call: Callable[..., Tensor], op: Op, inputs: list[Tens
     """Return the result of call(op, *inputs) and the gradients of all inputs, for a random gradient of the result."""
     leaves = [one.detach().requires_grad_() for one in inputs]
     result = call(op, *leaves)
-    pull = _NormalSampler(torch.Generator().manual_seed(1))(*result.shape)
+    pull = _SeededRandn(torch.Generator().manual_seed(1))(*result.shape)
     gradients = torch.autograd.grad(result, leaves, pull.to(result.device, result.dtype))
     return [result.detach(), *gradients]

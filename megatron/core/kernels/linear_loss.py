@@ -196,7 +196,7 @@ class _LossGradients:
 
 
 class _LinearCrossEntropy(Function):
-    """The autograd function of `linear_cross_entropy`."""
+    """The autograd function of `blockwise_linear_cross_entropy`."""
 
     @staticmethod
     def forward(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron.core.kernels.documents import DocumentStarts
+from megatron.core.kernels.packed_document_starts import PackedDocumentStarts
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class AttentionMaskSpec:
     key_places: Tensor | None = None
     query_documents: Tensor | None = None
     length: int | None = None
-    starts: DocumentStarts | None = None
+    starts: PackedDocumentStarts | None = None
 
     @property
     def has_only_causality(self) -> bool:

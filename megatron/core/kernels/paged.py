@@ -52,7 +52,7 @@ class CacheBlockTables:
         return self.slots_of_positions(places.clamp(min=0)).masked_fill(~there, 0), there
 
 
-def attention(
+def paged_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -113,6 +113,6 @@ def paged_kernel_error(
     where = CacheBlockTables(tables, torch.tensor([70, 9, 0], dtype=torch.int32), 16, 70)
     there = CacheBlockTables(tables.to(device), where.lengths.to(device), 16, 70)
     result = kernel(*(x.to(device) for x in (q, k, v)), there, window=50).cpu().double()
-    expected = attention(q.double(), k.double(), v.double(), where, window=50)
+    expected = paged_attention(q.double(), k.double(), v.double(), where, window=50)
     gap = ((result - expected).abs().max() / expected.abs().max()).item()
     return gap if gap == gap else float("inf")

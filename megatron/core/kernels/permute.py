@@ -23,12 +23,12 @@ class _Permute(Function):
     def forward(context: Any, values: Tensor, places: Tensor, back: Tensor, empties: bool, losses: bool) -> Tensor:
         context.save_for_backward(back)
         context.losses = losses
-        return _gather_and_sum_rows(values, places, holes=empties)
+        return _sum_indexed_rows(values, places, holes=empties)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
         (back,) = context.saved_tensors
-        return _gather_and_sum_rows(gradient, back, holes=context.losses), None, None, None, None
+        return _sum_indexed_rows(gradient, back, holes=context.losses), None, None, None, None
 
 
 def permute(values: Tensor, places: Tensor, back: Tensor, empties: bool, losses: bool) -> Tensor:
@@ -41,7 +41,7 @@ def permute(values: Tensor, places: Tensor, back: Tensor, empties: bool, losses:
     return _Permute.apply(values, places, back, empties, losses)
 
 
-def _gather_rows(values: Tensor, index: Tensor, *, holes: bool) -> Tensor:
+def _index_select_or_zeros(values: Tensor, index: Tensor, *, holes: bool) -> Tensor:
     """Return values[index]. holes: the index may be one past the end, which gives a row of zeros."""
     if not len(values):
         return values.new_zeros((len(index), *values.shape[1:]))
@@ -50,14 +50,14 @@ def _gather_rows(values: Tensor, index: Tensor, *, holes: bool) -> Tensor:
     return values.index_select(0, index.clamp(max=len(values) - 1)).masked_fill_((index == len(values))[:, None], 0.0)
 
 
-def _gather_and_sum_rows(values: Tensor, places: Tensor, *, holes: bool) -> Tensor:
+def _sum_indexed_rows(values: Tensor, places: Tensor, *, holes: bool) -> Tensor:
     """Return [n, h], the sum over j of values[places[:, j]]. holes: an index may be one past the end, which gives
     zeros.
     """
     first, *others = places.unbind(1)
-    total = _gather_rows(values, first, holes=holes)
+    total = _index_select_or_zeros(values, first, holes=holes)
     if others:
         total = total.to(accumulation_dtype_of(values.dtype))
     for place in others:
-        total += _gather_rows(values, place, holes=holes)
+        total += _index_select_or_zeros(values, place, holes=holes)
     return total.to(values.dtype)

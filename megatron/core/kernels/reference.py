@@ -19,7 +19,7 @@ def accumulation_dtype_of(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def attention(
+def softmax_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -161,7 +161,7 @@ def bias_activation(
     counts: [e], number of rows of each expert; x is then [n, ..], sorted by expert, and bias [e, ..] has one row for
     each expert.
     """
-    x = x + bias if counts is None else add_expert_bias(x, bias, counts)
+    x = x + bias if counts is None else add_bias_of_expert_rows(x, bias, counts)
     return activation(x, name) if gating is None else gated_activation(x, name, gating)
 
 
@@ -214,10 +214,10 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | Non
     """
     rows = x.split(counts.tolist())
     output = torch.cat([F.linear(own, matrix) for own, matrix in zip(rows, weight.unbind(0), strict=True)])
-    return add_expert_bias(output, bias, counts)
+    return add_bias_of_expert_rows(output, bias, counts)
 
 
-def add_expert_bias(rows: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
+def add_bias_of_expert_rows(rows: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
     """Add to each row of `rows` [n, out], sorted by expert, the bias of its expert. bias: [e, out], or None to return
     the rows as they are; counts: [e], number of rows of each expert.
     """

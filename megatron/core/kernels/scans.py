@@ -37,7 +37,7 @@ _SPAN = 8  # chunks that are computed at a time, and again in the backward pass
 CHUNK = 64  # tokens of a chunk
 
 
-def segment_numbers_of(documents: Tensor) -> Tensor:
+def segment_ids_from_document_ids(documents: Tensor) -> Tensor:
     """Number the runs of equal document numbers in each row, from 0 on: documents [b, s] -> int64 [b, s]."""
     starts = documents[:, 1:] != documents[:, :-1]
     return F.pad(starts.cumsum(dim=1), (1, 0))
@@ -53,14 +53,14 @@ def causal_conv(
     segment; values of other segments count as zero. before: [width - 1, b, c], inputs before the first token; None:
     zeros.
     """
-    padded = _behind_inputs(x, weight.shape[1], before)
+    padded = _prepend_previous_inputs(x, weight.shape[1], before)
     # Compiled, autograd's backward pass of the formula is fused.
     convolve = _convolve if torch.compiler.is_compiling() else _DepthwiseConvolution.apply
     result = convolve(padded, weight, segments)
     return F.silu(result if bias is None else result + bias)
 
 
-def _behind_inputs(x: Tensor, width: int, before: Tensor | None) -> Tensor:
+def _prepend_previous_inputs(x: Tensor, width: int, before: Tensor | None) -> Tensor:
     """x [s, b, c] with the inputs before the first, or zeros: [width - 1 + s, b, c]."""
     return F.pad(x, (0, 0, 0, 0, width - 1, 0)) if before is None else torch.cat((before.to(x.dtype), x))
 
@@ -72,7 +72,9 @@ def _convolve(padded: Tensor, weight: Tensor, segments: Tensor | None) -> Tensor
     result = padded[width - 1 :] * weight[:, -1]
     for back in range(1, width):
         first = width - 1 - back
-        result = torch.addcmul(result, _mask_back(padded[first : first + length], segments, back), weight[:, first])
+        result = torch.addcmul(
+            result, _zero_across_segments(padded[first : first + length], segments, back), weight[:, first]
+        )
     return result
 
 
@@ -93,13 +95,13 @@ class _DepthwiseConvolution(torch.autograd.Function):
         of_inputs, of_weights = torch.zeros_like(padded), torch.empty_like(weight)
         for first in range(width):
             own, reached = (each[first : first + len(gradient)] for each in (padded, of_inputs))
-            passed = _mask_back(gradient, segments, width - 1 - first)
+            passed = _zero_across_segments(gradient, segments, width - 1 - first)
             reached.addcmul_(passed, weight[:, first])
             of_weights[:, first] = (passed * own).flatten(0, 1).sum(dim=0)
         return of_inputs, of_weights, None
 
 
-def _mask_back(x: Tensor, segments: Tensor | None, back: int) -> Tensor:
+def _zero_across_segments(x: Tensor, segments: Tensor | None, back: int) -> Tensor:
     """x [s, b, c], zero for tokens of which the one `back` places before is of another segment."""
     return x if segments is None or not back else x * _same_segment(segments, back).to(x.dtype)
 
@@ -117,11 +119,11 @@ def last_conv_inputs(x: Tensor, width: int, before: Tensor | None = None) -> Ten
     """Return the last inputs that a causal convolution of this width needs when it continues after x [s, b, c]: [width
     - 1, b, c]. before: the inputs before x; None: zeros.
     """
-    return _behind_inputs(x, width, before)[len(x) :]
+    return _prepend_previous_inputs(x, width, before)[len(x) :]
 
 
 @dataclass(frozen=True, slots=True)
-class ScanChunks:
+class ChunkedScanDecays:
     """Cumulative decays and segments of a sequence that is cut into m chunks of q tokens; the last chunk is padded.
 
     logs: fp64 [b, m, heads, q], sum of the logarithms of decays from the chunk's beginning up to and including the
@@ -135,17 +137,17 @@ class ScanChunks:
     previous: Tensor | None
 
     @staticmethod
-    def from_log_decays(logs: Tensor, segments: Tensor | None, chunk: int) -> ScanChunks:
+    def from_log_decays(logs: Tensor, segments: Tensor | None, chunk: int) -> ChunkedScanDecays:
         """Cut a sequence into chunks. logs: [s, b, heads], logarithm of each token's decay; segments: [b, s] or None;
         chunk: tokens of a chunk.
         """
-        sums = split_into_chunks(logs, chunk).cumsum(dim=2, dtype=torch.float64).transpose(2, 3)
+        sums = reshape_into_chunks(logs, chunk).cumsum(dim=2, dtype=torch.float64).transpose(2, 3)
         if segments is None:
-            return ScanChunks(sums, logs.dtype, None, None)
+            return ChunkedScanDecays(sums, logs.dtype, None, None)
         missing = -segments.shape[1] % chunk
         filled = torch.cat((segments, segments[:, -1:].expand(-1, missing)), dim=1).unflatten(1, (-1, chunk))
         previous = torch.cat((filled[:, :1, 0], filled[:, :-1, -1]), dim=1)
-        return ScanChunks(sums, logs.dtype, filled[:, :, None], previous[:, :, None])
+        return ChunkedScanDecays(sums, logs.dtype, filled[:, :, None], previous[:, :, None])
 
     def causal_segment_mask(self) -> Tensor:
         """Return whether the contribution of a token to the state reaches a later token of its chunk (or itself): bool
@@ -190,7 +192,7 @@ def _exp_of_log_decay(logs: Tensor) -> Tensor:
     return F.threshold(F.threshold(logs, faint, faint - 1).exp(), math.exp(faint - 0.5), 0.0)
 
 
-def split_into_chunks(x: Tensor, chunk: int) -> Tensor:
+def reshape_into_chunks(x: Tensor, chunk: int) -> Tensor:
     """Split a sequence [s, b, ...] into chunks, padded with zeros: [b, m, chunk, ...]."""
     missing = -x.shape[0] % chunk
     filled = torch.cat((x, x.new_zeros((missing, *x.shape[1:])))) if missing else x
@@ -226,12 +228,12 @@ def selective_chunk_scan(
     length, batch, heads, size = x.shape
     groups, format_ = b.shape[2], accumulation_dtype_of(x.dtype)
     per_group, dt = heads // groups, dt.to(format_)
-    chunks = ScanChunks.from_log_decays(dt * a.to(format_), segments, chunk)
+    chunks = ChunkedScanDecays.from_log_decays(dt * a.to(format_), segments, chunk)
     # [b, m, g, r, q, p] is what heads see; a group's b and c are multiplied once for all its heads.
-    inputs = split_into_chunks((x.to(format_) * dt[..., None]).unflatten(2, (groups, per_group)), chunk).permute(
+    inputs = reshape_into_chunks((x.to(format_) * dt[..., None]).unflatten(2, (groups, per_group)), chunk).permute(
         0, 1, 3, 4, 2, 5
     )
-    keys, queries = (split_into_chunks(t.to(format_), chunk).transpose(2, 3) for t in (b, c))  # [b, m, g, q, d]
+    keys, queries = (reshape_into_chunks(t.to(format_), chunk).transpose(2, 3) for t in (b, c))  # [b, m, g, q, d]
     grouped = (groups, per_group)
     weights = (queries @ keys.transpose(-1, -2))[:, :, :, None] * chunks.decay_between().unflatten(2, grouped)
     inside = weights @ inputs
@@ -241,7 +243,7 @@ def selective_chunk_scan(
         made, chunks.chunk_decay().unflatten(2, grouped)[..., None, None], _group_state_heads(state, grouped, format_)
     )
     reading = (queries[:, :, :, None] @ carried[:, :-1]) * chunks.decay_from_start().unflatten(2, grouped)[..., None]
-    y = _merge_chunks(inside + reading)[:length]
+    y = _flatten_scan_chunks(inside + reading)[:length]
     last = carried[:, -1].flatten(1, 2).transpose(-1, -2).contiguous()  # a view would keep the states before all chunks
     return y.reshape(length, batch, heads, size).to(x.dtype), last
 
@@ -316,21 +318,21 @@ def _checkpointed_scan(
     for start, parts in zip(range(0, len(inputs[0]), span), zip(*(each.split(span) for each in inputs), strict=True)):
         own = None if segments is None else segments[:, start : start + span]
         if start and own is not None and segments is not None and state is not None:
-            state = state_if_same_segment(state, own, segments[:, start - 1])
+            state = zero_state_of_new_segments(state, own, segments[:, start - 1])
         output, state = scan(*parts, own, state, chunk=chunk)
         outputs.append(output)
     assert state is not None, "a sequence has a token"
     return torch.cat(outputs), state
 
 
-def state_if_same_segment(state: Tensor, segments: Tensor, before: Tensor) -> Tensor:
+def zero_state_of_new_segments(state: Tensor, segments: Tensor, before: Tensor) -> Tensor:
     """Return the state [b, ...] where the sequence continues the segment before it, else zeros. segments: [b, s] of the
     sequence; before: [b], segment of the token before it.
     """
     return state * (segments[:, 0] == before).to(state.dtype)[:, None, None, None]
 
 
-def _merge_chunks(chunks: Tensor) -> Tensor:
+def _flatten_scan_chunks(chunks: Tensor) -> Tensor:
     """Undo the split into chunks: [b, m, g, r, q, p] to [m * q, b, g, r, p]."""
     return chunks.permute(1, 4, 0, 2, 3, 5).flatten(0, 1)
 
@@ -404,16 +406,18 @@ def delta_rule_chunk_scan(
     length, batch, heads, size = v.shape
     groups, format_, key_size = k.shape[2], accumulation_dtype_of(v.dtype), k.shape[3]
     grouped = (groups, heads // groups)
-    chunks = ScanChunks.from_log_decays(g.to(format_), segments, chunk)
+    chunks = ChunkedScanDecays.from_log_decays(g.to(format_), segments, chunk)
     queries, keys = (
-        split_into_chunks(t.to(format_), chunk).transpose(2, 3)[:, :, :, None] for t in (q, k)
+        reshape_into_chunks(t.to(format_), chunk).transpose(2, 3)[:, :, :, None] for t in (q, k)
     )  # [b, m, g, 1, q, dk]
-    values = split_into_chunks(v.to(format_).unflatten(2, grouped), chunk).permute(
+    values = reshape_into_chunks(v.to(format_).unflatten(2, grouped), chunk).permute(
         0, 1, 3, 4, 2, 5
     )  # [b, m, g, r, q, dv]
     # Products take the order in memory of their first factor; the triangular solver would copy any other.
     rate = (
-        split_into_chunks(beta.to(format_).unflatten(2, grouped), chunk).permute(0, 1, 3, 4, 2)[..., None].contiguous()
+        reshape_into_chunks(beta.to(format_).unflatten(2, grouped), chunk)
+        .permute(0, 1, 3, 4, 2)[..., None]
+        .contiguous()
     )
     between, from_start = (
         chunks.decay_between().unflatten(2, grouped),
@@ -444,7 +448,7 @@ def delta_rule_chunk_scan(
         written = write - read @ now
         outputs.append(request @ now + within @ written)
         now = now * decay + fade @ written
-    o = _merge_chunks(torch.stack(outputs, dim=1))[:length]
+    o = _flatten_scan_chunks(torch.stack(outputs, dim=1))[:length]
     return o.reshape(length, batch, heads, size).to(v.dtype), now.flatten(1, 2)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.kernels.kernel_check import TOLERANCE, error_or_failure, op_trials
+from megatron.core.kernels.kernel_check import TOLERANCE, trial_error_or_exception, trials_for_ops_of_run
 from megatron.core.kernels.table import (
     CANDIDATES,
     KernelCandidate,
@@ -39,7 +39,7 @@ class KernelChoice:
     failures: tuple[str, ...] = ()
 
 
-def choose_tried_kernels(
+def select_kernels_with_trials(
     config: RunConfig,
     need: KernelRequirements,
     device: torch.device,
@@ -92,10 +92,14 @@ def try_default_kernels(
     ]
     if not waiting:
         return []
-    trials, limit, checks = {trial.op: trial for trial in op_trials(config, need)}, TOLERANCE[need.dtype], []
+    trials, limit, checks = (
+        {trial.op: trial for trial in trials_for_ops_of_run(config, need)},
+        TOLERANCE[need.dtype],
+        [],
+    )
     for one in waiting:
         if one.op in trials:
-            error = error_or_failure(trials[one.op], one, device, need)
+            error = trial_error_or_exception(trials[one.op], one, device, need)
             if isinstance(error, str):
                 problem = f"its trial failed, {error}"
             else:

@@ -20,8 +20,8 @@ from megatron.core.config.settings.kernels import NAMED
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
 from megatron.core.kernels import adamw, flex, fused, grouped, linear_loss, permute, reference, scans
 from megatron.core.kernels.adamw import AdamKernel
-from megatron.core.kernels.external import deep_ep, flash_attn, state_space, torchao, transformer_engine
-from megatron.core.kernels.low_precision.fp8 import FusedQuantizeKernels
+from megatron.core.kernels.external import deep_ep, flash_attn, state_space_packages, torchao, transformer_engine
+from megatron.core.kernels.low_precision.fp8 import QuantizeTransposeKernels
 
 _FLAGS = {
     "attention": "attention-backend",
@@ -78,7 +78,7 @@ class KernelRequirements:
 
 
 @dataclass(frozen=True, slots=True)
-class LazyImport:
+class LazyFunction:
     """A function or object in a module of this package that is imported only when it is needed. module: below
     `megatron.core.kernels`.
     """
@@ -95,7 +95,7 @@ class LazyImport:
 class KernelCandidate:
     """One kernel that can compute an op.
 
-    kernel: the function, or its `LazyImport` if the module has optional dependencies; None: the layer computes the op
+    kernel: the function, or its `LazyFunction` if the module has optional dependencies; None: the layer computes the op
     itself. unsupported_reason: requirements -> why it cannot be used, "" if it can. unasked: requirements -> why it is
     usable but not chosen automatically, "" if it is. checked: it is chosen automatically only if it passed a trial on
     this device (`KernelRequirements.checks`).
@@ -103,7 +103,7 @@ class KernelCandidate:
 
     op: str
     name: str
-    kernel: Callable | LazyImport | None
+    kernel: Callable | LazyFunction | None
     unsupported_reason: Callable[[KernelRequirements], str]
     unasked: Callable[[KernelRequirements], str] = lambda _: ""
     checked: bool = False
@@ -117,7 +117,7 @@ class KernelCandidate:
         """The kernel itself, imported now if it is lazy: inside a call, the import would stop torch's compiler. None:
         the layer computes the op.
         """
-        return self.kernel.import_function() if isinstance(self.kernel, LazyImport) else self.kernel
+        return self.kernel.import_function() if isinstance(self.kernel, LazyFunction) else self.kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Kernels:
     the chosen kernel, why the candidates before it were not chosen).
     """
 
-    attention: Callable = fused.attention
+    attention: Callable = fused.attention_by_sdpa
     layer_norm: Callable = reference.layer_norm
     rms_norm: Callable = fused.rms_norm
     activation: Callable = reference.activation
@@ -143,7 +143,7 @@ class Kernels:
     split_qkv: Callable | None = None
     paged_attention: Callable | None = None
     low_linear: Callable | None = None
-    quantise: FusedQuantizeKernels | None = None
+    quantise: QuantizeTransposeKernels | None = None
     adamw: AdamKernel = adamw.adamw
     cross_entropy: Callable | None = None
     moe_flex_dispatcher: Callable | None = None
@@ -225,7 +225,7 @@ def _torchao_unsupported_reason(need: KernelRequirements) -> str:
         "gradients of weights wait; choose --pipeline-schedule 1f1b or gpipe, without --delay-wgrad-compute": need.delays_wgrad,
     }
     return torchao.torchao_unsupported_reason(
-        recipe=need.low.recipe,
+        recipe=need.low.recipe_name,
         alone=need.alone,
         lacks=next((reason for reason, is_needed in lacking.items() if is_needed), ""),
     )
@@ -308,9 +308,11 @@ def _triton_unsupported_reason(need: KernelRequirements) -> str:
     return "it computes in fp32, not in fp64" if need.dtype == torch.float64 else ""
 
 
-def _make_state_space_reason(package: str) -> Callable[[KernelRequirements], str]:
+def _state_space_reason_factory(package: str) -> Callable[[KernelRequirements], str]:
     """Return the function that says why a package of state-space kernels cannot be used ("" if it can)."""
-    return lambda need: state_space.state_space_unsupported_reason(package, device=need.device, dtype=need.dtype)
+    return lambda need: state_space_packages.scan_package_unsupported_reason(
+        package, device=need.device, dtype=need.dtype
+    )
 
 
 def _interpreter_not_default_reason(_: KernelRequirements) -> str:
@@ -332,7 +334,7 @@ def _quantise_unsupported_reason(need: KernelRequirements) -> str:
     """Return why the Triton kernels that quantize to fp8 cannot be used; "" if they can."""
     if reason := _triton_unsupported_reason(need):
         return reason
-    if need.low.fp4_format is not None or not need.low.recipe:
+    if need.low.fp4_format is not None or not need.low.recipe_name:
         return "it rounds to 8 bits"
     return "products are emulated" if need.low.fp8_emulation else ""
 
@@ -342,11 +344,11 @@ def _no_unsupported_reason(_: KernelRequirements) -> str:
     return ""
 
 
-def _tried_triton_candidate(op: str, module: str, unasked: Callable[[KernelRequirements], str]) -> KernelCandidate:
+def _triton_candidate_with_trial(op: str, module: str, unasked: Callable[[KernelRequirements], str]) -> KernelCandidate:
     """Return the candidate for the Triton kernel of an op, the function of that name in `module`; it is a default once
     it passed a trial. unasked: as in `KernelCandidate`.
     """
-    return KernelCandidate(op, "triton", LazyImport(module, op), _triton_unsupported_reason, unasked, checked=True)
+    return KernelCandidate(op, "triton", LazyFunction(module, op), _triton_unsupported_reason, unasked, checked=True)
 
 
 CANDIDATES = (
@@ -354,17 +356,17 @@ CANDIDATES = (
     KernelCandidate(
         "attention",
         "varlen",
-        LazyImport("varlen", "attention"),
+        LazyFunction("varlen", "attention_by_varlen"),
         _varlen_unsupported_reason,
         _varlen_not_default_reason,
         checked=True,
     ),
     # Taken unasked for capped scores, which `fused` computes by the formula, a block of queries at a time.
     KernelCandidate(
-        "attention", "flex", flex.attention, _flex_unsupported_reason, _flex_not_default_reason, checked=True
+        "attention", "flex", flex.attention_by_flex, _flex_unsupported_reason, _flex_not_default_reason, checked=True
     ),
-    KernelCandidate("attention", "fused", fused.attention, _no_unsupported_reason),
-    KernelCandidate("attention", "flash", fused.flash_attention, _torch_flash_unsupported_reason),
+    KernelCandidate("attention", "fused", fused.attention_by_sdpa, _no_unsupported_reason),
+    KernelCandidate("attention", "flash", fused.attention_by_sdpa_flash, _torch_flash_unsupported_reason),
     KernelCandidate(
         "attention", "cudnn", fused.cudnn_attention, _cudnn_unsupported_reason, _unmeasured_not_default_reason
     ),
@@ -377,17 +379,17 @@ CANDIDATES = (
     KernelCandidate(
         "attention",
         "transformer_engine",
-        transformer_engine.attention,
+        transformer_engine.attention_by_te,
         _te_unsupported_reason,
         _unmeasured_not_default_reason,
     ),
-    KernelCandidate("attention", "unfused", reference.attention, _no_unsupported_reason),
-    KernelCandidate("attention", "local", reference.attention, _no_unsupported_reason),
+    KernelCandidate("attention", "unfused", reference.softmax_attention, _no_unsupported_reason),
+    KernelCandidate("attention", "local", reference.softmax_attention, _no_unsupported_reason),
     KernelCandidate("layer_norm", "torch", reference.layer_norm, _no_unsupported_reason),
     KernelCandidate(
         "layer_norm",
         "triton",
-        LazyImport("triton.norm", "layer_norm"),
+        LazyFunction("triton.norm", "layer_norm"),
         _triton_unsupported_reason,
         _unmeasured_not_default_reason,
     ),
@@ -395,23 +397,23 @@ CANDIDATES = (
     KernelCandidate(
         "rms_norm",
         "triton",
-        LazyImport("triton.norm", "rms_norm"),
+        LazyFunction("triton.norm", "rms_norm"),
         _triton_unsupported_reason,
         _unmeasured_not_default_reason,
     ),
     KernelCandidate("rms_norm", "reference", reference.rms_norm, _no_unsupported_reason),
     # Not `_unmeasured_not_default_reason`: formulas of several operations, each of which reads and writes all that one kernel reads and writes once.
-    _tried_triton_candidate("gated_activation", "triton.pointwise", _fused_not_default_reason),
+    _triton_candidate_with_trial("gated_activation", "triton.pointwise", _fused_not_default_reason),
     KernelCandidate("gated_activation", "torch", reference.gated_activation, _no_unsupported_reason),
     # Its backward pass sums the bias's gradient as it writes that of x, which is read once more otherwise.
-    _tried_triton_candidate("bias_activation", "triton.pointwise", _fused_not_default_reason),
+    _triton_candidate_with_trial("bias_activation", "triton.pointwise", _fused_not_default_reason),
     KernelCandidate("bias_activation", "apart", None, _no_unsupported_reason),
-    _tried_triton_candidate("rotary", "triton.rotary", _fused_not_default_reason),
+    _triton_candidate_with_trial("rotary", "triton.rotary", _fused_not_default_reason),
     KernelCandidate("rotary", "torch", reference.rotary, _no_unsupported_reason),
-    _tried_triton_candidate("rotary_qkv", "triton.rotary", _fused_not_default_reason),
+    _triton_candidate_with_trial("rotary_qkv", "triton.rotary", _fused_not_default_reason),
     KernelCandidate("rotary_qkv", "torch", reference.rotary_qkv, _no_unsupported_reason),
     # Its backward pass sums the bias's gradient as it joins those of queries, keys and values; apart, the joined one is read once more.
-    _tried_triton_candidate("split_qkv", "triton.split_qkv", _fused_not_default_reason),
+    _triton_candidate_with_trial("split_qkv", "triton.split_qkv", _fused_not_default_reason),
     KernelCandidate("split_qkv", "apart", None, _no_unsupported_reason),
     KernelCandidate("grouped_linear", "torch", grouped.grouped_linear_by_grouped_mm, _grouped_mm_unsupported_reason),
     KernelCandidate("grouped_linear", "grouped", grouped.grouped_linear, _no_unsupported_reason),
@@ -420,7 +422,7 @@ CANDIDATES = (
     KernelCandidate(
         "permute",
         "triton",
-        LazyImport("triton.permute", "permute"),
+        LazyFunction("triton.permute", "permute"),
         _triton_unsupported_reason,
         _unmeasured_not_default_reason,
     ),
@@ -428,52 +430,52 @@ CANDIDATES = (
     KernelCandidate(
         "causal_conv",
         "triton",
-        LazyImport("triton.conv", "causal_conv"),
+        LazyFunction("triton.conv", "causal_conv"),
         _triton_unsupported_reason,
         _unmeasured_not_default_reason,
     ),
     KernelCandidate(
         "causal_conv",
         "causal_conv1d",
-        state_space.causal_conv,
-        _make_state_space_reason("causal_conv1d"),
+        state_space_packages.causal_conv,
+        _state_space_reason_factory("causal_conv1d"),
         _unmeasured_not_default_reason,
     ),
     KernelCandidate("selective_scan", "torch", scans.selective_scan, _no_unsupported_reason),
     KernelCandidate(
         "selective_scan",
         "triton",
-        LazyImport("triton.scans", "selective_scan"),
+        LazyFunction("triton.scans", "selective_scan"),
         _triton_unsupported_reason,
         _unmeasured_not_default_reason,
     ),
     KernelCandidate(
         "selective_scan",
         "mamba_ssm",
-        state_space.selective_scan,
-        _make_state_space_reason("mamba_ssm"),
+        state_space_packages.selective_scan,
+        _state_space_reason_factory("mamba_ssm"),
         _unmeasured_not_default_reason,
     ),
     KernelCandidate("delta_rule_scan", "torch", scans.delta_rule_scan, _no_unsupported_reason),
     KernelCandidate(
         "delta_rule_scan",
         "triton",
-        LazyImport("triton.scans", "delta_rule_scan"),
+        LazyFunction("triton.scans", "delta_rule_scan"),
         _triton_unsupported_reason,
         _unmeasured_not_default_reason,
     ),
     KernelCandidate(
         "delta_rule_scan",
         "fla",
-        state_space.delta_rule_scan,
-        _make_state_space_reason("fla"),
+        state_space_packages.delta_rule_scan,
+        _state_space_reason_factory("fla"),
         _unmeasured_not_default_reason,
     ),
     KernelCandidate("residual_norm", "apart", None, _no_unsupported_reason),
     KernelCandidate(
         "residual_norm",
         "triton",
-        LazyImport("triton.norm", "residual_norm"),
+        LazyFunction("triton.norm", "residual_norm"),
         _triton_unsupported_reason,
         _unmeasured_not_default_reason,
     ),
@@ -485,7 +487,7 @@ CANDIDATES = (
     KernelCandidate(
         "quantise",
         "triton",
-        LazyImport("triton.quantise", "KERNELS"),
+        LazyFunction("triton.quantise", "KERNELS"),
         _quantise_unsupported_reason,
         _interpreter_not_default_reason,
         checked=True,
@@ -495,7 +497,7 @@ CANDIDATES = (
     KernelCandidate(
         "adamw",
         "triton",
-        LazyImport("triton.adamw", "adamw"),
+        LazyFunction("triton.adamw", "adamw"),
         _triton_unsupported_reason,
         _interpreter_not_default_reason,
         checked=True,
@@ -519,7 +521,9 @@ CANDIDATES = (
     KernelCandidate("moe_flex_dispatcher", "deepep", deep_ep.DeepEP, _deep_ep_unsupported_reason),
     KernelCandidate("moe_flex_dispatcher", "alltoall", None, _no_unsupported_reason),
     # Not `_unmeasured_not_default_reason`: what it is measured against copies all keys in every layer of every step.
-    KernelCandidate("paged_attention", "triton", LazyImport("triton.paged", "attention"), _triton_unsupported_reason),
+    KernelCandidate(
+        "paged_attention", "triton", LazyFunction("triton.paged", "paged_attention"), _triton_unsupported_reason
+    ),
     KernelCandidate("paged_attention", "gathered", None, _no_unsupported_reason),
 )
 

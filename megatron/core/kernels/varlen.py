@@ -1,6 +1,6 @@
 """Attention by `torch.nn.attention.varlen`: packed documents and windows without a mask, keys and values of groups as they are.
 
-A mask of s x s is never made: documents are sequences of different lengths, laid end to end (`documents.py`), a window is two numbers. torch has it
+A mask of s x s is never made: documents are sequences of different lengths, laid end to end (`packed_document_starts.py`), a window is two numbers. torch has it
 from 2.11 on, by its own build of flash-attn.
 """
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels import fused
-from megatron.core.kernels.documents import document_starts_of
 from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
+from megatron.core.kernels.packed_document_starts import document_starts_from_ids
 
 # Imported here and not in a call, where torch's compiler would stop; and only by runs that take it, since it imports that compiler.
 _LIBRARY: Any = import_module("torch.nn.attention.varlen")
@@ -23,7 +23,7 @@ _LIBRARY: Any = import_module("torch.nn.attention.varlen")
 _ASKS_FOR_GROUPS = "enable_gqa" in inspect.signature(_LIBRARY.varlen_attn).parameters
 
 
-def attention(
+def attention_by_varlen(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -39,7 +39,7 @@ def attention(
     """
     others = (mask.padding, mask.query_places, mask.key_places, mask.query_documents)
     if len(q) != len(k) or any(one is not None for one in others):
-        return fused.attention(q, k, v, mask, dropout, scores)
+        return fused.attention_by_sdpa(q, k, v, mask, dropout, scores)
     assert not dropout and (scores.softcap, scores.bias, scores.sink) == (None, None, None), (
         "the table offers it without"
     )
@@ -47,7 +47,7 @@ def attention(
     if mask.documents is None:
         starts, longest = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device), length
     else:
-        known = document_starts_of(mask.documents, mask.starts)
+        known = document_starts_from_ids(mask.documents, mask.starts)
         starts, longest = known.places, known.longest
     left, right = mask.window or (-1, -1)
     output = _LIBRARY.varlen_attn(

@@ -1,14 +1,14 @@
 """Network architectures, built one pipeline stage at a time.
 
-names.py         parameter names that several files use
-embedding.py     embeddings of ids, positions and token types
-output_heads.py  the output layer and its loss, BERT's heads
-gpt.py           decoder-only transformers
-mtp.py           multi-token prediction
-bert.py          encoders with a masked-language-model head
-classify.py      encoders with a classification head
-t5.py            encoder-decoder transformers
-describe.py      names, shapes and counts of parameters, from the network on the meta device
-on_meta.py       networks on the meta device
-flops.py         FLOPs and memory from the config
+parameter_names.py  parameter names that several files use
+embedding.py        embeddings of ids, positions and token types
+output_heads.py     the output layer and its loss, BERT's heads
+gpt.py              decoder-only transformers
+mtp.py              multi-token prediction
+bert.py             encoders with a masked-language-model head
+classify.py         encoders with a classification head
+t5.py               encoder-decoder transformers
+describe.py         names, shapes and counts of parameters, from the network on the meta device
+on_meta.py          networks on the meta device
+flops.py            FLOPs and memory from the config
 """

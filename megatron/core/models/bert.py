@@ -18,14 +18,14 @@ from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import TrainConfig
 from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.models.embedding import Embedding
-from megatron.core.models.names import WORD_EMBEDDING
-from megatron.core.models.output_heads import LanguageModelHead, MaskedWordTransform, Pooler, output_layer_weight
+from megatron.core.models.output_heads import LanguageModelHead, MaskedLMHeadTransform, Pooler, output_layer_weight
+from megatron.core.models.parameter_names import WORD_EMBEDDING
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
 from megatron.core.tensor_parallel.linear import ReplicatedLinear
 from megatron.core.transformer.attention import default_position_ids
-from megatron.core.transformer.build import LayerBuildContext
-from megatron.core.transformer.passing import ForwardContext
+from megatron.core.transformer.forward_context import ForwardContext
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 from megatron.core.transformer.rope import rotary_table_for
 from megatron.core.transformer.stack import TransformerStack
 
@@ -54,13 +54,13 @@ class BERTModel(nn.Module):
         self.encoder = TransformerStack(
             stage.layers, build, final_norm=stage.has_output and not model.norm_after_residual
         )
-        self.lm_head: MaskedWordTransform | None = None
+        self.lm_head: MaskedLMHeadTransform | None = None
         self.output_layer: LanguageModelHead | None = None
         self.pooler: Pooler | None = None
         self.binary_head: ReplicatedLinear | None = None
         if stage.has_output:
             shared = self.embedding.word_embeddings.weight if tied and self.embedding is not None else None
-            self.lm_head = MaskedWordTransform(build)
+            self.lm_head = MaskedLMHeadTransform(build)
             self.output_layer = LanguageModelHead(
                 build, shared=shared, tied_name=WORD_EMBEDDING if tied and split else "", bias=True
             )

@@ -21,9 +21,9 @@ from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
 from megatron.core.tensor_parallel.linear import ReplicatedLinear
 from megatron.core.transformer.attention import default_position_ids
-from megatron.core.transformer.build import LayerBuildContext
 from megatron.core.transformer.dropout import Dropout
-from megatron.core.transformer.passing import ForwardContext
+from megatron.core.transformer.forward_context import ForwardContext
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 from megatron.core.transformer.rope import rotary_table_for
 from megatron.core.transformer.stack import TransformerStack
 

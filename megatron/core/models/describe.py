@@ -27,7 +27,7 @@ _LAYERS = ("decoder.layers.", "encoder.layers.")
 
 
 @dataclass(frozen=True, slots=True)
-class ShardCounts:
+class WeightShardCounts:
     """Number of shards: of a matrix over tensor ranks (tensor), of a layer's experts (experts), of each expert's
     matrices (widths).
     """
@@ -37,9 +37,9 @@ class ShardCounts:
     widths: int = 1
 
     @staticmethod
-    def from_parallel(parallel: ParallelConfig) -> ShardCounts:
+    def from_parallel(parallel: ParallelConfig) -> WeightShardCounts:
         """Return the shard counts of a parallel layout."""
-        return ShardCounts(
+        return WeightShardCounts(
             parallel.tp, parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size or parallel.tp
         )
 
@@ -103,7 +103,7 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
     """Count the parameters of the whole network."""
     counts: Counter[str] = Counter()
     for name, shape in _global_parameter_shapes(replace(model, true_vocab_size=model.padded_vocab_size)):
-        counts[_network_component_of(_strip_vision_prefix(model, name))] += math.prod(shape)
+        counts[_network_component_of(_strip_vision_model_prefix(model, name))] += math.prod(shape)
     places = ("embedding", "block", "final_norm", "head", "ahead", "vision")
     return ParameterCount(**{place: counts[place] for place in places})
 
@@ -120,14 +120,18 @@ def count_active_parameters(model: ModelConfig) -> int:
 
 
 def count_layer_parameters(
-    model: ModelConfig, split: ShardCounts = ShardCounts(), plan: LayerPlan | None = None
+    model: ModelConfig, split: WeightShardCounts = WeightShardCounts(), plan: LayerPlan | None = None
 ) -> int:
     """Count the parameters of one layer that each rank holds. plan: which layer; None: the first."""
     return _count_layer_parameters(model, split, replace(plan or network_layer_plans(model)[0], index=0), False)[0]
 
 
 def count_rank_parameters(
-    model: ModelConfig, stages: Sequence[StageSpec], split: ShardCounts = ShardCounts(), *, trained: bool = False
+    model: ModelConfig,
+    stages: Sequence[StageSpec],
+    split: WeightShardCounts = WeightShardCounts(),
+    *,
+    trained: bool = False,
 ) -> RankParameterCounts:
     """Count the parameters of a rank that holds these pipeline stages. trained: only those that the run trains.
 
@@ -139,13 +143,11 @@ def count_rank_parameters(
     alike = not trained or not (adapter.freeze or adapter.lora_modules_to_save)  # whose patterns may name layers
     plans = [replace(plan, index=0) if alike else plan for stage in stages for plan in stage.layers]
     layers = [_count_layer_parameters(model, split, plan, trained) for plan in plans]
-    rest = sum(
-        _count_nonlayer_parameters(model, split, _stage_without_layers(model, stage), trained) for stage in stages
-    )
+    rest = sum(_count_nonlayer_parameters(model, split, _drop_stage_layers(model, stage), trained) for stage in stages)
     return RankParameterCounts(sum(total for total, _ in layers), sum(experts for _, experts in layers), rest)
 
 
-def _stage_without_layers(model: ModelConfig, stage: StageSpec) -> StageSpec:
+def _drop_stage_layers(model: ModelConfig, stage: StageSpec) -> StageSpec:
     """Return the stage without its layers where these do not affect the rest, so that stages that differ only in layers
     are built once.
     """
@@ -158,41 +160,48 @@ def _stage_without_layers(model: ModelConfig, stage: StageSpec) -> StageSpec:
 def _global_parameter_shapes(model: ModelConfig) -> tuple[tuple[str, Shape], ...]:
     """Return (global name, global shape) of every parameter of the network; cached."""
     (stage,) = partition_into_stages(network_layer_plans(model), pp=1)
-    return tuple((name, shape) for name, shape, _ in _parameters_on_meta(model, ShardCounts(), stage))
+    return tuple((name, shape) for name, shape, _ in _parameter_sizes_on_meta(model, WeightShardCounts(), stage))
 
 
 @lru_cache(maxsize=1024)
-def _count_layer_parameters(model: ModelConfig, split: ShardCounts, plan: LayerPlan, trained: bool) -> tuple[int, int]:
+def _count_layer_parameters(
+    model: ModelConfig, split: WeightShardCounts, plan: LayerPlan, trained: bool
+) -> tuple[int, int]:
     """Return the number of parameters of a layer on a rank, and how many of them belong to experts."""
     sizes = dict(
         _local_parameter_sizes(
             model, split, StageSpec(0, 1, 0, 0, (plan,), has_embedding=False, has_output=False), trained
         )
     )
-    layer_sizes = {name: size for name, size in sizes.items() if _strip_vision_prefix(model, name).startswith(_LAYERS)}
+    layer_sizes = {
+        name: size for name, size in sizes.items() if _strip_vision_model_prefix(model, name).startswith(_LAYERS)
+    }
     return sum(layer_sizes.values()), sum(size for name, size in layer_sizes.items() if _EXPERTS in name)
 
 
 @lru_cache(maxsize=1024)
-def _count_nonlayer_parameters(model: ModelConfig, split: ShardCounts, stage: StageSpec, trained: bool) -> int:
+def _count_nonlayer_parameters(model: ModelConfig, split: WeightShardCounts, stage: StageSpec, trained: bool) -> int:
     """Count the parameters of a stage on a rank, without those of its layers."""
     sizes = (
-        (_strip_vision_prefix(model, name), size) for name, size in _local_parameter_sizes(model, split, stage, trained)
+        (_strip_vision_model_prefix(model, name), size)
+        for name, size in _local_parameter_sizes(model, split, stage, trained)
     )
     return sum(size for name, size in sizes if not name.startswith(_LAYERS))
 
 
 def _local_parameter_sizes(
-    model: ModelConfig, split: ShardCounts, stage: StageSpec, trained: bool
+    model: ModelConfig, split: WeightShardCounts, stage: StageSpec, trained: bool
 ) -> Iterator[tuple[str, int]]:
     """Yield (name, number of elements on a rank) of each parameter of a stage; trained: only of those that the run
     trains.
     """
-    held = _parameters_on_meta(model, split, stage)
+    held = _parameter_sizes_on_meta(model, split, stage)
     return ((name, size) for name, _, size in held if not trained or is_trained_parameter(name, model.adapter))
 
 
-def _parameters_on_meta(model: ModelConfig, split: ShardCounts, stage: StageSpec) -> list[tuple[str, Shape, int]]:
+def _parameter_sizes_on_meta(
+    model: ModelConfig, split: WeightShardCounts, stage: StageSpec
+) -> list[tuple[str, Shape, int]]:
     """Return (global name, global shape, number of local elements) of each parameter of a stage, from the network on
     the meta device.
     """
@@ -203,7 +212,7 @@ def _parameters_on_meta(model: ModelConfig, split: ShardCounts, stage: StageSpec
     return rank_parameter_sizes(model, stage, tp=split.tensor, ep=split.experts, etp=split.widths)
 
 
-def _strip_vision_prefix(model: ModelConfig, name: str) -> str:
+def _strip_vision_model_prefix(model: ModelConfig, name: str) -> str:
     """Return the name of a parameter without the prefix vision_model. if the network is a vision transformer, else
     unchanged.
     """

@@ -8,9 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.tensor_parallel.embedding import PositionEmbedding, VocabParallelEmbedding, vocabulary_matrix_spec
-from megatron.core.transformer.build import LayerBuildContext, scale_by
+from megatron.core.tensor_parallel.embedding import (
+    PositionEmbeddingTable,
+    VocabParallelEmbedding,
+    vocabulary_matrix_spec,
+)
 from megatron.core.transformer.dropout import Dropout
+from megatron.core.transformer.layer_build_context import LayerBuildContext, multiply_unless_one
 
 
 class Embedding(nn.Module):
@@ -43,10 +47,12 @@ class Embedding(nn.Module):
         self.word_embeddings = VocabParallelEmbedding(spec, region=build.tp_region, mesh=build.mesh, dtype=build.dtype)
         self.position_embeddings = None
         if model.rope.position_embedding_type == "learned_absolute":
-            self.position_embeddings = PositionEmbedding(
+            self.position_embeddings = PositionEmbeddingTable(
                 model.max_position_embeddings, model.hidden_size, tied=has_mtp_copy, **shared
             )
-        self.tokentype_embeddings = PositionEmbedding(token_types, model.hidden_size, **shared) if token_types else None
+        self.tokentype_embeddings = (
+            PositionEmbeddingTable(token_types, model.hidden_size, **shared) if token_types else None
+        )
         self.layernorm = build.make_norm(model.hidden_size) if model.embedding_layernorm else None
         # The factor is rounded to the weights' format, as in the published networks: in bf16 it is 55.5 for a width of 3072.
         root = torch.tensor(model.hidden_size**0.5, dtype=build.dtype, device="cpu").item()
@@ -64,5 +70,5 @@ class Embedding(nn.Module):
         if self.tokentype_embeddings is not None:
             assert types is not None, "a network with token types needs them as input"
             x = x + self.tokentype_embeddings(types)
-        x = scale_by(x, self.scale).to(self.residual_dtype)
+        x = multiply_unless_one(x, self.scale).to(self.residual_dtype)
         return self.dropout(x if self.layernorm is None else self.layernorm(x))

@@ -22,12 +22,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron.core.config.adapters import EXPERTS, linear_layer_shapes
-from megatron.core.config.plan import LayerPlan, StageSpec, mtp_layer_plans, network_layer_plans
+from megatron.core.config.adapters import EXPERTS, linear_shapes_of_layer
+from megatron.core.config.plan import LayerPlan, StageSpec, mtp_depth_layer_plans, network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.vision import vision_encoder_config
-from megatron.core.models.describe import RankParameterCounts, ShardCounts, count_rank_parameters
+from megatron.core.models.describe import RankParameterCounts, WeightShardCounts, count_rank_parameters
 
 AttentionCount = Literal["causal", "square"]
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -67,11 +67,11 @@ def flops_per_token(model: ModelConfig, seq_length: int, count: AttentionCount =
     v = 1 if model.reward_head else model.padded_vocab_size
     transform = h * h if model.architecture == "bert" else 0
     plans = _layer_plans_with_mtp(model)
-    kinds = {(plan.mixer, plan.beside, plan.mlp): plan for plan in plans}  # few, of layers that are many
+    kinds = {(plan.mixer, plan.parallel_mixer, plan.mlp): plan for plan in plans}  # few, of layers that are many
     elements = {kind: active_matrix_params(model, plan) for kind, plan in kinds.items()}
     layers = sum(
-        6 * elements[plan.mixer, plan.beside, plan.mlp] + _mixer_flops_beyond_matrices(model, plan, keys)
-        for plan, keys in zip(plans, _mean_visible_keys(model, seq_length, count), strict=True)
+        6 * elements[plan.mixer, plan.parallel_mixer, plan.mlp] + _mixer_flops_beyond_matrices(model, plan, keys)
+        for plan, keys in zip(plans, _mean_visible_keys_by_layer(model, seq_length, count), strict=True)
     )
     return layers + 6 * (transform + h * v) + depths * 6 * (2 * h * h + h * v)
 
@@ -94,7 +94,7 @@ def flops_per_sample(
         seq_length,
         decoder_length,
     )
-    elements = active_matrix_params(model, replace(network_layer_plans(model)[0], cross=False))
+    elements = active_matrix_params(model, replace(network_layer_plans(model)[0], has_cross_attention=False))
     encoder = s * (6 * elements + 12 * s * q)
     decoder = t * (6 * elements + 12 * t * q * (0.5 if count == "causal" else 1.0))
     cross = 6 * (t * 2 * h * q + s * 2 * h * k) + 12 * t * s * q
@@ -127,19 +127,19 @@ def flops_per_image(model: ModelConfig) -> float:
 
 def frozen_weight_bytes(config: RunConfig, frozen: RankParameterCounts) -> float:
     """Return the bytes of a rank's frozen weights; those of layers quantized with --lora-base-quantization."""
-    size = BYTES[config.precision.dtype]
+    size = BYTES[config.precision.param_dtype_name]
     of_layers = QUANTIZED_BYTES.get(config.model.adapter.lora_base_quantization, size)
     return of_layers * frozen.layers + size * frozen.rest
 
 
-def state_bytes_per_parameter(config: RunConfig, data_parallel_size: int = 1) -> float:
+def training_state_bytes_per_param(config: RunConfig, data_parallel_size: int = 1) -> float:
     """Return the bytes of weights, gradients and optimizer state per parameter of a rank, between steps.
 
     Every data-parallel rank holds weights and gradients; the distributed optimizer shards the rest, which for half
     precision includes fp32 main weights. FSDP2 shards everything, in fp32; gathered layers are not counted, nor are
-    temporaries (`update_bytes_per_parameter`).
+    temporaries (`update_temporaries_per_parameter`).
     """
-    weight, gradient = BYTES[config.precision.dtype], BYTES[config.precision.gradient_dtype]
+    weight, gradient = BYTES[config.precision.param_dtype_name], BYTES[config.precision.gradient_dtype_name]
     if config.parallel.use_torch_fsdp2:
         return (2 * max(4, weight) + owned_bytes_per_parameter(config)) / data_parallel_size
     return (
@@ -155,7 +155,7 @@ def owned_bytes_per_parameter(config: RunConfig) -> float:
 
     State that --optimizer-cpu-offload moves to the CPU is included.
     """
-    precision, rule, weight = config.precision, config.optimizer, BYTES[config.precision.dtype]
+    precision, rule, weight = config.precision, config.optimizer, BYTES[config.precision.param_dtype_name]
     has_master = weight < 4 and not config.parallel.use_torch_fsdp2
     if precision.use_precision_aware_optimizer:
         master = STATE_BYTES["fp16"] if precision.main_params_dtype == "fp16" else 2 if precision.bf16 else 4
@@ -164,7 +164,7 @@ def owned_bytes_per_parameter(config: RunConfig) -> float:
     return max(4, weight) * ((1 if rule.is_muon else moments) + has_master)
 
 
-def update_bytes_per_parameter(config: RunConfig, data_parallel_size: int = 1) -> float:
+def update_temporaries_per_parameter(config: RunConfig, data_parallel_size: int = 1) -> float:
     """Return the bytes per parameter of a rank that exist during the update only: fp32 copies of half-precision
     gradients.
 
@@ -172,7 +172,7 @@ def update_bytes_per_parameter(config: RunConfig, data_parallel_size: int = 1) -
     """
     if (
         config.parallel.use_torch_fsdp2
-        or BYTES[config.precision.gradient_dtype] >= 4
+        or BYTES[config.precision.gradient_dtype_name] >= 4
         or config.precision.use_precision_aware_optimizer
     ):
         return 0.0
@@ -191,14 +191,14 @@ def offloaded_bytes_per_parameter(config: RunConfig, data_parallel_size: int = 1
     )
 
 
-def estimate_rank_memory(
+def estimate_memory_by_pipeline_rank(
     config: RunConfig, stages: Sequence[StageSpec], *, data_parallel_size: int, num_microbatches: int
 ) -> tuple[RankMemory, ...]:
     """Estimate the memory of a rank at each pipeline position, in order. stages: those of all positions."""
     parallel, stages_memory = config.parallel, []
     for position in range(parallel.pp):
         local_stages = [stage for stage in stages if stage.rank == position]
-        split, replicas = ShardCounts.from_parallel(parallel), parallel.context_parallel_size * data_parallel_size
+        split, replicas = WeightShardCounts.from_parallel(parallel), parallel.context_parallel_size * data_parallel_size
         held, trained = (count_rank_parameters(config.model, local_stages, split, trained=one) for one in (False, True))
         expert_replicas = max(
             1, replicas * parallel.tp // (split.experts * split.widths)
@@ -206,8 +206,8 @@ def estimate_rank_memory(
         state, update, offloaded = (
             (those.total - those.experts) * count(config, replicas) + those.experts * count(config, expert_replicas)
             for count, those in (
-                (state_bytes_per_parameter, trained),
-                (update_bytes_per_parameter, trained),
+                (training_state_bytes_per_param, trained),
+                (update_temporaries_per_parameter, trained),
                 (offloaded_bytes_per_parameter, trained),
             )
         )
@@ -216,7 +216,7 @@ def estimate_rank_memory(
             config.optimizer.is_muon and config.optimizer.elementwise_optimizer == "adam"
         ):  # other parameters than matrices have two moments
             sharded = parallel.use_distributed_optimizer or parallel.use_torch_fsdp2
-            state += trained.rest * max(4, BYTES[config.precision.dtype]) / (replicas if sharded else 1)
+            state += trained.rest * max(4, BYTES[config.precision.param_dtype_name]) / (replicas if sharded else 1)
         stages_memory.append(
             RankMemory(
                 held.total,
@@ -228,7 +228,7 @@ def estimate_rank_memory(
     return tuple(stages_memory)
 
 
-def layer_activation_bytes(
+def layer_activation_bytes_per_token(
     config: RunConfig, *, recomputes: bool = True, mlp: str = "dense", mixer: str = "attention"
 ) -> float:
     """Return the bytes per token that a rank saves for the backward pass of one layer.
@@ -237,7 +237,7 @@ def layer_activation_bytes(
     expert loads) or none. mixer: attention, mla, mamba, gated_delta_net or none.
     """
     model, t = config.model, config.parallel.tp
-    size, h = BYTES[config.precision.dtype], model.hidden_size
+    size, h = BYTES[config.precision.param_dtype_name], model.hidden_size
     q, k, f = model.query_projection_width // t, _local_key_width(model, t), model.ffn_hidden_size // t
     recompute = config.recompute
     sequence_shards = t if config.parallel.sequence_parallel else 1
@@ -246,42 +246,42 @@ def layer_activation_bytes(
     recomputed = _recomputed_modules(config)
     layer_inputs = 2 * size * h + (2 * h if model.hidden_dropout > 0 else 0)  # inputs of both norms, two dropout masks
     layer_inputs += 0 if "layernorm" in recomputed else 2 * size * h  # their outputs: the inputs of both sublayers
-    attention = _mla_activation_bytes(config) if model.mla.multi_latent_attention else size * (q + 2 * k + q)
-    attention += _attention_score_bytes(config)
+    attention = _mla_activation_bytes_per_token(config) if model.mla.multi_latent_attention else size * (q + 2 * k + q)
+    attention += _attention_score_bytes_per_token(config)
     mlp_bytes: float = 0 if mlp == "none" or "mlp" in recomputed else size * f * (3 if model.has_gated_mlp else 2)
     if mlp == "moe":
-        mlp_bytes = size * _moe_activation_elements(model, ShardCounts.from_parallel(config.parallel), recomputed)
+        mlp_bytes = size * _moe_activation_elements(model, WeightShardCounts.from_parallel(config.parallel), recomputed)
     halves = (mixer != "none") + (mlp != "none")  # each with its norm
     if mixer not in ("attention", "mla"):
-        attention = _ssm_activation_bytes(config, mixer)
+        attention = _ssm_activation_bytes_per_token(config, mixer)
     if model.hybrid.parallel_mamba:
-        attention += _ssm_activation_bytes(config, "mamba")
+        attention += _ssm_activation_bytes_per_token(config, "mamba")
     return layer_inputs * halves / 2 / sequence_shards + attention + mlp_bytes
 
 
-def _attention_score_bytes(config: RunConfig) -> float:
+def _attention_score_bytes_per_token(config: RunConfig) -> float:
     """Return the bytes per token of saved attention scores; 0 unless the unfused kernel runs without recomputation."""
-    model, size = config.model, BYTES[config.precision.dtype]
+    model, size = config.model, BYTES[config.precision.param_dtype_name]
     if model.attention_backend not in ("unfused", "local") or "core_attn" in _recomputed_modules(config):
         return 0.0
     heads = model.num_attention_heads // config.parallel.tp * config.train.seq_length
     return heads * (size + (size + 1 if model.attention_dropout > 0 else 0))
 
 
-def _ssm_activation_bytes(config: RunConfig, mixer: str) -> float:
+def _ssm_activation_bytes_per_token(config: RunConfig, mixer: str) -> float:
     """Return the bytes per token that a rank saves for the backward pass of Mamba-2 or a gated delta net, beside its
     input.
 
     Convolution: its input, output and SiLU of it. Scan and gated norm: in fp32 or wider, with copies of half-precision
     tensors. Scans keep a state every 512 tokens.
     """
-    model, size = config.model, BYTES[config.precision.dtype]
+    model, size = config.model, BYTES[config.precision.param_dtype_name]
     if mixer == "none":
         return 0.0
-    first, last = linear_layer_shapes(
-        model, replace(network_layer_plans(model)[0], mixer=mixer, beside="none", mlp="none")
+    first, last = linear_shapes_of_layer(
+        model, replace(network_layer_plans(model)[0], mixer=mixer, parallel_mixer="none", mlp="none")
     ).values()
-    hybrid, (channels, state), wide = model.hybrid, _conv_and_state_sizes(model, mixer), max(4, size)
+    hybrid, (channels, state), wide = model.hybrid, _conv_channels_and_state_size(model, mixer), max(4, size)
     half = size < wide
     # In half precision the gate is copied, and the projection is not needed; else the gate is a view that keeps all of it.
     kept = size * (3 * channels + last.inputs + (0 if half else first.outputs))
@@ -301,7 +301,7 @@ def _recomputed_modules(config: RunConfig) -> frozenset[str]:
     return frozenset(config.recompute.recompute_modules or ()) if selective else frozenset()
 
 
-def _mla_activation_bytes(config: RunConfig) -> float:
+def _mla_activation_bytes_per_token(config: RunConfig) -> float:
     """Return the bytes per token that the backward pass of multi-head latent attention needs on a rank, beside its
     input.
     """
@@ -317,7 +317,7 @@ def _mla_activation_bytes(config: RunConfig) -> float:
         + query_bytes
         + (0 if "mla_up_proj" in recomputed else projections)
     )
-    return BYTES[config.precision.dtype] * saved
+    return BYTES[config.precision.param_dtype_name] * saved
 
 
 def _peak_activation_bytes(
@@ -328,7 +328,7 @@ def _peak_activation_bytes(
     tokens, t = train.seq_length * train.micro_batch_size // parallel.context_parallel_size, parallel.tp
     sequence_shards = t if parallel.sequence_parallel else 1
     chunks_alive = _max_chunks_in_flight(config, position, len(local_stages), num_microbatches)
-    chunk, recomputed = _chunk_activation_bytes(config, local_stages)
+    chunk, recomputed = _chunk_activation_bytes_per_token(config, local_stages)
     per_token = chunks_alive * chunk + recomputed
     if any(stage.has_embedding for stage in local_stages):
         per_token += (
@@ -339,36 +339,41 @@ def _peak_activation_bytes(
     depths = model.mtp.mtp_num_layers or 0
     if depths and any(stage.has_mtp for stage in local_stages):
         mtp_inputs = (
-            4 * BYTES[config.precision.dtype] * model.hidden_size / sequence_shards
+            4 * BYTES[config.precision.param_dtype_name] * model.hidden_size / sequence_shards
         )  # both norms' inputs, and what they made
-        per_token += chunks_alive / len(local_stages) * depths * (layer_activation_bytes(config) + mtp_inputs)
+        per_token += chunks_alive / len(local_stages) * depths * (layer_activation_bytes_per_token(config) + mtp_inputs)
     if any(stage.has_output for stage in local_stages):
-        per_token += 4 * (1 + depths) * model.hidden_size / sequence_shards + _logit_bytes(model, t, tokens, 1 + depths)
+        per_token += 4 * (1 + depths) * model.hidden_size / sequence_shards + _logit_bytes_per_token(
+            model, t, tokens, 1 + depths
+        )
     return per_token * tokens
 
 
-def _chunk_activation_bytes(config: RunConfig, local_stages: Sequence[StageSpec]) -> tuple[float, float]:
+def _chunk_activation_bytes_per_token(config: RunConfig, local_stages: Sequence[StageSpec]) -> tuple[float, float]:
     """Return two numbers of bytes per token: what a chunk's layers keep between forward and backward, and what the
     layers that are being recomputed together need on top.
     """
     plans = [plan for stage in local_stages for plan in stage.layers]
     layers = sum(_relative_layer_memory(config, plan) for plan in plans) / len(local_stages)
     if config.recompute.recompute_granularity != "full":
-        return layers * layer_activation_bytes(config), 0.0
+        return layers * layer_activation_bytes_per_token(config), 0.0
     group = config.recompute.recompute_num_layers or 1
     input_bytes, full_layer = (
-        layer_activation_bytes(config),
-        max((layer_activation_bytes(config, recomputes=False, mlp=p.mlp, mixer=p.mixer) for p in plans), default=0.0),
+        layer_activation_bytes_per_token(config),
+        max(
+            (layer_activation_bytes_per_token(config, recomputes=False, mlp=p.mlp, mixer=p.mixer) for p in plans),
+            default=0.0,
+        ),
     )
     if config.recompute.recompute_method == "block":
         recomputed_layers = min(group, layers)
-        return recomputed_layers * input_bytes + (layers - recomputed_layers) * layer_activation_bytes(
+        return recomputed_layers * input_bytes + (layers - recomputed_layers) * layer_activation_bytes_per_token(
             config, recomputes=False
         ), full_layer
     return math.ceil(layers / group) * input_bytes, min(group, layers) * full_layer
 
 
-def _logit_bytes(model: ModelConfig, t: int, tokens: int, heads: int) -> float:
+def _logit_bytes_per_token(model: ModelConfig, t: int, tokens: int, heads: int) -> float:
     """Return the bytes per token of the fp32 logits; with the linear loss, those of a block of logits and the weight
     gradients.
 
@@ -384,10 +389,12 @@ def _relative_layer_memory(config: RunConfig, plan: LayerPlan) -> float:
     """Activation memory of a layer in units of one dense layer of --seq-length tokens; cross attention counts 0.5."""
     train = config.train
     if "none" in (plan.mixer, plan.mlp) or plan.mixer not in ("attention", "mla"):
-        return layer_activation_bytes(config, mlp=plan.mlp, mixer=plan.mixer) / layer_activation_bytes(config)
+        return layer_activation_bytes_per_token(
+            config, mlp=plan.mlp, mixer=plan.mixer
+        ) / layer_activation_bytes_per_token(config)
     if plan.mlp == "moe":
-        return layer_activation_bytes(config, mlp="moe") / layer_activation_bytes(config)
-    return 1.5 * (train.decoder_seq_length or train.seq_length) / train.seq_length if plan.cross else 1.0
+        return layer_activation_bytes_per_token(config, mlp="moe") / layer_activation_bytes_per_token(config)
+    return 1.5 * (train.decoder_seq_length or train.seq_length) / train.seq_length if plan.has_cross_attention else 1.0
 
 
 def _max_chunks_in_flight(config: RunConfig, position: int, chunks: int, num_microbatches: int) -> int:
@@ -406,7 +413,7 @@ def _max_chunks_in_flight(config: RunConfig, position: int, chunks: int, num_mic
 def _layer_plans_with_mtp(model: ModelConfig) -> tuple[LayerPlan, ...]:
     """Return the plan of every layer, including multi-token prediction."""
     depths = range(model.mtp.mtp_num_layers or 0)
-    return network_layer_plans(model) + tuple(row for depth in depths for row in mtp_layer_plans(model, depth))
+    return network_layer_plans(model) + tuple(row for depth in depths for row in mtp_depth_layer_plans(model, depth))
 
 
 def active_matrix_params(model: ModelConfig, plan: LayerPlan) -> int:
@@ -416,7 +423,7 @@ def active_matrix_params(model: ModelConfig, plan: LayerPlan) -> int:
     moe = model.moe
     elements = sum(
         shape.inputs * shape.outputs * (moe.moe_router_topk if EXPERTS in f".{name}" else 1)
-        for name, shape in linear_layer_shapes(model, plan).items()
+        for name, shape in linear_shapes_of_layer(model, plan).items()
     )
     routed = plan.mlp == "moe"
     return elements + (model.hidden_size * (moe.num_experts_or_zero + moe.moe_shared_expert_gate) if routed else 0)
@@ -433,13 +440,13 @@ def _mixer_flops_beyond_matrices(model: ModelConfig, plan: LayerPlan, keys: floa
         if mixer in ("attention", "mla"):
             flops += 6 * sum(_query_and_value_widths(model)) * keys
         else:
-            widths, state = _conv_and_state_sizes(model, mixer)
+            widths, state = _conv_channels_and_state_size(model, mixer)
             taps = 4 if mixer == "mamba" else model.hybrid.linear_conv_kernel_dim
             flops += 3 * (2 * taps * widths + 7 * state)
     return flops
 
 
-def _conv_and_state_sizes(model: ModelConfig, mixer: str) -> tuple[int, int]:
+def _conv_channels_and_state_size(model: ModelConfig, mixer: str) -> tuple[int, int]:
     """Return the number of channels of a mixer's convolution, and of elements of its state."""
     hybrid = model.hybrid
     if mixer == "mamba":
@@ -450,7 +457,7 @@ def _conv_and_state_sizes(model: ModelConfig, mixer: str) -> tuple[int, int]:
     return 2 * keys + values, values * hybrid.linear_key_head_dim
 
 
-def _mean_visible_keys(model: ModelConfig, length: int, count: AttentionCount) -> list[float]:
+def _mean_visible_keys_by_layer(model: ModelConfig, length: int, count: AttentionCount) -> list[float]:
     """Return the average number of keys that a query sees, for every layer. Only the causal count considers windows."""
     windows = [plan.window for plan in _layer_plans_with_mtp(model)]
     if count == "square" or model.architecture != "gpt":
@@ -461,7 +468,7 @@ def _mean_visible_keys(model: ModelConfig, length: int, count: AttentionCount) -
     ]
 
 
-def _moe_activation_elements(model: ModelConfig, split: ShardCounts, recomputed: frozenset[str]) -> float:
+def _moe_activation_elements(model: ModelConfig, split: WeightShardCounts, recomputed: frozenset[str]) -> float:
     """Return how many elements per token a rank saves for the backward pass of router and experts, with even loads.
 
     recomputed: modules that are recomputed. A row of an expert saves its input, the output of the first matrix (2f if

@@ -17,14 +17,14 @@ from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import TrainConfig
 from megatron.core.models.embedding import Embedding
 from megatron.core.models.mtp import MTPInputs, MTPLosses, MultiTokenPrediction
-from megatron.core.models.names import WORD_EMBEDDING
 from megatron.core.models.output_heads import LanguageModelHead, ScalarHead, output_layer_weight
+from megatron.core.models.parameter_names import WORD_EMBEDDING
 from megatron.core.models.vision import IdsWithImages, ImageEmbedder
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import param_spec_of, set_global_param_names
-from megatron.core.transformer.build import LayerBuildContext
 from megatron.core.transformer.cache import DecodingCache
-from megatron.core.transformer.passing import ForwardContext, MicrobatchContext
+from megatron.core.transformer.forward_context import ForwardContext, MicrobatchContext
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 from megatron.core.transformer.rope import rotary_table_for
 from megatron.core.transformer.stack import TransformerStack
 
@@ -119,7 +119,7 @@ class GPTModel(nn.Module):
             cache=cache,
         )
         x = self.decoder(hidden, context)
-        ahead = None if ahead is None or self.depths == 0 else self._run_mtp(x, positions, ahead, context)
+        ahead = None if ahead is None or self.depths == 0 else self._compute_mtp_states(x, positions, ahead, context)
         if self.score is not None:
             return self.score(x)
         if self.output_layer is None:
@@ -149,7 +149,9 @@ class GPTModel(nn.Module):
         assert self.image_input is not None, "a network that is given images reads them"
         return self.image_input(hidden, ids.images, ids.slots)
 
-    def _run_mtp(self, x: Tensor, positions: Tensor | None, ahead: MTPInputs, context: ForwardContext) -> MTPInputs:
+    def _compute_mtp_states(
+        self, x: Tensor, positions: Tensor | None, ahead: MTPInputs, context: ForwardContext
+    ) -> MTPInputs:
         """Return `ahead` with the states of all depths; unchanged if this stage has no MTP layers.
 
         x: [s or s/tp, b, h], after the final norm.
@@ -160,7 +162,7 @@ class GPTModel(nn.Module):
         places = self.build.local_positions(ahead.ids[0].shape[1])[None] if positions is None else positions
         return replace(ahead, states=self.mtp(x, ahead.ids, places, self.embedding, context))
 
-    def run_mtp_depth(
+    def decode_mtp_depth(
         self, depth: int, states: Tensor, ids: Tensor, positions: Tensor, cache: DecodingCache
     ) -> tuple[Tensor, Tensor]:
         """Run one depth (from 1) of multi-token prediction during decoding, on a stage that has all its parts.

@@ -19,13 +19,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config.plan import LayerPlan, mtp_layer_plans
+from megatron.core.config.plan import LayerPlan, mtp_depth_layer_plans
 from megatron.core.parallel.recompute import recompute
-from megatron.core.parallel.spec import FusedSegment
+from megatron.core.parallel.spec import FusedWeightSegment
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear
-from megatron.core.transformer.build import LayerBuildContext
+from megatron.core.transformer.forward_context import ForwardContext
 from megatron.core.transformer.layer import TransformerLayer
-from megatron.core.transformer.passing import ForwardContext
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class MultiTokenPrediction(nn.Module):
         )
 
 
-class TransformerLayerList(nn.Module):
+class MTPTransformerLayers(nn.Module):
     """Consecutive layers, numbered from 0: those of one MTP depth of a hybrid network."""
 
     def __init__(self, plans: Sequence[LayerPlan], build: LayerBuildContext) -> None:
@@ -124,16 +124,16 @@ class MTPLayer(nn.Module):
         self.enorm, self.hnorm = build.make_norm(size), build.make_norm(size)
         self.eh_proj = ColumnParallelLinear(
             2 * size,
-            (FusedSegment(size),),
+            (FusedWeightSegment(size),),
             bias=False,
             init=build.init_method(),
             region=build.tp_region,
             mesh=build.mesh,
             dtype=build.dtype,
         )
-        rows = mtp_layer_plans(model, depth)
+        rows = mtp_depth_layer_plans(model, depth)
         self.mtp_model_layer = (
-            TransformerLayerList(rows, build) if model.is_hybrid else TransformerLayer(rows[0], build)
+            MTPTransformerLayers(rows, build) if model.is_hybrid else TransformerLayer(rows[0], build)
         )
         self.final_layernorm = build.make_norm(size)
 
@@ -143,12 +143,12 @@ class MTPLayer(nn.Module):
         x: states of the previous depth; vectors: embeddings of the tokens ahead; both of the same shape.
         """
 
-        def run(x: Tensor, vectors: Tensor) -> Tensor:
+        def combine_and_run_layers(x: Tensor, vectors: Tensor) -> Tensor:
             both = torch.cat((self.enorm(vectors), self.hnorm(x)), dim=-1)
-            joined = self.build.tp_region.gather_from_region(self.eh_proj(both)).to(self.build.residual_dtype)
+            joined = self.build.tp_region.gather_columns_from_region(self.eh_proj(both)).to(self.build.residual_dtype)
             return self.final_layernorm(self.mtp_model_layer(joined, context))
 
         choice = self.build.recompute
         if choice.recompute_granularity == "full" and choice.recompute_method == "uniform" and self.training:
-            return recompute(run, self.build.streams, x, vectors)
-        return run(x, vectors)
+            return recompute(combine_and_run_layers, self.build.streams, x, vectors)
+        return combine_and_run_layers(x, vectors)

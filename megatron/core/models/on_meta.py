@@ -13,18 +13,18 @@ from megatron.core.kernels.table import KernelRequirements, select_kernels
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5 import T5Model
-from megatron.core.models.vision import VisionModel
+from megatron.core.models.vision import ImageClassifierModel
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import param_spec_of
-from megatron.core.transformer.build import LayerBuildContext
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 
-Network = GPTModel | BERTModel | T5Model | VisionModel
+Network = GPTModel | BERTModel | T5Model | ImageClassifierModel
 NETWORKS: dict[str, Callable[[StageSpec, LayerBuildContext], Network]] = {
     "gpt": GPTModel,
     "bert": BERTModel,
     "t5": T5Model,
-    "vit": VisionModel,
+    "vit": ImageClassifierModel,
 }
 
 

@@ -9,12 +9,19 @@ from torch import Tensor, nn
 
 from megatron.core.models.embedding import Embedding
 from megatron.core.parallel import collectives
-from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard, constant_initializer, meta_parameter
+from megatron.core.parallel.spec import (
+    FusedWeightSegment,
+    Initial,
+    ParamSpec,
+    ShardedDim,
+    constant_initializer,
+    meta_parameter,
+)
+from megatron.core.tensor_parallel.cross_entropy import fused_linear_cross_entropy, vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.embedding import vocabulary_matrix_spec
-from megatron.core.tensor_parallel.entropy import vocab_parallel_entropy
+from megatron.core.tensor_parallel.entropy import fused_linear_entropy
 from megatron.core.tensor_parallel.linear import ReplicatedLinear, column_parallel_linear
-from megatron.core.tensor_parallel.loss import fused_linear_cross_entropy, vocab_parallel_cross_entropy
-from megatron.core.transformer.build import LayerBuildContext, scale_by
+from megatron.core.transformer.layer_build_context import LayerBuildContext, multiply_unless_one
 
 
 def output_layer_weight(output_layer: nn.Module | None, embedding: Embedding | None) -> Tensor:
@@ -53,7 +60,9 @@ class LanguageModelHead(nn.Module):
                 name=tied_name,
             )
             self.weight = meta_parameter(spec, build.mesh, build.dtype)
-        vocabulary_shard = Shard(0, "tp", (FusedSegment(model.true_vocab_size, padded=model.padded_vocab_size),))
+        vocabulary_shard = ShardedDim(
+            0, "tp", (FusedWeightSegment(model.true_vocab_size, padded=model.padded_vocab_size),)
+        )
         bias_spec = ParamSpec((model.true_vocab_size,), constant_initializer(0.0), "vector", (vocabulary_shard,))
         self.bias = meta_parameter(bias_spec, build.mesh, build.dtype) if bias else None
         tied = model.hidden_size**-0.5 if model.scale_tied_logits and model.ties_embeddings else 1.0
@@ -70,7 +79,7 @@ class LanguageModelHead(nn.Module):
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the logits [s, b, v/tp], including padded columns. x: [s or s/tp, b, h]; weight: [v/tp, h]."""
         cap = self.build.model.final_logit_softcap
-        logits = column_parallel_linear(scale_by(x, self.scale), weight, self.bias, self.build.tp_region)
+        logits = column_parallel_linear(multiply_unless_one(x, self.scale), weight, self.bias, self.build.tp_region)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def loss(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -85,7 +94,7 @@ class LanguageModelHead(nn.Module):
             logits = self.logits(x, weight)
             logits = logits if self.temperature == 1.0 else logits / self.temperature
             return vocab_parallel_cross_entropy(logits, targets, build.mesh.tp, build.model.true_vocab_size).t()
-        x = scale_by(x, self.scale / self.temperature)
+        x = multiply_unless_one(x, self.scale / self.temperature)
         return fused_linear_cross_entropy(
             partial(kernel, even=self.even),
             x,
@@ -102,7 +111,7 @@ class LanguageModelHead(nn.Module):
 
         x: [s or s/tp, b, h]; weight: [v/tp, h].
         """
-        return vocab_parallel_entropy(
+        return fused_linear_entropy(
             x if self.scale is None else x * self.scale,
             weight,
             self.bias,
@@ -132,11 +141,11 @@ class ScalarHead(ReplicatedLinear):
         """Return one number for each token, [b, s], the same on all tensor ranks. x: [s or s/tp, b, h]."""
         values = super().forward(x.to(self.weight.dtype))
         if self.region.sequence_parallel:
-            values = collectives.gather_then_split(values, self.region.axis)
+            values = collectives.gather_with_split_backward(values, self.region.axis)
         return values[..., 0].t()
 
 
-class MaskedWordTransform(nn.Module):
+class MaskedLMHeadTransform(nn.Module):
     """BERT's transform of hidden states before the output layer: norm(gelu(dense(x)))."""
 
     def __init__(self, build: LayerBuildContext) -> None:

@@ -18,14 +18,14 @@ from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import TrainConfig
 from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.models.embedding import Embedding
-from megatron.core.models.names import WORD_EMBEDDING
 from megatron.core.models.output_heads import LanguageModelHead, output_layer_weight
+from megatron.core.models.parameter_names import WORD_EMBEDDING
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
 from megatron.core.transformer.attention import default_position_ids
-from megatron.core.transformer.build import LayerBuildContext
 from megatron.core.transformer.cache import DecodingCache
-from megatron.core.transformer.passing import ForwardContext
+from megatron.core.transformer.forward_context import ForwardContext
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 from megatron.core.transformer.relative import RelativePositionEmbedding, relative_score_bias
 from megatron.core.transformer.rope import rotary_table_for
 from megatron.core.transformer.stack import TransformerStack
@@ -40,7 +40,9 @@ class T5Model(nn.Module):
     def __init__(self, stage: StageSpec, build: LayerBuildContext) -> None:
         super().__init__()
         self.stage, self.build, model = stage, build, build.model
-        encoder, decoder = ([plan for plan in stage.layers if plan.cross == cross] for cross in (False, True))
+        encoder, decoder = (
+            [plan for plan in stage.layers if plan.has_cross_attention == cross] for cross in (False, True)
+        )
         tied_apart = model.ties_embeddings and not (stage.has_embedding and stage.has_output)
         relative = stage.has_embedding and model.rope.position_embedding_type == "relative"
         self.embedding = Embedding(build, tied=tied_apart) if stage.has_embedding else None

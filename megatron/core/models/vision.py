@@ -1,6 +1,6 @@
 """Vision transformers (Dosovitskiy et al., 2020), and how a language model takes in what they see (Liu et al., 2023).
 
-    images -> patches -> layers, bidirectional attention -> (norm) -> class token -> head -> scores of classes      VisionModel
+    images -> patches -> layers, bidirectional attention -> (norm) -> class token -> head -> scores of classes      ImageClassifierModel
                                                                    \\-> projector -> rows                             a GPTModel with images
 
     ids     A  picture  :  [image] [image] [image]  .          slots   -1 -1 -1  0  1  2  -1
@@ -30,7 +30,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import (
-    FusedSegment,
+    FusedWeightSegment,
     ParamSpec,
     meta_parameter,
     normal_initializer,
@@ -38,9 +38,9 @@ from megatron.core.parallel.spec import (
     set_global_param_names,
 )
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from megatron.core.tensor_parallel.overlapped_matmul import OverlappedMatmuls
-from megatron.core.transformer.build import LayerBuildContext
-from megatron.core.transformer.passing import ForwardContext
+from megatron.core.tensor_parallel.overlapped_matmul import MatmulOverlapOptions
+from megatron.core.transformer.forward_context import ForwardContext
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 from megatron.core.transformer.stack import TransformerStack
 
 
@@ -52,7 +52,7 @@ class PatchEmbedding(nn.Module):
     def __init__(self, build: LayerBuildContext) -> None:
         super().__init__()
         self.vision, hidden = build.model.vision, build.model.hidden_size
-        traits, (height, width) = self.vision.encoder_traits, self.vision.position_grid
+        traits, (height, width) = self.vision.encoder_traits, self.vision.learned_position_grid
         self.patches = ReplicatedLinear(
             self.vision.num_channels * self.vision.patch_dim**2,
             hidden,
@@ -85,7 +85,7 @@ class PatchEmbedding(nn.Module):
 
     def _resized_position_embeddings(self) -> Tensor:
         """Return the learned positions, resized (bicubic) to the images' grid of patches, [class tokens + patches, h]."""
-        table, source, grid = self.position_embeddings, self.vision.position_grid, self.vision.patch_grid
+        table, source, grid = self.position_embeddings, self.vision.learned_position_grid, self.vision.patch_grid
         if source == grid:
             return table
         first, square = table.split((self.vision.encoder_traits.class_tokens, source[0] * source[1]))
@@ -139,7 +139,7 @@ class VisionProjection(nn.Module):
             return
         shared |= {"region": build.tp_region, "bias": vision.vision_projection_bias}
         self.encoder.linear_fc1 = ColumnParallelLinear(
-            inputs, (FusedSegment(width),), init=build.init_method(), **shared
+            inputs, (FusedWeightSegment(width),), init=build.init_method(), **shared
         )
         self.encoder.linear_fc2 = RowParallelLinear(width, model.hidden_size, init=build.init_method(), **shared)
 
@@ -224,7 +224,7 @@ class ImageEmbedder(nn.Module):
             images = images.new_zeros((1, *images.shape[1:]))
         rows = images if images.dim() == 2 else self.encode_images(images)
         if region.sequence_parallel:  # each rank puts in the rows of its positions, so the gradient is a sum over ranks
-            rows = collectives.identity_then_reduce(rows, region.axis)
+            rows = collectives.identity_with_reduce_backward(rows, region.axis)
         places = region.scatter_to_sequence(slots.t().contiguous())
         chosen = F.embedding(places.clamp(min=0), rows.to(hidden.dtype))
         return torch.where((places >= 0)[..., None], chosen, hidden)
@@ -246,11 +246,11 @@ def _vision_build_context(build: LayerBuildContext, model: ModelConfig, whole: b
         sequence_parallel=False,
         recompute=build.recompute if build.model.vision.recompute_vision else RecomputeConfig(),
         low_precision=LowPrecisionConfig(),
-        overlapped=OverlappedMatmuls(),
+        overlapped=MatmulOverlapOptions(),
     )
 
 
-class VisionModel(nn.Module):
+class ImageClassifierModel(nn.Module):
     """One pipeline stage of a vision transformer that classifies images, by its class token or the mean of its patches.
 
     Without classes the last stage returns the states of all tokens.
@@ -270,7 +270,7 @@ class VisionModel(nn.Module):
         )
         set_global_param_names(self)
 
-    def materialize(self, seed: int, *, draw_on: torch.device | None = None) -> VisionModel:
+    def materialize(self, seed: int, *, draw_on: torch.device | None = None) -> ImageClassifierModel:
         """Allocate the parameters and draw their initial values from `seed`; return the model itself.
 
         draw_on: device on which random numbers are drawn; None: that of the mesh.

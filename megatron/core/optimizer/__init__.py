@@ -1,10 +1,14 @@
 """Optimizers, gradient clipping, loss scaling and learning-rate schedules.
 
-groups.py      weight decay and learning-rate groups; which parameters Muon updates clip.py        norm and zeros of the
-gradient, each element of the network counted once scaler.py      constant and dynamic loss scale optimizer.py   the
-optimizer step over the segments that this rank owns rule.py        UpdateRule: the interface of an optimizer algorithm
-elementwise.py AdamW, SGD, Lion adafactor.py   Adafactor under any layout muon.py        Muon under any layout;
-orthogonal.py its Newton-Schulz iteration, owners.py which rank updates which matrix low_precision.py  AdamW with
-low-precision state; formats.py the formats offload.py     main weights and moments in CPU memory schedule.py
-learning rate and weight decay as functions of the samples
+param_groups.py   weight decay and learning-rate groups; which parameters Muon updates
+clip.py           norm and zeros of the gradient, each element of the network counted once
+scaler.py         constant and dynamic loss scale
+optimizer.py      the optimizer step over the segments that this rank owns
+rule.py           UpdateRule: the interface of an optimizer algorithm
+elementwise.py    AdamW, SGD, Lion
+adafactor.py      Adafactor under any layout
+muon.py           Muon under any layout; orthogonal.py its Newton-Schulz iteration, owners.py which rank updates which matrix
+low_precision.py  AdamW with low-precision state; state_formats.py the formats
+offload.py        main weights and moments in CPU memory
+schedule.py       learning rate and weight decay as functions of the samples
 """

@@ -29,7 +29,12 @@ from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, scale_gradient
 from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import boxes_of_flat_range, intersect
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import ParamSpec, is_replicated_over_tensor, local_shards, tensor_axis_name
+from megatron.core.parallel.spec import (
+    ParamSpec,
+    is_replicated_over_tensor,
+    local_shard_boxes,
+    tensor_parallel_axis_name,
+)
 
 if TYPE_CHECKING:
     from megatron.core.distributed.fsdp import Parallel
@@ -108,7 +113,7 @@ class _AdafactorParam:
         """Whether second moments are stored by rows and columns."""
         return len(self.matrix_shape) > 1
 
-    def broadcast_to_block(self, values: Tensor, block: _OwnedRectangle) -> Tensor:
+    def broadcast_stack_to_block(self, values: Tensor, block: _OwnedRectangle) -> Tensor:
         """Broadcast one number for each stacked parameter (values: [e] or []) to the elements of a block."""
         return values[block.global_index[0]].view(-1, *(1 for _ in self.matrix_shape)) if self.spec.stacked else values
 
@@ -143,7 +148,7 @@ class Adafactor(UpdateRule):
         shape = (one.local_shape[0], *spec.shape[1:]) if spec.stacked else spec.shape
         axes = (
             *((spec.reduce_over,) if any(owned != (0, size) for owned in one.ranges) else ()),
-            *(() if is_replicated_over_tensor(spec) else (tensor_axis_name(spec),)),
+            *(() if is_replicated_over_tensor(spec) else (tensor_parallel_axis_name(spec),)),
         )
         parameter = _AdafactorParam(spec, shape, axes, None)
         low, high = one.ranges[axis.rank]
@@ -269,7 +274,7 @@ class Adafactor(UpdateRule):
         owned_part.main.mul_(1.0 - group["lr"] * group["weight_decay"])
         for block in owned_part.blocks:
             block.view_of(owned_part.main).addcmul_(
-                block.view_of(owned_part.gradient), parameter.broadcast_to_block(factor, block), value=-1.0
+                block.view_of(owned_part.gradient), parameter.broadcast_stack_to_block(factor, block), value=-1.0
             )
 
     def _all_reduce_sums(self, shares: Sequence[tuple[_AdafactorParam, Tensor]]) -> None:
@@ -303,7 +308,7 @@ def _add_squares(sums: Tensor, parameter: _AdafactorParam, block: _OwnedRectangl
 def _owned_rectangles(segment: OwnedSegment, mesh: Mesh) -> Iterator[_OwnedRectangle]:
     """Yield the rectangles of a segment, without padding."""
     for box, start, stop in boxes_of_flat_range(segment.local_shape, segment.low, segment.high):
-        for shard in local_shards(segment.spec, mesh):
+        for shard in local_shard_boxes(segment.spec, mesh):
             common = intersect(box, shard.local)
             if common is None:
                 continue

@@ -17,7 +17,7 @@ from megatron.core.distributed.finalize import ranges_replicated_over_tensor
 from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import boxes_of_flat_range, intersect
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import is_replicated_over_tensor, local_shards, tensor_axis_name
+from megatron.core.parallel.spec import is_replicated_over_tensor, local_shard_boxes, tensor_parallel_axis_name
 
 _BLOCK = 2**18  # elements whose squares are summed in fp32 on a CPU, where a sum over 40M would be off by a thousandth
 
@@ -29,7 +29,7 @@ def gradient_ranges_counted_once(segment: OwnedSegment, mesh: Mesh) -> Iterator[
     spec = segment.spec
     if not segment.sharded and not mesh.axis(spec.reduce_over).is_first:
         return
-    if is_replicated_over_tensor(spec) and not mesh.axis(tensor_axis_name(spec)).is_first:
+    if is_replicated_over_tensor(spec) and not mesh.axis(tensor_parallel_axis_name(spec)).is_first:
         return
     if spec.tied and not mesh.axis(spec.tied_over).is_first:
         return
@@ -82,10 +82,10 @@ def count_zeros(segments: Sequence[OwnedSegment], mesh: Mesh) -> Tensor:
     """Return the number of zero elements in the whole network's gradient: int64 [], equal on all ranks. Collective."""
     zeros = torch.zeros((), dtype=torch.int64, device=mesh.device)
     for segment in without_tied_duplicates(segments):
-        held = [piece.local for piece in local_shards(segment.spec, mesh)]
+        held = [piece.local for piece in local_shard_boxes(segment.spec, mesh)]
         for low, high in gradient_ranges_counted_once(segment, mesh):
             for box, start, stop in boxes_of_flat_range(segment.local_shape, segment.low + low, segment.low + high):
-                true = sum(common.size for piece in held if (common := intersect(box, piece)) is not None)
+                true = sum(common.num_elements for piece in held if (common := intersect(box, piece)) is not None)
                 padding = (stop - start) - true  # padded rows never receive a gradient: all their elements are zero
                 zeros += (segment.grad[start - segment.low : stop - segment.low] == 0).sum() - padding
     return collectives.all_reduce(zeros, mesh.world)

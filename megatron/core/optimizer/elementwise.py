@@ -17,7 +17,7 @@ from megatron.core.config.settings.optim import OptimizerConfig
 from megatron.core.distributed.buffers import OwnedSegment
 from megatron.core.kernels.adamw import AdamKernel, AdamStepSettings, AdamTensors, adamw
 from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, scale_gradients
-from megatron.core.parallel.device import storage_position
+from megatron.core.parallel.device import storage_id_and_offset
 
 
 class ElementwiseRule(UpdateRule):
@@ -71,7 +71,7 @@ class AdamW(ElementwiseRule):
         self._weights = {
             param: segment.data
             for segment, param in owned
-            if param not in self._offloaded and storage_position(param) != storage_position(segment.data)
+            if param not in self._offloaded and storage_id_and_offset(param) != storage_id_and_offset(segment.data)
         }
 
     @property

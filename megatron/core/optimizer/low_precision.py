@@ -16,7 +16,8 @@ from torch import Tensor
 
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.distributed.buffers import OwnedSegment
-from megatron.core.optimizer.formats import (
+from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, scale_rows
+from megatron.core.optimizer.state_formats import (
     BLOCK,
     Bf16RemainderTensor,
     BlockScaledTensor,
@@ -24,7 +25,6 @@ from megatron.core.optimizer.formats import (
     Fp32Tensor,
     encoded_zeros,
 )
-from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, scale_rows
 from megatron.core.parallel.rng import derive_seed
 
 _SLICE = 2**13 * BLOCK  # elements that are fp32 at a time
@@ -53,7 +53,7 @@ class LowPrecisionAdam(UpdateRule):
         super().__init__(owned, config)
         self.betas, self.eps = (config.adam_beta1, config.adam_beta2), config.adam_eps
         self.states: dict[Tensor, SegmentOptimizerState] = {
-            main: allocate_segment_state(segment, precision) for segment, main in owned
+            main: allocate_optimizer_state(segment, precision) for segment, main in owned
         }
 
     def step(self, factor: float | Tensor) -> None:
@@ -72,18 +72,18 @@ class LowPrecisionAdam(UpdateRule):
         """Return an iterator over (slot name, segment, values [elements]): moments, and the main weight if it differs
         from the weight.
 
-        Values in a format that needs decoding are copies; `load` encodes them again after a checkpoint was loaded into
-        them.
+        Values in a format that needs decoding are copies; `apply_loaded_state` encodes them again after a checkpoint
+        was loaded into them.
         """
         return (
-            (slot, segment, decode_encoded_tensor(encoded, segment))
+            (slot, segment, decode_state_tensor(encoded, segment))
             for slot, encoded in self.states[main].slots.items()
-            if slot != "master" or segment.is_low_precision
+            if slot != "master" or segment.has_half_precision_weights
         )
 
-    def stored_tensors(self, segment: OwnedSegment, main: Tensor) -> Iterator[Tensor]:
+    def storage_tensors(self, segment: OwnedSegment, main: Tensor) -> Iterator[Tensor]:
         """Yield the tensors of a segment's state as they are stored (any shape)."""
-        return (tensor for encoded in self.states[main].slots.values() for tensor in encoded.stored_tensors())
+        return (tensor for encoded in self.states[main].slots.values() for tensor in encoded.storage_tensors())
 
     def apply_loaded_state(self, loaded: Sequence[Slot]) -> None:
         """Encode the values that were loaded into the copies from `checkpoint_state`."""
@@ -91,10 +91,10 @@ class LowPrecisionAdam(UpdateRule):
         for slot, segment, values in loaded:
             encode_into_tensor(by_segment[segment.name, segment.low].slots[slot], values)
 
-    def scale_rows(self, segment: OwnedSegment, main: Tensor, factors: Tensor) -> None:
+    def scale_weight_rows(self, segment: OwnedSegment, main: Tensor, factors: Tensor) -> None:
         """Multiply the rows of a segment's main weight, decoded and encoded again. factors: [rows of this rank]."""
         state = self.states[main]
-        values = decode_encoded_tensor(state.slots["master"], segment).clone()
+        values = decode_state_tensor(state.slots["master"], segment).clone()
         scale_rows(values, segment, factors)
         self._write_main_weight(state, 0, values, self._segment_generator(state))
 
@@ -110,14 +110,14 @@ class LowPrecisionAdam(UpdateRule):
         """Update the elements [low, high) of a segment by AdamW, in fp32. gradient: [high - low]; group: its learning
         rate and weight decay.
         """
-        main, first, second = (state.slots[name].read(low, high) for name in SLOTS)
+        main, first, second = (state.slots[name].decode_slice(low, high) for name in SLOTS)
         (beta1, beta2), lr = self.betas, group["lr"]
         first = first.lerp_(gradient, 1.0 - beta1)
         second = second.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
         size = second.sqrt().div_((1.0 - beta2**self.steps) ** 0.5).add_(self.eps)
         main = main.mul_(1.0 - lr * group["weight_decay"]).addcdiv_(first, size, value=-lr / (1.0 - beta1**self.steps))
-        state.slots["exp_avg"].write(low, first, generator)
-        state.slots["exp_avg_sq"].write(low, second, generator)
+        state.slots["exp_avg"].encode_slice(low, first, generator)
+        state.slots["exp_avg_sq"].encode_slice(low, second, generator)
         self._write_main_weight(state, low, main, generator)
 
     def _write_main_weight(
@@ -125,9 +125,9 @@ class LowPrecisionAdam(UpdateRule):
     ) -> None:
         """Encode main weights `values` from element `low` on, and round them into the weights if these are separate."""
         encoded = state.slots["master"]
-        encoded.write(low, values, generator)
+        encoded.encode_slice(low, values, generator)
         if state.writes_weights:
-            state.segment.data[low : low + len(values)].copy_(encoded.read(low, low + len(values)))
+            state.segment.data[low : low + len(values)].copy_(encoded.decode_slice(low, low + len(values)))
 
     def _segment_generator(self, state: SegmentOptimizerState) -> torch.Generator:
         """Return the generator for stochastic rounding of a segment in this step, seeded with its name, offset and the
@@ -139,7 +139,7 @@ class LowPrecisionAdam(UpdateRule):
         )
 
 
-def allocate_segment_state(segment: OwnedSegment, precision: PrecisionConfig) -> SegmentOptimizerState:
+def allocate_optimizer_state(segment: OwnedSegment, precision: PrecisionConfig) -> SegmentOptimizerState:
     """Allocate a segment's optimizer state; the main weight is initialized from the weights."""
     data, half = segment.data, segment.data.dtype in (torch.bfloat16, torch.float16)
     if not half:
@@ -164,28 +164,28 @@ def allocate_segment_state(segment: OwnedSegment, precision: PrecisionConfig) ->
     return state
 
 
-def decode_encoded_tensor(encoded: EncodedTensor, segment: OwnedSegment) -> Tensor:
+def decode_state_tensor(encoded: EncodedTensor, segment: OwnedSegment) -> Tensor:
     """Return all numbers [elements] of an encoded tensor: its storage if the format needs no decoding, else an fp32
     copy in CPU memory.
     """
     if not isinstance(encoded, BlockScaledTensor | Bf16RemainderTensor):
-        return encoded.stored_tensors()[0]
+        return encoded.storage_tensors()[0]
     size = segment.high - segment.low
-    return torch.cat([encoded.read(low, min(low + _SLICE, size)).cpu() for low in range(0, size, _SLICE)])
+    return torch.cat([encoded.decode_slice(low, min(low + _SLICE, size)).cpu() for low in range(0, size, _SLICE)])
 
 
 def encode_into_tensor(encoded: EncodedTensor, values: Tensor) -> None:
-    """Encode `values` [elements], as `decode_encoded_tensor` returned them, into an encoded tensor; nothing to do where
+    """Encode `values` [elements], as `decode_state_tensor` returned them, into an encoded tensor; nothing to do where
     they are its storage.
 
     The bf16 weights of `Bf16RemainderTensor` are set already and stay unchanged.
     """
     if not isinstance(encoded, BlockScaledTensor | Bf16RemainderTensor):
         return
-    device = encoded.stored_tensors()[0].device
+    device = encoded.storage_tensors()[0].device
     generator = torch.Generator(device).manual_seed(0)  # only matters for values saved in a wider format
     for low in range(0, len(values), _SLICE):
         part = values[low : low + _SLICE].to(device)
-        encoded.set_remainders(low, part) if isinstance(encoded, Bf16RemainderTensor) else encoded.write(
+        encoded.set_remainders(low, part) if isinstance(encoded, Bf16RemainderTensor) else encoded.encode_slice(
             low, part, generator
         )

@@ -21,13 +21,18 @@ from torch import Tensor
 
 from megatron.core.config.settings.optim import OptimizerConfig
 from megatron.core.distributed.buffers import OwnedSegment
-from megatron.core.optimizer.groups import uses_muon
-from megatron.core.optimizer.orthogonal import NewtonSchulz, muon_update_scale, orthogonalize, orthogonalize_distributed
-from megatron.core.optimizer.owners import MuonTask, assign_muon_owners, muon_tasks
+from megatron.core.optimizer.orthogonal import (
+    NewtonSchulzSettings,
+    muon_update_scale,
+    orthogonalize,
+    orthogonalize_distributed,
+)
+from megatron.core.optimizer.owners import MuonTask, assign_muon_owners, muon_tasks_of_param
+from megatron.core.optimizer.param_groups import is_updated_by_muon
 from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, scale_gradients
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.parallel.spec import ParamSpec, local_shards
+from megatron.core.parallel.spec import ParamSpec, local_shard_boxes
 
 if TYPE_CHECKING:
     from megatron.core.distributed.fsdp import Parallel
@@ -56,15 +61,17 @@ class Muon(UpdateRule):
         super().__init__(owned, config)
         self.mesh = mesh
         self.nothing = torch.zeros(0, dtype=dtype, device=mesh.device)
-        self.iteration = NewtonSchulz(
+        self.iteration = NewtonSchulzSettings(
             config.muon_num_ns_steps, config.muon_coefficient_type, config.muon_fp32_matmul_prec == "medium"
         )
         self.owned_parts = {
             segment.name: _OwnedMuonState(segment.low, main, torch.zeros_like(main)) for segment, main in owned
         }
         by_axis: dict[str, list[MuonTask]] = {}
-        for one in (one for parallel in parallels for one in parallel.param_ownership() if uses_muon(one.spec, config)):
-            by_axis.setdefault(one.spec.reduce_over, []).extend(muon_tasks(one, self._splits_fused_matrix))
+        for one in (
+            one for parallel in parallels for one in parallel.param_ownership() if is_updated_by_muon(one.spec, config)
+        ):
+            by_axis.setdefault(one.spec.reduce_over, []).extend(muon_tasks_of_param(one, self._splits_fused_matrix))
         self.tasks = {axis: assign_muon_owners(tasks, mesh.axis(axis).size) for axis, tasks in by_axis.items()}
 
     @property
@@ -101,7 +108,7 @@ class Muon(UpdateRule):
     def _update_round(self, tasks: Sequence[MuonTask], directions: Mapping[str, Tensor], axis: Axis) -> None:
         """Update the matrices of one round: sharded ones by their owners, all others by every rank for itself."""
         whole = [task for task in tasks if not task.is_sharded]
-        flats = [self._owned_direction(task, directions, 0, task.high - task.low) for task in whole]
+        flats = [self._direction_slice(task, directions, 0, task.high - task.low) for task in whole]
         for task, update in zip(whole, self._orthogonalized_updates(whole, flats), strict=True):
             self._apply_update(task, update, 0)
         if len(whole) < len(tasks):
@@ -114,10 +121,10 @@ class Muon(UpdateRule):
         """
         own_tasks = [task for task in sharded if task.owner == axis.rank]
         sent = [task.ranges[axis.rank] for task in sharded]
-        out = _elements_by_owner(sharded, [high - low for low, high in sent], axis.size)
+        out = _send_counts_by_owner(sharded, [high - low for low, high in sent], axis.size)
         back = [sum(task.ranges[rank][1] - task.ranges[rank][0] for task in own_tasks) for rank in range(axis.size)]
         outgoing = [
-            self._owned_direction(task, directions, low, high)
+            self._direction_slice(task, directions, low, high)
             for task, (low, high) in zip(sharded, sent, strict=True)
             if low < high
         ]
@@ -136,7 +143,7 @@ class Muon(UpdateRule):
         ):
             self._apply_update(task, update, low)
 
-    def _owned_direction(self, task: MuonTask, directions: Mapping[str, Tensor], low: int, high: int) -> Tensor:
+    def _direction_slice(self, task: MuonTask, directions: Mapping[str, Tensor], low: int, high: int) -> Tensor:
         """Return elements [low, high) of a matrix's direction, which this rank owns. directions: by parameter name."""
         start = task.low - self.owned_parts[task.name].low
         return directions[task.name][start + low : start + high]
@@ -192,7 +199,7 @@ class Muon(UpdateRule):
         held = collectives.all_gather(x[None], axis)
         whole = x.new_empty((len(x), *spec.shape))
         for rank in range(axis.size):
-            for shard in local_shards(spec, self.mesh.with_axes({tp_shard.axis: replace(axis, rank=rank)})):
+            for shard in local_shard_boxes(spec, self.mesh.with_axes({tp_shard.axis: replace(axis, rank=rank)})):
                 if shard.is_first_replica:
                     into = (slice(None), *shard.box.slices())
                     whole[into] = held[rank][(slice(None), *shard.local.slices())]
@@ -205,7 +212,7 @@ class Muon(UpdateRule):
             dim,
         )
         local = torch.zeros_like(x)
-        for shard in local_shards(spec, self.mesh):
+        for shard in local_shard_boxes(spec, self.mesh):
             local[(slice(None), *shard.local.slices())] = whole[(slice(None), *shard.box.slices())]
         return local
 
@@ -214,7 +221,7 @@ class Muon(UpdateRule):
         rows, columns].
         """
         tp_shard = spec.shards[0]
-        held = local_shards(spec, self.mesh)
+        held = local_shard_boxes(spec, self.mesh)
         widths = [shard.local.shape[tp_shard.dim] for shard in held]
         counted = None  # known here, so the device is asked nothing
         if not all(shard.is_first_replica for shard in held):
@@ -241,7 +248,7 @@ class Muon(UpdateRule):
         )
 
 
-def _elements_by_owner(tasks: Sequence[MuonTask], elements: Sequence[int], ranks: int) -> list[int]:
+def _send_counts_by_owner(tasks: Sequence[MuonTask], elements: Sequence[int], ranks: int) -> list[int]:
     """Return how many elements this rank sends to each owner. elements: how many of each task it owns."""
     return [
         sum(size for task, size in zip(tasks, elements, strict=True) if task.owner == rank) for rank in range(ranks)

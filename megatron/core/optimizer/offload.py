@@ -26,7 +26,7 @@ _GROUPS = 4  # groups of segments whose copies overlap with updates
 
 
 @dataclass(frozen=True, slots=True)
-class _OffloadedSegment:
+class _OffloadedOptimizerSegment:
     """A segment that is updated on the CPU. main: its main weight; gradient, weights: pinned buffers to receive and to
     send.
     """
@@ -43,7 +43,7 @@ class OptimizerCpuOffload:
     def __init__(self, device: torch.device, segments: Sequence[OwnedSegment], config: OptimizerConfig) -> None:
         self.segments, self.side_stream = segments, SideStream(device)
         self.main_weights: list[Tensor] = []
-        self._groups: list[list[_OffloadedSegment]] = []
+        self._groups: list[list[_OffloadedOptimizerSegment]] = []
         size = -(-len(segments) // _GROUPS) if config.overlap_cpu_optimizer_d2h_h2d else len(segments)
         for place, segment in enumerate(segments):
             wide = torch.float64 if segment.data.dtype == torch.float64 else torch.float32
@@ -61,7 +61,9 @@ class OptimizerCpuOffload:
             if place % max(1, size) == 0:
                 self._groups.append([])
             self._groups[-1].append(
-                _OffloadedSegment(segment, main, empty_host_tensor(count, wide, pinned=config.pin_cpu_grads), weights)
+                _OffloadedOptimizerSegment(
+                    segment, main, empty_host_tensor(count, wide, pinned=config.pin_cpu_grads), weights
+                )
             )
 
     def step(self, rule: UpdateRule, factor: float | Tensor, update_on_device: Callable[[], None]) -> None:
@@ -99,7 +101,7 @@ class OptimizerCpuOffload:
                 main.copy_(segment.data)
 
 
-def split_segments_by_fraction(segments: Sequence[OwnedSegment], fraction: float) -> tuple[list[OwnedSegment], int]:
+def split_segments_for_offload(segments: Sequence[OwnedSegment], fraction: float) -> tuple[list[OwnedSegment], int]:
     """Return the segments, and how many of them, from the first on, hold a share `fraction` of all elements.
 
     The segment in which that share ends is split in two.

@@ -7,7 +7,7 @@ weights:
 
     --optimizer muon, matrices of layers           Muon               muon.py
     --optimizer adafactor                          Adafactor          adafactor.py
-    --use-precision-aware-optimizer                LowPrecisionAdam   low_precision.py, formats.py
+    --use-precision-aware-optimizer                LowPrecisionAdam   low_precision.py, state_formats.py
     otherwise                                      AdamW, SGD, Lion   elementwise.py
     with --optimizer-cpu-offload                   the same rule for a part of the segments, on the CPU   offload.py
 """
@@ -28,13 +28,13 @@ from megatron.core.kernels.adamw import AdamKernel, adamw, copy_tensor_pairs
 from megatron.core.optimizer.adafactor import Adafactor
 from megatron.core.optimizer.clip import count_zeros, global_norm
 from megatron.core.optimizer.elementwise import RULES, AdamW
-from megatron.core.optimizer.groups import uses_muon
 from megatron.core.optimizer.low_precision import LowPrecisionAdam
 from megatron.core.optimizer.muon import Muon
-from megatron.core.optimizer.offload import OptimizerCpuOffload, split_segments_by_fraction
+from megatron.core.optimizer.offload import OptimizerCpuOffload, split_segments_for_offload
+from megatron.core.optimizer.param_groups import is_updated_by_muon
 from megatron.core.optimizer.rule import Owned, Slot, UpdateRule
 from megatron.core.optimizer.scaler import LossScaler
-from megatron.core.parallel.device import has_separate_memory, storage_position
+from megatron.core.parallel.device import has_separate_memory, storage_id_and_offset
 from megatron.core.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Optimizer:
         self.fp16 = precision.fp16
         self.cpu_offload = None
         if config.optimizer_cpu_offload and has_separate_memory(mesh.device):  # on a CPU there is nothing to offload to
-            self.segments, num_offloaded = split_segments_by_fraction(self.segments, config.optimizer_offload_fraction)
+            self.segments, num_offloaded = split_segments_for_offload(self.segments, config.optimizer_offload_fraction)
             self.cpu_offload = OptimizerCpuOffload(mesh.device, self.segments[:num_offloaded], config)
         self.main_weights = list(self.cpu_offload.main_weights) if self.cpu_offload is not None else []
         self.on_device = slice(len(self.main_weights), None)  # segments that are not offloaded
@@ -94,13 +94,15 @@ class Optimizer:
             self.rules.append(AdamW(others, config, adamw))
         else:
             self.rules.append(RULES[config.elementwise_optimizer](others, config))
-        self.rule_of = [self.rules[0 if uses_muon(segment.spec, config) else -1] for segment in self.segments]
+        self.rule_of = [self.rules[0 if is_updated_by_muon(segment.spec, config) else -1] for segment in self.segments]
 
     def _split_by_rule(self) -> tuple[Owned, Owned]:
         """Return the segments with their main weights: those that Muon updates, and the others."""
         owned = list(zip(self.segments, self.main_weights, strict=True))
-        by_muon = [(segment, main) for segment, main in owned if uses_muon(segment.spec, self.config)]
-        return by_muon, [(segment, main) for segment, main in owned if not uses_muon(segment.spec, self.config)]
+        by_muon = [(segment, main) for segment, main in owned if is_updated_by_muon(segment.spec, self.config)]
+        return by_muon, [
+            (segment, main) for segment, main in owned if not is_updated_by_muon(segment.spec, self.config)
+        ]
 
     def set_rates(self, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> None:
         """Set learning rate and weight decay of the next step. decoupled_lr: of embedding and output layer; None: `lr`."""
@@ -134,7 +136,7 @@ class Optimizer:
         if self.config.clip_grad > 0:
             unscale = unscale * torch.clamp(self.config.clip_grad / (norm + 1e-6), max=1.0)
         self._apply_update_rules(unscale)
-        self._scale_rows(row_factors or {})
+        self._scale_weight_rows(row_factors or {})
         self._write_weights()
         return OptimizerStepResult(norm, True, zeros)
 
@@ -166,12 +168,12 @@ class Optimizer:
         for main, _ in attached:
             main.grad = None
 
-    def _scale_rows(self, factors: Mapping[str, Tensor]) -> None:
+    def _scale_weight_rows(self, factors: Mapping[str, Tensor]) -> None:
         """Multiply the rows of parameters in `factors` (by name), in main weights and weights."""
         for rule, segment, main in zip(self.rule_of, self.segments, self.main_weights, strict=True):
             if segment.name in factors:
-                rule.scale_rows(segment, main, factors[segment.name])
-                if storage_position(main) != storage_position(segment.data):
+                rule.scale_weight_rows(segment, main, factors[segment.name])
+                if storage_id_and_offset(main) != storage_id_and_offset(segment.data):
                     segment.data.copy_(main)
 
     def _write_weights(self) -> None:
@@ -182,7 +184,7 @@ class Optimizer:
                 for main, segment, rule in list(zip(self.main_weights, self.segments, self.rule_of, strict=True))[
                     self.on_device
                 ]
-                if not rule.writes_weights and storage_position(main) != storage_position(segment.data)
+                if not rule.writes_weights and storage_id_and_offset(main) != storage_id_and_offset(segment.data)
             ]
         )
         for parallel in self.parallels:
@@ -198,7 +200,7 @@ class Optimizer:
         State in a format that needs decoding is a copy; call `apply_loaded_state` after loading a checkpoint into it.
         """
         for rule, segment, main in zip(self.rule_of, self.segments, self.main_weights, strict=True):
-            if rule.uses_main_weights and segment.is_low_precision:
+            if rule.uses_main_weights and segment.has_half_precision_weights:
                 yield "master", segment, main
             yield from rule.checkpoint_state(segment, main)
 
@@ -209,12 +211,12 @@ class Optimizer:
         for rule in self.rules:
             rule.apply_loaded_state(loaded)
 
-    def stored_tensors(self) -> Iterator[Tensor]:
+    def storage_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that store main weights and moments (any shape), for counting bytes."""
         for rule, segment, main in zip(self.rule_of, self.segments, self.main_weights, strict=True):
-            if rule.uses_main_weights and segment.is_low_precision:
+            if rule.uses_main_weights and segment.has_half_precision_weights:
                 yield main
-            yield from rule.stored_tensors(segment, main)
+            yield from rule.storage_tensors(segment, main)
 
     @property
     def num_steps(self) -> int:

@@ -47,7 +47,7 @@ COEFFICIENTS: Mapping[str, tuple[tuple[float, float, float], ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class NewtonSchulz:
+class NewtonSchulzSettings:
     """Settings of the iteration: number of steps, kind of coefficients; is_half: compute in bf16, unless the matrix is
     fp64.
     """
@@ -63,14 +63,16 @@ class NewtonSchulz:
             yield rows[min(step, len(rows) - 1)] if self.kind == "polar_express" else rows[step % len(rows)]
 
 
-def orthogonalize(x: Tensor, iteration: NewtonSchulz) -> Tensor:
+def orthogonalize(x: Tensor, iteration: NewtonSchulzSettings) -> Tensor:
     """Return the nearly orthogonal factor U V^T of each matrix. x: [..., m, n]; returns the same shape and dtype."""
     if x.shape[-2] > x.shape[-1]:
         return _newton_schulz_iterations(x.mT, iteration, Axis("alone"), None).mT
     return _newton_schulz_iterations(x, iteration, Axis("alone"), None)
 
 
-def orthogonalize_distributed(x: Tensor, iteration: NewtonSchulz, axis: Axis, counted: Tensor | None = None) -> Tensor:
+def orthogonalize_distributed(
+    x: Tensor, iteration: NewtonSchulzSettings, axis: Axis, counted: Tensor | None = None
+) -> Tensor:
     """Orthogonalize matrices whose columns are sharded over the ranks of an axis. x: [..., m, n/ranks]; returns the
     same shape.
 
@@ -79,7 +81,7 @@ def orthogonalize_distributed(x: Tensor, iteration: NewtonSchulz, axis: Axis, co
     return _newton_schulz_iterations(x, iteration, axis, counted)
 
 
-def _newton_schulz_iterations(x: Tensor, iteration: NewtonSchulz, axis: Axis, counted: Tensor | None) -> Tensor:
+def _newton_schulz_iterations(x: Tensor, iteration: NewtonSchulzSettings, axis: Axis, counted: Tensor | None) -> Tensor:
     """Normalize x [..., m, n/ranks] and run all Newton-Schulz steps; returns the same shape.
 
     axis: over which its columns are sharded. counted: as in `orthogonalize_distributed`.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.core.distributed.buffers import ParamOwnership
-from megatron.core.parallel.spec import ParamSpec, Shard
+from megatron.core.parallel.spec import ParamSpec, ShardedDim
 
 _ROUND = 2**26  # elements that an owner receives in one round
 
@@ -46,13 +46,13 @@ class MuonTask:
         return any(held != (0, self.high - self.low) for held in self.ranges)
 
 
-def muon_tasks(owned: ParamOwnership, is_split: Callable[[ParamSpec], bool]) -> list[MuonTask]:
+def muon_tasks_of_param(owned: ParamOwnership, is_split: Callable[[ParamSpec], bool]) -> list[MuonTask]:
     """Return the matrices of a parameter. is_split: whether the segments of a fused parameter are separate matrices."""
     spec = owned.spec
     if not spec.stacked:
         assert len(spec.shape) == 2, f"{spec.name} of shape {spec.shape} is no matrix"
         return [_muon_task(owned, spec, owned.local_shape, 0, is_split(spec))]
-    shards = tuple(Shard(shard.dim - 1, shard.axis, shard.segments) for shard in spec.shards if shard.dim > 0)
+    shards = tuple(ShardedDim(shard.dim - 1, shard.axis, shard.segments) for shard in spec.shards if shard.dim > 0)
     one = replace(spec, shape=spec.shape[1:], shards=shards, stacked=False)
     return [
         _muon_task(owned, one, owned.local_shape[1:], expert, is_split(spec)) for expert in range(owned.local_shape[0])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.core.config.settings.optim import OptimizerConfig
 from megatron.core.distributed.buffers import OwnedSegment
-from megatron.core.optimizer.groups import ParamGroup, param_group_of
+from megatron.core.optimizer.param_groups import ParamGroup, param_group_of
 from megatron.core.parallel.boxes import boxes_of_flat_range
 
 Owned = Sequence[tuple[OwnedSegment, Tensor]]  # segments that this rank owns, with their flat main weights
@@ -63,11 +63,11 @@ class UpdateRule(ABC):
         weight only if not `uses_main_weights`.
         """
 
-    def stored_tensors(self, segment: OwnedSegment, main: Tensor) -> Iterator[Tensor]:
+    def storage_tensors(self, segment: OwnedSegment, main: Tensor) -> Iterator[Tensor]:
         """Yield the tensors that hold the state of a segment, as they are stored (any shape)."""
         yield from (values for _, _, values in self.checkpoint_state(segment, main))
 
-    def scale_rows(self, segment: OwnedSegment, main: Tensor, factors: Tensor) -> None:
+    def scale_weight_rows(self, segment: OwnedSegment, main: Tensor, factors: Tensor) -> None:
         """Multiply the rows of an owned segment's main weight, after an update. factors: [rows of this rank]."""
         scale_rows(main, segment, factors)
 

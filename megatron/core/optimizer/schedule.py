@@ -110,7 +110,7 @@ class OptimizerParamSchedule:
         return self.start_weight_decay + done * (self.end_weight_decay - self.start_weight_decay)
 
     def state(self) -> dict[str, float | int | str | None]:
-        """Return the settings for a checkpoint; `Schedule.from_state` restores them."""
+        """Return the settings for a checkpoint; `from_state` restores them."""
         return dataclasses.asdict(self)
 
     @classmethod

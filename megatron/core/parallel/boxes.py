@@ -19,7 +19,7 @@ class Box:
     shape: tuple[int, ...]
 
     @property
-    def size(self) -> int:
+    def num_elements(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
 

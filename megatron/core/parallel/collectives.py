@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron.core.parallel.device import storage_position
+from megatron.core.parallel.device import storage_id_and_offset
 from megatron.core.parallel.mesh import Axis
 
 Work = dist.Work | None
@@ -39,9 +39,9 @@ def wait_with_overlap(work: Work, axis: Axis, meanwhile: Meanwhile = None) -> No
     axis.overlap.compute_delayed_wgrad()
     if meanwhile is not None:
         meanwhile()
-    axis.flight_recorder.pause_timing()
+    axis.flight_recorder.pause_compute_timing()
     wait(work)
-    axis.flight_recorder.resume_timing()
+    axis.flight_recorder.resume_compute_timing()
 
 
 def _record_collective(what: str, axis: Axis, tensor: Tensor | None = None) -> None:
@@ -68,7 +68,7 @@ def start_reduce_scatter(output: Tensor, tensor: Tensor, axis: Axis, op: str = "
     which may be that slice of `tensor`. Neither may be touched until `wait`.
     """
     if axis.size == 1:
-        if storage_position(output) != storage_position(tensor):
+        if storage_id_and_offset(output) != storage_id_and_offset(tensor):
             output.copy_(tensor)
         return None
     _record_collective("reduce_scatter", axis, tensor)
@@ -80,7 +80,7 @@ def start_all_gather(output: Tensor, piece: Tensor, axis: Axis) -> Work:
     of output. Neither may be touched until `wait`.
     """
     if axis.size == 1:
-        if storage_position(output) != storage_position(piece):
+        if storage_id_and_offset(output) != storage_id_and_offset(piece):
             output.copy_(piece)
         return None
     _record_collective("all_gather", axis, output)
@@ -167,7 +167,7 @@ def barrier(axis: Axis) -> None:
         dist.barrier(group=axis.group)
 
 
-class _ForwardBackwardPair(Function):
+class _CustomBackwardFunction(Function):
     """Autograd function that applies `forward` to the tensor, and `backward` to its gradient."""
 
     @staticmethod
@@ -182,11 +182,13 @@ class _ForwardBackwardPair(Function):
         return context.of_gradient(gradient), None, None
 
 
-def _apply_pair(tensor: Tensor, axis: Axis, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
+def _apply_with_custom_backward(
+    tensor: Tensor, axis: Axis, forward: Callable[..., Tensor], backward: Callable[..., Tensor]
+) -> Tensor:
     """`forward` of the tensor and `backward` of its gradient, over the axis; the tensor as it is where that has one rank."""
     if axis.size == 1:
         return tensor
-    return _ForwardBackwardPair.apply(tensor, partial(forward, axis=axis), partial(backward, axis=axis))
+    return _CustomBackwardFunction.apply(tensor, partial(forward, axis=axis), partial(backward, axis=axis))
 
 
 def _identity_view(tensor: Tensor, axis: Axis) -> Tensor:
@@ -207,58 +209,58 @@ def _local_columns(tensor: Tensor, axis: Axis) -> Tensor:
     return tensor.chunk(axis.size, dim=-1)[axis.rank].contiguous()
 
 
-def identity_then_reduce(tensor: Tensor, axis: Axis) -> Tensor:
+def identity_with_reduce_backward(tensor: Tensor, axis: Axis) -> Tensor:
     """Forward: identity. Backward: sum the gradient over the axis. tensor, result: [...]."""
-    return _apply_pair(tensor, axis, _identity_view, _all_reduce_copy)
+    return _apply_with_custom_backward(tensor, axis, _identity_view, _all_reduce_copy)
 
 
-def reduce_then_identity(tensor: Tensor, axis: Axis) -> Tensor:
+def reduce_with_identity_backward(tensor: Tensor, axis: Axis) -> Tensor:
     """Forward: sum over the axis. Backward: identity, since every rank's gradient is complete. tensor, result: [...]."""
-    return _apply_pair(tensor, axis, _all_reduce_copy, _identity_view)
+    return _apply_with_custom_backward(tensor, axis, _all_reduce_copy, _identity_view)
 
 
-def gather_then_scatter(tensor: Tensor, axis: Axis, meanwhile: Meanwhile = None) -> Tensor:
+def gather_with_scatter_backward(tensor: Tensor, axis: Axis, meanwhile: Meanwhile = None) -> Tensor:
     """Forward: all-gather along dimension 0. Backward: reduce-scatter the gradient.
 
     tensor: [k, ...]; returns [axis.size * k, ...]. meanwhile: runs while either collective is in flight.
     """
     gather, scatter = partial(all_gather, meanwhile=meanwhile), partial(reduce_scatter, meanwhile=meanwhile)
-    return _apply_pair(tensor, axis, gather, scatter)
+    return _apply_with_custom_backward(tensor, axis, gather, scatter)
 
 
-def scatter_then_gather(tensor: Tensor, axis: Axis, meanwhile: Meanwhile = None) -> Tensor:
+def scatter_with_gather_backward(tensor: Tensor, axis: Axis, meanwhile: Meanwhile = None) -> Tensor:
     """Forward: reduce-scatter along dimension 0. Backward: all-gather the gradient.
 
     tensor: [axis.size * k, ...]; returns [k, ...]. meanwhile: runs while either collective is in flight.
     """
     gather, scatter = partial(all_gather, meanwhile=meanwhile), partial(reduce_scatter, meanwhile=meanwhile)
-    return _apply_pair(tensor, axis, scatter, gather)
+    return _apply_with_custom_backward(tensor, axis, scatter, gather)
 
 
-def split_then_gather(tensor: Tensor, axis: Axis) -> Tensor:
+def split_with_gather_backward(tensor: Tensor, axis: Axis) -> Tensor:
     """Forward: return this rank's chunk of a replicated tensor. Backward: all-gather the gradient.
 
     tensor: [axis.size * k, ...]; returns [k, ...].
     """
-    return _apply_pair(tensor, axis, local_chunk, all_gather)
+    return _apply_with_custom_backward(tensor, axis, local_chunk, all_gather)
 
 
-def gather_then_split(tensor: Tensor, axis: Axis) -> Tensor:
+def gather_with_split_backward(tensor: Tensor, axis: Axis) -> Tensor:
     """Forward: all-gather along dimension 0. Backward: return this rank's chunk of a gradient that is equal on all
     ranks.
 
     tensor: [k, ...]; returns [axis.size * k, ...].
     """
-    return _apply_pair(tensor, axis, all_gather, local_chunk)
+    return _apply_with_custom_backward(tensor, axis, all_gather, local_chunk)
 
 
-def gather_columns_then_split(tensor: Tensor, axis: Axis) -> Tensor:
+def gather_columns_with_split_backward(tensor: Tensor, axis: Axis) -> Tensor:
     """Forward: all-gather along the last dimension. Backward: return this rank's columns of a gradient that is equal on
     all ranks.
 
     tensor: [..., k]; returns [..., axis.size * k].
     """
-    return _apply_pair(tensor, axis, _gather_columns, _local_columns)
+    return _apply_with_custom_backward(tensor, axis, _gather_columns, _local_columns)
 
 
 # All-to-all of uneven chunks along dimension 0. Sizes are lists with a number of rows for every rank of the axis.
@@ -362,34 +364,34 @@ def all_to_all(tensor: Tensor, send: list[int], receive: list[int], axis: Axis, 
 
 def _gather_uneven(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
     """All-gather chunks with these numbers of rows: [sizes[axis.rank], ...] -> [sum(sizes), ...]."""
-    gathered = all_gather(_pad_rows(tensor, max(sizes)), axis)
+    gathered = all_gather(_append_zero_rows(tensor, max(sizes)), axis)
     return torch.cat([piece[:size] for piece, size in zip(gathered.chunk(axis.size), sizes, strict=True)])
 
 
-def _scatter_uneven(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
+def _reduce_scatter_uneven(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
     """Reduce-scatter into chunks with these numbers of rows: [sum(sizes), ...] -> [sizes[axis.rank], ...]."""
-    pieces = torch.cat([_pad_rows(piece, max(sizes)) for piece in tensor.split(sizes)])
+    pieces = torch.cat([_append_zero_rows(piece, max(sizes)) for piece in tensor.split(sizes)])
     return reduce_scatter(pieces, axis)[: sizes[axis.rank]]
 
 
-def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
+def _append_zero_rows(tensor: Tensor, rows: int) -> Tensor:
     """Pad a tensor with zero rows to `rows` rows."""
     return torch.cat((tensor, tensor.new_zeros((rows - len(tensor), *tensor.shape[1:]))))
 
 
-def uneven_gather_then_scatter(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
+def uneven_gather_with_scatter_backward(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
     """Forward: all-gather chunks of `sizes` rows along dimension 0. Backward: reduce-scatter the gradient.
 
     tensor: [sizes[axis.rank], ...]; returns [sum(sizes), ...].
     """
-    gather, scatter = partial(_gather_uneven, sizes=sizes), partial(_scatter_uneven, sizes=sizes)
-    return _apply_pair(tensor, axis, gather, scatter)
+    gather, scatter = partial(_gather_uneven, sizes=sizes), partial(_reduce_scatter_uneven, sizes=sizes)
+    return _apply_with_custom_backward(tensor, axis, gather, scatter)
 
 
-def uneven_scatter_then_gather(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
+def uneven_scatter_with_gather_backward(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
     """Forward: reduce-scatter into chunks of `sizes` rows along dimension 0. Backward: all-gather the gradient.
 
     tensor: [sum(sizes), ...]; returns [sizes[axis.rank], ...].
     """
-    gather, scatter = partial(_gather_uneven, sizes=sizes), partial(_scatter_uneven, sizes=sizes)
-    return _apply_pair(tensor, axis, scatter, gather)
+    gather, scatter = partial(_gather_uneven, sizes=sizes), partial(_reduce_scatter_uneven, sizes=sizes)
+    return _apply_with_custom_backward(tensor, axis, scatter, gather)

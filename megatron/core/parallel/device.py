@@ -126,12 +126,12 @@ class Stopwatch:
 
     def start(self) -> None:
         """Start an interval."""
-        self._record_time()
+        self._record_timestamp()
 
     def stop(self) -> None:
         """End the interval and add it."""
         before = self._since
-        self._record_time()
+        self._record_timestamp()
         self._seconds += self._since - before
 
     def take_seconds(self) -> float:
@@ -143,7 +143,7 @@ class Stopwatch:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    def _record_time(self) -> None:
+    def _record_timestamp(self) -> None:
         """Record the present time: an event on the GPU's stream, or the clock on a CPU."""
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)
@@ -274,7 +274,7 @@ def empty_host_tensor(shape: int | tuple[int, ...], dtype: torch.dtype, *, pinne
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned and torch.cuda.is_available())
 
 
-def upload_arrays(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+def copy_arrays_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
     """Copy arrays of any shape and one dtype to the device in one transfer from pinned memory, without waiting for it.
 
     Returns a tensor for each array; on a CPU they share the arrays' memory.
@@ -306,7 +306,7 @@ class DeviceToHostCopy:
         return self._tensors
 
 
-def storage_position(tensor: torch.Tensor) -> tuple[int, int]:
+def storage_id_and_offset(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the storage id and the storage offset (in elements) of a tensor of any shape: equal for two tensors that
     start at the same element.
 
@@ -315,12 +315,12 @@ def storage_position(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
-def rng_state(device: torch.device) -> torch.Tensor:
+def device_rng_state(device: torch.device) -> torch.Tensor:
     """Return the state of the device's default random generator: uint8 [bytes]."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
+def set_device_rng_state(device: torch.device, state: torch.Tensor) -> None:
     """Set the state (uint8 [bytes]) of the device's default random generator."""
     if device.type == "cuda":
         torch.cuda.set_rng_state(state, device)

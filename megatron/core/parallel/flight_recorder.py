@@ -28,7 +28,7 @@ class FlightRecorder:
 
     activity, iteration, action: what the rank is doing; iterations count from 1. num_events: a counter that every call
     below increases, so that a hang can be detected. counts: collectives begun, by axis and ranks. stopwatch: if set,
-    times the work between `start_timing` and `stop_timing` without the waits between `pause_timing` and `resume_timing`.
+    times the work between `start_compute_timing` and `stop_compute_timing` without the waits between `pause_compute_timing` and `resume_compute_timing`.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class FlightRecorder:
         """
         key = axis, ranks
         self.counts[key] = self.counts.get(key, 0) + 1
-        file, line = _calling_line(sys._getframe(1))
+        file, line = _caller_file_and_line(sys._getframe(1))
         self._ring[self._noted % _CAPACITY] = (
             operation,
             axis,
@@ -73,25 +73,25 @@ class FlightRecorder:
         self._noted += 1
         self.num_events += 1
 
-    def start_timing(self) -> None:
+    def start_compute_timing(self) -> None:
         """Start timing work."""
         if self.stopwatch is not None:
             self._runs = True
             self.stopwatch.start()
 
-    def stop_timing(self) -> None:
+    def stop_compute_timing(self) -> None:
         """Stop timing work."""
         if self._runs and self.stopwatch is not None:
             self._runs = False
             self.stopwatch.stop()
 
-    def pause_timing(self) -> None:
+    def pause_compute_timing(self) -> None:
         """Stop timing: a wait for other ranks begins."""
         if self._runs and self.stopwatch is not None:
             self._runs, self._pauses = False, True
             self.stopwatch.stop()
 
-    def resume_timing(self) -> None:
+    def resume_compute_timing(self) -> None:
         """Continue timing: the wait has ended."""
         if self._pauses and self.stopwatch is not None:
             self._runs, self._pauses = True, False
@@ -99,7 +99,7 @@ class FlightRecorder:
 
     def current_position_text(self) -> str:
         """Return the current activity, iteration and action as text."""
-        return _position_text(self.activity, self.iteration, self.action)
+        return _format_activity(self.activity, self.iteration, self.action)
 
     def last_collective_group(self) -> tuple[str, tuple[int, ...]]:
         """Return the axis name and the ranks of the last collective; ("", ()) if there was none."""
@@ -109,10 +109,10 @@ class FlightRecorder:
     def last_collectives(self, count: int = 1) -> list[str]:
         """Return the last `count` collectives as text, newest first."""
         notes = [self._ring[(self._noted - 1 - back) % _CAPACITY] for back in range(min(count, _CAPACITY, self._noted))]
-        return [_format_note(note) for note in notes if note is not None]
+        return [_format_collective_record(note) for note in notes if note is not None]
 
 
-def _calling_line(frame: FrameType | None) -> tuple[str, int]:
+def _caller_file_and_line(frame: FrameType | None) -> tuple[str, int]:
     """Return file and line that called a collective: the first frame outside of this package and of torch."""
     first = frame
     while frame is not None:
@@ -123,18 +123,18 @@ def _calling_line(frame: FrameType | None) -> tuple[str, int]:
     return (first.f_code.co_filename, first.f_lineno) if first is not None else ("", 0)
 
 
-def _position_text(activity: str, iteration: int, action: object) -> str:
+def _format_activity(activity: str, iteration: int, action: object) -> str:
     """Return activity, iteration and action as text."""
     when = f"{activity}, iteration {iteration}" if iteration else activity
     return f"{when}, {describe_schedule_action(action)}" if action else when
 
 
-def _format_note(note: Note) -> str:
+def _format_collective_record(note: Note) -> str:
     """Return one recorded collective as text: operation, axis, ranks, bytes, caller and activity."""
     operation, axis, ranks, size, file, line, activity, iteration, action = note
     unit_bytes, unit = next(pair for pair in _UNITS if size >= pair[0] or pair[0] == 1)
     members = ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]} .. {ranks[-1]}, {len(ranks)} of them"
-    return f"{operation} over {axis} (ranks {members}) of {size / unit_bytes:.4g} {unit} at {short_path(file)}:{line}, in {_position_text(activity, iteration, action)}"
+    return f"{operation} over {axis} (ranks {members}) of {size / unit_bytes:.4g} {unit} at {path_tail(file)}:{line}, in {_format_activity(activity, iteration, action)}"
 
 
 def describe_schedule_action(action: object) -> str:
@@ -146,6 +146,6 @@ def describe_schedule_action(action: object) -> str:
     return text
 
 
-def short_path(file: str) -> str:
+def path_tail(file: str) -> str:
     """Return the last three components of a path."""
     return "/".join(file.split("/")[-3:])

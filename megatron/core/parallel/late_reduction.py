@@ -11,7 +11,7 @@ from megatron.core.parallel.device import DeviceToHostCopy
 from megatron.core.parallel.mesh import Axis
 
 
-class DeferredReduction:
+class LaggedIntegerReduction:
     """Max- or min-reduction of one integer per rank over an axis. Collective: all ranks make the same calls; on an axis
     of size 1 every result is immediate.
     """
@@ -21,19 +21,19 @@ class DeferredReduction:
         self._axis, self._device, self._reduction, self._first = axis, device, reduction, first
         self._pending: tuple[torch.Tensor, collectives.Work] | DeviceToHostCopy | None = None
 
-    def reduce_now(self, number: int) -> int:
+    def reduce_and_wait(self, number: int) -> int:
         """Reduce `number` over the axis and return the result, waiting for it."""
         if self._axis.size == 1:
             return number
-        return int(collectives.all_reduce(self._scalar_tensor(number), self._axis, self._reduction))
+        return int(collectives.all_reduce(self._number_to_tensor(number), self._axis, self._reduction))
 
-    def reduce_deferred(self, number: int) -> int:
+    def start_and_return_previous(self, number: int) -> int:
         """Start to reduce `number`, and return the result of the previous call (`first` on the first call), which was
         reduced while a step was computed.
         """
         if self._axis.size == 1:
             return number
-        before, mine = self._pending, self._scalar_tensor(number)
+        before, mine = self._pending, self._number_to_tensor(number)
         work = collectives.start_all_reduce(mine, self._axis, self._reduction)
         if self._device.type == "cuda":
             collectives.wait(work)  # the stream waits, the host does not
@@ -47,6 +47,6 @@ class DeferredReduction:
         collectives.wait(before[1])
         return int(before[0])
 
-    def _scalar_tensor(self, number: int) -> torch.Tensor:
+    def _number_to_tensor(self, number: int) -> torch.Tensor:
         """Return the number as an int32 tensor [] on the device."""
         return torch.full((), number, dtype=torch.int32, device=self._device)

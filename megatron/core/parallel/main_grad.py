@@ -46,7 +46,7 @@ class MainGrad:
         add_product(self.total, left, right, mixed_dtype_addmm=self.mixed_dtype_addmm)
         self.has_uncounted = True
 
-    def refresh_alias(self) -> None:
+    def renew_version_counter(self) -> None:
         """Make `total` a new alias of the same memory, for which autograd counts no writes but its own."""
         self.total = self.total.data
 

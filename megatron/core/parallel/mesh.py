@@ -23,7 +23,7 @@ from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.parallel.device import process_group_backend, set_sched_batch_policy
 from megatron.core.parallel.flight_recorder import FlightRecorder
 from megatron.core.parallel.grid import axis_rank_groups, hybrid_cp_rank_groups
-from megatron.core.parallel.overlap import CommunicationOverlap
+from megatron.core.parallel.overlap import OverlappedComputation
 
 _PATIENCE = timedelta(days=7)  # of ranks that wait for work
 
@@ -43,7 +43,7 @@ class Axis:
     ranks: tuple[int, ...] = (0,)
     group: dist.ProcessGroup | None = None
     flight_recorder: FlightRecorder = field(default_factory=FlightRecorder, compare=False, repr=False)
-    overlap: CommunicationOverlap = field(default_factory=CommunicationOverlap, compare=False, repr=False)
+    overlap: OverlappedComputation = field(default_factory=OverlappedComputation, compare=False, repr=False)
 
     @property
     def is_first(self) -> bool:
@@ -89,7 +89,7 @@ class Mesh:
     @staticmethod
     def single_process(device: torch.device | None = None) -> Mesh:
         """Return the mesh of a single process, without torch.distributed."""
-        flight_recorder, overlap = FlightRecorder(), CommunicationOverlap()
+        flight_recorder, overlap = FlightRecorder(), OverlappedComputation()
         axes: dict[str, Any] = {
             field.name: Axis(field.name, flight_recorder=flight_recorder, overlap=overlap)
             for field in fields(Mesh)
@@ -110,11 +110,12 @@ class Mesh:
         backend = process_group_backend(device, parallel.distributed_backend)
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
         lists = {
-            name: _shift_ranks(groups, ranks.start) for name, groups in axis_rank_groups(parallel, len(ranks)).items()
+            name: _add_rank_offset(groups, ranks.start)
+            for name, groups in axis_rank_groups(parallel, len(ranks)).items()
         }
         lists["pp_backward"] = lists["pp"]
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        axes, flight_recorder, overlap = {}, FlightRecorder(), CommunicationOverlap()
+        axes, flight_recorder, overlap = {}, FlightRecorder(), OverlappedComputation()
 
         def create_axis(name: str, lists: tuple[tuple[int, ...], ...]) -> Axis:
             this_axis = _create_axis(name, lists, rank, groups, backend, timeout)
@@ -128,7 +129,7 @@ class Mesh:
             axes[mesh_field.name] = create_axis(mesh_field.name, lists[mesh_field.name])
         groups = {}
         hybrid_cp = tuple(
-            create_axis(name, _shift_ranks(each, ranks.start))
+            create_axis(name, _add_rank_offset(each, ranks.start))
             for name, each in hybrid_cp_rank_groups(parallel, len(ranks)).items()
         )
         return Mesh(device=device, hybrid_cp=hybrid_cp, **axes)
@@ -139,11 +140,11 @@ class Mesh:
         return self.world.flight_recorder
 
     @property
-    def overlap(self) -> CommunicationOverlap:
+    def overlap(self) -> OverlappedComputation:
         """The computation that this rank runs during waits, shared by all axes."""
         return self.world.overlap
 
-    def sequence_axis(self, size: int) -> Axis:
+    def context_axis_of_size(self, size: int) -> Axis:
         """Return the axis of this rank and the others over which a sequence is split into `size` shards."""
         return next(axis for axis in (self.cp, *self.hybrid_cp) if axis.size == size)
 
@@ -195,7 +196,7 @@ class SplitMeshJob:
         return SplitMeshJob(meshes[rank >= training], training, tensors, objects)
 
 
-def _shift_ranks(groups: tuple[tuple[int, ...], ...], first: int) -> tuple[tuple[int, ...], ...]:
+def _add_rank_offset(groups: tuple[tuple[int, ...], ...], first: int) -> tuple[tuple[int, ...], ...]:
     """Return the groups with `first` added to every rank."""
     return tuple(tuple(first + rank for rank in group) for group in groups)
 

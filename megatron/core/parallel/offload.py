@@ -158,7 +158,7 @@ class ActivationOffload:
 
 
 @contextmanager
-def without_activation_offload() -> Iterator[None]:
+def no_activation_offload() -> Iterator[None]:
     """Context manager: what autograd saves inside stays on the device, whichever contexts surround it."""
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         yield
@@ -168,15 +168,15 @@ def wrap_forward_in_context(module: nn.Module, make_context: Callable[[], Any]) 
     """Register hooks that run every forward pass of a module inside the context manager that `make_context()` returns."""
     entered: list[Any] = []
 
-    def enter(*_: Any) -> None:
+    def enter_module_context(*_: Any) -> None:
         entered.append(make_context())
         entered[-1].__enter__()
 
-    def leave(*_: Any) -> None:
+    def exit_module_context(*_: Any) -> None:
         entered.pop().__exit__(None, None, None)
 
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave, always_call=True)
+    module.register_forward_pre_hook(enter_module_context)
+    module.register_forward_hook(exit_module_context, always_call=True)
 
 
 def _byte_view(tensor: Tensor, low: int, high: int) -> Tensor:

@@ -1,11 +1,11 @@
-"""Computation during communication: what a rank computes while it waits for others. One `CommunicationOverlap` serves all axes of a
+"""Computation during communication: what a rank computes while it waits for others. One `OverlappedComputation` serves all axes of a
 mesh.
 
 Delayed weight gradients (`--delay-wgrad-compute`): `collectives.wait_with_overlap` calls `compute_delayed_wgrad`, which computes the
 weight gradients that the current backward pass has delayed so far.
 
 Dual-batch overlap (`--overlap-moe-expert-parallel-comm`): the forward pass of one microbatch and the backward pass of
-another alternate on one rank. The token dispatchers (transformer/dispatch.py) call `switch_microbatch` while their all-to-all is
+another alternate on one rank. The token dispatchers (transformer/dispatch.py) call `yield_to_other_microbatch` while their all-to-all is
 in flight:
 
     second thread  B (waits: all-to-all)            B B B (waits)          B B B
@@ -31,15 +31,15 @@ from megatron.core.parallel.wgrad import Key, WeightGradStore
 
 
 @dataclass(slots=True)
-class CommunicationOverlap:
+class OverlappedComputation:
     """The computation of one rank that can run during waits. wgrad_store: weight gradients that layers have delayed."""
 
     wgrad_store: WeightGradStore = field(default_factory=WeightGradStore)
     _fills_waits: bool = False
-    _dual_batch: DualBatch | None = None
+    _dual_batch: DualBatchThreads | None = None
 
     @contextmanager
-    def delayed_weight_gradients(self, key: Key, *, fill_waits: bool) -> Iterator[None]:
+    def delay_weight_gradients(self, key: Key, *, fill_waits: bool) -> Iterator[None]:
         """Context manager around a backward pass whose weight gradients are delayed.
 
         They are computed by `wgrad_store.pop(key)`; or, with `fill_waits`, at the next wait inside the pass, at the
@@ -65,19 +65,19 @@ class CommunicationOverlap:
         """Run a forward and a backward pass of two microbatches with dual-batch overlap; raises the first error of
         either.
         """
-        self._dual_batch = DualBatch()
+        self._dual_batch = DualBatchThreads()
         try:
             self._dual_batch.run(forward, backward, device)
         finally:
             self._dual_batch = None
 
-    def switch_microbatch(self) -> None:
+    def yield_to_other_microbatch(self) -> None:
         """Let the other microbatch compute, if there are two: this one waits for communication."""
         if self._dual_batch is not None:
             self._dual_batch.switch()
 
 
-class DualBatch:
+class DualBatchThreads:
     """Alternates two threads, of which one runs at a time: 0 is the thread that creates this object, 1 the second
     thread.
 
@@ -104,12 +104,12 @@ class DualBatch:
         """
         errors: list[BaseException] = []
 
-        def other() -> None:
+        def run_second_on_device() -> None:
             set_current_device(device)
             second()
 
         self._turn = 1
-        thread = threading.Thread(target=lambda: self._run_thread(other, 1, errors), name="beside")
+        thread = threading.Thread(target=lambda: self._run_thread(run_second_on_device, 1, errors), name="beside")
         thread.start()
         with self._changed:
             self._changed.wait_for(lambda: self._turn == 0)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import storage_position
+from megatron.core.parallel.device import storage_id_and_offset
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.rng import RandomStreams
 
@@ -76,7 +76,7 @@ def recompute(
     return _Recompute.apply(function, streams, axis, *tensors)
 
 
-def discard_intermediate(
+def recompute_intermediate(
     first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Any], x: Tensor
 ) -> tuple[Any, Tensor]:
     """Return (second(first(x)), first(x)); what `second` saves of first(x) for its backward pass is recomputed there.
@@ -85,24 +85,24 @@ def discard_intermediate(
     output.
     """
     intermediate = first(x)
-    position, source = storage_position(intermediate), x.detach()
+    position, source = storage_id_and_offset(intermediate), x.detach()
 
-    def pack(tensor: Tensor) -> Any:
-        same = storage_position(tensor) == position and tensor.numel() == num_elements and tensor.is_contiguous()
+    def pack_saved_tensor(tensor: Tensor) -> Any:
+        same = storage_id_and_offset(tensor) == position and tensor.numel() == num_elements and tensor.is_contiguous()
         return tensor.shape if same else tensor
 
-    def unpack(packed: Any) -> Tensor:
+    def unpack_saved_tensor(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         with torch.no_grad():
             return first(source).view(packed)
 
     num_elements = intermediate.numel()
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(pack_saved_tensor, unpack_saved_tensor):
         return second(intermediate), intermediate
 
 
-def discard_intermediates(
+def recompute_intermediates(
     first: Callable[..., tuple[Tensor, ...]], second: Callable[..., Tensor], *tensors: Tensor
 ) -> Tensor:
     """Return second(*first(*tensors)) without saving the outputs of `first`, which are recomputed when the backward
@@ -112,17 +112,17 @@ def discard_intermediates(
     must draw no random numbers, and its own operations should save little beside their inputs.
     """
     intermediates = first(*tensors)
-    indices = {storage_position(tensor)[0]: index for index, tensor in enumerate(intermediates)}
+    indices = {storage_id_and_offset(tensor)[0]: index for index, tensor in enumerate(intermediates)}
     recomputed = _RecomputedOutputs(first, tuple(tensor.detach() for tensor in tensors))
 
-    def pack(tensor: Tensor) -> Any:
-        index = indices.get(storage_position(tensor)[0])
+    def pack_saved_tensor(tensor: Tensor) -> Any:
+        index = indices.get(storage_id_and_offset(tensor)[0])
         return tensor if index is None else recomputed.unpacker_of(index, tensor)
 
-    def unpack(packed: Any) -> Tensor:
+    def unpack_saved_tensor(packed: Any) -> Tensor:
         return packed if isinstance(packed, Tensor) else packed()
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(pack_saved_tensor, unpack_saved_tensor):
         return second(*intermediates)
 
 
@@ -143,7 +143,7 @@ class _RecomputedOutputs:
         shape = (view.size(), view.stride(), view.storage_offset())
         self.promised += 1
 
-        def unpack() -> Tensor:
+        def recomputed_view() -> Tensor:
             if not self.made:
                 with torch.no_grad():
                     self.made, self.open = self.make(*self.tensors), self.promised
@@ -153,4 +153,4 @@ class _RecomputedOutputs:
                 self.made = ()
             return result
 
-        return unpack
+        return recomputed_view

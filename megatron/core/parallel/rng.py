@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.parallel.boxes import Box
-from megatron.core.parallel.device import rng_state, set_rng_state
+from megatron.core.parallel.device import device_rng_state, set_device_rng_state
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import ParamSpec, local_shape, local_shards, param_spec_of, quantized_values_of
+from megatron.core.parallel.spec import ParamSpec, local_shape, local_shard_boxes, param_spec_of, quantized_storage_of
 
 
 def derive_seed(*words: object) -> int:
@@ -38,7 +38,7 @@ def materialize_parameters(module: nn.Module, mesh: Mesh, seed: int, *, draw_on:
         for name, param in owner.named_parameters(recurse=False):
             if not param.is_meta:
                 continue
-            spec, quantized = param_spec_of(param), quantized_values_of(param)
+            spec, quantized = param_spec_of(param), quantized_storage_of(param)
             if quantized is not None:
                 for index, box in enumerate(quantized.boxes):
                     drawn = torch.zeros(box.shape, dtype=param.dtype, device=mesh.device)
@@ -47,7 +47,7 @@ def materialize_parameters(module: nn.Module, mesh: Mesh, seed: int, *, draw_on:
                 continue
             value = torch.zeros(local_shape(spec, mesh), dtype=param.dtype, device=mesh.device)
             _draw_initial_values(
-                [(one.box, value[one.local.slices()]) for one in local_shards(spec, mesh)], spec, seed, source
+                [(one.box, value[one.local.slices()]) for one in local_shard_boxes(spec, mesh)], spec, seed, source
             )
             param_on_device = nn.Parameter(value, requires_grad=param.requires_grad)
             param_on_device.spec = spec  # type: ignore[attr-defined]
@@ -96,7 +96,7 @@ class RandomStreams:
         for name, seed in sorted(seeds.items(), reverse=True):  # `default` last but for `cut`: it stays in the device
             self._states[name] = _seeded_rng_state(device, seed)
         if self._states:
-            set_rng_state(device, self._states.pop("default"))
+            set_device_rng_state(device, self._states.pop("default"))
 
     @staticmethod
     def build(mesh: Mesh, seed: int, *, per_data_rank: bool = False) -> RandomStreams:
@@ -116,22 +116,22 @@ class RandomStreams:
         if name == "default":
             yield
             return
-        outside = rng_state(self.device)
-        set_rng_state(self.device, self._states[name])
+        outside = device_rng_state(self.device)
+        set_device_rng_state(self.device, self._states[name])
         try:
             yield
         finally:
-            self._states[name] = rng_state(self.device)
-            set_rng_state(self.device, outside)
+            self._states[name] = device_rng_state(self.device)
+            set_device_rng_state(self.device, outside)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the state of every stream by name, each uint8 [bytes]."""
-        return {"default": rng_state(self.device), **self._states}
+        return {"default": device_rng_state(self.device), **self._states}
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
         """Restore the states, uint8 [bytes] each, that `state` returned."""
         rest = {name: value.clone() for name, value in state.items()}
-        set_rng_state(self.device, rest.pop("default"))
+        set_device_rng_state(self.device, rest.pop("default"))
         self._states = rest
 
 

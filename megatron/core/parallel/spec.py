@@ -2,8 +2,8 @@
 
 A layer declares the global parameter, as if there were one rank, and how it is sharded:
 
-    key = FusedSegment(kv, replicas)
-    parameter(ParamSpec(shape=(q + 2 * kv, h), shards=(Shard(0, "tp", (FusedSegment(q), key, key)),), ...))
+    key = FusedWeightSegment(kv, replicas)
+    parameter(ParamSpec(shape=(q + 2 * kv, h), shards=(Shard(0, "tp", (FusedWeightSegment(q), key, key)),), ...))
 
 A sharded dimension is a concatenation of segments, each of which is divided over the axis separately. When an axis has
 more ranks than a segment has units (key/value heads), `replicas` neighbouring ranks hold the same shard. A segment
@@ -35,7 +35,7 @@ Kind = Literal["matrix", "table", "vector", "embedding", "qk_norm", "lora_a", "l
 
 
 @dataclass(frozen=True, slots=True)
-class FusedSegment:
+class FusedWeightSegment:
     """One segment of a sharded dimension, such as q, k or v of a fused matrix.
 
     size: global length without padding. replicas: number of ranks that hold the same shard. padded: length that is
@@ -52,12 +52,12 @@ class FusedSegment:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class ShardedDim:
     """Dimension `dim` of a parameter is sharded over mesh axis `axis`, each of its segments separately."""
 
     dim: int
     axis: str
-    segments: tuple[FusedSegment, ...]
+    segments: tuple[FusedWeightSegment, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class ParamSpec:
     shape: tuple[int, ...]
     init: Initial
     kind: Kind
-    shards: tuple[Shard, ...] = ()
+    shards: tuple[ShardedDim, ...] = ()
     sum_over: tuple[str, ...] = ()
     reduce_over: str = "dp_cp"
     tied: bool = False
@@ -88,7 +88,7 @@ class ParamSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalShard:
+class LocalShardBox:
     """One rectangle of a parameter that this rank holds.
 
     box: its position in the global tensor. local: its position in the local tensor. replicas: number of ranks that hold
@@ -109,23 +109,25 @@ def local_shape(spec: ParamSpec, mesh: Mesh) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def local_shards(spec: ParamSpec, mesh: Mesh) -> list[LocalShard]:
+def local_shard_boxes(spec: ParamSpec, mesh: Mesh) -> list[LocalShardBox]:
     """Return the rectangles of the global tensor that this rank holds. At most one dimension of a parameter has several
     segments.
     """
-    return list(_local_shards(spec, tuple((axis.size, axis.rank) for axis in (mesh.axis(c.axis) for c in spec.shards))))
+    return list(
+        _local_shard_boxes(spec, tuple((axis.size, axis.rank) for axis in (mesh.axis(c.axis) for c in spec.shards)))
+    )
 
 
 @lru_cache(maxsize=1 << 16)  # called for each parameter several times a step
-def _local_shards(spec: ParamSpec, coordinates: tuple[tuple[int, int], ...]) -> tuple[LocalShard, ...]:
-    """Compute `local_shards`. coordinates: (size, rank) of the axis of each of `spec.shards`."""
-    shards = [LocalShard(Box((0,) * len(spec.shape), spec.shape), Box((0,) * len(spec.shape), spec.shape), 1, True)]
+def _local_shard_boxes(spec: ParamSpec, coordinates: tuple[tuple[int, int], ...]) -> tuple[LocalShardBox, ...]:
+    """Compute `local_shard_boxes`. coordinates: (size, rank) of the axis of each of `spec.shards`."""
+    shards = [LocalShardBox(Box((0,) * len(spec.shape), spec.shape), Box((0,) * len(spec.shape), spec.shape), 1, True)]
     for shard, (size, rank) in zip(spec.shards, coordinates, strict=True):
-        shards = [cut_piece for piece in shards for cut_piece in _split_by_shard(piece, shard, size, rank)]
+        shards = [cut_piece for piece in shards for cut_piece in _boxes_held_by_rank(piece, shard, size, rank)]
     return tuple(shards)
 
 
-def _split_by_shard(outer: LocalShard, shard: Shard, size: int, rank: int) -> Iterator[LocalShard]:
+def _boxes_held_by_rank(outer: LocalShardBox, shard: ShardedDim, size: int, rank: int) -> Iterator[LocalShardBox]:
     """Yield the rectangles of `outer` that rank `rank` of `size` holds when dimension `shard.dim` is sharded."""
     start, local_start = 0, 0
     for part in shard.segments:
@@ -133,16 +135,16 @@ def _split_by_shard(outer: LocalShard, shard: Shard, size: int, rank: int) -> It
         begin = rank // part.replicas * length
         local_length = max(0, min(length, part.size - begin))
         if local_length:
-            yield LocalShard(
-                _replace_dim(outer.box, shard.dim, start + begin, local_length),
-                _replace_dim(outer.local, shard.dim, local_start, local_length),
+            yield LocalShardBox(
+                _replace_box_dim(outer.box, shard.dim, start + begin, local_length),
+                _replace_box_dim(outer.local, shard.dim, local_start, local_length),
                 outer.replicas * part.replicas,
                 outer.is_first_replica and rank % part.replicas == 0,
             )
         start, local_start = start + part.size, local_start + length
 
 
-def _replace_dim(box: Box, dim: int, offset: int, size: int) -> Box:
+def _replace_box_dim(box: Box, dim: int, offset: int, size: int) -> Box:
     """Return the box with another offset and size along one dimension."""
     offsets, shape = list(box.offset), list(box.shape)
     offsets[dim], shape[dim] = offset, size
@@ -163,27 +165,27 @@ def param_spec_of(param: nn.Parameter) -> ParamSpec:
     return param.spec  # type: ignore[attr-defined]
 
 
-class QuantizedValues(Protocol):
-    """The values of a parameter that stays on the meta device (`tensor_parallel.quantized.QuantizedWeight` implements it)."""
+class QuantizedStorage(Protocol):
+    """The values of a parameter that stays on the meta device (`tensor_parallel.quantized.FrozenQuantizedWeight` implements it)."""
 
     @property
     def boxes(self) -> tuple[Box, ...]:
         """Boxes of the global tensor that are given to `quantize_box`, one by one, when values are drawn or loaded."""
 
     @property
-    def hashes(self) -> list[Tensor | None]:
-        """For each of `local_shards`: the hash (int64 []) of the values stored into it, before quantization; None if
+    def unquantized_hashes(self) -> list[Tensor | None]:
+        """For each of `local_shard_boxes`: the hash (int64 []) of the values stored into it, before quantization; None if
         none were.
         """
 
     def quantize_box(self, index: int, values: Tensor) -> None:
         """Quantize and store the values of a box, given by its index; values have the shape of the box (any shape)."""
 
-    def stored_tensors(self) -> tuple[Tensor, ...]:
+    def storage_tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors (any shape) that store the quantized values."""
 
 
-def quantized_values_of(param: Tensor) -> QuantizedValues | None:
+def quantized_storage_of(param: Tensor) -> QuantizedStorage | None:
     """Return the quantized values that stand for a parameter (any shape), or None if it is not quantized."""
     return getattr(param, "quantized", None)
 
@@ -195,14 +197,14 @@ def set_global_param_names(module: nn.Module) -> None:
             param.spec = dataclasses.replace(param_spec_of(param), name=path)  # type: ignore[attr-defined]
 
 
-def tensor_axis_name(spec: ParamSpec) -> str:
+def tensor_parallel_axis_name(spec: ParamSpec) -> str:
     """Return the name of the tensor-parallel axis of this parameter: "etp" for experts, else "tp"."""
     return "etp" if spec.reduce_over == "edp" else "tp"
 
 
 def is_replicated_over_tensor(spec: ParamSpec) -> bool:
     """Return whether every tensor-parallel rank holds the whole parameter."""
-    return not any(shard.axis == tensor_axis_name(spec) for shard in spec.shards)
+    return not any(shard.axis == tensor_parallel_axis_name(spec) for shard in spec.shards)
 
 
 def normal_initializer(deviation: float) -> Initial:
@@ -215,11 +217,11 @@ def normal_initializer(deviation: float) -> Initial:
 def xavier_uniform_initializer() -> Initial:
     """Return the uniform initializer of Glorot and Bengio (2010), for a matrix [out, in]."""
 
-    def draw(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    def draw_xavier_uniform(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         bound = (6.0 / (shape[0] + shape[1])) ** 0.5
         return torch.empty(shape, device=generator.device).uniform_(-bound, bound, generator=generator)
 
-    return draw
+    return draw_xavier_uniform
 
 
 def constant_initializer(value: float) -> Initial:

@@ -61,7 +61,7 @@ class WeightGradStore:
 
     def pop(self, key: Key) -> None:
         """Compute what the backward pass `key` delayed, and accumulate it as autograd would, hooks included."""
-        _compute_and_accumulate(self._delayed.pop(key, []))  # empty if the whole stage is frozen
+        _accumulate_delayed_gradients(self._delayed.pop(key, []))  # empty if the whole stage is frozen
 
     def flush(self) -> None:
         """Compute what the current backward pass has delayed so far."""
@@ -70,10 +70,10 @@ class WeightGradStore:
                 self._delayed[self._current],
                 [],
             )  # so that a wait inside this computation finds nothing left
-            _compute_and_accumulate(delayed)
+            _accumulate_delayed_gradients(delayed)
 
 
-def _compute_and_accumulate(delayed: Sequence[DelayedWork]) -> None:
+def _accumulate_delayed_gradients(delayed: Sequence[DelayedWork]) -> None:
     """Compute delayed gradients and accumulate them through autograd, hooks included."""
     for edges, compute, into in delayed:
         with torch.no_grad():

@@ -61,11 +61,13 @@ class PipelineWork(Protocol):
         stage's last one in this plan and delays no weight gradients.
         """
 
-    def reduce(self, stage: int) -> None:
+    def reduce_gradients(self, stage: int) -> None:
         """Start the data-parallel reduction of the stage's gradients, which are complete."""
 
 
-def run(script: RankScript, *, work: PipelineWork, axis: Axis, backward_axis: Axis, delays: bool = False) -> None:
+def run_rank_script(
+    script: RankScript, *, work: PipelineWork, axis: Axis, backward_axis: Axis, delays: bool = False
+) -> None:
     """Run all actions and messages of a script; returns when this rank's messages are complete.
 
     axis: the pipeline ranks, for activations; backward_axis: the same ranks with a separate process group, for
@@ -82,8 +84,8 @@ def run(script: RankScript, *, work: PipelineWork, axis: Axis, backward_axis: Ax
             if isinstance(step, Transfer):
                 runner.start_transfer(step)
             else:
-                runner.run_actions(step)
-        runner.finish()
+                runner.run_action_or_pair(step)
+        runner.wait_for_sends()
 
 
 @dataclass(slots=True)
@@ -96,11 +98,11 @@ class _TensorMessage:
     def wait(self, flight_recorder: FlightRecorder) -> tuple[Tensor, ...]:
         """Wait until the message is complete, and return its tensors."""
         if self.pending:
-            flight_recorder.pause_timing()
+            flight_recorder.pause_compute_timing()
             for work in self.pending:
                 collectives.wait(work)
             self.pending = ()
-            flight_recorder.resume_timing()
+            flight_recorder.resume_compute_timing()
         return self.tensors
 
 
@@ -148,7 +150,7 @@ class _ScriptRunner:
         if not self.script.overlap:
             message.wait(axis.flight_recorder)
 
-    def run_actions(self, actions: tuple[Action, ...]) -> None:
+    def run_action_or_pair(self, actions: tuple[Action, ...]) -> None:
         """Run one action, or a forward and a backward pass with dual-batch overlap.
 
         Messages that were being sent when it started have been sent when it ends, and are released.
@@ -156,13 +158,13 @@ class _ScriptRunner:
         earlier, self.sending = self.sending, []
         flight_recorder = self.axes["F"].flight_recorder
         flight_recorder.enter_phase(actions[0] if len(actions) == 1 else " and ".join(map(str, actions)))
-        flight_recorder.start_timing()
+        flight_recorder.start_compute_timing()
         if len(actions) == 1:
             self._run_action(actions[0])
         else:
             forward, backward = (partial(self._run_action, action) for action in actions)
             self.axes["F"].overlap.run_dual_batch(forward, backward, self.work.device)
-        flight_recorder.stop_timing()
+        flight_recorder.stop_compute_timing()
         for message in earlier:
             message.wait(flight_recorder)
 
@@ -175,9 +177,9 @@ class _ScriptRunner:
         elif action.op == "W":
             self.axes["F"].overlap.wgrad_store.pop((action.stage, action.microbatch))
         else:
-            self.work.reduce(action.stage)
+            self.work.reduce_gradients(action.stage)
 
-    def finish(self) -> None:
+    def wait_for_sends(self) -> None:
         """Wait until everything has been sent."""
         for message in self.sending:
             message.wait(self.axes["F"].flight_recorder)
@@ -188,7 +190,7 @@ class _ScriptRunner:
         """Run a stage on its inputs; save what its backward pass needs, if there will be one."""
         received = self.inputs.pop(action).wait(self.axes["F"].flight_recorder) if action.stage > 0 else ()
         if self.last_backward:
-            received = tuple(_as_leaf(tensor) for tensor in received)
+            received = tuple(_require_grad_if_floating(tensor) for tensor in received)
         outputs = self.work.forward(action.stage, action.microbatch, received)
         if self.last_backward:
             floating = [tensor for tensor in outputs if tensor.is_floating_point()]
@@ -220,7 +222,7 @@ class _ScriptRunner:
     def _wgrad_delay_context(self, action: Action) -> AbstractContextManager[None]:
         """Return the context in which autograd runs if weight gradients are delayed."""
         overlap = self.axes["F"].overlap
-        return overlap.delayed_weight_gradients((action.stage, action.microbatch), fill_waits=self.delays)
+        return overlap.delay_weight_gradients((action.stage, action.microbatch), fill_waits=self.delays)
 
     def _store_result(self, action: Action, tensors: Iterable[Tensor]) -> None:
         """Store an action's result for the message that sends it, or for the consuming action if that is on this rank."""
@@ -242,6 +244,6 @@ class _ScriptRunner:
         return tuple(torch.empty(shape, dtype=dtype, device=self.work.device) for shape, dtype in shapes)
 
 
-def _as_leaf(tensor: Tensor) -> Tensor:
+def _require_grad_if_floating(tensor: Tensor) -> Tensor:
     """Let a received floating-point tensor collect its gradient."""
     return tensor.requires_grad_() if tensor.is_floating_point() else tensor

@@ -77,14 +77,14 @@ def gpipe(pp: int, m: int, *, vpp: int = 1) -> Plan:
     """Return the GPipe plan: all forward passes, then all backward passes; the most activation memory (Huang et al.,
     2019).
     """
-    return _plan_rows(pp, vpp, m, group=pp, warmup=lambda rank: vpp * m)
+    return _plan_with_warmup(pp, vpp, m, group=pp, warmup=lambda rank: vpp * m)
 
 
 def one_f_one_b(pp: int, m: int) -> Plan:
     """Return the 1F1B plan: a rank warms up just until its first gradient can arrive, and stores at most pp - rank
     activations.
     """
-    return _plan_rows(pp, 1, m, group=pp, warmup=lambda rank: pp - rank - 1)
+    return _plan_with_warmup(pp, 1, m, group=pp, warmup=lambda rank: pp - rank - 1)
 
 
 def one_f_one_b_dual_batch(pp: int, m: int) -> Plan:
@@ -93,7 +93,7 @@ def one_f_one_b_dual_batch(pp: int, m: int) -> Plan:
     The results of a pair are sent when both passes are complete, so a microbatch takes twice as many slots to the last
     rank and back as in 1F1B, and a rank stores at most 2 (pp - rank) activations.
     """
-    return _plan_rows(pp, 1, m, group=pp, warmup=lambda rank: 2 * (pp - rank) - 1)
+    return _plan_with_warmup(pp, 1, m, group=pp, warmup=lambda rank: 2 * (pp - rank) - 1)
 
 
 def zero_bubble_h1(pp: int, m: int) -> Plan:
@@ -149,7 +149,7 @@ def interleaved_1f1b(pp: int, vpp: int, m: int, group: int) -> Plan:
 
     Consecutive ranks differ by two warm-up microbatches, so that a message has one slot of time for its transfer.
     """
-    return _plan_rows(pp, vpp, m, group=group, warmup=lambda rank: 2 * (pp - rank - 1) + (vpp - 1) * group)
+    return _plan_with_warmup(pp, vpp, m, group=group, warmup=lambda rank: 2 * (pp - rank - 1) + (vpp - 1) * group)
 
 
 def forward_only_plan(pp: int, vpp: int, m: int, placement: Placement = "wrap") -> Plan:
@@ -161,7 +161,8 @@ def forward_only_plan(pp: int, vpp: int, m: int, placement: Placement = "wrap") 
             for rank in range(pp)
         )
     return tuple(
-        tuple(Action("F", chunk * pp + rank, i) for chunk, i in _chunk_order(vpp, m, group=pp)) for rank in range(pp)
+        tuple(Action("F", chunk * pp + rank, i) for chunk, i in _chunk_microbatch_order(vpp, m, group=pp))
+        for rank in range(pp)
     )
 
 
@@ -195,12 +196,14 @@ def can_overlap_pair(row: Sequence[Action], place: int, stages: int) -> bool:
     ) - 1
 
 
-def next_actions(row: Sequence[Action], place: int, stages: int, *, dual_batch_overlap: bool) -> tuple[Action, ...]:
+def action_or_pair_at(
+    row: Sequence[Action], place: int, stages: int, *, dual_batch_overlap: bool
+) -> tuple[Action, ...]:
     """Return the action at `place` of a row; with `dual_batch_overlap` also the next one, if both can run as one pair."""
     return tuple(row[place : place + 1 + (dual_batch_overlap and can_overlap_pair(row, place, stages))])
 
 
-def stage_placement_of(plan: Plan) -> Placement:
+def stage_placement_of_plan(plan: Plan) -> Placement:
     """Return how a plan places stages on ranks: "v" if the last rank also runs the first stage of the second chunks,
     else "wrap".
     """
@@ -218,9 +221,9 @@ def action_dependency(action: Action, stages: int) -> Action | None:
     return Action(action.op, stage, action.microbatch) if 0 <= stage < stages else None
 
 
-def _plan_rows(pp: int, vpp: int, m: int, *, group: int, warmup: Callable[[int], int]) -> Plan:
+def _plan_with_warmup(pp: int, vpp: int, m: int, *, group: int, warmup: Callable[[int], int]) -> Plan:
     """Return every rank's row; gradients visit the chunks of a rank in the opposite order of activations."""
-    order = tuple(_chunk_order(vpp, m, group))
+    order = tuple(_chunk_microbatch_order(vpp, m, group))
     rows = []
     for rank in range(pp):
         forwards = [Action("F", chunk * pp + rank, i) for chunk, i in order]
@@ -250,7 +253,7 @@ def _actions_from_pattern(order: Sequence[str], stages: tuple[int, int], m: int)
     return tuple(steps)
 
 
-def _chunk_order(vpp: int, m: int, group: int) -> Iterator[tuple[int, int]]:
+def _chunk_microbatch_order(vpp: int, m: int, group: int) -> Iterator[tuple[int, int]]:
     """Yield (chunk, microbatch) in the order a rank runs them: chunk by chunk within each group of microbatches."""
     for start in range(0, m, group):
         for chunk in range(vpp):

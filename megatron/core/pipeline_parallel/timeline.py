@@ -23,9 +23,9 @@ from megatron.core.pipeline_parallel.schedules import (
     Plan,
     ScheduleError,
     action_dependency,
-    next_actions,
+    action_or_pair_at,
     num_plan_stages,
-    stage_placement_of,
+    stage_placement_of_plan,
 )
 
 MOST_PROBLEMS_SHOWN = 8
@@ -83,7 +83,7 @@ def simulate_pipeline_plan(
             )
     start, end = playback.start, playback.end
     return Timeline(
-        _as_tuples(start), _as_tuples(end), _bubble_share(start, end), tuple(_peak_activations(row) for row in plan)
+        _as_tuples(start), _as_tuples(end), _bubble_share(start, end), tuple(_peak_num_activations(row) for row in plan)
     )
 
 
@@ -112,7 +112,7 @@ class _PlanSimulation:
         """Simulate a rank's actions up to the first that depends on a result which is not there yet."""
         row, stages = self.plan[rank], self.stages
         while (place := len(self.end[rank])) < len(row):
-            actions = next_actions(row, place, stages, dual_batch_overlap=self.dual_batch_overlap)
+            actions = action_or_pair_at(row, place, stages, dual_batch_overlap=self.dual_batch_overlap)
             sources = [source for action in actions if (source := action_dependency(action, stages)) is not None]
             if any(source not in self.done for source in sources):
                 return
@@ -127,9 +127,9 @@ class _PlanSimulation:
     def _finish_time(self, time: float, actions: Sequence[Action]) -> float:
         """Return when actions that start at `time` end; a pair takes the sum of its times."""
         for action in actions:
-            time += _time_of_stage(self.time[action.op], action.stage)
+            time += _select_stage_time(self.time[action.op], action.stage)
             if self.splits and action.op == "B":
-                time -= _time_of_stage(self.time["W"], action.stage)
+                time -= _select_stage_time(self.time["W"], action.stage)
         return time
 
 
@@ -139,7 +139,7 @@ def check_pipeline_plan(plan: Plan) -> None:
     """
     problems = [
         *_action_count_problems(plan),
-        *_wrong_rank_problems(plan),
+        *_misplaced_action_problems(plan),
         *(problem for row in plan for problem in _order_problems(row)),
     ]
     if problems:
@@ -163,11 +163,11 @@ def _action_count_problems(plan: Plan) -> Iterator[str]:
     yield from (f"{action} occurs {count} times" for action, count in counts.items() if count > 1)
 
 
-def _wrong_rank_problems(plan: Plan) -> Iterator[str]:
+def _misplaced_action_problems(plan: Plan) -> Iterator[str]:
     """Yield a message for each action on a rank that does not hold its stage, and for a number of stages that pp does
     not divide.
     """
-    stages, placement = num_plan_stages(plan), stage_placement_of(plan)
+    stages, placement = num_plan_stages(plan), stage_placement_of_plan(plan)
     for rank, row in enumerate(plan):
         for action in row:
             owner = stage_rank_and_chunk(action.stage, len(plan), placement)[0]
@@ -184,25 +184,25 @@ def draw_text_timeline(plan: Plan, timeline: Timeline) -> str:
     Durations are rounded to whole units; actions shorter than half a unit are not shown.
     """
     chunks = num_plan_stages(plan) // len(plan)
-    width = 2 + max(len(_cell_text(action, len(plan), chunks)) for row in plan for action in row)
+    width = 2 + max(len(_timeline_cell_text(action, len(plan), chunks)) for row in plan for action in row)
     columns = round(max(end for row in timeline.end for end in row))
     lines = []
     for rank, (row, start, end) in enumerate(zip(plan, timeline.start, timeline.end, strict=True)):
         cells = ["."] * columns
         for action, begin, finish in zip(row, start, end, strict=True):
-            cells[round(begin) : round(finish)] = [_cell_text(action, len(plan), chunks)] * (
+            cells[round(begin) : round(finish)] = [_timeline_cell_text(action, len(plan), chunks)] * (
                 round(finish) - round(begin)
             )
         lines.append(f"r{rank}".ljust(4) + "".join(cell.ljust(width - 1) for cell in cells).rstrip())
     return "\n".join(lines)
 
 
-def _time_of_stage(time: float | Sequence[float], stage: int) -> float:
+def _select_stage_time(time: float | Sequence[float], stage: int) -> float:
     """Return a stage's time from a number for all stages or one for each."""
     return time[stage] if isinstance(time, Sequence) else time
 
 
-def _cell_text(action: Action, pp: int, chunks: int) -> str:
+def _timeline_cell_text(action: Action, pp: int, chunks: int) -> str:
     """Return what stands for an action in a text timeline: chunk letter, microbatch, and ' for B or " for W."""
     if action.op == "R":
         return "R"
@@ -226,7 +226,7 @@ def _order_problems(row: Sequence[Action]) -> Iterator[str]:
 def _deadlock_message(stuck: dict[int, Action], plan: Plan) -> str:
     """Describe the deadlock: follow the waits from the first stuck rank until a rank repeats."""
     links: dict[int, str] = {}
-    stages, placement = num_plan_stages(plan), stage_placement_of(plan)
+    stages, placement = num_plan_stages(plan), stage_placement_of_plan(plan)
     rank = min(stuck)
     while rank not in links:
         source = action_dependency(stuck[rank], stages)
@@ -248,7 +248,7 @@ def _bubble_share(start: Sequence[Sequence[float]], end: Sequence[Sequence[float
     return 1 - busy / (span * len(end)) if span else 0.0
 
 
-def _peak_activations(row: Sequence[Action]) -> int:
+def _peak_num_activations(row: Sequence[Action]) -> int:
     """Return the largest number of activations stored at once in a rank's row; one that no backward pass uses is not
     stored.
     """

@@ -17,9 +17,9 @@ from megatron.core.pipeline_parallel.schedules import (
     Action,
     Plan,
     action_dependency,
-    next_actions,
+    action_or_pair_at,
     num_plan_stages,
-    stage_placement_of,
+    stage_placement_of_plan,
 )
 from megatron.core.pipeline_parallel.timeline import simulate_pipeline_plan
 
@@ -80,17 +80,17 @@ class RankScript:
                 place += 1
             else:
                 pair = [step for step in self.steps[place : place + 2] if isinstance(step, Action)]
-                actions = next_actions(pair, 0, self.stages, dual_batch_overlap=self.dual_batch_overlap)
+                actions = action_or_pair_at(pair, 0, self.stages, dual_batch_overlap=self.dual_batch_overlap)
                 yield actions
                 place += len(actions)
 
 
-def plan_transfers(plan: Plan, *, dual_batch_overlap: bool = False) -> tuple[Transfer, ...]:
+def plan_pipeline_transfers(plan: Plan, *, dual_batch_overlap: bool = False) -> tuple[Transfer, ...]:
     """Return every message between ranks in their common order; chunks on the same rank need no message."""
     timeline, stages, placement = (
         simulate_pipeline_plan(plan, dual_batch_overlap=dual_batch_overlap),
         num_plan_stages(plan),
-        stage_placement_of(plan),
+        stage_placement_of_plan(plan),
     )
     ready = {
         action: end for row, ends in zip(plan, timeline.end, strict=True) for action, end in zip(row, ends, strict=True)
@@ -111,12 +111,12 @@ def plan_transfers(plan: Plan, *, dual_batch_overlap: bool = False) -> tuple[Tra
 def build_rank_script(plan: Plan, rank: int, *, overlap: bool = True, dual_batch_overlap: bool = False) -> RankScript:
     """Return one rank's script: its row of the plan with its messages inserted.
 
-    Receives come before the consuming action, sends after the producing one, in the order of `transfers`, each as late
-    as possible; with `overlap`, receives come one action earlier.
+    Receives come before the consuming action, sends after the producing one, in the order of `plan_pipeline_transfers`, each as
+    late as possible; with `overlap`, receives come one action earlier.
     """
     own_transfers = [
         transfer
-        for transfer in plan_transfers(plan, dual_batch_overlap=dual_batch_overlap)
+        for transfer in plan_pipeline_transfers(plan, dual_batch_overlap=dual_batch_overlap)
         if rank in (transfer.src, transfer.dst)
     ]
     before = {transfer.consumer: place + 1 for place, transfer in enumerate(own_transfers) if transfer.dst == rank}
@@ -124,7 +124,7 @@ def build_rank_script(plan: Plan, rank: int, *, overlap: bool = True, dual_batch
     parts: list[Transfer | tuple[Action, ...]] = []
     num_started, place, stages = 0, 0, num_plan_stages(plan)
     while place < len(plan[rank]):
-        actions = next_actions(plan[rank], place, stages, dual_batch_overlap=dual_batch_overlap)
+        actions = action_or_pair_at(plan[rank], place, stages, dual_batch_overlap=dual_batch_overlap)
         arriving = own_transfers[num_started : max(before.get(action, 0) for action in actions)]
         num_started += len(arriving)
         leaving = own_transfers[num_started : max(after.get(action, 0) for action in actions)]

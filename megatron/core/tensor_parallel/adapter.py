@@ -30,10 +30,10 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import (
-    FusedSegment,
+    FusedWeightSegment,
     Initial,
     ParamSpec,
-    Shard,
+    ShardedDim,
     constant_initializer,
     meta_parameter,
     param_spec_of,
@@ -74,7 +74,7 @@ class LoRAFactors(nn.Module):
         self,
         plan: AdapterPlan,
         weight: ParamSpec,
-        rows: tuple[FusedSegment, ...],
+        rows: tuple[FusedWeightSegment, ...],
         build: AdapterBuildContext,
         sums: tuple[str, ...],
     ) -> None:
@@ -83,7 +83,7 @@ class LoRAFactors(nn.Module):
         self.scale, self.rank, dim = plan.scale, plan.rank, _tp_sharded_dim(weight)
         out, width = sum(part.size for part in rows), weight.shape[1]
         cut_input = weight.shards if dim == 1 else ()
-        cut_output = (Shard(0, weight.shards[0].axis, rows),) if dim == 0 else ()
+        cut_output = (ShardedDim(0, weight.shards[0].axis, rows),) if dim == 0 else ()
         first = ParamSpec(
             (plan.rank, width), kaiming_uniform_initializer(), "lora_a", cut_input, () if dim == 1 else sums
         )
@@ -152,7 +152,7 @@ class LinearAdapter(nn.Module):
         self.region, self.build, self.dim = region, build, _tp_sharded_dim(spec)
         self.axis: Axis = build.mesh.tp
         sums = region.gradient_sum_axes if self.dim is not None else spec.sum_over
-        segments = spec.shards[0].segments if self.dim == 0 else (FusedSegment(spec.shape[0]),)
+        segments = spec.shards[0].segments if self.dim == 0 else (FusedWeightSegment(spec.shape[0]),)
         ranks = self.axis.size if self.dim == 0 else 1
         self.pairs, self.sizes = nn.ModuleDict(), []
         for place, name in enumerate(names):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard, local_shape, meta_parameter
+from megatron.core.parallel.spec import FusedWeightSegment, Initial, ParamSpec, ShardedDim, local_shape, meta_parameter
 from megatron.core.tensor_parallel.region import TensorParallelRegion
 
 
@@ -17,7 +17,7 @@ def vocabulary_matrix_spec(
     """Return the ParamSpec of a matrix [vocabulary, hidden] whose rows are cut over the tensor ranks. Padding rows are
     not part of it.
     """
-    cut = Shard(0, "tp", (FusedSegment(true_size, padded=padded_size),))
+    cut = ShardedDim(0, "tp", (FusedWeightSegment(true_size, padded=padded_size),))
     return ParamSpec((true_size, hidden_size), init, "embedding", (cut,), tied=tied, name=name)
 
 
@@ -41,7 +41,7 @@ class VocabParallelEmbedding(nn.Module):
         return self.region.reduce_from_region(vectors.masked_fill(elsewhere[..., None], 0.0))
 
 
-class PositionEmbedding(nn.Module):
+class PositionEmbeddingTable(nn.Module):
     """Table of learned vectors for positions or token types, whole on every rank. tied: also on a stage with MTP
     layers.
     """

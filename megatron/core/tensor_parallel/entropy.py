@@ -37,7 +37,7 @@ class _LogitOptions:
     into: Callable[[Tensor, Tensor | None], None] | None
 
 
-def vocab_parallel_entropy(
+def fused_linear_entropy(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -56,16 +56,16 @@ def vocab_parallel_entropy(
     valid = true_vocab_size - region.axis.rank * len(weight)
     words = _LogitOptions(region.axis, valid, softcap, factor, None if into is None else into.add)
     whole = region.copy_to_region(x)
-    return _VocabParallelEntropy.apply(whole.flatten(0, 1), weight, bias, words).view(whole.shape[:2])
+    return _FusedLinearEntropy.apply(whole.flatten(0, 1), weight, bias, words).view(whole.shape[:2])
 
 
-class _VocabParallelEntropy(Function):
-    """Autograd function of `vocab_parallel_entropy`, for x [t, h] and entropies [t]."""
+class _FusedLinearEntropy(Function):
+    """Autograd function of `fused_linear_entropy`, for x [t, h] and entropies [t]."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, words: _LogitOptions) -> Tensor:
         entropies, scales = [], []
-        for tokens in _token_blocks(x):
+        for tokens in _token_chunk_slices(x):
             logits, _ = _block_logits(x[tokens], weight, bias, words)
             top = collectives.all_reduce(logits.amax(dim=1), words.axis, "max")
             logits = logits.sub_(top[:, None])
@@ -86,7 +86,7 @@ class _VocabParallelEntropy(Function):
         words: _LogitOptions = context.words
         of_x, of_weight = torch.empty_like(x), torch.zeros_like(weight, dtype=entropy.dtype)
         of_bias = None if bias is None else torch.zeros_like(bias, dtype=entropy.dtype)
-        for tokens in _token_blocks(x):
+        for tokens in _token_chunk_slices(x):
             logits, slope = _block_logits(x[tokens], weight, bias, words)
             logs = logits.sub_(log_total[tokens, None])
             change = logs.exp().mul_(logs.masked_fill(logs.isinf(), 0.0).add_(entropy[tokens, None]))
@@ -107,7 +107,7 @@ class _VocabParallelEntropy(Function):
         )
 
 
-def _token_blocks(x: Tensor) -> Iterator[slice]:
+def _token_chunk_slices(x: Tensor) -> Iterator[slice]:
     """Yield slices of `_TOKENS` tokens."""
     for start in range(0, len(x), _TOKENS):
         yield slice(start, min(start + _TOKENS, len(x)))

@@ -21,20 +21,20 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import (
-    FusedSegment,
+    FusedWeightSegment,
     Initial,
     Kind,
     ParamSpec,
-    Shard,
+    ShardedDim,
     constant_initializer,
     meta_parameter,
-    quantized_values_of,
+    quantized_storage_of,
 )
-from megatron.core.tensor_parallel import graph_linear, graph_low_linear
+from megatron.core.tensor_parallel import compiled_linear, compiled_low_precision
 from megatron.core.tensor_parallel.adapter import LinearAdapter
+from megatron.core.tensor_parallel.frozen_quantized import dense_weight, frozen_quantized_linear
 from megatron.core.tensor_parallel.low_precision import LowPrecisionLinearOptions, low_precision_linear, make_tp_scaling
 from megatron.core.tensor_parallel.overlapped_matmul import all_gather_matmul, matmul_reduce_scatter
-from megatron.core.tensor_parallel.quantized import dense_weight, frozen_quantized_linear
 from megatron.core.tensor_parallel.region import TensorParallelRegion
 
 
@@ -199,13 +199,13 @@ def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorP
     """Return x W^T + b, [..., out], without communication; the weight may be quantized. x: [..., in]; weight: [out,
     in].
     """
-    if quantized_values_of(weight) is not None:
+    if quantized_storage_of(weight) is not None:
         return frozen_quantized_linear(x, weight, bias)
     into = region.main_grad_of(weight)
     if region.wgrad_store is None and into is None:
         return F.linear(x, weight, bias)
     if into is not None and torch.compiler.is_compiling():
-        return graph_linear.linear_into_main_grad(x, weight, bias, into)
+        return compiled_linear.linear_into_main_grad(x, weight, bias, into)
     return _LocalLinear.apply(x, weight, bias, region)
 
 
@@ -256,7 +256,7 @@ class ColumnParallelLinear(AdaptableLinear):
     def __init__(
         self,
         input_size: int,
-        parts: tuple[FusedSegment, ...],
+        parts: tuple[FusedWeightSegment, ...],
         *,
         bias: bool,
         init: Initial,
@@ -268,7 +268,7 @@ class ColumnParallelLinear(AdaptableLinear):
         super().__init__()
         self.region = region
         output_size = sum(part.size for part in parts)
-        shards = (Shard(0, "tp", parts),)
+        shards = (ShardedDim(0, "tp", parts),)
         self.weight = meta_parameter(ParamSpec((output_size, input_size), init, kind, shards), mesh, dtype)
         self.bias = (
             meta_parameter(ParamSpec((output_size,), constant_initializer(0.0), "vector", shards), mesh, dtype)
@@ -290,7 +290,7 @@ class ColumnParallelLinear(AdaptableLinear):
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.scaling is not None:
             if torch.compiler.is_compiling():
-                return graph_low_linear.compiled_low_precision_linear(x, self.weight, bias, self.scaling)
+                return compiled_low_precision.compiled_low_precision_linear(x, self.weight, bias, self.scaling)
             way = LowPrecisionLinearOptions(
                 self.scaling, self.region.axis, self.region.sequence_parallel, self.region.wgrad_store
             )
@@ -326,7 +326,7 @@ class ReplicatedLinear(AdaptableLinear):
         return self.apply_with_adapter(x, self.bias, self._multiply)
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        frozen = quantized_values_of(self.weight) is not None
+        frozen = quantized_storage_of(self.weight) is not None
         return (frozen_quantized_linear if frozen else F.linear)(x, self.weight, bias)
 
 
@@ -348,7 +348,7 @@ class RowParallelLinear(AdaptableLinear):
     ) -> None:
         super().__init__()
         self.region = region
-        shards = (Shard(1, "tp", (FusedSegment(input_size),)),)
+        shards = (ShardedDim(1, "tp", (FusedWeightSegment(input_size),)),)
         self.weight = meta_parameter(ParamSpec((output_size, input_size), init, "matrix", shards), mesh, dtype)
         spec = ParamSpec((output_size,), constant_initializer(0.0), "vector", sum_over=region.gradient_sum_axes)
         self.bias = meta_parameter(spec, mesh, dtype) if bias else None
@@ -373,7 +373,7 @@ class RowParallelLinear(AdaptableLinear):
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.scaling is not None:
             if torch.compiler.is_compiling():
-                return graph_low_linear.compiled_low_precision_linear(x, self.weight, bias, self.scaling)
+                return compiled_low_precision.compiled_low_precision_linear(x, self.weight, bias, self.scaling)
             return low_precision_linear(
                 x, self.weight, bias, LowPrecisionLinearOptions(self.scaling, wgrad_store=self.region.wgrad_store)
             )

@@ -54,7 +54,7 @@ class LowPrecisionScaling(nn.Module):
     history: [3, steps], the largest values of inputs, weights and gradients in earlier steps, the newest first; empty if scales
     are not delayed. seen: [3], those of the step that is under way. held, turned: the matrices of the weight, and these transposed,
     where they are kept rounded. caches: a step is under way, in which no weight changes: cached holds those that it rounded,
-    by number: the weight's version, the matrix, and its transposed; maxima: largest values [] of those that it will round. handle: [], by which compiled graphs find them (graph_low_linear.py).
+    by number: the weight's version, the matrix, and its transposed; maxima: largest values [] of those that it will round. handle: [], by which compiled graphs find them (compiled_low_precision.py).
     """
 
     def __init__(self, low: LowPrecisionSetup, *, shared: Axis, cut: Axis) -> None:
@@ -326,7 +326,7 @@ class _LowPrecisionLinear(Function):
             rounded, _transposed_quantized_weight(way, weight, largest), gradient.dtype
         )
         collectives.wait(gathering)
-        own, sending = _start_gradient_reduction(input_gradient, way, context.shape)
+        own, sending = _start_input_gradient_reduction(input_gradient, way, context.shape)
         compute = partial(
             _weight_and_bias_gradients, scaling, context.form, scales, flat, across, bias=context.learns_bias
         )
@@ -372,7 +372,7 @@ def low_precision_forward(
     else:
         largest, theirs = scaling.global_amax_of_pair(flat, weight)
     own, turned = _quantized_input(scaling, flat, form, largest)
-    whole = _gather_quantized(own, way.axis) if way.gathers and way.axis is not None else own
+    whole = _gather_quantized_rows(own, way.axis) if way.gathers and way.axis is not None else own
     if matrix is None and (ready := scaling.cached_quantized_weight(weight, way.number, theirs)) is not None:
         matrix, theirs = ready[0], None
     if matrix is None:
@@ -482,7 +482,7 @@ def _gather_then_weight_gradients(compute: Any, kept: Tensor, way: LowPrecisionL
     return compute(kept)
 
 
-def _start_gradient_reduction(
+def _start_input_gradient_reduction(
     gradient: Tensor, way: LowPrecisionLinearOptions, shape: torch.Size
 ) -> tuple[Tensor, collectives.Work]:
     """Start to sum an input's gradient [t, in] over the ranks of `way.axis`. Returns the tensor that will hold it, of
@@ -496,19 +496,19 @@ def _start_gradient_reduction(
     return own, collectives.start_reduce_scatter(own.view(-1, shape[-1]), gradient, way.axis)
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
+def _view_as_uint8(tensor: Tensor) -> Tensor:
     """Return 8-bit values viewed as uint8, which every backend can send; others unchanged, contiguous."""
     return tensor.contiguous().view(torch.uint8) if tensor.element_size() == 1 else tensor.contiguous()
 
 
 def _start_row_gather(rows: Tensor, axis: Axis) -> tuple[Tensor, collectives.Work]:
     """Start to all-gather rows; return the tensor that will hold those of all ranks and what to wait for."""
-    piece = _as_bytes(rows)
+    piece = _view_as_uint8(rows)
     whole = piece.new_empty((piece.shape[0] * axis.size, *piece.shape[1:]))
     return whole.view(rows.dtype), collectives.start_all_gather(whole, piece, axis)
 
 
-def _gather_quantized(x: QuantizedMatrix, axis: Axis) -> QuantizedMatrix:
+def _gather_quantized_rows(x: QuantizedMatrix, axis: Axis) -> QuantizedMatrix:
     """All-gather the rows of a quantized matrix, values and block scales."""
     values, arriving = _start_row_gather(x.values, axis)
     blocks, others = (None, None) if x.blocks is None else _start_row_gather(x.blocks, axis)

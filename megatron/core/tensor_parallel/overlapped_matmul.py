@@ -26,7 +26,7 @@ from megatron.core.parallel.mesh import Axis
 
 
 @dataclass(frozen=True, slots=True)
-class OverlappedMatmuls:
+class MatmulOverlapOptions:
     """Which matmuls are overlapped: with the all-gather of inputs, the reduce-scatter of outputs, that of input gradients."""
 
     gathers: bool = False

@@ -18,7 +18,7 @@ from megatron.core.parallel.main_grad import MainGrad, active_main_grad
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.tensor_parallel.low_precision import LowPrecisionSetup
-from megatron.core.tensor_parallel.overlapped_matmul import OverlappedMatmuls
+from megatron.core.tensor_parallel.overlapped_matmul import MatmulOverlapOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class TensorParallelRegion:
     sequence_parallel: bool = False
     wgrad_store: WeightGradStore | None = None
     low: LowPrecisionSetup | None = None
-    overlapped: OverlappedMatmuls = OverlappedMatmuls()
+    overlapped: MatmulOverlapOptions = MatmulOverlapOptions()
     sums: bool = False
 
     def main_grad_of(self, weight: Tensor) -> MainGrad | None:
@@ -46,43 +46,43 @@ class TensorParallelRegion:
     def copy_to_region(self, x: Tensor) -> Tensor:
         """Enter a region: x [s, b, h] or [s/tp, b, h] to [s, b, h] on every rank; its gradient is summed over ranks."""
         if self.sequence_parallel:
-            return collectives.gather_then_scatter(x, self.axis)
-        return collectives.identity_then_reduce(x, self.axis)
+            return collectives.gather_with_scatter_backward(x, self.axis)
+        return collectives.identity_with_reduce_backward(x, self.axis)
 
     def reduce_from_region(self, partial: Tensor) -> Tensor:
         """Leave a region: sum the ranks' partial results [s, b, h]; return [s, b, h], or [s/tp, b, h] with sequence
         parallelism.
         """
         if self.sequence_parallel:
-            return collectives.scatter_then_gather(partial, self.axis)
-        return collectives.reduce_then_identity(partial, self.axis)
+            return collectives.scatter_with_gather_backward(partial, self.axis)
+        return collectives.reduce_with_identity_backward(partial, self.axis)
 
-    def gather_from_region(self, columns: Tensor) -> Tensor:
+    def gather_columns_from_region(self, columns: Tensor) -> Tensor:
         """Gather the output of a column-parallel layer, [s, b, out/tp], over the ranks; return [s or s/tp, b, out]."""
-        return self.scatter_to_sequence(collectives.gather_columns_then_split(columns, self.axis))
+        return self.scatter_to_sequence(collectives.gather_columns_with_split_backward(columns, self.axis))
 
     def scatter_to_sequence(self, whole: Tensor) -> Tensor:
         """Return what a rank keeps outside of regions of a tensor [s, ...] that all ranks computed: itself, or with
         sequence parallelism its shard [s/tp, ...]. Backward gathers.
         """
-        return collectives.split_then_gather(whole, self.axis) if self.sequence_parallel else whole
+        return collectives.split_with_gather_backward(whole, self.axis) if self.sequence_parallel else whole
 
     def scatter_tokens(self, x: Tensor) -> Tensor:
         """Return tokens that no other tensor rank has, [ceil(s/tp), b, h]: x itself with sequence parallelism, else
         this rank's chunk of it.
 
         x: hidden states outside of regions. A sequence that the axis does not divide is padded with zeros, which
-        `gather_tokens` drops.
+        `undo_scatter_tokens` drops.
         """
         if self.sequence_parallel:
             return x
         missing = -x.shape[0] % self.axis.size
         filled = torch.cat((x, x.new_zeros((missing, *x.shape[1:])))) if missing else x
-        return collectives.split_then_gather(filled, self.axis)
+        return collectives.split_with_gather_backward(filled, self.axis)
 
-    def gather_tokens(self, own: Tensor, held: int) -> Tensor:
+    def undo_scatter_tokens(self, own: Tensor, held: int) -> Tensor:
         """Undo `scatter_tokens`: return the hidden states outside of regions, [held, b, h]. own: [ceil(held/tp), b, h]."""
-        return own if self.sequence_parallel else collectives.gather_then_split(own, self.axis)[:held]
+        return own if self.sequence_parallel else collectives.gather_with_split_backward(own, self.axis)[:held]
 
     def local_sequence_length(self, sequence: int) -> int:
         """Return how many positions of a sequence of this length a rank holds outside of regions."""
@@ -98,7 +98,7 @@ class TensorParallelRegion:
         """Return the first position of a tensor [s or s/tp, ...] outside of regions, on every rank."""
         if not self.sequence_parallel:
             return x[0]
-        return collectives.reduce_then_identity(x[0] * float(self.axis.is_first), self.axis)
+        return collectives.reduce_with_identity_backward(x[0] * float(self.axis.is_first), self.axis)
 
     @property
     def gradient_sum_axes(self) -> tuple[str, ...]:

@@ -60,7 +60,7 @@ class Tokenizer(Protocol):
         Nothing is added around the text. Raises `ValueError` as `tokenize` does.
         """
 
-    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_texts_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all texts concatenated [t], in an integer type that fits every id, and the number of ids of
         each [texts], int64.
 
@@ -81,7 +81,7 @@ class Tokenizer(Protocol):
         """
 
 
-class SpecialTokenDefaults:
+class TokenizerAttributeDefaults:
     """Defaults of the attributes of `Tokenizer` for kinds without special tokens."""
 
     pad: int | None = None
@@ -137,7 +137,7 @@ def character_to_byte_spans(text: str, spans: Iterable[tuple[int, int]]) -> list
     return [(places[first], places[last]) for first, last in spans]
 
 
-def tokenizer_fingerprint(tokenizer: Tokenizer) -> dict[str, str | int]:
+def tokenizer_fingerprint_fields(tokenizer: Tokenizer) -> dict[str, str | int]:
     """Return {"kind": class name, "hash": hex SHA-256, "vocab_size": ids, "eod": id}, to be stored with data made from
     the ids.
 

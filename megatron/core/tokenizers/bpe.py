@@ -10,13 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.tokenizers.base import SpecialTokenDefaults, read_flag_file_json, read_flag_file_text
-from megatron.core.tokenizers.bytelevel import ByteLevelBPE, MergesSource, byte_of_character, vocab_token_to_bytes
+from megatron.core.tokenizers.base import TokenizerAttributeDefaults, read_flag_file_json, read_flag_file_text
+from megatron.core.tokenizers.bytelevel import BPEFromMerges, ByteLevelBPE, byte_of_character, vocab_token_to_bytes
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
 
-class GPT2BPETokenizer(ByteLevelBPE, SpecialTokenDefaults):
+class GPT2BPETokenizer(ByteLevelBPE, TokenizerAttributeDefaults):
     """Byte-level BPE from vocab.json and merges.txt; `<|endoftext|>` ends documents, there is no padding token."""
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
@@ -29,7 +29,7 @@ class GPT2BPETokenizer(ByteLevelBPE, SpecialTokenDefaults):
         self._tokens = {number: token for token, number in vocab.items()}
         reached = byte_of_character().keys() | {left + right for left, right in merges}
         super().__init__(
-            MergesSource(_build_bpe(vocab, merges), vocab, merges, pattern="gpt2"),
+            BPEFromMerges(_build_bpe(vocab, merges), vocab, merges, pattern="gpt2"),
             {number: vocab_token_to_bytes(token) for token, number in vocab.items()},
             {token: number for token, number in vocab.items() if token not in reached},
         )

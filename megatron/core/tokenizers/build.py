@@ -18,8 +18,8 @@ import numpy as np
 from megatron.core.config.flags import ConfigError, flag_name, raise_config_error_if
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.tokenizers.base import (
-    SpecialTokenDefaults,
     Tokenizer,
+    TokenizerAttributeDefaults,
     flatten_ids,
     read_flag_file_text,
     tokenize_around_special,
@@ -31,7 +31,7 @@ from megatron.core.tokenizers.tiktoken import TikTokenizer
 from megatron.core.tokenizers.wordpiece import BertWordPieceTokenizer
 
 
-class NullTokenizer(SpecialTokenDefaults):
+class NullTokenizer(TokenizerAttributeDefaults):
     """Text that consists of ids separated by white space; the last of `vocab_size` ids ends documents.
 
     eod, pad: other ids for the end of document and for padding.
@@ -69,7 +69,7 @@ class NullTokenizer(SpecialTokenDefaults):
         """Return the numbers in a text; there are no named tokens."""
         return self.tokenize(text)
 
-    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_texts_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers in all texts, int32 [tokens], and how many each text has, int64 [texts]."""
         return flatten_ids([self.tokenize(text) for text in texts])
 
@@ -92,7 +92,7 @@ class NullTokenizer(SpecialTokenDefaults):
         return spans
 
 
-class ByteTokenizer(SpecialTokenDefaults):
+class ByteTokenizer(TokenizerAttributeDefaults):
     """The UTF-8 bytes of a text are its ids; 256 ends a document."""
 
     vocab_size = 257
@@ -115,7 +115,7 @@ class ByteTokenizer(SpecialTokenDefaults):
         """Return the bytes of a text, in which <eod> is the end of a document."""
         return tokenize_around_special(text, self.special, self.tokenize)
 
-    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_texts_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the bytes of all texts, int32 [tokens], and how many each text has, int64 [texts]."""
         content = [text.encode() for text in texts]
         return (
@@ -136,9 +136,9 @@ class ByteTokenizer(SpecialTokenDefaults):
         return [(place, place + 1) for place in range(len(text.encode()))]
 
 
-def _build_bert(config: TokenizerConfig) -> Tokenizer:
+def _build_bert_tokenizer(config: TokenizerConfig) -> Tokenizer:
     return BertWordPieceTokenizer(
-        _require_path(config.vocab_file),
+        _assert_path_given(config.vocab_file),
         lower_case=config.tokenizer_type == "BertWordPieceLowerCase",
         extra_ids=config.vocab_extra_ids,
     )
@@ -146,7 +146,7 @@ def _build_bert(config: TokenizerConfig) -> Tokenizer:
 
 def _build_tiktoken(config: TokenizerConfig) -> Tokenizer:
     return TikTokenizer(
-        _require_path(config.tokenizer_model),
+        _assert_path_given(config.tokenizer_model),
         config.tiktoken_pattern,
         vocab_size=config.vocab_size,
         num_special=config.tiktoken_num_special_tokens,
@@ -156,23 +156,23 @@ def _build_tiktoken(config: TokenizerConfig) -> Tokenizer:
 
 def _build_sentencepiece(special: Literal["bare", "begun", "named"], config: TokenizerConfig) -> Tokenizer:
     extra_ids = config.vocab_extra_ids if special == "named" else 0
-    return SentencePieceTokenizer(_require_path(config.tokenizer_model), special, extra_ids=extra_ids)
+    return SentencePieceTokenizer(_assert_path_given(config.tokenizer_model), special, extra_ids=extra_ids)
 
 
-def _build_null(config: TokenizerConfig) -> Tokenizer:
+def _build_null_tokenizer(config: TokenizerConfig) -> Tokenizer:
     pad = None if config.null_tokenizer_pad_id == -1 else config.null_tokenizer_pad_id
     assert config.vocab_size is not None, "a tokenizer without its size is refused"
     return NullTokenizer(config.vocab_size, eod=config.null_tokenizer_eod_id, pad=pad)
 
 
-def _require_path(path: str | None) -> str:
+def _assert_path_given(path: str | None) -> str:
     """Return the path of a file that `tokenizer_flag_problems` requires for this kind."""
     assert path is not None, "a tokenizer without its files is refused"
     return path
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class TokenizerKind:
     """A kind of tokenizer. needs: settings that it cannot do without; also: the others that it reads.
 
     Any other setting would be ignored in silence: `build_tokenizer` refuses it, and a run, which leaves it out, says so.
@@ -183,38 +183,42 @@ class Kind:
     also: tuple[str, ...] = ()
 
     @property
-    def reads(self) -> frozenset[str]:
+    def used_settings(self) -> frozenset[str]:
         """All settings that have an effect."""
         return frozenset((*self.needs, *self.also))
 
 
 _MODEL, _TYPE_AND_TEMPLATE = ("tokenizer_model",), frozenset({"tokenizer_type", "chat_template"})
-_BERT = Kind(_build_bert, ("vocab_file",), ("vocab_extra_ids",))
-KINDS: Mapping[str, Kind] = MappingProxyType(
+_BERT = TokenizerKind(_build_bert_tokenizer, ("vocab_file",), ("vocab_extra_ids",))
+KINDS: Mapping[str, TokenizerKind] = MappingProxyType(
     {
-        "GPT2BPETokenizer": Kind(
-            lambda config: GPT2BPETokenizer(_require_path(config.vocab_file), _require_path(config.merge_file)),
+        "GPT2BPETokenizer": TokenizerKind(
+            lambda config: GPT2BPETokenizer(
+                _assert_path_given(config.vocab_file), _assert_path_given(config.merge_file)
+            ),
             ("vocab_file", "merge_file"),
         ),
         "BertWordPieceLowerCase": _BERT,
         "BertWordPieceCase": _BERT,
-        "SentencePieceTokenizer": Kind(partial(_build_sentencepiece, "named"), _MODEL, ("vocab_extra_ids",)),
-        "GPTSentencePieceTokenizer": Kind(partial(_build_sentencepiece, "bare"), _MODEL),
-        "Llama2Tokenizer": Kind(partial(_build_sentencepiece, "begun"), _MODEL),
-        "HuggingFaceTokenizer": Kind(
+        "SentencePieceTokenizer": TokenizerKind(partial(_build_sentencepiece, "named"), _MODEL, ("vocab_extra_ids",)),
+        "GPTSentencePieceTokenizer": TokenizerKind(partial(_build_sentencepiece, "bare"), _MODEL),
+        "Llama2Tokenizer": TokenizerKind(partial(_build_sentencepiece, "begun"), _MODEL),
+        "HuggingFaceTokenizer": TokenizerKind(
             lambda config: HuggingFaceTokenizer(
-                _require_path(config.tokenizer_model), include_special=config.tokenizer_hf_include_special_tokens
+                _assert_path_given(config.tokenizer_model), include_special=config.tokenizer_hf_include_special_tokens
             ),
             _MODEL,
             ("tokenizer_hf_include_special_tokens",),
         ),
-        "TikTokenizer": Kind(
+        "TikTokenizer": TokenizerKind(
             _build_tiktoken,
             _MODEL,
             ("tiktoken_pattern", "vocab_size", "tiktoken_num_special_tokens", "tokenizer_special_tokens"),
         ),
-        "ByteTokenizer": Kind(lambda config: ByteTokenizer()),
-        "NullTokenizer": Kind(_build_null, ("vocab_size",), ("null_tokenizer_eod_id", "null_tokenizer_pad_id")),
+        "ByteTokenizer": TokenizerKind(lambda config: ByteTokenizer()),
+        "NullTokenizer": TokenizerKind(
+            _build_null_tokenizer, ("vocab_size",), ("null_tokenizer_eod_id", "null_tokenizer_pad_id")
+        ),
     }
 )
 
@@ -242,11 +246,11 @@ def unused_tokenizer_settings(config: TokenizerConfig) -> dict[str, str]:
     """Return the settings that are given but not used by this kind of tokenizer: field name -> flag and value as text."""
     kind = config.tokenizer_type
     return {
-        field.name: f"{flag_name(field.name)} {_format_value(getattr(config, field.name))}"
+        field.name: f"{flag_name(field.name)} {_format_flag_value(getattr(config, field.name))}"
         for field in fields(config)
         if kind is not None
         and kind in KINDS
-        and field.name not in KINDS[kind].reads | _TYPE_AND_TEMPLATE
+        and field.name not in KINDS[kind].used_settings | _TYPE_AND_TEMPLATE
         and getattr(config, field.name) != field.default
     }
 
@@ -274,7 +278,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     assert config.tokenizer_type is not None, "settings without a kind are refused"
     tokenizer = KINDS[config.tokenizer_type].build(config)
     if config.chat_template is not None:
-        tokenizer.chat_template = _read_chat_template(config.chat_template)
+        tokenizer.chat_template = _read_chat_template_flag(config.chat_template)
     return tokenizer
 
 
@@ -292,25 +296,25 @@ def expected_vocab_size(config: TokenizerConfig) -> tuple[int, str]:
     missing or invalid, as the flags say.
     """
     if absent := missing_tokenizer_files(config):
-        return config.vocab_size_from_flags, f"{', '.join(absent)}: not here"
+        return config.vocab_size_without_tokenizer, f"{', '.join(absent)}: not here"
     files = [file for file in (config.vocab_file, config.merge_file, config.tokenizer_model) if file is not None]
     if not files and config.tokenizer_type != "ByteTokenizer":
         return (
-            config.vocab_size_from_flags,
+            config.vocab_size_without_tokenizer,
             "" if config.tokenizer_type == "NullTokenizer" and config.vocab_size else "no file of a tokenizer is named",
         )
     try:
         return build_tokenizer(config).vocab_size, ""
     except (ConfigError, OSError, ValueError) as error:
-        return config.vocab_size_from_flags, str(error)
+        return config.vocab_size_without_tokenizer, str(error)
 
 
-def _format_value(value: object) -> str:
+def _format_flag_value(value: object) -> str:
     """Return a flag's value as text; a tuple's values separated by spaces."""
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _read_chat_template(setting: str) -> str:
+def _read_chat_template_flag(setting: str) -> str:
     """Return the Jinja template given as text or as a path. `ConfigError` if it is neither."""
     if any(mark in setting for mark in ("{{", "{%", "\n")):
         return setting

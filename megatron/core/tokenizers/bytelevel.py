@@ -21,8 +21,8 @@ from megatron.core.tokenizers.engines import (
     Engine,
     MergeRanks,
     choose_tokenizer_engine,
-    gigatoken_engine,
-    gigatoken_json_engine,
+    gigatoken_engine_from_json,
+    gigatoken_engine_from_ranks,
     tiktoken_engine,
     tokenizers_engine,
 )
@@ -62,7 +62,7 @@ class ByteLevelBPE:
         self.special = special
 
     @cached_property
-    def engine_choice(self) -> tuple[Engine, str]:
+    def engine_and_reason(self) -> tuple[Engine, str]:
         """The fastest engine, and a sentence on why it was chosen."""
         return choose_tokenizer_engine(self.source.candidates, self.source.reference, self.source.name)
 
@@ -80,16 +80,16 @@ class ByteLevelBPE:
     @property
     def engine(self) -> str:
         """The library that encodes text, and why it was chosen."""
-        return self.engine_choice[1]
+        return self.engine_and_reason[1]
 
     @property
     def unique_identifiers(self) -> dict[str, str | int]:
         """The hash of bytes, ids and order of all tokens."""
         return {"algorithm": "byte-level BPE", "content": self.vocabulary_hash}
 
-    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_texts_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all texts, int32 [tokens], and how many each text has, int64 [texts]."""
-        return self.engine_choice[0](texts)
+        return self.engine_and_reason[0](texts)
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of one text."""
@@ -109,7 +109,7 @@ class ByteLevelBPE:
         return list(zip(places, places[1:]))
 
 
-class MergeRanksSource:
+class BPEFromMergeRanks:
     """Ids defined by merge ranks, through tiktoken."""
 
     name = "tiktoken"
@@ -117,7 +117,7 @@ class MergeRanksSource:
 
     def __init__(self, ranks: MergeRanks) -> None:
         self.ranks = ranks
-        self.candidates: Mapping[str, Callable[[], Engine]] = {"gigatoken": lambda: gigatoken_engine(ranks)}
+        self.candidates: Mapping[str, Callable[[], Engine]] = {"gigatoken": lambda: gigatoken_engine_from_ranks(ranks)}
 
     @cached_property
     def reference(self) -> Engine:
@@ -125,7 +125,7 @@ class MergeRanksSource:
         return tiktoken_engine(self.ranks)
 
 
-class MergesSource:
+class BPEFromMerges:
     """Ids defined by merges, through a tokenizer of the tokenizers library that ignores special tokens in text.
 
     pattern: the splitting pattern of the equivalent `MergeRanks`. whole_words: a word that is a token is encoded as
@@ -147,7 +147,7 @@ class MergesSource:
         self._pattern, self._whole_words = pattern, whole_words
         self.reference = tokenizers_engine(tokenizer)
         self.candidates: Mapping[str, Callable[[], Engine]] = {
-            "gigatoken": lambda: gigatoken_json_engine(self.content),
+            "gigatoken": lambda: gigatoken_engine_from_json(self.content),
             "tiktoken": self._tiktoken_engine,
         }
 

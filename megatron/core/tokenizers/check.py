@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.difficult_texts import DIFFICULT
 from megatron.core.tokenizers.huggingface import HuggingFaceTokenizer
-from megatron.core.tokenizers.sample import DIFFICULT
 
 LOSSLESS = ("byte-level BPE", "bytes")
 SHOWN = 5
@@ -24,7 +24,7 @@ class TokenizerFindings:
 
 
 @dataclass(slots=True)
-class CorpusFindings:
+class CorpusRoundTrips:
     """Round trips over a corpus.
 
     texts, num_bytes, ids: their numbers. lost: texts that decoding does not restore; first_loss: the first difference.
@@ -60,9 +60,9 @@ def examine_tokenizer(tokenizer: Tokenizer, rows: int | None) -> TokenizerFindin
     return findings
 
 
-def measure_corpus_round_trips(tokenizer: Tokenizer, batches: Iterable[Sequence[str]]) -> CorpusFindings:
+def measure_corpus_round_trips(tokenizer: Tokenizer, batches: Iterable[Sequence[str]]) -> CorpusRoundTrips:
     """Encode and decode all texts; return counts, among them of texts that decoding does not restore."""
-    result = CorpusFindings()
+    result = CorpusRoundTrips()
     for texts in batches:
         for text in texts:
             ids = tokenizer.tokenize(text)
@@ -73,7 +73,7 @@ def measure_corpus_round_trips(tokenizer: Tokenizer, batches: Iterable[Sequence[
             result.highest = max(result.highest, max(ids, default=-1))
             if back != text:
                 result.lost += 1
-                result.first_loss = result.first_loss or _describe_first_difference(text, back)
+                result.first_loss = result.first_loss or _describe_round_trip_loss(text, back)
     return result
 
 
@@ -112,7 +112,7 @@ def _examine_round_trips(tokenizer: Tokenizer, findings: TokenizerFindings) -> N
     for kind, text in DIFFICULT.items():
         back = _decode_without_added_ids(tokenizer, tokenizer.tokenize(text))
         if back != text:
-            lost.append(f"{kind} ({_describe_first_difference(text, back)})")
+            lost.append(f"{kind} ({_describe_round_trip_loss(text, back)})")
     if lost and promises_round_trips(tokenizer):
         findings.wrong.append(
             f"{len(lost)} of {len(DIFFICULT)} kinds of text do not come back from their ids: {'; '.join(lost)}"
@@ -164,7 +164,7 @@ def _decode_without_added_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return tokenizer.detokenize(ids)
 
 
-def _describe_first_difference(text: str, back: str) -> str:
+def _describe_round_trip_loss(text: str, back: str) -> str:
     """Describe where a text and its round trip first differ."""
     place = next(
         (place for place, (left, right) in enumerate(zip(text, back)) if left != right), min(len(text), len(back))

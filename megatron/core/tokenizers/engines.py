@@ -2,7 +2,7 @@
 
     reference  the library that defines the ids: tokenizers for merges, tiktoken for ranks
     choose_tokenizer_engine  gigatoken, else tiktoken, else the reference: the first that gives the reference's ids for the whole sample of
-               difficult text (sample.py), and a sentence with the reason
+               difficult text (difficult_texts.py), and a sentence with the reason
 
 An engine is a function from texts to flat ids. Names of special tokens are ordinary text for every engine.
 """
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.tokenizers.sample import DIFFICULT
+from megatron.core.tokenizers.difficult_texts import DIFFICULT
 
 Engine = Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]
 
@@ -111,7 +111,7 @@ def tiktoken_engine(ranks: MergeRanks) -> Engine:
         with rust_panics_as_errors():
             return np.asarray(encoding.encode_ordinary(text), np.int32)
 
-    def encode_flat(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_texts_flat(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         if len(texts) == 1:
             result = [encode(texts[0])]
         else:
@@ -120,10 +120,10 @@ def tiktoken_engine(ranks: MergeRanks) -> Engine:
         lengths = np.fromiter(map(len, result), np.int64, len(result))
         return table[np.concatenate(result)] if result else table[:0], lengths
 
-    return encode_flat
+    return encode_texts_flat
 
 
-def gigatoken_engine(ranks: MergeRanks) -> Engine:
+def gigatoken_engine_from_ranks(ranks: MergeRanks) -> Engine:
     """Return a gigatoken engine built from ranks. Raises `ValueError` if it does not know their splitting pattern."""
     import gigatoken
 
@@ -137,7 +137,7 @@ def gigatoken_engine(ranks: MergeRanks) -> Engine:
         return _gigatoken_engine(gigatoken.Tokenizer.from_tiktoken(path, name, {}), np.asarray(ranks.ids, np.int32))
 
 
-def gigatoken_json_engine(tokenizer_json: str) -> Engine:
+def gigatoken_engine_from_json(tokenizer_json: str) -> Engine:
     """Return a gigatoken engine built from the content of a tokenizer.json, without its special tokens."""
     import gigatoken
 
@@ -149,7 +149,7 @@ def gigatoken_json_engine(tokenizer_json: str) -> Engine:
 def _gigatoken_engine(encoder: Any, table: np.ndarray | None) -> Engine:
     """Return an engine that encodes all texts at once on all processors; on one inside a worker process."""
 
-    def encode_flat(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_texts_flat(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         with rust_panics_as_errors():
             result = encoder.encode_batch([text.encode() for text in texts])
         if isinstance(result, list):
@@ -159,13 +159,13 @@ def _gigatoken_engine(encoder: Any, table: np.ndarray | None) -> Engine:
         ids = np.asarray(layout.content.data)[offsets[0] : offsets[-1]]
         return ids if table is None else table[ids], np.diff(offsets)
 
-    return encode_flat
+    return encode_texts_flat
 
 
 def tokenizers_engine(tokenizer: Any, add_special_tokens: bool = False) -> Engine:
     """Return an engine of the tokenizers library, for any kind of model."""
 
-    def encode_flat(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_texts_flat(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         for text in texts:
             text.encode()
         with rust_panics_as_errors():
@@ -178,7 +178,7 @@ def tokenizers_engine(tokenizer: Any, add_special_tokens: bool = False) -> Engin
             map(len, result), np.int64, len(result)
         )
 
-    return encode_flat
+    return encode_texts_flat
 
 
 def choose_tokenizer_engine(

@@ -22,14 +22,14 @@ import numpy as np
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.tokenizers.base import (
-    SpecialTokenDefaults,
+    TokenizerAttributeDefaults,
     add_prefix_and_suffix_ids,
     character_to_byte_spans,
     hash_parts,
     read_flag_file_json,
     read_flag_file_text,
 )
-from megatron.core.tokenizers.bytelevel import ByteLevelBPE, MergesSource, byte_of_character, vocab_token_to_bytes
+from megatron.core.tokenizers.bytelevel import BPEFromMerges, ByteLevelBPE, byte_of_character, vocab_token_to_bytes
 from megatron.core.tokenizers.engines import PATTERNS, Engine, tokenizers_engine
 
 FLAG = "--tokenizer-model"
@@ -45,7 +45,7 @@ NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
-class HuggingFaceTokenizer(SpecialTokenDefaults):
+class HuggingFaceTokenizer(TokenizerAttributeDefaults):
     """A tokenizer defined by tokenizer.json; its end of sentence (or, if it has none, its separator) ends documents.
 
     added_tokens: tokens that were added to the vocabulary by hand, special or not, as the tokenizers library lists
@@ -64,7 +64,7 @@ class HuggingFaceTokenizer(SpecialTokenDefaults):
             for number, token in self._tokenizer.get_added_tokens_decoder().items()
             if token.special
         }
-        named, extra, self.chat_template = _tokenizer_settings(
+        named, extra, self.chat_template = _special_tokens_and_template(
             path.parent, {token: number for number, token in self._tokens.items()}, added
         )
         self.bos, self.eos, self.pad = named["bos"], named["eos"], named["pad"]
@@ -82,7 +82,7 @@ class HuggingFaceTokenizer(SpecialTokenDefaults):
         self.special = added
         self.added_tokens = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = tuple(sorted(({*added.values(), *named.values(), *extra} - {None, self.pad}) | {self.eod}))
-        frame = _surrounding_ids(self._tokenizer) if include_special else ((), ())
+        frame = _special_ids_around_text(self._tokenizer) if include_special else ((), ())
         self._frame_known = frame is not None
         self._prefix, self._suffix = frame or ((), ())
         self._bytes = (
@@ -94,7 +94,7 @@ class HuggingFaceTokenizer(SpecialTokenDefaults):
         """The engine that encodes many texts, and a sentence on why it was chosen."""
         if self._bytes is None:
             return self._reference_engine, "text is encoded by tokenizers: it defines the ids"
-        engine, reason = self._bytes.engine_choice
+        engine, reason = self._bytes.engine_and_reason
         return (lambda texts: add_prefix_and_suffix_ids(self._prefix, *engine(texts), self._suffix)), reason
 
     @cached_property
@@ -148,7 +148,7 @@ class HuggingFaceTokenizer(SpecialTokenDefaults):
         text.encode()
         return self._special_aware_tokenizer.encode(text, add_special_tokens=False).ids
 
-    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_texts_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all texts, int32 [tokens], and how many each text has, int64 [texts]."""
         return self._engine_choice[0](texts)
 
@@ -192,7 +192,7 @@ def _sentinel_number(sentinel: str) -> int:
     return int(digits) if digits else 0
 
 
-def _tokenizer_settings(
+def _special_tokens_and_template(
     folder: Path, numbers: Mapping[str, int], added: Mapping[str, int]
 ) -> tuple[dict[str, int | None], tuple[int, ...], str | None]:
     """Read the files beside a tokenizer.json: return ids of the named special tokens (None if missing), ids of
@@ -200,7 +200,7 @@ def _tokenizer_settings(
 
     numbers: token -> id. added: special tokens of tokenizer.json. `ConfigError` for a named token without an id.
     """
-    config = _merged_config(folder)
+    config = _merged_tokenizer_config(folder)
 
     def token_id(value: object, key: str) -> int:
         token = value.get("content") if isinstance(value, dict) else value
@@ -227,7 +227,7 @@ def _tokenizer_settings(
     )
 
 
-def _merged_config(folder: Path) -> dict[str, Any]:
+def _merged_tokenizer_config(folder: Path) -> dict[str, Any]:
     """Return the merged content of the files beside a tokenizer.json, without nulls."""
     config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -249,7 +249,7 @@ def _chat_template(folder: Path, setting: object) -> str | None:
     return setting if isinstance(setting, str) else None
 
 
-def _surrounding_ids(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _special_ids_around_text(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Return the ids that are added before and after every text; None if they depend on the text."""
     common: set[tuple[tuple[int, ...], tuple[int, ...]]] | None = None
     for text in ("a", "two words"):
@@ -274,7 +274,7 @@ def _equivalent_byte_level_bpe(
     merges = [(left, right) for left, right in halves]
     reached = byte_of_character().keys() | {left + right for left, right in merges}
     unreached = {token: number for token, number in model["vocab"].items() if token not in reached}
-    source = MergesSource(
+    source = BPEFromMerges(
         tokenizer, model["vocab"], merges, pattern=pattern, whole_words=bool(model.get("ignore_merges"))
     )
     vocab = {number: vocab_token_to_bytes(token) for token, number in model["vocab"].items()}

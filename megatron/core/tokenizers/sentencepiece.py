@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.tokenizers.base import (
-    SpecialTokenDefaults,
+    TokenizerAttributeDefaults,
     add_prefix_and_suffix_ids,
     character_to_byte_spans,
     flatten_ids,
@@ -31,7 +31,7 @@ from megatron.core.tokenizers.engines import num_usable_processors
 ADDED = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 
 
-class SentencePieceTokenizer(SpecialTokenDefaults):
+class SentencePieceTokenizer(TokenizerAttributeDefaults):
     """A SentencePiece tokenizer. kind: `bare`, `begun` (with <s> before each text) or `named` (with named special
     tokens).
     """
@@ -95,7 +95,7 @@ class SentencePieceTokenizer(SpecialTokenDefaults):
         """Return the ids of a text, in which names of special tokens become those tokens; nothing is added before it."""
         return tokenize_around_special(text, self.special, self._encode_plain)
 
-    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_texts_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all texts, int32 [tokens], and how many each text has, int64 [texts]."""
         content = [text.encode() for text in texts]
         return add_prefix_and_suffix_ids(
@@ -105,10 +105,11 @@ class SentencePieceTokenizer(SpecialTokenDefaults):
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of ids; added tokens appear by name."""
         return "".join(
-            part if isinstance(part, str) else self._model.decode(part) for part in self._split_runs(map(int, ids))
+            part if isinstance(part, str) else self._model.decode(part)
+            for part in self._split_ids_at_added_tokens(map(int, ids))
         )
 
-    def _split_runs(self, ids: Any) -> list[str | list[int]]:
+    def _split_ids_at_added_tokens(self, ids: Any) -> list[str | list[int]]:
         """Return runs of the model's ids, and the names of added tokens between them; ids without a token are skipped."""
         runs: list[str | list[int]] = []
         for token in ids:

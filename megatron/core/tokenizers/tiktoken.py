@@ -20,8 +20,8 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.tokenizers.base import SpecialTokenDefaults, read_flag_file_bytes, read_flag_file_json
-from megatron.core.tokenizers.bytelevel import ByteLevelBPE, MergeRanksSource
+from megatron.core.tokenizers.base import TokenizerAttributeDefaults, read_flag_file_bytes, read_flag_file_json
+from megatron.core.tokenizers.bytelevel import BPEFromMergeRanks, ByteLevelBPE
 from megatron.core.tokenizers.engines import PUBLISHED, MergeRanks
 
 FLAG = "--tokenizer-model"
@@ -38,7 +38,7 @@ DEFAULT_VOCAB_SIZE = 2**17
 DEFAULT_NUM_SPECIAL = 1000
 
 
-class TikTokenizer(ByteLevelBPE, SpecialTokenDefaults):
+class TikTokenizer(ByteLevelBPE, TokenizerAttributeDefaults):
     """Byte-level BPE from a rank file; the first of `ENDS` that it contains ends a document."""
 
     def __init__(
@@ -52,9 +52,9 @@ class TikTokenizer(ByteLevelBPE, SpecialTokenDefaults):
     ) -> None:
         pattern = pattern or _default_split_pattern(model)
         if str(model).endswith(".json"):
-            tokens, ids, special = _parse_json_rank_file(model, vocab_size, num_special, names)
+            tokens, ids, special = _parse_json_merge_ranks(model, vocab_size, num_special, names)
         else:
-            tokens, ids, special = _parse_plain_rank_file(model, pattern, vocab_size, num_special, names)
+            tokens, ids, special = _parse_plain_merge_ranks(model, pattern, vocab_size, num_special, names)
         self.vocab_size = max([*ids, *special.values()]) + 1
         self.bos, self.mask = special.get("<s>", special.get(LLAMA3[0])), special.get("<mask>")
         self.pad, self.cls, self.sep = special.get("<pad>"), special.get("<cls>"), special.get("<sep>")
@@ -75,7 +75,7 @@ class TikTokenizer(ByteLevelBPE, SpecialTokenDefaults):
             PUBLISHED.get(pattern, pattern),
         )
         vocab = dict(zip(ids, tokens)) | {number: name.encode() for name, number in special.items()}
-        super().__init__(MergeRanksSource(ranks), vocab, special)
+        super().__init__(BPEFromMergeRanks(ranks), vocab, special)
 
     def id_to_token(self, token: int) -> str:
         """Return the text of an id, with U+FFFD for incomplete characters."""
@@ -96,7 +96,7 @@ def _default_split_pattern(model: str | Path) -> str:
     raise ConfigError(f"{FLAG} {model} does not say how text is cut into words; add --tiktoken-pattern")
 
 
-def _parse_json_rank_file(
+def _parse_json_merge_ranks(
     model: str | Path, vocab_size: int | None, num_special: int | None, names: Sequence[str] | None
 ) -> Layout:
     """Read a rank file in Megatron's JSON format: return the bytes of each rank, the id of each, and special tokens by
@@ -107,7 +107,7 @@ def _parse_json_rank_file(
     if not isinstance(content, list) or not all(isinstance(row, dict) and keys <= row.keys() for row in content):
         raise ConfigError(f"{FLAG} {model} is not a list of objects with rank and token_bytes")
     num_special = DEFAULT_NUM_SPECIAL if num_special is None else num_special
-    special = _numbered_special_tokens(NAMED if names is None else tuple(names), num_special)
+    special = _named_and_filler_token_ids(NAMED if names is None else tuple(names), num_special)
     size = min(DEFAULT_VOCAB_SIZE, len(content) + num_special) if vocab_size is None else vocab_size
     if not num_special + 256 <= size <= len(content) + num_special:
         raise ConfigError(
@@ -115,11 +115,11 @@ def _parse_json_rank_file(
             f"{len(content)} ranks of {model}: give {num_special + 256} to {len(content) + num_special}"
         )
     rows = content[: size - num_special]
-    tokens = _decode_rank_tokens([(row["token_bytes"], row["rank"]) for row in rows], model)
+    tokens = _decode_base64_tokens([(row["token_bytes"], row["rank"]) for row in rows], model)
     return tokens, [num_special + rank for rank in range(len(tokens))], special
 
 
-def _numbered_special_tokens(names: Sequence[str], num_special: int) -> dict[str, int]:
+def _named_and_filler_token_ids(names: Sequence[str], num_special: int) -> dict[str, int]:
     """Return name -> id of `num_special` special tokens in Megatron's format: the named ones, then fillers."""
     if len(set(names)) != len(names) or not set(NEEDED) <= set(names) or len(names) > num_special:
         raise ConfigError(
@@ -133,7 +133,7 @@ def _numbered_special_tokens(names: Sequence[str], num_special: int) -> dict[str
     return special
 
 
-def _parse_plain_rank_file(
+def _parse_plain_merge_ranks(
     model: str | Path, pattern: str, vocab_size: int | None, num_special: int | None, names: Sequence[str] | None
 ) -> Layout:
     """Read a rank file in tiktoken's format: return the bytes of each rank, the id of each, and special tokens by name."""
@@ -142,7 +142,7 @@ def _parse_plain_rank_file(
             raise ConfigError(f"{flag} {value} is for JSON rank files; leave it out for {model}")
     rows = _read_plain_ranks(model)
     ranks = [rank for rank, _ in rows]
-    tokens = _decode_rank_tokens([(token, place) for place, (_, token) in enumerate(rows)], model)
+    tokens = _decode_base64_tokens([(token, place) for place, (_, token) in enumerate(rows)], model)
     count, end = PUBLISHED_ENDS.get(pattern, (None, 0))
     if names is None and len(rows) == count and end not in ranks:
         return tokens, ranks, {PLAIN_END: end}
@@ -165,7 +165,7 @@ def _read_plain_ranks(model: str | Path) -> list[tuple[int, bytes]]:
     return rows
 
 
-def _decode_rank_tokens(rows: Sequence[tuple[Any, object]], model: str | Path) -> list[bytes]:
+def _decode_base64_tokens(rows: Sequence[tuple[Any, object]], model: str | Path) -> list[bytes]:
     """Decode (base64, rank) rows, in the order of rank, to bytes. `ConfigError` for gaps, duplicates or a missing
     single byte.
     """

@@ -92,7 +92,7 @@ def train_sentencepiece(
     sentencepiece.set_random_generator_seed(1)
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_split_into_lines(texts),
+            sentence_iterator=_yield_bounded_lines(texts),
             model_writer=model,
             model_type=kind,
             vocab_size=vocab_size,
@@ -111,7 +111,7 @@ def train_sentencepiece(
     return model.getvalue()
 
 
-def write_files_atomically(folder: Path, files: dict[str, str | bytes]) -> None:
+def write_each_file_atomically(folder: Path, files: dict[str, str | bytes]) -> None:
     """Write files into a folder, each atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
@@ -120,7 +120,7 @@ def write_files_atomically(folder: Path, files: dict[str, str | bytes]) -> None:
         partial.replace(folder / name)
 
 
-def _split_into_lines(texts: Iterable[Sequence[str]]) -> Iterator[str]:
+def _yield_bounded_lines(texts: Iterable[Sequence[str]]) -> Iterator[str]:
     """Yield the lines of all texts, cut to LONGEST_LINE characters, with NUL as a space."""
     for batch in texts:
         for text in batch:

@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.tokenizers.base import (
-    SpecialTokenDefaults,
+    TokenizerAttributeDefaults,
     character_to_byte_spans,
     hash_parts,
     read_flag_file_text,
@@ -28,7 +28,7 @@ from megatron.core.tokenizers.engines import Engine, tokenizers_engine
 NEEDED = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
-class BertWordPieceTokenizer(SpecialTokenDefaults):
+class BertWordPieceTokenizer(TokenizerAttributeDefaults):
     """BERT's tokenizer, in lower case or not, with `extra_ids` sentinels after the vocabulary."""
 
     engine = "text is encoded by tokenizers: it defines the ids"
@@ -50,7 +50,7 @@ class BertWordPieceTokenizer(SpecialTokenDefaults):
         self._vocab = vocab
 
     @cached_property
-    def _wordpieces(self) -> Any:
+    def _wordpiece_tokenizer(self) -> Any:
         """The tokenizers library's WordPiece tokenizer."""
         import tokenizers
         from tokenizers import decoders, models, normalizers, pre_tokenizers
@@ -66,7 +66,7 @@ class BertWordPieceTokenizer(SpecialTokenDefaults):
     @cached_property
     def _engine(self) -> Engine:
         """The engine that encodes text."""
-        return tokenizers_engine(self._wordpieces)
+        return tokenizers_engine(self._wordpiece_tokenizer)
 
     @property
     def unique_identifiers(self) -> dict[str, str | int]:
@@ -85,13 +85,13 @@ class BertWordPieceTokenizer(SpecialTokenDefaults):
         """Return the ids of a text, in which [CLS], [SEP] and the other names in brackets become those tokens."""
         return tokenize_around_special(text, self.special, self.tokenize)
 
-    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_texts_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all texts, int32 [tokens], and how many each text has, int64 [texts]."""
         return self._engine(texts)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the words of ids, joined from pieces and separated by spaces."""
-        return self._wordpieces.decode(
+        return self._wordpiece_tokenizer.decode(
             [token for token in map(int, ids) if 0 <= token < self.vocab_size], skip_special_tokens=False
         )
 
@@ -102,7 +102,7 @@ class BertWordPieceTokenizer(SpecialTokenDefaults):
     def token_byte_spans(self, text: str) -> list[tuple[int, int]]:
         """Return the byte range of each piece."""
         text.encode()
-        return character_to_byte_spans(text, self._wordpieces.encode(text, add_special_tokens=False).offsets)
+        return character_to_byte_spans(text, self._wordpiece_tokenizer.encode(text, add_special_tokens=False).offsets)
 
 
 def _parse_vocab(text: str, path: str | Path) -> dict[str, int]:

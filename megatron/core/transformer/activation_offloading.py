@@ -18,21 +18,21 @@ from functools import partial
 import torch
 from torch import nn
 
-from megatron.core.config.settings.run import OffloadConfig
-from megatron.core.parallel.offload import ActivationOffload, without_activation_offload, wrap_forward_in_context
+from megatron.core.config.settings.run import ActivationOffloadConfig
+from megatron.core.parallel.offload import ActivationOffload, no_activation_offload, wrap_forward_in_context
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.moe import MoELayer
 from megatron.core.transformer.stack import TransformerStack
 
 
-def set_up_activation_offload(stage: nn.Module, config: OffloadConfig, device: torch.device) -> None:
+def set_up_activation_offload(stage: nn.Module, config: ActivationOffloadConfig, device: torch.device) -> None:
     """Set up a stage to offload activations as --cpu-offloading-num-layers and --offload-modules ask; without them do
     nothing.
     """
-    if not config.any_offload:
+    if not config.offloads_activations:
         return
     offload = ActivationOffload(device, config.min_offloaded_tensor_size)
-    wrap_forward_in_context(stage, partial(_begin_offload, offload))
+    wrap_forward_in_context(stage, partial(_start_offloaded_forward, offload))
     layers = [layer for layer in stage.modules() if isinstance(layer, TransformerLayer)]
     chosen = layers[: config.cpu_offloading_num_layers]
     for layer in chosen:
@@ -44,12 +44,11 @@ def set_up_activation_offload(stage: nn.Module, config: OffloadConfig, device: t
     for layer in layers if config.fine_grained_activation_offloading else ():
         for name, part in _offloadable_modules(layer):
             wrap_forward_in_context(
-                part,
-                partial(offload.offloading, part) if name in config.offload_modules else without_activation_offload,
+                part, partial(offload.offloading, part) if name in config.offload_modules else no_activation_offload
             )
 
 
-def _begin_offload(offload: ActivationOffload) -> AbstractContextManager[None]:
+def _start_offloaded_forward(offload: ActivationOffload) -> AbstractContextManager[None]:
     """Start a forward pass of the stage, and return an empty context, as `wrap_forward_in_context` needs one."""
     offload.begin_forward()
     return nullcontext()

@@ -14,28 +14,28 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config.adapters import WHOLE, AdapterPlan, is_trained_parameter, linear_layer_shapes
+from megatron.core.config.adapters import WHOLE, AdapterPlan, is_trained_parameter, linear_shapes_of_layer
 from megatron.core.config.plan import LayerPlan
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import (
-    FusedSegment,
+    FusedWeightSegment,
     ParamSpec,
-    Shard,
+    ShardedDim,
     constant_initializer,
     meta_parameter,
     param_spec_of,
 )
 from megatron.core.tensor_parallel.adapter import AdapterBuildContext, LinearAdapter, kaiming_uniform_initializer
-from megatron.core.tensor_parallel.quantized import prepare_frozen_quantization
-from megatron.core.transformer.build import LayerBuildContext
+from megatron.core.tensor_parallel.frozen_quantized import mark_frozen_for_quantization
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 
 
-def add_adapters(layer: nn.Module, plan: LayerPlan, build: LayerBuildContext) -> None:
+def add_adapters_to_layer(layer: nn.Module, plan: LayerPlan, build: LayerBuildContext) -> None:
     """Put an adapter beside each linear layer that the plan names."""
     config = build.model.adapter
     made = AdapterBuildContext(build.mesh, build.streams, build.dtype, config.lora_dropout, config.dora)
-    shapes = linear_layer_shapes(build.model, plan)
+    shapes = linear_shapes_of_layer(build.model, plan)
     for path, group in groupby(plan.adapters, key=lambda one: one.linear):
         linear, names = layer.get_submodule(path), [name for name, _ in shapes[path].parts]
         if param_spec_of(linear.weight).stacked:  # type: ignore[arg-type]
@@ -55,7 +55,7 @@ def freeze_untrained(network: nn.Module, config: AdapterConfig, mesh: Mesh) -> N
         if not is_trained_parameter(name, config):
             param.requires_grad_(False)
     if config.lora_base_quantization != "none":
-        prepare_frozen_quantization(network, mesh, config.lora_base_quantization)
+        mark_frozen_for_quantization(network, mesh, config.lora_base_quantization)
 
 
 @contextmanager
@@ -83,7 +83,7 @@ class ExpertLoRAFactors(nn.Module):
     """The factors of all experts of this rank: A [e, r, in], B [e, out, r]."""
 
     def __init__(
-        self, plan: AdapterPlan, weight: ParamSpec, rows: tuple[FusedSegment, ...], build: LayerBuildContext
+        self, plan: AdapterPlan, weight: ParamSpec, rows: tuple[FusedWeightSegment, ...], build: LayerBuildContext
     ) -> None:
         super().__init__()
         self.scale, self.rank = plan.scale, plan.rank
@@ -103,7 +103,7 @@ class ExpertLoRAFactors(nn.Module):
             (experts, sum(part.size for part in rows), plan.rank),
             constant_initializer(0.0),
             "lora_b",
-            (by_expert, Shard(1, "etp", rows)) if cut_output else (by_expert,),
+            (by_expert, ShardedDim(1, "etp", rows)) if cut_output else (by_expert,),
             () if cut_output else ("etp",),
             reduce_over="edp",
             stacked=True,
@@ -122,7 +122,7 @@ class GroupedLinearAdapter(nn.Module):
         super().__init__()
         spec, self.enabled = param_spec_of(weight), True
         by_width = spec.shards[1]
-        segments = by_width.segments if by_width.dim == 1 else (FusedSegment(spec.shape[1]),)
+        segments = by_width.segments if by_width.dim == 1 else (FusedWeightSegment(spec.shape[1]),)
         ranks = build.mesh.etp.size if by_width.dim == 1 else 1
         self.multiply: Callable[..., Tensor] = build.kernels.grouped_linear
         self.names, self.pairs, self.sizes = (

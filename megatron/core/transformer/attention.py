@@ -24,17 +24,17 @@ from megatron.core.kernels.reference import accumulation_dtype_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.recompute import recompute
 from megatron.core.parallel.spec import (
-    FusedSegment,
+    FusedWeightSegment,
     ParamSpec,
-    Shard,
+    ShardedDim,
     constant_initializer,
     meta_parameter,
     normal_initializer,
 )
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.norm import effective_norm_weight
-from megatron.core.transformer.build import LayerBuildContext, scale_by
-from megatron.core.transformer.passing import ForwardContext
+from megatron.core.transformer.forward_context import ForwardContext
+from megatron.core.transformer.layer_build_context import LayerBuildContext, multiply_unless_one
 from megatron.core.transformer.qk_clip import MaxAttentionScoreTracker
 from megatron.core.transformer.rope import RotaryTable
 
@@ -50,7 +50,7 @@ class SelfAttention(nn.Module):
         self.heads = model.num_attention_heads // tp
         self.groups = max(1, model.num_query_groups // tp)
         copies = max(1, tp // model.num_query_groups)
-        key = FusedSegment(model.key_projection_width, copies)
+        key = FusedWeightSegment(model.key_projection_width, copies)
         inner: dict[str, Any] = {
             "bias": model.has_qkv_bias,
             "init": build.init_method(),
@@ -58,7 +58,7 @@ class SelfAttention(nn.Module):
             "mesh": build.mesh,
             "dtype": build.dtype,
         }
-        query = FusedSegment(model.query_projection_width)
+        query = FusedWeightSegment(model.query_projection_width)
         self.has_gate = model.attention_output_gate
         factors = model.multipliers
         self.input_factor, self.output_factor = factors.attention_in_multiplier, factors.attention_out_multiplier
@@ -79,7 +79,7 @@ class SelfAttention(nn.Module):
         self.k_layernorm: nn.Module | None = None
         if model.qk_layernorm_across_heads:
             self.q_layernorm, self.k_layernorm = (
-                NormAcrossHeads(build, FusedSegment(model.query_projection_width)),
+                NormAcrossHeads(build, FusedWeightSegment(model.query_projection_width)),
                 NormAcrossHeads(build, key),
             )
         elif model.qk_layernorm:  # each rank sees its own heads only, so their gradients are shares of a sum
@@ -97,12 +97,12 @@ class SelfAttention(nn.Module):
         attention's output and the normed input, both like x.
         """
         table = context.table if self.plan.rope else None
-        split = self._split_qkv_kernel(table)
+        split = self._select_split_qkv_kernel(table)
         linear = self.linear_qkv if split is None else partial(self.linear_qkv, skip_bias_gradient=True)
-        qkv, normed = self.build.norm_then_linear(norm, linear, x)
+        qkv, normed = self.build.apply_norm_then_linear(norm, linear, x)
         q, k, v, gate = self._split_qkv_heads(qkv, table, split)
         if self.build.model.qk_l2_norm:
-            q, k = self._normalize_qk(q), self._normalize_qk(k)
+            q, k = self._rms_normalize_heads(q), self._rms_normalize_heads(k)
         mask = context.mask.with_window(self.plan.window)
         if self.peaks is not None and self.training:
             self.peaks.update(
@@ -120,9 +120,9 @@ class SelfAttention(nn.Module):
         )
         if gate is not None:
             mixed = (mixed * torch.sigmoid(gate.to(accumulation_dtype_of(gate.dtype)))).to(mixed.dtype)
-        return scale_by(self.linear_proj(mixed), self.output_factor), normed
+        return multiply_unless_one(self.linear_proj(mixed), self.output_factor), normed
 
-    def qk_clip_factors(self, shrink: Tensor, alpha: float) -> dict[nn.Parameter, Tensor]:
+    def qk_clip_weight_factors(self, shrink: Tensor, alpha: float) -> dict[nn.Parameter, Tensor]:
         """Return for the query, key and value matrix (and its bias) the factor of each local row, [rows]; 1 for values
         and gates.
 
@@ -146,7 +146,7 @@ class SelfAttention(nn.Module):
         """Whether queries and keys are normed."""
         return self.q_layernorm is not None and self.k_layernorm is not None
 
-    def _split_qkv_kernel(self, table: RotaryTable | None) -> Callable[..., tuple[Tensor, ...]] | None:
+    def _select_split_qkv_kernel(self, table: RotaryTable | None) -> Callable[..., tuple[Tensor, ...]] | None:
         """Return the kernel that splits unrotated heads and computes the gradient of the projection's bias; None if
         torch splits them, or another kernel that rotates them. table: rotary table, or None.
         """
@@ -159,10 +159,10 @@ class SelfAttention(nn.Module):
         """[s, b, (n + 2g)/tp * d] to q: [s, b, n/tp, d], k, v: [s, b, g/tp, d], and with 2n the gate: [s, b, n/tp * d].
 
         Queries and keys are normed, if they have norms, and rotated by a table, if there is one. split: see
-        `_split_qkv_kernel`.
+        `_select_split_qkv_kernel`.
         """
         counts = self.heads, *((self.heads,) if self.has_gate else ()), self.groups, self.groups
-        heads = scale_by(qkv, self.input_factor).view(*qkv.shape[:2], -1, self.head_size)
+        heads = multiply_unless_one(qkv, self.input_factor).view(*qkv.shape[:2], -1, self.head_size)
         if split is not None:
             bias = self.linear_qkv.bias
             q, *gate, k, v = split(heads, counts, bias if bias is not None and bias.requires_grad else None)
@@ -171,14 +171,14 @@ class SelfAttention(nn.Module):
             q, *gate, k, v = self.build.kernels.rotary_qkv(heads, counts, table.cos, table.sin, pairs)
         else:
             q, *gate, k, v = heads.split(counts, dim=2)
-        k = scale_by(k, self.key_factor)  # a rotation is linear: before it or behind it
+        k = multiply_unless_one(k, self.key_factor)  # a rotation is linear: before it or behind it
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
             if table is not None:
-                q, k = self._apply_rotary(q, table), self._apply_rotary(k, table)
+                q, k = self._apply_rotary_to_tensor(q, table), self._apply_rotary_to_tensor(k, table)
         return q, k, v, gate[0].flatten(2) if gate else None
 
-    def _normalize_qk(self, x: Tensor) -> Tensor:
+    def _rms_normalize_heads(self, x: Tensor) -> Tensor:
         """Return heads [s, b, heads, d] divided by their root mean square (RMSNorm without a weight)."""
         return self.build.kernels.rms_norm(x, None, self.build.model.norm_epsilon)
 
@@ -186,7 +186,7 @@ class SelfAttention(nn.Module):
         """Return the sink logit of each head, [n/tp]: zeros (off-by-one), learned ones, or None without sinks."""
         return q.new_zeros(self.heads) if self.build.model.softmax_type == "off-by-one" else self.softmax_offset
 
-    def _apply_rotary(self, x: Tensor, table: RotaryTable) -> Tensor:
+    def _apply_rotary_to_tensor(self, x: Tensor, table: RotaryTable) -> Tensor:
         return self.build.kernels.rotary(x, table.cos, table.sin, self.build.model.has_interleaved_rotary)
 
 
@@ -196,11 +196,14 @@ class NormAcrossHeads(nn.Module):
     part: those channels; a rank that holds copies of other ranks' heads sees their squares in the sum as often.
     """
 
-    def __init__(self, build: LayerBuildContext, part: FusedSegment) -> None:
+    def __init__(self, build: LayerBuildContext, part: FusedWeightSegment) -> None:
         super().__init__()
         self.build, self.part, self.one_plus = build, part, build.model.apply_layernorm_1p
         spec = ParamSpec(
-            (part.size,), constant_initializer(0.0 if self.one_plus else 1.0), "qk_norm", (Shard(0, "tp", (part,)),)
+            (part.size,),
+            constant_initializer(0.0 if self.one_plus else 1.0),
+            "qk_norm",
+            (ShardedDim(0, "tp", (part,)),),
         )
         self.weight = meta_parameter(spec, build.mesh, build.dtype)
 
@@ -211,8 +214,8 @@ class NormAcrossHeads(nn.Module):
         if tp.size == 1:
             return self.build.kernels.rms_norm(flat.to(scale.dtype), scale, epsilon).to(x.dtype).view_as(x)
         own = flat.to(accumulation_dtype_of(x.dtype))
-        total = collectives.reduce_then_identity(own.square().sum(-1, keepdim=True), tp)
-        mean = collectives.identity_then_reduce(total, tp) / (self.part.size * self.part.replicas)
+        total = collectives.reduce_with_identity_backward(own.square().sum(-1, keepdim=True), tp)
+        mean = collectives.identity_with_reduce_backward(total, tp) / (self.part.size * self.part.replicas)
         return ((own * torch.rsqrt(mean + epsilon)).to(scale.dtype) * scale).to(x.dtype).view_as(x)
 
 
@@ -220,7 +223,10 @@ def attention_sink_parameter(build: LayerBuildContext) -> nn.Parameter:
     """Create the learned sink logit of every head (on the meta device), cut over the tensor ranks as heads are."""
     heads = build.model.num_attention_heads
     spec = ParamSpec(
-        (heads,), normal_initializer(build.model.init_method_std), "vector", (Shard(0, "tp", (FusedSegment(heads),)),)
+        (heads,),
+        normal_initializer(build.model.init_method_std),
+        "vector",
+        (ShardedDim(0, "tp", (FusedWeightSegment(heads),)),),
     )
     return meta_parameter(spec, build.mesh, build.dtype)
 

@@ -31,7 +31,7 @@ class DecodingCache(Protocol):
     extends.
     """
 
-    def cached_attention(self, layer: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def wrap_attention_kernel(self, layer: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return `kernel` wrapped so that it stores the new keys and values and attends to the cached ones too.
 
         The result takes q: [t, 1, n, d], k: [t, 1, g, d], v: [t, 1, g, dv] of the new tokens of all sequences and

@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.kernels.mask import AttentionMaskSpec
-from megatron.core.parallel.spec import FusedSegment
+from megatron.core.parallel.spec import FusedWeightSegment
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import attend
-from megatron.core.transformer.build import LayerBuildContext
 from megatron.core.transformer.cache import DecodingCache
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 
 
 class CrossAttention(nn.Module):
@@ -26,11 +26,11 @@ class CrossAttention(nn.Module):
         model, tp = build.model, build.mesh.tp.size
         self.build, self.head_size = build, model.kv_channels
         copies = max(1, tp // model.num_query_groups)
-        key, bias = FusedSegment(model.key_projection_width, copies), model.add_bias_linear or model.add_qkv_bias
+        key, bias = FusedWeightSegment(model.key_projection_width, copies), model.add_bias_linear or model.add_qkv_bias
         shared: dict[str, Any] = {"region": build.tp_region, "mesh": build.mesh, "dtype": build.dtype}
         self.linear_q = ColumnParallelLinear(
             model.hidden_size,
-            (FusedSegment(model.query_projection_width),),
+            (FusedWeightSegment(model.query_projection_width),),
             bias=bias,
             init=build.init_method(),
             **shared,
@@ -54,7 +54,7 @@ class CrossAttention(nn.Module):
         x: [s or s/tp, b, h], before its norm; memory: [keys or keys/tp, b, h]. cache: keeps the keys and values of the
         memory. Returns the attention's output and the normed input, both like x.
         """
-        q, normed = self.build.norm_then_linear(norm, self.linear_q, x)
+        q, normed = self.build.apply_norm_then_linear(norm, self.linear_q, x)
 
         def project_keys_and_values() -> Tensor:
             return self.linear_kv(memory.to(self.linear_kv.weight.dtype))

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.kernels.host_reads import host_may_read
+from megatron.core.kernels.host_read_permission import host_may_read
 from megatron.core.kernels.permute import permute
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel import collectives
@@ -67,7 +67,7 @@ class ExpertPermutation:
 
 
 @dataclass(frozen=True, slots=True)
-class DispatchedTokens:
+class PendingTokenDispatch:
     """Tokens on their way to their experts. wait: finishes the exchange and returns the inputs of this rank's experts.
 
     permutation: order in which the choices were sent. handle: what `combine` needs besides.
@@ -81,13 +81,13 @@ class DispatchedTokens:
 class TokenDispatcher(Protocol):
     """Sends tokens to the ranks that hold their experts, and the outputs back (--moe-token-dispatcher-type)."""
 
-    def dispatch(self, tokens: Tensor, routing: ExpertRouting, capacity: int | None) -> DispatchedTokens:
+    def dispatch(self, tokens: Tensor, routing: ExpertRouting, capacity: int | None) -> PendingTokenDispatch:
         """Start to send tokens [t, h] to their experts; `Dispatched.wait` finishes it.
 
         capacity: number of rows that every expert is padded or cut to; None: as many as chose it.
         """
 
-    def combine(self, outputs: Tensor, dispatched: DispatchedTokens) -> Tensor:
+    def combine(self, outputs: Tensor, dispatched: PendingTokenDispatch) -> Tensor:
         """Send the experts' outputs back to the ranks of their tokens and sum them.
 
         outputs: [n, h], one for each row that `wait` returned. Returns [t, h], the sum of each token's rows.
@@ -173,7 +173,7 @@ def unpermute_tokens(rows: Tensor, permutation: ExpertPermutation) -> Tensor:
     )
 
 
-def reorder_rows(rows: Tensor, index: Tensor, back: Tensor, permute: Permute = permute) -> Tensor:
+def reorder_token_rows(rows: Tensor, index: Tensor, back: Tensor, permute: Permute = permute) -> Tensor:
     """Return rows[index]. rows: [n, h]; index, back: [n], permutations that are inverse to each other."""
     return permute(rows, index[:, None], back[:, None], False, False)
 
@@ -185,7 +185,7 @@ class LocalTokenDispatcher:
     num_experts: int
     permute: Permute = permute
 
-    def dispatch(self, tokens: Tensor, routing: ExpertRouting, capacity: int | None) -> DispatchedTokens:
+    def dispatch(self, tokens: Tensor, routing: ExpertRouting, capacity: int | None) -> PendingTokenDispatch:
         """See `Dispatcher.dispatch`."""
         permutation = permutation_by_expert(
             routing.experts, routing.kept, self.num_experts, capacity=capacity, all_here=True, permute=self.permute
@@ -195,9 +195,9 @@ class LocalTokenDispatcher:
             permute_routing_weights(routing.weights, permutation),
             permutation.counts,
         )
-        return DispatchedTokens(lambda: rows, permutation)
+        return PendingTokenDispatch(lambda: rows, permutation)
 
-    def combine(self, outputs: Tensor, dispatched: DispatchedTokens) -> Tensor:
+    def combine(self, outputs: Tensor, dispatched: PendingTokenDispatch) -> Tensor:
         """See `Dispatcher.combine`."""
         return unpermute_tokens(outputs, dispatched.permutation)
 
@@ -213,7 +213,7 @@ class AllGatherTokenDispatcher:
     etp: Axis
     permute: Permute = permute
 
-    def dispatch(self, tokens: Tensor, routing: ExpertRouting, capacity: int | None) -> DispatchedTokens:
+    def dispatch(self, tokens: Tensor, routing: ExpertRouting, capacity: int | None) -> PendingTokenDispatch:
         """See `Dispatcher.dispatch`."""
         tokens, weights = self._gather_over_ranks(tokens), self._gather_over_ranks(routing.weights)
         experts = self._gather_over_ranks(routing.experts)
@@ -232,13 +232,13 @@ class AllGatherTokenDispatcher:
         rows = ExpertInputs(
             permute_tokens(tokens, permutation), permute_routing_weights(weights, permutation), permutation.counts
         )
-        return DispatchedTokens(lambda: rows, permutation)
+        return PendingTokenDispatch(lambda: rows, permutation)
 
-    def combine(self, outputs: Tensor, dispatched: DispatchedTokens) -> Tensor:
+    def combine(self, outputs: Tensor, dispatched: PendingTokenDispatch) -> Tensor:
         """See `Dispatcher.combine`."""
         shares = unpermute_tokens(outputs, dispatched.permutation)
-        summed = collectives.scatter_then_gather(shares, self.ep, self.ep.overlap.switch_microbatch)
-        return collectives.scatter_then_gather(summed, self.etp)
+        summed = collectives.scatter_with_gather_backward(shares, self.ep, self.ep.overlap.yield_to_other_microbatch)
+        return collectives.scatter_with_gather_backward(summed, self.etp)
 
     def _gather_over_ranks(self, values: Tensor) -> Tensor:
         """Gather values [t, ...] of the ranks of etp, then ep, along the first dimension; floating-point ones with a
@@ -246,12 +246,12 @@ class AllGatherTokenDispatcher:
         """
         if not values.dtype.is_floating_point:
             return collectives.all_gather(collectives.all_gather(values, self.etp), self.ep)
-        gathered = collectives.gather_then_scatter(values, self.etp)
-        return collectives.gather_then_scatter(gathered, self.ep, self.ep.overlap.switch_microbatch)
+        gathered = collectives.gather_with_scatter_backward(values, self.etp)
+        return collectives.gather_with_scatter_backward(gathered, self.ep, self.ep.overlap.yield_to_other_microbatch)
 
 
 @dataclass(frozen=True, slots=True)
-class _ExpertExchangeHandle:
+class _ExpertExchangeState:
     """exchange: over ep. gathered: rows of each etp rank. index, back: to the order of own experts, and from it."""
 
     exchange: AsyncAllToAll
@@ -269,7 +269,7 @@ class AllToAllTokenDispatcher:
     etp: Axis
     permute: Permute = permute
 
-    def dispatch(self, tokens: Tensor, routing: ExpertRouting, capacity: int | None) -> DispatchedTokens:
+    def dispatch(self, tokens: Tensor, routing: ExpertRouting, capacity: int | None) -> PendingTokenDispatch:
         """See `Dispatcher.dispatch`."""
         permutation = permutation_by_expert(
             routing.experts, routing.kept, self.num_experts, capacity=capacity, all_here=True, permute=self.permute
@@ -287,8 +287,10 @@ class AllToAllTokenDispatcher:
         (table,) = known.wait()
         arriving, there = table[:, :, self.ep.rank], whole[:, :, self.ep.rank]
         send, gathered = table[self.etp.rank, self.ep.rank].sum(-1).tolist(), arriving.sum((1, 2)).tolist()
-        handle = _ExpertExchangeHandle(
-            AsyncAllToAll(send, arriving[self.etp.rank].sum(-1).tolist(), self.ep, self.ep.overlap.switch_microbatch),
+        handle = _ExpertExchangeState(
+            AsyncAllToAll(
+                send, arriving[self.etp.rank].sum(-1).tolist(), self.ep, self.ep.overlap.yield_to_other_microbatch
+            ),
             gathered,
             *_sender_to_expert_order(there.reshape(-1, here), sum(gathered)),
         )
@@ -297,7 +299,7 @@ class AllToAllTokenDispatcher:
         coming = collectives.start_autograd_all_to_all(own, handle.exchange)
         counts = there.sum((0, 1))
 
-        def wait() -> ExpertInputs:
+        def receive_expert_inputs() -> ExpertInputs:
             arrived = self._gather_and_sort_by_expert(
                 collectives.finish_autograd_all_to_all(coming, handle.exchange), handle
             )
@@ -309,22 +311,22 @@ class AllToAllTokenDispatcher:
                 counts,
             )
 
-        return DispatchedTokens(wait, permutation, handle)
+        return PendingTokenDispatch(receive_expert_inputs, permutation, handle)
 
-    def combine(self, outputs: Tensor, dispatched: DispatchedTokens) -> Tensor:
+    def combine(self, outputs: Tensor, dispatched: PendingTokenDispatch) -> Tensor:
         """See `Dispatcher.combine`."""
-        handle: _ExpertExchangeHandle = dispatched.handle
-        shares = reorder_rows(outputs, handle.back, handle.index, self.permute)
-        own = collectives.uneven_scatter_then_gather(shares, handle.gathered, self.etp)
-        forth, switch = handle.exchange, self.ep.overlap.switch_microbatch
+        handle: _ExpertExchangeState = dispatched.handle
+        shares = reorder_token_rows(outputs, handle.back, handle.index, self.permute)
+        own = collectives.uneven_scatter_with_gather_backward(shares, handle.gathered, self.etp)
+        forth, switch = handle.exchange, self.ep.overlap.yield_to_other_microbatch
         return unpermute_tokens(
             collectives.all_to_all(own, forth.receive, forth.send, self.ep, switch), dispatched.permutation
         )
 
-    def _gather_and_sort_by_expert(self, rows: Tensor, handle: _ExpertExchangeHandle) -> Tensor:
+    def _gather_and_sort_by_expert(self, rows: Tensor, handle: _ExpertExchangeState) -> Tensor:
         """Gather rows that arrived over etp, and sort them by local expert."""
-        return reorder_rows(
-            collectives.uneven_gather_then_scatter(rows, handle.gathered, self.etp),
+        return reorder_token_rows(
+            collectives.uneven_gather_with_scatter_backward(rows, handle.gathered, self.etp),
             handle.index,
             handle.back,
             self.permute,
@@ -340,7 +342,7 @@ class FlexTokenDispatcher:
     library: Any
     permute: Permute = permute
 
-    def dispatch(self, tokens: Tensor, routing: ExpertRouting, capacity: int | None) -> DispatchedTokens:
+    def dispatch(self, tokens: Tensor, routing: ExpertRouting, capacity: int | None) -> PendingTokenDispatch:
         """See `Dispatcher.dispatch`."""
         experts = routing.experts if routing.kept is None else routing.experts.masked_fill(~routing.kept, -1)
         arrived, weights, own, handle = self.library.dispatch(tokens, routing.weights, experts, self.num_experts)
@@ -351,9 +353,9 @@ class FlexTokenDispatcher:
         rows = ExpertInputs(
             permute_tokens(arrived, permutation), permute_routing_weights(weights, permutation), permutation.counts
         )
-        return DispatchedTokens(lambda: rows, permutation, handle)
+        return PendingTokenDispatch(lambda: rows, permutation, handle)
 
-    def combine(self, outputs: Tensor, dispatched: DispatchedTokens) -> Tensor:
+    def combine(self, outputs: Tensor, dispatched: PendingTokenDispatch) -> Tensor:
         """See `Dispatcher.combine`."""
         return self.library.combine(unpermute_tokens(outputs, dispatched.permutation), dispatched.handle)
 

@@ -16,19 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.context_parallel.heads import ALONE, HeadExchange
+from megatron.core.context_parallel.head_exchange import ALONE, HeadExchange
 from megatron.core.kernels import scans
 from megatron.core.kernels.reference import accumulation_dtype_of
-from megatron.core.parallel.spec import FusedSegment, ParamSpec, constant_initializer, meta_parameter
+from megatron.core.parallel.spec import FusedWeightSegment, ParamSpec, constant_initializer, meta_parameter
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.build import LayerBuildContext
-from megatron.core.transformer.passing import ForwardContext
+from megatron.core.transformer.forward_context import ForwardContext
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 from megatron.core.transformer.state_space import (
     CausalConvParameters,
     MixerState,
-    document_segments,
-    group_repeats,
-    log_uniform_initializer,
+    document_segment_ids,
+    log_of_uniform_initializer,
+    num_group_repeats_for_cp,
     per_head_parameter,
 )
 
@@ -69,8 +69,8 @@ class GatedDeltaNet(nn.Module):
         model, tp = build.model, build.mesh.tp.size
         self.build, self.sizes = build, sizes
         self.key_heads, self.value_heads = sizes.key_heads // tp, sizes.value_heads // tp
-        keys = FusedSegment(sizes.key_heads * sizes.key_size)
-        values, heads = FusedSegment(sizes.value_heads * sizes.value_size), FusedSegment(sizes.value_heads)
+        keys = FusedWeightSegment(sizes.key_heads * sizes.key_size)
+        values, heads = FusedWeightSegment(sizes.value_heads * sizes.value_size), FusedWeightSegment(sizes.value_heads)
         self.in_proj = ColumnParallelLinear(
             model.hidden_size,
             (keys, keys, values, values, heads, heads),
@@ -83,7 +83,7 @@ class GatedDeltaNet(nn.Module):
         )
         self.conv1d = CausalConvParameters((keys, keys, values), sizes.conv_width, build, bias=False)
         self.dt_bias = per_head_parameter(build, sizes.value_heads, constant_initializer(1.0))
-        self.A_log = per_head_parameter(build, sizes.value_heads, log_uniform_initializer(1.0, 16.0))
+        self.A_log = per_head_parameter(build, sizes.value_heads, log_of_uniform_initializer(1.0, 16.0))
         self.out_norm = GatedHeadNorm(build, sizes.value_size)
         self.out_proj = RowParallelLinear(
             values.size,
@@ -102,7 +102,7 @@ class GatedDeltaNet(nn.Module):
 
         x: [s or s/tp, b, h], before its norm. Returns the mixer's output and the normed input, both like x.
         """
-        projected, normed = self.build.norm_then_linear(norm, self.in_proj, x)
+        projected, normed = self.build.apply_norm_then_linear(norm, self.in_proj, x)
         exchange = HeadExchange.from_mask(
             self.build.mesh,
             context.mask,
@@ -115,7 +115,7 @@ class GatedDeltaNet(nn.Module):
         if context.cache is not None:
             mixed = context.cache.run_from_states(self, parts, self._conv_and_scan_from)
         else:
-            mixed, _ = self._conv_and_scan(parts, exchange, document_segments(context.mask), None)
+            mixed, _ = self._conv_and_scan(parts, exchange, document_segment_ids(context.mask), None)
         return self.out_proj(self.out_norm(exchange.to_position_shards(mixed), z).flatten(2)), normed
 
     def initial_state(self, batch: int) -> MixerState:
@@ -161,7 +161,7 @@ class GatedDeltaNet(nn.Module):
         parts: q, k, v, b, a as split. segments: of documents [b, s], or None. state: None for zeros. Returns [s, b,
         nv/tp/cp, dv] of all positions, and the state after the last.
         """
-        copies, format_ = group_repeats(self.key_heads, exchange), accumulation_dtype_of(self.build.dtype)
+        copies, format_ = num_group_repeats_for_cp(self.key_heads, exchange), accumulation_dtype_of(self.build.dtype)
         q, k, v, b, a = parts
         if copies > 1:
             q, k = q.repeat_interleave(copies, dim=2), k.repeat_interleave(copies, dim=2)

@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from megatron.core.config.plan import LayerPlan
 from megatron.core.parallel.recompute import recompute
 from megatron.core.tensor_parallel.norm import Norm
-from megatron.core.transformer.adapters import add_adapters
+from megatron.core.transformer.adapters import add_adapters_to_layer
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.build import LayerBuildContext
 from megatron.core.transformer.cross_attention import CrossAttention
 from megatron.core.transformer.dropout import Dropout
+from megatron.core.transformer.forward_context import ForwardContext
 from megatron.core.transformer.gated_delta_net import DeltaNetSizes, GatedDeltaNet
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 from megatron.core.transformer.layer_scale import LayerScale
 from megatron.core.transformer.mamba import MambaMixer, MambaSizes
 from megatron.core.transformer.mla import MultiLatentAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import MoELayer
-from megatron.core.transformer.passing import ForwardContext
 
 MIXERS: dict[str, Callable[[LayerBuildContext, LayerPlan], nn.Module]] = {
     "attention": SelfAttention,
@@ -53,29 +53,29 @@ class TransformerLayer(nn.Module):
         build, model = build.for_layer(plan), build.model
         self.build, self.plan = build, plan
         self.after_norm, after_sum = model.apply_residual_connection_post_layernorm, model.norm_after_residual
-        after_sublayer = model.norms_after_sublayer(plan.mixer)
+        after_sublayer = model.has_norms_after_sublayer(plan.mixer)
         self.norms_updates = model.sandwich_norm or after_sublayer
         before, behind = not (after_sum or after_sublayer), after_sum or self.norms_updates
         mixes, has_mlp = plan.mixer != "none", plan.mlp != "none"
         self.input_layernorm = self._optional_norm(before and mixes)
         mixer = MIXERS[plan.mixer](build.with_context_parallel_attention(plan.index), plan) if mixes else None
         beside = (
-            MIXERS[plan.beside](build.with_context_parallel_attention(plan.index), plan)
-            if plan.beside != "none"
+            MIXERS[plan.parallel_mixer](build.with_context_parallel_attention(plan.index), plan)
+            if plan.parallel_mixer != "none"
             else None
         )
         self.mixer = mixer if plan.mixer == "mamba" else beside  # Megatron's names
         self.self_attention = None if plan.mixer == "mamba" else mixer
         self.post_attention_layernorm = self._optional_norm(behind and mixes)
-        self.pre_cross_attn_layernorm = self._optional_norm(plan.cross)
-        self.cross_attention = CrossAttention(build) if plan.cross else None
+        self.pre_cross_attn_layernorm = self._optional_norm(plan.has_cross_attention)
+        self.cross_attention = CrossAttention(build) if plan.has_cross_attention else None
         self.pre_mlp_layernorm = self._optional_norm(before and has_mlp)
         self.mlp = _make_mlp(plan, build)
         self.post_mlp_layernorm = self._optional_norm(behind and has_mlp)
         self.attention_scale = self._optional_layer_scale(mixes)
         self.mlp_scale = self._optional_layer_scale(has_mlp)
         self.dropout = Dropout(model.hidden_dropout, build.streams, build.tp_region.dropout_stream)
-        add_adapters(self, plan, build)
+        add_adapters_to_layer(self, plan, build)
 
     def _optional_norm(self, requested: bool) -> Norm | None:
         return self.build.make_norm(self.build.model.hidden_size) if requested else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatron.core.parallel.spec import ParamSpec, constant_initializer, meta_parameter
-from megatron.core.transformer.build import LayerBuildContext
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 
 
 class LayerScale(nn.Module):

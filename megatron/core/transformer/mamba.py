@@ -16,19 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.context_parallel.heads import ALONE, HeadExchange
+from megatron.core.context_parallel.head_exchange import ALONE, HeadExchange
 from megatron.core.kernels import scans
 from megatron.core.kernels.reference import accumulation_dtype_of
-from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant_initializer, meta_parameter
+from megatron.core.parallel.spec import FusedWeightSegment, ParamSpec, ShardedDim, constant_initializer, meta_parameter
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.build import LayerBuildContext, scale_by
-from megatron.core.transformer.passing import ForwardContext
+from megatron.core.transformer.forward_context import ForwardContext
+from megatron.core.transformer.layer_build_context import LayerBuildContext, multiply_unless_one
 from megatron.core.transformer.state_space import (
     CausalConvParameters,
     MixerState,
-    document_segments,
-    group_repeats,
-    log_uniform_initializer,
+    document_segment_ids,
+    log_of_uniform_initializer,
+    num_group_repeats_for_cp,
     per_head_parameter,
 )
 
@@ -74,10 +74,10 @@ class MambaMixer(nn.Module):
         model, tp = build.model, build.mesh.tp.size
         self.build, self.sizes = build, sizes
         self.heads, self.groups = sizes.heads // tp, sizes.groups // tp
-        inner, shared = FusedSegment(sizes.inner_size), FusedSegment(sizes.groups * sizes.state)
+        inner, shared = FusedWeightSegment(sizes.inner_size), FusedWeightSegment(sizes.groups * sizes.state)
         self.in_proj = ColumnParallelLinear(
             model.hidden_size,
-            (inner, inner, shared, shared, FusedSegment(sizes.heads)),
+            (inner, inner, shared, shared, FusedWeightSegment(sizes.heads)),
             bias=False,
             init=build.init_method(),
             region=build.tp_region,
@@ -87,7 +87,7 @@ class MambaMixer(nn.Module):
         )
         self.conv1d = CausalConvParameters((inner, shared, shared), sizes.conv_width, build, bias=True)
         self.dt_bias = per_head_parameter(build, sizes.heads, _initial_dt_bias)
-        self.A_log = per_head_parameter(build, sizes.heads, log_uniform_initializer(1.0, 16.0))
+        self.A_log = per_head_parameter(build, sizes.heads, log_of_uniform_initializer(1.0, 16.0))
         self.D = per_head_parameter(build, sizes.heads, constant_initializer(1.0))
         self.norm = GatedNorm(build, sizes.inner_size, self.groups, place=model.hybrid.mamba_output_norm)
         self.factors, self.output_factor = model.multipliers.mamba_factors, model.multipliers.ssm_out_multiplier
@@ -108,7 +108,7 @@ class MambaMixer(nn.Module):
 
         x: [s or s/tp, b, h], before its norm. Returns the mixer's output and the normed input, both like x.
         """
-        projected, normed = self.build.norm_then_linear(norm, self.in_proj, x)
+        projected, normed = self.build.apply_norm_then_linear(norm, self.in_proj, x)
         exchange = HeadExchange.from_mask(
             self.build.mesh,
             context.mask,
@@ -121,7 +121,7 @@ class MambaMixer(nn.Module):
         if context.cache is not None:
             mixed = context.cache.run_from_states(self, parts, self._conv_and_scan_from)
         else:
-            mixed, _ = self._conv_and_scan(parts, exchange, document_segments(context.mask), None)
+            mixed, _ = self._conv_and_scan(parts, exchange, document_segment_ids(context.mask), None)
         return self._gate_and_project(exchange.to_position_shards(mixed).flatten(2), z), normed
 
     def initial_state(self, batch: int) -> MixerState:
@@ -141,7 +141,7 @@ class MambaMixer(nn.Module):
 
     def _gate_and_project(self, y: Tensor, z: Tensor) -> Tensor:
         """Return out_proj(gated norm of the scan output y by z), [s or s/tp, b, h]. y, z: [s, b, d/tp]."""
-        return scale_by(self.out_proj(self.norm(y, z)), self.output_factor)
+        return multiply_unless_one(self.out_proj(self.norm(y, z)), self.output_factor)
 
     def _conv_and_scan_from(self, parts: list[Tensor], state: MixerState) -> tuple[Tensor, MixerState]:
         """Run convolution and scan on the next tokens, as `_split_projection` gives them, from a state. Returns as
@@ -168,7 +168,7 @@ class MambaMixer(nn.Module):
         parts: x, B, C, dt as split. segments: of documents [b, s], or None. state: None for zeros. Returns [s, b,
         n/tp/cp, p] of all positions, and the state after the last.
         """
-        copies, format_ = group_repeats(self.groups, exchange), accumulation_dtype_of(self.build.dtype)
+        copies, format_ = num_group_repeats_for_cp(self.groups, exchange), accumulation_dtype_of(self.build.dtype)
         x, b, c, dt = parts
         if copies > 1:
             b, c = b.repeat_interleave(copies, dim=2), c.repeat_interleave(copies, dim=2)
@@ -232,7 +232,9 @@ class GatedNorm(nn.Module):
         super().__init__()
         self.place = place
         self.groups, self.epsilon = groups, build.model.hybrid.mamba_norm_epsilon
-        spec = ParamSpec((size,), constant_initializer(1.0), "vector", (Shard(0, "tp", (FusedSegment(size),)),))
+        spec = ParamSpec(
+            (size,), constant_initializer(1.0), "vector", (ShardedDim(0, "tp", (FusedWeightSegment(size),)),)
+        )
         self.weight = None if place == "none" else meta_parameter(spec, build.mesh, build.dtype)
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
@@ -240,10 +242,10 @@ class GatedNorm(nn.Module):
         format_ = accumulation_dtype_of(y.dtype)
         own, gate = y.to(format_), F.silu(z.to(format_))
         if self.place == "before_gate":
-            return (self._normalize(own) * gate).to(y.dtype)
-        return self._normalize(own * gate).to(y.dtype)
+            return (self._rms_norm_groups(own) * gate).to(y.dtype)
+        return self._rms_norm_groups(own * gate).to(y.dtype)
 
-    def _normalize(self, x: Tensor) -> Tensor:
+    def _rms_norm_groups(self, x: Tensor) -> Tensor:
         """RMSNorm of each group of channels. x: [s, b, d/tp] in fp32 or wider; returns the same shape, x itself without
         a weight.
         """

@@ -27,12 +27,12 @@ from megatron.core.config.plan import LayerPlan
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.context_parallel.attention import gather_context_parallel_keys
 from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
-from megatron.core.parallel.recompute import discard_intermediates
-from megatron.core.parallel.spec import FusedSegment
+from megatron.core.parallel.recompute import recompute_intermediates
+from megatron.core.parallel.spec import FusedWeightSegment
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.core.transformer.attention import attend
-from megatron.core.transformer.build import LayerBuildContext
-from megatron.core.transformer.passing import ForwardContext
+from megatron.core.transformer.forward_context import ForwardContext
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 from megatron.core.transformer.qk_clip import MaxAttentionScoreTracker
 from megatron.core.transformer.rope import RotaryTable, yarn_mscale
 
@@ -46,8 +46,8 @@ class MultiLatentAttention(nn.Module):
         self.plan, self.mla = plan, mla
         self.build = replace(build, model=replace(model, softmax_scale=mla_softmax_scale(model)))
         self.heads = model.num_attention_heads // build.mesh.tp.size
-        query = FusedSegment(model.num_attention_heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim))
-        pair = FusedSegment(model.num_attention_heads * (mla.qk_head_dim + mla.v_head_dim))
+        query = FusedWeightSegment(model.num_attention_heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim))
+        pair = FusedWeightSegment(model.num_attention_heads * (mla.qk_head_dim + mla.v_head_dim))
         made: dict[str, Any] = {"init": build.init_method(), "mesh": build.mesh, "dtype": build.dtype}
         cut, whole = (
             {**made, "region": region, "bias": False},
@@ -82,12 +82,13 @@ class MultiLatentAttention(nn.Module):
         x: [s or s/tp, b, h], before its norm, if there is one; bias: [1, n/tp, s, s], added to the scores (not with a
         cache). Returns the attention's output and the normed input, both like x.
         """
-        (query, latent, shared), normed = self.build.norm_then_linear(norm, self._down_projections, x)
+        (query, latent, shared), normed = self.build.apply_norm_then_linear(norm, self._down_projections, x)
         table = context.table if self.plan.rope else None
         mask = context.mask.with_window(self.plan.window)
         if context.cache is not None:
             kept = torch.cat(
-                (self.build.tp_region.copy_to_region(latent), self._apply_rotary(shared, table)[:, :, 0]), dim=-1
+                (self.build.tp_region.copy_to_region(latent), self._apply_rotary_to_tensor(shared, table)[:, :, 0]),
+                dim=-1,
             )
             result = self.absorbed_attention(
                 self._rotated_query_heads(query, table),
@@ -97,7 +98,7 @@ class MultiLatentAttention(nn.Module):
             )
             return self.linear_proj(result), normed
 
-        def project_up(query: Tensor, latent: Tensor, shared: Tensor) -> tuple[Tensor, ...]:
+        def up_project_latents(query: Tensor, latent: Tensor, shared: Tensor) -> tuple[Tensor, ...]:
             return self._rotated_query_heads(query, table), *self._key_and_value_heads(latent, shared, table)
 
         def core_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -108,8 +109,10 @@ class MultiLatentAttention(nn.Module):
             return attend(self.build, q, k, v, mask, AttentionScoreModifiers(bias=bias), training=self.training)
 
         if self.build.recomputes_module("mla_up_proj"):
-            return self.linear_proj(discard_intermediates(project_up, core_attention, query, latent, shared)), normed
-        return self.linear_proj(core_attention(*project_up(query, latent, shared))), normed
+            return self.linear_proj(
+                recompute_intermediates(up_project_latents, core_attention, query, latent, shared)
+            ), normed
+        return self.linear_proj(core_attention(*up_project_latents(query, latent, shared))), normed
 
     def absorbed_attention(
         self, q: Tensor, kept: Tensor, mask: AttentionMaskSpec, kernel: Callable[..., Tensor] | None = None
@@ -134,7 +137,7 @@ class MultiLatentAttention(nn.Module):
         )
         return torch.einsum("sbnr,nvr->sbnv", result.unflatten(-1, (self.heads, -1)), of_value).flatten(2)
 
-    def qk_clip_factors(self, shrink: Tensor, alpha: float) -> dict[nn.Parameter, Tensor]:
+    def qk_clip_weight_factors(self, shrink: Tensor, alpha: float) -> dict[nn.Parameter, Tensor]:
         """Return for the matrices of queries and of keys and values the factor of each local row, [rows]; 1 for values.
 
         shrink: factor of the scores of every head of the network, [n]; see `qk_clip`. The rotated key serves all heads,
@@ -175,7 +178,7 @@ class MultiLatentAttention(nn.Module):
         still, turned = q.unflatten(-1, (self.heads, -1)).split(
             [self.mla.qk_head_dim, self.mla.qk_pos_emb_head_dim], dim=-1
         )
-        return torch.cat((still, self._apply_rotary(turned, table)), dim=-1)
+        return torch.cat((still, self._apply_rotary_to_tensor(turned, table)), dim=-1)
 
     def _key_and_value_heads(self, latent: Tensor, shared: Tensor, table: RotaryTable | None) -> tuple[Tensor, Tensor]:
         """Return keys [s, b, n/tp, dk + d] and values [s, b, n/tp, dv]. latent: [s or s/tp, b, r]; shared: [s, b, 1,
@@ -183,10 +186,10 @@ class MultiLatentAttention(nn.Module):
         """
         pairs = self.linear_kv_up_proj(latent).unflatten(-1, (self.heads, -1))
         still, value = pairs.split([self.mla.qk_head_dim, self.mla.v_head_dim], dim=-1)
-        turned = self._apply_rotary(shared, table).expand(-1, -1, self.heads, -1)
+        turned = self._apply_rotary_to_tensor(shared, table).expand(-1, -1, self.heads, -1)
         return torch.cat((still, turned), dim=-1), value
 
-    def _apply_rotary(self, x: Tensor, table: RotaryTable | None) -> Tensor:
+    def _apply_rotary_to_tensor(self, x: Tensor, table: RotaryTable | None) -> Tensor:
         if table is None:
             return x
         return self.build.kernels.rotary(x, table.cos, table.sin, self.build.model.has_interleaved_rotary)

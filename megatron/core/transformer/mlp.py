@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.parallel.spec import FusedSegment, ParamSpec, meta_parameter
+from megatron.core.parallel.spec import FusedWeightSegment, ParamSpec, meta_parameter
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.build import LayerBuildContext, scale_by
-from megatron.core.transformer.passing import ForwardContext
+from megatron.core.transformer.forward_context import ForwardContext
+from megatron.core.transformer.layer_build_context import LayerBuildContext, multiply_unless_one
 
 
 class MLP(nn.Module):
@@ -22,7 +22,7 @@ class MLP(nn.Module):
         super().__init__()
         model = build.model
         self.build = build
-        part = FusedSegment(model.ffn_hidden_size if width is None else width)
+        part = FusedWeightSegment(model.ffn_hidden_size if width is None else width)
         self.linear_fc1 = ColumnParallelLinear(
             model.hidden_size,
             (part, part) if model.has_gated_mlp else (part,),
@@ -54,12 +54,12 @@ class MLP(nn.Module):
         skips = self.build.adds_bias_in_activation
         linear = partial(self.linear_fc1, skip_bias_add=True) if skips else self.linear_fc1
         bias = self.linear_fc1.bias if skips else None
-        wide, normed = self.build.norm_then_linear(norm, linear, x)
+        wide, normed = self.build.apply_norm_then_linear(norm, linear, x)
         gate_factor, output_factor = self.build.model.multipliers.mlp_factors
         if gate_factor != 1.0:
             gate, up = wide.chunk(2, dim=-1)
             wide = torch.cat((gate * gate_factor, up), dim=-1)
-        output = scale_by(self.linear_fc2(self.build.apply_activation(wide, bias)), output_factor)
+        output = multiply_unless_one(self.linear_fc2(self.build.apply_activation(wide, bias)), output_factor)
         if self.gate_weight is not None:
             output = output * F.linear(normed, self.gate_weight).sigmoid()
         return output, normed

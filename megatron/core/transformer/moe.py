@@ -18,25 +18,25 @@ from torch.autograd import Function
 
 from megatron.core.config.plan import LayerPlan
 from megatron.core.kernels import grouped, reference
-from megatron.core.kernels.grouped import weighted_expert_bias
-from megatron.core.parallel.recompute import discard_intermediate, recompute
+from megatron.core.kernels.grouped import weighted_bias_of_expert_rows
+from megatron.core.parallel.recompute import recompute, recompute_intermediate
 from megatron.core.parallel.spec import (
-    FusedSegment,
+    FusedWeightSegment,
     Initial,
     ParamSpec,
-    Shard,
+    ShardedDim,
     constant_initializer,
     meta_parameter,
-    quantized_values_of,
+    quantized_storage_of,
 )
 from megatron.core.parallel.wgrad import WeightGradStore
+from megatron.core.tensor_parallel.frozen_quantized import frozen_quantized_grouped_linear
 from megatron.core.tensor_parallel.low_precision import LowPrecisionScaling, low_precision_grouped_linear
-from megatron.core.tensor_parallel.quantized import frozen_quantized_grouped_linear
 from megatron.core.transformer.adapters import GroupedLinearAdapter
-from megatron.core.transformer.build import LayerBuildContext
 from megatron.core.transformer.dispatch import ExpertInputs, make_token_dispatcher
+from megatron.core.transformer.forward_context import ForwardContext
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.passing import ForwardContext
 from megatron.core.transformer.router import TopKRouter
 
 
@@ -85,13 +85,13 @@ class GroupedLinear(nn.Module):
     """
 
     def __init__(
-        self, build: LayerBuildContext, sizes: tuple[int, tuple[FusedSegment, ...]], *, cut: int, init: Initial
+        self, build: LayerBuildContext, sizes: tuple[int, tuple[FusedWeightSegment, ...]], *, cut: int, init: Initial
     ) -> None:
         """sizes: of the whole dimension that is not cut, and the parts of the one that is."""
         super().__init__()
         experts, width = build.model.moe.num_experts_or_zero, sum(part.size for part in sizes[1])
         outputs, inputs = (width, sizes[0]) if cut == 1 else (sizes[0], width)
-        by_expert, by_width = Shard(0, "ep", (FusedSegment(experts),)), Shard(cut, "etp", sizes[1])
+        by_expert, by_width = ShardedDim(0, "ep", (FusedWeightSegment(experts),)), ShardedDim(cut, "etp", sizes[1])
         self.grouped_linear, self.wgrad_store = build.kernels.grouped_linear, build.wgrad_store
         self.scaling = (
             None if build.low is None else LowPrecisionScaling(build.low, shared=build.mesh.etp, cut=build.mesh.etp)
@@ -129,8 +129,8 @@ class GroupedLinear(nn.Module):
         if skip_bias_add:
             return self._product_with_adapter(x, counts)
         if self.bias is None or weights is None:
-            return reference.add_expert_bias(self._product_with_adapter(x, counts), self.bias, counts)
-        bias = weighted_expert_bias(weights * self.bias_share, self.bias, counts)
+            return reference.add_bias_of_expert_rows(self._product_with_adapter(x, counts), self.bias, counts)
+        bias = weighted_bias_of_expert_rows(weights * self.bias_share, self.bias, counts)
         return self._product_with_adapter(x, counts) + bias.to(x.dtype)
 
     def _product_with_adapter(self, x: Tensor, counts: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class GroupedLinear(nn.Module):
         return product + self.adapter(x, counts) if self.adapter is not None and self.adapter.enabled else product
 
     def _grouped_product(self, x: Tensor, counts: Tensor) -> Tensor:
-        if quantized_values_of(self.weight) is not None:
+        if quantized_storage_of(self.weight) is not None:
             return frozen_quantized_grouped_linear(x, self.weight, counts, self.grouped_linear)
         if self.wgrad_store is None or self.scaling is not None:
             return self.grouped_linear(x, self.weight, counts, None)
@@ -154,7 +154,7 @@ class GroupedMLP(nn.Module):
 
     def __init__(self, build: LayerBuildContext) -> None:
         super().__init__()
-        model, part = build.model, FusedSegment(build.model.moe.expert_width)
+        model, part = build.model, FusedWeightSegment(build.model.moe.expert_width)
         self.build = build
         self.linear_fc1 = GroupedLinear(
             build,
@@ -171,7 +171,7 @@ class GroupedMLP(nn.Module):
         given = (rows.weights, self.linear_fc1.bias, rows.counts) if skips else (rows.weights,)
         down = partial(self.linear_fc2, counts=rows.counts, weights=rows.weights)
         if self.build.recomputes_module("moe_act"):
-            return discard_intermediate(
+            return recompute_intermediate(
                 lambda x: recompute(self._activate_and_weigh, self.build.streams, x, *given), down, wide
             )[0]
         return down(self._activate_and_weigh(wide, *given))
@@ -205,9 +205,9 @@ class MoELayer(nn.Module):
         """Run the layer on norm(x). x: [s or s/tp, b, h], before its norm. Returns the layer's output and the normed
         input, like x.
         """
-        return self.build.norm_then_linear(norm, partial(self._mlp_block, context=context), x)
+        return self.build.apply_norm_then_linear(norm, partial(self._route_compute_and_combine, context=context), x)
 
-    def _mlp_block(self, x: Tensor, *, context: ForwardContext) -> Tensor:
+    def _route_compute_and_combine(self, x: Tensor, *, context: ForwardContext) -> Tensor:
         """Route, dispatch, compute and combine normed tokens, and add the shared experts. x: [s or s/tp, b, h], as the
         result.
         """
@@ -221,7 +221,7 @@ class MoELayer(nn.Module):
             self._shared_experts_output(x, context) if moe.moe_shared_expert_overlap else None
         )  # while tokens are on their way
         outputs = self.experts(dispatched.wait())
-        routed = region.gather_tokens(self.dispatcher.combine(outputs, dispatched).view(own.shape), length)
+        routed = region.undo_scatter_tokens(self.dispatcher.combine(outputs, dispatched).view(own.shape), length)
         if shared is None:
             shared = self._shared_experts_output(x, context)
         return routed if shared is None else routed + shared

@@ -51,7 +51,7 @@ class QKClipAttention(Protocol):
     peaks: MaxAttentionScoreTracker | None
     heads: int
 
-    def qk_clip_factors(self, shrink: Tensor, alpha: float) -> dict[nn.Parameter, Tensor]:
+    def qk_clip_weight_factors(self, shrink: Tensor, alpha: float) -> dict[nn.Parameter, Tensor]:
         """Return for each of its parameters that shrinks the factor of every local row, [rows].
 
         shrink: t / S of all heads of the network, [n], at most 1; alpha: share of the factor that queries take.
@@ -77,5 +77,7 @@ def qk_clip_row_factors(
     largest = collectives.all_gather(collectives.all_reduce(own, mesh.dp_cp, "max"), mesh.tp)
     factors: dict[str, Tensor] = {}
     for (layer, _), shrink in zip(clipped, (threshold / largest.clamp(min=threshold)).unbind(1), strict=True):
-        factors |= {param_spec_of(param).name: rows for param, rows in layer.qk_clip_factors(shrink, alpha).items()}
+        factors |= {
+            param_spec_of(param).name: rows for param, rows in layer.qk_clip_weight_factors(shrink, alpha).items()
+        }
     return factors

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.config.settings.model import RopeConfig
-from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, meta_parameter
-from megatron.core.transformer.build import LayerBuildContext
+from megatron.core.config.settings.model import PositionConfig
+from megatron.core.parallel.spec import FusedWeightSegment, ParamSpec, ShardedDim, meta_parameter
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 
 
 class RelativeBiasTable(nn.Module):
@@ -28,7 +28,7 @@ class RelativeBiasTable(nn.Module):
     def __init__(self, build: LayerBuildContext) -> None:
         super().__init__()
         model = build.model
-        cut = Shard(1, "tp", (FusedSegment(model.num_attention_heads),))
+        cut = ShardedDim(1, "tp", (FusedWeightSegment(model.num_attention_heads),))
         spec = ParamSpec(
             (model.rope.relative_attention_num_buckets, model.num_attention_heads), build.init_method(), "table", (cut,)
         )
@@ -43,7 +43,7 @@ class RelativePositionEmbedding(nn.Module):
         self.relative_attention_bias = RelativeBiasTable(build)
 
 
-def relative_score_bias(table: Tensor, length: int, config: RopeConfig, *, causal: bool) -> Tensor:
+def relative_score_bias(table: Tensor, length: int, config: PositionConfig, *, causal: bool) -> Tensor:
     """Return the relative position bias that is added to a sequence's scores, [1, n/tp, length, length]. table:
     [buckets, n/tp].
     """
@@ -52,7 +52,7 @@ def relative_score_bias(table: Tensor, length: int, config: RopeConfig, *, causa
     return F.embedding(index, table).permute(2, 0, 1)[None]
 
 
-def relative_position_buckets(offset: Tensor, config: RopeConfig, *, causal: bool) -> Tensor:
+def relative_position_buckets(offset: Tensor, config: PositionConfig, *, causal: bool) -> Tensor:
     """Return the bucket of each offset (key position minus query position). offset: int64 of any shape; returns the
     same shape.
     """

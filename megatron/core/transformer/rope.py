@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.config.settings.model import RopeConfig
-from megatron.core.transformer.build import LayerBuildContext
+from megatron.core.config.settings.model import PositionConfig
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class RotaryTable:
     sin: Tensor
 
 
-def rotary_frequencies(config: RopeConfig, head_size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def rotary_frequencies(config: PositionConfig, head_size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return the angle per position of each rotated pair, [r/2], after Llama 3.1 or YaRN scaling if configured (Su et
     al., 2021).
     """
@@ -37,7 +37,7 @@ def rotary_frequencies(config: RopeConfig, head_size: int, device: torch.device,
     return _llama3_scaled_frequencies(result, config) if config.use_rope_scaling else result
 
 
-def _llama3_scaled_frequencies(frequencies: Tensor, config: RopeConfig) -> Tensor:
+def _llama3_scaled_frequencies(frequencies: Tensor, config: PositionConfig) -> Tensor:
     """Divide low frequencies by the scaling factor, keep high ones, and blend those between (Llama 3.1)."""
     turns = config.rope_scaling_original_length * frequencies / (2 * math.pi)
     low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
@@ -45,17 +45,17 @@ def _llama3_scaled_frequencies(frequencies: Tensor, config: RopeConfig) -> Tenso
     return (1 - blend) * frequencies / config.rope_scaling_factor + blend * frequencies
 
 
-def _yarn_scaled_frequencies(frequencies: Tensor, config: RopeConfig) -> Tensor:
+def _yarn_scaled_frequencies(frequencies: Tensor, config: PositionConfig) -> Tensor:
     """Divide low frequencies by the scaling factor, keep high ones, and blend those between linearly by pair index
     (YaRN; Peng et al., 2023).
     """
     size = 2 * len(frequencies)
 
-    def pair_index(turns: float) -> float:  # of the pair that turns so often over the original length
+    def rotary_pair_index(turns: float) -> float:  # of the pair that turns so often over the original length
         length = config.yarn_original_max_position_embeddings
         return size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config.rotary_base))
 
-    first, last = pair_index(config.yarn_beta_fast), pair_index(config.yarn_beta_slow)
+    first, last = rotary_pair_index(config.yarn_beta_fast), rotary_pair_index(config.yarn_beta_slow)
     if config.yarn_correction_range_round_to_int:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, size - 1)
@@ -64,7 +64,7 @@ def _yarn_scaled_frequencies(frequencies: Tensor, config: RopeConfig) -> Tensor:
     return slowed * frequencies / config.rotary_scaling_factor + (1 - slowed) * frequencies
 
 
-def yarn_mscale(config: RopeConfig, share: float) -> float:
+def yarn_mscale(config: PositionConfig, share: float) -> float:
     """Return YaRN's magnitude factor 0.1 * share * log(scaling factor) + 1; 1 without YaRN. share: `mscale` or
     `mscale_all_dim`.
     """
@@ -74,7 +74,7 @@ def yarn_mscale(config: RopeConfig, share: float) -> float:
 
 
 def rotary_table(
-    positions: Tensor, config: RopeConfig, head_size: int, *, dtype: torch.dtype, pairs: bool
+    positions: Tensor, config: PositionConfig, head_size: int, *, dtype: torch.dtype, pairs: bool
 ) -> RotaryTable:
     """Return cos and sin for these positions.
 
@@ -107,5 +107,9 @@ def rotary_table_for(build: LayerBuildContext, hidden: Tensor, positions: Tensor
     places = build.local_positions(length)[None] if positions is None else positions
     wide = torch.float64 if build.dtype == torch.float64 else torch.float32
     return rotary_table(
-        places, build.model.rope, build.model.rotary_head_size, dtype=wide, pairs=build.model.has_interleaved_rotary
+        places,
+        build.model.rope,
+        build.model.head_size_before_rotary_percent,
+        dtype=wide,
+        pairs=build.model.has_interleaved_rotary,
     )

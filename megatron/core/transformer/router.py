@@ -27,15 +27,15 @@ from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rng import derive_seed
 from megatron.core.parallel.spec import ParamSpec, constant_initializer, meta_parameter, param_spec_of
-from megatron.core.transformer.balance import (
+from megatron.core.transformer.expert_balance import (
     count_expert_choices,
     local_balancing_loss,
     local_router_z_loss,
     sinkhorn,
     updated_expert_bias,
 )
-from megatron.core.transformer.build import LayerBuildContext
-from megatron.core.transformer.passing import ForwardContext, MicrobatchContext
+from megatron.core.transformer.forward_context import ForwardContext, MicrobatchContext
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 
 _TINY = 1e-20
 _FIRST_FACTOR, _SECOND_FACTOR = 0x2545F4914F6CDD1D, 0x1B873593CC9E2D51  # odd, so that no two places fall together
@@ -109,7 +109,7 @@ class TopKRouter(nn.Module):
         if routes is None:
             experts = self._choose_or_replay_experts(scores, microbatch_context, context.depth)
         else:
-            experts = self._local_routes(routes[self.layer])
+            experts = self._shard_of_given_routes(routes[self.layer])
         if self.observed is not None:
             self.observed.append(experts)
         weights = routing_weights(scores, experts, self.moe)
@@ -125,7 +125,7 @@ class TopKRouter(nn.Module):
             )
         return routing
 
-    def _local_routes(self, routes: Tensor) -> Tensor:
+    def _shard_of_given_routes(self, routes: Tensor) -> Tensor:
         """Return the given experts of this rank's tokens, [t, k]. routes: [s, b, k], of the tokens of all tensor ranks."""
         missing = -routes.shape[0] % self.build.mesh.tp.size
         whole = torch.cat((routes, routes[:1].expand(missing, -1, -1))) if missing else routes
@@ -181,7 +181,7 @@ class TopKRouter(nn.Module):
             if "sinkhorn" in self.moe.moe_router_load_balancing_type and self.training:
                 result = sinkhorn(scores, self.build.mesh.tp_cp).topk(self.moe.moe_router_topk, dim=-1).indices
             else:
-                result = choose_experts(scores, self.moe, self.expert_bias)
+                result = choose_expert_indices(scores, self.moe, self.expert_bias)
         if microbatch_context is not None and self.moe.moe_enable_routing_replay:
             self.recorded[microbatch_context.sample, depth] = result
         return result
@@ -265,13 +265,13 @@ class TopKRouter(nn.Module):
         return random + (scores - scores.detach())
 
 
-def choose_experts(scores: Tensor, moe: MoEConfig, expert_bias: Tensor | None = None) -> Tensor:
+def choose_expert_indices(scores: Tensor, moe: MoEConfig, expert_bias: Tensor | None = None) -> Tensor:
     """Return the top-k experts of each token, int64 [t, k], by score function, expert bias and group limit.
 
     scores: router logits [t, e]; expert_bias: [e], used for the choice only, not for the weights.
     """
     if moe.moe_router_score_function != "softmax":
-        scores = _apply_score_function(scores, moe.moe_router_score_function)
+        scores = _sigmoid_or_sqrtsoftplus(scores, moe.moe_router_score_function)
     elif moe.moe_router_pre_softmax:
         scores = scores.softmax(-1)
     if expert_bias is not None:
@@ -299,7 +299,7 @@ def routing_weights(scores: Tensor, experts: Tensor, moe: MoEConfig) -> Tensor:
     if even:
         weights = (scores.sigmoid() if moe.moe_router_topk == 1 else scores.softmax(-1)).gather(1, experts)
     elif function != "softmax":
-        weights = _apply_score_function(scores.gather(1, experts), function)
+        weights = _sigmoid_or_sqrtsoftplus(scores.gather(1, experts), function)
         weights = weights / (weights.sum(-1, keepdim=True) + _TINY) if moe.moe_router_topk > 1 else weights
     elif moe.moe_router_pre_softmax:
         weights = scores.softmax(-1).gather(1, experts)
@@ -313,11 +313,11 @@ def normalized_router_scores(scores: Tensor, function: str) -> Tensor:
     """Return scores that sum to 1 over the experts, [t, e], as balancing losses use them. scores: router logits [t, e]."""
     if function == "softmax":
         return scores.softmax(-1)
-    result = _apply_score_function(scores, function)
+    result = _sigmoid_or_sqrtsoftplus(scores, function)
     return result / (result.sum(-1, keepdim=True) + _TINY)
 
 
-def _apply_score_function(scores: Tensor, function: str) -> Tensor:
+def _sigmoid_or_sqrtsoftplus(scores: Tensor, function: str) -> Tensor:
     """Apply the score function sigmoid or sqrt(softplus) to logits."""
     return scores.sigmoid() if function == "sigmoid" else F.softplus(scores).sqrt()
 
@@ -349,7 +349,7 @@ def drop_choices_over_capacity(routing: ExpertRouting, limit: int, policy: str, 
     return replace(routing, weights=routing.weights * kept, kept=kept, capacity=limit)
 
 
-def recorded_expert_choices(stages: Iterable[nn.Module]) -> Choices:
+def expert_choices_of_last_step(stages: Iterable[nn.Module]) -> Choices:
     """Return the expert choices of the last training step, by router, for `set_replayed_expert_choices`
     (--moe-enable-routing-replay).
     """

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from megatron.core.config.plan import LayerPlan
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.recompute import recompute
-from megatron.core.transformer.build import LayerBuildContext
+from megatron.core.transformer.forward_context import ForwardContext
 from megatron.core.transformer.layer import TransformerLayer
-from megatron.core.transformer.passing import ForwardContext
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 
 
 class TransformerStack(nn.Module):
@@ -39,10 +39,10 @@ class TransformerStack(nn.Module):
         for cross attention.
         """
         for group, drop in self._recompute_groups():
-            run = _LayerSpan(group, context)
+            run = _LayersAsFunction(group, context)
             if drop and self.training:
                 with self.offloading(group):
-                    x = recompute(run, self.build.streams, x, bias, memory, axis=self._saved_activation_axis())
+                    x = recompute(run, self.build.streams, x, bias, memory, axis=self._saved_activation_mesh_axis())
             else:
                 x = run(x, bias, memory)
         return x if self.final_layernorm is None else self.final_layernorm(x)
@@ -60,14 +60,14 @@ class TransformerStack(nn.Module):
             return [([layer], place < size) for place, layer in enumerate(layers)]
         return [(layers[start : start + size], True) for start in range(0, len(layers), size)]
 
-    def _saved_activation_axis(self) -> Axis | None:
+    def _saved_activation_mesh_axis(self) -> Axis | None:
         """Return the tensor axis if saved layer inputs are distributed over it (--distribute-saved-activations), else
         None.
         """
         return self.build.mesh.tp if self.build.recompute.distribute_saved_activations else None
 
 
-class _LayerSpan:
+class _LayersAsFunction:
     """Consecutive layers as one function of the tensors that need gradients, for `recompute`."""
 
     def __init__(self, layers: list[TransformerLayer], context: ForwardContext) -> None:

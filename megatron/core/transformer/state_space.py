@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron.core.context_parallel.heads import HeadExchange
+from megatron.core.context_parallel.head_exchange import HeadExchange
 from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.kernels.reference import accumulation_dtype_of
-from megatron.core.kernels.scans import segment_numbers_of
-from megatron.core.parallel.spec import FusedSegment, Initial, ParamSpec, Shard, meta_parameter
-from megatron.core.transformer.build import LayerBuildContext
+from megatron.core.kernels.scans import segment_ids_from_document_ids
+from megatron.core.parallel.spec import FusedWeightSegment, Initial, ParamSpec, ShardedDim, meta_parameter
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,11 @@ class MixerState:
 class CausalConvParameters(nn.Module):
     """The parameters of a depthwise causal convolution. parts: the segments of its channels, each cut by itself over the tensor ranks."""
 
-    def __init__(self, parts: tuple[FusedSegment, ...], width: int, build: LayerBuildContext, *, bias: bool) -> None:
+    def __init__(
+        self, parts: tuple[FusedWeightSegment, ...], width: int, build: LayerBuildContext, *, bias: bool
+    ) -> None:
         super().__init__()
-        channels, shards = sum(part.size for part in parts), (Shard(0, "tp", parts),)
+        channels, shards = sum(part.size for part in parts), (ShardedDim(0, "tp", parts),)
         bound = 1.0 / math.sqrt(width)  # Kaiming's uniform rule with a = sqrt(5), as torch draws convolutions
         spec = ParamSpec((channels, 1, width), uniform_initializer(-bound, bound), "conv", shards)
         self.weight = meta_parameter(spec, build.mesh, build.dtype)
@@ -42,7 +44,7 @@ def uniform_initializer(low: float, high: float) -> Initial:
     return lambda shape, generator: torch.empty(shape, device=generator.device).uniform_(low, high, generator=generator)
 
 
-def log_uniform_initializer(low: float, high: float) -> Initial:
+def log_of_uniform_initializer(low: float, high: float) -> Initial:
     """Return an initializer that draws uniformly between `low` and `high` and takes the logarithm."""
     return lambda shape, generator: uniform_initializer(low, high)(shape, generator).log()
 
@@ -51,15 +53,15 @@ def per_head_parameter(build: LayerBuildContext, heads: int, initial: Initial) -
     """Create a parameter with one number for each head, cut over tensor ranks as heads are, in fp32 or wider: half
     precision would lose decays.
     """
-    spec = ParamSpec((heads,), initial, "vector", (Shard(0, "tp", (FusedSegment(heads),)),))
+    spec = ParamSpec((heads,), initial, "vector", (ShardedDim(0, "tp", (FusedWeightSegment(heads),)),))
     return meta_parameter(spec, build.mesh, accumulation_dtype_of(build.dtype))
 
 
-def document_segments(mask: AttentionMaskSpec) -> Tensor | None:
+def document_segment_ids(mask: AttentionMaskSpec) -> Tensor | None:
     """Return the segments [b, s] of whole sequences, as scans take them, if the mask separates documents; else None."""
-    return None if mask.documents is None else segment_numbers_of(mask.documents)
+    return None if mask.documents is None else segment_ids_from_document_ids(mask.documents)
 
 
-def group_repeats(groups: int, exchange: HeadExchange) -> int:
+def num_group_repeats_for_cp(groups: int, exchange: HeadExchange) -> int:
     """Return how often each group must be repeated so that every context rank gets groups along with its heads."""
     return exchange.axis.size // math.gcd(exchange.axis.size, groups)

@@ -9,8 +9,8 @@ started with --allow-runtime-lora-updating.
 from __future__ import annotations
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.inference.server.fields import BodyField, RequestRefused, read_body_fields, text_problem
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.inference.server.body_fields import BodyField, RequestRefused, read_body_fields, text_problem
 from megatron.inference.server.request_handling import refusal_for_error
 from megatron.inference.server.serving import GenerationServing
 from megatron.inference.service import ServiceStoppedError
@@ -21,7 +21,7 @@ UNLOAD = (BodyField("lora_name", text_problem, needed=True),)
 
 def handle_load_adapter(body: bytes, serving: GenerationServing) -> str:
     """Load an adapter as a request body says; return the response text. Raises `RequestRefused` if it cannot be served."""
-    _require_adapter_updates(serving)
+    _require_lora_updating_allowed(serving)
     fields = read_body_fields(LOAD, body)
     try:
         serving.load_adapter(fields["lora_name"], fields["lora_path"])
@@ -37,7 +37,7 @@ def handle_load_adapter(body: bytes, serving: GenerationServing) -> str:
 
 def handle_unload_adapter(body: bytes, serving: GenerationServing) -> str:
     """Unload the adapter that a request body names; return the response text. Raises `RequestRefused` if it is not loaded."""
-    _require_adapter_updates(serving)
+    _require_lora_updating_allowed(serving)
     name = read_body_fields(UNLOAD, body)["lora_name"]
     if name not in serving.adapter_names:
         here = ", ".join(serving.adapter_names) or "none"
@@ -49,7 +49,7 @@ def handle_unload_adapter(body: bytes, serving: GenerationServing) -> str:
     return f"Success: LoRA adapter '{name}' removed successfully."
 
 
-def _require_adapter_updates(serving: GenerationServing) -> None:
+def _require_lora_updating_allowed(serving: GenerationServing) -> None:
     """Raise `RequestRefused` (403) unless the server allows adapters to be changed."""
     if not serving.updates_adapters:
         raise RequestRefused(

@@ -32,13 +32,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from megatron.inference.server import adapters, openai, put_api
+from megatron.inference.server.body_fields import RequestRefused
 from megatron.inference.server.chat import ChatPromptEncoder
-from megatron.inference.server.fields import RequestRefused
 from megatron.inference.server.metrics import CONTENT_TYPE, prometheus_text
 from megatron.inference.server.request_handling import (
-    BeamSearchPool,
+    BeamSearchThreadPool,
     ClientDisconnected,
-    PendingRequests,
+    HTTPCallRequests,
     until_disconnected,
 )
 from megatron.inference.server.serving import DrainableService, GenerationServing, RequestLimits
@@ -164,7 +164,7 @@ def add_health_routes(app: FastAPI, service: DrainableService) -> None:
     @app.get("/health")
     @app.get("/v1/health")
     async def answer_health() -> Response:
-        if failure := service.failure:
+        if failure := service.failure_reason:
             return json_answer({"status": "failed", "reason": failure}, 503)
         return (
             json_answer({"status": "draining", "reason": service.closing_reason}, 503)
@@ -189,16 +189,16 @@ def _add_info_routes(app: FastAPI, serving: GenerationServing, answers: Counter[
         )
 
     @app.get("/v1/models/{name:path}")
-    async def answer_model(name: str) -> Response:
+    async def answer_model_info(name: str) -> Response:
         return json_answer(_model_entry(serving, begun, serving.adapter_named(name)))
 
     @app.get("/metrics")
-    async def answer_metrics() -> Response:
+    async def answer_prometheus_metrics() -> Response:
         return Response(prometheus_text(serving.service.engine.metrics(), answers), media_type=CONTENT_TYPE)
 
 
 def _add_generation_routes(app: FastAPI, serving: GenerationServing, chat: ChatPromptEncoder | None) -> None:
-    searches = BeamSearchPool(serving.service, serving.limits.searches)
+    searches = BeamSearchThreadPool(serving.service, serving.limits.searches)
 
     @app.put("/api")
     @app.post("/api")
@@ -209,7 +209,7 @@ def _add_generation_routes(app: FastAPI, serving: GenerationServing, chat: ChatP
         )
 
     async def answer_completion(request: Request, completion: openai.CompletionRequest) -> Response:
-        call = PendingRequests(serving.service, completion.requests)
+        call = HTTPCallRequests(serving.service, completion.requests)
         if completion.is_streaming:
             return EventStream(
                 call,
@@ -222,13 +222,13 @@ def _add_generation_routes(app: FastAPI, serving: GenerationServing, chat: ChatP
     @app.post("/v1/completions")
     async def answer_completions(request: Request) -> Response:
         body = await read_body(request, serving.limits)
-        return await answer_completion(request, await asyncio.to_thread(openai.parse_completion, body, serving))
+        return await answer_completion(request, await asyncio.to_thread(openai.parse_completion_request, body, serving))
 
     @app.post("/v1/chat/completions")
     async def answer_chat_completions(request: Request) -> Response:
         body = await read_body(request, serving.limits)
         return await answer_completion(
-            request, await asyncio.to_thread(openai.parse_chat_completion, body, serving, chat)
+            request, await asyncio.to_thread(openai.parse_chat_completion_request, body, serving, chat)
         )
 
 
@@ -249,7 +249,7 @@ class EventStream(StreamingResponse):
     cancelled.
     """
 
-    def __init__(self, call: PendingRequests, content: AsyncIterator[str]) -> None:
+    def __init__(self, call: HTTPCallRequests, content: AsyncIterator[str]) -> None:
         super().__init__(
             content, media_type="text/event-stream", headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         )
@@ -259,7 +259,7 @@ class EventStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._call.cancel()
+            self._call.cancel_all()
 
 
 async def with_keepalives(words: AsyncIterator[str], seconds: float) -> AsyncIterator[str]:

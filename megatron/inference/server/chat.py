@@ -11,10 +11,10 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.conversations import ConversationEncoder
 from megatron.core.datasets.images import ImageError
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.marks import IMAGE
+from megatron.core.datasets.special_tokens import IMAGE
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.inference.image_prompts import ImagePromptWriter
-from megatron.inference.server.fields import RequestRefused
+from megatron.inference.server.body_fields import RequestRefused
 from megatron.inference.step_input import PromptImages
 
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)
@@ -31,7 +31,7 @@ class ChatPromptEncoder:
         if template == "tokenizer" and tokenizer.chat_template is None:
             raise ConfigError("the tokenizer has no chat template; start the server with --chat-format")
         self._encoder = ConversationEncoder(tokenizer, template)
-        self.stop_ids, self.stop_words = self._encoder.answer_terminators()
+        self.stop_ids, self.stop_words = self._encoder.answer_end_ids_and_texts()
 
     def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the ids of a conversation up to where the answer begins; `RequestRefused` if the template does not accept it."""

@@ -35,31 +35,31 @@ class LimitedHTTPConnection(H11Protocol):
         if len(self.connections) > self._server_limits.connections and not self._close_longest_waiting():
             self._respond_and_close(_BUSY)
         else:
-            self._set_time_limit()
+            self._update_idle_timer()
 
     def data_received(self, data: bytes) -> None:
         """Handle a part of a request."""
         super().data_received(data)
-        self._set_time_limit()
+        self._update_idle_timer()
 
     def on_response_complete(self) -> None:
         """Restart the time limit after a response."""
         super().on_response_complete()
-        self._set_time_limit()
+        self._update_idle_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the time limit."""
-        self._cancel_time_limit()
+        self._cancel_idle_timer()
         super().connection_lost(exc)
 
-    def _set_time_limit(self) -> None:
+    def _update_idle_timer(self) -> None:
         """Start the time limit if no request is being answered; cancel it otherwise."""
         if self.cycle is not None and not self.cycle.response_complete:
-            self._cancel_time_limit()
+            self._cancel_idle_timer()
         elif self._waits is None:
             self._waits = self.loop.call_later(self._server_limits.header_seconds, self._close_as_timed_out)
 
-    def _cancel_time_limit(self) -> None:
+    def _cancel_idle_timer(self) -> None:
         if self._waits is not None:
             self._waits.cancel()
             self._waits = None
@@ -81,7 +81,7 @@ class LimitedHTTPConnection(H11Protocol):
 
     def _respond_and_close(self, response: bytes) -> None:
         """Send a response and close; abort some time later if the client has not read it."""
-        self._cancel_time_limit()
+        self._cancel_idle_timer()
         self.connections.discard(self)  # at once, and not when the system has closed it
         if self.transport.is_closing():
             self.transport.abort()

@@ -34,12 +34,12 @@ def prometheus_text(metrics: EngineMetrics, answers: Mapping[tuple[str, int], in
     """Return an engine's metrics in Prometheus' text format. answers: number of HTTP responses by (path, status)."""
     lines = []
     for field, name, kind, description in _ROWS:
-        lines += [*_metric_header(name, kind, description), f"{_PREFIX}{name} {getattr(metrics, field)}"]
-    lines += _metric_header("finished_total", "counter", "requests that ended, by the reason")
+        lines += [*_prometheus_metric_header(name, kind, description), f"{_PREFIX}{name} {getattr(metrics, field)}"]
+    lines += _prometheus_metric_header("finished_total", "counter", "requests that ended, by the reason")
     lines += [
         f'{_PREFIX}finished_total{{reason="{reason}"}} {count}' for reason, count in sorted(metrics.finished.items())
     ]
-    lines += _metric_header("http_answers_total", "counter", "HTTP answers, by path and status")
+    lines += _prometheus_metric_header("http_answers_total", "counter", "HTTP answers, by path and status")
     lines += [
         f'{_PREFIX}http_answers_total{{path="{path}",status="{status}"}} {count}'
         for (path, status), count in sorted(answers.items())
@@ -47,5 +47,5 @@ def prometheus_text(metrics: EngineMetrics, answers: Mapping[tuple[str, int], in
     return "\n".join(lines) + "\n"
 
 
-def _metric_header(name: str, kind: str, description: str) -> list[str]:
+def _prometheus_metric_header(name: str, kind: str, description: str) -> list[str]:
     return [f"# HELP {_PREFIX}{name} {description}", f"# TYPE {_PREFIX}{name} {kind}"]

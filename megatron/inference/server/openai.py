@@ -17,26 +17,26 @@ from typing import Any
 
 from megatron.inference.requests import GenerationEvent, GenerationReply, GenerationRequest, TokenLogprob
 from megatron.inference.sampling import SamplingParams
-from megatron.inference.server.chat import ChatPromptEncoder, parse_messages
-from megatron.inference.server.fields import (
+from megatron.inference.server.body_fields import (
     BodyField,
     RequestRefused,
-    accept_any_value,
     boolean_problem,
-    integer_check,
+    integer_range_check,
     is_integer,
-    number_check,
+    no_problem,
+    number_range_check,
     one_of_check,
     read_body_fields,
     text_problem,
 )
-from megatron.inference.server.request_handling import PendingRequests
+from megatron.inference.server.chat import ChatPromptEncoder, parse_messages
+from megatron.inference.server.request_handling import HTTPCallRequests
 from megatron.inference.server.serving import (
     LEAST_LOGPROB,
     GenerationServing,
     IncrementalTokenTexts,
     clamped_logprob,
-    effective_temperature,
+    round_tiny_temperature_to_zero,
 )
 
 _MOST_TOP, _MOST_CHOICES, _MOST_STOPS, _LONGEST_STOP = 20, 128, 16, 1000
@@ -80,13 +80,13 @@ def _stream_options_problem(value: Any) -> str:
 
 _COMMON = (
     BodyField("model", text_problem),
-    BodyField("temperature", number_check(0.0, 2.0), 1.0),
-    BodyField("top_p", number_check(0.0, 1.0), 1.0),
-    BodyField("top_k", integer_check(0, 10**6), 0),
-    BodyField("min_p", number_check(0.0, 1.0), 0.0),
-    BodyField("repetition_penalty", number_check(0.01, 100.0), 1.0),
-    BodyField("n", integer_check(1, _MOST_CHOICES), 1),
-    BodyField("seed", integer_check(-(2**63), 2**64 - 1)),
+    BodyField("temperature", number_range_check(0.0, 2.0), 1.0),
+    BodyField("top_p", number_range_check(0.0, 1.0), 1.0),
+    BodyField("top_k", integer_range_check(0, 10**6), 0),
+    BodyField("min_p", number_range_check(0.0, 1.0), 0.0),
+    BodyField("repetition_penalty", number_range_check(0.01, 100.0), 1.0),
+    BodyField("n", integer_range_check(1, _MOST_CHOICES), 1),
+    BodyField("seed", integer_range_check(-(2**63), 2**64 - 1)),
     BodyField("stop", _stop_problem, []),
     BodyField("ignore_eos", boolean_problem, False),
     BodyField("stream", boolean_problem, False),
@@ -95,25 +95,25 @@ _COMMON = (
     BodyField("presence_penalty", one_of_check(0, 0.0)),
     BodyField("logit_bias", one_of_check({})),
     BodyField("user", text_problem),
-    BodyField("metadata", accept_any_value),
+    BodyField("metadata", no_problem),
     BodyField("store", one_of_check(False)),
 )
 COMPLETION = (
     *_COMMON,
     BodyField("prompt", _prompt_problem, needed=True),
-    BodyField("max_tokens", integer_check(0), 16),
-    BodyField("logprobs", integer_check(0, _MOST_TOP)),
+    BodyField("max_tokens", integer_range_check(0), 16),
+    BodyField("logprobs", integer_range_check(0, _MOST_TOP)),
     BodyField("echo", boolean_problem, False),
-    BodyField("best_of", integer_check(1, _MOST_CHOICES)),
+    BodyField("best_of", integer_range_check(1, _MOST_CHOICES)),
     BodyField("suffix", one_of_check("")),
 )
 CHAT = (
     *_COMMON,
-    BodyField("messages", accept_any_value, needed=True),
-    BodyField("max_tokens", integer_check(1)),
-    BodyField("max_completion_tokens", integer_check(1)),
+    BodyField("messages", no_problem, needed=True),
+    BodyField("max_tokens", integer_range_check(1)),
+    BodyField("max_completion_tokens", integer_range_check(1)),
     BodyField("logprobs", boolean_problem, False),
-    BodyField("top_logprobs", integer_check(0, _MOST_TOP)),
+    BodyField("top_logprobs", integer_range_check(0, _MOST_TOP)),
     BodyField("tools", one_of_check([])),
     BodyField("tool_choice", one_of_check("none")),
     BodyField("response_format", one_of_check({"type": "text"})),
@@ -147,7 +147,7 @@ class CompletionRequest:
         return self.echo[place // self.fields["n"]] if self.echo else ""
 
 
-def parse_completion(body: bytes, serving: GenerationServing) -> CompletionRequest:
+def parse_completion_request(body: bytes, serving: GenerationServing) -> CompletionRequest:
     """Parse a body of /v1/completions. Raises `RequestRefused`."""
     fields = read_body_fields(COMPLETION, body)
     _require_stream_for_options(fields)
@@ -183,7 +183,9 @@ def _require_valid_combination(fields: dict[str, Any]) -> None:
         raise RequestRefused("echo with logprobs is not streamed; leave one of the three out")
 
 
-def parse_chat_completion(body: bytes, serving: GenerationServing, chat: ChatPromptEncoder | None) -> CompletionRequest:
+def parse_chat_completion_request(
+    body: bytes, serving: GenerationServing, chat: ChatPromptEncoder | None
+) -> CompletionRequest:
     """Parse a body of /v1/chat/completions. Raises `RequestRefused`."""
     fields = read_body_fields(CHAT, body)
     _require_stream_for_options(fields)
@@ -239,7 +241,7 @@ def _requests_of(
     """Return the engine requests of parsed fields, `n` for each prompt. count: new tokens; top: likeliest tokens to
     return.
     """
-    temperature = effective_temperature(fields["temperature"]) if fields["top_p"] > 0.0 else 0.0
+    temperature = round_tiny_temperature_to_zero(fields["temperature"]) if fields["top_p"] > 0.0 else 0.0
     sampling = SamplingParams(
         temperature,
         fields["top_k"],
@@ -273,10 +275,10 @@ def _requests_of(
 
 
 async def completion_response(
-    completion: CompletionRequest, call: PendingRequests, serving: GenerationServing
+    completion: CompletionRequest, call: HTTPCallRequests, serving: GenerationServing
 ) -> dict[str, Any]:
     """Wait for all replies and return the response body."""
-    replies = await call.replies()
+    replies = await call.wait_for_replies()
     choices = []
     for place, reply in enumerate(replies):
         tokens = [*reply.prompt, *reply.tokens] if completion.requests[place].prompt_logprobs else list(reply.tokens)
@@ -298,17 +300,19 @@ async def completion_response(
         )
     kind = "chat.completion" if completion.chat else "text_completion"
     return {
-        **_response_header(completion, serving, kind),
+        **_common_response_fields(completion, serving, kind),
         "choices": choices,
         "usage": _usage_fields(completion, replies),
     }
 
 
 async def completion_events(
-    completion: CompletionRequest, call: PendingRequests, serving: GenerationServing
+    completion: CompletionRequest, call: HTTPCallRequests, serving: GenerationServing
 ) -> AsyncIterator[str]:
     """Yield the response as server-sent events, the last of which is [DONE]; an error ends them."""
-    head = _response_header(completion, serving, "chat.completion.chunk" if completion.chat else "text_completion")
+    head = _common_response_fields(
+        completion, serving, "chat.completion.chunk" if completion.chat else "text_completion"
+    )
     usage = {"usage": None} if (completion.fields["stream_options"] or {}).get("include_usage") else {}
     scores = [
         _LogprobFormatter(serving, completion.chat, IncrementalTokenTexts(serving.tokenizer, request.prompt))
@@ -316,7 +320,7 @@ async def completion_events(
     ]
     replies: dict[int, GenerationReply] = {}
     try:
-        for choice in _opening_choices(completion):
+        for choice in _stream_opening_choices(completion):
             yield _server_sent_event({**head, "choices": [choice], **usage})
         async for place, event in call.events():
             if event.reply is not None and event.reply.reason == "error":
@@ -337,10 +341,10 @@ async def completion_events(
             )
         yield "data: [DONE]\n\n"
     finally:
-        call.cancel()
+        call.cancel_all()
 
 
-def _opening_choices(completion: CompletionRequest) -> list[dict[str, Any]]:
+def _stream_opening_choices(completion: CompletionRequest) -> list[dict[str, Any]]:
     """Return the choices of the events before the first token: the role in a chat, else the echoed prompts."""
     places = range(len(completion.requests))
     if completion.chat:
@@ -425,7 +429,7 @@ def _logprob_entry(piece: str, logprob: float | None) -> dict[str, Any]:
     return {"token": piece, "logprob": logprob, "bytes": list(piece.encode("utf-8", "replace"))}
 
 
-def _response_header(completion: CompletionRequest, serving: GenerationServing, kind: str) -> dict[str, Any]:
+def _common_response_fields(completion: CompletionRequest, serving: GenerationServing, kind: str) -> dict[str, Any]:
     return {
         "id": f"{'chatcmpl' if completion.chat else 'cmpl'}-{secrets.token_hex(12)}",
         "object": kind,

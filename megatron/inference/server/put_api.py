@@ -18,17 +18,17 @@ from megatron.inference.beam import Ask, Beam, BeamFailed, beam_search
 from megatron.inference.generate import decode_following, text_of_each_token
 from megatron.inference.requests import GenerationReply, GenerationRequest
 from megatron.inference.sampling import SamplingParams
-from megatron.inference.server.fields import (
+from megatron.inference.server.body_fields import (
     BodyField,
     RequestRefused,
     boolean_problem,
-    integer_check,
-    number_check,
+    integer_range_check,
+    number_range_check,
     raise_problems,
     read_body_fields,
 )
-from megatron.inference.server.request_handling import BeamSearchPool, PendingRequests
-from megatron.inference.server.serving import GenerationServing, clamped_logprob, effective_temperature
+from megatron.inference.server.request_handling import BeamSearchThreadPool, HTTPCallRequests
+from megatron.inference.server.serving import GenerationServing, clamped_logprob, round_tiny_temperature_to_zero
 
 _WIDEST = 64
 _SWITCHES = ("add_BOS", "stop_on_double_eol", "stop_on_eol", "prevent_newline_after_colon", "no_log")
@@ -46,34 +46,38 @@ def _prompts_problem(value: Any) -> str:
 
 FIELDS = (
     BodyField("prompts", _prompts_problem, needed=True),
-    BodyField("tokens_to_generate", integer_check(0, rule="must be an integer greater than or equal to 0"), 64),
+    BodyField("tokens_to_generate", integer_range_check(0, rule="must be an integer greater than or equal to 0"), 64),
     BodyField("logprobs", boolean_problem, False),
     BodyField(
         "temperature",
-        number_check(0.0, 100.0, above=True, rule="must be a positive number less than or equal to 100.0"),
+        number_range_check(0.0, 100.0, above=True, rule="must be a positive number less than or equal to 100.0"),
         1.0,
     ),
     BodyField(
         "top_k",
-        integer_check(0, 1000, rule="must be an integer equal to or greater than 0 and less than or equal to 1000"),
+        integer_range_check(
+            0, 1000, rule="must be an integer equal to or greater than 0 and less than or equal to 1000"
+        ),
         0,
     ),
-    BodyField("top_p", number_check(0.0, 1.0, rule="must be a positive float less than or equal to 1.0"), 0.0),
-    BodyField("top_p_decay", number_check(0.0, 1.0, rule="must be a positive float less than or equal to 1.0"), 0.0),
+    BodyField("top_p", number_range_check(0.0, 1.0, rule="must be a positive float less than or equal to 1.0"), 0.0),
+    BodyField(
+        "top_p_decay", number_range_check(0.0, 1.0, rule="must be a positive float less than or equal to 1.0"), 0.0
+    ),
     BodyField(
         "top_p_bound",
-        number_check(0.0, 1.0, above=True, rule="must be a positive float less than or equal to top_p"),
+        number_range_check(0.0, 1.0, above=True, rule="must be a positive float less than or equal to top_p"),
         0.0,
     ),
     *(BodyField(name, boolean_problem, False) for name in _SWITCHES),
-    BodyField("random_seed", integer_check(0, rule="must be a positive integer")),
-    BodyField("beam_width", integer_check(1, _WIDEST, rule=f"must be an integer from 1 to {_WIDEST}")),
-    BodyField("stop_token", integer_check(0, rule="must be an integer, an id of the vocabulary")),
-    BodyField("length_penalty", number_check(-10.0, 10.0, rule="must be a float from -10 to 10"), 1.0),
+    BodyField("random_seed", integer_range_check(0, rule="must be a positive integer")),
+    BodyField("beam_width", integer_range_check(1, _WIDEST, rule=f"must be an integer from 1 to {_WIDEST}")),
+    BodyField("stop_token", integer_range_check(0, rule="must be an integer, an id of the vocabulary")),
+    BodyField("length_penalty", number_range_check(-10.0, 10.0, rule="must be a float from -10 to 10"), 1.0),
 )
 
 
-def _field_conflicts(fields: dict[str, Any], serving: GenerationServing) -> list[str]:
+def _request_field_conflicts(fields: dict[str, Any], serving: GenerationServing) -> list[str]:
     """Return what is wrong between fields that are valid by themselves."""
     width, most = fields["beam_width"], serving.limits.prompts
     return [
@@ -110,11 +114,11 @@ def _field_conflicts(fields: dict[str, Any], serving: GenerationServing) -> list
 def parse_put_body(body: bytes, serving: GenerationServing) -> tuple[dict[str, Any], list[GenerationRequest]]:
     """Return the fields of a body and its engine requests; `RequestRefused` lists all that is wrong."""
     fields = read_body_fields(FIELDS, body, _RETIRED)
-    raise_problems(_field_conflicts(fields, serving))
+    raise_problems(_request_field_conflicts(fields, serving))
     tokenizer, count = serving.tokenizer, fields["tokens_to_generate"]
     begin = [] if not fields["add_BOS"] else [tokenizer.eod if tokenizer.bos is None else tokenizer.bos]
     sampling = SamplingParams(
-        effective_temperature(fields["temperature"]),
+        round_tiny_temperature_to_zero(fields["temperature"]),
         fields["top_k"],
         float(fields["top_p"]),
         top_p_decay=float(fields["top_p_decay"]),
@@ -145,11 +149,11 @@ def parse_put_body(body: bytes, serving: GenerationServing) -> tuple[dict[str, A
     return fields, requests
 
 
-async def answer_generation(body: bytes, serving: GenerationServing, searches: BeamSearchPool) -> dict[str, Any]:
+async def answer_generation(body: bytes, serving: GenerationServing, searches: BeamSearchThreadPool) -> dict[str, Any]:
     """Run the generation or beam search that a body asks for, and return the response body."""
     fields, requests = await asyncio.to_thread(parse_put_body, body, serving)
     if fields["beam_width"] is not None:
-        beams = await searches.run(_make_beam_search(fields, requests[0], serving))
+        beams = await searches.run_search(_make_beam_search(fields, requests[0], serving))
         return {
             "text": [
                 fields["prompts"][0] + decode_following(serving.tokenizer, requests[0].prompt, beam.ids)
@@ -158,7 +162,7 @@ async def answer_generation(body: bytes, serving: GenerationServing, searches: B
             "segments": [_reply_segments(serving, requests[0], beam.ids) for beam in beams],
             "scores": [beam.score for beam in beams],
         }
-    replies = await PendingRequests(serving.service, requests).replies()
+    replies = await HTTPCallRequests(serving.service, requests).wait_for_replies()
     return {
         "text": [prompt + reply.text for prompt, reply in zip(fields["prompts"], replies, strict=True)],
         "segments": [

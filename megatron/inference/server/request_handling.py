@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from megatron.core.config.flags import ConfigError
 from megatron.inference.requests import EngineBusyError, GenerationEvent, GenerationReply, GenerationRequest, Listener
-from megatron.inference.server.fields import RequestRefused
+from megatron.inference.server.body_fields import RequestRefused
 from megatron.inference.service import EngineService, RequestStream, ServiceStoppedError
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ class ClientDisconnected(Exception):
     """The client has closed the connection."""
 
 
-class PendingRequests:
+class HTTPCallRequests:
     """The engine requests of one HTTP request. Submits all of them on creation, or none and raises `RequestRefused`."""
 
     def __init__(self, service: EngineService, requests: Sequence[GenerationRequest]) -> None:
@@ -36,9 +36,9 @@ class PendingRequests:
         self._ended = [False] * len(requests)
         try:
             for place, request in enumerate(requests):
-                self._streams.append(service.submit(request, self._event_listener(place)))
+                self._streams.append(service.submit(request, self._make_event_listener(place)))
         except (EngineBusyError, ServiceStoppedError, ConfigError) as error:
-            self.cancel()
+            self.cancel_all()
             raise refusal_for_error(error) from error
 
     async def events(self) -> AsyncIterator[tuple[int, GenerationEvent]]:
@@ -49,9 +49,9 @@ class PendingRequests:
                 self._ended[place] = event.reply is not None
                 yield place, event
         finally:
-            self.cancel()
+            self.cancel_all()
 
-    async def replies(self) -> list[GenerationReply]:
+    async def wait_for_replies(self) -> list[GenerationReply]:
         """Wait for all replies; returned in the order of the requests. Raises `RequestRefused` if the engine fails."""
         replies: dict[int, GenerationReply] = {}
         try:
@@ -59,20 +59,20 @@ class PendingRequests:
                 if event.reply is not None:
                     replies[place] = event.reply
         finally:
-            self.cancel()  # a task that is cancelled leaves `events` to the garbage collector
+            self.cancel_all()  # a task that is cancelled leaves `events` to the garbage collector
         for reply in replies.values():
             if reply.reason == "error":
                 raise RequestRefused(reply.problem, 500)
         return [replies[place] for place in sorted(replies)]
 
-    def cancel(self) -> None:
+    def cancel_all(self) -> None:
         """Cancel the requests that have not ended."""
         for place, stream in enumerate(self._streams):
             if not self._ended[place]:
                 self._ended[place] = True
                 stream.cancel()
 
-    def _event_listener(self, place: int) -> Listener:
+    def _make_event_listener(self, place: int) -> Listener:
         """Return the listener of a request, which the engine calls in its thread."""
         return lambda event: self._queue_in_event_loop(place, event)
 
@@ -117,14 +117,16 @@ async def _wait_for_disconnect(receive: Callable[[], Awaitable[object]]) -> None
             return
 
 
-class BeamSearchPool:
+class BeamSearchThreadPool:
     """Runs work that submits many rounds of requests (beam search) in threads: at most `most` at once, more are refused."""
 
     def __init__(self, service: EngineService, most: int) -> None:
         self._service, self._most, self._running = service, most, 0
         self._threads = ThreadPoolExecutor(most, thread_name_prefix="search")
 
-    async def run(self, search: Callable[[Callable[[Sequence[GenerationRequest]], list[GenerationReply]]], T]) -> T:
+    async def run_search(
+        self, search: Callable[[Callable[[Sequence[GenerationRequest]], list[GenerationReply]]], T]
+    ) -> T:
         """Run `search` in a thread; it gets a function that runs engine requests, which raises `ClientDisconnected`
         once the caller is cancelled.
         Raises `RequestRefused` if too many searches run.
@@ -133,14 +135,16 @@ class BeamSearchPool:
             raise RequestRefused(f"{self._running} searches are running; ask again later", 429, {"Retry-After": "1"})
         over = threading.Event()
 
-        def submit_unless_abandoned(requests: Sequence[GenerationRequest]) -> list[GenerationReply]:
+        def run_requests_unless_abandoned(requests: Sequence[GenerationRequest]) -> list[GenerationReply]:
             if over.is_set():
                 raise ClientDisconnected
-            return self._service.submit_and_wait(requests)
+            return self._service.submit_and_wait_all(requests)
 
         self._running += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, search, submit_unless_abandoned)
+            return await asyncio.get_running_loop().run_in_executor(
+                self._threads, search, run_requests_unless_abandoned
+            )
         except (EngineBusyError, ServiceStoppedError, ConfigError) as error:
             raise refusal_for_error(error) from error
         finally:

@@ -26,16 +26,16 @@ from megatron.core.datasets.indexed import DataError
 from megatron.inference.requests import EngineBusyError, Ids
 from megatron.inference.score_service import ScoreService
 from megatron.inference.server.app import RequestFilter, add_health_routes, json_answer, new_fastapi_app, read_body
-from megatron.inference.server.chat import parse_messages
-from megatron.inference.server.fields import (
+from megatron.inference.server.body_fields import (
     BodyField,
     RequestRefused,
-    accept_any_value,
     boolean_problem,
+    no_problem,
     one_of_check,
     read_body_fields,
     text_problem,
 )
+from megatron.inference.server.chat import parse_messages
 from megatron.inference.server.metrics import CONTENT_TYPE, prometheus_text
 from megatron.inference.server.request_handling import refusal_for_error, until_disconnected
 from megatron.inference.server.serving import RequestLimits
@@ -58,7 +58,7 @@ _COMMON = (
 POOLING = (
     *_COMMON,
     BodyField("input", _texts_problem),
-    BodyField("messages", accept_any_value),
+    BodyField("messages", no_problem),
     BodyField("encoding_format", one_of_check("float"), "float"),
 )
 SCORE = (*_COMMON, BodyField("text_1", _texts_problem, needed=True), BodyField("text_2", _texts_problem, needed=True))
@@ -98,7 +98,7 @@ class ScoringServing:
         return inputs
 
 
-def parse_pooling(body: bytes, serving: ScoringServing) -> tuple[list[Ids], bool]:
+def parse_pooling_request(body: bytes, serving: ScoringServing) -> tuple[list[Ids], bool]:
     """Parse a body of /pooling: (ids of each text, whether to apply the sigmoid to scores). Raises `RequestRefused`."""
     fields = read_body_fields(POOLING, body)
     _require_served_model(fields["model"], serving)
@@ -115,8 +115,8 @@ def parse_pooling(body: bytes, serving: ScoringServing) -> tuple[list[Ids], bool
     return serving.encode_texts(texts), fields["use_activation"]
 
 
-def parse_score(body: bytes, serving: ScoringServing) -> tuple[list[Ids], bool]:
-    """Parse a body of /v1/score, as `parse_pooling`: one prompt with each answer, or as many prompts as answers.
+def parse_score_request(body: bytes, serving: ScoringServing) -> tuple[list[Ids], bool]:
+    """Parse a body of /v1/score, as `parse_pooling_request`: one prompt with each answer, or as many prompts as answers.
     Raises `RequestRefused`.
     """
     fields = read_body_fields(SCORE, body)
@@ -148,7 +148,7 @@ def build_scoring_app(serving: ScoringServing, *, token: str = "", hosts: Collec
         return json_answer({"object": "list", "data": [{**entry, "max_model_len": serving.positions}]})
 
     @app.get("/metrics")
-    async def answer_metrics() -> Response:
+    async def answer_prometheus_metrics() -> Response:
         return Response(prometheus_text(serving.service.metrics(), answers), media_type=CONTENT_TYPE)
 
     _add_scoring_routes(app, serving)
@@ -156,7 +156,7 @@ def build_scoring_app(serving: ScoringServing, *, token: str = "", hosts: Collec
 
 
 def _add_scoring_routes(app: FastAPI, serving: ScoringServing) -> None:
-    async def answer_scores(
+    async def respond_with_scores(
         request: Request, kind: str, asks: Callable[[bytes, ScoringServing], tuple[list[Ids], bool]]
     ) -> Response:
         inputs, activates = await asyncio.to_thread(asks, await read_body(request, serving.limits), serving)
@@ -185,12 +185,12 @@ def _add_scoring_routes(app: FastAPI, serving: ScoringServing) -> None:
 
     @app.post("/pooling")
     async def answer_pooling(request: Request) -> Response:
-        return await answer_scores(request, "pooling", parse_pooling)
+        return await respond_with_scores(request, "pooling", parse_pooling_request)
 
     @app.post("/v1/score")
     @app.post("/score")
-    async def answer_score(request: Request) -> Response:
-        return await answer_scores(request, "score", parse_score)
+    async def answer_score_request(request: Request) -> Response:
+        return await respond_with_scores(request, "score", parse_score_request)
 
 
 def _require_served_model(model: str | None, serving: ScoringServing) -> None:

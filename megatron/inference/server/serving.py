@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.families.adapter_set import AdapterSet
+from megatron.core.families.adapter_set import LoadedAdapter
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.inference.requests import TokenLogprob
-from megatron.inference.server.fields import RequestRefused
+from megatron.inference.server.body_fields import RequestRefused
 from megatron.inference.service import EngineService
 
 _CONTEXT = 8  # ids in front of new ones that decide how those are written
@@ -22,7 +22,7 @@ class DrainableService(Protocol):
     """Protocol of a network in its own thread, as a server sees it."""
 
     @property
-    def failure(self) -> str:
+    def failure_reason(self) -> str:
         """Why it failed; "" while it works."""
 
     @property
@@ -67,7 +67,7 @@ class GenerationServing:
     service: EngineService
     model: str
     limits: RequestLimits = field(default_factory=RequestLimits)
-    open_adapter: Callable[[str], AdapterSet] | None = None
+    open_adapter: Callable[[str], LoadedAdapter] | None = None
     updates_adapters: bool = False
 
     @property
@@ -162,6 +162,6 @@ def clamped_logprob(token: TokenLogprob) -> float | None:
     return None if token.logprob is None else max(token.logprob, LEAST_LOGPROB)
 
 
-def effective_temperature(temperature: float) -> float:
+def round_tiny_temperature_to_zero(temperature: float) -> float:
     """Return the temperature to sample with: 0 (greedy) for those too small to divide by."""
     return 0.0 if temperature < LEAST_TEMPERATURE else float(temperature)

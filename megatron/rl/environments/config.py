@@ -40,7 +40,7 @@ _KEYS = {"agent_type", "agent_args", "weight", "evaluation_only"}
 
 
 @dataclass(frozen=True, slots=True)
-class WeightedEnvironment:
+class EnvironmentWithWeight:
     """An environment with its name and its share of the training problems; weight 0: it is only evaluated."""
 
     name: str
@@ -48,7 +48,7 @@ class WeightedEnvironment:
     weight: float
 
 
-def read_environments(path: str) -> tuple[WeightedEnvironment, ...]:
+def read_environments(path: str) -> tuple[EnvironmentWithWeight, ...]:
     """Read the file of --langrl-env-config. Raises `ConfigError` with everything that is wrong with it."""
     try:
         entries = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -62,13 +62,13 @@ def read_environments(path: str) -> tuple[WeightedEnvironment, ...]:
     return made
 
 
-def start_environments(environments: Sequence[WeightedEnvironment], world: Axis) -> None:
+def start_environments_on_first_rank(environments: Sequence[EnvironmentWithWeight], world: Axis) -> None:
     """Start the environments on the rank that plays, the first of the given axis."""
     for one in environments if world.is_first else ():
         one.environment.start()
 
 
-def _build_environment(entry: Mapping[str, Any], path: Path, place: int) -> WeightedEnvironment:
+def _build_environment(entry: Mapping[str, Any], path: Path, place: int) -> EnvironmentWithWeight:
     """Build the environment of one entry of the file. `ConfigError` if it is invalid. place: its number, for messages."""
     where = f"--langrl-env-config {path}, environment {place}"
     unknown = set(entry) - _KEYS
@@ -83,7 +83,7 @@ def _build_environment(entry: Mapping[str, Any], path: Path, place: int) -> Weig
         inspect.signature(kind).bind(**arguments)
     except TypeError as error:
         raise ConfigError(f"{where}: {name} does not take these agent_args: {error}") from None
-    return WeightedEnvironment(name, kind(**arguments), float(weight))
+    return EnvironmentWithWeight(name, kind(**arguments), float(weight))
 
 
 def _load_environment_class(name: str, folder: Path, where: str) -> type[Environment]:
@@ -102,7 +102,7 @@ def _load_environment_class(name: str, folder: Path, where: str) -> type[Environ
     return kind
 
 
-def environment_of_problem(environments: Sequence[WeightedEnvironment], number: int) -> tuple[int, int]:
+def environment_and_problem_index(environments: Sequence[EnvironmentWithWeight], number: int) -> tuple[int, int]:
     """Return (index of the environment, number of the problem in it) of the training problem of this number.
 
     Environments take turns so that after any number of problems each has had its share, to within one problem.

@@ -55,7 +55,7 @@ class CountdownEnvironment(Environment):
 
     def reward(self, problem: Problem, answer: str) -> float:
         """1 for an expression of all the numbers that gives the target, `format_reward` for another valid expression, 0 otherwise."""
-        parsed = evaluate_expression(answer)
+        parsed = value_and_numbers_of_expression(answer)
         if parsed is None:
             return 0.0
         value, used = parsed
@@ -63,7 +63,7 @@ class CountdownEnvironment(Environment):
         return 1.0 if right else self._format_reward
 
 
-def evaluate_expression(text: str) -> tuple[Fraction, list[int]] | None:
+def value_and_numbers_of_expression(text: str) -> tuple[Fraction, list[int]] | None:
     """Return (exact value, numbers used) of an expression of whole numbers, + - * / and brackets; None if it is none, or divides by 0."""
     text = text.strip()
     tokens = _TOKEN.findall(text) if len(text) <= _LONGEST else []
@@ -87,14 +87,14 @@ def _parse_sum(tokens: list[str]) -> tuple[Fraction, list[str]]:
 
 def _parse_product(tokens: list[str]) -> tuple[Fraction, list[str]]:
     """Evaluate factors joined by * and /; return the value and the remaining tokens."""
-    value, tokens = _parse_factor(tokens)
+    value, tokens = _parse_number_or_bracket(tokens)
     while tokens and tokens[0] in "*/":
-        sign, (other, rest) = tokens[0], _parse_factor(tokens[1:])
+        sign, (other, rest) = tokens[0], _parse_number_or_bracket(tokens[1:])
         value, tokens = (value * other if sign == "*" else value / other), rest
     return value, tokens
 
 
-def _parse_factor(tokens: list[str]) -> tuple[Fraction, list[str]]:
+def _parse_number_or_bracket(tokens: list[str]) -> tuple[Fraction, list[str]]:
     """Evaluate a number or a bracket; return the value and the remaining tokens. `ValueError` for anything else."""
     if not tokens:
         raise ValueError("the expression ends too early")

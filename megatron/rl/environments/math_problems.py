@@ -77,7 +77,7 @@ def is_same_answer(given: str, expected: str) -> bool:
     plain = [re.sub(r"\\[,!; ]|\s|\$|(?<=\d),(?=\d{3})", "", one).rstrip(".") for one in (given, expected)]
     if plain[0] == plain[1]:
         return True
-    numbers = [_parse_number(one) for one in plain]
+    numbers = [_fraction_or_none(one) for one in plain]
     if None not in numbers:
         return numbers[0] == numbers[1]
     try:
@@ -87,7 +87,7 @@ def is_same_answer(given: str, expected: str) -> bool:
     return bool(verify(parse(f"${expected}$"), parse(f"${given}$")))
 
 
-def _parse_number(text: str) -> Fraction | None:
+def _fraction_or_none(text: str) -> Fraction | None:
     """The exact value of 3, -0.5, 1/3 or \\frac{1}{3}; None for anything else."""
     if match := re.fullmatch(r"(-?)\\[dt]?frac\{(-?\d+)\}\{(\d+)\}", text):
         text = f"{match[1]}{match[2]}/{match[3]}".replace("--", "")

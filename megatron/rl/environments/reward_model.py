@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.flags import ConfigError
-from megatron.evaluation.reward import RewardModel
+from megatron.evaluation.reward_model import RewardModel
 from megatron.rl.environments.base import EVALUATION, Conversation, Environment, Problem
 from megatron.training.checkpoint.inference_model import REWARD, open_model_checkpoint
 

@@ -13,20 +13,20 @@ async def run_in_thread(function: Callable[..., Any], *args: Any) -> Any:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
-    def settle(result: Any, error: BaseException | None) -> None:
+    def resolve_future(result: Any, error: BaseException | None) -> None:
         if not future.done():
             future.set_exception(error) if error is not None else future.set_result(result)
 
-    def work() -> None:
+    def run_and_resolve_future() -> None:
         result, problem = None, None
         try:
             result = function(*args)
         except Exception as error:  # noqa: BLE001 - it is raised again where it is awaited
             problem = error
         try:
-            loop.call_soon_threadsafe(settle, result, problem)
+            loop.call_soon_threadsafe(resolve_future, result, problem)
         except RuntimeError:  # the loop is closed: nobody waits any more
             return
 
-    threading.Thread(target=work, daemon=True, name="environment").start()
+    threading.Thread(target=run_and_resolve_future, daemon=True, name="environment").start()
     return await future

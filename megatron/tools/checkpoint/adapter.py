@@ -18,36 +18,36 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config.flags import ConfigError, config_to_values
+from megatron.core.config.flags import ConfigError, config_to_dict
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite_checkpoint
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import peft
 from megatron.core.families.adapter_set import (
     BASE,
-    AdapterSet,
-    AdapterSource,
+    InMemoryAdapterSource,
+    LoadedAdapter,
     MergedAdapterSource,
-    read_adapter_checkpoint,
+    read_native_adapter_checkpoint,
 )
 from megatron.core.families.hf import is_hf_checkpoint
-from megatron.core.families.registry import model_config_of
+from megatron.core.families.registry import model_config_from_settings
 from megatron.core.families.tokenizer_files import tokenizer_settings_of_folder
 from megatron.tools.checkpoint.export import DTYPES
 from megatron.tools.parser import ToolArgumentParser
 from megatron.training.checkpoint.adapters import open_adapters, require_matching_base, source_base_hash
-from megatron.training.checkpoint.export import export_with_token_ids
+from megatron.training.checkpoint.export import export_hf_with_special_tokens
 from megatron.training.checkpoint.formats import open_checkpoint
-from megatron.training.launch.launch_info import install_interrupt_handler
+from megatron.training.launch.launch_info import install_interrupt_excepthook
 
 OWN, PUBLISHED = "own", "hf"
 
 
-def open_adapters_for_base(base: CheckpointSource, adapter: str) -> AdapterSet:
+def open_adapters_for_base(base: CheckpointSource, adapter: str) -> LoadedAdapter:
     """Open the adapters in a folder; `CheckpointError` if they belong to another base, by shapes and hash, or else by
     name.
     """
-    adapters = open_adapters(adapter, model_config_of(base.settings))
+    adapters = open_adapters(adapter, model_config_from_settings(base.settings))
     model, known = adapters.model, adapters.base.get("hash") is not None
     mine = {
         "hash": source_base_hash(base, model.adapter, reward_head=model.reward_head) if known else None,
@@ -59,7 +59,7 @@ def open_adapters_for_base(base: CheckpointSource, adapter: str) -> AdapterSet:
 
 def export_adapters(args: argparse.Namespace) -> str:
     """Write the adapters of a run's checkpoint as a PEFT folder. Return what was done, in words."""
-    adapters = read_adapter_checkpoint(open_checkpoint(args.adapter, args.ckpt_step))
+    adapters = read_native_adapter_checkpoint(open_checkpoint(args.adapter, args.ckpt_step))
     peft.write_peft_folder(adapters, args.save, base=args.base or adapters.base.get("where"))
     return _adapters_summary_text(adapters, f"{args.save} (PEFT)")
 
@@ -68,7 +68,7 @@ def import_adapters(args: argparse.Namespace) -> str:
     """Write a PEFT folder as a checkpoint of a run with adapters, at iteration 0. Return what was done, in words."""
     base = open_checkpoint(args.base, args.ckpt_step)
     adapters = open_adapters_for_base(base, args.adapter)
-    source = AdapterSource(adapters)
+    source = InMemoryAdapterSource(adapters)
     source.values[BASE] = {"hash": source_base_hash(base, adapters.model.adapter), "where": base.where}
     source.values |= {name: value for name, value in base.values.items() if name == "run.tokenizer"}
     path = rewrite_checkpoint(
@@ -84,21 +84,21 @@ def merge_adapters(args: argparse.Namespace) -> str:
     base = open_checkpoint(args.base, args.ckpt_step)
     taken_out = args.command == "unmerge"
     adapters = (
-        open_adapters(args.adapter, model_config_of(base.settings))
+        open_adapters(args.adapter, model_config_from_settings(base.settings))
         if taken_out
         else open_adapters_for_base(base, args.adapter)
     )
     source: CheckpointSource = MergedAdapterSource(base, adapters, sign=-1.0 if taken_out else 1.0)
     source = CastSource(source, DTYPES[args.dtype]) if args.dtype else source
     if (args.saver or (PUBLISHED if is_hf_checkpoint(base.where) else OWN)) == PUBLISHED:
-        export_with_token_ids(source, args.save, like=base.where if is_hf_checkpoint(base.where) else None)
+        export_hf_with_special_tokens(source, args.save, like=base.where if is_hf_checkpoint(base.where) else None)
         return _adapters_summary_text(adapters, f"{args.save} (Hugging Face)") + _quantized_base_note(adapters)
     iteration = base.values.get("run.progress", {}).get("iteration", 0)
     path = rewrite_checkpoint(source, args.save, iteration=iteration, settings=_run_settings_of_source(source))
     return _adapters_summary_text(adapters, str(path)) + _quantized_base_note(adapters)
 
 
-def _quantized_base_note(adapters: AdapterSet) -> str:
+def _quantized_base_note(adapters: LoadedAdapter) -> str:
     """Return a note for adapters that were trained on a quantized base, else ""."""
     format = adapters.model.adapter.lora_base_quantization
     if format == "none":
@@ -111,13 +111,13 @@ def _run_settings_of_source(source: CheckpointSource) -> dict[str, Any]:
     network = (
         {}
         if "architecture" in source.settings and not is_hf_checkpoint(source.where)
-        else config_to_values(model_config_of(source.settings))
+        else config_to_dict(model_config_from_settings(source.settings))
     )
     tokenizer = tokenizer_settings_of_folder(Path(source.where)) if is_hf_checkpoint(source.where) else {}
     return {**source.settings, **network, **tokenizer}
 
 
-def _adapters_summary_text(adapters: AdapterSet, target: str) -> str:
+def _adapters_summary_text(adapters: LoadedAdapter, target: str) -> str:
     ranks = sorted({pair.rank for pair in adapters.pairs})
     whole = f", {len(adapters.saved)} whole parameters" if adapters.saved else ""
     return f"{adapters.where}: {len(adapters.pairs)} adapters of rank {', '.join(map(str, ranks))}{whole} -> {target}"
@@ -158,7 +158,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command, and print what was done."""
-    install_interrupt_handler()
+    install_interrupt_excepthook()
     made = parser()
     args = made.parse_args(arguments)
     if args.base is None and args.command != "export":

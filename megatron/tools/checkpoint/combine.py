@@ -22,25 +22,25 @@ from torch import Tensor
 
 from megatron.core.config.flags import (
     ConfigError,
-    add_arguments,
+    add_config_arguments,
+    config_from_dict,
     config_from_namespace,
-    config_from_values,
-    config_to_values,
+    config_to_dict,
 )
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
 from megatron.core.config.settings.vision import VisionConfig
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.rewrite import rewrite_checkpoint
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.hf import is_hf_checkpoint
-from megatron.core.families.registry import model_config_of
+from megatron.core.families.registry import model_config_from_settings
 from megatron.core.families.tokenizer_files import tokenizer_settings_of_folder
 from megatron.core.models.describe import global_parameter_shapes
 from megatron.core.parallel.boxes import Box
 from megatron.tools.parser import ToolArgumentParser
 from megatron.training.checkpoint.formats import open_checkpoint
-from megatron.training.checkpoint.inference_model import checkpoint_architecture
-from megatron.training.launch.launch_info import install_interrupt_handler
+from megatron.training.checkpoint.inference_model import infer_checkpoint_architecture
+from megatron.training.launch.launch_info import install_interrupt_excepthook
 
 _PROJECTOR, _ENCODER = "model.vision_projection.", "model.vision_model."
 
@@ -51,9 +51,9 @@ class CombinedVisionLanguageSource:
     def __init__(self, language: CheckpointSource, vision: CheckpointSource, given: VisionConfig) -> None:
         self._language, self._vision = language, vision
         self.where = f"{language.where} and {vision.where}"
-        model = _combined_model_config(language, vision, given)
+        model = _combined_vlm_config(language, vision, given)
         tokenizer = tokenizer_settings_of_folder(Path(language.where)) if is_hf_checkpoint(language.where) else {}
-        self.settings = {**language.settings, **config_to_values(model), **tokenizer}
+        self.settings = {**language.settings, **config_to_dict(model), **tokenizer}
         self.values = {name: value for name, value in language.values.items() if name == "run.tokenizer"}
         expected = {f"model.{name}" for name in global_parameter_shapes(model)}
         encoder = {name: one for name, one in vision.formats.items() if name.startswith(_ENCODER) and name in expected}
@@ -70,15 +70,17 @@ class CombinedVisionLanguageSource:
         return (self._vision if name.startswith(_ENCODER) else self._language).read(name, box)
 
 
-def _combined_model_config(language: CheckpointSource, vision: CheckpointSource, given: VisionConfig) -> ModelConfig:
+def _combined_vlm_config(language: CheckpointSource, vision: CheckpointSource, given: VisionConfig) -> ModelConfig:
     """Return the model config of the whole network. given: projector, and which part of the encoder is used.
     `CheckpointError` for other kinds.
     """
     for source, expected in ((language, "gpt"), (vision, "vit")):
-        if checkpoint_architecture(source) != expected:
+        if infer_checkpoint_architecture(source) != expected:
             words = "a decoder-only language model" if expected == "gpt" else "an encoder of images alone"
-            raise CheckpointError(f"{source.where} holds a {checkpoint_architecture(source)}, and {words} is asked for")
-    encoder = model_config_of(vision.settings)
+            raise CheckpointError(
+                f"{source.where} holds a {infer_checkpoint_architecture(source)}, and {words} is asked for"
+            )
+    encoder = model_config_from_settings(vision.settings)
     own = encoder.vision
     changes: dict[str, Any] = {
         "vision_model_type": own.vision_model_type or "vit",
@@ -95,7 +97,7 @@ def _combined_model_config(language: CheckpointSource, vision: CheckpointSource,
     for name in ("img_h", "img_w"):
         if getattr(given, name) == getattr(VisionConfig(), name):
             changes[name] = getattr(own, name)
-    requested = config_from_values(RequestedModel, language.settings)
+    requested = config_from_dict(RequestedModel, language.settings)
     return replace(requested, vision=replace(given, **changes)).resolve()
 
 
@@ -115,13 +117,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--language-model", required=True, metavar="DIR", help="a decoder-only network, in any format")
     made.add_argument("--vision-model", required=True, metavar="DIR", help="an encoder of images, in any format")
     made.add_argument("--save", required=True, type=Path, metavar="DIR", help="folder to write")
-    add_arguments(made, VisionConfig)
+    add_config_arguments(made, VisionConfig)
     return made
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Combine, and print what was done."""
-    install_interrupt_handler()
+    install_interrupt_excepthook()
     args = parser().parse_args(arguments)
     try:
         print(

@@ -24,27 +24,27 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron.core.config.flags import ConfigError, config_to_values
+from megatron.core.config.flags import ConfigError, config_to_dict
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite_checkpoint
-from megatron.core.dist_checkpointing.saved import SavedCheckpoint
-from megatron.core.dist_checkpointing.source import CheckpointSource, PartOfSource
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.saved import NativeCheckpoint
+from megatron.core.dist_checkpointing.source import CheckpointSource, FilteredCheckpointSource
 from megatron.core.families import hf_export
 from megatron.core.families.megatron.export import (
-    flags_for_megatron,
+    extra_flags_for_megatron,
     write_legacy_checkpoint,
     write_torch_dist_checkpoint,
 )
 from megatron.core.families.megatron.open import read_megatron_arguments
-from megatron.core.families.registry import FAMILIES, model_config_of
+from megatron.core.families.registry import FAMILIES, model_config_from_settings
 from megatron.core.families.tokenizer_files import tokenizer_settings_of_folder
-from megatron.core.models.names import WORD_EMBEDDING
+from megatron.core.models.parameter_names import WORD_EMBEDDING
 from megatron.core.parallel.boxes import Box, whole_box
 from megatron.tools.checkpoint.export import DTYPES
 from megatron.tools.parser import ToolArgumentParser, add_ckpt_step
-from megatron.training.checkpoint.export import export_with_token_ids
+from megatron.training.checkpoint.export import export_hf_with_special_tokens
 from megatron.training.checkpoint.formats import FOREIGN, OURS, foreign_checkpoint_settings, open_checkpoint
-from megatron.training.launch.launch_info import install_interrupt_handler
+from megatron.training.launch.launch_info import install_interrupt_excepthook
 
 OWN, PUBLISHED, MEGATRON = "own", "hf", "megatron"
 TORCH_DIST, TORCH = "torch_dist", "torch"
@@ -59,7 +59,7 @@ NEEDLESS = {
 }
 
 
-class ProgressSource:
+class ProgressReportingSource:
     """A source that advances a progress bar by the bytes that are read from it."""
 
     def __init__(self, source: CheckpointSource, bar: tqdm) -> None:
@@ -91,7 +91,7 @@ def open_source_to_convert(args: argparse.Namespace) -> tuple[str, CheckpointSou
     return "", open_checkpoint(args.load, args.ckpt_step, given)  # says what it looked for
 
 
-def require_model_type(source: CheckpointSource, model_type: str | None) -> None:
+def require_matching_model_type(source: CheckpointSource, model_type: str | None) -> None:
     """Raise `ConfigError` if the checkpoint is not of the --model-type."""
     architecture = str(source.settings.get("architecture", "gpt")).upper()
     if model_type is not None and model_type != architecture:
@@ -119,24 +119,26 @@ def write_converted(
         if size and size > 1
     ]
     if args.saver == PUBLISHED:
-        export_with_token_ids(source, args.save, family=args.family, like=args.like, shard_bytes=args.max_shard_size)
+        export_hf_with_special_tokens(
+            source, args.save, family=args.family, like=args.like, shard_bytes=args.max_shard_size
+        )
         return args.save, remarks
     settings = dict(source.settings)
     if checkpoint_format != OWN:  # what it leaves out has its default
-        settings = {**settings, **config_to_values(model_config_of(settings))}
+        settings = {**settings, **config_to_dict(model_config_from_settings(settings))}
         settings |= (
             tokenizer_settings_of_folder(Path(source.where))
             if checkpoint_format == PUBLISHED
-            else non_model_settings(args)
+            else megatron_run_settings(args)
         )
     num_files = max(1, math.ceil(total_tensor_bytes(source) / args.max_shard_size))
-    ranks = source.description.world_size if isinstance(source, SavedCheckpoint) else 1
+    ranks = source.description.world_size if isinstance(source, NativeCheckpoint) else 1
     return rewrite_checkpoint(
         source, args.save, iteration=iteration, settings=settings, num_files=num_files, world_size=ranks
     ), remarks
 
 
-def non_model_settings(args: argparse.Namespace) -> dict[str, Any]:
+def megatron_run_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the run settings that a Megatron checkpoint holds beside its network: tokenizer, sequence length, loss
     averaging.
     """
@@ -160,7 +162,7 @@ def write_for_megatron(source: CheckpointSource, args: argparse.Namespace, itera
         path = write_torch_dist_checkpoint(
             source, args.save, iteration=iteration, tensor_size=sizes[0], fused_norms=fused
         )
-    flags = flags_for_megatron(source, sizes[1])
+    flags = extra_flags_for_megatron(source, sizes[1])
     return path, [
         f"in Megatron: --load {args.save} --use-checkpoint-args --finetune{' ' * bool(flags)}{flags}"
         f"{'' if fused else ' --transformer-impl local'}"
@@ -170,7 +172,7 @@ def write_for_megatron(source: CheckpointSource, args: argparse.Namespace, itera
 def total_tensor_bytes(source: CheckpointSource, beginning: str = "") -> int:
     """Return the bytes of the tensors whose names begin with `beginning`."""
     return sum(
-        whole_box(one.shape).size * one.dtype.itemsize
+        whole_box(one.shape).num_elements * one.dtype.itemsize
         for name, one in source.formats.items()
         if name.startswith(beginning)
     )
@@ -197,9 +199,9 @@ def verify_converted(source: CheckpointSource, path: Path, saver: str) -> None:
     target = CHECKPOINT_FORMATS[saver].open(
         path, {"true_vocab_size": source.formats[f"model.{WORD_EMBEDDING}"].shape[0]}
     )
-    problems = target.verify() if isinstance(target, SavedCheckpoint) else []
+    problems = target.verify() if isinstance(target, NativeCheckpoint) else []
     problems += tensor_difference_lines(
-        source if saver == OWN else PartOfSource(source, lambda name: name.startswith("model.")), target
+        source if saver == OWN else FilteredCheckpointSource(source, lambda name: name.startswith("model.")), target
     )
     if problems:
         raise CheckpointError(f"{path} does not hold what {source.where} holds", problems)
@@ -209,20 +211,22 @@ def convert(args: argparse.Namespace) -> str:
     """Convert as the arguments say. Return a line that says what was done."""
     started = time.perf_counter()
     checkpoint_format, source = open_source_to_convert(args)
-    require_model_type(source, args.model_type)
+    require_matching_model_type(source, args.model_type)
     args.saver = args.saver or (OWN if checkpoint_format == PUBLISHED else PUBLISHED)
     if args.saver != PUBLISHED and (args.family or args.like):
         raise ConfigError(f"--family and --like are for --saver {PUBLISHED}; this one is {args.saver}")
     converted = CastSource(source, DTYPES[args.dtype]) if args.dtype else source
     size = total_tensor_bytes(converted, "" if args.saver == OWN else "model.")
     with tqdm(total=size, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
-        path, remarks = write_converted(ProgressSource(converted, bar), args, checkpoint_format=checkpoint_format)
+        path, remarks = write_converted(
+            ProgressReportingSource(converted, bar), args, checkpoint_format=checkpoint_format
+        )
     seconds = time.perf_counter() - started
     for remark in remarks:
         print(remark)
     if args.verify:
         verify_converted(converted, path, args.saver)
-    count = sum(whole_box(one.shape).size for name, one in source.formats.items() if name.startswith("model."))
+    count = sum(whole_box(one.shape).num_elements for name, one in source.formats.items() if name.startswith("model."))
     words = f"{count:,} parameters, {size / 1e9:.3g} GB in {seconds:.1f} s ({size / 1e9 / seconds:.2g} GB/s)"
     return f"{source.where} ({CHECKPOINT_FORMATS[checkpoint_format].name}): {words} -> {path} ({CHECKPOINT_FORMATS[args.saver].name}){', verified' if args.verify else ''}"
 
@@ -316,7 +320,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Convert, and print what was done."""
-    install_interrupt_handler()
+    install_interrupt_excepthook()
     args = parser().parse_args(arguments)
     given: dict[str, Any] = vars(args)
     for flag, reason in NEEDLESS.items():

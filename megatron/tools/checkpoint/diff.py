@@ -19,15 +19,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatron.core.dist_checkpointing.saved import SavedCheckpoint
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.core.dist_checkpointing.saved import NativeCheckpoint
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.parallel.boxes import whole_box
 from megatron.tools.parser import ToolArgumentParser
 from megatron.training.checkpoint.formats import open_checkpoint
-from megatron.training.launch.launch_info import install_interrupt_handler
+from megatron.training.launch.launch_info import install_interrupt_excepthook
 from megatron.trust.compare.checkpoints import (
-    CheckpointDifference,
+    CheckpointEntryDifference,
     Tolerance,
     compare_sources,
     settings_difference_lines,
@@ -42,18 +42,18 @@ def open_sources_to_compare(
     a, b = (open_checkpoint(path, step) for path, step in zip(paths, steps, strict=True))
     given = [
         {"true_vocab_size": one.settings["true_vocab_size"]}
-        if isinstance(one, SavedCheckpoint) and one.settings.get("true_vocab_size")
+        if isinstance(one, NativeCheckpoint) and one.settings.get("true_vocab_size")
         else None
         for one in (a, b)
     ]
-    if given[0] and not isinstance(b, SavedCheckpoint):
+    if given[0] and not isinstance(b, NativeCheckpoint):
         b = open_checkpoint(paths[1], steps[1], given[0])
-    if given[1] and not isinstance(a, SavedCheckpoint):
+    if given[1] and not isinstance(a, NativeCheckpoint):
         a = open_checkpoint(paths[0], steps[0], given[1])
     return a, b
 
 
-def difference_as_json(difference: CheckpointDifference) -> dict[str, Any]:
+def difference_as_json(difference: CheckpointEntryDifference) -> dict[str, Any]:
     """Return a difference as JSON-serializable values."""
     return {
         "name": difference.name,
@@ -69,7 +69,9 @@ def print_checkpoint_differences(args: argparse.Namespace) -> bool:
     names = [name for name in dict.fromkeys([*a.formats, *b.formats]) if matches_pattern(name, args.match)]
     if not names:
         raise CheckpointError(f"no tensor has a name like {' or '.join(args.match)}, so nothing would be compared")
-    total = sum(whole_box(one.shape).size * one.dtype.itemsize for name, one in a.formats.items() if name in names)
+    total = sum(
+        whole_box(one.shape).num_elements * one.dtype.itemsize for name, one in a.formats.items() if name in names
+    )
     with tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
         differences = list(
             compare_sources(
@@ -105,7 +107,7 @@ def print_checkpoint_differences(args: argparse.Namespace) -> bool:
 
 
 def _checkpoint_difference_lines(
-    differences: Sequence[CheckpointDifference], settings: Sequence[str], most: int
+    differences: Sequence[CheckpointEntryDifference], settings: Sequence[str], most: int
 ) -> Iterator[str]:
     """Yield lines with the first `most` differences, the largest of all, and the settings that differ."""
     yield from (f"  {one}" for one in differences[:most])
@@ -121,7 +123,7 @@ def _checkpoint_difference_lines(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the differences; exit with 1 if there are any, 2 on errors."""
-    install_interrupt_handler()
+    install_interrupt_excepthook()
     parser = ToolArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

@@ -20,16 +20,16 @@ from typing import Any
 import torch
 
 from megatron.core.config.flags import ConfigError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.rewrite import CastSource
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf
 from megatron.core.families.registry import FAMILIES
-from megatron.core.models.names import WORD_EMBEDDING
+from megatron.core.models.parameter_names import WORD_EMBEDDING
 from megatron.tools.parser import ToolArgumentParser, add_ckpt_step
 from megatron.training.checkpoint import export as exporting
 from megatron.training.checkpoint.formats import open_checkpoint
-from megatron.training.launch.launch_info import install_interrupt_handler
+from megatron.training.launch.launch_info import install_interrupt_excepthook
 from megatron.trust.compare.checkpoints import compare_sources
 from megatron.trust.compare.contents import bytes_with_unit_text
 
@@ -61,7 +61,7 @@ def tokenizer_folder(source: CheckpointSource) -> Path | None:
     return next((place for place in places if any((place / name).is_file() for name in KNOWN)), None)
 
 
-def copy_tokenizer_files(settings: Mapping[str, Any], folder: Path) -> list[str]:
+def copy_configured_tokenizer_files(settings: Mapping[str, Any], folder: Path) -> list[str]:
     """Copy the single tokenizer files that the settings name, if they exist. Return their names in the folder."""
     copied = []
     for name, target in FILES.get(settings.get("tokenizer_type") or "", {}).items():
@@ -77,8 +77,8 @@ def export_and_compare(args: argparse.Namespace) -> str:
     opened = open_checkpoint(args.load, args.ckpt_step)
     source: CheckpointSource = CastSource(opened, DTYPES[args.dtype]) if args.dtype else opened
     like = args.tokenizer or tokenizer_folder(opened)
-    family = exporting.export_with_token_ids(source, args.save, family=args.family, like=like)
-    copied = [] if like else copy_tokenizer_files(source.settings, args.save)
+    family = exporting.export_hf_with_special_tokens(source, args.save, family=args.family, like=like)
+    copied = [] if like else copy_configured_tokenizer_files(source.settings, args.save)
     weights = [name for name in source.formats if name.startswith("model.")]
     again = hf.open_hf_folder(args.save, {"true_vocab_size": source.formats[f"model.{WORD_EMBEDDING}"].shape[0]})
     unlike = [str(one) for one in compare_sources(again, source, patterns=("model.*",))]
@@ -100,7 +100,7 @@ def export_and_compare(args: argparse.Namespace) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Export, and print what was done."""
-    install_interrupt_handler()
+    install_interrupt_excepthook()
     parser = ToolArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

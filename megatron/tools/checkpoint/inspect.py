@@ -16,9 +16,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.dist_checkpointing.store import CheckpointError, scan_checkpoint_folder
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError, scan_checkpoint_folder
 from megatron.tools.parser import ToolArgumentParser, add_ckpt_step
-from megatron.training.launch.launch_info import install_interrupt_handler
+from megatron.training.launch.launch_info import install_interrupt_excepthook
 from megatron.trust.compare.contents import (
     OWN,
     CheckpointContents,
@@ -57,7 +57,7 @@ def print_contents(contents: CheckpointContents, args: argparse.Namespace) -> No
         print(json.dumps(contents_as_json(contents, args.match)))
         return
     chosen = contents.matching_tensors(args.match)
-    print("\n".join([*heading_text(contents), *sibling_checkpoint_lines(args.path, contents)]))
+    print("\n".join([*checkpoint_heading_lines(contents), *sibling_checkpoint_lines(args.path, contents)]))
     if not args.summary:
         print("\n".join(["", *tensor_table(chosen, boxes=args.boxes)]))
     values = {name: value for name, value in contents.values.items() if matches_pattern(name, args.match)}
@@ -74,7 +74,7 @@ def print_contents(contents: CheckpointContents, args: argparse.Namespace) -> No
         print("\n".join(["", *(f"{name} = {short_json(value)}" for name, value in sorted(contents.settings.items()))]))
 
 
-def heading_text(contents: CheckpointContents) -> list[str]:
+def checkpoint_heading_lines(contents: CheckpointContents) -> list[str]:
     """Return lines with format, iteration, ranks and files of a checkpoint."""
     facts = [
         f"of {contents.checkpoint_format}",
@@ -148,13 +148,13 @@ def print_native_without_torch(args: argparse.Namespace) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the contents."""
-    install_interrupt_handler()
+    install_interrupt_excepthook()
     args = parse_arguments(arguments)
     if print_native_without_torch(args):
         return
-    from megatron.trust.compare.foreign_contents import foreign_contents  # imports torch
+    from megatron.trust.compare.foreign_contents import foreign_checkpoint_contents  # imports torch
 
     try:
-        print_contents(foreign_contents(args.path, args.ckpt_step), args)
+        print_contents(foreign_checkpoint_contents(args.path, args.ckpt_step), args)
     except (CheckpointError, OSError) as error:
         sys.exit(f"inspect.py: {error}")

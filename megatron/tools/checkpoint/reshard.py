@@ -15,45 +15,45 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.config.flags import config_to_values
+from megatron.core.config.flags import config_to_dict
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.load import OPTIONAL
 from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite_checkpoint
-from megatron.core.dist_checkpointing.saved import SavedCheckpoint, open_saved_checkpoint
-from megatron.core.dist_checkpointing.source import CheckpointSource, PartOfSource
-from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.registry import model_config_of
+from megatron.core.dist_checkpointing.saved import NativeCheckpoint, open_native_checkpoint
+from megatron.core.dist_checkpointing.source import CheckpointSource, FilteredCheckpointSource
+from megatron.core.families.registry import model_config_from_settings
 from megatron.tools.checkpoint.export import DTYPES
 from megatron.tools.parser import ToolArgumentParser, add_ckpt_step
 from megatron.training.checkpoint.formats import open_checkpoint
-from megatron.training.launch.launch_info import install_interrupt_handler
+from megatron.training.launch.launch_info import install_interrupt_excepthook
 from megatron.trust.compare.checkpoints import compare_sources
 from megatron.trust.compare.contents import bytes_with_unit_text, plural_count_text
 
 KEPT = ("run.config", "run.tokenizer", "run.progress", OPTIONAL)  # what weights keep; the others go with the optimizer
 
 
-def resharded_source(source: CheckpointSource, args: argparse.Namespace) -> CheckpointSource:
+def filtered_and_cast_source(source: CheckpointSource, args: argparse.Namespace) -> CheckpointSource:
     """The source as it is to be written; its weights alone load with --finetune, or with --no-load-optim --no-load-rng."""
 
-    def is_kept(name: str) -> bool:
+    def is_name_kept(name: str) -> bool:
         if name in source.formats:
             return name.startswith("model.")
         return not name.startswith("run.") or name in KEPT
 
-    chosen = PartOfSource(source, is_kept) if args.weights_only else source
+    chosen = FilteredCheckpointSource(source, is_name_kept) if args.weights_only else source
     return CastSource(chosen, DTYPES[args.dtype]) if args.dtype else chosen
 
 
-def reshard(args: argparse.Namespace) -> str:
+def rewrite_and_compare(args: argparse.Namespace) -> str:
     """Rewrite the checkpoint, and compare the result with it. Return what was done, in words."""
     started = time.perf_counter()
     opened = open_checkpoint(args.load, args.ckpt_step)
-    if isinstance(opened, SavedCheckpoint) and (problems := opened.verify()):
+    if isinstance(opened, NativeCheckpoint) and (problems := opened.verify()):
         raise CheckpointError(f"{opened.where} is damaged, and is not rewritten", problems)
-    source = resharded_source(opened, args)
+    source = filtered_and_cast_source(opened, args)
     settings: dict[str, Any] = dict(source.settings)
     if "architecture" not in settings:  # what a format leaves out has its default
-        settings |= config_to_values(model_config_of(settings))
+        settings |= config_to_dict(model_config_from_settings(settings))
     iteration = source.values.get("run.progress", {}).get("iteration", 0) if args.iteration is None else args.iteration
     path = rewrite_checkpoint(
         source,
@@ -61,9 +61,9 @@ def reshard(args: argparse.Namespace) -> str:
         iteration=iteration,
         settings=settings,
         num_files=args.num_files,
-        world_size=opened.description.world_size if isinstance(opened, SavedCheckpoint) else 1,
+        world_size=opened.description.world_size if isinstance(opened, NativeCheckpoint) else 1,
     )
-    made = open_saved_checkpoint(path)
+    made = open_native_checkpoint(path)
     unlike = [*made.verify(), *map(str, compare_sources(made, source))]
     if unlike:
         raise CheckpointError(f"{path} does not hold what {source.where} holds; do not use it", unlike)
@@ -76,7 +76,7 @@ def reshard(args: argparse.Namespace) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Rewrite, and print what was done."""
-    install_interrupt_handler()
+    install_interrupt_excepthook()
     parser = ToolArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -102,6 +102,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if getattr(args, name) is not None and getattr(args, name) < least:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {least}")
     try:
-        print(reshard(args))
+        print(rewrite_and_compare(args))
     except (CheckpointError, OSError) as error:
         sys.exit(f"reshard.py: {error}")

@@ -27,14 +27,19 @@ from typing import IO
 
 import torch.distributed as dist
 
+from megatron.core.dist_checkpointing.checkpoint_folders import (
+    TRACKER,
+    CheckpointError,
+    iteration_folder,
+    scan_checkpoint_folder,
+)
 from megatron.core.dist_checkpointing.rewrite import rewrite_checkpoint
-from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
-from megatron.core.dist_checkpointing.source import PartOfSource
-from megatron.core.dist_checkpointing.store import TRACKER, CheckpointError, iteration_folder, scan_checkpoint_folder
+from megatron.core.dist_checkpointing.saved import open_native_checkpoint
+from megatron.core.dist_checkpointing.source import FilteredCheckpointSource
 from megatron.tools.parser import ToolArgumentParser
-from megatron.training.launch.launch_info import install_interrupt_handler
+from megatron.training.launch.launch_info import install_interrupt_excepthook
 from megatron.trust.compare.contents import matches_pattern
-from megatron.trust.state_inventory import StateItemComparison, compare_training_states
+from megatron.trust.state_inventory import StateCategoryComparison, compare_training_states
 
 ROOT = Path(__file__).resolve().parents[3]
 OURS = (
@@ -180,9 +185,9 @@ def run_resumed(plan: ResumeCheckPlan, load: Path) -> Path:
 
 def write_checkpoint_without(folder: Path, plan: ResumeCheckPlan, patterns: Sequence[str]) -> Path:
     """Write a copy of the checkpoint of iteration N without names that match; return its folder."""
-    saved = open_saved_checkpoint(iteration_folder(folder, plan.steps))
+    saved = open_native_checkpoint(iteration_folder(folder, plan.steps))
     rewrite_checkpoint(
-        PartOfSource(saved, lambda name: not matches_pattern(name, patterns)),
+        FilteredCheckpointSource(saved, lambda name: not matches_pattern(name, patterns)),
         plan.work / "without",
         iteration=plan.steps,
         settings=saved.settings,
@@ -191,13 +196,13 @@ def write_checkpoint_without(folder: Path, plan: ResumeCheckPlan, patterns: Sequ
     return plan.work / "without"
 
 
-def compare_states_at(a: Path, b: Path, iteration: int) -> list[StateItemComparison]:
+def compare_states_at(a: Path, b: Path, iteration: int) -> list[StateCategoryComparison]:
     """Compare the training states in both runs' checkpoints of an iteration."""
-    mine, theirs = (open_saved_checkpoint(iteration_folder(folder, iteration)) for folder in (a, b))
+    mine, theirs = (open_native_checkpoint(iteration_folder(folder, iteration)) for folder in (a, b))
     return list(compare_training_states(mine, theirs, world_size=mine.description.world_size))
 
 
-def state_comparison_lines(columns: dict[str, list[StateItemComparison]]) -> list[str]:
+def state_comparison_lines(columns: dict[str, list[StateCategoryComparison]]) -> list[str]:
     """Return a table with a row for each item and a column for each comparison, then what differs."""
     rows = list(zip(*columns.values(), strict=True))
     width = max(len(row[0].item.what) for row in rows)
@@ -294,7 +299,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the check; exit with 1 if anything differs, 2 if a run fails."""
-    install_interrupt_handler()
+    install_interrupt_excepthook()
     args, flags = parse_arguments(arguments)
     work = (args.workdir or Path(tempfile.mkdtemp(prefix="resume_check"))).resolve()
     work.mkdir(parents=True, exist_ok=True)

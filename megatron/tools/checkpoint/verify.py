@@ -21,20 +21,20 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megatron.core.dist_checkpointing.saved import SavedCheckpoint, open_saved_checkpoint, unknown_files
+from megatron.core.dist_checkpointing.checkpoint_folders import COMMIT, CheckpointError, scan_checkpoint_folder
+from megatron.core.dist_checkpointing.saved import NativeCheckpoint, open_native_checkpoint, unknown_files
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.dist_checkpointing.store import COMMIT, CheckpointError, scan_checkpoint_folder
 from megatron.core.parallel.boxes import whole_box
 from megatron.tools.parser import ToolArgumentParser
 from megatron.training.checkpoint.formats import find_foreign_checkpoint, open_checkpoint
-from megatron.training.launch.launch_info import install_interrupt_handler
+from megatron.training.launch.launch_info import install_interrupt_excepthook
 from megatron.trust.compare.contents import bytes_with_unit_text, plural_count_text
 
 PART = 1 << 28  # bytes between two signs of life
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyFinding:
+class CheckpointVerification:
     """What verification found about one checkpoint. how: by what it was checked. remarks: harmless. size: bytes read."""
 
     path: str
@@ -44,27 +44,31 @@ class VerifyFinding:
     size: int = 0
 
 
-def verify_source(source: CheckpointSource, bar: tqdm, threads: int | None) -> VerifyFinding:
+def verify_source(source: CheckpointSource, bar: tqdm, threads: int | None) -> CheckpointVerification:
     """Read all of an opened checkpoint, checking hashes if it has them, and return what is wrong."""
-    if not isinstance(source, SavedCheckpoint):
+    if not isinstance(source, NativeCheckpoint):
         problems, size = [], 0
         for name, one in source.formats.items():
             try:
                 size += source.read(name, whole_box(one.shape)).nbytes
             except CheckpointError as error:
                 problems.append(str(error))
-            bar.update(whole_box(one.shape).size * one.dtype.itemsize)
-        return VerifyFinding(source.where, "reading (it has no hashes)", tuple(problems), size=size)
+            bar.update(whole_box(one.shape).num_elements * one.dtype.itemsize)
+        return CheckpointVerification(source.where, "reading (it has no hashes)", tuple(problems), size=size)
     problems, parts = [], max(1, min(100, source.size // PART))
     for part in range(parts):
         problems += source.verify(part=part, parts=parts, threads=threads)
         bar.update(source.size // parts)
     strange = [f"{source.folder / name} is none of its files" for name in unknown_files(source)]
-    return VerifyFinding(source.where, "its hashes", tuple(dict.fromkeys(problems)), tuple(strange), source.size)
+    return CheckpointVerification(
+        source.where, "its hashes", tuple(dict.fromkeys(problems)), tuple(strange), source.size
+    )
 
 
-def open_checkpoints_at(path: str, step: int | None, every: bool) -> Iterator[CheckpointSource | VerifyFinding]:
-    """Open the checkpoints of a path, one after the other; what cannot be opened is yielded as a `VerifyFinding`.
+def open_checkpoints_at(
+    path: str, step: int | None, every: bool
+) -> Iterator[CheckpointSource | CheckpointVerification]:
+    """Open the checkpoints of a path, one after the other; what cannot be opened is yielded as a `CheckpointVerification`.
     step: only the one of this iteration. every: all of a --save folder, not only the newest.
     """
     scan = scan_checkpoint_folder(path)
@@ -72,22 +76,22 @@ def open_checkpoints_at(path: str, step: int | None, every: bool) -> Iterator[Ch
         yield _open_or_finding(path, partial(open_checkpoint, path, step))
         return
     damaged = [text for iteration, text in scan.damaged if step in (None, iteration)]
-    yield from (VerifyFinding(path, "its commit", (text,)) for text in damaged)
+    yield from (CheckpointVerification(path, "its commit", (text,)) for text in damaged)
     steps = [one for one in scan.steps if step in (None, one.iteration)]
     if not steps and not damaged:
-        yield VerifyFinding(path, "looking", (f"it has no complete checkpoint of iteration {step}",))
+        yield CheckpointVerification(path, "looking", (f"it has no complete checkpoint of iteration {step}",))
     for one in steps if every else steps[:1]:
-        yield _open_or_finding(str(one.folder), partial(open_saved_checkpoint, one.folder))
+        yield _open_or_finding(str(one.folder), partial(open_native_checkpoint, one.folder))
 
 
-def _open_or_finding(path: str, opener: Callable[[], CheckpointSource]) -> CheckpointSource | VerifyFinding:
+def _open_or_finding(path: str, opener: Callable[[], CheckpointSource]) -> CheckpointSource | CheckpointVerification:
     try:
         return opener()
     except (CheckpointError, OSError) as error:
-        return VerifyFinding(path, "opening", tuple(getattr(error, "problems", ())) or (str(error),))
+        return CheckpointVerification(path, "opening", tuple(getattr(error, "problems", ())) or (str(error),))
 
 
-def finding_text(finding: VerifyFinding, seconds: float) -> str:
+def verification_text(finding: CheckpointVerification, seconds: float) -> str:
     """Return what was found about one checkpoint, as text. seconds: that it took."""
     speed = (
         f", {bytes_with_unit_text(finding.size)} in {seconds:.1f} s ({bytes_with_unit_text(finding.size / max(seconds, 1e-9))}/s)"
@@ -104,7 +108,7 @@ def finding_text(finding: VerifyFinding, seconds: float) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Verify the checkpoints and print the findings; exit with 1 if anything is wrong."""
-    install_interrupt_handler()
+    install_interrupt_excepthook()
     parser = ToolArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -124,8 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for path in args.paths:
         for one in open_checkpoints_at(path, args.ckpt_step, args.all):
             started = time.perf_counter()
-            if not isinstance(one, VerifyFinding):
-                total = sum(whole_box(form.shape).size * form.dtype.itemsize for form in one.formats.values())
+            if not isinstance(one, CheckpointVerification):
+                total = sum(whole_box(form.shape).num_elements * form.dtype.itemsize for form in one.formats.values())
                 with tqdm(
                     total=total, unit="B", unit_scale=True, desc=one.where, disable=not sys.stderr.isatty()
                 ) as bar:
@@ -138,6 +142,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "remarks": one.remarks,
                 "bytes": one.size,
             }
-            print(json.dumps(facts) if args.json else finding_text(one, time.perf_counter() - started))
+            print(json.dumps(facts) if args.json else verification_text(one, time.perf_counter() - started))
     if not sound:
         sys.exit(1)

@@ -27,12 +27,12 @@ from megatron.core.config.settings.compilation import CompileConfig
 from megatron.core.kernels import fused, reference, scans
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.main_grad import MainGrad
-from megatron.core.tensor_parallel import graph_low_linear
+from megatron.core.tensor_parallel import compiled_low_precision
 from megatron.core.tensor_parallel.low_precision import LowPrecisionScaling
 from megatron.core.tensor_parallel.norm import Norm
-from megatron.core.transformer.build import LayerBuildContext
 from megatron.core.transformer.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.layer import TransformerLayer
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 from megatron.core.transformer.mamba import MambaMixer
 from megatron.training.trainer import Trainer
 
@@ -54,7 +54,7 @@ _HALVES = {"attention_block": "attention", "mlp_block": "MLP"}
 _LIMIT = 64  # graphs of one function: one for each kind of layer, in training, recomputation and evaluation
 
 
-def compile_obstacles(layer: TransformerLayer) -> dict[str, str]:
+def compile_obstacles_by_method(layer: TransformerLayer) -> dict[str, str]:
     """Return why each half of a layer cannot be compiled into one graph: method name -> reasons, an empty string if it
     can.
     """
@@ -117,11 +117,11 @@ class LayerCompiler:
     @contextmanager
     def watch_step(self, iteration: int) -> Iterator[None]:
         """Run a training step within: log what the first one compiled, and warn once when a later one compiles again."""
-        began, before, broken = time.time(), _num_compiled_graphs(), _graph_breaks()
+        began, before, broken = time.time(), _num_compiled_graphs(), _graph_break_counts_by_reason()
         yield
-        graphs, breaks = _num_compiled_graphs() - before, _graph_breaks() - broken
+        graphs, breaks = _num_compiled_graphs() - before, _graph_break_counts_by_reason() - broken
         if self._first:
-            seconds = sum(one.duration_us or 0 for one in _compilations_since(began)) / 1e6
+            seconds = sum(one.duration_us or 0 for one in _compilation_metrics_since(began)) / 1e6
             self._say(
                 f"compile: {_count_text(graphs, 'graph')}, {_count_text(breaks.total(), 'graph break')}; first step "
                 f"{time.time() - began:.1f} s, of it {seconds:.1f} s in the compiler"
@@ -129,7 +129,9 @@ class LayerCompiler:
             for reason, count in breaks.items():
                 self._say(f"  {count} x {_shorten_break_reason(reason)}")
         elif graphs and not self.again:
-            reasons = {one.recompile_reason.strip() for one in _compilations_since(began) if one.recompile_reason}
+            reasons = {
+                one.recompile_reason.strip() for one in _compilation_metrics_since(began) if one.recompile_reason
+            }
             self._say(
                 f"WARNING: iteration {iteration} compiled {_count_text(graphs, 'more graph')}, since {'; '.join(sorted(reasons)) or 'of nothing told'}. "
                 "Of later ones nothing is said"
@@ -157,13 +159,13 @@ def _compile_layer(
     layer: TransformerLayer, compile_: Callable[[Callable], Callable], ops: dict[str, dict[Callable, Callable]]
 ) -> tuple[tuple[str, str], ...]:
     """Compile what can be compiled of a layer, in place. Return its obstacles, (method name, reasons) pairs."""
-    why = compile_obstacles(layer)
+    why = compile_obstacles_by_method(layer)
     whole = [name for name, reason in why.items() if not reason]
     if len(whole) == len(why) and not layer.recomputes_mlp:
         whole = ["forward"]
     for part in layer.modules():
         if isinstance(part, LowPrecisionScaling):
-            graph_low_linear.assign_graph_handle(part)
+            compiled_low_precision.register_scaling_for_compile(part)
     if any(why.values()):
         for part in layer.modules():
             if isinstance(build := getattr(part, "build", None), LayerBuildContext):
@@ -171,20 +173,20 @@ def _compile_layer(
             if isinstance(part, Norm):
                 part.kernels = _compiled_kernels(part.kernels, ops)
     for name in whole:
-        setattr(layer, name, _with_fresh_main_grads(layer, compile_(getattr(layer, name))))
+        setattr(layer, name, _wrap_with_main_grad_refresh(layer, compile_(getattr(layer, name))))
     return tuple(why.items())
 
 
-def _with_fresh_main_grads(layer: TransformerLayer, compiled: Callable) -> Callable:
+def _wrap_with_main_grad_refresh(layer: TransformerLayer, compiled: Callable) -> Callable:
     """Wrap a compiled function so that each call first gives the layer's main gradients new aliases."""
     sums: list[MainGrad] = [param.main_grad for param in layer.parameters() if hasattr(param, "main_grad")]
 
-    def call_with_fresh_aliases(*given: Any, **named: Any) -> Any:
+    def refresh_main_grads_and_call(*given: Any, **named: Any) -> Any:
         for one in sums:
-            one.refresh_alias()
+            one.renew_version_counter()
         return compiled(*given, **named)
 
-    return call_with_fresh_aliases
+    return refresh_main_grads_and_call
 
 
 def _compiled_kernels(kernels: Kernels, ops: dict[str, dict[Callable, Callable]]) -> Kernels:
@@ -211,12 +213,12 @@ def _num_compiled_graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def _graph_breaks() -> Counter[str]:
+def _graph_break_counts_by_reason() -> Counter[str]:
     """Return the graph breaks of torch.compile in this process, counted by reason."""
     return Counter(torch._dynamo.utils.counters["graph_break"])
 
 
-def _compilations_since(seconds: float) -> list[Any]:
+def _compilation_metrics_since(seconds: float) -> list[Any]:
     """Return torch.compile's metrics (CompilationMetrics) of each compilation since this time.time()."""
     return [one for one in torch._dynamo.utils.get_compilation_metrics() if (one.start_time_us or 0) >= seconds * 1e6]
 

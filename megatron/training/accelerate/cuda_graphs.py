@@ -32,12 +32,12 @@ from torch.autograd import Function
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.distributed.ddp import DataParallel
-from megatron.core.kernels.documents import DocumentStarts
+from megatron.core.kernels.packed_document_starts import PackedDocumentStarts
 from megatron.core.parallel import device as devices
-from megatron.core.parallel.device import storage_position
+from megatron.core.parallel.device import storage_id_and_offset
 from megatron.core.parallel.main_grad import active_main_grad
+from megatron.core.transformer.forward_context import MicrobatchContext
 from megatron.core.transformer.layer import TransformerLayer
-from megatron.core.transformer.passing import MicrobatchContext
 from megatron.training.trainer import Trainer
 
 # Records what it is given without a change to any tensor; returns what does it, and the tensors that it will have made.
@@ -56,14 +56,14 @@ class _CapturedLayer:
         places = iter(self._inputs)
         args, named = _map_tensors(given, lambda _: next(places))
         self._forward, self._output = self._record_or_refuse(lambda: part.call(*args, **dict(named)))
-        self._lasts.add(storage_position(self._output))
+        self._lasts.add(storage_id_and_offset(self._output))
         self._backward: Callable[[], None] | None = None
         self.weights: list[Tensor] = []
 
     def forward(self, tensors: Sequence[Tensor]) -> Tensor:
         """Copy the inputs in, replay the forward graph, and return its static output."""
         for place, tensor in zip(self._inputs, tensors, strict=True):
-            self._copy_into(place, tensor)
+            self._copy_unless_same_memory(place, tensor)
         self._forward()
         return self._output.detach()
 
@@ -73,13 +73,13 @@ class _CapturedLayer:
         """
         if self._backward is None:
             self._gradient = self._static_buffer(gradient)
-            self._backward, self._found = self._record_or_refuse(self._input_gradients)
-            self._lasts.update(storage_position(one) for one in self._found if one is not None)
-        self._copy_into(self._gradient, gradient)
+            self._backward, self._found = self._record_or_refuse(self._backward_to_capture)
+            self._lasts.update(storage_id_and_offset(one) for one in self._found if one is not None)
+        self._copy_unless_same_memory(self._gradient, gradient)
         self._backward()
         return self._found
 
-    def _input_gradients(self) -> tuple[Tensor | None, ...]:
+    def _backward_to_capture(self) -> tuple[Tensor | None, ...]:
         """Compute the gradients of the inputs, and add those of the weights into their buckets: what the backward graph
         captures.
         """
@@ -109,12 +109,12 @@ class _CapturedLayer:
         """Return a static tensor for values like this one's: the same memory if a captured graph writes it, else a new
         copy.
         """
-        return tensor.detach() if storage_position(tensor) in self._lasts else tensor.detach().clone()
+        return tensor.detach() if storage_id_and_offset(tensor) in self._lasts else tensor.detach().clone()
 
-    def _copy_into(self, place: Tensor, tensor: Tensor) -> None:
+    def _copy_unless_same_memory(self, place: Tensor, tensor: Tensor) -> None:
         """Copy a tensor into a static one; nothing if both are the same memory."""
-        if storage_position(place) != storage_position(tensor):
-            assert storage_position(place) not in self._lasts, "what follows a recording is always the same one"
+        if storage_id_and_offset(place) != storage_id_and_offset(tensor):
+            assert storage_id_and_offset(place) not in self._lasts, "what follows a recording is always the same one"
             place.data.copy_(tensor)  # autograd's watch over what it keeps would take it for a mistake
 
     def _record_or_refuse(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
@@ -136,7 +136,7 @@ class _GraphedMethod:
     """
 
     def __init__(
-        self, layer: TransformerLayer, method: str, recordings: CapturedGraphs, parallel: DataParallel
+        self, layer: TransformerLayer, method: str, recordings: LayerGraphCapturer, parallel: DataParallel
     ) -> None:
         self.call: Callable[..., Tensor] = getattr(layer, method)
         self.name = f"layer {layer.plan.index + 1}, {_NAMES[method]},"
@@ -156,9 +156,9 @@ class _GraphedMethod:
         self._parallel.wait_for_params(self.gradients)
         given, tensors = (args, tuple(named.items())), []
 
-        def capture_key(tensor: Tensor) -> tuple[Any, ...]:
+        def tensor_capture_key(tensor: Tensor) -> tuple[Any, ...]:
             tensors.append(tensor)
-            place = storage_position(tensor)
+            place = storage_id_and_offset(tensor)
             return (
                 tensor.shape,
                 tensor.stride(),
@@ -167,13 +167,13 @@ class _GraphedMethod:
                 place if place in self.recordings.lasts else None,
             )
 
-        free = self._free.setdefault(_map_tensors(given, capture_key), [])
+        free = self._free.setdefault(_map_tensors(given, tensor_capture_key), [])
         if not free:
             free.append(_CapturedLayer(self, given, tensors))
             self.recordings.count += 1
         return _GraphReplay.apply(self, free, free.pop(), *tensors)
 
-    def finish_microbatch(self, free: list[_CapturedLayer], recording: _CapturedLayer) -> None:
+    def release_after_backward(self, free: list[_CapturedLayer], recording: _CapturedLayer) -> None:
         """After a microbatch's backward pass: free its captured graphs for the next one, and report the weights'
         gradients as arrived.
         """
@@ -195,11 +195,11 @@ class _GraphReplay(Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
         gradients = context.recording.backward(gradient)
-        context.part.finish_microbatch(context.free, context.recording)
+        context.part.release_after_backward(context.free, context.recording)
         return None, None, None, *gradients
 
 
-class CapturedGraphs:
+class LayerGraphCapturer:
     """CUDA graphs of a trainer's layers, captured after the warm-up steps.
     on: whether warm-up is over. count: graphs captured so far. lasts: storage positions of tensors that captured graphs
     write.
@@ -220,7 +220,7 @@ class CapturedGraphs:
                     setattr(layer, method, _GraphedMethod(layer, method, self, parallel))
         self._say(
             "CUDA graphs: "
-            + ("; ".join(_captured_layers_text(methods, count) for methods, count in kinds.items()) or "no layers here")
+            + ("; ".join(_captured_parts_text(methods, count) for methods, count in kinds.items()) or "no layers here")
         )
 
     @contextmanager
@@ -251,10 +251,10 @@ def _capturable_methods(layer: TransformerLayer, modules: Sequence[str]) -> tupl
 
 
 def _map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return the (nested) value with `change` applied to its tensors. `MicrobatchContext` and `DocumentStarts` become
+    """Return the (nested) value with `change` applied to its tensors. `MicrobatchContext` and `PackedDocumentStarts` become
     None: captured layers report no losses and use no document boundaries.
     """
-    if isinstance(value, (MicrobatchContext, DocumentStarts)):
+    if isinstance(value, (MicrobatchContext, PackedDocumentStarts)):
         return None
     if isinstance(value, Tensor):
         return change(value)
@@ -266,7 +266,7 @@ def _map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return value
 
 
-def _captured_layers_text(methods: tuple[str, ...], count: int) -> str:
+def _captured_parts_text(methods: tuple[str, ...], count: int) -> str:
     """Say which parts of `count` layers are captured."""
     return (
         f"{count} layer{'' if count == 1 else 's'}: {' and '.join(_NAMES[method] for method in methods) or 'nothing'}"

@@ -17,26 +17,26 @@ from torch import Tensor, nn
 
 from megatron.core.config.adapters import (
     WHOLE,
-    global_layer_name,
     is_adapter_parameter,
     is_trained_parameter,
-    linear_layer_shapes,
+    layer_module_path,
+    linear_shapes_of_layer,
 )
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.dist_checkpointing.source import CheckpointSource, TensorFormat
-from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.dist_checkpointing.tree import Tree
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.core.dist_checkpointing.sharded_state import Tree
+from megatron.core.dist_checkpointing.source import CheckpointSource, ShapeAndDtype
 from megatron.core.families import peft
 from megatron.core.families.adapter_set import (
     BASE,
     OUTPUT_LAYER,
-    AdapterSet,
-    read_adapter_checkpoint,
+    LoadedAdapter,
+    read_native_adapter_checkpoint,
     require_adapters_fit_network,
 )
-from megatron.core.families.hf import recorded_model_name
+from megatron.core.families.hf import hf_model_name_or_path
 from megatron.core.parallel import collectives
 from megatron.core.parallel.box_hash import box_hash
 from megatron.core.parallel.boxes import Box, whole_box
@@ -44,12 +44,12 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import derive_seed
 from megatron.core.parallel.spec import (
     is_replicated_over_tensor,
-    local_shards,
+    local_shard_boxes,
     param_spec_of,
-    quantized_values_of,
-    tensor_axis_name,
+    quantized_storage_of,
+    tensor_parallel_axis_name,
 )
-from megatron.core.tensor_parallel.quantized import quantized_values_of_box
+from megatron.core.tensor_parallel.frozen_quantized import quantize_dequantize_box
 from megatron.training.checkpoint.formats import open_checkpoint
 
 _LENGTHS = ".magnitude"
@@ -61,13 +61,13 @@ def is_adapter_checkpoint(source: CheckpointSource) -> bool:
     return BASE in source.values
 
 
-def open_adapters(path: str | Path, model: ModelConfig) -> AdapterSet:
+def open_adapters(path: str | Path, model: ModelConfig) -> LoadedAdapter:
     """Read the adapters in a PEFT folder, or in a checkpoint of a run with adapters. `CheckpointError` if they are
     another network's.
     """
     if peft.is_peft_folder(path):
         return peft.read_peft_folder(path, model)
-    adapters = read_adapter_checkpoint(open_checkpoint(path))
+    adapters = read_native_adapter_checkpoint(open_checkpoint(path))
     require_adapters_fit_network(adapters, model)
     return adapters
 
@@ -80,7 +80,7 @@ def adapter_config_of(path: str | Path, model: ModelConfig, base: str | None = N
     known = model if model.true_vocab_size else model.with_vocabulary(1, 1)  # before a tokenizer is built
     adapters = open_adapters(path, known)
     if base is not None:
-        require_same_base_name(adapters, base)
+        require_same_base_model_name(adapters, base)
     return replace(adapters.model.adapter, freeze=model.adapter.freeze)
 
 
@@ -111,19 +111,19 @@ class SourceWithRowNorms:
         self._config, self._format = model.adapter, model.adapter.lora_base_quantization
         self._rows: dict[str, tuple[str, int, int]] = {}
         for plan in network_layer_plans(model) if model.adapter.dora else ():
-            shapes = linear_layer_shapes(model, plan)
+            shapes = linear_shapes_of_layer(model, plan)
             for adapter in plan.adapters:
-                matrix = f"model.{global_layer_name(model, plan)}.{adapter.linear}"
-                first, size = shapes[adapter.linear].row_range(adapter.part)
+                matrix = f"model.{layer_module_path(model, plan)}.{adapter.linear}"
+                first, size = shapes[adapter.linear].rows_of_part(adapter.part)
                 self._rows[f"{matrix}.adapter.pairs.{adapter.part or WHOLE}{_LENGTHS}"] = (
                     f"{matrix}.weight",
                     first,
                     size,
                 )
         lengths = {
-            name: TensorFormat((size,), source.formats[matrix].dtype) for name, (matrix, _, size) in self._rows.items()
+            name: ShapeAndDtype((size,), source.formats[matrix].dtype) for name, (matrix, _, size) in self._rows.items()
         }
-        self.formats: Mapping[str, TensorFormat] = {**source.formats, **lengths}
+        self.formats: Mapping[str, ShapeAndDtype] = {**source.formats, **lengths}
 
     def read(self, name: str, box: Box) -> Tensor:
         """Return a box of a tensor, [*box.shape]; DoRA's magnitudes are computed as row norms of the weight."""
@@ -135,14 +135,14 @@ class SourceWithRowNorms:
         values = (
             self._source.read(matrix, rows)
             if format == "none"
-            else quantized_values_of_box(
+            else quantize_dequantize_box(
                 partial(self._source.read, matrix), rows, self._source.formats[matrix].shape, format
             )
         )
         return values.to(torch.promote_types(values.dtype, torch.float32)).square().sum(dim=1).sqrt()
 
 
-def require_matching_base(adapters: AdapterSet, mine: Mapping[str, Any], names: Iterable[str] = ()) -> None:
+def require_matching_base(adapters: LoadedAdapter, mine: Mapping[str, Any], names: Iterable[str] = ()) -> None:
     """Raise `CheckpointError` if adapters are of another base: by the hash of its weights, else (PEFT folders) by its
     name.
     mine: this run's value of `BASE`. names: further names of the base beside its folder's.
@@ -150,7 +150,7 @@ def require_matching_base(adapters: AdapterSet, mine: Mapping[str, Any], names: 
     if adapters.base.get("hash") is not None:
         require_same_base_hash(adapters.base, mine, adapters.where)
     else:
-        require_same_base_name(adapters, str(mine["where"]), names)
+        require_same_base_model_name(adapters, str(mine["where"]), names)
 
 
 def require_same_base_hash(saved: Mapping[str, Any], mine: Mapping[str, Any], where: str) -> None:
@@ -164,15 +164,15 @@ def require_same_base_hash(saved: Mapping[str, Any], mine: Mapping[str, Any], wh
         )
 
 
-def require_same_base_name(adapters: AdapterSet, where: str, names: Iterable[str] = ()) -> None:
+def require_same_base_model_name(adapters: LoadedAdapter, where: str, names: Iterable[str] = ()) -> None:
     """Raise `CheckpointError` if adapters without a hash name another base than the one in the folder `where`.
     names: further names of that base beside its folder's.
     """
     theirs = adapters.base.get("where")
     if adapters.base.get("hash") is not None or not theirs:
         return
-    known = possible_base_names(where).union(*map(possible_base_names, names))
-    if not known & (claimed := possible_base_names(theirs)) and known and claimed:
+    known = possible_base_model_names(where).union(*map(possible_base_model_names, names))
+    if not known & (claimed := possible_base_model_names(theirs)) and known and claimed:
         raise CheckpointError(
             f"{adapters.where} holds adapters of another base: they say that they were trained on {theirs}, and the base here is {where}; "
             f"give theirs with --pretrained-checkpoint (--base of adapter.py). If it is the same network under another name, write {where} "
@@ -180,13 +180,13 @@ def require_same_base_name(adapters: AdapterSet, where: str, names: Iterable[str
         )
 
 
-def possible_base_names(where: str) -> set[str]:
+def possible_base_model_names(where: str) -> set[str]:
     """Return the names that a base network may go by, in lower case: of its folder (of the run, of the hub's
     repository), of the folder that it links to, and in its config.json. where: a folder, or a name alone.
     """
-    return {_base_name_from_path(name) for name in (where, str(Path(where).resolve()), recorded_model_name(where))} - {
-        ""
-    }
+    return {
+        _base_name_from_path(name) for name in (where, str(Path(where).resolve()), hf_model_name_or_path(where))
+    } - {""}
 
 
 def _base_name_from_path(where: str) -> str:
@@ -210,16 +210,16 @@ def base_weights_hash(stages: Iterable[nn.Module], mesh: Mesh, config: AdapterCo
     seen: set[str] = set()
     for stage in stages:
         for param in stage.parameters():
-            spec, quantized = param_spec_of(param), quantized_values_of(param)
+            spec, quantized = param_spec_of(param), quantized_storage_of(param)
             frozen = not is_adapter_parameter(spec.name) and not is_trained_parameter(spec.name, config)
             counted = mesh.axis(spec.reduce_over).is_first and not (
-                is_replicated_over_tensor(spec) and not mesh.axis(tensor_axis_name(spec)).is_first
+                is_replicated_over_tensor(spec) and not mesh.axis(tensor_parallel_axis_name(spec)).is_first
             )
             if spec.tied:
                 counted = counted and mesh.axis(spec.tied_over).is_first and spec.name not in seen
             seen.add(spec.name)
-            for index, piece in enumerate(local_shards(spec, mesh) if frozen and counted else ()):
-                known = None if quantized is None else quantized.hashes[index]
+            for index, piece in enumerate(local_shard_boxes(spec, mesh) if frozen and counted else ()):
+                known = None if quantized is None else quantized.unquantized_hashes[index]
                 if piece.is_first_replica:
                     total += (
                         box_hash(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from megatron.core.config.figures import find_metric
+from megatron.core.config.figures import match_metric_name
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import CheckpointConfig
 from megatron.core.parallel import collectives
@@ -17,8 +17,8 @@ from megatron.training.run import TrainingProgress
 
 
 def require_save_best_metric(word: str, names: Sequence[str]) -> str:
-    """Return the metric among `names` that --save-best `word` means (`find_metric`); `ConfigError` if there is none."""
-    figure = find_metric(word, names)
+    """Return the metric among `names` that --save-best `word` means (`match_metric_name`); `ConfigError` if there is none."""
+    figure = match_metric_name(word, names)
     if figure is None:
         raise ConfigError(
             f"--save-best {word}: evaluations of this run give no such figure; choose of: {', '.join(names)}"

@@ -24,20 +24,20 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.adapters import is_adapter_parameter
-from megatron.core.config.flags import config_to_values, flag_name
+from megatron.core.config.flags import config_to_dict, flag_name
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.dist_checkpointing.load import OPTIONAL, load
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError, SavedRunConfig
+from megatron.core.dist_checkpointing.load import OPTIONAL, load_into_sharded_state
 from megatron.core.dist_checkpointing.lock import FolderLock
-from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
-from megatron.core.dist_checkpointing.saver import CheckpointSaver, SaveOptions, SaveOutcome
+from megatron.core.dist_checkpointing.saved import open_native_checkpoint
+from megatron.core.dist_checkpointing.saver import CheckpointSaver, SaveOutcome, SavePolicy
+from megatron.core.dist_checkpointing.sharded_state import Tree, add_sharded_tensor, sharded_optimizer_state
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.dist_checkpointing.store import CheckpointError, RunDescription
-from megatron.core.dist_checkpointing.tree import Tree, add_to_tree, sharded_optimizer_state
-from megatron.core.families.adapter_set import AdapterSource
+from megatron.core.families.adapter_set import InMemoryAdapterSource
 from megatron.core.optimizer.schedule import OptimizerParamSchedule, resolve_resumed_schedule
 from megatron.core.parallel import collectives
 from megatron.core.tensor_parallel.low_precision import delayed_scalings_by_layer
-from megatron.core.tokenizers.base import tokenizer_fingerprint
+from megatron.core.tokenizers.base import tokenizer_fingerprint_fields
 from megatron.training.checkpoint.adapters import (
     BASE,
     SourceWithRowNorms,
@@ -49,35 +49,35 @@ from megatron.training.checkpoint.adapters import (
     require_same_base_hash,
     trained_weights_only,
 )
-from megatron.training.checkpoint.export import export_with_token_ids
+from megatron.training.checkpoint.export import export_hf_with_special_tokens
 from megatron.training.checkpoint.resuming import (
     OpenedCheckpoint,
     ResumeRequest,
     decide_on_first_rank,
-    demand_same_tokenizer,
     find_requested_checkpoint,
     open_requested_checkpoint,
+    require_checkpoint_tokenizer,
     same_folder,
 )
 from megatron.training.checkpoint.run_state import (
     Formats,
-    load_targets,
-    mark_written,
-    random_streams,
-    read_from_main_weights,
+    checkpoint_load_targets,
+    main_weights_to_read_instead,
+    random_stream_states,
+    refresh_after_load,
+    resolve_missing_weights,
     weights_of,
-    with_starts,
 )
 from megatron.training.hooks import StepHooks
 from megatron.training.launch.launch_info import read_launch_info
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 from megatron.training.trainer import Trainer
 
 _PROJECTOR = "model.vision_projection."
 
 
 @contextmanager
-def lock_save_folder(run: Run) -> Iterator[FolderLock | None]:
+def lock_save_folder(run: RunContext) -> Iterator[FolderLock | None]:
     """Hold the lock of the `--save` folder while training; yields None without --save or with --skip-train.
     Raises `CheckpointError` on all ranks when another job writes there.
     """
@@ -95,7 +95,7 @@ def lock_save_folder(run: Run) -> Iterator[FolderLock | None]:
             lock.release()
 
 
-class _StagingHook(StepHooks):
+class _WaitForStagingHook(StepHooks):
     """Delays an optimizer update until a save in flight has copied the weights."""
 
     saver: CheckpointSaver | None = None  # made by the first save
@@ -119,20 +119,20 @@ class Checkpointer:
         self.last_saved: int | None = None
         self.on_its_way: int | None = None
         self._saver: CheckpointSaver | None = None
-        self._staging = _StagingHook()
+        self._staging = _WaitForStagingHook()
         trainer.add_hook(self._staging)
         self._fingerprint: dict[str, Any] = {}
         self._adapter = self.config.model.adapter
         self._base: dict[str, Any] = {}
 
-    def prepare_async_save(self) -> None:
+    def preallocate_for_async_saves(self) -> None:
         """Before the first step: allocate what asynchronous saves need, so that the first save is not slower."""
         if self.config.checkpoint.save and self.config.checkpoint.async_save:
-            self._get_saver().prepare(self.state_to_save())
+            self._get_saver().plan_and_allocate(self.state_to_save())
 
     def save(self) -> None:
         """Write the state of the run into `--save`; raises `CheckpointError` if that fails."""
-        ended = [outcome for outcome in (*self.begin_save(), self.finish_save()) if outcome is not None]
+        ended = [outcome for outcome in (*self.begin_save(), self.wait_for_save_outcome()) if outcome is not None]
         if ended[-1].problems:
             raise CheckpointError(
                 f"the checkpoint of iteration {ended[-1].iteration} was not saved", ended[-1].problems
@@ -147,7 +147,7 @@ class Checkpointer:
         ended: list[SaveOutcome] = []
         if self.on_its_way is not None:
             earlier, since = self.on_its_way, time.perf_counter()
-            ended += [] if (outcome := self.finish_save()) is None else [outcome]
+            ended += [] if (outcome := self.wait_for_save_outcome()) is None else [outcome]
             waited = time.perf_counter() - since
             if waited > 0.1:
                 self._log_warning(
@@ -164,19 +164,19 @@ class Checkpointer:
         writer.start(
             self.state_to_save(),
             iteration,
-            RunDescription(config_to_values(self.config), self.mesh.world.size),
+            SavedRunConfig(config_to_dict(self.config), self.mesh.world.size),
             until_staged=on_cpu,
             best=self.trainer.progress.best_iteration if self.config.checkpoint.save_best else None,
         )
         if not self.config.checkpoint.async_save:
-            ended += [] if (outcome := self.finish_save()) is None else [outcome]
+            ended += [] if (outcome := self.wait_for_save_outcome()) is None else [outcome]
         return ended
 
     def poll_save(self) -> SaveOutcome | None:
         """Advance a save in flight without waiting. Return its outcome once it has ended, else None."""
         return None if self.on_its_way is None else self._report_save(self._get_saver().poll())
 
-    def finish_save(self) -> SaveOutcome | None:
+    def wait_for_save_outcome(self) -> SaveOutcome | None:
         """Wait for a save in flight. Return its outcome, or None if there was none."""
         return None if self.on_its_way is None else self._report_save(self._get_saver().finish())
 
@@ -224,7 +224,7 @@ class Checkpointer:
         """Reload the newest checkpoint that this run has saved; raises `CheckpointError` from `why` if there is none
         yet.
         """
-        self.finish_save()
+        self.wait_for_save_outcome()
         if self.last_saved is None:
             raise CheckpointError(f"there is no checkpoint to go back to: {why}") from why
         options = dataclasses.replace(
@@ -248,19 +248,21 @@ class Checkpointer:
         continues = self._loads_optimizer(opened)
         if opened.step is not None:
             _require_saved_state(opened, optimizer=continues, streams=options.load_rng and not opened.weights_only)
-        source = self._source_for_adapters(source)
-        names = _values_to_load(opened, optimizer=continues)
-        values = load(dict.fromkeys(names), source, axis)
+        source = self._wrap_source_for_adapter_run(source)
+        names = _non_tensor_names_to_load(opened, optimizer=continues)
+        values = load_into_sharded_state(dict.fromkeys(names), source, axis)
         schedule = self._restore_schedule(values.get("run.schedule"), source)
         if continues:
-            self._log_format_changes(opened.source.settings)
-        slots, streams = tuple(self.trainer.optimizer.checkpoint_state()), self._stream_targets(opened)
-        state = self._targets_in_source(source, load_targets(self.trainer, formats, slots, optimizer=continues))
+            self._log_optimizer_dtype_changes(opened.source.settings)
+        slots, streams = tuple(self.trainer.optimizer.checkpoint_state()), self._random_stream_load_targets(opened)
+        state = self._adapter_or_base_targets(
+            source, checkpoint_load_targets(self.trainer, formats, slots, optimizer=continues)
+        )
         if options.allow_missing_vision_projection_checkpoint:
             state = self._without_missing_projector(state, formats)
         histories = self._amax_history_targets(formats) if continues else {}
-        state, replacements = with_starts(self.trainer, state, formats)
-        load(
+        state, replacements = resolve_missing_weights(self.trainer, state, formats)
+        load_into_sharded_state(
             state | streams | histories,
             source,
             axis,
@@ -270,7 +272,7 @@ class Checkpointer:
             else (),  # where it starts from a language model
             instead=replacements,
         )
-        mark_written(self.trainer, slots)
+        refresh_after_load(self.trainer, slots)
         self._load_amax_histories(histories)
         if streams:
             self.trainer.run.streams.load({name.rpartition(".")[2]: value for name, value in streams.items()})
@@ -280,7 +282,9 @@ class Checkpointer:
         if values and options.save and opened.step is not None and same_folder(options.save, opened.step.folder.parent):
             self.last_saved = opened.step.iteration
         what = "weights of checkpoint" if opened.weights_only else "checkpoint"
-        self._log_info(f"loaded {what} {source.where}: {_speed_text(opened.size, time.perf_counter() - started)}")
+        self._log_info(
+            f"loaded {what} {source.where}: {_size_and_speed_text(opened.size, time.perf_counter() - started)}"
+        )
 
     def _without_missing_projector(self, state: dict[str, Any], formats: Mapping[str, Any]) -> dict[str, Any]:
         """Return the targets to load without the vision projector if the checkpoint has none (logged): it keeps its
@@ -295,7 +299,7 @@ class Checkpointer:
         """Raise `CheckpointError` for a checkpoint of another tokenizer, or warn of it under --allow-other-tokenizer."""
         allowed = self.config.checkpoint.allow_other_tokenizer
         note = decide_on_first_rank(
-            self.mesh.world, lambda: demand_same_tokenizer(source, self._tokenizer_record(), allowed=allowed)
+            self.mesh.world, lambda: require_checkpoint_tokenizer(source, self._tokenizer_record(), allowed=allowed)
         )
         if note:
             self._log_warning(note)
@@ -330,12 +334,18 @@ class Checkpointer:
         slots = tuple(self.trainer.optimizer.checkpoint_state())
         state = {
             name: value
-            for name, value in load_targets(self.trainer, formats, slots, optimizer=False).items()
+            for name, value in checkpoint_load_targets(self.trainer, formats, slots, optimizer=False).items()
             if not name.startswith(initial)
         }
         adopted = tuple(name for name in formats if name.startswith("model.") and not name.startswith(unused))
-        load(state, source, self.mesh.world, complete=adopted, instead=read_from_main_weights(self.trainer, formats))
-        mark_written(self.trainer, slots)
+        load_into_sharded_state(
+            state,
+            source,
+            self.mesh.world,
+            complete=adopted,
+            instead=main_weights_to_read_instead(self.trainer, formats),
+        )
+        refresh_after_load(self.trainer, slots)
         self._log_info(f"adopted weights of {source.where} in {time.perf_counter() - started:.2f} s")
 
     def state_to_save(self) -> Tree:
@@ -349,12 +359,12 @@ class Checkpointer:
             state[BASE] = self._base
         if optional := [f"model.{prefix}" for prefix in getattr(trainer.stages[0], "optional_weights", ())]:
             state[OPTIONAL] = optional
-        state["run.config"] = config_to_values(self.config)
+        state["run.config"] = config_to_dict(self.config)
         state["run.progress"] = dataclasses.asdict(trainer.progress)
         state["run.tokenizer"] = self._tokenizer_record() if self.mesh.world.is_first else None
         if options.save_optim:
             for slot, segment, tensor in trainer.optimizer.checkpoint_state():
-                add_to_tree(
+                add_sharded_tensor(
                     state, f"optimizer.{slot}.{segment.name}", sharded_optimizer_state(segment, tensor, self.mesh)
                 )
             # A rank whose share of a bucket is padding counts no steps.
@@ -366,10 +376,10 @@ class Checkpointer:
                 for name, scaling in delayed_scalings_by_layer(trainer.stages).items()
             }
         if options.save_rng:
-            state |= random_streams(self.trainer)
+            state |= random_stream_states(self.trainer)
         return state
 
-    def _source_for_adapters(self, source: CheckpointSource) -> CheckpointSource:
+    def _wrap_source_for_adapter_run(self, source: CheckpointSource) -> CheckpointSource:
         """Return the source to load: a base network gets DoRA's row norms added if the run trains adapters.
         Raises `CheckpointError` if it holds adapters and this run trains none, or theirs is another base.
         """
@@ -389,28 +399,28 @@ class Checkpointer:
         any tensor is changed.
         """
         adapters = open_adapters(folder, self.config.model)
-        source = AdapterSource(adapters)
+        source = InMemoryAdapterSource(adapters)
         require_matching_base(adapters, self._base)
         slots = tuple(self.trainer.optimizer.checkpoint_state())
         state = {
             name: value
-            for name, value in load_targets(self.trainer, source.formats, slots, optimizer=False).items()
+            for name, value in checkpoint_load_targets(self.trainer, source.formats, slots, optimizer=False).items()
             if is_adapter_parameter(name) or name in source.formats
         }
-        load(
+        load_into_sharded_state(
             state,
             source,
             self.mesh.world,
             complete=("model.",),
-            instead=read_from_main_weights(self.trainer, source.formats),
+            instead=main_weights_to_read_instead(self.trainer, source.formats),
         )
-        mark_written(self.trainer, slots)
+        refresh_after_load(self.trainer, slots)
         self._log_info(
             f"loaded adapters of {folder}: {len(adapters.pairs)} of linear layers, and {len(adapters.saved)} whole parameters; "
             f"trained on {adapters.base.get('where') or 'a base that they do not name'}"
         )
 
-    def _targets_in_source(self, source: CheckpointSource, state: Tree) -> Tree:
+    def _adapter_or_base_targets(self, source: CheckpointSource, state: Tree) -> Tree:
         """Return the targets that a source fills: in a run with adapters those of the adapters or those of the base,
         else all.
         """
@@ -429,16 +439,16 @@ class Checkpointer:
         """
         return {"hash": base_weights_hash(self.trainer.stages, self.mesh, self._adapter), "where": where}
 
-    def _stream_targets(self, opened: OpenedCheckpoint) -> Tree:
+    def _random_stream_load_targets(self, opened: OpenedCheckpoint) -> Tree:
         """Return tensors to load this rank's random streams into; empty (logged) if the checkpoint's layout or device
         differs.
         """
         formats = opened.source.formats
         if opened.weights_only or not self.config.checkpoint.load_rng or opened.world_size is None:
             return {}
-        now = _stream_layout_text(config_to_values(self.config), self.mesh.world.size)
-        then = _stream_layout_text(opened.source.settings, opened.world_size)
-        mine = random_streams(self.trainer)
+        now = _random_stream_layout_text(config_to_dict(self.config), self.mesh.world.size)
+        then = _random_stream_layout_text(opened.source.settings, opened.world_size)
+        mine = random_stream_states(self.trainer)
         if now == then and all(
             name in formats and formats[name].shape == tuple(value.shape) for name, value in mine.items()
         ):
@@ -462,9 +472,9 @@ class Checkpointer:
             )
         return histories
 
-    def _log_format_changes(self, saved: Mapping[str, Any]) -> None:
+    def _log_optimizer_dtype_changes(self, saved: Mapping[str, Any]) -> None:
         """Log which optimizer states are converted, because their dtype flag differs from the checkpoint's."""
-        mine = config_to_values(self.config)
+        mine = config_to_dict(self.config)
         for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
             if name in saved and saved[name] != mine[name]:
                 self._log_info(
@@ -513,7 +523,7 @@ class Checkpointer:
         options = self.config.checkpoint
         assert options.save is not None, "saves are made when --save is given"
         if self._saver is None:
-            rules = SaveOptions(options.async_save, options.save_retain_interval, options.save_keep_last)
+            rules = SavePolicy(options.async_save, options.save_retain_interval, options.save_keep_last)
             self._saver = CheckpointSaver(
                 options.save, self.mesh.world, rules=rules, device=self.mesh.device, lock=self._lock
             )
@@ -541,7 +551,9 @@ class Checkpointer:
         self.last_saved = outcome.iteration
         self._export_weights(outcome)
         waited = f", while training waited {outcome.blocked:.2f} s" if self.config.checkpoint.async_save else ""
-        self._log_info(f"saved checkpoint {outcome.folder}: {_speed_text(outcome.size, outcome.seconds)}{waited}")
+        self._log_info(
+            f"saved checkpoint {outcome.folder}: {_size_and_speed_text(outcome.size, outcome.seconds)}{waited}"
+        )
         return outcome
 
     def _export_weights(self, outcome: SaveOutcome) -> None:
@@ -551,7 +563,9 @@ class Checkpointer:
             return
         target = Path(options.export_hf) / f"iter_{outcome.iteration:07d}"
         try:
-            family = export_with_token_ids(open_saved_checkpoint(outcome.folder), target, like=options.export_hf_like)
+            family = export_hf_with_special_tokens(
+                open_native_checkpoint(outcome.folder), target, like=options.export_hf_like
+            )
             self._log_info(f"exported checkpoint {target}: {family.name}")
         except (CheckpointError, OSError) as error:
             self._log_warning(f"THE CHECKPOINT OF ITERATION {outcome.iteration} WAS NOT EXPORTED: {error}")
@@ -559,7 +573,7 @@ class Checkpointer:
     def _tokenizer_record(self) -> dict[str, Any]:
         """Return the fingerprint of this run's tokenizer (kind, size, hash)."""
         if not self._fingerprint:
-            self._fingerprint = tokenizer_fingerprint(self.trainer.run.tokenizer)
+            self._fingerprint = tokenizer_fingerprint_fields(self.trainer.run.tokenizer)
         return self._fingerprint
 
     def _log_info(self, text: str) -> None:
@@ -583,17 +597,17 @@ def _require_saved_state(opened: OpenedCheckpoint, *, optimizer: bool, streams: 
         raise CheckpointError(f"{opened.source.where} lacks what this run wants to load", problems)
 
 
-def _stream_layout_text(values: Mapping[str, Any], world_size: int) -> str:
+def _random_stream_layout_text(values: Mapping[str, Any], world_size: int) -> str:
     """Describe the layout that decides which rank has which random stream. values: a run's settings by field name."""
     tp, pp = values["tensor_model_parallel_size"], values["pipeline_model_parallel_size"]
     return f"tensor {tp} x pipeline {pp} x data {world_size // (tp * pp)}"
 
 
-def _speed_text(size: int, seconds: float) -> str:
+def _size_and_speed_text(size: int, seconds: float) -> str:
     return f"{size / 1e9:.3g} GB in {seconds:.2f} s ({size / 1e9 / seconds:.2g} GB/s)"
 
 
-def _values_to_load(opened: OpenedCheckpoint, *, optimizer: bool) -> tuple[str, ...]:
+def _non_tensor_names_to_load(opened: OpenedCheckpoint, *, optimizer: bool) -> tuple[str, ...]:
     """Return the names of the non-tensor values to load. Of other formats and converted checkpoints, those that they
     have.
     """

@@ -12,17 +12,17 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config.flags import ConfigError, config_from_values
+from megatron.core.config.flags import ConfigError, config_from_dict
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.families import hf_export
-from megatron.core.families.rules import Family
+from megatron.core.families.parameter_mapping import Family
 from megatron.core.families.tokenizer_files import tokenizer_settings_of_folder
-from megatron.core.models.names import WORD_EMBEDDING
+from megatron.core.models.parameter_names import WORD_EMBEDDING
 from megatron.core.tokenizers.build import build_tokenizer
 
 
-def export_with_token_ids(
+def export_hf_with_special_tokens(
     source: CheckpointSource,
     folder: str | Path,
     *,
@@ -38,11 +38,11 @@ def export_with_token_ids(
         family=family,
         like=like,
         shard_bytes=shard_bytes,
-        ids=special_token_ids(source.settings, like, rows=rows),
+        ids=hf_config_special_token_ids(source.settings, like, rows=rows),
     )
 
 
-def special_token_ids(
+def hf_config_special_token_ids(
     settings: Mapping[str, Any], like: str | Path | None, *, rows: int
 ) -> dict[str, int | list[int] | None]:
     """Return the keys of a Hugging Face config.json that name special tokens (bos, eos ..), by the tokenizer.
@@ -60,7 +60,7 @@ def special_token_ids(
     if architecture == "bert" or not chosen.get("tokenizer_type"):
         return {}
     try:
-        tokenizer = build_tokenizer(config_from_values(TokenizerConfig, chosen))
+        tokenizer = build_tokenizer(config_from_dict(TokenizerConfig, chosen))
     except (ConfigError, OSError, ValueError):
         return {}
     ends = list(dict.fromkeys(token for token in (tokenizer.eod, tokenizer.eos) if token is not None and token < rows))

@@ -15,19 +15,19 @@ from typing import Any
 from megatron.core.config.flags import flag_fields
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
-from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.dist_checkpointing.store import (
+from megatron.core.dist_checkpointing.checkpoint_folders import (
     COMMIT,
     FREE,
     CheckpointError,
     CommittedCheckpoint,
-    load_candidates,
+    checkpoints_to_try,
     read_commit_record,
     scan_checkpoint_folder,
 )
+from megatron.core.dist_checkpointing.saved import open_native_checkpoint
+from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.families.hf import hf_model_settings, is_hf_checkpoint, open_hf_folder
-from megatron.core.families.megatron.open import find_megatron_folder, open_megatron_checkpoint
+from megatron.core.families.megatron.open import find_megatron_checkpoint, open_megatron_checkpoint
 from megatron.core.families.megatron.source import MegatronSource
 from megatron.core.tokenizers.build import KINDS
 
@@ -52,7 +52,7 @@ def find_native_checkpoint(path: Path, step: int | None) -> Path | None:
     """
     if (path / COMMIT).is_file():
         return path
-    steps = load_candidates(path, step) if scan_checkpoint_folder(path).steps else []
+    steps = checkpoints_to_try(path, step) if scan_checkpoint_folder(path).steps else []
     return steps[0].folder if steps else None
 
 
@@ -61,10 +61,10 @@ def _find_hugging_face(path: Path, step: int | None) -> Path | None:
     return path if step is None and is_hf_checkpoint(path) else None
 
 
-OURS = CheckpointFormat("this project", find_native_checkpoint, lambda path, given: open_saved_checkpoint(path))
+OURS = CheckpointFormat("this project", find_native_checkpoint, lambda path, given: open_native_checkpoint(path))
 FOREIGN = (
     CheckpointFormat("Hugging Face", _find_hugging_face, open_hf_folder),
-    CheckpointFormat("Megatron", find_megatron_folder, open_megatron_checkpoint, complete=False),
+    CheckpointFormat("Megatron", find_megatron_checkpoint, open_megatron_checkpoint, complete=False),
 )
 CHECKPOINT_FORMATS = (OURS, *FOREIGN)
 
@@ -93,7 +93,7 @@ def foreign_checkpoint_settings(
     }
     beside: Mapping[str, Any] = source.run_settings if isinstance(source, MegatronSource) else {}
     kind = KINDS.get(beside.get("tokenizer_type", ""))
-    reads = kind.reads if kind else frozenset()  # Megatron has defaults for all kinds
+    reads = kind.used_settings if kind else frozenset()  # Megatron has defaults for all kinds
     unread = {field.name for field, _ in flag_fields(TokenizerConfig)} - (
         reads | {"tokenizer_type"} if reads else set()
     )
@@ -110,7 +110,7 @@ def native_checkpoints(
     path = Path(path)
     if (path / COMMIT).is_file():
         return [CommittedCheckpoint(path, read_commit_record(path))]
-    return load_candidates(path, step, required=required)
+    return checkpoints_to_try(path, step, required=required)
 
 
 def open_checkpoint(

@@ -19,22 +19,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.config.flags import ConfigError, config_from_values, raise_config_error_if
+from megatron.core.config.flags import ConfigError, config_from_dict, raise_config_error_if
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.rules.engine import broken_rules
-from megatron.core.config.settings.data import DataConfig, TokenizerConfig, null_tokenizer_vocab_size
+from megatron.core.config.settings.data import DataConfig, TokenizerConfig, resumed_null_vocab_size
 from megatron.core.config.settings.kernels import KernelConfig
 from megatron.core.config.settings.optim import PrecisionConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import RunConfig, TrainConfig
-from megatron.core.config.stages import pipeline_stages_of
-from megatron.core.dist_checkpointing.load import load
+from megatron.core.config.stages import stage_specs_of_run
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.core.dist_checkpointing.load import load_into_sharded_state
+from megatron.core.dist_checkpointing.sharded_state import Tree, add_sharded_tensor, sharded_parameter
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.dist_checkpointing.tree import Tree, add_to_tree, sharded_parameter
 from megatron.core.families.hf import hf_model_settings, is_hf_checkpoint
-from megatron.core.families.registry import model_config_of
-from megatron.core.kernels.startup_check import choose_tried_kernels
+from megatron.core.families.registry import model_config_from_settings
+from megatron.core.kernels.startup_check import select_kernels_with_trials
 from megatron.core.kernels.table import KernelRequirements
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.gpt import GPTModel
@@ -44,9 +44,9 @@ from megatron.core.parallel.device import disable_malloc_trim, pick_device, proc
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import param_spec_of
-from megatron.core.tokenizers.base import Tokenizer, tokenizer_fingerprint
+from megatron.core.tokenizers.base import Tokenizer, tokenizer_fingerprint_fields
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.core.transformer.build import LayerBuildContext
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 from megatron.training.checkpoint.adapters import is_adapter_checkpoint
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.launch.launch_info import read_launch_info, world_size
@@ -106,11 +106,11 @@ def load_network(
     source = open_model_checkpoint(path, kind, step)
     settings = checkpoint_tokenizer_config(source, tokenizer or {})
     made = build_tokenizer(settings)
-    _demand_same_tokenizer(source, made)
+    _require_recorded_tokenizer(source, made)
     if not (source.settings.get("tokenizer_type") or is_hf_checkpoint(source.where)):
         # Megatron's own files count the rows that pad the vocabulary, unless they are told.
         source = open_checkpoint(path, step, {"true_vocab_size": made.vocab_size})
-    config = _resolve_config(source, settings, parallel, dtype, 1 if alone else world_size())
+    config = _inference_run_config(source, settings, parallel, dtype, 1 if alone else world_size())
     rows = config.model.true_vocab_size
     # Special tokens that the network has never seen are common, and no text holds one.
     if made.vocab_size - sum(number >= rows for number in made.special.values()) > rows:
@@ -120,7 +120,7 @@ def load_network(
         )
     device = device or pick_device()
     mesh = Mesh.single_process(device) if alone else _join_mesh(config, device)
-    return InferenceModel(config, mesh, _build_stages(source, kind, config, mesh), made, source)
+    return InferenceModel(config, mesh, _build_and_load_stages(source, kind, config, mesh), made, source)
 
 
 def open_model_checkpoint(path: str, kind: ModelKind[AnyStage], step: int | None = None) -> CheckpointSource:
@@ -133,12 +133,12 @@ def open_model_checkpoint(path: str, kind: ModelKind[AnyStage], step: int | None
             f"{source.where} holds adapters without their network; merge them into it with tools/checkpoint/adapter.py merge, or serve "
             "the network with --lora-modules"
         )
-    architecture = checkpoint_architecture(source)
+    architecture = infer_checkpoint_architecture(source)
     if architecture != kind.architecture:
         raise CheckpointError(
             f"{source.where} holds {_NAMES[architecture]}; what is asked for is {_NAMES[kind.architecture]}"
         )
-    if model_config_of(source.settings).reward_head != kind.scores:
+    if model_config_from_settings(source.settings).reward_head != kind.scores:
         holds, way = (
             ("a language model, which gives no scores", "train one with finetune.py --finetune-task reward")
             if kind.scores
@@ -148,7 +148,7 @@ def open_model_checkpoint(path: str, kind: ModelKind[AnyStage], step: int | None
     return source
 
 
-def checkpoint_architecture(source: CheckpointSource) -> str:
+def infer_checkpoint_architecture(source: CheckpointSource) -> str:
     """Return gpt, bert, t5 or vit, by the names of a checkpoint's parameters."""
     encoder, decoder, vision = (
         any(name.startswith(f"model.{part}.") for name in source.formats)
@@ -171,18 +171,18 @@ def checkpoint_tokenizer_config(source: CheckpointSource, given: Mapping[str, An
             if field.name in available
         }
     )
-    settings = config_from_values(TokenizerConfig, {**saved, **given})
+    settings = config_from_dict(TokenizerConfig, {**saved, **given})
     older = settings.tokenizer_type == "NullTokenizer"
     return (
-        dataclasses.replace(settings, vocab_size=null_tokenizer_vocab_size(settings.vocab_size, source.settings))
+        dataclasses.replace(settings, vocab_size=resumed_null_vocab_size(settings.vocab_size, source.settings))
         if older
         else settings
     )
 
 
-def _demand_same_tokenizer(source: CheckpointSource, tokenizer: Tokenizer) -> None:
+def _require_recorded_tokenizer(source: CheckpointSource, tokenizer: Tokenizer) -> None:
     """Raise `CheckpointError` if the checkpoint records another tokenizer's hash."""
-    saved, mine = source.values.get("run.tokenizer"), tokenizer_fingerprint(tokenizer)
+    saved, mine = source.values.get("run.tokenizer"), tokenizer_fingerprint_fields(tokenizer)
     if isinstance(saved, Mapping) and saved.get("hash") != mine["hash"]:
         raise CheckpointError(
             f"{source.where} was trained with another tokenizer, whose ids mean other words: {saved.get('kind')} of "
@@ -190,7 +190,7 @@ def _demand_same_tokenizer(source: CheckpointSource, tokenizer: Tokenizer) -> No
         )
 
 
-def _resolve_config(
+def _inference_run_config(
     source: CheckpointSource, tokenizer: TokenizerConfig, parallel: ParallelConfig, dtype: str, size: int
 ) -> RunConfig:
     """Return the run config of a checkpoint's network under this layout; `ConfigError` with every rule that it breaks."""
@@ -200,7 +200,10 @@ def _resolve_config(
         raise ConfigError(f"dtype {dtype} is none of auto, {', '.join(FORMATS)}")
     # How vocabulary and attention were laid out for another machine is not part of the network.
     model = dataclasses.replace(
-        model_config_of(source.settings), padded_vocab_size=None, attention_backend="auto", kernels=KernelConfig()
+        model_config_from_settings(source.settings),
+        padded_vocab_size=None,
+        attention_backend="auto",
+        kernels=KernelConfig(),
     )
     precision = PrecisionConfig(fp16=dtype == "float16", bf16=dtype == "bfloat16", fp64=dtype == "float64")
     train = TrainConfig(seq_length=model.max_position_embeddings, micro_batch_size=1, train_iters=1, skip_train=True)
@@ -234,13 +237,13 @@ def _join_mesh(config: RunConfig, device: torch.device) -> Mesh:
     return Mesh.build(config.parallel, device)
 
 
-def _build_stages(
+def _build_and_load_stages(
     source: CheckpointSource, kind: ModelKind[AnyStage], config: RunConfig, mesh: Mesh
 ) -> tuple[AnyStage, ...]:
     """Build this rank's stages and fill them from the checkpoint."""
-    dtype = getattr(torch, config.precision.dtype)
+    dtype = getattr(torch, config.precision.param_dtype_name)
     need = KernelRequirements(device=mesh.device.type, dtype=dtype, padding=config.model.architecture != "gpt")
-    chosen = choose_tried_kernels(
+    chosen = select_kernels_with_trials(
         config,
         need,
         mesh.device,
@@ -255,7 +258,7 @@ def _build_stages(
     )
     stages = tuple(
         kind.model(spec, build).materialize(_SEED).eval()
-        for spec in pipeline_stages_of(config)
+        for spec in stage_specs_of_run(config)
         if spec.rank == mesh.pp.rank
     )
     state: Tree = {}
@@ -263,16 +266,16 @@ def _build_stages(
         for param in stage.parameters():
             name = f"model.{param_spec_of(param).name}"
             if name.startswith(kind.parts):
-                add_to_tree(state, name, sharded_parameter(param, mesh))
-    load(state, source, mesh.world, complete=kind.parts)
+                add_sharded_tensor(state, name, sharded_parameter(param, mesh))
+    load_into_sharded_state(state, source, mesh.world, complete=kind.parts)
     for stage in stages:
         stage.requires_grad_(False)
     if mesh.device.type == "cpu" and dtype in (torch.float32, torch.float64):
-        _store_column_major([param for stage in stages for param in stage.parameters() if param.dim() == 2])
+        _make_weights_column_major([param for stage in stages for param in stage.parameters() if param.dim() == 2])
     return stages
 
 
-def _store_column_major(matrices: Iterable[nn.Parameter]) -> None:
+def _make_weights_column_major(matrices: Iterable[nn.Parameter]) -> None:
     """Store matrices column-major, in place: products with a few rows, as in decoding, are up to twice as fast on CPUs."""
     for matrix in matrices:
         matrix.data = matrix.data.t().contiguous().t()

@@ -8,7 +8,7 @@ from megatron.training.checkpoint.inference_model import GPT, load_network
 from megatron.training.trainer import Trainer
 
 
-def reference_trainer(trainer: Trainer, folder: str | None) -> Trainer | None:
+def load_reference_policy(trainer: Trainer, folder: str | None) -> Trainer | None:
     """Return a trainer with the reference network from a checkpoint folder, in the policy's layout, for forward passes
     only.
     None without a folder: the reference is then the base under the adapters, or there is none.
@@ -20,7 +20,7 @@ def reference_trainer(trainer: Trainer, folder: str | None) -> Trainer | None:
         folder,
         GPT,
         parallel=run.config.parallel,
-        dtype=run.config.precision.dtype,
+        dtype=run.config.precision.param_dtype_name,
         tokenizer=dataclasses.asdict(run.config.tokenizer),
         device=run.mesh.device,
     )

@@ -5,7 +5,7 @@
     adaptable   refused                                                 named: training on adapts the network
     data        refused, but for --allow-other-data                     -
     training    named, with both values                                 -
-    tokenizer   compared by its fingerprint (`demand_same_tokenizer`)   the same
+    tokenizer   compared by its fingerprint (`require_checkpoint_tokenizer`)   the same
     free        nothing: the numbers stay the same but for rounding     -
 
 A setting that a network does not use (`core/config/settings/network.py`) is another one's business, and no difference.
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from megatron.core.config.flags import config_from_values, config_to_values, field_roles, flag_name
+from megatron.core.config.flags import config_from_dict, config_to_dict, field_resume_roles, flag_name
 from megatron.core.config.settings.model import RequestedModel
-from megatron.core.config.settings.network import network_differences, network_fields
+from megatron.core.config.settings.network import network_fields, network_setting_differences
 from megatron.core.config.settings.optim import ScheduleConfig
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 
@@ -50,11 +50,11 @@ def compare_checkpoint_settings(
     weights_only: only the network counts. complete: a network setting that the checkpoint lacks has its default; else
     it is not compared.
     """
-    mine, network = config_to_values(config), network_fields()
+    mine, network = config_to_dict(config), network_fields()
     known = {"true_vocab_size": mine["true_vocab_size"]} if complete else mine
-    theirs = config_from_values(RequestedModel, {**known, **saved}).resolve()
-    other = config_to_values(theirs)
-    differences = network_differences(theirs, config.model)
+    theirs = config_from_dict(RequestedModel, {**known, **saved}).resolve()
+    other = config_to_dict(theirs)
+    differences = network_setting_differences(theirs, config.model)
     lines = {
         role: [_setting_difference_line(name, other[name], mine[name]) for name in differences if network[name] == role]
         for role in ("network", "adaptable")
@@ -66,7 +66,8 @@ def compare_checkpoint_settings(
         network=(*lines["network"], *lines["adaptable"]),
         data=tuple(_setting_difference_line(name, saved[name], mine[name]) for name in data),
         named=tuple(
-            _setting_difference_line(name, saved[name], mine[name]) + _setting_remark(name, config) for name in named
+            _setting_difference_line(name, saved[name], mine[name]) + _setting_difference_remark(name, config)
+            for name in named
         ),
     )
 
@@ -78,9 +79,11 @@ def _changed_data_and_training(
     both have.
     """
     from_checkpoint = config.schedule.use_checkpoint_opt_param_scheduler
-    unread = {*_unused_data_settings(config), *(field_roles(ScheduleConfig) if from_checkpoint else ())}
+    unread = {*_unused_data_settings(config), *(field_resume_roles(ScheduleConfig) if from_checkpoint else ())}
     roles = {
-        name: role for name, role in field_roles(RequestedRun).items() if name in saved and saved[name] != mine[name]
+        name: role
+        for name, role in field_resume_roles(RequestedRun).items()
+        if name in saved and saved[name] != mine[name]
     }
     others = [
         name
@@ -123,7 +126,7 @@ def _comparable_value(name: str, value: Any) -> Any:
     return value.replace(" ", "") if name == "split" else value
 
 
-def _setting_remark(name: str, config: RunConfig) -> str:
+def _setting_difference_remark(name: str, config: RunConfig) -> str:
     """Return a remark to append to a setting's difference line, or an empty string."""
     if name in _DURATION and not config.data.mock_data:
         return " (if that takes another number of epochs of the data, they are shuffled in another order)"

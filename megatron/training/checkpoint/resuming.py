@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.core.config.settings.run import CheckpointConfig, RunConfig
-from megatron.core.dist_checkpointing import store
+from megatron.core.dist_checkpointing import checkpoint_folders
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError, CommittedCheckpoint
 from megatron.core.dist_checkpointing.load import open_first_valid
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.dist_checkpointing.store import CheckpointError, CommittedCheckpoint
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 from megatron.training.checkpoint.formats import FOREIGN, CheckpointFormat, find_foreign_checkpoint, native_checkpoints
 from megatron.training.checkpoint.resume_settings import compare_checkpoint_settings
-from megatron.training.checkpoint.upcycling import Upcycled, is_dense_checkpoint
+from megatron.training.checkpoint.upcycling import UpcycledSource, is_dense_checkpoint
 
 Result = TypeVar("Result")
 
@@ -65,12 +65,14 @@ def find_requested_checkpoint(config: RunConfig) -> ResumeRequest | None:
     """
     options = config.checkpoint
     request = (
-        _request_for_path(options.load, options, weights_only=options.finetune, chosen=True) if options.load else None
+        _resume_request_for_path(options.load, options, weights_only=options.finetune, chosen=True)
+        if options.load
+        else None
     )
     if request is not None:
         return request
     if options.pretrained_checkpoint:
-        request = _request_for_path(options.pretrained_checkpoint, options, weights_only=True, chosen=False)
+        request = _resume_request_for_path(options.pretrained_checkpoint, options, weights_only=True, chosen=False)
         if request is None:
             raise CheckpointError(
                 f"--pretrained-checkpoint {options.pretrained_checkpoint} holds no complete checkpoint"
@@ -104,16 +106,16 @@ def open_requested_checkpoint(request: ResumeRequest, config: RunConfig, axis: A
             size=sum(_tensor_bytes(source, name) for name in source.formats),
         )
     if config.model.moe.moe_use_upcycling and is_dense_checkpoint(opened.source):
-        opened = replace(opened, source=Upcycled(opened.source, config), weights_only=True)
+        opened = replace(opened, source=UpcycledSource(opened.source, config), weights_only=True)
     has_arguments = {
         "ffn_hidden_size",
         "kv_channels",
     } <= opened.source.settings.keys()  # and not only what tensors tell
-    complete = not request.checkpoint_format or _checkpoint_format_of(request).complete or has_arguments
+    complete = not request.checkpoint_format or _requested_checkpoint_format(request).complete or has_arguments
     return replace(opened, notes=_check_resumed_settings(opened, config, complete=complete))
 
 
-def demand_same_tokenizer(source: CheckpointSource, mine: Mapping[str, Any], *, allowed: bool) -> str:
+def require_checkpoint_tokenizer(source: CheckpointSource, mine: Mapping[str, Any], *, allowed: bool) -> str:
     """Raise `CheckpointError` for weights of another tokenizer; if `allowed`, return a warning instead. Empty if it is
     the same.
     """
@@ -151,21 +153,25 @@ def decide_on_first_rank(axis: Axis, action: Callable[[], Result]) -> Result:
     return result
 
 
-def _request_for_path(
+def _resume_request_for_path(
     path: str, options: CheckpointConfig, *, weights_only: bool, chosen: bool
 ) -> ResumeRequest | None:
     """Return the request to load from a path, or None if it holds no checkpoint. chosen: whether --ckpt-step and
     --require-iteration apply to it.
     """
     step = options.ckpt_step if chosen else None
-    foreign = find_foreign_checkpoint(path, step) if not store.scan_checkpoint_folder(path).steps else None
+    foreign = find_foreign_checkpoint(path, step) if not checkpoint_folders.scan_checkpoint_folder(path).steps else None
     if foreign is not None:
         return ResumeRequest(path, weights_only, checkpoint_format=foreign[0].name, place=foreign[1])
     steps = native_checkpoints(path, step, required=options.require_iteration if chosen else None)
     if not steps:
         return None
     newer = (
-        [text for iteration, text in store.scan_checkpoint_folder(path).damaged if iteration > steps[0].iteration]
+        [
+            text
+            for iteration, text in checkpoint_folders.scan_checkpoint_folder(path).damaged
+            if iteration > steps[0].iteration
+        ]
         if step is None
         else []
     )
@@ -173,10 +179,10 @@ def _request_for_path(
         raise CheckpointError(
             f"--require-iteration {options.require_iteration}: {path} has a later checkpoint, which is damaged", newer
         )
-    named = store.tracker_iteration(path)
+    named = checkpoint_folders.tracker_iteration(path)
     if step is None and named is not None and named != steps[0].iteration:
         newer.append(
-            f"{store.TRACKER} in {path} names iteration {named}, but {steps[0].iteration} was committed last and is loaded; "
+            f"{checkpoint_folders.TRACKER} in {path} names iteration {named}, but {steps[0].iteration} was committed last and is loaded; "
             "--ckpt-step goes back"
         )
     return ResumeRequest(path, weights_only, tuple(steps), notes=tuple(newer))
@@ -202,12 +208,12 @@ def _open_foreign_checkpoint(request: ResumeRequest, config: RunConfig) -> Check
     """Open the request's checkpoint of another format."""
     assert request.place is not None, "a checkpoint of another format has a place"
     model = config.model
-    return _checkpoint_format_of(request).open(
+    return _requested_checkpoint_format(request).open(
         request.place, {"true_vocab_size": model.true_vocab_size, "mtp_num_layers": model.mtp.mtp_num_layers}
     )
 
 
-def _checkpoint_format_of(request: ResumeRequest) -> CheckpointFormat:
+def _requested_checkpoint_format(request: ResumeRequest) -> CheckpointFormat:
     return next(one for one in FOREIGN if one.name == request.checkpoint_format)
 
 

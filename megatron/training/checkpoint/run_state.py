@@ -6,13 +6,18 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.source import TensorFormat
-from megatron.core.dist_checkpointing.tree import Tree, add_to_tree, sharded_optimizer_state, sharded_parameter
+from megatron.core.dist_checkpointing.sharded_state import (
+    Tree,
+    add_sharded_tensor,
+    sharded_optimizer_state,
+    sharded_parameter,
+)
+from megatron.core.dist_checkpointing.source import ShapeAndDtype
 from megatron.core.distributed.buffers import OwnedSegment
 from megatron.core.parallel.spec import param_spec_of
 from megatron.training.trainer import Trainer
 
-Formats = Mapping[str, TensorFormat]
+Formats = Mapping[str, ShapeAndDtype]
 Slot = tuple[str, OwnedSegment, Tensor]
 
 
@@ -21,33 +26,39 @@ def weights_of(trainer: Trainer, *, rounded: bool = False) -> Tree:
     weights: Tree = {}
     for parallel in trainer.parallels:
         for param in parallel.whole_params:
-            add_to_tree(weights, f"model.{param_spec_of(param).name}", sharded_parameter(param, trainer.run.mesh))
+            add_sharded_tensor(
+                weights, f"model.{param_spec_of(param).name}", sharded_parameter(param, trainer.run.mesh)
+            )
         for segment in parallel.sharded_segments:
             values = segment.data.to(segment.rounds_to) if rounded and segment.rounds_to else segment.data
-            add_to_tree(weights, f"model.{segment.name}", sharded_optimizer_state(segment, values, trainer.run.mesh))
+            add_sharded_tensor(
+                weights, f"model.{segment.name}", sharded_optimizer_state(segment, values, trainer.run.mesh)
+            )
     return weights
 
 
-def random_streams(trainer: Trainer) -> Tree:
+def random_stream_states(trainer: Trainer) -> Tree:
     """The streams of dropout of this rank, by its place in the layout."""
     place = f"{trainer.run.mesh.pp.rank}.{trainer.run.mesh.tp.rank}.{trainer.run.mesh.dp_cp.rank}"
     return {f"run.random.{place}.{name}": value for name, value in trainer.run.streams.state().items()}
 
 
-def load_targets(trainer: Trainer, formats: Formats, slots: Sequence[Slot], *, optimizer: bool) -> Tree:
+def checkpoint_load_targets(trainer: Trainer, formats: Formats, slots: Sequence[Slot], *, optimizer: bool) -> Tree:
     """What a load fills: weights, and slots of the optimizer. Masters that are not in the checkpoint, or not asked
     for, are filled from the weights, in the precision in which those were saved."""
     tensors = weights_of(trainer)
     for slot, segment, tensor in slots:
         name = f"optimizer.{slot}.{segment.name}"
         if slot == "master" and not (optimizer and name in formats):
-            add_to_tree(tensors, f"model.{segment.name}", sharded_optimizer_state(segment, tensor, trainer.run.mesh))
+            add_sharded_tensor(
+                tensors, f"model.{segment.name}", sharded_optimizer_state(segment, tensor, trainer.run.mesh)
+            )
         elif optimizer:
-            add_to_tree(tensors, name, sharded_optimizer_state(segment, tensor, trainer.run.mesh))
+            add_sharded_tensor(tensors, name, sharded_optimizer_state(segment, tensor, trainer.run.mesh))
     return tensors
 
 
-def read_from_main_weights(trainer: Trainer, formats: Formats) -> dict[str, str]:
+def main_weights_to_read_instead(trainer: Trainer, formats: Formats) -> dict[str, str]:
     """Weights to read from their main weights: those saved in another format than this run's, so as to round only once."""
     replacements = {}
     for stage in trainer.stages:
@@ -58,9 +69,9 @@ def read_from_main_weights(trainer: Trainer, formats: Formats) -> dict[str, str]
     return replacements
 
 
-def with_starts(trainer: Trainer, state: Tree, formats: Formats) -> tuple[Tree, dict[str, str]]:
+def resolve_missing_weights(trainer: Trainer, state: Tree, formats: Formats) -> tuple[Tree, dict[str, str]]:
     """(the state without what keeps its initial values, name -> what is read in its place): see `ParamSpec.starts_from`."""
-    replacements = read_from_main_weights(trainer, formats)
+    replacements = main_weights_to_read_instead(trainer, formats)
     for param in (param for stage in trainer.stages for param in stage.parameters()):
         name, start = f"model.{param_spec_of(param).name}", param_spec_of(param).starts_from
         if start is None or name in formats:
@@ -72,8 +83,8 @@ def with_starts(trainer: Trainer, state: Tree, formats: Formats) -> tuple[Tree, 
     return state, replacements
 
 
-def mark_written(trainer: Trainer, slots: Sequence[Slot]) -> None:
+def refresh_after_load(trainer: Trainer, slots: Sequence[Slot]) -> None:
     """Let everybody know that weights and slots were written."""
     trainer.optimizer.apply_loaded_state(slots)
     for parallel in trainer.parallels:
-        parallel.refresh_params()
+        parallel.regather_loaded_params()

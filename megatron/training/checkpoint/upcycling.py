@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config.flags import config_to_values
+from megatron.core.config.flags import config_to_dict
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.dist_checkpointing.source import CheckpointSource, TensorFormat
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.core.dist_checkpointing.source import CheckpointSource, ShapeAndDtype
 from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.rng import derive_seed
 from megatron.core.parallel.spec import normal_initializer, xavier_uniform_initializer
@@ -38,31 +38,31 @@ def is_dense_checkpoint(source: CheckpointSource) -> bool:
     return not any(".mlp.router." in name for name in source.formats)
 
 
-class Upcycled:
+class UpcycledSource:
     """A `Source` of a dense checkpoint's weights, with experts made from its MLPs where this run's network has experts."""
 
     def __init__(self, dense: CheckpointSource, config: RunConfig) -> None:
         self.dense, self.config, self.moe = dense, config, config.model.moe
         self.where = f"{dense.where}, upcycled,"
-        settings, width = config_to_values(config), dense.settings.get("ffn_hidden_size")
+        settings, width = config_to_dict(config), dense.settings.get("ffn_hidden_size")
         if width not in (None, config.model.ffn_hidden_size):
             raise CheckpointError(
                 f"{dense.where} cannot be upcycled to this network",
                 [f"--ffn-hidden-size: {width} in the checkpoint, {config.model.ffn_hidden_size} in this run"],
             )
-        of_experts = {name: settings[name] for name in config_to_values(self.moe)}
+        of_experts = {name: settings[name] for name in config_to_dict(self.moe)}
         self.settings: Mapping[str, Any] = {**dense.settings, **of_experts}
         self.values: Mapping[str, Any] = {
             name: value for name, value in dense.values.items() if name == "run.tokenizer"
         }
-        self.formats: dict[str, TensorFormat] = {}
+        self.formats: dict[str, ShapeAndDtype] = {}
         self._made: dict[str, tuple[str, str]] = {}  # name of an expert's parameter -> the dense one's, and which it is
         layers = {row.index for row in network_layer_plans(config.model) if row.mlp == "moe"}
         for name, format in dense.formats.items():
             if name.startswith("model."):
                 match = _MLP.fullmatch(name)
                 if match and int(match[2]) in layers:
-                    self._add_experts(name, match, format)
+                    self._add_expert_formats(name, match, format)
                 else:
                     self.formats[name] = format
 
@@ -84,7 +84,7 @@ class Upcycled:
             ]
         )
 
-    def _add_experts(self, name: str, match: re.Match[str], format: TensorFormat) -> None:
+    def _add_expert_formats(self, name: str, match: re.Match[str], format: ShapeAndDtype) -> None:
         """Add the formats of the experts' parameter (and of the router) that a dense MLP parameter becomes."""
         prefix, which, shape = match[1], f"{match[3]}.{match[4]}", list(format.shape)
         if which.startswith("linear_fc1"):
@@ -92,13 +92,13 @@ class Upcycled:
         elif which == "linear_fc2.weight":
             shape[1] //= self.moe.moe_upcycling_granularity
         expert = f"{prefix}experts.{which}"
-        self.formats[expert] = TensorFormat((self.moe.num_experts_or_zero, *shape), format.dtype)
+        self.formats[expert] = ShapeAndDtype((self.moe.num_experts_or_zero, *shape), format.dtype)
         self._made[expert] = name, which
         if which == "linear_fc1.weight":
-            self.formats[f"{prefix}router.weight"] = TensorFormat(
+            self.formats[f"{prefix}router.weight"] = ShapeAndDtype(
                 (self.moe.num_experts_or_zero, shape[1]), torch.float32
             )
-            each = TensorFormat((self.moe.num_experts_or_zero,), torch.float32)
+            each = ShapeAndDtype((self.moe.num_experts_or_zero,), torch.float32)
             if self.config.model.add_bias_linear:
                 self.formats[f"{prefix}router.bias"] = each
             if self.moe.moe_router_enable_expert_bias:

@@ -21,20 +21,20 @@ import yaml
 
 from megatron.core.config.flags import (
     ConfigError,
-    add_arguments,
+    add_config_arguments,
     config_from_namespace,
-    config_to_values,
-    field_roles,
+    config_to_dict,
+    field_resume_roles,
     flag_fields,
     flag_name,
     raise_config_error_if,
 )
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.adapter import AdapterConfig
-from megatron.core.config.settings.data import DataFiles, TokenizerConfig, null_tokenizer_vocab_size
+from megatron.core.config.settings.data import DataFiles, TokenizerConfig, resumed_null_vocab_size
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.config.settings.vision import VisionConfig
-from megatron.core.dist_checkpointing.store import (
+from megatron.core.dist_checkpointing.checkpoint_folders import (
     CheckpointError,
     checkpoint_model_settings,
     newest_iteration,
@@ -42,10 +42,13 @@ from megatron.core.dist_checkpointing.store import (
 )
 from megatron.training.cli.help import HelpAction
 from megatron.training.cli.legacy_flags import similar_flags, translate_legacy_flags
-from megatron.training.launch.launch_info import install_interrupt_handler, read_launch_info
+from megatron.training.launch.launch_info import install_interrupt_excepthook, read_launch_info
 
 # What a checkpoint says of images that speaks of how its run trained, not of its network.
-_OF_THE_RUN = {"recompute_vision", *(name for name, role in field_roles(VisionConfig).items() if role == "training")}
+_OF_THE_RUN = {
+    "recompute_vision",
+    *(name for name, role in field_resume_roles(VisionConfig).items() if role == "training"),
+}
 Provider = Callable[[argparse.ArgumentParser], Any]
 
 
@@ -67,7 +70,7 @@ def make_parser(extra: Sequence[type] = (), provider: Provider | None = None) ->
     parser.add_argument("-h", "--help", action=HelpAction)
     parser.add_argument("--yaml-cfg", metavar="FILE", help="flags as a YAML mapping; the command line overrides it")
     for config_class in (RequestedRun, *extra):
-        add_arguments(parser, config_class)
+        add_config_arguments(parser, config_class)
     if provider is not None:
         provider(parser)
     return parser
@@ -95,9 +98,9 @@ def parse_args(
     files and of the machine are printed by one rank of each machine. reads_data: see `preflight`.
     own_problems: (namespace, number of ranks) -> what is wrong with the script's own flags, a line each.
     """
-    install_interrupt_handler()
+    install_interrupt_excepthook()
     try:
-        args = read_flags(
+        args = parse_args_unchecked(
             sys.argv[1:] if argv is None else list(argv), defaults=defaults, extra=extra, provider=provider
         )
         from megatron.training.cli.preflight import LOCAL, preflight  # needs numpy, which --help does not wait for
@@ -118,7 +121,7 @@ def parse_args(
     return args
 
 
-def read_args(
+def parse_args_or_raise(
     argv: Sequence[str],
     *,
     defaults: Mapping[str, Any] | None = None,
@@ -129,7 +132,7 @@ def read_args(
     """Parse the command line and check rules between flags; `ConfigError` if one is broken. Files and the machine are
     not checked.
     """
-    args = read_flags(argv, defaults=defaults, extra=extra, provider=provider)
+    args = parse_args_unchecked(argv, defaults=defaults, extra=extra, provider=provider)
     from megatron.training.cli.preflight import resolve_and_examine  # as above
 
     raise_config_error_if(
@@ -141,7 +144,7 @@ def read_args(
     return args
 
 
-def read_flags(
+def parse_args_unchecked(
     argv: Sequence[str],
     *,
     defaults: Mapping[str, Any] | None = None,
@@ -155,16 +158,16 @@ def read_flags(
     parser = make_parser(extra, provider)
     parser.set_defaults(**(defaults or {}))
     known = {word for action in parser._actions for word in action.option_strings}
-    words, messages, problems = translate_legacy_flags(_yaml_words(argv), known)
+    words, messages, problems = translate_legacy_flags(_expand_yaml_cfg(argv), known)
     args, unknown = _parse_collecting_problems(parser, words, problems)
     args.origins = _setting_origins(parser, argv, words, defaults or {})
     problems += _unknown_flag_problems(unknown, known) or _stray_word_problems(parser, words, unknown)
     try:
         if args.use_checkpoint_args:
             _apply_checkpoint_args(args)
-        problems += _apply_adapter_args(args)
+        problems += _adopt_adapter_settings(args)
         if args.tokenizer_type == "NullTokenizer" and (args.load or args.pretrained_checkpoint):
-            messages += _adopt_null_vocab_size(args)
+            messages += _convert_old_null_vocab_size(args)
         if args.load and not args.finetune and "calculate_per_token_loss" not in args.origins:
             _adopt_loss_averaging(args)
     except CheckpointError as error:
@@ -184,7 +187,7 @@ def _unknown_flag_problems(words: Sequence[str], known: Collection[str]) -> list
     return problems
 
 
-def config_of(args: argparse.Namespace, world_size: int) -> RunConfig:
+def run_config_of_args(args: argparse.Namespace, world_size: int) -> RunConfig:
     """Return the resolved `RunConfig` of a namespace; `ConfigError` with every broken rule."""
     from megatron.training.cli.preflight import resolve_and_examine  # as above
 
@@ -204,7 +207,7 @@ def _parse_collecting_problems(
         try:
             return parser.parse_known_args(left)
         except argparse.ArgumentError as error:
-            message = _parse_error_text(parser, left, error)
+            message = _reword_argparse_error(parser, left, error)
             problems += (
                 [] if any(problem.startswith(f"{message.partition(':')[0]}: ") for problem in problems) else [message]
             )
@@ -214,7 +217,7 @@ def _parse_collecting_problems(
             left = shorter
 
 
-def _parse_error_text(parser: argparse.ArgumentParser, words: Sequence[str], error: argparse.ArgumentError) -> str:
+def _reword_argparse_error(parser: argparse.ArgumentParser, words: Sequence[str], error: argparse.ArgumentError) -> str:
     """Reword argparse's error: the flag as it was typed, the value given, and what is allowed."""
     names = (error.argument_name or "").split("/")
     flag = next((word.partition("=")[0] for word in words if word.partition("=")[0] in names), names[0])
@@ -269,14 +272,14 @@ def _setting_origins(
     """
     settings = {word: action.dest for action in parser._actions for word in action.option_strings}
 
-    def settings_in(words: Sequence[str]) -> list[str]:
+    def settings_given_in_words(words: Sequence[str]) -> list[str]:
         names = (word.partition("=")[0] for word in words)
         return [settings[name] for name in names if name in settings]
 
     return (
         dict.fromkeys(defaults, "script")
-        | dict.fromkeys(settings_in(words), "file")
-        | dict.fromkeys(settings_in(translate_legacy_flags(argv, settings.keys())[0]), "command line")
+        | dict.fromkeys(settings_given_in_words(words), "file")
+        | dict.fromkeys(settings_given_in_words(translate_legacy_flags(argv, settings.keys())[0]), "command line")
     )
 
 
@@ -291,18 +294,18 @@ def _without_flags(words: Sequence[str], names: Sequence[str]) -> list[str]:
     return remaining
 
 
-def _yaml_words(argv: Sequence[str]) -> list[str]:
+def _expand_yaml_cfg(argv: Sequence[str]) -> list[str]:
     """Return argv with the mapping of --yaml-cfg written out as flags before the others."""
     for place, word in enumerate(argv):
         name, _, value = word.partition("=")
         if name == "--yaml-cfg":
             path = value or (argv[place + 1] if place + 1 < len(argv) else "")
             rest = [*argv[:place], *argv[place + (1 if value else 2) :]]
-            return [*_read_yaml(path), *rest]
+            return [*_read_yaml_as_flags(path), *rest]
     return list(argv)
 
 
-def _read_yaml(path: str) -> list[str]:
+def _read_yaml_as_flags(path: str) -> list[str]:
     """Read a YAML file as command-line words; `ConfigError` if it cannot be read or holds no mapping."""
     try:
         with open(path, encoding="utf-8") as file:
@@ -313,18 +316,18 @@ def _read_yaml(path: str) -> list[str]:
         raise ConfigError(
             f"--yaml-cfg {path} holds a {type(content).__name__}; it must be a mapping of flags to values"
         )
-    return [word for name, value in _flatten_mapping(content) for word in _setting_to_words(str(name), value)]
+    return [word for name, value in _leaf_items(content) for word in _setting_to_argv(str(name), value)]
 
 
-def _flatten_mapping(content: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _leaf_items(content: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Return (name, value) pairs of a nested mapping; the names of inner mappings are dropped."""
     values: list[tuple[str, Any]] = []
     for name, value in content.items():
-        values += _flatten_mapping(value) if isinstance(value, Mapping) else [(name, value)]
+        values += _leaf_items(value) if isinstance(value, Mapping) else [(name, value)]
     return values
 
 
-def _setting_to_words(name: str, value: Any) -> list[str]:
+def _setting_to_argv(name: str, value: Any) -> list[str]:
     word = flag_name(name.lstrip("-"))
     if value is None:
         return []
@@ -358,7 +361,7 @@ def _apply_checkpoint_args(args: argparse.Namespace) -> None:
             args.origins[name] = "checkpoint"
 
 
-def _apply_adapter_args(args: argparse.Namespace) -> list[str]:
+def _adopt_adapter_settings(args: argparse.Namespace) -> list[str]:
     """Set the LoRA flags that were not given to the values of --adapter. Return a message for given flags that
     contradict it.
     """
@@ -370,7 +373,7 @@ def _apply_adapter_args(args: argparse.Namespace) -> list[str]:
 
     model = config_from_namespace(RequestedRun, args).model.resolve()
     theirs, given = adapter_config_of(args.adapter, model, args.pretrained_checkpoint), {}
-    for name, value in config_to_values(theirs).items():
+    for name, value in config_to_dict(theirs).items():
         if args.origins.get(name) in ("command line", "file"):
             given[name] = getattr(model.adapter, name)
         else:
@@ -420,7 +423,7 @@ def _adopt_loss_averaging(args: argparse.Namespace) -> None:
         args.calculate_per_token_loss, args.origins["calculate_per_token_loss"] = mean, "checkpoint"
 
 
-def _adopt_null_vocab_size(args: argparse.Namespace) -> list[str]:
+def _convert_old_null_vocab_size(args: argparse.Namespace) -> list[str]:
     """Set NullTokenizer's --vocab-size to what it meant when the checkpoint was saved. Return messages for the user."""
     path, step = (args.load, args.ckpt_step) if args.load else (args.pretrained_checkpoint, None)
     try:
@@ -434,7 +437,7 @@ def _adopt_null_vocab_size(args: argparse.Namespace) -> list[str]:
             saved, _ = foreign_checkpoint_settings(path, step) or ({}, {})
         except CheckpointError:
             return []  # loading it reports what is wrong
-    given, args.vocab_size = args.vocab_size, null_tokenizer_vocab_size(args.vocab_size, saved)
+    given, args.vocab_size = args.vocab_size, resumed_null_vocab_size(args.vocab_size, saved)
     return (
         []
         if args.vocab_size == given

@@ -22,7 +22,7 @@ def device_type() -> str:
     return pick_device().type
 
 
-def machine_problems(config: RunConfig, device: str = "") -> list[tuple[str, str]]:
+def unsupported_by_machine(config: RunConfig, device: str = "") -> list[tuple[str, str]]:
     """Return (rule, message) for what the device cannot do of the run. device: cpu or cuda of another machine, where
     installed software is not checked; "": this machine's.
     """
@@ -32,7 +32,7 @@ def machine_problems(config: RunConfig, device: str = "") -> list[tuple[str, str
             ("machine", line)
             for line in _kernel_problems(config, torch.device(device) if device else pick_device(), here=here)
         ),
-        *(("machine", line) for line in (_device_problems(config, pick_device()) if here else ())),
+        *(("machine", line) for line in (_missing_device_features(config, pick_device()) if here else ())),
     ]
 
 
@@ -51,7 +51,7 @@ def _kernel_problems(config: RunConfig, device: torch.device, *, here: bool) -> 
     return problems
 
 
-def _device_problems(config: RunConfig, device: torch.device) -> list[str]:
+def _missing_device_features(config: RunConfig, device: torch.device) -> list[str]:
     """Return messages for what this machine lacks: a GPU for CUDA graphs, a compiler, low-precision support."""
     problems = []
     if device.type == "cpu" and config.graphs.cuda_graph_impl != "none":
@@ -69,7 +69,7 @@ def kernel_requirements(config: RunConfig, device: torch.device) -> KernelRequir
     """Return what the run's kernels must support on this device."""
     return KernelRequirements(
         device=device.type,
-        dtype=getattr(torch, config.precision.dtype),
+        dtype=getattr(torch, config.precision.param_dtype_name),
         documents=config.data.separates_documents,
         padding=config.model.architecture != "gpt",
         window=any(plan.window for plan in network_layer_plans(config.model)),

@@ -46,7 +46,7 @@ class HelpAction(argparse.Action):
         """Print, and exit with 0; with 1 where nothing matches."""
         words = [word.lower() for word in values]
         text = (
-            short_help(parser)
+            common_flags_help(parser)
             if not words
             else parser.format_help()
             if words == ["all"]
@@ -66,13 +66,13 @@ def help_groups(parser: argparse.ArgumentParser) -> Iterator[Section]:
             yield group.title, group.description, actions
 
 
-def short_help(parser: argparse.ArgumentParser) -> str:
+def common_flags_help(parser: argparse.ArgumentParser) -> str:
     """Return the text of a plain --help: usage, the flags that most runs need, the groups, and how to see the rest."""
     every = list(help_groups(parser))
     common = {action.dest: action for _, _, actions in every for action in actions if action.dest in COMMON}
     titles = ", ".join(f"{title} ({len(actions)})" for title, _, actions in every)
     number = sum(len(actions) for _, _, actions in every)
-    formatted = _format_sections(
+    formatted = _format_help_sections(
         parser, [("The flags that most runs need", None, [common[name] for name in COMMON if name in common])]
     )
     listed = parser._get_formatter()
@@ -101,10 +101,10 @@ def search_help(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
         )
         if chosen:
             matches.append((title, description if chosen is actions else None, chosen))
-    return _format_sections(parser, matches) if matches else ""
+    return _format_help_sections(parser, matches) if matches else ""
 
 
-def _format_sections(parser: argparse.ArgumentParser, sections: Iterable[Section]) -> str:
+def _format_help_sections(parser: argparse.ArgumentParser, sections: Iterable[Section]) -> str:
     formatter = parser._get_formatter()
     for title, description, actions in sections:
         formatter.start_section(title)

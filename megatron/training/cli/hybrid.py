@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def hybrid_problems(args: Any, world_size: int) -> list[str]:
+def missing_hybrid_pattern_problems(args: Any, world_size: int) -> list[str]:
     """Why the flags of a run (args: their namespace) are not those of a hybrid, a line. Megatron's pretrain_mamba.py made every layer Mamba-2 without a pattern."""
     if (
         args.hybrid_layer_pattern is not None

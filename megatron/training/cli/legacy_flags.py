@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from megatron.training.cli.legacy_table import GROUPS, RENAMES, REPLACED, VALUES, Kind, LegacyFlagGroup
+from megatron.training.cli.legacy_table import GROUPS, RENAMES, REPLACED, VALUES, Kind, LegacyFlagsWithReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class LegacyFlag:
     yields: bool = False
 
 
-def _legacy_flags_of_group(group: LegacyFlagGroup) -> list[LegacyFlag]:
+def _legacy_flags_of_group(group: LegacyFlagsWithReason) -> list[LegacyFlag]:
     rows = [LegacyFlag(f"--{name}", group.kind, group.sentence) for name in group.switches.split()]
     for entry in group.values.split():
         name, _, harmless = entry.partition("=")
@@ -83,7 +83,7 @@ def translate_legacy_flags(argv: Sequence[str], known: Collection[str]) -> tuple
     """Translate old and foreign flags: (the command line for argparse, messages to show, errors). known: every spelling
     of our flags.
     """
-    result = _LegacyTranslation()
+    result = _LegacyTranslationResult()
     place = 0
     while place < len(argv):
         token, place = argv[place], place + 1
@@ -95,7 +95,7 @@ def translate_legacy_flags(argv: Sequence[str], known: Collection[str]) -> tuple
         given = [value] if glued else _words_until_flag(argv, place) if row is None or row.takes_values else []
         place += 0 if glued else len(given)
         if row is None:
-            result.words += _translate_known_flag(token, name, given, glued, result.messages, result.errors)
+            result.words += _replace_legacy_values(token, name, given, glued, result.messages, result.errors)
         else:
             result.add_legacy_flag(row, name, given)
     result.messages += [_old_switch_message(formatted, row, result.words) for formatted, row in result.yielding]
@@ -103,7 +103,7 @@ def translate_legacy_flags(argv: Sequence[str], known: Collection[str]) -> tuple
 
 
 @dataclass
-class _LegacyTranslation:
+class _LegacyTranslationResult:
     """Result of the translation so far.
     front: words of old switches that explicit settings override, put first. yielding: (text, row) of those switches.
     """
@@ -123,21 +123,21 @@ class _LegacyTranslation:
                 self.yielding.append((formatted, row))
             elif row.sentence:
                 self.messages.append(f"{formatted} is understood as {' '.join([*row.becomes, *given])}")
-        elif (accepted := _acceptance_text(row, given)) is not None:
+        elif (accepted := _legacy_acceptance_text(row, given)) is not None:
             self.messages.append(f"{formatted} is {accepted}: {row.sentence}")
         else:
             advice = "; leave it out" if row.kind == "later" and ";" not in row.sentence else ""
             self.errors.append(f"{formatted}: {row.sentence}{advice}")
 
 
-def _acceptance_text(row: LegacyFlag, given: Sequence[str]) -> str | None:
+def _legacy_acceptance_text(row: LegacyFlag, given: Sequence[str]) -> str | None:
     """Return how a flag that is not ours is accepted ('ignored' ..), or None if it is refused."""
     if row.kind == "ignored":
         return "ignored"
     return "accepted, as it changes nothing" if _has_harmless_values(row, given) else None
 
 
-def _translate_known_flag(
+def _replace_legacy_values(
     token: str, name: str, given: list[str], glued: str, messages: list[str], errors: list[str]
 ) -> list[str]:
     """Return the words of one of our flags, with values replaced that only Megatron has; adds to `messages` and

@@ -24,9 +24,9 @@ from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.data import DataFiles, TokenizerConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RequestedRun, RunConfig
-from megatron.core.datasets.marks import IMAGE, token_ids_by_name
-from megatron.core.datasets.paths import check_data_files
-from megatron.core.dist_checkpointing.store import unwritable_reason
+from megatron.core.datasets.data_splits import check_data_files
+from megatron.core.datasets.special_tokens import IMAGE, token_ids_by_name
+from megatron.core.dist_checkpointing.checkpoint_folders import unwritable_reason
 from megatron.core.models.describe import global_parameter_shapes
 from megatron.core.optimizer.schedule import OptimizerParamSchedule
 from megatron.core.tokenizers.base import Tokenizer
@@ -38,14 +38,14 @@ from megatron.core.tokenizers.build import (
     unused_tokenizer_settings,
 )
 from megatron.training.data.microbatches import BatchSchedule
-from megatron.training.launch.elastic import fit_layout
+from megatron.training.launch.elastic import fit_layout_to_ranks
 
 Problem = tuple[str, str]  # name of a rule, what to say
 LOCAL = ("files", "machine")  # rules whose answer can be another on another machine
 
 
 @dataclass(frozen=True, slots=True)
-class PreflightResult:
+class CheckedRunConfig:
     """Result of `preflight`. config: resolved, without settings that change nothing, and with the vocabulary if the
     tokenizer was read.
     problems: what keeps the run from starting. notes: what is accepted and why, and what could not be checked.
@@ -59,7 +59,7 @@ class PreflightResult:
 
 def preflight(
     given: RequestedRun, world_size: int, *, device: str = "", files: bool = True, reads_data: DataFiles = "none"
-) -> PreflightResult:
+) -> CheckedRunConfig:
     """Check whether this run can start: rules between settings, tokenizer, files, machine. Raises nothing for what it
     finds.
     device: cpu or cuda, where it will run on another machine; "": this machine's own. files: whether missing files are
@@ -72,7 +72,7 @@ def preflight(
     notes, tokenizer, absent = (
         list(ineffective_settings(given, device)),
         None,
-        list(_file_problems(config, reads_data=reads_data)),
+        list(_missing_file_problems(config, reads_data=reads_data)),
     )
     if files and not problems:
         problems += [("files", line) for line in absent]
@@ -80,20 +80,22 @@ def preflight(
         notes += [f"{line} (on this machine)" for line in absent]
     if not wrong and not missing_tokenizer_files(config.tokenizer):
         tokenizer, lines = _read_tokenizer(
-            config.tokenizer, tuple(map(os.path.getmtime, _tokenizer_file_names(config.tokenizer)))
+            config.tokenizer, tuple(map(os.path.getmtime, _configured_tokenizer_files(config.tokenizer)))
         )
         problems += [("tokenizer", line) for line in lines]
     if tokenizer is not None and not problems:
-        config = dataclasses.replace(config, model=_with_tokenizer(config, tokenizer))
+        config = dataclasses.replace(config, model=_model_config_with_vocabulary(config, tokenizer))
         problems += broken_rules(config, fit_elastic_layout(given, world_size)[1])
-    if not problems and _depends_on_the_machine(config):
-        from megatron.training.cli.device_checks import machine_problems  # needs torch, which no other answer waits for
+    if not problems and _requests_device_features(config):
+        from megatron.training.cli.device_checks import (
+            unsupported_by_machine,
+        )  # needs torch, which no other answer waits for
 
-        problems += machine_problems(config, device)
-    return PreflightResult(config, tuple(problems), tuple(notes), tokenizer)
+        problems += unsupported_by_machine(config, device)
+    return CheckedRunConfig(config, tuple(problems), tuple(notes), tokenizer)
 
 
-def _with_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> ModelConfig:
+def _model_config_with_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> ModelConfig:
     """Return the model config with the tokenizer's padded vocabulary and its image token, unless a flag names one."""
     model = config.model.with_vocabulary(tokenizer.vocab_size, config.parallel.tp)
     if not model.has_vision or model.vision.image_token_index is not None:
@@ -121,14 +123,14 @@ def fit_elastic_layout(config: RequestedRun, world_size: int) -> tuple[Requested
     """With --elastic, return the config in a layout for these ranks, and how many of them train; else both unchanged."""
     if not config.parallel.elastic or config.train.global_batch_size is None:
         return config, world_size
-    return fit_layout(
-        config, world_size, lambda config, ranks: {name for name, _ in _resolve_and_check(config, ranks)[1]}
+    return fit_layout_to_ranks(
+        config, world_size, lambda config, ranks: {name for name, _ in _resolve_and_list_problems(config, ranks)[1]}
     )
 
 
 def resolve_and_examine(config: RequestedRun, world_size: int) -> tuple[RunConfig, list[tuple[str, str]]]:
     """Resolve the config, in an elastic layout too: (config, [(rule, message)] for all that is wrong with it)."""
-    result, problems = _resolve_and_check(*fit_elastic_layout(config, world_size))
+    result, problems = _resolve_and_list_problems(*fit_elastic_layout(config, world_size))
     if config.parallel.elastic and config.train.global_batch_size is None:
         problems.append(
             (
@@ -139,20 +141,20 @@ def resolve_and_examine(config: RequestedRun, world_size: int) -> tuple[RunConfi
     return result, problems
 
 
-def _resolve_and_check(given: RequestedRun, world_size: int) -> tuple[RunConfig, list[tuple[str, str]]]:
+def _resolve_and_list_problems(given: RequestedRun, world_size: int) -> tuple[RunConfig, list[tuple[str, str]]]:
     """Resolve the config and apply the rules: (config, [(rule, message)])."""
     config, problems = given.resolve(world_size), []
     if config.train.step_batch_size_schedule and config.train.micro_batch_size and config.train.seq_length:
         try:
-            config = _with_last_batch_size(config, world_size)
+            config = _with_final_global_batch_size(config, world_size)
         except ConfigError as error:
-            problems += [("batch-over-time", message) for message in config_error_lines(error)]
+            problems += [("batch-over-time", message) for message in problems_of_config_error(error)]
     problems += broken_rules(config, world_size)
     if not problems:  # what these work out needs sizes that are known to be sound
         problems += [("trained-parameters", message) for message in _freeze_pattern_problems(config.model)]
         problems += [
             ("batch-over-time", message)
-            for message in _config_errors_of(
+            for message in _config_errors_of_call(
                 lambda: BatchSchedule.build(
                     config.train,
                     data_parallel_size=config.parallel.data_parallel_size(world_size),
@@ -163,7 +165,7 @@ def _resolve_and_check(given: RequestedRun, world_size: int) -> tuple[RunConfig,
         if not config.train.skip_train:
             problems += [
                 ("learning-rate-over-time", message)
-                for message in _config_errors_of(
+                for message in _config_errors_of_call(
                     lambda: OptimizerParamSchedule.build(config.schedule, config.optimizer, config.train)
                 )
             ]
@@ -186,7 +188,7 @@ def _freeze_pattern_problems(model: ModelConfig) -> Iterator[str]:
         yield f"--freeze {' '.join(adapter.freeze)} leaves nothing to train; name fewer parameters"
 
 
-def _with_last_batch_size(config: RunConfig, world_size: int) -> RunConfig:
+def _with_final_global_batch_size(config: RunConfig, world_size: int) -> RunConfig:
     """Return the config with the last batch size of --step-batch-size-schedule as global batch size, by which
     iterations and evaluation are counted.
     """
@@ -201,34 +203,34 @@ def _with_last_batch_size(config: RunConfig, world_size: int) -> RunConfig:
     )
 
 
-def _config_errors_of(attempt: Callable[[], object]) -> list[str]:
+def _config_errors_of_call(attempt: Callable[[], object]) -> list[str]:
     """Call `attempt`; return the lines of its `ConfigError`, or none."""
     try:
         attempt()
     except ConfigError as error:
-        return config_error_lines(error)
+        return problems_of_config_error(error)
     return []
 
 
-def config_error_lines(error: ConfigError) -> list[str]:
+def problems_of_config_error(error: ConfigError) -> list[str]:
     """Return the problems that a `ConfigError` lists, a line each."""
     lines = str(error).splitlines()
     return [line.strip() for line in lines[1:]] or lines
 
 
-def _file_problems(config: RunConfig, *, reads_data: DataFiles) -> Iterator[str]:
+def _missing_file_problems(config: RunConfig, *, reads_data: DataFiles) -> Iterator[str]:
     """Yield a message for each file that the run needs and that is missing, and if --save cannot be written."""
     for file in missing_tokenizer_files(config.tokenizer):
         yield f"{file}, of the tokenizer, is not here; give the path of a file that is"
     if reads_data != "none" and config.data.dataloader_type != "external":
-        yield from _config_errors_of(
+        yield from _config_errors_of_call(
             lambda: check_data_files(config.data, whole_names=reads_data == "lines" and not config.data.chat.sft)
         )
     if config.checkpoint.save and (why := unwritable_reason(config.checkpoint.save)):
         yield why
 
 
-def _tokenizer_file_names(config: TokenizerConfig) -> list[str]:
+def _configured_tokenizer_files(config: TokenizerConfig) -> list[str]:
     return [file for file in (config.vocab_file, config.merge_file, config.tokenizer_model) if file is not None]
 
 
@@ -240,15 +242,15 @@ def _read_tokenizer(config: TokenizerConfig, times: tuple[float, ...]) -> tuple[
     try:
         return build_tokenizer(config), []
     except ConfigError as error:
-        return None, config_error_lines(error)
+        return None, problems_of_config_error(error)
 
 
-def _depends_on_the_machine(config: RunConfig) -> bool:
+def _requests_device_features(config: RunConfig) -> bool:
     """Whether kernels, graphs, compilation or low precision are asked for, which not every machine supports."""
     wishes = config.model.all_requested_kernels
     return (
         any(name not in ("", "auto") and (op, name) != ("grouped_linear", "loop") for op, name in wishes.items())
         or config.graphs.cuda_graph_impl != "none"
         or config.compilation.compile
-        or bool(config.precision.low.recipe)
+        or bool(config.precision.low.recipe_name)
     )

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.model import MTPConfig
-from megatron.core.context_parallel.sequence import Zigzag
-from megatron.core.kernels.documents import remember_document_starts
+from megatron.core.context_parallel.zigzag import Zigzag
+from megatron.core.kernels.packed_document_starts import cache_packed_document_starts
 from megatron.core.models.mtp import MTPInputs, MTPLosses
 from megatron.core.models.vision import IdsWithImages
 from megatron.core.parallel.mesh import Axis
-from megatron.core.transformer.passing import MicrobatchContext
+from megatron.core.transformer.forward_context import MicrobatchContext
 
 # What a loss function gives: the sum over this microbatch's tokens, their number, and [sum, count] pairs to report.
 Loss = tuple[Tensor, Tensor, dict[str, Tensor]]
@@ -59,7 +59,7 @@ class Batch:
         tokens = next(on.pop(name) for name in _TOKENS if name in on)
         places = on.pop("position_ids", None)
         if "document_ids" in on:
-            remember_document_starts(on["document_ids"], arrays["document_ids"])
+            cache_packed_document_starts(on["document_ids"], arrays["document_ids"])
         return Batch(
             tokens=tokens,
             labels=on.pop("labels"),
@@ -109,20 +109,20 @@ class Batch:
             whole = rows.dim() < 2 or rows.shape[-1] != cut.length
             return rows if whole else cut.shard(rows, axis.rank, dim=-1)
 
-        def shard_optional_rows(rows: Tensor | None) -> Tensor | None:
+        def shard_sequence_if_given(rows: Tensor | None) -> Tensor | None:
             return None if rows is None else shard_sequence(rows)
 
         return replace(
             self,
             tokens=shard_sequence(self.tokens),
-            labels=shard_optional_rows(self.labels),
-            loss_mask=shard_optional_rows(self.loss_mask),
-            positions=shard_optional_rows(self.positions),
+            labels=shard_sequence_if_given(self.labels),
+            loss_mask=shard_sequence_if_given(self.loss_mask),
+            positions=shard_sequence_if_given(self.positions),
             extras={name: shard_sequence(rows) for name, rows in self.extras.items()},
         )
 
     @property
-    def ids_with_images(self) -> Tensor | IdsWithImages | None:
+    def ids_and_images(self) -> Tensor | IdsWithImages | None:
         """The tokens [b, s], together with the images if there are any; None on a stage without tokens."""
         if self.tokens is None or self.images is None:
             return self.tokens
@@ -138,11 +138,11 @@ class Batch:
         """The inputs of multi-token prediction: ids and masked labels of each depth, and the previous stage's states;
         None without.
         """
-        ids, labels, masks = (self._mtp_extras(name) for name in ("tokens", "labels", "loss_mask"))
+        ids, labels, masks = (self._mtp_extras_of_all_depths(name) for name in ("tokens", "labels", "loss_mask"))
         states = () if self.message is None else self.message[1:]
         return MTPInputs(ids, tuple(map(_masked_labels, labels, masks)), states) if ids else None
 
-    def _mtp_extras(self, name: str) -> tuple[Tensor, ...]:
+    def _mtp_extras_of_all_depths(self, name: str) -> tuple[Tensor, ...]:
         """Return the extras `mtp_<depth>_<name>` of all depths."""
         return tuple(row for key, row in self.extras.items() if key.startswith("mtp_") and key.endswith(f"_{name}"))
 
@@ -162,7 +162,7 @@ class VariableCountBatches(Protocol):
         """
 
 
-def masked_loss(losses: Tensor, mask: Tensor | None) -> Loss:
+def masked_loss_sum(losses: Tensor, mask: Tensor | None) -> Loss:
     """Return (sum of the losses where the mask is 1, their number, metrics). losses, mask: [b, s]."""
     assert mask is not None, "the stage of the loss reads its mask"
     mask = mask.to(losses.dtype)
@@ -170,17 +170,17 @@ def masked_loss(losses: Tensor, mask: Tensor | None) -> Loss:
     return total, count, {"lm loss": torch.stack((total.detach(), count))}
 
 
-def language_loss(output: Tensor | MTPLosses, batch: Batch, config: MTPConfig) -> Loss:
+def language_loss_with_mtp(output: Tensor | MTPLosses, batch: Batch, config: MTPConfig) -> Loss:
     """Return the next-token loss plus --mtp-loss-scaling-factor times the mean loss of the multi-token prediction
     depths.
     output: losses [b, s] of each token, and of each depth, weighted as in `with_future_tokens`. Metrics are means over
     each depth's own tokens.
     """
     if not isinstance(output, MTPLosses):
-        return masked_loss(output, batch.loss_mask)
-    total, count, report = masked_loss(output.next, batch.loss_mask)
+        return masked_loss_sum(output, batch.loss_mask)
+    total, count, report = masked_loss_sum(output.next, batch.loss_mask)
     for depth, losses in enumerate(output.ahead, start=1):
-        further, own, _ = masked_loss(losses, batch.extras[f"mtp_{depth}_loss_mask"])
+        further, own, _ = masked_loss_sum(losses, batch.extras[f"mtp_{depth}_loss_mask"])
         weighed = (losses * batch.extras[f"mtp_{depth}_weights"].to(losses.dtype)).sum()
         total = total + weighed * (config.mtp_loss_scaling_factor / len(output.ahead))
         report[f"mtp_{depth} loss"] = torch.stack((further.detach(), own))

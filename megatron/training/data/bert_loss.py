@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.models.bert import BERTOutput
-from megatron.training.data.batch import Batch, Loss, masked_loss
+from megatron.training.data.batch import Batch, Loss, masked_loss_sum
 
 
 def mlm_and_pair_loss(output: BERTOutput, batch: Batch, *, per_token: bool) -> Loss:
@@ -16,7 +16,7 @@ def mlm_and_pair_loss(output: BERTOutput, batch: Batch, *, per_token: bool) -> L
     count.
     """
     assert batch.loss_mask is not None, "the last stage reads the batch"
-    total, count, report = masked_loss(output.words, batch.loss_mask)
+    total, count, report = masked_loss_sum(output.words, batch.loss_mask)
     if output.pairs is None:
         return total, count, report
     losses = F.cross_entropy(output.pairs.to(output.words.dtype), batch.extras["is_random"], reduction="none")

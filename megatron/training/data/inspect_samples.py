@@ -20,17 +20,17 @@ import numpy as np
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.blend import BlendedDataset, build_split_datasets
+from megatron.core.datasets.data_splits import SPLITS
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.kinds import KINDS
-from megatron.core.datasets.paths import SPLITS
 from megatron.core.datasets.samplers import FILL, microbatch_digest
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.data.microbatches import BatchSchedule
 from megatron.training.data.sample_order import (
     microbatch_sample_indices,
-    read_microbatch,
+    read_and_stack_samples,
     samples_needed,
-    single_pass_samples,
+    single_pass_sample_indices,
 )
 
 WHOLE_TEXTS = (
@@ -50,7 +50,7 @@ class ResumeCounters:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleSpan:
+class DocumentSpanInSample:
     """A part of one document in a sample: its source, its position there and in the sample, text and images; no text in
     masked samples.
     """
@@ -77,7 +77,7 @@ class SampleDescription:
     sample: int | None
     dataset: int
     dataset_sample: int
-    pieces: tuple[SampleSpan, ...]
+    pieces: tuple[DocumentSpanInSample, ...]
     texts: dict[str, str]
     loss: tuple[tuple[int, int], ...]
     position_restarts: tuple[int, ...]
@@ -158,10 +158,10 @@ class RunDataInspector:
         dataset = self.dataset(split)
         ranks = range(self.num_ranks)
         if self._is_full_validation(split):
-            self._evaluation_indices_at(split, step)
+            self._evaluations_at_iteration(split, step)
             return [
                 list(
-                    single_pass_samples(
+                    single_pass_sample_indices(
                         self.config,
                         len(dataset),
                         full_batch=self.schedule.evaluation_batch_size,
@@ -172,7 +172,7 @@ class RunDataInspector:
                 for rank in ranks
             ]
         taken: list[list[list[int]]] = [[] for _ in ranks]
-        for consumed, count in self._sample_ranges(split, step):
+        for consumed, count in self._consumed_and_microbatch_counts(split, step):
             for rank in ranks:
                 order = microbatch_sample_indices(
                     self.config, len(dataset), consumed_samples=consumed, rank=rank, num_ranks=self.num_ranks
@@ -190,7 +190,7 @@ class RunDataInspector:
         for place in range(max(map(len, numbers))):
             for rank in range(self.num_ranks) if ranks is None else ranks:
                 if place < len(numbers[rank]):
-                    yield self._explain_microbatch(split, step, place, rank, numbers[rank][place])
+                    yield self._build_microbatch_description(split, step, place, rank, numbers[rank][place])
 
     def occurrences(self, split: str, prefix: str, document: int) -> list[DocumentOccurrence]:
         """Return every place where the run reads a document, in order of time. prefix: of the source file; document:
@@ -200,7 +200,7 @@ class RunDataInspector:
         if not samples:
             return []
         if split == "train" and self.config.data.dataloader_type == "cyclic":
-            steps = self._training_step_samples()
+            steps = self._samples_of_all_training_steps()
         else:
             steps = (
                 (step, self.sample_numbers(split, step)) for step in self._steps_reading_samples(split, sorted(samples))
@@ -231,10 +231,12 @@ class RunDataInspector:
         return {
             sample
             for number in numbers
-            for sample in dataset.blend_positions(number, parts[number].samples_with_document(document)).tolist()
+            for sample in dataset.positions_of_dataset_samples(
+                number, parts[number].samples_with_document(document)
+            ).tolist()
         }
 
-    def _training_step_samples(self) -> Iterator[tuple[int, list[list[list[int]]]]]:
+    def _samples_of_all_training_steps(self) -> Iterator[tuple[int, list[list[list[int]]]]]:
         """Yield (step, sample numbers as of `sample_numbers`) for all training steps, drawing each sample order once."""
         size, begin = len(self.dataset("train")), self.start
         for first, last, consumed in (
@@ -263,7 +265,7 @@ class RunDataInspector:
         between = range(train.eval_interval, self.num_iterations + 1, train.eval_interval) if split == "valid" else ()
         return [iteration for iteration in between if iteration > self.start.iteration] + [self.num_iterations]
 
-    def _evaluation_indices_at(self, split: str, step: int) -> list[int]:
+    def _evaluations_at_iteration(self, split: str, step: int) -> list[int]:
         """Return which evaluations of a split (0 is the first after the start) are done after an iteration;
         `ConfigError` if none.
         """
@@ -276,7 +278,7 @@ class RunDataInspector:
             )
         return numbers
 
-    def _sample_ranges(self, split: str, step: int) -> list[tuple[int, int]]:
+    def _consumed_and_microbatch_counts(self, split: str, step: int) -> list[tuple[int, int]]:
         """Return (samples consumed before, microbatches of each rank) for each run of samples that a step reads."""
         train = self.config.train
         if split != "train":
@@ -284,12 +286,12 @@ class RunDataInspector:
             begin = self.start.valid_samples if split == "valid" and not train.skip_train else 0
             return [
                 (begin + number * count, count // self.schedule.unit)
-                for number in self._evaluation_indices_at(split, step)
+                for number in self._evaluations_at_iteration(split, step)
             ]
         if not 1 <= step <= self.num_iterations:
             raise ConfigError(f"--step {step}: the run goes from iteration 1 to {self.num_iterations}")
         late = self.start if step > self.start.iteration else ResumeCounters()
-        before = late.train_samples + self.schedule.num_samples(step - 1 - late.iteration, late.train_samples)
+        before = late.train_samples + self.schedule.samples_of_next_steps(step - 1 - late.iteration, late.train_samples)
         return [(before, self.schedule.batch_size_after(before).num_microbatches)]
 
     def _steps_reading_samples(self, split: str, samples: Sequence[int]) -> list[int]:
@@ -303,18 +305,18 @@ class RunDataInspector:
             steps.append(late.iteration + self.schedule.num_whole_steps(sample, late.train_samples) + 1)
         return sorted({step for step in steps if step <= self.num_iterations})
 
-    def _explain_microbatch(
+    def _build_microbatch_description(
         self, split: str, step: int, place: int, rank: int, numbers: Sequence[int]
     ) -> MicrobatchDescription:
         dataset = self.dataset(split)
-        arrays = read_microbatch(dataset, numbers)
+        arrays = read_and_stack_samples(dataset, numbers)
         samples = tuple(
-            self._describe_sample(dataset, number, {key: array[row] for key, array in arrays.items()})
+            self._build_sample_description(dataset, number, {key: array[row] for key, array in arrays.items()})
             for row, number in enumerate(numbers)
         )
         return MicrobatchDescription(split, step, place, rank, microbatch_digest(arrays), samples)
 
-    def _describe_sample(self, dataset: Any, number: int, sample: dict[str, np.ndarray]) -> SampleDescription:
+    def _build_sample_description(self, dataset: Any, number: int, sample: dict[str, np.ndarray]) -> SampleDescription:
         """Describe one sample: its spans with their text, loss ranges and restarts. number: `FILL` for padding."""
         real = 0 if number == FILL else number
         blended = isinstance(dataset, BlendedDataset)
@@ -325,7 +327,7 @@ class RunDataInspector:
         ):  # a window's last label is a token of its own
             ids, slots = np.append(ids, sample["labels"][-1]), np.append(slots, -1)
         pieces = tuple(
-            SampleSpan(
+            DocumentSpanInSample(
                 span.prefix,
                 span.document,
                 span.sequence,

@@ -108,7 +108,7 @@ class BatchSchedule:
             )
         return ""
 
-    def num_samples(self, steps: int, consumed: int = 0) -> int:
+    def samples_of_next_steps(self, steps: int, consumed: int = 0) -> int:
         """Return how many samples the next `steps` steps consume, after `consumed` samples."""
         begin = consumed
         for end in [start for start, _ in self.steps[1:]]:
@@ -155,11 +155,11 @@ def rampup_steps(ramp: tuple[int, ...], full: int) -> tuple[tuple[int, int], ...
     each = samples / count
     return (
         (0, start),
-        *((_samples_for_increments(k, each, samples), start + k * increment) for k in range(1, count + 1)),
+        *((_samples_until_increment(k, each, samples), start + k * increment) for k in range(1, count + 1)),
     )
 
 
-def _samples_for_increments(increments: int, each: float, samples: int) -> int:
+def _samples_until_increment(increments: int, each: float, samples: int) -> int:
     """Return the smallest whole c with int(c / each) >= increments, in the float arithmetic that defines the ramp."""
     first = max(0, math.floor(increments * each) - 1)
     while int(first / each) < increments and first <= samples:

@@ -1,7 +1,7 @@
 """Sequences of one global batch, cut over as many ranks as their length deserves (`--hybrid-context-parallel`).
 
 Every data-parallel rank reads the whole global batch, takes its rows apart into documents, and divides these by the same plan
-(`context_parallel/planner.py`). What is left for a rank is a number of microbatches of its own: some with documents that it
+(`context_parallel/sequence_assignment.py`). What is left for a rank is a number of microbatches of its own: some with documents that it
 has for itself, some with its piece of those that it shares with its neighbours.
 """
 
@@ -19,9 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.context_parallel.planner import SequenceAssignment, SequenceGroup, assign_sequences_to_ranks
+from megatron.core.context_parallel.sequence_assignment import (
+    RankBlockAssignment,
+    SequenceAssignment,
+    assign_sequences_to_ranks,
+)
 from megatron.core.datasets.indexed import DataError
-from megatron.core.kernels.documents import remember_document_starts
+from megatron.core.kernels.packed_document_starts import cache_packed_document_starts
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.data.batch import Batch
 
@@ -64,24 +68,26 @@ class RebalancedBatches:
         documents = [
             document
             for _ in range(num_microbatches * axis.size)
-            for document in documents_with_loss(self._read_batch())
+            for document in documents_with_loss(self._next_source_microbatch())
         ]
-        self.plan = divide_documents([len(document["tokens"]) for document in documents], self.config, axis.size)
+        self.plan = assign_documents_to_ranks(
+            [len(document["tokens"]) for document in documents], self.config, axis.size
+        )
         self._waiting = deque(
-            self._pack_documents(share, documents) for share in self.plan.shares if share.includes(axis.rank)
+            self._pack_documents(share, documents) for share in self.plan.shares if share.includes_rank(axis.rank)
         )
         if not self._waiting:  # a rank with nothing to do takes part in the sums with nothing
             self._waiting.append(self._empty_batch())
         return len(self._waiting)
 
-    def _read_batch(self) -> Batch:
+    def _next_source_microbatch(self) -> Batch:
         """Return the next microbatch of the rows; `DataError` if there is none."""
         batch = next(self.rows, None)
         if batch is None:
             raise DataError("the data ended before the run did; train on fewer samples or give more data")
         return batch
 
-    def _pack_documents(self, share: SequenceGroup, documents: Sequence[Document]) -> Batch:
+    def _pack_documents(self, share: RankBlockAssignment, documents: Sequence[Document]) -> Batch:
         """Pack a share's documents end to end into one row, padded so that its ranks can shard it; return this rank's
         part.
         """
@@ -93,8 +99,8 @@ class RebalancedBatches:
         numbers = [torch.full_like(document["tokens"], number) for number, document in enumerate(local)]
         rows["documents"] = F.pad(torch.cat(numbers), (0, fill), value=len(local))[None]
         lengths = [*map(len, numbers), fill]
-        remember_document_starts(rows["documents"], np.repeat(np.arange(len(lengths)), lengths)[None])
-        return _batch_of_rows(rows).shard_over_context(self.mesh.sequence_axis(share.size))
+        cache_packed_document_starts(rows["documents"], np.repeat(np.arange(len(lengths)), lengths)[None])
+        return _batch_from_tensors(rows).shard_over_context(self.mesh.context_axis_of_size(share.size))
 
     def _empty_batch(self) -> Batch:
         length = lcm(2, self.mesh.tp.size)
@@ -104,12 +110,12 @@ class RebalancedBatches:
             for depth in range(1, (self.config.model.mtp.mtp_num_layers or 0) + 1)
             for name in ("tokens", "labels", "loss_mask", "weights")
         ]
-        return _batch_of_rows(
+        return _batch_from_tensors(
             {**dict.fromkeys(("tokens", "labels", "positions", "documents", "loss_mask", *names), ids)}
         )
 
 
-def divide_documents(lengths: Sequence[int], config: RunConfig, ranks: int) -> SequenceAssignment:
+def assign_documents_to_ranks(lengths: Sequence[int], config: RunConfig, ranks: int) -> SequenceAssignment:
     """Assign documents of these lengths to groups of ranks for hybrid context parallelism."""
     limit = config.parallel.max_seqlen_per_dp_cp_rank
     assert limit is not None, "--hybrid-context-parallel asks for --max-seqlen-per-dp-cp-rank"
@@ -142,6 +148,6 @@ def documents_with_loss(batch: Batch) -> Iterator[Document]:
                 yield document
 
 
-def _batch_of_rows(rows: dict[str, Tensor]) -> Batch:
+def _batch_from_tensors(rows: dict[str, Tensor]) -> Batch:
     fields: dict[str, Any] = {name: rows[name] for name in ("tokens", "labels", "loss_mask", "positions", "documents")}
     return Batch(**fields, extras={name: row for name, row in rows.items() if name not in fields})

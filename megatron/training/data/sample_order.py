@@ -28,7 +28,7 @@ from megatron.training.data.microbatches import BatchSchedule
 from megatron.training.report.run_log import LogFile
 
 
-class NumberedDataset(Protocol):
+class MapStyleDataset(Protocol):
     """Numbered samples, each a mapping of names to arrays."""
 
     def __len__(self) -> int: ...
@@ -77,7 +77,7 @@ def microbatch_sample_indices(
     return cyclic_sampler(num_samples, **place, sharded=config.data.data_sharding)
 
 
-def single_pass_samples(
+def single_pass_sample_indices(
     config: RunConfig, num_samples: int, *, full_batch: int, rank: int, num_ranks: int
 ) -> Iterator[list[int]]:
     """Yield the sample numbers of each microbatch of one data-parallel rank in an evaluation that sees every sample
@@ -93,14 +93,17 @@ def single_pass_samples(
     )
 
 
-def read_microbatch(dataset: NumberedDataset, numbers: Sequence[int]) -> dict[str, np.ndarray]:
+def read_and_stack_samples(dataset: MapStyleDataset, numbers: Sequence[int]) -> dict[str, np.ndarray]:
     """Read the samples of these numbers, stacked [b, ...]; `FILL` gives a sample without loss."""
     return collate(
-        [_padding_sample(dataset) if number == FILL else _read_sample(dataset, number) for number in numbers]
+        [
+            _padding_sample(dataset) if number == FILL else _read_sample_naming_errors(dataset, number)
+            for number in numbers
+        ]
     )
 
 
-def _read_sample(dataset: NumberedDataset, number: int) -> dict[str, np.ndarray]:
+def _read_sample_naming_errors(dataset: MapStyleDataset, number: int) -> dict[str, np.ndarray]:
     """Return a sample; an error names its number."""
     try:
         return dataset[number]
@@ -111,9 +114,9 @@ def _read_sample(dataset: NumberedDataset, number: int) -> dict[str, np.ndarray]
         raise RuntimeError(f"sample {number} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _padding_sample(dataset: NumberedDataset) -> dict[str, np.ndarray]:
+def _padding_sample(dataset: MapStyleDataset) -> dict[str, np.ndarray]:
     """Return sample 0 with a loss mask of zeros."""
-    sample = _read_sample(dataset, 0)
+    sample = _read_sample_naming_errors(dataset, 0)
     return {**sample, "loss_mask": np.zeros_like(sample["loss_mask"])}
 
 
@@ -136,7 +139,7 @@ def require_iterable_dataset(dataset: Any) -> None:
         )
 
 
-class SampleLog:
+class ReadSamplesLog:
     """Log of the samples that this rank read (`--log-samples`): one JSON line a microbatch, in FOLDER/rank00000.jsonl.
     clock: returns the current iteration. A run that resumes appends.
     """

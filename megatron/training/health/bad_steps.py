@@ -45,7 +45,7 @@ class RollBackRequest(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class AnomalyLimits:
+class EnabledStepChecks:
     """What counts as a bad step. finite: losses and norm must be finite; spikes: no loss spikes; large: no large
     gradient norm.
     """
@@ -55,9 +55,9 @@ class AnomalyLimits:
     large: bool
 
     @staticmethod
-    def build(config: RunConfig) -> AnomalyLimits:
+    def build(config: RunConfig) -> EnabledStepChecks:
         """Return the limits that the flags ask for."""
-        return AnomalyLimits(
+        return EnabledStepChecks(
             config.train.check_for_nan_in_loss_and_grad,
             config.faults.check_for_spiky_loss,
             config.faults.check_for_large_grads,
@@ -67,7 +67,7 @@ class AnomalyLimits:
 class StepHistory:
     """Losses and gradient norms of the last good steps, against which a new step is judged."""
 
-    def __init__(self, limits: AnomalyLimits) -> None:
+    def __init__(self, limits: EnabledStepChecks) -> None:
         self.limits = limits
         self._losses: deque[float] = deque(maxlen=_KEPT)
         self._norms: deque[float] = deque(maxlen=_KEPT)
@@ -107,7 +107,7 @@ class StepValidator(StepHooks):
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.memory = StepHistory(AnomalyLimits.build(config))
+        self.memory = StepHistory(EnabledStepChecks.build(config))
         self.problem = ""
         self.count = 0
         self.passed_over: set[int] = set()

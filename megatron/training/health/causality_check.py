@@ -22,18 +22,18 @@ from torch import Tensor
 
 from megatron.core.config.flags import raise_config_error_if
 from megatron.core.config.plan import LayerPlan, network_layer_plans
-from megatron.core.context_parallel.sequence import Zigzag
+from megatron.core.context_parallel.zigzag import Zigzag
 from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.core.parallel import collectives
 from megatron.core.transformer.attention import attend
-from megatron.core.transformer.build import LayerBuildContext
-from megatron.training.run import Run
+from megatron.core.transformer.layer_build_context import LayerBuildContext
+from megatron.training.run import RunContext
 
 _SHORTEST = 256  # tokens, or the run's own length if that is less
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionKind:
+class AttentionMaskVariant:
     """Layers with the same mask and context-parallel transport. layer: index of one of them."""
 
     layer: int
@@ -50,7 +50,7 @@ class AttentionKind:
         return reach + (f" and context transport {self.transport}" if self.transport else "")
 
 
-def require_causal_attention(run: Run) -> None:
+def require_causal_attention(run: RunContext) -> None:
     """Probe the run's attention for leaks through masks; `ConfigError` on all ranks if there are any. Collective.
     Nothing is probed if neither documents, windows nor context parallelism are used, or for T5.
     """
@@ -61,7 +61,7 @@ def require_causal_attention(run: Run) -> None:
         return
     started = time.perf_counter()
     kernel = next(name for op, name, _ in run.kernels.report if op == "attention")
-    layer_kinds = attention_variants(run.layer_build_context, network_layer_plans(model))
+    layer_kinds = attention_mask_variants(run.layer_build_context, network_layer_plans(model))
     leaks = [
         leak
         for kind in layer_kinds
@@ -79,20 +79,20 @@ def require_causal_attention(run: Run) -> None:
     )
 
 
-def attention_variants(build: LayerBuildContext, plans: tuple[LayerPlan, ...]) -> list[AttentionKind]:
+def attention_mask_variants(build: LayerBuildContext, plans: tuple[LayerPlan, ...]) -> list[AttentionMaskVariant]:
     """Return each variant (mask, window, transport) of the network's attention layers once."""
     types = build.cp_comm_type
-    rows: dict[tuple, AttentionKind] = {}
+    rows: dict[tuple, AttentionMaskVariant] = {}
     for plan in plans:
         if plan.mixer not in ("attention", "mla"):
             continue
         transport = types[plan.index % len(types)] if build.mesh.cp.size > 1 else ""
         key = (plan.causal, plan.window, transport)
-        rows.setdefault(key, AttentionKind(plan.index, *key))
+        rows.setdefault(key, AttentionMaskVariant(plan.index, *key))
     return list(rows.values())
 
 
-def leak_probe_length(run: Run, kind: AttentionKind) -> int:
+def leak_probe_length(run: RunContext, kind: AttentionMaskVariant) -> int:
     """Return the tokens of a probe: enough to look past both ends of a window, and for kernels of short windows to be
     used.
     """
@@ -103,7 +103,7 @@ def leak_probe_length(run: Run, kind: AttentionKind) -> int:
 
 
 @torch.no_grad()
-def find_attention_leak(build: LayerBuildContext, kind: AttentionKind, length: int, *, separate: bool) -> str:
+def find_attention_leak(build: LayerBuildContext, kind: AttentionMaskVariant, length: int, *, separate: bool) -> str:
     """Return in words which hidden token changes an output of this rank in layers of this kind; "" if none does.
     Collective.
     length: tokens of the probe. separate: mask documents apart.
@@ -111,7 +111,7 @@ def find_attention_leak(build: LayerBuildContext, kind: AttentionKind, length: i
     documents = (torch.arange(length) // max(1, length * 3 // 10))[
         None
     ]  # borders that are no borders of ranks or blocks
-    inputs = _random_inputs(build, length)
+    inputs = _random_qkv(build, length)
     before = _attention_outputs(build, kind, inputs, documents if separate else None)
     local = Zigzag(length, build.mesh.cp.size).positions_of_rank(build.mesh.cp.rank, torch.device("cpu"))
     border, problem = int((documents == 1).nonzero()[0, 1]), ""
@@ -144,10 +144,10 @@ def find_attention_leak(build: LayerBuildContext, kind: AttentionKind, length: i
     return problem
 
 
-def _random_inputs(build: LayerBuildContext, length: int) -> list[Tensor]:
+def _random_qkv(build: LayerBuildContext, length: int) -> list[Tensor]:
     """Return random q, k and v [length, 1, heads, size] of a whole sequence, with a rank's number of heads."""
     model, tp = build.model, build.mesh.tp.size
-    size = model.rotary_head_size + (model.mla.qk_head_dim if model.mla.multi_latent_attention else 0)
+    size = model.head_size_before_rotary_percent + (model.mla.qk_head_dim if model.mla.multi_latent_attention else 0)
     heads, groups = model.num_attention_heads // tp, max(1, model.num_query_groups // tp)
     value_size = model.mla.v_head_dim if model.mla.multi_latent_attention else model.kv_channels
     shapes = ((heads, size), (groups, size), (groups, value_size))
@@ -156,7 +156,7 @@ def _random_inputs(build: LayerBuildContext, length: int) -> list[Tensor]:
 
 
 def _attention_outputs(
-    build: LayerBuildContext, kind: AttentionKind, inputs: list[Tensor], documents: Tensor | None
+    build: LayerBuildContext, kind: AttentionMaskVariant, inputs: list[Tensor], documents: Tensor | None
 ) -> Tensor:
     """Return this rank's attention outputs, [s/cp, 1, n/tp * dv]."""
     cp, length = build.mesh.cp, len(inputs[0])

@@ -34,7 +34,7 @@ from torch.profiler import ProfilerActivity
 from megatron.core.config.settings.run import LogConfig, TrainConfig
 from megatron.training.health.interrupts import InterruptHandler
 from megatron.training.report.metrics import ResolvedStepMetrics
-from megatron.training.run import TerminationSignal
+from megatron.training.run import ReceivedTerminationSignal
 
 
 class NonFiniteError(Exception):
@@ -62,7 +62,7 @@ class ExitConditions:
         agree: Callable[[bool], bool] = _single_process_vote,
         poll: Callable[[bool], bool] = _single_process_vote,
         started: float | None = None,
-        ending: TerminationSignal | None = None,
+        ending: ReceivedTerminationSignal | None = None,
         tolerates_overflow: bool = False,
         profile: TorchProfile | None = None,
         interrupts: InterruptHandler | None = None,
@@ -74,7 +74,7 @@ class ExitConditions:
         self._started = time.monotonic() if started is None else started
         self._checks_numbers = train.check_for_nan_in_loss_and_grad and not tolerates_overflow
         self._profile = profile
-        self._ending = TerminationSignal() if ending is None else ending
+        self._ending = ReceivedTerminationSignal() if ending is None else ending
         self._handlers_before: dict[int, Any] = {}
         self._collected_before = True
         self._open = ExitStack()
@@ -138,12 +138,12 @@ class ExitConditions:
                 "at --lr, or go on regardless with --no-check-for-nan-in-loss-and-grad"
             )
 
-    def before_step(self, iteration: int) -> None:
+    def start_profiler_if_due(self, iteration: int) -> None:
         """Start the profiler if it begins at this iteration."""
         if self._profile:
             self._profile.before_step(iteration)
 
-    def after_step(self, iteration: int) -> None:
+    def profile_and_collect_garbage(self, iteration: int) -> None:
         """Stop the profiler if it ends here, and collect garbage if it is time."""
         if self._profile:
             self._profile.after_step(iteration)

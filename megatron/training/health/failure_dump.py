@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config.flags import config_to_values
-from megatron.core.dist_checkpointing.saver import CheckpointSaver, SaveOptions
-from megatron.core.dist_checkpointing.store import RunDescription, scan_checkpoint_folder
+from megatron.core.config.flags import config_to_dict
+from megatron.core.dist_checkpointing.checkpoint_folders import SavedRunConfig, scan_checkpoint_folder
+from megatron.core.dist_checkpointing.saver import CheckpointSaver, SavePolicy
 from megatron.core.optimizer.clip import gradient_ranges_counted_once, without_tied_duplicates
 from megatron.core.parallel import collectives
 from megatron.training.checkpoint.run_state import weights_of
@@ -61,7 +61,7 @@ def write_failure_dump(
     """
     trainer, mesh = work.trainer, work.trainer.run.mesh
     target = folder / f"step-{trainer.progress.iteration + 1:08d}"
-    table, worst = parameters_table(work)
+    table, worst = weight_and_gradient_norms(work)
     failure = ""
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def write_failure_dump(
             torch.save(read, target / dumped_batch_file_name(mesh.dp.rank, mesh.cp.rank))
         if mesh.world.is_first:
             (target / STEP).write_text(
-                json.dumps(_step_record(work, problem, losses, norm) | {"parameters": table}, indent=1) + "\n",
+                json.dumps(_bad_step_record(work, problem, losses, norm) | {"parameters": table}, indent=1) + "\n",
                 encoding="utf-8",
             )
     except (OSError, RuntimeError) as error:  # torch.save's on a full disk is the latter
@@ -90,7 +90,7 @@ def write_failure_dump(
     return f"{worst}; {message}" if worst else message
 
 
-def parameters_table(work: StepWork) -> tuple[dict[str, dict[str, float]], str]:
+def weight_and_gradient_norms(work: StepWork) -> tuple[dict[str, dict[str, float]], str]:
     """Return (parameter name -> norms of gradient and weight and numbers of their non-finite elements, non-finite ones
     in words). Collective; the same on all ranks.
     """
@@ -127,7 +127,7 @@ def parameters_table(work: StepWork) -> tuple[dict[str, dict[str, float]], str]:
     return table, "; ".join(words)
 
 
-def _step_record(work: StepWork, problem: str, losses: Mapping[str, float], norm: float) -> dict[str, Any]:
+def _bad_step_record(work: StepWork, problem: str, losses: Mapping[str, float], norm: float) -> dict[str, Any]:
     """Return what step.json says of the step: problem, losses, counters, nearest checkpoint, config."""
     trainer, config = work.trainer, work.trainer.run.config
     here = config.checkpoint.save or config.checkpoint.load
@@ -147,7 +147,7 @@ def _step_record(work: StepWork, problem: str, losses: Mapping[str, float], norm
         "microbatches": work.own_microbatches,
         "progress": asdict(trainer.progress),
         "checkpoint": None if newest is None else {"folder": str(newest.folder), "iteration": newest.iteration},
-        "config": config_to_values(config),
+        "config": config_to_dict(config),
     }
 
 
@@ -168,9 +168,7 @@ def _save_weights(trainer: Trainer, target: Path) -> list[str]:
     mesh = trainer.run.mesh
     state = {name: placed for name, placed in weights_of(trainer, rounded=True).items() if not placed.receivers}
     state["run.progress"] = asdict(trainer.progress)
-    saver = CheckpointSaver(str(target / WEIGHTS), mesh.world, rules=SaveOptions(), device=mesh.device)
-    saver.start(
-        state, trainer.progress.iteration, RunDescription(config_to_values(trainer.run.config), mesh.world.size)
-    )
+    saver = CheckpointSaver(str(target / WEIGHTS), mesh.world, rules=SavePolicy(), device=mesh.device)
+    saver.start(state, trainer.progress.iteration, SavedRunConfig(config_to_dict(trainer.run.config), mesh.world.size))
     outcome = saver.finish()
     return [] if outcome is None else list(outcome.problems)

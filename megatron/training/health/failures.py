@@ -20,8 +20,8 @@ from datetime import datetime
 from pathlib import Path
 
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.parallel.flight_recorder import FlightRecorder, short_path
-from megatron.training.run import Run
+from megatron.core.parallel.flight_recorder import FlightRecorder, path_tail
+from megatron.training.run import RunContext
 
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "<frozen", os.path.dirname(os.__file__) + "/")
 
@@ -43,7 +43,7 @@ def error_location_text(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     frames_of_ours = [frame for frame in frames if not any(word in frame.filename for word in _LIBRARIES)] or frames
     return (
-        f"{short_path(frames_of_ours[-1].filename)}:{frames_of_ours[-1].lineno} in {frames_of_ours[-1].name}"
+        f"{path_tail(frames_of_ours[-1].filename)}:{frames_of_ours[-1].lineno} in {frames_of_ours[-1].name}"
         if frames_of_ours
         else ""
     )
@@ -77,7 +77,7 @@ def append_failure_file(folder: Path | None, rank: int, text: str) -> None:
         sys.stderr.write(f"{folder} cannot be written: {error.strerror}\n")
 
 
-def last_collectives_text(flight_recorder: FlightRecorder, count: int = 16) -> str:
+def own_last_collectives_text(flight_recorder: FlightRecorder, count: int = 16) -> str:
     """Return the last collectives, one a line, the newest first."""
     return "\n".join(
         ["last collectives, the newest first:", *(f"  {words}" for words in flight_recorder.last_collectives(count))]
@@ -85,7 +85,7 @@ def last_collectives_text(flight_recorder: FlightRecorder, count: int = 16) -> s
 
 
 @contextmanager
-def annotate_errors(run: Run) -> Iterator[None]:
+def annotate_errors(run: RunContext) -> Iterator[None]:
     """Add where this rank was to an exception that leaves the block, and write it to the rank's failure file."""
     try:
         yield
@@ -98,6 +98,6 @@ def annotate_errors(run: Run) -> Iterator[None]:
         append_failure_file(
             failure_folder(run.config),
             rank,
-            f"{error_text(error)}\n{''.join(traceback.format_exception(error))}{last_collectives_text(flight_recorder)}",
+            f"{error_text(error)}\n{''.join(traceback.format_exception(error))}{own_last_collectives_text(flight_recorder)}",
         )
         raise

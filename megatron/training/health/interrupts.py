@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from megatron.training.run import TerminationSignal
+from megatron.training.run import ReceivedTerminationSignal
 
 # Seconds in which a second SIGINT is the first again: a terminal sends it to all processes, and a launcher passes it on.
 _ONCE = 1.0
@@ -26,12 +26,14 @@ class InterruptHandler:
     first: called at the first. last: called before the process ends because of the second.
     """
 
-    def __init__(self, ending: TerminationSignal, *, first: Callable[[], None], last: Callable[[], None]) -> None:
+    def __init__(
+        self, ending: ReceivedTerminationSignal, *, first: Callable[[], None], last: Callable[[], None]
+    ) -> None:
         self._ending, self._first, self._last = ending, first, last
         self._noticed = 0.0
         self._ours, self._systems = socket.socketpair()
         self._systems.setblocking(False)
-        self._thread = threading.Thread(target=self._watch_signals, name="interrupts", daemon=True)
+        self._thread = threading.Thread(target=self._signal_reader_thread, name="interrupts", daemon=True)
 
     def __enter__(self) -> InterruptHandler:
         self._wakeup_before = signal.set_wakeup_fd(self._systems.fileno(), warn_on_full_buffer=False)
@@ -46,7 +48,7 @@ class InterruptHandler:
         self._thread.join()
         self._ours.close()
 
-    def _watch_signals(self) -> None:
+    def _signal_reader_thread(self) -> None:
         """Thread: read signal numbers from the wake-up socket until it closes."""
         while numbers := self._ours.recv(64):
             if signal.SIGINT in numbers:

@@ -29,7 +29,12 @@ from megatron.core.distributed.finalize import ranges_replicated_over_tensor
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.rng import derive_seed
-from megatron.core.parallel.spec import is_replicated_over_tensor, local_shards, param_spec_of, tensor_axis_name
+from megatron.core.parallel.spec import (
+    is_replicated_over_tensor,
+    local_shard_boxes,
+    param_spec_of,
+    tensor_parallel_axis_name,
+)
 from megatron.core.tensor_parallel.low_precision import delayed_scalings_by_layer
 from megatron.training.health.failures import rank_and_node_text
 from megatron.training.trainer import Trainer
@@ -63,7 +68,7 @@ class ReplicatedState:
         return self.axis.size // self.copies if self.copies else 1
 
     @property
-    def replica_group(self) -> int:
+    def replica_group_index(self) -> int:
         """Index of the group that this rank belongs to."""
         return self.axis.rank // self.copies if self.copies else 0
 
@@ -102,7 +107,7 @@ class ReplicaCheck:
         # By name: ranks that share two axes must meet on them in one order.
         groups = [by_axis[name] for name in sorted(by_axis)]
         for group in groups:
-            differs = torch.maximum(differs, _differs_flag(group))
+            differs = torch.maximum(differs, _ranks_disagree_tensor(group))
         if bool(collectives.all_reduce(differs, self.mesh.world, "max")):
             raise ReplicaMismatchError(self._differences_message(groups))
 
@@ -133,11 +138,11 @@ class ReplicaCheck:
                 spec, value = param_spec_of(param), param.detach()
                 yield ReplicatedState(spec.name, mesh.axis(spec.reduce_over), value)
                 if is_replicated_over_tensor(spec):
-                    yield ReplicatedState(spec.name, mesh.axis(tensor_axis_name(spec)), value)
+                    yield ReplicatedState(spec.name, mesh.axis(tensor_parallel_axis_name(spec)), value)
                 if spec.tied:
                     tied[spec.name, spec.tied_over].append(value)
                 # The n-th such part of every tensor rank is the same part of the matrix, at the place of its group.
-                shared = (piece for piece in local_shards(spec, mesh) if piece.replicas > 1)
+                shared = (piece for piece in local_shard_boxes(spec, mesh) if piece.replicas > 1)
                 yield from (
                     ReplicatedState(
                         f"{spec.name} (shared heads, part {part})", mesh.tp, value[piece.local.slices()], piece.replicas
@@ -147,7 +152,7 @@ class ReplicaCheck:
             # The same rows as at this place of the other tensor ranks, or of the other stage.
             for share in parallel.sharded_segments:
                 if is_replicated_over_tensor(share.spec):
-                    yield ReplicatedState(share.name, mesh.axis(tensor_axis_name(share.spec)), share.data)
+                    yield ReplicatedState(share.name, mesh.axis(tensor_parallel_axis_name(share.spec)), share.data)
                 if share.spec.tied:
                     tied[share.name, share.spec.tied_over].append(share.data)
                 yield from (
@@ -191,7 +196,7 @@ class ReplicaCheck:
         gathered = collectives.gather_objects((findings, place), self.mesh.world)
         lines = list(dict.fromkeys(line for theirs, _ in gathered for line in theirs))
         listed = lines[:_SHOWN] + ([f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
-        suspects = Counter(word for line in lines for word in _blamed_ranks(line))
+        suspects = Counter(word for line in lines for word in _differing_ranks_in_line(line))
         nodes = [f"{gathered[rank][1]} is named {count} times" for rank, count in suspects.most_common(3)]
         return "\n  ".join(
             [
@@ -212,7 +217,7 @@ class ReplicaCheck:
             for item, number in group
             if any(int(self.hash_value(other)) != int(number) for other in item.again)
         ]
-        rows = [(item.name, item.replica_group, int(number)) for item, number in group]
+        rows = [(item.name, item.replica_group_index, int(number)) for item, number in group]
         for (name, _, _), held in zip(rows, zip(*collectives.gather_objects(rows, axis), strict=True), strict=True):
             for slot in sorted({slot for _, slot, _ in held}):
                 ranks = [rank for rank, (_, place, _) in zip(axis.ranks, held, strict=True) if place == slot]
@@ -230,7 +235,7 @@ def _view_as_words(value: Tensor) -> Tensor:
     return words if width == 4 else words.to(torch.int32)
 
 
-def _differs_flag(items: Sequence[tuple[ReplicatedState, Tensor]]) -> Tensor:
+def _ranks_disagree_tensor(items: Sequence[tuple[ReplicatedState, Tensor]]) -> Tensor:
     """Return 1 if the ranks of an axis disagree about one of these (state, hash) items, else 0, an int64 scalar.
     Collective.
     """
@@ -240,7 +245,8 @@ def _differs_flag(items: Sequence[tuple[ReplicatedState, Tensor]]) -> Tensor:
     numbers = torch.stack([number for _, number in items])
     table = numbers.new_full((2, starts[-1]), _NONE)
     places = torch.tensor(
-        [start + item.replica_group for start, (item, _) in zip(starts, items, strict=False)], device=numbers.device
+        [start + item.replica_group_index for start, (item, _) in zip(starts, items, strict=False)],
+        device=numbers.device,
     )
     table[0, places], table[1, places] = numbers, ~numbers
     collectives.all_reduce(table, items[0][0].axis, "max")
@@ -260,7 +266,7 @@ def _replica_difference_lines(name: str, axis: str, ranks: Sequence[int], number
     ]
 
 
-def _blamed_ranks(line: str) -> list[int]:
+def _differing_ranks_in_line(line: str) -> list[int]:
     """Return the ranks that a difference line names as differing."""
     accused = line.rpartition(": ")[2].partition(" over ")[0]
     return [int(word) for word in accused.replace(",", " ").split() if word.isdecimal()]

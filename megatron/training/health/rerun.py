@@ -74,7 +74,7 @@ class RankEvidence:
 
 
 @dataclass(slots=True)
-class Diagnosis:
+class BadStepDiagnosis:
     """What is known of the last bad step. classification: "" while it has to be run on other devices.
     results: losses and gradient norm of the whole step. layout: world size and parallel sizes. injected: the kind of
     error that --error-injection-rate injected, or "". witnesses: of every rank.
@@ -89,12 +89,12 @@ class Diagnosis:
     witnesses: list[RankEvidence] = field(default_factory=list)
 
     @staticmethod
-    def read(path: Path) -> Diagnosis | None:
+    def read(path: Path) -> BadStepDiagnosis | None:
         """Return the diagnosis in a file; None without a file, or if it cannot be read."""
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
-            known = {name.name: stored[name.name] for name in fields(Diagnosis)}
-            return Diagnosis(**{**known, "witnesses": [RankEvidence(**one) for one in stored["witnesses"]]})
+            known = {name.name: stored[name.name] for name in fields(BadStepDiagnosis)}
+            return BadStepDiagnosis(**{**known, "witnesses": [RankEvidence(**one) for one in stored["witnesses"]]})
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -117,7 +117,9 @@ class StepRerun(StepHooks):
         self.goes_on = faults.on_bad_step in ("skip", "rollback")
         self.file = Path(save) / FILE if save else None
         trainer.add_hook(self)
-        self.known = decide_on_first_rank(self.mesh.world, lambda: Diagnosis.read(self.file) if self.file else None)
+        self.known = decide_on_first_rank(
+            self.mesh.world, lambda: BadStepDiagnosis.read(self.file) if self.file else None
+        )
         if (
             self.known is not None
             and not self.known.classification
@@ -125,7 +127,9 @@ class StepRerun(StepHooks):
         ):
             self.known = None  # this run does not go on from the state that was saved for it
         tracker = faults.result_rejected_tracker_filename
-        self.skipped = decide_on_first_rank(self.mesh.world, lambda: rejected_iterations(tracker) if tracker else set())
+        self.skipped = decide_on_first_rank(
+            self.mesh.world, lambda: iterations_rejected_twice(tracker) if tracker else set()
+        )
         self.variation: dict[
             str, list[float]
         ] = {}  # name of a number -> [pairs compared, of them equal, largest difference]
@@ -143,7 +147,7 @@ class StepRerun(StepHooks):
         """
         before, iteration = self._snapshot(), self.trainer.progress.iteration + 1
         self._repeats, self._own, self._whole = False, {}, {}
-        self._injected = self._draw_injection(iteration)
+        self._injected = self._draw_injected_error_kind(iteration)
         self._judges = self.known is not None and self.known.iteration == iteration and not self.known.classification
         step = train_step(self.trainer, batches)
         if self.mode == "report_stats":
@@ -212,7 +216,9 @@ class StepRerun(StepHooks):
         step = self._repeat_step(before, batches)
         for name, value in (self._own | self._whole).items():
             row = self.variation.setdefault(name, [0, 0, 0.0])
-            difference = relative_difference(first.get(name, value), value)  # a pass that overflowed in fp16 has none
+            difference = symmetric_relative_difference(
+                first.get(name, value), value
+            )  # a pass that overflowed in fp16 has none
             row[:] = row[0] + 1, row[1] + (difference == 0.0), max(row[2], difference)
         return step
 
@@ -221,7 +227,7 @@ class StepRerun(StepHooks):
         `ResultRejectedError`.
         """
         reason, first, witness = self.validator.problem, self._own | self._whole, self._own_result()
-        diagnosis = Diagnosis(
+        diagnosis = BadStepDiagnosis(
             iteration,
             reason,
             "",
@@ -240,7 +246,7 @@ class StepRerun(StepHooks):
             return self._conclude_rerun(
                 diagnosis,
                 f"run again in place, it gave another result ({differs}): a transient error of "
-                f"{_device_names(diagnosis.witnesses)}",
+                f"{_suspect_devices_text(diagnosis.witnesses)}",
                 before,
                 step,
             )
@@ -263,14 +269,14 @@ class StepRerun(StepHooks):
         return self._conclude_rerun(
             diagnosis,
             "run again in place, it gave the same result; start the run again on other devices than "
-            f"{_device_names(diagnosis.witnesses)}, to see whether they compute another one",
+            f"{_suspect_devices_text(diagnosis.witnesses)}, to see whether they compute another one",
             before,
             step,
             RESTART_ELSEWHERE,
         )
 
     def _classify_after_restart(
-        self, diagnosis: Diagnosis, before_step: dict[str, Any], step: StepMetrics
+        self, diagnosis: BadStepDiagnosis, before_step: dict[str, Any], step: StepMetrics
     ) -> StepMetrics:
         """Classify the step that was bad before the restart by comparing with its result on other devices; see
         `_conclude_rerun`.
@@ -286,11 +292,11 @@ class StepRerun(StepHooks):
         if not moved:
             self._say_and_record(
                 diagnosis,
-                f"iteration {diagnosis.iteration} was run on the same devices again: {_device_names(suspects)}",
+                f"iteration {diagnosis.iteration} was run on the same devices again: {_suspect_devices_text(suspects)}",
             )
             self._restore(before_step)
             raise ResultRejectedError(
-                f"iteration {diagnosis.iteration} was bad on {_device_names(suspects)}, and this restart uses the same devices; "
+                f"iteration {diagnosis.iteration} was bad on {_suspect_devices_text(suspects)}, and this restart uses the same devices; "
                 "start the run on others, or give --rerun-mode disabled to go on without a classification",
                 RESTART_ELSEWHERE,
             )
@@ -301,7 +307,7 @@ class StepRerun(StepHooks):
         )
         diagnosis.classification = "persistent_error" if differs else "correct_result"
         text = (
-            f"on other devices it gave another result ({differs}): a persistent error of {_device_names(suspects)}; leave these out"
+            f"on other devices it gave another result ({differs}): a persistent error of {_suspect_devices_text(suspects)}; leave these out"
             if differs
             else "on other devices it gave the same result: it is the correct result of this data and these weights; "
             "look at the data and at --lr, or pass over it with --iterations-to-skip or --on-bad-step skip"
@@ -309,7 +315,12 @@ class StepRerun(StepHooks):
         return self._conclude_rerun(diagnosis, text, before_step, step)
 
     def _conclude_rerun(
-        self, diagnosis: Diagnosis, text: str, before: dict[str, Any], step: StepMetrics, exit_code: int = REJECTED
+        self,
+        diagnosis: BadStepDiagnosis,
+        text: str,
+        before: dict[str, Any],
+        step: StepMetrics,
+        exit_code: int = REJECTED,
     ) -> StepMetrics:
         """Log and save a diagnosis; then return the step, or restore the state before it and raise
         `ResultRejectedError`.
@@ -324,7 +335,7 @@ class StepRerun(StepHooks):
         self._restore(before)
         raise ResultRejectedError(message, exit_code)
 
-    def _say_and_record(self, diagnosis: Diagnosis, message: str) -> None:
+    def _say_and_record(self, diagnosis: BadStepDiagnosis, message: str) -> None:
         """Print a diagnosis's message and add it to the run log."""
         run = self.trainer.run
         run.print_rank_0(f"WARNING: {message}")
@@ -362,7 +373,7 @@ class StepRerun(StepHooks):
         """Describe the number that differs most between two passes, over all ranks; "" if none exceeds the tolerance.
         Collective.
         """
-        shared = {name: relative_difference(before[name], now[name]) for name in before if name in now}
+        shared = {name: symmetric_relative_difference(before[name], now[name]) for name in before if name in now}
         worst = max(shared, key=lambda name: shared[name], default=None)
         mine = (
             (0.0, "")
@@ -374,7 +385,7 @@ class StepRerun(StepHooks):
 
     def _own_result(self) -> RankEvidence:
         """Return this rank's device and its numbers of the last pass."""
-        host, device = device_identity(str(self.mesh.device))
+        host, device = host_and_device(str(self.mesh.device))
         return RankEvidence(self.mesh.world.rank, host, device, self._suspicious, self._own)
 
     def _parallel_sizes(self) -> list[int]:
@@ -388,7 +399,7 @@ class StepRerun(StepHooks):
             self.config.train.micro_batch_size or 0,
         ]
 
-    def _draw_injection(self, iteration: int) -> str:
+    def _draw_injected_error_kind(self, iteration: int) -> str:
         """Return the kind of error to inject into this step, or "": the same on all ranks, and after a restart."""
         faults = self.config.faults
         if self.known is not None and self.known.iteration == iteration:  # was drawn before
@@ -429,7 +440,7 @@ class StepRerun(StepHooks):
             )
 
 
-def relative_difference(a: float, b: float) -> float:
+def symmetric_relative_difference(a: float, b: float) -> float:
     """2 |a - b| / (|a| + |b|); 0 for two NaN or two equal infinities, infinite where only one of them is finite."""
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
@@ -438,12 +449,12 @@ def relative_difference(a: float, b: float) -> float:
     return 2 * abs(a - b) / (abs(a) + abs(b))
 
 
-def device_identity(device: str) -> tuple[str, str]:
+def host_and_device(device: str) -> tuple[str, str]:
     """Host and device of this process, by which a restart knows whether it runs elsewhere."""
     return socket.gethostname(), device
 
 
-def rejected_iterations(path: str) -> set[int]:
+def iterations_rejected_twice(path: str) -> set[int]:
     """Return iterations to skip, from a tracker file: rejected twice on one rank, and not on several ranks of one job.
     Empty if there is no file; lines of another form are ignored.
     """
@@ -466,7 +477,7 @@ def rejected_iterations(path: str) -> set[int]:
     return twice - {iteration for (_, iteration), sightings in ranks.items() if len(sightings) > 1}
 
 
-def _device_names(witnesses: Iterable[RankEvidence]) -> str:
+def _suspect_devices_text(witnesses: Iterable[RankEvidence]) -> str:
     """Return the devices of the suspicious ranks, or else of all, in words."""
     every = list(witnesses)
     chosen = [one for one in every if one.suspicious] or every

@@ -29,13 +29,13 @@ from torch import distributed as dist
 from megatron.training.health.failures import (
     append_failure_file,
     failure_folder,
-    last_collectives_text,
+    own_last_collectives_text,
     python_stacks,
     rank_and_node_text,
 )
 from megatron.training.launch.launch_info import LaunchInfo, read_launch_info
 from megatron.training.launch.rendezvous import FIRST_FAILURE, RendezvousStore
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 
 _LOOK_EVERY = 1.0  # seconds
 # How long answers are waited for: where a connection broke, all ranks are to end soon.
@@ -74,7 +74,7 @@ class RankStatus:
 class HangDetector:
     """Context manager whose thread detects a hang of a run. Does nothing without a launcher's store, or with one rank."""
 
-    def __init__(self, run: Run, place: LaunchInfo | None = None) -> None:
+    def __init__(self, run: RunContext, place: LaunchInfo | None = None) -> None:
         self.run, self.flight_recorder = run, run.mesh.flight_recorder
         self.place = place or read_launch_info()
         faults, longest = run.config.faults, run.config.parallel.distributed_timeout_minutes
@@ -184,7 +184,7 @@ class HangDetector:
         """
         self._answered = True
         board.write(f"answer/{self.place.rank}", self._status_json())
-        text = f"{rank_and_node_text(self.place.rank)} is in {self.flight_recorder.current_position_text()}\n{last_collectives_text(self.flight_recorder)}\n{python_stacks()}"
+        text = f"{rank_and_node_text(self.place.rank)} is in {self.flight_recorder.current_position_text()}\n{own_last_collectives_text(self.flight_recorder)}\n{python_stacks()}"
         append_failure_file(failure_folder(self.run.config), self.place.rank, text)
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
@@ -196,7 +196,7 @@ class HangDetector:
         while len(answers) < self.place.size and time.monotonic() < deadline:
             for rank in range(self.place.size):
                 text = None if rank in answers else board.read(f"answer/{rank}")
-                if text is not None and (answer := _parse_status(text)) is not None:
+                if text is not None and (answer := _parse_rank_status(text)) is not None:
                     answers[rank] = answer
             time.sleep(0.1)
         return answers
@@ -204,7 +204,7 @@ class HangDetector:
     def _last_seen_text(self, board: RendezvousStore, rank: int) -> str:
         """Say when, and where in the step, a rank wrote its last heartbeat."""
         text = board.read(f"pulse/{rank}")
-        pulse = None if text is None else _parse_status(text)
+        pulse = None if text is None else _parse_rank_status(text)
         if pulse is None:
             return "was never seen"
         return (
@@ -239,7 +239,7 @@ class HangDetector:
         board.write_if_absent(FIRST_FAILURE, f"HANG: {text}")
 
 
-def _parse_status(text: str) -> RankStatus | None:
+def _parse_rank_status(text: str) -> RankStatus | None:
     """Return the status in a text from the store; None if it is none of ours."""
     try:
         node, at, where, last, group, counts = json.loads(text)

@@ -38,7 +38,7 @@ _OF_PIPELINE = (
 _OF_CONTEXT = ("hierarchical_context_parallel_sizes",)
 
 
-def fit_layout(config: RequestedRun, world_size: int, problems: Problems) -> tuple[RequestedRun, int]:
+def fit_layout_to_ranks(config: RequestedRun, world_size: int, problems: Problems) -> tuple[RequestedRun, int]:
     """Return the config in the first layout that fits these ranks and keeps the rules, and how many ranks train; else
     both unchanged.
     problems: names of the rules that a config breaks on so many ranks. Those broken under any layout are ignored.
@@ -51,7 +51,7 @@ def fit_layout(config: RequestedRun, world_size: int, problems: Problems) -> tup
     return config, world_size
 
 
-def layout_change_text(given: ParallelConfig, chosen: ParallelConfig, *, world_size: int, ranks: int) -> str:
+def elastic_layout_change_text(given: ParallelConfig, chosen: ParallelConfig, *, world_size: int, ranks: int) -> str:
     """Return a line saying which parallel sizes were changed and how many ranks train; "" if nothing changed."""
     changed = [
         f"{flag_name(one.name)} {getattr(given, one.name)} -> {getattr(chosen, one.name)}"

@@ -83,28 +83,28 @@ _RENDEZVOUS = (
 )
 
 
-def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
+def environment_with_changes(changes: Mapping[str, str]) -> dict[str, str]:
     """Return a copy of this process's environment with changes, for a child process."""
     return {**os.environ, **changes}
 
 
-def override_world_size(ranks: int) -> None:
+def set_world_size_variable(ranks: int) -> None:
     """Set WORLD_SIZE, so that only the first `ranks` ranks take part in the training layout."""
     os.environ["WORLD_SIZE"] = str(ranks)
 
 
-def install_interrupt_handler() -> None:
+def install_interrupt_excepthook() -> None:
     """Install an excepthook: an uncaught Ctrl-C prints one line on the first rank instead of a traceback."""
 
-    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def interrupt_excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not issubclass(kind, KeyboardInterrupt):
             sys.__excepthook__(kind, error, trace)
         elif read_launch_info().rank == 0:
             sys.stderr.write("interrupted (SIGINT)\n")
 
-    sys.excepthook = excepthook
+    sys.excepthook = interrupt_excepthook
 
 
-def recorded_environment() -> dict[str, str]:
+def recorded_environment_variables() -> dict[str, str]:
     """Return the environment variables that the run log records, with their values."""
     return {name: os.environ[name] for name in sorted(TOLD & os.environ.keys())}

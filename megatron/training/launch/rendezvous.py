@@ -92,7 +92,7 @@ def _connect_tcp_store(address: str, patience: float) -> dist.TCPStore:
     return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=patience))
 
 
-def missing_store_warning(place: LaunchInfo) -> str:
+def missing_launcher_store_warning(place: LaunchInfo) -> str:
     """Return a warning that without a launcher's store ranks cannot report failures or hangs; "" if they have one."""
     if place.size == 1 or place.store:
         return ""

@@ -3,7 +3,7 @@
     step ends        meter.add(Step(...))             tensors stay on the device, nobody waits
     save, report     points = meter.resolve()         one reduction and one copy for all steps since the last time
     report           meter.report(...) -> Report      averages over the interval
-                     report_line(report)              the log line, byte for byte Megatron's
+                     interval_log_line(report)              the log line, byte for byte Megatron's
                      time_left_line(report)           its companion: when the run ends
 
 A loss travels as a tensor [sum, count] of this rank; sums and counts are added over the ranks that saw other data only
@@ -100,7 +100,7 @@ class ResolvedStepMetrics(StepMetrics):
         return all(math.isfinite(loss) for loss in self.losses.values())
 
 
-def valid_losses(step: ResolvedStepMetrics) -> Mapping[str, float]:
+def unskipped_losses(step: ResolvedStepMetrics) -> Mapping[str, float]:
     """Return the losses that count: of a skipped step only those of its data."""
     return {name: loss for name, loss in step.losses.items() if not step.skipped or name in step.data_figures}
 
@@ -170,7 +170,7 @@ class StepMetricsMeter:
     def resolve(self) -> list[ResolvedStepMetrics]:
         """Return the steps added since the last call, as plain numbers. Collective over the ranks of `reduce`."""
         steps, self._pending = self._pending, []
-        records = _resolve_steps(steps, self._reduce)
+        records = _resolve_step_metrics(steps, self._reduce)
         self._interval += records
         return records
 
@@ -190,7 +190,7 @@ class StepMetricsMeter:
         assert self._interval and not self._pending, "a report needs steps, and all of them resolved"
         steps, self._interval = self._interval, []
         names = dict.fromkeys(name for step in steps for name in step.losses)
-        valid = [valid_losses(step) for step in steps]
+        valid = [unskipped_losses(step) for step in steps]
         samples = sum(step.batch_size for step in steps)
         means = {}
         for name in names:
@@ -215,37 +215,41 @@ class StepMetricsMeter:
 _NUMBERS = ("loss_scale", "grad_norm", "num_zeros", "params_norm", "skipped")
 
 
-def _resolve_steps(steps: Sequence[StepMetrics], reduce: Callable[[Tensor], Tensor]) -> list[ResolvedStepMetrics]:
+def _resolve_step_metrics(
+    steps: Sequence[StepMetrics], reduce: Callable[[Tensor], Tensor]
+) -> list[ResolvedStepMetrics]:
     """Resolve all tensors of all steps by one sum over ranks and one copy to the host."""
     pairs = [torch.as_tensor(loss) for step in steps for loss in step.losses.values()]
     loads = [step.loads for step in steps if step.loads is not None]
-    scalars = [value for step in steps for value in _scalar_tensors(step).values()]
-    values = iter(_copy_to_host([*pairs, *(load.table for load in loads)], scalars, reduce))
+    scalars = [value for step in steps for value in _scalar_tensor_fields(step).values()]
+    values = iter(_reduce_and_copy_to_host([*pairs, *(load.table for load in loads)], scalars, reduce))
     means = iter([(next(values), next(values)) for _ in pairs])
     figures = iter([_resolve_expert_metrics(load, values) for load in loads])
     records = []
     for step in steps:
-        losses = _means_of_pairs({name: next(means) for name in step.losses})
+        losses = _means_of_sums_and_counts({name: next(means) for name in step.losses})
         losses |= next(figures) if step.loads is not None else {}
-        records.append(_with_plain_numbers(step, losses, values))
+        records.append(_step_with_host_values(step, losses, values))
     return records
 
 
-def _with_plain_numbers(step: StepMetrics, losses: Mapping[str, float], values: Iterator[float]) -> ResolvedStepMetrics:
+def _step_with_host_values(
+    step: StepMetrics, losses: Mapping[str, float], values: Iterator[float]
+) -> ResolvedStepMetrics:
     """Return a step with its losses, and with each scalar tensor replaced by the next of `values`."""
-    plain: dict[str, Any] = {name: next(values) for name in _scalar_tensors(step)}
+    plain: dict[str, Any] = {name: next(values) for name in _scalar_tensor_fields(step)}
     if "skipped" in plain:
         plain["skipped"] = bool(plain["skipped"])
     given = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
     return ResolvedStepMetrics(**given | plain | {"losses": losses, "loads": None})
 
 
-def _scalar_tensors(step: StepMetrics) -> dict[str, Tensor]:
+def _scalar_tensor_fields(step: StepMetrics) -> dict[str, Tensor]:
     """Return the scalar fields of a step that are tensors, by name."""
     return {name: value for name in _NUMBERS if torch.is_tensor(value := getattr(step, name))}
 
 
-def _copy_to_host(
+def _reduce_and_copy_to_host(
     summed: Sequence[Tensor], scalars: Sequence[Tensor], reduce: Callable[[Tensor], Tensor]
 ) -> list[float]:
     """Return all numbers in one list. summed: tensors to sum over ranks first, in fp64, exact for counts up to 2^53;
@@ -287,7 +291,7 @@ def _expert_balance_metrics(table: list[list[float]], by_layer: bool) -> dict[st
     return {name: sum(values) / len(values) for name, values in figures.items()}
 
 
-def _means_of_pairs(pairs: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+def _means_of_sums_and_counts(pairs: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     """Return the mean of each (sum, count). Those with count 0 are left out, but NaN if all counts are 0."""
     counts = any(count for _, count in pairs.values())
     return {name: total / count if count else math.nan for name, (total, count) in pairs.items() if count or not counts}
@@ -300,7 +304,7 @@ def known_peak_tflops(device_name: str, dtype: str) -> float | None:
     return next((peak for pattern, peak in PEAK_TFLOPS if re.search(pattern, device_name)), None)
 
 
-def report_line(report: IntervalReport, now: datetime) -> str:
+def interval_log_line(report: IntervalReport, now: datetime) -> str:
     """Return Megatron's log line of an interval, followed by fields of ours (tokens per second, MFU)."""
     last, speed = report.last, report.throughput
     parts = [
@@ -398,7 +402,9 @@ def progress_file_line(event: str, *, now: datetime, job_id: str, num_devices: i
     return "\t".join([f"{now:%Y-%m-%d %H:%M:%S}", f"Job ID: {job_id}", f"# GPUs: {num_devices}", event, *facts]) + "\n"
 
 
-def progress_file_facts(iteration: int, *, job_tflops: float, total_flops: float, total_tokens: int) -> list[str]:
+def format_progress_file_fields(
+    iteration: int, *, job_tflops: float, total_flops: float, total_tokens: int
+) -> list[str]:
     """Return the fields of progress.txt for a checkpoint: speed of this job, and the run's work so far."""
     return [
         f"Iteration: {iteration}",

@@ -17,20 +17,20 @@ import torch
 import xxhash
 
 from megatron import __version__
-from megatron.core.config.flags import ConfigError, config_to_values
+from megatron.core.config.flags import ConfigError, config_to_dict
 from megatron.core.config.settings.run import LogConfig, RunConfig
 from megatron.core.datasets import sidecar
+from megatron.core.datasets.data_splits import MOCK_PREFIX, plan_data_splits
 from megatron.core.datasets.indexed import bin_path, idx_path
-from megatron.core.datasets.paths import MOCK_PREFIX, plan_data_splits
 from megatron.core.datasets.storage import DataError, is_remote_path, stat_remote_object
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import device_name
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.tokenizers.base import tokenizer_fingerprint
-from megatron.training.launch.launch_info import recorded_environment
+from megatron.core.tokenizers.base import tokenizer_fingerprint_fields
+from megatron.training.launch.launch_info import recorded_environment_variables
 from megatron.training.report.metrics import ResolvedStepMetrics
 from megatron.training.report.run_log import FILE, FORMER_FILE, RunLog, read_run_log_events, to_json_value
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 
 ROOT = Path(__file__).resolve().parents[3]
 _END_BYTES = 2**20  # hashed at both ends of a data file whose writer left no checksum
@@ -46,11 +46,11 @@ def run_log_path(log: LogConfig, save: str | None) -> Path | None:
 
 
 @contextmanager
-def record_run_start_and_error(run: Run) -> Iterator[None]:
+def record_run_start_and_error(run: RunContext) -> Iterator[None]:
     """Write what the run was given into the run log and, if an exception leaves the block, the error. Collective."""
     machines = collectives.gather_objects((socket.gethostname(), device_name(run.mesh.device)), run.mesh.world)
     if run.run_log.is_enabled:
-        _record_start(run, machines)
+        _record_run_start(run, machines)
     try:
         yield
     except BaseException as error:
@@ -58,7 +58,7 @@ def record_run_start_and_error(run: Run) -> Iterator[None]:
         raise
 
 
-def record_steps(run_log: RunLog, steps: Sequence[ResolvedStepMetrics]) -> None:
+def add_steps_to_run_log(run_log: RunLog, steps: Sequence[ResolvedStepMetrics]) -> None:
     """Write all numbers of resolved steps into the run log at full precision, a list for each, without MoE metrics."""
     if not steps or not run_log.is_enabled:
         return
@@ -85,7 +85,7 @@ def parallel_layout_sizes(config: RunConfig, mesh: Mesh) -> dict[str, int]:
     }
 
 
-def _record_start(run: Run, machines: Sequence[tuple[str, str]]) -> None:
+def _record_run_start(run: RunContext, machines: Sequence[tuple[str, str]]) -> None:
     """Write the start event (settings, code, environment, data, tokenizer), and a layout event if the layout changed."""
     assert run.run_log.path is not None, "a run log that is kept has a path"
     try:
@@ -101,20 +101,20 @@ def _record_start(run: Run, machines: Sequence[tuple[str, str]]) -> None:
         settings=settings,
         origins=origins,
         messages=list(getattr(run.args, "messages", ())),
-        code=code_version(),
+        code=code_version_record(),
         environment=environment_record(machines),
         kernels={op: name for op, name, _ in run.kernels.report},
         data=data_files_record(run.config),
-        tokenizer=tokenizer_fingerprint(run.tokenizer),
+        tokenizer=tokenizer_fingerprint_fields(run.tokenizer),
     )
     if before and before[-1].get("layout") != layout:
         run.run_log.add("layout", before=before[-1].get("layout"), after=layout)
 
 
-def _settings_and_origins(run: Run) -> tuple[dict[str, Any], dict[str, str]]:
+def _settings_and_origins(run: RunContext) -> tuple[dict[str, Any], dict[str, str]]:
     """Return (every setting as the run uses it, where each that is not our default comes from)."""
     given, requested_by = vars(run.args), getattr(run.args, "origins", {})
-    settings, origins = config_to_values(run.config), {}
+    settings, origins = config_to_dict(run.config), {}
     for name, value in settings.items():
         requested = given.get(name, value)
         if (list(requested) if isinstance(requested, tuple) else requested) != value:
@@ -124,7 +124,7 @@ def _settings_and_origins(run: Run) -> tuple[dict[str, Any], dict[str, str]]:
     return {name: value for name, value in settings.items() if value is not None}, origins
 
 
-def code_version() -> dict[str, Any]:
+def code_version_record() -> dict[str, Any]:
     """Return version, git commit and hash of all Python sources (`sources`, which works without git too)."""
     content = hashlib.sha256()
     for path in sorted([*ROOT.glob("*.py"), *(ROOT / "megatron").rglob("*.py")]):
@@ -161,7 +161,7 @@ def environment_record(machines: Sequence[tuple[str, str]]) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "hosts": dict(Counter(host for host, _ in machines)),
         "devices": dict(Counter(device for _, device in machines)),
-        "variables": recorded_environment(),
+        "variables": recorded_environment_variables(),
     }
 
 

@@ -4,7 +4,7 @@
     with timers("forward-backward", level=1):
         ...
     times = timers.collect(STEP_TIMERS, steps=100)        # every rank calls it, with the same names
-    text = times_text(times, "minmax")                    # None when nothing ran
+    text = timer_report_text(times, "minmax")                    # None when nothing ran
 
 A timer has a level, and only timers up to the chosen level run; the others cost one comparison. Level 0 times whole
 phases, 1 the parts of a step, 2 everything. A running timer waits for the device before it reads the clock, so higher
@@ -32,7 +32,7 @@ STEP_TIMERS = tuple(
 )
 
 
-def _no_synchronization() -> None:
+def _noop_synchronize() -> None:
     """Do nothing: how a single CPU process waits for its device and other ranks."""
 
 
@@ -100,8 +100,8 @@ class Timers:
         *,
         level: int,
         option: LogOption = "minmax",
-        synchronize: Callable[[], None] = _no_synchronization,
-        barrier: Callable[[], None] = _no_synchronization,
+        synchronize: Callable[[], None] = _noop_synchronize,
+        barrier: Callable[[], None] = _noop_synchronize,
         gather: Callable[[Sequence[float]], Sequence[Sequence[float]]] = _gather_single_process,
         barrier_with_level_1: bool = True,
     ) -> None:
@@ -127,7 +127,7 @@ class Timers:
         self._barrier()
         self._synchronize()
 
-    def collect(self, names: Sequence[str] = STEP_TIMERS, *, steps: int = 1) -> Times:
+    def collect_times_of_all_ranks(self, names: Sequence[str] = STEP_TIMERS, *, steps: int = 1) -> Times:
         """Return the seconds of these timers on every rank, divided by `steps`, and reset them; those that ran nowhere
         are left out.
         Collective: every rank calls it with the same names, whether or not it has such timers.
@@ -138,7 +138,7 @@ class Timers:
         return {name: seconds for name, seconds in table.items() if any(seconds)}
 
 
-def times_text(times: Mapping[str, Sequence[float]], option: LogOption) -> str | None:
+def timer_report_text(times: Mapping[str, Sequence[float]], option: LogOption) -> str | None:
     """Return Megatron's block of timer lines in milliseconds, without ranks where a timer did not run; None if `times`
     is empty.
     """

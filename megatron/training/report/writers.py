@@ -35,10 +35,10 @@ from megatron.training.report.metrics import (
     IntervalReport,
     ResolvedStepMetrics,
     has_perplexity,
+    interval_log_line,
     perplexity,
-    report_line,
     time_left_line,
-    valid_losses,
+    unskipped_losses,
     validation_text,
 )
 from megatron.training.report.run_log import LogFile, to_json_value
@@ -95,7 +95,7 @@ class Writers:
         self._log, self._speaks, self._world_size = log, speaks, world_size
         self._boards: dict[str, MetricsBackend] = {}
         self._journal = JsonLinesFile(log.log_jsonl) if speaks and log.log_jsonl else None
-        self._bar = _progress_bar(start_iteration, train_iters) if speaks and console is None else None
+        self._bar = _tqdm_progress_bar(start_iteration, train_iters) if speaks and console is None else None
         self._console = console or (self._bar.write if self._bar else _print_line)
         self._openers = _writer_openers(log, settings or {}) if speaks else {}
         self._failed: dict[str, float] = {}  # name of a board -> when to try it again
@@ -120,12 +120,12 @@ class Writers:
                 values = self._step_scalars(step)
                 self._write_values(values, iteration=step.iteration, samples=step.consumed_samples)
 
-    def write_report(self, report: IntervalReport) -> None:
+    def write_interval_report(self, report: IntervalReport) -> None:
         """Print an interval's log line and when the run ends, and write its speed."""
         if not self._speaks:
             return
         now = datetime.now()
-        self._console(report_line(report, now))
+        self._console(interval_log_line(report, now))
         self.print_text(time_left_line(report, now))
         fields = dataclasses.asdict(report)
         last = fields.pop("last")
@@ -229,7 +229,7 @@ class Writers:
         """Return a step's numbers by Megatron's scalar names, without those that are None."""
         values: dict[str, float | None] = {"learning-rate": step.learning_rate, "batch-size": step.batch_size}
         values["decoupled-learning-rate"] = step.decoupled_learning_rate
-        values |= valid_losses(step)
+        values |= unskipped_losses(step)
         if self._log.log_loss_scale_to_tensorboard:
             values["loss-scale"] = step.loss_scale
         if self._log.log_world_size_to_tensorboard:
@@ -386,7 +386,7 @@ def _print_line(text: str) -> None:
         pass  # a full disk, or a pipe whose reader has ended; there is nobody to tell
 
 
-def _progress_bar(start: int, total: int) -> Any | None:
+def _tqdm_progress_bar(start: int, total: int) -> Any | None:
     """Return a tqdm bar on standard error if that is a terminal and tqdm is installed, else None."""
     if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
         return None

@@ -36,7 +36,7 @@ class Tolerance:
 
 
 @dataclass(frozen=True, slots=True)
-class ElementDifference:
+class DifferingElement:
     """A differing element: its index in the global tensor, and both values."""
 
     index: tuple[int, ...]
@@ -56,8 +56,8 @@ class TensorDifference:
 
     count: int
     elements: int
-    first: ElementDifference
-    largest: ElementDifference
+    first: DifferingElement
+    largest: DifferingElement
     relative_norm: float
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class TensorDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointDifference:
+class CheckpointEntryDifference:
     """A tensor or value that differs between two checkpoints. what: in words. gap: of tensors that can be compared,
     else None.
     """
@@ -84,7 +84,7 @@ class CheckpointDifference:
 
 def compare_tensors(a: Tensor, b: Tensor, tolerance: Tolerance = Tolerance()) -> TensorDifference | None:
     """Return how two tensors of one shape (any shape) differ; None if they do not."""
-    return _compare_blocks(tuple(a.shape), lambda box: (a[box.slices()], b[box.slices()]), tolerance)
+    return _compare_in_blocks(tuple(a.shape), lambda box: (a[box.slices()], b[box.slices()]), tolerance)
 
 
 def compare_sources(
@@ -95,7 +95,7 @@ def compare_sources(
     patterns: Sequence[str] = (),
     dtypes: bool = True,
     advance: Callable[[int], object] = lambda _: None,
-) -> Iterator[CheckpointDifference]:
+) -> Iterator[CheckpointEntryDifference]:
     """Yield a difference for every tensor and value, by name, that two checkpoints do not hold alike.
     patterns: compare only names like these. dtypes: whether another dtype alone is a difference. advance: called with
     the bytes of `a` that were compared. `run.config` is left to `settings_difference_lines`.
@@ -104,20 +104,20 @@ def compare_sources(
     for name in (name for name in names if matches_pattern(name, patterns)):
         mine, theirs = a.formats.get(name), b.formats.get(name)
         if mine is None or theirs is None:
-            yield CheckpointDifference(name, f"only in {b.where if mine is None else a.where}")
+            yield CheckpointEntryDifference(name, f"only in {b.where if mine is None else a.where}")
             continue
         if tuple(mine.shape) != tuple(theirs.shape):
-            yield CheckpointDifference(name, f"shape {tuple(mine.shape)} and {tuple(theirs.shape)}")
+            yield CheckpointEntryDifference(name, f"shape {tuple(mine.shape)} and {tuple(theirs.shape)}")
             continue
         if dtypes and mine.dtype != theirs.dtype:
-            yield CheckpointDifference(name, f"dtype {_dtype_name(mine.dtype)} and {_dtype_name(theirs.dtype)}")
-        gap = _compare_blocks(tuple(mine.shape), partial(_read_both, a, b, name), tolerance)
+            yield CheckpointEntryDifference(name, f"dtype {_dtype_name(mine.dtype)} and {_dtype_name(theirs.dtype)}")
+        gap = _compare_in_blocks(tuple(mine.shape), partial(_read_both, a, b, name), tolerance)
         if gap is not None:
-            yield CheckpointDifference(name, str(gap), gap)
+            yield CheckpointEntryDifference(name, str(gap), gap)
         advance(math.prod(mine.shape) * mine.dtype.itemsize)
     for name in dict.fromkeys([*a.values, *b.values]):
         if matches_pattern(name, patterns) and name != "run.config" and a.values.get(name) != b.values.get(name):
-            yield CheckpointDifference(name, value_difference_text(a.values.get(name), b.values.get(name)))
+            yield CheckpointEntryDifference(name, value_difference_text(a.values.get(name), b.values.get(name)))
 
 
 def value_difference_text(a: Any, b: Any) -> str:
@@ -142,7 +142,7 @@ def _read_both(a: CheckpointSource, b: CheckpointSource, name: str, box: Box) ->
     return a.read(name, box), b.read(name, box)
 
 
-def _compare_blocks(
+def _compare_in_blocks(
     shape: tuple[int, ...], read: Callable[[Box], tuple[Tensor, Tensor]], tolerance: Tolerance
 ) -> TensorDifference | None:
     """Compare two tensors block by block; None if they do not differ. read: box -> both tensors' values."""
@@ -152,7 +152,7 @@ def _compare_blocks(
     if not differences:
         return None
     # Only now is the size of b worth a second reading; blocks of equal bits add nothing to the size of the gap.
-    square = sum(_sum_of_squares(read(box)[1]) for box in row_blocks(shape))
+    square = sum(_finite_sum_of_squares(read(box)[1]) for box in row_blocks(shape))
     norm = math.sqrt(sum(block.square for block in differences) / square) if square else math.inf
     largest = max(differences, key=lambda block: block.size).largest
     return TensorDifference(
@@ -180,8 +180,8 @@ class _BlockDifference:
 
     count: int
     square: float
-    first: ElementDifference
-    largest: ElementDifference
+    first: DifferingElement
+    largest: DifferingElement
     size: float
 
 
@@ -199,9 +199,9 @@ def _compare_block(box: Box, a: Tensor, b: Tensor, tolerance: Tolerance) -> _Blo
     if not bool(differs.any()):
         return None
 
-    def element_difference(place: int) -> ElementDifference:
+    def differing_element_at(place: int) -> DifferingElement:
         index = [int(at) for at in torch.unravel_index(torch.tensor(place), x.shape)] if x.dim() else []
-        return ElementDifference(
+        return DifferingElement(
             tuple(at + low for at, low in zip(index, box.offset, strict=True)),
             a.flatten()[place].item(),
             b.flatten()[place].item(),
@@ -213,8 +213,8 @@ def _compare_block(box: Box, a: Tensor, b: Tensor, tolerance: Tolerance) -> _Blo
     return _BlockDifference(
         int(differs.sum()),
         square,
-        element_difference(int(differs.flatten().int().argmax())),
-        element_difference(place),
+        differing_element_at(int(differs.flatten().int().argmax())),
+        differing_element_at(place),
         float(sizes[place]),
     )
 
@@ -224,7 +224,7 @@ def _view_as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().unsqueeze(-1).view(torch.uint8)
 
 
-def _sum_of_squares(tensor: Tensor) -> float:
+def _finite_sum_of_squares(tensor: Tensor) -> float:
     """Return the sum of squares of a tensor's finite values, in fp64."""
     values = tensor.to(torch.float64)
     return float(torch.where(values.isfinite(), values, 0.0).square().sum())

@@ -12,17 +12,17 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.manifest import WIDTHS, parse_manifest
-from megatron.core.dist_checkpointing.store import (
+from megatron.core.dist_checkpointing.checkpoint_folders import (
     COMMIT,
     MANIFEST,
     CommittedCheckpoint,
-    load_candidates,
+    checkpoints_to_try,
     read_commit_record,
     read_committed_json,
-    read_run_description,
+    read_saved_run_config,
     scan_checkpoint_folder,
 )
+from megatron.core.dist_checkpointing.manifest import WIDTHS, parse_manifest
 
 OWN = "this project"  # the format of our own
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
@@ -74,11 +74,11 @@ class CheckpointContents:
         return sum(one.size for one in self.tensors)
 
     def totals_by_group(self) -> dict[str, tuple[int, int, int]]:
-        """Return group of tensors (`tensor_group`) -> (number of tensors, elements, bytes)."""
+        """Return group of tensors (`tensor_category`) -> (number of tensors, elements, bytes)."""
         totals: dict[str, tuple[int, int, int]] = {}
         for one in self.tensors:
-            count, elements, size = totals.get(tensor_group(one.name), (0, 0, 0))
-            totals[tensor_group(one.name)] = count + 1, elements + one.elements, size + one.size
+            count, elements, size = totals.get(tensor_category(one.name), (0, 0, 0))
+            totals[tensor_category(one.name)] = count + 1, elements + one.elements, size + one.size
         return dict(sorted(totals.items()))
 
     def matching_tensors(self, patterns: Sequence[str]) -> list[TensorEntry]:
@@ -91,7 +91,7 @@ def matches_pattern(name: str, patterns: Sequence[str]) -> bool:
     return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def tensor_group(name: str) -> str:
+def tensor_category(name: str) -> str:
     """Return what a tensor belongs to, by the start of its name: `model`, an optimizer slot, the random streams."""
     parts = name.split(".")
     return parts[0] if parts[0] == "model" else ".".join(parts[:2])
@@ -104,13 +104,13 @@ def native_checkpoint_folder(path: str | Path, step: int | None = None) -> Path 
     path = Path(path)
     if (path / COMMIT).is_file():
         return path
-    steps: Sequence[CommittedCheckpoint] = load_candidates(path, step) if scan_checkpoint_folder(path).steps else ()
+    steps: Sequence[CommittedCheckpoint] = checkpoints_to_try(path, step) if scan_checkpoint_folder(path).steps else ()
     return steps[0].folder if steps else None
 
 
 def native_contents(folder: Path) -> CheckpointContents:
     """Return the contents of one of our checkpoints, from its manifest. `CheckpointError` if it is damaged."""
-    description, commit = read_run_description(folder), read_commit_record(folder)
+    description, commit = read_saved_run_config(folder), read_commit_record(folder)
     manifest = parse_manifest(read_committed_json(folder, MANIFEST, commit.manifest))
     tensors = tuple(
         TensorEntry(

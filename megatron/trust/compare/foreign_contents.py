@@ -7,7 +7,7 @@ from megatron.training.checkpoint.formats import find_foreign_checkpoint, open_c
 from megatron.trust.compare.contents import CheckpointContents, TensorEntry
 
 
-def foreign_contents(path: str, step: int | None) -> CheckpointContents:
+def foreign_checkpoint_contents(path: str, step: int | None) -> CheckpointContents:
     """Return the contents of a checkpoint of another format. step: iteration, in a folder of several."""
     source, files = open_checkpoint(path, step), find_foreign_checkpoint(path, step)
     tensors = []

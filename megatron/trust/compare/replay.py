@@ -20,27 +20,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config.flags import ConfigError, config_from_values
+from megatron.core.config.flags import ConfigError, config_from_dict
 from megatron.core.config.settings.kernels import KernelConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.context_parallel.sequence import Zigzag
-from megatron.core.dist_checkpointing.load import load
-from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
-from megatron.core.dist_checkpointing.store import CheckpointError, load_candidates
-from megatron.core.dist_checkpointing.tree import Tree, add_to_tree, sharded_parameter
+from megatron.core.context_parallel.zigzag import Zigzag
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError, checkpoints_to_try
+from megatron.core.dist_checkpointing.load import load_into_sharded_state
+from megatron.core.dist_checkpointing.saved import open_native_checkpoint
+from megatron.core.dist_checkpointing.sharded_state import Tree, add_sharded_tensor, sharded_parameter
 from megatron.core.kernels.table import KernelRequirements, select_kernels
 from megatron.core.optimizer.clip import global_norm
 from megatron.core.parallel.flight_recorder import describe_schedule_action
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import param_spec_of
-from megatron.core.pipeline_parallel.executor import run as walk
+from megatron.core.pipeline_parallel.executor import run_rank_script as walk
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.training.data.batch import Batch
 from megatron.training.health.failure_dump import STEP, WEIGHTS, dumped_batch_file_name, dumped_rng_file_name
 from megatron.training.report.timers import Timers
-from megatron.training.run import Run, TrainingProgress
+from megatron.training.run import RunContext, TrainingProgress
 from megatron.training.step import StepWork
 from megatron.training.trainer import ForwardStep, ModelProvider, Trainer, build_trainer
 
@@ -64,7 +64,7 @@ class BadValue:
 
 
 @dataclass(slots=True)
-class ReplayResult:
+class FailureReplayResult:
     """Result of a replay. facts: the dump's step.json. first: first bad output and gradient; largest: module -> largest
     absolute output.
     """
@@ -98,7 +98,7 @@ class ReplayResult:
 class BadValueObserver:
     """Hooks on every module that record the first bad output and gradient. bound: larger absolute values are bad."""
 
-    def __init__(self, trainer: Trainer, replayed: ReplayResult, bound: float) -> None:
+    def __init__(self, trainer: Trainer, replayed: FailureReplayResult, bound: float) -> None:
         self._trail, self._found, self._bound = trainer.run.mesh.flight_recorder, replayed, bound
         for stage in trainer.stages:
             for name, module in stage.named_modules():
@@ -147,7 +147,7 @@ def replay_failure_dump(
     *,
     weights: Path | None = None,
     bound: float = float("inf"),
-) -> ReplayResult:
+) -> FailureReplayResult:
     """Run the step of a failure dump again in this process. providers: architecture -> (model provider, forward step).
     weights: checkpoint to use instead of the dump's own or the one that it names. bound: absolute values above it are
     bad.
@@ -163,7 +163,7 @@ def replay_failure_dump(
     config, notes = _single_process_config(facts)
     trainer = _build_trainer(config, facts, providers[config.model.architecture])
     notes += _load_weights(trainer, _weights_folder(folder, facts, weights), facts)
-    replayed = ReplayResult(facts, {}, 0.0, notes)
+    replayed = FailureReplayResult(facts, {}, 0.0, notes)
     replayed.bad_weights = [
         param_spec_of(param).name
         for stage in trainer.stages
@@ -194,7 +194,7 @@ def _single_process_config(facts: dict[str, Any]) -> tuple[RunConfig, list[str]]
     """Return the run's config for one process, and notes on what that cannot repeat exactly. facts: the dump's
     step.json.
     """
-    config = config_from_values(RunConfig, facts["config"])
+    config = config_from_dict(RunConfig, facts["config"])
     parallel, model, notes = config.parallel, config.model, []
     if parallel.hybrid_context_parallel:
         raise ConfigError(
@@ -217,13 +217,13 @@ def _build_trainer(config: RunConfig, facts: dict[str, Any], provider: tuple[Mod
     kernels = select_kernels(
         KernelRequirements(
             device="cpu",
-            dtype=getattr(torch, config.precision.dtype),
+            dtype=getattr(torch, config.precision.param_dtype_name),
             documents=config.data.separates_documents,
             padding=config.model.architecture != "gpt",
         ),
         config.model.all_requested_kernels,
     )
-    run = Run(
+    run = RunContext(
         config=config,
         mesh=mesh,
         kernels=kernels,
@@ -249,18 +249,18 @@ def _weights_folder(folder: Path, facts: dict[str, Any], weights: Path | None) -
             "--failure-dump-weights to the run"
         )
     place = Path(facts["checkpoint"]["folder"]) if folder_of_weights is None else folder_of_weights
-    saved = load_candidates(place) if not (place / "commit.txt").is_file() else []
+    saved = checkpoints_to_try(place) if not (place / "commit.txt").is_file() else []
     return saved[0].folder if saved else place
 
 
 def _load_weights(trainer: Trainer, place: Path, facts: dict[str, Any]) -> list[str]:
     """Load the network's weights; return notes for the user."""
-    source = open_saved_checkpoint(place)
+    source = open_native_checkpoint(place)
     state: Tree = {}
     for stage in trainer.stages:
         for param in stage.parameters():
-            add_to_tree(state, f"model.{param_spec_of(param).name}", sharded_parameter(param, trainer.run.mesh))
-    load(state, source, complete=("model.",))
+            add_sharded_tensor(state, f"model.{param_spec_of(param).name}", sharded_parameter(param, trainer.run.mesh))
+    load_into_sharded_state(state, source, complete=("model.",))
     missing = facts["iteration"] - 1 - source.commit.iteration
     return [
         f"the weights are {place}" + (f", {missing} steps before the bad one: numbers will differ" if missing else "")
@@ -273,7 +273,7 @@ def _read_dumped_microbatches(
     """Yield the microbatches of all data ranks, in order, setting the random streams to each rank's before its first.
     Adds to `notes`.
     """
-    data_rank, context = 0, config_from_values(RunConfig, facts["config"]).parallel.context_parallel_size
+    data_rank, context = 0, config_from_dict(RunConfig, facts["config"]).parallel.context_parallel_size
     while (folder / dumped_batch_file_name(data_rank, 0)).is_file():
         read = [
             torch.load(folder / dumped_batch_file_name(data_rank, rank), weights_only=True) for rank in range(context)
@@ -293,20 +293,20 @@ def _join_context_ranks(pieces: tuple[dict[str, Any], ...]) -> Batch:
     first = pieces[0]
     cut = Zigzag(sum(piece["tokens"].shape[-1] for piece in pieces), len(pieces))
 
-    def join_rows(pick: Callable[[dict[str, Any]], Tensor]) -> Tensor:
+    def join_along_sequence(pick: Callable[[dict[str, Any]], Tensor]) -> Tensor:
         rows = [pick(piece) for piece in pieces]
-        if len(rows) == 1 or [row.shape[-1] for row in rows] != cut.num_positions_per_rank():
+        if len(rows) == 1 or [row.shape[-1] for row in rows] != cut.position_counts_by_rank():
             return rows[0]  # what is not cut, all hold
         return torch.cat(rows, dim=-1)[..., cut.sorting_permutation(range(len(rows)), rows[0].device)]
 
     names = [name for name in first if name not in ("samples", "extras")]
-    extras = {name: join_rows(partial(_extra_field, name)) for name in first["extras"]}
+    extras = {name: join_along_sequence(partial(_named_extra_tensor, name)) for name in first["extras"]}
     samples = None if first["samples"] is None else tuple(first["samples"])
-    fields: dict[str, Any] = {name: join_rows(itemgetter(name)) for name in names}
+    fields: dict[str, Any] = {name: join_along_sequence(itemgetter(name)) for name in names}
     return Batch(**fields, extras=extras, samples=samples)
 
 
-def _extra_field(name: str, piece: dict[str, Any]) -> Tensor:
+def _named_extra_tensor(name: str, piece: dict[str, Any]) -> Tensor:
     return piece["extras"][name]
 
 

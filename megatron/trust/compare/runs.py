@@ -30,9 +30,9 @@ from megatron.core.config.settings.model import RequestedModel
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import (
+    ActivationOffloadConfig,
     CheckpointConfig,
     LogConfig,
-    OffloadConfig,
     RecomputeConfig,
     RequestedRun,
     RequestedTraining,
@@ -67,7 +67,7 @@ KINDS: Mapping[type, str] = {
     RequestedTraining: "order of samples",
     LogConfig: REPORTS,
     CheckpointConfig: REPORTS,
-    OffloadConfig: "layout",
+    ActivationOffloadConfig: "layout",
     CompileConfig: "layout",
 }
 KIND_OF: Mapping[str, str] = {
@@ -134,7 +134,7 @@ class StepDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class InputDifference:
+class RunSetupDifference:
     """A setting, file, version .. that differs between two runs. kind: what it can change. origins: where a setting
     came from in each.
     """
@@ -158,12 +158,12 @@ class RunDivergence:
     common: tuple[int, ...]
     first: StepDifference | None
     beyond: StepDifference | None
-    inputs: tuple[InputDifference, ...]
-    idle: tuple[InputDifference, ...]
+    inputs: tuple[RunSetupDifference, ...]
+    idle: tuple[RunSetupDifference, ...]
     restarts: tuple[int, ...]
 
 
-def read_history(path: str | Path) -> RunHistory:
+def read_run_history(path: str | Path) -> RunHistory:
     """Read a run log file, or the one in this folder. Raises `OSError` if there is none, `ValueError` if it has no
     start event.
     """
@@ -197,16 +197,16 @@ def find_divergence(a: RunHistory, b: RunHistory, tolerance: float) -> RunDiverg
     parting = first.iteration if first else common[-1] if common else 1
     soon = max((one.size for one in apart if one.iteration < parting + _SOON), default=0.0)
     order = LAST_BITS if first and soon <= tolerance else BEYOND
-    known, idle = _sorted_input_differences(a.start_in_force(parting), b.start_in_force(parting), order)
+    known, idle = _sorted_setup_differences(a.start_in_force(parting), b.start_in_force(parting), order)
     resumed = _resume_iterations_before(parting, a) ^ _resume_iterations_before(parting, b)
     return RunDivergence(common, first, beyond, known, idle, tuple(sorted(resumed)))
 
 
-def _sorted_input_differences(
+def _sorted_setup_differences(
     mine: RunStart, theirs: RunStart, order: Sequence[str]
-) -> tuple[tuple[InputDifference, ...], tuple[InputDifference, ...]]:
+) -> tuple[tuple[RunSetupDifference, ...], tuple[RunSetupDifference, ...]]:
     """Return (differing inputs of the kinds in `order`, in that order; the others)."""
-    causes = list(input_differences(mine.given, theirs.given))
+    causes = list(run_setup_differences(mine.given, theirs.given))
     kinds = [
         kind for kind in order if kind != "resumed state" or mine.loaded or theirs.loaded
     ]  # else it only saves there
@@ -219,14 +219,14 @@ def _resume_iterations_before(iteration: int, run: RunHistory) -> set[int]:
     return {start.iteration for start in run.starts if start.iteration < iteration}
 
 
-def input_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[InputDifference]:
+def run_setup_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[RunSetupDifference]:
     """Yield everything that differs between two start events."""
-    kinds = setting_kinds()
+    kinds = affected_area_by_setting()
     for name, (mine, theirs) in _unequal_items(a, b, "settings"):
         origins = tuple(one.get("origins", {}).get(name, "default") for one in (a, b))
-        yield InputDifference(kinds.get(name, REPORTS), flag_name(name), mine, theirs, origins)
+        yield RunSetupDifference(kinds.get(name, REPORTS), flag_name(name), mine, theirs, origins)
     for name, (mine, theirs) in _unequal_items(a, b, "data"):
-        yield InputDifference("data", f"files of {name}", mine, theirs)
+        yield RunSetupDifference("data", f"files of {name}", mine, theirs)
     for part, kind in (
         ("tokenizer", "tokenizer"),
         ("code", "code"),
@@ -236,31 +236,31 @@ def input_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[In
     ):
         for name, (mine, theirs) in _unequal_items(a, b, part):
             if name in ("sources", "ranks") or part in ("tokenizer", "kernels"):
-                yield InputDifference(kind, f"{part}: {name}", mine, theirs)
+                yield RunSetupDifference(kind, f"{part}: {name}", mine, theirs)
             elif part == "code" or name == "hosts":  # what changed in the code, `sources` says
-                yield InputDifference(REPORTS, f"{part}: {name}", mine, theirs)
+                yield RunSetupDifference(REPORTS, f"{part}: {name}", mine, theirs)
             elif part == "environment" and name != "variables":
-                yield InputDifference(kind, f"{part}: {name}", mine, theirs)
+                yield RunSetupDifference(kind, f"{part}: {name}", mine, theirs)
     left, right = ({"variables": one.get("environment", {}).get("variables", {})} for one in (a, b))
     for name, (mine, theirs) in _unequal_items(left, right, "variables"):
         # What the launcher tells of this very start says nothing of the numbers.
-        yield InputDifference(
+        yield RunSetupDifference(
             REPORTS if name.startswith(("TORCHELASTIC_", "SLURM_")) else "machines", f"${name}", mine, theirs
         )
 
 
-def setting_kinds() -> dict[str, str]:
+def affected_area_by_setting() -> dict[str, str]:
     """Return setting -> the kind of what it changes (network, layout, ..)."""
-    return dict(_kinds_by_setting(RequestedRun(), REPORTS)) | dict(KIND_OF)
+    return dict(_affected_area_by_field(RequestedRun(), REPORTS)) | dict(KIND_OF)
 
 
-def _kinds_by_setting(config: Any, above: str) -> Iterator[tuple[str, str]]:
+def _affected_area_by_field(config: Any, above: str) -> Iterator[tuple[str, str]]:
     """Yield (setting, kind) for all fields of a nested config; above: the kind of a config class without an own."""
     kind = KINDS.get(type(config), above)
     for one in dataclasses.fields(config):
         value = getattr(config, one.name)
         if dataclasses.is_dataclass(value):
-            yield from _kinds_by_setting(value, kind)
+            yield from _affected_area_by_field(value, kind)
         else:
             yield one.name, kind
 

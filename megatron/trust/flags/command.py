@@ -15,8 +15,8 @@ from typing import Any
 from megatron.core.config.flags import ConfigError, config_from_namespace
 from megatron.core.config.settings.data import DataFiles
 from megatron.core.config.settings.run import RequestedRun, RunConfig
-from megatron.core.config.stages import pipeline_stages_of
-from megatron.core.models.flops import estimate_rank_memory
+from megatron.core.config.stages import stage_specs_of_run
+from megatron.core.models.flops import estimate_memory_by_pipeline_rank
 from megatron.preference.arguments import preference_flag_defaults as preference_defaults
 from megatron.preference.arguments import preference_flag_problems
 from megatron.preference.planned_memory import reference_network_memory as preference_memory
@@ -26,12 +26,12 @@ from megatron.rl.arguments import rl_flag_defaults as rl_defaults
 from megatron.rl.planned_memory import (
     generation_rank_memory,
     memory_beside_policy,
-    memory_error_message,
     memory_problem,
+    run_does_not_fit_message,
 )
 from megatron.rl.settings import RLConfig
-from megatron.training.cli.arguments import read_flags
-from megatron.training.cli.hybrid import hybrid_problems
+from megatron.training.cli.arguments import parse_args_unchecked
+from megatron.training.cli.hybrid import missing_hybrid_pattern_problems
 from megatron.trust.flags.repair import BrokenRule, RequestedSetup
 
 MemoryBeside = Callable[[RunConfig, int], Mapping[str, float]]
@@ -47,9 +47,11 @@ def _training_memory_problem(config: RunConfig, world_size: int, memory: float) 
     """Return why the network in training cannot fit into `memory` bytes a rank, or ""."""
     dp = config.parallel.data_parallel_size(world_size)
     count = max(1, config.train.global_batch_size // (config.train.micro_batch_size * dp))
-    ranks = estimate_rank_memory(config, pipeline_stages_of(config), data_parallel_size=dp, num_microbatches=count)
+    ranks = estimate_memory_by_pipeline_rank(
+        config, stage_specs_of_run(config), data_parallel_size=dp, num_microbatches=count
+    )
     needs = max(rank.total for rank in ranks)
-    return memory_error_message({"network in training": needs}, memory) if needs > memory else ""
+    return run_does_not_fit_message({"network in training": needs}, memory) if needs > memory else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +77,12 @@ class EntryScript:
 
 ENTRIES: Mapping[str, EntryScript] = {
     "pretrain_gpt.py": EntryScript(lambda words: {"tokenizer_type": "GPT2BPETokenizer"}),
-    "pretrain_hybrid.py": EntryScript(lambda words: {"tokenizer_type": "GPT2BPETokenizer"}, problems=hybrid_problems),
-    "pretrain_mamba.py": EntryScript(lambda words: {"tokenizer_type": "GPT2BPETokenizer"}, problems=hybrid_problems),
+    "pretrain_hybrid.py": EntryScript(
+        lambda words: {"tokenizer_type": "GPT2BPETokenizer"}, problems=missing_hybrid_pattern_problems
+    ),
+    "pretrain_mamba.py": EntryScript(
+        lambda words: {"tokenizer_type": "GPT2BPETokenizer"}, problems=missing_hybrid_pattern_problems
+    ),
     "pretrain_bert.py": EntryScript(lambda words: {"architecture": "bert", "tokenizer_type": "BertWordPieceLowerCase"}),
     "pretrain_t5.py": EntryScript(lambda words: {"architecture": "t5", "tokenizer_type": "BertWordPieceLowerCase"}),
     "pretrain_vlm.py": EntryScript(
@@ -115,7 +121,7 @@ ELSEWHERE: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class ParsedCommand:
+class ParsedTrainingCommand:
     """A parsed run command. setting: None if nothing could be read. unread: problems with flags, which are left out of
     the setting.
     messages: flags understood in another way, or accepted although they change nothing. finetuning: of finetune.py.
@@ -130,7 +136,7 @@ class ParsedCommand:
     finetuning: PreferenceConfig | None = None
 
 
-def split_command(words: Sequence[str], entry: str = "pretrain_gpt.py") -> tuple[list[str], str, list[str]]:
+def split_launch_command(words: Sequence[str], entry: str = "pretrain_gpt.py") -> tuple[list[str], str, list[str]]:
     """Split a command into (the launcher's words, the entry script's name, its flags); flags alone are those of
     `entry`.
     """
@@ -140,27 +146,31 @@ def split_command(words: Sequence[str], entry: str = "pretrain_gpt.py") -> tuple
     return list(words[:place]), Path(words[place]).name, list(words[place + 1 :])
 
 
-def parse_command(words: Sequence[str], *, ranks: int | None = None, entry: str = "pretrain_gpt.py") -> ParsedCommand:
+def parse_training_command(
+    words: Sequence[str], *, ranks: int | None = None, entry: str = "pretrain_gpt.py"
+) -> ParsedTrainingCommand:
     """Parse a command, or flags alone, which are those of `entry`. ranks: instead of what the launcher's words say.
     Raises nothing for what is wrong with it.
     """
-    if (stranger := _unknown_script(words)) is not None:
+    if (stranger := _unknown_script_name(words)) is not None:
         other = ELSEWHERE.get(stranger, f"the scripts that train are {', '.join(ENTRIES)}")
-        return ParsedCommand(
+        return ParsedTrainingCommand(
             None, (BrokenRule("command-line", f"{stranger} is not a script whose flags are known here: {other}"),)
         )
-    launcher, entry, flags = split_command(words, entry)
+    launcher, entry, flags = split_launch_command(words, entry)
     script = ENTRIES[entry]
-    job = _num_launched_ranks(launcher) if ranks is None else ranks
+    job = _num_ranks_from_torchrun_flags(launcher) if ranks is None else ranks
     ranks = script.ranks(flags, job)
     if ranks < 1:
-        return ParsedCommand(None, (BrokenRule(entry, no_training_ranks_message(job)),))
+        return ParsedTrainingCommand(None, (BrokenRule(entry, no_training_ranks_message(job)),))
     try:
-        args = read_flags(flags, defaults=script.defaults(flags), extra=script.extra)
+        args = parse_args_unchecked(flags, defaults=script.defaults(flags), extra=script.extra)
     except ConfigError as error:
-        return ParsedCommand(None, tuple(BrokenRule("command-line", line.strip()) for line in str(error).splitlines()))
+        return ParsedTrainingCommand(
+            None, tuple(BrokenRule("command-line", line.strip()) for line in str(error).splitlines())
+        )
     own = [] if args.problems else script.problems(args, ranks)
-    return ParsedCommand(
+    return ParsedTrainingCommand(
         RequestedSetup(
             config_from_namespace(RequestedRun, args), ranks, reads_data=script.reads_data, passes=script.passes(args)
         ),
@@ -176,14 +186,14 @@ def parse_command(words: Sequence[str], *, ranks: int | None = None, entry: str 
     )
 
 
-def _unknown_script(words: Sequence[str]) -> str | None:
+def _unknown_script_name(words: Sequence[str]) -> str | None:
     """Return the script that a whole command starts if it is none of `ENTRIES`, else None."""
     script = next((word for word in words if word.endswith(".py")), None)
     whole = bool(words) and not words[0].startswith("-")
     return Path(script).name if script and whole and not any(Path(word).name in ENTRIES for word in words) else None
 
 
-def _num_launched_ranks(launcher: Sequence[str]) -> int:
+def _num_ranks_from_torchrun_flags(launcher: Sequence[str]) -> int:
     """Return the number of ranks that torchrun's words ask for; 1 for what they leave open, such as `gpu`."""
     words = [part for word in launcher for part in word.replace("_", "-").split("=", 1)]
     given = {name: value for name, value in zip(words, words[1:]) if name in ("--nproc-per-node", "--nnodes")}

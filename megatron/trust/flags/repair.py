@@ -27,19 +27,19 @@ from typing import Any, Literal, get_args, get_origin
 from megatron.core.config.flags import flag_fields, flag_name, flag_spellings
 from megatron.core.config.hybrid_pattern import suggested_hybrid_patterns
 from megatron.core.config.settings.data import (
-    ChatConfig,
     DataConfig,
     DataFiles,
     FIMConfig,
     MaskingConfig,
+    SFTDataConfig,
     TokenizerConfig,
 )
 from megatron.core.config.settings.hybrid import SYMBOLS
-from megatron.core.config.settings.model import MLAConfig, ModelConfig, MTPConfig, RopeConfig
+from megatron.core.config.settings.model import MLAConfig, ModelConfig, MTPConfig, PositionConfig
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from megatron.core.config.settings.run import RequestedRun, TrainConfig
-from megatron.training.cli.preflight import PreflightResult, fit_elastic_layout, preflight, resolve_and_examine
+from megatron.training.cli.preflight import CheckedRunConfig, fit_elastic_layout, preflight, resolve_and_examine
 
 WORLD = "world_size"  # no flag of ours, but a number that the launcher is given
 # Values for what nobody but the user can know; the report says that they are examples.
@@ -110,13 +110,13 @@ FOLLOWS: Mapping[str, tuple[str, ...]] = {
 # How much a change counts beside its distance: one of the layout 1, one of the network most.
 WEIGHTS: Mapping[type, float] = {
     ModelConfig: 4,
-    RopeConfig: 4,
+    PositionConfig: 4,
     MLAConfig: 4,
     MTPConfig: 4,
     MoEConfig: 4,
     DataConfig: 3,
     FIMConfig: 3,
-    ChatConfig: 3,
+    SFTDataConfig: 3,
     MaskingConfig: 3,
     TokenizerConfig: 3,
     PrecisionConfig: 3,
@@ -171,9 +171,9 @@ class FlagEdit:
     def __str__(self) -> str:
         flag = "ranks" if self.name == WORLD else self.flag
         if isinstance(self.after, bool):
-            kept_off = self.after is False and _declared_flags()[self.name].default is True
+            kept_off = self.after is False and _flag_declarations_by_field()[self.name].default is True
             return (
-                f"add {_declared_flags()[self.name].off}"
+                f"add {_flag_declarations_by_field()[self.name].off}"
                 if kept_off
                 else f"{'add' if self.after else 'leave out'} {flag}"
             )
@@ -216,13 +216,21 @@ class RequestedSetup:
 
     def value(self, name: str) -> Any:
         """Return the value of a flag, by field name."""
-        return self.world_size if name == WORLD else _get_nested_field(self.config, _declared_flags()[name].path)
+        return (
+            self.world_size
+            if name == WORLD
+            else _get_nested_field(self.config, _flag_declarations_by_field()[name].path)
+        )
 
     def with_values(self, values: Mapping[str, Any]) -> RequestedSetup:
         """Return the setup with other values of some flags."""
         config = self.config
         for name, value in values.items():
-            config = config if name == WORLD else _replace_nested_field(config, _declared_flags()[name].path, value)
+            config = (
+                config
+                if name == WORLD
+                else _replace_nested_field(config, _flag_declarations_by_field()[name].path, value)
+            )
         return dataclasses.replace(self, config=config, world_size=values.get(WORLD, self.world_size))
 
     def with_elastic_layout(self) -> RequestedSetup:
@@ -231,7 +239,7 @@ class RequestedSetup:
         config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, elastic=False))
         return dataclasses.replace(self, config=config, world_size=ranks)
 
-    def run_preflight_checks(self) -> PreflightResult:
+    def run_preflight_checks(self) -> CheckedRunConfig:
         """Return the result of the checks that a run makes before it starts."""
         return preflight(self.config, self.world_size, device=self.device, files=self.files, reads_data=self.reads_data)
 
@@ -255,12 +263,12 @@ def smallest_repair(
     search = _RepairSearch(setting, frozenset(fixed), tries)
     start = search.broken_rules_after({})
     for count in range(search.min_further_edits(start, {}), most + 1):
-        search.search_edits({}, start, count, 0.0)
+        search.update_best_edits({}, start, count, 0.0)
         if search.best is not None or search.late:
             break
     if search.best is None:
         return RepairResult(None, False, len(search.seen))
-    return RepairResult(_edits_with_mended_rules(setting, search.best), not search.late, len(search.seen))
+    return RepairResult(_drop_needless_edits(setting, search.best), not search.late, len(search.seen))
 
 
 @dataclass(slots=True)
@@ -296,7 +304,7 @@ class _RepairSearch:
                 taken, count = taken | set(names), count + 1
         return count
 
-    def search_edits(
+    def update_best_edits(
         self, done: Mapping[str, FlagEdit], broken: tuple[BrokenRule, ...], left: int, cost: float
     ) -> None:
         """Try all sets with up to `left` more edits than `done`, updating `best`. broken: rules that are broken after
@@ -322,7 +330,7 @@ class _RepairSearch:
             if cost + edit.far >= self.cost:
                 break
             longer = {**done, edit.name: edit}
-            self.search_edits(longer, self.broken_rules_after(longer), left - 1, cost + edit.far)
+            self.update_best_edits(longer, self.broken_rules_after(longer), left - 1, cost + edit.far)
 
     def _setup_after(self, done: Mapping[str, FlagEdit]) -> RequestedSetup:
         return self.setting.with_values({name: edit.after for name, edit in done.items()})
@@ -337,7 +345,7 @@ def flags_named_by_rule(one: BrokenRule, setting: RequestedSetup) -> list[str]:
     """
     names: list[str] = [WORLD] if re.match(r"\d+ ranks are not", one.says) else []
     text = re.sub(r"(--[a-z-]*?)(\w+)/(\w+)(-[a-z-]+)", r"\1\2\4 \1\3\4", one.says)
-    words = _flag_spellings()
+    words = _field_by_flag_spelling()
     for word in re.findall(r"--[a-z0-9][a-z0-9_-]*", text):
         name = words.get(word)
         if name == "num_query_groups" and not setting.config.model.group_query_attention:
@@ -356,7 +364,7 @@ def candidate_edits(setting: RequestedSetup, one: BrokenRule, name: str) -> list
     for other in flags_named_by_rule(one, setting):
         value = setting.value(other)
         numbers |= {float(value)} if isinstance(value, (int, float)) and not isinstance(value, bool) else set()
-    flag = _declared_flags()[name]
+    flag = _flag_declarations_by_field()[name]
     values = dict.fromkeys(
         value for value in [*_candidate_values(flag.kind, before, numbers), flag.default] if value != before
     )
@@ -367,7 +375,7 @@ def candidate_edits(setting: RequestedSetup, one: BrokenRule, name: str) -> list
     if example:
         values |= {EXAMPLES[name]: None}
     edits = [
-        FlagEdit(name, before, value, example=example, far=flag.weight * _edit_distance(name, before, value, one.says))
+        FlagEdit(name, before, value, example=example, far=flag.weight * _flag_edit_cost(name, before, value, one.says))
         for value in values
     ]
     return sorted(edits, key=lambda edit: edit.far)[:MOST_VALUES]
@@ -392,15 +400,15 @@ def _candidate_values(kind: Any, before: Any, numbers: set[float]) -> list[Any]:
     if get_origin(base) is Literal:
         return list(get_args(base))
     if get_origin(base) is tuple:
-        return _candidate_lists(get_args(base)[0], before or (), numbers)
+        return _candidate_tuples(get_args(base)[0], before or (), numbers)
     if base is int:
-        return _candidate_sizes(
+        return _candidate_integers(
             before, {int(number) for number in numbers if number == int(number) and 0 < number <= LARGEST}
         )
     return sorted(numbers) if base is float else []
 
 
-def _candidate_sizes(before: int | None, numbers: set[int]) -> list[int]:
+def _candidate_integers(before: int | None, numbers: set[int]) -> list[int]:
     """Return integers to try: a rule's numbers and their neighbours, small divisors, and multiples near what was given."""
     sizes = set(numbers) | {number + step for number in numbers for step in (-1, 1)}
     products = numbers | {a * b for a in numbers for b in numbers if a < b}
@@ -412,7 +420,7 @@ def _candidate_sizes(before: int | None, numbers: set[int]) -> list[int]:
     return sorted(size for size in sizes if 0 < size <= LARGEST)
 
 
-def _candidate_lists(kind: Any, before: tuple[Any, ...], numbers: set[float]) -> list[tuple[Any, ...]]:
+def _candidate_tuples(kind: Any, before: tuple[Any, ...], numbers: set[float]) -> list[tuple[Any, ...]]:
     """Return values to try for a flag of several words: one word, no word twice, shorter or longer, factors of a
     number.
     """
@@ -428,7 +436,7 @@ def _candidate_lists(kind: Any, before: tuple[Any, ...], numbers: set[float]) ->
     return [row for row in choices if row]
 
 
-def _edit_distance(name: str, before: Any, after: Any, says: str) -> float:
+def _flag_edit_cost(name: str, before: Any, after: Any, says: str) -> float:
     """Return how far a value is from another: a ratio of sizes; more where what was given is lost, less where something
     is added, or where the rule itself names it.
     """
@@ -444,7 +452,7 @@ def _edit_distance(name: str, before: Any, after: Any, says: str) -> float:
     return 0.75 if unchanged else 1.0
 
 
-def _edits_with_mended_rules(setting: RequestedSetup, best: Mapping[str, FlagEdit]) -> tuple[FlagEdit, ...]:
+def _drop_needless_edits(setting: RequestedSetup, best: Mapping[str, FlagEdit]) -> tuple[FlagEdit, ...]:
     """Return the edits, each with the rules that are broken without it; one that mends none is left out."""
     explained = []
     for name, edit in best.items():
@@ -496,7 +504,7 @@ class _FlagDeclaration:
 
 
 @cache
-def _declared_flags() -> dict[str, _FlagDeclaration]:
+def _flag_declarations_by_field() -> dict[str, _FlagDeclaration]:
     """Return field -> declaration of its flag, with an entry `WORLD` for the number of ranks."""
     owners = {
         one.name: (path, type(part))
@@ -515,6 +523,6 @@ def _declared_flags() -> dict[str, _FlagDeclaration]:
 
 
 @cache
-def _flag_spellings() -> dict[str, str]:
+def _field_by_flag_spelling() -> dict[str, str]:
     """Return spelling of a flag -> its field."""
     return {word: one.name for one, kind in flag_fields(RequestedRun) for word in flag_spellings(one, kind)}

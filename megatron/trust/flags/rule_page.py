@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megatron.core.config.rules.engine import ALWAYS, NEEDS, RULES
-from megatron.trust.flags.command import parse_command
+from megatron.trust.flags.command import parse_training_command
 from megatron.trust.flags.repair import BrokenRule
 
 BASE = (
@@ -31,7 +31,7 @@ OTHERS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class RuleExample:
+class BrokenRuleExample:
     """Flags that break a rule when they are added to BASE. ranks: number of ranks. without: a flag of BASE that is left
     out.
     whole: check all that a run checks on a CPU, not only rules between settings.
@@ -49,93 +49,97 @@ class RuleExample:
         if self.without:
             place = base.index(self.without)
             del base[place : place + 2]
-        command = parse_command([*base, *words], ranks=self.ranks, entry=self.entry)
+        command = parse_training_command([*base, *words], ranks=self.ranks, entry=self.entry)
         setting = command.setting and replace(command.setting, whole=self.whole, device="cpu", files=True)
         return (*command.unread, *(setting.find_broken_rules() if setting else ()))
 
 
 _IMAGES = "--vision-model-type clip --img-h 32 --img-w 32"
 _MOE, _MLA = "--num-experts 8", "--multi-latent-attention --position-embedding-type rope"
-EXAMPLES: Mapping[str, RuleExample] = {
-    "required": RuleExample(without="--num-layers"),
-    "positive": RuleExample("--pipeline-model-parallel-size 0"),
-    "world-size": RuleExample("--tensor-model-parallel-size 4", ranks=6),
-    "heads-over-tensor": RuleExample(
+EXAMPLES: Mapping[str, BrokenRuleExample] = {
+    "required": BrokenRuleExample(without="--num-layers"),
+    "positive": BrokenRuleExample("--pipeline-model-parallel-size 0"),
+    "world-size": BrokenRuleExample("--tensor-model-parallel-size 4", ranks=6),
+    "heads-over-tensor": BrokenRuleExample(
         "--num-attention-heads 6 --hidden-size 96 --tensor-model-parallel-size 4 --group-query-attention", ranks=4
     ),
-    "query-groups": RuleExample("--group-query-attention --num-query-groups 3"),
-    "ffn-over-tensor": RuleExample("--tensor-model-parallel-size 4 --ffn-hidden-size 90", ranks=4),
-    "head-size": RuleExample("--hidden-size 60"),
-    "positions": RuleExample("--max-position-embeddings 16"),
-    "sequence-parallel": RuleExample("--tensor-model-parallel-size 4 --sequence-parallel --seq-length 30", ranks=4),
-    "pipeline-split": RuleExample("--pipeline-model-parallel-size 2 --num-layers 9", ranks=2),
-    "global-batch": RuleExample("--global-batch-size 20", ranks=4),
-    "interleaved-groups": RuleExample(
+    "query-groups": BrokenRuleExample("--group-query-attention --num-query-groups 3"),
+    "ffn-over-tensor": BrokenRuleExample("--tensor-model-parallel-size 4 --ffn-hidden-size 90", ranks=4),
+    "head-size": BrokenRuleExample("--hidden-size 60"),
+    "positions": BrokenRuleExample("--max-position-embeddings 16"),
+    "sequence-parallel": BrokenRuleExample(
+        "--tensor-model-parallel-size 4 --sequence-parallel --seq-length 30", ranks=4
+    ),
+    "pipeline-split": BrokenRuleExample("--pipeline-model-parallel-size 2 --num-layers 9", ranks=2),
+    "global-batch": BrokenRuleExample("--global-batch-size 20", ranks=4),
+    "interleaved-groups": BrokenRuleExample(
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 8 "
         "--global-batch-size 6 --micro-batch-size 2",
         ranks=2,
     ),
-    "vocabulary": RuleExample("--tensor-model-parallel-size 4 --padded-vocab-size 1001", ranks=4),
-    "encoder-and-decoder": RuleExample("--decoder-seq-length 64 --max-position-embeddings 32", entry="pretrain_t5.py"),
-    "layer-patterns": RuleExample("--window-size 4,0 --window-attn-skip-freq [1,0]"),
-    "attention": RuleExample("--qk-clip --qk-layernorm"),
-    "rotations": RuleExample("--position-embedding-type yarn --yarn-beta-slow 64"),
-    "choice-of-experts": RuleExample(f"{_MOE} --moe-router-topk 9"),
-    "balance-of-experts": RuleExample(f"{_MOE} --moe-router-load-balancing-type sinkhorn aux_loss"),
-    "experts-over-ranks": RuleExample(f"{_MOE} --expert-model-parallel-size 3 --global-batch-size 6", ranks=3),
-    "upcycling": RuleExample(f"{_MOE} --moe-use-upcycling"),
-    "low-precision": RuleExample("--fp8-format hybrid --fp16"),
-    "low-precision-sizes": RuleExample("--fp8-format e4m3 --tensor-model-parallel-size 8", ranks=8),
-    "context": RuleExample("--context-parallel-size 2 --seq-length 30", ranks=2),
-    "hybrid-context": RuleExample("--hybrid-context-parallel --reset-attention-mask", ranks=2),
-    "duration": RuleExample("--train-samples 100"),
-    "learning-rate": RuleExample(without="--lr"),
-    "number-formats": RuleExample("--fp16 --bf16"),
-    "update-rule": RuleExample("--optimizer sgd --muon-momentum 0.95"),
-    "low-precision-state": RuleExample("--exp-avg-dtype bf16"),
-    "activation-offloading": RuleExample("--fine-grained-activation-offloading"),
-    "activation": RuleExample("--swiglu --squared-relu"),
-    "recompute": RuleExample("--recompute-granularity full"),
-    "compilation": RuleExample("--compile-backend aot_eager"),
-    "cuda-graphs": RuleExample("--cuda-graph-impl local --hidden-dropout 0"),
-    "fully-sharded": RuleExample("--use-torch-fsdp2 --use-distributed-optimizer", ranks=2),
-    "overlap": RuleExample("--overlap-param-gather", ranks=2),
-    "data": RuleExample("--data-path corpus_text_document"),
-    "fill-in-the-middle": RuleExample("--fim-rate 0.7"),
-    "conversations": RuleExample("--sft --eod-mask-loss"),
-    "masked-text": RuleExample("--mask-prob 0", entry="pretrain_bert.py"),
-    "relative-positions": RuleExample("--position-embedding-type relative"),
-    "kernels": RuleExample("--kernel rms_norm=fast"),
-    "norms": RuleExample("--sandwich-norm --apply-residual-connection-post-layernorm"),
-    "dropout": RuleExample("--hidden-dropout 1"),
-    "samples-in-training": RuleExample("--eval-generate prompts.txt --eval-generate-tokens 0"),
-    "checkpoints": RuleExample("--save-interval 100"),
-    "faults": RuleExample("--on-bad-step rollback"),
-    "elastic": RuleExample("--elastic"),
-    "experts": RuleExample("--moe-grouped-gemm"),
-    "hybrid-pattern": RuleExample("--hybrid-layer-pattern *X"),
-    "multipliers": RuleExample("--key-multiplier 0.5"),
-    "states": RuleExample("--experimental-attention-variant gdn --linear-num-key-heads 7"),
-    "latent-attention": RuleExample(f"{_MLA} --v-head-dim 0"),
-    "multi-token-prediction": RuleExample("--mtp-num-layers 32"),
-    "batch-over-time": RuleExample("--rampup-batch-size 3 4 1000"),
-    "learning-rate-over-time": RuleExample("--lr-warmup-iters 20"),
-    "trained-parameters": RuleExample("--freeze embeddings.*"),
-    "tokenizer": RuleExample("--tokenizer-type HuggingFaceTokenizer", whole=True),
-    "files": RuleExample("--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json", whole=True),
-    "machine": RuleExample(
+    "vocabulary": BrokenRuleExample("--tensor-model-parallel-size 4 --padded-vocab-size 1001", ranks=4),
+    "encoder-and-decoder": BrokenRuleExample(
+        "--decoder-seq-length 64 --max-position-embeddings 32", entry="pretrain_t5.py"
+    ),
+    "layer-patterns": BrokenRuleExample("--window-size 4,0 --window-attn-skip-freq [1,0]"),
+    "attention": BrokenRuleExample("--qk-clip --qk-layernorm"),
+    "rotations": BrokenRuleExample("--position-embedding-type yarn --yarn-beta-slow 64"),
+    "choice-of-experts": BrokenRuleExample(f"{_MOE} --moe-router-topk 9"),
+    "balance-of-experts": BrokenRuleExample(f"{_MOE} --moe-router-load-balancing-type sinkhorn aux_loss"),
+    "experts-over-ranks": BrokenRuleExample(f"{_MOE} --expert-model-parallel-size 3 --global-batch-size 6", ranks=3),
+    "upcycling": BrokenRuleExample(f"{_MOE} --moe-use-upcycling"),
+    "low-precision": BrokenRuleExample("--fp8-format hybrid --fp16"),
+    "low-precision-sizes": BrokenRuleExample("--fp8-format e4m3 --tensor-model-parallel-size 8", ranks=8),
+    "context": BrokenRuleExample("--context-parallel-size 2 --seq-length 30", ranks=2),
+    "hybrid-context": BrokenRuleExample("--hybrid-context-parallel --reset-attention-mask", ranks=2),
+    "duration": BrokenRuleExample("--train-samples 100"),
+    "learning-rate": BrokenRuleExample(without="--lr"),
+    "number-formats": BrokenRuleExample("--fp16 --bf16"),
+    "update-rule": BrokenRuleExample("--optimizer sgd --muon-momentum 0.95"),
+    "low-precision-state": BrokenRuleExample("--exp-avg-dtype bf16"),
+    "activation-offloading": BrokenRuleExample("--fine-grained-activation-offloading"),
+    "activation": BrokenRuleExample("--swiglu --squared-relu"),
+    "recompute": BrokenRuleExample("--recompute-granularity full"),
+    "compilation": BrokenRuleExample("--compile-backend aot_eager"),
+    "cuda-graphs": BrokenRuleExample("--cuda-graph-impl local --hidden-dropout 0"),
+    "fully-sharded": BrokenRuleExample("--use-torch-fsdp2 --use-distributed-optimizer", ranks=2),
+    "overlap": BrokenRuleExample("--overlap-param-gather", ranks=2),
+    "data": BrokenRuleExample("--data-path corpus_text_document"),
+    "fill-in-the-middle": BrokenRuleExample("--fim-rate 0.7"),
+    "conversations": BrokenRuleExample("--sft --eod-mask-loss"),
+    "masked-text": BrokenRuleExample("--mask-prob 0", entry="pretrain_bert.py"),
+    "relative-positions": BrokenRuleExample("--position-embedding-type relative"),
+    "kernels": BrokenRuleExample("--kernel rms_norm=fast"),
+    "norms": BrokenRuleExample("--sandwich-norm --apply-residual-connection-post-layernorm"),
+    "dropout": BrokenRuleExample("--hidden-dropout 1"),
+    "samples-in-training": BrokenRuleExample("--eval-generate prompts.txt --eval-generate-tokens 0"),
+    "checkpoints": BrokenRuleExample("--save-interval 100"),
+    "faults": BrokenRuleExample("--on-bad-step rollback"),
+    "elastic": BrokenRuleExample("--elastic"),
+    "experts": BrokenRuleExample("--moe-grouped-gemm"),
+    "hybrid-pattern": BrokenRuleExample("--hybrid-layer-pattern *X"),
+    "multipliers": BrokenRuleExample("--key-multiplier 0.5"),
+    "states": BrokenRuleExample("--experimental-attention-variant gdn --linear-num-key-heads 7"),
+    "latent-attention": BrokenRuleExample(f"{_MLA} --v-head-dim 0"),
+    "multi-token-prediction": BrokenRuleExample("--mtp-num-layers 32"),
+    "batch-over-time": BrokenRuleExample("--rampup-batch-size 3 4 1000"),
+    "learning-rate-over-time": BrokenRuleExample("--lr-warmup-iters 20"),
+    "trained-parameters": BrokenRuleExample("--freeze embeddings.*"),
+    "tokenizer": BrokenRuleExample("--tokenizer-type HuggingFaceTokenizer", whole=True),
+    "files": BrokenRuleExample("--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json", whole=True),
+    "machine": BrokenRuleExample(
         "--attention-backend flash --attention-logit-softcap 50 --tokenizer-type ByteTokenizer", whole=True
     ),
-    "command-line": RuleExample("--num-leyers 8"),
-    "adapter-targets": RuleExample("--lora-rank 8 --lora-targets q_porj"),
-    "adapter-fit": RuleExample("--lora-rank 8 --optimizer muon"),
-    "adapter-numbers": RuleExample("--lora-alpha 16"),
-    "adapter-start": RuleExample("--adapter my_adapter"),
-    "images": RuleExample("--freeze-ViT"),
-    "image-sizes": RuleExample(f"{_IMAGES} --img-h 100"),
-    "images-in-text": RuleExample(f"{_IMAGES} --img-h 112 --img-w 112"),
-    "image-tiles": RuleExample(f"{_IMAGES} --max-num-tiles 4"),
-    "image-classifier": RuleExample(
+    "command-line": BrokenRuleExample("--num-leyers 8"),
+    "adapter-targets": BrokenRuleExample("--lora-rank 8 --lora-targets q_porj"),
+    "adapter-fit": BrokenRuleExample("--lora-rank 8 --optimizer muon"),
+    "adapter-numbers": BrokenRuleExample("--lora-alpha 16"),
+    "adapter-start": BrokenRuleExample("--adapter my_adapter"),
+    "images": BrokenRuleExample("--freeze-ViT"),
+    "image-sizes": BrokenRuleExample(f"{_IMAGES} --img-h 100"),
+    "images-in-text": BrokenRuleExample(f"{_IMAGES} --img-h 112 --img-w 112"),
+    "image-tiles": BrokenRuleExample(f"{_IMAGES} --max-num-tiles 4"),
+    "image-classifier": BrokenRuleExample(
         "--img-h 32 --img-w 32 --freeze-LM", entry="pretrain_vision_classify.py", without="--seq-length"
     ),
 }

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from megatron.core.config.flags import ConfigError, config_to_values, flag_name
+from megatron.core.config.flags import ConfigError, config_to_dict, flag_name
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.data import DataConfig, TokenizerConfig
 from megatron.core.config.settings.kernels import NAMED
@@ -25,10 +25,10 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.optim import PrecisionConfig, ScheduleConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import CheckpointConfig, LogConfig, RecomputeConfig, RunConfig
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.stages import stage_specs_of_run
 from megatron.preference.settings import PreferenceConfig
 from megatron.trust.flags.repair import RequestedSetup, format_flag_value
-from megatron.trust.parity.proxy_layers import Values, proxy_depth
+from megatron.trust.parity.proxy_layers import Values, proxy_depth_settings
 
 VOCABULARY = 90  # ids of the made-up text: not a multiple of anything, so that padding is always at work
 HEAD_SIZES = (8, 16, 32, 64)
@@ -107,11 +107,11 @@ def make_proxy_config(config: RunConfig, world_size: int, *, most_ranks: int = 8
     """Return the smallest config with this config's features; `config` is resolved and keeps the rules. `ConfigError`
     if none is found.
     """
-    before = _without_files(config)
+    before = _config_without_files(config)
     first: list[str] = []
-    for degrees in small_degrees(config, world_size, most_ranks):
+    for degrees in proxy_degree_candidates(config, world_size, most_ranks):
         for head in HEAD_SIZES:
-            values, lost = _proxy_values(before, world_size, degrees, head)
+            values, lost = _proxy_setting_values(before, world_size, degrees, head)
             small = RequestedSetup(before, world_size).with_values(
                 {**values, **{name: value for name, (value, _) in lost.items()}}
             )
@@ -136,7 +136,7 @@ def make_proxy_config(config: RunConfig, world_size: int, *, most_ranks: int = 8
     )
 
 
-def small_degrees(config: RunConfig, world_size: int, most_ranks: int) -> list[ParallelDegrees]:
+def proxy_degree_candidates(config: RunConfig, world_size: int, most_ranks: int) -> list[ParallelDegrees]:
     """Return degrees to try: those that keep most of the parallelism first, and of equals those with fewest ranks."""
     parallel = config.parallel
     dp = parallel.data_parallel_size(world_size)
@@ -148,7 +148,7 @@ def small_degrees(config: RunConfig, world_size: int, most_ranks: int) -> list[P
         parallel.expert_model_parallel_size,
         parallel.expert_tensor_parallel_size or 0,
     )
-    chunks = len(pipeline_stages_of(config)) // parallel.pp
+    chunks = len(stage_specs_of_run(config)) // parallel.pp
     sizes = [range(1, min(size, 4) + 1) for size in (given.tp, given.pp, given.cp, given.dp, given.ep, given.etp)]
     choices = []
     axes = [[size for size in axis if size != 3 or place == 1] for place, axis in enumerate(sizes[:5])]
@@ -177,7 +177,7 @@ def _kept_parallelism_score(one: ParallelDegrees, given: ParallelDegrees, config
     return total
 
 
-def _without_files(config: RunConfig) -> RunConfig:
+def _config_without_files(config: RunConfig) -> RunConfig:
     """Return the config on random text, without any files."""
     data = DataConfig(
         mock_data=True,
@@ -195,12 +195,12 @@ def _without_files(config: RunConfig) -> RunConfig:
     )
 
 
-def _proxy_values(
+def _proxy_setting_values(
     config: RunConfig, world_size: int, degrees: ParallelDegrees, head: int
 ) -> tuple[Values, dict[str, tuple[Any, str]]]:
     """Return (setting -> value of the proxy, setting -> (value, why) of what is lost). head: head size to try."""
     parallel = config.parallel
-    chunks = len(pipeline_stages_of(config)) // parallel.pp
+    chunks = len(stage_specs_of_run(config)) // parallel.pp
     proxy_chunks = min(chunks, 2) if degrees.pp > 1 else 1
     values: Values = {
         "tensor_model_parallel_size": degrees.tp,
@@ -211,12 +211,12 @@ def _proxy_values(
         "distributed_timeout_minutes": 2.0,
         "distributed_backend": "auto",
     }
-    values |= proxy_depth(config, degrees.pp, proxy_chunks)
+    values |= proxy_depth_settings(config, degrees.pp, proxy_chunks)
     values |= _proxy_widths(config, degrees, head)
-    values |= _proxy_states(config, degrees)
+    values |= _proxy_state_layer_settings(config, degrees)
     values |= _proxy_lengths(config, degrees)
     values |= _proxy_experts(config, degrees)
-    values |= _proxy_batch(config, world_size, degrees, proxy_chunks)
+    values |= _proxy_batch_settings(config, world_size, degrees, proxy_chunks)
     values |= _proxy_training_settings(config)
     if (
         parallel.ddp_bucket_size
@@ -225,13 +225,13 @@ def _proxy_values(
         or parallel.overlap_param_gather
     ):
         values |= {"ddp_bucket_size": 400, "ddp_num_buckets": None}
-    return values, _lost_settings(config, degrees)
+    return values, _proxy_dropped_settings(config, degrees)
 
 
 # Sizes.
 
 
-def _proxy_states(config: RunConfig, degrees: ParallelDegrees) -> Values:
+def _proxy_state_layer_settings(config: RunConfig, degrees: ParallelDegrees) -> Values:
     """Return small sizes of recurrent-state layers; groups stay fewer or more than the ranks that share a sequence."""
     model, values = config.model, dict[str, Any]()
     hybrid, parallel, mixers = (
@@ -241,17 +241,17 @@ def _proxy_states(config: RunConfig, degrees: ParallelDegrees) -> Values:
     )
     away = degrees.dp if parallel.hybrid_context_parallel else degrees.cp
 
-    def proxy_num_groups(groups: int) -> int:
+    def proxy_num_state_groups(groups: int) -> int:
         """Return the number of groups of the proxy."""
         few = groups // parallel.tp < parallel.context_parallel_size
         return degrees.tp * (1 if few else away) * (1 if groups == parallel.tp else 2 if few and away > 2 else 1)
 
     if "mamba" in mixers:
-        groups = proxy_num_groups(hybrid.mamba_num_groups)
+        groups = proxy_num_state_groups(hybrid.mamba_num_groups)
         heads = 2 * degrees.tp * away * max(1, groups // (degrees.tp * away))
         values |= {"mamba_num_groups": groups, "mamba_num_heads": heads, "mamba_head_dim": 4, "mamba_state_dim": 6}
     if "gated_delta_net" in mixers:
-        keys = proxy_num_groups(hybrid.linear_num_key_heads)
+        keys = proxy_num_state_groups(hybrid.linear_num_key_heads)
         ratio = 1 if hybrid.linear_num_key_heads == hybrid.linear_num_value_heads else 2
         values |= {
             "linear_num_key_heads": keys,
@@ -262,7 +262,7 @@ def _proxy_states(config: RunConfig, degrees: ParallelDegrees) -> Values:
     return values
 
 
-def _small_heads(config: RunConfig, degrees: ParallelDegrees, unit: int) -> tuple[int, int]:
+def _proxy_num_heads_and_groups(config: RunConfig, degrees: ParallelDegrees, unit: int) -> tuple[int, int]:
     """Return (heads, query groups, 0 if each head has its own keys). unit: ranks that heads are divided over."""
     model, groups, heads = config.model, 0, 0
     if model.group_query_attention and model.num_query_groups < model.num_attention_heads:
@@ -273,7 +273,7 @@ def _small_heads(config: RunConfig, degrees: ParallelDegrees, unit: int) -> tupl
     return heads * -(-4 // heads), groups
 
 
-def _small_latents(model: ModelConfig, head: int) -> Values:
+def _proxy_latent_sizes(model: ModelConfig, head: int) -> Values:
     turned = head // 2
     return {
         "q_lora_rank": None if model.mla.q_lora_rank is None else 12,
@@ -295,8 +295,8 @@ def _proxy_mrope_section(given: Sequence[int], pairs: int) -> tuple[int, ...]:
 def _proxy_widths(config: RunConfig, degrees: ParallelDegrees, head: int) -> Values:
     """Return settings of heads, groups and widths. head: head size to try."""
     model, mla = config.model, config.model.mla
-    unit = degrees.tp * _head_exchange_ranks(config, degrees)
-    heads, groups = _small_heads(config, degrees, unit)
+    unit = degrees.tp * _num_head_exchange_ranks(config, degrees)
+    heads, groups = _proxy_num_heads_and_groups(config, degrees, unit)
     usual = model.kv_channels * model.num_attention_heads == model.hidden_size or mla.multi_latent_attention
     hidden = 32 if heads * head != 32 or usual else 48
     if usual and not mla.multi_latent_attention:
@@ -316,7 +316,7 @@ def _proxy_widths(config: RunConfig, degrees: ParallelDegrees, head: int) -> Val
     if model.embedding_init_method_std is not None:
         values["embedding_init_method_std"] = 0.1
     if mla.multi_latent_attention:
-        values |= _small_latents(model, head)
+        values |= _proxy_latent_sizes(model, head)
     if model.rope.mrope_section is not None:
         values["mrope_section"] = _proxy_mrope_section(
             model.rope.mrope_section, int(head * model.rope.rotary_percent) // 2
@@ -326,7 +326,7 @@ def _proxy_widths(config: RunConfig, degrees: ParallelDegrees, head: int) -> Val
     return values
 
 
-def _head_exchange_ranks(config: RunConfig, degrees: ParallelDegrees) -> int:
+def _num_head_exchange_ranks(config: RunConfig, degrees: ParallelDegrees) -> int:
     """Return the number of ranks over which context parallelism exchanges heads (all-to-all), 1 for none."""
     kinds, levels = config.parallel.cp_comm_type, config.parallel.hierarchical_context_parallel_sizes
     if "a2a" in kinds:
@@ -389,7 +389,7 @@ def _proxy_experts(config: RunConfig, degrees: ParallelDegrees) -> Values:
     return values
 
 
-def _proxy_batch(config: RunConfig, world_size: int, degrees: ParallelDegrees, proxy_chunks: int) -> Values:
+def _proxy_batch_settings(config: RunConfig, world_size: int, degrees: ParallelDegrees, proxy_chunks: int) -> Values:
     """Return batch settings with as many microbatches as exercise the schedule. proxy_chunks: of a pipeline rank of the
     proxy.
     """
@@ -439,7 +439,7 @@ def _proxy_training_settings(config: RunConfig) -> Values:
     return values
 
 
-def _lost_expert_settings(config: RunConfig, degrees: ParallelDegrees) -> dict[str, tuple[Any, str]]:
+def _proxy_dropped_expert_settings(config: RunConfig, degrees: ParallelDegrees) -> dict[str, tuple[Any, str]]:
     """Return setting -> (value, why) of MoE settings whose results depend on the layout."""
     moe = config.model.moe
     lost: dict[str, tuple[Any, str]] = {}
@@ -460,7 +460,7 @@ def _lost_expert_settings(config: RunConfig, degrees: ParallelDegrees) -> dict[s
     return lost
 
 
-def _lost_gpu_settings(config: RunConfig) -> dict[str, tuple[Any, str]]:
+def _proxy_dropped_gpu_settings(config: RunConfig) -> dict[str, tuple[Any, str]]:
     """Return setting -> (value, why) of kernels and libraries that a CPU does not have."""
     model = config.model
     lost: dict[str, tuple[Any, str]] = {}
@@ -479,7 +479,7 @@ def _lost_gpu_settings(config: RunConfig) -> dict[str, tuple[Any, str]]:
     return lost
 
 
-def _lost_settings(config: RunConfig, degrees: ParallelDegrees) -> dict[str, tuple[Any, str]]:
+def _proxy_dropped_settings(config: RunConfig, degrees: ParallelDegrees) -> dict[str, tuple[Any, str]]:
     """Return setting -> (value, why) of what two layouts cannot agree on, or a CPU does not have."""
     model, moe = config.model, config.model.moe
     lost: dict[str, tuple[Any, str]] = {}
@@ -491,10 +491,10 @@ def _lost_settings(config: RunConfig, degrees: ParallelDegrees) -> dict[str, tup
         lost["moe_input_jitter_eps"] = (None, random)
     if any("*" in target for target in model.adapter.lora_targets or ()):
         lost["lora_targets"] = (("all-linear",), "the layers that it names are not those of the small network")
-    lost |= _lost_expert_settings(config, degrees)
+    lost |= _proxy_dropped_expert_settings(config, degrees)
     if moe.moe_enable_routing_replay:
         lost["moe_enable_routing_replay"] = (False, "choices are not replayed")
-    return lost | _lost_gpu_settings(config)
+    return lost | _proxy_dropped_gpu_settings(config)
 
 
 _ON_GPUS = ("grouped_linear=torch", *(f"{op}=triton" for op in NAMED))
@@ -518,7 +518,7 @@ def _reported_changes(
     lost: Mapping[str, tuple[Any, str]],
 ) -> tuple[ConfigChange, ...]:
     """Return the changes of all settings of layout, network and training between config and proxy."""
-    before, after = config_to_values(config), config_to_values(small.config)
+    before, after = config_to_dict(config), config_to_dict(small.config)
     data_parallel = config.parallel.data_parallel_size(world_size), degrees.dp
     axes = {
         "tensor_model_parallel_size",
@@ -529,12 +529,12 @@ def _reported_changes(
     changes = [ConfigChange("ranks", world_size, degrees.num_ranks, "")] if world_size != degrees.num_ranks else []
     if data_parallel[0] != data_parallel[1]:
         changes.append(
-            ConfigChange("data-parallel size", *data_parallel, *_degree_change_reason_and_lost(*data_parallel))
+            ConfigChange("data-parallel size", *data_parallel, *_proxy_degree_reason_and_loss(*data_parallel))
         )
-    for name in _settings_to_report(config):
+    for name in _names_of_reported_settings(config):
         if before[name] != after[name] and name not in lost:
             why = (
-                _degree_change_reason_and_lost(before[name], after[name])
+                _proxy_degree_reason_and_loss(before[name], after[name])
                 if name in axes
                 else (_WHY.get(name, ""), False)
             )
@@ -547,14 +547,14 @@ def _reported_changes(
     return tuple(changes)
 
 
-def _degree_change_reason_and_lost(before: int, after: int) -> tuple[str, bool]:
+def _proxy_degree_reason_and_loss(before: int, after: int) -> tuple[str, bool]:
     """Return (reason, lost). lost: a parallel degree above 1 became 1, so that its form of parallelism is not tested
     any more; reason: that it does not fit, else "".
     """
     return ("does not fit on so few ranks", True) if before > 1 and after == 1 else ("", False)
 
 
-def _settings_to_report(config: RunConfig) -> Iterator[str]:
+def _names_of_reported_settings(config: RunConfig) -> Iterator[str]:
     """Yield the settings whose changes are reported: not those of data, files, reports and duration."""
     silent = set(
         """
@@ -563,5 +563,5 @@ def _settings_to_report(config: RunConfig) -> Iterator[str]:
         """.split()
     )
     parts = (config.parallel, config.model, config.recompute, config.train, config.optimizer)
-    yield from (name for part in parts for name in config_to_values(part) if name not in silent)
+    yield from (name for part in parts for name in config_to_dict(part) if name not in silent)
     yield from (*_FORMATS[:3], "lr")

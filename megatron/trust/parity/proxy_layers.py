@@ -7,15 +7,15 @@ from typing import Any
 from megatron.core.config.plan import LayerPlan, network_layer_plans, parse_pipeline_layout
 from megatron.core.config.settings.hybrid import SYMBOLS
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.stages import stage_specs_of_run
 
 Values = dict[str, Any]
 
 
-def proxy_depth(config: RunConfig, pp: int, chunks: int) -> Values:
+def proxy_depth_settings(config: RunConfig, pp: int, chunks: int) -> Values:
     """The fewest layers that fill pp * chunks stages and hold every kind, and where they are cut."""
     model, parallel = config.model, config.parallel
-    rows, stages = _layer_kind_rows(config), pp * chunks
+    rows, stages = _layer_kinds(config), pp * chunks
     counted = parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     depths = min(model.mtp.mtp_num_layers or 0, 2)
@@ -53,7 +53,7 @@ def proxy_depth(config: RunConfig, pp: int, chunks: int) -> Values:
             values["num_layers_per_virtual_pipeline_stage" if by_layers else "num_virtual_stages_per_pipeline_rank"] = (
                 each if by_layers else chunks
             )
-    return values | _layer_settings(config, layers, rows) | _recompute_settings(config)
+    return values | _proxy_layer_settings(config, layers, rows) | _proxy_recompute_settings(config)
 
 
 def _uneven_layers_per_rank(config: RunConfig, pp: int, chunks: int) -> list[int]:
@@ -62,7 +62,7 @@ def _uneven_layers_per_rank(config: RunConfig, pp: int, chunks: int) -> list[int
     """
     parallel = config.parallel
     counts = [
-        sum(len(stage.layers) for stage in pipeline_stages_of(config) if stage.rank == rank)
+        sum(len(stage.layers) for stage in stage_specs_of_run(config) if stage.rank == rank)
         for rank in range(parallel.pp)
     ]
     middle = counts[len(counts) // 2]
@@ -73,17 +73,25 @@ def _uneven_layers_per_rank(config: RunConfig, pp: int, chunks: int) -> list[int
     return [chunks * (1 if ends.get(place, middle) < middle else 2) for place in range(pp)]
 
 
-def _layer_kind_rows(config: RunConfig) -> list[tuple[Any, ...]]:
+def _layer_kinds(config: RunConfig) -> list[tuple[Any, ...]]:
     """Return a row for each layer with what distinguishes kinds of layers."""
     ways = config.parallel.cp_comm_type
     rows = network_layer_plans(config.model)
     return [
-        (row.mixer, row.causal, row.cross, row.window, row.rope, row.mlp, ways[place] if len(ways) == len(rows) else "")
+        (
+            row.mixer,
+            row.causal,
+            row.has_cross_attention,
+            row.window,
+            row.rope,
+            row.mlp,
+            ways[place] if len(ways) == len(rows) else "",
+        )
         for place, row in enumerate(rows)
     ]
 
 
-def _layer_settings(config: RunConfig, count: int, rows: list[tuple[Any, ...]]) -> Values:
+def _proxy_layer_settings(config: RunConfig, count: int, rows: list[tuple[Any, ...]]) -> Values:
     """Return settings for `count` layers, and for which of them have a property. rows: kinds of the original layers."""
     model = config.model
     if model.architecture == "t5":
@@ -103,14 +111,14 @@ def _per_layer_settings(config: RunConfig, picked: list[int], small: list[LayerP
     """
     model, values = config.model, dict[str, Any]()
     if model.window_attn_skip_freq is not None:
-        values["window_attn_skip_freq"] = _flag_list_text([row.window is not None for row in small])
+        values["window_attn_skip_freq"] = _zero_one_list_text([row.window is not None for row in small])
     if model.rope.no_rope_freq is not None:
-        values["no_rope_freq"] = _flag_list_text([not row.rope for row in small])
+        values["no_rope_freq"] = _zero_one_list_text([not row.rope for row in small])
     if model.hybrid.experimental_attention_variant is not None:
-        values["linear_attention_freq"] = _flag_list_text([row.mixer == "gated_delta_net" for row in small])
+        values["linear_attention_freq"] = _zero_one_list_text([row.mixer == "gated_delta_net" for row in small])
     if model.moe.num_experts and not model.is_hybrid:
         every = all(row.mlp == "moe" for row in small)
-        values["moe_layer_freq"] = "1" if every else _flag_list_text([row.mlp == "moe" for row in small])
+        values["moe_layer_freq"] = "1" if every else _zero_one_list_text([row.mlp == "moe" for row in small])
     if len(config.parallel.cp_comm_type) > 1:
         values["cp_comm_type"] = tuple(config.parallel.cp_comm_type[place] for place in picked)
     return values
@@ -137,7 +145,7 @@ def _representative_layers(rows: list[tuple[Any, ...]], count: int) -> list[int]
     return sorted([*sorted(picked), *[len(rows) - 1] * (count - len(picked))])
 
 
-def _flag_list_text(on: list[bool]) -> str:
+def _zero_one_list_text(on: list[bool]) -> str:
     return f"[{','.join(str(int(one)) for one in on)}]"
 
 
@@ -166,7 +174,7 @@ def _proxy_stage_layout(stage: str, few: int, depths: int) -> str:
     return "E" * ("E" in stage) + "t" * layers + "m" * ahead + "L" * ("L" in stage)
 
 
-def _recompute_settings(config: RunConfig) -> Values:
+def _proxy_recompute_settings(config: RunConfig) -> Values:
     choice = config.recompute
     return (
         {}

@@ -28,16 +28,21 @@ import pretrain_vision_classify
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.samplers import collate
-from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree, add_to_tree, sharded_optimizer_state
+from megatron.core.dist_checkpointing.sharded_state import (
+    ShardedTensor,
+    Tree,
+    add_sharded_tensor,
+    sharded_optimizer_state,
+)
 from megatron.core.distributed.finalize import finalize_gradients
-from megatron.core.kernels.documents import remember_document_starts
-from megatron.core.kernels.startup_check import choose_tried_kernels
+from megatron.core.kernels.packed_document_starts import cache_packed_document_starts
+from megatron.core.kernels.startup_check import select_kernels_with_trials
 from megatron.core.kernels.table import KernelRequirements
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
-from megatron.core.parallel.spec import local_shards, param_spec_of, quantized_values_of
-from megatron.core.tensor_parallel.quantized import dense_weight
+from megatron.core.parallel.spec import local_shard_boxes, param_spec_of, quantized_storage_of
+from megatron.core.tensor_parallel.frozen_quantized import dense_weight
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.core.transformer.stack import TransformerStack
 from megatron.preference.settings import PreferenceConfig
@@ -48,10 +53,10 @@ from megatron.training.data.rebalance import RebalancedBatches
 from megatron.training.hooks import StepHooks
 from megatron.training.loader import ClosableBatches
 from megatron.training.report.timers import Timers
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 from megatron.training.step import train_step
 from megatron.training.trainer import ForwardStep, ModelProvider, Network, Trainer, build_trainer
-from megatron.trust.parity.answers import random_finetuning_batches
+from megatron.trust.parity.random_finetuning_data import random_finetuning_batches
 
 PROVIDERS = {"gpt": pretrain_gpt, "bert": pretrain_bert, "t5": pretrain_t5, "vit": pretrain_vision_classify}
 STEPS = 2  # in the first biases are zero and moments too, so that not every mistake shows before the second
@@ -76,7 +81,7 @@ class RecordedActivation:
 
 
 @dataclass(slots=True)
-class ShortStep:
+class ShortRunStep:
     """What one training step gave on a rank. losses: means over all tokens, by name; norm: of the gradient.
     seen: activations. gradients: what this rank owns of them, before clipping and before division by the number of
     tokens that count. weights: after the step, what this rank owns of them; after the last step, all it holds.
@@ -95,19 +100,19 @@ class ShortRun:
 
     rank: int
     place: dict[str, tuple[int, int]]
-    steps: tuple[ShortStep, ...]
+    steps: tuple[ShortRunStep, ...]
 
 
-def make_short_run_context(config: RunConfig, device: torch.device = torch.device("cpu")) -> Run:
+def make_short_run_context(config: RunConfig, device: torch.device = torch.device("cpu")) -> RunContext:
     """Return a `Run` on this process's ranks (or alone). The config is resolved and has a vocabulary."""
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     mesh = Mesh.single_process(device) if alone else Mesh.build(config.parallel, device)
-    need = KernelRequirements(device=device.type, dtype=getattr(torch, config.precision.dtype))
-    chosen = choose_tried_kernels(
+    need = KernelRequirements(device=device.type, dtype=getattr(torch, config.precision.param_dtype_name))
+    chosen = select_kernels_with_trials(
         config, need, device, gather=lambda rows: collectives.gather_objects(rows, mesh.world)
     )
     assert config.model.true_vocab_size is not None, "the config has its vocabulary"
-    return Run(
+    return RunContext(
         config=config,
         mesh=mesh,
         kernels=chosen.kernels,
@@ -131,7 +136,7 @@ def random_global_batch(config: RunConfig, iteration: int) -> dict[str, np.ndarr
     ends = random.random(shape) < 0.15
     documents: np.ndarray = np.cumsum(ends, axis=1) - ends
     if config.model.architecture == "vit":
-        return _classifier_batch(config, random)
+        return _random_classifier_batch(config, random)
     if config.model.architecture != "gpt":
         return _random_padded_batch(config, random, window, in_loss)
     starts = np.maximum.accumulate(np.where(np.diff(documents, axis=1, prepend=-1) > 0, np.arange(shape[1]), 0), axis=1)
@@ -166,7 +171,7 @@ def _add_random_images(
     return {**batch, "image_slots": slots, "image_counts": counts, "images": images}
 
 
-def _classifier_batch(config: RunConfig, random: np.random.Generator) -> dict[str, np.ndarray]:
+def _random_classifier_batch(config: RunConfig, random: np.random.Generator) -> dict[str, np.ndarray]:
     """Return the random global batch of an image classifier."""
     vision, size = config.model.vision, config.train.global_batch_size
     return {
@@ -203,16 +208,16 @@ def _random_padded_batch(
     }
 
 
-def short_run_batches(run: Run, iteration: int) -> Iterator[Batch]:
+def short_run_batches(run: RunContext, iteration: int) -> Iterator[Batch]:
     """Yield this rank's microbatches of an iteration, in the single sampler's order; regrouped under
     --hybrid-context-parallel.
     """
     if run.config.parallel.hybrid_context_parallel:
-        return RebalancedBatches(rank_microbatches(run, iteration, Axis("dp")), run.mesh, run.config)
-    return rank_microbatches(run, iteration, run.mesh.dp)
+        return RebalancedBatches(random_microbatches_of_rank(run, iteration, Axis("dp")), run.mesh, run.config)
+    return random_microbatches_of_rank(run, iteration, run.mesh.dp)
 
 
-def rank_microbatches(run: Run, iteration: int, axis: Axis) -> Iterator[Batch]:
+def random_microbatches_of_rank(run: RunContext, iteration: int, axis: Axis) -> Iterator[Batch]:
     """Yield the microbatches of this rank on a data axis."""
     whole, train, data = random_global_batch(run.config, iteration), run.config.train, run.config.data
     for start in range(0, train.global_batch_size, train.micro_batch_size * axis.size):
@@ -222,7 +227,7 @@ def rank_microbatches(run: Run, iteration: int, axis: Axis) -> Iterator[Batch]:
             arrays = _collate_with_images(arrays, run.config.model.vision.num_image_embeddings)
         local = {name: torch.from_numpy(array).to(run.mesh.device) for name, array in arrays.items()}
         if data.separates_documents:
-            remember_document_starts(local["documents"], arrays["documents"])
+            cache_packed_document_starts(local["documents"], arrays["documents"])
         batch = Batch(
             tokens=local["tokens"],
             labels=local["labels"],
@@ -261,7 +266,7 @@ def run_short_training(config: RunConfig, steps: int = STEPS, finetuning: Prefer
     watch = _ActivationRecorder(run)
     task = None if finetuning is None or finetuning.finetune_task == "sft" else finetuning
     step: ForwardStep = provider.forward_step if task is None else PreferenceStep(task)
-    trainer = build_trainer(run, watch.wrap_model_provider(provider.model_provider), watch.wrap_forward_step(step))
+    trainer = build_trainer(run, watch.wrap_to_record_sharding(provider.model_provider), watch.wrap_forward_step(step))
     answers = (
         None
         if task is None
@@ -269,9 +274,9 @@ def run_short_training(config: RunConfig, steps: int = STEPS, finetuning: Prefer
     )
     # Sequences that are cut by their length lie on other ranks, in other microbatches, than those of one rank.
     hooks = [] if config.parallel.hybrid_context_parallel else watch.add_hooks(trainer.stages)
-    gradients = _GradientRecorder(trainer)
+    gradients = _CopyGradientsHook(trainer)
     trainer.add_hook(gradients)
-    done = [_record_train_step(trainer, watch, gradients, answers) for _ in range(steps)]
+    done = [_run_recorded_train_step(trainer, watch, gradients, answers) for _ in range(steps)]
     if answers is not None:
         answers.close()
     for hook in hooks:
@@ -279,35 +284,35 @@ def run_short_training(config: RunConfig, steps: int = STEPS, finetuning: Prefer
     for parallel in trainer.parallels:
         parallel.finish_gather()
     done[-1].weights = {
-        name.removeprefix("model."): _copy_shards(placed) for name, placed in weights_of(trainer).items()
+        name.removeprefix("model."): _clone_shards(placed) for name, placed in weights_of(trainer).items()
     }
     done[-1].weights |= {
         param_spec_of(param).name: _dequantized_shards(param, run.mesh)
         for stage in trainer.stages
         for param in stage.parameters()
-        if quantized_values_of(param) is not None
+        if quantized_storage_of(param) is not None
     }
     place = {name: (run.mesh.axis(name).rank, run.mesh.axis(name).size) for name in ("tp", "cp", "dp", "pp", "ep")}
     return ShortRun(run.mesh.world.rank, place, tuple(done))
 
 
-class _GradientRecorder(StepHooks):
+class _CopyGradientsHook(StepHooks):
     """Hook that copies the reduced gradients into the step's result."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.step = ShortStep()
+        self.step = ShortRunStep()
 
     def before_update(self) -> None:
         """Copy the gradients that this rank owns."""
         self.step.gradients.update(owned_gradients(self.trainer))
 
 
-def _record_train_step(
-    trainer: Trainer, watch: _ActivationRecorder, gradients: _GradientRecorder, answers: ClosableBatches | None
-) -> ShortStep:
+def _run_recorded_train_step(
+    trainer: Trainer, watch: _ActivationRecorder, gradients: _CopyGradientsHook, answers: ClosableBatches | None
+) -> ShortRunStep:
     """Run one training step and return what it gave."""
-    run, step = trainer.run, ShortStep()
+    run, step = trainer.run, ShortRunStep()
     gradients.step = step
     watch.start_step_recording(step.seen)
     made = train_step(trainer, answers or short_run_batches(run, trainer.progress.iteration))
@@ -330,7 +335,7 @@ def run_short_training_pickled(
     )  # whole: torch would hand over each of its thousands of tensors as an open file
 
 
-def deserialize_short_run(content: bytes) -> ShortRun:
+def unpickle_short_run_result(content: bytes) -> ShortRun:
     """Unpickle the result of `run_short_training_pickled`."""
     return pickle.loads(content)
 
@@ -348,25 +353,25 @@ def owned_shards_by_name(trainer: Trainer, values: Sequence[Tensor]) -> Tree:
     """
     tree: Tree = {}
     for segment, value in zip(trainer.optimizer.segments, values, strict=True):
-        add_to_tree(tree, segment.name, _copy_shards(sharded_optimizer_state(segment, value, trainer.run.mesh)))
+        add_sharded_tensor(tree, segment.name, _clone_shards(sharded_optimizer_state(segment, value, trainer.run.mesh)))
     return tree
 
 
 def _dequantized_shards(param: nn.Parameter, mesh: Mesh) -> ShardedTensor:
     """Return a rank's shards of a quantized parameter, dequantized."""
     values = dense_weight(param)
-    pieces = [(piece.box, values[piece.local.slices()]) for piece in local_shards(param_spec_of(param), mesh)]
+    pieces = [(piece.box, values[piece.local.slices()]) for piece in local_shard_boxes(param_spec_of(param), mesh)]
     return ShardedTensor(param_spec_of(param).shape, param.dtype, pieces)
 
 
-def _copy_shards(placed: ShardedTensor) -> ShardedTensor:
+def _clone_shards(placed: ShardedTensor) -> ShardedTensor:
     return replace(placed, pieces=[(box, piece.clone()) for box, piece in placed.pieces])
 
 
 class _ActivationRecorder:
     """Records modules' inputs and outputs in forward passes, but not in recomputation."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunContext) -> None:
         self.run = run
         self._seen: list[RecordedActivation] = []
         self._stage: Network | None = None
@@ -378,22 +383,24 @@ class _ActivationRecorder:
         """Begin a step; record into `seen`."""
         self._seen, self._counts = seen, {}
 
-    def wrap_model_provider(self, model: ModelProvider) -> ModelProvider:
+    def wrap_to_record_sharding(self, model: ModelProvider) -> ModelProvider:
         """Return the provider, wrapped to record how the weights of modules are sharded."""
 
-        def build_and_note_shards(run: Run, stage: StageSpec) -> Network:
+        def build_model_and_record_sharding(run: RunContext, stage: StageSpec) -> Network:
             made = model(run, stage)
             for name, _ in made.named_modules():  # an adapter takes and gives what its linear layer does
                 linear = made.get_submodule(name.removesuffix(".adapter"))
-                self._columns[name] = _sharded_ranges(linear, run.mesh)
+                self._columns[name] = _local_weight_ranges_by_dim(linear, run.mesh)
             return made
 
-        return build_and_note_shards
+        return build_model_and_record_sharding
 
     def wrap_forward_step(self, forward_step: ForwardStep) -> ForwardStep:
         """Return the forward step, wrapped to record during it."""
 
-        def recorded_forward_step(run: Run, batches: Iterator[Batch], stage: Network) -> tuple[Any, LossFunction]:
+        def recorded_forward_step(
+            run: RunContext, batches: Iterator[Batch], stage: Network
+        ) -> tuple[Any, LossFunction]:
             self._stage, self._calls = stage, {}
             try:
                 return forward_step(run, batches, stage)
@@ -411,11 +418,11 @@ class _ActivationRecorder:
             for name, module in stage.named_modules()
             if name and not any(isinstance(part, TransformerStack) for part in module.modules())
         ]
-        return [module.register_forward_pre_hook(self._input_hook(name)) for name, module in modules] + [
-            module.register_forward_hook(self._output_hook(name)) for name, module in modules
+        return [module.register_forward_pre_hook(self._make_input_hook(name)) for name, module in modules] + [
+            module.register_forward_hook(self._make_output_hook(name)) for name, module in modules
         ]
 
-    def _input_hook(self, name: str) -> Callable[..., None]:
+    def _make_input_hook(self, name: str) -> Callable[..., None]:
         def record_input(module: nn.Module, inputs: tuple[Any, ...]) -> None:
             if self._stage is not None:
                 # A stage that only embeds what is ahead begins where the first stage, which embeds the text, would go on.
@@ -425,7 +432,7 @@ class _ActivationRecorder:
 
         return record_input
 
-    def _output_hook(self, name: str) -> Callable[..., None]:
+    def _make_output_hook(self, name: str) -> Callable[..., None]:
         def record_output(module: nn.Module, _: Any, output: Any) -> None:
             if self._stage is not None:
                 self._record_activation(name, "output", output)
@@ -443,14 +450,14 @@ class _ActivationRecorder:
             )
 
 
-def _sharded_ranges(module: nn.Module, mesh: Mesh) -> dict[int, Ranges]:
+def _local_weight_ranges_by_dim(module: nn.Module, mesh: Mesh) -> dict[int, Ranges]:
     """Return sharded dimension of the module's matrix (0 outputs, 1 inputs) -> ranges of this rank's shard in the
     whole.
     """
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2:
         return {}
-    boxes = [piece.box for piece in local_shards(param_spec_of(weight), mesh)]
+    boxes = [piece.box for piece in local_shard_boxes(param_spec_of(weight), mesh)]
     return {
         shard.dim: tuple((box.offset[shard.dim], box.offset[shard.dim] + box.shape[shard.dim]) for box in boxes)
         for shard in param_spec_of(weight).shards

@@ -1,6 +1,6 @@
 """Estimate time and memory of a layout by closed formulas, a thousand times faster than a dry run, to rank many layouts.
 
-Memory is `estimate_rank_memory` of models/flops.py, without temporaries: a lower bound, so what it rejects cannot fit. Time is that of the layers' matrix
+Memory is `estimate_memory_by_pipeline_rank` of models/flops.py, without temporaries: a lower bound, so what it rejects cannot fit. Time is that of the layers' matrix
 products, attention, element-wise operations, collectives and messages, at the rates of hardware.py. All layers count as equal, and the
 pipeline fills and drains once:
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.models.flops import BYTES, estimate_rank_memory, flops_per_sample
+from megatron.core.models.flops import BYTES, estimate_memory_by_pipeline_rank, flops_per_sample
 from megatron.trust.plan.cost import FORWARD, StepTime, step_time_from_seconds
 from megatron.trust.plan.hardware import Hardware, collective_seconds
 
@@ -73,11 +73,11 @@ def analytic_estimate(
     config: RunConfig, world_size: int, hardware: Hardware, stages: Sequence[StageSpec], *, passes: int = 0
 ) -> AnalyticEstimate:
     """Estimate time and memory of a layout. config: resolved, with its vocabulary. stages: of its pipeline
-    (`pipeline_stages_of`). passes: forward passes without gradients, as in `step_cost`.
+    (`stage_specs_of_run`). passes: forward passes without gradients, as in `step_cost`.
     """
     count = num_microbatches(config, world_size)
     dp = config.parallel.data_parallel_size(world_size)
-    held = estimate_rank_memory(config, stages, data_parallel_size=dp, num_microbatches=count)
+    held = estimate_memory_by_pipeline_rank(config, stages, data_parallel_size=dp, num_microbatches=count)
     position = max(range(len(held)), key=lambda place: held[place].total)
     forward, again, parts = _layer_seconds(config, world_size, hardware, sum(len(stage.layers) for stage in stages))
     ends = _output_layer_seconds(config, hardware)
@@ -119,10 +119,16 @@ def _layer_seconds(
 ) -> tuple[float, float, dict[str, float]]:
     """Return seconds of an average layer for one microbatch: (forward and backward, recomputation, all of it by part)."""
     model, parallel, train = config.model, config.parallel, config.train
-    size, dtype, at = BYTES[config.precision.dtype], config.precision.dtype, rank0_groups(config, world_size)
+    size, dtype, at = (
+        BYTES[config.precision.param_dtype_name],
+        config.precision.param_dtype_name,
+        rank0_groups(config, world_size),
+    )
     cp, tp, h = parallel.context_parallel_size, parallel.tp, model.hidden_size
     tokens = train.micro_batch_size * train.seq_length / cp
-    mats, met = (flops * train.micro_batch_size / 3 / layers / cp / tp for flops in _layer_and_attention_flops(config))
+    mats, met = (
+        flops * train.micro_batch_size / 3 / layers / cp / tp for flops in _total_layer_and_attention_flops(config)
+    )
     experts = max(1, (model.moe.num_experts or 1) // parallel.expert_model_parallel_size)
     products = 4 if experts == 1 else 4 + 2 * experts
     arithmetic = products * hardware.matmul_seconds(mats / products, dtype)
@@ -152,7 +158,7 @@ def _layer_seconds(
     return sum(parts.values()), again, parts | {"computed again": again}
 
 
-def _layer_and_attention_flops(config: RunConfig) -> tuple[float, float]:
+def _total_layer_and_attention_flops(config: RunConfig) -> tuple[float, float]:
     """Return the FLOPs of all layers for one sample, forward and backward: (products, attention)."""
     model, train = config.model, config.train
     whole = flops_per_sample(model, train.seq_length, "causal", decoder_length=train.decoder_seq_length)
@@ -178,7 +184,7 @@ def _output_layer_seconds(config: RunConfig, hardware: Hardware) -> float:
     share = train.micro_batch_size / parallel.tp / parallel.context_parallel_size
     logits = 4 * config.model.padded_vocab_size * train.seq_length * share
     return (
-        3 * hardware.matmul_seconds(_output_layer_flops(config) / 3 * share, config.precision.dtype)
+        3 * hardware.matmul_seconds(_output_layer_flops(config) / 3 * share, config.precision.param_dtype_name)
         + LOGITS * logits / hardware.memory_rate
     )
 
@@ -200,7 +206,10 @@ def _reduction_and_update_seconds(
     parameters: on this rank.
     """
     parallel, at = config.parallel, rank0_groups(config, world_size)["dp_cp"]
-    gradients, weights = parameters * BYTES[config.precision.gradient_dtype], parameters * BYTES[config.precision.dtype]
+    gradients, weights = (
+        parameters * BYTES[config.precision.gradient_dtype_name],
+        parameters * BYTES[config.precision.param_dtype_name],
+    )
     sharded = parallel.use_distributed_optimizer
     summed = collective_seconds("reduce_scatter" if sharded else "all_reduce", gradients, at, hardware)
     late = max(0.0, summed - 0.6 * last) if parallel.overlap_grad_reduce else summed

@@ -25,10 +25,10 @@ from typing import Any
 
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.models.flops import flops_per_sample
-from megatron.core.pipeline_parallel.schedules import forward_only_plan, num_plan_stages, stage_placement_of
+from megatron.core.pipeline_parallel.schedules import forward_only_plan, num_plan_stages, stage_placement_of_plan
 from megatron.core.pipeline_parallel.timeline import Timeline, simulate_pipeline_plan
 from megatron.trust.plan.hardware import Hardware, collective_seconds
-from megatron.trust.simulate.trace import DryRunResult, EventSpan, StepEvent, Trace, event_spans_of
+from megatron.trust.simulate.trace import ConsecutiveEvents, DryRunResult, StepEvent, Trace, consecutive_events_of
 
 _ROOT = Path(__file__).resolve().parents[3]
 DATA_AXES = ("dp", "dp_cp", "edp")  # over which gradients are summed and new weights gathered
@@ -43,7 +43,7 @@ ROWS = "megatron/core/kernels/chunked_attention.py:"  # a CPU's attention with d
 LOW_PRECISION, EMULATED = "megatron/core/kernels/low_precision/fp8.py", ("exact", "emulated_quantized_matmul")
 FORWARD = "forward passes without gradients"  # of networks that are asked before a step
 # Lines that cut a tensor only so that the blocks stay in a CPU's cache: on other devices it is one operation.
-BLOCKS = ("megatron/core/tensor_parallel/loss.py:", "megatron/core/kernels/linear_loss.py:")
+BLOCKS = ("megatron/core/tensor_parallel/cross_entropy.py:", "megatron/core/kernels/linear_loss.py:")
 ACTION = re.compile(r"([FBWR]\d+)(?:\.\d+)?$")
 
 
@@ -76,7 +76,7 @@ class StepCost:
 
 
 @dataclass(slots=True)
-class ActionTime:
+class ActionKindCost:
     """Time and traffic of all events of one kind of action, or of one phase, on a rank.
     begun: action -> seconds spent before it. parts: seconds by category. launches: gradient reductions started in the
     last one, as (seconds after its start, duration). beside: seconds of FSDP2's collectives, which overlap with the
@@ -90,7 +90,7 @@ class ActionTime:
     launches: list[tuple[float, float]] = field(default_factory=list)
     beside: float = 0.0
 
-    def add_span(self, other: ActionTime, before: float) -> None:
+    def add_span(self, other: ActionKindCost, before: float) -> None:
         """Add the time of a span that follows within an action. before: seconds spent here when the action began."""
         self.launches += [(self.seconds - before + after, seconds) for after, seconds in other.launches]
         self.seconds += other.seconds
@@ -112,7 +112,7 @@ class RankStepTime:
     """
 
     place: int
-    spent: Mapping[str, ActionTime]
+    spent: Mapping[str, ActionKindCost]
     message: float
     gathers: tuple[float, ...]
 
@@ -141,7 +141,7 @@ def step_cost(run: DryRunResult, hardware: Hardware, *, passes: int = 0) -> Step
         message=message,
         dual_batch_overlap=run.config.parallel.overlap_moe_expert_parallel_comm,
     )
-    ends = [_gradients_reduced_at(rank, run, timeline) for rank in ranks]
+    ends = [_seconds_until_gradients_reduced(rank, run, timeline) for rank in ranks]
     tails = [
         sum(spent.seconds for key, spent in rank.spent.items() if not ACTION.match(key)) + _exposed_gather_seconds(rank)
         for rank in ranks
@@ -178,7 +178,7 @@ def _fill_idle_microbatches(ranks: Sequence[RankStepTime], num_microbatches: int
 def _forward_only_seconds(run: DryRunResult, forward: Sequence[float], message: float) -> float:
     """Return seconds of one forward pass of all microbatches without gradients. forward: seconds of a microbatch on each stage."""
     pp, stages = len(run.whole_plan), len(forward)
-    plan = forward_only_plan(pp, stages // pp, run.whole_microbatches, stage_placement_of(run.whole_plan))
+    plan = forward_only_plan(pp, stages // pp, run.whole_microbatches, stage_placement_of_plan(run.whole_plan))
     return max(row[-1] for row in simulate_pipeline_plan(plan, forward=forward, message=message).end)
 
 
@@ -204,7 +204,7 @@ def step_time_from_seconds(
         / world_size
         for count in ("causal", "square")
     )
-    peak = hardware.peak_flops(config.precision.dtype)
+    peak = hardware.peak_flops(config.precision.param_dtype_name)
     return StepTime(
         seconds,
         bubble,
@@ -218,18 +218,18 @@ def step_time_from_seconds(
 
 def rank_time(trace: Trace, config: RunConfig, hardware: Hardware) -> RankStepTime:
     """Compute the time of everything that a rank does, by kind of action and by phase."""
-    spent: dict[str, ActionTime] = {}
-    meter = _EventTimeMeter(config, hardware, trace.rank)
-    for part in event_spans_of(trace.events):
+    spent: dict[str, ActionKindCost] = {}
+    meter = _EventTimeEstimator(config, hardware, trace.rank)
+    for part in consecutive_events_of(trace.events):
         if part.again:
-            place = spent.setdefault(_action_kind(part.action), ActionTime())
-            place.add_span(meter.repeated_span_time(part), place.begun.setdefault(part.action, place.seconds))
+            place = spent.setdefault(_action_kind(part.action), ActionKindCost())
+            place.add_span(meter.estimate_repeated_span(part), place.begun.setdefault(part.action, place.seconds))
             continue
         for event in part.events:
             if event.action != "setup" and event.kind != "action":
-                place = spent.setdefault(_action_kind(event.action), ActionTime())
+                place = spent.setdefault(_action_kind(event.action), ActionKindCost())
                 # A message is under way before the action that it is for.
-                meter.add_event_time(
+                meter.add_estimated_event_time(
                     event,
                     place,
                     0.0 if event.kind == "receive" else place.begun.setdefault(event.action, place.seconds),
@@ -242,7 +242,7 @@ def rank_time(trace: Trace, config: RunConfig, hardware: Hardware) -> RankStepTi
 
 
 @dataclass(slots=True)
-class _EventTimeMeter:
+class _EventTimeEstimator:
     """Computes the time of one rank's events; equal events and repeated spans only once. message, gathers: as in
     `RankStepTime`.
     """
@@ -253,9 +253,9 @@ class _EventTimeMeter:
     message: float = 0.0
     gathers: list[float] = field(default_factory=list)
     _prices: dict[tuple[Any, ...], tuple[float, str]] = field(default_factory=dict)
-    _stretches: dict[tuple[int, str], ActionTime] = field(default_factory=dict)
+    _stretches: dict[tuple[int, str], ActionKindCost] = field(default_factory=dict)
 
-    def add_event_time(self, event: StepEvent, place: ActionTime, before: float) -> None:
+    def add_estimated_event_time(self, event: StepEvent, place: ActionKindCost, before: float) -> None:
         """Add an event to its action's time and traffic. before: seconds spent there when the action began."""
         acts = _is_schedule_action(event.action)
         where = event.where if event.where.startswith((*BLOCKS, FUSED, ROWS, LOW_PRECISION)) else ""
@@ -275,7 +275,10 @@ class _EventTimeMeter:
             event.parts,
         )
         if alike not in self._prices:
-            self._prices[alike] = event_seconds(event, self.config, self.hardware, self.rank), time_category(event)
+            self._prices[alike] = (
+                estimated_event_seconds(event, self.config, self.hardware, self.rank),
+                time_category(event),
+            )
         seconds, part = self._prices[alike]
         if event.kind in ("send", "receive"):
             place.traffic["pp"] += tensor_bytes_of_event(event)
@@ -295,23 +298,23 @@ class _EventTimeMeter:
         place.seconds += seconds
         place.parts[part] += seconds
 
-    def repeated_span_time(self, part: EventSpan) -> ActionTime:
+    def estimate_repeated_span(self, part: ConsecutiveEvents) -> ActionKindCost:
         """Return the time of a span whose events were recorded before; computed once for each list of events and kind
         of action (F, B, W).
         """
         key = id(part.events), part.action[:1]
         if key not in self._stretches:
-            self._stretches[key] = spent = ActionTime()
+            self._stretches[key] = spent = ActionKindCost()
             for event in part:
-                self.add_event_time(event, spent, 0.0)
+                self.add_estimated_event_time(event, spent, 0.0)
         return self._stretches[key]
 
 
-def event_seconds(event: StepEvent, config: RunConfig, hardware: Hardware, rank: int) -> float:
+def estimated_event_seconds(event: StepEvent, config: RunConfig, hardware: Hardware, rank: int) -> float:
     """Return the seconds of one event on this rank, by the hardware's rates."""
     if event.parts:
         return sum(
-            times * sum(event_seconds(part, config, hardware, rank) for part in operations.events)
+            times * sum(estimated_event_seconds(part, config, hardware, rank) for part in operations.events)
             for times, operations in event.parts
         )
     if event.kind in ("send", "receive"):
@@ -326,15 +329,15 @@ def event_seconds(event: StepEvent, config: RunConfig, hardware: Hardware, rank:
 def _operation_seconds(event: StepEvent, config: RunConfig, hardware: Hardware) -> float:
     """Return the seconds of an operation that computes, from its products, its bytes and the hardware's rates."""
     dtype = (event.factors or event.dtype).partition("_")[0]  # float8 of float8_e4m3fn
-    dtype = dtype if dtype in hardware.peak else config.precision.dtype
+    dtype = dtype if dtype in hardware.peak else config.precision.param_dtype_name
     if hardware.fused and event.where.startswith((FUSED, ROWS)) and not ATTENTION.search(event.name):
         # A fused kernel that the machine has and the dry run's CPU has not: its products, and none of the passes between them.
         met = 1.0 if event.where.startswith(ROWS) else _attended_share(config)
         return hardware.attention_seconds(
-            event.flops * met, config.precision.dtype, backward=event.action.startswith("B")
+            event.flops * met, config.precision.param_dtype_name, backward=event.action.startswith("B")
         )
     low_precision = _native_low_precision_format(config, hardware)
-    if low_precision and event.where in _emulation_lines():
+    if low_precision and event.where in _emulation_source_lines():
         return _low_precision_seconds(event, config, hardware, low_precision)
     if ATTENTION.search(event.name):
         busy = hardware.attention_seconds(_attention_flops(event, config), dtype, backward="backward" in event.name)
@@ -349,7 +352,7 @@ def _low_precision_seconds(event: StepEvent, config: RunConfig, hardware: Hardwa
     if not event.flops:
         return 0.0
     size, width = tensor_bytes_of_event(event), dtype_bytes(event.dtype)
-    moved = (event.moved - size) / width + size * dtype_bytes(config.precision.dtype) / width
+    moved = (event.moved - size) / width + size * dtype_bytes(config.precision.param_dtype_name) / width
     return max(hardware.matmul_seconds(event.flops, name), moved / hardware.memory_rate) + hardware.launch
 
 
@@ -363,7 +366,7 @@ def _native_low_precision_format(config: RunConfig, hardware: Hardware) -> str:
 
 
 @cache
-def _emulation_lines() -> frozenset[str]:
+def _emulation_source_lines() -> frozenset[str]:
     """Return the source lines that emulate low-precision products."""
     tree = ast.parse((_ROOT / LOW_PRECISION).read_text(encoding="utf-8"))
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in EMULATED]
@@ -428,7 +431,7 @@ def _is_schedule_action(action: str) -> bool:
     return ACTION.match(action) is not None
 
 
-def _gradients_reduced_at(rank: RankStepTime, run: DryRunResult, timeline: Timeline) -> float:
+def _seconds_until_gradients_reduced(rank: RankStepTime, run: DryRunResult, timeline: Timeline) -> float:
     """Return the time at which a rank has finished its part of the schedule and its gradients are reduced, in seconds."""
     row, starts = run.whole_plan[rank.place], timeline.start[rank.place]
     launches = []
@@ -453,7 +456,7 @@ def _exposed_gather_seconds(rank: RankStepTime) -> float:
     return rank.gathers[0] + max(0.0, sum(rank.gathers[1:]) - hides)
 
 
-def _repetitions_per_recorded(key: str, spent: ActionTime, microbatches: int) -> float:
+def _repetitions_per_recorded(key: str, spent: ActionKindCost, microbatches: int) -> float:
     """Return how often in the whole step a recorded action happens, per recorded occurrence."""
     return microbatches / len(spent.begun) if key[0] in "FBW" and ACTION.match(key) else 1.0
 

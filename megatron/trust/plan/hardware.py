@@ -133,7 +133,7 @@ BLACKWELL: Reached = ((1e8, 0.01), (1e9, 0.06), (1e10, 0.28), (7e10, 0.52), (3e1
 CDNA: Reached = ((1e8, 0.01), (1e9, 0.06), (1e10, 0.25), (7e10, 0.40), (3e11, 0.46), (1.1e12, 0.50)), (0.30, 0.22)
 
 
-def _peak_flops(
+def _peak_flops_by_dtype(
     half: float, tf32: float, single: float, double: float, eighth: float = 0.0, fourth: float = 0.0
 ) -> dict[str, float]:
     """Return peaks by dtype, from TFLOP/s. eighth, fourth: of 8- and 4-bit formats, where the hardware has them.
@@ -144,7 +144,7 @@ def _peak_flops(
     return {name: rate * 1e12 for name, rate in (peaks | {"float8": eighth, "float4": fourth}).items() if rate}
 
 
-def _accelerator(
+def _accelerator_profile(
     name: str,
     peak: dict[str, float],
     *,
@@ -173,30 +173,50 @@ def _accelerator(
 PROFILES: Mapping[str, Hardware] = {
     card.name: card
     for card in (
-        _accelerator(
-            "a100-40", _peak_flops(312, 156, 19.5, 9.7), mebibytes=40_536, terabytes=1.555, link=300e9, reached=AMPERE
+        _accelerator_profile(
+            "a100-40",
+            _peak_flops_by_dtype(312, 156, 19.5, 9.7),
+            mebibytes=40_536,
+            terabytes=1.555,
+            link=300e9,
+            reached=AMPERE,
         ),
-        _accelerator(
-            "a100-80", _peak_flops(312, 156, 19.5, 9.7), mebibytes=81_251, terabytes=2.039, link=300e9, reached=AMPERE
+        _accelerator_profile(
+            "a100-80",
+            _peak_flops_by_dtype(312, 156, 19.5, 9.7),
+            mebibytes=81_251,
+            terabytes=2.039,
+            link=300e9,
+            reached=AMPERE,
         ),
-        _accelerator(
-            "h100-80", _peak_flops(989.4, 494.7, 67, 34, 1979), mebibytes=81_559, terabytes=3.35, link=450e9, ports=50e9
+        _accelerator_profile(
+            "h100-80",
+            _peak_flops_by_dtype(989.4, 494.7, 67, 34, 1979),
+            mebibytes=81_559,
+            terabytes=3.35,
+            link=450e9,
+            ports=50e9,
         ),
-        _accelerator(
-            "h200", _peak_flops(989.4, 494.7, 67, 34, 1979), mebibytes=143_771, terabytes=4.8, link=450e9, ports=50e9
+        _accelerator_profile(
+            "h200",
+            _peak_flops_by_dtype(989.4, 494.7, 67, 34, 1979),
+            mebibytes=143_771,
+            terabytes=4.8,
+            link=450e9,
+            ports=50e9,
         ),
-        _accelerator(
+        _accelerator_profile(
             "b200",
-            _peak_flops(2250, 1125, 75, 37, 4500, 9000),
+            _peak_flops_by_dtype(2250, 1125, 75, 37, 4500, 9000),
             mebibytes=183_359,
             terabytes=7.7,
             link=900e9,
             ports=50e9,
             reached=BLACKWELL,
         ),
-        _accelerator(
+        _accelerator_profile(
             "gb200",
-            _peak_flops(2500, 1250, 80, 40, 5000, 10000),
+            _peak_flops_by_dtype(2500, 1250, 80, 40, 5000, 10000),
             mebibytes=189_471,
             terabytes=8.0,
             link=900e9,
@@ -204,9 +224,9 @@ PROFILES: Mapping[str, Hardware] = {
             node=72,
             reached=BLACKWELL,
         ),
-        _accelerator(
+        _accelerator_profile(
             "mi300x",
-            _peak_flops(1307.4, 653.7, 163.4, 163.4, 2614.9),
+            _peak_flops_by_dtype(1307.4, 653.7, 163.4, 163.4, 2614.9),
             mebibytes=196_592,
             terabytes=5.3,
             link=448e9,

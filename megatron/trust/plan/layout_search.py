@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron.core.config.flags import flag_name
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.stages import stage_specs_of_run
 from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags.repair import RequestedSetup
 from megatron.trust.plan.analytic_estimate import AnalyticEstimate, analytic_estimate, with_padded_vocabulary
@@ -171,18 +171,18 @@ def rank_divisions(setting: RequestedSetup, node: int) -> Iterator[CandidateLayo
     layers = model.num_layers or (model.encoder_num_layers or 0) + (model.decoder_num_layers or 0) or 1
     length = train.seq_length or 0
     long = length >= LONG or setting.config.parallel.context_parallel_size > 1
-    for tp in _powers_of_two(divisors(ranks, node)):
-        for cp in _powers_of_two(divisors(ranks // tp, max(1, length // 2048) if long else 1)):
+    for tp in _only_powers_of_two(divisors(ranks, node)):
+        for cp in _only_powers_of_two(divisors(ranks // tp, max(1, length // 2048) if long else 1)):
             for pp in divisors(ranks // tp // cp, layers):
                 chunks = [1] if pp == 1 else _virtual_stage_counts(layers, pp)
-                for ep, etp in _expert_layouts(setting, tp, ranks // pp):
+                for ep, etp in _expert_parallel_sizes(setting, tp, ranks // pp):
                     yield from (
                         CandidateLayout(tp, cp, pp, ranks // (tp * cp * pp), size, ep, etp, 0, "none", False)
                         for size in chunks
                     )
 
 
-def _powers_of_two(numbers: Sequence[int]) -> list[int]:
+def _only_powers_of_two(numbers: Sequence[int]) -> list[int]:
     return [number for number in numbers if number & (number - 1) == 0]
 
 
@@ -191,7 +191,7 @@ def _virtual_stage_counts(layers: int, pp: int) -> list[int]:
     return [size for size in range(1, MOST_CHUNKS + 1) if layers % (pp * size) == 0 or size == 1]
 
 
-def _expert_layouts(setting: RequestedSetup, tp: int, ranks: int) -> list[tuple[int, int]]:
+def _expert_parallel_sizes(setting: RequestedSetup, tp: int, ranks: int) -> list[tuple[int, int]]:
     """Return (expert, expert-tensor) sizes for this many ranks of a stage."""
     count = setting.config.model.moe.num_experts
     if not count:
@@ -219,11 +219,11 @@ def search_layouts(
         if time.monotonic() - started > seconds * (0.6 if planner else 1.0):
             ranking.complete = False
             break
-        _estimate_layout(setting, shape, hardware, true_vocab_size, ranking)
+        _add_layout_variants_to_ranking(setting, shape, hardware, true_vocab_size, ranking)
     progress(len(divisions), len(divisions), "rules and formulas")
     ranking.fits.sort(key=_layout_sort_key)
     if planner is not None:
-        _dry_run_best(
+        _dry_run_best_layouts(
             ranking, setting.world_size, hardware, planner, plans=plans, until=started + seconds, progress=progress
         )
     return ranking
@@ -234,7 +234,7 @@ def _layout_sort_key(one: FittingLayout) -> tuple[bool, float, float]:
     return not one.planned, round(one.time.seconds, 9), one.needs
 
 
-def _estimate_layout(
+def _add_layout_variants_to_ranking(
     setting: RequestedSetup, shape: CandidateLayout, hardware: Hardware, true_vocab_size: int, ranking: LayoutRanking
 ) -> None:
     """Estimate a division in all its variants, and add each to the fitting or the rejected ones."""
@@ -244,7 +244,7 @@ def _estimate_layout(
     requested_micro, batch, stages = (
         setting.config.train.micro_batch_size,
         first.train.global_batch_size,
-        pipeline_stages_of(first),
+        stage_specs_of_run(first),
     )
     for micro in sorted({*MICRO, *([requested_micro] if requested_micro else [])}):
         layout = replace(shape, micro=micro)
@@ -333,7 +333,7 @@ def _resolve_layout_or_reject(
     return None
 
 
-def _dry_run_best(
+def _dry_run_best_layouts(
     ranking: LayoutRanking,
     world_size: int,
     hardware: Hardware,

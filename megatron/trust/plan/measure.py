@@ -40,9 +40,11 @@ def measure_hardware(say: Say) -> Hardware | None:
     set_current_device(device)
     if place.size == 1:
         say("links are those of a built-in profile; run this under torchrun to measure them")
-        return _measure_process(device, say)
+        return _measure_device_rates(device, say)
     is_first = place.rank == 0
-    hardware = _measure_process(device, say) if is_first else PROFILES["cpu"]  # the others wait, so as not to disturb
+    hardware = (
+        _measure_device_rates(device, say) if is_first else PROFILES["cpu"]
+    )  # the others wait, so as not to disturb
     dist.init_process_group(process_group_backend(device), device_id=device if device.type == "cuda" else None)
     try:
         hardware = measure_links(hardware, device, say if is_first else _say_nothing)
@@ -51,12 +53,13 @@ def measure_hardware(say: Say) -> Hardware | None:
     return hardware if is_first else None
 
 
-def _measure_process(device: torch.device, say: Say) -> Hardware:
+def _measure_device_rates(device: torch.device, say: Say) -> Hardware:
     """Measure what one process can; links are those of a built-in profile."""
     base = PROFILES["cpu" if device.type == "cpu" else "h200"]
     sizes = SIZES["cpu" if device.type == "cpu" else "cuda"]
     rates = {
-        name: [(2.0 * size**3, _matmul_flops(size, dtype, device)) for size in sizes] for name, dtype in DTYPES.items()
+        name: [(2.0 * size**3, _measure_matmul_rate(size, dtype, device)) for size in sizes]
+        for name, dtype in DTYPES.items()
     }
     peak = {name: max(rate for _, rate in points) for name, points in rates.items()}
     for name, rate in peak.items():
@@ -157,7 +160,7 @@ def _best_seconds(run: Callable[[], object], device: torch.device) -> float:
     return best
 
 
-def _matmul_flops(size: int, dtype: torch.dtype, device: torch.device) -> float:
+def _measure_matmul_rate(size: int, dtype: torch.dtype, device: torch.device) -> float:
     """Return the FLOPs per second of a square product."""
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2.0 * size**3 / _best_seconds(lambda: left @ right, device)
@@ -189,12 +192,12 @@ def _attention_efficiency(device: torch.device, top: float) -> tuple[float, floa
     q, k, v = (torch.randn(batch, heads, length, width, device=device).to(dtype).requires_grad_() for _ in range(3))
     flops = 2.0 * batch * heads * length**2 * width
 
-    def forward_and_backward() -> None:
+    def attention_forward_and_backward() -> None:
         F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
 
     with torch.no_grad():
         ahead = _best_seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), device)
-    back = max(_best_seconds(forward_and_backward, device) - ahead, ahead)
+    back = max(_best_seconds(attention_forward_and_backward, device) - ahead, ahead)
     return flops / ahead / top, 2.5 * flops / back / top
 
 

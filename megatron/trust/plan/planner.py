@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.stages import stage_specs_of_run
 from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags.repair import RequestedSetup
 from megatron.trust.plan.analytic_estimate import analytic_estimate, with_padded_vocabulary
 from megatron.trust.plan.cost import StepCost, step_cost
 from megatron.trust.plan.hardware import Hardware
-from megatron.trust.simulate.collective_matching import MatchReport
+from megatron.trust.simulate.collective_matching import CollectiveMatchReport
 from megatron.trust.simulate.trace import KINDS, DryRunResult, Trace
 from megatron.trust.units import bytes_text
 
@@ -41,7 +41,7 @@ class DryRunner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryAdvice:
+class MemorySavingChange:
     """A change to the flags that was simulated. words: the flags. peak: bytes afterwards; saved: bytes. slower: ratio of a step's seconds, by formulas. fits: whether the run
     fits afterwards.
     """
@@ -54,7 +54,7 @@ class MemoryAdvice:
 
 
 @dataclass(frozen=True, slots=True)
-class RunPlan:
+class RunEstimate:
     """The plan of a run. seconds: duration of planning. advice: changes that save memory, if the run does not fit. matching: whether its ranks would
     deadlock, if that was checked.
     """
@@ -63,8 +63,8 @@ class RunPlan:
     cost: StepCost
     hardware: Hardware
     seconds: float
-    advice: tuple[MemoryAdvice, ...] = ()
-    matching: MatchReport | None = None
+    advice: tuple[MemorySavingChange, ...] = ()
+    matching: CollectiveMatchReport | None = None
 
     @property
     def no_rank_deadlocks(self) -> bool:
@@ -77,25 +77,27 @@ class RunPlan:
         return self.run.worst_trace.peak <= self.hardware.usable_bytes()
 
 
-def plan_run(config: RunConfig, world_size: int, hardware: Hardware, dry_run: DryRunner, *, passes: int = 0) -> RunPlan:
+def estimate_run(
+    config: RunConfig, world_size: int, hardware: Hardware, dry_run: DryRunner, *, passes: int = 0
+) -> RunEstimate:
     """Simulate a step of a resolved config with its vocabulary, and return its memory and time. passes: as in
     `step_cost`.
     """
     started = time.monotonic()
     run = dry_run(config, world_size)
-    return RunPlan(run, step_cost(run, hardware, passes=passes), hardware, time.monotonic() - started)
+    return RunEstimate(run, step_cost(run, hardware, passes=passes), hardware, time.monotonic() - started)
 
 
-def with_memory_advice(
-    planned: RunPlan, setting: RequestedSetup, dry_run: DryRunner, *, true_vocab_size: int, seconds: float = 60.0
-) -> RunPlan:
+def add_memory_saving_changes(
+    planned: RunEstimate, setting: RequestedSetup, dry_run: DryRunner, *, true_vocab_size: int, seconds: float = 60.0
+) -> RunEstimate:
     """Add changes that save memory to the plan of a setting that does not fit: each is simulated, alone and then combined until the run fits.
 
     seconds: time limit for further changes.
     """
     until, tried, advice = time.monotonic() + seconds, 0, []
-    saving: list[tuple[MemoryAdvice, dict[str, Any]]] = []
-    trial = _AdviceTrial(planned, setting, dry_run, true_vocab_size)
+    saving: list[tuple[MemorySavingChange, dict[str, Any]]] = []
+    trial = _ChangeSimulator(planned, setting, dry_run, true_vocab_size)
     for words, values in memory_saving_edits(setting, planned.run.config):
         one = trial.simulate_change(words, values) if time.monotonic() < until else None
         tried += one is not None
@@ -155,15 +157,15 @@ def memory_saving_edits(setting: RequestedSetup, config: RunConfig) -> list[tupl
 
 
 @dataclass(frozen=True, slots=True)
-class _AdviceTrial:
+class _ChangeSimulator:
     """The setting and the plan that changes are compared with."""
 
-    planned: RunPlan
+    planned: RunEstimate
     setting: RequestedSetup
     dry_run: DryRunner
     true_vocab_size: int
 
-    def simulate_change(self, words: str, values: Mapping[str, Any]) -> MemoryAdvice | None:
+    def simulate_change(self, words: str, values: Mapping[str, Any]) -> MemorySavingChange | None:
         """Simulate a change; None if rules forbid it."""
         ranks, before, hardware = self.setting.world_size, self.planned.run, self.planned.hardware
         config, problems = resolve_and_examine(self.setting.with_values(values).config, ranks)
@@ -171,7 +173,7 @@ class _AdviceTrial:
             return None
         config = with_padded_vocabulary(config, self.true_vocab_size)
         times = [
-            analytic_estimate(one, ranks, hardware, pipeline_stages_of(one), passes=self.setting.passes).time.seconds
+            analytic_estimate(one, ranks, hardware, stage_specs_of_run(one), passes=self.setting.passes).time.seconds
             for one in (before.config, config)
         ]
         # The fullest rank stays the fullest when only what all ranks do alike changes.
@@ -180,12 +182,12 @@ class _AdviceTrial:
             for size in ("tp", "pp", "context_parallel_size", "expert_model_parallel_size")
         )
         peak = self.dry_run(config, ranks, [before.worst_trace.rank] if same else None).worst_trace.peak
-        return MemoryAdvice(
+        return MemorySavingChange(
             words, peak, before.worst_trace.peak - peak, times[1] / times[0] - 1.0, peak <= hardware.usable_bytes()
         )
 
 
-def peak_explanation_lines(run: DryRunResult) -> list[str]:
+def fullest_rank_explanation_lines(run: DryRunResult) -> list[str]:
     """Return lines on why the fullest rank is the fullest: what it holds more of than the emptiest one, and which part
     of the layout causes it.
     """
@@ -217,7 +219,7 @@ def peak_explanation_lines(run: DryRunResult) -> list[str]:
 
 def stage_contents_text(run: DryRunResult, trace: Trace) -> str:
     """Name what a rank's stages hold besides layers."""
-    stages = [stage for stage in pipeline_stages_of(run.config) if stage.rank == trace.place.get("pp", 0)]
+    stages = [stage for stage in stage_specs_of_run(run.config) if stage.rank == trace.place.get("pp", 0)]
     has = [
         name
         for name, there in (

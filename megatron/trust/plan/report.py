@@ -20,7 +20,7 @@ from megatron.core.models.describe import count_parameters
 from megatron.core.pipeline_parallel.schedules import num_plan_stages
 from megatron.trust.plan.cost import FUSED
 from megatron.trust.plan.layout_search import LayoutRanking
-from megatron.trust.plan.planner import RunPlan, peak_explanation_lines, stage_contents_text
+from megatron.trust.plan.planner import RunEstimate, fullest_rank_explanation_lines, stage_contents_text
 from megatron.trust.simulate.trace import KINDS, DryRunResult, MemoryByKind, Trace
 from megatron.trust.units import GIB, bytes_text, count_text, seconds_text
 
@@ -30,10 +30,16 @@ WIDE, TALL, ROW = 1000, 300, 22
 LEFT, BELOW = 70, 36  # room for the axes of a picture
 
 
-def plan_report_text(planned: RunPlan) -> str:
+def run_estimate_text(planned: RunEstimate) -> str:
     """Return the report as text of one screen."""
     run, time = planned.run, planned.cost.time
-    lines = [conclusion_line(planned), "", run_summary_line(run), "", *_format_table(_memory_rows(planned))]
+    lines = [
+        memory_fit_and_speed_line(planned),
+        "",
+        planned_run_summary_line(run),
+        "",
+        *_format_table(_memory_rows(planned)),
+    ]
     worst, summit = run.worst_trace, run.worst_trace.event_at_peak
     lines += [
         "",
@@ -41,7 +47,9 @@ def plan_report_text(planned: RunPlan) -> str:
         + (f", {summit.module}" if summit.module else "")
         + (f", {summit.where}" if summit.where else ""),
     ]
-    lines += [f"{'' if place else 'why there:':10} {line}" for place, line in enumerate(peak_explanation_lines(run))]
+    lines += [
+        f"{'' if place else 'why there:':10} {line}" for place, line in enumerate(fullest_rank_explanation_lines(run))
+    ]
     parts = [
         f"{part} {seconds / time.seconds:.0%}"
         for part, seconds in time.parts.items()
@@ -62,7 +70,7 @@ def plan_report_text(planned: RunPlan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def conclusion_line(planned: RunPlan) -> str:
+def memory_fit_and_speed_line(planned: RunEstimate) -> str:
     """Return one line: whether the run fits, its step time and throughput."""
     time, worst, hardware = planned.cost.time, planned.run.worst_trace, planned.hardware
     fits = "FITS" if planned.fits_in_memory else "DOES NOT FIT"
@@ -74,7 +82,7 @@ def conclusion_line(planned: RunPlan) -> str:
     )
 
 
-def run_summary_line(run: DryRunResult) -> str:
+def planned_run_summary_line(run: DryRunResult) -> str:
     """Return one line on the run: ranks and layout, parameters, batch, dtype."""
     parallel, train = run.config.parallel, run.config.train
     sizes = [
@@ -93,11 +101,11 @@ def run_summary_line(run: DryRunResult) -> str:
     )
     return (
         f"{_plural_count_text(run.world_size, 'rank')} ({layout}); {count_text(count_parameters(model).total)} parameters with a vocabulary of "
-        f"{model.padded_vocab_size:,}; {batches}; {run.config.precision.dtype}"
+        f"{model.padded_vocab_size:,}; {batches}; {run.config.precision.param_dtype_name}"
     )
 
 
-def plan_report_values(planned: RunPlan) -> dict[str, Any]:
+def run_estimate_values(planned: RunEstimate) -> dict[str, Any]:
     """Return the report as plain values, in bytes and seconds."""
     run, hardware = planned.run, planned.hardware
     ranks = [
@@ -119,7 +127,7 @@ def plan_report_values(planned: RunPlan) -> dict[str, Any]:
         "budget": hardware.usable_bytes(),
         "world_size": run.world_size,
         "worst_rank": run.worst_trace.rank,
-        "why": peak_explanation_lines(run),
+        "why": fullest_rank_explanation_lines(run),
         "notes": dry_run_caveats(run),
         "ranks": ranks,
         "microbatches": run.whole_microbatches,
@@ -133,7 +141,7 @@ def plan_report_values(planned: RunPlan) -> dict[str, Any]:
     }
 
 
-def plan_report_html(planned: RunPlan, command: Sequence[str]) -> str:
+def run_estimate_html(planned: RunEstimate, command: Sequence[str]) -> str:
     """Return the report as one HTML page. command: the words of the command that made it."""
     run, time = planned.run, planned.cost.time
     fullest = sorted(run.traces, key=lambda trace: -trace.peak)
@@ -164,14 +172,16 @@ def plan_report_html(planned: RunPlan, command: Sequence[str]) -> str:
     )
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=html.escape(
-            f"{'fits' if planned.fits_in_memory else 'does not fit'}, {seconds_text(time.seconds)} a step, {run_summary_line(run)}"
+            f"{'fits' if planned.fits_in_memory else 'does not fit'}, {seconds_text(time.seconds)} a step, {planned_run_summary_line(run)}"
         ),
         command=html.escape(shlex.join(command)),
         state="good" if planned.fits_in_memory else "bad",
-        conclusion=html.escape(conclusion_line(planned)),
-        headline=html.escape(run_summary_line(run)),
+        conclusion=html.escape(memory_fit_and_speed_line(planned)),
+        headline=html.escape(planned_run_summary_line(run)),
         memory=_html_table(_memory_rows(planned, most=DRAWN_ROWS)),
-        why="".join(f"<li>{html.escape(line)}</li>" for line in (*peak_explanation_lines(run), *dry_run_caveats(run))),
+        why="".join(
+            f"<li>{html.escape(line)}</li>" for line in (*fullest_rank_explanation_lines(run), *dry_run_caveats(run))
+        ),
         figures=figures,
         keys=keys,
         schedule=schedule_picture(planned),
@@ -207,7 +217,7 @@ def memory_picture(trace: Trace, budget: float) -> str:
     )
 
 
-def schedule_picture(planned: RunPlan) -> str:
+def schedule_picture(planned: RunEstimate) -> str:
     """Draw the simulated schedule as SVG: a row for each pipeline rank; of a long step the beginning."""
     plan, timeline = planned.run.whole_plan, planned.cost.timeline
     actions = [
@@ -301,7 +311,7 @@ def layout_search_text(ranking: LayoutRanking, flags: Iterable[str], most: int =
     return "\n".join(lines) + "\n"
 
 
-def layout_search_values(ranking: LayoutRanking, flags: Sequence[str]) -> dict[str, Any]:
+def layout_search_report_values(ranking: LayoutRanking, flags: Sequence[str]) -> dict[str, Any]:
     """Return the result of a layout search as plain values, with the reason for each rejected layout."""
     return {
         "tried": ranking.tried,
@@ -320,7 +330,7 @@ def layout_search_values(ranking: LayoutRanking, flags: Sequence[str]) -> dict[s
     }
 
 
-def _memory_rows(planned: RunPlan, most: int = SHOWN_RANKS) -> list[list[str]]:
+def _memory_rows(planned: RunEstimate, most: int = SHOWN_RANKS) -> list[list[str]]:
     """Return table rows of peak memory by kind of rank: the fullest kinds, in order of ranks. Kinds of one stage with equal memory share a row."""
     run = planned.run
     unit, name = (GIB, "GiB") if run.worst_trace.peak >= GIB else (2**20, "MiB")
@@ -366,7 +376,7 @@ def dry_run_caveats(run: DryRunResult) -> list[str]:
     return notes_of_run
 
 
-def _advice_lines(planned: RunPlan) -> list[str]:
+def _advice_lines(planned: RunEstimate) -> list[str]:
     """Return lines of advice; first what makes the run fit."""
     if not planned.advice:
         return ["What to change: no change that was tried saves memory; --search looks at all layouts"]

@@ -1,6 +1,6 @@
 """Would these ranks hang? Compare the collectives and messages of all ranks' traces, without running anything.
 
-    match_collectives(dry_run) -> MatchReport       mismatches; the first of them with both source lines
+    match_collectives(dry_run) -> CollectiveMatchReport       mismatches; the first of them with both source lines
 
 Three things are checked, by the rules of NCCL and gloo:
 
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from megatron.core.parallel.grid import RankLists, axis_rank_groups, hybrid_cp_rank_groups
-from megatron.trust.simulate.trace import TOGETHER, DryRunResult, StepEvent, communication_of
+from megatron.trust.simulate.trace import TOGETHER, DryRunResult, StepEvent, communication_events_of
 
 MOST_PLAYED = 64  # ranks that are played together
 _ALONE = ("pp", "pp_backward")  # axes whose messages begin one by one; elsewhere a send and a receive begin together
@@ -36,7 +36,7 @@ Group = tuple[str, tuple[int, ...]]  # (which of the groups of these ranks, the 
 
 
 @dataclass(frozen=True, slots=True)
-class MatchedCollective:
+class CommunicationCall:
     """A collective, or one end of a message, of one rank. peer: rank of the other end, or the source of a broadcast."""
 
     rank: int
@@ -69,14 +69,14 @@ class CollectiveMismatch:
 
     kind: str
     says: str
-    both: tuple[MatchedCollective, ...]
+    both: tuple[CommunicationCall, ...]
 
     def __str__(self) -> str:
         return "\n".join([self.says, *(f"    {one}" for one in self.both)])
 
 
 @dataclass(frozen=True, slots=True)
-class MatchReport:
+class CollectiveMatchReport:
     """Result of the comparison. collectives, messages: number of pairs compared. played: number of ranks simulated
     together.
     """
@@ -97,14 +97,14 @@ class MatchReport:
 
 
 @dataclass(frozen=True, slots=True)
-class RankCommunication:
+class RankCommunicationSequence:
     """One rank's collectives and messages in order, with the starts of its actions, as strings, between them."""
 
     rank: int
-    steps: tuple[MatchedCollective | str, ...]
+    steps: tuple[CommunicationCall | str, ...]
 
 
-def match_collectives(run: DryRunResult) -> MatchReport:
+def match_collectives(run: DryRunResult) -> CollectiveMatchReport:
     """Compare the traces of a dry run."""
     lists = axis_rank_groups(run.config.parallel, run.world_size) | hybrid_cp_rank_groups(
         run.config.parallel, run.world_size
@@ -114,24 +114,24 @@ def match_collectives(run: DryRunResult) -> MatchReport:
     traced = {trace.rank: trace.events for trace in run.traces}
     stands = [trace.rank for trace in run.traces]
 
-    compares = _owners_sums_meet(run, lists)
+    compares = _can_compare_optimizer_sums(run, lists)
 
-    def communication_of_rank(rank: int) -> RankCommunication:
+    def communication_sequence_of(rank: int) -> RankCommunicationSequence:
         return rank_communication_of(rank, stands[kind_of[rank]], traced[stands[kind_of[rank]]], lists, compares)
 
     chosen = played = [rank for rank in range(run.world_size) if rank in kind_of]
     if len(played) > MOST_PLAYED:
-        chosen = [rank for rank in _covering_ranks(lists, kind_of) if rank in kind_of]
+        chosen = [rank for rank in _ranks_covering_kind_pairs(lists, kind_of) if rank in kind_of]
         first_replica = next(group for group in lists["model"] if played[0] in group)
         played = [rank for rank in first_replica if rank in kind_of]
     return match_rank_communication(
-        {rank: communication_of_rank(rank) for rank in dict.fromkeys((*chosen, *played))},
+        {rank: communication_sequence_of(rank) for rank in dict.fromkeys((*chosen, *played))},
         played,
         overlap=run.config.parallel.overlap_p2p_communication,
     )
 
 
-def _owners_sums_meet(run: DryRunResult, lists: Mapping[str, RankLists]) -> Callable[[Sequence[int]], bool]:
+def _can_compare_optimizer_sums(run: DryRunResult, lists: Mapping[str, RankLists]) -> Callable[[Sequence[int]], bool]:
     """Return whether sums of owners' shares can be compared in a group of ranks: the traces of all have the same share of the optimizer's state."""
     place = {rank: at for group in lists["dp_cp"] for at, rank in enumerate(group)}
     share = {rank: place[trace.rank] for trace, ranks in zip(run.traces, run.stands_for, strict=True) for rank in ranks}
@@ -140,18 +140,18 @@ def _owners_sums_meet(run: DryRunResult, lists: Mapping[str, RankLists]) -> Call
 
 
 def match_rank_communication(
-    lines: Mapping[int, RankCommunication], played: Sequence[int] | None = None, *, overlap: bool = True
-) -> MatchReport:
+    lines: Mapping[int, RankCommunicationSequence], played: Sequence[int] | None = None, *, overlap: bool = True
+) -> CollectiveMatchReport:
     """Compare ranks' collectives and messages, and simulate their waiting. played: ranks to simulate; left out, all.
     overlap: whether messages overlap with actions.
     """
     problems, collectives = _compare_collectives(lines)
-    others, messages = _compare_messages(lines)
+    others, messages = _compare_sent_and_received(lines)
     problems += others
     chosen = list(lines) if played is None else list(played)
     if not problems:  # what does not meet would only be found waiting for what never comes
         problems += _simulate_waiting({rank: lines[rank] for rank in chosen}, overlap=overlap)
-    return MatchReport(tuple(problems), collectives, messages, len(chosen))
+    return CollectiveMatchReport(tuple(problems), collectives, messages, len(chosen))
 
 
 def rank_communication_of(
@@ -160,7 +160,7 @@ def rank_communication_of(
     events: Sequence[StepEvent],
     lists: Mapping[str, RankLists],
     compares: Callable[[Sequence[int]], bool] = lambda ranks: True,
-) -> RankCommunication:
+) -> RankCommunicationSequence:
     """Return the timeline of a rank from the trace of another that stands for it: the same events, in its own groups.
 
     compares: whether sums of owners' shares are compared in a group of ranks; elsewhere they are left out.
@@ -169,8 +169,8 @@ def rank_communication_of(
         axis: (next((g for g in axis_groups if traced in g), None), next((g for g in axis_groups if rank in g), None))
         for axis, axis_groups in lists.items()
     }
-    steps: list[MatchedCollective | str] = []
-    for event in communication_of(events):
+    steps: list[CommunicationCall | str] = []
+    for event in communication_events_of(events):
         if event.kind == "action":
             steps.append(event.name)
         elif event.is_communication:
@@ -180,7 +180,7 @@ def rank_communication_of(
                 continue
             peer = _peer_rank(event, traced, rank, ranks)
             steps.append(
-                MatchedCollective(
+                CommunicationCall(
                     rank,
                     event.name,
                     event.axis,
@@ -192,7 +192,7 @@ def rank_communication_of(
                     event.action,
                 )
             )
-    return RankCommunication(rank, tuple(steps))
+    return RankCommunicationSequence(rank, tuple(steps))
 
 
 def _peer_rank(event: StepEvent, traced: int, rank: int, ranks: tuple[int, ...]) -> int:
@@ -211,7 +211,7 @@ def process_group_key(axis: str, ranks: tuple[int, ...]) -> Group:
     return axis if axis == "pp_backward" or axis.startswith("block") else "", ranks
 
 
-def _covering_ranks(lists: Mapping[str, RankLists], kind_of: Mapping[int, int]) -> list[int]:
+def _ranks_covering_kind_pairs(lists: Mapping[str, RankLists], kind_of: Mapping[int, int]) -> list[int]:
     """Return ranks whose groups cover every pair of kinds that meet anywhere; of equal groups, the first."""
     seen: set[tuple[str, tuple[int, ...]]] = set()
     lines: dict[int, None] = {}
@@ -228,12 +228,12 @@ def _covering_ranks(lists: Mapping[str, RankLists], kind_of: Mapping[int, int]) 
 # In order, and alike.
 
 
-def _compare_collectives(lines: Mapping[int, RankCommunication]) -> tuple[list[CollectiveMismatch], int]:
+def _compare_collectives(lines: Mapping[int, RankCommunicationSequence]) -> tuple[list[CollectiveMismatch], int]:
     """Compare the members of each group with its first member. Return (mismatches, number of pairs compared)."""
-    by_group: dict[Group, dict[int, list[MatchedCollective]]] = {}
+    by_group: dict[Group, dict[int, list[CommunicationCall]]] = {}
     for rank, line in lines.items():
         for step in line.steps:
-            if isinstance(step, MatchedCollective) and step.name not in ("send", "receive"):
+            if isinstance(step, CommunicationCall) and step.name not in ("send", "receive"):
                 by_group.setdefault(step.group, {}).setdefault(rank, []).append(step)
     problems, count = [], 0
     for group, events in by_group.items():
@@ -242,7 +242,7 @@ def _compare_collectives(lines: Mapping[int, RankCommunication]) -> tuple[list[C
         for rank in present[1:]:
             other = events.get(rank, [])
             count += min(len(first), len(other))
-            problems += _first_sequence_mismatch(
+            problems += _first_mismatch_of_two_ranks(
                 first,
                 other,
                 _collective_mismatch_reason,
@@ -252,14 +252,14 @@ def _compare_collectives(lines: Mapping[int, RankCommunication]) -> tuple[list[C
     return problems, count
 
 
-def _compare_messages(lines: Mapping[int, RankCommunication]) -> tuple[list[CollectiveMismatch], int]:
+def _compare_sent_and_received(lines: Mapping[int, RankCommunicationSequence]) -> tuple[list[CollectiveMismatch], int]:
     """Compare both ends of every pair of ranks that exchange messages within a group. Return (mismatches, number of
     pairs compared).
     """
-    by_pair: dict[tuple[Group, int, int], dict[int, list[MatchedCollective]]] = {}
+    by_pair: dict[tuple[Group, int, int], dict[int, list[CommunicationCall]]] = {}
     for rank, line in lines.items():
         for step in line.steps:
-            if isinstance(step, MatchedCollective) and step.name in ("send", "receive"):
+            if isinstance(step, CommunicationCall) and step.name in ("send", "receive"):
                 pair = min(rank, step.peer), max(rank, step.peer)
                 by_pair.setdefault((step.group, *pair), {}).setdefault(rank, []).append(step)
     problems, count = [], 0
@@ -276,14 +276,14 @@ def _compare_messages(lines: Mapping[int, RankCommunication]) -> tuple[list[Coll
                 mine, other = (
                     [one for one in end if name in (None, one.name)] for end, name in zip(ends, way, strict=True)
                 )
-                problems += _first_sequence_mismatch(mine, other, _message_mismatch, (low, high), where)
+                problems += _first_mismatch_of_two_ranks(mine, other, _message_mismatch, (low, high), where)
     return problems, count
 
 
-def _first_sequence_mismatch(
-    first: Sequence[MatchedCollective],
-    second: Sequence[MatchedCollective],
-    unlike: Callable[[MatchedCollective, MatchedCollective], tuple[str, str] | None],
+def _first_mismatch_of_two_ranks(
+    first: Sequence[CommunicationCall],
+    second: Sequence[CommunicationCall],
+    unlike: Callable[[CommunicationCall, CommunicationCall], tuple[str, str] | None],
     ranks: tuple[int, int],
     where: str,
 ) -> list[CollectiveMismatch]:
@@ -307,7 +307,7 @@ def _first_sequence_mismatch(
     ]
 
 
-def _collective_mismatch_reason(a: MatchedCollective, b: MatchedCollective) -> tuple[str, str] | None:
+def _collective_mismatch_reason(a: CommunicationCall, b: CommunicationCall) -> tuple[str, str] | None:
     """Return (kind, in words) of why two ranks' collectives do not match; None if they do."""
     if a.name != b.name:
         return "operation", "different operations"
@@ -321,7 +321,7 @@ def _collective_mismatch_reason(a: MatchedCollective, b: MatchedCollective) -> t
     return None
 
 
-def _message_mismatch(a: MatchedCollective, b: MatchedCollective) -> tuple[str, str] | None:
+def _message_mismatch(a: CommunicationCall, b: CommunicationCall) -> tuple[str, str] | None:
     """Return (kind, in words) of why two ends do not belong to one message; None if they do."""
     if a.name == b.name:
         return "direction", f"both ends {'send' if a.name == 'send' else 'receive'}"
@@ -345,27 +345,28 @@ def _short_rank_list(ranks: tuple[int, ...]) -> str:
 
 
 @dataclass(slots=True)
-class _SimulatedRank:
+class _DeadlockSimulationRank:
     """A rank whose waiting is simulated. todo: its remaining steps: starts of messages, and waits."""
 
     rank: int
-    todo: deque[tuple[str, MatchedCollective, int]]
+    todo: deque[tuple[str, CommunicationCall, int]]
     began: dict[tuple[Group, int, str], int] = field(default_factory=dict)  # ends of messages that it began
     came: dict[Group, int] = field(default_factory=dict)  # collectives that it came to
     stands: bool = False  # at a collective that it came to
-    followers: list[_SimulatedRank] = field(default_factory=list)  # who waits for it
+    followers: list[_DeadlockSimulationRank] = field(default_factory=list)  # who waits for it
 
 
-def _simulate_waiting(lines: Mapping[int, RankCommunication], *, overlap: bool) -> list[CollectiveMismatch]:
+def _simulate_waiting(lines: Mapping[int, RankCommunicationSequence], *, overlap: bool) -> list[CollectiveMismatch]:
     """Advance all ranks as long as any can; return the cycle of ranks that wait for each other, if any remain."""
     players = {
-        rank: _SimulatedRank(rank, deque(_blocking_steps(line, overlap=overlap))) for rank, line in lines.items()
+        rank: _DeadlockSimulationRank(rank, deque(_blocking_steps(line, overlap=overlap)))
+        for rank, line in lines.items()
     }
     ready = deque(players.values())
     while ready:
         player, further = ready.popleft(), False
         while player.todo:
-            further |= _arrive_at_step(player)
+            further |= _start_next_communication(player)
             awaited = _ranks_waited_for(player, players)
             if awaited:
                 players[awaited[0]].followers.append(player)
@@ -379,23 +380,23 @@ def _simulate_waiting(lines: Mapping[int, RankCommunication], *, overlap: bool) 
     return [_find_waiting_cycle(stuck[0], players)] if stuck else []
 
 
-def _blocking_steps(line: RankCommunication, *, overlap: bool) -> Iterator[tuple[str, MatchedCollective, int]]:
+def _blocking_steps(line: RankCommunicationSequence, *, overlap: bool) -> Iterator[tuple[str, CommunicationCall, int]]:
     """Yield a rank's steps as (begin, through or meet; collective or message; its number among equal ones): a message
     begins, is waited for, or a collective is waited for, each wait where it blocks.
     """
-    arriving: dict[str, list[tuple[MatchedCollective, int]]] = {}
-    leaving: list[list[tuple[MatchedCollective, int]]] = [[], []]  # sends that began during this action, and before it
-    together: list[tuple[MatchedCollective, int]] = []  # both ways at once: through before anything else
+    arriving: dict[str, list[tuple[CommunicationCall, int]]] = {}
+    leaving: list[list[tuple[CommunicationCall, int]]] = [[], []]  # sends that began during this action, and before it
+    together: list[tuple[CommunicationCall, int]] = []  # both ways at once: through before anything else
     numbers: dict[tuple[Group, int, str], int] = {}
     for step in line.steps:
-        message = isinstance(step, MatchedCollective) and step.name in ("send", "receive")
+        message = isinstance(step, CommunicationCall) and step.name in ("send", "receive")
         if isinstance(step, str) or not message or step.axis in _ALONE:
-            yield from _wait_steps(together)
+            yield from _message_waits(together)
             together = []
         if isinstance(step, str):
-            yield from _wait_steps(leaving[1])
+            yield from _message_waits(leaving[1])
             leaving = [[], leaving[0]]
-            yield from _wait_steps(one for name in step.split(TOGETHER) for one in arriving.pop(name, ()))
+            yield from _message_waits(one for name in step.split(TOGETHER) for one in arriving.pop(name, ()))
         elif not message:
             yield "meet", step, 0
         else:
@@ -405,7 +406,7 @@ def _blocking_steps(line: RankCommunication, *, overlap: bool) -> Iterator[tuple
                 together.append((step, number))
                 yield "begin", step, number
                 continue
-            yield from _wait_steps(leaving[1])  # the action is over: what left before it has arrived
+            yield from _message_waits(leaving[1])  # the action is over: what left before it has arrived
             leaving[1] = []
             yield "begin", step, number
             if not overlap:
@@ -414,15 +415,15 @@ def _blocking_steps(line: RankCommunication, *, overlap: bool) -> Iterator[tuple
                 leaving[0].append((step, number))
             else:
                 arriving.setdefault(step.action, []).append((step, number))
-    yield from _wait_steps((*together, *leaving[1], *leaving[0], *chain.from_iterable(arriving.values())))
+    yield from _message_waits((*together, *leaving[1], *leaving[0], *chain.from_iterable(arriving.values())))
 
 
-def _wait_steps(messages: Iterable[tuple[MatchedCollective, int]]) -> Iterator[tuple[str, MatchedCollective, int]]:
+def _message_waits(messages: Iterable[tuple[CommunicationCall, int]]) -> Iterator[tuple[str, CommunicationCall, int]]:
     """Yield the step that waits for each of these messages."""
     return (("through", message, number) for message, number in messages)
 
 
-def _arrive_at_step(player: _SimulatedRank) -> bool:
+def _start_next_communication(player: _DeadlockSimulationRank) -> bool:
     """Arrive at the next step: start a message, or wait for others. Returns whether that changes anything for other ranks."""
     kind, meeting, number = player.todo[0]
     if kind == "begin":
@@ -434,7 +435,7 @@ def _arrive_at_step(player: _SimulatedRank) -> bool:
     return True
 
 
-def _ranks_waited_for(player: _SimulatedRank, players: Mapping[int, _SimulatedRank]) -> list[int]:
+def _ranks_waited_for(player: _DeadlockSimulationRank, players: Mapping[int, _DeadlockSimulationRank]) -> list[int]:
     """Return the ranks that a rank's next step waits for."""
     kind, meeting, number = player.todo[0]
     if kind == "begin":
@@ -451,7 +452,7 @@ def _ranks_waited_for(player: _SimulatedRank, players: Mapping[int, _SimulatedRa
     return [] if peer is None or peer.began.get(answer, 0) >= number else [meeting.peer]
 
 
-def _find_waiting_cycle(start: int, players: Mapping[int, _SimulatedRank]) -> CollectiveMismatch:
+def _find_waiting_cycle(start: int, players: Mapping[int, _DeadlockSimulationRank]) -> CollectiveMismatch:
     """Return a cycle of ranks that wait for each other, found from a rank that cannot continue."""
     path = [start]
     while True:

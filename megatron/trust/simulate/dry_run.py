@@ -27,31 +27,31 @@ import pretrain_gpt
 import pretrain_t5
 import pretrain_vision_classify
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.core.kernels.table import CANDIDATES, select_kernels, supported_kernel_requests
 from megatron.core.parallel.flight_recorder import FlightRecorder
 from megatron.core.parallel.grid import RankLists, axis_rank_groups, hybrid_cp_rank_groups
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.parallel.overlap import CommunicationOverlap
+from megatron.core.parallel.overlap import OverlappedComputation
 from megatron.core.parallel.rng import RandomStreams
-from megatron.core.parallel.spec import quantized_values_of
+from megatron.core.parallel.spec import quantized_storage_of
 from megatron.core.pipeline_parallel.schedules import Plan, pipeline_training_plan, with_reduction_actions
 from megatron.core.pipeline_parallel.transfers import Transfer
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.training.cli.device_checks import kernel_requirements
 from megatron.training.data.microbatches import BatchSchedule
 from megatron.training.report.timers import Timers
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer, build_trainer
-from megatron.trust.flags.parameter_counts import mesh_without_groups
-from megatron.trust.simulate.fake_batches import fake_batches, made_up_document_shares
+from megatron.trust.flags.layout_build_check import mesh_without_groups
+from megatron.trust.simulate.fake_batches import fake_batches, rank_shares_of_fake_documents
 from megatron.trust.simulate.fake_tensors import FakeTensorCache, FakeTensorRecorder
 from megatron.trust.simulate.memoization import MicrobatchMemo, TraceMismatch
 from megatron.trust.simulate.memory import StorageTracker
 from megatron.trust.simulate.recorder import StepRecorder
-from megatron.trust.simulate.scans import ScanRecorder
+from megatron.trust.simulate.scan_recorder import ScanRecorder
 from megatron.trust.simulate.trace import DryRunResult, EventList, Trace
 
 _MOST_KINDS = 8
@@ -66,7 +66,7 @@ _PROVIDERS = {"gpt": pretrain_gpt, "bert": pretrain_bert, "t5": pretrain_t5, "vi
 _BEGIN, _PHASES = "begin", {"reduction of gradients": "reduction"}
 
 
-class _StatelessRandomStreams(RandomStreams):
+class _NoOpRandomStreams(RandomStreams):
     """Random streams without state: without data nothing is drawn."""
 
     def __init__(self) -> None:
@@ -119,7 +119,10 @@ def make_recorded_trainer(config: RunConfig, mesh: Mesh, recorder: StepRecorder,
     """Build a trainer as every run does, with a flight recorder that reports to `recorder`.
     varlen: attend to documents as a GPU's varlen kernel does, if the run would use it.
     """
-    shared: dict[str, Any] = {"flight_recorder": _ForwardingFlightRecorder(recorder), "overlap": CommunicationOverlap()}
+    shared: dict[str, Any] = {
+        "flight_recorder": _ForwardingFlightRecorder(recorder),
+        "overlap": OverlappedComputation(),
+    }
     axes = {name: replace(mesh.axis(name), **shared) for name in axis_names(mesh)}
     mesh = replace(mesh.with_axes(axes), hybrid_cp=tuple(replace(axis, **shared) for axis in mesh.hybrid_cp))
     if config.parallel.use_torch_fsdp2:
@@ -133,13 +136,13 @@ def make_recorded_trainer(config: RunConfig, mesh: Mesh, recorder: StepRecorder,
     if varlen and uses_varlen_attention(config):
         kernels = replace(kernels, attention=partial(_attend_to_whole_rows, kernels.attention))
     if isinstance(recorder, FakeTensorRecorder):
-        kernels = ScanRecorder(recorder, recorder.world.scans).with_recorded_scans(kernels)
-    run = Run(
+        kernels = ScanRecorder(recorder, recorder.world.scans).kernels_with_recorded_scans(kernels)
+    run = RunContext(
         config=config,
         mesh=mesh,
         kernels=kernels,
         tokenizer=NullTokenizer(config.model.true_vocab_size or 2),
-        streams=_StatelessRandomStreams(),
+        streams=_NoOpRandomStreams(),
         timers=Timers(level=0),
         log=logging.getLogger("megatron.dry_run"),
     )
@@ -209,20 +212,20 @@ def _label_persistent_memory(memory: StorageTracker, trainer: Trainer, params: S
     memory.label((segment.grad for segment in segments), "gradients")
     memory.label((segment.data for segment in segments), "weights")
     buckets = (bucket for parallel in parallels for bucket in getattr(parallel, "buckets", ()))
-    memory.label((whole for bucket in buckets for whole in bucket.all_gather_buffers), "weights")
+    memory.label((whole for bucket in buckets for whole in bucket.all_gather_outputs), "weights")
     for param in params:
-        if quantized_values_of(param) is not None:
+        if quantized_storage_of(param) is not None:
             memory.count_as_zero(param)
-    memory.label((held for param in params for held in _stored_tensors_of(param)), "weights")
+    memory.label((held for param in params for held in _local_tensors_of_parameter(param)), "weights")
     memory.label((buffer for stage in trainer.stages for buffer in stage.buffers()), "weights")
-    memory.label(trainer.optimizer.stored_tensors(), "optimizer")
+    memory.label(trainer.optimizer.storage_tensors(), "optimizer")
 
 
-def _stored_tensors_of(param: Tensor) -> tuple[Tensor, ...]:
+def _local_tensors_of_parameter(param: Tensor) -> tuple[Tensor, ...]:
     """Return what a rank holds of a parameter between steps: its shard, or the codes and scales of one that is quantized."""
-    quantized = quantized_values_of(param)
+    quantized = quantized_storage_of(param)
     if quantized is not None:
-        return quantized.stored_tensors()
+        return quantized.storage_tensors()
     return (param.to_local() if isinstance(param, DTensor) else param,)
 
 
@@ -257,7 +260,7 @@ def dry_run(
     world = FakeTensorCache()
     try:
         traces = tuple(
-            _extend_to_microbatches(
+            _extrapolate_peak_memory(
                 fake_trace(short, lists, kind[0], world, 0 if follows else enough, varlen=varlen), enough, count
             )
             for kind in kinds
@@ -280,7 +283,7 @@ def dry_run(
     )
 
 
-def _extend_to_microbatches(trace: Trace, known: int, count: int) -> Trace:
+def _extrapolate_peak_memory(trace: Trace, known: int, count: int) -> Trace:
     """Return the trace with the peak of a step of `count` microbatches, each of which keeps its batch and its losses allocated."""
     more = trace.kept_per_microbatch * (count - known)
     return replace(
@@ -294,10 +297,10 @@ def group_ranks_by_kind(config: RunConfig, lists: dict[str, RankLists], num_micr
     Pipeline stages differ, and ranks with different shares of the documents. Along the other axes, the first, the last and the ranks between can
     differ by a few small tensors; where that makes many kinds, all ranks of one stage count as one kind, represented by the first.
     """
-    shares = _data_parallel_shares(config, lists, num_microbatches)
+    shares = _document_shares_by_rank(config, lists, num_microbatches)
     axes = ("tp",) if shares else ("tp", "cp", "dp", "ep", "etp")
     edges = [
-        {rank: _edge_position(place, len(ranks)) for ranks in lists[axis] for place, rank in enumerate(ranks)}
+        {rank: _first_middle_or_last(place, len(ranks)) for ranks in lists[axis] for place, rank in enumerate(ranks)}
         for axis in axes
     ]
     for marks in (edges, []):
@@ -312,21 +315,21 @@ def group_ranks_by_kind(config: RunConfig, lists: dict[str, RankLists], num_micr
     return [tuple(ranks_of_kind[key]) for key in sorted(ranks_of_kind)]
 
 
-def _data_parallel_shares(
+def _document_shares_by_rank(
     config: RunConfig, lists: dict[str, RankLists], num_microbatches: int
 ) -> dict[int, tuple[Any, ...]]:
     """Return each rank's share of a global batch whose documents are divided by length."""
     if not config.parallel.hybrid_context_parallel:
         return {}
-    shares = made_up_document_shares(config, num_microbatches, len(lists["dp"][0]))
+    shares = rank_shares_of_fake_documents(config, num_microbatches, len(lists["dp"][0]))
     return {
-        rank: tuple((size, _edge_position(at, size), length) for size, at, length in shares[place])
+        rank: tuple((size, _first_middle_or_last(at, size), length) for size, at, length in shares[place])
         for group in lists["dp"]
         for place, rank in enumerate(group)
     }
 
 
-def _edge_position(place: int, size: int) -> int:
+def _first_middle_or_last(place: int, size: int) -> int:
     """Return 0 for the first of `size` places, 2 for the last, else 1."""
     return 0 if place == 0 else 2 if place == size - 1 else 1
 
@@ -340,7 +343,7 @@ def _num_microbatches(config: RunConfig, world_size: int) -> int:
 
 def _microbatches_to_peak(config: RunConfig, count: int) -> int:
     """Return after how many microbatches a schedule has reached its highest memory on every rank."""
-    parallel, chunks = config.parallel, len(pipeline_stages_of(config)) // config.parallel.pp
+    parallel, chunks = config.parallel, len(stage_specs_of_run(config)) // config.parallel.pp
     if parallel.pipeline_schedule == "gpipe" or parallel.hybrid_context_parallel:
         return count
     if parallel.splits_backward:
@@ -368,7 +371,7 @@ def _with_microbatches(config: RunConfig, world_size: int, count: int) -> RunCon
 
 def schedule_plan(config: RunConfig, count: int) -> Plan:
     """Return the pipeline schedule of a step of so many microbatches."""
-    parallel, chunks = config.parallel, len(pipeline_stages_of(config)) // config.parallel.pp
+    parallel, chunks = config.parallel, len(stage_specs_of_run(config)) // config.parallel.pp
     return with_reduction_actions(
         pipeline_training_plan(
             parallel.pp,
@@ -395,36 +398,36 @@ def fake_trace(
     """
     try:
         with _fake_groups(len(lists["world"][0]), rank):
-            return _trace_in_groups(config, lists, rank, world, copied, varlen)
+            return _trace_in_fake_groups(config, lists, rank, world, copied, varlen)
     except TraceMismatch as unlike:
         logging.getLogger("megatron.dry_run").debug("rank %d is followed op by op: %s", rank, unlike)
     return fake_trace(config, lists, rank, world, varlen=varlen)
 
 
-def _trace_in_groups(
+def _trace_in_fake_groups(
     config: RunConfig, lists: dict[str, RankLists], rank: int, world: FakeTensorCache, copied: int, varlen: bool
 ) -> Trace:
     """As `fake_trace`, within the process groups of this rank; a separate function so that nothing outlives them."""
     mesh, ranks = _mesh_with_fake_groups(lists, rank)
     recorder = FakeTensorRecorder(
         ranks,
-        routing_sizes(config),
+        num_experts_and_topk(config),
         world,
         knows=config.parallel.hybrid_context_parallel,
         masks=config.model.kernels.cross_entropy_fusion_impl == "linear",
     )
     with world.mode, recorder, recorder.patched_torch((world.mode,)):
         trainer = make_recorded_trainer(config, mesh, recorder, varlen=varlen)
-        add_products_as_on_gpus(trainer)
+        enable_mixed_dtype_addmm(trainer)
         around = (
             MicrobatchMemo(recorder, copied).installed_on(trainer.stages)
-            if copied > _NEVER_REPLAYED and _can_replay_microbatches(config)
+            if copied > _NEVER_REPLAYED and _can_memoize_microbatches(config)
             else nullcontext()
         )
         return record_train_step(trainer, recorder, around)
 
 
-def add_products_as_on_gpus(trainer: Trainer) -> None:
+def enable_mixed_dtype_addmm(trainer: Trainer) -> None:
     """Let matmuls of 16-bit numbers add to fp32 gradients, which they do on the GPUs of the plan but not on a CPU."""
     for bucket in (bucket for parallel in trainer.parallels for bucket in getattr(parallel, "buckets", ())):
         for main_grad in bucket.main_grads:
@@ -434,7 +437,7 @@ def add_products_as_on_gpus(trainer: Trainer) -> None:
             )
 
 
-def _can_replay_microbatches(config: RunConfig) -> bool:
+def _can_memoize_microbatches(config: RunConfig) -> bool:
     """Whether a stage runs its microbatches one after the other and each backward pass in one piece, so that it can be replayed."""
     parallel = config.parallel
     return (
@@ -443,7 +446,7 @@ def _can_replay_microbatches(config: RunConfig) -> bool:
         and not parallel.hybrid_context_parallel
         and not parallel.overlap_moe_expert_parallel_comm
         and not parallel.use_torch_fsdp2
-        and not config.offload.any_offload
+        and not config.offload.offloads_activations
     )
 
 
@@ -451,7 +454,7 @@ def real_trace(config: RunConfig, mesh: Mesh) -> Trace:
     """Record this rank's step on real tensors, together with all other ranks; `fake_trace` must agree with it."""
     axes = (*map(mesh.axis, axis_names(mesh)), *mesh.hybrid_cp)
     recorder = StepRecorder(
-        {axis.group.group_name: axis.ranks for axis in axes if axis.group is not None}, routing_sizes(config)
+        {axis.group.group_name: axis.ranks for axis in axes if axis.group is not None}, num_experts_and_topk(config)
     )
     with _without_garbage_collection(), recorder, recorder.patched_torch():
         return record_train_step(make_recorded_trainer(config, mesh, recorder), recorder)
@@ -462,7 +465,7 @@ def axis_names(mesh: Mesh) -> list[str]:
     return [field.name for field in fields(Mesh) if isinstance(getattr(mesh, field.name), Axis)]
 
 
-def routing_sizes(config: RunConfig) -> tuple[int, int] | None:
+def num_experts_and_topk(config: RunConfig) -> tuple[int, int] | None:
     """Return (number of experts, experts chosen by a token), or None without experts."""
     moe = config.model.moe
     return (moe.num_experts, moe.moe_router_topk) if moe.num_experts else None
@@ -498,7 +501,7 @@ def _mesh_with_fake_groups(lists: dict[str, RankLists], rank: int) -> tuple[Mesh
     mesh, ranks, axes = mesh_without_groups(lists, rank), {}, {}
     made: dict[tuple[int, ...], Any] = {}
 
-    def with_fake_group(axis: Axis) -> Axis:
+    def axis_with_fake_group(axis: Axis) -> Axis:
         if axis.size == 1:
             return axis
         if axis.ranks not in made:
@@ -509,6 +512,6 @@ def _mesh_with_fake_groups(lists: dict[str, RankLists], rank: int) -> tuple[Mesh
     for name in axis_names(mesh):
         if name == "pp_backward":  # as in Mesh.build
             made.clear()
-        axes[name] = with_fake_group(mesh.axis(name))
+        axes[name] = axis_with_fake_group(mesh.axis(name))
     made.clear()
-    return replace(mesh.with_axes(axes), hybrid_cp=tuple(map(with_fake_group, mesh.hybrid_cp))), ranks
+    return replace(mesh.with_axes(axes), hybrid_cp=tuple(map(axis_with_fake_group, mesh.hybrid_cp))), ranks

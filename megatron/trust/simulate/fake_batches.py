@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.context_parallel.planner import context_ranks_needed
+from megatron.core.context_parallel.sequence_assignment import context_ranks_needed
 from megatron.training.data.batch import Batch
-from megatron.training.data.rebalance import RebalancedBatches, divide_documents
+from megatron.training.data.rebalance import RebalancedBatches, assign_documents_to_ranks
 from megatron.training.data.sample_order import stages_read_data
 from megatron.training.trainer import Trainer
 
@@ -33,7 +33,9 @@ def fake_batches(trainer: Trainer) -> Iterator[Batch]:
     return RebalancedBatches(rows, trainer.run.mesh, trainer.run.config) if hybrid else rows
 
 
-def made_up_document_shares(config: RunConfig, num_microbatches: int, ranks: int) -> list[list[tuple[int, int, int]]]:
+def rank_shares_of_fake_documents(
+    config: RunConfig, num_microbatches: int, ranks: int
+) -> list[list[tuple[int, int, int]]]:
     """Return for each data-parallel rank, in order: (number of ranks it shares documents with, its index among them, length of these documents).
 
     num_microbatches: of a rank, before documents are divided.
@@ -44,12 +46,12 @@ def made_up_document_shares(config: RunConfig, num_microbatches: int, ranks: int
         for _ in range(config.train.micro_batch_size)
         for length in made_up_document_lengths(config, number)
     ]
-    shares = divide_documents(lengths, config, ranks).shares
+    shares = assign_documents_to_ranks(lengths, config, ranks).shares
     return [
         [
             (share.size, place - share.first, sum(lengths[number] for number in share.sequences))
             for share in shares
-            if share.includes(place)
+            if share.includes_rank(place)
         ]
         for place in range(ranks)
     ]
@@ -57,11 +59,11 @@ def made_up_document_shares(config: RunConfig, num_microbatches: int, ranks: int
 
 def made_up_document_lengths(config: RunConfig, number: int) -> Sequence[int]:
     """Return the made-up lengths of the documents in each row of a microbatch."""
-    length, size = config.train.seq_length, _made_up_document_length(config, number)
+    length, size = config.train.seq_length, _fixed_document_length(config, number)
     return [min(size, length - start) for start in range(0, length, size)]
 
 
-def _made_up_document_length(config: RunConfig, number: int) -> int:
+def _fixed_document_length(config: RunConfig, number: int) -> int:
     """Return the length of a microbatch's documents, except the last one of a row."""
     length, limit = config.train.seq_length, config.parallel.max_seqlen_per_dp_cp_rank
     assert limit is not None, "--hybrid-context-parallel asks for --max-seqlen-per-dp-cp-rank"
@@ -87,7 +89,7 @@ def _fake_microbatches(trainer: Trainer) -> Generator[Batch]:
         }
         batch = replace(batch, **text, extras={name: _ones_like(value) for name, value in batch.extras.items()})
         if run.config.parallel.hybrid_context_parallel:
-            document = torch.arange(train.seq_length, device=run.mesh.device) // _made_up_document_length(
+            document = torch.arange(train.seq_length, device=run.mesh.device) // _fixed_document_length(
                 run.config, number
             )
             batch = replace(batch, documents=document.repeat(train.micro_batch_size, 1))
@@ -101,7 +103,7 @@ def _ones_like(tensor: Tensor) -> Tensor:
     return torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-def _fake_images(config: RunConfig, rows: int) -> dict[str, np.ndarray]:
+def _fake_image_arrays(config: RunConfig, rows: int) -> dict[str, np.ndarray]:
     """Return fake images of so many samples, as many tiles as one image has at most in each of them, and their slots."""
     data, length = config.data.multimodal, config.train.seq_length
     tiles = data.max_num_tiles + (data.use_thumbnail and data.max_num_tiles > 1) if data.use_tiling else 1
@@ -122,7 +124,7 @@ def _fake_sample(config: RunConfig, rows: int) -> dict[str, np.ndarray]:
         sample["loss_mask"] = np.ones((rows, length), np.float32)
         if config.data.separates_documents:
             sample["document_ids"] = np.ones((rows, length), np.int64)
-        return {**sample, **_fake_images(config, rows)} if config.model.has_vision else sample
+        return {**sample, **_fake_image_arrays(config, rows)} if config.model.has_vision else sample
     if config.model.architecture == "vit":
         sample["loss_mask"] = np.ones((rows, length), np.float32)
         return {**sample, "images": _blank_pixels(config, rows)}

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from megatron.trust.simulate.recorder import OpFacts, StepRecorder, op_facts, tensors_of
+from megatron.trust.simulate.recorder import OpFacts, StepRecorder, op_cost_facts, tensors_of
 
 aten = torch.ops.aten
 _MOST_KNOWN = 1 << 21  # elements of a tensor whose values are kept
@@ -34,7 +34,7 @@ ROUNDS = 3  # what is repeated until a number is small enough is done so often
 
 
 @dataclass(frozen=True, slots=True)
-class _FakeOutputRecipe:
+class _FakeTensorBlueprint:
     """How to make a result from the inputs.
 
     of: index of the input that it is (same), or whose storage it views, or -1 for new storage. shift: offset into that storage.
@@ -49,13 +49,13 @@ class _FakeOutputRecipe:
 
 
 @dataclass(frozen=True, slots=True)
-class _FakeResultRecipe:
+class _FakeResultBlueprint:
     """How to make the cached result of an operation on such shapes. kind: None for a single output, else the type of
     the sequence of outputs.
     """
 
     kind: type | None
-    outputs: tuple[_FakeOutputRecipe | None, ...]
+    outputs: tuple[_FakeTensorBlueprint | None, ...]
     facts: OpFacts
 
 
@@ -63,11 +63,11 @@ class _FakeResultRecipe:
 class FakeTensorCache:
     """The fake tensor mode and the cached results that all recorders of a dry run share.
 
-    attributes: those with which torch makes a fake tensor of known shape; scans: costs of their spans (scans.py).
+    attributes: those with which torch makes a fake tensor of known shape; scans: costs of their spans (scan_recorder.py).
     """
 
     mode: FakeTensorMode = field(default_factory=FakeTensorMode)
-    plans: dict[Any, _FakeResultRecipe | None] = field(default_factory=dict)
+    plans: dict[Any, _FakeResultBlueprint | None] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
     scans: dict[Any, Any] = field(default_factory=dict)
 
@@ -95,7 +95,7 @@ class FakeTensorRecorder(StepRecorder):
     def run_operation(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> tuple[Any, OpFacts]:
         """Derive the result of an operation from shapes, and known values; see `Recorder.run_operation`."""
         if func is aten._local_scalar_dense.default:
-            return self._known_number(args[0], where), op_facts(func, args, kwargs, None)
+            return self._known_number(args[0], where), op_cost_facts(func, args, kwargs, None)
         if func is aten.randint.default:  # a seed, of which one is as good as another
             result, facts = self._fake_result_of(func, args, kwargs)
             with torch._C._DisableTorchDispatch():
@@ -107,7 +107,7 @@ class FakeTensorRecorder(StepRecorder):
         if known is not None and torch.Tag.dynamic_output_shape in func.tags:
             made = [torch.empty(value.shape, dtype=value.dtype) for value in tensors_of((known,))]
             result = made[0] if isinstance(known, Tensor) else tuple(made)
-            facts = op_facts(func, args, kwargs, result)
+            facts = op_cost_facts(func, args, kwargs, result)
         else:
             result, facts = self._fake_result_of(func, args, kwargs)
         self._attach_values(func, args, result, known)
@@ -123,10 +123,10 @@ class FakeTensorRecorder(StepRecorder):
                 result[1].known = torch.arange(args[0].numel())
         elif known is not None:
             for tensor, value in zip(tensors_of((result,)), tensors_of((known,)), strict=True):
-                _set_known(tensor, value if value.numel() <= _MOST_KNOWN else None)
+                _set_known_values(tensor, value if value.numel() <= _MOST_KNOWN else None)
         elif func._schema.is_mutable:
             for tensor in tensors_of((result,)):
-                _set_known(tensor, None)
+                _set_known_values(tensor, None)
 
     def run_communication(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """As `Recorder.run_communication`. All ranks make the same choices, so a gathered tensor repeats this rank's
@@ -136,7 +136,7 @@ class FakeTensorRecorder(StepRecorder):
         result = (args[0], work) if len(func._schema.returns) > 1 else work
         if self.knows:
             for tensor in tensors_of((args[0],)):
-                _set_known(tensor, None)
+                _set_known_values(tensor, None)
             if (
                 func is torch.ops.c10d._allgather_base_.default
                 and (known := getattr(args[1], "known", None)) is not None
@@ -148,7 +148,7 @@ class FakeTensorRecorder(StepRecorder):
     def _known_number(self, tensor: Tensor, where: str) -> Any:
         """Return the number that the step reads from a tensor. Raises `RuntimeError` if it depends on data."""
         known = getattr(tensor, "known", None)
-        known = _constant_values(tensor) if known is None else known
+        known = _values_known_by_torch(tensor) if known is None else known
         if known is not None:
             with torch._C._DisableTorchDispatch():
                 return known.item()
@@ -172,7 +172,8 @@ class FakeTensorRecorder(StepRecorder):
             return None
         with torch._C._DisableTorchDispatch():
             return func(
-                *_with_known_values(args), **{name: _with_known_values((value,))[0] for name, value in kwargs.items()}
+                *_replace_fakes_by_known_values(args),
+                **{name: _replace_fakes_by_known_values((value,))[0] for name, value in kwargs.items()},
             )
 
     def _keeps_created_values(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -190,20 +191,20 @@ class FakeTensorRecorder(StepRecorder):
                 result = func(*args, **kwargs)
             finally:
                 self.world.mode.cache_enabled = True
-            return result, op_facts(func, args, kwargs, result)
+            return result, op_cost_facts(func, args, kwargs, result)
         inputs: list[Tensor] = []
         key = (func, _cache_key(args, inputs), _cache_key(tuple(kwargs.items()), inputs) if kwargs else ())
         plan = self.world.plans.get(key)
-        if plan is None or any(_constant_values(tensor) is not None for tensor in inputs):
+        if plan is None or any(_values_known_by_torch(tensor) is not None for tensor in inputs):
             result = func(*args, **kwargs)
-            facts = op_facts(func, args, kwargs, result)
+            facts = op_cost_facts(func, args, kwargs, result)
             if key not in self.world.plans and func not in _MAKES_CONSTANTS:
-                self.world.plans[key] = _cacheable_op_result(result, inputs, facts)
+                self.world.plans[key] = _blueprint_of_result(result, inputs, facts)
             return result, facts
         made = [None if output is None else self._make_output(output, inputs) for output in plan.outputs]
         return (made[0] if plan.kind is None else plan.kind(made)), plan.facts
 
-    def _make_output(self, output: _FakeOutputRecipe, inputs: list[Tensor]) -> Tensor:
+    def _make_output(self, output: _FakeTensorBlueprint, inputs: list[Tensor]) -> Tensor:
         """Return a fake tensor by its recipe, on new storage or on an input's."""
         if output.same:
             return inputs[output.of]
@@ -249,7 +250,7 @@ def _cache_key(values: Any, inputs: list[Tensor]) -> tuple:
     return tuple(key)
 
 
-def _cacheable_op_result(result: Any, inputs: list[Tensor], facts: OpFacts) -> _FakeResultRecipe | None:
+def _blueprint_of_result(result: Any, inputs: list[Tensor], facts: OpFacts) -> _FakeResultBlueprint | None:
     """Return how to make such a result again; None if it cannot be cached."""
     several = isinstance(result, (list, tuple))
     values, outputs = tuple(result) if several else (result,), []
@@ -259,39 +260,39 @@ def _cacheable_op_result(result: Any, inputs: list[Tensor], facts: OpFacts) -> _
     for value in values:
         if value is not None and (not isinstance(value, FakeTensor) or value.constant is not None):
             return None
-        outputs.append(None if value is None else _output_recipe(value, inputs, alike, places))
-    return _FakeResultRecipe(type(result) if several else None, tuple(outputs), facts)
+        outputs.append(None if value is None else _blueprint_of_output(value, inputs, alike, places))
+    return _FakeResultBlueprint(type(result) if several else None, tuple(outputs), facts)
 
 
-def _output_recipe(
+def _blueprint_of_output(
     value: FakeTensor, inputs: list[Tensor], alike: dict[int, int], places: dict[int, int]
-) -> _FakeOutputRecipe:
+) -> _FakeTensorBlueprint:
     """Describe one result. alike: id of an input -> its index; places: storage of an input -> its index."""
     shape = tuple(value.shape), value.stride(), value.dtype
     if id(value) in alike:
-        return _FakeOutputRecipe(*shape, alike[id(value)], same=True)
+        return _FakeTensorBlueprint(*shape, alike[id(value)], same=True)
     place = places.get(value.untyped_storage()._cdata, -1)
-    return _FakeOutputRecipe(
+    return _FakeTensorBlueprint(
         *shape, place, 0 if place < 0 else int(value.storage_offset() - inputs[place].storage_offset())
     )
 
 
-def _set_known(tensor: Any, value: Tensor | None) -> None:
+def _set_known_values(tensor: Any, value: Tensor | None) -> None:
     """Attach the known values of a fake tensor; None: unknown."""
     tensor.known = value
 
 
-def _constant_values(tensor: Any) -> Tensor | None:
+def _values_known_by_torch(tensor: Any) -> Tensor | None:
     """Return the values that torch itself knows of a fake tensor."""
     return tensor.constant
 
 
-def _with_known_values(args: Any) -> list[Any]:
+def _replace_fakes_by_known_values(args: Any) -> list[Any]:
     """Return arguments with known values in the place of tensors."""
     return [
         getattr(value, "known")
         if isinstance(value, Tensor)
-        else _with_known_values(value)
+        else _replace_fakes_by_known_values(value)
         if isinstance(value, (list, tuple))
         else value
         for value in args

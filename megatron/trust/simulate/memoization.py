@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function, Variable
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron.core.transformer.passing import MicrobatchContext
+from megatron.core.transformer.forward_context import MicrobatchContext
 from megatron.trust.simulate.fake_tensors import ROUNDS, FakeTensorRecorder
 from megatron.trust.simulate.memory import AllocationTrace, StorageLifetime
 from megatron.trust.simulate.trace import StepEvent
@@ -40,7 +40,7 @@ class TraceMismatch(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _TensorLayout:
+class _PassTensorLayout:
     """The layout of a tensor that a pass hands to its caller.
     birth: index of its storage among those that the pass leaves allocated. plain: its autograd node is a C++ one;
     torch holds Python nodes differently.
@@ -73,23 +73,23 @@ class _RecordedPass:
     events: tuple[StepEvent, ...]
     live: int
     last: int
-    given: tuple[_TensorLayout | None, ...]
+    given: tuple[_PassTensorLayout | None, ...]
     ended: tuple[Any, ...]
     before: tuple[str, ...] = ()
-    notes: tuple[tuple[str, _TensorLayout], ...] = ()
+    notes: tuple[tuple[str, _PassTensorLayout], ...] = ()
     kept: frozenset[int] = frozenset()
     flags: tuple[tuple[str, bool, bool], ...] = ()
 
     @property
-    def visible_births(self) -> frozenset[int]:
+    def births_seen_by_caller(self) -> frozenset[int]:
         """Births of a forward pass that its caller can see: outputs and metrics."""
         return frozenset(
             shape.birth for shape in (*self.given, *(shape for _, shape in self.notes)) if shape is not None
         )
 
-    def freed_with_graph(self, gone: frozenset[int]) -> list[int]:
+    def births_freed_with_graph(self, gone: frozenset[int]) -> list[int]:
         """Return the births of a forward pass that are freed with its graph. gone: those that the backward pass itself frees."""
-        return sorted(set(range(len(self.trace.births))) - gone - self.visible_births - self.kept)
+        return sorted(set(range(len(self.trace.births))) - gone - self.births_seen_by_caller - self.kept)
 
     def same_as(self, other: _RecordedPass) -> bool:
         """Whether both passes produced the same events and allocations."""
@@ -103,7 +103,7 @@ class _RecordedPass:
 
 
 @dataclass(slots=True)
-class _StagePassRecords:
+class _RecordedStagePasses:
     """The recorded passes of one stage.
 
     settled: number of the second of two equal passes, or -1. output: the structure of its outputs, with `...` for tensors. lasting:
@@ -131,7 +131,7 @@ class _StagePassRecords:
 
 
 @dataclass(frozen=True, slots=True)
-class _PassStartCounters:
+class _RecordingStartCounters:
     """Counters at the start of a pass: events, clock, allocated bytes, and numbers read from tensors."""
 
     event: int
@@ -151,7 +151,7 @@ class _PendingBackward:
     returned.
     """
 
-    stage: _StagePassRecords
+    stage: _RecordedStagePasses
     number: int
     microbatch_context: MicrobatchContext
     asking: tuple[weakref.ref[Tensor], ...]
@@ -161,7 +161,7 @@ class _PendingBackward:
     copied: tuple[tuple[Tensor, bool], ...] = ()
     gradients: dict[int, int] = field(default_factory=dict)
     before: dict[int, tuple[str, str]] = field(default_factory=dict)
-    start: _PassStartCounters | None = None
+    start: _RecordingStartCounters | None = None
 
     def lifetime_roles(self) -> dict[int, Any]:
         """Map the id of a lifetime to its role in this pass: saved by it, a metric, an output's gradient, or an input."""
@@ -209,13 +209,13 @@ class MicrobatchMemo:
         """Replace the forward methods of these stages by ones that record or replay."""
         with ExitStack() as stack:
             for stage in stages:
-                stage.forward = partial(self._record_or_replay_forward, _StagePassRecords(), stage.forward)
+                stage.forward = partial(self._record_or_replay_forward, _RecordedStagePasses(), stage.forward)
                 stack.callback(delattr, stage, "forward")
             yield
             self._require_graph_freed()
         self.recorder.memory.end_lifetimes(self._until_step_end)
 
-    def _record_or_replay_forward(self, stage: _StagePassRecords, plain: Any, **given: Any) -> Any:
+    def _record_or_replay_forward(self, stage: _RecordedStagePasses, plain: Any, **given: Any) -> Any:
         """Replaces a stage's forward method: record the pass, or replay one once two equal ones are recorded. plain:
         the original method.
         """
@@ -227,11 +227,13 @@ class MicrobatchMemo:
 
     # Following.
 
-    def _counters_at_start(self) -> _PassStartCounters:
+    def _counters_at_start(self) -> _RecordingStartCounters:
         """Return the counters at the start of a pass, after checking that the last pass has freed what it must."""
         self._require_graph_freed()
         memory = self.recorder.memory
-        return _PassStartCounters(len(self.recorder.events), memory.clock, memory.live, self.recorder.num_questions)
+        return _RecordingStartCounters(
+            len(self.recorder.events), memory.clock, memory.live, self.recorder.num_questions
+        )
 
     def _require_graph_freed(self) -> None:
         """At the start of a pass: raise `TraceMismatch` unless what had to be freed with a graph has been, and note
@@ -246,7 +248,7 @@ class MicrobatchMemo:
             )
             self._former = None
 
-    def _record_forward(self, stage: _StagePassRecords, number: int, plain: Any, given: dict[str, Any]) -> Any:
+    def _record_forward(self, stage: _RecordedStagePasses, number: int, plain: Any, given: dict[str, Any]) -> Any:
         """Run a forward pass, record it, and compare it with the recorded one. Raises `TraceMismatch`."""
         memory, mark, microbatch_context = (
             self.recorder.memory,
@@ -259,7 +261,7 @@ class MicrobatchMemo:
         place = {id(life): birth for birth, life in enumerate(births)}
         outputs = tuple(_tensors_in(output))
         shapes = tuple(self._tensor_layout(tensor, place) for tensor in outputs)
-        retained = {id(memory.find_lifetime(tensor)) for tensor in _tensors_in(microbatch_context.cached_results)}
+        retained = {id(memory.find_lifetime(tensor)) for tensor in _tensors_in(microbatch_context.compute_once_results)}
         seen = replace(
             self._finish_recording(
                 mark, trace, shapes, tuple(_lifetime_role(before, life, "a forward pass") for life in deaths)
@@ -316,9 +318,9 @@ class MicrobatchMemo:
             raise TraceMismatch("a backward pass leaves something behind")
         names = waiting.lifetime_roles()
         ended = tuple(_lifetime_role(names, life, "a backward pass") for life in deaths)
-        if not _births_freed_in_backward(ended).isdisjoint(forward.visible_births):
+        if not _births_freed_in_backward(ended).isdisjoint(forward.births_seen_by_caller):
             raise TraceMismatch("a backward pass ends what others see")
-        rest = [waiting.lives[birth] for birth in forward.freed_with_graph(_births_freed_in_backward(ended))]
+        rest = [waiting.lives[birth] for birth in forward.births_freed_with_graph(_births_freed_in_backward(ended))]
         if not all(life.is_allocated for life in rest):
             raise TraceMismatch("what a forward pass left ends before its backward pass")
         self._graph += rest
@@ -332,9 +334,9 @@ class MicrobatchMemo:
 
     def _finish_recording(
         self,
-        mark: _PassStartCounters,
+        mark: _RecordingStartCounters,
         trace: AllocationTrace,
-        given: tuple[_TensorLayout | None, ...],
+        given: tuple[_PassTensorLayout | None, ...],
         ended: tuple[Any, ...],
     ) -> _RecordedPass:
         """Return the recorded pass since its start. Raises `TraceMismatch` if it cannot be replayed."""
@@ -345,14 +347,14 @@ class MicrobatchMemo:
             raise TraceMismatch("another action begins in a pass")
         return _RecordedPass(trace, events, mark.live, recorder.memory.event - mark.event, given, ended)
 
-    def _tensor_layout(self, tensor: Tensor, place: dict[int, int]) -> _TensorLayout:
+    def _tensor_layout(self, tensor: Tensor, place: dict[int, int]) -> _PassTensorLayout:
         """Return the layout of a tensor that a pass returns; `TraceMismatch` if its storage is not of this pass. place:
         id of a lifetime -> birth.
         """
         life = self.recorder.memory.find_lifetime(tensor)
         if life is None or id(life) not in place:
             raise TraceMismatch("a stage gives what it was given")
-        return _TensorLayout(
+        return _PassTensorLayout(
             place[id(life)],
             tuple(tensor.size()),
             tensor.stride(),
@@ -371,7 +373,7 @@ class MicrobatchMemo:
 
     def _new_metrics(
         self, microbatch_context: MicrobatchContext, place: dict[int, int]
-    ) -> tuple[tuple[str, _TensorLayout], ...]:
+    ) -> tuple[tuple[str, _PassTensorLayout], ...]:
         """Return the metrics that a pass added, with their layouts."""
         return tuple(
             (name, self._tensor_layout(note, place))
@@ -386,7 +388,7 @@ class MicrobatchMemo:
         if tuple(microbatch_context.metrics) != seen.before:
             raise TraceMismatch("other notes were made before a pass")
 
-    def _replay_forward(self, stage: _StagePassRecords, number: int, given: dict[str, Any]) -> Any:
+    def _replay_forward(self, stage: _RecordedStagePasses, number: int, given: dict[str, Any]) -> Any:
         """Replay the recorded forward pass: its events and allocations, and fake outputs of the recorded layouts."""
         memory, seen, microbatch_context = (
             self.recorder.memory,
@@ -413,7 +415,7 @@ class MicrobatchMemo:
                 torch.ops.aten.alias(tensor) if shape.requires_grad and shape.plain else tensor
                 for tensor, shape in zip(outputs, shapes)
             ]
-        return _fill_in_tensors(stage.output, iter(forwarded))
+        return _replace_ellipses_by_tensors(stage.output, iter(forwarded))
 
     def replay_backward(self, waiting: _PendingBackward, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Replay the backward pass of a replayed forward pass.
@@ -447,7 +449,7 @@ class MicrobatchMemo:
         self._until_step_end += [waiting.lives[birth] for birth in forward.kept]
         return [
             self._fake_tensor_in_lifetime(waiting.lives[birth], (waiting.lives[birth].size,), (1,), 0, torch.uint8)
-            for birth in forward.freed_with_graph(_births_freed_in_backward(seen.ended))
+            for birth in forward.births_freed_with_graph(_births_freed_in_backward(seen.ended))
         ]
 
     def _replay_allocations(self, seen: _RecordedPass, ending: Sequence[StorageLifetime]) -> list[StorageLifetime]:
@@ -455,11 +457,11 @@ class MicrobatchMemo:
         ones that it ends.
         """
         recorder, begin = self.recorder, len(self.recorder.events)
-        recorder.events.repeat(seen.events, recorder.action, recorder.memory.live - seen.live)
+        recorder.events.append_repeated(seen.events, recorder.action, recorder.memory.live - seen.live)
         recorder.memory.event = begin + seen.last
         return recorder.memory.replay(seen.trace, begin, ending)
 
-    def _fake_tensor_of_layout(self, shape: _TensorLayout, lives: Sequence[StorageLifetime]) -> Tensor:
+    def _fake_tensor_of_layout(self, shape: _PassTensorLayout, lives: Sequence[StorageLifetime]) -> Tensor:
         """Return a fake tensor of a recorded layout, in the storage of one of these lifetimes."""
         return self._fake_tensor_in_lifetime(lives[shape.birth], shape.size, shape.stride, shape.offset, shape.dtype)
 
@@ -541,9 +543,9 @@ def _structure_without_tensors(value: Any) -> Any:
     return ... if isinstance(value, Tensor) else _map_tuple(value, _structure_without_tensors)
 
 
-def _fill_in_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
+def _replace_ellipses_by_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
     """Return a structure with tensors in the places of `...`."""
-    return next(tensors) if value is ... else _map_tuple(value, lambda one: _fill_in_tensors(one, tensors))
+    return next(tensors) if value is ... else _map_tuple(value, lambda one: _replace_ellipses_by_tensors(one, tensors))
 
 
 def _map_tuple(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -108,7 +108,7 @@ class StorageTracker:
         """
         storage = tensor.untyped_storage()
         if storage._cdata not in self._open:
-            self._end_with_storage(self._begin_lifetime(0 if elsewhere else storage.nbytes()), storage)
+            self._end_lifetime_when_freed(self._begin_lifetime(0 if elsewhere else storage.nbytes()), storage)
             if elsewhere:
                 self._open[storage._cdata][0].elsewhere = True
 
@@ -278,7 +278,7 @@ class StorageTracker:
 
     def attach_lifetime(self, life: StorageLifetime, tensor: Tensor) -> None:
         """Let a replayed lifetime end when the storage of this tensor (any shape) is freed."""
-        self._end_with_storage(life, tensor.untyped_storage())
+        self._end_lifetime_when_freed(life, tensor.untyped_storage())
 
     def detach_lifetime(self, tensor: Tensor) -> StorageLifetime:
         """Stop following the reference count of a tensor's storage (any shape);
@@ -292,7 +292,7 @@ class StorageTracker:
         for life in lives:
             self._end_lifetime(life)
 
-    def _end_with_storage(self, life: StorageLifetime, storage: UntypedStorage) -> None:
+    def _end_lifetime_when_freed(self, life: StorageLifetime, storage: UntypedStorage) -> None:
         """Let a lifetime end when this storage is freed."""
         key = storage._cdata
         self._open[key] = life, weakref.ref(storage, lambda _: self._end_lifetime(self._open.pop(key)[0]))

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.flop_counter import flop_registry
 
 from megatron.core.optimizer import optimizer
-from megatron.core.parallel.overlap import DualBatch
+from megatron.core.parallel.overlap import DualBatchThreads
 from megatron.trust.simulate.memory import StorageTracker
 from megatron.trust.simulate.trace import TOGETHER, EventList, StepEvent
 
@@ -65,7 +65,7 @@ class OpFacts:
     factors: str
 
 
-def op_facts(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> OpFacts:
+def op_cost_facts(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> OpFacts:
     """Compute FLOPs, bytes moved, shape and dtypes of an operation from its arguments and its result."""
     made = tuple(tensors_of((result,)))
     count = flop_registry.get(func._overloadpacket)
@@ -81,11 +81,11 @@ def op_facts(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> OpF
         moved,
         () if first is None else tuple(first.shape),
         "" if first is None else dtype_name(first.dtype),
-        _factor_dtype(args) if flops else "",
+        _multiplied_dtype(args) if flops else "",
     )
 
 
-def _factor_dtype(args: tuple) -> str:
+def _multiplied_dtype(args: tuple) -> str:
     """Return the dtype that a product multiplies: the narrowest of its arguments, since accumulators, biases and scales are as wide or wider."""
     formats = {tensor.dtype for tensor in tensors_of(args) if tensor.is_floating_point()}
     return dtype_name(min(formats, key=lambda dtype: dtype.itemsize)) if formats else ""
@@ -135,7 +135,7 @@ class StepRecorder(TorchDispatchMode):
             self.memory.event = len(self.events)
             self.events.append(StepEvent("action", action, action=action, live=self.memory.live))
 
-    def resume(self, action: str, module: str = "") -> None:
+    def resume_action(self, action: str, module: str = "") -> None:
         """Continue one of the two actions of a dual-batch overlap."""
         self.action, self.module = action, module
         self.memory.begin_action(action)
@@ -187,7 +187,7 @@ class StepRecorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         if self._is_router_choice(func, args):
             result[1].copy_(self._fake_routing(result[1]))
-        return result, op_facts(func, args, kwargs, result)
+        return result, op_cost_facts(func, args, kwargs, result)
 
     def _is_in_host_memory(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> bool:
         """Whether the result of an operation is in host memory: allocated there, or computed only from tensors there."""
@@ -320,46 +320,46 @@ class StepRecorder(TorchDispatchMode):
         CPU.
         """
         resize, from_group = torch.UntypedStorage.resize_, DeviceMesh.from_group
-        run, switch = DualBatch.run, DualBatch.switch
+        run, switch = DualBatchThreads.run, DualBatchThreads.switch
 
-        def run_with_actions(
-            turns: DualBatch, main: Callable[[], None], beside: Callable[[], None], device: torch.device
+        def run_dual_batch_with_actions(
+            turns: DualBatchThreads, main: Callable[[], None], beside: Callable[[], None], device: torch.device
         ) -> None:
             first, _, second = self.action.partition(TOGETHER)
 
             def run_first_action() -> None:
-                self.resume(first)
+                self.resume_action(first)
                 main()
 
             def run_second_action() -> None:
                 with ExitStack() as stack:
                     for mode in (*below, self):
                         stack.enter_context(mode)
-                    self.resume(second)
+                    self.resume_action(second)
                     beside()
 
             run(turns, run_first_action, run_second_action, device)
 
-        def switch_and_resume_action(turns: DualBatch) -> None:
+        def switch_dual_batch_thread(turns: DualBatchThreads) -> None:
             action, module = self.action, self.module
             switch(turns)
-            self.resume(action, module)
+            self.resume_action(action, module)
 
         def resize_and_track(storage: torch.UntypedStorage, size: int) -> None:
             resize(storage, size)
             if self.shared:
                 self.memory.track_resize(storage)
 
-        def from_group_unrecorded(*args: Any, **options: Any) -> DeviceMesh:
+        def make_device_mesh_unrecorded(*args: Any, **options: Any) -> DeviceMesh:
             with _disable_current_modes():
                 return from_group(*args, **options)
 
         with (
             _patched_attribute(torch.UntypedStorage, "resize_", resize_and_track),
-            _patched_attribute(DeviceMesh, "from_group", staticmethod(from_group_unrecorded)),
+            _patched_attribute(DeviceMesh, "from_group", staticmethod(make_device_mesh_unrecorded)),
             _patched_attribute(FSDPParam, "reset_sharded_param", lambda param: None),
-            _patched_attribute(DualBatch, "run", run_with_actions),
-            _patched_attribute(DualBatch, "switch", switch_and_resume_action),
+            _patched_attribute(DualBatchThreads, "run", run_dual_batch_with_actions),
+            _patched_attribute(DualBatchThreads, "switch", switch_dual_batch_thread),
             _patched_attribute(optimizer, "has_separate_memory", lambda device: True),
         ):
             yield
@@ -371,24 +371,24 @@ class StepRecorder(TorchDispatchMode):
             for stage in stages:
                 for name, module in stage.named_modules():
                     outside: list[str] = []
-                    before = module.register_forward_pre_hook(self._entry_hook(name, outside))
-                    after = module.register_forward_hook(self._exit_hook(outside), always_call=True)
+                    before = module.register_forward_pre_hook(self._set_current_module_hook(name, outside))
+                    after = module.register_forward_hook(self._restore_current_module_hook(outside), always_call=True)
                     stack.callback(before.remove)
                     stack.callback(after.remove)
             yield
 
-    def _entry_hook(self, name: str, outside: list[str]) -> Callable[..., None]:
-        def set_module(*_: Any) -> None:
+    def _set_current_module_hook(self, name: str, outside: list[str]) -> Callable[..., None]:
+        def set_current_module(*_: Any) -> None:
             outside.append(self.module)
             self.module = name
 
-        return set_module
+        return set_current_module
 
-    def _exit_hook(self, outside: list[str]) -> Callable[..., None]:
-        def restore_module(*_: Any) -> None:
+    def _restore_current_module_hook(self, outside: list[str]) -> Callable[..., None]:
+        def restore_current_module(*_: Any) -> None:
             self.module = outside.pop()
 
-        return restore_module
+        return restore_current_module
 
 
 @contextmanager

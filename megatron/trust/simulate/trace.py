@@ -57,7 +57,7 @@ class StepEvent:
     dtype: str = ""
     live: int = 0
     factors: str = ""
-    parts: tuple[tuple[int, Operations], ...] = ()
+    parts: tuple[tuple[int, ScanOperations], ...] = ()
 
     @property
     def is_communication(self) -> bool:
@@ -66,14 +66,14 @@ class StepEvent:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Operations:
+class ScanOperations:
     """Operations that are recorded as part of one event. Two of them are the same only if they are one object."""
 
     events: tuple[StepEvent, ...]
 
 
 @dataclass(slots=True)
-class EventSpan:
+class ConsecutiveEvents:
     """Consecutive events.
 
     again: the events were recorded earlier and are repeated here, under `action` and with `live` more bytes allocated than then.
@@ -96,25 +96,25 @@ class EventSpan:
 class EventList(Sequence[StepEvent]):
     """Events in order; a repeated span refers to the events of its first occurrence. begins: index of the first event of each span."""
 
-    parts: list[EventSpan] = field(default_factory=list)
+    parts: list[ConsecutiveEvents] = field(default_factory=list)
     begins: list[int] = field(default_factory=list)
     _count: int = 0
 
     def append(self, event: StepEvent) -> None:
         """Add an event."""
         if not self.parts or self.parts[-1].again:
-            self._add_span(EventSpan([]))
+            self._add_consecutive_events(ConsecutiveEvents([]))
         events = self.parts[-1].events
         assert isinstance(events, list), "a span that is not repeated still grows"
         events.append(event)
         self._count += 1
 
-    def repeat(self, events: tuple[StepEvent, ...], action: str, live: int) -> None:
+    def append_repeated(self, events: tuple[StepEvent, ...], action: str, live: int) -> None:
         """Add recorded events once more, under another action. live: bytes allocated beyond what was allocated then."""
-        self._add_span(EventSpan(events, True, action, live))
+        self._add_consecutive_events(ConsecutiveEvents(events, True, action, live))
         self._count += len(events)
 
-    def _add_span(self, part: EventSpan) -> None:
+    def _add_consecutive_events(self, part: ConsecutiveEvents) -> None:
         self.begins.append(self._count)
         self.parts.append(part)
 
@@ -145,14 +145,14 @@ class EventList(Sequence[StepEvent]):
         return self.parts[at].event_as_repeated(self.parts[at].events[place - self.begins[at]])
 
 
-def event_spans_of(events: Sequence[StepEvent]) -> Sequence[EventSpan]:
+def consecutive_events_of(events: Sequence[StepEvent]) -> Sequence[ConsecutiveEvents]:
     """Return the spans of a sequence of events."""
-    return events.parts if isinstance(events, EventList) else (EventSpan(tuple(events)),)
+    return events.parts if isinstance(events, EventList) else (ConsecutiveEvents(tuple(events)),)
 
 
-def communication_of(events: Sequence[StepEvent]) -> Iterator[StepEvent]:
+def communication_events_of(events: Sequence[StepEvent]) -> Iterator[StepEvent]:
     """Yield collectives, messages and the starts of actions."""
-    for part in event_spans_of(events):
+    for part in consecutive_events_of(events):
         yield from (part.event_as_repeated(event) for event in part.events if event.kind != "op")
 
 

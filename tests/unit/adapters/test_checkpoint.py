@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.core.dist_checkpointing.saved import open_native_checkpoint
 from megatron.training.checkpoint.adapters import BASE, base_weights_hash
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.trainer import Trainer
@@ -47,7 +47,7 @@ def test_a_run_goes_on_from_its_adapters_and_their_base(tmp_path: Path, kind: di
     checkpoint.resume()
     train_on(first, 2)
     checkpoint.save()
-    saved = open_saved_checkpoint(tmp_path / "run" / "iter_0000002")
+    saved = open_native_checkpoint(tmp_path / "run" / "iter_0000002")
     names = [name for name in saved.formats if name.startswith("model.")]
     assert names and all(".adapter." in name or "final_layernorm" in name for name in names)
     assert saved.values[BASE]["hash"]
@@ -106,7 +106,7 @@ def test_the_hash_of_a_base_is_that_of_its_values_under_any_layout(world: Worlds
 
 def test_adapter_state_takes_a_small_share_of_the_optimizers_memory() -> None:
     whole, few = (
-        sum(one.nbytes for one in build(**changes).optimizer.stored_tensors()) for changes in ({}, {"lora_rank": 1})
+        sum(one.nbytes for one in build(**changes).optimizer.storage_tensors()) for changes in ({}, {"lora_rank": 1})
     )
     assert few < whole / 10
 

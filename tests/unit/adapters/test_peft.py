@@ -18,17 +18,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families import hf, peft
-from megatron.core.families.adapter_set import AdapterSet, read_adapter_checkpoint
+from megatron.core.families.adapter_set import LoadedAdapter, read_native_adapter_checkpoint
 from megatron.core.parallel.boxes import whole_box
 from megatron.core.parallel.spec import param_spec_of
 from megatron.tools import check_config
 from megatron.tools.checkpoint import adapter as tool
-from megatron.training.checkpoint.adapters import open_adapters, possible_base_names, source_base_hash
+from megatron.training.checkpoint.adapters import open_adapters, possible_base_model_names, source_base_hash
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.checkpoint.formats import open_checkpoint
-from megatron.training.cli.arguments import config_of, read_args
+from megatron.training.cli.arguments import parse_args_or_raise, run_config_of_args
 from megatron.training.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.tiny import VOCABULARY
@@ -165,7 +165,7 @@ def ours(base: Path, *more: str) -> Trainer:
     words += "--hidden-dropout 0 --num-workers 0"
     biased = "n_routed_experts" in (base / "config.json").read_text()  # whose router would move what is frozen
     words += " --moe-router-bias-update-rate 0" if biased else ""
-    config = tiny.with_vocabulary(config_of(read_args([*words.split(), *more]), 1), VOCABULARY)
+    config = tiny.with_vocabulary(run_config_of_args(parse_args_or_raise([*words.split(), *more]), 1), VOCABULARY)
     trainer = tiny.trainer_of(tiny.run_of(config))
     assert Checkpointer(trainer).resume()
     for stage in trainer.stages:
@@ -208,7 +208,7 @@ def gradients_as_peft(trainer: Trainer, folder: Path) -> dict[str, Tensor]:
         for pair in values.pairs
     )
     saved = {name: gradients[name][: tensor.shape[0]] for name, tensor in values.saved.items()}
-    peft.write_peft_folder(AdapterSet("gradients", values.model, pairs, saved, {}), folder / "gradients")
+    peft.write_peft_folder(LoadedAdapter("gradients", values.model, pairs, saved, {}), folder / "gradients")
     return load_file(folder / "gradients" / peft.WEIGHTS)
 
 
@@ -290,7 +290,7 @@ def test_what_is_imported_is_a_checkpoint_of_a_run(tmp_path: Path) -> None:
     tool.main(["import", "--base", str(base), "--adapter", str(folder), "--save", str(run)])
     first, second = ours(base, "--adapter", str(run)), ours(base, "--adapter", str(folder))
     assert torch.equal(logits_of(first), logits_of(second))
-    found = read_adapter_checkpoint(open_checkpoint(run))
+    found = read_native_adapter_checkpoint(open_checkpoint(run))
     assert found.base["hash"] == source_base_hash(hf.open_hf_folder(base), found.model.adapter)
     published("Llama", {**SIZES, "initializer_range": 0.1}, tmp_path / "other")
     with pytest.raises(CheckpointError, match="another base"):
@@ -416,20 +416,20 @@ def test_a_base_is_called_as_its_folder_its_repository_or_its_config_says(tmp_pa
     (tmp_path / "network").mkdir()
     (tmp_path / "network/config.json").write_text('{"_name_or_path": "meta-llama/Llama-3.1-8B"}')
     (tmp_path / "link").symlink_to(tmp_path / "network")
-    assert possible_base_names(str(tmp_path / "link")) == {"link", "network", "llama-3.1-8b"}
+    assert possible_base_model_names(str(tmp_path / "link")) == {"link", "network", "llama-3.1-8b"}
     for where in (
         "meta-llama/Llama-3.1-8B",
         "/data/Llama-3.1-8B/",
         "hub/models--meta-llama--Llama-3.1-8B/snapshots/0e9e39f",
     ):
-        assert possible_base_names(where) == {"llama-3.1-8b"}
+        assert possible_base_model_names(where) == {"llama-3.1-8b"}
     assert (
-        possible_base_names("runs/lora/base/iter_0000150")
-        == possible_base_names("runs/lora/base")
-        == possible_base_names("Base/best")
+        possible_base_model_names("runs/lora/base/iter_0000150")
+        == possible_base_model_names("runs/lora/base")
+        == possible_base_model_names("Base/best")
         == {"base"}
     )
-    assert possible_base_names("/best") == set()  # which names nothing, so that it contradicts nothing
+    assert possible_base_model_names("/best") == set()  # which names nothing, so that it contradicts nothing
 
 
 def test_flags_that_contradict_an_adapter_are_refused_and_those_that_repeat_it_are_not(tmp_path: Path) -> None:

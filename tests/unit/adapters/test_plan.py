@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.adapters import linear_layer_shapes
+from megatron.core.config.adapters import linear_shapes_of_layer
 from megatron.core.config.plan import network_layer_plans, partition_into_stages
 from megatron.core.config.rules.engine import broken_rules
 from megatron.core.models.on_meta import build_stage_on_meta
@@ -30,14 +30,16 @@ def test_the_list_of_linear_layers_is_that_of_the_network(name: str) -> None:
         if isinstance(module, TransformerLayer)
     ]
     for layer in layers[: len(stage.layers)]:
-        listed = {path: (shape.outputs, shape.inputs) for path, shape in linear_layer_shapes(model, layer.plan).items()}
+        listed = {
+            path: (shape.outputs, shape.inputs) for path, shape in linear_shapes_of_layer(model, layer.plan).items()
+        }
         there = {
             path: tuple(module.weight.shape)[-2:]
             for path, module in layer.named_modules()
             if isinstance(module, AdaptableLinear | GroupedLinear)
         }
         assert listed == there
-        for path, shape in linear_layer_shapes(model, layer.plan).items():
+        for path, shape in linear_shapes_of_layer(model, layer.plan).items():
             parts = getattr(layer.get_submodule(path).weight, "spec").shards
             cut = next((one.segments for one in parts if one.axis in ("tp", "etp") and one.dim == len(parts) - 1), None)
             if len(shape.parts) > 1:

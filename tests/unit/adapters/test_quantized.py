@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.rules.engine import broken_rules
-from megatron.core.config.stages import pipeline_stages_of
-from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
+from megatron.core.config.stages import stage_specs_of_run
+from megatron.core.dist_checkpointing.saved import open_native_checkpoint
 from megatron.core.kernels.low_precision.weight_blocks import (
     BlockQuantizedWeight,
-    dequantize_weight_blocks,
+    multiply_by_block_scales,
     nf4_value_pairs,
     nf4_values,
     pack_4_bit_codes,
     quantize_weight_blocks,
     unpack_nf4_values,
 )
-from megatron.core.models.flops import estimate_rank_memory
-from megatron.core.parallel.spec import local_shards, param_spec_of, quantized_values_of
-from megatron.core.tensor_parallel.quantized import dense_weight
+from megatron.core.models.flops import estimate_memory_by_pipeline_rank
+from megatron.core.parallel.spec import local_shard_boxes, param_spec_of, quantized_storage_of
+from megatron.core.tensor_parallel.frozen_quantized import dense_weight
 from megatron.training.checkpoint.adapters import BASE, base_weights_hash
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.trainer import Trainer
@@ -103,7 +103,7 @@ def test_a_matrix_is_what_the_formula_of_the_paper_gives(format: str) -> None:
             for mean, step, codes in zip(blocks.means, blocks.steps, blocks.scales.split(256), strict=True)
         ]
     )
-    found = dequantize_weight_blocks(levels_of(blocks, format), scales.clamp_min(0.0), first=0, dtype=torch.float32)
+    found = multiply_by_block_scales(levels_of(blocks, format), scales.clamp_min(0.0), first=0, dtype=torch.float32)
     expected = by_the_paper(weight, format)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert float(found[0].abs().max()) == 0.0
@@ -123,7 +123,7 @@ def test_codes_are_those_of_torchaos_nf4() -> None:
         [m + s * c for m, s, c in zip(blocks.means, blocks.steps, blocks.scales.split(256), strict=True)]
     )
     found, original = (
-        dequantize_weight_blocks(levels_of(blocks, "nf4"), scales, first=0, dtype=torch.float32),
+        multiply_by_block_scales(levels_of(blocks, "nf4"), scales, first=0, dtype=torch.float32),
         theirs.get_original_weight(),
     )
     # Their scales are rounded about the mean of the whole matrix.
@@ -147,8 +147,8 @@ def values_here(changes: dict[str, Any]) -> list[tuple[str, Any, Any, Tensor]]:
         )
         for stage in trainer.stages
         for param in stage.parameters()
-        if quantized_values_of(param) is not None
-        for piece in local_shards(param_spec_of(param), mesh)
+        if quantized_storage_of(param) is not None
+        for piece in local_shard_boxes(param_spec_of(param), mesh)
     ]
 
 
@@ -180,10 +180,10 @@ def test_a_run_saves_adapters_and_the_hash_of_the_base_before_it_was_quantized(t
     for kind in (QLORA, {**LORA, "dora": True, "lora_base_quantization": "int8"}):
         trainer = build(**flags | {"load": None}, **kind)
         Checkpointer(trainer).resume()
-        weights = [quantized_values_of(param) for stage in trainer.stages for param in stage.parameters()]
-        before = [one.clone() for held in weights if held is not None for one in held.stored_tensors()]
+        weights = [quantized_storage_of(param) for stage in trainer.stages for param in stage.parameters()]
+        before = [one.clone() for held in weights if held is not None for one in held.storage_tensors()]
         train_on(trainer, 2)
-        after = [one for held in weights if held is not None for one in held.stored_tensors()]
+        after = [one for held in weights if held is not None for one in held.storage_tensors()]
         assert before and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         runs.append(trainer)
     dora = runs[1].stages[0].decoder.layers["0"].mlp.linear_fc2
@@ -192,7 +192,7 @@ def test_a_run_saves_adapters_and_the_hash_of_the_base_before_it_was_quantized(t
     linear = start.stages[0].decoder.layers["0"].mlp.linear_fc2
     torch.testing.assert_close(linear.adapter.pairs["whole"].magnitude, dense_weight(dora.weight).norm(dim=1))
     Checkpointer(runs[0]).save()
-    saved = open_saved_checkpoint(tmp_path / "run" / "iter_0000002")
+    saved = open_native_checkpoint(tmp_path / "run" / "iter_0000002")
     assert all(".adapter." in name for name in saved.formats if name.startswith("model."))
     plain = build(**flags | {"load": None}, **LORA)
     Checkpointer(plain).resume()
@@ -213,15 +213,19 @@ def test_the_plan_counts_what_a_quantized_base_takes(format: str, bits: float) -
     rest = 2 * 2 * 256 * tiny.VOCABULARY
     # Beside those: adapters, norms, and padding of the vocabulary.
     assert held.at_peak.weights == pytest.approx(matrices * bits / 8 + rest, rel=0.25)
-    estimate = estimate_rank_memory(config, [*pipeline_stages_of(config)], data_parallel_size=1, num_microbatches=1)[0]
+    estimate = estimate_memory_by_pipeline_rank(
+        config, [*stage_specs_of_run(config)], data_parallel_size=1, num_microbatches=1
+    )[0]
     trainer = build(**flags)
     real = sum(
         one.nbytes
         for stage in trainer.stages
         for param in stage.parameters()
-        for one in (quantized_values_of(param).stored_tensors() if quantized_values_of(param) is not None else (param,))
+        for one in (
+            quantized_storage_of(param).storage_tensors() if quantized_storage_of(param) is not None else (param,)
+        )
     )
-    state = sum(one.nbytes for one in trainer.optimizer.stored_tensors()) + sum(
+    state = sum(one.nbytes for one in trainer.optimizer.storage_tensors()) + sum(
         segment.grad.nbytes for segment in trainer.optimizer.segments
     )
     assert held.at_peak.weights == pytest.approx(real, rel=0.02)
@@ -235,7 +239,7 @@ def test_optimizer_memory_is_below_a_tenth_and_as_the_plan_says() -> None:
     )
     planned = [dry_run(config, 1).traces[0].at_peak.optimizer for config in (few, whole)]
     real = [
-        sum(one.nbytes for one in tiny.trainer_of(tiny.run_of(config)).optimizer.stored_tensors())
+        sum(one.nbytes for one in tiny.trainer_of(tiny.run_of(config)).optimizer.storage_tensors())
         for config in (few, whole)
     ]
     assert planned[0] < planned[1] / 10 and real[0] < real[1] / 10

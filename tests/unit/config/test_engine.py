@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.flags import config_from_values
+from megatron.core.config.flags import config_from_dict
 from megatron.core.config.rules.engine import ALWAYS, NEEDS, RULES, broken_rules
 from megatron.core.config.rules.rule import divisors_text
 from megatron.core.config.settings.run import RequestedRun
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.stages import stage_specs_of_run
 
 GOOD: dict[str, Any] = {
     "num_layers": 8, "hidden_size": 64, "num_attention_heads": 8, "seq_length": 32, "micro_batch_size": 2, "global_batch_size": 16,
@@ -360,7 +360,7 @@ BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
 
 
 def found(world_size: int, changes: dict[str, Any]) -> dict[str, str]:
-    return dict(broken_rules(config_from_values(RequestedRun, {**GOOD, **changes}).resolve(world_size), world_size))
+    return dict(broken_rules(config_from_dict(RequestedRun, {**GOOD, **changes}).resolve(world_size), world_size))
 
 
 @pytest.mark.parametrize("name, world_size, changes, words", BAD, ids=[f"{row[0]} {' '.join(map(str, row[2]))}" for row in BAD])
@@ -414,8 +414,8 @@ def test_every_rule_has_a_bad_setting_here_and_a_name_of_its_own() -> None:
 
 def test_stages_follow_the_flags() -> None:
     def layers(**changes: Any) -> list[list[int]]:
-        config = config_from_values(RequestedRun, {**GOOD, **changes}).resolve(2)
-        return [[plan.index for plan in stage.layers] for stage in pipeline_stages_of(config)]
+        config = config_from_dict(RequestedRun, {**GOOD, **changes}).resolve(2)
+        return [[plan.index for plan in stage.layers] for stage in stage_specs_of_run(config)]
 
     assert layers() == [[*range(8)]]
     assert layers(**PP2) == [[0, 1, 2, 3], [4, 5, 6, 7]]

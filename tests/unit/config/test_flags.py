@@ -12,11 +12,11 @@ import pytest
 from megatron.core.config.flags import (
     ConfigError,
     Role,
-    add_arguments,
+    add_config_arguments,
+    config_from_dict,
     config_from_namespace,
-    config_from_values,
-    config_to_values,
-    field_roles,
+    config_to_dict,
+    field_resume_roles,
     flag,
     flag_fields,
     flag_name,
@@ -60,7 +60,7 @@ class Sample:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    add_arguments(made, Sample)
+    add_config_arguments(made, Sample)
     return made
 
 
@@ -117,14 +117,14 @@ def test_help_shows_the_spelling_that_changes_the_default_and_the_default() -> N
 
 def test_values_go_there_and_back() -> None:
     config = read("--sizes", "1", "2", "--quick", "--inner-size", "5")
-    values = config_to_values(config)
+    values = config_to_dict(config)
     assert values["sizes"] == [1, 2] and values["inner_size"] == 5 and values["plain"] == 7 and "part" not in values
-    assert config_from_values(Sample, values) == config
-    assert config_from_values(Sample, {}) == Sample()
+    assert config_from_dict(Sample, values) == config
+    assert config_from_dict(Sample, {}) == Sample()
 
 
 def test_a_value_named_like_a_part_does_not_replace_it() -> None:
-    assert config_from_values(Sample, {"part": "nonsense", "inner_size": 8}).part == Part(8)
+    assert config_from_dict(Sample, {"part": "nonsense", "inner_size": 8}).part == Part(8)
 
 
 def test_spellings_of_a_field_are_all_known() -> None:
@@ -206,11 +206,11 @@ def example(field: dataclasses.Field, kind: Any) -> tuple[list[str], Any]:
 @pytest.mark.parametrize("field, kind", FIELDS, ids=[field.name for field, _ in FIELDS])
 def test_every_flag_reaches_its_field_and_only_that(field: dataclasses.Field, kind: Any) -> None:
     made = argparse.ArgumentParser(allow_abbrev=False)
-    add_arguments(made, RequestedRun)
+    add_config_arguments(made, RequestedRun)
     words, value = example(field, kind)
     before, after = (
-        config_to_values(RequestedRun()),
-        config_to_values(config_from_namespace(RequestedRun, made.parse_args(words))),
+        config_to_dict(RequestedRun()),
+        config_to_dict(config_from_namespace(RequestedRun, made.parse_args(words))),
     )
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {field.name}
@@ -218,7 +218,7 @@ def test_every_flag_reaches_its_field_and_only_that(field: dataclasses.Field, ki
 
 
 def test_every_field_of_a_run_says_what_another_value_means() -> None:
-    roles = field_roles(RequestedRun)
+    roles = field_resume_roles(RequestedRun)
     assert {field.name for field, _ in flag_fields(RequestedRun)} < roles.keys() and len(roles) > 300
     silent = [name for name, role in roles.items() if role not in get_args(Role)]
     assert not silent, (

@@ -8,10 +8,10 @@ import pytest
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.hybrid_pattern import suggested_hybrid_patterns
-from megatron.core.config.plan import mtp_layer_plans, network_layer_plans
+from megatron.core.config.plan import mtp_depth_layer_plans, network_layer_plans
 from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.hybrid import SYMBOLS
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.models.describe import count_layer_parameters
 from megatron.core.models.flops import flops_per_token
 from tests.helpers import tiny
@@ -33,8 +33,8 @@ def test_symbols_are_layers_of_one_half_each() -> None:
 
 def test_bars_end_pipeline_stages() -> None:
     config = tiny.config(4, hybrid_layer_pattern="M|M-*|-M|M", pipeline_model_parallel_size=2, **SMALL)
-    assert [len(stage.layers) for stage in pipeline_stages_of(config)] == [1, 3, 2, 1]
-    assert [stage.rank for stage in pipeline_stages_of(config)] == [0, 1, 0, 1]
+    assert [len(stage.layers) for stage in stage_specs_of_run(config)] == [1, 3, 2, 1]
+    assert [stage.rank for stage in stage_specs_of_run(config)] == [0, 1, 0, 1]
 
 
 def test_every_nth_layer_is_left_as_attention() -> None:
@@ -156,11 +156,11 @@ def test_a_slash_begins_the_layers_of_each_depth_of_multi_token_prediction() -> 
     assert model.mtp.mtp_num_layers == 2 and not problems(
         2, hybrid_layer_pattern="M-|*/M-/M-", pipeline_model_parallel_size=2, **SMALL
     )
-    assert [[(row.index, row.mixer, row.mlp) for row in mtp_layer_plans(model, depth)] for depth in (0, 1)] == [
+    assert [[(row.index, row.mixer, row.mlp) for row in mtp_depth_layer_plans(model, depth)] for depth in (0, 1)] == [
         [(3, "mamba", "none"), (4, "none", "dense")], [(5, "mamba", "none"), (6, "none", "dense")],
     ]  # fmt: skip
-    assert [(len(stage.layers), stage.has_mtp) for stage in pipeline_stages_of(config)] == [(2, False), (1, True)]
+    assert [(len(stage.layers), stage.has_mtp) for stage in stage_specs_of_run(config)] == [(2, False), (1, True)]
 
 
 def test_bars_mean_nothing_on_one_pipeline_rank() -> None:
-    assert len(pipeline_stages_of(tiny.config(hybrid_layer_pattern="M|M-*|-M|M", **SMALL))) == 1
+    assert len(stage_specs_of_run(tiny.config(hybrid_layer_pattern="M|M-*|-M|M", **SMALL))) == 1

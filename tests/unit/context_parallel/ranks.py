@@ -9,14 +9,14 @@ from torch import Tensor
 
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.context_parallel.attention import context_parallel_attention
-from megatron.core.context_parallel.sequence import Zigzag
+from megatron.core.context_parallel.zigzag import Zigzag
 from megatron.core.kernels import fused, reference
 from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 
 CPU = torch.device("cpu")
-KERNELS = {"fused": fused.attention, "reference": reference.attention}
+KERNELS = {"fused": fused.attention_by_sdpa, "reference": reference.softmax_attention}
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def whole(case: Case) -> list[Tensor]:
     """The output, and the gradients of q, k, v and the sink, by the reference on one rank."""
     tensors, mask, weight = inputs(case)
     q, k, v, sink = (x.requires_grad_() for x in tensors)
-    output = reference.attention(q, k, v, mask, 0.0, scores_of(case, sink))
+    output = reference.softmax_attention(q, k, v, mask, 0.0, scores_of(case, sink))
     (output * weight).sum().backward()
     return [output.detach(), q.grad, k.grad, v.grad, gradient_of(sink)]
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.core.context_parallel.ring import visible_chunk_pairs
-from megatron.core.context_parallel.sequence import Zigzag
+from megatron.core.context_parallel.zigzag import Zigzag
 from megatron.core.kernels.mask import AttentionMaskSpec
 from tests.helpers.world import Worlds
 from tests.unit.context_parallel import ranks
@@ -129,7 +129,7 @@ def test_pairs_of_chunks_cover_what_the_mask_shows_and_never_twice(
     queries, keys = cut.positions_of_rank(rank, ranks.CPU), cut.positions_of_rank(source, ranks.CPU)
     seen = mask.as_bool_tensor(length, length, ranks.CPU)[0, 0][queries][:, keys]
     counted = torch.zeros_like(seen, dtype=torch.int64)
-    for pair in visible_chunk_pairs(cut.chunks(rank), cut.chunks(source), mask):
+    for pair in visible_chunk_pairs(cut.chunk_ranges(rank), cut.chunk_ranges(source), mask):
         part = seen[pair.queries, pair.keys]
         counted[pair.queries, pair.keys] += 1
         if pair.kind == "all":
@@ -147,7 +147,9 @@ def test_under_causality_every_step_of_the_ring_is_as_long_for_all_ranks(size: i
         scored = {
             sum(
                 (pair.queries.stop - pair.queries.start) * (pair.keys.stop - pair.keys.start)
-                for pair in visible_chunk_pairs(cut.chunks(rank), cut.chunks((rank - step) % size), AttentionMaskSpec())
+                for pair in visible_chunk_pairs(
+                    cut.chunk_ranges(rank), cut.chunk_ranges((rank - step) % size), AttentionMaskSpec()
+                )
             )
             for rank in range(size)
         }

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.context_parallel.planner import (
+from megatron.core.context_parallel.sequence_assignment import (
     SequenceAssignment,
     assign_sequences_to_ranks,
     context_ranks_needed,
@@ -55,7 +55,7 @@ def test_loads_are_the_work_of_the_shares(problem: tuple[list[int], int, int, fl
             own = sum(
                 sequence_cost(lengths[number], linear) / share.size
                 for share in plan.shares
-                if share.includes(rank)
+                if share.includes_rank(rank)
                 for number in share.sequences
             )
             assert plan.loads[rank] == pytest.approx(own)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.context_parallel.sequence import Zigzag
+from megatron.core.context_parallel.zigzag import Zigzag
 
 CPU = torch.device("cpu")
 cuts = st.builds(Zigzag, st.integers(0, 200), st.integers(1, 12))
@@ -25,8 +25,8 @@ def test_four_ranks_hold_a_chunk_from_each_end() -> None:
 def test_every_place_belongs_to_one_rank(cut: Zigzag) -> None:
     places = [cut.positions_of_rank(rank, CPU) for rank in range(cut.size)]
     assert torch.cat(places).sort().values.tolist() == list(range(cut.length))
-    assert [len(own) for own in places] == cut.num_positions_per_rank()
-    assert max(cut.num_positions_per_rank()) - min(cut.num_positions_per_rank()) <= 2
+    assert [len(own) for own in places] == cut.position_counts_by_rank()
+    assert max(cut.position_counts_by_rank()) - min(cut.position_counts_by_rank()) <= 2
 
 
 @given(st.integers(1, 20), st.integers(1, 12))
@@ -49,9 +49,9 @@ def test_neighbours_together_hold_the_chunks_of_the_coarser_cut(length: int, inn
     cut = Zigzag(length, inner * outer)
     for block in range(outer):
         held = torch.cat([cut.positions_of_rank(rank, CPU) for rank in range(block * inner, (block + 1) * inner)])
-        assert held.sort().values.tolist() == cut.merge_ranks(inner).positions_of_rank(block, CPU).tolist()
+        assert held.sort().values.tolist() == cut.with_merged_ranks(inner).positions_of_rank(block, CPU).tolist()
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_sequence_shorter_than_the_ranks_leaves_some_without_places(size: int) -> None:
-    assert sum(Zigzag(1, size).num_positions_per_rank()) == 1
+    assert sum(Zigzag(1, size).position_counts_by_rank()) == 1

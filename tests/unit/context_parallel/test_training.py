@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.context_parallel.sequence import Zigzag
+from megatron.core.context_parallel.zigzag import Zigzag
 from megatron.core.datasets.blend import build_gpt_datasets
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 from megatron.training.data.batch import Batch
 from megatron.training.data.rebalance import RebalancedBatches, documents_with_loss
 from megatron.training.evaluate import evaluate_loss
-from megatron.training.loader import split_microbatches
-from megatron.training.run import Run
+from megatron.training.loader import microbatches_of_split
+from megatron.training.run import RunContext
 from megatron.training.step import train_step
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
@@ -27,7 +27,7 @@ from tests.helpers.world import Worlds
 COUNTING = {"rank-1-only": [4, 5, 10, 11], "last": [15], "none": []}
 
 
-def batches(run: Run, iteration: int, counting: list[int]) -> Iterator[Batch]:
+def batches(run: RunContext, iteration: int, counting: list[int]) -> Iterator[Batch]:
     """The microbatches of `tiny`, with a loss at these places only; cut like those."""
     cut, axis = Zigzag(run.config.train.seq_length, run.mesh.cp.size), run.mesh.cp
     mask = torch.zeros(cut.length)
@@ -86,7 +86,7 @@ def seen_here(changes: dict[str, Any]) -> list[dict[str, np.ndarray]]:
         tokenizer=run.tokenizer,
     )
     found = []
-    stream = split_microbatches(run, train, consumed_samples=0, reads=True)
+    stream = microbatches_of_split(run, train, consumed_samples=0, reads=True)
     for batch in (next(stream), next(stream)):
         rows = {name: getattr(batch, name) for name in ("tokens", "labels", "loss_mask", "positions", "documents")}
         found.append({name: row.numpy() for name, row in {**rows, **batch.extras}.items() if row is not None})
@@ -133,7 +133,7 @@ def regrouped_here(changes: dict[str, Any], counting_rows: int) -> tuple[list[fl
     alone, counts = Axis("dp"), []
 
     def rows(iteration: int) -> Iterator[Batch]:
-        for number, batch in enumerate(tiny.rank_microbatches(trainer.run, iteration, alone)):
+        for number, batch in enumerate(tiny.random_microbatches_of_rank(trainer.run, iteration, alone)):
             yield replace(batch, loss_mask=batch.loss_mask * (number < counting_rows))
 
     def batches(iteration: int) -> Iterator[Batch]:
@@ -145,7 +145,7 @@ def regrouped_here(changes: dict[str, Any], counting_rows: int) -> tuple[list[fl
         own = batches(iteration)
         step = train_step(trainer, own)
         if isinstance(own, RebalancedBatches):
-            counts.append(sum(share.includes(trainer.run.mesh.dp.rank) for share in own.plan.shares))
+            counts.append(sum(share.includes_rank(trainer.run.mesh.dp.rank) for share in own.plan.shares))
         total, count = collectives.all_reduce(step.losses["lm loss"].double(), trainer.run.mesh.world).tolist()
         norms.append(float(step.grad_norm))
         losses.append(total / max(count, 1.0))
@@ -197,7 +197,7 @@ def read_here(changes: dict[str, Any]) -> list[tuple[int, int, int, list[int]]]:
         test_samples=0,
         tokenizer=run.tokenizer,
     )
-    stream = split_microbatches(run, train, consumed_samples=0, reads=True)
+    stream = microbatches_of_split(run, train, consumed_samples=0, reads=True)
     found = []
     for _ in range(stream.prepare_step(2)):
         batch = next(stream)

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.config.flags import ConfigError, config_from_values
+from megatron.core.config.flags import ConfigError, config_from_dict
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.datasets.bert import BERTDataset, BERTSampleOptions
 from megatron.core.datasets.blend import build_split_datasets
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.masking import MaskOptions, word_continuation_mask
+from megatron.core.datasets.masking import TokenMaskingOptions, word_continuation_mask
 from megatron.core.datasets.samplers import collate
 from megatron.core.datasets.sentence_kinds import bert_dataset_kind
 from megatron.core.tokenizers.build import NullTokenizer
@@ -29,7 +29,7 @@ def options(**changes: object) -> BERTSampleOptions:
         **{
             "sequence_length": SIZE,
             "short_seq_prob": 0.1,
-            "masking": MaskOptions(0.15),
+            "masking": TokenMaskingOptions(0.15),
             "pairs": "sentence-order",
             "continues": word_continuation_mask(tokenizer),
             "cls": CLS,
@@ -206,9 +206,7 @@ def test_an_id_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
 
 
 def run_config(**changes: object) -> RunConfig:
-    return config_from_values(RequestedRun, {"seq_length": SIZE, "seed": 3, "architecture": "bert", **changes}).resolve(
-        1
-    )
+    return config_from_dict(RequestedRun, {"seq_length": SIZE, "seed": 3, "architecture": "bert", **changes}).resolve(1)
 
 
 def test_splits_are_shares_of_the_documents_and_never_meet(tmp_path: Path) -> None:

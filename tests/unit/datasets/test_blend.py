@@ -15,11 +15,11 @@ from megatron.core.config.settings.data import DataConfig
 from megatron.core.datasets import blend as blend_module
 from megatron.core.datasets.blend import BlendedDataset, build_gpt_datasets, build_split_datasets, data_source_usage
 from megatron.core.datasets.blend_index import blend_order
+from megatron.core.datasets.data_splits import parse_blend, parse_split, plan_data_splits
 from megatron.core.datasets.gpt import GPTDataset, GPTSampleOptions
 from megatron.core.datasets.indexed import DataError, IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.kinds import maskable_pad_id
-from megatron.core.datasets.paths import parse_blend, parse_split, plan_data_splits
-from megatron.core.tokenizers.base import tokenizer_fingerprint
+from megatron.core.tokenizers.base import tokenizer_fingerprint_fields
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer
 
 
@@ -481,10 +481,10 @@ class PerDocument:
     def num_split_units(self, source):
         return len(source.document_indices) - 1
 
-    def has_sample(self, source, part):
+    def split_has_any_sample(self, source, part):
         return len(part) > 0
 
-    def build(self, source, part, *, num_samples, split, cache):
+    def build_one_split(self, source, part, *, num_samples, split, cache):
         return Documents(source, part, num_samples, cache)
 
 
@@ -527,7 +527,7 @@ def test_a_kind_says_what_split_counts_and_how_samples_are_cut(tmp_path):
 
 def test_data_of_another_tokenizer_is_refused(tmp_path):
     with IndexedDatasetBuilder(
-        tmp_path / "bytes", np.uint16, tokenizer=tokenizer_fingerprint(ByteTokenizer())
+        tmp_path / "bytes", np.uint16, tokenizer=tokenizer_fingerprint_fields(ByteTokenizer())
     ) as builder:
         for _ in range(40):
             builder.add_sequence([1] * 11)

@@ -17,12 +17,12 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.datasets import images
 from megatron.core.datasets.blend import BlendedDataset, build_split_datasets
+from megatron.core.datasets.data_splits import plan_data_splits
 from megatron.core.datasets.energon import EnergonSplitPart
 from megatron.core.datasets.image_conversations import SLOT, ImageConversationTokenSource
-from megatron.core.datasets.image_pairs import pack_image_bytes
 from megatron.core.datasets.indexed import DataError, IndexedDatasetBuilder
 from megatron.core.datasets.multimodal import image_chat_dataset_kind
-from megatron.core.datasets.paths import plan_data_splits
+from megatron.core.datasets.multimodal_bin_idx import image_bytes_to_int32
 from megatron.core.datasets.webdataset import read_energon_rows, read_tar_samples
 from megatron.tools import preprocess_mmdata
 from tests.helpers import tiny
@@ -110,7 +110,7 @@ def test_samples_are_packed_by_their_lengths_with_images_and_hold_the_pixels_of_
         place = spans(sample).index(text)
         expected = images.tile_image(images.decode_image(sent["png"], data.options), data.options)
         assert np.array_equal(sample["images"][place : place + 1], expected)
-    ((name, _),) = data.source.images(0)
+    ((name, _),) = data.source.image_paths_and_tile_counts(0)
     assert "s-0.tar@" in name and name.endswith("/0000.png")
 
 
@@ -208,8 +208,8 @@ def joined(path: Path, nonmatch: str, **more: Any) -> str:
 def test_a_join_gives_samples_the_fields_of_those_with_the_same_key(tmp_path: Path) -> None:
     assert seen(joined(tmp_path, "skip")) == ["####two", "####zero"]  # in the plain format questions are left out
     (prefix,) = plan_data_splits(DataConfig(data_path=(str(tmp_path / "join.yaml"),)))[0].blend.prefixes  # type: ignore[union-attr]
-    part = EnergonSplitPart.parse_prefix(prefix)
-    assert part is not None and part.prefix == prefix and part.kind == "OCRSample"
+    part = EnergonSplitPart.parse_data_path(prefix)
+    assert part is not None and part.as_data_path == prefix and part.kind == "OCRSample"
     first, last = rows(part)
     assert first["conversations"][1]["value"] == "zero" and first["image"].endswith("0000.png")
     assert "s-1.tar@" in last["image"]
@@ -317,7 +317,7 @@ def pair(prefix: Path, documents: list[tuple[str, bytes]]) -> str:
         for text, image in documents:
             ids = TOKENIZER.tokenize(text)
             builder.add_sequence(np.array(ids + [TOKENIZER.eod] * (20 - len(ids)), np.int32), 0)
-            builder.add_sequence(pack_image_bytes(image), 1)
+            builder.add_sequence(image_bytes_to_int32(image), 1)
             builder.end_document()
     return str(prefix)
 
@@ -332,7 +332,7 @@ def test_pairs_with_images_are_read_with_one_end_and_all_text_learnt(tmp_path: P
         ids = data.source.get(number)
         assert (ids[:4] == ~SLOT).all() and TOKENIZER.detokenize(ids[4:-1].tolist()) == f"text {number}"
         assert ids[-1] == TOKENIZER.eod
-        ((name, _),) = data.source.images(number)
+        ((name, _),) = data.source.image_paths_and_tile_counts(number)
         assert images.read_image_bytes(name, data.options) == file
 
 

@@ -17,7 +17,7 @@ from megatron.core.config.settings.data import DataConfig, FIMConfig
 from megatron.core.datasets.blend import build_gpt_datasets
 from megatron.core.datasets.fim import FillInTheMiddle, build_fill_in_middle
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
-from megatron.core.datasets.marks import count_ids_around_text
+from megatron.core.datasets.special_tokens import count_ids_around_text
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer
 from tests.helpers.toytext import toy_tokenizer
 

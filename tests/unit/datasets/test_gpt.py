@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.datasets.gpt import GPTDataset, GPTSampleOptions
-from megatron.core.datasets.index_map import IndexCache
+from megatron.core.datasets.index_map import IndexCacheFolder
 from megatron.core.datasets.indexed import DataError, IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.mock import MockTokens
 
@@ -24,7 +24,7 @@ def write(prefix, documents, dtype=np.uint16):
     return IndexedDataset(prefix)
 
 
-def dataset(source, *, length=8, samples=None, first=0, last=None, cache=IndexCache(None), **options):
+def dataset(source, *, length=8, samples=None, first=0, last=None, cache=IndexCacheFolder(None), **options):
     """A training split of `source`."""
     window = GPTSampleOptions(sequence_length=length, vocab_size=options.pop("vocab_size", 10), eod=EOD, **options)
     sequences = range(first, len(source.sequence_lengths) if last is None else last)
@@ -171,7 +171,7 @@ def test_asking_beyond_the_samples_is_refused(tmp_path):
 
 
 def test_a_cache_is_not_used_for_data_that_was_written_anew(tmp_path):
-    cache = IndexCache(tmp_path / "cache")
+    cache = IndexCacheFolder(tmp_path / "cache")
     first = dataset(write(tmp_path / "data", random_documents(20)), samples=5, cache=cache)
     same = dataset(IndexedDataset(tmp_path / "data"), samples=5, cache=cache)
     assert len(list(cache.folder.glob("*-GPTDataset-train-*.npy"))) == 3
@@ -186,7 +186,7 @@ def test_a_cache_is_not_used_for_data_that_was_written_anew(tmp_path):
 
 
 def test_a_cache_is_not_used_for_the_same_documents_in_another_order(tmp_path):
-    cache, documents = IndexCache(tmp_path / "cache"), random_documents(20)
+    cache, documents = IndexCacheFolder(tmp_path / "cache"), random_documents(20)
     dataset(write(tmp_path / "data", documents), samples=5, cache=cache)
     place = next(place for place in range(20) if len(documents[place]) != len(documents[place + 1]))
     documents[place : place + 2] = reversed(documents[place : place + 2])

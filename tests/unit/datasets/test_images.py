@@ -84,14 +84,14 @@ def test_tiles_with_the_thumbnail_last_are_those_of_internvls_processor(size: tu
     chosen = options(IMAGENET, max_tiles=most, thumbnail=True)
     result = ours(picture(*size), chosen)
     assert close(result, theirs(processor, picture(*size)))
-    assert len(result) == images.read_tile_grid(content(picture(*size)), chosen).num_tiles
+    assert len(result) == images.tile_grid_of_image_bytes(content(picture(*size)), chosen).num_tiles
 
 
 @pytest.mark.parametrize("size", [*SHAPES, (50, 50), (1, 300), (1000, 30), (73, 24), (96, 96)])
 def test_tiles_with_the_whole_image_last_are_those_of_smolvlms_processor(size: tuple[int, int]) -> None:
     processor = transformers.Idefics3ImageProcessorPil(size={"longest_edge": 72}, max_image_size={"longest_edge": 24})
     chosen = options(SIGLIP, max_tiles=9, thumbnail=True, whole_side=3)
-    grid = images.read_tile_grid(content(picture(*size)), chosen)
+    grid = images.tile_grid_of_image_bytes(content(picture(*size)), chosen)
     found = processor(picture(*size), return_tensors="np", return_row_col_info=True)
     assert (grid.rows, grid.columns) == (found["rows"][0][0], found["cols"][0][0])
     result = ours(picture(*size), chosen)
@@ -119,7 +119,7 @@ def test_an_image_is_turned_as_its_exif_data_say(orientation: int) -> None:
     image = images.decode_image(file, chosen)
     assert image.size == ((40, 24) if orientation < 5 else (24, 40))
     assert images.upright_image_size(file, chosen) == image.size
-    assert images.read_tile_grid(file, chosen).num_tiles == len(images.tile_image(image, chosen))
+    assert images.tile_grid_of_image_bytes(file, chosen).num_tiles == len(images.tile_image(image, chosen))
     turned = {3: np.rot90(np.asarray(picture(40, 24)), 2), 6: np.rot90(np.asarray(picture(40, 24)), -1)}
     if orientation in turned:
         assert np.array_equal(np.asarray(image), turned[orientation])

@@ -13,8 +13,8 @@ import pytest
 
 from megatron.core.datasets import index_map
 from megatron.core.datasets.index_map import (
-    EpochPlan,
-    IndexCache,
+    EpochAndSampleCounts,
+    IndexCacheFolder,
     build_gpt_indices,
     gpt_index_shapes,
     load_or_build_arrays,
@@ -130,7 +130,7 @@ def test_a_kept_partial_sample_equals_the_slow_walk(monkeypatch, at_once):
     ],
 )
 def test_index_types_grow_where_32_bits_end(count, samples, place, order):
-    shapes = gpt_index_shapes(count, EpochPlan(1, samples, samples))
+    shapes = gpt_index_shapes(count, EpochAndSampleCounts(1, samples, samples))
     assert shapes["document_index"][1] is np.int32
     assert shapes["sample_index"][1] is place
     assert shapes["shuffle_index"][1] is order
@@ -150,7 +150,7 @@ def never() -> dict[str, np.ndarray]:
 
 
 def test_a_cache_is_built_once_and_then_mapped(tmp_path):
-    cache = IndexCache(tmp_path / "deep" / "cache")
+    cache = IndexCacheFolder(tmp_path / "deep" / "cache")
     first = load_or_build_arrays(cache, "Numbers-train", {"n": 1}, SHAPES, numbers)
     again = load_or_build_arrays(cache, "Numbers-train", {"n": 1}, SHAPES, never)
     assert (first["ids"] == again["ids"]).all() and not again["ids"].flags.writeable
@@ -165,7 +165,7 @@ def test_a_cache_is_built_once_and_then_mapped(tmp_path):
     ["truncate", "header", "huge header", "content", "empty", "missing", "shape", "dtype", "description", "checksums"],
 )
 def test_a_damaged_cache_file_is_built_again_with_a_message(tmp_path, caplog, damage):
-    cache = IndexCache(tmp_path)
+    cache = IndexCacheFolder(tmp_path)
     load_or_build_arrays(cache, "Numbers", {}, SHAPES, numbers)
     (path,) = tmp_path.glob("*.npy")
     content = path.read_bytes()
@@ -200,9 +200,9 @@ def test_a_cache_folder_that_cannot_be_written_stops_the_run_only_when_it_was_ch
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
     with pytest.raises(DataError, match="--data-cache-path"):
-        load_or_build_arrays(IndexCache(blocked / "cache"), "Numbers", {}, SHAPES, numbers)
+        load_or_build_arrays(IndexCacheFolder(blocked / "cache"), "Numbers", {}, SHAPES, numbers)
     with caplog.at_level(logging.WARNING):
-        built = load_or_build_arrays(IndexCache(blocked / "cache", chosen=False), "Numbers", {}, SHAPES, numbers)
+        built = load_or_build_arrays(IndexCacheFolder(blocked / "cache", chosen=False), "Numbers", {}, SHAPES, numbers)
     assert built["ids"][-1] == 999 and "cannot be written" in caplog.text
 
 
@@ -213,7 +213,7 @@ def build_many_times(folder: str, seed: int) -> None:
     for number in random.permutation(12).tolist():
         plan = plan_epochs(int(lengths.sum()), 300 + number, sequence_length=8)
         result = load_or_build_arrays(
-            IndexCache(Path(folder)),
+            IndexCacheFolder(Path(folder)),
             "Race-train",
             {"n": number},
             gpt_index_shapes(200, plan),
@@ -239,8 +239,8 @@ def test_processes_may_race_for_one_cache(tmp_path):
 
 def test_a_size_that_only_building_tells_is_cached_too(tmp_path):
     shapes = {"ids": ((None,), np.int64)}
-    load_or_build_arrays(IndexCache(tmp_path), "Numbers", {}, shapes, numbers)
-    assert len(load_or_build_arrays(IndexCache(tmp_path), "Numbers", {}, shapes, never)["ids"]) == 1000
+    load_or_build_arrays(IndexCacheFolder(tmp_path), "Numbers", {}, shapes, numbers)
+    assert len(load_or_build_arrays(IndexCacheFolder(tmp_path), "Numbers", {}, shapes, never)["ids"]) == 1000
 
 
 def build_slowly(folder: str, seconds: float) -> None:
@@ -251,7 +251,7 @@ def build_slowly(folder: str, seconds: float) -> None:
         time.sleep(seconds)
         return numbers()
 
-    result = load_or_build_arrays(IndexCache(Path(folder, "cache")), "Numbers", {}, SHAPES, build)
+    result = load_or_build_arrays(IndexCacheFolder(Path(folder, "cache")), "Numbers", {}, SHAPES, build)
     assert result["ids"].tolist() == list(range(1000))
 
 
@@ -319,7 +319,7 @@ def test_a_file_system_without_locks_is_no_hindrance(tmp_path, monkeypatch):
 
     monkeypatch.setattr(index_map.fcntl, "flock", unsupported)
     build_slowly(str(tmp_path), 0)
-    assert load_or_build_arrays(IndexCache(tmp_path / "cache"), "Numbers", {}, SHAPES, never)["ids"][-1] == 999
+    assert load_or_build_arrays(IndexCacheFolder(tmp_path / "cache"), "Numbers", {}, SHAPES, never)["ids"][-1] == 999
 
 
 def test_an_error_of_the_build_itself_is_not_taken_for_one_of_the_cache(tmp_path):
@@ -327,5 +327,5 @@ def test_an_error_of_the_build_itself_is_not_taken_for_one_of_the_cache(tmp_path
         raise OSError(5, "Input/output error")
 
     with pytest.raises(OSError, match="Input/output"):
-        load_or_build_arrays(IndexCache(tmp_path), "Numbers", {}, SHAPES, fail)
+        load_or_build_arrays(IndexCacheFolder(tmp_path), "Numbers", {}, SHAPES, fail)
     assert not list(tmp_path.iterdir())

@@ -18,15 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.datasets import indexed, sidecar, storage
+from megatron.core.datasets.bin_idx_check import bin_idx_pair_problems
 from megatron.core.datasets.gpt import GPTDataset, GPTSampleOptions
 from megatron.core.datasets.indexed import (
-    BuilderProgress,
+    BuilderResumePoint,
     DataError,
     IndexedDataset,
     IndexedDatasetBuilder,
     token_id_dtype,
 )
-from megatron.core.datasets.pair_check import bin_idx_pair_problems
 from megatron.core.datasets.sidecar import DatasetSidecar
 from tests.helpers.sentences import some_documents
 from tests.helpers.sentences import write as write_sentences
@@ -512,9 +512,9 @@ def test_a_builder_goes_on_from_its_marks_to_the_same_bytes(tmp_path):
     first = IndexedDatasetBuilder(tmp_path / "data", np.uint16, partial="partial")
     for batch in batches[:7]:
         first.add_documents(*batch)
-    marks = first.flush()
+    marks = first.sync_to_resume_point()
     first.add_documents(*batches[7])
-    first.flush()
+    first.sync_to_resume_point()
     first.close_unfinished()
     assert not (tmp_path / "data.bin").exists() and not (tmp_path / "data.idx").exists()
     with IndexedDatasetBuilder(tmp_path / "data", np.uint16, partial="partial", marks=marks) as second:
@@ -529,9 +529,9 @@ def test_what_was_written_after_the_marks_is_dropped(tmp_path):
     batches = documents_of(3)
     first = IndexedDatasetBuilder(tmp_path / "data", np.uint16, partial="partial")
     first.add_documents(*batches[0])
-    marks = first.flush()
+    marks = first.sync_to_resume_point()
     first.add_documents(*batches[1])
-    first.flush()
+    first.sync_to_resume_point()
     first.close_unfinished()
     with IndexedDatasetBuilder(tmp_path / "data", np.uint16, partial="partial", marks=marks):
         pass
@@ -562,16 +562,16 @@ def test_new_ids_never_stand_beside_an_old_or_missing_index_as_a_pair(by_hand, m
 def test_marks_beyond_what_is_on_disk_are_refused(tmp_path):
     IndexedDatasetBuilder(tmp_path / "data", np.uint16, partial="partial").close_unfinished()
     with pytest.raises(DataError, match=r"data\.bin\.partial has fewer than the 6 bytes"):
-        IndexedDatasetBuilder(tmp_path / "data", np.uint16, partial="partial", marks=BuilderProgress(1, 1, 3))
+        IndexedDatasetBuilder(tmp_path / "data", np.uint16, partial="partial", marks=BuilderResumePoint(1, 1, 3))
 
 
 WRITER = """
 import json, os, sys
 import numpy as np
-from megatron.core.datasets.indexed import IndexedDatasetBuilder, BuilderProgress
+from megatron.core.datasets.indexed import IndexedDatasetBuilder, BuilderResumePoint
 prefix, journal = sys.argv[1:]
 done, marks = json.load(open(journal)) if os.path.exists(journal) else (0, None)
-builder = IndexedDatasetBuilder(prefix, np.uint16, partial="partial", marks=marks and BuilderProgress(**marks))
+builder = IndexedDatasetBuilder(prefix, np.uint16, partial="partial", marks=marks and BuilderResumePoint(**marks))
 with np.load(prefix + ".npz") as batches:
     batches = [(batches[f"ids{number}"], batches[f"lengths{number}"]) for number in range(20)]
 for number, batch in enumerate(batches):

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.core.datasets.masking import (
     MaskedTokens,
-    MaskOptions,
+    TokenMaskingOptions,
     group_positions_by_word,
     mask_tokens,
     word_continuation_mask,
@@ -19,7 +19,7 @@ CONTINUES = word_continuation_mask(TOKENIZER)
 
 
 def slow(
-    ids: list[int], words: list[list[int]], options: MaskOptions, target: int, random: np.random.RandomState
+    ids: list[int], words: list[list[int]], options: TokenMaskingOptions, target: int, random: np.random.RandomState
 ) -> tuple[dict, list]:
     """Positions and their labels, and the spans in the order of choice; replaced tokens are not looked at."""
     requested = min(options.probability * target, max(1, int(round(len(ids) * options.probability))))
@@ -49,7 +49,9 @@ def text(length: int, random: np.random.RandomState) -> list[int]:
     return [CLS, *random.randint(6, 100, length).tolist(), SEP]
 
 
-def hidden(options: MaskOptions, length: int = 60, seed: int = 0, target: int = 60) -> tuple[list[int], MaskedTokens]:
+def hidden(
+    options: TokenMaskingOptions, length: int = 60, seed: int = 0, target: int = 60
+) -> tuple[list[int], MaskedTokens]:
     ids = text(length, np.random.RandomState(seed))
     return ids, mask_tokens(
         ids,
@@ -63,9 +65,14 @@ def hidden(options: MaskOptions, length: int = 60, seed: int = 0, target: int = 
 
 @pytest.mark.parametrize(
     "options",
-    [MaskOptions(0.15), MaskOptions(0.3, 1), MaskOptions(0.15, 10, geometric=True), MaskOptions(0.2, 4, longer=True)],
+    [
+        TokenMaskingOptions(0.15),
+        TokenMaskingOptions(0.3, 1),
+        TokenMaskingOptions(0.15, 10, geometric=True),
+        TokenMaskingOptions(0.2, 4, longer=True),
+    ],
 )
-def test_the_choice_is_the_slow_one_draw_by_draw(options: MaskOptions) -> None:
+def test_the_choice_is_the_slow_one_draw_by_draw(options: TokenMaskingOptions) -> None:
     for seed in range(60):
         ids, result = hidden(options, length=3 + seed, seed=seed)
         words = group_positions_by_word(ids, CONTINUES, (CLS, SEP))
@@ -75,7 +82,7 @@ def test_the_choice_is_the_slow_one_draw_by_draw(options: MaskOptions) -> None:
 
 def test_words_are_hidden_whole_and_special_tokens_never() -> None:
     for seed in range(200):
-        ids, result = hidden(MaskOptions(0.3), seed=seed)
+        ids, result = hidden(TokenMaskingOptions(0.3), seed=seed)
         for position, token in enumerate(ids[:-1]):
             if CONTINUES[ids[position + 1]] and token not in (CLS, SEP):
                 assert (position in result.labels) == (position + 1 in result.labels), "a word was torn apart"
@@ -86,7 +93,8 @@ def test_words_are_hidden_whole_and_special_tokens_never() -> None:
 def test_as_many_tokens_are_hidden_as_was_said() -> None:
     for length, target, requested in ((60, 60, 9), (60, 30, 4), (4, 60, 1), (200, 190, 28)):
         counts = [
-            len(hidden(MaskOptions(0.15, 1), length=length, seed=seed, target=target)[1].labels) for seed in range(100)
+            len(hidden(TokenMaskingOptions(0.15, 1), length=length, seed=seed, target=target)[1].labels)
+            for seed in range(100)
         ]
         assert max(counts) == requested and sum(count == requested for count in counts) > 90, (
             length,
@@ -102,7 +110,11 @@ def test_every_place_is_as_likely_as_any_other() -> None:
     count = np.zeros(len(ids))
     for _ in range(runs):
         count[
-            list(mask_tokens(ids, words, MaskOptions(0.15, 1), target_length=20, replace=int, random=random).labels)
+            list(
+                mask_tokens(
+                    ids, words, TokenMaskingOptions(0.15, 1), target_length=20, replace=int, random=random
+                ).labels
+            )
         ] += 1
     share = 3 / 20
     assert np.abs(count / runs - share).max() < 4 * (share * (1 - share) / runs) ** 0.5  # 20 places at once: 4 sigma
@@ -114,7 +126,7 @@ def test_lengths_of_runs_have_the_stated_probabilities(longer: bool) -> None:
     words, random, options = (
         group_positions_by_word(ids, CONTINUES, ()),
         np.random.RandomState(1),
-        MaskOptions(0.5, 3, longer=longer),
+        TokenMaskingOptions(0.5, 3, longer=longer),
     )
     firsts = [
         len(mask_tokens(ids, words, options, target_length=400, replace=int, random=random).spans[0])
@@ -131,8 +143,8 @@ def test_permuted_tokens_change_places_and_draw_nothing_from_the_global_generato
     before = np.random.get_state()[1].tolist()
     moved = 0
     for seed in range(50):
-        ids, result = hidden(MaskOptions(0.15, permute=True), seed=seed)
-        again = hidden(MaskOptions(0.15, permute=True), seed=seed)[1]
+        ids, result = hidden(TokenMaskingOptions(0.15, permute=True), seed=seed)
+        again = hidden(TokenMaskingOptions(0.15, permute=True), seed=seed)[1]
         assert (result.ids, result.labels) == (again.ids, again.labels)
         covered = {position for span in result.spans for position in span}
         rest = sorted(set(result.labels) - covered)

@@ -255,7 +255,9 @@ def test_a_folder_that_is_gone_or_images_damaged_one_after_the_other_end_the_run
     ):
         while True:
             index = next(samples)
-            if not data.source.images(data.token_sources(index)[0].sequence)[0][0].endswith(f"{MOST_IN_A_ROW}.png"):
+            if not data.source.image_paths_and_tile_counts(data.token_sources(index)[0].sequence)[0][0].endswith(
+                f"{MOST_IN_A_ROW}.png"
+            ):
                 data[index]
     shutil.rmtree(tmp_path / "pictures")
     with pytest.raises(DataError, match="pictures is gone, which held images when the data were indexed"):

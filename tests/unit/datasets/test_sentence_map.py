@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.datasets.index_map import IndexCache
+from megatron.core.datasets.index_map import IndexCacheFolder
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.sentence_map import (
     SentenceMap,
@@ -152,14 +152,14 @@ def sentence_map(source: object, **changes: object) -> SentenceMap:
 
 
 def test_a_cached_map_is_not_used_for_the_same_documents_in_another_order(tmp_path: Path) -> None:
-    documents, cache = some_documents(40), IndexCache(tmp_path / "cache")
+    documents, cache = some_documents(40), IndexCacheFolder(tmp_path / "cache")
     sentence_map(write(tmp_path / "data", documents), cache=cache)
     source = write(tmp_path / "data", documents[::-1])
     assert sentence_map(source, cache=cache).rows.tolist() == sentence_map(source).rows.tolist()
 
 
 def test_the_map_is_found_in_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, cache = write(tmp_path / "data", some_documents(40)), IndexCache(tmp_path / "cache")
+    source, cache = write(tmp_path / "data", some_documents(40)), IndexCacheFolder(tmp_path / "cache")
     first = sentence_map(source, cache=cache)
     other = sentence_map(source, cache=cache, options=SentenceMapOptions(20, 0.1, 2, 2))
     assert other.rows.tolist() != first.rows.tolist()

@@ -10,11 +10,11 @@ import fsspec
 import numpy as np
 import pytest
 
-from megatron.core.config.flags import add_arguments
+from megatron.core.config.flags import add_config_arguments
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.datasets import sidecar, storage
+from megatron.core.datasets.bin_idx_check import bin_idx_pair_problems
 from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetBuilder
-from megatron.core.datasets.pair_check import bin_idx_pair_problems
 from megatron.core.datasets.storage import (
     DataError,
     ObjectBlockReader,
@@ -214,5 +214,5 @@ def test_the_cache_folder_is_megatrons_flag():
     import argparse
 
     parser = argparse.ArgumentParser()
-    add_arguments(parser, DataConfig)
+    add_config_arguments(parser, DataConfig)
     assert parser.parse_args(["--object-storage-cache-path", "x"]).object_storage_cache_path == "x"

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.config.flags import ConfigError, config_from_values
+from megatron.core.config.flags import ConfigError, config_from_dict
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.blend import build_split_datasets
-from megatron.core.datasets.masking import MaskOptions, word_continuation_mask
+from megatron.core.datasets.masking import TokenMaskingOptions, word_continuation_mask
 from megatron.core.datasets.sentence_kinds import t5_dataset_kind
 from megatron.core.datasets.t5 import T5Dataset, T5SampleOptions
 from tests.helpers.sentences import BOS, EOS, PAD, LetterTokenizer, some_documents, write
@@ -28,7 +28,7 @@ def options(**changes: object) -> T5SampleOptions:
             "decoder_length": DECODER,
             "short_seq_prob": 0.1,
             "sentinels": SENTINELS,
-            "masking": MaskOptions(0.15, max_ngram=10, geometric=True),
+            "masking": TokenMaskingOptions(0.15, max_ngram=10, geometric=True),
             "continues": word_continuation_mask(TOKENIZER),
             "bos": BOS,
             "eos": EOS,
@@ -60,7 +60,7 @@ def filled(sample: dict[str, np.ndarray]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"decoder_length": 8}, {"sentinels": SENTINELS[:2]}, {"masking": MaskOptions(0.5, 3)}]
+    "changes", [{}, {"decoder_length": 8}, {"sentinels": SENTINELS[:2]}, {"masking": TokenMaskingOptions(0.5, 3)}]
 )
 def test_the_spans_put_back_give_the_text_and_labels_are_the_decoder_one_ahead(tmp_path: Path, changes: dict) -> None:
     data = dataset(tmp_path, **changes)
@@ -109,7 +109,7 @@ def test_a_text_without_tokens_leaves_the_encoder_something_to_look_at(tmp_path:
 
 
 def run_config(**changes: object) -> RunConfig:
-    return config_from_values(
+    return config_from_dict(
         RunConfig,
         {
             "encoder_seq_length": ENCODER,

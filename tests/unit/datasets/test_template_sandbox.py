@@ -10,7 +10,7 @@ import pytest
 
 from megatron.core.datasets import template_sandbox
 from megatron.core.datasets.conversations import ConversationEncoder, open_conversations
-from megatron.core.datasets.index_map import IndexCache
+from megatron.core.datasets.index_map import IndexCacheFolder
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.templates import FORMATS, ChatTemplate, Message
 from megatron.core.tokenizers.build import ByteTokenizer
@@ -51,7 +51,7 @@ def test_the_first_conversation_on_which_a_template_does_not_end_stops_the_readi
         DataError,
         match=r"chat\.jsonl, line 1: the chat template does not take the conversation: it takes more than 500",
     ):
-        open_conversations(str(path), ConversationEncoder(tokenizer, "tokenizer"), IndexCache(None))
+        open_conversations(str(path), ConversationEncoder(tokenizer, "tokenizer"), IndexCacheFolder(None))
 
 
 def test_a_rendering_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

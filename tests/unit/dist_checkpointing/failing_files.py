@@ -60,17 +60,17 @@ class Faulty(Disk):
         self.strike("map", path)
         return super().map(path)
 
-    def populate_range(self, content: memoryview, start: int, length: int) -> None:
+    def prefault_range(self, content: memoryview, start: int, length: int) -> None:
         self.strike("populate_range", Path())
-        super().populate_range(content, start, length)
+        super().prefault_range(content, start, length)
 
     def sync_folder(self, path: Path) -> None:
         self.strike("sync_folder", path)
         super().sync_folder(path)
 
-    def open(self, path: Path) -> FaultyFile:
+    def open_for_reading(self, path: Path) -> FaultyFile:
         self.strike("open", path)
-        return FaultyFile(self, path, super().open(path))
+        return FaultyFile(self, path, super().open_for_reading(path))
 
 
 class FaultyFile:

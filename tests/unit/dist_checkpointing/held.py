@@ -14,13 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.settings.parallel import ParallelConfig
-from megatron.core.dist_checkpointing.load import load, open_first_valid
+from megatron.core.dist_checkpointing.checkpoint_folders import SavedRunConfig, checkpoints_to_try
+from megatron.core.dist_checkpointing.load import load_into_sharded_state, open_first_valid
 from megatron.core.dist_checkpointing.saver import save
-from megatron.core.dist_checkpointing.store import RunDescription, load_candidates
-from megatron.core.dist_checkpointing.tree import Tree, add_to_tree, sharded_optimizer_state, sharded_parameter
+from megatron.core.dist_checkpointing.sharded_state import (
+    Tree,
+    add_sharded_tensor,
+    sharded_optimizer_state,
+    sharded_parameter,
+)
 from megatron.core.distributed.buffers import make_buckets
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant_initializer
+from megatron.core.parallel.spec import FusedWeightSegment, ParamSpec, ShardedDim, constant_initializer
 
 MARKER = -7.0
 SLOTS = ("exp_avg", "master")
@@ -50,22 +55,26 @@ def specs(seed: int, tp: int) -> list[ParamSpec]:
             copies = max(1, tp // groups)
             shape = (q + 2 * groups * width, *rest)
             shards = (
-                Shard(
+                ShardedDim(
                     0,
                     "tp",
-                    (FusedSegment(q), FusedSegment(groups * width, copies), FusedSegment(groups * width, copies)),
+                    (
+                        FusedWeightSegment(q),
+                        FusedWeightSegment(groups * width, copies),
+                        FusedWeightSegment(groups * width, copies),
+                    ),
                 ),
             )
         elif kind == "vocabulary":
             true = choose.randint(3, 21)
             padded = -(-true // (2 * tp)) * 2 * tp
-            shape, shards = (true, *rest), (Shard(0, "tp", (FusedSegment(true, padded=padded),)),)
+            shape, shards = (true, *rest), (ShardedDim(0, "tp", (FusedWeightSegment(true, padded=padded),)),)
         elif kind == "rows":
             shape = (4 * choose.randint(1, 3), *rest)
-            shards = (Shard(0, "tp", (FusedSegment(shape[0]),)),)
+            shards = (ShardedDim(0, "tp", (FusedWeightSegment(shape[0]),)),)
         else:
             shape = (choose.randint(1, 5), 4 * choose.randint(1, 3))
-            shards = (Shard(1, "tp", (FusedSegment(shape[1]),)),)
+            shards = (ShardedDim(1, "tp", (FusedWeightSegment(shape[1]),)),)
         result.append(ParamSpec(shape, constant_initializer(0.0), "matrix", shards, name=name, tied=number == 0))
     return result
 
@@ -123,13 +132,13 @@ def hold(seed: int, layout: Layout, mesh: Mesh) -> tuple[Tree, list[tuple[str, T
     bag, tree, memory = Bag(seed, mesh), Tree(), []
     buckets = make_buckets(bag, mesh, grad_dtype=torch.float32, sharded=layout.sharded, bucket_size=40)
     for param in bag.parameters():
-        add_to_tree(tree, f"model.{param.spec.name}", sharded_parameter(param, mesh))
+        add_sharded_tensor(tree, f"model.{param.spec.name}", sharded_parameter(param, mesh))
         memory.append((f"weight {param.spec.name}", param.data, local_tensor(param.spec, "weight", mesh)))
     for segment in (segment for bucket in buckets for segment in bucket.owned_segments()):
         for slot in SLOTS:
             expected = local_tensor(segment.spec, slot, mesh).flatten()[segment.low : segment.high]
             tensor = expected.clone()
-            add_to_tree(tree, f"optimizer.{slot}.{segment.name}", sharded_optimizer_state(segment, tensor, mesh))
+            add_sharded_tensor(tree, f"optimizer.{slot}.{segment.name}", sharded_optimizer_state(segment, tensor, mesh))
             memory.append((f"{slot} {segment.name} [{segment.low}, {segment.high})", tensor, expected))
     return tree, memory
 
@@ -138,7 +147,7 @@ def save_bag(seed: int, layout: Layout, folder: Path) -> None:
     """On every rank: save the bag."""
     mesh = mesh_of(layout)
     tree, _ = hold(seed, layout, mesh)
-    save(tree | {"run.progress": {"iteration": 3}}, folder, 3, RunDescription({}, mesh.world.size), mesh.world)
+    save(tree | {"run.progress": {"iteration": 3}}, folder, 3, SavedRunConfig({}, mesh.world.size), mesh.world)
 
 
 def load_bag(seed: int, layout: Layout, folder: Path) -> list[str]:
@@ -147,8 +156,10 @@ def load_bag(seed: int, layout: Layout, folder: Path) -> list[str]:
     tree, memory = hold(seed, layout, mesh)
     for _, tensor, _ in memory:
         tensor.fill_(MARKER)
-    source, _ = open_first_valid(load_candidates(folder), mesh.world)
-    values = load(tree | {"run.progress": None}, source, mesh.world, complete=("model.", "optimizer."))
+    source, _ = open_first_valid(checkpoints_to_try(folder), mesh.world)
+    values = load_into_sharded_state(
+        tree | {"run.progress": None}, source, mesh.world, complete=("model.", "optimizer.")
+    )
     wrong = [what for what, tensor, expected in memory if not torch.equal(tensor, expected)]
     return wrong + ([] if values == {"run.progress": {"iteration": 3}} else [f"progress is {values}"])
 

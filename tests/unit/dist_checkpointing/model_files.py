@@ -81,7 +81,7 @@ class ModelFiles:
                         node.sync()
             node = self._folder(node.names[name], path)
 
-    def list(self, path: Path) -> list[FolderEntry]:
+    def list_entries(self, path: Path) -> list[FolderEntry]:
         return sorted(
             FolderEntry(name, isinstance(node, Folder), False) for name, node in self._folder_at(path).names.items()
         )
@@ -99,13 +99,13 @@ class ModelFiles:
             folder.change(**{path.name: file})
         return _Open(self, file, path)
 
-    def open(self, path: Path) -> _Open:
+    def open_for_reading(self, path: Path) -> _Open:
         return _Open(self, self._file_at(path), path)
 
     def map(self, path: Path) -> memoryview:
         return memoryview(bytearray(self._file_at(path).content))
 
-    def populate_range(self, content: memoryview, start: int, length: int) -> None:
+    def prefault_range(self, content: memoryview, start: int, length: int) -> None:
         pass
 
     def rename(self, path: Path, to: Path) -> None:
@@ -119,7 +119,7 @@ class ModelFiles:
         self._step(f"rename {path} {to.name}")
         folder.change(**{path.name: None, to.name: folder.names[path.name]})
 
-    def link(self, path: Path, to: Path) -> None:
+    def symlink(self, path: Path, to: Path) -> None:
         folder = self._folder_at(path.parent)
         self._step(f"link {path} {to.name}")
         folder.change(**{path.name: folder.names[to.name]})
@@ -129,7 +129,7 @@ class ModelFiles:
         self._step(f"remove {path}")
         self._folder_at(path.parent).change(**{path.name: None})
 
-    def remove_folder(self, path: Path) -> None:
+    def remove_empty_folder(self, path: Path) -> None:
         if self._folder_at(path).names:
             raise OSError(39, "Directory not empty", str(path))
         self._step(f"rmdir {path}")

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing import store
-from megatron.core.dist_checkpointing.load import load, open_first_valid
+from megatron.core.dist_checkpointing import checkpoint_folders
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.core.dist_checkpointing.load import load_into_sharded_state, open_first_valid
 from megatron.core.dist_checkpointing.manifest import parse_manifest
-from megatron.core.dist_checkpointing.saved import _part_of_ranges, open_saved_checkpoint, unknown_files
-from megatron.core.dist_checkpointing.shard import HashedByteRange
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.rank_file import HashedByteRange
+from megatron.core.dist_checkpointing.saved import _part_of_ranges, open_native_checkpoint, unknown_files
 from tests.unit.dist_checkpointing.model_files import ModelFiles
 from tests.unit.dist_checkpointing.two_ranks import content, save_as_two, version_in
 
@@ -39,7 +39,9 @@ def refusal(files: ModelFiles) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", [*SHARDS, store.MANIFEST, store.CONFIG, store.COMMIT])
+@pytest.mark.parametrize(
+    "name", [*SHARDS, checkpoint_folders.MANIFEST, checkpoint_folders.CONFIG, checkpoint_folders.COMMIT]
+)
 def test_any_flipped_bit_of_any_byte_is_found_and_its_file_named(name: str) -> None:
     files = ModelFiles()
     saved_twice(files)
@@ -48,7 +50,7 @@ def test_any_flipped_bit_of_any_byte_is_found_and_its_file_named(name: str) -> N
     for place, bit in bits:
         file.content[place] ^= 1 << bit
         message = refusal(files)
-        assert str(FOLDER / name) in message or (name == store.COMMIT and str(FOLDER) in message), (
+        assert str(FOLDER / name) in message or (name == checkpoint_folders.COMMIT and str(FOLDER) in message), (
             f"bit {bit} of byte {place}: {message}"
         )
         file.content[place] ^= 1 << bit
@@ -58,7 +60,7 @@ def test_any_flipped_bit_of_any_byte_is_found_and_its_file_named(name: str) -> N
 def test_every_byte_of_a_data_file_is_hashed_once() -> None:
     files = ModelFiles()
     saved_twice(files)
-    saved = open_saved_checkpoint(FOLDER, files=files)
+    saved = open_native_checkpoint(FOLDER, files=files)
     for name in SHARDS:
         ranges = sorted((one.start, one.length) for one in saved._byte_ranges() if one.file == name)
         ends = [start + length for start, length in ranges]
@@ -75,7 +77,7 @@ def test_ranks_that_share_the_work_read_everything_once_between_them(parts: int)
     for place in range(0, len(file.content), 17):
         file.content[place] ^= 4
         finders = [
-            part for part in range(parts) if open_saved_checkpoint(FOLDER, files=files).verify(part=part, parts=parts)
+            part for part in range(parts) if open_native_checkpoint(FOLDER, files=files).verify(part=part, parts=parts)
         ]
         file.content[place] ^= 4
         assert len(finders) == 1, f"byte {place} is looked at by parts {finders} of {parts}"
@@ -125,24 +127,27 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "an empty shard": (cut(SHARDS[0], 0), "rank_00000.safetensors is cut short: it has 0 bytes"),
     "a shard that goes on": (longer, "rank_00000.safetensors is too long"),
-    "a truncated manifest": (cut(store.MANIFEST, 50), "manifest.json is cut short"),
-    "an empty config": (cut(store.CONFIG, 0), "config.json is cut short"),
-    "a truncated commit": (cut(store.COMMIT, 60), "commit.txt is damaged"),
+    "a truncated manifest": (cut(checkpoint_folders.MANIFEST, 50), "manifest.json is cut short"),
+    "an empty config": (cut(checkpoint_folders.CONFIG, 0), "config.json is cut short"),
+    "a truncated commit": (cut(checkpoint_folders.COMMIT, 60), "commit.txt is damaged"),
     "swapped shards": (swap, "rank_00000.safetensors is rank_00001.safetensors of the same save, under a wrong name"),
     "a shard of another step": (
         from_other(SHARDS[0]),
         "rank_00000.safetensors belongs to another save, of iteration 10: the folder mixes two checkpoints",
     ),
     "a stale manifest": (
-        from_other(store.MANIFEST),
+        from_other(checkpoint_folders.MANIFEST),
         "manifest.json is stale: it belongs to another save, of iteration 10",
     ),
-    "a stale config": (from_other(store.CONFIG), "config.json is damaged, changed, or of another save"),
-    "a stale commit": (from_other(store.COMMIT), "iter_0000020 was renamed: its commit.txt says iteration 10"),
+    "a stale config": (from_other(checkpoint_folders.CONFIG), "config.json is damaged, changed, or of another save"),
+    "a stale commit": (
+        from_other(checkpoint_folders.COMMIT),
+        "iter_0000020 was renamed: its commit.txt says iteration 10",
+    ),
     "a missing shard": (missing(SHARDS[1]), "rank_00001.safetensors is missing"),
-    "a missing manifest": (missing(store.MANIFEST), "manifest.json is missing"),
-    "a missing config": (missing(store.CONFIG), "config.json is missing"),
-    "a missing commit": (missing(store.COMMIT), "it has no commit.txt"),
+    "a missing manifest": (missing(checkpoint_folders.MANIFEST), "manifest.json is missing"),
+    "a missing config": (missing(checkpoint_folders.CONFIG), "config.json is missing"),
+    "a missing commit": (missing(checkpoint_folders.COMMIT), "it has no commit.txt"),
     "a shard too many": (extra, "rank_00002.safetensors is no part of this checkpoint"),
 }
 
@@ -177,11 +182,11 @@ def test_without_verification_the_sizes_are_still_looked_at_but_no_tensor_is_rea
     with open(folder / SHARDS[0], "r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\xff")
-    saved, refused = open_first_valid(store.load_candidates(tmp_path), verified=False)
+    saved, refused = open_first_valid(checkpoint_folders.checkpoints_to_try(tmp_path), verified=False)
     assert saved.folder == folder and refused == []
     cut(SHARDS[0], 100)(folder)
     with pytest.raises(CheckpointError, match="no checkpoint is sound"):
-        open_first_valid(store.load_candidates(tmp_path), verified=False)
+        open_first_valid(checkpoint_folders.checkpoints_to_try(tmp_path), verified=False)
 
 
 def test_files_that_people_put_beside_do_no_harm(tmp_path: Path) -> None:
@@ -189,7 +194,7 @@ def test_files_that_people_put_beside_do_no_harm(tmp_path: Path) -> None:
     (folder / "notes.txt").write_text("our best one")
     (folder / "tokenizer").mkdir()
     assert version_in(tmp_path) == (10, 1)
-    assert unknown_files(open_saved_checkpoint(folder)) == ["notes.txt", "tokenizer"]
+    assert unknown_files(open_native_checkpoint(folder)) == ["notes.txt", "tokenizer"]
 
 
 HOSTILE = {
@@ -209,22 +214,22 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_manifest_that_is_sealed_but_makes_no_sense_is_refused(tmp_path: Path, name: str) -> None:
     step = save_as_two(tmp_path, 10, 1)
-    text = (step.folder / store.MANIFEST).read_text()
+    text = (step.folder / checkpoint_folders.MANIFEST).read_text()
     bad = HOSTILE[name](text).encode(errors="surrogateescape")
     assert bad != text.encode()
-    (step.folder / store.MANIFEST).write_bytes(bad)
-    sealed = store.FileSizeAndHash(len(bad), store.xxh3_hash(bad))
-    commit = store.CommitRecord(step.commit.save, 10, 1, sealed, step.commit.config)
-    (step.folder / store.COMMIT).write_text(commit.text())
+    (step.folder / checkpoint_folders.MANIFEST).write_bytes(bad)
+    sealed = checkpoint_folders.FileSizeAndHash(len(bad), checkpoint_folders.xxh3_hex_digest(bad))
+    commit = checkpoint_folders.CommitRecord(step.commit.save, 10, 1, sealed, step.commit.config)
+    (step.folder / checkpoint_folders.COMMIT).write_text(commit.text())
     with pytest.raises(CheckpointError, match="manifest.json"):
         version_in(tmp_path)
 
 
 def test_a_newer_format_asks_for_a_newer_program(tmp_path: Path) -> None:
     folder = save_as_two(tmp_path, 10, 1).folder
-    text = (folder / store.COMMIT).read_text()
+    text = (folder / checkpoint_folders.COMMIT).read_text()
     body = text[: text.index("seal ")].replace("megatron boxes 2", "megatron boxes 99")
-    (folder / store.COMMIT).write_text(f"{body}seal {store.xxh3_hash(body.encode())}\n")
+    (folder / checkpoint_folders.COMMIT).write_text(f"{body}seal {checkpoint_folders.xxh3_hex_digest(body.encode())}\n")
     with pytest.raises(CheckpointError, match="format version 99; this program reads up to 2, use a newer one"):
         version_in(tmp_path)
 
@@ -233,7 +238,7 @@ def test_an_independent_reader_finds_the_same_bytes_where_the_manifest_says(tmp_
     from safetensors import safe_open
 
     folder = save_as_two(tmp_path, 10, 1).folder
-    manifest = parse_manifest(json.loads((folder / store.MANIFEST).read_text()))
+    manifest = parse_manifest(json.loads((folder / checkpoint_folders.MANIFEST).read_text()))
     result = {name: torch.full_like(value, float("nan")) for name, value in content(1).items()}
     for name, whole in manifest.tensors.items():
         for piece in whole.pieces:
@@ -244,5 +249,5 @@ def test_an_independent_reader_finds_the_same_bytes_where_the_manifest_says(tmp_
                 result[name][piece.box.slices()] = file.get_tensor(key)
     assert all(torch.equal(result[name], value) for name, value in content(1).items())
     target = {name: torch.zeros_like(value) for name, value in content(1).items()}
-    load(target, open_saved_checkpoint(folder))
+    load_into_sharded_state(target, open_native_checkpoint(folder))
     assert all(torch.equal(target[name], result[name]) for name in result)

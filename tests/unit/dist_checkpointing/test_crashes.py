@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing import store
+from megatron.core.dist_checkpointing import checkpoint_folders
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.load import open_first_valid
-from megatron.core.dist_checkpointing.store import CheckpointError
 from tests.unit.dist_checkpointing.model_files import Crash, ModelFiles
 from tests.unit.dist_checkpointing.two_ranks import save_as_two, version_in
 
@@ -123,12 +123,12 @@ def test_the_best_checkpoint_is_there_after_a_crash_at_any_moment() -> None:
     after(save(10, 1, 1, 10), save(20, 2, 1, 10))(start)
     start.settle()
     assert (
-        store.best_linked_iteration(SAVE, files=start) == 10
-        and store.scan_checkpoint_folder(SAVE, files=start).steps[1].iteration == 10
+        checkpoint_folders.iteration_of_best_link(SAVE, files=start) == 10
+        and checkpoint_folders.scan_checkpoint_folder(SAVE, files=start).steps[1].iteration == 10
     )
     trial = start.killed()
     save(30, 3, 1, 30)(trial)
-    assert [step.iteration for step in store.scan_checkpoint_folder(SAVE, files=trial).steps] == [30]
+    assert [step.iteration for step in checkpoint_folders.scan_checkpoint_folder(SAVE, files=trial).steps] == [30]
     random_ = random.Random(7)
     for crash_at in range(len(trial.log)):
         files = start.killed()
@@ -136,10 +136,14 @@ def test_the_best_checkpoint_is_there_after_a_crash_at_any_moment() -> None:
         with pytest.raises(Crash):
             save(30, 3, 1, 30)(files)
         for survivor in (files.killed(), *files.without_power(random_, 2)):
-            best = store.best_linked_iteration(SAVE, files=survivor)
+            best = checkpoint_folders.iteration_of_best_link(SAVE, files=survivor)
             assert best in (10, 30), trial.log[crash_at]
             open_first_valid(
-                [one for one in store.scan_checkpoint_folder(SAVE, files=survivor).steps if one.iteration == best],
+                [
+                    one
+                    for one in checkpoint_folders.scan_checkpoint_folder(SAVE, files=survivor).steps
+                    if one.iteration == best
+                ],
                 files=survivor,
             )
 
@@ -156,7 +160,7 @@ def unfit_for_more(files: ModelFiles) -> str:
     """Whether all that is named like a checkpoint is sound, older ones too; and whether the next process can save, load that,
     and leave no remains behind. What is wrong otherwise."""
     try:
-        there = store.scan_checkpoint_folder(SAVE, files=files)
+        there = checkpoint_folders.scan_checkpoint_folder(SAVE, files=files)
         for step in there.steps:
             open_first_valid([step], files=files)
         if there.damaged:
@@ -166,7 +170,9 @@ def unfit_for_more(files: ModelFiles) -> str:
         return str(error)
     result = seen(files)
     remains = [
-        entry.name for entry in files.list(SAVE) if entry.name.endswith((".tmp", ".old", ".gone")) and entry.is_folder
+        entry.name
+        for entry in files.list_entries(SAVE)
+        if entry.name.endswith((".tmp", ".old", ".gone")) and entry.is_folder
     ]
     return f"a further save leaves {remains} and loads {result}" if remains or result != (50, 9) else ""
 
@@ -199,7 +205,13 @@ def test_a_checkpoint_is_only_ever_named_when_all_of_it_is_durable() -> None:
         for what in files.log[:named]
         if what.startswith("sync /save/iter")
     ]
-    assert synced == ["rank_00000.safetensors", "rank_00001.safetensors", store.MANIFEST, store.CONFIG, store.COMMIT]
+    assert synced == [
+        "rank_00000.safetensors",
+        "rank_00001.safetensors",
+        checkpoint_folders.MANIFEST,
+        checkpoint_folders.CONFIG,
+        checkpoint_folders.COMMIT,
+    ]
     assert (
         files.log[named - 1] == "sync folder /save/iter_0000010.00000001.tmp"
         and files.log[named + 1] == "sync folder /save"

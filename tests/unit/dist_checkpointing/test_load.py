@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.core.dist_checkpointing import plan
-from megatron.core.dist_checkpointing.load import load, open_first_valid
-from megatron.core.dist_checkpointing.plan import WriteCandidate
-from megatron.core.dist_checkpointing.saved import SavedCheckpoint, migrate_saved_settings, open_saved_checkpoint
+from megatron.core.dist_checkpointing import save_plan
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError, SavedRunConfig, checkpoints_to_try
+from megatron.core.dist_checkpointing.load import load_into_sharded_state, open_first_valid
+from megatron.core.dist_checkpointing.save_plan import BoxToWrite
+from megatron.core.dist_checkpointing.saved import NativeCheckpoint, migrate_saved_settings, open_native_checkpoint
 from megatron.core.dist_checkpointing.saver import save
-from megatron.core.dist_checkpointing.source import TensorFormat
-from megatron.core.dist_checkpointing.store import CheckpointError, RunDescription, load_candidates
-from megatron.core.dist_checkpointing.tree import ShardedTensor, Tree
+from megatron.core.dist_checkpointing.sharded_state import ShardedTensor, Tree
+from megatron.core.dist_checkpointing.source import ShapeAndDtype
 from megatron.core.parallel.boxes import Box, intersect
 from tests.helpers.world import RankFailed, Worlds
 from tests.unit.dist_checkpointing.failing_files import BROKEN, Faulty
@@ -37,9 +37,9 @@ FOUR = [
 ]
 
 
-def saved(state: Tree, folder: Path) -> SavedCheckpoint:
+def saved(state: Tree, folder: Path) -> NativeCheckpoint:
     """A tree, saved and opened."""
-    return open_saved_checkpoint(save(state, folder, 1, RunDescription({}, 1)))
+    return open_native_checkpoint(save(state, folder, 1, SavedRunConfig({}, 1)))
 
 
 @pytest.mark.parametrize("before", FOUR, ids=str)
@@ -62,14 +62,14 @@ def test_four_ranks_load_what_one_process_saved(world: Worlds, tmp_path: Path) -
 @pytest.mark.parametrize("layout", FOUR, ids=str)
 def test_every_byte_is_written_once(world: Worlds, tmp_path: Path, layout: Layout) -> None:
     world(4).run(save_bag, 3, layout, tmp_path)
-    result = open_saved_checkpoint(load_candidates(tmp_path)[0].folder)
+    result = open_native_checkpoint(checkpoints_to_try(tmp_path)[0].folder)
     names = {
         f"{start}{spec.name}" for spec in specs(3, 1) for start in ("model.", "optimizer.exp_avg.", "optimizer.master.")
     }
     assert set(result.formats) == names
     for name, whole in result.manifest.tensors.items():
         boxes = [piece.box for piece in whole.pieces]
-        assert sum(box.size for box in boxes) == math.prod(whole.shape), name
+        assert sum(box.num_elements for box in boxes) == math.prod(whole.shape), name
         assert not any(intersect(a, b) for place, a in enumerate(boxes) for b in boxes[:place]), name
     stored = sum(facts.size - facts.header_length for facts in result.manifest.files.values())
     assert stored == sum(4 * math.prod(whole.shape) for whole in result.manifest.tensors.values())
@@ -77,7 +77,7 @@ def test_every_byte_is_written_once(world: Worlds, tmp_path: Path, layout: Layou
 
 def save_large(folder: Path) -> None:
     state = {f"t{number}": torch.ones(10_000 * (1 + number % 3)) for number in range(24)}
-    save(state, folder, 1, RunDescription({}, 4), mesh_of(ALONE).world)
+    save(state, folder, 1, SavedRunConfig({}, 4), mesh_of(ALONE).world)
 
 
 def test_replicas_are_shared_out_evenly(world: Worlds, tmp_path: Path) -> None:
@@ -91,11 +91,11 @@ def test_replicas_are_shared_out_evenly(world: Worlds, tmp_path: Path) -> None:
 def test_a_plan_gives_each_box_to_one_holder_and_loads_differ_by_no_more_than_a_box(
     tensors: list[tuple[int, set[int]]],
 ) -> None:
-    ranks: list[list[WriteCandidate]] = [[] for _ in range(4)]
+    ranks: list[list[BoxToWrite]] = [[] for _ in range(4)]
     for number, (size, holders) in enumerate(tensors):
         for rank in holders:
-            ranks[rank].append(WriteCandidate(f"t{number}", Box((0,), (size,)), "F32", (size,)))
-    shares = plan.assign_writers(ranks)
+            ranks[rank].append(BoxToWrite(f"t{number}", Box((0,), (size,)), "F32", (size,)))
+    shares = save_plan.assign_writers(ranks)
     given_out = [(offer.name, rank) for rank, share in enumerate(shares) for offer in share]
     assert sorted(name for name, _ in given_out) == sorted(f"t{number}" for number in range(len(tensors)))
     assert all(rank in tensors[int(name[1:])][1] for name, rank in given_out)
@@ -126,13 +126,13 @@ def test_tensors_of_every_dtype_and_shape_come_back_bit_by_bit(
 ) -> None:
     state = {f"t{number}": torch.randint(0, 2, shape).to(dtype) for number, (dtype, shape) in enumerate(kinds)}
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    load(target, saved(state, tmp_path_factory.mktemp("any")), complete=("",))
+    load_into_sharded_state(target, saved(state, tmp_path_factory.mktemp("any")), complete=("",))
     for name, tensor in state.items():
         assert torch.equal(target[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), name
 
 
 def test_values_come_back_as_json_says_them(tmp_path: Path) -> None:
-    assert load({"values": None}, saved({"values": {"a": [1, 2.5, None, "b"]}}, tmp_path)) == {
+    assert load_into_sharded_state({"values": None}, saved({"values": {"a": [1, 2.5, None, "b"]}}, tmp_path)) == {
         "values": {"a": [1, 2.5, None, "b"]}
     }
 
@@ -158,12 +158,12 @@ def test_formats_are_converted_and_other_names_can_be_read_instead(tmp_path: Pat
         torch.zeros(4, 4),
         torch.zeros(4, 4, dtype=torch.float64),
     )
-    load(
+    load_into_sharded_state(
         {"model.w": ShardedTensor((4, 4), torch.float16, [(Box((0, 0), (4, 4)), half), (Box((0, 0), (4, 4)), wide)])},
         source,
     )
     assert torch.equal(half, value.bfloat16().half()) and torch.equal(wide, value.bfloat16().float())
-    load({"model.w": exact}, source, complete=("model.",), instead={"model.w": "optimizer.master.w"})
+    load_into_sharded_state({"model.w": exact}, source, complete=("model.",), instead={"model.w": "optimizer.master.w"})
     assert torch.equal(exact, value.double())
 
 
@@ -174,7 +174,7 @@ def test_everything_that_does_not_fit_is_said_at_once(tmp_path: Path) -> None:
     retained = torch.zeros(4)
     requested = {"model.a": torch.zeros(3, 2), "model.b": retained, "model.d": torch.zeros(1), "other": torch.zeros(1)}
     with pytest.raises(CheckpointError) as caught:
-        load(requested, source, complete=("model.",))
+        load_into_sharded_state(requested, source, complete=("model.",))
     assert caught.value.problems == (
         "model.a: shape (2, 3) in the checkpoint, (3, 2) expected",
         "model.d: missing in the checkpoint",
@@ -188,7 +188,9 @@ def load_with_one_odd_rank(folder: Path) -> str:
     mesh = mesh_of(ALONE)
     names = ["a", "odd"] if mesh.world.rank == 2 else ["a"]
     try:
-        load({name: torch.zeros(2) for name in names}, open_saved_checkpoint(folder), mesh.world, complete=("",))
+        load_into_sharded_state(
+            {name: torch.zeros(2) for name in names}, open_native_checkpoint(folder), mesh.world, complete=("",)
+        )
     except CheckpointError as error:
         return str(error)
     return ""
@@ -210,7 +212,7 @@ def test_all_ranks_hear_what_one_rank_misses(world: Worlds, tmp_path: Path) -> N
 def open_here(folder: Path) -> tuple[int, list[str]] | str:
     """On every rank: the iteration that is found sound and what was refused, or the error."""
     try:
-        result, refused = open_first_valid(load_candidates(folder), mesh_of(ALONE).world)
+        result, refused = open_first_valid(checkpoints_to_try(folder), mesh_of(ALONE).world)
     except CheckpointError as error:
         return str(error)
     return result.commit.iteration, refused
@@ -238,14 +240,14 @@ def test_all_ranks_go_back_together_whichever_file_is_damaged(world: Worlds, tmp
 def save_at(folder: Path, iteration: int) -> None:
     mesh = mesh_of(ALONE)
     state = {f"t{number}": torch.full((100,), float(iteration)) for number in range(8)}
-    save(state, folder, iteration, RunDescription({}, 4), mesh.world)
+    save(state, folder, iteration, SavedRunConfig({}, 4), mesh.world)
 
 
 def open_own_folder(folder: Path) -> str:
     """On every rank: a folder of its own, as where a disk is not shared."""
     mesh = mesh_of(ALONE)
     try:
-        open_first_valid(load_candidates(folder / str(mesh.world.rank % 2)), mesh.world)
+        open_first_valid(checkpoints_to_try(folder / str(mesh.world.rank % 2)), mesh.world)
     except CheckpointError as error:
         return str(error)
     return ""
@@ -270,7 +272,7 @@ def test_what_one_rank_cannot_open_is_refused_by_all(world: Worlds, tmp_path: Pa
 class Broken:
     """A source of another format, one of whose tensors cannot be read on one rank."""
 
-    where, formats, values, settings = "elsewhere", {"a": TensorFormat((2,), torch.float32)}, {}, {}
+    where, formats, values, settings = "elsewhere", {"a": ShapeAndDtype((2,), torch.float32)}, {}, {}
 
     def __init__(self, fails: bool) -> None:
         self.fails = fails
@@ -284,7 +286,7 @@ class Broken:
 def load_broken() -> str:
     axis = mesh_of(ALONE).world
     try:
-        load({"a": torch.zeros(2)}, Broken(axis.rank == 1), axis)
+        load_into_sharded_state({"a": torch.zeros(2)}, Broken(axis.rank == 1), axis)
     except CheckpointError as error:
         return str(error)
     return ""
@@ -300,7 +302,7 @@ def test_a_disk_that_cannot_read_is_told_and_not_the_end_of_the_process(tmp_path
         save_at(tmp_path, iteration)
     files = Faulty("" if on == "populate_range" else "iter_0000002/rank", fault=BROKEN, on=on)
     with pytest.raises(CheckpointError, match="rank_00000.safetensors cannot be read: Input/output error"):
-        open_first_valid(load_candidates(tmp_path, 2), files=files)
+        open_first_valid(checkpoints_to_try(tmp_path, 2), files=files)
 
 
 def test_a_box_that_one_piece_holds_is_read_without_a_copy(tmp_path: Path) -> None:
@@ -314,7 +316,7 @@ def save_with_a_hole(folder: Path) -> None:
         {"a": ShardedTensor((4,), torch.float32, [(Box((0,), (2,)), torch.ones(2))])},
         folder,
         1,
-        RunDescription({}, 1),
+        SavedRunConfig({}, 1),
         mesh_of(ALONE).world,
     )
 
@@ -324,7 +326,7 @@ def test_a_tree_with_a_hole_is_not_saved(world: Worlds, tmp_path: Path) -> None:
         save_with_a_hole(tmp_path)
     with pytest.raises(RankFailed, match="a: the ranks' boxes hold 2 elements, the tensor has 4"):
         world(2).run(save_with_a_hole, tmp_path)
-    assert load_candidates(tmp_path) == []
+    assert checkpoints_to_try(tmp_path) == []
 
 
 def test_what_safetensors_has_no_word_for_is_not_saved(tmp_path: Path) -> None:

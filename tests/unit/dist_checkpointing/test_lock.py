@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.lock import LOCK, FolderLock
-from megatron.core.dist_checkpointing.store import CheckpointError
 
 HOLD = """
 import sys
 from megatron.core.dist_checkpointing.lock import FolderLock
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 assert "torch" not in sys.modules
 sys.stdin.readline()
 try:

@@ -12,19 +12,24 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing import checkpoint_folders
 from megatron.core.dist_checkpointing import saver as saver_module
-from megatron.core.dist_checkpointing import store
+from megatron.core.dist_checkpointing.checkpoint_folders import (
+    CheckpointError,
+    SavedRunConfig,
+    checkpoints_to_try,
+    complete_iterations,
+)
 from megatron.core.dist_checkpointing.files import DISK
-from megatron.core.dist_checkpointing.load import load, open_first_valid
-from megatron.core.dist_checkpointing.saver import CheckpointSaver, SaveOptions, SaveOutcome, save
-from megatron.core.dist_checkpointing.store import CheckpointError, RunDescription, complete_iterations, load_candidates
+from megatron.core.dist_checkpointing.load import load_into_sharded_state, open_first_valid
+from megatron.core.dist_checkpointing.saver import CheckpointSaver, SaveOutcome, SavePolicy, save
 from megatron.core.parallel import collectives
 from tests.helpers.world import Worlds
 from tests.unit.dist_checkpointing.failing_files import BROKEN, FULL, READ_ONLY, Faulty
 from tests.unit.dist_checkpointing.held import Layout, mesh_of
 
-BACKGROUND = SaveOptions(asynchronous=True)
-ABOUT = RunDescription({}, 1)
+BACKGROUND = SavePolicy(asynchronous=True)
+ABOUT = SavedRunConfig({}, 1)
 
 
 def state_of(value: float) -> dict[str, Any]:
@@ -38,7 +43,7 @@ def state_of(value: float) -> dict[str, Any]:
 def loaded(folder: Path, step: int | None = None) -> float:
     """The one number that everything in a checkpoint is."""
     target: dict[str, Any] = {**state_of(-1.0), "run.progress": None}
-    values = load(target, open_first_valid(load_candidates(folder, step))[0])
+    values = load_into_sharded_state(target, open_first_valid(checkpoints_to_try(folder, step))[0])
     (value,) = values["run.progress"]["value"]
     assert bool((target["model.a"] == value).all()) and bool((target["model.b"] == value).all())
     return value
@@ -63,7 +68,7 @@ def test_what_changes_right_after_the_start_of_a_save_does_not_leak_into_it(tmp_
         and outcome.folder == tmp_path / "iter_0000010"
         and not saver.is_busy
     )
-    assert outcome.size == store.folder_num_bytes(outcome.folder)
+    assert outcome.size == checkpoint_folders.folder_num_bytes(outcome.folder)
     assert loaded(tmp_path) == 1.0
 
 
@@ -81,7 +86,7 @@ def test_polling_brings_a_save_to_its_end_without_waiting(tmp_path: Path) -> Non
 
 def test_host_memory_is_taken_once_and_used_again(tmp_path: Path) -> None:
     saver = CheckpointSaver(tmp_path, rules=BACKGROUND)
-    saver.prepare(state_of(0.0))
+    saver.plan_and_allocate(state_of(0.0))
     memory = saver._snapshot._memory
     assert len(memory) == 64 * 3 * 4 + 7 * 2, "one copy of what is written, and no more"
     for iteration in range(1, 4):
@@ -100,7 +105,7 @@ def test_the_plan_is_made_anew_when_the_tensors_change(tmp_path: Path) -> None:
     ):
         saver.start(state, iteration, ABOUT)
         assert saver.finish().problems == ()
-        assert set(open_first_valid(load_candidates(tmp_path))[0].formats) == {
+        assert set(open_first_valid(checkpoints_to_try(tmp_path))[0].formats) == {
             name for name in state if name.startswith("model.")
         }
 
@@ -141,11 +146,11 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(
-    "rules", [SaveOptions(keep_last=1), SaveOptions(True, keep_last=1)], ids=["waiting", "background"]
+    "rules", [SavePolicy(keep_last=1), SavePolicy(True, keep_last=1)], ids=["waiting", "background"]
 )
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_save_that_fails_is_told_costs_no_older_one_and_the_next_one_succeeds(
-    tmp_path: Path, name: str, rules: SaveOptions
+    tmp_path: Path, name: str, rules: SavePolicy
 ) -> None:
     faults, words = FAULTS[name]
     saver = CheckpointSaver(tmp_path, rules=rules)
@@ -156,7 +161,7 @@ def test_a_save_that_fails_is_told_costs_no_older_one_and_the_next_one_succeeds(
     assert loaded(tmp_path) == 1.0 and complete_iterations(tmp_path) == [10]
     saver.files = DISK
     assert ended(saver, 20, 3.0).problems == () and loaded(tmp_path) == 3.0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000020", store.TRACKER]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000020", checkpoint_folders.TRACKER]
 
 
 def ended(saver: CheckpointSaver, iteration: int, value: float) -> SaveOutcome:
@@ -180,12 +185,14 @@ def test_short_writes_are_gone_on_with(tmp_path: Path, at_once: int) -> None:
 
 
 def test_a_tracker_that_cannot_be_written_is_a_note_and_the_checkpoint_counts(tmp_path: Path) -> None:
-    outcome = ended(CheckpointSaver(tmp_path, files=Faulty(store.TRACKER.removesuffix(".txt"), fault=FULL)), 10, 1.0)
+    outcome = ended(
+        CheckpointSaver(tmp_path, files=Faulty(checkpoint_folders.TRACKER.removesuffix(".txt"), fault=FULL)), 10, 1.0
+    )
     assert outcome.problems == () and "is not up to date: [Errno 28]" in outcome.notes[0] and loaded(tmp_path) == 1.0
 
 
 def test_a_checkpoint_that_cannot_be_deleted_is_a_note(tmp_path: Path) -> None:
-    saver = CheckpointSaver(tmp_path, rules=SaveOptions(keep_last=1))
+    saver = CheckpointSaver(tmp_path, rules=SavePolicy(keep_last=1))
     ended(saver, 10, 1.0)
     saver.files = Faulty("iter_0000010", fault=errno.EACCES, on="rename")
     outcome = ended(saver, 20, 2.0)
@@ -204,7 +211,7 @@ def test_nothing_is_deleted_for_a_checkpoint_that_does_not_read_back(tmp_path: P
                 file.write = lambda content: write(memoryview(bytes(content[:-1]) + bytes([content[-1] ^ 1])))
             return file
 
-    for rules in (SaveOptions(keep_last=1), SaveOptions(interval=100)):
+    for rules in (SavePolicy(keep_last=1), SavePolicy(interval=100)):
         folder = tmp_path / str(rules.interval)
         saver = CheckpointSaver(folder, rules=rules)
         ended(saver, 10, 1.0)
@@ -224,12 +231,12 @@ def test_what_cannot_be_saved_at_once_is_an_error_for_those_who_wait(tmp_path: P
 def save_with_one_bad_rank(folder: Path, asynchronous: bool) -> list[Any]:
     """On four ranks: rank 2's disk is full in the second save; each rank's outcomes."""
     mesh = mesh_of(Layout(1, 1, False))
-    saver = CheckpointSaver(folder, mesh.world, rules=SaveOptions(asynchronous, keep_last=1))
+    saver = CheckpointSaver(folder, mesh.world, rules=SavePolicy(asynchronous, keep_last=1))
     result = []
     for iteration in (1, 2, 3):
         saver.files = Faulty("rank_00002", fault=FULL) if iteration == 2 else DISK
         state = {f"t{number}": torch.full((100,), float(iteration)) for number in range(8)}
-        saver.start(state, iteration, RunDescription({}, 4))
+        saver.start(state, iteration, SavedRunConfig({}, 4))
         outcome = None
         while outcome is None:  # as a loop of training does
             outcome = saver.poll()
@@ -242,7 +249,7 @@ def poll_to_the_end(folder: Path) -> list[int]:
     mesh, result = mesh_of(Layout(1, 1, False)), []
     saver = CheckpointSaver(folder, mesh.world, rules=BACKGROUND)
     for iteration in (1, 2):
-        saver.start(state_of(float(iteration)), iteration, RunDescription({}, 4))
+        saver.start(state_of(float(iteration)), iteration, SavedRunConfig({}, 4))
         outcome = None
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(collectives, "all_reduce", None)  # whose answer is waited for

@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing.tree import (
+from megatron.core.dist_checkpointing.sharded_state import (
     ShardedTensor,
     Tree,
-    add_to_tree,
+    add_sharded_tensor,
     replicated_tensor,
     sharded_optimizer_state,
     sharded_parameter,
 )
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, constant_initializer
+from megatron.core.parallel.spec import FusedWeightSegment, ParamSpec, ShardedDim, constant_initializer
 from tests.unit.dist_checkpointing.held import MARKER, local_tensor, specs, whole_tensor
 
 
@@ -73,7 +73,11 @@ def test_flat_ranges_of_cut_parameters_land_on_their_global_elements() -> None:
 
 def test_parameters_are_placed_without_their_padding() -> None:
     spec = ParamSpec(
-        (5, 2), constant_initializer(0.0), "embedding", (Shard(0, "tp", (FusedSegment(5, padded=8),)),), name="v"
+        (5, 2),
+        constant_initializer(0.0),
+        "embedding",
+        (ShardedDim(0, "tp", (FusedWeightSegment(5, padded=8),)),),
+        name="v",
     )
     held = []
     for rank in range(4):
@@ -102,6 +106,6 @@ def test_pieces_are_views_that_a_load_can_write_into() -> None:
 
 def test_a_name_held_twice_keeps_both_pieces() -> None:
     tree, first, second = Tree(), torch.zeros(3), torch.zeros(3)
-    add_to_tree(tree, "a", replicated_tensor(first))
-    add_to_tree(tree, "a", replicated_tensor(second))
+    add_sharded_tensor(tree, "a", replicated_tensor(first))
+    add_sharded_tensor(tree, "a", replicated_tensor(second))
     assert [tensor.data_ptr() for _, tensor in tree["a"].pieces] == [first.data_ptr(), second.data_ptr()]

@@ -16,7 +16,7 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import (
     ParamSpec,
-    local_shards,
+    local_shard_boxes,
     meta_parameter,
     normal_initializer,
     param_spec_of,
@@ -95,7 +95,7 @@ def finalize_here(changes: dict[str, Any]) -> tuple[int, int, dict[str, Tensor]]
             for param, view in zip(bucket.params, bucket.gradient_views(), strict=True):
                 spec = param_spec_of(param)
                 found[spec.name] = torch.full(spec.shape, float("nan"), dtype=view.dtype)
-                for piece in local_shards(spec, mesh):
+                for piece in local_shard_boxes(spec, mesh):
                     found[spec.name][piece.box.slices()] = view[piece.local.slices()]
     return mesh.tp.rank, mesh.pp.rank, found
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron.core.models.flops import state_bytes_per_parameter
+from megatron.core.models.flops import training_state_bytes_per_param
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.training.evaluate import evaluate_loss
 from megatron.training.step import train_step
@@ -56,7 +56,7 @@ def test_between_steps_a_rank_holds_its_share_of_weights_gradients_and_optimizer
 ) -> None:
     changes = {**FSDP, **numbers}
     for parameters, held in world(ranks).run(held_here, changes):
-        share = parameters * state_bytes_per_parameter(tiny.config(ranks, **changes), ranks)
+        share = parameters * training_state_bytes_per_param(tiny.config(ranks, **changes), ranks)
         assert all(share * 0.99 < found < share * 1.1 for found in held), (held, share)
 
 

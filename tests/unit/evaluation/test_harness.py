@@ -26,7 +26,7 @@ from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.api.registry import get_model  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 
-from megatron.core.datasets.marks import count_ids_around_text  # noqa: E402
+from megatron.core.datasets.special_tokens import count_ids_around_text  # noqa: E402
 from megatron.evaluation.harness import MegatronLM, sampling_from_gen_kwargs  # noqa: E402
 
 TEXT = (

@@ -12,11 +12,11 @@ import torch
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.parallel import ParallelConfig
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families.megatron.export import write_legacy_checkpoint
 from megatron.evaluation.likelihood import (
-    BatchLimits,
     ContinuationLikelihood,
+    EvaluationBatchLimits,
     GenerationPrompt,
     LoglikelihoodRequest,
     continuation_loglikelihoods,
@@ -33,7 +33,7 @@ from tests.unit.families.megatron_files import V2, Whole
 published = pytest.importorskip("tests.unit.evaluation.published", reason="transformers is not installed")
 
 LENGTH, IDS = published.LENGTH, 700  # ids that requests are made of
-SIZES = (BatchLimits(1), BatchLimits(5), BatchLimits(100, 64))
+SIZES = (EvaluationBatchLimits(1), EvaluationBatchLimits(5), EvaluationBatchLimits(100, 64))
 
 
 def requests() -> list[LoglikelihoodRequest]:
@@ -93,7 +93,9 @@ def likely(model: Any) -> list[LoglikelihoodRequest]:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_loglikelihoods_are_those_of_transformers_in_any_batch(folder: tuple[str, Any], size: BatchLimits) -> None:
+def test_loglikelihoods_are_those_of_transformers_in_any_batch(
+    folder: tuple[str, Any], size: EvaluationBatchLimits
+) -> None:
     loaded = load_network(folder[0], GPT)
     asked = requests() + likely(folder[1])
     expected = theirs(folder[1], asked)
@@ -102,7 +104,7 @@ def test_loglikelihoods_are_those_of_transformers_in_any_batch(folder: tuple[str
 
 
 def asked_on_ranks(
-    path: str, parallel: dict[str, int], size: BatchLimits
+    path: str, parallel: dict[str, int], size: EvaluationBatchLimits
 ) -> tuple[list[ContinuationLikelihood], list[list[int]]]:
     """On every rank: answers and continuations."""
     loaded = load_network(path, GPT, parallel=ParallelConfig(**parallel))
@@ -140,8 +142,8 @@ def prompts() -> list[GenerationPrompt]:
 def test_every_rank_of_every_layout_says_the_same(
     world: Worlds, folder: tuple[str, Any], ranks: int, parallel: dict[str, int]
 ) -> None:
-    alone = asked_on_ranks(folder[0], {}, BatchLimits(1))
-    for answers, texts in world(ranks).run(asked_on_ranks, folder[0], parallel, BatchLimits(3)):
+    alone = asked_on_ranks(folder[0], {}, EvaluationBatchLimits(1))
+    for answers, texts in world(ranks).run(asked_on_ranks, folder[0], parallel, EvaluationBatchLimits(3)):
         same(answers, alone[0])
         assert texts == alone[1]
 
@@ -153,12 +155,16 @@ def test_fewer_requests_than_data_ranks_are_answered(world: Worlds, folder: tupl
 
 def one_request(path: str) -> list[ContinuationLikelihood]:
     """On every rank: one answer."""
-    return continuation_loglikelihoods(load_network(path, GPT), requests()[:1], max_length=LENGTH, size=BatchLimits(8))
+    return continuation_loglikelihoods(
+        load_network(path, GPT), requests()[:1], max_length=LENGTH, size=EvaluationBatchLimits(8)
+    )
 
 
 def test_the_likeliest_continuation_is_that_of_transformers(folder: tuple[str, Any]) -> None:
     loaded = load_network(folder[0], GPT)
-    for prompt, found in zip(prompts()[:3], generate_without_kv_cache(loaded, prompts()[:3], size=BatchLimits(3))):
+    for prompt, found in zip(
+        prompts()[:3], generate_without_kv_cache(loaded, prompts()[:3], size=EvaluationBatchLimits(3))
+    ):
         with torch.no_grad():
             expected = folder[1].generate(
                 torch.tensor([prompt.ids]),
@@ -171,12 +177,14 @@ def test_the_likeliest_continuation_is_that_of_transformers(folder: tuple[str, A
 
 def test_a_continuation_ends_when_it_is_told_to(folder: tuple[str, Any]) -> None:
     loaded = load_network(folder[0], GPT)
-    whole = generate_without_kv_cache(loaded, [GenerationPrompt((5, 6, 7), 8, lambda new: False)], size=BatchLimits(1))[
-        0
-    ]
+    whole = generate_without_kv_cache(
+        loaded, [GenerationPrompt((5, 6, 7), 8, lambda new: False)], size=EvaluationBatchLimits(1)
+    )[0]
     told = GenerationPrompt((5, 6, 7), 8, lambda new: len(new) == 2)
     assert (
-        generate_without_kv_cache(loaded, [told, GenerationPrompt((9,), 1, lambda new: False)], size=BatchLimits(2))[0]
+        generate_without_kv_cache(
+            loaded, [told, GenerationPrompt((9,), 1, lambda new: False)], size=EvaluationBatchLimits(2)
+        )[0]
         == whole[:2]
     )
 
@@ -209,7 +217,9 @@ def test_our_own_checkpoint_says_the_same_under_another_layout_than_wrote_it(
     else:
         world(writers).run(trained, str(tmp_path), written)
     asked = [LoglikelihoodRequest((3, 4, 5), (6, 7)), LoglikelihoodRequest((8,), (9,))]
-    alone = continuation_loglikelihoods(load_network(str(tmp_path), GPT), asked, max_length=16, size=BatchLimits(2))
+    alone = continuation_loglikelihoods(
+        load_network(str(tmp_path), GPT), asked, max_length=16, size=EvaluationBatchLimits(2)
+    )
     for found in world(ranks).run(ask_ours, str(tmp_path), asked, parallel):
         same(found, alone)
 
@@ -217,7 +227,10 @@ def test_our_own_checkpoint_says_the_same_under_another_layout_than_wrote_it(
 def ask_ours(path: str, asked: list[LoglikelihoodRequest], parallel: dict[str, int]) -> list[ContinuationLikelihood]:
     """On every rank: answers under a layout."""
     return continuation_loglikelihoods(
-        load_network(path, GPT, parallel=ParallelConfig(**parallel)), asked, max_length=16, size=BatchLimits(1)
+        load_network(path, GPT, parallel=ParallelConfig(**parallel)),
+        asked,
+        max_length=16,
+        size=EvaluationBatchLimits(1),
     )
 
 
@@ -230,7 +243,7 @@ def test_megatrons_own_files_say_the_same_once_they_are_given_a_tokenizer(tmp_pa
         assert loaded.config.model.true_vocab_size == tiny.VOCABULARY
         found.append(
             continuation_loglikelihoods(
-                loaded, [LoglikelihoodRequest((3, 4, 5), (6, 7))], max_length=16, size=BatchLimits(1)
+                loaded, [LoglikelihoodRequest((3, 4, 5), (6, 7))], max_length=16, size=EvaluationBatchLimits(1)
             )
         )
     same(*found)
@@ -249,7 +262,7 @@ def test_rows_that_pad_megatrons_files_are_no_ids(tmp_path: Path) -> None:
 
 def test_weights_keep_their_format_unless_another_is_asked_for(tmp_path: Path) -> None:
     trained(str(tmp_path), {"bf16": True})
-    assert load_network(str(tmp_path), GPT).config.precision.dtype == "bfloat16"
+    assert load_network(str(tmp_path), GPT).config.precision.param_dtype_name == "bfloat16"
     loaded = load_network(str(tmp_path), GPT, dtype="float64")
     assert {param.dtype for stage in loaded.stages for param in stage.parameters()} == {torch.float64}
     with pytest.raises(ConfigError, match="dtype int8 is none of auto, float32"):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from megatron.evaluation import vision
+from megatron.evaluation import vision_metrics
 
 WORDS = "a the man dog red ball horse rides on with two people street of and".split()
 # Of pycocoevalcap 1.2 for `captions()`.
@@ -28,7 +28,7 @@ def captions() -> tuple[list[list[str]], list[list[list[str]]]]:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_scores_of_captions_are_those_of_pycocoevalcap(name: str) -> None:
-    assert getattr(vision, name)(*captions()) == pytest.approx(PUBLISHED[name], abs=1e-9)
+    assert getattr(vision_metrics, name)(*captions()) == pytest.approx(PUBLISHED[name], abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,9 @@ def test_scores_of_captions_are_those_of_pycocoevalcap(name: str) -> None:
     ],
 )
 def test_captions_are_cut_into_the_tokens_of_the_penn_treebank(caption: str, tokens: str) -> None:
-    assert " ".join(vision.tokenize_caption(caption)) == tokens  # of the tokenizer that pycocoevalcap runs
+    assert (
+        " ".join(vision_metrics.tokenize_caption_for_metrics(caption)) == tokens
+    )  # of the tokenizer that pycocoevalcap runs
 
 
 @pytest.mark.parametrize(
@@ -53,8 +55,8 @@ def test_captions_are_cut_into_the_tokens_of_the_penn_treebank(caption: str, tok
 )
 def test_both_accuracies_of_vqa_count_people(people: int, official: float, of_all: float) -> None:
     references = ["cat"] * people + [f"other {number}" for number in range(10 - people)]
-    assert vision.vqa_accuracy("A cat.", references) == pytest.approx(official)
-    assert vision.vqa_accuracy("A cat.", references, leave_one_out=False) == pytest.approx(of_all)
+    assert vision_metrics.vqa_accuracy("A cat.", references) == pytest.approx(official)
+    assert vision_metrics.vqa_accuracy("A cat.", references, leave_one_out=False) == pytest.approx(of_all)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +72,7 @@ def test_both_accuracies_of_vqa_count_people(people: int, official: float, of_al
     ],
 )
 def test_answers_are_compared_in_one_spelling(answer: str, expected: str) -> None:
-    assert vision.normalize_vqa_answer(answer) == expected
+    assert vision_metrics.normalize_vqa_answer(answer) == expected
 
 
 @pytest.mark.parametrize(
@@ -86,15 +88,15 @@ def test_answers_are_compared_in_one_spelling(answer: str, expected: str) -> Non
     ],
 )
 def test_numbers_of_charts_may_be_five_per_cent_off(answer: str, reference: str, score: float) -> None:
-    assert vision.relaxed_accuracy(answer, reference) == score
+    assert vision_metrics.relaxed_accuracy(answer, reference) == score
 
 
 def test_anls_is_nothing_from_half_the_characters_on() -> None:
-    assert vision.anls_score("Paris", ["paris", "london"]) == 1.0
-    assert vision.anls_score("pariz", ["paris"]) == pytest.approx(0.8)
-    assert vision.anls_score("prrrs", ["paris"]) == pytest.approx(0.6)
-    assert vision.anls_score("abris", ["xyzis"]) == 0.0
-    assert vision.edit_distance("kitten", "sitting") == 3
+    assert vision_metrics.anls_score("Paris", ["paris", "london"]) == 1.0
+    assert vision_metrics.anls_score("pariz", ["paris"]) == pytest.approx(0.8)
+    assert vision_metrics.anls_score("prrrs", ["paris"]) == pytest.approx(0.6)
+    assert vision_metrics.anls_score("abris", ["xyzis"]) == 0.0
+    assert vision_metrics.edit_distance("kitten", "sitting") == 3
 
 
 @pytest.mark.parametrize(
@@ -110,10 +112,10 @@ def test_anls_is_nothing_from_half_the_characters_on() -> None:
     ],
 )
 def test_a_choice_is_the_letter_or_the_option_that_an_answer_names(answer: str, letter: str | None) -> None:
-    assert vision.parse_chosen_option(answer, {"A": "red dog", "B": "blue bird", "C": "green cat"}) == letter
+    assert vision_metrics.parse_chosen_option(answer, {"A": "red dog", "B": "blue bird", "C": "green cat"}) == letter
 
 
 def test_open_answers_hold_a_number_or_a_text() -> None:
-    assert vision.open_answer_score("about 3.141 metres", ["3.14"]) == 1.0
-    assert vision.open_answer_score("It is the Cell Wall.", ["cell wall"]) == 1.0
-    assert vision.open_answer_score("It is 31", ["3.14", "pi"]) == 0.0
+    assert vision_metrics.open_answer_score("about 3.141 metres", ["3.14"]) == 1.0
+    assert vision_metrics.open_answer_score("It is the Cell Wall.", ["cell wall"]) == 1.0
+    assert vision_metrics.open_answer_score("It is 31", ["3.14", "pi"]) == 0.0

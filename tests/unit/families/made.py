@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.source import TensorFormat
-from megatron.core.families.registry import model_config_of
+from megatron.core.dist_checkpointing.source import ShapeAndDtype
+from megatron.core.families.registry import model_config_from_settings
 from megatron.core.models.describe import global_parameter_shapes
 from megatron.core.parallel.boxes import Box, whole_box
 
@@ -44,8 +44,8 @@ class Made:
     def __init__(self, settings: dict[str, Any], dtype: torch.dtype = torch.float32) -> None:
         self.where, self.values, self.settings = "memory", {}, settings
         self.formats = {
-            f"model.{name}": TensorFormat(shape, dtype)
-            for name, shape in global_parameter_shapes(model_config_of(settings)).items()
+            f"model.{name}": ShapeAndDtype(shape, dtype)
+            for name, shape in global_parameter_shapes(model_config_from_settings(settings)).items()
         }
         self.held: list[weakref.ref] = []
         self.most = 0

@@ -13,10 +13,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from megatron.core.config.stages import pipeline_stages_of
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.config.stages import stage_specs_of_run
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families import hf, hf_export
-from megatron.core.families.registry import family_of_config, fitting_family, lost_settings, model_config_of
+from megatron.core.families.registry import family_of_config, fitting_family, lost_settings, model_config_from_settings
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.describe import global_parameter_shapes
 from megatron.core.parallel.boxes import whole_box
@@ -153,7 +153,7 @@ HEADS: dict[str, tuple[str, tuple[str, ...]]] = {
 )
 def test_parameters_are_those_of_the_network(changes: dict[str, Any]) -> None:
     config = tiny.config(architecture="bert", **changes)
-    (stage,) = pipeline_stages_of(config)
+    (stage,) = stage_specs_of_run(config)
     model = BERTModel(stage, tiny.run_of(config).layer_build_context)
     assert {
         param_spec_of(param).name: param_spec_of(param).shape for param in model.parameters()
@@ -166,8 +166,8 @@ def test_a_published_config_is_read_and_comes_back_the_same(name: str) -> None:
     family = family_of_config(config, name)
     settings, problems = family.settings_from_config(config)
     assert problems == []
-    model = model_config_of(settings)
-    back = {**family.make_config(model, config), "model_type": config["model_type"]}
+    model = model_config_from_settings(settings)
+    back = {**family.to_hf_config(model, config), "model_type": config["model_type"]}
     assert {key: value for key, value in back.items() if key != "tie_word_embeddings"} == config and back[
         "tie_word_embeddings"
     ] is True
@@ -176,7 +176,7 @@ def test_a_published_config_is_read_and_comes_back_the_same(name: str) -> None:
 
 def test_sizes_of_a_published_config_become_the_settings_of_the_same_network() -> None:
     for name, after in (("BERT base uncased", True), ("Megatron BERT 345M", False)):
-        model = model_config_of(family_of_config(CONFIGS[name], name).settings_from_config(CONFIGS[name])[0])
+        model = model_config_from_settings(family_of_config(CONFIGS[name], name).settings_from_config(CONFIGS[name])[0])
         found = (
             model.architecture,
             model.norm_after_residual,
@@ -225,7 +225,7 @@ def test_what_cannot_be_expressed_is_refused_with_the_key_and_its_value(
     ],
 )
 def test_a_network_of_ours_finds_the_family_that_can_say_it(changes: dict[str, Any], family: str) -> None:
-    assert fitting_family(model_config_of({**OURS, **changes})).name == family
+    assert fitting_family(model_config_from_settings({**OURS, **changes})).name == family
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_a_network_of_ours_finds_the_family_that_can_say_it(changes: dict[str, A
 )
 def test_a_network_that_no_family_computes_is_refused(changes: dict[str, Any], word: str) -> None:
     with pytest.raises(CheckpointError, match="no published architecture") as raised:
-        fitting_family(model_config_of({**OURS, **changes}))
+        fitting_family(model_config_from_settings({**OURS, **changes}))
     assert word in str(raised.value)
 
 

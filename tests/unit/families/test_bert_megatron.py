@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.config.stages import pipeline_stages_of
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.config.stages import stage_specs_of_run
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families import hf_export
 from megatron.core.families.megatron.export import write_legacy_checkpoint
 from megatron.core.families.megatron.legacy import open_legacy_checkpoint
 from megatron.core.families.megatron.open import open_megatron_checkpoint
-from megatron.core.families.registry import model_config_of
+from megatron.core.families.registry import model_config_from_settings
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.describe import global_parameter_shapes
 from megatron.core.parallel.boxes import whole_box
@@ -63,7 +63,7 @@ def test_every_version_and_layout_gives_the_bert_that_was_sharded(
     )
     same_tensors(source, made)
     assert (source.settings["architecture"], source.settings["bert_binary_head"]) == ("bert", True)
-    assert global_parameter_shapes(model_config_of(source.settings)) == {
+    assert global_parameter_shapes(model_config_from_settings(source.settings)) == {
         name.removeprefix("model."): one.shape for name, one in made.formats.items()
     }
 
@@ -100,7 +100,7 @@ def test_a_release_without_arguments_has_the_published_sizes(tmp_path: Path) -> 
     )
     source = open_megatron_checkpoint(tmp_path, IDS)
     same_tensors(source, made)
-    model = model_config_of(source.settings)
+    model = model_config_from_settings(source.settings)
     assert (
         model.num_attention_heads,
         model.max_position_embeddings,
@@ -116,7 +116,7 @@ def test_transformers_computes_the_same_with_what_is_read(tmp_path: Path) -> Non
     assert hf_export.export_hf_folder(source, tmp_path / "out").name == "megatron_bert"
     theirs = transformers.MegatronBertForPreTraining.from_pretrained(tmp_path / "out").eval()
     config = tiny.with_vocabulary(tiny.config(**{**source.settings, "seq_length": 8, "padded_vocab_size": PADDED}), 20)
-    (stage,) = pipeline_stages_of(config)
+    (stage,) = stage_specs_of_run(config)
     ours = BERTModel(stage, tiny.run_of(config).layer_build_context).materialize(1).eval()
     ids, padding = torch.arange(16).view(2, 8), torch.arange(8) < torch.tensor([[8], [5]])
     with torch.no_grad():

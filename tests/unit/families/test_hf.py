@@ -14,12 +14,12 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.rewrite import CastSource
-from megatron.core.dist_checkpointing.source import TensorFormat
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.source import ShapeAndDtype
 from megatron.core.families import hf, hf_export
-from megatron.core.families.registry import FAMILIES, model_config_of
-from megatron.core.models.names import OUTPUT, WORD_EMBEDDING
+from megatron.core.families.registry import FAMILIES, model_config_from_settings
+from megatron.core.models.parameter_names import OUTPUT, WORD_EMBEDDING
 from megatron.core.parallel.boxes import Box, whole_box
 from tests.unit.families.made import GPT2, LLAMA, Made, same_tensors
 
@@ -56,7 +56,7 @@ def test_what_is_written_is_what_is_read(settings: dict[str, Any], dtype: torch.
     hf_export.export_hf_folder(source, tmp_path / "out")
     found = hf.open_hf_folder(tmp_path / "out")
     same_tensors(found, source)
-    assert model_config_of(found.settings) == model_config_of(
+    assert model_config_from_settings(found.settings) == model_config_from_settings(
         {**settings, "init_method_std": 0.02, "hidden_dropout": found.settings["hidden_dropout"]}
     )
 
@@ -293,7 +293,7 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_source_that_is_not_the_network_of_its_settings_is_refused(tmp_path: Path) -> None:
     source = Made(LLAMA)
-    source.formats["model.decoder.final_layernorm.weight"] = TensorFormat((3,), torch.float32)
+    source.formats["model.decoder.final_layernorm.weight"] = ShapeAndDtype((3,), torch.float32)
     source.formats["model.extra"] = source.formats.pop(QKV)
     with pytest.raises(CheckpointError) as raised:
         hf_export.export_hf_folder(source, tmp_path / "out")

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.config.settings.network import network_differences
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.config.settings.network import network_setting_differences
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families.megatron.export import write_legacy_checkpoint, write_torch_dist_checkpoint
 from megatron.core.families.megatron.hybrid import infer_layer_pattern
 from megatron.core.families.megatron.legacy import open_legacy_checkpoint
 from megatron.core.families.megatron.pickles import attributes_of_inert, read_torch_file
 from megatron.core.families.megatron.torch_dist import open_torch_dist_checkpoint
-from megatron.core.families.registry import model_config_of
+from megatron.core.families.registry import model_config_from_settings
 from megatron.core.models.describe import global_parameter_shapes
 from tests.unit.families.test_megatron_torch_dist import contents, write
 
@@ -255,7 +255,7 @@ def test_pieces_are_put_together_as_the_network_has_them(case: str, format: str,
         expected["decoder.layers.0.self_attention.out_norm.weight"] += 1
     check(contents(source), expected)
     assert {name: tuple(tensor.shape) for name, tensor in expected.items()} == global_parameter_shapes(
-        model_config_of(source.settings)
+        model_config_from_settings(source.settings)
     )
 
 
@@ -267,7 +267,12 @@ def test_what_is_written_has_megatrons_names_and_comes_back(case: str, tmp_path:
     written = write_torch_dist_checkpoint(source, tmp_path / "dist", tensor_size=2)
     again = open_torch_dist_checkpoint(written, IDS)
     check(contents(again), contents(source))
-    assert network_differences(model_config_of(again.settings), model_config_of(source.settings)) == []
+    assert (
+        network_setting_differences(
+            model_config_from_settings(again.settings), model_config_from_settings(source.settings)
+        )
+        == []
+    )
     reader = torch.distributed.checkpoint.FileSystemReader(written)
     keys = {name for name in reader.read_metadata().state_dict_metadata if "_extra_state" not in name}
     assert keys == {
@@ -308,7 +313,10 @@ def test_files_of_pipeline_ranks_hold_what_megatrons_stages_hold(name: str, tmp_
     again = open_legacy_checkpoint(by_rank, IDS)
     check(contents(again), contents(source))
     unbroken = {**source.settings, "hybrid_layer_pattern": pattern.replace("|", "")}
-    assert network_differences(model_config_of(again.settings), model_config_of(unbroken)) == []
+    assert (
+        network_setting_differences(model_config_from_settings(again.settings), model_config_from_settings(unbroken))
+        == []
+    )
     first = 0
     for stage, size in enumerate(sizes):
         last = stage == len(sizes) - 1
@@ -450,7 +458,7 @@ def test_layers_ahead_that_older_releases_state_once_are_those_of_each_depth(tmp
     again = open_torch_dist_checkpoint(folder, IDS)
     assert again.settings["hybrid_layer_pattern"] == f"{PATTERN}/*M/*M"
     shapes = {name: tuple(tensor.shape) for name, tensor in ours(once).items()}
-    assert shapes == global_parameter_shapes(model_config_of(again.settings))
+    assert shapes == global_parameter_shapes(model_config_from_settings(again.settings))
 
 
 def test_a_missing_piece_is_named(tmp_path: Path) -> None:

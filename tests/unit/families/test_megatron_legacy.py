@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.families.megatron.arguments_to_settings import settings_of_megatron_args
 from megatron.core.families.megatron.export import write_legacy_checkpoint
 from megatron.core.families.megatron.legacy import open_legacy_checkpoint
-from megatron.core.families.megatron.open import find_megatron_folder, open_megatron_checkpoint
-from megatron.core.families.megatron.settings import settings_of_arguments
+from megatron.core.families.megatron.open import find_megatron_checkpoint, open_megatron_checkpoint
 from megatron.core.parallel.boxes import Box, whole_box
 from tests.unit.families.megatron_files import LOCAL, OLD, V2, V5, Whole
 
@@ -114,9 +114,9 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
 
 def test_a_null_tokenizer_had_an_id_more_before_it_could_be_told_its_end_of_document() -> None:
     older = {"tokenizer_type": "NullTokenizer", "vocab_size": 9}
-    assert settings_of_arguments(older, {})["null_tokenizer_ids"] == 10
-    assert settings_of_arguments({**older, "null_tokenizer_eod_id": None}, {})["null_tokenizer_ids"] == 9
-    assert "null_tokenizer_ids" not in settings_of_arguments({**older, "tokenizer_type": "GPT2BPETokenizer"}, {})
+    assert settings_of_megatron_args(older, {})["null_tokenizer_ids"] == 10
+    assert settings_of_megatron_args({**older, "null_tokenizer_eod_id": None}, {})["null_tokenizer_ids"] == 9
+    assert "null_tokenizer_ids" not in settings_of_megatron_args({**older, "tokenizer_type": "GPT2BPETokenizer"}, {})
 
 
 def test_a_vocabulary_that_is_too_small_is_refused(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_what_is_written_is_read_back(tmp_path: Path, tp: int, pp: int, fused: b
     written = write_legacy_checkpoint(
         source, tmp_path / "out", iteration=7, tensor_size=tp, pipeline_size=pp, fused_norms=fused
     )
-    assert find_megatron_folder(tmp_path / "out") == written
+    assert find_megatron_checkpoint(tmp_path / "out") == written
     equal(contents(open_megatron_checkpoint(tmp_path / "out", IDS)), model.ours())
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families.megatron.pickles import attributes_of_inert, read_torch_file
 
 

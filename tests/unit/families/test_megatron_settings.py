@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.core.families.megatron.arguments_to_settings import (
+    run_settings_of_megatron_args,
+    settings_of_megatron_args,
+)
 from megatron.core.families.megatron.hybrid import merge_layer_pairs
-from megatron.core.families.megatron.settings import run_settings_of_arguments, settings_of_arguments
-from megatron.core.families.registry import model_config_of
+from megatron.core.families.registry import model_config_from_settings
 from tests.peers.upstream_arguments import namespace
 
 GIVEN = {
@@ -27,7 +30,7 @@ GIVEN = {
 def model(**given: Any) -> ModelConfig:
     """The network that the namespace of such a run makes here."""
     args = namespace({**GIVEN, **given}, rank=0, world_size=1, iteration=1)
-    return model_config_of(settings_of_arguments(vars(args), {"true_vocab_size": 64}))
+    return model_config_from_settings(settings_of_megatron_args(vars(args), {"true_vocab_size": 64}))
 
 
 def test_a_plain_network_has_as_many_key_heads_as_heads_and_no_experts() -> None:
@@ -98,7 +101,7 @@ def test_a_run_goes_on_with_tokenizer_and_sequence_length() -> None:
         world_size=1,
         iteration=1,
     )
-    found = run_settings_of_arguments(vars(args))
+    found = run_settings_of_megatron_args(vars(args))
     assert (found["tokenizer_type"], found["tokenizer_model"], found["seq_length"]) == (
         "HuggingFaceTokenizer",
         "folder",
@@ -111,7 +114,7 @@ def test_a_run_goes_on_with_tokenizer_and_sequence_length() -> None:
     [({"hybrid_override_pattern": "*-*-"}, 2, None), ({"hybrid_layer_pattern": "*-|*E|*E"}, 3, "[0, 1, 1]")],
 )
 def test_two_layers_of_a_hybrid_network_are_one_here(given: dict[str, str], layers: int, experts: str | None) -> None:
-    found = settings_of_arguments({"num_layers": 2 * layers, "num_experts": experts and 4, **given}, {})
+    found = settings_of_megatron_args({"num_layers": 2 * layers, "num_experts": experts and 4, **given}, {})
     assert (found["num_layers"], found.get("moe_layer_freq")) == (layers, experts)
     names = {f"decoder.layers.{number}.x": number for number in range(4)}
     assert list(
@@ -129,7 +132,7 @@ def test_two_layers_of_a_hybrid_network_are_one_here(given: dict[str, str], laye
 
 @pytest.mark.parametrize("pattern", ["M*-", "*-*", "-*", "G-|*-"])
 def test_other_layers_of_a_hybrid_network_are_those_of_its_pattern(pattern: str) -> None:
-    found = settings_of_arguments({"num_layers": 3, "hybrid_layer_pattern": pattern, "hybrid_mlp_ratio": 0.5}, {})
+    found = settings_of_megatron_args({"num_layers": 3, "hybrid_layer_pattern": pattern, "hybrid_mlp_ratio": 0.5}, {})
     symbols = pattern.replace("|", "")
     assert (found["hybrid_layer_pattern"], found["num_layers"]) == (symbols, len(symbols))
     assert "hybrid_mlp_ratio" not in found
@@ -138,4 +141,4 @@ def test_other_layers_of_a_hybrid_network_are_those_of_its_pattern(pattern: str)
 @pytest.mark.parametrize("pattern", ["M*D", "MD/M"])
 def test_hybrid_layers_that_are_not_built_here_are_refused_by_their_pattern(pattern: str) -> None:
     with pytest.raises(CheckpointError, match="hybrid network with the layers .*read are M G"):
-        settings_of_arguments({"num_layers": 3, "hybrid_layer_pattern": pattern}, {})
+        settings_of_megatron_args({"num_layers": 3, "hybrid_layer_pattern": pattern}, {})

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.open import open_megatron_checkpoint
 from megatron.core.families.megatron.torch_dist import open_torch_dist_checkpoint
 from megatron.core.parallel.boxes import Box, whole_box

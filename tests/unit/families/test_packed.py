@@ -11,11 +11,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.rewrite import CastSource
-from megatron.core.dist_checkpointing.source import TensorFormat
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.source import ShapeAndDtype
 from megatron.core.families import hf, hf_export
-from megatron.core.families.packed import with_dequantized_tensors
+from megatron.core.families.dequantize import with_dequantized_tensors
 from megatron.core.parallel.boxes import Box, whole_box
 from megatron.core.parallel.mesh import Axis
 from megatron.training.checkpoint.resuming import find_requested_checkpoint, open_requested_checkpoint
@@ -61,7 +61,7 @@ class Held:
     """A readable tensor in memory."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.format, self.read = tensor, TensorFormat(tuple(tensor.shape), tensor.dtype), lambda: tensor
+        self.tensor, self.format, self.read = tensor, ShapeAndDtype(tuple(tensor.shape), tensor.dtype), lambda: tensor
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
@@ -84,7 +84,7 @@ def test_four_bits_are_a_sign_two_bits_of_exponent_and_one_of_mantissa_lower_hal
     found = with_dequantized_tensors(
         {"x_blocks": Held(blocks), "x_scales": Held(torch.tensor([[[128]]], dtype=torch.uint8))}, {}, ()
     )
-    assert list(found) == ["x"] and found["x"].format == TensorFormat((1, 32, 1), torch.bfloat16)
+    assert list(found) == ["x"] and found["x"].format == ShapeAndDtype((1, 32, 1), torch.bfloat16)
     expected = [2 * (-1 if code > 7 else 1) * HALVES[code % 8] for code in codes.tolist()]
     assert found["x"].read().flatten().tolist() == expected
 
@@ -114,7 +114,7 @@ def test_eight_bits_have_a_scale_for_every_square() -> None:
             for row in range(5)
         ]
     )
-    assert list(found) == ["w"] and found["w"].format == TensorFormat((5, 7), torch.bfloat16)
+    assert list(found) == ["w"] and found["w"].format == ShapeAndDtype((5, 7), torch.bfloat16)
     assert torch.equal(found["w"].read(), expected.bfloat16())
 
 

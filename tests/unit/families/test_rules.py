@@ -12,17 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.families.registry import FAMILIES, model_config_of
-from megatron.core.families.rules import (
+from megatron.core.families.parameter_mapping import (
     ParameterMapping,
+    ReversibleTensorConversion,
     Shape,
-    TensorConversion,
     concat_conversion,
     hf_shapes,
     per_expert_conversion,
     same,
     transpose,
 )
+from megatron.core.families.registry import FAMILIES, model_config_from_settings
 from megatron.core.models.describe import global_parameter_shapes
 
 KIN = {"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "add_bias_linear": False}
@@ -199,7 +199,7 @@ def test_every_element_is_used_exactly_once_in_both_directions(
     alone = family in ALONE or KINDS[family].get("architecture") == "vit"
     heads, untied = groups * share if not alone else groups, untied and "bert" not in family
     symbols = KINDS[family].get("hybrid_layer_pattern")
-    model = model_config_of(
+    model = model_config_from_settings(
         {
             **KINDS[family],
             **({"hybrid_layer_pattern": (symbols * layers)[:layers]} if symbols else {}),
@@ -263,7 +263,7 @@ def _mapping_problems(row: ParameterMapping, shape: Shape) -> list[str]:
     ],
 )
 def test_ops_make_the_shapes_of_theirs_and_come_back(
-    op: TensorConversion, shape: tuple[int, ...], theirs: list[tuple[int, ...]]
+    op: ReversibleTensorConversion, shape: tuple[int, ...], theirs: list[tuple[int, ...]]
 ) -> None:
     names = tuple(f"part{place}" for place in range(len(theirs)))
     rows = [ParameterMapping("weight", names, op)]
@@ -285,15 +285,8 @@ WHOLE = [ParameterMapping("a", ("x", "y"), concat_conversion(1, 3)), ParameterMa
         ([ParameterMapping("a", ("x",), concat_conversion(1, 3)), WHOLE[1]], "makes 2 of theirs, and the row names 1"),
         (
             [
-                ParameterMapping("a", ("x",), TensorConversion(lambda parts: parts[0], lambda whole: (whole[:3],))),
-                WHOLE[1],
-            ],
-            "exactly one of theirs",
-        ),
-        (
-            [
                 ParameterMapping(
-                    "a", ("x", "y"), TensorConversion(lambda parts: parts[0], lambda whole: (whole, whole[:1]))
+                    "a", ("x",), ReversibleTensorConversion(lambda parts: parts[0], lambda whole: (whole[:3],))
                 ),
                 WHOLE[1],
             ],
@@ -304,7 +297,20 @@ WHOLE = [ParameterMapping("a", ("x", "y"), concat_conversion(1, 3)), ParameterMa
                 ParameterMapping(
                     "a",
                     ("x", "y"),
-                    TensorConversion(lambda parts: torch.cat(list(parts[::-1])), lambda whole: whole.split([1, 3])),
+                    ReversibleTensorConversion(lambda parts: parts[0], lambda whole: (whole, whole[:1])),
+                ),
+                WHOLE[1],
+            ],
+            "exactly one of theirs",
+        ),
+        (
+            [
+                ParameterMapping(
+                    "a",
+                    ("x", "y"),
+                    ReversibleTensorConversion(
+                        lambda parts: torch.cat(list(parts[::-1])), lambda whole: whole.split([1, 3])
+                    ),
                 ),
                 WHOLE[1],
             ],

@@ -7,8 +7,14 @@ from typing import Any
 
 import pytest
 
-from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.registry import FAMILIES, family_of_config, fitting_family, lost_settings, model_config_of
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.core.families.registry import (
+    FAMILIES,
+    family_of_config,
+    fitting_family,
+    lost_settings,
+    model_config_from_settings,
+)
 
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16", "transformers_version": "4.40.0", "use_cache": True}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
@@ -123,8 +129,8 @@ def test_a_published_config_is_read_and_comes_back_the_same(name: str) -> None:
     family = family_of_config(config, name)
     settings, problems = family.settings_from_config(config)
     assert problems == []
-    model = model_config_of(settings)
-    back = {**family.make_config(model, config)}
+    model = model_config_from_settings(settings)
+    back = {**family.to_hf_config(model, config)}
     added = {key: value for key, value in back.items() if key not in config}
     assert {key: back.get(key) for key in config if config[key] is not False} == {k: v for k, v in config.items() if v is not False}
     assert all(value in (None, False, True) or key in ("n_inner", "embd_pdrop") for key, value in added.items()), added
@@ -134,7 +140,7 @@ def test_a_published_config_is_read_and_comes_back_the_same(name: str) -> None:
 
 def test_sizes_of_a_published_config_become_the_settings_of_the_same_network() -> None:
     settings, _ = FAMILIES["llama"].settings_from_config(PUBLISHED["Llama 3.1 8B"])
-    model = model_config_of(settings)
+    model = model_config_from_settings(settings)
     assert (model.num_layers, model.hidden_size, model.ffn_hidden_size, model.kv_channels) == (32, 4096, 14336, 128)
     assert (model.num_attention_heads, model.num_query_groups, model.true_vocab_size) == (32, 8, 128256)
     assert (model.activation_name, model.has_gated_mlp, model.normalization, model.norm_epsilon) == ("silu", True, "RMSNorm", 1e-5)
@@ -228,7 +234,7 @@ ROTARY = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu
     ({**ROTARY, "add_qkv_bias": True}, "qwen2"), ({**ROTARY, "qk_layernorm": True}, "qwen3"), (GEMMA, "gemma"),
     ({**GEMMA, "sandwich_norm": True, "final_logit_softcap": 5.0, "softmax_scale": 0.25}, "gemma2")])
 def test_a_network_of_ours_finds_the_family_that_can_say_it(changes: dict[str, Any], family: str) -> None:
-    assert fitting_family(model_config_of({**BASE, **changes})).name == family
+    assert fitting_family(model_config_from_settings({**BASE, **changes})).name == family
 
 
 @pytest.mark.parametrize("changes, word", [
@@ -239,7 +245,7 @@ def test_a_network_of_ours_finds_the_family_that_can_say_it(changes: dict[str, A
     ({"apply_residual_connection_post_layernorm": True}, "--apply-residual-connection-post-layernorm")])
 def test_a_network_that_no_family_computes_is_refused_with_the_settings_that_are_lost(changes: dict[str, Any], word: str) -> None:
     with pytest.raises(CheckpointError, match="no published architecture") as raised:
-        fitting_family(model_config_of({**BASE, **changes}))
+        fitting_family(model_config_from_settings({**BASE, **changes}))
     assert len(raised.value.problems) == 4 and f"{len(FAMILIES) - 3} more families" in str(raised.value) and word in str(raised.value)
     with pytest.raises(CheckpointError, match="llama does not compute"):
-        fitting_family(model_config_of({**BASE, **changes}), "llama")
+        fitting_family(model_config_from_settings({**BASE, **changes}), "llama")

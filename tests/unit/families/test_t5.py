@@ -10,10 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.config.stages import pipeline_stages_of
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.config.stages import stage_specs_of_run
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families import hf, hf_export
-from megatron.core.families.registry import FAMILIES, family_of_config, fitting_family, lost_settings, model_config_of
+from megatron.core.families.registry import (
+    FAMILIES,
+    family_of_config,
+    fitting_family,
+    lost_settings,
+    model_config_from_settings,
+)
 from megatron.core.models.describe import global_parameter_shapes
 from megatron.core.models.t5 import T5Model
 from megatron.core.parallel.boxes import whole_box
@@ -114,7 +120,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 )
 def test_parameters_are_those_of_the_network(changes: dict[str, Any]) -> None:
     config = tiny.config(architecture="t5", decoder_seq_length=8, **changes)
-    (stage,) = pipeline_stages_of(config)
+    (stage,) = stage_specs_of_run(config)
     model = T5Model(stage, tiny.run_of(config).layer_build_context)
     assert {
         param_spec_of(param).name: param_spec_of(param).shape for param in model.parameters()
@@ -126,15 +132,17 @@ def test_a_published_config_is_read_and_comes_back_the_same(name: str) -> None:
     config = json.loads(json.dumps(CONFIGS[name]))
     settings, problems = FAMILIES["t5"].settings_from_config(config)
     assert problems == []
-    model = model_config_of(settings)
-    back = {**FAMILIES["t5"].make_config(model, config), "model_type": "t5"}
+    model = model_config_from_settings(settings)
+    back = {**FAMILIES["t5"].to_hf_config(model, config), "model_type": "t5"}
     assert back.pop("tie_word_embeddings") is config.pop("tie_word_embeddings", True)
     assert back == config
     assert lost_settings(model, FAMILIES["t5"]) == []
 
 
 def test_sizes_of_a_published_config_become_the_settings_of_the_same_network() -> None:
-    first, later = (model_config_of(FAMILIES["t5"].settings_from_config(config)[0]) for config in CONFIGS.values())
+    first, later = (
+        model_config_from_settings(FAMILIES["t5"].settings_from_config(config)[0]) for config in CONFIGS.values()
+    )
     assert (first.activation_name, first.has_gated_mlp, first.ties_embeddings, first.scale_tied_logits) == (
         "relu",
         False,
@@ -205,9 +213,9 @@ def test_what_cannot_be_expressed_is_refused_with_the_key_and_its_value(
 def test_a_network_that_is_no_published_t5_is_refused_with_the_settings_that_are_lost(
     changes: dict[str, Any], word: str
 ) -> None:
-    assert fitting_family(model_config_of(LATER)).name == "t5"
+    assert fitting_family(model_config_from_settings(LATER)).name == "t5"
     with pytest.raises(CheckpointError, match="t5 does not compute") as raised:
-        fitting_family(model_config_of({**LATER, **changes}), "t5")
+        fitting_family(model_config_from_settings({**LATER, **changes}), "t5")
     assert word in str(raised.value)
 
 
@@ -221,7 +229,7 @@ def test_what_is_written_is_what_is_read(settings: dict[str, Any], dtype: torch.
     assert hf_export.export_hf_folder(source, tmp_path / "out").name == "t5"
     found = hf.open_hf_folder(tmp_path / "out")
     same_tensors(found, source)
-    assert model_config_of(found.settings) == model_config_of({**settings, "num_query_groups": 4})
+    assert model_config_from_settings(found.settings) == model_config_from_settings({**settings, "num_query_groups": 4})
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families.megatron.legacy import open_legacy_checkpoint
-from megatron.core.families.megatron.names import map_to_our_names
-from megatron.core.families.registry import model_config_of
+from megatron.core.families.megatron.names import map_names_to_ours
+from megatron.core.families.registry import model_config_from_settings
 from megatron.core.models.describe import global_parameter_shapes
 from tests.unit.families.made import Made, same_tensors
 from tests.unit.families.megatron_encoders import LAST, share, write
@@ -47,7 +47,7 @@ def test_every_version_gives_the_t5_that_was_sharded(
     )
     same_tensors(source, made)
     assert source.settings["architecture"] == "t5"
-    assert global_parameter_shapes(model_config_of(source.settings)) == {
+    assert global_parameter_shapes(model_config_from_settings(source.settings)) == {
         name.removeprefix("model."): one.shape for name, one in made.formats.items()
     }
 
@@ -61,7 +61,7 @@ def test_a_decoder_of_another_depth_than_the_arguments_say_is_refused(tmp_path: 
 def test_names_of_core_are_ours_but_for_its_copies_and_its_output_layer() -> None:
     made = Made({**T5, "position_embedding_type": "relative"})
     core = [name.removeprefix("model.").replace("output_layer.", "lm_head.output_layer.") for name in made.formats]
-    found = map_to_our_names([*core, "position_embeddings.weight", "decoder.layers.0.self_attention._extra_state"])
+    found = map_names_to_ours([*core, "position_embeddings.weight", "decoder.layers.0.self_attention._extra_state"])
     assert sorted(found.values()) == sorted(name.removeprefix("model.") for name in made.formats)
 
 

@@ -12,10 +12,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.core.dist_checkpointing.source import TensorFormat
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.core.dist_checkpointing.source import ShapeAndDtype
 from megatron.core.families.tensor_file import (
-    create_safetensors_file,
+    preallocate_safetensors_file,
     read_safetensors_header,
     write_safetensors_tensor,
 )
@@ -41,8 +41,8 @@ def test_files_are_those_of_the_safetensors_package_byte_by_byte(tmp_path: Path,
     expected = safetensors.torch.save(values, metadata={"format": "pt"})
     path = tmp_path / "ours.safetensors"
     path.unlink(missing_ok=True)
-    places = create_safetensors_file(
-        path, {name: TensorFormat(tuple(value.shape), value.dtype) for name, value in values.items()}
+    places = preallocate_safetensors_file(
+        path, {name: ShapeAndDtype(tuple(value.shape), value.dtype) for name, value in values.items()}
     )
     for name in reversed(list(values)):  # in any order
         write_safetensors_tensor(places[name], values[name])
@@ -64,7 +64,7 @@ def test_files_of_the_package_are_read_whatever_the_length_of_their_header(
     found = read_safetensors_header(path)
     assert found.keys() == values.keys()
     for name, value in values.items():
-        assert found[name].format == TensorFormat(tuple(value.shape), value.dtype)
+        assert found[name].format == ShapeAndDtype(tuple(value.shape), value.dtype)
         assert torch.equal(found[name].read(), value)
 
 

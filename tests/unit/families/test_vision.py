@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from megatron.core.config.plan import network_layer_plans, partition_into_stages
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families import hf, hf_export
-from megatron.core.families.registry import FAMILIES, model_config_of
+from megatron.core.families.registry import FAMILIES, model_config_from_settings
 from megatron.core.kernels.table import KernelRequirements, select_kernels
 from megatron.core.models.on_meta import NETWORKS
 from megatron.core.models.vision import IdsWithImages, ImageEmbedder
@@ -26,7 +26,7 @@ from megatron.core.parallel.boxes import whole_box
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import param_spec_of
-from megatron.core.transformer.build import LayerBuildContext
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 
 TOLERANCE = 1e-5  # of the largest value
 SIZES: dict[str, Any] = {
@@ -140,7 +140,7 @@ def with_random_weights(model: transformers.PreTrainedModel) -> transformers.Pre
 
 def network(source: CheckpointSource, **changes: Any) -> nn.Module:
     """Our network with the weights of a source. changes: of its settings."""
-    model = model_config_of({**source.settings, **changes})
+    model = model_config_from_settings({**source.settings, **changes})
     model, mesh = replace(model, padded_vocab_size=model.true_vocab_size), Mesh.single_process()
     (stage,) = partition_into_stages(network_layer_plans(model), pp=1)
     kernels = select_kernels(KernelRequirements(device="cpu", dtype=torch.float32), {})
@@ -283,7 +283,7 @@ def test_an_exported_network_gives_the_same_logits(
 ) -> None:
     model = saved(make, tmp_path / "theirs")
     folder = hf.open_hf_folder(tmp_path / "theirs")
-    ids, _, _ = prompt(model_config_of(folder.settings).vision.num_image_embeddings)
+    ids, _, _ = prompt(model_config_from_settings(folder.settings).vision.num_image_embeddings)
     images = as_given(make, torch.randn(2, 3, 28, 28))
     hf_export.export_hf_folder(folder, tmp_path / "back")
     again, problems = type(model).from_pretrained(tmp_path / "back", output_loading_info=True)
@@ -389,7 +389,7 @@ def test_a_config_as_smolvlm_is_published_is_read_with_what_it_leaves_out() -> N
         }
     )
     assert not problems
-    model = model_config_of(settings)
+    model = model_config_from_settings(settings)
     assert (model.vision.num_image_embeddings, model.vision.vision_num_layers, model.vision.vision_ffn_hidden_size) == (
         64,
         12,

@@ -18,7 +18,7 @@ from megatron.core.tokenizers.build import ByteTokenizer
 from megatron.inference.engine import Engine
 from megatron.inference.server.app import LOCAL, RequestFilter, build_app
 from megatron.inference.server.chat import ChatPromptEncoder
-from megatron.inference.server.run import DrainingServer, bind_socket
+from megatron.inference.server.http_server import DrainingServer, bind_socket
 from megatron.inference.server.serving import GenerationServing, RequestLimits
 from megatron.inference.service import EngineService
 from tests.unit.inference.serving import engine_of, stages_on

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.inference import InferenceConfig
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import NullTokenizer
@@ -107,7 +107,7 @@ def stages_on(world_size: int, vocabulary: int = tiny.VOCABULARY, seed: int = 7,
     run = tiny.run_of(tiny.with_vocabulary(unpadded, vocabulary))
     return [
         tiny.gpt(run, spec).materialize(seed).eval()
-        for spec in pipeline_stages_of(run.config)
+        for spec in stage_specs_of_run(run.config)
         if spec.rank == run.mesh.pp.rank
     ]
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.config.adapters import global_layer_name, linear_layer_shapes
+from megatron.core.config.adapters import layer_module_path, linear_shapes_of_layer
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.adapter_set import AdapterSet, AdapterWeights
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.core.families.adapter_set import LinearLoraWeights, LoadedAdapter
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.inference.engine import Engine
@@ -36,7 +36,7 @@ ADAPTERS: dict[str, AdapterConfig] = {
 NAMES = ("", *ADAPTERS)
 
 
-def adapter_of(model: ModelConfig, config: AdapterConfig, seed: int = 3) -> AdapterSet:
+def adapter_of(model: ModelConfig, config: AdapterConfig, seed: int = 3) -> LoadedAdapter:
     """Random factors, and lengths of rows that are not the base's."""
     adapted, pairs = replace(model, adapter=config), []
     generator = torch.Generator().manual_seed(seed)
@@ -45,14 +45,14 @@ def adapter_of(model: ModelConfig, config: AdapterConfig, seed: int = 3) -> Adap
         return 0.2 * torch.randn(shape, generator=generator, dtype=torch.float64)
 
     for plan in network_layer_plans(adapted):
-        shapes = linear_layer_shapes(adapted, plan)
+        shapes = linear_shapes_of_layer(adapted, plan)
         for one in plan.adapters:
-            rows = shapes[one.linear].row_range(one.part)
+            rows = shapes[one.linear].rows_of_part(one.part)
             first, second = normal(one.rank, shapes[one.linear].inputs), normal(rows[1], one.rank)
             lengths = 2 + normal(rows[1]) if config.dora else None
-            linear = f"{global_layer_name(adapted, plan)}.{one.linear}"
-            pairs.append(AdapterWeights(linear, one.part, rows, first, second, one.scale, lengths))
-    return AdapterSet("made", adapted, tuple(pairs), {}, {})
+            linear = f"{layer_module_path(adapted, plan)}.{one.linear}"
+            pairs.append(LinearLoraWeights(linear, one.part, rows, first, second, one.scale, lengths))
+    return LoadedAdapter("made", adapted, tuple(pairs), {}, {})
 
 
 def merged(name: str, **changes: Any) -> GPTModel:

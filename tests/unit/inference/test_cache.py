@@ -16,12 +16,12 @@ from tests.unit.inference.serving import engine_of, greedy, network, prompts, sl
 @pytest.mark.parametrize("place", ["in place", "gathered", "paged"])
 def test_texts_are_the_same_wherever_they_lie(monkeypatch: pytest.MonkeyPatch, place: str, kind: str) -> None:
     if place == "gathered":
-        monkeypatch.setattr(cache, "_contiguous_views", lambda *_: [])
+        monkeypatch.setattr(cache, "_contiguous_cache_views", lambda *_: [])
     if place == "paged":
-        monkeypatch.setattr(engine_setup, "choose_paged_attention", lambda build, config: paged.attention)
+        monkeypatch.setattr(engine_setup, "choose_paged_attention", lambda build, config: paged.paged_attention)
     monkeypatch.setattr(cache, "_CALL", 0)
     read: Counter[str] = Counter()
-    for way in (cache.CacheGroup, cache._ContiguousView):
+    for way in (cache.EqualQueryLengthGroup, cache._ContiguousCacheView):
         monkeypatch.setattr(
             way,
             "last_keys_and_values",
@@ -43,10 +43,10 @@ def test_texts_are_the_same_wherever_they_lie(monkeypatch: pytest.MonkeyPatch, p
 
 def test_texts_as_long_and_as_far_apart_are_one_view() -> None:
     spans = [cache.SequenceSpan(1, 5, blocks) for blocks in ((1, 2, 3), (4, 5, 6), (7, 8, 9))]
-    assert cache._contiguous_views(spans, 2, 4) == [cache._ContiguousView(4, 1, 3, 6, 2, 6)]
-    assert cache._contiguous_views([spans[0], spans[2]], 2, 0) == [cache._ContiguousView(0, 1, 2, 6, 2, 12)]
+    assert cache._contiguous_cache_views(spans, 2, 4) == [cache._ContiguousCacheView(4, 1, 3, 6, 2, 6)]
+    assert cache._contiguous_cache_views([spans[0], spans[2]], 2, 0) == [cache._ContiguousCacheView(0, 1, 2, 6, 2, 12)]
     longer = cache.SequenceSpan(1, 6, (12, 13, 14, 15))
-    assert [view.rows for view in cache._contiguous_views([longer, *spans], 2, 0)] == [1, 3]
-    assert cache._contiguous_views([*spans, cache.SequenceSpan(1, 5, (12, 14, 15))], 2, 0) == [], (
+    assert [view.rows for view in cache._contiguous_cache_views([longer, *spans], 2, 0)] == [1, 3]
+    assert cache._contiguous_cache_views([*spans, cache.SequenceSpan(1, 5, (12, 14, 15))], 2, 0) == [], (
         "one of them is scattered"
     )

@@ -22,14 +22,14 @@ from tests.unit.inference.serving import KINDS, engine_of, greedy, network, prom
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Steps are recorded by the stand-in; the shapes, as they are recorded."""
     shapes: list[tuple[int, int]] = []
-    old = cuda_graphs.DecodingGraphs.capture
+    old = cuda_graphs.DecodingGraphs.capture_graph
 
     def noting(self: cuda_graphs.DecodingGraphs, shape: tuple[int, int]) -> None:
         shapes.append(shape)
         self._record = repeats.record
         old(self, shape)
 
-    monkeypatch.setattr(cuda_graphs.DecodingGraphs, "capture", noting)
+    monkeypatch.setattr(cuda_graphs.DecodingGraphs, "capture_graph", noting)
     monkeypatch.setattr(cuda_graphs, "graph_capture_obstacle", lambda _: "")
     monkeypatch.setattr(cuda_graphs, "_FEWEST_KEYS", 16)
     return shapes
@@ -88,7 +88,7 @@ def test_the_shape_longest_unused_is_recorded_anew(recorded: list[tuple[int, int
 def test_tables_of_blocks_need_one_graph_for_each_number_of_rows(
     recorded: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(engine_setup, "choose_paged_attention", lambda build, config: paged.attention)
+    monkeypatch.setattr(engine_setup, "choose_paged_attention", lambda build, config: paged.paged_attention)
     engine, texts, messages = engine_of(network(kind), together=5, block=3), prompts(7), list[str]()
     engine.capture_all_graphs(messages.append)
     assert recorded == [(rows, 66) for rows in (8, 4, 2, 1)], "tables for the longest text"
@@ -113,11 +113,11 @@ def test_no_request_waits_for_a_capture(recorded: list[tuple[int, int]]) -> None
     with service:
         for _ in texts:
             assert ended.acquire(timeout=60)
-        first = service.submit_and_wait([greedy(text, 6) for text in texts])
-        while service.engine.runner.num_uncaptured():
+        first = service.submit_and_wait_all([greedy(text, 6) for text in texts])
+        while service.engine.runner.num_uncaptured_shapes():
             time.sleep(0.01)
         captured = len(recorded)
-        again = service.submit_and_wait([greedy(text, 6) for text in texts])
+        again = service.submit_and_wait_all([greedy(text, 6) for text in texts])
     assert max(during) == 0 < captured, "captured when nobody waits"
     for replies in (first, again):
         assert [list(reply.ids) for reply in replies] == [slowly(network(), text, 6)[0] for text in texts]

@@ -48,7 +48,7 @@ def server() -> Iterator[Running]:
     with serving(bytes_engine(together=8, block=8), limits=limits) as running:
         yield running
         running.settle()
-        assert running.service.failure == "" and running.service.engine.metrics().blocks_used == 0
+        assert running.service.failure_reason == "" and running.service.engine.metrics().blocks_used == 0
         for path, body in GOOD.items():
             assert running.ask("POST", path, body).status == 200
 

@@ -19,9 +19,9 @@ from megatron.core.datasets.indexed import DataError
 from megatron.core.families import hf
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer, build_tokenizer
 from megatron.inference.engine import Engine
+from megatron.inference.eval_generate import generate_continuation_texts, read_image_questions
 from megatron.inference.image_prompts import ImagePromptWriter
 from megatron.inference.requests import GenerationRequest
-from megatron.inference.samples import generate_continuation_texts, read_image_questions
 from megatron.inference.step_input import PromptImages
 from tests.helpers import tiny
 from tests.helpers.world import Worlds

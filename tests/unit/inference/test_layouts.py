@@ -139,7 +139,7 @@ def test_a_draft_changes_no_answer_under_a_layout(world: Worlds, name: str) -> N
 
 def captured(changes: dict[str, Any]) -> tuple[list[GenerationReply] | None, int]:
     """The replies, on the first rank, of steps that are captured where they can be; and how many shapes were."""
-    shapes, old = list[tuple[int, int]](), cuda_graphs.DecodingGraphs.capture
+    shapes, old = list[tuple[int, int]](), cuda_graphs.DecodingGraphs.capture_graph
 
     def noting(self: cuda_graphs.DecodingGraphs, shape: tuple[int, int]) -> None:
         shapes.append(shape)
@@ -148,7 +148,7 @@ def captured(changes: dict[str, Any]) -> tuple[list[GenerationReply] | None, int
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_graphs, "graph_capture_obstacle", lambda stages: "")
-        patch.setattr(cuda_graphs.DecodingGraphs, "capture", noting)
+        patch.setattr(cuda_graphs.DecodingGraphs, "capture_graph", noting)
         patch.setattr(cuda_graphs, "_FEWEST_KEYS", 64)
         return answered(changes), len(shapes)
 

@@ -39,14 +39,16 @@ def watched() -> Iterator[tuple[RankLiveness, socket.socket]]:
 def wait_for(service: EngineService) -> str:
     """What a service fails of."""
     end = time.monotonic() + 300
-    while not service.failure and time.monotonic() < end:
+    while not service.failure_reason and time.monotonic() < end:
         time.sleep(0.005)
-    return service.failure
+    return service.failure_reason
 
 
 def test_a_service_without_work_ends_when_a_rank_is_lost() -> None:
     with watched() as (liveness, rank), EngineService(engine_of(network()), liveness) as service:
-        assert service.submit_and_wait([greedy((3, 1, 4), 2)])[0].reason == "length" and service.failure == ""
+        assert (
+            service.submit_and_wait_all([greedy((3, 1, 4), 2)])[0].reason == "length" and service.failure_reason == ""
+        )
         rank.close()
         assert wait_for(service) == f"{NAME} has ended"
         with pytest.raises(ServiceStoppedError, match="has ended"):
@@ -73,7 +75,7 @@ def test_ranks_that_leave_after_the_end_are_not_lost() -> None:
         rank.close()
         while not liveness.lost_rank_text:
             time.sleep(0.001)
-        assert service.failure == ""
+        assert service.failure_reason == ""
 
 
 def test_a_stranger_is_no_rank() -> None:

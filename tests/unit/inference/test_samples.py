@@ -16,7 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer
 from megatron.inference.cache import KVCache
-from megatron.inference.samples import EvaluationPrompts, generate_continuation_texts, read_prompts
+from megatron.inference.eval_generate import EvaluationPrompts, generate_continuation_texts, read_prompts
 from megatron.inference.sampling import SamplingParams
 from megatron.training.evaluate import evaluation_mode
 from megatron.training.step import train_step

@@ -19,7 +19,7 @@ from megatron.inference import score_service
 from megatron.inference.requests import EngineBusyError, Ids
 from megatron.inference.score_service import ScoreService
 from megatron.inference.server.app import LOCAL
-from megatron.inference.server.run import bind_socket
+from megatron.inference.server.http_server import bind_socket
 from megatron.inference.server.scoring import ScoringServing, build_scoring_app
 from megatron.inference.server.serving import RequestLimits
 from megatron.inference.service import ServiceStoppedError
@@ -37,7 +37,7 @@ def lengths(texts: Sequence[Ids]) -> list[float]:
 def ids_of(text: str | Sequence[Any]) -> Ids:
     if isinstance(text, str):
         return tuple(text.encode())
-    (ids,) = ENCODER.encode([ENCODER.template.render_segments(text)])
+    (ids,) = ENCODER.encode_conversations([ENCODER.template.render_segments(text)])
     return tuple((ids ^ (ids >> 31)).tolist())
 
 
@@ -147,7 +147,7 @@ def test_texts_that_wait_are_scored_together_up_to_a_limit(monkeypatch: pytest.M
     with pytest.raises(ServiceStoppedError, match="about to end"):
         service.submit([(1,)])
     service.stop()
-    assert service.metrics().finished == {"score": 5} and not service.failure
+    assert service.metrics().finished == {"score": 5} and not service.failure_reason
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -159,4 +159,4 @@ def test_a_network_that_fails_answers_everyone_and_ends_the_server() -> None:
         answer = server.ask("POST", "/pooling", {"input": "a"})
         assert answer.status == 503 and "RuntimeError: no memory" in answer.text
         until(lambda: not server.thread.is_alive())
-        assert server.service.failure == "RuntimeError: no memory"
+        assert server.service.failure_reason == "RuntimeError: no memory"

@@ -18,8 +18,8 @@ from megatron.inference.beam import beam_search
 from megatron.inference.requests import GenerationReply, GenerationRequest
 from megatron.inference.sampling import SamplingParams
 from megatron.inference.server.app import LOCAL, EventStream, host_without_port, with_keepalives
+from megatron.inference.server.http_server import bind_socket
 from megatron.inference.server.put_api import parse_put_body
-from megatron.inference.server.run import bind_socket
 from megatron.inference.server.serving import GenerationServing, IncrementalTokenTexts, RequestLimits
 from tests.unit.inference.clients import NAME, POSITIONS, Answer, Running, bytes_engine, serving, until
 
@@ -586,7 +586,7 @@ def test_an_engine_that_fails_ends_the_server_and_tells_who_waits() -> None:
         answer = server.complete(prompt="a")
         assert answer.status == 500 and "a rank is gone" in answer.json["error"]["message"]
         server.thread.join(30)
-        assert not server.thread.is_alive() and "a rank is gone" in server.service.failure
+        assert not server.thread.is_alive() and "a rank is gone" in server.service.failure_reason
 
 
 def test_a_port_that_is_taken_is_refused() -> None:

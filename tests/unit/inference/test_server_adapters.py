@@ -15,8 +15,8 @@ pytest.importorskip("uvicorn", reason="uvicorn is not installed; the extra `serv
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.adapter import AdapterConfig
-from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.adapter_set import AdapterSet
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.core.families.adapter_set import LoadedAdapter
 from megatron.core.tokenizers.build import ByteTokenizer
 from megatron.inference.engine import Engine
 from megatron.inference.requests import GenerationRequest
@@ -35,7 +35,7 @@ FOLDERS = {
 GREEDY: dict[str, Any] = {"prompt": "hello", "max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
 
 
-def opened(folder: str) -> AdapterSet:
+def opened(folder: str) -> LoadedAdapter:
     if folder not in FOLDERS:
         raise CheckpointError(f"{folder} is no adapter of this network", ["it adapts nothing"])
     return adapter_of(bytes_network().build.model, FOLDERS[folder], seed=len(folder) + ord(folder[0]))

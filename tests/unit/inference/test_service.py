@@ -88,7 +88,7 @@ def test_a_bad_request_harms_only_its_asker() -> None:
         stream = service.submit(greedy((3, 1, 4), 6))
         with pytest.raises(ConfigError):
             service.submit(greedy((999,), 6))
-        assert stream.wait_for_reply().reason == "length" and service.failure == ""
+        assert stream.wait_for_reply().reason == "length" and service.failure_reason == ""
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -108,7 +108,7 @@ def test_a_failure_is_told_to_everyone_who_waits_and_to_everyone_who_comes() -> 
         service.submit(LONG, on_event)
         waits = service.submit(LONG)
         assert waits.wait_for_reply().reason == "error" and "a rank is gone" in waits.wait_for_reply().problem
-        while not service.failure:
+        while not service.failure_reason:
             time.sleep(0.001)
         with pytest.raises(ServiceStoppedError, match="a rank is gone"):
             service.submit(LONG)
@@ -118,7 +118,7 @@ def test_a_failure_is_told_to_everyone_who_waits_and_to_everyone_who_comes() -> 
 def test_beams_are_searched_beside_other_requests() -> None:
     with EngineService(engine_of(network(), block=4)) as service:
         other = service.submit(greedy((3, 1, 4), 40))
-        beams = beam_search(service.submit_and_wait, (3, 1, 4), width=3, num_tokens=5, ends=())
+        beams = beam_search(service.submit_and_wait_all, (3, 1, 4), width=3, num_tokens=5, ends=())
         assert list(other.wait_for_reply().ids) == slowly(network(), (3, 1, 4), 40)[0]
     alone = beam_search(engine_of(network()).run, (3, 1, 4), width=3, num_tokens=5, ends=())
     assert [beam.ids for beam in beams] == [beam.ids for beam in alone]
@@ -134,7 +134,7 @@ def served(changes: dict[str, Any]) -> list[GenerationReply] | None:
         streams = [service.submit(greedy(text, 8)) for text in prompts(6)]
         streams[1].cancel()
         time.sleep(0.05)
-        return [stream.wait_for_reply() for stream in streams] + service.submit_and_wait(
+        return [stream.wait_for_reply() for stream in streams] + service.submit_and_wait_all(
             [GenerationRequest((3, 1), 4, seed=1)]
         )
 

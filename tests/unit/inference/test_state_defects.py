@@ -17,9 +17,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.mamba import MambaMixer
 from megatron.core.transformer.state_space import MixerState
-from megatron.inference import states
+from megatron.inference import recurrent_states
 from megatron.inference.engine import Engine
-from megatron.inference.states import SequenceStateSlots, StatePool
+from megatron.inference.recurrent_states import StatePool, StateSlotsOfSequence
 from tests.unit.inference.serving import HYBRID, engine_of, greedy, prompts, slowly, stages_on
 
 PATTERN = {
@@ -128,12 +128,16 @@ def _keeping_every_state() -> Callable[..., None]:
 
 
 def _another_slot_later() -> Callable[..., Any]:
-    slots_for_step, steps = SequenceStateSlots.slots_for_step, dict[SequenceStateSlots, int]()
+    slots_for_step, steps = StateSlotsOfSequence.slots_for_step, dict[StateSlotsOfSequence, int]()
 
-    def changed(self: SequenceStateSlots, drafts: int, mark: bytes | None) -> states.StateSlots:
+    def changed(self: StateSlotsOfSequence, drafts: int, mark: bytes | None) -> recurrent_states.StateReadWriteSlots:
         steps[self] = steps.get(self, 0) + 1
         found = slots_for_step(self, drafts, mark)
-        return states.StateSlots(states.BLANK, found.write, found.snapshot) if steps[self] == 50 else found
+        return (
+            recurrent_states.StateReadWriteSlots(recurrent_states.BLANK, found.write, found.snapshot)
+            if steps[self] == 50
+            else found
+        )
 
     return changed
 
@@ -153,7 +157,7 @@ DEFECTS: dict[str, tuple[Any, str, Callable[[], Callable[..., Any]], Callable[[]
     "a step scans the whole text": (MambaMixer, "_conv_and_scan_from", _from_the_beginning, decoding_is_flat),
     "the states of all steps are kept": (StatePool, "write", _keeping_every_state, decoding_is_flat),
     "a text goes on from a blank slot after 50 steps": (
-        SequenceStateSlots, "slots_for_step", _another_slot_later, long_texts_are_exact,
+        StateSlotsOfSequence, "slots_for_step", _another_slot_later, long_texts_are_exact,
     ),
     "the state of a delta net is not written after 50 steps": (
         StatePool, "write", _not_written_later, long_texts_are_exact,

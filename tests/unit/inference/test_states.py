@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import layer as layers
 from megatron.core.transformer.gated_delta_net import DeltaNetSizes, GatedDeltaNet
 from megatron.core.transformer.mamba import MambaMixer, MambaSizes
-from megatron.inference import states
+from megatron.inference import recurrent_states
 from megatron.inference.requests import GenerationReply
 from tests.helpers import tiny
 from tests.unit.inference.serving import BASE, engine_of, greedy, prompts, scores, slowly, stages_on
@@ -42,8 +42,8 @@ def hybrid() -> Iterator[Callable[[str], GPTModel]]:
 
 def _network(mixers: tuple[str, ...]) -> GPTModel:
     run = tiny.run_of(tiny.config(**{**BASE, "max_position_embeddings": 128, "seq_length": 128}))
-    (spec,) = pipeline_stages_of(run.config)
-    both = {"mixer": "attention", "beside": "mamba"}
+    (spec,) = stage_specs_of_run(run.config)
+    both = {"mixer": "attention", "parallel_mixer": "mamba"}
     rows = tuple(
         replace(plan, **(both if mixer == "both" else {"mixer": mixer}))
         for plan, mixer in zip(spec.layers, mixers, strict=True)
@@ -83,10 +83,10 @@ def test_texts_together_that_wait_again_are_what_each_is_alone(hybrid: Callable[
 def test_a_text_goes_on_from_a_kept_beginning(
     hybrid: Callable[[str], GPTModel], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(states, "_INTERVAL", 8)
+    monkeypatch.setattr(recurrent_states, "_INTERVAL", 8)
     model, (common,) = hybrid(kind), prompts(1, shortest=22, longest=22)
     texts = [(*common, *text) for text in prompts(5, longest=9)] + [common[:13]]
-    budget = 20.5 * states.state_bytes([model]) / 1e9
+    budget = 20.5 * recurrent_states.recurrent_state_bytes([model]) / 1e9
     engine = engine_of(model, **TIGHT, inference_dynamic_batching_prefix_caching_mamba_gb=budget)
     agree(model, texts[:1], engine.run([greedy(texts[0], 9, logprobs=True)]), 9)
     replies = engine.run([greedy(text, 9, logprobs=True) for text in texts])
@@ -115,7 +115,7 @@ def test_what_of_a_draft_is_not_accepted_leaves_no_trace_in_the_states(
     draft = stages_on(1, seed=8, **{"max_position_embeddings": 128, "seq_length": 128})[0]
     engine = engine_of(model, draft=draft, guesses=3, block=4, tokens=20, together=4)
     if perfect:
-        propose = engine._draft.propose
+        propose = engine._draft.set_draft_tokens
 
         def right(chosen: Any) -> int:
             count = propose(chosen)
@@ -138,7 +138,7 @@ def test_the_bytes_of_states_are_those_of_theory_and_of_any_length(hybrid: Calla
     engine = engine_of(model, **TIGHT)
     assert engine.metrics().state_bytes == 8 * (mamba + delta) and engine.metrics().bytes_per_token == 0
     pool = engine.runner.networks[0].state_pool
-    slots = states.num_slots_for(TIGHT["together"], 0, TIGHT["together"])
+    slots = recurrent_states.num_slots_for(TIGHT["together"], 0, TIGHT["together"])
     held = sum(part.numel() * part.element_size() for pair in pool._states.values() for part in pair)
     assert held == slots * engine.metrics().state_bytes
 
@@ -175,23 +175,26 @@ def test_states_kept_in_a_format_are_rounded_to_it_between_steps_and_have_its_by
     first = 3 * (8 * 4 + 2 * 2 * 6) + 3 * (2 * 4 * 6 + 8 * 5)  # convolutions of both layers
     states_of = 8 * 4 * 6 + 8 * 6 * 5
     assert engine.metrics().state_bytes == first * BYTES[conv] + states_of * BYTES[scan]
-    slots = states.num_slots_for(TIGHT["together"], 0, TIGHT["together"])
+    slots = recurrent_states.num_slots_for(TIGHT["together"], 0, TIGHT["together"])
     held = sum(part.nbytes for pair in engine.runner.networks[0].state_pool._states.values() for part in pair)
     assert held == slots * engine.metrics().state_bytes
 
 
 def test_snapshots_in_use_stay_and_the_longest_unused_goes() -> None:
-    books = states.StateSlotAllocator(1, 0, 2)
+    books = recurrent_states.StateSlotAllocator(1, 0, 2)
     for mark in (b"a", b"b"):
-        books.store_snapshot(mark, books.allocate_snapshot(mark))
+        books.record_snapshot(mark, books.allocate_snapshot(mark))
     books.pin_snapshot(b"a")
-    books.store_snapshot(b"c", books.allocate_snapshot(b"c"))  # in the place of b, for a is in use
+    books.record_snapshot(b"c", books.allocate_snapshot(b"c"))  # in the place of b, for a is in use
     assert [books.num_blocks_with_snapshot([mark]) for mark in (b"a", b"b", b"c")] == [1, 0, 1]
-    assert books.allocate_snapshot(b"c") == states.NOWHERE, "there is one of these tokens"
+    assert books.allocate_snapshot(b"c") == recurrent_states.NOWHERE, "there is one of these tokens"
     books.pin_snapshot(b"c")
-    assert books.allocate_snapshot(b"d") == states.NOWHERE, "all are in use"
+    assert books.allocate_snapshot(b"d") == recurrent_states.NOWHERE, "all are in use"
     books.unpin_snapshot(b"a")
-    assert books.allocate_snapshot(b"d") != states.NOWHERE and books.num_blocks_with_snapshot([b"a", b"c", b"d"]) == 2
+    assert (
+        books.allocate_snapshot(b"d") != recurrent_states.NOWHERE
+        and books.num_blocks_with_snapshot([b"a", b"c", b"d"]) == 2
+    )
 
 
 def test_a_hybrid_draft_is_refused(hybrid: Callable[[str], GPTModel]) -> None:

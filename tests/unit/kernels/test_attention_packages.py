@@ -14,9 +14,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.kernels import flex, fused, reference
-from megatron.core.kernels.documents import DocumentStarts
 from megatron.core.kernels.external import flash_attn, transformer_engine
 from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
+from megatron.core.kernels.packed_document_starts import PackedDocumentStarts
 from megatron.core.kernels.table import CANDIDATES, KernelRequirements, select_kernels
 from megatron.training.cli.device_checks import kernel_requirements
 from megatron.training.health.causality_check import require_causal_attention
@@ -78,10 +78,10 @@ def heads(queries: int = S) -> list[Tensor]:
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("version", [2, 3])
 def test_a_package_is_told_what_the_reference_computes(packages: None, version: int, mask: str, scores: str) -> None:
-    call = partial(flash_attn.attention, version=version)
+    call = partial(flash_attn.attention_by_flash_attn, version=version)
     check(
         with_gradients(lambda *qkv: call(*qkv, MASKS[mask], 0.0, SCORES[scores]), *heads()),
-        with_gradients(lambda *qkv: reference.attention(*qkv, MASKS[mask], 0.0, SCORES[scores]), *heads()),
+        with_gradients(lambda *qkv: reference.softmax_attention(*qkv, MASKS[mask], 0.0, SCORES[scores]), *heads()),
         1e-12,
     )
 
@@ -90,7 +90,7 @@ def test_a_package_is_told_what_the_reference_computes(packages: None, version: 
 def test_a_package_serves_the_last_queries_alone_and_leaves_the_masks_of_generation_to_torch(
     packages: None, version: int
 ) -> None:
-    call = partial(flash_attn.attention, version=version)
+    call = partial(flash_attn.attention_by_flash_attn, version=version)
     padding = torch.ones(B, S, dtype=torch.bool)
     padding[0, :3] = False
     for mask in (
@@ -101,7 +101,9 @@ def test_a_package_serves_the_last_queries_alone_and_leaves_the_masks_of_generat
         AttentionMaskSpec(documents=DOCUMENTS, query_documents=DOCUMENTS[:, -3:]),
     ):
         q, k, v = heads(3)
-        torch.testing.assert_close(call(q, k, v, mask), reference.attention(q, k, v, mask), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            call(q, k, v, mask), reference.softmax_attention(q, k, v, mask), rtol=1e-12, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("scale", [None, 0.7])
@@ -120,14 +122,16 @@ def test_transformer_engine_is_told_what_the_reference_computes(library: None, m
         AttentionScoreModifiers(scale=scale),
     )
     check(
-        with_gradients(lambda *qkv: transformer_engine.attention(*qkv, one, 0.0, scores), *heads(queries)),
-        with_gradients(lambda *qkv: reference.attention(*qkv, one, 0.0, scores), *heads(queries)),
+        with_gradients(lambda *qkv: transformer_engine.attention_by_te(*qkv, one, 0.0, scores), *heads(queries)),
+        with_gradients(lambda *qkv: reference.softmax_attention(*qkv, one, 0.0, scores), *heads(queries)),
         1e-12,
     )
     q, k, v = heads()
-    output = transformer_engine.attention(q, k, v[..., :5], AttentionMaskSpec())  # values of another size than keys
+    output = transformer_engine.attention_by_te(
+        q, k, v[..., :5], AttentionMaskSpec()
+    )  # values of another size than keys
     torch.testing.assert_close(
-        output, reference.attention(q, k, v[..., :5], AttentionMaskSpec()), rtol=1e-12, atol=1e-12
+        output, reference.softmax_attention(q, k, v[..., :5], AttentionMaskSpec()), rtol=1e-12, atol=1e-12
     )
 
 
@@ -139,13 +143,13 @@ def test_a_library_that_is_preferred_comes_first_where_it_can_serve(
         ("transformer_engine", "transformer_engine"),
     ):  # "local" is also the name of a kernel
         assert kernel_requirements(tiny.config(transformer_impl=impl), torch.device("cpu")).preferred == preferred
-    assert select_kernels(kernel_requirements(tiny.config(), torch.device("cpu"))).attention is fused.attention
+    assert select_kernels(kernel_requirements(tiny.config(), torch.device("cpu"))).attention is fused.attention_by_sdpa
     wanted = replace(GPU, preferred="transformer_engine")
     assert (
-        select_kernels(GPU).attention is fused.attention
-        and select_kernels(wanted).attention is transformer_engine.attention
+        select_kernels(GPU).attention is fused.attention_by_sdpa
+        and select_kernels(wanted).attention is transformer_engine.attention_by_te
     )
-    assert select_kernels(wanted, {"attention": "unfused"}).attention is reference.attention, (
+    assert select_kernels(wanted, {"attention": "unfused"}).attention is reference.softmax_attention, (
         "what is asked for by name goes before"
     )
     for change, why in (
@@ -158,7 +162,7 @@ def test_a_library_that_is_preferred_comes_first_where_it_can_serve(
         ({"device": "cpu"}, "it needs a CUDA device"),
     ):
         found = select_kernels(replace(wanted, **change))
-        assert found.attention is not transformer_engine.attention and found.report[0][2].startswith(
+        assert found.attention is not transformer_engine.attention_by_te and found.report[0][2].startswith(
             f"transformer_engine: {why}"
         )
     monkeypatch.setattr(transformer_engine, "is_te_installed", lambda: False)
@@ -176,12 +180,12 @@ def test_the_leak_probe_finds_documents_that_a_package_does_not_keep_apart(
     packages: None, version: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tiny.run_of(tiny.config(reset_attention_mask=True, reset_position_ids=True, window_size="5,0"))
-    kernel = partial(flash_attn.attention, version=version)
+    kernel = partial(flash_attn.attention_by_flash_attn, version=version)
     require_causal_attention(replace(run, kernels=replace(run.kernels, attention=kernel)))
     monkeypatch.setattr(
         flash_attn,
-        "document_starts_of",
-        lambda documents, _: DocumentStarts(
+        "document_starts_from_ids",
+        lambda documents, _: PackedDocumentStarts(
             torch.tensor([0, documents.numel()], dtype=torch.int32), documents.numel(), documents.numel()
         ),
     )
@@ -233,7 +237,7 @@ def test_why_a_package_cannot_serve(packages: None, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_was_not_measured_is_taken_only_when_it_is_asked_for(packages: None) -> None:
-    assert select_kernels(GPU).attention is fused.attention
+    assert select_kernels(GPU).attention is fused.attention_by_sdpa
     assert select_kernels(GPU, {"attention": "flash_attn_3"}).attention is flash_attn.version_3
     assert select_kernels(GPU, {"attention": "cudnn"}).attention is fused.cudnn_attention
     with pytest.raises(
@@ -262,14 +266,16 @@ def test_flex_attention_is_told_what_the_reference_computes(
     }[scores]
     one = {**MASKS, **more}[mask]
     inputs = heads(3 if mask == "places" else S) + ([found.sink] if scores == "sinks" else [])
-    expected = with_gradients(lambda q, k, v, *_: reference.attention(q, k, v, one, 0.0, found), *inputs)
+    expected = with_gradients(lambda q, k, v, *_: reference.softmax_attention(q, k, v, one, 0.0, found), *inputs)
     monkeypatch.setattr(
         flex, "compiled_flex_functions", lambda: (flex_stand_in.flex_attention, flex_stand_in.create_block_mask)
     )
-    check(with_gradients(lambda q, k, v, *_: flex.attention(q, k, v, one, 0.0, found), *inputs), expected, 1e-12)
+    check(
+        with_gradients(lambda q, k, v, *_: flex.attention_by_flex(q, k, v, one, 0.0, found), *inputs), expected, 1e-12
+    )
     if (mask, scores) not in (("window of documents", "both"), ("places", "sinks"), ("padding", "bias")):
         return  # torch's own is slow when it is not compiled, and has no gradients on a CPU
     with torch.no_grad():
         monkeypatch.setattr(flex, "compiled_flex_functions", lambda: (flex_attention, create_block_mask))
         q, k, v = (each.detach() for each in inputs[:3])
-        torch.testing.assert_close(flex.attention(q, k, v, one, 0.0, found), expected[0], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(flex.attention_by_flex(q, k, v, one, 0.0, found), expected[0], rtol=1e-6, atol=1e-6)

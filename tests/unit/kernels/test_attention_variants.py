@@ -123,8 +123,8 @@ def test_a_band_of_blocks_is_the_whole_matrix_at_any_length(
             )
         padded = replace(spec, padding=torch.arange(length)[None] < torch.tensor([[length], [length - 3]]))
         scores = AttentionScoreModifiers(sink=inputs[3] if kind == "sink" else None)
-        compare(fused.attention, reference.attention, spec, scores, inputs)
-        compare(fused.attention, reference.attention, padded, scores, inputs)
+        compare(fused.attention_by_sdpa, reference.softmax_attention, spec, scores, inputs)
+        compare(fused.attention_by_sdpa, reference.softmax_attention, padded, scores, inputs)
     assert len(taken) == 8
 
 
@@ -162,7 +162,7 @@ def test_a_sink_keeps_its_value_in_the_fused_kernel_of_half_precision() -> None:
     sink = torch.tensor([5.1155, 5.64, 4.67, 6.2])
     q, k, v = (torch.full((S, B, n, D), value, dtype=torch.bfloat16) for n, value in ((N, 0.0), (2, 1.0), (2, 1.0)))
     found = (
-        fused.attention(q, k, v, AttentionMaskSpec(causal=False), 0.0, AttentionScoreModifiers(sink=sink))
+        fused.attention_by_sdpa(q, k, v, AttentionMaskSpec(causal=False), 0.0, AttentionScoreModifiers(sink=sink))
         .float()
         .view(S * B, N, D)
     )
@@ -192,8 +192,8 @@ def test_the_largest_scores_are_those_of_the_whole_matrix(mask: str, block: int)
 
 
 def test_kernels_say_which_variant_they_do_not_have() -> None:
-    assert select_kernels(KernelRequirements(softcap=True)).attention is fused.attention
-    assert select_kernels(KernelRequirements(window=True)).attention is fused.attention
+    assert select_kernels(KernelRequirements(softcap=True)).attention is fused.attention_by_sdpa
+    assert select_kernels(KernelRequirements(window=True)).attention is fused.attention_by_sdpa
     with pytest.raises(ConfigError, match="flash: windows are kept by a mask tensor"):
         select_kernels(KernelRequirements(window=True), {"attention": "flash"})
     with pytest.raises(ConfigError, match="flash: it has no cap on scores"):
@@ -211,15 +211,19 @@ def test_scores_with_a_cap_are_held_for_a_block_of_queries_only(mask: str, monke
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(packed, lambda tensor: tensor):
-        fused.attention(*inputs[:3], MASKS[mask], 0.0, scores)
+        fused.attention_by_sdpa(*inputs[:3], MASKS[mask], 0.0, scores)
     assert all(size < S * S * N for size in held), "no matrix of scores waits for the backward pass"
-    compare(fused.attention, by_hand, MASKS[mask], scores, inputs)
+    compare(fused.attention_by_sdpa, by_hand, MASKS[mask], scores, inputs)
 
 
 def test_flash_takes_sinks() -> None:
     inputs = inputs_of()
     compare(
-        fused.flash_attention, reference.attention, AttentionMaskSpec(), AttentionScoreModifiers(sink=inputs[3]), inputs
+        fused.attention_by_sdpa_flash,
+        reference.softmax_attention,
+        AttentionMaskSpec(),
+        AttentionScoreModifiers(sink=inputs[3]),
+        inputs,
     )
 
 

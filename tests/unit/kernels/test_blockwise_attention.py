@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels import blockwise_attention, reference
-from megatron.core.kernels.blockwise_attention import AttentionBlock
+from megatron.core.kernels.blockwise_attention import BlockAttentionOptions
 from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 
 B, N, Q, K, D = 2, 4, 5, 9, 6
@@ -30,7 +30,9 @@ def whole(
         softcap=softcap,
         bias=None if seen is None else torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, float("-inf")),
     )
-    output = reference.attention(*(x.permute(2, 0, 1, 3) for x in leaves), AttentionMaskSpec(causal=False), 0.0, scores)
+    output = reference.softmax_attention(
+        *(x.permute(2, 0, 1, 3) for x in leaves), AttentionMaskSpec(causal=False), 0.0, scores
+    )
     output = output.unflatten(-1, (N, -1)).permute(1, 2, 0, 3)
     output.backward(gradient.double())
     return [output.detach(), *(leaf.grad for leaf in leaves)]
@@ -48,7 +50,8 @@ def test_blocks_merge_to_the_whole(
     output, lse = torch.zeros_like(gradient), q.new_full((B, N, Q), float("-inf"))
     pieces = [slice(first, last) for first, last in zip(cut, cut[1:]) if last > first]
     made = [
-        AttentionBlock(0.4, softcap, seen=None if seen is None else seen[..., piece], fused=fused) for piece in pieces
+        BlockAttentionOptions(0.4, softcap, seen=None if seen is None else seen[..., piece], fused=fused)
+        for piece in pieces
     ]
     for piece, block in zip(pieces, made, strict=True):
         output, lse = blockwise_attention.merge_attention_blocks(
@@ -74,7 +77,7 @@ def test_torchs_kernel_and_plain_torch_agree_on_a_causal_block(dtype: torch.dtyp
     k, v = k[:, :, :Q], v[:, :, :Q]
     results = []
     for fused in (True, False):
-        block = AttentionBlock(0.4, causal=True, fused=fused)
+        block = BlockAttentionOptions(0.4, causal=True, fused=fused)
         assert block.fits_cpu_flash_kernel(q) == fused
         output, lse = blockwise_attention.block_attention_forward(q, k, v, block)
         results.append(
@@ -93,10 +96,10 @@ def test_torchs_kernel_and_plain_torch_agree_on_a_causal_block(dtype: torch.dtyp
 
 def test_a_query_that_sees_nothing_has_no_weight_in_a_merge() -> None:
     q, k, v, gradient = drawn(2, 6, torch.float64)
-    nothing = AttentionBlock(0.4, seen=torch.zeros((1, 1, Q, K), dtype=torch.bool))
+    nothing = BlockAttentionOptions(0.4, seen=torch.zeros((1, 1, Q, K), dtype=torch.bool))
     empty, blind = blockwise_attention.block_attention_forward(q, k, v, nothing)
     assert not empty.any() and (blind == float("-inf")).all()
-    output, lse = blockwise_attention.block_attention_forward(q, k, v, AttentionBlock(0.4))
+    output, lse = blockwise_attention.block_attention_forward(q, k, v, BlockAttentionOptions(0.4))
     for merged in (
         blockwise_attention.merge_attention_blocks(output, lse, empty, blind),
         blockwise_attention.merge_attention_blocks(empty, blind, output, lse),

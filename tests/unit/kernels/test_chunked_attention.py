@@ -59,8 +59,8 @@ def test_rows_are_the_definition(mask: str, scores: str, groups: int) -> None:
     given, how = inputs(groups), SCORES[scores]
     more = [tensor.requires_grad_() for tensor in (how.bias, how.sink) if tensor is not None]
     near(
-        with_gradients(chunked_attention.attention(*given, MASKS[mask], NONE, how), given + more),
-        with_gradients(reference.attention(*given, MASKS[mask], 0.0, how), given + more),
+        with_gradients(chunked_attention.attention_by_query_chunks(*given, MASKS[mask], NONE, how), given + more),
+        with_gradients(reference.softmax_attention(*given, MASKS[mask], 0.0, how), given + more),
         1e-12,
     )
 
@@ -73,8 +73,8 @@ def test_rows_are_the_definition(mask: str, scores: str, groups: int) -> None:
 def test_queries_are_the_last_of_the_keys(mask: AttentionMaskSpec) -> None:
     given = inputs(queries=70)
     near(
-        with_gradients(chunked_attention.attention(*given, mask, NONE), given),
-        with_gradients(reference.attention(*given, mask), given),
+        with_gradients(chunked_attention.attention_by_query_chunks(*given, mask, NONE), given),
+        with_gradients(reference.softmax_attention(*given, mask), given),
         1e-12,
     )
 
@@ -82,8 +82,8 @@ def test_queries_are_the_last_of_the_keys(mask: AttentionMaskSpec) -> None:
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_narrow_formats_are_near_the_definition(dtype: torch.dtype, tolerance: float) -> None:
     narrow, exact = inputs(dtype=dtype), inputs()
-    found = with_gradients(chunked_attention.attention(*narrow, AttentionMaskSpec(), NONE), narrow)
-    expected = with_gradients(reference.attention(*exact, AttentionMaskSpec()), exact)
+    found = with_gradients(chunked_attention.attention_by_query_chunks(*narrow, AttentionMaskSpec(), NONE), narrow)
+    expected = with_gradients(reference.softmax_attention(*exact, AttentionMaskSpec()), exact)
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == dtype and (a.double() - b).abs().max() <= tolerance * b.abs().max()
 
@@ -96,7 +96,7 @@ def test_dropout_multiplies_shares_by_what_it_keeps_forward_and_backward(
     given, drawn, draw = (
         inputs(),
         torch.zeros(B, N, S, S, dtype=torch.float64),
-        chunked_attention._ChunkedAttentionCall.dropout_mask,
+        chunked_attention._ChunkedAttentionCall.draw_dropout_mask,
     )
 
     def noted(work: chunked_attention._ChunkedAttentionCall, part: chunked_attention._QueryChunk) -> Tensor:
@@ -105,20 +105,22 @@ def test_dropout_multiplies_shares_by_what_it_keeps_forward_and_backward(
         return kept
 
     with monkeypatch.context() as patch:
-        patch.setattr(chunked_attention._ChunkedAttentionCall, "dropout_mask", noted)
-        output = chunked_attention.attention(*given, MASKS[mask], 0.25)
+        patch.setattr(chunked_attention._ChunkedAttentionCall, "draw_dropout_mask", noted)
+        output = chunked_attention.attention_by_query_chunks(*given, MASKS[mask], 0.25)
     seen = MASKS[mask].as_bool_tensor(S, S, torch.device("cpu")).expand(B, N, -1, -1)
     assert drawn[seen].mean() == pytest.approx(0.75, abs=0.01)
     monkeypatch.setattr(torch.nn.functional, "dropout", lambda shares, share: shares * drawn / 0.75)
     found = with_gradients(output, given)
-    near(found, with_gradients(reference.attention(*given, MASKS[mask], 0.25), given), 1e-12)
+    near(found, with_gradients(reference.softmax_attention(*given, MASKS[mask], 0.25), given), 1e-12)
 
 
 def test_draws_follow_the_seed_and_the_backward_pass_takes_none() -> None:
     given = inputs()
-    one, two, three = (fused.attention(*given, AttentionMaskSpec(), 0.1) for _ in range(3) if torch.manual_seed(3))
+    one, two, three = (
+        fused.attention_by_sdpa(*given, AttentionMaskSpec(), 0.1) for _ in range(3) if torch.manual_seed(3)
+    )
     assert torch.equal(one, two) and torch.equal(two, three)
-    other = fused.attention(*given, AttentionMaskSpec(), 0.1)
+    other = fused.attention_by_sdpa(*given, AttentionMaskSpec(), 0.1)
     assert not torch.equal(one, other)
     state = torch.get_rng_state()
     other.sum().backward()
@@ -128,7 +130,9 @@ def test_draws_follow_the_seed_and_the_backward_pass_takes_none() -> None:
 @pytest.mark.parametrize("dropout, kept", [(0.1, 1 - 6554 / 65536), (0.5, 0.5), (0.999999, 1 / 65536)])
 def test_what_is_kept_is_made_larger_by_as_much_as_is_dropped(dropout: float, kept: float) -> None:
     q, k = torch.zeros(64, 64, 4, D), torch.zeros(64, 64, 4, D)
-    values = chunked_attention.attention(q, k, torch.ones(64, 64, 4, 1), AttentionMaskSpec(causal=False), dropout)
+    values = chunked_attention.attention_by_query_chunks(
+        q, k, torch.ones(64, 64, 4, 1), AttentionMaskSpec(causal=False), dropout
+    )
     draws = 64**3 * 4
     spread = (1 / kept - 1) ** 0.5 / draws**0.5  # of the mean of numbers that are 0 or 1 / kept
     assert abs(values.mean().item() - 1) < 5 * spread

@@ -251,7 +251,7 @@ def test_scales_lie_in_tiles_as_blackwell_reads_them() -> None:
     ],
 )
 def test_a_gpu_says_which_recipes_it_has_no_units_for(recipe: str, capability: tuple[int, int], words: str) -> None:
-    found = fp8_native.native_unsupported_reason(recipe, capability)
+    found = fp8_native.scaled_mm_unsupported_reason(recipe, capability)
     assert words in found and bool(words) == bool(found)
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.kernels import blockwise_attention, chunked_attention, flex, fused, reference
-from megatron.core.kernels.blockwise_attention import AttentionBlock
+from megatron.core.kernels.blockwise_attention import BlockAttentionOptions
 from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 from tests.helpers import flex_stand_in
 
@@ -44,12 +44,12 @@ MASKS: dict[str, tuple[int, AttentionMaskSpec, slice]] = {
     ),
 }
 ATTENTIONS: dict[str, tuple[Callable[..., Tensor], float, AttentionScoreModifiers]] = {
-    "reference": (reference.attention, 0.0, AttentionScoreModifiers()),
-    "fused": (fused.attention, 0.0, AttentionScoreModifiers()),
-    "fused, cap": (fused.attention, 0.0, AttentionScoreModifiers(softcap=5.0)),
-    "fused, bias": (fused.attention, 0.0, AttentionScoreModifiers(bias=torch.zeros(1, N, 1, 1))),
-    "chunked, dropout": (chunked_attention.attention, 0.1, AttentionScoreModifiers()),
-    "flex": (flex.attention, 0.0, AttentionScoreModifiers()),
+    "reference": (reference.softmax_attention, 0.0, AttentionScoreModifiers()),
+    "fused": (fused.attention_by_sdpa, 0.0, AttentionScoreModifiers()),
+    "fused, cap": (fused.attention_by_sdpa, 0.0, AttentionScoreModifiers(softcap=5.0)),
+    "fused, bias": (fused.attention_by_sdpa, 0.0, AttentionScoreModifiers(bias=torch.zeros(1, N, 1, 1))),
+    "chunked, dropout": (chunked_attention.attention_by_query_chunks, 0.1, AttentionScoreModifiers()),
+    "flex": (flex.attention_by_flex, 0.0, AttentionScoreModifiers()),
 }
 
 
@@ -97,9 +97,9 @@ def test_no_query_comes_to_torchs_attention_without_a_key(
         else AttentionScoreModifiers()
     )
     inputs = heads(length)
-    output = fused.attention(*inputs, spec, 0.0, scores)
+    output = fused.attention_by_sdpa(*inputs, spec, 0.0, scores)
     assert seen == [True]
-    torch.testing.assert_close(output, reference.attention(*inputs, spec, 0.0, scores), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(output, reference.softmax_attention(*inputs, spec, 0.0, scores), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
@@ -107,7 +107,7 @@ def test_a_block_of_a_ring_in_which_some_queries_see_no_key_has_no_nan(softcap: 
     q, k, v = (one.detach().permute(1, 2, 0, 3) for one in heads(6))
     seen = torch.ones(1, 1, 6, 6, dtype=torch.bool)
     seen[:, :, 2:4] = False
-    block = AttentionBlock(D**-0.5, softcap=softcap, seen=seen)
+    block = BlockAttentionOptions(D**-0.5, softcap=softcap, seen=seen)
     output, lse = blockwise_attention.block_attention_forward(q, k, v, block)
     found = blockwise_attention.block_attention_backward(torch.ones_like(output), q, k, v, output, lse, block)
     assert all(bool(one.isfinite().all()) for one in (output, *found))
@@ -128,16 +128,16 @@ def test_one_block_mask_serves_all_layers_of_a_microbatch(monkeypatch: pytest.Mo
         mask = AttentionMaskSpec(documents=documents)
         for layer in range(4):
             own = mask.with_window((3, 0) if layer % 2 else None)  # every second layer has a window
-            output = flex.attention(*inputs, own)
-            torch.testing.assert_close(output, reference.attention(*inputs, own), rtol=1e-10, atol=1e-10)
+            output = flex.attention_by_flex(*inputs, own)
+            torch.testing.assert_close(output, reference.softmax_attention(*inputs, own), rtol=1e-10, atol=1e-10)
         assert len(built) == 2 * microbatch, "one for each kind of layer"
     documents.fill_(0)  # the same memory with other documents
     torch.testing.assert_close(
-        flex.attention(*inputs, mask), reference.attention(*inputs, mask), rtol=1e-10, atol=1e-10
+        flex.attention_by_flex(*inputs, mask), reference.softmax_attention(*inputs, mask), rtol=1e-10, atol=1e-10
     )
     assert len(built) == 7
     for _ in range(3):
-        flex.attention(*inputs, AttentionMaskSpec())
+        flex.attention_by_flex(*inputs, AttentionMaskSpec())
     assert len(built) == 8, "what depends on lengths alone is built once in all"
 
 
@@ -167,7 +167,7 @@ def test_cudnn_sees_lengths_that_are_multiples_of_64(length: int, monkeypatch: p
     monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
     monkeypatch.setattr(fused, "sdpa_kernel", lambda backend: nullcontext())
     inputs = heads(length)
-    results = [call(*inputs, AttentionMaskSpec()) for call in (fused.cudnn_attention, reference.attention)]
+    results = [call(*inputs, AttentionMaskSpec()) for call in (fused.cudnn_attention, reference.softmax_attention)]
     assert lengths == {-(-length // 64) * 64}
     for a, b in zip(*([one, *torch.autograd.grad(one.square().sum(), inputs)] for one in results), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)

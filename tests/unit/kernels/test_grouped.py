@@ -106,10 +106,10 @@ def test_a_weighed_bias_has_the_gradients_of_its_formula(counts: tuple[int, ...]
     )
     owners = torch.tensor([expert for expert, count in enumerate(counts) for _ in range(count)], dtype=torch.int64)
     assert torch.equal(
-        grouped.weighted_expert_bias(weights, bias, torch.tensor(counts)), weights[:, None] * bias[owners]
+        grouped.weighted_bias_of_expert_rows(weights, bias, torch.tensor(counts)), weights[:, None] * bias[owners]
     )
     assert torch.autograd.gradcheck(
-        lambda w, b: grouped.weighted_expert_bias(w, b, torch.tensor(counts)), (weights, bias)
+        lambda w, b: grouped.weighted_bias_of_expert_rows(w, b, torch.tensor(counts)), (weights, bias)
     )
 
 

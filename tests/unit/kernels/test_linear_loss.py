@@ -17,7 +17,7 @@ from megatron.core.kernels import linear_loss
 from megatron.core.kernels.linear_loss import VocabularyShard, blockwise_linear_cross_entropy
 from megatron.core.kernels.table import KernelRequirements, select_kernels
 from megatron.core.parallel.mesh import Axis
-from megatron.core.tensor_parallel.loss import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from tests.helpers import tiny
 from tests.helpers.training import train_on
 from tests.helpers.world import Worlds

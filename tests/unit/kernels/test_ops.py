@@ -68,7 +68,7 @@ def check(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None
 def test_reference_attention_is_the_formula(mask: str, groups: int) -> None:
     inputs = heads(groups)
     check(
-        with_gradients(lambda *qkv: reference.attention(*qkv, MASKS[mask]), *inputs),
+        with_gradients(lambda *qkv: reference.softmax_attention(*qkv, MASKS[mask]), *inputs),
         with_gradients(lambda *qkv: attention_by_hand(*qkv, MASKS[mask]), *inputs),
         1e-12,
     )
@@ -85,7 +85,7 @@ def test_every_attention_that_fits_equals_the_reference(candidate, mask: str, gr
         inputs = heads(groups, dtype)
         check(
             with_gradients(lambda *qkv: candidate.loaded_kernel(*qkv, MASKS[mask]), *inputs),
-            with_gradients(lambda *qkv: reference.attention(*qkv, MASKS[mask]), *inputs),
+            with_gradients(lambda *qkv: reference.softmax_attention(*qkv, MASKS[mask]), *inputs),
             tolerance,
         )
 
@@ -96,7 +96,7 @@ def test_a_later_query_alone_sees_all_keys_before_it() -> None:
         if candidate.name != "flash":
             last = candidate.loaded_kernel(q[-2:], k, v, AttentionMaskSpec())
             torch.testing.assert_close(
-                last, reference.attention(q, k, v, AttentionMaskSpec())[-2:], rtol=1e-12, atol=1e-12
+                last, reference.softmax_attention(q, k, v, AttentionMaskSpec())[-2:], rtol=1e-12, atol=1e-12
             )
 
 

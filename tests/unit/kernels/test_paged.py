@@ -71,14 +71,14 @@ def draw(
 @pytest.mark.parametrize("name", CASES)
 def test_the_definition_is_plain_attention_over_each_rows_own_keys(name: str) -> None:
     q, k, v, where, window, scores = draw(name)
-    found = paged.attention(q, k, v, where, window=window, scores=scores)
+    found = paged.paged_attention(q, k, v, where, window=window, scores=scores)
     for row, length in enumerate(where.lengths.tolist()):
         if length == 0:
             assert not found[row].any()
             continue
         slots = where.slots_of_positions(torch.arange(length).expand(len(found), -1))[row]
         mask = AttentionMaskSpec(window=None if window is None else (window, 0))
-        own = reference.attention(q[row][:, None], k[slots][:, None], v[slots][:, None], mask, 0.0, scores)
+        own = reference.softmax_attention(q[row][:, None], k[slots][:, None], v[slots][:, None], mask, 0.0, scores)
         torch.testing.assert_close(found[row], own[:, 0], rtol=1e-10, atol=1e-10)
 
 
@@ -88,7 +88,7 @@ def test_the_definition_is_plain_attention_over_each_rows_own_keys(name: str) ->
 def test_tritons_kernel_is_the_definition(kernel: ModuleType, name: str, dtype: torch.dtype) -> None:
     q, k, v, where, window, scores = draw(name, dtype)
     found = kernel.attention(q, k, v, where, window=window, scores=scores)
-    expected = paged.attention(q.double(), k.double(), v.double(), where, window=window, scores=scores)
+    expected = paged.paged_attention(q.double(), k.double(), v.double(), where, window=window, scores=scores)
     assert found.dtype == dtype and bool(found.isfinite().all())
     assert (found.double() - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
 
@@ -134,8 +134,8 @@ def test_every_key_and_value_is_read_once_for_all_heads_of_its_group(
 
 def test_a_kernel_that_is_wrong_is_told_apart() -> None:
     def blind(q: Tensor, k: Tensor, v: Tensor, where: CacheBlockTables, **how: Any) -> Tensor:
-        return paged.attention(q, k, v, where)  # without the window
+        return paged.paged_attention(q, k, v, where)  # without the window
 
     how: dict[str, Any] = {"heads": 4, "groups": 2, "size": 8}
-    assert paged.paged_kernel_error(paged.attention, torch.device("cpu"), torch.float64, **how) == 0.0
+    assert paged.paged_kernel_error(paged.paged_attention, torch.device("cpu"), torch.float64, **how) == 0.0
     assert paged.paged_kernel_error(blind, torch.device("cpu"), torch.float64, **how) > 0.01

@@ -102,7 +102,7 @@ def test_documents_of_a_packed_row_are_scanned_as_if_each_were_alone(kind: str) 
     inputs, state = {name: tensor.detach() for name, tensor in draw(100).items()}, _drawn(*shape)
     borders = (0, 10, 11, 48, 64, 100)
     documents = torch.repeat_interleave(torch.tensor([3, 1, 7, 3, 3 + 1]), torch.tensor(borders).diff())
-    segments = scans.segment_numbers_of(documents.expand(BATCH, -1))
+    segments = scans.segment_ids_from_document_ids(documents.expand(BATCH, -1))
     whole, last = scan(**inputs, segments=segments, state=state, chunk=16)
     for number, (low, high) in enumerate(zip(borders, borders[1:], strict=False)):
         part = {name: tensor if name == "a" else tensor[low:high] for name, tensor in inputs.items()}
@@ -141,7 +141,7 @@ def test_the_convolution_is_torchs_forward_and_backward_and_goes_on_from_the_las
 
 def test_the_convolution_and_its_gradients_do_not_look_into_another_document() -> None:
     x, weight = tensors = [_drawn(9, 1, 7).requires_grad_(), _drawn(7, 4).requires_grad_()]
-    segments = scans.segment_numbers_of(torch.tensor([[0, 0, 0, 0, 1, 2, 2, 2, 2]]))
+    segments = scans.segment_ids_from_document_ids(torch.tensor([[0, 0, 0, 0, 1, 2, 2, 2, 2]]))
     alone = torch.cat([_torchs_convolution(part, weight, None) for part in x.split((4, 1, 4))])
     _close_with_gradients(scans.causal_conv(x, weight, None, segments), alone, tensors)
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron.core.kernels import reference, startup_check
 from megatron.core.kernels.low_precision import fp8
-from megatron.core.kernels.low_precision.fp8 import FusedQuantizeKernels
-from megatron.core.kernels.startup_check import KernelChoice, choose_tried_kernels
+from megatron.core.kernels.low_precision.fp8 import QuantizeTransposeKernels
+from megatron.core.kernels.startup_check import KernelChoice, select_kernels_with_trials
 from megatron.core.kernels.table import CANDIDATES, KernelCandidate, KernelRequirements, select_kernels
 from megatron.core.parallel.mesh import Mesh
 from megatron.tools import doctor
@@ -61,7 +61,7 @@ def offers(**kernels: Callable[..., Any]) -> tuple[KernelCandidate, ...]:
 
 
 def chosen(*, changes: dict[str, Any] | None = None, **kernels: Callable[..., Any]) -> KernelChoice:
-    return choose_tried_kernels(
+    return select_kernels_with_trials(
         tiny.config(**LLAMA, **(changes or {})), KernelRequirements(), CPU, candidates=offers(**kernels)
     )
 
@@ -103,7 +103,7 @@ def test_a_default_that_fails_its_trial_is_named_in_one_line_and_the_formula_tak
 def test_what_is_asked_for_by_name_is_not_tried_and_not_replaced() -> None:
     config = tiny.config(**LLAMA)
     wishes = {**config.model.all_requested_kernels, "rotary": "triton"}
-    found = choose_tried_kernels(
+    found = select_kernels_with_trials(
         config, KernelRequirements(), CPU, wishes=wishes, candidates=offers(rotary=not_compiled)
     )
     assert found.kernels.rotary is not_compiled and not found.failures
@@ -111,7 +111,7 @@ def test_what_is_asked_for_by_name_is_not_tried_and_not_replaced() -> None:
 
 def test_a_kernel_that_fails_on_one_rank_is_taken_on_none() -> None:
     config = tiny.config(**LLAMA)
-    found = choose_tried_kernels(
+    found = select_kernels_with_trials(
         config,
         KernelRequirements(),
         CPU,
@@ -125,8 +125,8 @@ def test_a_run_and_the_doctor_tell_of_the_same_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = chosen(rotary=wrong_forward)
-    monkeypatch.setattr(initialize, "choose_tried_kernels", lambda *given, **how: broken)
-    monkeypatch.setattr(doctor, "choose_tried_kernels", lambda *given, **how: broken)
+    monkeypatch.setattr(initialize, "select_kernels_with_trials", lambda *given, **how: broken)
+    monkeypatch.setattr(doctor, "select_kernels_with_trials", lambda *given, **how: broken)
     config = tiny.config(**LLAMA)
     found, rows = doctor.choose_kernels_with_findings(config, KernelRequirements(), Mesh.single_process(CPU))
     assert found is broken and [(row.check, row.status, row.finding) for row in rows] == [
@@ -141,7 +141,7 @@ def test_formulas_are_taken_where_the_compiler_makes_kernels_of_them() -> None:
             assert one.unasked(need) == "torch's compiler makes one kernel of the formula"
 
 
-def rounding(change: float = 1.0, *, turns: bool = True) -> FusedQuantizeKernels:
+def rounding(change: float = 1.0, *, turns: bool = True) -> QuantizeTransposeKernels:
     """The definition in the place of the kernels of quantise, or something else."""
 
     def by_tensor(x: Tensor, number: fp8.NumberFormat, largest: Tensor, *, margin: int = 0, **_: Any) -> Any:
@@ -152,7 +152,7 @@ def rounding(change: float = 1.0, *, turns: bool = True) -> FusedQuantizeKernels
         turned = fp8.quantize_per_block(x.t(), number, block)
         return fp8.quantize_per_block(x * change, number, block), turned
 
-    return FusedQuantizeKernels(fp8.tensor_amax, by_tensor, by_blocks)
+    return QuantizeTransposeKernels(fp8.tensor_amax, by_tensor, by_blocks)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
@@ -160,8 +160,8 @@ def test_the_kernels_that_round_to_8_bits_are_tried_too(recipe: str) -> None:
     config = tiny.config(**LLAMA, fp8_format="hybrid", fp8_recipe=recipe)
     need = KernelRequirements(low=config.precision.low)
 
-    def found(kernel: FusedQuantizeKernels) -> KernelChoice:
-        return choose_tried_kernels(config, need, CPU, candidates=offers(quantise=kernel))  # type: ignore[arg-type]
+    def found(kernel: QuantizeTransposeKernels) -> KernelChoice:
+        return select_kernels_with_trials(config, need, CPU, candidates=offers(quantise=kernel))  # type: ignore[arg-type]
 
     sound = rounding()
     assert found(sound).kernels.quantise is sound and not found(sound).failures
@@ -173,7 +173,9 @@ def test_the_kernels_that_round_to_8_bits_are_tried_too(recipe: str) -> None:
 def test_every_op_with_a_default_that_is_to_be_tried_has_a_trial() -> None:
     ops = {one.op for one in CANDIDATES if one.checked}
     config = tiny.config(**LLAMA, no_rope_freq="2", fp8_format="hybrid", fp8_recipe="tensorwise", kernel=())
-    tried = {trial.op for trial in startup_check.op_trials(config, KernelRequirements(low=config.precision.low))}
+    tried = {
+        trial.op for trial in startup_check.trials_for_ops_of_run(config, KernelRequirements(low=config.precision.low))
+    }
     assert ops <= tried and "low_linear" in tried and "paged_attention" in tried
 
 
@@ -190,5 +192,8 @@ def test_every_op_of_the_table_has_a_trial_but_for_the_exchange_between_ranks() 
     tried: set[str] = set()
     for changes in networks:
         config = tiny.config(**changes)
-        tried |= {trial.op for trial in startup_check.op_trials(config, KernelRequirements(low=config.precision.low))}
+        tried |= {
+            trial.op
+            for trial in startup_check.trials_for_ops_of_run(config, KernelRequirements(low=config.precision.low))
+        }
     assert {one.op for one in CANDIDATES} - tried == {"moe_flex_dispatcher"}

@@ -10,7 +10,7 @@ from megatron.core.kernels.table import CANDIDATES, KernelCandidate, KernelRequi
 
 def test_auto_takes_the_first_candidate_that_fits() -> None:
     kernels = select_kernels(KernelRequirements())
-    assert kernels.attention is fused.attention and kernels.rms_norm is fused.rms_norm
+    assert kernels.attention is fused.attention_by_sdpa and kernels.rms_norm is fused.rms_norm
     assert dict((op, chosen) for op, chosen, _ in kernels.report) == {
         "attention": "fused",
         "layer_norm": "torch",
@@ -36,9 +36,9 @@ def test_auto_takes_the_first_candidate_that_fits() -> None:
 
 
 def test_a_wish_is_met_or_refused_with_the_reason_and_never_replaced() -> None:
-    assert select_kernels(KernelRequirements(), {"attention": "unfused"}).attention is reference.attention
-    assert select_kernels(KernelRequirements(), {"attention": "local"}).attention is reference.attention
-    assert select_kernels(KernelRequirements(), {"attention": "flash"}).attention is fused.flash_attention
+    assert select_kernels(KernelRequirements(), {"attention": "unfused"}).attention is reference.softmax_attention
+    assert select_kernels(KernelRequirements(), {"attention": "local"}).attention is reference.softmax_attention
+    assert select_kernels(KernelRequirements(), {"attention": "flash"}).attention is fused.attention_by_sdpa_flash
     with pytest.raises(
         ConfigError, match="--attention-backend flash cannot be used: flash: documents are kept apart by a mask"
     ):

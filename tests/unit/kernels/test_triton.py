@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.kernels import NAMED
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.kernels import linear_loss, reference, table
 from megatron.core.kernels.linear_loss import VocabularyShard
 from megatron.core.kernels.permute import permute
@@ -293,7 +293,7 @@ def _backward_of_a_layer(changes: dict[str, Any], **kernels: Any) -> tuple[list[
     """Names of the backward pass's operations, and the gradients, of a network of one layer with these kernels."""
     run = tiny.run_of(tiny.config(num_layers=1, seq_length=8, **changes))
     run = replace(run, kernels=replace(run.kernels, **kernels))
-    stage = tiny.gpt(run, pipeline_stages_of(run.config)[0]).materialize(1)
+    stage = tiny.gpt(run, stage_specs_of_run(run.config)[0]).materialize(1)
     ids = torch.arange(2 * run.config.train.seq_length).view(2, -1) % 7
     loss = stage(ids=ids, labels=ids).sum()
     with _Operations() as seen:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.kernels import scans
-from megatron.core.kernels.external import state_space
+from megatron.core.kernels.external import state_space_packages
 from tests.helpers.triton_interpreter import interpreted, needs_triton
 
 FILES = ("triton.scan_chunks", "triton.scan_gradients", "triton.scans", "triton.conv")
@@ -141,22 +141,22 @@ def test_packages_are_called_in_their_own_layout(monkeypatch: pytest.MonkeyPatch
         return scans.causal_conv(x.permute(2, 0, 1), weight, bias, seq_idx, before).permute(1, 2, 0)
 
     made = {"mamba_chunk_scan_combined": mamba, "chunk_gated_delta_rule": delta, "causal_conv1d_fn": conv}
-    monkeypatch.setattr(state_space, "_import_function", lambda module, name: made[name])
+    monkeypatch.setattr(state_space_packages, "_import_function", lambda module, name: made[name])
     segments = torch.repeat_interleave(torch.arange(2), torch.tensor([20, 51])).expand(2, -1)
     for kind, name in (("mamba", "selective_scan"), ("delta", "delta_rule_scan")):
         inputs, state = inputs_of(kind, 71)
         for known, first in ((None, None), (segments, None), (None, state), (segments, state)):
-            found = getattr(state_space, name)(**inputs, segments=known, state=first)
+            found = getattr(state_space_packages, name)(**inputs, segments=known, state=first)
             for a, b in zip(found, getattr(scans, name)(**inputs, segments=known, state=first), strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     x, weight, before = torch.randn(71, 2, 8), torch.randn(8, 4), torch.randn(3, 2, 8)
     for known, past in ((None, None), (segments, None), (None, before), (segments, before)):
         expected = scans.causal_conv(x, weight, None, known, past)
-        torch.testing.assert_close(state_space.causal_conv(x, weight, None, known, past), expected)
+        torch.testing.assert_close(state_space_packages.causal_conv(x, weight, None, known, past), expected)
     assert (
-        state_space.state_space_unsupported_reason("fla", device="cpu", dtype=torch.bfloat16)
+        state_space_packages.scan_package_unsupported_reason("fla", device="cpu", dtype=torch.bfloat16)
         == "it needs a CUDA device"
     )
-    assert "no_such_package is not installed" in state_space.state_space_unsupported_reason(
+    assert "no_such_package is not installed" in state_space_packages.scan_package_unsupported_reason(
         "no_such_package", device="cuda", dtype=torch.float32
     )

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.kernels import documents, flex, fused, reference, table, varlen
-from megatron.core.kernels.documents import (
-    DocumentStarts,
-    document_starts_of,
-    remember_document_starts,
-    remembered_document_starts,
-)
+from megatron.core.kernels import flex, fused, packed_document_starts, reference, table, varlen
 from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
-from megatron.core.kernels.startup_check import choose_tried_kernels
+from megatron.core.kernels.packed_document_starts import (
+    PackedDocumentStarts,
+    cache_packed_document_starts,
+    cached_packed_document_starts,
+    document_starts_from_ids,
+)
+from megatron.core.kernels.startup_check import select_kernels_with_trials
 from megatron.core.kernels.table import CANDIDATES, KernelRequirements, select_kernels
 from megatron.training.cli.device_checks import kernel_requirements
 from megatron.training.data.batch import Batch
@@ -64,7 +64,7 @@ def test_torch_2_11_is_given_groups_without_the_flag_that_later_ones_want(monkey
         q, k, v = heads()
         assert q.shape[2] != k.shape[2]
         mask = MASKS["documents"] if "documents" in MASKS else AttentionMaskSpec()
-        torch.testing.assert_close(module.attention(q, k, v, mask), reference.attention(q, k, v, mask))
+        torch.testing.assert_close(module.attention(q, k, v, mask), reference.softmax_attention(q, k, v, mask))
 
 
 def no_mask(*_: Any) -> Tensor:
@@ -78,9 +78,13 @@ def no_mask(*_: Any) -> Tensor:
 def test_it_is_the_masked_formula_forward_and_backward_without_a_mask(
     library: list[dict[str, Any]], mask: str, scores: AttentionScoreModifiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = with_gradients(lambda *qkv: reference.attention(*qkv, MASKS[mask], 0.0, scores), *heads())
+    expected = with_gradients(lambda *qkv: reference.softmax_attention(*qkv, MASKS[mask], 0.0, scores), *heads())
     monkeypatch.setattr(AttentionMaskSpec, "as_bool_tensor", no_mask)
-    check(with_gradients(lambda *qkv: varlen.attention(*qkv, MASKS[mask], 0.0, scores), *heads()), expected, 1e-12)
+    check(
+        with_gradients(lambda *qkv: varlen.attention_by_varlen(*qkv, MASKS[mask], 0.0, scores), *heads()),
+        expected,
+        1e-12,
+    )
     (call,) = library
     assert call["key"].shape[1] == 2 and call["query"].shape[1] == 4, "keys of groups are not repeated"
     assert call["cu_seq_q"] is call["cu_seq_k"] and call["cu_seq_q"].dtype == torch.int32
@@ -96,7 +100,7 @@ def test_windows_are_told_in_its_words(library: list[dict[str, Any]]) -> None:
         (AttentionMaskSpec(window=(2, -1)), (2, 0)),
         (AttentionMaskSpec(causal=False, window=(2, 1)), (2, 1)),
     ):
-        varlen.attention(*heads(), mask)
+        varlen.attention_by_varlen(*heads(), mask)
         assert library[-1]["window_size"] == told
 
 
@@ -111,43 +115,46 @@ def test_masks_of_generation_are_left_to_torch(library: list[dict[str, Any]]) ->
     ):
         q, k, v = heads(queries)
         torch.testing.assert_close(
-            varlen.attention(q, k, v, mask), reference.attention(q, k, v, mask), rtol=1e-12, atol=1e-12
+            varlen.attention_by_varlen(q, k, v, mask),
+            reference.softmax_attention(q, k, v, mask),
+            rtol=1e-12,
+            atol=1e-12,
         )
     assert not library
 
 
 def test_documents_begin_where_their_number_changes_and_with_every_row() -> None:
-    assert document_starts_of(DOCUMENTS).places.tolist() == [0, 3, 5, 10, 11, 12, 19, 22]
-    assert document_starts_of(torch.zeros(2, 3, dtype=torch.long)).places.tolist() == [0, 3, 6]
+    assert document_starts_from_ids(DOCUMENTS).places.tolist() == [0, 3, 5, 10, 11, 12, 19, 22]
+    assert document_starts_from_ids(torch.zeros(2, 3, dtype=torch.long)).places.tolist() == [0, 3, 6]
 
 
 def test_a_batch_counts_its_documents_on_the_host_and_masks_find_them(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = np.zeros((B, S), dtype=np.int64)
     arrays = {name: rows for name in ("tokens", "labels", "loss_mask", "position_ids")}
     batch = Batch.from_arrays({**arrays, "document_ids": DOCUMENTS.numpy()}, CPU, positions=True)
-    monkeypatch.setattr(documents, "_find_document_starts", no_mask)
+    monkeypatch.setattr(packed_document_starts, "_cu_seqlens_of_document_ids", no_mask)
     assert batch.documents is not None
-    known = remembered_document_starts(batch.documents)
+    known = cached_packed_document_starts(batch.documents)
     assert known is not None and (known.longest, known.tokens) == (7, 22)
     assert known.places.tolist() == [0, 3, 5, 10, 11, 12, 19, 22] and known.places.dtype == torch.int32
     build = tiny.run_of(tiny.config()).layer_build_context
     mask = build.causal_mask(torch.empty(S, B, 1), batch.documents)
     assert mask.starts is known
     torch.testing.assert_close(
-        varlen.attention(*heads(), mask), reference.attention(*heads(), mask), rtol=1e-12, atol=1e-12
+        varlen.attention_by_varlen(*heads(), mask), reference.softmax_attention(*heads(), mask), rtol=1e-12, atol=1e-12
     )
-    assert remembered_document_starts(DOCUMENTS.clone()) is None and remembered_document_starts(None) is None
+    assert cached_packed_document_starts(DOCUMENTS.clone()) is None and cached_packed_document_starts(None) is None
     longer = replace(mask, documents=DOCUMENTS.repeat(2, 1))
     with pytest.raises(AssertionError):
-        document_starts_of(longer.documents, longer.starts)
+        document_starts_from_ids(longer.documents, longer.starts)
 
 
 def test_starts_are_forgotten_with_the_batch() -> None:
     there = DOCUMENTS.clone()
-    remember_document_starts(there, DOCUMENTS.numpy())
-    before = len(documents._document_starts_cache())
+    cache_packed_document_starts(there, DOCUMENTS.numpy())
+    before = len(packed_document_starts._packed_document_starts_cache())
     del there
-    assert len(documents._document_starts_cache()) < before
+    assert len(packed_document_starts._packed_document_starts_cache()) < before
 
 
 @pytest.mark.parametrize(
@@ -167,7 +174,7 @@ def test_starts_are_forgotten_with_the_batch() -> None:
     ],
 )
 def test_why_it_cannot_serve(changes: dict[str, Any], reason: str) -> None:
-    assert select_kernels(PACKED, {"attention": "varlen"}).attention is varlen.attention
+    assert select_kernels(PACKED, {"attention": "varlen"}).attention is varlen.attention_by_varlen
     with pytest.raises(ConfigError, match=f"--attention-backend varlen cannot be used: varlen: {reason}"):
         select_kernels(replace(PACKED, **changes), {"attention": "varlen"})
     assert select_kernels(replace(PACKED, documents=False, recorded=True), {"attention": "varlen"})
@@ -189,18 +196,18 @@ def test_it_is_the_default_of_documents_and_windows_once_it_passed_its_trial(
         ({"window_size": "5,0"}, "varlen"),
     ):
         config = tiny.config(**changes)
-        kernels = choose_tried_kernels(config, kernel_requirements(config, CPU), CPU, candidates=here).kernels
+        kernels = select_kernels_with_trials(config, kernel_requirements(config, CPU), CPU, candidates=here).kernels
         assert dict((op, one) for op, one, _ in kernels.report)["attention"] == name
     assert library
     monkeypatch.setattr(
         varlen,
-        "document_starts_of",
-        lambda rows, _: DocumentStarts(torch.tensor([0, rows.numel()]).int(), rows.numel(), 0),
+        "document_starts_from_ids",
+        lambda rows, _: PackedDocumentStarts(torch.tensor([0, rows.numel()]).int(), rows.numel(), 0),
     )
     config = tiny.config(reset_attention_mask=True)
-    chosen = choose_tried_kernels(config, kernel_requirements(config, CPU), CPU, candidates=here)
+    chosen = select_kernels_with_trials(config, kernel_requirements(config, CPU), CPU, candidates=here)
     assert (
-        chosen.kernels.attention is fused.attention
+        chosen.kernels.attention is fused.attention_by_sdpa
         and "--attention-backend varlen is no default here" in chosen.failures[0]
     )
 
@@ -214,16 +221,17 @@ def test_capped_scores_are_left_to_flex_attention_once_it_passed_its_trial(
     monkeypatch.setattr(flex, "compiled_flex_functions", lambda: (kept, flex_stand_in.create_block_mask))
     here = tuple(replace(one, unsupported_reason=lambda _: "") if one.name == "flex" else one for one in CANDIDATES)
     config = tiny.config(attention_logit_softcap=2.0)
-    chosen = choose_tried_kernels(config, kernel_requirements(config, CPU), CPU, candidates=here)
+    chosen = select_kernels_with_trials(config, kernel_requirements(config, CPU), CPU, candidates=here)
     assert (
-        chosen.kernels.attention is (flex.attention if sound else fused.attention) and len(chosen.failures) == 1 - sound
+        chosen.kernels.attention is (flex.attention_by_flex if sound else fused.attention_by_sdpa)
+        and len(chosen.failures) == 1 - sound
     )
     assert (
-        choose_tried_kernels(tiny.config(), KernelRequirements(), CPU, candidates=here).kernels.attention
-        is fused.attention
+        select_kernels_with_trials(tiny.config(), KernelRequirements(), CPU, candidates=here).kernels.attention
+        is fused.attention_by_sdpa
     )
     capped = KernelRequirements(device="cuda", dtype=torch.bfloat16, softcap=True, attention_dropout=0.1)
-    assert select_kernels(capped).attention is fused.attention, "it has no dropout"
+    assert select_kernels(capped).attention is fused.attention_by_sdpa, "it has no dropout"
 
 
 def test_the_model_of_torchs_function_has_its_signature() -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.models import flops
-from megatron.core.models.describe import ShardCounts, count_layer_parameters, count_parameters
+from megatron.core.models.describe import WeightShardCounts, count_layer_parameters, count_parameters
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.spec import param_spec_of
 from tests.helpers import tiny
@@ -32,14 +32,14 @@ GATE = {
 )
 def test_gates_and_sinks_are_counted(changes: dict[str, Any]) -> None:
     config = tiny.config(**changes)
-    model = GPTModel(pipeline_stages_of(config)[0], tiny.run_of(config).layer_build_context)
+    model = GPTModel(stage_specs_of_run(config)[0], tiny.run_of(config).layer_build_context)
     held = sum(param.numel() for param in model.parameters())
     assert count_parameters(config.model).total == held
     cut = sum(
         param.numel() for name, param in model.named_parameters() if "layers.0." in name and param_spec_of(param).shards
     )
     whole = count_layer_parameters(config.model)
-    assert whole - count_layer_parameters(config.model, ShardCounts(2, 1, 2)) == cut // 2
+    assert whole - count_layer_parameters(config.model, WeightShardCounts(2, 1, 2)) == cut // 2
 
 
 @pytest.mark.parametrize(

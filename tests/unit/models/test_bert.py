@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.models.bert import BERTModel
 from megatron.core.parallel.spec import param_spec_of
 from megatron.training.data.batch import Batch
@@ -26,7 +26,7 @@ def stages(**changes: Any) -> list[BERTModel]:
     """All stages of a model in one process, with biases and norms away from their first values."""
     settings = {"architecture": "bert", "num_layers": LAYERS, "fp64": True, **changes}
     run = tiny.run_of(tiny.config(int(settings.get("pipeline_model_parallel_size", 1)), **settings))
-    models = [BERTModel(spec, run.layer_build_context).materialize(3) for spec in pipeline_stages_of(run.config)]
+    models = [BERTModel(spec, run.layer_build_context).materialize(3) for spec in stage_specs_of_run(run.config)]
     with torch.no_grad():
         for model in models:
             for param in model.parameters():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.models import flops
 from megatron.core.models.describe import count_rank_parameters
 from megatron.core.parallel.spec import param_spec_of
@@ -25,19 +25,19 @@ def built(kind: str, **changes: Any) -> tuple[tiny.RunConfig, list[Network]]:
     )
     run = tiny.run_of(settings)
     return settings, [
-        tiny.PROVIDERS[settings.model.architecture][0](run, spec) for spec in pipeline_stages_of(settings)
+        tiny.PROVIDERS[settings.model.architecture][0](run, spec) for spec in stage_specs_of_run(settings)
     ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_counted_parameters_of_every_rank_are_those_of_its_stages(kind: str) -> None:
     settings, models = built(kind, pipeline_model_parallel_size=2, padded_vocab_size=tiny.VOCABULARY)
-    specs = pipeline_stages_of(settings)
+    specs = stage_specs_of_run(settings)
     for rank, model in enumerate(models):
         assert count_rank_parameters(settings.model, [specs[rank]]).total == sum(
             param.numel() for param in model.parameters()
         )
-    (first, second) = flops.estimate_rank_memory(settings, specs, data_parallel_size=1, num_microbatches=4)
+    (first, second) = flops.estimate_memory_by_pipeline_rank(settings, specs, data_parallel_size=1, num_microbatches=4)
     assert first.activations > 0 and second.activations > 0
 
 

@@ -10,20 +10,25 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.core.config.flags import config_from_values
+from megatron.core.config.flags import config_from_dict
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RequestedRun
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.models import flops
-from megatron.core.models.describe import ShardCounts, count_active_parameters, count_parameters, count_rank_parameters
+from megatron.core.models.describe import (
+    WeightShardCounts,
+    count_active_parameters,
+    count_parameters,
+    count_rank_parameters,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
+from megatron.core.transformer.forward_context import ForwardContext
 from megatron.core.transformer.layer import TransformerLayer
-from megatron.core.transformer.passing import ForwardContext
 from tests.helpers import tiny
 from tests.parity.table import MODELS
 
@@ -38,7 +43,7 @@ def elements(module: nn.Module) -> int:
 @pytest.mark.parametrize("name", NETWORKS)
 def test_parameters_are_those_of_a_built_network(name: str) -> None:
     settings = tiny.config(**MODELS[name])
-    (stage,) = pipeline_stages_of(settings)
+    (stage,) = stage_specs_of_run(settings)
     network = GPTModel(stage, tiny.run_of(settings).layer_build_context)
     assert count_parameters(settings.model).total == elements(network)
     topk, experts = settings.model.moe.moe_router_topk, settings.model.moe.num_experts
@@ -61,10 +66,10 @@ def test_a_ranks_parameters_are_those_of_a_built_rank(name: str, tp: int, ep: in
     )
     build = tiny.run_of(settings).layer_build_context
     mesh = dataclasses.replace(build.mesh, tp=Axis("tp", tp), ep=Axis("ep", ep), etp=Axis("etp", etp))
-    (stage,) = pipeline_stages_of(settings)
+    (stage,) = stage_specs_of_run(settings)
     network = GPTModel(stage, dataclasses.replace(build, mesh=mesh))
     assert count_rank_parameters(
-        settings.model, [stage], ShardCounts.from_parallel(settings.parallel)
+        settings.model, [stage], WeightShardCounts.from_parallel(settings.parallel)
     ).total == elements(network)
 
 
@@ -73,7 +78,7 @@ def test_square_flops_are_what_torch_counts_in_a_step(name: str) -> None:
     settings = tiny.config(
         **{**MODELS[name], **SIZES, "attention_backend": "unfused", "untie_embeddings_and_output_weights": True}
     )
-    (stage,) = pipeline_stages_of(settings)
+    (stage,) = stage_specs_of_run(settings)
     network = GPTModel(stage, tiny.run_of(settings).layer_build_context).materialize(1)
     ids = torch.zeros((2, 32), dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
@@ -93,7 +98,7 @@ def published(**values: Any) -> ModelConfig:
         "seq_length": 4096,
         "micro_batch_size": 1,
     }
-    return config_from_values(RequestedRun, {**base, **values}).resolve(1).model
+    return config_from_dict(RequestedRun, {**base, **values}).resolve(1).model
 
 
 def test_published_sizes_are_met() -> None:
@@ -129,10 +134,10 @@ def test_the_optimizer_state_of_experts_is_cut_over_the_ranks_that_have_copies()
     settings = tiny.config(
         8, **{**MODELS["moe"], "expert_model_parallel_size": 4, "use_distributed_optimizer": True, "bf16": True}
     )
-    (memory,) = flops.estimate_rank_memory(
-        settings, pipeline_stages_of(settings), data_parallel_size=8, num_microbatches=1
+    (memory,) = flops.estimate_memory_by_pipeline_rank(
+        settings, stage_specs_of_run(settings), data_parallel_size=8, num_microbatches=1
     )
-    experts = count_rank_parameters(settings.model, pipeline_stages_of(settings), ShardCounts(1, 4, 1)).experts
+    experts = count_rank_parameters(settings.model, stage_specs_of_run(settings), WeightShardCounts(1, 4, 1)).experts
     # Of a parameter in bf16 are kept 2 bytes, 4 of its gradient, and 12 of state over the ranks that have it: 8, of experts 2.
     assert memory.weights_and_optimizer == pytest.approx(memory.parameters * (6 + 12 / 8) + experts * (12 / 2 - 12 / 8))
 
@@ -166,5 +171,5 @@ def test_activations_of_experts_are_about_what_autograd_keeps(name: str, modules
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = layer(torch.randn(32, 2, 128, requires_grad=True), ForwardContext(AttentionMaskSpec()))
     del output
-    estimate = 32 * 2 * flops.layer_activation_bytes(settings, mlp="moe")
+    estimate = 32 * 2 * flops.layer_activation_bytes_per_token(settings, mlp="moe")
     assert sum(kept.values()) == pytest.approx(estimate, rel=0.15)

@@ -11,12 +11,17 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.core.config.plan import partition_into_stages, uniform_layer_plans
-from megatron.core.config.settings.model import ModelConfig, RopeConfig
+from megatron.core.config.settings.model import ModelConfig, PositionConfig
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import RecomputeConfig, RunConfig, TrainConfig
 from megatron.core.models import flops
-from megatron.core.models.describe import ShardCounts, count_layer_parameters, count_parameters, count_rank_parameters
+from megatron.core.models.describe import (
+    WeightShardCounts,
+    count_layer_parameters,
+    count_parameters,
+    count_rank_parameters,
+)
 from tests.helpers import tiny
 
 S, B = 32, 2
@@ -31,7 +36,7 @@ SHAPES = {
         num_query_groups=2,
         untie_embeddings_and_output_weights=True,
         ffn_hidden_size=40,
-        rope=RopeConfig(position_embedding_type="rope"),
+        rope=PositionConfig(position_embedding_type="rope"),
     ),
     "wide heads": dict(kv_channels=10, qk_layernorm=True, group_query_attention=True, num_query_groups=1),
     "qkv bias": dict(add_bias_linear=False, add_qkv_bias=True, quick_geglu=True),
@@ -180,7 +185,7 @@ def test_published_sizes_are_met():
         untie_embeddings_and_output_weights=True,
         padded_vocab_size=128256,
         max_position_embeddings=8192,
-        rope=RopeConfig(position_embedding_type="rope"),
+        rope=PositionConfig(position_embedding_type="rope"),
     ).resolve()
     assert count_parameters(gpt2).total == 124_439_808
     assert count_parameters(llama).total == 8_030_261_248
@@ -207,10 +212,10 @@ def test_tensor_ranks_cut_matrices_and_repeat_what_cannot_be_cut():
     h, q, k, f = 24, 20, 10, 48
     norms = 2 * 2 * h + 2 * 2 * 10
     expected = h * (q + 2 * k) + (q + 2 * k) + q * h + h + h * f + f + f * h + h + norms
-    assert count_layer_parameters(config, ShardCounts(2, 1, 2)) == expected
+    assert count_layer_parameters(config, WeightShardCounts(2, 1, 2)) == expected
     gated = shape("llama")
     whole = count_layer_parameters(gated) - 2 * h
-    assert count_layer_parameters(gated, ShardCounts(2, 1, 2)) == whole // 2 + 2 * h
+    assert count_layer_parameters(gated, WeightShardCounts(2, 1, 2)) == whole // 2 + 2 * h
 
 
 def run_config(model: ModelConfig, *, precision=None, parallel=None, recompute=None, optimizer=None) -> RunConfig:
@@ -243,12 +248,12 @@ def test_state_bytes_follow_the_published_table_with_copies_of_gradients_in_the_
             parallel=ParallelConfig(use_distributed_optimizer=cut),
         )
         shards = 8 if cut else 1
-        assert flops.state_bytes_per_parameter(config, 8) == constant + (shared - copied) / shards
-        assert flops.update_bytes_per_parameter(config, 8) == copied / shards
+        assert flops.training_state_bytes_per_param(config, 8) == constant + (shared - copied) / shards
+        assert flops.update_temporaries_per_parameter(config, 8) == copied / shards
     whole = run_config(
         shape("gpt2"), precision=PrecisionConfig(**precision), parallel=ParallelConfig(use_torch_fsdp2=True)
     )
-    assert flops.state_bytes_per_parameter(whole, 8) == 4 * (1 + 1 + 2) / 8, (
+    assert flops.training_state_bytes_per_param(whole, 8) == 4 * (1 + 1 + 2) / 8, (
         "weight, gradient and two moments in fp32, all of them cut"
     )
 
@@ -280,7 +285,7 @@ def test_layer_activations_are_what_autograd_saves(name, probability, plain):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = block(torch.randn(B, S, 64, requires_grad=True))
-    estimate = B * S * flops.layer_activation_bytes(run_config(model, precision=PrecisionConfig()))
+    estimate = B * S * flops.layer_activation_bytes_per_token(run_config(model, precision=PrecisionConfig()))
     assert sum(saved.values()) == pytest.approx(estimate, rel=0.04)
     del output
 
@@ -294,11 +299,13 @@ def test_activations_with_selective_recompute_and_sequence_parallel_are_the_pape
         recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn",)),
     )
     stages = partition_into_stages(uniform_layer_plans(8), pp=4)
-    memory = flops.estimate_rank_memory(config, stages, data_parallel_size=1, num_microbatches=16)
+    memory = flops.estimate_memory_by_pipeline_rank(config, stages, data_parallel_size=1, num_microbatches=16)
     layer = S * B * 24 * (18 + 4 * 96 / 24) / 2
     for position, alive in ((1, 3), (2, 2)):
         assert memory[position].activations == pytest.approx(2 * alive * layer)
-        assert memory[position].weights_and_optimizer == 18 * 2 * count_layer_parameters(model, ShardCounts(2, 1, 2))
+        assert memory[position].weights_and_optimizer == 18 * 2 * count_layer_parameters(
+            model, WeightShardCounts(2, 1, 2)
+        )
     assert memory[0].activations == pytest.approx(4 * (2 * layer + S * B * (8 + 24 / 2)))
     assert memory[3].activations == pytest.approx(2 * layer + 4 * S * B * (24 + 80) / 2)
 
@@ -306,7 +313,7 @@ def test_activations_with_selective_recompute_and_sequence_parallel_are_the_pape
 def test_fewer_microbatches_than_stages_keep_fewer_alive():
     config = run_config(shape("gpt2", num_layers=4), parallel=ParallelConfig(pipeline_model_parallel_size=4))
     few, many = (
-        flops.estimate_rank_memory(
+        flops.estimate_memory_by_pipeline_rank(
             config, partition_into_stages(uniform_layer_plans(4), pp=4), data_parallel_size=1, num_microbatches=m
         )
         for m in (2, 100)
@@ -321,8 +328,8 @@ def test_there_and_back_every_rank_holds_as_many_chunks_and_the_first_one_both_e
         parallel=ParallelConfig(pipeline_model_parallel_size=4, pipeline_schedule="zb-v"),
     )
     stages = partition_into_stages(uniform_layer_plans(8), pp=4, vpp=2, placement="v")
-    memory = flops.estimate_rank_memory(config, stages, data_parallel_size=1, num_microbatches=8)
-    layer = S * B * flops.layer_activation_bytes(config)
+    memory = flops.estimate_memory_by_pipeline_rank(config, stages, data_parallel_size=1, num_microbatches=8)
+    layer = S * B * flops.layer_activation_bytes_per_token(config)
     assert [held.activations / layer for held in memory[1:]] == pytest.approx([8, 8, 8])
     layers = count_rank_parameters(config.model, [stage for stage in stages if stage.rank == 1]).total
     network = count_parameters(config.model)
@@ -342,13 +349,13 @@ def test_full_recompute_keeps_inputs_and_one_group_at_work(method, group, chunks
         recompute=RecomputeConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=group),
     )
     none = dataclasses.replace(config, recompute=RecomputeConfig())
-    (memory,) = flops.estimate_rank_memory(
+    (memory,) = flops.estimate_memory_by_pipeline_rank(
         config, partition_into_stages(uniform_layer_plans(4), pp=1), data_parallel_size=1, num_microbatches=1
     )
-    (whole,) = flops.estimate_rank_memory(
+    (whole,) = flops.estimate_memory_by_pipeline_rank(
         none, partition_into_stages(uniform_layer_plans(4), pp=1), data_parallel_size=1, num_microbatches=1
     )
-    layer = flops.layer_activation_bytes(none)
+    layer = flops.layer_activation_bytes_per_token(none)
     saved = (whole.activations - memory.activations) / (S * B)
     assert saved == pytest.approx(4 * layer - (chunks_kept * 2 * 24 + at_work * layer))
 
@@ -360,13 +367,13 @@ def test_interleaving_keeps_more_alive_on_the_first_rank():
         config = run_config(
             shape("gpt2", num_layers=8, hidden_dropout=0.0), parallel=ParallelConfig(pipeline_model_parallel_size=4)
         )
-        memory = flops.estimate_rank_memory(
+        memory = flops.estimate_memory_by_pipeline_rank(
             config,
             partition_into_stages(uniform_layer_plans(8), pp=4, vpp=vpp),
             data_parallel_size=1,
             num_microbatches=8,
         )
-        return memory[0].activations / (S * B * flops.layer_activation_bytes(config))
+        return memory[0].activations / (S * B * flops.layer_activation_bytes_per_token(config))
 
     assert first(2) == pytest.approx(11, rel=0.01)
     assert first(1) == pytest.approx(8, rel=0.01)

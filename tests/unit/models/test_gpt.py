@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.spec import param_spec_of
 from tests.helpers import tiny
@@ -17,7 +17,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 def stages(**changes: Any) -> list[GPTModel]:
     """All stages of a model in one process; only tensor size one is possible here."""
     run = tiny.run_of(tiny.config(int(changes.get("pipeline_model_parallel_size", 1)), **changes))
-    return [GPTModel(spec, run.layer_build_context).materialize(3) for spec in pipeline_stages_of(run.config)]
+    return [GPTModel(spec, run.layer_build_context).materialize(3) for spec in stage_specs_of_run(run.config)]
 
 
 def named(models: list[GPTModel]) -> dict[str, torch.Tensor]:

@@ -12,8 +12,8 @@ from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.models import flops
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
+from megatron.core.transformer.forward_context import ForwardContext
 from megatron.core.transformer.layer import TransformerLayer
-from megatron.core.transformer.passing import ForwardContext
 from tests.helpers import tiny
 
 S = 1200  # three spans of chunks, the last of which is short
@@ -58,5 +58,5 @@ def test_a_mixer_keeps_what_the_planner_counts(mixer: str, symbol: str, dtype: s
         output, _ = layer.token_mixer(x, None, ForwardContext(AttentionMaskSpec()))
     del output
     norm = 2 * 64 * run.layer_build_context.dtype.itemsize  # its input and output
-    estimate = flops.layer_activation_bytes(settings, mlp="none", mixer=mixer) - norm
+    estimate = flops.layer_activation_bytes_per_token(settings, mlp="none", mixer=mixer) - norm
     assert sum(kept.values()) / S == pytest.approx(estimate, rel=0.05)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.models import flops
 from megatron.core.models.describe import count_rank_parameters
 from megatron.core.models.gpt import GPTModel
@@ -25,10 +25,10 @@ NETWORKS = {
 }
 
 
-def stages(**changes: Any) -> tuple[list[GPTModel], tiny.Run]:
+def stages(**changes: Any) -> tuple[list[GPTModel], tiny.RunContext]:
     """All pipeline stages, not yet materialized, on the mesh of one process."""
     run = tiny.run_of(tiny.config(int(changes.get("pipeline_model_parallel_size", 1)), **changes))
-    return [GPTModel(spec, run.layer_build_context) for spec in pipeline_stages_of(run.config)], run
+    return [GPTModel(spec, run.layer_build_context) for spec in stage_specs_of_run(run.config)], run
 
 
 @pytest.mark.parametrize(

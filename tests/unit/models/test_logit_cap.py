@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.models.gpt import GPTModel
 from tests.helpers import tiny
 
@@ -20,7 +20,7 @@ def test_logits_and_losses_are_those_of_capped_logits(tied: bool) -> None:
     ids = torch.randint(0, tiny.VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(1))
     labels = ids.roll(1, 1)
     models = [
-        GPTModel(pipeline_stages_of(config)[0], tiny.run_of(config).layer_build_context).materialize(3)
+        GPTModel(stage_specs_of_run(config)[0], tiny.run_of(config).layer_build_context).materialize(3)
         for config in (plain, capped)
     ]
     expected = 0.7 * torch.tanh(models[0](ids=ids) / 0.7)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.mtp import MTPInputs, MTPLosses
-from megatron.training.data.batch import Batch, language_loss
+from megatron.training.data.batch import Batch, language_loss_with_mtp
 from tests.helpers import tiny
 
 S = 16
@@ -19,7 +19,7 @@ PACKED = {"reset_position_ids": True, "reset_attention_mask": True}
 DOCUMENTS = [[0] * 6 + [1] * 10, [0] * 3 + [1] * 1 + [2] * 12]
 
 
-def model_of(**changes: Any) -> tuple[GPTModel, tiny.Run]:
+def model_of(**changes: Any) -> tuple[GPTModel, tiny.RunContext]:
     run = tiny.run_of(tiny.config(**{"fp64": True, **changes}))
     (stage,) = tiny.trainer_of(run).stages
     with torch.no_grad():
@@ -29,7 +29,7 @@ def model_of(**changes: Any) -> tuple[GPTModel, tiny.Run]:
     return stage, run
 
 
-def batch_of(run: tiny.Run, *, packed: bool, seed: int = 1) -> Batch:
+def batch_of(run: tiny.RunContext, *, packed: bool, seed: int = 1) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     window = torch.randint(0, tiny.VOCABULARY, (2, S + 1), generator=generator)
     mask = (torch.rand((2, S), generator=generator) < 0.7).double()
@@ -57,7 +57,9 @@ def all_labels(batch: Batch) -> tuple[torch.Tensor, ...]:
     return tuple(batch.extras[f"mtp_{depth}_labels"] for depth in range(1, len(batch.mtp_inputs.labels) + 1))
 
 
-def by_hand(stage: GPTModel, run: tiny.Run, batch: Batch, depths: int) -> tuple[Tensor, list[tuple[Tensor, int]]]:
+def by_hand(
+    stage: GPTModel, run: tiny.RunContext, batch: Batch, depths: int
+) -> tuple[Tensor, list[tuple[Tensor, int]]]:
     """The main loss summed over its tokens; and of every depth the sum and the number of its tokens. For tied GPT-2 layers."""
     weights, model = dict(stage.named_parameters()), run.config.model
     words, places = (
@@ -133,7 +135,7 @@ def by_hand(stage: GPTModel, run: tiny.Run, batch: Batch, depths: int) -> tuple[
 def test_losses_and_gradients_are_those_of_the_plain_sums(changes: dict[str, Any]) -> None:
     stage, run = model_of(mtp_loss_scaling_factor=0.3, **changes)
     depths, batch = changes["mtp_num_layers"], batch_of(run, packed="reset_attention_mask" in changes)
-    total, count, report = language_loss(told(stage, batch), batch, run.config.model.mtp)
+    total, count, report = language_loss_with_mtp(told(stage, batch), batch, run.config.model.mtp)
     main, further = by_hand(stage, run, batch, depths)
     assert int(count) == int(batch.loss_mask.sum())
     torch.testing.assert_close(report["lm loss"], torch.stack((main.detach(), count)), rtol=1e-12, atol=0.0)
@@ -246,7 +248,7 @@ def test_ids_ahead_may_be_anything_where_nothing_counts() -> None:
     others = MTPInputs(filled, all_labels(batch))
     found = stage(ids=batch.tokens, labels=batch.labels, ahead=others)
     (total, *_), (expected, *_) = (
-        language_loss(output, batch, run.config.model.mtp) for output in (found, told(stage, batch))
+        language_loss_with_mtp(output, batch, run.config.model.mtp) for output in (found, told(stage, batch))
     )
     assert all(not torch.equal(a, b) for a, b in zip(found.ahead, told(stage, batch).ahead, strict=True))
     assert torch.equal(total, expected)

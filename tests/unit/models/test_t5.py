@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.settings.model import RopeConfig
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.settings.model import PositionConfig
+from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.models.t5 import T5Model
 from megatron.core.parallel.spec import param_spec_of
 from megatron.core.transformer.relative import relative_position_buckets
@@ -61,7 +61,7 @@ def stages(**changes: Any) -> list[T5Model]:
         **changes,
     }
     run = tiny.run_of(tiny.config(int(settings.get("pipeline_model_parallel_size", 1)), **settings))
-    models = [T5Model(spec, run.layer_build_context).materialize(3) for spec in pipeline_stages_of(run.config)]
+    models = [T5Model(spec, run.layer_build_context).materialize(3) for spec in stage_specs_of_run(run.config)]
     with torch.no_grad():
         for param in (param for model in models for param in model.parameters() if param.dim() == 1):
             generator = torch.Generator().manual_seed(len(param_spec_of(param).name))
@@ -198,7 +198,7 @@ def test_buckets_are_those_of_the_published_model(causal: bool, count: int, dist
     expected = attention._relative_position_bucket(
         offsets, bidirectional=not causal, num_buckets=count, max_distance=distance
     )
-    config = RopeConfig(relative_attention_num_buckets=count, relative_attention_max_distance=distance)
+    config = PositionConfig(relative_attention_num_buckets=count, relative_attention_max_distance=distance)
     assert torch.equal(relative_position_buckets(offsets, config, causal=causal), expected)
 
 

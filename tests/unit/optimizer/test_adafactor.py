@@ -12,7 +12,13 @@ from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.spec import FusedSegment, ParamSpec, Shard, normal_initializer, set_global_param_names
+from megatron.core.parallel.spec import (
+    FusedWeightSegment,
+    ParamSpec,
+    ShardedDim,
+    normal_initializer,
+    set_global_param_names,
+)
 
 RATE, DECAY = 0.3, 0.1
 SPECS = {
@@ -22,14 +28,14 @@ SPECS = {
         (12, 7),
         normal_initializer(1.0),
         "matrix",
-        (Shard(0, "tp", (FusedSegment(6), FusedSegment(3), FusedSegment(3))),),
+        (ShardedDim(0, "tp", (FusedWeightSegment(6), FusedWeightSegment(3), FusedWeightSegment(3))),),
     ),
     "bias": ParamSpec((9,), normal_initializer(1.0), "vector"),
     "experts": ParamSpec(
         (3, 8, 5),
         normal_initializer(1.0),
         "matrix",
-        (Shard(0, "ep", (FusedSegment(3),)),),
+        (ShardedDim(0, "ep", (FusedWeightSegment(3),)),),
         reduce_over="edp",
         stacked=True,
     ),
@@ -37,7 +43,7 @@ SPECS = {
         (3, 8),
         normal_initializer(1.0),
         "vector",
-        (Shard(0, "ep", (FusedSegment(3),)),),
+        (ShardedDim(0, "ep", (FusedWeightSegment(3),)),),
         reduce_over="edp",
         stacked=True,
     ),

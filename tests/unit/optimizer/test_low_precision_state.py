@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.optim import PrecisionConfig
-from megatron.core.optimizer.formats import (
+from megatron.core.optimizer.state_formats import (
     BLOCK,
     Bf16RemainderTensor,
     EncodedTensor,
@@ -39,8 +39,8 @@ def numbers(size: int = 3 * BLOCK + 5) -> Tensor:
 
 
 def through(kept: EncodedTensor, values: Tensor, seed: int = 0) -> Tensor:
-    kept.write(0, values, chance(seed))
-    return kept.read(0, len(values)).clone()
+    kept.encode_slice(0, values, chance(seed))
+    return kept.decode_slice(0, len(values)).clone()
 
 
 @pytest.mark.parametrize("as_root", [False, True])
@@ -67,11 +67,11 @@ def test_on_average_nothing_is_lost(kind: str) -> None:
 def test_a_moment_that_decays_slowly_decays(kind: str) -> None:
     values = torch.ones(BLOCK * 4)
     kept = encoded_zeros(kind, values, as_root=True)
-    kept.write(0, values, chance())
+    kept.encode_slice(0, values, chance())
     for step in range(700):
-        kept.write(0, kept.read(0, len(values)) * 0.999, chance(step))
+        kept.encode_slice(0, kept.decode_slice(0, len(values)) * 0.999, chance(step))
     # In blocks it is the root that is right on average, and its square is a little more.
-    assert 0.9 * 0.999**700 < float(kept.read(0, len(values)).mean()) < 1.3 * 0.999**700
+    assert 0.9 * 0.999**700 < float(kept.decode_slice(0, len(values)).mean()) < 1.3 * 0.999**700
     nearest = torch.ones(1, dtype=torch.bfloat16)
     assert bool((nearest.float() * 0.999).bfloat16() == nearest), "to the nearest it would never move"
 
@@ -167,7 +167,7 @@ def test_rows_of_masters_can_be_scaled() -> None:
     name = f"{next(iter(SIZES))}.weight"
     before = masters(optimizer)[name]
     rows = torch.full((SIZES[next(iter(SIZES))][0],), 0.5)
-    optimizer._scale_rows({name: rows})
+    optimizer._scale_weight_rows({name: rows})
     torch.testing.assert_close(masters(optimizer)[name], before * 0.5)
 
 

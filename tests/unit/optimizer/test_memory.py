@@ -44,7 +44,7 @@ def test_the_pages_bytes_are_what_an_optimizer_holds(flags: str, said: str) -> N
         average=False,
     )
     optimizer = Optimizer([parallel], Mesh.single_process(), config.optimizer, config.precision)
-    held = sum(tensor.nbytes for tensor in optimizer.stored_tensors()) / param.numel()
+    held = sum(tensor.nbytes for tensor in optimizer.storage_tensors()) / param.numel()
     assert held == owned_bytes_per_parameter(config) and f"{held:.3g}" == said
 
 

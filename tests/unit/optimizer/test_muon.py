@@ -13,15 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.distributed.buffers import ParamOwnership
 from megatron.core.distributed.ddp import DataParallel
-from megatron.core.optimizer.groups import uses_muon
 from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.optimizer.orthogonal import COEFFICIENTS, NewtonSchulz, muon_update_scale, orthogonalize
-from megatron.core.optimizer.owners import MuonTask, assign_muon_owners, muon_tasks
+from megatron.core.optimizer.orthogonal import COEFFICIENTS, NewtonSchulzSettings, muon_update_scale, orthogonalize
+from megatron.core.optimizer.owners import MuonTask, assign_muon_owners, muon_tasks_of_param
+from megatron.core.optimizer.param_groups import is_updated_by_muon
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import (
-    FusedSegment,
+    FusedWeightSegment,
     ParamSpec,
-    Shard,
+    ShardedDim,
     meta_parameter,
     normal_initializer,
     set_global_param_names,
@@ -36,7 +36,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def by_singular_values(x: Tensor, how: NewtonSchulz) -> Tensor:
+def by_singular_values(x: Tensor, how: NewtonSchulzSettings) -> Tensor:
     """What the iteration is in theory: an odd polynomial of each singular value of the normed matrix."""
     u, values, v = torch.linalg.svd(x / x.norm(), full_matrices=False)
     for a, b, c in how.coefficients():
@@ -47,7 +47,7 @@ def by_singular_values(x: Tensor, how: NewtonSchulz) -> Tensor:
 @pytest.mark.parametrize("kind", COEFFICIENTS)
 @pytest.mark.parametrize("shape", [(6, 6), (5, 12), (12, 5), (1, 7)])
 def test_newton_schulz_is_a_polynomial_of_the_singular_values(kind: str, shape: tuple[int, int]) -> None:
-    x, how = drawn(*shape), NewtonSchulz(7, kind)
+    x, how = drawn(*shape), NewtonSchulzSettings(7, kind)
     torch.testing.assert_close(orthogonalize(x, how), by_singular_values(x, how), rtol=1e-10, atol=1e-10)
 
 
@@ -58,20 +58,20 @@ def test_an_update_is_nearly_orthogonal(kind: str, steps: int, low: float, high:
     # Singular values down to a hundredth of the norm.
     u, _, v = torch.linalg.svd(drawn(24, 40), full_matrices=False)
     x = u @ torch.diag(torch.linspace(0.02, 1.0, 24, dtype=torch.float64)) @ v
-    found = torch.linalg.svdvals(orthogonalize(x, NewtonSchulz(steps, kind)))
+    found = torch.linalg.svdvals(orthogonalize(x, NewtonSchulzSettings(steps, kind)))
     assert low < float(found.min()) and float(found.max()) < high, found
-    half = torch.linalg.svdvals(orthogonalize(x.float(), NewtonSchulz(steps, kind, is_half=True)).double())
+    half = torch.linalg.svdvals(orthogonalize(x.float(), NewtonSchulzSettings(steps, kind, is_half=True)).double())
     assert float((half - found).abs().max()) < 0.05, "bf16 is near"
 
 
 def test_a_stack_of_matrices_is_each_of_them() -> None:
     stack = drawn(3, 4, 9)
-    for one, found in zip(stack, orthogonalize(stack, NewtonSchulz()), strict=True):
-        torch.testing.assert_close(found, orthogonalize(one, NewtonSchulz()), rtol=1e-12, atol=1e-12)
+    for one, found in zip(stack, orthogonalize(stack, NewtonSchulzSettings()), strict=True):
+        torch.testing.assert_close(found, orthogonalize(one, NewtonSchulzSettings()), rtol=1e-12, atol=1e-12)
 
 
 def test_nothing_stays_nothing() -> None:
-    assert not orthogonalize(torch.zeros(3, 5), NewtonSchulz()).any()
+    assert not orthogonalize(torch.zeros(3, 5), NewtonSchulzSettings()).any()
 
 
 def optimizer_of(
@@ -112,7 +112,7 @@ def steps_of(optimizer: Optimizer, gradients: list[dict[str, Tensor]]) -> None:
 
 
 def matrix(*shape: int, parts: tuple[int, ...] = (), dim: int = 0, stacked: bool = False) -> ParamSpec:
-    shards = (Shard(dim, "tp", tuple(FusedSegment(size) for size in parts)),) if parts else ()
+    shards = (ShardedDim(dim, "tp", tuple(FusedWeightSegment(size) for size in parts)),) if parts else ()
     return ParamSpec(
         shape, normal_initializer(1.0), "matrix", shards, stacked=stacked, reduce_over="edp" if stacked else "dp_cp"
     )
@@ -153,7 +153,7 @@ def test_steps_follow_the_formula(mode: str) -> None:
     factor = 0.3 * {"spectral": 8**0.5, "unit_rms_norm": (8 / 5) ** 0.5, "shape_scaling": (8 / 5) ** 0.5}[mode]
     for each in gradients:
         momentum = BETA * momentum + (1 - BETA) * each["w"]
-        expected = (1 - RATE * DECAY) * expected - RATE * factor * by_singular_values(momentum, NewtonSchulz())
+        expected = (1 - RATE * DECAY) * expected - RATE * factor * by_singular_values(momentum, NewtonSchulzSettings())
     torch.testing.assert_close(param.detach(), expected, rtol=1e-10, atol=1e-10)
 
 
@@ -165,7 +165,7 @@ def test_parts_of_a_fused_matrix_are_matrices_of_their_own_unless_told(split: bo
     steps_of(optimizer, [{"linear_qkv": gradient}])
     rows = gradient.split([6, 3, 3]) if split else [gradient]
     expected = torch.cat(
-        [by_singular_values(part, NewtonSchulz()) * muon_update_scale(*part.shape, "spectral") for part in rows]
+        [by_singular_values(part, NewtonSchulzSettings()) * muon_update_scale(*part.shape, "spectral") for part in rows]
     )
     torch.testing.assert_close(param.detach(), -RATE * expected, rtol=1e-10, atol=1e-10)
 
@@ -176,7 +176,7 @@ def test_experts_are_matrices_of_their_own_and_so_are_their_parts() -> None:
     steps_of(optimizer_of({"w": param}), [{"w": gradient}])
     expected = torch.stack(
         [
-            torch.cat([by_singular_values(part, NewtonSchulz()) * 5**0.5 for part in expert.split(4)])
+            torch.cat([by_singular_values(part, NewtonSchulzSettings()) * 5**0.5 for part in expert.split(4)])
             for expert in gradient
         ]
     )
@@ -186,11 +186,11 @@ def test_experts_are_matrices_of_their_own_and_so_are_their_parts() -> None:
 def test_embeddings_tables_and_vectors_are_left_to_adam() -> None:
     muon = OptimizerConfig(optimizer="muon")
     kinds = {
-        kind: uses_muon(ParamSpec((4, 4), normal_initializer(1.0), kind), muon)
+        kind: is_updated_by_muon(ParamSpec((4, 4), normal_initializer(1.0), kind), muon)
         for kind in ("matrix", "table", "vector", "embedding", "qk_norm")
     }
     assert kinds == {"matrix": True, "table": False, "vector": False, "embedding": False, "qk_norm": False}
-    assert not uses_muon(matrix(4, 4), OptimizerConfig())
+    assert not is_updated_by_muon(matrix(4, 4), OptimizerConfig())
     start, gradient = drawn(4, 4, seed=3), drawn(4, 4, seed=4)
     table = made(ParamSpec((4, 4), normal_initializer(1.0), "table"), like=start)
     optimizer = optimizer_of({"table": table, "w": made(matrix(4, 4), like=start)})
@@ -247,7 +247,7 @@ def test_the_layers_of_a_network_are_divided_evenly() -> None:
         matrix(1024, 2816),
     ] * 24
     owned = [ParamOwnership(spec, spec.shape, tuple((0, 0) for _ in range(8))) for spec in specs]
-    found = assign_muon_owners([slab for one in owned for slab in muon_tasks(one, lambda spec: True)], 8)
+    found = assign_muon_owners([slab for one in owned for slab in muon_tasks_of_param(one, lambda spec: True)], 8)
     load = [sum(task.cost for task in found if task.owner == rank) for rank in range(8)]
     assert max(load) * 8 / sum(load) < 1.02
 
@@ -255,10 +255,9 @@ def test_the_layers_of_a_network_are_divided_evenly() -> None:
 def test_a_rank_works_on_what_it_holds_anyway_if_nobody_has_less_to_do() -> None:
     spec = matrix(4, 4)
     owned = [ParamOwnership(spec, (4, 4), ((0, 4), (4, 16))), ParamOwnership(spec, (4, 4), ((0, 16), (16, 16)))]
-    assert [slab.owner for slab in assign_muon_owners([muon_tasks(one, lambda spec: True)[0] for one in owned], 2)] == [
-        1,
-        0,
-    ]
+    assert [
+        slab.owner for slab in assign_muon_owners([muon_tasks_of_param(one, lambda spec: True)[0] for one in owned], 2)
+    ] == [1, 0]
 
 
 class _NumbersRead(TorchDispatchMode):

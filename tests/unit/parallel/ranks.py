@@ -115,9 +115,9 @@ def uneven(sizes: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A gather of uneven pieces and its gradient, a scatter into them and its gradient."""
     axis = mesh_of(expert_model_parallel_size=4).ep
     x = raw_flag_value(axis.rank, sizes[axis.rank], 3).requires_grad_()
-    whole = collectives.uneven_gather_then_scatter(x, sizes, axis)
+    whole = collectives.uneven_gather_with_scatter_backward(x, sizes, axis)
     (whole * raw_flag_value(50 + axis.rank, *whole.shape)).sum().backward()
     y = raw_flag_value(axis.rank, sum(sizes), 3).requires_grad_()
-    piece = collectives.uneven_scatter_then_gather(y, sizes, axis)
+    piece = collectives.uneven_scatter_with_gather_backward(y, sizes, axis)
     (piece * raw_flag_value(70 + axis.rank, *piece.shape)).sum().backward()
     return whole.detach(), x.grad, piece.detach(), y.grad

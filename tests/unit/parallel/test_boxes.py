@@ -19,7 +19,7 @@ def test_flat_ranges_are_covered_exactly_in_order_and_by_few_boxes() -> None:
         covered = [numbers[box.slices()].reshape(-1) for box, _, _ in found]
         assert [int(n) for part in covered for n in part] == list(range(low, high)), (shape, low, high)
         for (box, start, stop), part in zip(found, covered, strict=True):
-            assert (start, stop) == (part[0], part[-1] + 1) and box.size == stop - start
+            assert (start, stop) == (part[0], part[-1] + 1) and box.num_elements == stop - start
         assert len(found) <= max(1, 2 * len(shape) - 1), (shape, low, high, found)
 
 
@@ -50,7 +50,7 @@ def test_intersections_hold_exactly_the_shared_elements() -> None:
         if shared is not None:
             mask = np.zeros(shape, bool)
             mask[shared.slices()] = True
-            assert (mask == both).all() and shared.size == both.sum()
+            assert (mask == both).all() and shared.num_elements == both.sum()
     assert seen_none
 
 

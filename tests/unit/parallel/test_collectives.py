@@ -15,12 +15,12 @@ ALONE = Axis("tp")
 # pair: (shape of the input, whether ranks hold the same input, shape of the output, whether the output is the same),
 # and the function of all ranks' inputs that the outputs are.
 PAIRS = {
-    "identity_then_reduce": ((4, 3), True, (4, 3), False, lambda xs: [xs[0], xs[0]]),
-    "reduce_then_identity": ((4, 3), False, (4, 3), True, lambda xs: [xs[0] + xs[1]]),
-    "gather_then_scatter": ((2, 3), False, (4, 3), False, lambda xs: [torch.cat(xs), torch.cat(xs)]),
-    "scatter_then_gather": ((4, 3), False, (2, 3), False, lambda xs: [*(xs[0] + xs[1]).chunk(2)]),
-    "gather_then_split": ((2, 3), False, (4, 3), True, lambda xs: [torch.cat(xs)]),
-    "split_then_gather": ((4, 3), True, (2, 3), False, lambda xs: [*xs[0].chunk(2)]),
+    "identity_with_reduce_backward": ((4, 3), True, (4, 3), False, lambda xs: [xs[0], xs[0]]),
+    "reduce_with_identity_backward": ((4, 3), False, (4, 3), True, lambda xs: [xs[0] + xs[1]]),
+    "gather_with_scatter_backward": ((2, 3), False, (4, 3), False, lambda xs: [torch.cat(xs), torch.cat(xs)]),
+    "scatter_with_gather_backward": ((4, 3), False, (2, 3), False, lambda xs: [*(xs[0] + xs[1]).chunk(2)]),
+    "gather_with_split_backward": ((2, 3), False, (4, 3), True, lambda xs: [torch.cat(xs)]),
+    "split_with_gather_backward": ((4, 3), True, (2, 3), False, lambda xs: [*xs[0].chunk(2)]),
 }
 
 

@@ -70,15 +70,15 @@ def test_collectives_and_messages_note_who_asked_for_them(world: Worlds) -> None
 def test_a_stopwatch_counts_work_and_leaves_waits_out() -> None:
     flight_recorder = FlightRecorder()
     flight_recorder.stopwatch = Stopwatch(CPU)
-    flight_recorder.pause_timing()
-    flight_recorder.resume_timing()
+    flight_recorder.pause_compute_timing()
+    flight_recorder.resume_compute_timing()
     time.sleep(0.05)
     assert flight_recorder.stopwatch.take_seconds() == 0.0, "nothing was started"
-    flight_recorder.start_timing()
+    flight_recorder.start_compute_timing()
     time.sleep(0.05)
-    flight_recorder.pause_timing()
+    flight_recorder.pause_compute_timing()
     time.sleep(0.2)
-    flight_recorder.resume_timing()
+    flight_recorder.resume_compute_timing()
     time.sleep(0.05)
-    flight_recorder.stop_timing()
+    flight_recorder.stop_compute_timing()
     assert 0.1 <= flight_recorder.stopwatch.take_seconds() < 0.2

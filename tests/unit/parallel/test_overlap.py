@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron.core.parallel.overlap import DualBatch
+from megatron.core.parallel.overlap import DualBatchThreads
 from megatron.training.step import train_step
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
@@ -16,7 +16,7 @@ from tests.helpers.world import Worlds
 CPU = torch.device("cpu")
 
 
-def steps_of(turns: DualBatch, said: list[str], name: str, count: int) -> None:
+def steps_of(turns: DualBatchThreads, said: list[str], name: str, count: int) -> None:
     """Say something `count` times, and pass on after each but the last."""
     for step in range(count):
         said.append(f"{name}{step}")
@@ -38,7 +38,7 @@ def test_they_change_places_where_they_pass_on_and_who_is_left_goes_on_alone(
     main: int, beside: int, order: str
 ) -> None:
     for _ in range(20):
-        turns, said = DualBatch(), []
+        turns, said = DualBatchThreads(), []
         turns.run(lambda: steps_of(turns, said, "F", main), lambda: steps_of(turns, said, "B", beside), CPU)
         assert said == order.split()
     assert not [thread for thread in threading.enumerate() if thread.name == "beside"]
@@ -46,7 +46,7 @@ def test_they_change_places_where_they_pass_on_and_who_is_left_goes_on_alone(
 
 @pytest.mark.parametrize("at", ["main", "beside"])
 def test_an_error_of_either_is_raised_when_both_are_over(at: str) -> None:
-    turns, said = DualBatch(), []
+    turns, said = DualBatchThreads(), []
 
     def fail() -> None:
         turns.switch()
@@ -62,7 +62,7 @@ def test_an_error_of_either_is_raised_when_both_are_over(at: str) -> None:
 
 def test_each_has_gradients_on_as_it_begins() -> None:
     found = []
-    turns = DualBatch()
+    turns = DualBatchThreads()
     turns.run(lambda: found.append(torch.is_grad_enabled()), lambda: found.append(torch.is_grad_enabled()), CPU)
     assert found == [True, True]
 
@@ -83,13 +83,13 @@ def places_here(kind: str) -> str:
             )
         )
     )
-    found, switch = [], DualBatch.switch
+    found, switch = [], DualBatchThreads.switch
 
-    def noted(turns: DualBatch) -> None:
+    def noted(turns: DualBatchThreads) -> None:
         found.append("FB"[threading.current_thread().name == "beside"])
         switch(turns)
 
-    with patch.object(DualBatch, "switch", noted):
+    with patch.object(DualBatchThreads, "switch", noted):
         train_step(trainer, tiny.short_run_batches(trainer.run, 0))
     return "".join(found)
 

@@ -9,13 +9,13 @@ from torch import nn
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import (
-    FusedSegment,
+    FusedWeightSegment,
     ParamSpec,
-    Shard,
+    ShardedDim,
     constant_initializer,
     is_replicated_over_tensor,
     local_shape,
-    local_shards,
+    local_shard_boxes,
     meta_parameter,
     normal_initializer,
     param_spec_of,
@@ -29,23 +29,28 @@ def mesh_of(tp: int, rank: int) -> Mesh:
     return replace(Mesh.single_process(), tp=Axis("tp", tp, rank, tuple(range(tp))))
 
 
-def qkv(tp: int, heads: int = 8, groups: int = 2, size: int = 3) -> Shard:
-    key = FusedSegment(groups * size, max(1, tp // groups))
-    return Shard(0, "tp", (FusedSegment(heads * size), key, key))
+def qkv(tp: int, heads: int = 8, groups: int = 2, size: int = 3) -> ShardedDim:
+    key = FusedWeightSegment(groups * size, max(1, tp // groups))
+    return ShardedDim(0, "tp", (FusedWeightSegment(heads * size), key, key))
 
 
 SPECS = {
-    "row": lambda tp: ParamSpec((5, 16), normal_initializer(1.0), "matrix", (Shard(1, "tp", (FusedSegment(16),)),)),
+    "row": lambda tp: ParamSpec(
+        (5, 16), normal_initializer(1.0), "matrix", (ShardedDim(1, "tp", (FusedWeightSegment(16),)),)
+    ),
     "gate-up": lambda tp: ParamSpec(
-        (48, 5), normal_initializer(1.0), "matrix", (Shard(0, "tp", (FusedSegment(24), FusedSegment(24))),)
+        (48, 5),
+        normal_initializer(1.0),
+        "matrix",
+        (ShardedDim(0, "tp", (FusedWeightSegment(24), FusedWeightSegment(24))),),
     ),
     "qkv": lambda tp: ParamSpec((36, 5), normal_initializer(1.0), "matrix", (qkv(tp),)),
     "mqa-bias": lambda tp: ParamSpec((30,), normal_initializer(1.0), "vector", (qkv(tp, groups=1),)),
     "vocabulary": lambda tp: ParamSpec(
-        (50, 5), normal_initializer(1.0), "embedding", (Shard(0, "tp", (FusedSegment(50, padded=64),)),)
+        (50, 5), normal_initializer(1.0), "embedding", (ShardedDim(0, "tp", (FusedWeightSegment(50, padded=64),)),)
     ),
     "mostly-padding": lambda tp: ParamSpec(
-        (9, 2), normal_initializer(1.0), "embedding", (Shard(0, "tp", (FusedSegment(9, padded=80),)),)
+        (9, 2), normal_initializer(1.0), "embedding", (ShardedDim(0, "tp", (FusedWeightSegment(9, padded=80),)),)
     ),
     "whole": lambda tp: ParamSpec((7,), normal_initializer(1.0), "vector"),
 }
@@ -58,7 +63,7 @@ def test_boxes_of_all_ranks_cover_every_element_as_often_as_it_is_held(kind: str
     held, claimed, firsts = torch.zeros(spec.shape), torch.zeros(spec.shape), torch.zeros(spec.shape)
     for rank in range(tp):
         own = torch.zeros(local_shape(spec, mesh_of(tp, rank)))
-        for piece in local_shards(spec, mesh_of(tp, rank)):
+        for piece in local_shard_boxes(spec, mesh_of(tp, rank)):
             held[piece.box.slices()] += 1
             claimed[piece.box.slices()] = piece.replicas if spec.shards else tp
             firsts[piece.box.slices()] += piece.is_first_replica
@@ -74,7 +79,7 @@ def test_boxes_of_all_ranks_cover_every_element_as_often_as_it_is_held(kind: str
 def test_a_piece_of_queries_stands_beside_the_keys_that_serve_it(tp: int) -> None:
     spec = SPECS["qkv"](tp)
     for rank in range(tp):
-        q, k, v = local_shards(spec, mesh_of(tp, rank))
+        q, k, v = local_shard_boxes(spec, mesh_of(tp, rank))
         query_heads = range(q.box.offset[0] // 3, (q.box.offset[0] + q.box.shape[0]) // 3)
         served = {head // 4 for head in query_heads}  # 8 query heads, 2 groups
         assert {(k.box.offset[0] - 24) // 3 + n for n in range(k.box.shape[0] // 3)} == served
@@ -90,10 +95,10 @@ def test_initial_values_are_the_same_whole_tensor_under_every_cut(kind: str) -> 
             mesh, module = mesh_of(tp, rank), nn.Module()
             module.weight = meta_parameter(spec, mesh, torch.float32)
             materialize_parameters(module, mesh, seed=3)
-            for piece in local_shards(spec, mesh):
+            for piece in local_shard_boxes(spec, mesh):
                 found[piece.box.slices()] = module.weight.detach()[piece.local.slices()]
             padding = torch.ones_like(module.weight, dtype=torch.bool)
-            for piece in local_shards(spec, mesh):
+            for piece in local_shard_boxes(spec, mesh):
                 padding[piece.local.slices()] = False
             assert (module.weight[padding] == 0).all(), "padding starts at zero"
         return found

@@ -15,9 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.core.config.plan import Placement
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
-from megatron.core.parallel.overlap import CommunicationOverlap
+from megatron.core.parallel.overlap import OverlappedComputation
 from megatron.core.parallel.wgrad import WeightGradStore
-from megatron.core.pipeline_parallel.executor import Shape, run
+from megatron.core.pipeline_parallel.executor import Shape, run_rank_script
 from megatron.core.pipeline_parallel.schedules import (
     Plan,
     forward_only_plan,
@@ -127,9 +127,9 @@ def walk(plan: Plan, overlap: bool, options: dict, dual_batch_overlap: bool = Fa
     work = work_for(plan, options)
     ranks = tuple(range(size))
     groups = {name: dist.new_group(list(ranks)) if size > 1 else None for name in "FB"}
-    overlap = CommunicationOverlap(work.wgrad_store)
+    overlap = OverlappedComputation(work.wgrad_store)
     axis, backward_axis = (Axis(name, size, rank, ranks, group, overlap=overlap) for name, group in groups.items())
-    run(
+    run_rank_script(
         build_rank_script(plan, rank, overlap=overlap, dual_batch_overlap=dual_batch_overlap),
         work=work,
         axis=axis,
@@ -250,7 +250,7 @@ def test_outputs_go_once_sent_and_inputs_once_their_backward_is_done(world, plan
 
 def test_a_script_for_another_rank_is_refused() -> None:
     with pytest.raises(AssertionError, match="the script is for rank 1 of 2, this is rank 0 of 1"):
-        run(
+        run_rank_script(
             build_rank_script(one_f_one_b(2, 2), 1),
             work=TinyWork(2, 2),
             axis=Axis("pp"),
@@ -299,7 +299,7 @@ def test_gradients_of_weights_wait_until_a_backward_pass_waits_for_others_but_no
     for each in (work, plain):
         each.weights = [draw(stage, WIDTH, WIDTH).requires_grad_() for stage in range(2)]
     axis = replace(work.axis, name="pp")
-    run(build_rank_script(one_f_one_b(1, 3), 0), work=work, axis=axis, backward_axis=axis, delays=delays)
+    run_rank_script(build_rank_script(one_f_one_b(1, 3), 0), work=work, axis=axis, backward_axis=axis, delays=delays)
     assert work.came == came, "in the wait of each pass"
     assert [last for what, _, last in work.events if what == "B"] == [False, False, True]
     serial(plain)

@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel.schedules import (
     with_reduction_actions,
     zero_bubble_v,
 )
-from megatron.core.pipeline_parallel.transfers import RankScript, Transfer, build_rank_script, plan_transfers
+from megatron.core.pipeline_parallel.transfers import RankScript, Transfer, build_rank_script, plan_pipeline_transfers
 
 PLANS = {
     **{f"1f1b {pp} {m}": one_f_one_b(pp, m) for pp in (1, 2, 3, 4, 8) for m in (1, 2, 5, 16)},
@@ -68,7 +68,7 @@ def test_each_boundary_between_stages_is_crossed_once_in_each_direction(name: st
         for op, way in (("F", 1), ("B", -1))
         if a.op == op and 0 <= a.stage + way < len(rank_of)
     }
-    found = plan_transfers(plan)
+    found = plan_pipeline_transfers(plan)
     assert len(found) == len(set(found))
     assert set(found) == {t for t in wanted if t.src != t.dst}
 
@@ -103,7 +103,7 @@ def test_the_walk_finds_a_circle_where_there_is_one() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", PLANS)
 def test_a_script_is_its_row_with_receives_before_and_sends_after(name: str, overlap: bool) -> None:
-    plan, order = PLANS[name], plan_transfers(PLANS[name])
+    plan, order = PLANS[name], plan_pipeline_transfers(PLANS[name])
     for rank, row in enumerate(plan):
         steps = build_rank_script(plan, rank, overlap=overlap).steps
         assert tuple(step for step in steps if isinstance(step, Action)) == row
@@ -125,4 +125,4 @@ def test_overlapping_receives_travel_during_the_action_before() -> None:
 
 
 def test_a_pipeline_of_one_rank_sends_nothing() -> None:
-    assert plan_transfers(interleaved_1f1b(1, 3, 4, 1)) == ()
+    assert plan_pipeline_transfers(interleaved_1f1b(1, 3, 4, 1)) == ()

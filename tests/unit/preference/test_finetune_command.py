@@ -14,7 +14,7 @@ import torch
 
 from megatron.core.datasets.indexed import DataError
 from megatron.core.parallel.boxes import whole_box
-from megatron.evaluation.reward import RewardModel
+from megatron.evaluation.reward_model import RewardModel
 from megatron.preference.reference_cache import _write_reference_cache, read_reference_cache, reference_cache_path
 from megatron.training.checkpoint.formats import open_checkpoint
 

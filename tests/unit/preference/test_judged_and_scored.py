@@ -13,11 +13,11 @@ from megatron.core.parallel import collectives
 from megatron.preference import data as data_module
 from megatron.preference import step as step_module
 from megatron.preference.data import ReferenceScoredBatches
-from megatron.preference.dataset import PreferenceDataset, PreferenceRowSource, _mismatched_answer
+from megatron.preference.dataset import PreferenceDataset, PreferenceRowSource, _prompt_with_other_rows_answer
 from megatron.preference.rows import LabeledAnswer, PreferencePair, Row
 from megatron.preference.settings import PreferenceConfig
 from megatron.training.evaluate import evaluation_mode
-from megatron.training.report.metrics import StepMetrics, _resolve_steps
+from megatron.training.report.metrics import StepMetrics, _resolve_step_metrics
 from megatron.training.step import train_step
 from tests.helpers.preference import random_rows, train_pairs_here, trainer_of
 from tests.helpers.world import Worlds
@@ -51,7 +51,9 @@ def rows_of(task: str, samples: int) -> list[Row]:
         task=task,  # type: ignore[arg-type]
     )
     rows = random_rows(task, 40)
-    numbers = [number for index in range(samples) for number, which in made.answers_in_sample(index) if which == 0]
+    numbers = [
+        number for index in range(samples) for number, which in made.answer_indices_in_sample(index) if which == 0
+    ]
     return [rows[number] for number in numbers]
 
 
@@ -80,7 +82,7 @@ def kto_losses(stage: Any, reference: Any) -> list[Tensor]:
         for one in rows
     ]
     with torch.no_grad():
-        others = [_mismatched_answer(everything, place) for place in places]
+        others = [_prompt_with_other_rows_answer(everything, place) for place in places]
         gaps = [answer_logprob(stage, ids) - answer_logprob(reference, ids) for ids in others]
         z = torch.stack(gaps).mean().clamp(min=0)
     losses = []
@@ -128,7 +130,7 @@ def test_every_layout_gives_the_serial_step(world: Worlds, task: str, layout: st
 def test_a_step_without_undesirable_answers_reports_no_reward_of_theirs() -> None:
     """Such a step is as good as another, and is not ended as one whose loss is not a number."""
     losses = {"preference loss": torch.tensor([3.0, 4.0]), "rejected reward": torch.tensor([0.0, 0.0])}
-    (step,) = _resolve_steps(
+    (step,) = _resolve_step_metrics(
         [StepMetrics(iteration=1, losses=losses, batch_size=4, consumed_samples=4, loss_scale=1.0, learning_rate=0.1)],
         lambda sums: sums,
     )
@@ -192,7 +194,7 @@ def test_without_packing_a_sample_holds_one_row() -> None:
         split="train",
         packing=False,
     )
-    assert len(made) == 9 and sorted(made.answers_in_sample(index)[0][0] for index in range(9)) == list(range(9))
+    assert len(made) == 9 and sorted(made.answer_indices_in_sample(index)[0][0] for index in range(9)) == list(range(9))
 
 
 def test_the_reference_is_asked_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:

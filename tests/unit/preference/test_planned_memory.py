@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.stages import pipeline_stages_of
-from megatron.core.models.flops import estimate_rank_memory, owned_bytes_per_parameter
+from megatron.core.config.stages import stage_specs_of_run
+from megatron.core.models.flops import estimate_memory_by_pipeline_rank, owned_bytes_per_parameter
 from megatron.preference import data
 from megatron.preference.planned_memory import reference_network_memory
 from megatron.preference.settings import PreferenceConfig
 from megatron.training.checkpoint.checkpointing import Checkpointer
-from megatron.training.checkpoint.reference import reference_trainer
+from megatron.training.checkpoint.reference import load_reference_policy
 from megatron.training.trainer import Trainer
-from megatron.trust.flags.command import parse_command
+from megatron.trust.flags.command import parse_training_command
 from megatron.trust.plan.analytic_estimate import with_padded_vocabulary
 from megatron.trust.simulate.dry_run import dry_run
 from tests.helpers import tiny
@@ -41,7 +41,7 @@ def test_the_optimizer_of_a_lora_run_is_below_a_tenth_and_within_two_percent_of_
     held = {}
     for name, changes in (("full", SMALL), ("lora", LORA)):
         trainer = stepped(**changes)
-        held[name] = sum(tensor.nbytes for tensor in trainer.optimizer.stored_tensors())
+        held[name] = sum(tensor.nbytes for tensor in trainer.optimizer.storage_tensors())
         trained = sum(param.numel() for stage in trainer.stages for param in stage.parameters() if param.requires_grad)
         assert held[name] == pytest.approx(owned_bytes_per_parameter(trainer.run.config) * trained, rel=0.02)
         (trace,) = dry_run(trainer.run.config, 1).traces
@@ -50,8 +50,8 @@ def test_the_optimizer_of_a_lora_run_is_below_a_tenth_and_within_two_percent_of_
             tensor.nbytes for stage in trainer.stages for tensor in (*stage.parameters(), *stage.buffers())
         )
         gradients = 4 * trained
-        (planned,) = estimate_rank_memory(
-            trainer.run.config, pipeline_stages_of(trainer.run.config), data_parallel_size=1, num_microbatches=1
+        (planned,) = estimate_memory_by_pipeline_rank(
+            trainer.run.config, stage_specs_of_run(trainer.run.config), data_parallel_size=1, num_microbatches=1
         )
         assert everything + gradients == pytest.approx(planned.weights_and_optimizer, rel=0.02)
     assert held["lora"] < held["full"] / 10
@@ -60,7 +60,7 @@ def test_the_optimizer_of_a_lora_run_is_below_a_tenth_and_within_two_percent_of_
 def test_a_reference_of_its_own_takes_what_is_planned_and_the_base_under_adapters_nothing(tmp_path: Path) -> None:
     policy = stepped(**SMALL, save=str(tmp_path), tokenizer_type="NullTokenizer", vocab_size=tiny.VOCABULARY)
     Checkpointer(policy).save()
-    reference = reference_trainer(policy, str(tmp_path))
+    reference = load_reference_policy(policy, str(tmp_path))
     assert reference is not None
     held = sum(param.nbytes for stage in reference.stages for param in stage.parameters())
     asked = PreferenceConfig(preference_reference=str(tmp_path))
@@ -73,7 +73,7 @@ def test_a_reference_of_its_own_takes_what_is_planned_and_the_base_under_adapter
 
 def test_the_planner_counts_the_reference_by_where_it_comes_from() -> None:
     def beside(*more: str) -> dict[str, float]:
-        command = parse_command([*COMMAND.split(), *more], ranks=1)
+        command = parse_training_command([*COMMAND.split(), *more], ranks=1)
         assert not command.unread and command.setting is not None
         return dict(
             command.beside(with_padded_vocabulary(command.setting.with_elastic_layout().config.resolve(1), 1000), 1)
@@ -101,15 +101,15 @@ def test_the_planner_counts_the_reference_by_where_it_comes_from() -> None:
     ],
 )
 def test_the_planner_counts_the_passes_that_a_step_makes_before_it(words: tuple[str, ...], passes: int) -> None:
-    command = parse_command([*COMMAND.split(), *words], ranks=1)
+    command = parse_training_command([*COMMAND.split(), *words], ranks=1)
     assert command.setting is not None and command.setting.passes == passes
 
 
 @pytest.mark.parametrize("task, loss", [("dpo", "sigmoid"), ("dpo", "orpo"), ("kto", "sigmoid")])
 def test_a_step_makes_the_passes_that_are_planned(task: Any, loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config, asked = PreferenceConfig(finetune_task=task, preference_loss=loss), []
-    made = data.answer_logprobs
-    monkeypatch.setattr(data, "answer_logprobs", lambda *given: asked.append(len(given[2])) or made(*given))
+    made = data.compute_answer_logprobs
+    monkeypatch.setattr(data, "compute_answer_logprobs", lambda *given: asked.append(len(given[2])) or made(*given))
     _, batches = trainer_of(config)
     batches.prepare_step(4)
     batches.close()

@@ -12,11 +12,11 @@ import torch
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.adapters import without_adapters
-from megatron.preference import asking
+from megatron.preference import answer_scoring
 from megatron.preference.data import ReferenceScoredBatches
 from megatron.preference.settings import PreferenceConfig
 from megatron.training.checkpoint.checkpointing import Checkpointer
-from megatron.training.checkpoint.reference import reference_trainer
+from megatron.training.checkpoint.reference import load_reference_policy
 from megatron.training.evaluate import evaluation_mode
 from tests.helpers import tiny
 from tests.helpers.preference import BASE, random_pairs, trainer_of
@@ -35,7 +35,7 @@ def of_a_checkpoint(folder: Path) -> tuple[float, float]:
     base = tiny.trainer_of(tiny.run_of(tiny.config(**settings)))
     Checkpointer(base).save()
     trainer, data = trainer_of(PreferenceConfig(), **LLAMA, **TOKENIZER)
-    return asked(data, reference_trainer(trainer, str(folder))), by_formula(base)
+    return asked(data, load_reference_policy(trainer, str(folder))), by_formula(base)
 
 
 def of_the_base_under_adapters(folder: Path) -> tuple[float, float]:
@@ -71,7 +71,10 @@ def first_answers(samples: int) -> list[Any]:
 
 KINDS: dict[str, tuple[Callable[[Path], tuple[float, float]], tuple[Any, str, Any]]] = {
     "of a checkpoint": (of_a_checkpoint, (GPTModel, "eval", lambda self: self)),
-    "the base under adapters": (of_the_base_under_adapters, (asking, "evaluation_mode", lambda trainer: nullcontext())),
+    "the base under adapters": (
+        of_the_base_under_adapters,
+        (answer_scoring, "evaluation_mode", lambda trainer: nullcontext()),
+    ),
 }
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing.store import best_linked_iteration
+from megatron.core.dist_checkpointing.checkpoint_folders import iteration_of_best_link
 from megatron.preference.arguments import parse_preference_args
 from megatron.preference.data import (
     ReferenceScoredBatches,
-    finetune_data_provider,
     finetune_dataset_kind,
+    preference_data_provider,
     with_epoch_iterations,
 )
 from megatron.preference.step import PreferenceStep
@@ -64,7 +64,7 @@ class FinetunedHere(RanksHere):
             datasets_provider,
             model_provider,
             PreferenceStep(preference),
-            data_of=finetune_data_provider(preference, kind),
+            data_of=preference_data_provider(preference, kind),
         )
         logging.getLogger("megatron").handlers.clear()
 
@@ -78,7 +78,7 @@ def test_a_resumed_run_of_kto_is_certified_and_one_that_reads_other_answers_is_n
         resume_check.ResumeCheckPlan(ROOT / "finetune.py", tuple(words("kto", base)), 1, STEPS, tmp_path),
     )
     assert check([]) and "bit for bit" in capsys.readouterr().out
-    assert best_linked_iteration(tmp_path / "straight") == best_linked_iteration(tmp_path / "killed") is not None
+    assert iteration_of_best_link(tmp_path / "straight") == iteration_of_best_link(tmp_path / "killed") is not None
     begin = ReferenceScoredBatches.prepare_step
 
     def one_late(self: ReferenceScoredBatches, count: int) -> int:
@@ -108,7 +108,7 @@ def test_a_killed_run_of_two_ranks_goes_on_bit_for_bit(base: Path, tmp_path: Pat
     out = said(run(base, "tools/checkpoint/resume_check.py", " ".join([tool, *words(task, base), more])))
     assert "bit for bit" in out
     assert (
-        best_linked_iteration(tmp_path / "work" / "straight")
-        == best_linked_iteration(tmp_path / "work" / "killed")
+        iteration_of_best_link(tmp_path / "work" / "straight")
+        == iteration_of_best_link(tmp_path / "work" / "killed")
         is not None
     )

@@ -240,7 +240,7 @@ def test_sums_of_one_context_rank_are_seen(world: Worlds) -> None:
 def _with_local_sums(config: dict[str, Any], changes: dict[str, Any], steps: int) -> Any:
     """Answers are summed over the part of one context rank."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "reduce_then_identity", lambda x, axis: x)
+        patch.setattr(collectives, "reduce_with_identity_backward", lambda x, axis: x)
         return train_pairs_here(config, changes, steps)
 
 

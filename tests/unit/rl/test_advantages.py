@@ -7,12 +7,7 @@ import statistics
 import pytest
 import torch
 
-from megatron.rl.advantages import (
-    answer_advantages,
-    gae_advantages_and_returns,
-    groups_with_varied_rewards,
-    overlong_penalty,
-)
+from megatron.rl.advantages import answer_advantages, gae_advantages_and_returns, has_varied_rewards, overlong_penalty
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.5, 0.25], [0.0, 0.0, 1.0, 3.0], [2.0, 2.0, 2.0, 2.0]])
 
@@ -57,7 +52,7 @@ def test_reinforce_plus_plus_divides_by_the_deviation_of_the_batch_and_not_of_th
 
 
 def test_groups_without_a_difference_are_named() -> None:
-    assert groups_with_varied_rewards(REWARDS).tolist() == [True, True, False]
+    assert has_varied_rewards(REWARDS).tolist() == [True, True, False]
 
 
 def test_the_length_penalty_is_zero_then_falls_to_minus_one() -> None:

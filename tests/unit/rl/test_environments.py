@@ -18,8 +18,8 @@ import pytest
 from megatron.core.config.flags import ConfigError
 from megatron.rl.environments.arithmetic import ArithmeticEnvironment
 from megatron.rl.environments.base import EVALUATION
-from megatron.rl.environments.config import environment_of_problem, read_environments
-from megatron.rl.environments.countdown import CountdownEnvironment, evaluate_expression
+from megatron.rl.environments.config import environment_and_problem_index, read_environments
+from megatron.rl.environments.countdown import CountdownEnvironment, value_and_numbers_of_expression
 from megatron.rl.environments.math_problems import MathEnvironment, is_same_answer
 from megatron.rl.environments.openai_agent import OpenAIAgentEnvironment, chatml_prompt
 from megatron.rl.environments.remote import RemoteEnvironment, RemoteEnvironmentError
@@ -32,7 +32,7 @@ from tests.helpers.policy import RL, trainer_of
     [("3*7+5", 26), ("(1+2)*3", 9), (" 8 / 3 ", Fraction(8, 3)), ("2-3-4", -5), ("12/2/3", 2), ("((7))", 7)],
 )
 def test_expressions_are_read_exactly(text: str, value: Fraction) -> None:
-    assert evaluate_expression(text) is not None and evaluate_expression(text)[0] == value  # type: ignore[index]
+    assert value_and_numbers_of_expression(text) is not None and value_and_numbers_of_expression(text)[0] == value  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_expressions_are_read_exactly(text: str, value: Fraction) -> None:
     ["", "1/0", "1+", "(1", "1)", "2**3", "__import__('os')", "1 2", "-3", "1e3", "1.5", "(" * 150 + "1", "9" * 300],
 )
 def test_what_is_no_expression_has_no_value(text: str) -> None:
-    assert evaluate_expression(text) is None
+    assert value_and_numbers_of_expression(text) is None
 
 
 def test_countdown_rewards_the_target_from_all_numbers_and_each_once() -> None:
@@ -76,7 +76,7 @@ def test_environments_take_turns_by_weight(tmp_path: Path) -> None:
     )
     environments = read_environments(str(file))
     assert [one.weight for one in environments] == [3.0, 1.0, 0.0]
-    turns = [environment_of_problem(environments, number) for number in range(40)]
+    turns = [environment_and_problem_index(environments, number) for number in range(40)]
     assert [sum(which == index for which, _ in turns) for index in range(3)] == [30, 10, 0]
     for index in range(2):
         assert [problem for which, problem in turns if which == index] == list(range(30 if index == 0 else 10))

@@ -20,7 +20,7 @@ from megatron.rl import refit
 from megatron.rl.environments.config import read_environments
 from megatron.rl.generation_ranks import ignore_end_signals, run_generation_rank
 from megatron.rl.policy_data import PolicyData
-from megatron.rl.policy_step import PolicyStep, policy_model_provider
+from megatron.rl.policy_step import PolicyForwardStep, policy_model_provider
 from megatron.rl.settings import RLConfig, generation_run_config
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.step import train_step
@@ -85,7 +85,7 @@ def train_or_generate_here(
 
 def train_here(rl: RLConfig, run: Any, job: SplitMeshJob, steps: int, saves: tuple[int, ...]) -> Any:
     """What the ranks that train do."""
-    trainer = build_trainer(run, policy_model_provider(rl), PolicyStep(rl))
+    trainer = build_trainer(run, policy_model_provider(rl), PolicyForwardStep(rl))
     data = PolicyData(trainer, rl, job)
     checkpoint = Checkpointer(trainer)
     if run.config.checkpoint.load:
@@ -100,7 +100,7 @@ def train_here(rl: RLConfig, run: Any, job: SplitMeshJob, steps: int, saves: tup
             shutil.copytree(str(rl.rl_rollout_bank_dir), f"{rl.rl_rollout_bank_dir} then")  # as if the job ended here
     assert data.rollouts is not None
     held, rollouts = held_weights(trainer), [one.rollout for one in data.rollouts]
-    data.end_generation()
+    data.end_generation_ranks()
     return figures, norms, held, rollouts
 
 

@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.parallel.mesh import Axis
 from megatron.rl import losses
-from megatron.rl.policy_loss import sum_over_answers
+from megatron.rl.policy_loss import answer_sum_at_each_token
 
 
 def draws(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -88,11 +88,11 @@ def test_ratios_of_extreme_differences_are_finite() -> None:
 
 def test_the_entropy_term_is_minus_p_log_p() -> None:
     logprobs = torch.tensor([-0.5, -2.0])
-    assert losses.entropy_term(logprobs).tolist() == pytest.approx([0.5 * math.exp(-0.5), 2.0 * math.exp(-2.0)])
+    assert losses.sampled_entropy_term(logprobs).tolist() == pytest.approx([0.5 * math.exp(-0.5), 2.0 * math.exp(-2.0)])
 
 
 def test_sums_over_answers_ask_the_device_for_no_number() -> None:
     values, answers = torch.tensor([[1.0, 2.0, 4.0, 8.0]]), torch.tensor([[0, 0, 1, 0]])
-    assert sum_over_answers(values, answers, Axis("cp")).tolist() == [[11.0, 11.0, 4.0, 11.0]]
-    nowhere = sum_over_answers(values.to("meta"), answers.to("meta"), Axis("cp"))  # a tensor without numbers
+    assert answer_sum_at_each_token(values, answers, Axis("cp")).tolist() == [[11.0, 11.0, 4.0, 11.0]]
+    nowhere = answer_sum_at_each_token(values.to("meta"), answers.to("meta"), Axis("cp"))  # a tensor without numbers
     assert nowhere.shape == values.shape

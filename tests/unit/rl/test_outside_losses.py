@@ -14,8 +14,8 @@ import torch
 from megatron.core.parallel.mesh import Mesh
 from megatron.rl.advantages import answer_advantages as advantages_of
 from megatron.rl.algorithms import ALGORITHMS
-from megatron.rl.batches import TrainingRollout, build_training_rows
 from megatron.rl.policy_loss import PolicyLoss
+from megatron.rl.rollout_batches import TrainingRollout, build_training_rows
 from megatron.rl.rollouts import Rollout
 from megatron.training.data.batch import Batch
 from tests.helpers.policy import RL

@@ -18,8 +18,8 @@ import torch
 from megatron.core.parallel import collectives
 from megatron.inference.engine import Engine
 from megatron.rl import advantages as advantages_module
-from megatron.rl import batches, policy_data, rollout_advantages, rollouts
 from megatron.rl import losses as losses_module
+from megatron.rl import policy_data, rollout_advantages, rollout_batches, rollouts
 from megatron.rl.environments.base import Environment
 from megatron.rl.policy_loss import PolicyLoss
 from megatron.rl.rollout_queue import RolloutQueue
@@ -115,7 +115,7 @@ def test_the_checks_find_nothing_wrong() -> None:
 Patch = tuple[Any, str, Any]
 _advantages, _rows, _play_one = (
     advantages_module.answer_advantages,
-    batches.build_training_rows,
+    rollout_batches.build_training_rows,
     rollouts._play_one_rollout,
 )
 _task = RolloutQueue._make_task
@@ -172,14 +172,14 @@ DEFECTS: dict[str, tuple[Patch, bool]] = {
     ),
     "a group split over two ranks": ((rollout_advantages, "answer_advantages", _of_half_groups), False),
     "answers counted to other prompts": ((rollout_advantages, "answer_advantages", _of_other_groups), False),
-    "masks shifted by one": ((batches, "build_training_rows", _shifted_masks), False),
+    "masks shifted by one": ((rollout_batches, "build_training_rows", _shifted_masks), False),
     "the end token untrained": ((rollouts, "_play_one_rollout", _without_the_end(None)), False),
     "truncated answers rewarded": ((rollouts, "_play_one_rollout", _reward_of_a_cut), False),
     "old log-probabilities taken after the first update": ((PolicyLoss, "_importance_ratio", _ratio_of_now), True),
     "a deviation of zero divides to infinity": ((advantages_module, "STD_EPSILON", 0.0), False),
     "a group split over prompts": ((RolloutQueue, "_make_task", _split_groups), False),
     "every token weighs the same": (
-        (batches, "_token_weights", lambda lengths, average, limit: [1.0] * len(lengths)),
+        (rollout_batches, "_token_weights", lambda lengths, average, limit: [1.0] * len(lengths)),
         False,
     ),
 }
@@ -242,7 +242,7 @@ def test_the_sign_of_the_divergence_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(losses_module, "kl_to_reference", lambda a, b, kind: sign * kl_to_reference(a, b, kind))
         rl = dataclasses.replace(RL, grpo_kl_beta=1.0, rl_reference="unused")
         other, _ = trainer_of(RL, **LLAMA, seed=99)
-        with patch.object(policy_data, "reference_trainer", lambda trainer, folder: None):
+        with patch.object(policy_data, "load_reference_policy", lambda trainer, folder: None):
             trainer, data = trainer_of(rl, **LLAMA, lr=3e-3)
         data._reference = dataclasses.replace(trainer, stages=other.stages, parallels=[], hooks=[], scripts={})
         data.queue.environments = (dataclasses.replace(data.queue.environments[0], environment=Even()),)

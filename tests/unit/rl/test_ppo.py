@@ -154,14 +154,14 @@ def test_a_critic_starts_as_the_policy_of_a_checkpoint_without_one_and_is_resume
 
 
 def test_a_value_of_the_wrong_token_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.rl import batches
+    from megatron.rl import rollout_batches
 
-    rows_of = batches.build_training_rows
+    rows_of = rollout_batches.build_training_rows
 
     def shifted(*args: Any, **more: Any) -> Any:
         rows = rows_of(*args, **more)
         return rows | {"rl_return": np.roll(rows["rl_return"], 1, axis=1)}
 
-    monkeypatch.setattr(batches, "build_training_rows", shifted)
+    monkeypatch.setattr(rollout_batches, "build_training_rows", shifted)
     with pytest.raises(AssertionError):
         test_the_loss_of_a_step_is_that_of_ppo_by_its_formulas()

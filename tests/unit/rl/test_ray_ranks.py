@@ -17,9 +17,9 @@ import pytest
 from megatron.core.config.flags import ConfigError
 from megatron.rl import settings
 from megatron.rl.arguments import num_training_ranks
-from megatron.rl.ray_ranks import RayRanks, generation_rank_command, job_launch_info
+from megatron.rl.ray_ranks import RayRanks, generation_rank_command, launch_info_with_ray_ranks
 from megatron.training.launch.launch_info import read_launch_info
-from megatron.trust.flags.command import parse_command
+from megatron.trust.flags.command import parse_training_command
 from tests.helpers.policy import RL
 from tests.unit.rl.test_train_rl import NETWORK, POLICY, ROOT, environments
 
@@ -32,7 +32,7 @@ def test_a_rank_over_ray_has_the_command_of_a_job_whose_last_ranks_generate() ->
     # The launcher's 4 ranks all train; a rank that Ray starts is told of 6, of which 4 train.
     assert num_training_ranks(words, 4) == num_training_ranks(plain, 6) == 4
     rl = dataclasses.replace(RL, rl_ray_address="auto", rl_generation_ranks=2)
-    assert job_launch_info(read_launch_info(), rl).size == read_launch_info().size + 2
+    assert launch_info_with_ray_ranks(read_launch_info(), rl).size == read_launch_info().size + 2
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_what_ray_needs_is_asked_before_anything_starts(
 ) -> None:
     monkeypatch.setattr(settings, "find_spec", lambda name: None)
     flags = [*NETWORK.split(), *POLICY.split(), "--train-iters", "1", "--langrl-env-config", "x", *words.split()]
-    command = parse_command(["train_rl.py", *flags, "--grpo-kl-beta", "0"], ranks=1)
+    command = parse_training_command(["train_rl.py", *flags, "--grpo-kl-beta", "0"], ranks=1)
     assert any(message in one.says for one in command.unread), command.unread
 
 

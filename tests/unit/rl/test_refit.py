@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.parallel.boxes import Box, intersect
 from megatron.core.parallel.spec import param_spec_of
 from megatron.rl import refit
@@ -57,7 +57,7 @@ def test_a_critic_is_not_copied_into_the_network_that_generates() -> None:
 
 def test_a_weight_that_is_left_out_is_found() -> None:
     trainer, _ = trainer_of(RL, **LLAMA)
-    generator = refit.GenerationNetwork(
+    generator = refit.GenerationNetworkCopy(
         trainer, generation_run_config(trainer.run.config, (1, None, None, None)), verify=True
     )
     with torch.no_grad():

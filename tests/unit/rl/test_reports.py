@@ -15,19 +15,19 @@ from megatron.inference.engine import Engine
 from megatron.inference.sampling import SamplingParams
 from megatron.rl import memory as rl_memory
 from megatron.rl.environments.base import Conversation, Environment, Problem
-from megatron.rl.environments.config import WeightedEnvironment
-from megatron.rl.evaluation import evaluate_held_out, evaluation_text, pass_at_k, powers_of_two
+from megatron.rl.environments.config import EnvironmentWithWeight
+from megatron.rl.held_out_evaluation import held_out_problem_scores, held_out_scores_text, pass_at_k, powers_of_two
 from megatron.rl.planned_memory import (
     generation_memory,
-    least_rank_memory,
+    lower_bound_of_rank_memory,
     memory_beside_policy,
-    rank_memory_plan_lines,
+    rank_roles_and_memory_lines,
 )
+from megatron.rl.rollout_sample_files import RolloutSampleFiles, read_rollout_samples
 from megatron.rl.rollouts import Rollout, RolloutLimits
-from megatron.rl.samples import RolloutSampleFiles, read_rollout_samples
 from megatron.tools import check_config, plan
 from megatron.training.step import train_step
-from megatron.trust.flags.command import parse_command
+from megatron.trust.flags.command import parse_training_command
 from megatron.trust.plan.analytic_estimate import with_padded_vocabulary
 from tests.helpers.policy import RL, EvenIds, trainer_of
 
@@ -63,12 +63,14 @@ def test_held_out_answers_are_counted_by_problem_and_failures_are_wrong() -> Non
             for t in tasks
         ]
 
-    results = evaluate_held_out(
-        rl, [WeightedEnvironment("fixed", Fixed(), 1.0)], RolloutLimits(SamplingParams(0.8), 9, 9), play
+    results = held_out_problem_scores(
+        rl, [EnvironmentWithWeight("fixed", Fixed(), 1.0)], RolloutLimits(SamplingParams(0.8), 9, 9), play
     )
     assert results["fixed"]["reward"] == pytest.approx(1.5 / 5)
     assert results["fixed"]["pass@1"] == pytest.approx(1 / 6) and results["fixed"]["pass@3"] == 0.5
-    assert len(set(seeds)) == 3 and evaluation_text(results) == "fixed 0.300 pass@1 0.167 pass@2 0.333 pass@3 0.500"
+    assert (
+        len(set(seeds)) == 3 and held_out_scores_text(results) == "fixed 0.300 pass@1 0.167 pass@2 0.333 pass@3 0.500"
+    )
     assert powers_of_two(8) == [1, 2, 4, 8]
 
 
@@ -141,7 +143,7 @@ def test_the_planner_counts_what_reinforcement_learning_holds_beside_the_policy(
         "train_rl.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 "
         "--lr 1e-3 --train-iters 1 --langrl-env-config x --pretrained-checkpoint base --rl-algorithm ppo --lr-decay-style constant"
     )
-    command = parse_command(words.split(), ranks=1)
+    command = parse_training_command(words.split(), ranks=1)
     assert not command.unread and command.setting is not None
     config = with_padded_vocabulary(command.setting.with_elastic_layout().config.resolve(1), 1000)
     assert {"reference", "critic", "keys and values"} == command.beside(config, 1).keys()
@@ -179,15 +181,15 @@ def test_ranks_of_their_own_have_their_own_memory() -> None:
     length = config.train.seq_length
     generating = {"network that generates": held, "keys and values": 8 * length * 2 * 4 * 32 * 8}
     assert generation_memory(rl, config, 1) == generating, "16 rollouts of a round over 2 replicas"
-    assert least_rank_memory(rl, config, 1).keys() == {"policy in training", "reference"}
+    assert lower_bound_of_rank_memory(rl, config, 1).keys() == {"policy in training", "reference"}
     large = dataclasses.replace(rl, grpo_prompts_per_step=4000)
-    assert least_rank_memory(large, config, 1).keys() == generating.keys()
+    assert lower_bound_of_rank_memory(large, config, 1).keys() == generating.keys()
 
 
 def test_the_plan_of_ranks_says_who_holds_what_and_where() -> None:
     trainer, _ = trainer_of(RL)
     rl = dataclasses.replace(RL, rl_generation_ranks=3, rl_reference="x", grpo_kl_beta=1.0)
-    title, training, generation = rank_memory_plan_lines(rl, trainer.run.config, 1, ["a", "a", "b", "b"])
+    title, training, generation = rank_roles_and_memory_lines(rl, trainer.run.config, 1, ["a", "a", "b", "b"])
     assert "who holds what" in title
     assert "rank 0 on a (data 1): policy in training" in training and ", reference" in training
     assert "ranks 1 on a, 2 to 3 on b (data 3): network that generates" in generation
@@ -203,7 +205,7 @@ def test_the_planner_always_tells_the_memory_of_ranks_that_only_generate(capsys:
         plan.main(["--true-vocab-size", "256", "--world-size", "2", "--", *words, "--rl-generation-ranks", "1"])
     text = capsys.readouterr().out
     assert end.value.code == 0 and "a rank that only generates holds: network that generates" in text, text
-    command = parse_command(words, ranks=1)
+    command = parse_training_command(words, ranks=1)
     assert command.setting is not None and not command.apart(command.setting.config.resolve(1), 1)
 
 
@@ -213,10 +215,10 @@ def test_generation_and_training_need_memory_at_different_times() -> None:
     parameters = sum(param.numel() for param in trainer.stages[0].parameters())
     beside = memory_beside_policy(rl, config, 1)
     assert beside["keys and values"] == 16 * 64 * 2 * 4 * 32 * 8, "16 texts, 4 layers, hidden size 32, 8 bytes"
-    parts = least_rank_memory(rl, config, 1)
+    parts = lower_bound_of_rank_memory(rl, config, 1)
     assert parts.keys() == {"policy while it generates", "copy that generates", "keys and values"}
-    off = least_rank_memory(dataclasses.replace(rl, rl_offload_optimizer_during_inference=True), config, 1)
+    off = lower_bound_of_rank_memory(dataclasses.replace(rl, rl_offload_optimizer_during_inference=True), config, 1)
     assert off.get("policy while it generates", 8 * parameters) == 8 * parameters < parts["policy while it generates"]
-    short = least_rank_memory(dataclasses.replace(rl, grpo_prompts_per_step=1, grpo_group_size=1), config, 1)
+    short = lower_bound_of_rank_memory(dataclasses.replace(rl, grpo_prompts_per_step=1, grpo_group_size=1), config, 1)
     assert short.keys() == {"policy in training", "copy that generates"}
     assert short["policy in training"] > parts["policy while it generates"]

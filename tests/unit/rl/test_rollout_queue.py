@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron.core.datasets.indexed import DataError
-from megatron.rl.bank import read_json_lines_gz, remove_expired_rollouts
+from megatron.rl.bank import read_json_lines_gz, remove_expired_bank_files
 from megatron.rl.environments.base import Conversation, Problem
 from megatron.rl.memory import offload_to_host
 from megatron.rl.policy_data import PolicyData
@@ -144,7 +144,7 @@ def test_a_bank_that_is_too_large_loses_its_oldest_rounds_but_none_that_a_checkp
 
     def left(saved: list[int] | None, limit: int) -> tuple[list[int], str]:
         fill()
-        trouble = remove_expired_rollouts(tmp_path, first=9, steps=3, saved=saved, max_bytes=limit)
+        trouble = remove_expired_bank_files(tmp_path, first=9, steps=3, saved=saved, max_bytes=limit)
         return sorted(int(file.name[6:13]) for file in tmp_path.glob("round_*")), trouble
 
     assert left([9], 0) == ([0, 3, 6, 9], "")

@@ -99,10 +99,10 @@ REPLAY: dict[str, Any] = {**MOE, "moe_enable_routing_replay": True}
 def differences_of_other_routers(changes: dict[str, Any], rl: dict[str, Any]) -> float:
     """On every rank: how far log-probabilities differ when the routers of training would choose other experts than those of generation."""
     trainer, data = trainer_of(dataclasses.replace(RL, **rl), **changes)
-    chosen = router.choose_experts
+    chosen = router.choose_expert_indices
     data.prepare_step(16)
     assert data.rollouts is not None
-    with patch.object(router, "choose_experts", lambda scores, *rest: chosen(-scores, *rest)):
+    with patch.object(router, "choose_expert_indices", lambda scores, *rest: chosen(-scores, *rest)):
         pair = train_step(trainer, data).losses["generation logprob difference"].double()
     total, count = collectives.all_reduce(pair, trainer.run.mesh.world).tolist()
     return total / count

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.rl.arguments import parse_rl_args
-from megatron.trust.flags.command import parse_command
+from megatron.trust.flags.command import parse_training_command
 
 ROOT = Path(__file__).resolve().parents[3]
 NETWORK = (
@@ -139,7 +139,7 @@ def test_what_the_run_refuses_the_checker_refuses_in_the_same_words(
         parse_rl_args(flags, world_size=1, speaks=True)
     text = capsys.readouterr().err
     assert end.value.code == 2 and message in text
-    said = [broken.says for broken in parse_command(["train_rl.py", *flags], ranks=1).unread]
+    said = [broken.says for broken in parse_training_command(["train_rl.py", *flags], ranks=1).unread]
     assert any(message in line for line in said) and all(line in text for line in said)
 
 
@@ -154,21 +154,21 @@ def test_what_the_run_refuses_the_checker_refuses_in_the_same_words(
 )
 def test_a_job_cannot_be_split_against_a_rule(words: str, message: str) -> None:
     flags = [*NETWORK.split(), *POLICY.split(), "--train-iters", "1", "--grpo-kl-beta", "0", *words.split()]
-    command = parse_command(["train_rl.py", *flags, "--langrl-env-config", "x"], ranks=3)
+    command = parse_training_command(["train_rl.py", *flags, "--langrl-env-config", "x"], ranks=3)
     said = [one.says for one in (*command.unread, *(command.setting.find_broken_rules() if command.setting else ()))]
     assert any(message in line for line in said), said
 
 
 def test_a_layout_of_generation_that_breaks_a_rule_is_refused() -> None:
     flags = [*NETWORK.split(), *POLICY.split(), "--train-iters", "1", "--rl-inference-tensor-model-parallel-size", "3"]
-    said = [broken.says for broken in parse_command(["train_rl.py", *flags], ranks=3).unread]
+    said = [broken.says for broken in parse_training_command(["train_rl.py", *flags], ranks=3).unread]
     assert any(
         line.startswith("the network that generates: ") and "--num-attention-heads 2" in line for line in said
     ), said
 
 
 def test_flags_of_reinforcement_learning_are_known_to_other_scripts_by_name() -> None:
-    command = parse_command(
+    command = parse_training_command(
         ["pretrain_gpt.py", *NETWORK.split(), "--mock-data", "--train-iters", "1", "--grpo-group-size", "4"]
     )
     assert any("start train_rl.py" in broken.says for broken in command.unread)

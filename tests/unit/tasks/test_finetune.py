@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.models.bert import BERTModel
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
@@ -34,7 +34,7 @@ from megatron.training.data.batch import Batch
 from megatron.training.health.bad_steps import BadStepError, StepValidator
 from megatron.training.health.exit_conditions import NonFiniteError
 from megatron.training.report.run_log import read_run_log_events
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer, build_trainer
 from tests.helpers import tiny
@@ -212,7 +212,7 @@ def bert_checkpoint(folder: Path, **changes: Any) -> Trainer:
     return trainer
 
 
-def _bert(run: Run, stage: Any) -> BERTModel:
+def _bert(run: RunContext, stage: Any) -> BERTModel:
     return BERTModel(stage, run.layer_build_context)
 
 
@@ -287,7 +287,7 @@ def test_numbers_are_written_as_they_are_and_measured_by_correlations(tmp_path: 
     ]
     trainer = trainer_of("STS-B")
     sets = FinetuneData(None, (samples("STS-B"),), ("dev.tsv",))
-    results, (rows,) = finetune.evaluate_sets(trainer, task, sets)
+    results, (rows,) = finetune.evaluate_task_sets(trainer, task, sets)
     assert list(results) == ["pearson", "spearman"]
     expected = np.corrcoef([row.predicted for row in rows], [row.label for row in rows])[0, 1]
     assert results["pearson"] == pytest.approx(expected)
@@ -311,7 +311,7 @@ def test_a_bad_step_ends_the_epoch_unless_it_is_to_be_skipped(
     validator, said = StepValidator(trainer.run.config), list[str]()
     if answer:
         trainer.add_hook(validator)
-    monkeypatch.setattr(Run, "print_rank_0", lambda run, text: said.append(text))
+    monkeypatch.setattr(RunContext, "print_rank_0", lambda run, text: said.append(text))
     next(iter(trainer.stages[0].parameters())).data.fill_(float("nan"))
     epochs = EpochBatches(trainer.run, samples("MNLI"), full=trainer.batches.final_batch_size, keep_last=False)
     with pytest.raises(error, match="nan") if error else nullcontext():

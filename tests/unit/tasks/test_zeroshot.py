@@ -18,7 +18,7 @@ from tokenizers import processors
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.marks import encode_without_special_tokens
+from megatron.core.datasets.special_tokens import encode_without_special_tokens
 from megatron.core.parallel.mesh import Axis
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer, build_tokenizer
 from megatron.evaluation.likelihood import LoglikelihoodRequest, argmax_token_ids
@@ -71,13 +71,13 @@ def scores_of(trainer: Trainer, task: str) -> list[float]:
     """The scores of the task's small data: a mean loss; or of every last word whether it is right, and its log-likelihood."""
     if task == "perplexity":
         return [
-            zeroshot.mean_window_loss(
+            zeroshot.mean_loss_of_token_windows(
                 trainer, TokenWindows(IDS, length=trainer.run.config.train.seq_length, stride=5, fill=0)
             )
         ]
     return [
         number
-        for answer in zeroshot.score_last_words(trainer, PASSAGES)
+        for answer in zeroshot.last_word_likelihoods(trainer, PASSAGES)
         for number in (answer.greedy, answer.loglikelihood)
     ]
 
@@ -128,7 +128,7 @@ def test_a_right_word_counts() -> None:
         if number % 3:
             word[1] = (word[1] + 1) % tiny.VOCABULARY
         passages.append(LoglikelihoodRequest(tuple(beginning), tuple(word)))
-    answers = zeroshot.score_last_words(trainer, passages)
+    answers = zeroshot.last_word_likelihoods(trainer, passages)
     assert [answer.greedy for answer in answers] == [number % 3 == 0 for number in range(9)]
     found = zeroshot.last_word_metrics(answers)
     assert found == {
@@ -168,7 +168,7 @@ def test_passages_are_asked_in_batches_of_about_their_lengths(monkeypatch: pytes
     monkeypatch.setattr(
         trainer.stages[0], "forward", lambda **given: (asked.append(tuple(given["ids"].shape)), plain(**given))[1]
     )
-    zeroshot.score_last_words(trainer, PASSAGES)
+    zeroshot.last_word_likelihoods(trainer, PASSAGES)
     lengths = sorted((len(passage.context) + len(passage.continuation) - 1 for passage in PASSAGES), reverse=True)
     assert sorted(asked, reverse=True) == sorted(
         ((4, lengths[0]), (4, lengths[4]), (4, lengths[8]), (1, lengths[12])), reverse=True

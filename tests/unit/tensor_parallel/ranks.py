@@ -18,18 +18,22 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import (
-    FusedSegment,
-    local_shards,
+    FusedWeightSegment,
+    local_shard_boxes,
     normal_initializer,
     param_spec_of,
     set_global_param_names,
 )
-from megatron.core.tensor_parallel.embedding import PositionEmbedding, VocabParallelEmbedding, vocabulary_matrix_spec
-from megatron.core.tensor_parallel.entropy import vocab_parallel_entropy
+from megatron.core.tensor_parallel.cross_entropy import fused_linear_cross_entropy, vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.embedding import (
+    PositionEmbeddingTable,
+    VocabParallelEmbedding,
+    vocabulary_matrix_spec,
+)
+from megatron.core.tensor_parallel.entropy import fused_linear_entropy
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.loss import fused_linear_cross_entropy, vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.norm import Norm
-from megatron.core.tensor_parallel.overlapped_matmul import OverlappedMatmuls
+from megatron.core.tensor_parallel.overlapped_matmul import MatmulOverlapOptions
 from megatron.core.tensor_parallel.region import TensorParallelRegion
 from megatron.training.step import train_step
 from tests.helpers import tiny
@@ -55,7 +59,7 @@ class TwoMatrices(nn.Module):
     def __init__(self, mesh: Mesh, region: TensorParallelRegion, *, gated: bool, bias: bool) -> None:
         super().__init__()
         common = {"init": normal_initializer(0.5), "region": region, "mesh": mesh, "dtype": torch.float64, "bias": bias}
-        self.up = ColumnParallelLinear(H, (FusedSegment(F_SIZE),) * (2 if gated else 1), **common)
+        self.up = ColumnParallelLinear(H, (FusedWeightSegment(F_SIZE),) * (2 if gated else 1), **common)
         self.down = RowParallelLinear(F_SIZE, H, **common)
         self.gated = gated
 
@@ -78,7 +82,7 @@ class Embeddings(nn.Module):
         self.words = VocabParallelEmbedding(
             vocabulary_matrix_spec(V, padded, H, normal_initializer(1.0)), region=region, mesh=mesh, dtype=torch.float64
         )
-        self.places = PositionEmbedding(
+        self.places = PositionEmbeddingTable(
             S + 2, H, init=normal_initializer(1.0), region=region, mesh=mesh, dtype=torch.float64
         )
         model = ModelConfig(normalization=normalization, apply_layernorm_1p=one_plus)
@@ -100,7 +104,7 @@ MODULES = {
 
 
 def run_module(
-    name: str, tp: int, sequence_parallel: bool, overlapped: OverlappedMatmuls = OverlappedMatmuls()
+    name: str, tp: int, sequence_parallel: bool, overlapped: MatmulOverlapOptions = MatmulOverlapOptions()
 ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
     """Forward and backward of a module cut over tp ranks: whole output, whole input gradient, parameter gradients.
 
@@ -114,7 +118,7 @@ def run_module(
     with torch.no_grad():  # biases at zero would hide how often they are added
         for path, param in module.named_parameters():
             if "bias" in path:
-                for piece in local_shards(param_spec_of(param), mesh):
+                for piece in local_shard_boxes(param_spec_of(param), mesh):
                     param[piece.local.slices()] = data(path, *param_spec_of(param).shape)[piece.box.slices()]
     whole = data("x", S, B, H)
     x = (collectives.local_chunk(whole, mesh.tp) if sequence_parallel else whole.clone()).requires_grad_()
@@ -127,7 +131,7 @@ def run_module(
         spec = param_spec_of(param)
         gradient = collectives.all_reduce(param.grad, mesh.tp) if "tp" in spec.sum_over else param.grad
         found[path] = torch.full(spec.shape, float("nan"), dtype=gradient.dtype)
-        for piece in local_shards(spec, mesh):
+        for piece in local_shard_boxes(spec, mesh):
             found[path][piece.box.slices()] = gradient[piece.local.slices()]
     input_gradient = None if x.grad is None else outside(x.grad, mesh.tp)
     return outside(y.detach(), mesh.tp), input_gradient, found
@@ -180,7 +184,7 @@ def run_entropy(
         data(name, padded, *shape).chunk(tp)[mesh.tp.rank].clone().requires_grad_()
         for name, shape in (("words", (H,)), ("biases", ()))
     )
-    found = vocab_parallel_entropy(
+    found = fused_linear_entropy(
         states, weight, bias, region=region, true_vocab_size=V, softcap=softcap, factor=1 / 0.7
     )
     (found * data("weights", S, B)).sum().backward()

@@ -52,7 +52,7 @@ def test_nothing_of_the_size_of_the_vocabulary_is_kept() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        found = entropy.vocab_parallel_entropy(
+        found = entropy.fused_linear_entropy(
             states, words, None, region=TensorParallelRegion(Axis("tp")), true_vocab_size=1000
         )
     assert found.shape == (2048, 1) and max(tensor.numel() for tensor in kept) <= 2048 * 4

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from megatron.core.parallel.device import missing_compiler_reason
 from megatron.core.parallel.main_grad import MainGrad
-from megatron.core.tensor_parallel import graph_linear
+from megatron.core.tensor_parallel import compiled_linear
 from megatron.training.accelerate.compile import LayerCompiler
 from tests.helpers import tiny
 from tests.helpers.training import train_on
@@ -41,8 +41,8 @@ class Two(nn.Module):
         self.sums = [MainGrad(torch.ones(one.shape, dtype=sums)) for one in (self.up, self.down)]
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = nn.functional.gelu(graph_linear.linear_into_main_grad(x, self.up, self.bias, self.sums[0]))
-        return graph_linear.linear_into_main_grad(hidden, self.down, None, self.sums[1])
+        hidden = nn.functional.gelu(compiled_linear.linear_into_main_grad(x, self.up, self.bias, self.sums[0]))
+        return compiled_linear.linear_into_main_grad(hidden, self.down, None, self.sums[1])
 
     def by_autograd(self, x: Tensor) -> Tensor:
         return nn.functional.linear(nn.functional.gelu(nn.functional.linear(x, self.up, self.bias)), self.down)
@@ -62,7 +62,7 @@ def test_gradients_of_several_microbatches_under_way_are_autograds_in_one_graph(
     outputs = []
     for x in mine:
         for one in two.sums:
-            one.refresh_alias()
+            one.renew_version_counter()
         outputs.append(compiled(x))
     for output in outputs:
         output.square().sum().backward()
@@ -108,7 +108,7 @@ def test_inductors_code_copies_no_main_gradient() -> None:
     compiled = torch.compile(two, fullgraph=True)
     x = torch.randn(3, 2, 6, requires_grad=True)
     for one in two.sums:
-        one.refresh_alias()
+        one.renew_version_counter()
     _, codes = run_and_get_code(lambda: compiled(x).sum().backward())
     (code,) = [code for code in codes if "megatron.add_product.default(primals" in code]
     assert code.count("megatron.add_product.default(primals") == 2 and "copy_(" not in code

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
-from megatron.core.kernels.low_precision.fp8 import FusedQuantizeKernels
+from megatron.core.kernels.low_precision.fp8 import QuantizeTransposeKernels
 from megatron.core.kernels.low_precision.recipes import low_precision_recipe_of
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
-from megatron.core.tensor_parallel import graph_low_linear
+from megatron.core.tensor_parallel import compiled_low_precision
 from megatron.core.tensor_parallel.low_precision import (
     LowPrecisionLinearOptions,
     LowPrecisionScaling,
@@ -59,7 +59,7 @@ class Matrix(nn.Module):
 class Two(nn.Module):
     """Two layers of low precision with a GELU between."""
 
-    def __init__(self, kernels: FusedQuantizeKernels | None = None, **settings: Any) -> None:
+    def __init__(self, kernels: QuantizeTransposeKernels | None = None, **settings: Any) -> None:
         super().__init__()
         draw, mesh = torch.Generator().manual_seed(0), Mesh.single_process(CPU)
         recipe = low_precision_recipe_of(LowPrecisionConfig(**settings), CPU)
@@ -85,7 +85,7 @@ class Two(nn.Module):
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Any) -> Tensor:
     """A layer's product, as it is called within a graph and outside of one."""
     if torch.compiler.is_compiling():
-        return graph_low_linear.compiled_low_precision_linear(x, weight, bias, scaling)
+        return compiled_low_precision.compiled_low_precision_linear(x, weight, bias, scaling)
     return low_precision_linear(x, weight, bias, LowPrecisionLinearOptions(scaling))
 
 
@@ -116,7 +116,7 @@ def test_a_graph_has_the_results_and_leaves_the_scales_of_the_layer_without_a_co
 ) -> None:
     plain, two = Two(**RECIPES[name]), Two(**RECIPES[name])
     for scaling in two.scalings:
-        graph_low_linear.assign_graph_handle(scaling)
+        compiled_low_precision.register_scaling_for_compile(scaling)
     compiled = torch.compile(two, backend="aot_eager", fullgraph=True)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     found = train(two, compiled, weights_stay=weights_stay)
@@ -129,9 +129,9 @@ def demand_as_told(two: Two) -> None:
     """Compare the operations with what the compiler is told of them: shapes, dtypes and strides."""
     scaling, tests = two.scalings[0], ("test_faketensor",)
     assert isinstance(scaling, LowPrecisionScaling)
-    graph_low_linear.assign_graph_handle(scaling)
+    compiled_low_precision.register_scaling_for_compile(scaling)
     x, weight = torch.randn(6, 4, 32), two.up.weight.detach()
-    given = (x, weight, *graph_low_linear.low_precision_op_arguments(scaling, x.dtype))
+    given = (x, weight, *compiled_low_precision.low_precision_op_arguments(scaling, x.dtype))
     torch.library.opcheck(torch.ops.megatron.low_multiply.default, given, test_utils=tests)
     _, kept, scales = torch.ops.megatron.low_multiply(*given)
     learned = (kept, scales) if kept.numel() else (x, None)

@@ -11,7 +11,7 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.mesh import Axis
 from megatron.core.tensor_parallel.norm import Norm
-from megatron.core.tensor_parallel.overlapped_matmul import OverlappedMatmuls
+from megatron.core.tensor_parallel.overlapped_matmul import MatmulOverlapOptions
 from megatron.core.tensor_parallel.region import TensorParallelRegion
 from tests.helpers.world import Worlds
 from tests.unit.tensor_parallel import ranks
@@ -31,21 +31,21 @@ def test_a_cut_module_equals_the_module_on_one_rank(world: Worlds, name: str, tp
 @pytest.mark.parametrize(
     "tp, overlapped",
     [
-        (2, OverlappedMatmuls(gathers=True)),
-        (2, OverlappedMatmuls(sums=True)),
-        (4, OverlappedMatmuls(gathers=True, sums=True)),
-        (4, OverlappedMatmuls(gathers=True, sums=True, gradients=True)),
+        (2, MatmulOverlapOptions(gathers=True)),
+        (2, MatmulOverlapOptions(sums=True)),
+        (4, MatmulOverlapOptions(gathers=True, sums=True)),
+        (4, MatmulOverlapOptions(gathers=True, sums=True, gradients=True)),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["mlp", "gated"])
 def test_pieces_that_travel_while_others_are_multiplied_give_the_same(
-    world: Worlds, name: str, tp: int, overlapped: OverlappedMatmuls
+    world: Worlds, name: str, tp: int, overlapped: MatmulOverlapOptions
 ) -> None:
     compare_with_one_rank(world, name, tp, True, overlapped)
 
 
-def compare_with_one_rank(world: Worlds, name: str, tp: int, *settings: bool | OverlappedMatmuls) -> None:
+def compare_with_one_rank(world: Worlds, name: str, tp: int, *settings: bool | MatmulOverlapOptions) -> None:
     """A module that is cut over tp ranks, and the same on one."""
     output, input_gradient, whole = ranks.run_module(name, 1, False)
     covered = {path: torch.zeros(gradient.shape, dtype=torch.bool) for path, gradient in whole.items()}

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.parallel.mesh import Axis
-from megatron.core.tensor_parallel.loss import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from tests.helpers.world import Worlds
 from tests.unit.tensor_parallel import ranks
 from tests.unit.tensor_parallel.ranks import B, S, V, data

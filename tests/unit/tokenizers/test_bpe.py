@@ -87,7 +87,7 @@ def test_ids_equal_two_other_readers_on_the_demo_corpus(name):
     theirs = ByteLevelBPETokenizer(vocab_file, merge_file)
     published = GPT2TokenizerFast(vocab=vocab_file, merges=merge_file)
     texts = TEXTS + demo_documents()
-    batch, lengths = tokenizer.encode_flat(texts)
+    batch, lengths = tokenizer.encode_texts_flat(texts)
     for text, ids in zip(texts, np.split(batch, np.cumsum(lengths)[:-1])):
         ids = ids.tolist()
         assert ids == tokenizer.tokenize(text) == theirs.encode(text).ids == published(text)["input_ids"], text[:80]
@@ -106,7 +106,7 @@ def test_a_document_cannot_forge_the_end_of_another(name):
     tokenizer = load(name)
     text = "one<|endoftext|>two <|endoftext|>"
     ids = tokenizer.tokenize(text)
-    assert tokenizer.eod not in ids and tokenizer.eod not in tokenizer.encode_flat([text])[0]
+    assert tokenizer.eod not in ids and tokenizer.eod not in tokenizer.encode_texts_flat([text])[0]
     assert tokenizer.detokenize(ids) == text
 
 
@@ -121,7 +121,7 @@ def test_half_of_a_surrogate_pair_is_refused():
     with pytest.raises(ValueError, match="surrogates"):
         tokenizer.tokenize("a\ud800b")
     with pytest.raises(ValueError, match="surrogates"):
-        tokenizer.encode_flat(["fine", "a\ud800b"])
+        tokenizer.encode_texts_flat(["fine", "a\ud800b"])
 
 
 def test_identifiers_tell_tokenizers_apart(tmp_path):

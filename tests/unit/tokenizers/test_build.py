@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.settings.data import TokenizerConfig, null_tokenizer_vocab_size
+from megatron.core.config.settings.data import TokenizerConfig, resumed_null_vocab_size
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.tokenizers.base import add_prefix_and_suffix_ids, flatten_ids, tokenize_around_special
 from megatron.core.tokenizers.build import KINDS, ByteTokenizer, NullTokenizer, build_tokenizer, expected_vocab_size
@@ -87,7 +87,7 @@ def test_settings_that_a_tokenizer_does_not_read_are_refused_together():
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_says_which_settings_it_reads(kind):
     names = {field.name for field in fields(TokenizerConfig)} - {"tokenizer_type", "chat_template"}
-    assert KINDS[kind].reads <= names
+    assert KINDS[kind].used_settings <= names
     unread = dict(
         vocab_file="v",
         merge_file="m",
@@ -102,7 +102,7 @@ def test_every_kind_says_which_settings_it_reads(kind):
         null_tokenizer_pad_id=1,
     )
     assert unread.keys() == names
-    for name in names - KINDS[kind].reads:
+    for name in names - KINDS[kind].used_settings:
         with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} .* is not read by --tokenizer-type {kind}"):
             build_tokenizer(TokenizerConfig(tokenizer_type=kind, **{name: unread[name]}))
 
@@ -122,18 +122,18 @@ def test_the_null_tokenizer_takes_other_ids_for_end_and_padding():
 
 def test_a_checkpoint_of_before_keeps_its_null_tokenizer_with_an_id_more():
     before = {"tokenizer_type": "NullTokenizer", "vocab_size": 30, "true_vocab_size": 31}
-    assert null_tokenizer_vocab_size(30, before) == null_tokenizer_vocab_size(31, before) == 31
+    assert resumed_null_vocab_size(30, before) == resumed_null_vocab_size(31, before) == 31
     assert (
-        null_tokenizer_vocab_size(30, {"null_tokenizer_ids": 31}) == 31
-        and null_tokenizer_vocab_size(30, {"null_tokenizer_ids": 30}) == 30
+        resumed_null_vocab_size(30, {"null_tokenizer_ids": 31}) == 31
+        and resumed_null_vocab_size(30, {"null_tokenizer_ids": 30}) == 30
     )
-    assert null_tokenizer_vocab_size(50, before) == 50 and null_tokenizer_vocab_size(None, before) is None
-    assert null_tokenizer_vocab_size(30, {**before, "tokenizer_type": "ByteTokenizer"}) == 30
+    assert resumed_null_vocab_size(50, before) == 50 and resumed_null_vocab_size(None, before) is None
+    assert resumed_null_vocab_size(30, {**before, "tokenizer_type": "ByteTokenizer"}) == 30
 
 
 @pytest.mark.parametrize("text", ["a\ud800", "\udfff"])
 def test_bytes_of_half_a_surrogate_pair_are_refused(text):
-    for call in (ByteTokenizer().tokenize, lambda text: ByteTokenizer().encode_flat(["a", text])):
+    for call in (ByteTokenizer().tokenize, lambda text: ByteTokenizer().encode_texts_flat(["a", text])):
         with pytest.raises(ValueError, match="surrogates"):
             call(text)
 
@@ -147,11 +147,11 @@ def test_bytes_of_half_a_surrogate_pair_are_refused(text):
 )
 def test_flat_ids_of_kinds_without_files_are_those_of_each_text(config, texts):
     tokenizer = build_tokenizer(config)
-    ids, lengths = tokenizer.encode_flat(texts)
+    ids, lengths = tokenizer.encode_texts_flat(texts)
     expected = [tokenizer.tokenize(text) for text in texts]
     assert ids.tolist() == [token for ids in expected for token in ids] and lengths.tolist() == list(map(len, expected))
     assert np.can_cast(np.min_scalar_type(tokenizer.vocab_size), ids.dtype)
-    assert [tokenizer.encode_flat([])[place].tolist() for place in (0, 1)] == [[], []]
+    assert [tokenizer.encode_texts_flat([])[place].tolist() for place in (0, 1)] == [[], []]
     for text, ids in zip(texts, expected):
         spans = [text.encode()[first:last] for first, last in tokenizer.token_byte_spans(text)]
         assert spans == [bytes([token]) if config.vocab_size is None else str(token).encode() for token in ids]

@@ -17,8 +17,8 @@ from transformers import GPT2TokenizerFast
 
 from megatron.core.tokenizers import engines
 from megatron.core.tokenizers.bpe import GPT2BPETokenizer
-from megatron.core.tokenizers.bytelevel import MergesSource, byte_of_character
-from megatron.core.tokenizers.sample import DIFFICULT
+from megatron.core.tokenizers.bytelevel import BPEFromMerges, byte_of_character
+from megatron.core.tokenizers.difficult_texts import DIFFICULT
 
 DATA = Path(__file__).resolve().parents[3] / "examples" / "data"
 GPT2 = (DATA / "gpt2" / "vocab.json", DATA / "gpt2" / "merges.txt")
@@ -104,7 +104,7 @@ def test_without_gigatoken_tiktoken_is_chosen_and_says_so(monkeypatch):
     tokenizer = GPT2BPETokenizer(*DEMO)
     assert tokenizer.engine.startswith("text is encoded by tiktoken ")
     assert tokenizer.engine.endswith("gigatoken is not installed")
-    assert lists(tokenizer.encode_flat, list(DIFFICULT.values())) == [
+    assert lists(tokenizer.encode_texts_flat, list(DIFFICULT.values())) == [
         tokenizer.tokenize(text) for text in DIFFICULT.values()
     ]
 
@@ -165,7 +165,7 @@ def test_ranks_stand_for_merges_only_when_they_give_the_same_ids(merges, texts):
     }
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges))
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    source = MergesSource(made, vocab, merges, pattern="gpt2")
+    source = BPEFromMerges(made, vocab, merges, pattern="gpt2")
     if source.ranks is not None:
         assert lists(engines.tiktoken_engine(source.ranks), texts) == lists(source.reference, texts)
     else:
@@ -183,7 +183,7 @@ def test_a_token_that_its_merges_cannot_reach_keeps_ranks_out():
     vocab |= {"bc": 256, "ab": 257, "abc": 258, "<|endoftext|>": 259}
     tokenizer = _written(vocab, ["b c", "a b", "ab c"])
     assert tokenizer.source.ranks is None
-    assert tokenizer.tokenize("abc") == [vocab["a"], vocab["bc"]] == tokenizer.encode_flat(["abc"])[0].tolist()
+    assert tokenizer.tokenize("abc") == [vocab["a"], vocab["bc"]] == tokenizer.encode_texts_flat(["abc"])[0].tolist()
 
 
 def _written(vocab, merges):
@@ -212,7 +212,7 @@ def test_merges_that_the_proof_leaves_out_keep_ranks_out(merges, text, expected)
     tokenizer = _written(vocab, merges)
     assert tokenizer.source.ranks is None and not tokenizer.engine.startswith("text is encoded by tiktoken")
     assert [tokenizer.id_to_token(token) for token in tokenizer.tokenize(text)] == expected
-    assert tokenizer.encode_flat([text])[0].tolist() == tokenizer.tokenize(text)
+    assert tokenizer.encode_texts_flat([text])[0].tolist() == tokenizer.tokenize(text)
 
 
 def test_the_sample_is_the_same_text_after_its_ids():

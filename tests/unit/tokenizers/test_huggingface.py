@@ -9,8 +9,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from megatron.core.config.flags import ConfigError
+from megatron.core.tokenizers.difficult_texts import DIFFICULT
 from megatron.core.tokenizers.huggingface import HuggingFaceTokenizer
-from megatron.core.tokenizers.sample import DIFFICULT
 
 ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT / "examples" / "data"
@@ -61,7 +61,7 @@ def compare(tokenizer, path, **settings):
     theirs.backend_tokenizer.no_padding()
     expected = [theirs(text, **settings).input_ids for text in TEXTS]
     assert [tokenizer.tokenize(text) for text in TEXTS] == expected
-    ids, lengths = tokenizer.encode_flat(TEXTS)
+    ids, lengths = tokenizer.encode_texts_flat(TEXTS)
     assert ids.tolist() == [token for ids in expected for token in ids] and lengths.tolist() == list(map(len, expected))
     assert [len(tokenizer.token_byte_spans(text)) for text in TEXTS] == list(map(len, expected))
     for ids in expected:
@@ -202,7 +202,7 @@ def test_half_of_a_surrogate_pair_is_refused(tmp_path):
         tokenizer.tokenize,
         tokenizer.tokenize_with_special,
         tokenizer.token_byte_spans,
-        lambda text: tokenizer.encode_flat(["a", text]),
+        lambda text: tokenizer.encode_texts_flat(["a", text]),
     ):
         with pytest.raises(ValueError, match="surrogates"):
             call("a\ud800b")

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 
 from megatron.core.config.settings.data import TokenizerConfig
-from megatron.core.tokenizers.base import hash_parts, tokenizer_fingerprint
+from megatron.core.tokenizers.base import hash_parts, tokenizer_fingerprint_fields
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.bytelevel import vocab_token_to_bytes
 
@@ -19,7 +19,7 @@ VOCAB, MERGES = DATA / "demo-vocab.json", DATA / "demo-merges.txt"
 
 def mark(kind, **settings):
     """The fingerprint of what the settings say."""
-    return tokenizer_fingerprint(
+    return tokenizer_fingerprint_fields(
         build_tokenizer(
             TokenizerConfig(
                 tokenizer_type=kind,

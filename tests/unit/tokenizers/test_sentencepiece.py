@@ -9,7 +9,7 @@ import sentencepiece
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.core.tokenizers.sample import DIFFICULT
+from megatron.core.tokenizers.difficult_texts import DIFFICULT
 from megatron.core.tokenizers.sentencepiece import SentencePieceTokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -57,7 +57,7 @@ def test_ids_are_the_librarys_and_llama_begins_every_text(path, kind, prefix):
     tokenizer, theirs = build(kind, path), sentencepiece.SentencePieceProcessor(model_file=str(path))
     expected = [prefix + theirs.encode(text) for text in TEXTS]
     assert [tokenizer.tokenize(text) for text in TEXTS] == expected
-    ids, lengths = tokenizer.encode_flat(TEXTS)
+    ids, lengths = tokenizer.encode_texts_flat(TEXTS)
     assert ids.tolist() == [token for ids in expected for token in ids] and lengths.tolist() == list(map(len, expected))
     assert [len(tokenizer.token_byte_spans(text)) for text in TEXTS] == list(map(len, expected))
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos, tokenizer.eod, tokenizer.pad) == (
@@ -118,7 +118,7 @@ def test_half_of_a_surrogate_pair_is_refused():
         tokenizer.tokenize,
         tokenizer.tokenize_with_special,
         tokenizer.token_byte_spans,
-        lambda text: tokenizer.encode_flat(["a", text]),
+        lambda text: tokenizer.encode_texts_flat(["a", text]),
     ):
         with pytest.raises(ValueError, match="surrogates"):
             call("a\ud800b")

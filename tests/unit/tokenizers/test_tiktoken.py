@@ -13,10 +13,10 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.tokenizers import tiktoken as tiktoken_module
-from megatron.core.tokenizers.base import tokenizer_fingerprint
+from megatron.core.tokenizers.base import tokenizer_fingerprint_fields
 from megatron.core.tokenizers.bpe import GPT2BPETokenizer
+from megatron.core.tokenizers.difficult_texts import DIFFICULT
 from megatron.core.tokenizers.engines import PATTERNS
-from megatron.core.tokenizers.sample import DIFFICULT
 from megatron.core.tokenizers.tiktoken import TikTokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -63,7 +63,7 @@ def test_ids_of_a_json_file_are_tiktokens_behind_the_special_tokens(json_file, p
     texts = list(DIFFICULT.values())
     expected = [theirs.encode_ordinary(text) for text in texts]
     assert [tokenizer.tokenize(text) for text in texts] == expected
-    ids, lengths = tokenizer.encode_flat(texts)
+    ids, lengths = tokenizer.encode_texts_flat(texts)
     assert ids.tolist() == [token for ids in expected for token in ids] and lengths.tolist() == list(map(len, expected))
     assert [tokenizer.detokenize(ids) for ids in expected] == texts
     assert tokenizer.vocab_size == 3020
@@ -83,7 +83,7 @@ def test_the_plain_file_of_gpt2_is_gpt2():
     if not R50K.exists():
         pytest.skip("the published rank file is not here")
     tokenizer, gpt2 = TikTokenizer(R50K, None), GPT2BPETokenizer(*GPT2)
-    assert tokenizer_fingerprint(tokenizer) == {**tokenizer_fingerprint(gpt2), "kind": "TikTokenizer"}
+    assert tokenizer_fingerprint_fields(tokenizer) == {**tokenizer_fingerprint_fields(gpt2), "kind": "TikTokenizer"}
     for text in DIFFICULT.values():
         assert tokenizer.tokenize(text) == gpt2.tokenize(text)
     assert tokenizer.eod == gpt2.eod == 50256

@@ -10,7 +10,7 @@ from transformers import BertTokenizerFast
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.core.tokenizers.sample import DIFFICULT
+from megatron.core.tokenizers.difficult_texts import DIFFICULT
 from megatron.core.tokenizers.wordpiece import BertWordPieceTokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -34,7 +34,7 @@ def test_ids_are_those_of_transformers(path, lower):
     theirs = BertTokenizerFast(vocab=str(path), do_lower_case=lower, split_special_tokens=True)
     expected = [theirs(text, add_special_tokens=False).input_ids for text in TEXTS]
     assert [tokenizer.tokenize(text) for text in TEXTS] == expected
-    ids, lengths = tokenizer.encode_flat(TEXTS)
+    ids, lengths = tokenizer.encode_texts_flat(TEXTS)
     assert ids.tolist() == [token for ids in expected for token in ids] and lengths.tolist() == list(map(len, expected))
 
 
@@ -110,7 +110,7 @@ def test_half_of_a_surrogate_pair_is_refused():
         tokenizer.tokenize,
         tokenizer.tokenize_with_special,
         tokenizer.token_byte_spans,
-        lambda text: tokenizer.encode_flat(["a", text]),
+        lambda text: tokenizer.encode_texts_flat(["a", text]),
     ):
         with pytest.raises(ValueError, match="surrogates"):
             call("a\ud800b")

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron.trust.parity import parity
+from megatron.trust.parity import serial_comparison
 from megatron.trust.parity.local_ranks import RankFailed
 from tests.parity.defects import planted
 
@@ -69,7 +69,7 @@ def test_a_layout_that_does_not_run_is_said_with_the_rank(
     def fail(*_: object, **__: object) -> None:
         raise RankFailed("rank 1 of 2: ValueError: of its own")
 
-    monkeypatch.setattr(parity, "run_on_local_ranks", fail)
+    monkeypatch.setattr(serial_comparison, "run_on_local_ranks", fail)
     said, _ = report(tool, capsys, FLAGS, 1)
     assert "step: no" in said and "the layout does not run:\n    rank 1 of 2: ValueError: of its own" in said
     assert json.loads(report(tool, capsys, f"--json {FLAGS}", 1)[0])["failed"] == "rank 1 of 2: ValueError: of its own"

@@ -14,7 +14,7 @@ from megatron.core.models.describe import global_parameter_shapes
 from megatron.core.parallel.boxes import whole_box
 from megatron.tools.checkpoint.combine import main
 from megatron.training.checkpoint.formats import open_checkpoint
-from megatron.training.cli.arguments import config_of, read_args
+from megatron.training.cli.arguments import parse_args_or_raise, run_config_of_args
 from tests.unit.families.test_vision import TEXT, clip, saved
 
 
@@ -33,7 +33,7 @@ def combined(folder: Path, *flags: str) -> Any:
 
 def test_a_combined_checkpoint_holds_all_that_the_network_uses_but_the_projector(tmp_path: Path) -> None:
     source = combined(tmp_path, "--vision-num-layers", "2", "--disable-vision-class-token")
-    model = hf.model_config_of(source.settings)
+    model = hf.model_config_from_settings(source.settings)
     assert model.vision.vision_num_layers == 2 and model.vision.disable_vision_class_token and model.vision.img_h == 28
     expected = {f"model.{name}" for name in global_parameter_shapes(model) if not name.startswith("vision_projection.")}
     assert source.formats.keys() == expected
@@ -58,8 +58,8 @@ def test_parts_are_frozen_as_the_command_line_says_and_not_as_a_checkpoint_was_t
         "1",
     ]
     flags += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "64", "--train-iters", "1", "--seq-length", "64"]
-    args = read_args([*flags, "--freeze-ViT"], defaults={"sft": True})
-    model = config_of(args, 1).model
+    args = parse_args_or_raise([*flags, "--freeze-ViT"], defaults={"sft": True})
+    model = run_config_of_args(args, 1).model
     assert (args.freeze_LM, args.freeze_ViT) == (False, True) and model.adapter.freeze == ("vision_model.*",)
     assert model.vision.vision_hidden_size == 32, "the shape is the checkpoint's"
 

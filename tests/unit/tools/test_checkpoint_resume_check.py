@@ -14,7 +14,7 @@ from megatron.core.parallel.rng import RandomStreams
 from megatron.tools.checkpoint import resume_check
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.trust.compare.contents import matches_pattern
-from megatron.trust.state_inventory import INVENTORY, StateItem
+from megatron.trust.state_inventory import INVENTORY, StateCategory
 from tests.helpers.architecture import ROOT
 from tests.helpers.programme import TINY, trained
 
@@ -129,7 +129,7 @@ def test_a_run_that_is_really_killed_resumes_to_the_last_bit(
 
 @pytest.mark.parametrize("item", SAVED, ids=lambda item: item.what)
 def test_an_item_that_is_taken_out_of_the_checkpoint_is_named(
-    resumed_here: pytest.MonkeyPatch, item: StateItem, capsys: pytest.CaptureFixture[str]
+    resumed_here: pytest.MonkeyPatch, item: StateCategory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     equal, rows, out = checked(capsys, "--without", *item.names)
     assert not equal and names(rows, "MISSING") == {item.what}, out
@@ -137,7 +137,7 @@ def test_an_item_that_is_taken_out_of_the_checkpoint_is_named(
 
 @pytest.mark.parametrize("item", SAVED[2::3], ids=lambda item: item.what)
 def test_an_item_that_is_never_saved_is_named(
-    here: pytest.MonkeyPatch, item: StateItem, capsys: pytest.CaptureFixture[str]
+    here: pytest.MonkeyPatch, item: StateCategory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = Checkpointer.state_to_save
     here.setattr(

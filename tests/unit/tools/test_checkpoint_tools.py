@@ -14,7 +14,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from megatron.core.dist_checkpointing.saved import SavedCheckpoint, open_saved_checkpoint
+from megatron.core.dist_checkpointing.saved import NativeCheckpoint, open_native_checkpoint
 from megatron.core.families import hf_export
 from megatron.core.families.megatron.export import write_legacy_checkpoint
 from megatron.tools.checkpoint import diff, export, inspect, reshard, verify
@@ -62,7 +62,7 @@ def folder(made: Path, tmp_path: Path) -> Path:
 def checkpoint_formats(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The same weights in every format."""
     there = tmp_path_factory.mktemp("formats")
-    source = open_saved_checkpoint(made / "iter_0000002")
+    source = open_native_checkpoint(made / "iter_0000002")
     hf_export.export_hf_folder(source, there / "published")
     write_legacy_checkpoint(source, there / "megatron", iteration=2, tensor_size=2, pipeline_size=1, fused_norms=True)
     return {"ours": made, "published": there / "published", "megatron": there / "megatron"}
@@ -138,7 +138,7 @@ def test_inspect_and_verify_take_every_format(
     checkpoint_format: str, checkpoint_formats: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = json.loads(printed(capsys, inspect, checkpoint_formats[checkpoint_format], "--json", "--match", "model.*"))
-    own = open_saved_checkpoint(checkpoint_formats["ours"] / "iter_0000002").formats
+    own = open_native_checkpoint(checkpoint_formats["ours"] / "iter_0000002").formats
     names = [name for name in own if name.startswith("model.")]
     assert set(found["tensors"]) == set(names)
     for name in names:
@@ -241,7 +241,7 @@ def test_diff_names_what_differs_and_the_first_and_the_largest_place(
         for path in (folder / "iter_0000002").glob("*.safetensors")
         if "final_layernorm.weight" in path.read_bytes().decode("latin1")
     )
-    saved = open_saved_checkpoint(folder / "iter_0000002")
+    saved = open_native_checkpoint(folder / "iter_0000002")
     piece = saved.manifest.tensors["model.decoder.final_layernorm.weight"].pieces[0]
     path = folder / "iter_0000002" / piece.file
     content = bytearray(path.read_bytes())
@@ -251,7 +251,7 @@ def test_diff_names_what_differs_and_the_first_and_the_largest_place(
         )
     path.write_bytes(content)
     text = printed(capsys, diff, folder, made, expected=1)
-    before = open_saved_checkpoint(made / "iter_0000002").read("model.decoder.final_layernorm.weight", piece.box)
+    before = open_native_checkpoint(made / "iter_0000002").read("model.decoder.final_layernorm.weight", piece.box)
     assert "1 difference in" in text and "2 of 32 elements differ" in text
     assert f"first [3] 1.25 and {before[3].item()!r}; largest [9] -2.0 and {before[9].item()!r}" in text
     assert "no differences" in printed(capsys, diff, folder, made, "--atol", 4.0)
@@ -285,7 +285,7 @@ def test_weights_alone_and_in_another_dtype_are_a_checkpoint_that_can_be_tuned(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     printed(capsys, reshard, "--load", made, "--save", tmp_path / "weights", "--weights-only", "--dtype", "float32")
-    saved: SavedCheckpoint = open_saved_checkpoint(tmp_path / "weights" / "iter_0000002")
+    saved: NativeCheckpoint = open_native_checkpoint(tmp_path / "weights" / "iter_0000002")
     assert all(name.startswith("model.") and one.dtype == torch.float32 for name, one in saved.formats.items())
     assert set(saved.values) == {"run.config", "run.progress", "run.tokenizer"}
     tuned = train_alone(
@@ -320,7 +320,7 @@ def test_an_export_holds_the_weights_and_the_tokenizers_files(
     text = printed(capsys, export, "--load", made, "--save", tmp_path / "out", "--dtype", "float32")
     assert "no tokenizer files" in text and "gpt2" in text
     theirs = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
-    ours = open_saved_checkpoint(made / "iter_0000002")
+    ours = open_native_checkpoint(made / "iter_0000002")
     box = next(iter(ours.manifest.tensors["model.embedding.position_embeddings.weight"].pieces)).box
     assert torch.equal(
         theirs["transformer.wpe.weight"], ours.read("model.embedding.position_embeddings.weight", box).float()
@@ -345,6 +345,6 @@ def test_an_export_carries_the_single_files_that_the_settings_name(tmp_path: Pat
         "tokenizer_model": str(tmp_path / "m.txt"),
     }
     (tmp_path / "out").mkdir()
-    assert export.copy_tokenizer_files(settings, tmp_path / "out") == ["vocab.json", "merges.txt"]
+    assert export.copy_configured_tokenizer_files(settings, tmp_path / "out") == ["vocab.json", "merges.txt"]
     assert (tmp_path / "out" / "merges.txt").read_text() == "m"
-    assert export.copy_tokenizer_files({**settings, "tokenizer_type": None}, tmp_path / "out") == []
+    assert export.copy_configured_tokenizer_files({**settings, "tokenizer_type": None}, tmp_path / "out") == []

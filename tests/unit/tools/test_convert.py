@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError, checkpoint_model_settings
 from megatron.core.dist_checkpointing.files import Disk
 from megatron.core.dist_checkpointing.load import verify_checkpoint
 from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite_checkpoint
-from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
-from megatron.core.dist_checkpointing.source import TensorFormat
-from megatron.core.dist_checkpointing.store import CheckpointError, checkpoint_model_settings
+from megatron.core.dist_checkpointing.saved import open_native_checkpoint
+from megatron.core.dist_checkpointing.source import ShapeAndDtype
 from megatron.core.families import hf, hf_export
 from tests.unit.families.made import GPT2, LLAMA, Made, same_tensors
 
@@ -112,7 +112,7 @@ def test_a_converted_folder_is_a_checkpoint_whose_settings_a_run_can_take(
     tool: ModuleType, folder: Path, tmp_path: Path
 ) -> None:
     tool.main(["--load", str(folder), "--save", str(tmp_path / "own"), "--iteration", "12"])
-    saved = open_saved_checkpoint(tmp_path / "own" / "iter_0000012")
+    saved = open_native_checkpoint(tmp_path / "own" / "iter_0000012")
     assert verify_checkpoint(saved) == []
     same_tensors(saved, hf.open_hf_folder(folder))
     found = checkpoint_model_settings(tmp_path / "own")
@@ -130,22 +130,22 @@ def test_a_converted_folder_is_a_checkpoint_whose_settings_a_run_can_take(
 def test_weights_get_the_dtype_that_is_asked_for(tool: ModuleType, folder: Path, tmp_path: Path) -> None:
     tool.main(["--load", str(folder), "--save", str(tmp_path / "own"), "--dtype", "float32", "--verify"])
     same_tensors(
-        open_saved_checkpoint(tmp_path / "own" / "iter_0000000"), CastSource(hf.open_hf_folder(folder), torch.float32)
+        open_native_checkpoint(tmp_path / "own" / "iter_0000000"), CastSource(hf.open_hf_folder(folder), torch.float32)
     )
 
 
 def test_everything_else_of_a_source_is_kept_in_our_own_format(tmp_path: Path) -> None:
     source = Made(GPT2)
     source.formats |= {
-        "optimizer.exp_avg.x": TensorFormat((3, 2), torch.float32),
-        "optimizer.steps": TensorFormat((1,), torch.int64),
-        "optimizer.none": TensorFormat((0, 4), torch.float32),
+        "optimizer.exp_avg.x": ShapeAndDtype((3, 2), torch.float32),
+        "optimizer.steps": ShapeAndDtype((1,), torch.int64),
+        "optimizer.none": ShapeAndDtype((0, 4), torch.float32),
     }
     source.values = {"run.progress": {"iteration": 7}}
     rewrite_checkpoint(
         CastSource(source, torch.bfloat16), tmp_path, iteration=7, settings={"num_layers": 2}, num_files=3
     )
-    saved = open_saved_checkpoint(tmp_path / "iter_0000007")
+    saved = open_native_checkpoint(tmp_path / "iter_0000007")
     assert len(saved.manifest.files) == 3 and saved.values == source.values and verify_checkpoint(saved) == []
     assert max(facts.size for facts in saved.manifest.files.values()) < 0.5 * saved.size
     same_tensors(saved, CastSource(source, torch.bfloat16))
@@ -179,7 +179,7 @@ def test_verification_finds_what_differs(tool: ModuleType) -> None:
     assert list(tool.tensor_difference_lines(source, source)) == []
     assert len(list(tool.tensor_difference_lines(source, other))) == 2
     del other.formats["model.output_layer.weight"]
-    other.formats["model.extra"] = TensorFormat((1,), torch.float32)
+    other.formats["model.extra"] = ShapeAndDtype((1,), torch.float32)
     assert [line.split(" ")[0] for line in tool.tensor_difference_lines(source, other)][1:] == [
         "model.output_layer.weight",
         "model.extra",

@@ -13,7 +13,7 @@ import pytest
 from megatron.core.config.flags import flag_fields
 from megatron.core.config.settings.run import RequestedRun
 from megatron.training.report.run_log import RunLog
-from megatron.trust.compare.runs import BEYOND, LAST_BITS, REPORTS, setting_kinds
+from megatron.trust.compare.runs import BEYOND, LAST_BITS, REPORTS, affected_area_by_setting
 from tests.helpers.programme import trained
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -138,7 +138,7 @@ def test_what_is_no_ledger_is_refused(tool: ModuleType, capsys: pytest.CaptureFi
 
 
 def test_every_setting_has_a_kind() -> None:
-    kinds = setting_kinds()
+    kinds = affected_area_by_setting()
     assert {field.name for field, _ in flag_fields(RequestedRun)} <= kinds.keys()
     assert set(kinds.values()) <= {*BEYOND, REPORTS}
     assert kinds["num_experts"] == "network" and kinds["fim_rate"] == "data" and kinds["seed"] == "order of samples"

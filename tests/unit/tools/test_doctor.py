@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels import fused, kernel_check, reference
-from megatron.core.kernels.kernel_check import TOLERANCE, chosen_kernel_errors, op_trials
+from megatron.core.kernels.kernel_check import TOLERANCE, trials_for_ops_of_run, try_chosen_kernels
 from megatron.core.kernels.table import Kernels, select_kernels
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.cli.device_checks import kernel_requirements
 from megatron.trust import doctor
-from megatron.trust.doctor import DoctorFinding, RunToDiagnose
+from megatron.trust.doctor import DoctorContext, DoctorFinding
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 
@@ -44,11 +44,11 @@ def tool() -> ModuleType:
     return importlib.import_module("megatron.tools.doctor")
 
 
-def subject(changes: dict[str, Any], mesh: Mesh, **kernels: Any) -> RunToDiagnose:
+def subject(changes: dict[str, Any], mesh: Mesh, **kernels: Any) -> DoctorContext:
     """A tiny run on this mesh, with other kernels in some places."""
     config = tiny.config(mesh.world.size, **changes)
     need = kernel_requirements(config, CPU)
-    return RunToDiagnose(
+    return DoctorContext(
         config,
         mesh,
         replace(select_kernels(need, config.model.all_requested_kernels), **kernels),
@@ -146,7 +146,7 @@ def _raises(*_: Any) -> Tensor:
 
 PLANTED: dict[str, dict[str, Any]] = {
     "forward": {
-        "attention": lambda q, k, v, mask, dropout, scores: fused.attention(
+        "attention": lambda q, k, v, mask, dropout, scores: fused.attention_by_sdpa(
             q, k, v, replace(mask, documents=None), dropout, scores
         )
     },
@@ -159,7 +159,7 @@ PLANTED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("planted", PLANTED)
 def test_a_broken_kernel_fails(planted: str) -> None:
-    rows = list(doctor.diagnose_kernel_results(subject(EVERYTHING, Mesh.single_process(), **PLANTED[planted])))
+    rows = list(doctor.diagnose_kernel_accuracy(subject(EVERYTHING, Mesh.single_process(), **PLANTED[planted])))
     failed = [row for row in rows if row.status == "FAIL"]
     (op,) = PLANTED[planted]
     assert len(failed) == 1 and failed[0].finding.startswith(op) and "rank 0 (machine0)" in failed[0].finding, rows
@@ -195,7 +195,7 @@ def test_a_scan_that_goes_on_into_the_next_document_fails(op: str) -> None:
 
     found = {}
     for name, planted in (("sound", {}), ("blind", {op: blind})):
-        rows = list(doctor.diagnose_kernel_results(subject(STATES, Mesh.single_process(), **planted)))
+        rows = list(doctor.diagnose_kernel_accuracy(subject(STATES, Mesh.single_process(), **planted)))
         found[name] = [row.finding.split()[0] for row in rows if row.status == "FAIL"]
     assert found == {"sound": [], "blind": [op]}
 
@@ -210,13 +210,13 @@ def test_sound_kernels_are_far_within_the_tolerance(dtype: str) -> None:
         {"window_size": "4,0", "group_query_attention": True, "num_query_groups": 1},
     ):
         one = subject({**changes, **({dtype: True} if dtype != "fp32" else {})}, Mesh.single_process())
-        found = chosen_kernel_errors(one.kernels, one.config, one.need, CPU)
+        found = try_chosen_kernels(one.kernels, one.config, one.need, CPU)
         assert all(error < TOLERANCE[one.need.dtype] / 4 for error in found.values()), found
 
 
 def test_all_kernels_of_the_machine_are_tried_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     one = replace(subject(EVERYTHING, Mesh.single_process()), all_kernels=True)
-    tried = {row.finding.split(" in ")[0] for row in doctor.diagnose_kernel_results(one)}
+    tried = {row.finding.split(" in ")[0] for row in doctor.diagnose_kernel_accuracy(one)}
     assert tried == {
         "attention by fused",
         "attention by unfused",
@@ -236,7 +236,7 @@ def test_all_kernels_of_the_machine_are_tried_when_it_is_asked_for(monkeypatch: 
         replace(each, kernel=_raises) if each.name == "unfused" else each for each in kernel_check.CANDIDATES
     )
     monkeypatch.setattr(kernel_check, "CANDIDATES", broken)
-    (failed,) = (row for row in doctor.diagnose_kernel_results(one) if row.status == "FAIL")
+    (failed,) = (row for row in doctor.diagnose_kernel_accuracy(one) if row.status == "FAIL")
     assert (
         failed.finding.startswith("attention by unfused")
         and "choose another than --attention-backend unfused" in failed.mend
@@ -245,7 +245,7 @@ def test_all_kernels_of_the_machine_are_tried_when_it_is_asked_for(monkeypatch: 
 
 def test_every_trial_is_of_an_op_that_the_table_knows() -> None:
     one = subject(EVERYTHING, Mesh.single_process())
-    assert {trial.op for trial in op_trials(one.config, one.need)} <= {
+    assert {trial.op for trial in trials_for_ops_of_run(one.config, one.need)} <= {
         field.name for field in dataclasses.fields(Kernels)
     }
 
@@ -264,12 +264,12 @@ def examine_apart(folder: str, broken: bool) -> list[DoctorFinding]:
             here = replace(here, kernels=replace(here.kernels, layer_norm=PLANTED["backward"]["rms_norm"]))
         checks = (
             doctor.diagnose_devices,
-            doctor.diagnose_kernel_results,
+            doctor.diagnose_kernel_accuracy,
             doctor.diagnose_links,
-            doctor.diagnose_clocks,
+            doctor.diagnose_clock_skew,
             doctor.diagnose_system_limits,
-            doctor.diagnose_data_files,
-            doctor.diagnose_checkpoint_folders,
+            doctor.diagnose_same_data_files,
+            doctor.diagnose_shared_checkpoints,
             doctor.diagnose_disk,
         )
         return [row for check in checks for row in check(here)]

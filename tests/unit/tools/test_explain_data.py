@@ -19,11 +19,11 @@ from megatron.core.datasets.indexed import DataError, IndexedDataset
 from megatron.core.kernels.table import KernelRequirements, select_kernels
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.tools.explain_data import main
-from megatron.training.cli.arguments import config_of, read_args
+from megatron.training.cli.arguments import parse_args_or_raise, run_config_of_args
 from megatron.training.data.batch import Batch
 from megatron.training.data.inspect_samples import MicrobatchDescription, ResumeCounters, RunDataInspector
 from megatron.training.loop import pretrain
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 from tests.helpers import tiny
 from tests.helpers.programme import SEQUENCE, TINY, VOCABULARY, write_tokens
 from tests.helpers.world import Worlds
@@ -53,7 +53,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def real_run(flags: list[str]) -> list[tuple[int, list[list[int]]]]:
     """Train on the ranks that there are. Returns what the first stage was fed: (iteration, tokens [b, s])."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    config = config_of(read_args(flags, world_size=ranks), ranks)
+    config = run_config_of_args(parse_args_or_raise(flags, world_size=ranks), ranks)
     config = replace(config, model=config.model.with_vocabulary(VOCABULARY + 1, config.parallel.tp))
     run = replace(
         tiny.run_of(config),
@@ -65,7 +65,7 @@ def real_run(flags: list[str]) -> list[tuple[int, list[list[int]]]]:
     )
     fed: list[tuple[int, list[list[int]]]] = []
 
-    def forward_step(run: Run, batches: Iterator[Batch], stage: Any) -> Any:
+    def forward_step(run: RunContext, batches: Iterator[Batch], stage: Any) -> Any:
         batch = next(batches)
         if stage.training and stage.stage.has_embedding:
             fed.append((run.progress.iteration + 1, batch.tokens.tolist()))
@@ -78,7 +78,7 @@ def real_run(flags: list[str]) -> list[tuple[int, list[list[int]]]]:
 def explanation_of(flags: list[str], ranks: int, **options: Any) -> RunDataInspector:
     """What the tool would say about these flags."""
     return RunDataInspector(
-        config_of(read_args(flags, world_size=ranks), ranks),
+        run_config_of_args(parse_args_or_raise(flags, world_size=ranks), ranks),
         NullTokenizer(VOCABULARY + 1),
         world_size=ranks,
         entry="gpt",

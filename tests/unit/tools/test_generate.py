@@ -151,7 +151,7 @@ def test_few_lines_are_held_at_once(tool: ModuleType) -> None:
             yield read, '{"ids": [1]}'
 
     given = tool.parse_arguments(["--load", "x", "--input", "x", "--output", "x", "--num-tokens", "3"])
-    found = tool.generate_answers(engine_of(network(), together=2), endless(), given)
+    found = tool.generate_outputs_in_order(engine_of(network(), together=2), endless(), given)
     for _ in range(20):
         next(found)
     assert read <= 20 + tool.AHEAD * 2 + 2

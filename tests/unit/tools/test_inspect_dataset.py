@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from megatron.core.config.settings.data import TokenizerConfig
-from megatron.core.datasets import pair_check, storage
+from megatron.core.datasets import bin_idx_check, storage
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
-from megatron.core.tokenizers.base import tokenizer_fingerprint
+from megatron.core.tokenizers.base import tokenizer_fingerprint_fields
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.tools import inspect_dataset
 
@@ -23,7 +23,9 @@ BYTES = ["--tokenizer-type", "ByteTokenizer"]
 def prefix(tmp_path: Path) -> str:
     """Four documents as bytes, one of them empty, one of two sequences."""
     tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="ByteTokenizer"))
-    with IndexedDatasetBuilder(tmp_path / "data", np.uint16, tokenizer=tokenizer_fingerprint(tokenizer)) as builder:
+    with IndexedDatasetBuilder(
+        tmp_path / "data", np.uint16, tokenizer=tokenizer_fingerprint_fields(tokenizer)
+    ) as builder:
         for text in TEXTS:
             half = len(text) // 2 if text == TEXTS[2] else 0
             for part in (text[:half], text[half:]):
@@ -112,7 +114,7 @@ def verified(prefix: str, capsys: pytest.CaptureFixture, *arguments: str) -> lis
 
 @pytest.mark.parametrize("piece", [storage.COPY_BYTES, 16])
 def test_a_good_pair_is_verified(prefix, capsys, monkeypatch, piece):
-    monkeypatch.setattr(pair_check, "COPY_BYTES", piece)
+    monkeypatch.setattr(bin_idx_check, "COPY_BYTES", piece)
     assert verified(prefix, capsys) == []
     assert "everything fits" in output(capsys, prefix, "--verify")
 
@@ -126,7 +128,7 @@ def change(path: str, at: int, content: bytes) -> None:
 
 @pytest.mark.parametrize("piece", [storage.COPY_BYTES, 16])
 def test_an_id_outside_the_vocabulary_is_placed(prefix, capsys, monkeypatch, piece):
-    monkeypatch.setattr(pair_check, "COPY_BYTES", piece)
+    monkeypatch.setattr(bin_idx_check, "COPY_BYTES", piece)
     change(f"{prefix}.bin", 2 * 25, struct.pack("<H", 300))
     place, checksum = verified(prefix, capsys)
     assert "1 numbers are outside the vocabulary of 257, first 300 at token 25 of the file, in sequence 2" in place

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.core.config.flags import flag_fields, flag_spellings
 from megatron.core.config.settings.run import RequestedRun
-from megatron.trust.flags.command import parse_command
+from megatron.trust.flags.command import parse_training_command
 
 CONFIGS = json.loads((Path(__file__).parent / "megatron_configs.json").read_text())["configs"]
 SEVERAL = {
@@ -48,7 +48,7 @@ def words(args: Mapping[str, Any]) -> list[str]:
 def answer(config: Mapping[str, Any]) -> list[str]:
     """What keeps the command line from starting, a sentence each."""
     script = config["script"].rpartition("/")[2]
-    command = parse_command(["torchrun", f"--nproc_per_node={config['gpus']}", script, *words(config["args"])])
+    command = parse_training_command(["torchrun", f"--nproc_per_node={config['gpus']}", script, *words(config["args"])])
     problems = list(command.unread)
     if command.setting:
         problems += dataclasses.replace(command.setting, whole=True, device="cuda").find_broken_rules()

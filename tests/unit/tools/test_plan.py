@@ -90,7 +90,7 @@ def test_a_plan_has_the_vocabulary_of_the_tokenizer_at_hand(
 def test_ranks_that_would_wait_forever_are_found(
     tool: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dry_run = tool.dry_runner(hardware_of("a100-40"))
+    dry_run = tool.make_dry_runner(hardware_of("a100-40"))
 
     def without_a_send(config: RunConfig, world_size: int) -> DryRunResult:
         run = dry_run(config, world_size)
@@ -100,7 +100,7 @@ def test_ranks_that_would_wait_forever_are_found(
             run, traces=(replace(first, events=first.events[:place] + first.events[place + 1 :]), *run.traces[1:])
         )
 
-    monkeypatch.setattr(tool, "dry_runner", lambda _: without_a_send)
+    monkeypatch.setattr(tool, "make_dry_runner", lambda _: without_a_send)
     out, _ = report(tool, capsys, f"{OWN} --world-size 2 --gpu a100-40 {RUN} {PP2}", 1)
     assert out.startswith("NEVER ENDS (see below), and FITS") and "megatron/core/pipeline_parallel/executor.py:" in out
 

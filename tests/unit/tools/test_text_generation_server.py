@@ -26,7 +26,7 @@ pytest.importorskip("fastapi", reason="fastapi is not installed; the extra `serv
 pytest.importorskip("uvicorn", reason="uvicorn is not installed; the extra `server` brings it")
 
 from megatron.core.config.settings.inference import InferenceConfig
-from megatron.evaluation.reward import RewardModel
+from megatron.evaluation.reward_model import RewardModel
 from megatron.inference.engine import Engine
 from megatron.inference.requests import GenerationRequest
 from megatron.inference.sampling import SamplingParams

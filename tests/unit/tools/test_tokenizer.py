@@ -12,7 +12,7 @@ import sentencepiece
 import tokenizers
 from transformers import GPT2TokenizerFast
 
-from megatron.core.tokenizers.sample import DIFFICULT
+from megatron.core.tokenizers.difficult_texts import DIFFICULT
 from megatron.tools import tokenizer as tool
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.models.describe import count_parameters
-from megatron.training.cli.arguments import config_of, read_args
+from megatron.training.cli.arguments import parse_args_or_raise, run_config_of_args
 from tests.helpers.architecture import ROOT
 from tests.unit.tools_and_examples.test_launchers import Command, bash, launch
 
@@ -23,8 +23,8 @@ PATHS = ("checkpoints", "tensorboard", "vocab.txt", "corpus_text_sentence")
 def read(command: Command, entry: str) -> RunConfig:
     """The checked config of the run."""
     assert command.entry == f"pretrain_{entry}.py" and (ROOT / command.entry).is_file()
-    return config_of(
-        read_args(command.flags, defaults={"architecture": entry}, world_size=command.ranks), command.ranks
+    return run_config_of_args(
+        parse_args_or_raise(command.flags, defaults={"architecture": entry}, world_size=command.ranks), command.ranks
     )
 
 

@@ -13,7 +13,7 @@ from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.families.registry import FAMILIES, lost_settings
 from megatron.core.models.describe import global_parameter_shapes
 from megatron.core.parallel.boxes import whole_box
-from megatron.trust.flags.command import parse_command
+from megatron.trust.flags.command import parse_training_command
 from tests.helpers.architecture import ROOT
 from tests.unit.families.test_settings import PUBLISHED
 from tests.unit.tools_and_examples.test_launchers import bash, launch
@@ -73,9 +73,9 @@ def test_a_large_launcher_fits_its_machines_and_describes_the_published_network(
     )
     assert (config.tokenizer.tokenizer_model, config.data.data_path) == (PATHS[2], (PATHS[3],))
     model = config.model.with_vocabulary(rows, 1)
-    assert sum(whole_box(shape).size for shape in global_parameter_shapes(model).values()) / 1e9 == pytest.approx(
-        billions, rel=0.006
-    )
+    assert sum(
+        whole_box(shape).num_elements for shape in global_parameter_shapes(model).values()
+    ) / 1e9 == pytest.approx(billions, rel=0.006)
     assert lost_settings(model, FAMILIES[family]) == []
 
 
@@ -92,7 +92,7 @@ def test_a_launcher_with_adapters_trains_them_beside_the_published_network(name:
         for name, shape in global_parameter_shapes(model).items()
         if is_trained_parameter(name, model.adapter)
     }
-    assert sum(whole_box(shape).size for shape in shapes.values()) / 1e6 == pytest.approx(millions, rel=0.01)
+    assert sum(whole_box(shape).num_elements for shape in shapes.values()) / 1e6 == pytest.approx(millions, rel=0.01)
     assert lost_settings(replace(model, adapter=AdapterConfig()), FAMILIES[family]) == []
     done = bash([str(ROOT / "examples" / name)], tmp_path)
     assert done.returncode == 2 and f"bash examples/{name} CHECKPOINTS" in done.stderr and "LAUNCH=echo" in done.stderr
@@ -101,7 +101,7 @@ def test_a_launcher_with_adapters_trains_them_beside_the_published_network(name:
 def test_the_launcher_of_preferences_trains_the_published_network_beside_its_reference(tmp_path: Path) -> None:
     name = "examples/dpo/train_llama3_8b.sh"
     printed = bash([str(ROOT / name), *PATHS, "--lr", "0.125"], tmp_path, LAUNCH="echo torchrun").stdout
-    command = parse_command(shlex.split(printed))
+    command = parse_training_command(shlex.split(printed))
     assert not command.unread and command.setting is not None and command.finetuning is not None
     config = command.setting.with_elastic_layout().config.resolve(8)
     assert command.setting.world_size == 8 and config.schedule.lr == 0.125
@@ -121,7 +121,7 @@ def test_the_config_of_a_large_launcher_is_the_published_one(name: str, tmp_path
     model = (
         launch(f"examples/{name}", *PATHS, folder=tmp_path).config().model.with_vocabulary(published["vocab_size"], 1)
     )
-    found = FAMILIES[family].make_config(model, published)
+    found = FAMILIES[family].to_hf_config(model, published)
     trained = ("attention_dropout", "initializer_range")  # how it is trained says nothing of the network
     assert {key: found.get(key) for key in published if key not in trained and published[key] is not False} == {
         key: value for key, value in published.items() if key not in trained and value is not False
@@ -153,6 +153,6 @@ def test_megatrons_hybrids_start_with_its_flags(scale: str, layers: str, billion
     assert command.entry == "pretrain_mamba.py" and command.ranks == 8 and f"{symbols.count('-')} MLPs" == layers
     assert symbols.count("*") == 4 and len(symbols) == config.model.num_layers
     shapes = global_parameter_shapes(config.model.with_vocabulary(32000 if scale == "800M" else 256000, 1))
-    assert sum(whole_box(shape).size for shape in shapes.values()) / 1e9 == pytest.approx(billions, rel=0.005)
+    assert sum(whole_box(shape).num_elements for shape in shapes.values()) / 1e9 == pytest.approx(billions, rel=0.005)
     done = bash([str(ROOT / "examples/mamba/train.sh")], tmp_path)
     assert done.returncode == 2 and "bash examples/mamba/train.sh DATA TOKENIZER" in done.stderr

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.config.settings.run import RunConfig
-from megatron.training.cli.arguments import config_of, read_args
+from megatron.training.cli.arguments import parse_args_or_raise, run_config_of_args
 from megatron.training.data.microbatches import BatchSchedule
 from tests.helpers.architecture import ROOT
 
@@ -48,7 +48,7 @@ class Command:
     def config(self) -> RunConfig:
         """The checked config of the run; the batch must be cut evenly over its whole course."""
         assert (ROOT / self.entry).is_file(), f"{self.entry} is no entry script"
-        config = config_of(read_args(self.flags, world_size=self.ranks), self.ranks)
+        config = run_config_of_args(parse_args_or_raise(self.flags, world_size=self.ranks), self.ranks)
         BatchSchedule.build(
             config.train,
             data_parallel_size=config.parallel.data_parallel_size(self.ranks),

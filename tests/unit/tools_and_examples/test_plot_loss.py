@@ -121,7 +121,9 @@ def test_the_entropy_is_the_mean_surprise_of_the_tokens(tmp_path: Path) -> None:
     tokens = np.random.default_rng(0).integers(0, 40, 500) ** 2 // 40
     prefix = write_tokens(tmp_path / "some", [tokens[:200].tolist(), tokens[200:].tolist()])
     surprise = [-math.log(np.mean(tokens == token)) for token in tokens]
-    assert unigram_entropy.entropy(unigram_entropy.token_counts(prefix)) == pytest.approx(np.mean(surprise))
+    assert unigram_entropy.entropy_of_counts(unigram_entropy.count_tokens_by_id(prefix)) == pytest.approx(
+        np.mean(surprise)
+    )
 
 
 def test_a_missing_or_empty_token_file_is_explained(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ OPTIONAL = {
     "megatron/tools/run_text_generation_server.py": {"uvicorn"},
     f"{SERVER}app.py": {"fastapi", "starlette"},
     f"{SERVER}scoring.py": {"fastapi"},
-    f"{SERVER}run.py": {"uvicorn"},
+    f"{SERVER}http_server.py": {"uvicorn"},
     f"{SERVER}connections.py": {"uvicorn"},
     "megatron/evaluation/harness.py": {"lm_eval"},
     "megatron/evaluation/plugin.py": {"lm_eval"},

@@ -17,7 +17,7 @@ from megatron.tasks.flags import TaskConfig, task_flag_defaults
 from megatron.tasks.glue import read_glue_samples
 from megatron.tasks.race import read_race_questions
 from megatron.tasks.zeroshot import read_lambada_passages, read_perplexity_text
-from megatron.training.cli.arguments import config_of, read_args, read_flags
+from megatron.training.cli.arguments import parse_args_or_raise, parse_args_unchecked, run_config_of_args
 from tests.helpers.architecture import ROOT
 from tests.unit.tools_and_examples.test_launchers import bash, launch
 
@@ -32,8 +32,8 @@ PATHS = ("pretrained", "vocab.txt", "data", "checkpoints")
 
 def read(flags: list[str], ranks: int) -> tuple[TaskConfig, RunConfig]:
     """What tasks/main.py makes of its command line."""
-    args = read_args(flags, world_size=ranks, extra=(TaskConfig,), defaults=task_flag_defaults(flags))
-    return config_from_namespace(TaskConfig, args), config_of(args, ranks)
+    args = parse_args_or_raise(flags, world_size=ranks, extra=(TaskConfig,), defaults=task_flag_defaults(flags))
+    return config_from_namespace(TaskConfig, args), run_config_of_args(args, ranks)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -64,7 +64,7 @@ def test_the_large_launchers_have_megatrons_recipe(name: str, tmp_path: Path) ->
 def test_the_zero_shot_launcher_takes_the_network_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     words = (name, "saved", "v.json", "m.txt", "text", "--overlapping-eval", "8")
     command = launch("examples/tasks/evaluate_zeroshot_gpt.sh", *words, folder=tmp_path)
-    args = read_flags(command.flags, extra=(TaskConfig,), defaults=task_flag_defaults(command.flags))
+    args = parse_args_unchecked(command.flags, extra=(TaskConfig,), defaults=task_flag_defaults(command.flags))
     assert [problem for problem in args.problems if "holds no" not in problem] == [], "only the checkpoint is missing"
     assert (args.task, args.valid_data, args.strict_lambada, args.overlapping_eval) == (
         name,

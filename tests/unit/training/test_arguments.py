@@ -14,17 +14,16 @@ from typing import Any, Literal
 import pytest
 import yaml
 
-from megatron.core.config.flags import (
-    ConfigError,
-    config_from_namespace,
-    config_to_values,
-    flag,
-    flag_fields,
-    flag_name,
-)
+from megatron.core.config.flags import ConfigError, config_from_namespace, config_to_dict, flag, flag_fields, flag_name
 from megatron.core.config.settings.run import RequestedRun
-from megatron.core.dist_checkpointing import store
-from megatron.training.cli.arguments import config_of, make_parser, parse_args, read_args, read_flags
+from megatron.core.dist_checkpointing import checkpoint_folders
+from megatron.training.cli.arguments import (
+    make_parser,
+    parse_args,
+    parse_args_or_raise,
+    parse_args_unchecked,
+    run_config_of_args,
+)
 from tests.helpers.programme import trained, write_tokens
 
 NEEDED = (
@@ -43,13 +42,13 @@ class Extra:
 
 def read(words: str = "", **keywords: Any) -> argparse.Namespace:
     """NEEDED and more."""
-    return read_args([*NEEDED, *words.split()], **keywords)
+    return parse_args_or_raise([*NEEDED, *words.split()], **keywords)
 
 
 def problems(words: list[str], **keywords: Any) -> list[str]:
     """The lines of the error, without its heading."""
     with pytest.raises(ConfigError) as caught:
-        read_args(words, **keywords)
+        parse_args_or_raise(words, **keywords)
     return [line.strip() for line in str(caught.value).splitlines()[1:]]
 
 
@@ -110,7 +109,7 @@ def test_a_namespace_becomes_the_config_it_came_from() -> None:
         and config.train.rampup_batch_size == (2, 2, 8)
         and config.train.iterations_to_skip == (3,)
     )
-    again = config_from_namespace(RequestedRun, argparse.Namespace(**config_to_values(config)))
+    again = config_from_namespace(RequestedRun, argparse.Namespace(**config_to_dict(config)))
     assert again == config
 
 
@@ -120,8 +119,8 @@ def test_words_are_not_abbreviated() -> None:
 
 def test_the_defaults_of_a_script_hold_where_nothing_is_given() -> None:
     words = [word for word in NEEDED if word not in ("--tokenizer-type", "NullTokenizer")]
-    assert read_args(words, defaults={"tokenizer_type": "ByteTokenizer"}).tokenizer_type == "ByteTokenizer"
-    assert read_args(NEEDED, defaults={"tokenizer_type": "ByteTokenizer"}).tokenizer_type == "NullTokenizer"
+    assert parse_args_or_raise(words, defaults={"tokenizer_type": "ByteTokenizer"}).tokenizer_type == "ByteTokenizer"
+    assert parse_args_or_raise(NEEDED, defaults={"tokenizer_type": "ByteTokenizer"}).tokenizer_type == "NullTokenizer"
 
 
 def test_a_script_adds_flags_of_its_own() -> None:
@@ -155,7 +154,7 @@ def test_a_yaml_file_gives_flags_under_any_headings(tmp_path: Path) -> None:
             }
         )
     )
-    args = read_args(["--yaml-cfg", str(file)])
+    args = parse_args_or_raise(["--yaml-cfg", str(file)])
     values = {
         name: getattr(args, name)
         for name in (
@@ -187,7 +186,7 @@ def test_the_command_line_wins_over_the_yaml_file_on_both_sides_of_it(tmp_path: 
     file = tmp_path / "run.yaml"
     file.write_text("num_layers: 8\nadd_bias_linear: false\nseed: 99\n")
     parts = [form.format(file).split(), [*NEEDED, "--add-bias-linear"]]
-    args = read_args([word for part in (parts if order else parts[::-1]) for word in part])
+    args = parse_args_or_raise([word for part in (parts if order else parts[::-1]) for word in part])
     assert (args.num_layers, args.add_bias_linear, args.seed) == (2, True, 99)
 
 
@@ -212,7 +211,7 @@ def test_a_yaml_file_that_cannot_be_used_is_named(tmp_path: Path, content: str |
     if content is not None:
         file.write_text(content)
     with pytest.raises(ConfigError, match=message) as caught:
-        read_args([*NEEDED, "--yaml-cfg", str(file)])
+        parse_args_or_raise([*NEEDED, "--yaml-cfg", str(file)])
     assert str(file) in str(caught.value)
 
 
@@ -315,7 +314,7 @@ def test_parse_args_prints_the_message_and_exits_with_two(capsys: pytest.Capture
 
 
 def test_read_flags_leaves_rules_alone() -> None:
-    args = read_flags(["--num-layers", "3", "--num-leyers", "3"])
+    args = parse_args_unchecked(["--num-layers", "3", "--num-leyers", "3"])
     assert args.num_layers == 3 and len(args.problems) == 1
 
 
@@ -323,14 +322,14 @@ def test_read_flags_leaves_rules_alone() -> None:
 
 
 def test_the_batch_is_one_microbatch_on_every_rank_when_it_is_not_given() -> None:
-    assert config_of(read(), 1).train.global_batch_size == 2
+    assert run_config_of_args(read(), 1).train.global_batch_size == 2
     args = read("--tensor-model-parallel-size 2", world_size=8)
-    assert config_of(args, 8).train.global_batch_size == 2 * 4
+    assert run_config_of_args(args, 8).train.global_batch_size == 2 * 4
 
 
 def test_a_batch_schedule_counts_in_its_last_batch() -> None:
     args = read("--step-batch-size-schedule 0:2,64:8")
-    assert config_of(args, 1).train.global_batch_size == 8
+    assert run_config_of_args(args, 1).train.global_batch_size == 8
 
 
 def test_old_spellings_are_translated_and_told() -> None:
@@ -379,7 +378,7 @@ SHORT = "--seq-length 16 --micro-batch-size 2 --lr 1e-3 --train-iters 4 --mock-d
 
 
 def test_use_checkpoint_args_takes_the_shape_and_the_tokenizer(checkpoint: str) -> None:
-    args = read_args([*SHORT, "--load", checkpoint, "--num-layers", "7"])
+    args = parse_args_or_raise([*SHORT, "--load", checkpoint, "--num-layers", "7"])
     taken = (
         "num_layers",
         "hidden_size",
@@ -397,41 +396,46 @@ def test_use_checkpoint_args_takes_the_shape_and_the_tokenizer(checkpoint: str) 
         "what is free stays the command line's"
     )
     saved = json.loads((Path(checkpoint) / "iter_0000001" / "config.json").read_text())["values"]
-    config = config_of(args, 1)
+    config = run_config_of_args(args, 1)
     assert config.model.ffn_hidden_size == saved["ffn_hidden_size"] and config.model.kv_channels == saved["kv_channels"]
 
 
 def test_the_tokenizer_of_the_command_line_is_kept_on_demand(checkpoint: str) -> None:
     words = [*SHORT, "--load", checkpoint, "--tokenizer-type", "NullTokenizer", "--vocab-size", "77"]
-    assert read_args(words).vocab_size == 31
-    args = read_args([*words, "--no-use-tokenizer-model-from-checkpoint-args"])
+    assert parse_args_or_raise(words).vocab_size == 31
+    args = parse_args_or_raise([*words, "--no-use-tokenizer-model-from-checkpoint-args"])
     assert args.vocab_size == 77 and args.num_layers == 3
 
 
 @pytest.fixture
 def before(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The checkpoint as it would have been saved when NullTokenizer had an id more than --vocab-size."""
-    describe = store.read_run_description
+    describe = checkpoint_folders.read_saved_run_config
     monkeypatch.setattr(
-        store,
-        "read_run_description",
+        checkpoint_folders,
+        "read_saved_run_config",
         lambda folder: dataclasses.replace(describe(folder), values={**describe(folder).values, "vocab_size": 30}),
     )
     return checkpoint
 
 
 def test_a_null_tokenizer_goes_on_with_the_ids_that_it_had(before: str) -> None:
-    assert read_args([*SHORT, "--load", before]).vocab_size == 31
-    args = read_args([*NEEDED, "--load", before])
+    assert parse_args_or_raise([*SHORT, "--load", before]).vocab_size == 31
+    args = parse_args_or_raise([*NEEDED, "--load", before])
     assert args.vocab_size == 31 and args.messages[-1].startswith(
         f"--vocab-size 30 is taken as 31, which NullTokenizer had when {before}"
     )
-    assert read_args([*NEEDED, "--pretrained-checkpoint", before]).vocab_size == 31
-    args = read_args([*NEEDED, "--vocab-size", "31", "--load", before])
+    assert parse_args_or_raise([*NEEDED, "--pretrained-checkpoint", before]).vocab_size == 31
+    args = parse_args_or_raise([*NEEDED, "--vocab-size", "31", "--load", before])
     assert args.vocab_size == 31 and not args.messages
-    assert read_args([*NEEDED, "--load", str(Path(before).parent), "--save", str(Path(before).parent)]).vocab_size == 30
+    assert (
+        parse_args_or_raise(
+            [*NEEDED, "--load", str(Path(before).parent), "--save", str(Path(before).parent)]
+        ).vocab_size
+        == 30
+    )
 
 
 def test_a_folder_without_a_checkpoint_to_take_from_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no complete checkpoint to take the settings from"):
-        read_args([*SHORT, "--load", str(tmp_path)])
+        parse_args_or_raise([*SHORT, "--load", str(tmp_path)])

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 import pretrain_gpt
-from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
-from megatron.core.dist_checkpointing.store import find_checkpoint
+from megatron.core.dist_checkpointing.checkpoint_folders import find_checkpoint
+from megatron.core.dist_checkpointing.saved import open_native_checkpoint
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.spec import param_spec_of
 from megatron.tools.replay import PROVIDERS, main
 from megatron.training.data.batch import Batch, LossFunction
-from megatron.training.health.bad_steps import AnomalyLimits, BadStepError, StepHistory, StepValidator
-from megatron.training.run import Run
+from megatron.training.health.bad_steps import BadStepError, EnabledStepChecks, StepHistory, StepValidator
+from megatron.training.run import RunContext
 from megatron.training.step import train_step
 from megatron.trust.compare.replay import replay_failure_dump
 from tests.helpers import tiny
@@ -37,7 +37,7 @@ def spoiling(iteration: int, spoil: Callable[[GPTModel, Tensor], Tensor]) -> Cal
     """Megatron's forward step, which in one iteration hands its output through `spoil`, the first time that it comes by."""
     done: list[int] = []
 
-    def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[Tensor, LossFunction]:
+    def forward_step(run: RunContext, batches: Iterator[Batch], stage: GPTModel) -> tuple[Tensor, LossFunction]:
         output, loss = pretrain_gpt.forward_step(run, batches, stage)
         if stage.training and run.progress.iteration + 1 == iteration and len(done) < 4:  # its four microbatches
             done.append(1)
@@ -54,7 +54,7 @@ def not_a_number(stage: GPTModel, output: Tensor) -> Tensor:
 
 def weights(folder: Path) -> dict[str, Tensor]:
     """The weights in the newest checkpoint of a folder."""
-    saved = open_saved_checkpoint(find_checkpoint(folder).folder)
+    saved = open_native_checkpoint(find_checkpoint(folder).folder)
     return {
         name: saved.read(name, Box((0,) * len(found.shape), tuple(found.shape))).clone()
         for name, found in saved.formats.items()
@@ -114,7 +114,7 @@ def test_a_run_that_stops_says_what_is_bad_and_where_the_evidence_is(tmp_path: P
 
 
 def test_more_bad_steps_than_allowed_stop_a_run(tmp_path: Path) -> None:
-    def often(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[Tensor, LossFunction]:
+    def often(run: RunContext, batches: Iterator[Batch], stage: GPTModel) -> tuple[Tensor, LossFunction]:
         output, loss = pretrain_gpt.forward_step(run, batches, stage)
         return output * math.nan, loss
 
@@ -125,7 +125,7 @@ def test_more_bad_steps_than_allowed_stop_a_run(tmp_path: Path) -> None:
 
 
 def test_unusual_losses_and_norms_are_told_from_usual_ones() -> None:
-    memory = StepHistory(AnomalyLimits(finite=True, spikes=True, large=True))
+    memory = StepHistory(EnabledStepChecks(finite=True, spikes=True, large=True))
     random = torch.Generator().manual_seed(1)
     for step in range(60):
         noise = float(torch.randn((), generator=random))
@@ -135,7 +135,7 @@ def test_unusual_losses_and_norms_are_told_from_usual_ones() -> None:
     assert "lm loss is nan" in memory.find_problem({"lm loss": math.nan}, 1.0)
     assert "gradient norm is inf" in memory.find_problem({"lm loss": 2.7}, math.inf)
     assert memory.find_problem({"lm loss": 2.7}, 1.2) == "", "what was bad is not remembered"
-    assert StepHistory(AnomalyLimits(True, True, True)).find_problem({"lm loss": 4.0}, 40.0) == "", (
+    assert StepHistory(EnabledStepChecks(True, True, True)).find_problem({"lm loss": 4.0}, 40.0) == "", (
         "at the start, nothing is unusual"
     )
 

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.config.settings.data import ChatConfig, DataConfig
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.settings.data import DataConfig, SFTDataConfig
+from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.datasets.blend import build_gpt_datasets
 from megatron.core.datasets.chat import ChatDataset
 from megatron.core.datasets.samplers import collate
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.build import NullTokenizer
-from megatron.training.data.batch import Batch, masked_loss
+from megatron.training.data.batch import Batch, masked_loss_sum
 from megatron.training.data.sample_order import stages_read_data
-from megatron.training.loader import split_microbatches
+from megatron.training.loader import microbatches_of_split
 from tests.helpers import tiny
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ class Logits:
     def __init__(self, **changes: Any) -> None:
         run = tiny.run_of(tiny.config(1, sft=True, fp64=True, **changes))
         self.data = run.config.data
-        self.model = GPTModel(pipeline_stages_of(run.config)[0], run.layer_build_context).materialize(3)
+        self.model = GPTModel(stage_specs_of_run(run.config)[0], run.layer_build_context).materialize(3)
 
     def __call__(self, sample: dict[str, np.ndarray]) -> torch.Tensor:
         batch = Batch.from_arrays(collate([sample]), CPU, positions=self.data.restarts_positions)
@@ -116,9 +116,9 @@ def test_layers_are_told_positions_and_documents_when_the_settings_ask(
         test_samples=0,
         tokenizer=run.tokenizer,
     )
-    batch = next(split_microbatches(run, train, consumed_samples=0, reads=True))
+    batch = next(microbatches_of_split(run, train, consumed_samples=0, reads=True))
     assert (batch.positions is not None, batch.documents is not None) == (told, apart)
-    middle = pipeline_stages_of(tiny.config(4, pipeline_model_parallel_size=4, **changes))[1]
+    middle = stage_specs_of_run(tiny.config(4, pipeline_model_parallel_size=4, **changes))[1]
     assert stages_read_data(run.config, [middle]) == (told or apart), (
         "a stage between the ends reads what its layers are told"
     )
@@ -138,7 +138,7 @@ def test_a_stage_between_the_ends_reads_the_loss_mask_when_its_experts_losses_co
     changes: dict[str, Any], reads: bool
 ) -> None:
     settings = tiny.config(4, pipeline_model_parallel_size=4, num_experts=4, **changes)
-    assert stages_read_data(settings, [pipeline_stages_of(settings)[1]]) == reads
+    assert stages_read_data(settings, [stage_specs_of_run(settings)[1]]) == reads
 
 
 def cu_seqlens(tokens: list[int], eod: int) -> list[int]:
@@ -172,10 +172,10 @@ def test_inter_document_masking_is_documents_apart_with_positions_of_their_own()
 
 def test_the_loss_is_a_sum_over_the_tokens_that_count() -> None:
     losses, mask = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]]), torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
-    total, count, report = masked_loss(losses, mask)
+    total, count, report = masked_loss_sum(losses, mask)
     assert (total.item(), count.item()) == (37.0, 3.0)
     assert report["lm loss"].tolist() == [37.0, 3.0]
 
 
 def test_a_run_may_ask_for_conversations_in_its_settings() -> None:
-    assert DataConfig(chat=ChatConfig(sft=True)).separates_documents and not DataConfig().restarts_positions
+    assert DataConfig(chat=SFTDataConfig(sft=True)).separates_documents and not DataConfig().restarts_positions

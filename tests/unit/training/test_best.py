@@ -9,8 +9,8 @@ import pytest
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import CheckpointConfig
-from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
-from megatron.core.dist_checkpointing.store import best_linked_iteration, complete_iterations
+from megatron.core.dist_checkpointing.checkpoint_folders import complete_iterations, iteration_of_best_link
+from megatron.core.dist_checkpointing.saved import open_native_checkpoint
 from megatron.core.parallel.mesh import Axis
 from megatron.training import loop
 from megatron.training.checkpoint.best import note_if_best
@@ -37,7 +37,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def saved_counters(folder: Path) -> dict[str, object]:
-    return dict(open_saved_checkpoint(folder).values["run.progress"])
+    return dict(open_native_checkpoint(folder).values["run.progress"])
 
 
 def test_the_best_checkpoint_survives_retention_and_is_the_same_in_a_resumed_run(planned: None, tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_the_best_checkpoint_survives_retention_and_is_the_same_in_a_resumed_run
     assert (resumed.progress.best_iteration, resumed.progress.best_value) == (3, 2.0)
     assert resumed.progress.best_figure == "min lm loss"
     for folder in (tmp_path / "straight", tmp_path / "parts"):
-        assert complete_iterations(folder) == [3, 7] and best_linked_iteration(folder) == 3
+        assert complete_iterations(folder) == [3, 7] and iteration_of_best_link(folder) == 3
         assert (folder / "best").readlink() == Path("iter_0000003")
     for name in ("best", "iter_0000007"):
         assert saved_counters(tmp_path / "straight" / name) == saved_counters(tmp_path / "parts" / name)
@@ -57,7 +57,7 @@ def test_the_best_checkpoint_survives_retention_and_is_the_same_in_a_resumed_run
         [*FLAGS, "--pretrained-checkpoint", str(tmp_path / "parts" / "best"), "--save", str(tmp_path / "new")]
     )
     assert (
-        started.progress.best_iteration == 3 and best_linked_iteration(tmp_path / "new") == 3
+        started.progress.best_iteration == 3 and iteration_of_best_link(tmp_path / "new") == 3
     )  # its own, not that of its start
 
 
@@ -66,7 +66,7 @@ def test_the_last_iteration_is_evaluated_before_its_save(
 ) -> None:
     monkeypatch.setitem(LOSSES, 7, 1.0)
     trained([*FLAGS, "--save", str(tmp_path), "--eval-interval", "3"])
-    assert complete_iterations(tmp_path) == [7] and best_linked_iteration(tmp_path) == 7
+    assert complete_iterations(tmp_path) == [7] and iteration_of_best_link(tmp_path) == 7
     assert saved_counters(tmp_path / "best")["best_value"] == 1.0
 
 

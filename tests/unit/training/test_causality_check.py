@@ -16,12 +16,12 @@ from megatron.core.context_parallel import attention as over_ranks
 from megatron.core.kernels import fused, reference
 from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.training.health.causality_check import (
-    attention_variants,
+    attention_mask_variants,
     find_attention_leak,
     leak_probe_length,
     require_causal_attention,
 )
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 
@@ -38,7 +38,7 @@ MLA = {
 }
 
 
-def run_with(kernel: Any = None, **changes: Any) -> Run:
+def run_with(kernel: Any = None, **changes: Any) -> RunContext:
     run = tiny.run_of(tiny.config(**changes))
     return run if kernel is None else replace(run, kernels=replace(run.kernels, attention=kernel))
 
@@ -71,19 +71,19 @@ def test_a_probe_is_long_enough_for_the_kernel_of_short_windows(monkeypatch: pyt
 def forgets_documents(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, dropout: float, scores: AttentionScoreModifiers
 ) -> Tensor:
-    return fused.attention(q, k, v, replace(mask, documents=None), dropout, scores)
+    return fused.attention_by_sdpa(q, k, v, replace(mask, documents=None), dropout, scores)
 
 
 def forgets_windows(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, dropout: float, scores: AttentionScoreModifiers
 ) -> Tensor:
-    return fused.attention(q, k, v, replace(mask, window=None), dropout, scores)
+    return fused.attention_by_sdpa(q, k, v, replace(mask, window=None), dropout, scores)
 
 
 def window_off_by_one(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, dropout: float, scores: AttentionScoreModifiers
 ) -> Tensor:
-    return fused.attention(
+    return fused.attention_by_sdpa(
         q, k, v, mask if mask.window is None else replace(mask, window=(mask.window[0] + 1, 0)), dropout, scores
     )
 
@@ -91,20 +91,20 @@ def window_off_by_one(
 def sees_the_future(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, dropout: float, scores: AttentionScoreModifiers
 ) -> Tensor:
-    return fused.attention(q, k, v, replace(mask, causal=False), dropout, scores)
+    return fused.attention_by_sdpa(q, k, v, replace(mask, causal=False), dropout, scores)
 
 
 def sees_one_ahead(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, dropout: float, scores: AttentionScoreModifiers
 ) -> Tensor:
-    return fused.attention(q, k, v, replace(mask, causal=False, window=(-1, 1)), dropout, scores)
+    return fused.attention_by_sdpa(q, k, v, replace(mask, causal=False, window=(-1, 1)), dropout, scores)
 
 
 def blurs_the_border(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, dropout: float, scores: AttentionScoreModifiers
 ) -> Tensor:
     moved = mask.documents if mask.documents is None else mask.documents.roll(1, dims=1)
-    return fused.attention(q, k, v, replace(mask, documents=moved), dropout, scores)
+    return fused.attention_by_sdpa(q, k, v, replace(mask, documents=moved), dropout, scores)
 
 
 def a_little_of_everything(
@@ -112,7 +112,7 @@ def a_little_of_everything(
 ) -> Tensor:
     """Masked scores are -10 and not minus infinity: a mask as some people wrote it."""
     seen = mask.as_bool_tensor(q.shape[0], k.shape[0], q.device)
-    return reference.attention(
+    return reference.softmax_attention(
         q, k, v, AttentionMaskSpec(causal=False), dropout, replace(scores, bias=torch.where(seen, 0.0, -10.0))
     )
 
@@ -174,7 +174,7 @@ def test_the_transport_over_context_ranks_is_probed_too(world: Worlds, transport
 
 def test_every_kind_of_layer_is_probed_once() -> None:
     run = run_with(**WINDOWS, **LONG)
-    found = attention_variants(run.layer_build_context, network_layer_plans(run.config.model))
+    found = attention_mask_variants(run.layer_build_context, network_layer_plans(run.config.model))
     assert [(kind.layer, kind.window) for kind in found] == [(0, (5, 0)), (1, None)]
     assert [leak_probe_length(run, kind) for kind in found] == [276, 256]
     assert find_attention_leak(run.layer_build_context, found[0], 276, separate=False) == ""

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.dist_checkpointing import store
-from megatron.core.dist_checkpointing.saved import open_saved_checkpoint
+from megatron.core.dist_checkpointing import checkpoint_folders
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.core.dist_checkpointing.saved import open_native_checkpoint
 from megatron.core.dist_checkpointing.saver import CheckpointSaver, HostSnapshotBuffer
-from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.hf import open_hf_folder
 from megatron.core.parallel.boxes import whole_box
-from megatron.core.tokenizers.base import tokenizer_fingerprint
+from megatron.core.tokenizers.base import tokenizer_fingerprint_fields
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.run import TrainingProgress
 from megatron.training.trainer import Trainer
@@ -200,7 +200,7 @@ def test_no_load_optim_keeps_counters_but_starts_optimizer_and_schedule_anew(tmp
 
 def test_what_was_not_saved_is_missed_unless_it_is_not_asked_for(tmp_path: Path) -> None:
     train_and_save(tmp_path, save_optim=False, save_rng=False)
-    names = open_saved_checkpoint(tmp_path / "iter_0000002").formats
+    names = open_native_checkpoint(tmp_path / "iter_0000002").formats
     assert names and all(name.startswith("model.") for name in names)
     with pytest.raises(CheckpointError) as caught:
         start(load=str(tmp_path))[1].resume()
@@ -258,7 +258,7 @@ def test_ckpt_step_goes_back_and_retention_keeps_multiples(tmp_path: Path) -> No
     for _ in range(5):
         train_on(trainer, 1)
         checkpoint.save()
-    assert store.complete_iterations(tmp_path) == [2, 4, 5]
+    assert checkpoint_folders.complete_iterations(tmp_path) == [2, 4, 5]
     back, checkpoint = start(load=str(tmp_path), ckpt_step=2)
     checkpoint.resume()
     assert back.progress.iteration == 2
@@ -350,13 +350,13 @@ def test_the_config_lies_beside_the_tensors_as_readable_json(tmp_path: Path) -> 
     train_and_save(tmp_path)
     content = json.loads((tmp_path / "iter_0000002" / "config.json").read_text())
     assert content["world_size"] == 1 and content["values"]["hidden_size"] == 32 and content["values"]["lr"] == 1e-2
-    assert store.checkpoint_model_settings(tmp_path)["num_attention_heads"] == 8
-    assert open_saved_checkpoint(tmp_path / "iter_0000002").values["run.config"] == content["values"]
+    assert checkpoint_folders.checkpoint_model_settings(tmp_path)["num_attention_heads"] == 8
+    assert open_native_checkpoint(tmp_path / "iter_0000002").values["run.config"] == content["values"]
 
 
 def spoil(folder: Path, iteration: int) -> Path:
     """Flip a bit in the middle of a checkpoint's data; the file."""
-    path = store.iteration_folder(folder, iteration) / "rank_00000.safetensors"
+    path = checkpoint_folders.iteration_folder(folder, iteration) / "rank_00000.safetensors"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -444,7 +444,7 @@ def test_another_tokenizer_is_refused_and_both_are_named_unless_it_is_allowed(
     trainer.run = other
     with pytest.raises(CheckpointError) as caught:
         Checkpointer(trainer).resume()
-    mine, theirs = tokenizer_fingerprint(other.tokenizer), tokenizer_fingerprint(other.tokenizer.inner)
+    mine, theirs = tokenizer_fingerprint_fields(other.tokenizer), tokenizer_fingerprint_fields(other.tokenizer.inner)
     assert (
         mine["hash"][:16] in str(caught.value)
         and theirs["hash"][:16] in str(caught.value)
@@ -518,7 +518,7 @@ def test_an_update_waits_for_the_copy_that_a_save_is_written_from(
     returned.set()
     assert begun.wait(300)
     train_on(trainer, 1)
-    outcome = checkpoint.finish_save()
+    outcome = checkpoint.wait_for_save_outcome()
     assert not outcome.problems and 0.0 < outcome.blocked
     loaded = assemble([resume_here(tmp_path, SERIAL)[0]])
     assert [name for name in saved if not torch.equal(loaded[name], saved[name])] == []
@@ -532,7 +532,10 @@ def test_a_save_waits_for_the_one_before_it_and_says_so(tmp_path: Path, caplog: 
     train_on(trainer, 1)
     (first,) = checkpoint.begin_save()
     assert first.iteration == 1 and not first.problems and "the save of iteration 2 waited" in caplog.text
-    assert checkpoint.finish_save().iteration == 2 and store.complete_iterations(tmp_path) == [1, 2]
+    assert checkpoint.wait_for_save_outcome().iteration == 2 and checkpoint_folders.complete_iterations(tmp_path) == [
+        1,
+        2,
+    ]
 
 
 def test_a_loop_lives_through_saves_that_fail_tells_of_them_and_ends_in_an_error_if_the_last_one_did(
@@ -565,7 +568,7 @@ def test_a_loop_lives_through_saves_that_fail_tells_of_them_and_ends_in_an_error
                 trained(flags)
         else:
             trained(flags)
-        assert store.complete_iterations(save) == kept
+        assert checkpoint_folders.complete_iterations(save) == kept
         records = [
             record for line in log.read_text().splitlines() if (record := json.loads(line))["kind"] == "checkpoint"
         ]
@@ -606,4 +609,4 @@ def test_a_network_that_cannot_be_exported_is_told_and_saved(tmp_path: Path, cap
     with caplog.at_level(logging.WARNING, logger="tiny"):
         train_and_save(tmp_path / "save", export_hf=str(tmp_path / "hf"), async_save=False, squared_relu=True)
     assert "WAS NOT EXPORTED" in caplog.text and "--squared-relu" in caplog.text
-    assert store.newest_iteration(tmp_path / "save") == 2 and not (tmp_path / "hf").exists()
+    assert checkpoint_folders.newest_iteration(tmp_path / "save") == 2 and not (tmp_path / "hf").exists()

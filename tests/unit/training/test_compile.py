@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.parallel import device
 from megatron.core.transformer.layer import TransformerLayer
-from megatron.training.accelerate.compile import LayerCompiler, compile_obstacles
+from megatron.training.accelerate.compile import LayerCompiler, compile_obstacles_by_method
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.trainer import Trainer
 from tests.helpers import tiny
@@ -210,7 +210,9 @@ def test_kernels_of_the_compiler_agree_with_eager_ones_and_draw_the_same_dropout
 def test_a_half_that_is_no_single_graph_has_a_reason(changes: Changes, attention: str, mlp: str) -> None:
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(**changes)))
     layers = [part for part in trainer.stages[0].modules() if isinstance(part, TransformerLayer)]
-    assert all(compile_obstacles(layer) == {"attention_block": attention, "mlp_block": mlp} for layer in layers)
+    assert all(
+        compile_obstacles_by_method(layer) == {"attention_block": attention, "mlp_block": mlp} for layer in layers
+    )
     before = [layer.forward for layer in layers]
     LayerCompiler(trainer)
     assert all(

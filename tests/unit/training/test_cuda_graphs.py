@@ -14,7 +14,7 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.parallel.main_grad import MainGrad
-from megatron.training.accelerate.cuda_graphs import CapturedGraphs
+from megatron.training.accelerate.cuda_graphs import LayerGraphCapturer
 from megatron.training.cli.preflight import preflight
 from megatron.training.evaluate import evaluate_loss
 from megatron.training.step import train_step
@@ -29,14 +29,14 @@ GRAPHS: Changes = {"cuda_graph_impl": "local", "cuda_graph_warmup_steps": 1}
 NIGHT = [pytest.mark.nightly]
 
 
-def recorded(**changes: Any) -> tuple[Trainer, CapturedGraphs]:
+def recorded(**changes: Any) -> tuple[Trainer, LayerGraphCapturer]:
     """A trainer on this process's ranks, and its recordings."""
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(world_size, **{**GRAPHS, **changes})))
-    return trainer, CapturedGraphs(trainer, capture)
+    return trainer, LayerGraphCapturer(trainer, capture)
 
 
-def train(trainer: Trainer, recordings: CapturedGraphs, steps: int) -> tuple[list[float], list[float]]:
+def train(trainer: Trainer, recordings: LayerGraphCapturer, steps: int) -> tuple[list[float], list[float]]:
     losses, norms = [], []
     for _ in range(steps):
         with recordings.watch_step(trainer.progress.iteration + 1):

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.flags import config_from_values
+from megatron.core.config.flags import config_from_dict
 from megatron.core.config.settings.run import RunConfig
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.cli.preflight import fit_elastic_layout, resolve_and_examine
 from megatron.training.data.batch import Batch
 from megatron.training.data.sample_order import microbatch_sample_indices
-from megatron.training.launch.elastic import layout_change_text
+from megatron.training.launch.elastic import elastic_layout_change_text
 from megatron.training.report.run_log import read_run_log_events
 from megatron.training.step import train_step
 from tests.helpers import tiny
@@ -30,7 +30,7 @@ ELASTIC: dict[str, Any] = {**tiny.BASE, "elastic": True, "save": "s", "load": "s
 
 
 def given(**changes: Any) -> RunConfig:
-    return config_from_values(RunConfig, {**ELASTIC, **changes})
+    return config_from_dict(RunConfig, {**ELASTIC, **changes})
 
 
 TP2_PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
@@ -76,7 +76,7 @@ def test_interleaving_is_left_out_of_a_shorter_pipeline_only() -> None:
     assert fit_elastic_layout(given(**flags), 2)[0].parallel.num_virtual_stages_per_pipeline_rank == 2
     config, used = fit_elastic_layout(given(**flags), 1)
     assert config.parallel.num_virtual_stages_per_pipeline_rank is None
-    line = layout_change_text(given(**flags).parallel, config.parallel, world_size=1, ranks=used)
+    line = elastic_layout_change_text(given(**flags).parallel, config.parallel, world_size=1, ranks=used)
     assert (
         "--pipeline-model-parallel-size 2 -> 1" in line and "--num-virtual-stages-per-pipeline-rank 2 -> None" in line
     )
@@ -84,11 +84,11 @@ def test_interleaving_is_left_out_of_a_shorter_pipeline_only() -> None:
 
 def test_the_line_says_who_stands_by_and_nothing_where_nothing_changes() -> None:
     config, used = fit_elastic_layout(given(), 6)
-    assert "4 of 6 ranks train, in 4 data-parallel copies, 2 stand by" in layout_change_text(
+    assert "4 of 6 ranks train, in 4 data-parallel copies, 2 stand by" in elastic_layout_change_text(
         given().parallel, config.parallel, world_size=6, ranks=used
     )
     config, used = fit_elastic_layout(given(), 8)
-    assert layout_change_text(given().parallel, config.parallel, world_size=8, ranks=used) == ""
+    assert elastic_layout_change_text(given().parallel, config.parallel, world_size=8, ranks=used) == ""
 
 
 def test_without_the_flag_nothing_is_fitted() -> None:

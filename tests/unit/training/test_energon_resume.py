@@ -10,7 +10,7 @@ import pytest
 
 from megatron.core.datasets.blend import build_split_datasets
 from megatron.core.datasets.multimodal import image_chat_dataset_kind
-from megatron.training.loader import split_microbatches
+from megatron.training.loader import microbatches_of_split
 from tests.unit.datasets.test_energon import blend, captions, folder
 from tests.unit.datasets.test_multimodal import SETTINGS, TOKENIZER
 from tests.unit.training.test_loader import run_of
@@ -37,7 +37,7 @@ def read(settings: dict[str, Any], *, ranks: int, workers: int, consumed: int, s
         data, _, _ = build_split_datasets(
             run.config.data, image_chat_dataset_kind(run.config, TOKENIZER), (SAMPLES, 0, 0)
         )
-        batches = split_microbatches(run, data, consumed_samples=consumed, reads=True)
+        batches = microbatches_of_split(run, data, consumed_samples=consumed, reads=True)
         each = GLOBAL // (MICRO * ranks)
         for number, batch in enumerate(islice(batches, each * len(steps))):
             assert batch.images is not None

@@ -114,7 +114,7 @@ def test_what_all_ranks_found_together_is_said_by_the_first_alone(
     monkeypatch.setattr(entry, "read_launch_info", lambda: LaunchInfo(rank=1, local_rank=1, size=2, store="", job=""))
     monkeypatch.setattr(entry.FailureReporter, "report_failure", lambda self, error: first)
     with pytest.raises(SystemExit) as end:
-        entry.entry_point(main)()
+        entry.guarded_entry_point(main)()
     said = capsys.readouterr().err.splitlines()
     assert end.value.code == 1 and len(said) == int(first)
     assert not first or (

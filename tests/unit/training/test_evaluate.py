@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from megatron.training.data.batch import Batch
 from megatron.training.evaluate import evaluate_loss
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
 from tests.helpers import tiny
@@ -20,7 +20,7 @@ from tests.helpers.world import Worlds
 FIRST = 100  # the iteration whose made-up data evaluations begin with
 
 
-def valid(run: Run) -> Iterator[Batch]:
+def valid(run: RunContext) -> Iterator[Batch]:
     """Validation microbatches of this rank, for ever."""
     iteration = FIRST
     while True:
@@ -99,7 +99,7 @@ def test_nothing_of_the_training_changes() -> None:
 def test_random_numbers_that_a_forward_pass_draws_are_given_back() -> None:
     trainer = trainer_of()
 
-    def drawing(run: Run, batches: Iterator[Batch], stage: Any) -> Any:
+    def drawing(run: RunContext, batches: Iterator[Batch], stage: Any) -> Any:
         torch.rand(3)
         with run.streams.fork("cut"):
             torch.rand(3)

@@ -142,7 +142,7 @@ def test_manual_collection_runs_at_its_interval_only(monkeypatch):
     with ExitConditions(train(manual_gc=True, manual_gc_interval=2)) as watch:
         assert not gc.isenabled() and len(calls) == 1
         for iteration in range(1, 6):
-            watch.after_step(iteration)
+            watch.profile_and_collect_garbage(iteration)
         assert len(calls) == 3
         watch.collect_evaluation_garbage()
         assert len(calls) == 4
@@ -152,7 +152,7 @@ def test_manual_collection_runs_at_its_interval_only(monkeypatch):
 def test_automatic_collection_is_left_alone_by_default(monkeypatch):
     with ExitConditions(train()) as watch:
         monkeypatch.setattr(gc, "collect", lambda *generation: pytest.fail("nobody asked"))
-        watch.after_step(1)
+        watch.profile_and_collect_garbage(1)
         watch.collect_evaluation_garbage()
         assert gc.isenabled()
 
@@ -162,10 +162,10 @@ def profiled(tmp_path, steps, **fields):
     profile = TorchProfile.build(log, rank=1, activities=[ProfilerActivity.CPU], folder=tmp_path / "traces")
     with ExitConditions(train(), profile=profile) as watch:
         for iteration in range(steps):
-            watch.before_step(iteration)
+            watch.start_profiler_if_due(iteration)
             with torch.profiler.record_function(f"step {iteration}"):
                 torch.ones(2) + 1
-            watch.after_step(iteration + 1)
+            watch.profile_and_collect_garbage(iteration + 1)
     return profile, sorted(tmp_path.glob("traces/*"))
 
 

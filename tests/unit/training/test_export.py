@@ -10,7 +10,7 @@ import pytest
 
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.training.checkpoint.export import export_with_token_ids, special_token_ids
+from megatron.training.checkpoint.export import export_hf_with_special_tokens, hf_config_special_token_ids
 from tests.helpers.architecture import ROOT
 from tests.unit.families.made import GPT2, LLAMA, Made
 
@@ -35,7 +35,7 @@ def test_an_exported_network_ends_texts_where_it_learnt_to(
     tmp_path: Path, network: dict[str, Any], tokenizer: dict[str, Any]
 ) -> None:
     ours = build_tokenizer(TokenizerConfig(**tokenizer))
-    export_with_token_ids(Made({**network, **tokenizer, "true_vocab_size": ours.vocab_size}), tmp_path / "out")
+    export_hf_with_special_tokens(Made({**network, **tokenizer, "true_vocab_size": ours.vocab_size}), tmp_path / "out")
     config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
     generation = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
     for found in (config, generation):
@@ -48,17 +48,17 @@ def test_ids_of_a_folder_that_is_like_it_win_over_the_runs_tokenizer(tmp_path: P
     (like / "config.json").write_text(
         json.dumps({"model_type": "llama", "eos_token_id": [5, 6], "bos_token_id": 4}), encoding="utf-8"
     )
-    export_with_token_ids(source, tmp_path / "out", like=like, family="llama")
+    export_hf_with_special_tokens(source, tmp_path / "out", like=like, family="llama")
     for name in ("config.json", "generation_config.json"):
         found = json.loads((tmp_path / "out" / name).read_text())
         assert (found["bos_token_id"], found["eos_token_id"]) == (4, [5, 6])
     (like / "generation_config.json").write_text('{"eos_token_id": 9}', encoding="utf-8")
-    export_with_token_ids(source, tmp_path / "again", like=like, family="llama")
+    export_hf_with_special_tokens(source, tmp_path / "again", like=like, family="llama")
     assert (tmp_path / "again" / "generation_config.json").read_text() == '{"eos_token_id": 9}'
 
 
 def test_without_the_tokenizers_files_nothing_is_said_of_its_ids(tmp_path: Path) -> None:
-    export_with_token_ids(
+    export_hf_with_special_tokens(
         Made({**LLAMA, "tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(tmp_path / "gone")}),
         tmp_path / "out",
     )
@@ -69,10 +69,10 @@ def test_without_the_tokenizers_files_nothing_is_said_of_its_ids(tmp_path: Path)
 def test_what_begins_a_t5s_answer_is_said_and_a_bert_has_none() -> None:
     words = {"tokenizer_type": "BertWordPieceLowerCase", "vocab_file": str(DATA / "demo-bert-vocab.txt")}
     ours = build_tokenizer(TokenizerConfig(**words))
-    assert special_token_ids({**words, "architecture": "t5"}, None, rows=ours.vocab_size) == {
+    assert hf_config_special_token_ids({**words, "architecture": "t5"}, None, rows=ours.vocab_size) == {
         "bos_token_id": ours.bos,
         "eos_token_id": ours.eod,
         "decoder_start_token_id": ours.bos,
         "pad_token_id": ours.pad,
     }
-    assert special_token_ids({**words, "architecture": "bert"}, None, rows=ours.vocab_size) == {}
+    assert hf_config_special_token_ids({**words, "architecture": "bert"}, None, rows=ours.vocab_size) == {}

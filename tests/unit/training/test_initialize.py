@@ -16,11 +16,11 @@ from megatron.core import parallel_state
 from megatron.core.parallel.mesh import Mesh
 from megatron.training import global_vars, initialize
 from megatron.training.checkpoint import inference_model
-from megatron.training.cli.arguments import read_args
+from megatron.training.cli.arguments import parse_args_or_raise
 from megatron.training.initialize import initialize_megatron
 from megatron.training.launch import rendezvous
 from megatron.training.launch.launch_info import read_launch_info
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 from tests.helpers import tiny
 from tests.helpers.programme import TINY, started
 from tests.helpers.world import Worlds
@@ -49,7 +49,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: p
         place = tiny.index("--vocab-size")
         del tiny[place : place + 2]
     with pytest.raises(SystemExit) as caught:
-        initialize_megatron(read_args([*tiny, *RUN, *words]))
+        initialize_megatron(parse_args_or_raise([*tiny, *RUN, *words]))
     assert caught.value.code == 2
     return capsys.readouterr().err
 
@@ -117,7 +117,7 @@ def test_the_shims_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shim_answers() -> list[Any]:
     """On every rank: what Megatron's functions say."""
-    run: Run = tiny.run_of(tiny.config(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2))
+    run: RunContext = tiny.run_of(tiny.config(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2))
     parallel_state.install_mesh(run.mesh)
     groups = (
         parallel_state.get_tensor_model_parallel_group(),

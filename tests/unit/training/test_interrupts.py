@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from megatron.core.config.settings.run import TrainConfig
-from megatron.core.dist_checkpointing import store
+from megatron.core.dist_checkpointing import checkpoint_folders
 from megatron.training.health import interrupts
 from megatron.training.health.exit_conditions import ExitConditions
 from megatron.training.health.interrupts import InterruptHandler
-from megatron.training.run import TerminationSignal
+from megatron.training.run import ReceivedTerminationSignal
 from tests.helpers.programme import TINY
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -37,7 +37,7 @@ def test_the_second_interrupt_counts_only_when_it_is_not_the_first_passed_on(mon
     monkeypatch.setattr(interrupts, "_ONCE", 3600.0)
     first, last, ended = threading.Event(), threading.Event(), threading.Event()
     monkeypatch.setattr(interrupts.os, "_exit", lambda code: ended.set() if code == 130 else None)
-    before, ending = signal.getsignal(signal.SIGINT), TerminationSignal()
+    before, ending = signal.getsignal(signal.SIGINT), ReceivedTerminationSignal()
     with ExitConditions(
         TrainConfig(), ending=ending, interrupts=InterruptHandler(ending, first=first.set, last=last.set)
     ) as watch:
@@ -86,7 +86,7 @@ def interrupted(script: str, flags: Sequence[str], after: Sequence[str], **envir
 
 def test_the_first_interrupt_saves_and_ends(tmp_path: Path) -> None:
     code, said = interrupted("pretrain_gpt.py", ["--save", str(tmp_path), "--log-interval", "5"], ["lm loss"])
-    assert code == 0 and "Traceback" not in said and store.newest_iteration(tmp_path), said
+    assert code == 0 and "Traceback" not in said and checkpoint_folders.newest_iteration(tmp_path), said
     assert "SIGINT: the run ends after this step and saves; once more (Ctrl-C) ends it at once" in said
     assert "exiting program after receiving SIGINT" in said
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from megatron.core.config.flags import add_arguments, flag_fields, flag_name, flag_spellings
+from megatron.core.config.flags import add_config_arguments, flag_fields, flag_name, flag_spellings
 from megatron.core.config.settings.run import RequestedRun
 from megatron.training.cli.legacy_flags import (
     FAMILIES,
@@ -32,7 +32,7 @@ def translated(text):
 
 def parsed(text):
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_arguments(parser, RequestedRun)
+    add_config_arguments(parser, RequestedRun)
     return parser.parse_args(translate_legacy_flags(argv(text), KNOWN)[0])
 
 

@@ -18,12 +18,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import pretrain_gpt
 from megatron.core.datasets.indexed import DataError
-from megatron.core.dist_checkpointing import store
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing import checkpoint_folders
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.models.gpt import GPTModel
 from megatron.training.data.batch import Batch, LossFunction
 from megatron.training.health.exit_conditions import NonFiniteError
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 from megatron.training.trainer import ForwardStep
 from tests.helpers.programme import trained, write_tokens
 
@@ -191,7 +191,7 @@ def test_iterations_to_skip_pass_over_their_data(
 ) -> None:
     seen: list[bytes] = []
 
-    def watching(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:
+    def watching(run: RunContext, batches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:
         batch = next(batches)
         seen.append(batch.tokens.numpy().tobytes())
         return pretrain_gpt.forward_step(run, iter((batch,)), stage)
@@ -318,7 +318,7 @@ def test_a_run_trains_and_saves_among_pipes_links_that_loop_and_full_disks(
     with pytest.raises(CheckpointError, match="names a checkpoint, but"):
         trained([*flags, "--load", str(tmp_path), "--train-iters", "2"])
     trained([*flags, "--train-iters", "2"])
-    assert saved(tmp_path) == [1, 2] and store.tracker_iteration(tmp_path) == 2
+    assert saved(tmp_path) == [1, 2] and checkpoint_folders.tracker_iteration(tmp_path) == 2
     capsys.readouterr()
     trained([*flags, "--load", str(tmp_path), "--train-iters", "3", "--override-opt-param-scheduler"])
     assert saved(tmp_path) == [1, 2, 3]
@@ -354,7 +354,7 @@ def test_tensorboard_gets_the_curves(data: list[str], tmp_path: Path) -> None:
 def spoiled(at: int) -> ForwardStep:
     """pretrain_gpt's forward step, whose loss is no number in one iteration."""
 
-    def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:
+    def forward_step(run: RunContext, batches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:
         output, loss = pretrain_gpt.forward_step(run, batches, stage)
         return (output * float("nan") if run.progress.iteration + 1 == at else output), loss
 
@@ -418,7 +418,7 @@ def test_a_training_split_without_data_is_refused(data: list[str]) -> None:
 
 
 def test_data_that_ends_early_is_named(data: list[str]) -> None:
-    def short(run: Run, counts: tuple[int, int, int]) -> Any:
+    def short(run: RunContext, counts: tuple[int, int, int]) -> Any:
         train, valid, test = pretrain_gpt.datasets_provider(run, counts)
         return [train[index] for index in range(10)], valid, test
 

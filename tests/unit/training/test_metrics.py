@@ -14,14 +14,14 @@ from megatron.training.report.metrics import (
     StepMetrics,
     StepMetricsMeter,
     Throughput,
+    format_progress_file_fields,
+    interval_log_line,
     known_peak_tflops,
     memory_line,
-    progress_file_facts,
     progress_file_line,
-    report_line,
     theoretical_memory_line,
     time_left_line,
-    valid_losses,
+    unskipped_losses,
     validation_text,
 )
 
@@ -106,7 +106,7 @@ def test_figures_of_the_data_count_in_skipped_steps_too():
         one = step(iteration, skipped=skipped)
         meter.add(dataclasses.replace(one, losses=losses, data_figures=("reward",)))
     first, second = meter.resolve()
-    assert valid_losses(first) == {"lm loss": 2.0, "reward": 0.5} and valid_losses(second) == {"reward": 1.0}
+    assert unskipped_losses(first) == {"lm loss": 2.0, "reward": 0.5} and unskipped_losses(second) == {"reward": 1.0}
     assert meter.report(train_iters=10, seconds=2.0).losses == {"lm loss": 2.0, "reward": 0.75}
 
 
@@ -128,7 +128,7 @@ def test_an_interval_of_skipped_steps_has_no_loss():
     meter.add(step(1, [math.nan, 1.0], skipped=True))
     meter.resolve()
     report = meter.report(train_iters=10, seconds=1.0)
-    assert report.losses == {} and "lm loss" not in report_line(report, NOW)
+    assert report.losses == {} and "lm loss" not in interval_log_line(report, NOW)
 
 
 def test_a_nan_loss_is_shown_and_not_hidden():
@@ -136,7 +136,7 @@ def test_a_nan_loss_is_shown_and_not_hidden():
     meter.add(step(1, [math.nan, 1.0]))
     meter.resolve()
     report = meter.report(train_iters=10, seconds=1.0)
-    assert " | lm loss: NAN | " in report_line(report, NOW)
+    assert " | lm loss: NAN | " in interval_log_line(report, NOW)
     assert report.nan_iterations == 1
 
 
@@ -162,7 +162,7 @@ REPORT = IntervalReport(
 
 def test_the_log_line_is_one_that_megatron_printed():
     """The expected text is a line of a published Megatron-LM log, without its throughput field, and with the digits that newer ones have."""
-    assert report_line(REPORT, datetime(2024, 9, 3, 15, 56, 55, 123456)) == (
+    assert interval_log_line(REPORT, datetime(2024, 9, 3, 15, 56, 55, 123456)) == (
         " [2024-09-03 15:56:55.123456] iteration       20/  500000 | consumed samples:        20480 | elapsed time per iteration"
         " (ms): 12137.9 | learning rate: 6.976744E-07 | global batch size:  1024 | lm loss: 1.064275E+01 | loss scale: "
         "262144.0 | grad norm: 47.021 | number of skipped iterations:   5 | number of nan iterations:   0 |"
@@ -178,7 +178,7 @@ def test_the_full_log_line_has_every_field_in_megatrons_order_and_ours_behind():
         losses={"lm loss": 10.64275, "z_loss": 0.5},
         throughput=Throughput(84.4, 172800.0, 445.05, 494.5, peak=989.0),
     )
-    names = [part.split(":")[0].strip() for part in report_line(report, NOW).rstrip(" |").split(" | ")[1:]]
+    names = [part.split(":")[0].strip() for part in interval_log_line(report, NOW).rstrip(" |").split(" | ")[1:]]
     assert names == [
         "consumed samples",
         "skipped samples",
@@ -198,7 +198,7 @@ def test_the_full_log_line_has_every_field_in_megatrons_order_and_ours_behind():
         "tokens per second",
         "MFU",
     ]
-    line = report_line(report, NOW)
+    line = interval_log_line(report, NOW)
     for field in (
         " | skipped samples:           64 | ",
         " | throughput per GPU (TFLOP/s/GPU): 445.1 | ",
@@ -216,9 +216,9 @@ def test_the_full_log_line_has_every_field_in_megatrons_order_and_ours_behind():
 )
 def test_a_small_throughput_is_a_number_and_not_zero(tflops: float, shown: str) -> None:
     report = dataclasses.replace(REPORT, throughput=Throughput(1.0, 2.0, tflops, tflops))
-    assert f" | throughput per GPU (TFLOP/s/GPU): {shown} | " in report_line(report, NOW)
+    assert f" | throughput per GPU (TFLOP/s/GPU): {shown} | " in interval_log_line(report, NOW)
     assert (
-        progress_file_facts(1, job_tflops=tflops, total_flops=1.0, total_tokens=1)[1]
+        format_progress_file_fields(1, job_tflops=tflops, total_flops=1.0, total_tokens=1)[1]
         == f"Job throughput: {shown} TFLOP/s/GPU"
     )
 
@@ -240,7 +240,7 @@ def test_the_companion_of_the_log_line_says_when_the_run_ends() -> None:
 
 def test_mfu_is_left_out_where_the_peak_is_unknown():
     report = dataclasses.replace(REPORT, throughput=Throughput(1.0, 2.0, 3.0, 4.0))
-    assert "MFU" not in report_line(report, NOW)
+    assert "MFU" not in interval_log_line(report, NOW)
 
 
 def test_loads_of_experts_are_added_over_ranks_before_their_figures_are_made():
@@ -274,7 +274,7 @@ def test_the_log_line_has_losses_of_layers_and_leaves_figures_of_loads_to_the_bo
         )
     )
     (point,) = meter.resolve()
-    line = report_line(meter.report(train_iters=1, seconds=1.0), NOW)
+    line = interval_log_line(meter.report(train_iters=1, seconds=1.0), NOW)
     assert "| lm loss: 2.000000E+00 | load_balancing_loss: 1.250000E+00 | loss scale" in line
     assert point.losses["moe/load_balancing_loss_layer_0"] == 1.25 and point.losses["moe/load_max_over_mean"] == 1.0
 
@@ -341,7 +341,7 @@ def test_the_memory_lines_are_megatrons():
 
 
 def test_progress_lines_are_tab_separated():
-    facts = progress_file_facts(50, job_tflops=400.04, total_flops=1.25e21, total_tokens=12_340_000_000)
+    facts = format_progress_file_fields(50, job_tflops=400.04, total_flops=1.25e21, total_tokens=12_340_000_000)
     assert progress_file_line("Saved checkpoint", now=NOW, job_id="77", num_devices=8, facts=facts) == (
         "2024-09-03 15:54:54\tJob ID: 77\t# GPUs: 8\tSaved checkpoint\tIteration: 50\tJob throughput: 400.0 TFLOP/s/GPU\t"
         "Floating-point operations: 1.25e+21\tTokens (in billions): 12.34\n"

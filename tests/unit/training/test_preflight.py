@@ -20,7 +20,7 @@ from megatron.core.config.flags import ConfigError
 from megatron.tools import check_config
 from megatron.training import initialize
 from megatron.training.cli.arguments import WHERE_TO_LOOK, make_parser, parse_args
-from megatron.training.cli.preflight import config_error_lines
+from megatron.training.cli.preflight import problems_of_config_error
 from megatron.trust.flags.command import ENTRIES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -119,11 +119,13 @@ def of_the_run(entry: str, ranks: int, words: Sequence[str], monkeypatch: pytest
         except SystemExit as end:
             text, _, rest = stderr.getvalue().partition(f"\n{WHERE_TO_LOOK}\n")
             assert not rest, rest
-            return int(end.code or 0), config_error_lines(ConfigError(text.removeprefix("ConfigError: ").strip("\n")))
+            return int(end.code or 0), problems_of_config_error(
+                ConfigError(text.removeprefix("ConfigError: ").strip("\n"))
+            )
     try:
         initialize._checked_config_and_tokenizer(args)
     except ConfigError as error:
-        return 2, config_error_lines(error)
+        return 2, problems_of_config_error(error)
     return 0, []
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.training import entry
-from megatron.training.health.watchdog import _parse_status
+from megatron.training.health.watchdog import _parse_rank_status
 from megatron.training.launch.launch_info import LaunchInfo
 from megatron.training.launch.rendezvous import FIRST_FAILURE, RendezvousStore, printable_text
 
@@ -83,4 +83,4 @@ def test_what_a_stranger_left_in_the_store_is_neither_printed_nor_believed() -> 
     assert board.read(FIRST_FAILURE) == "\ufffd?\ufffd?[2J?end"
     assert printable_text(b"a\n\tb\r" * 100_000).count("\n") < 20_000
     for text in ("{}", "[1]", "", '["a", "b", "c", "d", "e", "f"]', '["a", 1.0, "c", "d", "e", 7]', "\x00"):
-        assert _parse_status(text) is None, text
+        assert _parse_rank_status(text) is None, text

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.parallel.device import rng_state, set_rng_state
-from megatron.core.parallel.spec import is_replicated_over_tensor, local_shards, param_spec_of
+from megatron.core.parallel.device import device_rng_state, set_device_rng_state
+from megatron.core.parallel.spec import is_replicated_over_tensor, local_shard_boxes, param_spec_of
 from megatron.training.health.replica_check import ReplicaCheck, ReplicaMismatchError
 from megatron.training.trainer import Trainer
 from tests.helpers import tiny
@@ -69,14 +69,14 @@ def plant_elsewhere(rank: int) -> tuple[str, str]:
         tiny.run_of(tiny.config(2, tensor_model_parallel_size=2, sequence_parallel=True, hidden_dropout=0.1))
     )
     train_on(trainer, 1)
-    progress, state = trainer.progress, rng_state(CPU)
+    progress, state = trainer.progress, device_rng_state(CPU)
 
     def count(by: int) -> None:
         progress.consumed_train_samples += by
 
     return (
         found(trainer, rank, lambda: count(1), lambda: count(-1)),
-        found(trainer, rank, lambda: torch.rand(1), lambda: set_rng_state(CPU, state)),
+        found(trainer, rank, lambda: torch.rand(1), lambda: set_device_rng_state(CPU, state)),
     )
 
 
@@ -202,5 +202,5 @@ def test_parameters_that_are_not_cut_are_items_of_the_tensor_axis() -> None:
         piece.replicas == 1
         for stage in trainer.stages
         for param in stage.parameters()
-        for piece in local_shards(param_spec_of(param), trainer.run.mesh)
+        for piece in local_shard_boxes(param_spec_of(param), trainer.run.mesh)
     )

@@ -18,8 +18,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.training.data.batch import Batch, LossFunction
 from megatron.training.health import rerun
 from megatron.training.health.bad_steps import StepValidator
-from megatron.training.health.rerun import ResultRejectedError, StepRerun, rejected_iterations, relative_difference
-from megatron.training.run import Run
+from megatron.training.health.rerun import (
+    ResultRejectedError,
+    StepRerun,
+    iterations_rejected_twice,
+    symmetric_relative_difference,
+)
+from megatron.training.run import RunContext
 from tests.helpers import tiny
 from tests.helpers.programme import TINY, trained, write_tokens
 from tests.helpers.world import Worlds
@@ -41,7 +46,7 @@ RERUN = [
 def spoiled_always(iteration: int) -> Callable[..., tuple[Tensor, LossFunction]]:
     """Megatron's forward step, whose output in one iteration is NaN, however often it is run."""
 
-    def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[Tensor, LossFunction]:
+    def forward_step(run: RunContext, batches: Iterator[Batch], stage: GPTModel) -> tuple[Tensor, LossFunction]:
         output, loss = pretrain_gpt.forward_step(run, batches, stage)
         return (output * math.nan if stage.training and run.progress.iteration + 1 == iteration else output), loss
 
@@ -99,7 +104,7 @@ def test_a_persistent_error_is_found_on_other_devices(
     with pytest.raises(ResultRejectedError, match="this restart uses the same devices") as ended:
         trained(flags)
     assert ended.value.exit_code == 16
-    monkeypatch.setattr(rerun, "device_identity", lambda device: ("elsewhere", device))
+    monkeypatch.setattr(rerun, "host_and_device", lambda device: ("elsewhere", device))
     with pytest.raises(ResultRejectedError, match="a persistent error of rank 0") as ended:
         trained(flags)
     assert ended.value.exit_code == 17
@@ -113,7 +118,7 @@ def test_a_result_that_comes_again_on_other_devices_is_the_correct_one(
 ) -> None:
     with pytest.raises(ResultRejectedError):
         trained(flags, forward_step=spoiled_always(4))
-    monkeypatch.setattr(rerun, "device_identity", lambda device: ("elsewhere", device))
+    monkeypatch.setattr(rerun, "host_and_device", lambda device: ("elsewhere", device))
     for expected in ("on other devices it gave the same result", "as it did on other devices before"):
         with pytest.raises(ResultRejectedError, match=expected) as ended:
             trained(flags, forward_step=spoiled_always(4))
@@ -137,7 +142,7 @@ def test_an_injected_error_gets_the_verdict_of_its_kind(
 ) -> None:
     injected = [*flags, "--error-injection-rate", "3", "--error-injection-type", kind]
     for number, code in enumerate(codes):
-        monkeypatch.setattr(rerun, "device_identity", lambda device, number=number: (f"node{number}", device))
+        monkeypatch.setattr(rerun, "host_and_device", lambda device, number=number: (f"node{number}", device))
         with pytest.raises(ResultRejectedError) as ended:
             trained(injected)
         assert ended.value.exit_code == code
@@ -167,7 +172,7 @@ def test_iterations_that_were_rejected_twice_are_passed_over(flags: list[str], t
         "initial_run",
         "first_rerun_reproducible",
     ] * 2
-    assert rejected_iterations(str(tmp_path / "rejected.txt")) == {4}
+    assert iterations_rejected_twice(str(tmp_path / "rejected.txt")) == {4}
     assert trained([*flags, *tracker], forward_step=spoiled_always(4)).progress.skipped_train_samples == 4
 
 
@@ -184,24 +189,24 @@ def test_a_tracker_file_of_megatron_is_read(tmp_path: Path) -> None:
         ("7", 2, 11, "RERUN_DISABLED"),
     ]
     (tmp_path / "file").write_text("no such line\n" + "".join(line.format(*row) for row in rows))
-    assert rejected_iterations(str(tmp_path / "file")) == {5}
-    assert rejected_iterations(str(tmp_path / "nothing")) == set()
+    assert iterations_rejected_twice(str(tmp_path / "file")) == {5}
+    assert iterations_rejected_twice(str(tmp_path / "nothing")) == set()
 
 
 def test_differences_are_relative_and_know_what_is_not_finite() -> None:
     assert (
-        relative_difference(math.nan, math.nan)
-        == relative_difference(math.inf, math.inf)
-        == relative_difference(2.0, 2.0)
+        symmetric_relative_difference(math.nan, math.nan)
+        == symmetric_relative_difference(math.inf, math.inf)
+        == symmetric_relative_difference(2.0, 2.0)
         == 0
     )
     assert (
-        relative_difference(math.nan, 1.0)
-        == relative_difference(1.0, math.inf)
-        == relative_difference(-math.inf, math.inf)
+        symmetric_relative_difference(math.nan, 1.0)
+        == symmetric_relative_difference(1.0, math.inf)
+        == symmetric_relative_difference(-math.inf, math.inf)
         == math.inf
     )
-    assert relative_difference(1.0, 3.0) == 1.0
+    assert symmetric_relative_difference(1.0, 3.0) == 1.0
 
 
 def disturbed(changes: dict[str, int], kind: str) -> tuple[str, list[str], list[float]]:

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.flags import ConfigError, config_from_values, config_to_values, field_roles
+from megatron.core.config.flags import ConfigError, config_from_dict, config_to_dict, field_resume_roles
 from megatron.core.config.rules.engine import broken_rules
-from megatron.core.config.settings.network import network_differences, network_fields
+from megatron.core.config.settings.network import network_fields, network_setting_differences
 from megatron.core.config.settings.run import RequestedRun, RunConfig
-from megatron.core.dist_checkpointing.store import FREE, CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import FREE, CheckpointError
 from megatron.core.families.megatron.open import open_megatron_checkpoint
 from megatron.core.parallel.mesh import Axis
 from megatron.training.checkpoint.checkpointing import Checkpointer
@@ -37,12 +37,12 @@ def says(lines: tuple[str, ...], name: str) -> bool:
 
 
 def test_fields_are_those_of_the_roles() -> None:
-    assert {name for name, _ in fields()} == field_roles(RequestedRun).keys()
+    assert {name for name, _ in fields()} == field_resume_roles(RequestedRun).keys()
 
 
 @pytest.mark.parametrize("weights_only", [False, True], ids=["goes on", "weights only"])
 def test_each_setting_changed_by_itself_is_an_equal_network_or_refused_or_named(weights_only: bool) -> None:
-    roles, told, bad = field_roles(RequestedRun), set(), []
+    roles, told, bad = field_resume_roles(RequestedRun), set(), []
     for label, network in NETWORKS.items():
         config = resolved({**network, **DATA})
         for name, kind in fields():
@@ -80,7 +80,7 @@ def test_settings_that_are_said_to_be_unused_change_no_number(label: str) -> Non
     for name, kind in fields():
         if name in network_fields():
             _, run = changed(config, name, kind)
-            if not network_differences(config.model, run.model) and not list(broken_rules(run, 1)):
+            if not network_setting_differences(config.model, run.model) and not list(broken_rules(run, 1)):
                 expected = first_step(config) if expected is None else expected
                 assert torch.equal(first_step(run), expected), (
                     f"--{name} is said to be unused in {label}, and changes what it computes"
@@ -95,7 +95,7 @@ def test_kernels_and_layouts_of_a_checkpoint_are_no_part_of_its_network() -> Non
 
 def test_of_a_setting_that_an_older_checkpoint_does_not_know_the_default_holds() -> None:
     config = resolved({"attention_logit_softcap": 5.0})
-    saved = {name: value for name, value in config_to_values(config).items() if name != "attention_logit_softcap"}
+    saved = {name: value for name, value in config_to_dict(config).items() if name != "attention_logit_softcap"}
     assert compare_checkpoint_settings(saved, config, weights_only=False).network == (
         "--attention-logit-softcap: not given in the checkpoint, 5.0 in this run",
     )
@@ -110,7 +110,7 @@ def test_what_megatron_does_not_know_is_off_in_its_checkpoints(tmp_path: Path) -
 
     def resumed(**changes: Any) -> None:
         config = tiny.with_vocabulary(
-            config_from_values(RequestedRun, {**tiny.BASE, **settings, "load": str(place), **changes}).resolve(1), rows
+            config_from_dict(RequestedRun, {**tiny.BASE, **settings, "load": str(place), **changes}).resolve(1), rows
         )
         wanted = find_requested_checkpoint(config)
         assert wanted is not None
@@ -137,7 +137,7 @@ def test_what_megatron_does_not_know_is_off_in_its_checkpoints(tmp_path: Path) -
     ids=["yarn", "window", "groups", "moved data"],
 )
 def test_two_ways_to_say_one_thing_are_no_difference(saved: Changes, mine: Changes) -> None:
-    found = compare_checkpoint_settings(config_to_values(resolved(saved)), resolved(mine), weights_only=False)
+    found = compare_checkpoint_settings(config_to_dict(resolved(saved)), resolved(mine), weights_only=False)
     assert not found.network and not found.data, found
 
 

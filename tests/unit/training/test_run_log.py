@@ -10,7 +10,7 @@ import pytest
 
 from megatron.core.datasets import sidecar
 from megatron.training.health.exit_conditions import NonFiniteError
-from megatron.training.launch.launch_info import recorded_environment
+from megatron.training.launch.launch_info import recorded_environment_variables
 from megatron.training.report import run_record as recording
 from megatron.training.report.run_log import RunLog, read_run_log_events
 from tests.helpers.programme import trained, write_tokens
@@ -172,5 +172,5 @@ def test_no_secret_of_the_environment_is_told(monkeypatch: pytest.MonkeyPatch) -
     }
     for name in ("NCCL_DEBUG", "OMP_NUM_THREADS", "PYTHONHASHSEED", "HOME", *secrets):
         monkeypatch.setenv(name, "1")
-    told = recorded_environment()
+    told = recorded_environment_variables()
     assert {"NCCL_DEBUG", "OMP_NUM_THREADS", "PYTHONHASHSEED"} <= told.keys() and not {"HOME", *secrets} & told.keys()

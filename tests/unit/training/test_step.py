@@ -14,9 +14,9 @@ from torch import Tensor
 from megatron.core.datasets.indexed import DataError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.spec import param_spec_of
-from megatron.training.data.batch import Batch, LossFunction, masked_loss
+from megatron.training.data.batch import Batch, LossFunction, masked_loss_sum
 from megatron.training.report.metrics import StepMetrics, StepMetricsMeter
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer, build_trainer
 from tests.helpers import tiny
@@ -229,11 +229,11 @@ def test_the_embedding_and_the_output_layer_can_have_a_rate_of_their_own(tied: b
 
 
 def test_every_loss_that_a_forward_step_reports_is_averaged_by_its_own_count() -> None:
-    def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[Tensor, LossFunction]:
+    def forward_step(run: RunContext, batches: Iterator[Batch], stage: GPTModel) -> tuple[Tensor, LossFunction]:
         batch = next(batches)
 
         def loss(losses: Tensor) -> Any:
-            total, count, report = masked_loss(losses, batch.loss_mask)
+            total, count, report = masked_loss_sum(losses, batch.loss_mask)
             return (
                 total,
                 count,

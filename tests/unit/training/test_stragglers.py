@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.core.models.gpt import GPTModel
 from megatron.training.data.batch import Batch, LossFunction
 from megatron.training.health.stragglers import StragglerDetector, straggler_line
-from megatron.training.run import Run
+from megatron.training.run import RunContext
 from megatron.training.trainer import build_trainer
 from tests.helpers import tiny
 from tests.helpers.training import train_on
@@ -32,7 +32,7 @@ def test_the_line_names_both_ends() -> None:
 def slowed(layout: dict[str, int], slow: int) -> str:
     """On every rank: two steps, in which one rank takes its time."""
 
-    def forward_step(run: Run, batches: Iterator[Batch], stage: GPTModel) -> tuple[Tensor, LossFunction]:
+    def forward_step(run: RunContext, batches: Iterator[Batch], stage: GPTModel) -> tuple[Tensor, LossFunction]:
         if run.mesh.world.rank == slow:
             time.sleep(SLOW)
         return tiny.forward_step(run, batches, stage)

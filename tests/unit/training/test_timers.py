@@ -3,7 +3,7 @@
 import pytest
 
 import megatron.training.report.timers as timers_module
-from megatron.training.report.timers import STEP_TIMERS, Timers, max_times_by_tag, times_text
+from megatron.training.report.timers import STEP_TIMERS, Timers, max_times_by_tag, timer_report_text
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def test_only_timers_up_to_the_chosen_level_run(clock):
     for level in (0, 1, 2):
         with timers(f"level {level}", level=level):
             clock[0] += 2.0
-    assert timers.collect(["level 0", "level 1", "level 2"]) == {"level 0": [2.0], "level 1": [2.0]}
+    assert timers.collect_times_of_all_ranks(["level 0", "level 1", "level 2"]) == {"level 0": [2.0], "level 1": [2.0]}
 
 
 def test_times_add_up_until_they_are_taken_and_are_divided_by_the_steps(clock):
@@ -28,8 +28,8 @@ def test_times_add_up_until_they_are_taken_and_are_divided_by_the_steps(clock):
         with timers("optimizer"):
             clock[0] += seconds
         clock[0] += 50.0
-    assert timers.collect(["optimizer"], steps=2) == {"optimizer": [2.0]}
-    assert timers.collect(["optimizer"]) == {}
+    assert timers.collect_times_of_all_ranks(["optimizer"], steps=2) == {"optimizer": [2.0]}
+    assert timers.collect_times_of_all_ranks(["optimizer"]) == {}
 
 
 def test_a_running_timer_is_taken_without_losing_time(clock):
@@ -88,7 +88,9 @@ def test_collect_gathers_one_row_of_all_names_from_every_rank(clock):
     timers = Timers(level=2, gather=three_ranks)
     with timers("forward-compute"):
         clock[0] += 1.0
-    assert timers.collect(["forward-compute", "forward-recv"]) == {"forward-compute": [1.0, 5.0, 0.0]}
+    assert timers.collect_times_of_all_ranks(["forward-compute", "forward-recv"]) == {
+        "forward-compute": [1.0, 5.0, 0.0]
+    }
 
 
 def test_misuse_is_an_error():
@@ -106,7 +108,7 @@ TIMES = {"forward-backward": [0.0104321, 0.0120004, 0.0], "optimizer": [0.002, 0
 
 
 def test_minmax_text_is_megatrons():
-    assert times_text(TIMES, "minmax") == (
+    assert timer_report_text(TIMES, "minmax") == (
         "(min, max) time across ranks (ms):\n"
         "    forward-backward ...............................: (10.43, 12.00)\n"
         "    optimizer ......................................: (1.00, 3.00)"
@@ -114,7 +116,7 @@ def test_minmax_text_is_megatrons():
 
 
 def test_max_text_is_megatrons():
-    assert times_text(TIMES, "max") == (
+    assert timer_report_text(TIMES, "max") == (
         "max time across ranks (ms):\n"
         "    forward-backward ...............................: 12.00\n"
         "    optimizer ......................................: 3.00"
@@ -122,7 +124,7 @@ def test_max_text_is_megatrons():
 
 
 def test_all_text_is_megatrons():
-    assert times_text(TIMES, "all") == (
+    assert timer_report_text(TIMES, "all") == (
         "times across ranks (ms):\n"
         "  forward-backward:\n     rank  0: 10.43\n     rank  1: 12.00\n"
         "  optimizer:\n     rank  0: 2.00\n     rank  1: 1.00\n     rank  2: 3.00"
@@ -130,7 +132,7 @@ def test_all_text_is_megatrons():
 
 
 def test_nothing_timed_is_no_text():
-    assert times_text(Timers(level=0).collect(STEP_TIMERS), "minmax") is None
+    assert timer_report_text(Timers(level=0).collect_times_of_all_ranks(STEP_TIMERS), "minmax") is None
 
 
 def test_scalars_are_the_slowest_rank_in_seconds():

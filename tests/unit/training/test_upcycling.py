@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.parallel.boxes import Box, whole_box
 from megatron.core.parallel.rng import derive_seed
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.checkpoint.formats import open_checkpoint
-from megatron.training.checkpoint.upcycling import Upcycled
+from megatron.training.checkpoint.upcycling import UpcycledSource
 from megatron.training.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.training import assemble, held_weights, train_on
@@ -123,7 +123,7 @@ def test_any_box_can_be_read_of_an_upcycled_checkpoint(tmp_path: Path) -> None:
         {**DENSE, **GATED, **CASES["gated halves"][1], "moe_use_upcycling": True, "load": str(tmp_path)}
     )
     checkpoint.resume()
-    source = Upcycled(open_checkpoint(tmp_path), trainer.run.config)
+    source = UpcycledSource(open_checkpoint(tmp_path), trainer.run.config)
     for param in trainer.stages[0].decoder.parameters():
         shape = tuple(param.shape)
         assert source.formats[f"model.{param.spec.name}"].shape == shape

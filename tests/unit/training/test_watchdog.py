@@ -16,9 +16,9 @@ from megatron.training.health import watchdog
 from megatron.training.health.failures import error_location_text, error_text
 from megatron.training.health.watchdog import HangDetector, RankLostError, RankStatus, blocking_ranks
 from megatron.training.launch.launch_info import LaunchInfo
-from megatron.training.launch.rendezvous import FIRST_FAILURE, RendezvousStore, missing_store_warning
+from megatron.training.launch.rendezvous import FIRST_FAILURE, RendezvousStore, missing_launcher_store_warning
 from megatron.training.report.run_log import RunLog, read_run_log_events
-from megatron.training.run import TerminationSignal
+from megatron.training.run import ReceivedTerminationSignal
 from tests.helpers import tiny
 
 
@@ -124,19 +124,19 @@ def test_a_rank_that_lost_another_and_was_told_to_end_needs_no_patience(signal: 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
     place = LaunchInfo(0, 0, 2, f"127.0.0.1:{store.port}", "")
     RendezvousStore.connect(place).write_if_absent(FIRST_FAILURE, "rank 1 is gone")
-    run = replace(tiny.run_of(tiny.config(hang_timeout_minutes=0.0)), ending=TerminationSignal(signal))
+    run = replace(tiny.run_of(tiny.config(hang_timeout_minutes=0.0)), ending=ReceivedTerminationSignal(signal))
     with pytest.raises(Exception) as caught, HangDetector(run, place):
         raise RuntimeError("Connection closed by peer")
     assert caught.type is raised and signal in str(caught.value)
 
 
 def test_ranks_without_a_launchers_store_are_told_what_they_cannot_do() -> None:
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in missing_store_warning(
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in missing_launcher_store_warning(
         LaunchInfo(0, 0, 2, "", "", meeting="127.0.0.1:29500")
     )
-    assert not missing_store_warning(LaunchInfo(0, 0, 2, "127.0.0.1:29500", "")) and not missing_store_warning(
-        LaunchInfo(0, 0, 1, "", "")
-    )
+    assert not missing_launcher_store_warning(
+        LaunchInfo(0, 0, 2, "127.0.0.1:29500", "")
+    ) and not missing_launcher_store_warning(LaunchInfo(0, 0, 1, "", ""))
 
 
 def test_an_error_is_described_with_its_place_and_notes() -> None:

@@ -102,7 +102,7 @@ def test_the_loss_of_a_skipped_step_is_no_point_of_its_curve(tmp_path, shown):
 @pytest.mark.parametrize("on", [False, True])
 def test_timers_throughput_and_memory_need_their_switch(tmp_path, shown, on):
     writers = make(shown, tensorboard_dir=str(tmp_path), log_timers_to_tensorboard=on, log_memory_to_tensorboard=on)
-    writers.write_report(REPORT)
+    writers.write_interval_report(REPORT)
     writers.write_times(4, "(min, max)", {"optimizer-time": 0.5})
     writers.write_memory(
         4, {"allocated": 1.0, "max allocated": 2.0, "reserved": 3.0, "max reserved": 4.0, "allocated count": 5.0}
@@ -143,7 +143,7 @@ def test_the_journal_has_every_step_and_report_once(tmp_path, shown):
     path = tmp_path / "deep" / "log.jsonl"
     writers = make(shown, log_jsonl=str(path), tensorboard_log_interval=100)
     writers.write_steps(STEPS)
-    writers.write_report(REPORT)
+    writers.write_interval_report(REPORT)
     writers.write_validation({"lm loss": 1.5}, iteration=4, consumed_samples=32, final="test")
     writers.close()
     lines = journal(path)
@@ -176,7 +176,7 @@ def test_the_journal_is_strict_json_and_is_appended_to(tmp_path, shown):
 def test_a_silent_rank_writes_nothing_anywhere(tmp_path, shown):
     writers = make(shown, speaks=False, tensorboard_dir=str(tmp_path / "board"), log_jsonl=str(tmp_path / "log.jsonl"))
     writers.write_steps(STEPS)
-    writers.write_report(REPORT)
+    writers.write_interval_report(REPORT)
     writers.print_text("hello")
     writers.write_validation({"lm loss": 1.0}, iteration=1, consumed_samples=8)
     writers.close()
@@ -184,7 +184,7 @@ def test_a_silent_rank_writes_nothing_anywhere(tmp_path, shown):
 
 
 def test_a_report_is_one_line_of_the_console(shown):
-    make(shown).write_report(REPORT)
+    make(shown).write_interval_report(REPORT)
     (line,) = shown
     assert re.match(
         r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration        4/     100 \| consumed samples:           32 \| ",
@@ -272,7 +272,7 @@ def test_a_progress_bar_is_shown_on_a_terminal_only(monkeypatch, capsys):
 def everything(writers):
     for k in range(3):
         writers.write_steps(STEPS)
-        writers.write_report(REPORT)
+        writers.write_interval_report(REPORT)
         writers.write_validation({"lm loss": 1.0}, iteration=4, consumed_samples=8)
         writers.write_samples([("a", "b")], iteration=4)
         writers.write_save_result(4, seconds=1.0, blocked=0.1, size=5, failures=0)

@@ -14,8 +14,8 @@ from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.forward_context import ForwardContext
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.passing import ForwardContext
 from megatron.core.transformer.rope import rotary_table_for
 from tests.helpers import tiny
 
@@ -48,7 +48,7 @@ THEIRS = {
 }
 
 
-def ours(kind: type, window: tuple[int, int] | None = None, **changes: Any) -> tuple[nn.Module, tiny.Run]:
+def ours(kind: type, window: tuple[int, int] | None = None, **changes: Any) -> tuple[nn.Module, tiny.RunContext]:
     run = tiny.run_of(tiny.config(**{"fp64": True, **GROUPED, **changes}))
     module = (
         kind(run.layer_build_context, LayerPlan(0, window=window))
@@ -79,7 +79,7 @@ def hidden() -> Tensor:
     return torch.randn(S, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(5)).requires_grad_()
 
 
-def run_ours(module: nn.Module, run: tiny.Run, x: Tensor, positions: Tensor | None = None) -> Tensor:
+def run_ours(module: nn.Module, run: tiny.RunContext, x: Tensor, positions: Tensor | None = None) -> Tensor:
     return module(
         x, None, ForwardContext(AttentionMaskSpec(), rotary_table_for(run.layer_build_context, x, positions))
     )[0]

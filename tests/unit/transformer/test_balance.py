@@ -14,16 +14,16 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.parallel import collectives
-from megatron.core.transformer.balance import (
+from megatron.core.transformer.expert_balance import (
     count_expert_choices,
     local_balancing_loss,
     local_router_z_loss,
     updated_expert_bias,
 )
-from megatron.core.transformer.passing import ForwardContext, MicrobatchContext
+from megatron.core.transformer.forward_context import ForwardContext, MicrobatchContext
 from megatron.core.transformer.router import (
+    expert_choices_of_last_step,
     normalized_router_scores,
-    recorded_expert_choices,
     routers_of,
     set_replayed_expert_choices,
 )
@@ -408,7 +408,7 @@ def test_a_replayed_step_is_the_recorded_one_whatever_would_be_chosen_now(change
 
     first, other, again = trainer_of(False), trainer_of(True), trainer_of(True)
     expected = train_on(first, 1)
-    choices = recorded_expert_choices(first.stages)
+    choices = expert_choices_of_last_step(first.stages)
     assert set(choices) == {f"decoder.layers.{layer}.mlp.router.weight" for layer in range(2)}
     assert all(sorted(kept) == [(0, 0), (2, 0), (4, 0), (6, 0)] for kept in choices.values()), (
         "microbatches of two samples"

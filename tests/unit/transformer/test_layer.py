@@ -16,8 +16,8 @@ from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
 from megatron.core.transformer.dropout import Dropout
+from megatron.core.transformer.forward_context import ForwardContext
 from megatron.core.transformer.layer import TransformerLayer
-from megatron.core.transformer.passing import ForwardContext
 from megatron.core.transformer.stack import TransformerStack
 from tests.helpers import tiny
 from tests.helpers.training import train_on
@@ -25,7 +25,7 @@ from tests.helpers.training import train_on
 S, B, H = 6, 2, 32
 
 
-def stack_of(layers: int = 1, **changes: Any) -> tuple[TransformerStack, tiny.Run]:
+def stack_of(layers: int = 1, **changes: Any) -> tuple[TransformerStack, tiny.RunContext]:
     run = tiny.run_of(tiny.config(**{"fp64": True, **changes}))
     stack = TransformerStack(uniform_layer_plans(layers), run.layer_build_context, final_norm=False)
     set_global_param_names(stack)
@@ -33,7 +33,7 @@ def stack_of(layers: int = 1, **changes: Any) -> tuple[TransformerStack, tiny.Ru
     return stack, run
 
 
-def by_hand(layer: TransformerLayer, x: Tensor, run: tiny.Run) -> Tensor:
+def by_hand(layer: TransformerLayer, x: Tensor, run: tiny.RunContext) -> Tensor:
     """x + attention(norm(x)), then x + mlp(norm(x)), one head at a time."""
     model, weights = run.config.model, dict(layer.named_parameters())
 

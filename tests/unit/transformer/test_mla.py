@@ -14,11 +14,11 @@ from torch import Tensor
 
 from megatron.core.config.plan import LayerPlan
 from megatron.core.kernels.mask import AttentionMaskSpec
-from megatron.core.kernels.reference import attention
+from megatron.core.kernels.reference import softmax_attention
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
+from megatron.core.transformer.forward_context import ForwardContext
 from megatron.core.transformer.mla import MultiLatentAttention
-from megatron.core.transformer.passing import ForwardContext
 from megatron.core.transformer.rope import rotary_table_for
 from tests.helpers import tiny
 
@@ -45,7 +45,7 @@ YARN: dict[str, Any] = {
 
 def layer_of(
     *, window: tuple[int, int] | None = None, rope: bool = True, **changes: Any
-) -> tuple[MultiLatentAttention, tiny.Run]:
+) -> tuple[MultiLatentAttention, tiny.RunContext]:
     run = tiny.run_of(tiny.config(**{"fp64": True, **SIZES, **changes}))
     layer = MultiLatentAttention(run.layer_build_context, LayerPlan(0, mixer="mla", window=window, rope=rope))
     set_global_param_names(layer)
@@ -56,7 +56,7 @@ def layer_of(
     return layer, run
 
 
-def pass_of(run: tiny.Run, x: Tensor) -> ForwardContext:
+def pass_of(run: tiny.RunContext, x: Tensor) -> ForwardContext:
     return ForwardContext(AttentionMaskSpec(), rotary_table_for(run.layer_build_context, x))
 
 
@@ -228,7 +228,7 @@ class Remembered:
     def __init__(self) -> None:
         self.keys: Tensor | None = None
 
-    def cached_attention(self, layer: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def wrap_attention_kernel(self, layer: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def remembering(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, *rest: Any) -> Tensor:
             assert torch.equal(v, k[..., : v.shape[-1]]), "only keys are stored"
             self.keys = k if self.keys is None else torch.cat((self.keys, k))
@@ -263,7 +263,7 @@ def test_the_absorbed_form_takes_latents_and_shared_keys_of_any_origin() -> None
     latent, shared = torch.randn(S, B, LATENT, dtype=torch.float64), torch.randn(S, B, TURNED, dtype=torch.float64)
     pairs = F.linear(latent, layer.linear_kv_up_proj.weight).unflatten(-1, (N, -1))
     keys = torch.cat((pairs[..., :STILL], shared[:, :, None].expand(-1, -1, N, -1)), dim=-1)
-    expected = attention(q, keys, pairs[..., STILL:], AttentionMaskSpec())
+    expected = softmax_attention(q, keys, pairs[..., STILL:], AttentionMaskSpec())
     found = layer.absorbed_attention(q, torch.cat((latent, shared), dim=-1), AttentionMaskSpec())
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 

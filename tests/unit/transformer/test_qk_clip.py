@@ -158,7 +158,7 @@ def test_rows_are_scaled_wherever_a_piece_of_a_parameter_begins(monkeypatch: pyt
         piece = torch.ones(high - low, dtype=torch.float64)
         optimizer.segments[place] = replace(whole, low=low, high=high, data=piece)
         optimizer.main_weights[place] = piece
-        optimizer._scale_rows({whole.name: rows})
+        optimizer._scale_weight_rows({whole.name: rows})
         assert torch.equal(piece, rows.repeat_interleave(32)[low:high])
 
 

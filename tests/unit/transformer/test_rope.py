@@ -5,20 +5,20 @@ import math
 import pytest
 import torch
 
-from megatron.core.config.settings.model import RopeConfig
+from megatron.core.config.settings.model import PositionConfig
 from megatron.core.transformer.rope import rotary_frequencies, rotary_table
 
 CPU = torch.device("cpu")
 
 
 def test_pair_j_turns_by_base_to_the_minus_two_j_over_size() -> None:
-    found = rotary_frequencies(RopeConfig(rotary_base=500.0), 8, CPU, torch.float64)
+    found = rotary_frequencies(PositionConfig(rotary_base=500.0), 8, CPU, torch.float64)
     assert found.tolist() == pytest.approx([500.0 ** (-2 * j / 8) for j in range(4)], rel=1e-14)
 
 
 def test_a_share_of_each_head_is_turned_as_if_it_were_the_head() -> None:
-    whole = rotary_frequencies(RopeConfig(), 8, CPU, torch.float64)
-    assert torch.equal(rotary_frequencies(RopeConfig(rotary_percent=0.5), 16, CPU, torch.float64), whole)
+    whole = rotary_frequencies(PositionConfig(), 8, CPU, torch.float64)
+    assert torch.equal(rotary_frequencies(PositionConfig(rotary_percent=0.5), 16, CPU, torch.float64), whole)
 
 
 def test_llama3_scaling_is_that_of_the_published_model() -> None:
@@ -40,18 +40,18 @@ def test_llama3_scaling_is_that_of_the_published_model() -> None:
     )
     expected, factor = ROPE_INIT_FUNCTIONS["llama3"](config, CPU)
     ours = rotary_frequencies(
-        RopeConfig(use_rope_scaling=True, rope_scaling_factor=8.0, rotary_base=500000.0), 128, CPU, torch.float64
+        PositionConfig(use_rope_scaling=True, rope_scaling_factor=8.0, rotary_base=500000.0), 128, CPU, torch.float64
     )
     assert factor == 1.0
     torch.testing.assert_close(ours, expected.double(), rtol=1e-5, atol=0.0)
-    plain = rotary_frequencies(RopeConfig(rotary_base=500000.0), 128, CPU, torch.float64)
+    plain = rotary_frequencies(PositionConfig(rotary_base=500000.0), 128, CPU, torch.float64)
     assert torch.equal(ours[:20], plain[:20]) and ours[-1] == pytest.approx(plain[-1] / 8)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_the_table_holds_cos_and_sin_of_position_times_frequency_twice(interleaved: bool) -> None:
     positions = torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]])
-    config = RopeConfig(rotary_seq_len_interpolation_factor=2.0)
+    config = PositionConfig(rotary_seq_len_interpolation_factor=2.0)
     table = rotary_table(positions, config, 6, dtype=torch.float64, pairs=interleaved)
     for b in range(2):
         for s in range(4):
@@ -156,7 +156,7 @@ def test_yarn_is_that_of_the_published_models(name: str) -> None:
         rope_parameters={"rope_type": "yarn", **theirs},
     )
     expected, factor = ROPE_INIT_FUNCTIONS["yarn"](config, CPU)
-    ours = RopeConfig(position_embedding_type="yarn", **changes)
+    ours = PositionConfig(position_embedding_type="yarn", **changes)
     torch.testing.assert_close(
         rotary_frequencies(ours, size, CPU, torch.float64), expected.double(), rtol=1e-5, atol=0.0
     )
@@ -169,14 +169,14 @@ def test_yarn_is_that_of_the_published_models(name: str) -> None:
 
 
 def test_each_pair_turns_by_time_height_or_width() -> None:
-    config = RopeConfig(position_embedding_type="mrope", mrope_section=(1, 2, 1), rotary_base=100.0)
+    config = PositionConfig(position_embedding_type="mrope", mrope_section=(1, 2, 1), rotary_base=100.0)
     places = torch.tensor([[[3, 1]], [[5, 1]], [[7, 1]]])
     table = rotary_table(places, config, 8, dtype=torch.float64, pairs=False)
     for pair, place in enumerate((3, 5, 5, 7)):
         assert table.sin[0, 0, 0, pair].item() == pytest.approx(math.sin(place * 100.0 ** (-pair / 4)), abs=1e-14)
     plain = rotary_table(
         torch.tensor([[3, 1]]),
-        RopeConfig(position_embedding_type="rope", rotary_base=100.0),
+        PositionConfig(position_embedding_type="rope", rotary_base=100.0),
         8,
         dtype=torch.float64,
         pairs=False,

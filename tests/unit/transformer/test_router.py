@@ -21,15 +21,15 @@ from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
-from megatron.core.transformer.balance import sinkhorn
-from megatron.core.transformer.passing import ForwardContext, MicrobatchContext
+from megatron.core.transformer.expert_balance import sinkhorn
+from megatron.core.transformer.forward_context import ForwardContext, MicrobatchContext
 from megatron.core.transformer.router import (
     ExpertRouting,
     TopKRouter,
-    choose_experts,
+    choose_expert_indices,
     drop_choices_over_capacity,
     expert_capacity,
-    recorded_expert_choices,
+    expert_choices_of_last_step,
     routing_weights,
     set_replayed_expert_choices,
 )
@@ -159,7 +159,7 @@ def test_weights_follow_the_formula_of_their_function(
         moe_router_topk_scaling_factor=scaling,
     )
     scores = 2.0 * torch.randn(20, E, dtype=torch.float64, generator=torch.Generator().manual_seed(topk))
-    experts = choose_experts(scores, moe)
+    experts = choose_expert_indices(scores, moe)
     expected = torch.tensor([by_hand(row.tolist(), moe) for row in scores], dtype=torch.float64)
     torch.testing.assert_close(table(routing_weights(scores, experts, moe), experts), expected, rtol=1e-12, atol=1e-12)
 
@@ -169,7 +169,7 @@ def test_weights_have_the_gradient_of_their_formula() -> None:
         num_experts=E, moe_router_topk=3, moe_router_score_function="sqrtsoftplus", moe_router_topk_scaling_factor=2.0
     )
     scores = torch.randn(4, E, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    experts = choose_experts(scores.detach(), moe)
+    experts = choose_expert_indices(scores.detach(), moe)
     assert torch.autograd.gradcheck(lambda s: routing_weights(s, experts, moe), (scores,))
 
 
@@ -178,7 +178,7 @@ def test_an_expert_bias_takes_part_in_choosing_and_not_in_weighing() -> None:
     scores = torch.randn(30, E, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     bias = torch.zeros(E)
     bias[5], bias[2] = 2.0, -2.0
-    experts = choose_experts(scores, moe, bias)
+    experts = choose_expert_indices(scores, moe, bias)
     assert (experts == 5).any(1).all() and not (experts == 2).any()
     picked = scores.sigmoid().gather(1, experts)
     torch.testing.assert_close(routing_weights(scores, experts, moe), picked / picked.sum(1, keepdim=True))
@@ -193,11 +193,11 @@ def test_a_token_stays_in_its_best_groups() -> None:
         moe_router_score_function="sigmoid",
     )
     scores = torch.tensor([[9.0, -9, 2, 2, 1, 1, 0, 0]])  # the best expert is alone; the best pair is the second group
-    assert sorted(choose_experts(scores, moe)[0].tolist()) == [2, 3]
+    assert sorted(choose_expert_indices(scores, moe)[0].tolist()) == [2, 3]
     best = MoEConfig(
         num_experts=E, moe_router_topk=2, moe_router_num_groups=4, moe_router_group_topk=1, moe_router_group_score="max"
     )
-    assert sorted(choose_experts(scores, best)[0].tolist()) == [0, 1]
+    assert sorted(choose_expert_indices(scores, best)[0].tolist()) == [0, 1]
 
 
 def test_scores_are_computed_in_the_format_asked_for() -> None:
@@ -360,7 +360,7 @@ def test_recorded_choices_are_replayed_until_told_otherwise() -> None:
         for number in (0, 4)
     ]
     first = [router(tokens(number), one) for number, one in enumerate(passes)]
-    choices = recorded_expert_choices([router])
+    choices = expert_choices_of_last_step([router])
     assert set(choices) == {"weight"} and set(choices["weight"]) == {(0, 0), (4, 0)}
     router.weight.data.neg_()
     set_replayed_expert_choices([router], choices)

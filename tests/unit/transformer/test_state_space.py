@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.core.context_parallel.sequence import Zigzag
+from megatron.core.context_parallel.zigzag import Zigzag
 from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rng import materialize_parameters
-from megatron.core.parallel.spec import local_shards, param_spec_of, set_global_param_names
+from megatron.core.parallel.spec import local_shard_boxes, param_spec_of, set_global_param_names
+from megatron.core.transformer.forward_context import ForwardContext
 from megatron.core.transformer.gated_delta_net import DeltaNetSizes, GatedDeltaNet
 from megatron.core.transformer.mamba import MambaMixer, MambaSizes
-from megatron.core.transformer.passing import ForwardContext
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 
@@ -29,7 +29,7 @@ KINDS: dict[str, Callable[[Any], nn.Module]] = {
 }
 
 
-def mixer_of(kind: str, ranks: int = 1, **changes: Any) -> tuple[nn.Module, tiny.Run]:
+def mixer_of(kind: str, ranks: int = 1, **changes: Any) -> tuple[nn.Module, tiny.RunContext]:
     settings = {"init_method_std": 0.3, "normalization": "RMSNorm", "fp64": True, **changes}
     run = tiny.run_of(tiny.config(ranks, **settings))
     mixer = KINDS[kind](run.layer_build_context)
@@ -163,7 +163,7 @@ def _pass(
         if "tp" in spec.sum_over:
             collectives.all_reduce(gradient, mesh.tp)
         total = torch.zeros(spec.shape, dtype=torch.float64)
-        for shard in local_shards(spec, mesh):
+        for shard in local_shard_boxes(spec, mesh):
             total[shard.box.slices()] = gradient[shard.local.slices()]
         gradients[spec.name] = collectives.all_reduce(total, mesh.tp) if spec.shards else total
     return pieces[cut.sorting_permutation(range(cut.size), x.device)], gradients

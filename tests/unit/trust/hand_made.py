@@ -8,7 +8,7 @@ from dataclasses import replace
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.pipeline_parallel.schedules import Action, pipeline_training_plan, with_reduction_actions
 from megatron.training.cli.preflight import resolve_and_examine
-from megatron.trust.flags.command import parse_command
+from megatron.trust.flags.command import parse_training_command
 from megatron.trust.flags.repair import RequestedSetup
 from megatron.trust.plan.analytic_estimate import with_padded_vocabulary
 from megatron.trust.plan.hardware import Hardware, NetworkLink
@@ -37,7 +37,7 @@ PLAIN = Hardware(
 
 def setting_of(flags: str = "", ranks: int = 1) -> RequestedSetup:
     """A setting of the small network with more flags."""
-    command = parse_command(f"{FLAGS} {flags}".split(), ranks=ranks)
+    command = parse_training_command(f"{FLAGS} {flags}".split(), ranks=ranks)
     assert command.setting is not None and not command.unread, command.unread
     return command.setting
 

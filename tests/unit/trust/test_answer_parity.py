@@ -10,9 +10,14 @@ from megatron.core.parallel import collectives
 from megatron.preference import data as data_module
 from megatron.preference.settings import PreferenceConfig
 from megatron.tools.check_parity import parse_arguments, proxy_config_of_command
-from megatron.trust.parity.parity import ParityResult, compare_with_serial_run
 from megatron.trust.parity.proxy_config import ProxyConfig
-from megatron.trust.parity.short_run import STEPS, deserialize_short_run, run_short_training, run_short_training_pickled
+from megatron.trust.parity.serial_comparison import LayoutParityResult, compare_short_runs_with_serial
+from megatron.trust.parity.short_run import (
+    STEPS,
+    run_short_training,
+    run_short_training_pickled,
+    unpickle_short_run_result,
+)
 from tests.helpers.world import Worlds
 
 FLAGS = (
@@ -43,11 +48,12 @@ def small(task: str, layout: str) -> ProxyConfig:
     return proxy_config_of_command(*parse_arguments(f"{FLAGS} {LAYOUTS[layout]} --finetune-task {task}".split()))
 
 
-def checked(world: Worlds, one: ProxyConfig, function: Any = run_short_training_pickled) -> ParityResult:
+def checked(world: Worlds, one: ProxyConfig, function: Any = run_short_training_pickled) -> LayoutParityResult:
     """What is said of it. function: what ranks run."""
     ranks = world(one.world_size).run(function, one.config, STEPS, one.finetuning)
-    return compare_with_serial_run(
-        run_short_training(one.serial_config, STEPS, one.finetuning), [deserialize_short_run(rank) for rank in ranks]
+    return compare_short_runs_with_serial(
+        run_short_training(one.serial_config, STEPS, one.finetuning),
+        [unpickle_short_run_result(rank) for rank in ranks],
     )
 
 
@@ -58,13 +64,13 @@ def test_a_layout_is_compared_in_the_loss_of_its_task(world: Worlds, task: str, 
     one = small(task, layout)
     assert one.finetuning is not None and one.finetuning.finetune_task == task
     found = checked(world, one)
-    assert found.is_within_tolerance, [str(one) for one in found.problems]
+    assert found.is_within_tolerance, [str(one) for one in found.differences_above_tolerance]
     assert {one.name for one in found.checked if one.kind == "loss"} == {"preference loss"}
 
 
 def test_a_divergence_of_one_rank_shows(world: Worlds) -> None:
     found = checked(world, small("kto", "dp2 zero"), _with_local_divergence)
-    assert not found.is_within_tolerance and any(one.kind == "loss" for one in found.problems)
+    assert not found.is_within_tolerance and any(one.kind == "loss" for one in found.differences_above_tolerance)
 
 
 def _with_local_divergence(config: Any, steps: int, finetuning: PreferenceConfig) -> bytes:

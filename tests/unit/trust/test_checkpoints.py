@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.source import TensorFormat
+from megatron.core.dist_checkpointing.source import ShapeAndDtype
 from megatron.core.parallel.boxes import Box
 from megatron.trust.compare import checkpoints as compare
 from megatron.trust.compare.checkpoints import Tolerance, compare_sources, compare_tensors
@@ -25,7 +25,7 @@ class Held:
 
     def __init__(self, where: str, tensors: dict[str, Tensor], values: dict[str, Any] | None = None) -> None:
         self.where, self.tensors, self.values, self.settings = where, tensors, values or {}, {}
-        self.formats = {name: TensorFormat(tuple(one.shape), one.dtype) for name, one in tensors.items()}
+        self.formats = {name: ShapeAndDtype(tuple(one.shape), one.dtype) for name, one in tensors.items()}
 
     def read(self, name: str, box: Box) -> Tensor:
         """A box of a tensor."""

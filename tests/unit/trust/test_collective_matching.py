@@ -13,8 +13,8 @@ from megatron.core.distributed.buffers import OwnedSegment
 from megatron.core.parallel.grid import axis_rank_groups
 from megatron.core.parallel.mesh import Mesh
 from megatron.trust.simulate.collective_matching import (
-    MatchReport,
-    RankCommunication,
+    CollectiveMatchReport,
+    RankCommunicationSequence,
     match_collectives,
     match_rank_communication,
     rank_communication_of,
@@ -81,7 +81,7 @@ def takes(
     )
 
 
-def judged(*ranks: list[StepEvent], overlap: bool = True) -> MatchReport:
+def judged(*ranks: list[StepEvent], overlap: bool = True) -> CollectiveMatchReport:
     """What is said of ranks that do this."""
     lines = {rank: rank_communication_of(rank, rank, events, {}) for rank, events in enumerate(ranks)}
     return match_rank_communication(lines, overlap=overlap)
@@ -192,7 +192,7 @@ def test_groups_of_one_list_of_ranks_are_one_but_for_those_made_apart() -> None:
 def test_a_trace_stands_for_ranks_in_their_own_groups() -> None:
     lists = axis_rank_groups(tiny.config(8, tensor_model_parallel_size=2, pipeline_model_parallel_size=2).parallel, 8)
     line = rank_communication_of(3, 0, [meets((0, 1)), sends(4, ranks=(0, 4)), begins("F0.1")], lists)
-    assert isinstance(line, RankCommunication) and [getattr(step, "group", step) for step in line.steps] == [
+    assert isinstance(line, RankCommunicationSequence) and [getattr(step, "group", step) for step in line.steps] == [
         ("", (2, 3)),
         ("", (3, 7)),
         "F0.1",

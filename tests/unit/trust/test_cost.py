@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.parallel.mesh import Axis
-from megatron.core.pipeline_parallel.executor import Shape, run
+from megatron.core.pipeline_parallel.executor import Shape, run_rank_script
 from megatron.core.pipeline_parallel.schedules import (
     Action,
     num_plan_stages,
@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel.schedules import (
     with_reduction_actions,
 )
 from megatron.core.pipeline_parallel.transfers import build_rank_script
-from megatron.trust.plan.cost import FORWARD, event_seconds, rank_time, step_cost, tensor_bytes_of_event
+from megatron.trust.plan.cost import FORWARD, estimated_event_seconds, rank_time, step_cost, tensor_bytes_of_event
 from megatron.trust.plan.hardware import (
     PROFILES,
     NetworkLink,
@@ -82,10 +82,10 @@ def test_an_exchange_sends_what_is_for_other_nodes_through_its_own_port() -> Non
 def test_an_operation_takes_the_longer_of_arithmetic_and_bytes() -> None:
     config, machine = config_of(), replace(PLAIN, memory_rate=10.0, launch=0.5)
     event = op(7, "F0.0")
-    assert event_seconds(replace(event, moved=10), config, machine, 0) == 7.5
-    assert event_seconds(replace(event, moved=200), config, machine, 0) == 20.5
-    assert event_seconds(replace(event, flops=0, moved=0), config, machine, 0) == 0  # a view
-    assert event_seconds(replace(event, name="aten.empty", flops=0), config, machine, 0) == 0
+    assert estimated_event_seconds(replace(event, moved=10), config, machine, 0) == 7.5
+    assert estimated_event_seconds(replace(event, moved=200), config, machine, 0) == 20.5
+    assert estimated_event_seconds(replace(event, flops=0, moved=0), config, machine, 0) == 0  # a view
+    assert estimated_event_seconds(replace(event, name="aten.empty", flops=0), config, machine, 0) == 0
 
 
 def test_attention_of_a_decoder_meets_half_of_the_keys() -> None:
@@ -95,9 +95,9 @@ def test_attention_of_a_decoder_meets_half_of_the_keys() -> None:
     )
     # Scores and their sums with values: 2 FLOPs for each of s * s / 2 pairs and each of d numbers, twice.
     by_hand = 2 * (2 * 2 * 4 * 32 * 32 / 2 * 16)
-    assert event_seconds(forward, config, PLAIN, 0) == by_hand
+    assert estimated_event_seconds(forward, config, PLAIN, 0) == by_hand
     counted = replace(forward, name="aten._scaled_dot_product_flash_attention", flops=2 * int(by_hand))
-    assert event_seconds(counted, config, PLAIN, 0) == by_hand
+    assert estimated_event_seconds(counted, config, PLAIN, 0) == by_hand
 
 
 def test_attention_in_parts_is_timed_as_the_fused_kernel_of_a_machine_that_has_one() -> None:
@@ -105,15 +105,16 @@ def test_attention_in_parts_is_timed_as_the_fused_kernel_of_a_machine_that_has_o
     machine = replace(PLAIN, attention=(0.5, 0.25), launch=1.0, memory_rate=1.0)
     product = StepEvent("op", "aten.bmm", where, "F0.0", flops=400, moved=7, dtype="float32")
     mask = StepEvent("op", "aten.mul", where, "F0.0", moved=1000, dtype="float32")
-    assert [event_seconds(event, config, machine, 0) for event in (product, mask, replace(product, action="B0.0"))] == [
-        400.0,
-        0.0,
-        800.0,
-    ]
-    assert event_seconds(mask, config, replace(machine, fused=False), 0) == 1001.0
+    assert [
+        estimated_event_seconds(event, config, machine, 0) for event in (product, mask, replace(product, action="B0.0"))
+    ] == [400.0, 0.0, 800.0]
+    assert estimated_event_seconds(mask, config, replace(machine, fused=False), 0) == 1001.0
     # In the number format of the run, in whatever the CPU multiplied.
     assert (
-        event_seconds(product, config_of("--bf16"), replace(machine, peak={"float32": 1.0, "bfloat16": 8.0}), 0) == 50.0
+        estimated_event_seconds(
+            product, config_of("--bf16"), replace(machine, peak={"float32": 1.0, "bfloat16": 8.0}), 0
+        )
+        == 50.0
     )
 
 
@@ -414,7 +415,7 @@ def sleep_through(pp: int, chunks: int, microbatches: int, seconds: tuple[float,
     for _ in range(rounds):
         dist.barrier()
         begun = time.perf_counter()
-        run(steps, work=Sleeper(seconds), axis=axis, backward_axis=backward_axis)
+        run_rank_script(steps, work=Sleeper(seconds), axis=axis, backward_axis=backward_axis)
         spent = torch.tensor([time.perf_counter() - begun])
         dist.all_reduce(spent, op=dist.ReduceOp.MAX)
         best = min(best, spent.item())

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from benchmarks.planning import MODELS, planned
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.rules.engine import broken_rules
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.models.describe import count_layer_parameters
-from megatron.core.models.flops import BYTES, estimate_rank_memory
+from megatron.core.models.flops import BYTES, estimate_memory_by_pipeline_rank
 from megatron.core.parallel.mesh import Mesh
 from megatron.trust.plan.cost import step_cost
 from megatron.trust.plan.hardware import PROFILES
@@ -179,7 +179,7 @@ def compare(world: Any, cases: list[tuple[int, dict[str, Any]]]) -> None:
         real = world(ranks).run(real_facts, changes, timeout=3600.0)
         for index, change in enumerate(changes):
             # The real step runs on a CPU, where a bf16 product is made before it is added to an fp32 gradient.
-            with patch("megatron.trust.simulate.dry_run.add_products_as_on_gpus"):
+            with patch("megatron.trust.simulate.dry_run.enable_mixed_dtype_addmm"):
                 dry = dry_run(tiny.config(ranks, **change), ranks, range(ranks), whole=True)
             for rank, trace in enumerate(dry.traces):
                 for expected, found in zip(real[rank][index], facts(trace), strict=True):
@@ -256,14 +256,14 @@ def test_weights_gradients_and_optimizer_are_those_of_the_closed_formula(changes
     config = tiny.with_vocabulary(config, 512)
     dry = dry_run(config, 4)
     copies = config.parallel.data_parallel_size(4)
-    expected = estimate_rank_memory(
-        config, pipeline_stages_of(config), data_parallel_size=copies, num_microbatches=dry.whole_microbatches
+    expected = estimate_memory_by_pipeline_rank(
+        config, stage_specs_of_run(config), data_parallel_size=copies, num_microbatches=dry.whole_microbatches
     )
     for trace in dry.traces:
         held, formula = trace.steady, expected[trace.place["pp"]]
         assert trace.parameters == formula.parameters
-        assert held.weights == formula.parameters * BYTES[config.precision.dtype]
-        assert held.gradients == formula.parameters * BYTES[config.precision.gradient_dtype]
+        assert held.weights == formula.parameters * BYTES[config.precision.param_dtype_name]
+        assert held.gradients == formula.parameters * BYTES[config.precision.gradient_dtype_name]
         assert held.weights + held.gradients + held.optimizer == formula.weights_and_optimizer
         update = max(event.live for event in trace.events if event.action == "optimizer") - trace.steady.total
         assert formula.update <= update < formula.update + 2**15, (
@@ -285,8 +285,8 @@ def test_a_run_with_adapters_keeps_state_of_what_is_trained_alone(layout):
     (before, after), expected = (dry_run(config, 4) for config in (whole, few)), {}
     for config in (few, whole):
         copies = config.parallel.data_parallel_size(4)
-        expected[config] = estimate_rank_memory(
-            config, pipeline_stages_of(config), data_parallel_size=copies, num_microbatches=1
+        expected[config] = estimate_memory_by_pipeline_rank(
+            config, stage_specs_of_run(config), data_parallel_size=copies, num_microbatches=1
         )
     for full, trace in zip(before.traces, after.traces, strict=True):
         held, formula = trace.steady, expected[few][trace.place["pp"]]
@@ -298,7 +298,9 @@ def test_a_run_with_adapters_keeps_state_of_what_is_trained_alone(layout):
 def test_fsdp2_holds_its_share_of_everything_and_gathers_as_often_as_microbatches_ask():
     config = tiny.with_vocabulary(tiny.config(4, **{**SMALL, **FSDP, "hidden_size": 128, "bf16": True}), 512)
     dry = dry_run(config, 4)
-    (formula,) = estimate_rank_memory(config, pipeline_stages_of(config), data_parallel_size=4, num_microbatches=1)
+    (formula,) = estimate_memory_by_pipeline_rank(
+        config, stage_specs_of_run(config), data_parallel_size=4, num_microbatches=1
+    )
     found = step_cost(dry, PROFILES["cpu"])
     layers = 2 * count_layer_parameters(config.model)
     rest = formula.parameters - layers

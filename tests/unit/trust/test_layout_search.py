@@ -7,11 +7,11 @@ from itertools import product
 
 import pytest
 
-from megatron.core.config.stages import pipeline_stages_of
-from megatron.core.models.flops import estimate_rank_memory
+from megatron.core.config.stages import stage_specs_of_run
+from megatron.core.models.flops import estimate_memory_by_pipeline_rank
 from megatron.core.parallel.grid import axis_rank_groups
 from megatron.training.cli.preflight import resolve_and_examine
-from megatron.trust.flags.command import parse_command
+from megatron.trust.flags.command import parse_training_command
 from megatron.trust.plan.analytic_estimate import (
     analytic_estimate,
     num_microbatches,
@@ -43,9 +43,9 @@ def needed(layout: CandidateLayout, ranks: int, flags: str = "") -> float | None
     config = with_padded_vocabulary(config, VOCABULARY)
     return max(
         held.total
-        for held in estimate_rank_memory(
+        for held in estimate_memory_by_pipeline_rank(
             config,
-            pipeline_stages_of(config),
+            stage_specs_of_run(config),
             data_parallel_size=layout.dp,
             num_microbatches=num_microbatches(config, ranks),
         )
@@ -120,7 +120,7 @@ def test_the_flags_of_a_layout_make_it(flags: str, ranks: int) -> None:
             place = given.index(word)
             end = next((at for at in range(place + 1, len(given)) if given[at].startswith("--")), len(given))
             given = given[:place] + given[end:]
-        command = parse_command([*given, *words.split("(without ")[0].split()], ranks=ranks)
+        command = parse_training_command([*given, *words.split("(without ")[0].split()], ranks=ranks)
         assert command.setting is not None and not command.unread, words
         config, problems = resolve_and_examine(command.setting.config, ranks)
         assert not problems
@@ -170,7 +170,7 @@ def test_the_groups_of_a_sketch_are_those_of_the_mesh(flags: str) -> None:
 
 def test_more_recomputation_takes_longer_and_needs_less() -> None:
     drawn = [
-        analytic_estimate(config, 4, MACHINE, pipeline_stages_of(config))
+        analytic_estimate(config, 4, MACHINE, stage_specs_of_run(config))
         for config in (
             config_of(f"--seq-length 512 --max-position-embeddings 512 {words}", 4)
             for words in ("", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")

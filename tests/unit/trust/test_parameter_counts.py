@@ -11,14 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron.core.config.flags import config_from_values
+from megatron.core.config.flags import config_from_dict
 from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.grid import axis_rank_groups
 from megatron.training.cli.preflight import resolve_and_examine
-from megatron.trust.flags import parameter_counts as built
-from megatron.trust.flags.parameter_counts import compare_layout_build, mesh_without_groups
+from megatron.trust.flags import layout_build_check as built
+from megatron.trust.flags.layout_build_check import check_layout_parameters, mesh_without_groups
 from megatron.trust.flags.repair import RequestedSetup, smallest_repair
 
 BASE: dict[str, Any] = {
@@ -143,7 +143,7 @@ FEW = {"deadline": None, "derandomize": True, "suppress_health_check": list(Heal
 @given(case=CONFIGS)
 def accepted(found: list[tuple[dict[str, Any], int]], case: tuple[dict[str, Any], int]) -> None:
     """Collect what the rules accept, once each. On the way: no rule fails, whatever it is asked."""
-    if case not in found and not resolve_and_examine(config_from_values(RequestedRun, case[0]), case[1])[1]:
+    if case not in found and not resolve_and_examine(config_from_dict(RequestedRun, case[0]), case[1])[1]:
         found.append(case)
 
 
@@ -168,8 +168,8 @@ def test_what_the_rules_accept_builds_on_every_rank_with_the_exact_parameter_cou
     ):
         assert any((values.get(feature) or 1) > 1 for values, _ in found), f"none with {feature}"
     for values, ranks in found:
-        config = config_from_values(RequestedRun, values).resolve(ranks)
-        answer = compare_layout_build(config, ranks, true_vocab_size=VOCABULARY)
+        config = config_from_dict(RequestedRun, values).resolve(ranks)
+        answer = check_layout_parameters(config, ranks, true_vocab_size=VOCABULARY)
         wanted = config.model.num_layers if config.model.architecture != "t5" else 2 * config.model.num_layers
         assert answer.problems == () and answer.layers == wanted, (ranks, values, answer)
 
@@ -177,7 +177,7 @@ def test_what_the_rules_accept_builds_on_every_rank_with_the_exact_parameter_cou
 @settings(max_examples=25, **FEW)
 @given(case=CONFIGS)
 def test_changes_to_a_random_configuration_keep_every_rule(case: tuple[dict[str, Any], int]) -> None:
-    start = RequestedSetup(config_from_values(RequestedRun, case[0]), case[1])
+    start = RequestedSetup(config_from_dict(RequestedRun, case[0]), case[1])
     answer = smallest_repair(start, tries=600)
     if answer.edits is not None:
         after = start.with_values({edit.name: edit.after for edit in answer.edits})
@@ -186,20 +186,20 @@ def test_changes_to_a_random_configuration_keep_every_rule(case: tuple[dict[str,
 
 
 def config_of(ranks: int = 4, **changes: Any) -> RunConfig:
-    config = config_from_values(RequestedRun, {**BASE, **changes}).resolve(ranks)
+    config = config_from_dict(RequestedRun, {**BASE, **changes}).resolve(ranks)
     assert not list(broken_rules(config, ranks))
     return config
 
 
 def test_a_missing_layer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, whole = config_of(pipeline_model_parallel_size=2), built.pipeline_stages_of
+    config, whole = config_of(pipeline_model_parallel_size=2), built.stage_specs_of_run
 
     def short(config: RunConfig) -> Any:
         first, *rest = whole(config)
         return (dataclasses.replace(first, layers=first.layers[1:]), *rest)
 
-    monkeypatch.setattr(built, "pipeline_stages_of", short)
-    said = " ".join(compare_layout_build(config, 4, true_vocab_size=VOCABULARY).problems)
+    monkeypatch.setattr(built, "stage_specs_of_run", short)
+    said = " ".join(check_layout_parameters(config, 4, true_vocab_size=VOCABULARY).problems)
     assert "the stages have 3 layers, and the network 4" in said and "the ranks hold" in said
 
 
@@ -214,16 +214,18 @@ def test_a_parameter_too_many_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return network
 
     monkeypatch.setattr(built, "build_stage_on_meta", wide)
-    said = compare_layout_build(config_of(tensor_model_parallel_size=2), 4, true_vocab_size=VOCABULARY).problems
+    said = check_layout_parameters(config_of(tensor_model_parallel_size=2), 4, true_vocab_size=VOCABULARY).problems
     assert len(said) == 2 and all("parameters" in line for line in said), said
 
 
 def test_elements_that_no_rank_holds_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = built._distinct_rank_meshes
+    whole = built._meshes_with_distinct_parameters
     monkeypatch.setattr(
-        built, "_distinct_rank_meshes", lambda *arguments: [place for place in whole(*arguments) if place.tp.rank == 0]
+        built,
+        "_meshes_with_distinct_parameters",
+        lambda *arguments: [place for place in whole(*arguments) if place.tp.rank == 0],
     )
-    said = compare_layout_build(config_of(tensor_model_parallel_size=2), 4, true_vocab_size=VOCABULARY).problems
+    said = check_layout_parameters(config_of(tensor_model_parallel_size=2), 4, true_vocab_size=VOCABULARY).problems
     assert any("linear_fc1.weight is (192, 48), and the ranks hold 4,608 of its elements" in line for line in said), (
         said
     )

@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from megatron.core.config.adapters import is_trained_parameter
-from megatron.core.dist_checkpointing.tree import ShardedTensor
+from megatron.core.dist_checkpointing.sharded_state import ShardedTensor
 from megatron.core.parallel.boxes import Box
 from megatron.trust.parity.local_ranks import RankFailed, run_on_local_ranks
-from megatron.trust.parity.parity import ParityResult, compare_with_serial_run
 from megatron.trust.parity.proxy_config import ProxyConfig, make_proxy_config
+from megatron.trust.parity.serial_comparison import LayoutParityResult, compare_short_runs_with_serial
 from megatron.trust.parity.short_run import (
     RecordedActivation,
     ShortRun,
-    ShortStep,
-    deserialize_short_run,
+    ShortRunStep,
     run_short_training,
     run_short_training_pickled,
+    unpickle_short_run_result,
 )
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
@@ -77,7 +77,7 @@ def small(layout: str, model: str) -> ProxyConfig:
 
 def checked(
     world: Worlds, layout: str, model: str, function: Any = run_short_training_pickled, *arguments: Any
-) -> ParityResult:
+) -> LayoutParityResult:
     """What is said of a row of the table. function: what ranks run."""
     one = small(layout, model)
     ranks = (
@@ -85,8 +85,8 @@ def checked(
         if one.world_size > 1
         else [function(*arguments, one.config)]
     )
-    return compare_with_serial_run(
-        run_short_training(one.serial_config), [deserialize_short_run(rank) for rank in ranks]
+    return compare_short_runs_with_serial(
+        run_short_training(one.serial_config), [unpickle_short_run_result(rank) for rank in ranks]
     )
 
 
@@ -99,7 +99,10 @@ def rehearse_planted(name: str, config: Any) -> bytes:
 def agrees(world: Worlds, layout: str, model: str) -> None:
     """A good row is said to be good, and enough of it was looked at."""
     found = checked(world, layout, model)
-    assert found.is_within_tolerance and found.start is None, (found.start, [str(one) for one in found.problems])
+    assert found.is_within_tolerance and found.start is None, (
+        found.start,
+        [str(one) for one in found.differences_above_tolerance],
+    )
     names = {kind: [one.name for one in found.checked if one.kind == kind] for kind in ("norm", "gradient", "weight")}
     assert len(names["norm"]) == 2 and len(names["weight"]) > 10 and names["gradient"]
     adapter = small(layout, model).config.model.adapter
@@ -150,7 +153,7 @@ def alone(
     value = torch.full((2, 2), weight, dtype=torch.float64)
     if second is not None:
         value[1] = second
-    step = ShortStep(
+    step = ShortRunStep(
         {"lm loss": loss},
         1.0,
         list(seen),
@@ -161,25 +164,25 @@ def alone(
 
 
 def test_differences_are_relative_and_what_is_missing_or_disagrees_is_infinitely_far() -> None:
-    assert compare_with_serial_run(alone(), [alone()]).is_within_tolerance
+    assert compare_short_runs_with_serial(alone(), [alone()]).is_within_tolerance
     near, far = (
-        compare_with_serial_run(alone(1.0), [alone(1.0 + 1e-11)]),
-        compare_with_serial_run(alone(1.0), [alone(1.0 + 1e-9)]),
+        compare_short_runs_with_serial(alone(1.0), [alone(1.0 + 1e-11)]),
+        compare_short_runs_with_serial(alone(1.0), [alone(1.0 + 1e-9)]),
     )
     assert (
         near.is_within_tolerance
         and not far.is_within_tolerance
-        and far.problems[0].gap == pytest.approx(1e-9, rel=1e-3)
+        and far.differences_above_tolerance[0].gap == pytest.approx(1e-9, rel=1e-3)
     )
-    replicas = compare_with_serial_run(alone(), [alone(), alone(second=1.0 + 1e-15)])
-    assert [(one.kind, one.gap) for one in replicas.problems] == [
+    replicas = compare_short_runs_with_serial(alone(), [alone(), alone(second=1.0 + 1e-15)])
+    assert [(one.kind, one.gap) for one in replicas.differences_above_tolerance] == [
         ("weight", float("inf"))
-    ] and "replica on rank 0" in replicas.problems[0].says
+    ] and "replica on rank 0" in replicas.differences_above_tolerance[0].says
     step = alone().steps[0]
     half = replace(
         alone(),
         steps=(
-            ShortStep(
+            ShortRunStep(
                 step.losses,
                 step.norm,
                 [],
@@ -192,11 +195,14 @@ def test_differences_are_relative_and_what_is_missing_or_disagrees_is_infinitely
             ),
         ),
     )
-    assert "2 of 4 elements are on no rank" in compare_with_serial_run(alone(), [half]).problems[0].says
-    assert "nan" in compare_with_serial_run(alone(), [alone(loss=float("nan"))]).problems[0].says, (
-        "what is not a number is not the same"
+    assert (
+        "2 of 4 elements are on no rank"
+        in compare_short_runs_with_serial(alone(), [half]).differences_above_tolerance[0].says
     )
-    losses = compare_with_serial_run(alone(), [alone(), alone(loss=2.0 + 1e-15)]).problems
+    assert (
+        "nan" in compare_short_runs_with_serial(alone(), [alone(loss=float("nan"))]).differences_above_tolerance[0].says
+    ), "what is not a number is not the same"
+    losses = compare_short_runs_with_serial(alone(), [alone(), alone(loss=2.0 + 1e-15)]).differences_above_tolerance
     assert [one.gap for one in losses] == [float("inf")] and "on rank 1" in losses[0].says, (
         "ranks that disagree are apart, however little"
     )

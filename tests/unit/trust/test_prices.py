@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.parallel.main_grad import MainGrad
-from megatron.trust.plan.cost import event_seconds, step_cost
+from megatron.trust.plan.cost import estimated_event_seconds, step_cost
 from megatron.trust.plan.hardware import Hardware, NetworkLink
 from megatron.trust.simulate.dry_run import dry_run
 from megatron.trust.simulate.recorder import StepRecorder
@@ -137,7 +137,7 @@ OPERATIONS: dict[str, tuple[Callable[[], StepEvent], float]] = {
 def test_an_operation_of_a_step_costs_what_a_formula_of_its_sizes_says(name: str) -> None:
     event, seconds = OPERATIONS[name]
     config = tiny.config(1, **{**tiny.BASE, "bf16": True})
-    assert event_seconds(event(), config, MACHINE, 0) == pytest.approx(seconds, rel=1e-9), event()
+    assert estimated_event_seconds(event(), config, MACHINE, 0) == pytest.approx(seconds, rel=1e-9), event()
 
 
 def test_sums_of_gradients_over_data_parallel_ranks_are_of_fp32() -> None:
@@ -145,7 +145,7 @@ def test_sums_of_gradients_over_data_parallel_ranks_are_of_fp32() -> None:
     config = tiny.config(1, **{**tiny.BASE, "bf16": True})
     trace = trace_of_first_stage()
     found = sum(
-        event_seconds(event, config, MACHINE, 0) - MACHINE.network.latency
+        estimated_event_seconds(event, config, MACHINE, 0) - MACHINE.network.latency
         for event in trace.events
         if event.axis == "dp_cp" and event.name == "reduce_scatter"
     )
@@ -225,4 +225,4 @@ def test_a_product_runs_at_the_rate_of_its_factors_whatever_it_is_summed_in(
 ) -> None:
     config = tiny.config(1, **{**tiny.BASE, **run_format})
     quick = replace(MACHINE, memory_rate=1e30, launch=0.0)
-    assert event_seconds(recorded(does), config, quick, 0) == pytest.approx(2 * 64**3 / rate), name
+    assert estimated_event_seconds(recorded(does), config, quick, 0) == pytest.approx(2 * 64**3 / rate), name

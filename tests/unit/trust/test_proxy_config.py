@@ -11,12 +11,12 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.pipeline_parallel.schedules import can_overlap_pair, pipeline_training_plan
 from megatron.training.cli.preflight import resolve_and_examine
-from megatron.trust.flags.command import parse_command
+from megatron.trust.flags.command import parse_training_command
 from megatron.trust.flags.repair import RequestedSetup
-from megatron.trust.parity.proxy_config import ProxyConfig, make_proxy_config, small_degrees
+from megatron.trust.parity.proxy_config import ProxyConfig, make_proxy_config, proxy_degree_candidates
 from tests.helpers import tiny
 from tests.parity.table import MODELS, ROWS, named, read_layout
 
@@ -28,7 +28,7 @@ BASE = (
 
 def config_of(flags: str, ranks: int, entry: str = "pretrain_gpt.py") -> RunConfig:
     """The resolved config of flags that keep the rules."""
-    setting = parse_command(shlex.split(BASE + flags), ranks=ranks, entry=entry).setting
+    setting = parse_training_command(shlex.split(BASE + flags), ranks=ranks, entry=entry).setting
     config, problems = resolve_and_examine(setting.config, ranks)
     assert not problems, problems
     return config
@@ -77,12 +77,15 @@ def test_a_row_of_the_table_keeps_its_axes_its_kinds_of_layer_and_the_rules(layo
     }
     assert {axis: size > 1 for axis, size in sizes(found).items()} == {axis: size > 1 for axis, size in before.items()}
     kinds = [
-        {(row.mixer, row.cross, row.window is not None, row.rope, row.mlp) for row in network_layer_plans(one.model)}
+        {
+            (row.mixer, row.has_cross_attention, row.window is not None, row.rope, row.mlp)
+            for row in network_layer_plans(one.model)
+        }
         for one in (config, found.config)
     ]
     assert kinds[0] == kinds[1]
-    assert (len(pipeline_stages_of(config)) > parallel.pp) == (
-        len(pipeline_stages_of(found.config)) > found.config.parallel.pp
+    assert (len(stage_specs_of_run(config)) > parallel.pp) == (
+        len(stage_specs_of_run(found.config)) > found.config.parallel.pp
     ), "chunks stay chunks"
 
 
@@ -219,7 +222,7 @@ def test_what_cannot_be_compared_is_switched_off_and_said() -> None:
 
 def test_too_few_ranks_for_anything_are_refused_with_the_rule() -> None:
     config = config_of("--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", 4)
-    assert all(one.num_ranks <= 2 for one in small_degrees(config, 4, 2))
+    assert all(one.num_ranks <= 2 for one in proxy_degree_candidates(config, 4, 2))
     with pytest.raises(ConfigError, match="no small form of this config on at most 0 ranks"):
         make_proxy_config(config, 4, most_ranks=0)
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.flags import ConfigError, config_from_values
+from megatron.core.config.flags import ConfigError, config_from_dict
 from megatron.core.config.settings.run import RequestedRun
 from megatron.training.cli.preflight import resolve_and_examine
-from megatron.trust.flags.parameter_counts import compare_layout_build
+from megatron.trust.flags.layout_build_check import check_layout_parameters
 from megatron.trust.parity.local_ranks import RankFailed
-from megatron.trust.parity.parity import compare_with_serial_run
 from megatron.trust.parity.proxy_config import make_proxy_config
-from megatron.trust.parity.short_run import deserialize_short_run, run_short_training, run_short_training_pickled
+from megatron.trust.parity.serial_comparison import compare_short_runs_with_serial
+from megatron.trust.parity.short_run import run_short_training, run_short_training_pickled, unpickle_short_run_result
 from megatron.trust.simulate.collective_matching import match_collectives
 from megatron.trust.simulate.dry_run import dry_run
 from tests.helpers import tiny
@@ -73,15 +73,15 @@ def accepted(source: Callable[[Random], Case], seed: int, count: int) -> list[Ca
     random, found = Random(seed), []
     while len(found) < count:
         values, ranks = source(random)
-        if not resolve_and_examine(config_from_values(RequestedRun, values), ranks)[1]:
+        if not resolve_and_examine(config_from_dict(RequestedRun, values), ranks)[1]:
             found.append((values, ranks))
     return found
 
 
 def wrong(world: Worlds, values: dict[str, Any], ranks: int) -> str:
     """What is not as it should be with a configuration that the rules accept, in words; "" if nothing."""
-    config = config_from_values(RequestedRun, values).resolve(ranks)
-    built = compare_layout_build(config, ranks, true_vocab_size=tiny.VOCABULARY)
+    config = config_from_dict(RequestedRun, values).resolve(ranks)
+    built = check_layout_parameters(config, ranks, true_vocab_size=tiny.VOCABULARY)
     if built.problems:
         return f"is built otherwise than counted: {built.problems}"
     small = make_proxy_config(config, ranks, most_ranks=MOST_RANKS)
@@ -99,8 +99,8 @@ def wrong(world: Worlds, values: dict[str, Any], ranks: int) -> str:
         )
     except (PoolFailed, RankFailed) as error:
         return f"does not run: {error}"
-    found = compare_with_serial_run(
-        run_short_training(small.serial_config), [deserialize_short_run(one) for one in done]
+    found = compare_short_runs_with_serial(
+        run_short_training(small.serial_config), [unpickle_short_run_result(one) for one in done]
     )
     return "" if found.is_within_tolerance else f"computes another step, {found.start}"
 

@@ -11,7 +11,7 @@ import pytest
 from megatron.core.config.flags import flag_fields
 from megatron.core.config.rules.engine import ALWAYS, NEEDS, RULES
 from megatron.core.config.settings.run import RequestedRun
-from megatron.trust.flags.command import ParsedCommand, parse_command
+from megatron.trust.flags.command import ParsedTrainingCommand, parse_training_command
 from megatron.trust.flags.repair import (
     WORLD,
     BrokenRule,
@@ -23,11 +23,11 @@ from megatron.trust.flags.repair import (
 from tests.unit.trust.bad_configs import BAD, GPT
 
 
-def command(flags: str, ranks: int = 1) -> ParsedCommand:
+def command(flags: str, ranks: int = 1) -> ParsedTrainingCommand:
     """The flags of GPT and these, of the script that they begin with."""
     words = flags.split()
     entry = [words.pop(0)] if words and words[0].endswith(".py") else ["pretrain_gpt.py"]
-    return parse_command([*entry, *GPT.split(), *words], ranks=ranks)
+    return parse_training_command([*entry, *GPT.split(), *words], ranks=ranks)
 
 
 def setting(flags: str, ranks: int = 1) -> RequestedSetup:
@@ -200,7 +200,7 @@ def test_values_that_a_rule_names_are_tried() -> None:
     ],
 )
 def test_ranks_and_network_are_read_from_a_command(words: str, ranks: int, architecture: str) -> None:
-    found = parse_command([*words.split(), *GPT.split()])
+    found = parse_training_command([*words.split(), *GPT.split()])
     assert (
         found.unread == ()
         and found.setting.world_size == ranks

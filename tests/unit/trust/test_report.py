@@ -13,19 +13,19 @@ import pytest
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.pipeline_parallel.schedules import Action
 from megatron.trust.plan.planner import (
-    RunPlan,
+    RunEstimate,
+    add_memory_saving_changes,
+    estimate_run,
+    fullest_rank_explanation_lines,
     memory_saving_edits,
-    peak_explanation_lines,
-    plan_run,
-    with_memory_advice,
 )
 from megatron.trust.plan.report import (
     TALL,
     axis_ticks,
     memory_picture,
-    plan_report_html,
-    plan_report_text,
-    plan_report_values,
+    run_estimate_html,
+    run_estimate_text,
+    run_estimate_values,
     schedule_picture,
 )
 from megatron.trust.simulate.trace import DryRunResult, StepEvent
@@ -41,9 +41,9 @@ def passes(action: Action, place: int) -> Sequence[StepEvent]:
     return [op({"F": 1, "B": 2}[action.op], "")] if action.op in "FB" else []
 
 
-def planned_of(peaks: Sequence[int], flags: str = "--pipeline-model-parallel-size 2") -> RunPlan:
+def planned_of(peaks: Sequence[int], flags: str = "--pipeline-model-parallel-size 2") -> RunEstimate:
     """The plan of a run whose pipeline positions need so many bytes, on a machine of 1 GiB."""
-    return plan_run(
+    return estimate_run(
         config_of(flags, 2), 2, PLAIN, lambda config, ranks, chosen=None: run_of(config, ranks, passes, peaks=peaks)
     )
 
@@ -69,24 +69,24 @@ class Tags(HTMLParser):
 
 
 def test_the_first_line_is_the_conclusion() -> None:
-    said = [plan_report_text(planned_of([GIB // 2, size])).splitlines()[0] for size in (GIB // 4, 3 * GIB)]
+    said = [run_estimate_text(planned_of([GIB // 2, size])).splitlines()[0] for size in (GIB // 4, 3 * GIB)]
     assert said[0].startswith("FITS: the fullest rank needs 512.00 MiB of 1.00 GiB on plain; about 27 s a step, ")
     assert said[1].startswith("DOES NOT FIT: the fullest rank needs 3.00 GiB of 1.00 GiB on plain; ")
 
 
 def test_the_fullest_rank_is_marked_and_explained() -> None:
     planned = planned_of([GIB // 4, GIB // 2])
-    said = plan_report_text(planned)
+    said = run_estimate_text(planned)
     assert re.search(r"pp 1 head, rank 1 +1 +512\.00 .*<- fullest", said), said
     assert "rank 1 holds 256.00 MiB more than rank 0: " in said
     assert "rank 0 holds the embedding, and at most 2 forward passes at once still await their" in said
     assert "rank 1 holds the head, and at most 1 forward pass at once still awaits its" in said
-    assert peak_explanation_lines(planned_of([GIB, GIB]).run) == ["all ranks hold the same"]
+    assert fullest_rank_explanation_lines(planned_of([GIB, GIB]).run) == ["all ranks hold the same"]
 
 
 def test_the_report_fits_one_screen_whatever_the_number_of_ranks() -> None:
     flags = "--pipeline-model-parallel-size 8 --num-layers 8"
-    planned = plan_run(
+    planned = estimate_run(
         config_of(flags, 64), 64, PLAIN, lambda config, ranks, chosen=None: run_of(config, ranks, passes)
     )
     many = replace(
@@ -96,7 +96,7 @@ def test_the_report_fits_one_screen_whatever_the_number_of_ranks() -> None:
         ),
         stands_for=planned.run.stands_for * 20,
     )
-    lines = plan_report_text(replace(planned, run=many)).splitlines()
+    lines = run_estimate_text(replace(planned, run=many)).splitlines()
     assert (
         len(lines) <= 30
         and max(map(len, lines)) <= 180
@@ -106,7 +106,7 @@ def test_the_report_fits_one_screen_whatever_the_number_of_ranks() -> None:
 
 def test_the_json_has_the_numbers_of_the_plan() -> None:
     planned = planned_of([GIB // 4, GIB // 2])
-    found = json.loads(json.dumps(plan_report_values(planned)))
+    found = json.loads(json.dumps(run_estimate_values(planned)))
     assert found["fits"] and found["worst_rank"] == 1 and found["time"]["seconds"] == 27.0
     assert [rank["peak"] for rank in found["ranks"]] == [GIB // 4, GIB // 2]
     assert all(sum(rank["at_peak"].values()) == rank["peak"] for rank in found["ranks"])
@@ -114,7 +114,7 @@ def test_the_json_has_the_numbers_of_the_plan() -> None:
 
 @pytest.mark.parametrize("peaks", [(GIB // 4, GIB // 2), (GIB // 4, 2 * GIB)])
 def test_the_page_is_whole_and_needs_nothing_from_outside(peaks: Sequence[int]) -> None:
-    written = plan_report_html(planned_of(peaks), COMMAND)
+    written = run_estimate_html(planned_of(peaks), COMMAND)
     tags = Tags()
     tags.feed(written)
     assert (
@@ -130,7 +130,7 @@ def test_the_page_is_whole_and_needs_nothing_from_outside(peaks: Sequence[int]) 
 
 def test_the_page_has_a_title_the_command_and_axes() -> None:
     planned = planned_of([GIB // 4, GIB // 2])
-    written = plan_report_html(planned, COMMAND)
+    written = run_estimate_html(planned, COMMAND)
     assert "<title>Plan: fits, 27 s a step, 2 ranks (pp 2); " in written
     assert "python tools/plan.py --gpu h100-80 --data-path &#x27;a &amp; &lt;b&gt;&#x27;" in written
     memory, schedule = (
@@ -196,8 +196,8 @@ def test_advice_is_planned_again_and_put_together_until_it_fits() -> None:
         return run_of(config, ranks, passes, peaks=[int(peak)])
 
     setting = setting_of("--num-attention-heads 3 --hidden-size 48 --num-layers 7", 2)
-    planned = with_memory_advice(
-        plan_run(config_of("--num-attention-heads 3 --hidden-size 48 --num-layers 7", 2), 2, PLAIN, dry),
+    planned = add_memory_saving_changes(
+        estimate_run(config_of("--num-attention-heads 3 --hidden-size 48 --num-layers 7", 2), 2, PLAIN, dry),
         setting,
         dry,
         true_vocab_size=VOCABULARY,
@@ -210,9 +210,9 @@ def test_advice_is_planned_again_and_put_together_until_it_fits() -> None:
         (full, False),
     ]
     assert planned.advice[0].peak == int(3.0 * GIB * 2 / 3 * 0.5) and planned.advice[0].slower > 0
-    assert f"--use-distributed-optimizer {full} saves 2.00 GiB: 1.00 GiB, +" in plan_report_text(
+    assert f"--use-distributed-optimizer {full} saves 2.00 GiB: 1.00 GiB, +" in run_estimate_text(
         planned
-    ) and ", FITS" in plan_report_text(planned)
+    ) and ", FITS" in run_estimate_text(planned)
 
 
 def test_changes_that_were_made_already_are_not_advised() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.config.rules.engine import ALWAYS, NEEDS, RULES
-from megatron.trust.flags.rule_page import BASE, EXAMPLES, OTHERS, RuleExample, rules_page_markdown
+from megatron.trust.flags.rule_page import BASE, EXAMPLES, OTHERS, BrokenRuleExample, rules_page_markdown
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -25,7 +25,7 @@ def test_an_example_breaks_its_rule_and_no_other(name: str) -> None:
 
 def test_the_flags_behind_the_examples_keep_every_rule() -> None:
     for entry in ("pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py"):
-        assert RuleExample(entry=entry).find_broken_rules() == (), BASE
+        assert BrokenRuleExample(entry=entry).find_broken_rules() == (), BASE
 
 
 def test_the_page_in_docs_is_the_one_that_the_rows_make() -> None:

@@ -14,18 +14,18 @@ import torch
 import torch.distributed as dist
 
 import pretrain_gpt
-from megatron.core.config.flags import config_to_values
-from megatron.core.dist_checkpointing.tree import ShardedTensor
+from megatron.core.config.flags import config_to_dict
+from megatron.core.dist_checkpointing.sharded_state import ShardedTensor
 from megatron.core.kernels.table import KernelRequirements, select_kernels
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.training.checkpoint.checkpointing import Checkpointer
-from megatron.training.cli.arguments import config_of, read_args
+from megatron.training.cli.arguments import parse_args_or_raise, run_config_of_args
 from megatron.training.health.bad_steps import StepValidator
 from megatron.training.loader import build_split_batches
 from megatron.training.loop import TrainingSession
 from megatron.training.trainer import build_trainer
 from megatron.trust.compare.contents import matches_pattern
-from megatron.trust.state_inventory import INVENTORY, StateItem
+from megatron.trust.state_inventory import INVENTORY, StateCategory
 from tests.helpers import tiny
 from tests.helpers.programme import TINY, VOCABULARY, write_tokens
 from tests.helpers.training import train_on
@@ -66,8 +66,8 @@ TWO = {
 def session(flags: list[str], folder: Path) -> Iterator[TrainingSession]:
     """A run on this process's ranks, before its first step."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    config = config_of(
-        read_args(
+    config = run_config_of_args(
+        parse_args_or_raise(
             [
                 *FLAGS,
                 "--data-path",
@@ -87,14 +87,17 @@ def session(flags: list[str], folder: Path) -> Iterator[TrainingSession]:
         tiny.run_of(config),
         tokenizer=NullTokenizer(VOCABULARY + 1),
         kernels=select_kernels(
-            KernelRequirements(device="cpu", dtype=getattr(torch, config.precision.dtype), attention_dropout=0.1), {}
+            KernelRequirements(
+                device="cpu", dtype=getattr(torch, config.precision.param_dtype_name), attention_dropout=0.1
+            ),
+            {},
         ),
     )
     trainer = build_trainer(run, pretrain_gpt.model_provider, pretrain_gpt.forward_step)
     checkpoint = Checkpointer(trainer)
     with closing(build_split_batches(trainer, pretrain_gpt.datasets_provider)) as data:
         yield TrainingSession(trainer, checkpoint, data, StepValidator(run.config))
-        checkpoint.finish_save()
+        checkpoint.wait_for_save_outcome()
 
 
 def train(one: TrainingSession, steps: int = 5) -> None:
@@ -132,7 +135,7 @@ DERIVED = {
 }
 
 
-def items_at(place: str) -> list[StateItem]:
+def items_at(place: str) -> list[StateCategory]:
     """The items that live at a place."""
     return [item for item in INVENTORY if matches_pattern(place, item.places)]
 
@@ -244,7 +247,7 @@ def test_a_checkpoint_must_hold_the_histories_that_a_run_has(name: str) -> None:
     state = Checkpointer(tiny.trainer_of(tiny.run_of(settings))).state_to_save()
     (item,) = (item for item in INVENTORY if item.what == "histories of delayed scales")
     expected = item.expected(
-        config_to_values(settings), 1, [name.removeprefix("model.") for name in state if name.startswith("model.")]
+        config_to_dict(settings), 1, [name.removeprefix("model.") for name in state if name.startswith("model.")]
     )
     assert expected and set(expected) == {name for name in state if name.startswith("run.amax.")}
 
@@ -264,7 +267,7 @@ def test_a_checkpoint_of_a_hybrid_holds_what_it_must(changes: dict[str, Any]) ->
     train_on(trainer, 1)
     state = Checkpointer(trainer).state_to_save()
     parameters = [name.removeprefix("model.") for name in state if name.startswith("model.")]
-    expected = {name for item in INVENTORY for name in item.expected(config_to_values(settings), 1, parameters)}
+    expected = {name for item in INVENTORY for name in item.expected(config_to_dict(settings), 1, parameters)}
     held = {name for name in state if name.startswith(("optimizer.", "run.amax."))}
     assert (
         len(held) > len(parameters)

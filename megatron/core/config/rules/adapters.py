@@ -10,10 +10,10 @@ from megatron.core.config.adapters import (
     PROJECTIONS,
     LinearShape,
     layers_matching_target,
-    parse_lora_target,
+    lora_target_rank_and_alpha,
 )
 from megatron.core.config.plan import network_layer_plans
-from megatron.core.config.rules.rule import Rule, RuleInput, non_default_flags
+from megatron.core.config.rules.rule import ConfigRuleInput, Rule, non_default_flags
 from megatron.core.config.settings.adapter import AdapterConfig
 
 _OF_ADAPTERS = (
@@ -27,7 +27,7 @@ _OF_ADAPTERS = (
 )
 
 
-def _adapter_setting_problems(s: RuleInput) -> Iterator[str]:
+def _adapter_setting_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield problems of adapter settings: numbers out of range, or flags without --lora-rank."""
     config = s.run.model.adapter
     if not config.has_adapters:
@@ -44,7 +44,7 @@ def _adapter_setting_problems(s: RuleInput) -> Iterator[str]:
         yield "--lora-targets names nothing; leave it out for all linear layers"
 
 
-def _adapter_base_problem(s: RuleInput) -> str:
+def _missing_adapter_base_problem(s: ConfigRuleInput) -> str:
     """Return the problem of --adapter without weights of a base, or ""."""
     folder, checkpoint = s.run.checkpoint.adapter, s.run.checkpoint
     if folder is None:
@@ -54,13 +54,13 @@ def _adapter_base_problem(s: RuleInput) -> str:
     return ""
 
 
-def _lora_target_problems(s: RuleInput) -> str:
+def _lora_target_problems(s: ConfigRuleInput) -> str:
     """Return problems of --lora-targets, a line each, or ""."""
     model, problems = s.run.model, list[str]()
     config = model.adapter
     if not config.has_adapters or (config.lora_rank or 0) < 1:
         return ""
-    broken = [target for target in config.lora_targets if parse_lora_target(config, target)[0] < 1]
+    broken = [target for target in config.lora_targets if lora_target_rank_and_alpha(config, target)[0] < 1]
     if broken:
         return f"--lora-targets {' '.join(broken)}: write NAME, NAME=RANK or NAME=RANK:ALPHA, a rank being 1 or more"
     rows = network_layer_plans(model)
@@ -83,7 +83,7 @@ def _single_target_problems(
     config: AdapterConfig, target: str, chosen: list[tuple[str, str, LinearShape]]
 ) -> Iterator[str]:
     """Yield what is wrong with one target. chosen: (linear layer, part, shape) of everything that it names."""
-    rank = parse_lora_target(config, target)[0]
+    rank = lora_target_rank_and_alpha(config, target)[0]
     if not chosen:
         yield (
             f"--lora-targets {target} names no linear layer of this network; choose of {ALL_LINEAR}, "
@@ -92,7 +92,8 @@ def _single_target_problems(
         )
         return
     most, name = min(
-        (min(shape.inputs, shape.row_range(part)[1]), f"{linear}.{part}".rstrip(".")) for linear, part, shape in chosen
+        (min(shape.inputs, shape.rows_of_part(part)[1]), f"{linear}.{part}".rstrip("."))
+        for linear, part, shape in chosen
     )
     if rank > most:
         yield f"--lora-rank {rank} does not fit {name}, a matrix of rank {most} at most; choose up to {most}, or {target}={most} in --lora-targets"
@@ -101,7 +102,7 @@ def _single_target_problems(
         yield f"{flag} and adapters of experts ({target}) do not go together; name other --lora-targets, or drop it"
 
 
-def _adapter_conflict_problems(s: RuleInput) -> Iterator[str]:
+def _adapter_conflict_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield which settings would change weights that adapters or --freeze keep frozen."""
     run = s.run
     config = run.model.adapter
@@ -112,7 +113,7 @@ def _adapter_conflict_problems(s: RuleInput) -> Iterator[str]:
         yield f"--qk-clip scales weights that {what} freezes; drop one of them"
     if not config.has_adapters:
         return
-    if config.lora_base_quantization != "none" and run.precision.low.recipe:
+    if config.lora_base_quantization != "none" and run.precision.low.recipe_name:
         yield (
             f"--lora-base-quantization {config.lora_base_quantization} holds weights in 4 or 8 bits by blocks, and --fp8-format and --fp4-format "
             "round them again in others; drop one of them"
@@ -133,7 +134,7 @@ def _adapter_conflict_problems(s: RuleInput) -> Iterator[str]:
 
 ALWAYS = (
     Rule("adapter-numbers", _adapter_setting_problems, "what is said of adapters belongs to a run that has them"),
-    Rule("adapter-start", _adapter_base_problem, "adapters that a run starts from belong to a base"),
+    Rule("adapter-start", _missing_adapter_base_problem, "adapters that a run starts from belong to a base"),
 )
 RULES = (
     Rule(

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 from megatron.core.config.flags import ConfigError, flag_name
 from megatron.core.config.plan import network_layer_plans
-from megatron.core.config.rules.rule import Rule, RuleInput, non_default_flags
+from megatron.core.config.rules.rule import ConfigRuleInput, Rule, non_default_flags
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.network import YARN
 
 
-def layer_pattern_problems(s: RuleInput) -> Iterator[str]:
+def layer_frequency_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield problems of the patterns that give layers windows, rotations or experts."""
     run = s.run
     model = run.model
@@ -47,7 +47,7 @@ def _qk_norm_problems(model: ModelConfig) -> Iterator[str]:
         yield "--qk-clip-threshold and --qk-clip-alpha are for --qk-clip only; add it"
 
 
-def attention_problems(s: RuleInput) -> Iterator[str]:
+def attention_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield problems of windows, sinks, soft caps, gates and QK-clip."""
     run = s.run
     model = run.model
@@ -87,7 +87,7 @@ def _rope_scaling_problems(model: ModelConfig, *, yarn: bool) -> Iterator[str]:
         yield f"--yarn-beta-slow {rope.yarn_beta_slow:g} must be above 0 and not above --yarn-beta-fast {rope.yarn_beta_fast:g}"
 
 
-def rotary_problems(s: RuleInput) -> Iterator[str]:
+def rotary_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield problems of rotary positions: kinds of scaling that exclude each other, sections that do not add up."""
     run = s.run
     model, rope = run.model, run.model.rope
@@ -100,7 +100,7 @@ def rotary_problems(s: RuleInput) -> Iterator[str]:
     share = (
         rope.rotary_percent if math.isfinite(rope.rotary_percent) else 0.0
     )  # the rule of head sizes speaks of any other
-    pairs, section = int(model.rotary_head_size * share) // 2, rope.mrope_section
+    pairs, section = int(model.head_size_before_rotary_percent * share) // 2, rope.mrope_section
     if rope.position_embedding_type == "mrope" and (
         section is None or len(section) % 3 or min(section) < 0 or sum(section) != pairs
     ):
@@ -127,7 +127,7 @@ def _attention_variant_flags(model: ModelConfig) -> list[str]:
 RULES = (
     Rule(
         "layer-patterns",
-        layer_pattern_problems,
+        layer_frequency_problems,
         "what says which layers have a property can be read and has a property to speak of",
     ),
     Rule(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.flags import flag_name
-from megatron.core.config.rules.rule import Rule, RuleInput
+from megatron.core.config.rules.rule import ConfigRuleInput, Rule
 from megatron.core.config.settings.run import CheckpointConfig
 
 
-def _hf_export_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
+def _hf_export_flag_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
     """Yield problems of --export-hf, --export-hf-like and --use-checkpoint-args."""
     if checkpoint.export_hf is not None and checkpoint.save is None:
         yield f"--export-hf {checkpoint.export_hf} follows each save, and there is none; give --save"
@@ -19,7 +19,7 @@ def _hf_export_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
         yield "--use-checkpoint-args has no checkpoint to read; give --load or --pretrained-checkpoint"
 
 
-def _save_best_problems(s: RuleInput) -> Iterator[str]:
+def _save_best_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield problems of --save-best."""
     checkpoint, train = s.run.checkpoint, s.run.train
     if checkpoint.save_best is None:
@@ -32,7 +32,7 @@ def _save_best_problems(s: RuleInput) -> Iterator[str]:
         yield f"--save-best {checkpoint.save_best} compares evaluations; give --eval-iters, or --full-validation"
 
 
-def _checkpoint_problems(s: RuleInput) -> Iterator[str]:
+def _checkpoint_problems(s: ConfigRuleInput) -> Iterator[str]:
     checkpoint = s.run.checkpoint
     yield from _save_best_problems(s)
     if checkpoint.save_interval is not None and checkpoint.save is None:
@@ -53,10 +53,10 @@ def _checkpoint_problems(s: RuleInput) -> Iterator[str]:
             f"--require-iteration {checkpoint.require_iteration} speaks of the newest checkpoint, and --ckpt-step "
             f"{checkpoint.ckpt_step} chooses one; give one of them"
         )
-    yield from _hf_export_problems(checkpoint)
+    yield from _hf_export_flag_problems(checkpoint)
 
 
-def _bad_step_problems(s: RuleInput, *, checks: bool) -> Iterator[str]:
+def _bad_step_problems(s: ConfigRuleInput, *, checks: bool) -> Iterator[str]:
     """Yield problems of --on-bad-step. checks: whether any check of steps is on."""
     faults, checkpoint = s.run.faults, s.run.checkpoint
     if faults.on_bad_step is not None and not checks:
@@ -75,7 +75,7 @@ def _bad_step_problems(s: RuleInput, *, checks: bool) -> Iterator[str]:
         yield "--on-bad-step rollback reads data again, which --dataloader-type external cannot; choose skip"
 
 
-def _rerun_problems(s: RuleInput, *, checks: bool) -> Iterator[str]:
+def _rerun_problems(s: ConfigRuleInput, *, checks: bool) -> Iterator[str]:
     """Yield problems of --rerun-mode and --error-injection-rate. checks: whether any check of steps is on."""
     faults = s.run.faults
     if faults.error_injection_rate < 0:
@@ -94,7 +94,7 @@ def _rerun_problems(s: RuleInput, *, checks: bool) -> Iterator[str]:
         )
 
 
-def _fault_tolerance_problems(s: RuleInput) -> Iterator[str]:
+def _fault_tolerance_problems(s: ConfigRuleInput) -> Iterator[str]:
     faults, train, checkpoint = s.run.faults, s.run.train, s.run.checkpoint
     counts = ("straggler_minmax_count", "check_weight_hash_across_dp_replicas_interval", "max_bad_steps")
     wrong = [

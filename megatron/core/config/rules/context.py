@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import lcm
 
-from megatron.core.config.rules.rule import Rule, RuleInput
+from megatron.core.config.rules.rule import ConfigRuleInput, Rule
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
 
 
-def context_parallel_problems(s: RuleInput) -> Iterator[str]:
+def context_parallel_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield why network, sequence and heads cannot be divided over the context ranks."""
     run = s.run
     model, parallel = run.model, run.parallel
@@ -33,7 +33,7 @@ def context_parallel_problems(s: RuleInput) -> Iterator[str]:
     yield from _cp_comm_type_problems(run)
 
 
-def _attention_backend_problems(model: ModelConfig, kinds: Sequence[str]) -> Iterator[str]:
+def _cp_attention_backend_problems(model: ModelConfig, kinds: Sequence[str]) -> Iterator[str]:
     """Yield why the attention backend cannot be used with these kinds of --cp-comm-type."""
     if model.attention_backend == "flash" and {"allgather", "all_gather"} & set(kinds):
         yield "--attention-backend flash takes no mask tensor, which --cp-comm-type allgather gives it; choose p2p or a2a"
@@ -82,10 +82,10 @@ def _cp_comm_type_problems(run: RunConfig) -> Iterator[str]:
                 f"--cp-comm-type {kind} cannot share out {heads} heads a tensor rank to {ranks} ranks; choose sizes that "
                 f"divide --num-attention-heads {model.num_attention_heads}, or p2p"
             )
-    yield from _attention_backend_problems(model, kinds) if size > 1 else []
+    yield from _cp_attention_backend_problems(model, kinds) if size > 1 else []
 
 
-def hybrid_context_problems(s: RuleInput) -> Iterator[str]:
+def hybrid_context_parallel_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield why --hybrid-context-parallel cannot be used with this layout, data and loss."""
     run, world_size = s.run, s.world_size
     model, parallel, train = run.model, run.parallel, run.train
@@ -148,7 +148,7 @@ RULES = (
     Rule("context", context_parallel_problems, "sequences, heads and networks can be cut over the context ranks"),
     Rule(
         "hybrid-context",
-        hybrid_context_problems,
+        hybrid_context_parallel_problems,
         "sequences cut by their length have ranks, data and a loss that allow it",
     ),
 )

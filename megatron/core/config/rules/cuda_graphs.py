@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.plan import network_layer_plans
-from megatron.core.config.rules.rule import Rule, RuleInput, non_default_flags
+from megatron.core.config.rules.rule import ConfigRuleInput, Rule, non_default_flags
 from megatron.core.config.settings.run import RunConfig
 
 
-def cuda_graph_problems(s: RuleInput) -> Iterator[str]:
+def cuda_graph_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield why layers cannot be captured as CUDA graphs, and problems of the flags."""
     run = s.run
     config = run.graphs
@@ -17,7 +17,7 @@ def cuda_graph_problems(s: RuleInput) -> Iterator[str]:
         if given := non_default_flags(config, ("cuda_graph_modules", "cuda_graph_warmup_steps")):
             yield f"{' and '.join(given)}: for --cuda-graph-impl local only; add it"
         return
-    for why in (*_cuda_graph_obstacles(run), *_random_stream_obstacles(run)):
+    for why in (*_cuda_graph_obstacles(run), *_cuda_graph_dropout_obstacles(run)):
         yield f"--cuda-graph-impl local: {why}"
     if config.cuda_graph_warmup_steps < 1:
         yield (
@@ -44,8 +44,8 @@ def _cuda_graph_obstacles(run: RunConfig) -> Iterator[str]:
         "what is recomputed draws on states of the host; leave out --recompute-granularity": run.recompute.recompute_granularity
         is not None,
         "layers are compiled or recorded; leave out --compile": run.compilation.compile,
-        "copies to the CPU's memory wait for the host; leave out activation offloading": run.offload.any_offload,
-        "scales of 8 and 4 bits are kept outside of the layers; leave out --fp8-format and --fp4-format": run.precision.low.recipe
+        "copies to the CPU's memory wait for the host; leave out activation offloading": run.offload.offloads_activations,
+        "scales of 8 and 4 bits are kept outside of the layers; leave out --fp8-format and --fp4-format": run.precision.low.recipe_name
         != "",
         "FSDP2 gathers weights into other memory each time; leave out --use-torch-fsdp2": parallel.use_torch_fsdp2,
         "context ranks talk inside of attention; leave out --context-parallel-size": parallel.context_parallel_size > 1,
@@ -66,7 +66,7 @@ def _cuda_graph_obstacles(run: RunConfig) -> Iterator[str]:
     yield from (reason for reason, holds in reasons.items() if holds)
 
 
-def _random_stream_obstacles(run: RunConfig) -> Iterator[str]:
+def _cuda_graph_dropout_obstacles(run: RunConfig) -> Iterator[str]:
     """Yield which dropouts use random streams that the host switches, which CUDA graphs cannot capture."""
     if run.model.attention_dropout > 0:
         yield f"--attention-dropout {run.model.attention_dropout:g} has a random stream of its own; give --attention-dropout 0"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.flags import flag_name
-from megatron.core.config.rules.rule import Rule, RuleInput, non_default_flags
+from megatron.core.config.rules.rule import ConfigRuleInput, Rule, non_default_flags
 
 
-def _data_source_problem(s: RuleInput) -> str:
+def _data_source_problem(s: ConfigRuleInput) -> str:
     data = s.run.data
     per_split = data.train_data_path or data.valid_data_path or data.test_data_path or data.per_split_data_args_path
     given = [
@@ -33,7 +33,7 @@ def _data_source_problem(s: RuleInput) -> str:
     return ""
 
 
-def _fim_problems(s: RuleInput) -> Iterator[str]:
+def _fim_problems(s: ConfigRuleInput) -> Iterator[str]:
     fill = s.run.data.fill
     if not fill.fim_data:
         if given := non_default_flags(fill, without=("fim_data",)):
@@ -49,7 +49,7 @@ def _fim_problems(s: RuleInput) -> Iterator[str]:
         yield "--fim-fragment-rate needs --fim-split-sample, which says what cuts a document into fragments"
 
 
-def _sft_data_problems(s: RuleInput) -> Iterator[str]:
+def _sft_data_problems(s: ConfigRuleInput) -> Iterator[str]:
     data = s.run.data
     if not data.chat.sft:
         if data.chat.sft_tokenizer_prompt_format != "tokenizer":
@@ -67,7 +67,7 @@ def _sft_data_problems(s: RuleInput) -> Iterator[str]:
         )
 
 
-def _masked_text_problems(s: RuleInput) -> Iterator[str]:
+def _masked_text_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield problems of masked-text settings, and of GPT data settings in BERT and T5 runs."""
     model, data, masking = s.run.model, s.run.data, s.run.data.masking
     if model.architecture == "gpt":

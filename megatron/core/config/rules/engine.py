@@ -26,7 +26,7 @@ from megatron.core.config.rules import (
     run,
     vision,
 )
-from megatron.core.config.rules.rule import RuleInput
+from megatron.core.config.rules.rule import ConfigRuleInput
 from megatron.core.config.settings.run import RunConfig
 
 _FILES = (
@@ -59,7 +59,7 @@ def broken_rules(config: RunConfig, world_size: int) -> Iterator[tuple[str, str]
 
     If required or positive sizes are missing, rules that need them are not checked.
     """
-    setting = RuleInput(config, world_size)
+    setting = ConfigRuleInput(config, world_size)
     lacking = [(rule.name, message) for rule in NEEDS if (message := rule.problem_message(setting))]
     yield from lacking
     for rule in ALWAYS + (() if lacking else RULES):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config.rules.rule import Rule, RuleInput, non_default_flags
+from megatron.core.config.rules.rule import ConfigRuleInput, Rule, non_default_flags
 from megatron.core.config.settings.run import RunConfig
 
 
@@ -23,7 +23,7 @@ def _shared_expert_problems(run: RunConfig) -> Iterator[str]:
         )
 
 
-def expert_setting_problems(s: RuleInput) -> Iterator[str]:
+def expert_setting_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield problems of expert settings: without experts, or that exclude each other."""
     run = s.run
     model, moe = run.model, run.model.moe
@@ -57,7 +57,7 @@ def _unused_expert_flags_problem(run: RunConfig) -> Iterator[str]:
         yield f"{', '.join(given)}: there are no experts; give --num-experts, or leave out"
 
 
-def expert_layout_problems(s: RuleInput) -> Iterator[str]:
+def expert_layout_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield why experts and their widths cannot be divided over the ranks."""
     run, world_size = s.run, s.world_size
     moe, parallel = run.model.moe, run.parallel

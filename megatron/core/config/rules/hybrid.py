@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config.rules.rule import Rule, RuleInput
+from megatron.core.config.rules.rule import ConfigRuleInput, Rule
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.parallel import can_exchange_heads
 
 
-def _hybrid_pattern_problems(s: RuleInput) -> Iterator[str]:
+def _hybrid_pattern_problems(s: ConfigRuleInput) -> Iterator[str]:
     model = s.run.model
     hybrid = model.hybrid
     yield from model.hybrid.pattern_problems()
@@ -34,7 +34,7 @@ def _hybrid_pattern_problems(s: RuleInput) -> Iterator[str]:
     yield from _pattern_separator_problems(s)
 
 
-def _pattern_separator_problems(s: RuleInput) -> Iterator[str]:
+def _pattern_separator_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield problems of the separators / (MTP depths) and | (pipeline stages) of a hybrid pattern."""
     hybrid, parallel = s.run.model.hybrid, s.run.parallel
     depths = s.run.model.mtp.mtp_num_layers or 0
@@ -43,11 +43,11 @@ def _pattern_separator_problems(s: RuleInput) -> Iterator[str]:
             f"--mtp-num-layers {depths} and the {len(hybrid.mtp_patterns)} depths of --hybrid-layer-pattern are two numbers; write a / with the layers of a "
             "depth for each, and leave --mtp-num-layers out"
         )
-    if parallel.pp > 1 and hybrid.pipeline_layout not in (None, parallel.pipeline_model_parallel_layout):
+    if parallel.pp > 1 and hybrid.pipeline_layout_text not in (None, parallel.pipeline_model_parallel_layout):
         yield ("| in --hybrid-layer-pattern and --pipeline-model-parallel-layout both cut the layers; keep one")
 
 
-def _state_size_problems(s: RuleInput) -> Iterator[str]:
+def _state_size_problems(s: ConfigRuleInput) -> Iterator[str]:
     model, hybrid = s.run.model, s.run.model.hybrid
     used = {
         "mamba": ("--mamba-num-heads", "--mamba-num-groups"),
@@ -56,7 +56,7 @@ def _state_size_problems(s: RuleInput) -> Iterator[str]:
     yield from [
         problem
         for mixer in sorted(model.stateful_mixer_kinds)
-        if (problem := _head_division_problem(s, *hybrid.state_heads_and_groups(mixer), *used[mixer]))
+        if (problem := _mixer_head_division_problem(s, *hybrid.state_heads_and_groups(mixer), *used[mixer]))
     ]
     if s.run.parallel.state_comm_type != "auto" and not model.stateful_mixer_kinds:
         yield f"--state-comm-type {s.run.parallel.state_comm_type}: no layer has a state; leave it out"
@@ -64,14 +64,14 @@ def _state_size_problems(s: RuleInput) -> Iterator[str]:
     if limits and (len(limits) != 2 or not 0.0 <= limits[0] < limits[1]):
         given = " ".join(map(str, limits))
         yield f"--mamba-time-step-limit {given}: give the smallest and the largest, such as 0.001 inf"
-    yield from _state_norm_problems(model)
+    yield from _stateful_mixer_norm_problems(model)
     if hybrid.linear_attention_freq is not None and hybrid.experimental_attention_variant is None:
         yield "--linear-attention-freq is for --experimental-attention-variant only; add it or leave out"
     if model.stateful_mixer_kinds and (model.norm_after_residual or model.apply_residual_connection_post_layernorm):
         yield "layers with a state have their norm before them; leave out the flags that place norms elsewhere"
 
 
-def _parallel_mamba_problems(s: RuleInput) -> Iterator[str]:
+def _mamba_beside_attention_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield problems of --parallel-mamba and of multipliers."""
     model = s.run.model
     given = model.multipliers.non_default_flags()
@@ -101,7 +101,7 @@ def _parallel_mamba_problems(s: RuleInput) -> Iterator[str]:
         )
 
 
-def _state_norm_problems(model: ModelConfig) -> Iterator[str]:
+def _stateful_mixer_norm_problems(model: ModelConfig) -> Iterator[str]:
     """Yield problems of the norms of Mamba-2 and gated delta net layers."""
     for flag, epsilon in (
         ("--linear-norm-epsilon", model.hybrid.linear_norm_epsilon),
@@ -118,7 +118,7 @@ def _state_norm_problems(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def _head_division_problem(s: RuleInput, heads: int, groups: int, heads_flag: str, groups_flag: str) -> str:
+def _mixer_head_division_problem(s: ConfigRuleInput, heads: int, groups: int, heads_flag: str, groups_flag: str) -> str:
     """Return why heads and groups of a stateful mixer cannot be divided over groups, tensor or context ranks, or ""."""
     tp = s.run.parallel.tp
     named = f"{heads_flag} {heads} and {groups_flag} {groups}"
@@ -138,7 +138,9 @@ def _head_division_problem(s: RuleInput, heads: int, groups: int, heads_flag: st
 RULES = (
     Rule("hybrid-pattern", _hybrid_pattern_problems, "the symbols of a hybrid say all that its layers are"),
     Rule(
-        "multipliers", _parallel_mamba_problems, "Mamba-2 beside attention, and fixed factors, are for plain decoders"
+        "multipliers",
+        _mamba_beside_attention_problems,
+        "Mamba-2 beside attention, and fixed factors, are for plain decoders",
     ),
     Rule(
         "states",

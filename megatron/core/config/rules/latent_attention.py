@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from megatron.core.config.flags import ConfigError, flag_name
 from megatron.core.config.plan import parse_pipeline_layout
-from megatron.core.config.rules.rule import Rule, RuleInput, non_default_flags
-from megatron.core.config.settings.model import RopeConfig
+from megatron.core.config.rules.rule import ConfigRuleInput, Rule, non_default_flags
+from megatron.core.config.settings.model import PositionConfig
 from megatron.core.config.settings.run import RunConfig
 
 
-def _mla_rope_problems(rope: RopeConfig) -> Iterator[str]:
+def _mla_rope_problems(rope: PositionConfig) -> Iterator[str]:
     """Yield the rotary settings that latent attention does not support."""
     if rope.position_embedding_type in ("mrope", "relative"):
         yield (
@@ -36,7 +36,7 @@ def _unused_mla_flags_problem(run: RunConfig) -> Iterator[str]:
         yield "--recompute-modules mla_up_proj: nothing has latents; add --multi-latent-attention or leave it out"
 
 
-def mla_problems(s: RuleInput) -> Iterator[str]:
+def mla_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield problems of latent attention: sizes, positions, flags that it excludes."""
     run = s.run
     model, mla, rope = run.model, run.model.mla, run.model.rope
@@ -59,7 +59,7 @@ def mla_problems(s: RuleInput) -> Iterator[str]:
         yield "--add-qkv-bias has no place under --multi-latent-attention, whose latents have none; leave it out"
 
 
-def mtp_problems(s: RuleInput) -> Iterator[str]:
+def mtp_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield problems of multi-token prediction: number of depths, layout, sequence length."""
     run = s.run
     model, mtp, length = run.model, run.model.mtp, run.train.seq_length

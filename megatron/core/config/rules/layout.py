@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from megatron.core.config.flags import ConfigError, flag_name
 from megatron.core.config.plan import microbatch_group_problem
-from megatron.core.config.rules.rule import Rule, RuleInput, divisors_text
-from megatron.core.config.stages import pipeline_stages_of
+from megatron.core.config.rules.rule import ConfigRuleInput, Rule, divisors_text
+from megatron.core.config.stages import stage_specs_of_run
 
 
-def _world_size_problem(s: RuleInput) -> str:
+def _world_size_problem(s: ConfigRuleInput) -> str:
     tp, pp, cp = s.run.parallel.tp, s.run.parallel.pp, s.run.parallel.context_parallel_size
     needed = tp * pp * cp
     if s.world_size % needed == 0:
@@ -22,7 +22,7 @@ def _world_size_problem(s: RuleInput) -> str:
     )
 
 
-def _attention_heads_problem(s: RuleInput) -> Iterator[str]:
+def _attention_heads_problem(s: ConfigRuleInput) -> Iterator[str]:
     heads, tp = s.run.model.num_attention_heads, s.run.parallel.tp
     if heads % tp:
         yield (
@@ -31,7 +31,7 @@ def _attention_heads_problem(s: RuleInput) -> Iterator[str]:
         )
 
 
-def _query_groups_problem(s: RuleInput) -> str:
+def _query_groups_problem(s: ConfigRuleInput) -> str:
     heads, groups, tp = s.run.model.num_attention_heads, s.run.model.num_query_groups, s.run.parallel.tp
     if heads % groups:
         return f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}; choose one of {divisors_text(heads)}"
@@ -43,7 +43,7 @@ def _query_groups_problem(s: RuleInput) -> str:
     return ""
 
 
-def _ffn_width_problem(s: RuleInput) -> Iterator[str]:
+def _ffn_width_problem(s: ConfigRuleInput) -> Iterator[str]:
     ffn, tp = s.run.model.ffn_hidden_size, s.run.parallel.tp
     if ffn % tp:
         yield (
@@ -52,7 +52,7 @@ def _ffn_width_problem(s: RuleInput) -> Iterator[str]:
         )
 
 
-def _head_size_problem(s: RuleInput) -> str:
+def _head_size_problem(s: ConfigRuleInput) -> str:
     model, latent = s.run.model, s.run.model.mla.multi_latent_attention
     if (
         not latent
@@ -63,12 +63,12 @@ def _head_size_problem(s: RuleInput) -> str:
             f"--hidden-size {model.hidden_size} is not a multiple of --num-attention-heads {model.num_attention_heads}; "
             f"choose another, or give the size of a head with --kv-channels"
         )
-    size = f"{'--qk-pos-emb-head-dim' if latent else '--kv-channels'} {model.rotary_head_size}"
+    size = f"{'--qk-pos-emb-head-dim' if latent else '--kv-channels'} {model.head_size_before_rotary_percent}"
     if not 0 <= model.rope.rotary_percent <= 1:
         return f"--rotary-percent {model.rope.rotary_percent} is a share of each head; choose one from 0 to 1"
-    if model.uses_rotary and int(model.rotary_head_size * model.rope.rotary_percent) < 2:
+    if model.uses_rotary and int(model.head_size_before_rotary_percent * model.rope.rotary_percent) < 2:
         return f"--rotary-percent {model.rope.rotary_percent} of {size} rotates nothing; choose more"
-    if model.uses_rotary and int(model.rotary_head_size * model.rope.rotary_percent) % 2:
+    if model.uses_rotary and int(model.head_size_before_rotary_percent * model.rope.rotary_percent) % 2:
         return (
             f"--rotary-percent {model.rope.rotary_percent} of {size} is an odd number of sizes, and rotations take two; "
             f"choose shares that give an even number"
@@ -76,7 +76,7 @@ def _head_size_problem(s: RuleInput) -> str:
     return ""
 
 
-def _sequence_parallel_problem(s: RuleInput) -> str:
+def _sequence_parallel_problem(s: ConfigRuleInput) -> str:
     length, tp = s.run.train.seq_length, s.run.parallel.tp
     if not s.run.parallel.sequence_parallel or length % tp == 0:
         return ""
@@ -86,7 +86,7 @@ def _sequence_parallel_problem(s: RuleInput) -> str:
     )
 
 
-def _pipeline_split_problem(s: RuleInput) -> str:
+def _pipeline_split_problem(s: ConfigRuleInput) -> str:
     parallel = s.run.parallel
     if parallel.num_layers_per_virtual_pipeline_stage and (
         parallel.decoder_first_pipeline_num_layers is not None or parallel.decoder_last_pipeline_num_layers is not None
@@ -96,12 +96,12 @@ def _pipeline_split_problem(s: RuleInput) -> str:
             "num-layers make uneven; say --num-virtual-stages-per-pipeline-rank instead"
         )
     try:
-        stages = pipeline_stages_of(s.run)
+        stages = stage_specs_of_run(s.run)
     except ConfigError as error:
         reasons, model = "\n  ".join(line.strip() for line in str(error).splitlines()[1:]), s.run.model
         if model.architecture == "t5":
             return reasons.replace("--num-layers ", "--encoder-num-layers + --decoder-num-layers ")
-        if model.hybrid.layer_symbols and model.hybrid.pipeline_layout == parallel.pipeline_model_parallel_layout:
+        if model.hybrid.layer_symbols and model.hybrid.pipeline_layout_text == parallel.pipeline_model_parallel_layout:
             return reasons.replace("--pipeline-model-parallel-layout", "| in --hybrid-layer-pattern")
         return reasons
     chunks = 2 if parallel.stage_placement == "v" else 1
@@ -128,11 +128,11 @@ def _pipeline_split_problem(s: RuleInput) -> str:
     return ""
 
 
-def _interleaving_problem(s: RuleInput) -> str:
+def _interleaving_problem(s: ConfigRuleInput) -> str:
     parallel, train = s.run.parallel, s.run.train
     unit = train.micro_batch_size * parallel.data_parallel_size(s.world_size)
     try:
-        chunks = len(pipeline_stages_of(s.run)) // parallel.pp
+        chunks = len(stage_specs_of_run(s.run)) // parallel.pp
     except ConfigError:  # another rule says so
         return ""
     if parallel.pipeline_schedule != "1f1b" or chunks < 2 or parallel.pp == 1 or not unit:
@@ -147,7 +147,7 @@ def _interleaving_problem(s: RuleInput) -> str:
     return next(filter(None, (microbatch_group_problem(parallel.pp, size // unit, group) for size in sizes)), "")
 
 
-def _padded_vocabulary_problem(s: RuleInput) -> str:
+def _padded_vocabulary_problem(s: ConfigRuleInput) -> str:
     model, tp = s.run.model, s.run.parallel.tp
     if model.padded_vocab_size is not None and model.padded_vocab_size % tp:
         return f"--padded-vocab-size {model.padded_vocab_size} is not a multiple of --tensor-model-parallel-size {tp}"
@@ -162,7 +162,7 @@ def _padded_vocabulary_problem(s: RuleInput) -> str:
     return ""
 
 
-def _fsdp_problems(s: RuleInput) -> Iterator[str]:
+def _fsdp_problems(s: ConfigRuleInput) -> Iterator[str]:
     parallel = s.run.parallel
     if not parallel.use_torch_fsdp2:
         alone = parallel.torch_fsdp2_no_reshard_after_forward

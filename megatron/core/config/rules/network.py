@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.flags import flag_name
-from megatron.core.config.rules.rule import Rule, RuleInput, non_default_flags
+from megatron.core.config.rules.rule import ConfigRuleInput, Rule, non_default_flags
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.vision import vision_encoder_config
 
 
-def _position_range_problem(s: RuleInput) -> Iterator[str]:
+def _position_range_problem(s: ConfigRuleInput) -> Iterator[str]:
     longest, length = s.run.model.max_position_embeddings, s.run.train.seq_length
     if longest < length:
         yield (
@@ -20,7 +20,7 @@ def _position_range_problem(s: RuleInput) -> Iterator[str]:
         )
 
 
-def _encoder_decoder_problems(s: RuleInput) -> Iterator[str]:
+def _encoder_decoder_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield problems of the lengths and depths of encoder and decoder."""
     model, train = s.run.model, s.run.train
     if model.encoder_num_layers is not None and model.encoder_num_layers != model.num_layers:
@@ -36,7 +36,7 @@ def _encoder_decoder_problems(s: RuleInput) -> Iterator[str]:
     yield from _decoder_length_problems(s) if model.architecture == "t5" else _unused_decoder_flags_problem(s)
 
 
-def _unused_decoder_flags_problem(s: RuleInput) -> Iterator[str]:
+def _unused_decoder_flags_problem(s: ConfigRuleInput) -> Iterator[str]:
     given = {
         "--decoder-num-layers": s.run.model.decoder_num_layers,
         "--decoder-seq-length": s.run.train.decoder_seq_length,
@@ -46,7 +46,7 @@ def _unused_decoder_flags_problem(s: RuleInput) -> Iterator[str]:
         yield f"{', '.join(names)}: for pretrain_t5.py only; give --num-layers and --seq-length"
 
 
-def _decoder_length_problems(s: RuleInput) -> Iterator[str]:
+def _decoder_length_problems(s: ConfigRuleInput) -> Iterator[str]:
     model, train = s.run.model, s.run.train
     length, tp = train.decoder_seq_length, s.run.parallel.tp
     if model.rope.position_embedding_type == "learned_absolute" and length > model.max_position_embeddings:
@@ -63,14 +63,14 @@ def _decoder_length_problems(s: RuleInput) -> Iterator[str]:
         yield f"--encoder-seq-length {train.seq_length} and --decoder-seq-length {length}: each must be at least 4"
 
 
-def _activation_problem(s: RuleInput) -> str:
+def _multiple_activations_problem(s: ConfigRuleInput) -> str:
     model = s.run.model
     names = ("swiglu", "quick_geglu", "squared_relu", "relu", "openai_gelu" if not model.geglu else "geglu")
     chosen = [flag_name(name) for name in names if getattr(model, name)]
     return f"{' and '.join(chosen)} each choose the activation; keep one" if len(chosen) > 1 else ""
 
 
-def _relative_bias_problem(s: RuleInput) -> str:
+def _relative_bias_problem(s: ConfigRuleInput) -> str:
     """Return the problem of T5's relative position bias: another network, or bad bucket numbers; or ""."""
     model, rope = s.run.model, s.run.model.rope
     if rope.position_embedding_type != "relative":
@@ -115,7 +115,7 @@ def _norm_placement_problem(model: ModelConfig) -> str:
     return ""
 
 
-def _t5_norm_problem(model: ModelConfig) -> str:
+def _t5_norm_placement_problem(model: ModelConfig) -> str:
     """Return the problem of norms behind sublayers in a T5, whose cross attention has none, or ""."""
     for name in ("norm_after_sublayer", "sandwich_norm"):
         if getattr(model, name) and model.architecture == "t5":
@@ -123,9 +123,9 @@ def _t5_norm_problem(model: ModelConfig) -> str:
     return ""
 
 
-def _norm_problem(s: RuleInput) -> str:
+def _norm_problem(s: ConfigRuleInput) -> str:
     model = s.run.model
-    if problem := _norm_placement_problem(model) or _t5_norm_problem(model):
+    if problem := _norm_placement_problem(model) or _t5_norm_placement_problem(model):
         return problem
     if model.kernels.requested_kernels.get("residual_norm", "apart") != "apart" and (
         not model.has_plain_pre_norm or {"layernorm", "mlp", "moe"} & set(s.run.recompute.recompute_modules or ())
@@ -136,7 +136,7 @@ def _norm_problem(s: RuleInput) -> str:
     return ""
 
 
-def _dropout_problem(s: RuleInput) -> str:
+def _dropout_range_problem(s: ConfigRuleInput) -> str:
     wrong = [
         f"{flag_name(name)} {getattr(s.run.model, name)}"
         for name in ("hidden_dropout", "attention_dropout")
@@ -145,7 +145,7 @@ def _dropout_problem(s: RuleInput) -> str:
     return f"{', '.join(wrong)}: a share from 0 up to, but not, 1" if wrong else ""
 
 
-def _recompute_problems(s: RuleInput) -> Iterator[str]:
+def _recompute_problems(s: ConfigRuleInput) -> Iterator[str]:
     choice = s.run.recompute
     full = choice.recompute_granularity == "full"
     if full and choice.recompute_method is None:
@@ -162,7 +162,7 @@ def _recompute_problems(s: RuleInput) -> Iterator[str]:
         yield "--distribute-saved-activations has nothing to cut under --sequence-parallel; drop one of them"
 
 
-def _kernel_choice_problems(s: RuleInput) -> Iterator[str]:
+def _kernel_choice_problems(s: ConfigRuleInput) -> Iterator[str]:
     kernels = s.run.model.kernels
     yield from (unknown := list(kernels.kernel_flag_problems(compiles=s.run.compilation.compile)))
     for word in () if unknown else kernels.kernel:
@@ -186,14 +186,14 @@ def _why_kernel_unused(run: RunConfig, op: str) -> str:
         "split_qkv": "no layer here takes the fused projection apart without rotating queries and keys"
         if not (model.splits_qkv_unrotated or (sees and vision_encoder_config(model).splits_qkv_unrotated))
         else "",
-        "low_linear": "" if low.recipe else "for --fp8-format only",
-        "quantise": "" if low.recipe else "for --fp8-format only",
+        "low_linear": "" if low.recipe_name else "for --fp8-format only",
+        "quantise": "" if low.recipe_name else "for --fp8-format only",
         "adamw": "" if run.optimizer.elementwise_optimizer == "adam" else "no weight is updated by Adam",
     }
     return reasons.get(op, "")
 
 
-def _compile_flags_problem(s: RuleInput) -> str:
+def _unused_compile_flags_problem(s: ConfigRuleInput) -> str:
     """Return the problem of flags that --compile does not use, or ""."""
     config = s.run.compilation
     given = non_default_flags(config, ("compile_mode", "compile_backend"))
@@ -218,11 +218,11 @@ RULES = (
 
 
 ALWAYS = (
-    Rule("activation", _activation_problem, "one activation is chosen"),
+    Rule("activation", _multiple_activations_problem, "one activation is chosen"),
     Rule("recompute", _recompute_problems, "the parts of recomputation belong to the granularity that is chosen"),
-    Rule("compilation", _compile_flags_problem, "what is said of the compiler has one, and kernels to make"),
+    Rule("compilation", _unused_compile_flags_problem, "what is said of the compiler has one, and kernels to make"),
     Rule("relative-positions", _relative_bias_problem, "relative positions belong to T5 and tell distances apart"),
     Rule("kernels", _kernel_choice_problems, "kernels that are asked for by name are known"),
     Rule("norms", _norm_problem, "norms stand in one place, of the networks that know it"),
-    Rule("dropout", _dropout_problem, "dropout is a share below 1"),
+    Rule("dropout", _dropout_range_problem, "dropout is a share below 1"),
 )

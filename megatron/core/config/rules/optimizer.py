@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron.core.config.flags import flag_name
-from megatron.core.config.rules.rule import Rule, RuleInput, non_default_flags
+from megatron.core.config.rules.rule import ConfigRuleInput, Rule, non_default_flags
 from megatron.core.config.settings.optim import OptimizerConfig
 
 _FORMATS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -26,7 +26,7 @@ def _optimizer_offload_problems(config: OptimizerConfig) -> Iterator[str]:
         yield f"--optimizer-offload-fraction {config.optimizer_offload_fraction:g} is a share, from 0 to 1"
 
 
-def update_rule_problems(s: RuleInput) -> Iterator[str]:
+def update_rule_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield problems of the optimizer's numbers, and of flags of optimizers that are not chosen."""
     run = s.run
     config = run.optimizer
@@ -52,7 +52,7 @@ def update_rule_problems(s: RuleInput) -> Iterator[str]:
     yield from _optimizer_offload_problems(config)
 
 
-def optimizer_dtype_problems(s: RuleInput) -> Iterator[str]:
+def optimizer_dtype_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield problems of the dtypes of optimizer state (--use-precision-aware-optimizer)."""
     run = s.run
     precision = run.precision
@@ -76,11 +76,11 @@ def optimizer_dtype_problems(s: RuleInput) -> Iterator[str]:
         )
 
 
-def activation_offload_problems(s: RuleInput) -> Iterator[str]:
+def activation_offload_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield problems of activation offloading to the CPU."""
     run = s.run
     config = run.offload
-    if not config.any_offload:
+    if not config.offloads_activations:
         yield from _unused_flags_problem(
             config,
             ("offload_modules", "min_offloaded_tensor_size"),
@@ -95,7 +95,7 @@ def activation_offload_problems(s: RuleInput) -> Iterator[str]:
     experts = [name for name in config.offload_modules if name in ("expert_fc1", "moe_act")]
     if experts and not run.model.moe.num_experts:
         yield f"--offload-modules {' '.join(experts)}: of experts, and there are none; leave out"
-    if config.any_offload and run.compilation.compile:
+    if config.offloads_activations and run.compilation.compile:
         yield "--compile decides itself what a layer saves, before it could be sent away; drop it, or activation offloading"
 
 

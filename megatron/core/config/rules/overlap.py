@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.plan import parse_pipeline_layout
-from megatron.core.config.rules.rule import Rule, RuleInput
+from megatron.core.config.rules.rule import ConfigRuleInput, Rule
 from megatron.core.config.settings.run import RunConfig
 
 
-def overlap_problems(s: RuleInput) -> Iterator[str]:
+def overlap_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield problems of flags that overlap communication with computation."""
     run = s.run
     parallel = run.parallel
@@ -21,7 +21,7 @@ def overlap_problems(s: RuleInput) -> Iterator[str]:
         yield "--tp-comm-overlap sends pieces of the sequence round, which --sequence-parallel cuts; add it"
     if parallel.tp_comm_overlap_rs_dgrad and not parallel.tp_comm_overlap:
         yield "--tp-comm-overlap-rs-dgrad is for --tp-comm-overlap only; add it"
-    if parallel.tp_comm_overlap and run.precision.low.recipe:
+    if parallel.tp_comm_overlap and run.precision.low.recipe_name:
         yield (
             "--tp-comm-overlap multiplies piece by piece, and matrices of 8 and 4 bits are scaled as a whole; leave it out, or "
             "those"
@@ -61,7 +61,7 @@ def _dual_batch_problems(run: RunConfig) -> Iterator[str]:
         "--recompute-granularity": run.recompute.recompute_granularity is not None,
         "--compile": run.compilation.compile,
         "--use-torch-fsdp2": parallel.use_torch_fsdp2,
-        "what takes activations to the CPU's memory": run.offload.any_offload,
+        "what takes activations to the CPU's memory": run.offload.offloads_activations,
         "--hybrid-context-parallel": parallel.hybrid_context_parallel,
     }
     yield from [

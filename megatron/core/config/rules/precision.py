@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config.adapters import linear_layer_shapes
+from megatron.core.config.adapters import linear_shapes_of_layer
 from megatron.core.config.flags import flag_name
 from megatron.core.config.plan import LayerPlan
-from megatron.core.config.rules.rule import Rule, RuleInput, non_default_flags
+from megatron.core.config.rules.rule import ConfigRuleInput, Rule, non_default_flags
 from megatron.core.config.settings.run import RunConfig
 
 _DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
@@ -20,7 +20,7 @@ def _other_recipe_flag_problems(run: RunConfig) -> Iterator[str]:
     low, num_layers = run.precision.low, run.model.encoder_or_decoder_depth()
     if low.fp4_format is not None and (given := non_default_flags(low, ("fp8_recipe",))):
         yield f"{', '.join(given)}: --fp4-format has a recipe of its own; leave it out"
-    elif low.recipe != "delayed" and (given := non_default_flags(low, _DELAYED)):
+    elif low.recipe_name != "delayed" and (given := non_default_flags(low, _DELAYED)):
         yield f"{', '.join(given)}: these are about --fp8-recipe delayed; choose it, or leave out"
     if not low.first_last_layers_bf16 and (given := non_default_flags(low, _ENDS)):
         yield f"{', '.join(given)}: these are about --first-last-layers-bf16; give it, or leave out"
@@ -30,35 +30,35 @@ def _other_recipe_flag_problems(run: RunConfig) -> Iterator[str]:
     elif not any(low.is_low_precision_layer(layer, num_layers) for layer in range(num_layers)):
         yield (
             f"--num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 leave none of {num_layers} layers to "
-            f"{_format_flag(run)}; choose fewer"
+            f"{_low_precision_format_flag(run)}; choose fewer"
         )
 
 
-def low_precision_problems(s: RuleInput) -> Iterator[str]:
+def low_precision_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield problems of fp8 and fp4 settings."""
     run = s.run
     low, _num_layers = run.precision.low, run.model.encoder_or_decoder_depth()
-    if not low.recipe:
+    if not low.recipe_name:
         if given := non_default_flags(low):
             yield f"{', '.join(given)}: nothing is multiplied in 8 or 4 bits; give --fp8-format or --fp4-format, or leave out"
         return
     if low.fp8_format is not None and low.fp4_format is not None:
         yield "--fp8-format and --fp4-format contradict each other; keep one"
     if run.precision.fp16:
-        yield f"--fp16 scales all gradients by one number, and {_format_flag(run)} each matrix by its own; choose --bf16"
+        yield f"--fp16 scales all gradients by one number, and {_low_precision_format_flag(run)} each matrix by its own; choose --bf16"
     yield from _other_recipe_flag_problems(run)
     if low.fp8_amax_history_len < 1:
         yield f"--fp8-amax-history-len {low.fp8_amax_history_len}: a history holds at least one step; choose 1 or more"
     if run.parallel.hybrid_context_parallel:
         yield (
-            f"--hybrid-context-parallel gives ranks different numbers of microbatches, so {_format_flag(run)} finds no scales in "
+            f"--hybrid-context-parallel gives ranks different numbers of microbatches, so {_low_precision_format_flag(run)} finds no scales in "
             "common; leave one of them out"
         )
     if low.has_quantized_weights:
-        yield from _quantized_weight_problems(run)
+        yield from _fp8_param_gather_problems(run)
 
 
-def _quantized_weight_problems(run: RunConfig) -> Iterator[str]:
+def _fp8_param_gather_problems(run: RunConfig) -> Iterator[str]:
     """Yield problems of --fp8-param-gather and --fp4-param-gather."""
     low, optimizer = run.precision.low, run.optimizer
     flag, other = (
@@ -82,13 +82,13 @@ def _quantized_weight_problems(run: RunConfig) -> Iterator[str]:
         yield f"{flag} keeps main weights of its own in fp32, which {' and '.join(given)} would keep elsewhere; leave one of them out"
 
 
-def low_precision_size_problems(s: RuleInput) -> str:
+def low_precision_size_problems(s: ConfigRuleInput) -> str:
     """Return which matrix dimensions, divided over their ranks, are no multiples of the block size of fp8 or fp4, a
     line each, or "".
     """
     run = s.run
     multiple, unfit = run.precision.low.matrix_size_multiple, dict[str, None]()
-    for what, size, ranks in _matrix_dimensions(run):
+    for what, size, ranks in _low_precision_matrix_sizes(run):
         if size % ranks == 0 and size // ranks % multiple:  # what cannot be divided is another rule's
             over = f" over {ranks} ranks" if ranks > 1 else ""
             unfit[
@@ -97,7 +97,7 @@ def low_precision_size_problems(s: RuleInput) -> str:
     return "\n  ".join(f"{problem}; choose sizes that are, fewer tensor ranks, or another recipe" for problem in unfit)
 
 
-def _matrix_dimensions(run: RunConfig) -> Iterator[tuple[str, int, int]]:
+def _low_precision_matrix_sizes(run: RunConfig) -> Iterator[tuple[str, int, int]]:
     """Yield (description, size, number of ranks that it is divided over) of each dimension of the matrices in low
     precision.
     """
@@ -116,7 +116,7 @@ def _matrix_dimensions(run: RunConfig) -> Iterator[tuple[str, int, int]]:
         yield "the width of all queries", model.query_projection_width, tp
         yield "the width of all keys", model.key_projection_width, min(tp, model.num_query_groups)
     for mixer in sorted(model.stateful_mixer_kinds):
-        first, last = linear_layer_shapes(model, LayerPlan(0, mixer, mlp="none")).values()
+        first, last = linear_shapes_of_layer(model, LayerPlan(0, mixer, mlp="none")).values()
         yield f"the first projection of {_STATES[mixer]}", first.outputs, tp
         yield f"the width of all heads of {_STATES[mixer]}", last.inputs, tp
     yield f"--ffn-hidden-size {model.ffn_hidden_size}", model.ffn_hidden_size, tp
@@ -130,7 +130,7 @@ def _matrix_dimensions(run: RunConfig) -> Iterator[tuple[str, int, int]]:
         yield "--moe-shared-expert-intermediate-size", moe.moe_shared_expert_intermediate_size, tp
 
 
-def _format_flag(run: RunConfig) -> str:
+def _low_precision_format_flag(run: RunConfig) -> str:
     """Return which flag chose low precision: --fp8-format or --fp4-format."""
     return "--fp8-format" if run.precision.low.fp8_format else "--fp4-format"
 
@@ -138,7 +138,7 @@ def _format_flag(run: RunConfig) -> str:
 def _recipe_flag(run: RunConfig) -> str:
     """Return the recipe as words without dashes, such as "fp8-recipe mxfp8"."""
     low = run.precision.low
-    return f"fp4-recipe {low.recipe}" if low.fp4_format else f"fp8-recipe {low.recipe}"
+    return f"fp4-recipe {low.recipe_name}" if low.fp4_format else f"fp8-recipe {low.recipe_name}"
 
 
 RULES = (

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config.rules.rule import Rule, RuleInput
+from megatron.core.config.rules.rule import ConfigRuleInput, Rule
 from megatron.core.config.settings.moe import MoEConfig
 
 
-def router_problems(s: RuleInput) -> Iterator[str]:
+def router_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield problems of the router: top-k, score function, expert bias, groups."""
     run = s.run
     moe = run.model.moe
@@ -69,7 +69,7 @@ def _expert_group_problems(moe: MoEConfig) -> Iterator[str]:
         return
 
 
-def load_balancing_problems(s: RuleInput) -> Iterator[str]:
+def load_balancing_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield problems of load balancing of experts."""
     run = s.run
     moe = run.model.moe
@@ -92,7 +92,7 @@ def load_balancing_problems(s: RuleInput) -> Iterator[str]:
         yield "--moe-aux-loss-coeff and --moe-z-loss-coeff must not be negative, or they would drive the choice apart"
 
 
-def upcycling_problems(s: RuleInput) -> Iterator[str]:
+def upcycling_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield why a dense checkpoint cannot be upcycled to these experts."""
     run = s.run
     model, moe = run.model, run.model.moe

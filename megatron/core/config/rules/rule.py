@@ -11,7 +11,7 @@ from megatron.core.config.settings.run import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
-class RuleInput:
+class ConfigRuleInput:
     """What a rule is given: the resolved config and the number of ranks."""
 
     run: RunConfig
@@ -23,10 +23,10 @@ class Rule:
     """find: what is wrong and how to mend it, one message (empty where nothing is) or several. sentence: what holds where it is kept."""
 
     name: str
-    find: Callable[[RuleInput], str | Iterator[str]]
+    find: Callable[[ConfigRuleInput], str | Iterator[str]]
     sentence: str = ""
 
-    def problem_message(self, setting: RuleInput) -> str:
+    def problem_message(self, setting: ConfigRuleInput) -> str:
         """Return all that is wrong by this rule, a line for each problem; "" if the rule is kept."""
         messages = self.find(setting)
         return messages if isinstance(messages, str) else "\n  ".join(messages)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import PurePath
 
 from megatron.core.config.flags import flag_name
-from megatron.core.config.rules.rule import Rule, RuleInput, non_default_flags
+from megatron.core.config.rules.rule import ConfigRuleInput, Rule, non_default_flags
 
 
-def _missing_settings_problem(setting: RuleInput) -> str:
+def _missing_settings_problem(setting: ConfigRuleInput) -> str:
     run = setting.run
     required = {
         "num_layers": run.model,
@@ -24,7 +24,7 @@ def _missing_settings_problem(setting: RuleInput) -> str:
     return f"{', '.join(map(flag_name, lacking))} must be given{hint}" if lacking else ""
 
 
-def _positive_sizes_problem(setting: RuleInput) -> str:
+def _positive_sizes_problem(setting: ConfigRuleInput) -> str:
     run = setting.run
     counts = {
         "num_layers": run.model,
@@ -64,7 +64,7 @@ def _positive_sizes_problem(setting: RuleInput) -> str:
     return f"{', '.join(wrong)}: each must be at least 1" if wrong else ""
 
 
-def _global_batch_problem(s: RuleInput) -> str:
+def _global_batch_problem(s: ConfigRuleInput) -> str:
     train = s.run.train
     unit = train.micro_batch_size * s.run.parallel.data_parallel_size(s.world_size)
     size, evaluated = train.global_batch_size, train.eval_global_batch_size
@@ -92,7 +92,7 @@ def _global_batch_problem(s: RuleInput) -> str:
     )
 
 
-def _duration_problem(s: RuleInput) -> str:
+def _duration_problem(s: ConfigRuleInput) -> str:
     train = s.run.train
     if train.train_iters is not None and train.train_samples is not None:
         return "--train-iters and --train-samples both say how long to train; keep one"
@@ -101,13 +101,13 @@ def _duration_problem(s: RuleInput) -> str:
     return ""
 
 
-def _learning_rate_problem(s: RuleInput) -> str:
+def _learning_rate_problem(s: ConfigRuleInput) -> str:
     if s.run.schedule.lr is None and not s.run.train.skip_train:
         return "--lr must be given (or --skip-train)"
     return ""
 
 
-def _number_format_problem(s: RuleInput) -> str:
+def _dtype_flags_problem(s: ConfigRuleInput) -> str:
     precision = s.run.precision
     chosen = [flag_name(name) for name in ("fp16", "bf16", "fp64") if getattr(precision, name)]
     if len(chosen) > 1:
@@ -119,7 +119,7 @@ def _number_format_problem(s: RuleInput) -> str:
     return ""
 
 
-def _eval_generate_problems(s: RuleInput) -> Iterator[str]:
+def _eval_generate_problems(s: ConfigRuleInput) -> Iterator[str]:
     train = s.run.train
     online = s.run.data.multimodal.online_evaluation_config
     if online is not None and s.run.parallel.context_parallel_size > 1:
@@ -141,7 +141,7 @@ def _eval_generate_problems(s: RuleInput) -> Iterator[str]:
         yield f"--eval-generate-temperature {train.eval_generate_temperature} is no temperature; give one from 0 to 100"
 
 
-def _elastic_problems(s: RuleInput) -> Iterator[str]:
+def _elastic_problems(s: ConfigRuleInput) -> Iterator[str]:
     run = s.run
     if not run.parallel.elastic:
         return
@@ -182,7 +182,7 @@ ALWAYS = (
     Rule("learning-rate", _learning_rate_problem, "a run that trains has a learning rate"),
     Rule(
         "number-formats",
-        _number_format_problem,
+        _dtype_flags_problem,
         "one number format is chosen, and what belongs to a format comes with it",
     ),
     Rule(

@@ -6,15 +6,15 @@ import math
 from collections.abc import Iterator
 
 from megatron.core.config.flags import flag_name
-from megatron.core.config.rules.rule import Rule, RuleInput, divisors_text, non_default_flags
+from megatron.core.config.rules.rule import ConfigRuleInput, Rule, divisors_text, non_default_flags
 from megatron.core.config.settings.vision import VisionConfig
 
 
-def _reads_images(s: RuleInput) -> bool:
+def _reads_images(s: ConfigRuleInput) -> bool:
     return s.run.model.has_vision or s.run.model.architecture == "vit"
 
 
-def _unused_image_flags_problem(s: RuleInput) -> str:
+def _unused_image_flags_problem(s: ConfigRuleInput) -> str:
     """Return the problem of image flags in a network without images, or ""."""
     if _reads_images(s):
         return ""
@@ -22,7 +22,7 @@ def _unused_image_flags_problem(s: RuleInput) -> str:
     return f"{', '.join(given)}: of images, which this network does not read; add --vision-model-type" if given else ""
 
 
-def _image_size_problems(s: RuleInput) -> Iterator[str]:
+def _image_size_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield problems of the sizes of images and of the vision encoder."""
     if not _reads_images(s):
         return
@@ -58,7 +58,7 @@ def _image_side_problems(vision: VisionConfig) -> Iterator[str]:
         yield f"--num-channels {vision.num_channels}: images have 3 channels, or 1 if they are grey"
 
 
-def _image_sequence_problems(s: RuleInput) -> Iterator[str]:
+def _image_sequence_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield problems of images in the sequence: room, multi-token prediction, layout, projector."""
     model = s.run.model
     if not model.has_vision:
@@ -78,7 +78,7 @@ def _image_sequence_problems(s: RuleInput) -> Iterator[str]:
         yield "--vision-projection-hidden-size is the width between two matrices; affine has one, so leave it out"
 
 
-def _tile_problems(s: RuleInput) -> Iterator[str]:
+def _tile_problems(s: ConfigRuleInput) -> Iterator[str]:
     data = s.run.data.multimodal
     if not _reads_images(s):
         return
@@ -103,7 +103,7 @@ def _tile_problems(s: RuleInput) -> Iterator[str]:
             yield f"{flag_name(name)} {value} leaves every image out; give a positive number"
 
 
-def _smolvlm_tile_problems(s: RuleInput) -> Iterator[str]:
+def _smolvlm_tile_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield problems of cutting images as SmolVLM does: a square number of tiles, square tiles, a thumbnail."""
     data, vision = s.run.data.multimodal, s.run.model.vision
     side = math.isqrt(max(1, data.max_num_tiles))
@@ -120,7 +120,7 @@ def _smolvlm_tile_problems(s: RuleInput) -> Iterator[str]:
         yield "--use-tile-tags: SmolVLM's tiles have tags of their own; leave it out"
 
 
-def _image_classifier_problems(s: RuleInput) -> Iterator[str]:
+def _image_classifier_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield problems of a vision transformer without language model."""
     if s.run.model.architecture != "vit":
         return

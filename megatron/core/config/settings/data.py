@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.core.config.flags import flag
-from megatron.core.config.settings.multimodal import MultimodalConfig
+from megatron.core.config.settings.multimodal import MultimodalDataConfig
 
 # What a script reads of the files that its flags name: nothing, datasets, or (but with --sft) files of lines by their whole names.
 DataFiles = Literal["none", "datasets", "lines"]
@@ -50,7 +50,7 @@ class FIMConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatConfig:
+class SFTDataConfig:
     """Fine-tuning on conversations.
 
     --data-path names JSONL files, or weights and files in turn; a line holds {"messages": [{"role": ..., "content": ...}, ...]}.
@@ -154,9 +154,9 @@ class DataConfig:
     )
     num_dataset_builder_threads: int = flag(1, "threads that build the indices of a blend's datasets", role="free")
     fill: FIMConfig = FIMConfig()
-    chat: ChatConfig = ChatConfig()
+    chat: SFTDataConfig = SFTDataConfig()
     masking: MaskingConfig = MaskingConfig()
-    multimodal: MultimodalConfig = MultimodalConfig()
+    multimodal: MultimodalDataConfig = MultimodalDataConfig()
 
     @property
     def separates_documents(self) -> bool:
@@ -237,12 +237,12 @@ class TokenizerConfig:
     )
 
     @property
-    def vocab_size_from_flags(self) -> int:
+    def vocab_size_without_tokenizer(self) -> int:
         """Vocabulary size of a NullTokenizer from its flag; of any other tokenizer that of GPT-2, 50257."""
         return self.vocab_size if self.tokenizer_type == "NullTokenizer" and self.vocab_size else 50257
 
 
-def null_tokenizer_vocab_size(given: int | None, saved: Mapping[str, Any]) -> int | None:
+def resumed_null_vocab_size(given: int | None, saved: Mapping[str, Any]) -> int | None:
     """Return the --vocab-size that gives a NullTokenizer as many ids as it had in a checkpoint: one more than given, if
     that was so there.
 

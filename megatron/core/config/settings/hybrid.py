@@ -125,7 +125,7 @@ class HybridConfig:
         return self.hybrid_attention_ratio, self.hybrid_mlp_ratio
 
     @property
-    def pipeline_layout(self) -> str | None:
+    def pipeline_layout_text(self) -> str | None:
         """The | of the pattern as a layout for --pipeline-model-parallel-layout; None without |."""
         if "|" not in self._main_pattern:
             return None

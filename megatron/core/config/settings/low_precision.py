@@ -60,7 +60,7 @@ class LowPrecisionConfig:
     )
 
     @property
-    def recipe(self) -> str:
+    def recipe_name(self) -> str:
         """Name of the recipe of low-precision matmuls; empty if there are none."""
         if self.fp4_format is not None:
             return self.fp4_recipe or "nvfp4"
@@ -74,18 +74,18 @@ class LowPrecisionConfig:
     @property
     def scale_block_size(self) -> int:
         """Number of elements of a row that share a scale; 0: the whole tensor does, or there is no low precision."""
-        return {"mxfp8": 32, "blockwise": 128, "nvfp4": 16}.get(self.recipe, 0)
+        return {"mxfp8": 32, "blockwise": 128, "nvfp4": 16}.get(self.recipe_name, 0)
 
     @property
     def matrix_size_multiple(self) -> int:
         """Number that local matrix dimensions must be multiples of: whole blocks, and 16 for fp8 matmuls of GPUs; 1
         without low precision.
         """
-        return max(16, self.scale_block_size) if self.recipe else 1
+        return max(16, self.scale_block_size) if self.recipe_name else 1
 
     def is_low_precision_layer(self, layer: int, num_layers: int) -> bool:
         """Whether a layer, counted from 0, multiplies in 8 or 4 bits. Layers past the last (multi-token prediction) do."""
-        if not self.recipe:
+        if not self.recipe_name:
             return False
         starts, ends = self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16
         return not (self.first_last_layers_bf16 and (layer < starts or num_layers - ends <= layer < num_layers))

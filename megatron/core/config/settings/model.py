@@ -19,7 +19,7 @@ from megatron.core.config.settings.vision import VisionConfig
 
 
 @dataclass(frozen=True, slots=True)
-class RopeConfig:
+class PositionConfig:
     """Positions.
 
     How a token's place reaches the network: a learned table, rotations of queries and keys, or nothing.
@@ -263,7 +263,7 @@ class RequestedModel:
         "transformer_engine: by these packages; flex: torch's FlexAttention; unfused and local: the plain formula",
         role="free",
     )
-    rope: RopeConfig = RopeConfig()
+    rope: PositionConfig = PositionConfig()
     mla: MLAConfig = MLAConfig()
     mtp: MTPConfig = MTPConfig()
     moe: MoEConfig = MoEConfig()
@@ -290,10 +290,10 @@ class RequestedModel:
         Required sizes that are missing stay None: the rule `required` reports them before they are used.
         """
         if self.architecture == "vit":
-            return self._resolved_vision_encoder()._resolve_sizes()
+            return self._with_vision_encoder_defaults()._resolve_sizes()
         return self._resolve_sizes()
 
-    def _resolved_vision_encoder(self) -> RequestedModel:
+    def _with_vision_encoder_defaults(self) -> RequestedModel:
         """Return a vision transformer's config with the layer settings of its type, and its published sizes where none
         are given.
         """
@@ -422,7 +422,7 @@ class ModelConfig(RequestedModel):
         scaled = self.layer_scale is not None
         return not elsewhere and not scaled and not self.fp32_residual_connection and self.architecture != "t5"
 
-    def norms_after_sublayer(self, mixer: str) -> bool:
+    def has_norms_after_sublayer(self, mixer: str) -> bool:
         """Whether a layer with this mixer has its norms behind mixer and MLP instead of before them."""
         return self.norm_after_sublayer and not (mixer == "gated_delta_net" and self.hybrid.linear_norm_before_sublayer)
 
@@ -523,7 +523,7 @@ class ModelConfig(RequestedModel):
         return not self.untie_embeddings_and_output_weights
 
     @property
-    def rotary_head_size(self) -> int:
+    def head_size_before_rotary_percent(self) -> int:
         """Size of a head of which --rotary-percent is rotated; for latent attention, of its rotated part."""
         return self.mla.qk_pos_emb_head_dim if self.mla.multi_latent_attention else self.kv_channels
 

@@ -9,7 +9,7 @@ from megatron.core.config.flags import flag
 
 
 @dataclass(frozen=True, slots=True)
-class MultimodalConfig:
+class MultimodalDataConfig:
     """Conversations about images.
 
     With an encoder of images, --data-path names LLaVA's JSON files: a list of {"image": PATH, "conversations": [{"from": "human",

@@ -2,7 +2,7 @@
 
     role network or adaptable  ->  used by this network?  ->  written in one way  ->  equal values are one function
 
-Two configs are one network when `network_differences` is empty: a resumed run, a published config.json and an export to another
+Two configs are one network when `network_setting_differences` is empty: a resumed run, a published config.json and an export to another
 format ask here, and none keeps a list of its own.
 """
 
@@ -12,7 +12,7 @@ import math
 from dataclasses import fields
 from typing import Any
 
-from megatron.core.config.flags import config_to_values, field_roles
+from megatron.core.config.flags import config_to_dict, field_resume_roles
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.hybrid import HybridConfig
 from megatron.core.config.settings.model import MLAConfig, ModelConfig, RequestedModel
@@ -53,7 +53,7 @@ _DELTA_NET = tuple(
     if field.name.startswith("linear_") and field.name != "linear_attention_freq"
 )
 _ATTENTION = ("num_attention_heads", "kv_channels", "num_query_groups", "qk_layernorm", "softmax_scale")
-_VISION = tuple(name for name, role in field_roles(VisionConfig).items() if role in ("network", "adaptable"))
+_VISION = tuple(name for name, role in field_resume_roles(VisionConfig).items() if role in ("network", "adaptable"))
 _PROJECTION = tuple(
     name for name in _VISION if "projection" in name or "shuffle" in name or name == "disable_vision_class_token"
 )
@@ -62,7 +62,7 @@ _ADAPTERS = ("lora_alpha", "lora_targets", "lora_rslora", "dora")
 
 def network_fields() -> dict[str, str]:
     """Return field name -> role, `network` or `adaptable`, of every setting that affects what a network computes."""
-    return {name: role for name, role in field_roles(RequestedModel).items() if role in ("network", "adaptable")}
+    return {name: role for name, role in field_resume_roles(RequestedModel).items() if role in ("network", "adaptable")}
 
 
 def unused_settings(model: ModelConfig) -> frozenset[str]:
@@ -107,13 +107,13 @@ def unused_settings(model: ModelConfig) -> frozenset[str]:
     return frozenset(name for names, holds in without_effect.items() if holds for name in names)
 
 
-def network_differences(a: ModelConfig, b: ModelConfig) -> list[str]:
+def network_setting_differences(a: ModelConfig, b: ModelConfig) -> list[str]:
     """Return the names of the settings by which two resolved networks compute different functions; those that neither
     uses are left out.
     """
     idle, given, canonical = (
         unused_settings(a) & unused_settings(b),
-        (config_to_values(a), config_to_values(b)),
+        (config_to_dict(a), config_to_dict(b)),
         (canonical_values(a), canonical_values(b)),
     )
     # Equal words that mean two things do so because of another setting, which is named itself.
@@ -126,7 +126,7 @@ def network_differences(a: ModelConfig, b: ModelConfig) -> list[str]:
 
 def canonical_values(model: ModelConfig) -> dict[str, Any]:
     """Return all settings by field name, with different spellings of the same network made equal."""
-    values, rows = config_to_values(model), network_layer_plans(model)
+    values, rows = config_to_dict(model), network_layer_plans(model)
     values["moe_router_topk_scaling_factor"] = values["moe_router_topk_scaling_factor"] or 1.0
     values["mtp_num_layers"] = values["mtp_num_layers"] or None
     values["moe_layer_freq"] = [plan.mlp for plan in rows]

@@ -48,13 +48,13 @@ class PrecisionConfig:
     low: LowPrecisionConfig = LowPrecisionConfig()
 
     @property
-    def dtype(self) -> str:
+    def param_dtype_name(self) -> str:
         """Name of the torch dtype of weights and activations."""
         chosen = {"float16": self.fp16, "bfloat16": self.bf16, "float64": self.fp64}
         return next((name for name, on in chosen.items() if on), "float32")
 
     @property
-    def gradient_dtype(self) -> str:
+    def gradient_dtype_name(self) -> str:
         """Name of the torch dtype in which gradients are accumulated and reduced."""
         if self.fp64:
             return "float64"

@@ -10,7 +10,7 @@ from megatron.core.config.flags import flag
 from megatron.core.config.settings.compilation import CompileConfig
 from megatron.core.config.settings.cuda_graphs import CudaGraphConfig
 from megatron.core.config.settings.data import DataConfig, TokenizerConfig
-from megatron.core.config.settings.faults import FaultConfig
+from megatron.core.config.settings.fault_tolerance import FaultToleranceConfig
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from megatron.core.config.settings.parallel import ParallelConfig
@@ -146,7 +146,7 @@ class RecomputeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadConfig:
+class ActivationOffloadConfig:
     """Activation offloading.
 
     Trade copies for memory: keep activations in CPU memory between the forward and the backward pass.
@@ -164,7 +164,7 @@ class OffloadConfig:
     min_offloaded_tensor_size: int = flag(1024 * 1024, "elements of the smallest tensor that goes there", role="free")
 
     @property
-    def any_offload(self) -> bool:
+    def offloads_activations(self) -> bool:
         """Whether any activations are offloaded to the CPU."""
         return self.cpu_offloading_num_layers > 0 or self.fine_grained_activation_offloading
 
@@ -304,7 +304,7 @@ class RequestedRun:
     precision: PrecisionConfig = PrecisionConfig()
     train: RequestedTraining = RequestedTraining()
     recompute: RecomputeConfig = RecomputeConfig()
-    offload: OffloadConfig = OffloadConfig()
+    offload: ActivationOffloadConfig = ActivationOffloadConfig()
     compilation: CompileConfig = CompileConfig()
     graphs: CudaGraphConfig = CudaGraphConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -313,7 +313,7 @@ class RequestedRun:
     tokenizer: TokenizerConfig = TokenizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
-    faults: FaultConfig = FaultConfig()
+    faults: FaultToleranceConfig = FaultToleranceConfig()
 
     def resolve(self, world_size: int) -> RunConfig:
         """Return the config of the run, with what depends on other settings filled in; nothing that was given changes.
@@ -322,7 +322,7 @@ class RequestedRun:
         parallelism without tensor parallelism is switched off; so is the tensor size of experts without experts.
         Required settings that are missing stay None: the rule `required` reports them before they are used.
         """
-        parallel, optimizer = self._resolved_layout()
+        parallel, optimizer = self._effective_parallel_and_optimizer()
         train = self.train.resolve(self.model.architecture, max(1, parallel.data_parallel_size(world_size)))
         model = self.model.resolve()
         if model.max_position_embeddings is None and train.seq_length is not None:
@@ -330,11 +330,11 @@ class RequestedRun:
             model = dataclasses.replace(model, max_position_embeddings=longest)
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if parallel.pp > 1 and parallel.pipeline_model_parallel_layout is None:
-            parallel = dataclasses.replace(parallel, pipeline_model_parallel_layout=model.hybrid.pipeline_layout)
+            parallel = dataclasses.replace(parallel, pipeline_model_parallel_layout=model.hybrid.pipeline_layout_text)
         groups = {"model": model, "train": train, "parallel": parallel, "optimizer": optimizer}
         return RunConfig(**given | groups | {"recompute": self.recompute.resolve()})
 
-    def _resolved_layout(self) -> tuple[ParallelConfig, OptimizerConfig]:
+    def _effective_parallel_and_optimizer(self) -> tuple[ParallelConfig, OptimizerConfig]:
         """Return parallel and optimizer config without settings that have no effect, and with `dist_muon` replaced by
         what it stands for.
         """

@@ -30,7 +30,7 @@ class VisionEncoderTraits:
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
 
 
-def _encoder_sizes(layers: int, hidden: int, heads: int, ffn: int) -> dict[str, int]:
+def _size_fields(layers: int, hidden: int, heads: int, ffn: int) -> dict[str, int]:
     return {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "ffn_hidden_size": ffn}
 
 
@@ -44,10 +44,10 @@ _INTERNVIT_6B = {
 }
 TRAITS: Mapping[str, VisionEncoderTraits] = MappingProxyType(
     {
-        "vit": VisionEncoderTraits({"norm_epsilon": 1e-5}, _encoder_sizes(12, 768, 12, 3072)),
+        "vit": VisionEncoderTraits({"norm_epsilon": 1e-5}, _size_fields(12, 768, 12, 3072)),
         "clip": VisionEncoderTraits(
             {"quick_gelu": True, "norm_epsilon": 1e-5},
-            _encoder_sizes(24, 1024, 16, 4096),
+            _size_fields(24, 1024, 16, 4096),
             pre_norm=True,
             final_norm=False,
             patch_bias=False,
@@ -56,16 +56,16 @@ TRAITS: Mapping[str, VisionEncoderTraits] = MappingProxyType(
         ),
         "siglip": VisionEncoderTraits(
             {"openai_gelu": True, "norm_epsilon": 1e-6},
-            _encoder_sizes(27, 1152, 16, 4304),
+            _size_fields(27, 1152, 16, 4304),
             class_tokens=0,
             mean=(0.5, 0.5, 0.5),
             std=(0.5, 0.5, 0.5),
         ),
-        "internvit": VisionEncoderTraits(_INTERNVIT_6B, _encoder_sizes(45, 3200, 25, 12800), final_norm=False),
+        "internvit": VisionEncoderTraits(_INTERNVIT_6B, _size_fields(45, 3200, 25, 12800), final_norm=False),
         "internvit300M": VisionEncoderTraits(
-            {"norm_epsilon": 1e-6, "layer_scale": 0.1}, _encoder_sizes(24, 1024, 16, 4096), final_norm=False
+            {"norm_epsilon": 1e-6, "layer_scale": 0.1}, _size_fields(24, 1024, 16, 4096), final_norm=False
         ),
-        "dinov2": VisionEncoderTraits({"norm_epsilon": 1e-6, "layer_scale": 1.0}, _encoder_sizes(12, 384, 6, 1536)),
+        "dinov2": VisionEncoderTraits({"norm_epsilon": 1e-6, "layer_scale": 1.0}, _size_fields(12, 384, 6, 1536)),
     }
 )
 _ACTIVATIONS = {"gelu_tanh": "openai_gelu", "quick_gelu": "quick_gelu"}  # our name -> the field that chooses it
@@ -181,7 +181,7 @@ class VisionConfig:
         return self.img_h // self.patch_dim, self.img_w // self.patch_dim
 
     @property
-    def position_grid(self) -> tuple[int, int]:
+    def learned_position_grid(self) -> tuple[int, int]:
         """Size of the grid of learned positions as (rows, columns)."""
         side = self.vision_position_grid
         return self.patch_grid if side is None else (side, side)

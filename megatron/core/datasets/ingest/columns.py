@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.ingest.source import CHUNK_BYTES, InputFile, InputPosition, InputSpan, RecordChunk
+from megatron.core.datasets.ingest.input_spans import CHUNK_BYTES, InputFile, InputFileSpan, InputPosition, RecordChunk
 
 if TYPE_CHECKING:
     import pyarrow
@@ -44,7 +44,9 @@ def count_table_rows(source: InputFile) -> int:
         return sum(batch.num_rows for batch, _, _ in _arrow_batches(source, file, (), 0))
 
 
-def read_table_chunks(number: int, span: InputSpan, place: InputPosition, keys: Sequence[str]) -> Iterator[RecordChunk]:
+def read_table_chunks(
+    number: int, span: InputFileSpan, place: InputPosition, keys: Sequence[str]
+) -> Iterator[RecordChunk]:
     """Yield chunks of a span's rows with the columns `keys`, from `place` on. number: the span's index in the run."""
     source = span.source
     first = max(place.unit, span.start)

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from megatron.core.config.settings.data import TokenizerConfig
-from megatron.core.datasets.ingest.records import UNREADABLE, DocumentBatch, Drops, parse_records
+from megatron.core.datasets.ingest.input_spans import RecordChunk
+from megatron.core.datasets.ingest.records import UNREADABLE, Drops, ParsedDocuments, parse_records
 from megatron.core.datasets.ingest.sentences import Split, sentence_splitter
-from megatron.core.datasets.ingest.source import RecordChunk
-from megatron.core.datasets.marks import refuse_added_special_tokens
+from megatron.core.datasets.special_tokens import refuse_added_special_tokens
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 
@@ -71,7 +71,7 @@ class RecordEncoder:
         """The tokenizer. Keep no reference to it: it is rebuilt to release memory."""
         return self._tokenizer
 
-    def read_records_and_sentences(self, chunk: RecordChunk) -> tuple[DocumentBatch, list[list[list[str]]]]:
+    def parse_records_and_sentences(self, chunk: RecordChunk) -> tuple[ParsedDocuments, list[list[list[str]]]]:
         """Parse a chunk's records; with --split-sentences also return the sentences of every document for each key,
         else [].
         """
@@ -80,8 +80,8 @@ class RecordEncoder:
             return records, []
         return records, [[self._split(text) for text in texts] for texts in records.texts]
 
-    def encode(self, records: DocumentBatch, sentences: list[list[list[str]]]) -> EncodedChunk:
-        """Encode what `read_records_and_sentences` returned. A document that the tokenizer cannot encode is dropped
+    def encode_documents(self, records: ParsedDocuments, sentences: list[list[list[str]]]) -> EncodedChunk:
+        """Encode what `parse_records_and_sentences` returned. A document that the tokenizer cannot encode is dropped
         under all keys.
         """
         documents = sentences or [[[text] for text in texts] for texts in records.texts]
@@ -91,12 +91,12 @@ class RecordEncoder:
             bad = [
                 place
                 for place in range(len(records.numbers))
-                if not all(self._can_encode(column[place]) for column in documents)
+                if not all(self._can_tokenize_texts(column[place]) for column in documents)
             ]
             if not bad:
                 raise
             retained = sorted(set(range(len(records.numbers))).difference(bad))
-            records = records.without_documents(bad, UNREADABLE)
+            records = records.drop_documents(bad, UNREADABLE)
             columns = [self._encode_column([column[place] for place in retained]) for column in documents]
         self._rebuild_tokenizer_if_grown()
         return EncodedChunk(columns, records.drops)
@@ -110,16 +110,16 @@ class RecordEncoder:
             del self._tokenizer
             self._tokenizer, self._memory = build_tokenizer(self.job.tokenizer), None
 
-    def _can_encode(self, texts: Sequence[str]) -> bool:
+    def _can_tokenize_texts(self, texts: Sequence[str]) -> bool:
         try:
-            self._tokenizer.encode_flat(texts)
+            self._tokenizer.encode_texts_flat(texts)
         except ValueError:
             return False
         return True
 
     def _encode_column(self, documents: Sequence[Sequence[str]]) -> EncodedColumn:
         """The ids of one key's documents, given as their sentences, or as one text each."""
-        ids, lengths = self._tokenizer.encode_flat([text for document in documents for text in document])
+        ids, lengths = self._tokenizer.encode_texts_flat([text for document in documents for text in document])
         counts = np.fromiter(map(len, documents), np.int64, len(documents))
         owners = np.repeat(np.arange(len(documents)), counts)
         full = lengths > 0

@@ -13,13 +13,19 @@ import xxhash
 
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.ingest.columns import count_table_rows, read_table_chunks
+from megatron.core.datasets.ingest.input_spans import (
+    STANDARD_INPUT,
+    InputFile,
+    InputFileSpan,
+    InputPosition,
+    RecordChunk,
+)
 from megatron.core.datasets.ingest.lines import (
     count_decompressed_bytes,
     count_lines_before,
     read_file_as_document,
     read_line_chunks,
 )
-from megatron.core.datasets.ingest.source import STANDARD_INPUT, InputFile, InputPosition, InputSpan, RecordChunk
 
 HEAD_BYTES = 2**16
 
@@ -41,7 +47,7 @@ def find_input_files(words: Iterable[str], format: Format, text_documents: TextD
     sources: list[InputFile] = []
     for word in words:
         if word == STANDARD_INPUT:
-            sources.append(_make_input_file(word, "jsonl" if format == "auto" else format, text_documents))
+            sources.append(_classify_input_file(word, "jsonl" if format == "auto" else format, text_documents))
             continue
         if os.path.isdir(word):
             sources += _find_files_in_folder(word, format, text_documents)
@@ -50,7 +56,7 @@ def find_input_files(words: Iterable[str], format: Format, text_documents: TextD
         result = [path for path in result if not os.path.isdir(path)]
         if not result:
             raise DataError(f"--input {word}: there is no such file")
-        sources += [_make_input_file(path, format, text_documents) for path in result]
+        sources += [_classify_input_file(path, format, text_documents) for path in result]
     if sum(source.path == STANDARD_INPUT for source in sources) > 1:
         raise DataError("--input - names standard input twice")
     return sources
@@ -64,7 +70,7 @@ def _find_files_in_folder(folder: str, format: Format, text_documents: TextDocum
         for name in names
         if not name.startswith(".") and os.path.isfile(path := os.path.join(place, name))
     )
-    unknown = [path for path in paths if format == "auto" and _split_suffixes(path)[0] not in ENDINGS]
+    unknown = [path for path in paths if format == "auto" and _file_ending_and_compression(path)[0] not in ENDINGS]
     if not paths or unknown:
         raise DataError(
             f"--input {folder}: "
@@ -75,10 +81,10 @@ def _find_files_in_folder(folder: str, format: Format, text_documents: TextDocum
                 else "this folder holds no file"
             )
         )
-    return [_make_input_file(path, format, text_documents) for path in paths]
+    return [_classify_input_file(path, format, text_documents) for path in paths]
 
 
-def _split_suffixes(path: str) -> tuple[str, Literal["", "gz", "zst"]]:
+def _file_ending_and_compression(path: str) -> tuple[str, Literal["", "gz", "zst"]]:
     """Return (file ending, compression) of a name, such as (".jsonl", "gz")."""
     stem, ending = os.path.splitext(path)
     if ending not in (".gz", ".zst"):
@@ -97,9 +103,9 @@ def _require_json_start(path: str) -> None:
         )
 
 
-def _make_input_file(path: str, format: Format, text_documents: TextDocuments) -> InputFile:
+def _classify_input_file(path: str, format: Format, text_documents: TextDocuments) -> InputFile:
     """Return a path as `InputFile`, its kind resolved. `DataError` if it cannot be read in that format."""
-    ending, compression = _split_suffixes(path)
+    ending, compression = _file_ending_and_compression(path)
     if format == "auto":
         format = ENDINGS.get(ending, "jsonl")
         if ending not in ENDINGS and not compression and os.path.isfile(path):
@@ -122,14 +128,14 @@ def input_file_fingerprint(source: InputFile) -> list[str | int]:
     return [os.path.abspath(source.path), source.size, os.stat(source.path).st_mtime_ns, ends.hexdigest()]
 
 
-def shard_input_spans(sources: Sequence[InputFile], shard: tuple[int, int] | None) -> list[InputSpan]:
+def spans_of_corpus_shard(sources: Sequence[InputFile], shard: tuple[int, int] | None) -> list[InputFileSpan]:
     """Return which parts of the inputs a run reads: all, or shard (i, n), from 0, of n shards of about equal bytes.
 
     The shards in order hold what one run reads, in order. Where a border falls into a table or compressed file, its
     rows are counted or its length is found by decompressing it. `DataError` for a shard of standard input.
     """
     if shard is None:
-        return [InputSpan(source, (0, source.size)) for source in sources]
+        return [InputFileSpan(source, (0, source.size)) for source in sources]
     if any(source.path == STANDARD_INPUT for source in sources):
         raise DataError("--shard: standard input cannot be cut into shards; give files")
     index, count = shard
@@ -144,23 +150,25 @@ def shard_input_spans(sources: Sequence[InputFile], shard: tuple[int, int] | Non
         if start == stop:
             continue
         if (start, stop) == (0, weight):
-            spans.append(InputSpan(source, (0, source.size)))
+            spans.append(InputFileSpan(source, (0, source.size)))
             continue
-        units = _count_units(source)
-        span = InputSpan(source, (start, stop), units * start // weight, units * stop // weight)
+        units = _count_bytes_or_rows(source)
+        span = InputFileSpan(source, (start, stop), units * start // weight, units * stop // weight)
         if span.start != span.stop:
             spans.append(span)
     return spans
 
 
-def _count_units(source: InputFile) -> int:
+def _count_bytes_or_rows(source: InputFile) -> int:
     """Return the number of units of a source: bytes after decompression, rows, or 1 for a document."""
     if source.has_lines:
         return count_decompressed_bytes(source)
     return 1 if source.kind == "document" else count_table_rows(source)
 
 
-def read_input_chunks(spans: Sequence[InputSpan], keys: Sequence[str], place: InputPosition) -> Iterator[RecordChunk]:
+def read_input_chunks(
+    spans: Sequence[InputFileSpan], keys: Sequence[str], place: InputPosition
+) -> Iterator[RecordChunk]:
     """Yield all chunks of all spans in order, from `place` on."""
     for number in range(place.span, len(spans)):
         span = spans[number]
@@ -173,7 +181,7 @@ def read_input_chunks(spans: Sequence[InputSpan], keys: Sequence[str], place: In
             yield from read_table_chunks(number, span, start, keys)
 
 
-def record_location(span: InputSpan, record: int) -> str:
+def record_location(span: InputFileSpan, record: int) -> str:
     """Return FILE:NUMBER of record `record` (from 1) of a span, numbered from 1 in the whole file."""
     source = span.source
     before = count_lines_before(source, span.start) if source.has_lines else span.start

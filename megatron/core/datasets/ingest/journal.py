@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.core.datasets.indexed import BuilderProgress, DataError
-from megatron.core.datasets.ingest.source import InputPosition
+from megatron.core.datasets.indexed import BuilderResumePoint, DataError
+from megatron.core.datasets.ingest.input_spans import InputPosition
 from megatron.core.datasets.storage import atomic_file
 
 VERSION = 1
@@ -51,11 +51,11 @@ class PreprocessTotals:
 
 
 @dataclass(frozen=True, slots=True)
-class JournalState:
+class PreprocessResumePoint:
     """A point from which a run can go on. marks: of each pair. done: all input is behind it."""
 
     place: InputPosition
-    marks: list[BuilderProgress]
+    marks: list[BuilderResumePoint]
     totals: PreprocessTotals
     done: bool = False
 
@@ -89,14 +89,14 @@ def journal_path(prefix: str) -> Path:
     return Path(f"{prefix}.journal.{PARTIAL}")
 
 
-def save_journal(prefix: str, command: Mapping[str, Any], state: JournalState) -> None:
+def save_preprocess_progress(prefix: str, command: Mapping[str, Any], state: PreprocessResumePoint) -> None:
     """Write how far a run has come to its journal. What `state` names must be on disk already."""
     content = {"version": VERSION, "command": command, **dataclasses.asdict(state)}
     with atomic_file(journal_path(prefix)) as file:
         file.write((json.dumps(content, indent=1) + "\n").encode())
 
 
-def load_journal(prefix: str, command: Mapping[str, Any]) -> JournalState | None:
+def load_preprocess_progress(prefix: str, command: Mapping[str, Any]) -> PreprocessResumePoint | None:
     """Return where the previous run stopped, or None if nothing is unfinished. `DataError` if it ran another command."""
     path = journal_path(prefix)
     try:
@@ -107,9 +107,9 @@ def load_journal(prefix: str, command: Mapping[str, Any]) -> JournalState | None
             )
         before, totals = content["command"], content["totals"]
         dropped = {reason: DroppedRecords(**drop) for reason, drop in totals.pop("dropped").items()}
-        state = JournalState(
+        state = PreprocessResumePoint(
             InputPosition(**content["place"]),
-            [BuilderProgress(**marks) for marks in content["marks"]],
+            [BuilderResumePoint(**marks) for marks in content["marks"]],
             PreprocessTotals(**totals, dropped=dropped),
             content["done"],
         )
@@ -117,11 +117,11 @@ def load_journal(prefix: str, command: Mapping[str, Any]) -> JournalState | None
         return None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} is damaged: {RESTART}") from error
-    _require_same_command(path, before, json.loads(json.dumps(command)))
+    _require_unchanged_command(path, before, json.loads(json.dumps(command)))
     return state
 
 
-def _require_same_command(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def _require_unchanged_command(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise `DataError` listing the differences if the interrupted run had other options or inputs."""
     differences = []
     for name in now:

@@ -14,12 +14,12 @@ import xxhash
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.ingest.source import (
+from megatron.core.datasets.ingest.input_spans import (
     CHUNK_BYTES,
     STANDARD_INPUT,
     InputFile,
+    InputFileSpan,
     InputPosition,
-    InputSpan,
     RecordChunk,
 )
 
@@ -86,7 +86,7 @@ def open_line_file(source: InputFile) -> Iterator[tuple[Any, BinaryIO]]:
             raise
 
 
-def read_line_chunks(number: int, span: InputSpan, place: InputPosition) -> Iterator[RecordChunk]:
+def read_line_chunks(number: int, span: InputFileSpan, place: InputPosition) -> Iterator[RecordChunk]:
     """Yield chunks of whole lines of a span, from `place` on. number: the span's index in the run."""
     source = span.source
     with open_line_file(source) as (file, raw):
@@ -95,7 +95,7 @@ def read_line_chunks(number: int, span: InputSpan, place: InputPosition) -> Iter
             _skip_consumed_input(file, place, digest)
             position = place.unit
         else:
-            position = _skip_to_line(file, source, max(place.unit, span.start))
+            position = _skip_to_line_after_byte(file, source, max(place.unit, span.start))
         records = place.records
         while span.stop is None or position < span.stop:
             content = file.read(CHUNK_BYTES if span.stop is None else min(CHUNK_BYTES, span.stop - position))
@@ -113,7 +113,7 @@ def read_line_chunks(number: int, span: InputSpan, place: InputPosition) -> Iter
             yield RecordChunk(source.kind, content, start, end, len(content), consumed)
 
 
-def read_file_as_document(number: int, span: InputSpan, place: InputPosition) -> Iterator[RecordChunk]:
+def read_file_as_document(number: int, span: InputFileSpan, place: InputPosition) -> Iterator[RecordChunk]:
     """Yield a plain text file as one document; nothing if `place` is behind it."""
     if place.unit:
         return
@@ -144,7 +144,7 @@ def count_lines_before(source: InputFile, position: int) -> int:
     return lines
 
 
-def _skip_to_line(file: BinaryIO, source: InputFile, start: int) -> int:
+def _skip_to_line_after_byte(file: BinaryIO, source: InputFile, start: int) -> int:
     """Advance to the first line that begins at byte `start` or later, and return where it begins."""
     if start == 0:
         return 0

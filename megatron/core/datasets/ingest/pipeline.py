@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron.core.datasets.indexed import (
-    BuilderProgress,
+    BuilderResumePoint,
     DataError,
     IndexedDatasetBuilder,
     bin_path,
@@ -26,19 +26,19 @@ from megatron.core.datasets.indexed import (
 )
 from megatron.core.datasets.ingest import journal
 from megatron.core.datasets.ingest.encode import EncodedChunk, EncodeOptions, RecordEncoder
+from megatron.core.datasets.ingest.input_spans import InputFile, InputPosition, RecordChunk
 from megatron.core.datasets.ingest.inputs import (
     input_file_fingerprint,
     read_input_chunks,
     record_location,
-    shard_input_spans,
+    spans_of_corpus_shard,
 )
-from megatron.core.datasets.ingest.journal import PARTIAL, DroppedRecords, JournalState, PreprocessTotals
+from megatron.core.datasets.ingest.journal import PARTIAL, DroppedRecords, PreprocessResumePoint, PreprocessTotals
 from megatron.core.datasets.ingest.records import BLANK, PLACES
 from megatron.core.datasets.ingest.sentences import nltk_version
-from megatron.core.datasets.ingest.source import InputFile, InputPosition, RecordChunk
 from megatron.core.datasets.ingest.workers import encode_chunks
 from megatron.core.datasets.sidecar import Fingerprint, sidecar_path
-from megatron.core.tokenizers.base import tokenizer_fingerprint
+from megatron.core.tokenizers.base import tokenizer_fingerprint_fields
 
 Start = Callable[[PreprocessTotals, str], None]
 Report = Callable[[PreprocessTotals], None]
@@ -66,14 +66,14 @@ class PreprocessOptions:
         return f"{self.output_prefix}-{self.shard[0]:0{width}d}-of-{self.shard[1]:0{width}d}"
 
     @property
-    def sequence_level(self) -> Literal["document", "sentence"]:
+    def sequence_unit(self) -> Literal["document", "sentence"]:
         """What a sequence of the output is: "document" or "sentence"."""
         return "document" if self.job.language is None else "sentence"
 
     @property
     def pair_prefixes(self) -> list[str]:
         """The prefix of each pair that is written."""
-        return [f"{self.prefix}_{key}_{self.sequence_level}" for key in self.job.keys]
+        return [f"{self.prefix}_{key}_{self.sequence_unit}" for key in self.job.keys]
 
 
 def preprocess(order: PreprocessOptions, start: Start, report: Report) -> PreprocessTotals:
@@ -86,12 +86,12 @@ def preprocess(order: PreprocessOptions, start: Start, report: Report) -> Prepro
     prefix = order.prefix
     with journal.lock_output_prefix(prefix):
         encoder = RecordEncoder(order.job)
-        mark, dtype = tokenizer_fingerprint(encoder.tokenizer), token_id_dtype(encoder.tokenizer.vocab_size)
+        mark, dtype = tokenizer_fingerprint_fields(encoder.tokenizer), token_id_dtype(encoder.tokenizer.vocab_size)
         engine = encoder.tokenizer.engine
-        command = _command_fingerprint(order, mark)
+        command = _command_fingerprint_fields(order, mark)
         if order.restart:
             journal.journal_path(prefix).unlink(missing_ok=True)
-        state = journal.load_journal(prefix, command)
+        state = journal.load_preprocess_progress(prefix, command)
         if state is not None and state.done:
             start(state.totals, engine)
             _finish_interrupted_pairs(order, mark, dtype, state.marks)
@@ -117,7 +117,8 @@ def measure_preprocess_throughput(order: PreprocessOptions, max_documents: int) 
     """
     documents, began = 0, time.perf_counter()
     chunks = _limit_records(
-        read_input_chunks(shard_input_spans(order.sources, order.shard), order.job.keys, InputPosition()), max_documents
+        read_input_chunks(spans_of_corpus_shard(order.sources, order.shard), order.job.keys, InputPosition()),
+        max_documents,
     )
     for _, encoded in encode_chunks(chunks, order.job, order.workers):
         documents += len(encoded.columns[0].sequences)
@@ -134,7 +135,7 @@ def _limit_records(chunks: Iterator[RecordChunk], max_records: int) -> Iterator[
             return
 
 
-def _command_fingerprint(order: PreprocessOptions, mark: Fingerprint) -> dict[str, Any]:
+def _command_fingerprint_fields(order: PreprocessOptions, mark: Fingerprint) -> dict[str, Any]:
     """Return everything the output depends on, by option name, to recognise the same command."""
     job = order.job
     return {
@@ -150,7 +151,7 @@ def _command_fingerprint(order: PreprocessOptions, mark: Fingerprint) -> dict[st
 
 @contextmanager
 def _open_builders(
-    order: PreprocessOptions, mark: Fingerprint, dtype: np.dtype, marks: Sequence[BuilderProgress] | None
+    order: PreprocessOptions, mark: Fingerprint, dtype: np.dtype, marks: Sequence[BuilderResumePoint] | None
 ) -> Iterator[list[IndexedDatasetBuilder]]:
     """Open a dataset builder for each key. If the block raises, keep what was written if a journal exists, else remove
     it.
@@ -168,19 +169,19 @@ def _open_builders(
 
 
 def _open_builder(
-    order: PreprocessOptions, pair: str, mark: Fingerprint, dtype: np.dtype, marks: BuilderProgress | None
+    order: PreprocessOptions, pair: str, mark: Fingerprint, dtype: np.dtype, marks: BuilderResumePoint | None
 ) -> IndexedDatasetBuilder:
     """Open the builder of one pair, going on from `marks` if given. `DataError` if its unfinished files are missing."""
     try:
         return IndexedDatasetBuilder(
-            pair, dtype, tokenizer=mark, shard=order.shard, level=order.sequence_level, partial=PARTIAL, marks=marks
+            pair, dtype, tokenizer=mark, shard=order.shard, level=order.sequence_unit, partial=PARTIAL, marks=marks
         )
     except DataError as error:
         raise DataError(f"{error}; {journal.RESTART}" if marks else str(error)) from error
 
 
 def _finish_interrupted_pairs(
-    order: PreprocessOptions, mark: Fingerprint, dtype: np.dtype, marks: Sequence[BuilderProgress]
+    order: PreprocessOptions, mark: Fingerprint, dtype: np.dtype, marks: Sequence[BuilderResumePoint]
 ) -> None:
     """Finish the pairs of a run that died after its last document.
 
@@ -208,12 +209,12 @@ class _PreprocessWriter:
         order: PreprocessOptions,
         command: Mapping[str, Any],
         builders: Sequence[IndexedDatasetBuilder],
-        state: JournalState | None,
+        state: PreprocessResumePoint | None,
     ) -> None:
         self.totals = state.totals if state else PreprocessTotals(empty=[0] * len(order.job.keys))
         self._order, self._command, self._builders = order, command, builders
         self._place = state.place if state else InputPosition()
-        self._spans = shard_input_spans(order.sources, order.shard)
+        self._spans = spans_of_corpus_shard(order.sources, order.shard)
         self._marked = time.monotonic()
 
     def write_all(self, report: Report, work: RecordEncoder | EncodeOptions) -> None:
@@ -263,8 +264,10 @@ class _PreprocessWriter:
 
     def _save_progress(self, done: bool) -> None:
         """Flush the pairs and save the journal. done: all input is written."""
-        marks = [builder.flush() for builder in self._builders]
-        journal.save_journal(self._order.prefix, self._command, JournalState(self._place, marks, self.totals, done))
+        marks = [builder.sync_to_resume_point() for builder in self._builders]
+        journal.save_preprocess_progress(
+            self._order.prefix, self._command, PreprocessResumePoint(self._place, marks, self.totals, done)
+        )
         self._marked = time.monotonic()
 
 

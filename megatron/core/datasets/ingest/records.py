@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.datasets.ingest.source import RecordChunk
+from megatron.core.datasets.ingest.input_spans import RecordChunk
 
 BLANK = "blank"
 UNREADABLE = "text that the tokenizer cannot read"
@@ -16,24 +16,24 @@ BYTE_ORDER_MARK = "\ufeff"
 
 
 @dataclass(slots=True)
-class DropCount:
+class DroppedRecordCount:
     """Records left out for one reason: how many, and the numbers of the first, counted from 1 in their span."""
 
     count: int = 0
     records: list[int] = field(default_factory=list)
 
-    def add(self, record: int) -> None:
+    def add_record(self, record: int) -> None:
         """Count one more."""
         self.count += 1
         if len(self.records) < PLACES:
             self.records.append(record)
 
 
-Drops = dict[str, DropCount]
+Drops = dict[str, DroppedRecordCount]
 
 
 @dataclass(slots=True)
-class DocumentBatch:
+class ParsedDocuments:
     """The documents of a chunk.
 
     texts: for each key the text of every document. numbers: which record of its span each document is, from 1.
@@ -43,38 +43,38 @@ class DocumentBatch:
     numbers: list[int]
     drops: Drops
 
-    def without_documents(self, bad: Sequence[int], reason: str) -> DocumentBatch:
+    def drop_documents(self, bad: Sequence[int], reason: str) -> ParsedDocuments:
         """Return the batch without the documents at positions `bad`, which are counted as dropped for `reason`."""
         drops, gone = dict(self.drops), set(bad)
-        drops[reason] = DropCount()
+        drops[reason] = DroppedRecordCount()
         for place in sorted(gone):
-            drops[reason].add(self.numbers[place])
+            drops[reason].add_record(self.numbers[place])
         retained = [place for place in range(len(self.numbers)) if place not in gone]
-        return DocumentBatch(
+        return ParsedDocuments(
             [[column[place] for place in retained] for column in self.texts],
             [self.numbers[place] for place in retained],
             drops,
         )
 
 
-def parse_records(chunk: RecordChunk, keys: Sequence[str]) -> DocumentBatch:
+def parse_records(chunk: RecordChunk, keys: Sequence[str]) -> ParsedDocuments:
     """Parse a chunk to documents, with one text under each key; invalid records are counted in `drops`."""
-    records = DocumentBatch([[] for _ in keys], [], {})
+    records = ParsedDocuments([[] for _ in keys], [], {})
     if isinstance(chunk.content, bytes):
         rows: list[Any] = chunk.content.split(b"\n")
         if not rows[-1]:
             rows.pop()
         read: Callable[[Any, Sequence[str]], list[str]] = (
-            _parse_json_texts if chunk.kind == "jsonl" else _parse_line_text
+            _parse_json_line if chunk.kind == "jsonl" else _parse_plain_text_line
         )
     else:
         rows = list(zip(*chunk.content))
-        read = _parse_row_texts
+        read = _decode_row_texts
     for number, row in enumerate(rows, chunk.start.records + 1):
         try:
             texts = read(row, keys)
         except ValueError as error:
-            records.drops.setdefault(str(error), DropCount()).add(number)
+            records.drops.setdefault(str(error), DroppedRecordCount()).add_record(number)
             continue
         records.numbers.append(number)
         for column, text in zip(records.texts, texts):
@@ -82,7 +82,7 @@ def parse_records(chunk: RecordChunk, keys: Sequence[str]) -> DocumentBatch:
     return records
 
 
-def _parse_json_texts(line: bytes, keys: Sequence[str]) -> list[str]:
+def _parse_json_line(line: bytes, keys: Sequence[str]) -> list[str]:
     """The text under each key of a JSON object. Raises `ValueError` whose message is what is wrong with the line."""
     try:
         content = json.loads(line.decode().removeprefix(BYTE_ORDER_MARK))
@@ -114,14 +114,14 @@ def _is_encodable(text: str) -> bool:
     return True
 
 
-def _parse_line_text(line: bytes, keys: Sequence[str]) -> list[str]:
+def _parse_plain_text_line(line: bytes, keys: Sequence[str]) -> list[str]:
     """Return a line of plain text without its line end. `ValueError` if it is blank or not UTF-8."""
     if not line.strip():
         raise ValueError(BLANK)
-    return _parse_row_texts([line.removesuffix(b"\r")], keys)
+    return _decode_row_texts([line.removesuffix(b"\r")], keys)
 
 
-def _parse_row_texts(row: Sequence[bytes | None], keys: Sequence[str]) -> list[str]:
+def _decode_row_texts(row: Sequence[bytes | None], keys: Sequence[str]) -> list[str]:
     """Decode the texts of a row. `ValueError` if one is null or not UTF-8."""
     for key, text in zip(keys, row):
         if text is None:

@@ -29,7 +29,7 @@ def sentence_splitter(language: str, keep_newlines: bool) -> Split:
     """
     spans = _sentence_span_finder(language)
 
-    def split(text: str) -> list[str]:
+    def split_into_sentences(text: str) -> list[str]:
         sentences: list[str] = []
         for low in range(0, len(text), WINDOW):
             window = text[low : low + WINDOW] if len(text) > WINDOW else text
@@ -42,7 +42,7 @@ def sentence_splitter(language: str, keep_newlines: bool) -> Split:
             sentences += [window[start:end] for start, end in result]
         return sentences
 
-    return split
+    return split_into_sentences
 
 
 def nltk_version() -> str:
@@ -76,13 +76,14 @@ def _sentence_span_finder(language: str) -> Callable[[str], list[tuple[int, int]
 def _read_punkt_tables(folder: Path, parameters: PunktParameters) -> PunktParameters:
     """Fill Punkt's parameters from its four tables."""
 
-    def lines(name: str) -> list[str]:
+    def read_table_lines(name: str) -> list[str]:
         return (folder / name).read_text(encoding="utf-8").splitlines()
 
-    parameters.abbrev_types.update(lines("abbrev_types.txt"))
-    parameters.sent_starters.update(lines("sent_starters.txt"))
-    parameters.collocations.update(tuple(line.split("\t")) for line in lines("collocations.tab"))
+    parameters.abbrev_types.update(read_table_lines("abbrev_types.txt"))
+    parameters.sent_starters.update(read_table_lines("sent_starters.txt"))
+    parameters.collocations.update(tuple(line.split("\t")) for line in read_table_lines("collocations.tab"))
     parameters.ortho_context.update(
-        (word, int(flags)) for word, _, flags in (line.partition("\t") for line in lines("ortho_context.tab"))
+        (word, int(flags))
+        for word, _, flags in (line.partition("\t") for line in read_table_lines("ortho_context.tab"))
     )
     return parameters

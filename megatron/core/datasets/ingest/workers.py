@@ -24,7 +24,7 @@ from typing import TypeVar
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.ingest.encode import EncodedChunk, EncodeOptions, RecordEncoder
-from megatron.core.datasets.ingest.source import RecordChunk
+from megatron.core.datasets.ingest.input_spans import RecordChunk
 
 DEPTH = 2  # chunks that wait for each stage
 LOOK_AGAIN = 0.1  # seconds after which a thread that waits looks whether it is still wanted
@@ -42,12 +42,12 @@ def encode_chunks(
         return
     encoder = work if isinstance(work, RecordEncoder) else RecordEncoder(work)
     for chunk, (records, sentences) in read_ahead(
-        (_without_content(chunk), encoder.read_records_and_sentences(chunk)) for chunk in chunks
+        (_chunk_without_content(chunk), encoder.parse_records_and_sentences(chunk)) for chunk in chunks
     ):
-        yield chunk, encoder.encode(records, sentences)
+        yield chunk, encoder.encode_documents(records, sentences)
 
 
-def _without_content(chunk: RecordChunk) -> RecordChunk:
+def _chunk_without_content(chunk: RecordChunk) -> RecordChunk:
     return dataclasses.replace(chunk, content=b"")
 
 
@@ -63,25 +63,25 @@ def read_ahead(items: Iterable[Item], depth: int = DEPTH) -> Iterator[Item]:
     ready: queue.Queue = queue.Queue(depth)
     unwanted = threading.Event()
 
-    def put(item: Item | _QueueEnd) -> None:
+    def put_in_queue(item: Item | _QueueEnd) -> None:
         while not unwanted.is_set():
             try:
                 return ready.put(item, timeout=LOOK_AGAIN)
             except queue.Full:
                 continue
 
-    def fill() -> None:
+    def fill_queue() -> None:
         end = _QueueEnd(None)
         try:
             for item in items:
-                put(item)
+                put_in_queue(item)
                 if unwanted.is_set():
                     break
         except BaseException as error:  # the consumer raises it
             end = _QueueEnd(error)
-        put(end)
+        put_in_queue(end)
 
-    thread = threading.Thread(target=fill, daemon=True)
+    thread = threading.Thread(target=fill_queue, daemon=True)
     thread.start()
     try:
         while not isinstance(item := ready.get(), _QueueEnd):
@@ -105,21 +105,21 @@ class _WorkerProcess:
 def _encode_by_processes(
     chunks: Iterator[RecordChunk], job: EncodeOptions, count: int
 ) -> Iterator[tuple[RecordChunk, EncodedChunk]]:
-    """As `encode_all`, by `count` worker processes, which take the chunks in turn. `DataError` if one is killed."""
+    """As `encode_chunks`, by `count` worker processes, which take the chunks in turn. `DataError` if one is killed."""
     room = threading.Semaphore(DEPTH * count)
     unwanted = threading.Event()
     with _start_workers(job, count) as workers:
 
-        def send_chunks() -> Iterator[RecordChunk]:
+        def send_chunks_to_workers() -> Iterator[RecordChunk]:
             for number, chunk in enumerate(chunks):
                 while not room.acquire(timeout=LOOK_AGAIN):
                     if unwanted.is_set():
                         return
                 workers[number % count].work.send(chunk)
-                yield _without_content(chunk)
+                yield _chunk_without_content(chunk)
 
         try:
-            for number, chunk in enumerate(read_ahead(send_chunks(), DEPTH * count)):
+            for number, chunk in enumerate(read_ahead(send_chunks_to_workers(), DEPTH * count)):
                 result = workers[number % count].results.recv()
                 room.release()
                 if isinstance(result, Exception):
@@ -162,7 +162,7 @@ def _worker_main(job: EncodeOptions, work: Connection, results: Connection) -> N
     try:
         encoder = RecordEncoder(job)
         while True:
-            results.send(encoder.encode(*encoder.read_records_and_sentences(work.recv())))
+            results.send(encoder.encode_documents(*encoder.parse_records_and_sentences(work.recv())))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except (ConfigError, DataError) as error:

@@ -1,16 +1,16 @@
 """Megatron-LM's own checkpoints, read (and its old format written), as global tensors under our names.
 
-pickles.py     torch files from strangers, read without running anything in them
-names.py       the names and row orders of all its versions, as a table and a few functions
-legacy.py      mp_rank_XX/model_optim_rng.pt, one file a rank
-torch_dist.py  the distributed format of Megatron Core
-rank_state.py  state of the optimizer in that format, which names no parameter
-buffers.py     where its distributed optimizer keeps a parameter
-flat_state.py  the same in the distributed format, where its distributed optimizer keeps buckets
-definition_order.py  which parameters a rank held, in the order of their definition
-stored.py      tensors of the distributed format, box by box
-progress.py    counters
-settings.py    the arguments of a run of Megatron as our settings
-open.py        whichever of both a folder holds
-export.py      the old format, written for its own programmes
+pickles.py            torch files from strangers, read without running anything in them
+names.py              the names and row orders of all its versions, as a table and a few functions
+legacy.py             mp_rank_XX/model_optim_rng.pt, one file a rank
+torch_dist.py         the distributed format of Megatron Core
+rank_state.py         state of the optimizer in that format, which names no parameter
+buffers.py            where its distributed optimizer keeps a parameter
+flat_state.py         the same in the distributed format, where its distributed optimizer keeps buckets
+parameter_order.py    which parameters a rank held, in the order of their definition
+stored.py             tensors of the distributed format, box by box
+training_counters.py  counters
+config_json.py        the arguments of a run of Megatron as our settings
+open.py               whichever of both a folder holds
+export.py             the old format, written for its own programmes
 """

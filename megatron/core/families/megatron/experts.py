@@ -23,7 +23,7 @@ _FLAT = re.compile(r"^(.*\.mlp\.experts)\.weight([12])$")
 
 
 @dataclass(frozen=True)
-class StackedExperts:
+class LazyStackedExperts:
     """Matrices or biases of one rank's experts, stacked when they are read.
 
     flat: they are transposed in one flat matrix: (number of experts, rows of each).
@@ -58,12 +58,12 @@ def split_expert_name(name: str) -> tuple[str, int] | None:
     return f"{one[1]}.{matrix}.{kind}", int(expert)
 
 
-def with_stacked_experts(state: Mapping[str, Tensor], experts: int) -> dict[str, Tensor | StackedExperts]:
+def with_stacked_experts(state: Mapping[str, Tensor], experts: int) -> dict[str, Tensor | LazyStackedExperts]:
     """Return one rank's parameters by name, with experts stacked [e, ...] under the names of the distributed format.
 
     experts: number of experts that the rank holds.
     """
-    tensors: dict[str, Tensor | StackedExperts] = {}
+    tensors: dict[str, Tensor | LazyStackedExperts] = {}
     stacks: dict[str, dict[int, Tensor]] = {}
     for name, tensor in state.items():
         flat = _FLAT.match(name)
@@ -71,11 +71,11 @@ def with_stacked_experts(state: Mapping[str, Tensor], experts: int) -> dict[str,
             stacks.setdefault(one[0], {})[one[1]] = tensor
         elif flat:
             rows = tensor.shape[0] if flat[2] == "1" else tensor.shape[0] // experts
-            tensors[f"{flat[1]}.linear_fc{flat[2]}.weight"] = StackedExperts((tensor,), (experts, rows))
+            tensors[f"{flat[1]}.linear_fc{flat[2]}.weight"] = LazyStackedExperts((tensor,), (experts, rows))
         else:
             tensors[name] = tensor
     return tensors | {
-        name: StackedExperts(tuple(parts[expert] for expert in sorted(parts))) for name, parts in stacks.items()
+        name: LazyStackedExperts(tuple(parts[expert] for expert in sorted(parts))) for name, parts in stacks.items()
     }
 
 

@@ -22,25 +22,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config.flags import config_from_values
+from megatron.core.config.flags import config_from_dict
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.experts import with_unstacked_experts
 from megatron.core.families.megatron.export_arguments import (
     additional_megatron_flags,
     megatron_arguments_of,
     padded_vocab_rows,
 )
-from megatron.core.families.megatron.export_index import write_torch_dist_tensors
 from megatron.core.families.megatron.expressible import settings_unknown_to_megatron
-from megatron.core.families.megatron.hybrid import fused_piece_names
+from megatron.core.families.megatron.hybrid import mixer_piece_names
 from megatron.core.families.megatron.names import (
     MegatronRowLayout,
     has_vocabulary_rows,
     sharding_problem,
     split_into_tensor_shards,
 )
+from megatron.core.families.megatron.torch_dist_writer import write_torch_dist_tensors
 from megatron.core.parallel.boxes import whole_box
 
 _WORDS = "embedding.word_embeddings.weight"
@@ -81,7 +81,7 @@ class _MegatronExport:
     ) -> None:
         self.source, self.tensor_size, self.fused, self.iteration = source, tensor_size, fused_norms, iteration
         self.layout = MegatronRowLayout.from_settings(source.settings, 3.0)
-        self.model = config_from_values(RequestedModel, source.settings).resolve()
+        self.model = config_from_dict(RequestedModel, source.settings).resolve()
         self.names = [name.removeprefix("model.") for name in source.formats if name.startswith("model.")]
         self.layers = 1 + max(int(match[2]) for name in self.names for match in [_LAYER.search(name)] if match)
         self.target = Path(folder) / f"iter_{iteration:07d}"
@@ -98,7 +98,7 @@ class _MegatronExport:
         shutil.rmtree(self.made, ignore_errors=True)
         self.made.mkdir(parents=True)
 
-    def whole_tensor(self, name: str) -> Tensor:
+    def single_rank_tensor(self, name: str) -> Tensor:
         """Return a parameter as a single tensor rank of Megatron holds it, with padded vocabulary."""
         return self.tensor_rank_shards(name, 1)[0]
 
@@ -115,9 +115,9 @@ class _MegatronExport:
             for shard in split_into_tensor_shards(name, tensor, ranks, self.layout, whole_latents=self.fused)
         ]
 
-    def fused_piece(self, name: str, place: int) -> Tensor:
+    def mixer_piece(self, name: str, place: int) -> Tensor:
         """Return one piece [rows, ...] of a fused parameter, as torch_dist checkpoints store them."""
-        return self.whole_tensor(name).split(self.layout.piece_row_counts(name))[place].clone()
+        return self.single_rank_tensor(name).split(self.layout.mixer_piece_rows(name))[place].clone()
 
     def common_entries(self, pipeline_size: int, ckpt_format: str) -> dict[str, Any]:
         """Return the entries of a checkpoint that are no tensors: arguments, version, iteration."""
@@ -176,26 +176,26 @@ def write_torch_dist_checkpoint(
         key
         for theirs, name in names.items()
         if _STATEFUL.search(name) and name != "output_layer.weight"
-        for key in _extra_state_keys(theirs, export)
+        for key in _extra_state_keys_to_write(theirs, export)
     ]
     values: dict[str, Callable[[], Tensor]] = {}
     formats: dict[str, Tensor] = {}
     for theirs, name in names.items():
-        whole, pieces = _exported_tensor_format(name, export), fused_piece_names(name)
-        values |= {f"{theirs}.{piece}": partial(export.fused_piece, name, place) for place, piece in enumerate(pieces)}
+        whole, pieces = _meta_tensor_for_export(name, export), mixer_piece_names(name)
+        values |= {f"{theirs}.{piece}": partial(export.mixer_piece, name, place) for place, piece in enumerate(pieces)}
         formats |= {
             f"{theirs}.{piece}": part
-            for piece, part in zip(pieces, whole.split(export.layout.piece_row_counts(name)) if pieces else ())
+            for piece, part in zip(pieces, whole.split(export.layout.mixer_piece_rows(name)) if pieces else ())
         }
         if not pieces:
-            values[theirs], formats[theirs] = partial(export.whole_tensor, name), whole
+            values[theirs], formats[theirs] = partial(export.single_rank_tensor, name), whole
     write_torch_dist_tensors(
         export.made, values, formats, states, {**export.common_entries(1, "torch_dist"), "content_metadata": _CONTENT}
     )
     return export.publish_folder()
 
 
-def _exported_tensor_format(name: str, export: _MegatronExport) -> Tensor:
+def _meta_tensor_for_export(name: str, export: _MegatronExport) -> Tensor:
     """Return an empty meta tensor of the shape and dtype in which a parameter is written."""
     one = export.source.formats[f"model.{name}"]
     rows = (
@@ -226,7 +226,7 @@ def _hybrid_norm_name(name: str, export: _MegatronExport) -> str:
     return name.replace("decoder.final_layernorm.", "decoder.final_norm.") if export.model.is_hybrid else name
 
 
-def _extra_state_keys(theirs: str, export: _MegatronExport) -> list[str]:
+def _extra_state_keys_to_write(theirs: str, export: _MegatronExport) -> list[str]:
     """Return the keys of the (empty) _extra_state of a module. theirs: name of one of its parameters."""
     module, experts = theirs.rpartition(".")[0], export.model.moe.num_experts or 0
     shards = [f"{rank}_{experts}" for rank in range(experts)] if ".experts.experts." in theirs else ["0_1"]
@@ -264,7 +264,7 @@ def write_legacy_checkpoint(
         for t in range(tensor_size):
             place = export.made / (f"mp_rank_{t:02d}" + (f"_{p:03d}" if pipeline_size > 1 else ""))
             place.mkdir()
-            model = _rank_state(
+            model = _rank_model_state(
                 export, {name: shards[t] for name, shards in with_unstacked_experts(held).items()}, first
             )
             if end == export.layers and export.model.architecture == "gpt":
@@ -273,7 +273,7 @@ def write_legacy_checkpoint(
     return export.publish_folder()
 
 
-def _rank_state(export: _MegatronExport, held: Mapping[str, Tensor], first: int) -> dict[str, Tensor | None]:
+def _rank_model_state(export: _MegatronExport, held: Mapping[str, Tensor], first: int) -> dict[str, Tensor | None]:
     """What a rank holds by the names there, and the (empty) states of its modules' kernels. first: number of the first layer of its stage."""
     model: dict[str, Tensor | None] = {
         _stage_local_name(
@@ -301,9 +301,9 @@ def _division_problems(export: _MegatronExport, *, ranks: int) -> list[str]:
     return problems
 
 
-def flags_for_megatron(source: CheckpointSource, pipeline_size: int = 1) -> str:
+def extra_flags_for_megatron(source: CheckpointSource, pipeline_size: int = 1) -> str:
     """Return the flags that Megatron needs beside `--use-checkpoint-args`, as one text; empty if none."""
-    model = config_from_values(RequestedModel, source.settings).resolve()
+    model = config_from_dict(RequestedModel, source.settings).resolve()
     if model.is_hybrid:
         hybrid = replace(model.hybrid, hybrid_layer_pattern=_pattern_of_stages(model, pipeline_size))
         model = replace(model, hybrid=hybrid)

@@ -8,8 +8,8 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.core.config.flags import config_to_values, flag_name
-from megatron.core.config.layer_pattern import parse_layer_pattern
+from megatron.core.config.flags import config_to_dict, flag_name
+from megatron.core.config.layer_frequency import parse_layer_frequency
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.network import network_fields, unused_settings
 from megatron.core.families.megatron.expressible import megatron_fuses_gelu
@@ -44,7 +44,7 @@ def megatron_arguments_of(
     """
     plain_values = {
         name: value
-        for name, value in {**settings, **config_to_values(model)}.items()
+        for name, value in {**settings, **config_to_dict(model)}.items()
         if value is None or isinstance(value, (bool, int, float, str, tuple, list))
     }
     grouped = not model.mla.multi_latent_attention and model.num_query_groups != model.num_attention_heads
@@ -86,7 +86,7 @@ def additional_megatron_flags(model: ModelConfig) -> str:
 
     model: resolved.
     """
-    values, usual, idle = config_to_values(model), config_to_values(ModelConfig()), unused_settings(model)
+    values, usual, idle = config_to_dict(model), config_to_dict(ModelConfig()), unused_settings(model)
     words = [
         f"{flag_name(name)}{_shell_value(values[name])}"
         for name in network_fields()
@@ -94,10 +94,10 @@ def additional_megatron_flags(model: ModelConfig) -> str:
         and values[name] != usual[name]
         and not (name == "rope_type" and values[name] == "rope" and not model.mla.multi_latent_attention)
     ]
-    return " ".join([*words, *_mlp_flags(model)])
+    return " ".join([*words, *_mlp_fusion_flags(model)])
 
 
-def _mlp_flags(model: ModelConfig) -> Iterator[str]:
+def _mlp_fusion_flags(model: ModelConfig) -> Iterator[str]:
     """Yield flags of MLPs and experts whose defaults in Megatron depend on the network."""
     if model.add_bias_linear and not model.swiglu and not megatron_fuses_gelu(model):
         yield "--no-bias-gelu-fusion"
@@ -118,7 +118,7 @@ def _shell_value(value: Any) -> str:
 def _megatron_value(name: str, value: Any, layers: int) -> Any:
     """Return a setting as Megatron's arguments have it: patterns as numbers or lists, windows as tuples."""
     if name in _PATTERNS and isinstance(value, str):
-        pattern = parse_layer_pattern(value, layers, flag_name(name))
+        pattern = parse_layer_frequency(value, layers, flag_name(name))
         return pattern if isinstance(pattern, int) else list(pattern)
     if name == "window_size" and isinstance(value, str):
         return tuple(int(size) for size in value.strip("() ").split(","))

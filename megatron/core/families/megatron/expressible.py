@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megatron.core.config.flags import config_to_values, flag_name
+from megatron.core.config.flags import config_to_dict, flag_name
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.network import network_fields, unused_settings
 
@@ -53,10 +53,10 @@ LATENT: Mapping[str, Collection[Any] | None] = {
 
 def settings_unknown_to_megatron(model: ModelConfig) -> list[str]:
     """Return the settings that Megatron cannot build, a line each. model: resolved."""
-    values, usual, idle = config_to_values(model), config_to_values(ModelConfig()), unused_settings(model)
+    values, usual, idle = config_to_dict(model), config_to_dict(ModelConfig()), unused_settings(model)
     table = {**COUNTERPARTS, **LATENT} if model.mla.multi_latent_attention else COUNTERPARTS
     lines = [
-        f"{flag_name(name)}{_flag_value(values[name])}: Megatron builds no such network"
+        f"{flag_name(name)}{_flag_value_text(values[name])}: Megatron builds no such network"
         for name in network_fields()
         if name not in idle
         and values[name] != usual[name]
@@ -94,5 +94,5 @@ def megatron_fuses_gelu(model: ModelConfig) -> bool:
     )
 
 
-def _flag_value(value: Any) -> str:
+def _flag_value_text(value: Any) -> str:
     return "" if value is True else f" {value}"

@@ -4,7 +4,7 @@
     optimizer.state.exp_avg.<parameter> of shape [fragments ..., elements]               `fully_sharded_model_space`, until 0.14
 
 In the first, G counts tensor and pipeline ranks (expert ranks too, for experts that these divide), and a bucket holds
-parameters end to end: see buffers.py and definition_order.py. In the second a fragment is what one tensor rank holds.
+parameters end to end: see buffers.py and parameter_order.py. In the second a fragment is what one tensor rank holds.
 Both become entries `optimizer.state.<slot>.<parameter>` with the boxes of the parameter's weights.
 """
 
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.families.megatron.buffers import WAY_OUT, UnreadableStateError, spans_in_buckets
-from megatron.core.families.megatron.definition_order import (
+from megatron.core.families.megatron.parameter_order import (
     GlobalParameter,
     LocalParameter,
-    WriterLayout,
+    SavedRunLayout,
     parameters_of_rank,
 )
 from megatron.core.families.megatron.stored import FlatBox, StoredChunk, TorchDistIndexEntry
@@ -57,7 +57,7 @@ def has_flat_optimizer_state(tensors: Mapping[str, TorchDistIndexEntry]) -> bool
     return any(_FLAT.match(key) for key in tensors)
 
 
-def unflatten_optimizer_entries(tensors: Mapping[str, TorchDistIndexEntry]) -> Entries:
+def entries_from_flat_fragments(tensors: Mapping[str, TorchDistIndexEntry]) -> Entries:
     """Return entries for optimizer state that is stored by parameter but in rows of elements, with the boxes of the
     weights.
 
@@ -113,8 +113,8 @@ def _unflatten_buckets_in_order(
     own_conv: bool,
 ) -> Entries:
     """As `unflatten_optimizer_buckets`, with one of the two orders of definition. own_conv: see `parameters_of_rank`."""
-    ranks = WriterLayout.from_arguments(arguments, _count_layers(model))
-    buffers = _collect_optimizer_buffers(tensors)
+    ranks = SavedRunLayout.from_arguments(arguments, _count_layers(model))
+    buffers = _group_entries_by_buffer(tensors)
     chunks: dict[tuple[str, str], dict[tuple[int, ...], FlatBox]] = {}  # (slot, parameter) -> by offset
     for (chain, group, number), buffer in sorted(buffers.items()):
         members = _parameters_of_buffer(model, ranks, chain, group, number, tensors, tied=tied, own_conv=own_conv)
@@ -142,7 +142,7 @@ def _unflatten_buckets_in_order(
         if name in keys:
             key = f"optimizer.state.{slot}.{name}"
             state[key] = TorchDistIndexEntry(key, tensors[name].shape, torch.float32, tuple(boxes.values()))
-            _require_state_matches_weight(state[key], tensors[name], slot, read)
+            _require_state_covers_weight(state[key], tensors[name], slot, read)
     return state
 
 
@@ -152,9 +152,7 @@ def _count_layers(model: Sequence[GlobalParameter]) -> int:
     return max([*stacked, *(1 + int(match[1]) for one in model for match in [_LAYERS.match(one.key)] if match)])
 
 
-def _collect_optimizer_buffers(
-    tensors: Mapping[str, TorchDistIndexEntry],
-) -> dict[tuple[int, int, int], OptimizerBuffer]:
+def _group_entries_by_buffer(tensors: Mapping[str, TorchDistIndexEntry]) -> dict[tuple[int, int, int], OptimizerBuffer]:
     """Return (optimizer of a chain, group, number) -> buffer. `UnreadableStateError` for buckets of another kind."""
     by_buffer: dict[tuple[int, int, int], dict[str, dict[int, TorchDistIndexEntry]]] = {}
     for key, stored in tensors.items():
@@ -183,7 +181,7 @@ def _collect_optimizer_buffers(
 
 def _parameters_of_buffer(
     model: Sequence[GlobalParameter],
-    ranks: WriterLayout,
+    ranks: SavedRunLayout,
     chain: int,
     group: int,
     number: int,
@@ -233,7 +231,7 @@ def _parameters_of_buffer(
     return members[number]
 
 
-def _require_state_matches_weight(
+def _require_state_covers_weight(
     state: TorchDistIndexEntry, weight: TorchDistIndexEntry, slot: str, read: Read
 ) -> None:
     """Raise `UnreadableStateError` unless the state covers its weight and, for small parameters in slot "param", equals
@@ -245,7 +243,7 @@ def _require_state_matches_weight(
         raise UnreadableStateError(f"no buffer holds {weight.key} from {missing[0].box.offset} on; {WAY_OUT}")
     theirs = {chunk.box.offset: chunk for chunk in weight.chunks}
     for chunk in state.chunks if slot == "param" else ():
-        if chunk.box.size <= _COMPARED:
+        if chunk.box.num_elements <= _COMPARED:
             mine, model = read(state, chunk), read(weight, theirs[chunk.box.offset])
             if not torch.equal(mine.to(model.dtype), model):
                 raise UnreadableStateError(f"the optimizer's fp32 weights are not those of {weight.key}; {WAY_OUT}")

@@ -33,7 +33,7 @@ def is_megatron_fsdp(names: Collection[str]) -> bool:
     return "args" in names and any(name.startswith("model.module.") for name in names)
 
 
-def to_torch_dist_entries(tensors: Mapping[str, TorchDistIndexEntry]) -> dict[str, TorchDistIndexEntry]:
+def rename_to_torch_dist(tensors: Mapping[str, TorchDistIndexEntry]) -> dict[str, TorchDistIndexEntry]:
     """Return the entries under the names of torch_dist: weights by their own, moments as
     `optimizer.state.<slot>.<parameter>`.
     """
@@ -44,10 +44,10 @@ def to_torch_dist_entries(tensors: Mapping[str, TorchDistIndexEntry]) -> dict[st
             renamed[f"optimizer.state.{moment[2]}.{moment[1]}"] = stored
         elif weight:
             renamed[weight[1]] = stored
-    return _stack_experts(_join_gated_halves(renamed))
+    return _stack_expert_entries(_join_gated_half_entries(renamed))
 
 
-def _join_gated_halves(entries: Mapping[str, TorchDistIndexEntry]) -> dict[str, TorchDistIndexEntry]:
+def _join_gated_half_entries(entries: Mapping[str, TorchDistIndexEntry]) -> dict[str, TorchDistIndexEntry]:
     """Join the halves (_w, _v) of each gated matrix along dimension 0."""
     joined = {}
     for key, stored in entries.items():
@@ -64,7 +64,7 @@ def _join_gated_halves(entries: Mapping[str, TorchDistIndexEntry]) -> dict[str, 
     return joined
 
 
-def _stack_experts(entries: Mapping[str, TorchDistIndexEntry]) -> dict[str, TorchDistIndexEntry]:
+def _stack_expert_entries(entries: Mapping[str, TorchDistIndexEntry]) -> dict[str, TorchDistIndexEntry]:
     """Stack single experts to one entry with a leading axis."""
     tensors, stacks = {}, dict[str, dict[int, TorchDistIndexEntry]]()
     for key, stored in entries.items():
@@ -74,10 +74,12 @@ def _stack_experts(entries: Mapping[str, TorchDistIndexEntry]) -> dict[str, Torc
             tensors[key] = stored
     for key, experts in stacks.items():
         first = next(iter(experts.values()))
-        chunks = tuple(_chunk_of_expert(chunk, expert) for expert, stored in experts.items() for chunk in stored.chunks)
+        chunks = tuple(
+            _shift_chunk_to_expert(chunk, expert) for expert, stored in experts.items() for chunk in stored.chunks
+        )
         tensors[key] = TorchDistIndexEntry(key, (len(experts), *first.shape), first.dtype, chunks)
     return tensors
 
 
-def _chunk_of_expert(chunk: Any, expert: int) -> StoredChunk:
+def _shift_chunk_to_expert(chunk: Any, expert: int) -> StoredChunk:
     return replace(chunk, box=Box((expert, *chunk.box.offset), (1, *chunk.box.shape)))

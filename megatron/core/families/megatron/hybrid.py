@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.hybrid import SYMBOLS, HybridConfig
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 
 _LAYER = re.compile(r"(?<=decoder\.layers\.)(\d+)(?=\.)")
 _PARTS = {  # beginnings of names -> the symbol of a layer that has them
@@ -90,22 +90,22 @@ class MixerPieceSizes:
     def piece_sizes(self, name: str) -> dict[str, int]:
         """Return piece -> number of rows of a parameter (our name); {} if it is not stored in pieces."""
         sizes = self.mamba if ".mixer." in name else self.delta
-        return {piece: sizes[piece] for piece in fused_piece_names(name)}
+        return {piece: sizes[piece] for piece in mixer_piece_names(name)}
 
 
-def fused_piece_names(name: str) -> tuple[str, ...]:
+def mixer_piece_names(name: str) -> tuple[str, ...]:
     """Return the names of the pieces of a parameter, in order; () if it is not stored in pieces."""
     return next((pieces for pattern, pieces in _PIECES if pattern.search(name)), ())
 
 
-def join_fused_pieces(entries: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+def join_mixer_pieces(entries: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Return entries by our names with the pieces of each parameter concatenated. `CheckpointError` if some are
     missing.
     """
     joined: dict[str, LazyTensor] = {}
     for name, held in entries.items():
         whole, _, piece = name.rpartition(".")
-        pieces = fused_piece_names(whole)
+        pieces = mixer_piece_names(whole)
         if piece not in pieces:
             joined[name] = held
         elif missing := [f"{whole}.{one}" for one in pieces if f"{whole}.{one}" not in entries]:

@@ -20,22 +20,22 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families.megatron.buffers import UnreadableStateError
-from megatron.core.families.megatron.experts import StackedExperts, with_stacked_experts
+from megatron.core.families.megatron.experts import LazyStackedExperts, with_stacked_experts
 from megatron.core.families.megatron.hybrid import merge_layer_pairs
-from megatron.core.families.megatron.names import flatten_nested_state, map_to_our_names
+from megatron.core.families.megatron.names import flatten_nested_state, map_names_to_ours
 from megatron.core.families.megatron.pickles import attributes_of_inert, read_torch_file
-from megatron.core.families.megatron.progress import saved_training_counters
 from megatron.core.families.megatron.rank_state import read_rank_optimizer_state
 from megatron.core.families.megatron.source import MegatronSource, Shards, make_megatron_source
-from megatron.core.models.names import WORD_EMBEDDING
+from megatron.core.families.megatron.training_counters import saved_training_counters
+from megatron.core.models.parameter_names import WORD_EMBEDDING
 
 _FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _EXPERT_RANKS = "expert ranks are not read; save the model as torch_dist, and read that"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-Held: TypeAlias = Tensor | StackedExperts
+Held: TypeAlias = Tensor | LazyStackedExperts
 RankChunks = dict[tuple[int, int], list[dict[str, Held]]]  # (tensor rank, pipeline rank) -> by chunk: parameters
 
 
@@ -64,9 +64,11 @@ def open_legacy_checkpoint(folder: str | Path, given: Mapping[str, Any] | None =
     count as ids. Raises `CheckpointError` for ranks that are missing, or do not fit together.
     """
     folder = Path(folder)
-    files = _read_rank_files(folder)
+    files = _read_mp_rank_files(folder)
     first = files[0, 0].content
-    parts, problems = _join_tensor_ranks(files, {place: file.chunk_state_dicts for place, file in files.items()})
+    parts, problems = _collect_tensor_rank_shards(
+        files, {place: file.chunk_state_dicts for place, file in files.items()}
+    )
     if problems:
         raise CheckpointError(f"{folder}: its ranks do not fit together", problems)
     if len({tensor.shape[0] for tensor in parts.get(WORD_EMBEDDING, ())}) > 1:
@@ -99,7 +101,9 @@ def _read_optimizer_state(
         return {}, f"the optimizer's state is left out: {error}"
     optimizer_shards: Shards = {}
     for slot in dict.fromkeys(slot for state in states.values() for slot in state):
-        tensors, problems = _join_tensor_ranks(files, {place: state.get(slot, []) for place, state in states.items()})
+        tensors, problems = _collect_tensor_rank_shards(
+            files, {place: state.get(slot, []) for place, state in states.items()}
+        )
         if not parts.keys() >= tensors.keys() - {"output_layer.weight"}:
             problems = problems or ["it is of other parameters than the model"]
         if problems:
@@ -123,7 +127,7 @@ def legacy_run_arguments(folder: str | Path) -> dict[str, Any]:
     return attributes_of_inert(content.get("args")) if isinstance(content, dict) else {}
 
 
-def _read_rank_files(folder: Path) -> dict[tuple[int, int], RankFile]:
+def _read_mp_rank_files(folder: Path) -> dict[tuple[int, int], RankFile]:
     """Return every rank's file by (tensor rank, pipeline rank). `CheckpointError` if any is missing or damaged."""
     files: dict[tuple[int, int], RankFile] = {}
     problems = []
@@ -131,7 +135,7 @@ def _read_rank_files(folder: Path) -> dict[tuple[int, int], RankFile]:
         place = _FOLDER.fullmatch(path.name)
         if not place:
             continue
-        file = _read_rank_file(path, place)
+        file = _read_mp_rank_file(path, place)
         if isinstance(file, str):
             problems.append(file)
         else:
@@ -150,7 +154,7 @@ def _read_rank_files(folder: Path) -> dict[tuple[int, int], RankFile]:
     return files
 
 
-def _read_rank_file(path: Path, place: re.Match[str]) -> RankFile | str:
+def _read_mp_rank_file(path: Path, place: re.Match[str]) -> RankFile | str:
     """Return the file in one rank's folder, or a text about what is wrong with it. place: the match of the folder's
     name.
     """
@@ -179,7 +183,7 @@ def _rank_count_problems(file: RankFile, tensor: int, pipeline: int) -> Iterator
             yield f"{file.path} is of a run with {axis} size {expected}, and there are files of {stored} {axis} ranks"
 
 
-def _join_tensor_ranks(
+def _collect_tensor_rank_shards(
     files: Mapping[tuple[int, int], RankFile], chunks: Mapping[tuple[int, int], list[dict[str, Tensor]]]
 ) -> tuple[dict[str, list[Held]], list[str]]:
     """Return our name -> what each tensor rank holds, with layers numbered through the stages; and what does not fit.
@@ -191,7 +195,7 @@ def _join_tensor_ranks(
     tensor, pipeline = (1 + max(place[axis] for place in files) for axis in (0, 1))
     joined: dict[str, list[Held]] = {}
     problems: list[str] = []
-    renamed = map_to_our_names([*chain.from_iterable(chain.from_iterable(stacked.values()))])
+    renamed = map_names_to_ours([*chain.from_iterable(chain.from_iterable(stacked.values()))])
     before: Counter[str] = Counter()  # stack -> layers of the stages so far
     for chunk in range(max(len(parts) for parts in stacked.values())):
         for p in range(pipeline):
@@ -201,9 +205,9 @@ def _join_tensor_ranks(
                 problems += [f"{name}: {where}" for name in sorted(here[0].keys() ^ other.keys())]
             names = () if problems else here[0].keys() & renamed.keys()
             for name in names:
-                ours = _shift_layer_number(renamed[name], before[_layer_stack_of(renamed[name])])
+                ours = _shift_layer_number(renamed[name], before[_stack_name_prefix(renamed[name])])
                 joined.setdefault(ours, [part[name] for part in here])
-            before += _layer_counts(map(renamed.__getitem__, names))
+            before += _count_layers_by_stack(map(renamed.__getitem__, names))
     return merge_layer_pairs(joined, arguments), problems
 
 
@@ -211,7 +215,7 @@ def _with_stacked_experts(chunks: Mapping[tuple[int, int], list[dict[str, Tensor
     return {place: [with_stacked_experts(chunk, experts) for chunk in parts] for place, parts in chunks.items()}
 
 
-def _layer_stack_of(name: str) -> str:
+def _stack_name_prefix(name: str) -> str:
     return name.partition(".")[0]
 
 
@@ -220,7 +224,7 @@ def _shift_layer_number(name: str, layers: int) -> str:
     return _LAYER.sub(lambda match: f".layers.{int(match[1]) + layers}.", name)
 
 
-def _layer_counts(names: Iterable[str]) -> Counter[str]:
+def _count_layers_by_stack(names: Iterable[str]) -> Counter[str]:
     """Count the layers of encoder and decoder that these parameters belong to."""
-    layers = {(_layer_stack_of(name), match[1]) for name in names if (match := _LAYER.search(name))}
+    layers = {(_stack_name_prefix(name), match[1]) for name in names if (match := _LAYER.search(name))}
     return Counter(stack for stack, _ in layers if stack in ("encoder", "decoder"))

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families.megatron.hybrid import MixerPieceSizes
 
 _RENAMED: tuple[tuple[str, str], ...] = (
@@ -111,11 +111,11 @@ class MegatronRowLayout:
         )
 
     @property
-    def heads_per_qkv_part(self) -> tuple[int, ...]:
+    def total_heads_per_qkv_part(self) -> tuple[int, ...]:
         """Number of heads of each part of the fused qkv matrix: queries, their gates if any, keys, values."""
         return (self.heads, *((self.heads,) if self.output_gate else ()), self.groups, self.groups)
 
-    def piece_row_counts(self, name: str) -> list[int]:
+    def mixer_piece_rows(self, name: str) -> list[int]:
         """Return the number of rows of each piece of a fused parameter (our name) of a stateful mixer; [] for others."""
         return [] if self.states is None else list(self.states.piece_sizes(name).values())
 
@@ -137,7 +137,7 @@ def flatten_nested_state(state: Mapping[str, Any], prefix: str = "") -> dict[str
     return tensors
 
 
-def map_to_our_names(names: Sequence[str]) -> dict[str, str]:
+def map_names_to_ours(names: Sequence[str]) -> dict[str, str]:
     """Return their name -> ours, for the parameters of one model; copies and kernel states are left out."""
     bert = any(re.search(r"(^|\.)(tokentype_embeddings|binary_head|lm_head\.dense)\b", name) for name in names)
     t5 = any("inter_attention" in name or "cross_attention" in name for name in names)
@@ -170,15 +170,15 @@ def merge_tensor_shards(name: str, shards: Sequence[Tensor], layout: MegatronRow
     if _HEADS.search(name):
         return _concat_fused_parts([_ungroup_qkv_heads(shard, layout, len(shards)) for shard in shards])
     if _KEYS_AND_VALUES.search(name):
-        return _concat_fused_parts([_ungroup_kv_heads(shard, layout, len(shards)) for shard in shards])
+        return _concat_fused_parts([_split_kv_rows(shard, layout, len(shards)) for shard in shards])
     if layout.gated and _GATED.search(name):
         return _concat_fused_parts([shard.chunk(2) for shard in shards])
     if len(shards) == 1:
         return shards[0]
-    if pieces := layout.piece_row_counts(name):
+    if pieces := layout.mixer_piece_rows(name):
         return _concat_fused_parts(_split_fused_pieces(name, shards, pieces))
     if experts := _EXPERTS.search(name):
-        return _merge_expert_shards(shards, layout, first=experts[1] == "1", bias=experts[2] == "bias")
+        return _merge_expert_tensor_shards(shards, layout, first=experts[1] == "1", bias=experts[2] == "bias")
     if latent := _LATENT.search(name):  # some versions cut them, others hold them whole on every rank
         cut_rows = shards[0].shape[0] < layout.latent[latent[1] == "kv"]
         return torch.cat(list(shards)) if cut_rows else shards[0]
@@ -201,10 +201,10 @@ def split_into_tensor_shards(
     if layout.gated and _GATED.search(name):
         gate, up = (part.chunk(ranks) for part in whole.chunk(2))
         return [torch.cat(pair) for pair in zip(gate, up)]
-    if pieces := layout.piece_row_counts(name):
+    if pieces := layout.mixer_piece_rows(name):
         return [torch.cat(parts) for parts in zip(*(piece.chunk(ranks) for piece in whole.split(pieces)))]
     if experts := _EXPERTS.search(name):
-        return _split_expert_shards(whole, ranks, layout, first=experts[1] == "1", bias=experts[2] == "bias")
+        return _split_experts_by_tensor_rank(whole, ranks, layout, first=experts[1] == "1", bias=experts[2] == "bias")
     if _ROWS.search(name) or (_LATENT.search(name) and not whole_latents):
         return list(whole.chunk(ranks))
     return list(whole.chunk(ranks, dim=1)) if _COLUMNS.search(name) else [whole] * ranks
@@ -212,8 +212,8 @@ def split_into_tensor_shards(
 
 def sharding_problem(name: str, ranks: int, layout: MegatronRowLayout) -> str:
     """Return what of a parameter cannot be divided over so many tensor ranks, or ""."""
-    if any(rows % ranks for rows in layout.piece_row_counts(name)):
-        return f"pieces of {', '.join(map(str, layout.piece_row_counts(name)))} rows"
+    if any(rows % ranks for rows in layout.mixer_piece_rows(name)):
+        return f"pieces of {', '.join(map(str, layout.mixer_piece_rows(name)))} rows"
     return f"{layout.groups} key heads" if _HEADS.search(name) and layout.groups % ranks else ""
 
 
@@ -236,18 +236,20 @@ def _ungroup_qkv_heads(shard: Tensor, layout: MegatronRowLayout, ranks: int) -> 
     """Split one rank's qkv rows, in Megatron's order, into [q, k, v] (with gates [q, gate, k, v])."""
     rest = shard.shape[1:]
     heads, groups = layout.heads // ranks, layout.groups // ranks
-    size = shard.shape[0] // (sum(layout.heads_per_qkv_part) // ranks)
+    size = shard.shape[0] // (sum(layout.total_heads_per_qkv_part) // ranks)
     if layout.version < 1:
         return [part.reshape(-1, *rest) for part in shard.view(3, heads, size, *rest).unbind(0)]
     if layout.version < 2:
         return [part.reshape(-1, *rest) for part in shard.view(heads, size, 3, *rest).unbind(2)]
     turns = shard.view(groups, -1, size, *rest).split(
-        [part // layout.groups for part in layout.heads_per_qkv_part], dim=1
+        [part // layout.groups for part in layout.total_heads_per_qkv_part], dim=1
     )
     return [part.reshape(-1, *rest) for part in turns]
 
 
-def _merge_expert_shards(shards: Sequence[Tensor], layout: MegatronRowLayout, *, first: bool, bias: bool) -> Tensor:
+def _merge_expert_tensor_shards(
+    shards: Sequence[Tensor], layout: MegatronRowLayout, *, first: bool, bias: bool
+) -> Tensor:
     """Merge the ranks' shards of all experts to matrices [e, outputs, inputs] or biases [e, outputs]. first: of
     linear_fc1.
     """
@@ -260,7 +262,7 @@ def _merge_expert_shards(shards: Sequence[Tensor], layout: MegatronRowLayout, *,
     return torch.cat(list(shards), dim=1)
 
 
-def _split_expert_shards(
+def _split_experts_by_tensor_rank(
     whole: Tensor, ranks: int, layout: MegatronRowLayout, *, first: bool, bias: bool
 ) -> list[Tensor]:
     """Split all experts' matrices or biases over the ranks by width. first: of linear_fc1."""
@@ -271,7 +273,7 @@ def _split_expert_shards(
     return list(whole.chunk(ranks, dim=1))
 
 
-def _ungroup_kv_heads(shard: Tensor, layout: MegatronRowLayout, ranks: int) -> list[Tensor]:
+def _split_kv_rows(shard: Tensor, layout: MegatronRowLayout, ranks: int) -> list[Tensor]:
     """Split one rank's key/value rows of cross attention into [k, v]."""
     rest, heads = shard.shape[1:], layout.heads // ranks
     size = shard.shape[0] // (2 * heads)
@@ -287,7 +289,7 @@ def _ungroup_kv_heads(shard: Tensor, layout: MegatronRowLayout, ranks: int) -> l
 def _group_qkv_heads(whole: Tensor, layout: MegatronRowLayout) -> Tensor:
     """Reorder [q | k | v] into rows grouped by key head: its queries, its key, its value."""
     rest = whole.shape[1:]
-    size = whole.shape[0] // sum(layout.heads_per_qkv_part)
-    parts = whole.split([heads * size for heads in layout.heads_per_qkv_part])
+    size = whole.shape[0] // sum(layout.total_heads_per_qkv_part)
+    parts = whole.split([heads * size for heads in layout.total_heads_per_qkv_part])
     turns = [part.view(layout.groups, -1, size, *rest) for part in parts]
     return torch.cat(turns, dim=1).reshape(-1, *rest)

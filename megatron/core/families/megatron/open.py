@@ -7,24 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.flags import ConfigError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.files import DISK, read_file
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.legacy import is_legacy_checkpoint, legacy_run_arguments, open_legacy_checkpoint
 from megatron.core.families.megatron.torch_dist import (
     is_torch_dist,
     open_torch_dist_checkpoint,
     torch_dist_run_arguments,
 )
-from megatron.core.families.registry import model_config_of
+from megatron.core.families.registry import model_config_from_settings
 from megatron.core.models.describe import global_parameter_shapes
-from megatron.core.models.names import VOCABULARY, WORD_EMBEDDING
+from megatron.core.models.parameter_names import VOCABULARY, WORD_EMBEDDING
 
 _MOST = 12  # problems that are told
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def find_megatron_folder(path: str | Path, iteration: int | None = None) -> Path | None:
+def find_megatron_checkpoint(path: str | Path, iteration: int | None = None) -> Path | None:
     """Return the folder of a Megatron checkpoint: `path` itself, or the iteration (or release) that its tracker names;
     None if there is none.
 
@@ -52,7 +52,7 @@ def open_megatron_checkpoint(path: str | Path, given: Mapping[str, Any] | None =
     given: settings that override the checkpoint's, and `true_vocab_size`, without which rows of vocabulary padding
     count as ids. Raises `CheckpointError` if there is none, or it does not fit its own arguments.
     """
-    folder = find_megatron_folder(path)
+    folder = find_megatron_checkpoint(path)
     if folder is None:
         raise CheckpointError(
             f"{path} holds no checkpoint of Megatron's: neither mp_rank_... folders, nor a metadata.json "
@@ -63,13 +63,13 @@ def open_megatron_checkpoint(path: str | Path, given: Mapping[str, Any] | None =
         if is_legacy_checkpoint(folder)
         else open_torch_dist_checkpoint(folder, given)
     )
-    _require_matching_network(source)
+    _require_tensors_match_settings(source)
     return source
 
 
 def read_megatron_arguments(path: str | Path, iteration: int | None = None) -> dict[str, Any]:
     """Return the arguments of the run that saved a Megatron checkpoint; {} if there is no checkpoint, or it has none."""
-    folder = find_megatron_folder(path, iteration)
+    folder = find_megatron_checkpoint(path, iteration)
     return (
         {}
         if folder is None
@@ -79,13 +79,13 @@ def read_megatron_arguments(path: str | Path, iteration: int | None = None) -> d
     )
 
 
-def _require_matching_network(source: CheckpointSource) -> None:
+def _require_tensors_match_settings(source: CheckpointSource) -> None:
     """Raise `CheckpointError` if parameters are missing, unknown, or of other shapes than the settings imply.
 
     Heads of a BERT may be missing. Shapes are compared only if the settings give all sizes.
     """
     try:
-        model = model_config_of(
+        model = model_config_from_settings(
             {"true_vocab_size": source.formats[f"model.{WORD_EMBEDDING}"].shape[0], **source.settings}
         )
         expected = {name: tuple(shape) for name, shape in global_parameter_shapes(model).items()}

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 
 # Beginnings of the names that a record may stand in for. Nothing of these modules is imported.
 _INERT = re.compile(
@@ -55,7 +55,7 @@ def read_torch_file(path: str | Path) -> Any:
         is_zip = zipfile.is_zipfile(path)
         names = _globals_in_zip(path) if is_zip else _globals_in_legacy_file(path)
         _refuse_unknown_globals(names, path)
-        with torch.serialization.safe_globals(_inert_safe_globals(names)):
+        with torch.serialization.safe_globals(_inert_class_pairs(names)):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except CheckpointError:
         raise
@@ -71,7 +71,7 @@ def read_torch_bytes(content: bytes, where: str) -> Any:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             names = _globals_in_archive(archive)
         _refuse_unknown_globals(names, where)
-        with torch.serialization.safe_globals(_inert_safe_globals(names)):
+        with torch.serialization.safe_globals(_inert_class_pairs(names)):
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
@@ -90,7 +90,7 @@ def attributes_of_inert(value: Any) -> dict[str, Any]:
     )
 
 
-def _inert_safe_globals(names: Iterable[str]) -> list[Any]:
+def _inert_class_pairs(names: Iterable[str]) -> list[Any]:
     """Return (InertObject, name) for each foreign class, as torch.serialization.safe_globals takes them."""
     return [(InertObject, name) for name in sorted(names) if _INERT.fullmatch(name)]
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families.megatron.buffers import (
     WAY_OUT,
     BucketSpan,
@@ -44,7 +44,7 @@ State = dict[str, list[dict[str, Tensor]]]  # slot -> for each chunk: their name
 
 
 @dataclass(frozen=True, slots=True)
-class RankParameter:
+class ChunkParameter:
     """A parameter of a rank. chunk: number of the pipeline chunk that defines it."""
 
     chunk: int
@@ -52,7 +52,7 @@ class RankParameter:
     weight: Tensor
 
     @property
-    def key(self) -> str:
+    def key_within_rank(self) -> str:
         """Name that is unique among the parameters of the rank: chunk and name."""
         return f"{self.chunk}.{self.name}"
 
@@ -67,26 +67,28 @@ def read_rank_optimizer_state(
     damaged file.
     """
     parameters = [
-        RankParameter(number, name, tensor)
+        ChunkParameter(number, name, tensor)
         for number, chunk in enumerate(chunks)
         for name, tensor in chunk.items()
         if not _BUFFERS.search(name)
     ]
     flat, numbered = path.with_name("distrib_optim.pt"), content.get("optimizer")
     if flat.is_file():
-        optimizer_state = _distributed_optimizer_state(read_torch_file(flat), parameters, arguments, flat)
+        optimizer_state = _read_distributed_optimizer(read_torch_file(flat), parameters, arguments, flat)
     elif isinstance(numbered, Mapping):
-        optimizer_state = _plain_optimizer_state(numbered, parameters, path)
+        optimizer_state = _undistributed_optimizer_state(numbered, parameters, path)
     else:
         return {}
     state: State = {slot: [{} for _ in chunks] for slot in optimizer_state}
     for slot, tensors in optimizer_state.items():
         for parameter in parameters:
-            state[slot][parameter.chunk][parameter.name] = tensors[parameter.key]
+            state[slot][parameter.chunk][parameter.name] = tensors[parameter.key_within_rank]
     return state
 
 
-def _plain_optimizer_state(optimizer: Mapping[str, Any], parameters: Sequence[RankParameter], path: Path) -> Slots:
+def _undistributed_optimizer_state(
+    optimizer: Mapping[str, Any], parameters: Sequence[ChunkParameter], path: Path
+) -> Slots:
     """Return slot -> key -> tensor of an optimizer that numbers its parameters group by group; {} if it has no state."""
     inner = optimizer.get("optimizer", optimizer)
     if not isinstance(inner, Mapping) or not isinstance(inner.get("state"), Mapping) or not inner["state"]:
@@ -99,32 +101,34 @@ def _plain_optimizer_state(optimizer: Mapping[str, Any], parameters: Sequence[Ra
         for number, member in zip(group["params"], members):
             state = inner["state"].get(number, {})
             for slot in ("exp_avg", "exp_avg_sq"):
-                slots[slot][member.key] = _require_matching_shape(state.get(slot), member, path)
+                slots[slot][member.key_within_rank] = _require_matching_shape(state.get(slot), member, path)
         if main:
             slots["master"] |= _main_weights(main[place], members, path)
     if left:
         raise UnreadableStateError(f"{path}: no group of the optimizer has {left[0].name}; {WAY_OUT}")
     if slots["master"]:  # one that the model has in fp32 is its own main weight
-        slots["master"] = {one.key: one.weight for one in parameters} | slots["master"]
+        slots["master"] = {one.key_within_rank: one.weight for one in parameters} | slots["master"]
     return {slot: tensors for slot, tensors in slots.items() if tensors}
 
 
-def _main_weights(weights: Iterable[Any], members: Sequence[RankParameter], path: Path) -> dict[str, Tensor]:
+def _main_weights(weights: Iterable[Any], members: Sequence[ChunkParameter], path: Path) -> dict[str, Tensor]:
     """Return the fp32 weights, by key, of a group's members that the model has in low precision."""
     rounded = [member for member in members if member.weight.dtype != torch.float32]
     return {
-        member.key: _require_matching_weights(_require_matching_shape(tensor, member, path), member, path)
+        member.key_within_rank: _require_main_weight_matches(
+            _require_matching_shape(tensor, member, path), member, path
+        )
         for member, tensor in zip(rounded, chain(weights, repeat(None)))
     }
 
 
 def _parameters_of_group(
-    parameters: Sequence[RankParameter], group: Mapping[str, Any], what: str
-) -> list[RankParameter]:
+    parameters: Sequence[ChunkParameter], group: Mapping[str, Any], what: str
+) -> list[ChunkParameter]:
     """Return the parameters of a group, in order. what: names the group in errors. `UnreadableStateError` if their
     number differs.
     """
-    members = [parameter for parameter in parameters if _belongs_to_group(parameter, group)]
+    members = [parameter for parameter in parameters if _is_in_param_group(parameter, group)]
     if len(members) != len(group["params"]):
         raise UnreadableStateError(
             f"{what} has {len(group['params'])} parameters where {len(members)} of the network belong to it; {WAY_OUT}"
@@ -132,7 +136,7 @@ def _parameters_of_group(
     return members
 
 
-def _belongs_to_group(parameter: RankParameter, group: Mapping[str, Any]) -> bool:
+def _is_in_param_group(parameter: ChunkParameter, group: Mapping[str, Any]) -> bool:
     """Whether Megatron's rules for weight decay and decoupled learning rate put a parameter into a group."""
     decays = not (parameter.name.endswith(".bias") or parameter.weight.dim() == 1)
     decayed = bool(group["wd_mult"]) if "wd_mult" in group else bool(group.get("weight_decay"))
@@ -140,7 +144,7 @@ def _belongs_to_group(parameter: RankParameter, group: Mapping[str, Any]) -> boo
     return decays == decayed and (not decoupled or bool(_SHARED.search(parameter.name)))
 
 
-def weights_match(master: Tensor, weight: Tensor) -> bool:
+def main_weight_matches(master: Tensor, weight: Tensor) -> bool:
     """Whether fp32 main weights (any shape) equal a weight after rounding.
 
     Only the first and last elements are compared, so that large files are not read twice.
@@ -151,7 +155,7 @@ def weights_match(master: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _require_matching_shape(tensor: Any, parameter: RankParameter, path: Path) -> Tensor:
+def _require_matching_shape(tensor: Any, parameter: ChunkParameter, path: Path) -> Tensor:
     if not isinstance(tensor, Tensor) or tensor.shape != parameter.weight.shape:
         shape = f"of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else "missing"
         raise UnreadableStateError(
@@ -160,27 +164,27 @@ def _require_matching_shape(tensor: Any, parameter: RankParameter, path: Path) -
     return tensor
 
 
-def _require_matching_weights(master: Tensor, parameter: RankParameter, path: Path) -> Tensor:
-    if not weights_match(master, parameter.weight):
+def _require_main_weight_matches(master: Tensor, parameter: ChunkParameter, path: Path) -> Tensor:
+    if not main_weight_matches(master, parameter.weight):
         raise UnreadableStateError(f"{path}: the optimizer's fp32 weights are not those of {parameter.name}; {WAY_OUT}")
     return master
 
 
-def _distributed_optimizer_state(
-    content: Any, parameters: Sequence[RankParameter], arguments: Mapping[str, Any], path: Path
+def _read_distributed_optimizer(
+    content: Any, parameters: Sequence[ChunkParameter], arguments: Mapping[str, Any], path: Path
 ) -> Slots:
     """Return slot -> key -> tensor of a distributed optimizer; every tensor is a view of its buffer."""
     states = content if isinstance(content, list) else [content]
     left, slots = list(parameters), Slots((slot, {}) for slot in SLOTS.values())
     for number, state in enumerate(states):
         members = left if len(states) == 1 else [one for one in left if bool(_EXPERT.search(one.name)) == (number > 0)]
-        for place, formats, buffer in _numbered_buffers(state, path):
+        for place, formats, buffer in _iter_optimizer_buffers(state, path):
             here = _parameters_in_buffer(members, formats, place)
             layout = _find_buffer_layout(buffer, here, arguments, path)
             for one in here:
-                span = slice(layout[one.key].start, layout[one.key].stop)
+                span = slice(layout[one.key_within_rank].start, layout[one.key_within_rank].stop)
                 for name, slot in SLOTS.items():
-                    slots[slot][one.key] = buffer[name][span].view(one.weight.shape)
+                    slots[slot][one.key_within_rank] = buffer[name][span].view(one.weight.shape)
             left = [one for one in left if one not in here]
             members = [one for one in members if one not in here]
     if left:
@@ -188,7 +192,7 @@ def _distributed_optimizer_state(
     return slots
 
 
-def _numbered_buffers(state: Any, path: Path) -> Iterator[tuple[int, Any, Any]]:
+def _iter_optimizer_buffers(state: Any, path: Path) -> Iterator[tuple[int, Any, Any]]:
     """Yield (number, dtypes, buffer) of each buffer of a distributed optimizer, in order; nothing if the state is None."""
     if state is None:
         return
@@ -202,7 +206,7 @@ def _numbered_buffers(state: Any, path: Path) -> Iterator[tuple[int, Any, Any]]:
             yield place, formats, buffer
 
 
-def _parameters_in_buffer(members: Sequence[RankParameter], formats: Any, place: int) -> list[RankParameter]:
+def _parameters_in_buffer(members: Sequence[ChunkParameter], formats: Any, place: int) -> list[ChunkParameter]:
     """Return the parameters of one buffer: those of its dtype, and if there are several chunks, of the first one left."""
     rounded = formats[0] if isinstance(formats, tuple) else formats
     alike = [one for one in members if not isinstance(rounded, torch.dtype) or one.weight.dtype == rounded]
@@ -212,7 +216,7 @@ def _parameters_in_buffer(members: Sequence[RankParameter], formats: Any, place:
 
 
 def _find_buffer_layout(
-    buffer: Any, members: Sequence[RankParameter], arguments: Mapping[str, Any], path: Path
+    buffer: Any, members: Sequence[ChunkParameter], arguments: Mapping[str, Any], path: Path
 ) -> dict[str, BucketSpan]:
     """Return where the members lie in a buffer: the layout in which its fp32 weights equal the model's.
     `UnreadableStateError` if none.
@@ -223,12 +227,17 @@ def _find_buffer_layout(
         raise UnreadableStateError(
             f"{path} holds no buffers of {', '.join(SLOTS)}, but those of a release that this does not read; {WAY_OUT}"
         )
-    weights, sizes = buffer["param"], [(one.key, one.weight.numel()) for one in members]
+    weights, sizes = buffer["param"], [(one.key_within_rank, one.weight.numel()) for one in members]
     ranks = int(arguments.get("data_parallel_size") or 1) * int(arguments.get("context_parallel_size") or 1)
-    shared = {one.key for one in members if _SHARED.search(one.name)}
+    shared = {one.key_within_rank for one in members if _SHARED.search(one.name)}
     total = int(buffer.get("numel_unpadded") or weights.numel())
     for layout in candidate_buffer_layouts(sizes, total, bucket_size_limit(dict(arguments), ranks), shared):
-        if all(weights_match(weights[layout[one.key].start : layout[one.key].stop], one.weight) for one in members):
+        if all(
+            main_weight_matches(
+                weights[layout[one.key_within_rank].start : layout[one.key_within_rank].stop], one.weight
+            )
+            for one in members
+        ):
             return layout
     raise UnreadableStateError(
         f"{path}: its buffer of {total} elements does not hold the {sum(size for _, size in sizes)} of this model's "

@@ -8,20 +8,20 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.source import TensorFormat
-from megatron.core.dist_checkpointing.store import CheckpointError
-from megatron.core.families.megatron.names import MegatronRowLayout, has_vocabulary_rows, merge_tensor_shards
-from megatron.core.families.megatron.progress import parameter_of_state_name
-from megatron.core.families.megatron.settings import (
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.core.dist_checkpointing.source import ShapeAndDtype
+from megatron.core.families.megatron.arguments_to_settings import (
     complete_settings_by_shapes,
-    run_settings_of_arguments,
-    settings_of_arguments,
+    run_settings_of_megatron_args,
+    settings_of_megatron_args,
 )
-from megatron.core.models.names import WORD_EMBEDDING
+from megatron.core.families.megatron.names import MegatronRowLayout, has_vocabulary_rows, merge_tensor_shards
+from megatron.core.families.megatron.training_counters import parameter_of_state_name
+from megatron.core.models.parameter_names import WORD_EMBEDDING
 from megatron.core.parallel.boxes import Box
 
 
-class LazyShard(Protocol):
+class LazyTensorShard(Protocol):
     """What one tensor rank holds of a parameter: a tensor, or an object that reads one when it is asked for."""
 
     def to(self, device: str, /) -> Tensor:
@@ -29,7 +29,7 @@ class LazyShard(Protocol):
 
 
 Shards = dict[
-    str, list[LazyShard]
+    str, list[LazyTensorShard]
 ]  # name in a saved state (`model.<parameter>`, `optimizer.<slot>.<parameter>`) -> by tensor rank
 
 
@@ -42,7 +42,7 @@ class MegatronSource:
     def __init__(
         self,
         where: str,
-        shards: Mapping[str, Sequence[LazyShard]],
+        shards: Mapping[str, Sequence[LazyTensorShard]],
         layout: MegatronRowLayout,
         *,
         settings: Mapping[str, Any],
@@ -54,10 +54,10 @@ class MegatronSource:
         self.skipped, self.run_settings = skipped, run_settings
         self._shards, self._layout = shards, layout
         self._last: tuple[str, Tensor] | None = None
-        self.formats: dict[str, TensorFormat] = {}
+        self.formats: dict[str, ShapeAndDtype] = {}
         for name in shards:
             whole = self._unpadded_tensor(name, "meta")
-            self.formats[name] = TensorFormat(tuple(whole.shape), whole.dtype)
+            self.formats[name] = ShapeAndDtype(tuple(whole.shape), whole.dtype)
 
     def read(self, name: str, box: Box) -> Tensor:
         """Return a box of a tensor (any shape), in the dtype it was saved in.
@@ -100,7 +100,7 @@ def make_megatron_source(
         for name, held in shards.items()
         if name.startswith("model.")
     }
-    settings = complete_settings_by_shapes(settings_of_arguments(arguments, given), shapes, where=str(folder))
+    settings = complete_settings_by_shapes(settings_of_megatron_args(arguments, given), shapes, where=str(folder))
     if "output_layer.weight" in shapes and not settings.setdefault("untie_embeddings_and_output_weights", True):
         # The last stage's copy of a tied matrix.
         shards = {name: held for name, held in shards.items() if parameter_of_state_name(name) != "output_layer.weight"}
@@ -115,11 +115,11 @@ def make_megatron_source(
         settings=settings,
         values=values,
         skipped=skipped,
-        run_settings=run_settings_of_arguments(arguments),
+        run_settings=run_settings_of_megatron_args(arguments),
     )
 
 
-def _require_rows_for_ids(folder: Path, words: Sequence[LazyShard], ids: int) -> None:
+def _require_rows_for_ids(folder: Path, words: Sequence[LazyTensorShard], ids: int) -> None:
     """Raise `CheckpointError` if the word embedding has fewer rows than the tokenizer has ids."""
     rows = sum(shard.to("meta").shape[0] for shard in words)
     if ids > rows:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.store import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families.megatron.pickles import read_torch_bytes
 from megatron.core.parallel.boxes import Box, intersect, whole_box
 
@@ -85,9 +85,11 @@ def read_stored_box(stored: TorchDistIndexEntry, folder: Path, box: Box | None =
             values = read_chunk_values(chunk, stored, folder)
             back = common.shifted(tuple(-start for start in chunk.box.offset))
             tensor[common.shifted(tuple(-start for start in box.offset)).slices()] = values[back.slices()]
-            filled += common.size
-    if filled != box.size:
-        raise CheckpointError(f"{folder} is incomplete: of {stored.key} it holds {filled} of {box.size} elements")
+            filled += common.num_elements
+    if filled != box.num_elements:
+        raise CheckpointError(
+            f"{folder} is incomplete: of {stored.key} it holds {filled} of {box.num_elements} elements"
+        )
     return tensor if stored.layer is None else tensor[0]
 
 
@@ -111,7 +113,7 @@ def read_chunk_values(chunk: StoredChunk | FlatBox, stored: TorchDistIndexEntry,
     if len(content) != chunk.length:
         raise CheckpointError(f"{path} ends early: {stored.key} lies behind its end")
     values = read_torch_bytes(content, f"{path} ({stored.key})")
-    if not isinstance(values, Tensor) or values.numel() != chunk.box.size or values.dtype != stored.dtype:
+    if not isinstance(values, Tensor) or values.numel() != chunk.box.num_elements or values.dtype != stored.dtype:
         raise CheckpointError(
             f"{path} is damaged: what it holds for {stored.key} is not the box that the index promises"
         )

@@ -20,19 +20,18 @@ from typing import Any
 
 import torch
 
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.files import DISK, read_file
-from megatron.core.dist_checkpointing.store import CheckpointError
 from megatron.core.families.megatron.buffers import WAY_OUT, UnreadableStateError
 from megatron.core.families.megatron.flat_state import (
+    entries_from_flat_fragments,
     has_flat_optimizer_state,
     unflatten_optimizer_buckets,
-    unflatten_optimizer_entries,
 )
-from megatron.core.families.megatron.fsdp import COMMON, STEP, is_megatron_fsdp, to_torch_dist_entries
-from megatron.core.families.megatron.hybrid import join_fused_pieces, merge_layer_pairs
-from megatron.core.families.megatron.names import map_to_our_names
+from megatron.core.families.megatron.fsdp import COMMON, STEP, is_megatron_fsdp, rename_to_torch_dist
+from megatron.core.families.megatron.hybrid import join_mixer_pieces, merge_layer_pairs
+from megatron.core.families.megatron.names import map_names_to_ours
 from megatron.core.families.megatron.pickles import InertObject, attributes_of_inert, read_torch_bytes, read_torch_file
-from megatron.core.families.megatron.progress import parameter_of_state_name, saved_training_counters
 from megatron.core.families.megatron.source import MegatronSource, make_megatron_source
 from megatron.core.families.megatron.stored import (
     StoredChunk,
@@ -41,6 +40,7 @@ from megatron.core.families.megatron.stored import (
     read_chunk_values,
     read_stored_box,
 )
+from megatron.core.families.megatron.training_counters import parameter_of_state_name, saved_training_counters
 from megatron.core.parallel.boxes import Box
 
 _SLOTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "master", "param": "master"}
@@ -58,16 +58,16 @@ def open_torch_dist_checkpoint(folder: str | Path, given: Mapping[str, Any] | No
     count as ids. Raises `CheckpointError` for a folder that is damaged, or holds no model with our names.
     """
     folder = Path(folder)
-    tensors, texts = _parse_index(_read_torch_dist_index(folder / ".metadata"), folder)
+    tensors, texts = _parse_torch_dist_index(_read_torch_dist_index(folder / ".metadata"), folder)
     common = _read_common_state(folder, texts, tensors)
     arguments = attributes_of_inert(common.get("args"))
     if is_megatron_fsdp((*texts, *tensors)):
-        tensors = to_torch_dist_entries(tensors)
+        tensors = rename_to_torch_dist(tensors)
     tensors, skipped = _with_optimizer_entries(tensors, texts, folder, arguments)
     entries = {name: StoredTensor(stored, folder) for name, stored in _entries_by_our_names(tensors).items()}
     return make_megatron_source(
         folder,
-        {name: [held] for name, held in join_fused_pieces(merge_layer_pairs(entries, arguments)).items()},
+        {name: [held] for name, held in join_mixer_pieces(merge_layer_pairs(entries, arguments)).items()},
         arguments,
         given=given or {},
         values=saved_training_counters(
@@ -101,7 +101,7 @@ def torch_dist_run_arguments(folder: str | Path) -> dict[str, Any]:
     tensors, texts = (
         ({}, {})
         if (folder / "common.pt").is_file()
-        else _parse_index(_read_torch_dist_index(folder / ".metadata"), folder)
+        else _parse_torch_dist_index(_read_torch_dist_index(folder / ".metadata"), folder)
     )
     return attributes_of_inert(_read_common_state(folder, texts, tensors).get("args"))
 
@@ -140,7 +140,7 @@ def _read_torch_dist_index(path: Path) -> Any:
         raise CheckpointError(f"{path} is no index of torch.distributed.checkpoint, or is damaged: {error}") from None
 
 
-def _parse_index(index: Any, folder: Path) -> tuple[dict[str, TorchDistIndexEntry], dict[str, StoredChunk]]:
+def _parse_torch_dist_index(index: Any, folder: Path) -> tuple[dict[str, TorchDistIndexEntry], dict[str, StoredChunk]]:
     """Return the tensors of an index, and where its other objects lie, by name."""
     try:
         places: dict[tuple[str, tuple[int, ...] | None], Any] = {}
@@ -175,10 +175,10 @@ def _read_optimizer_groups(texts: Mapping[str, StoredChunk], folder: Path) -> It
     """Yield the state of the groups of distributed optimizers, where every rank saved its own."""
     for name, chunk in texts.items():
         if re.match(r"(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer(/|$)", name):
-            yield _read_stored_object(chunk, folder, name)
+            yield _unpickle_stored_object(chunk, folder, name)
 
 
-def _read_stored_object(chunk: StoredChunk, folder: Path, name: str) -> Any:
+def _unpickle_stored_object(chunk: StoredChunk, folder: Path, name: str) -> Any:
     with (folder / chunk.file).open("rb") as file:
         file.seek(chunk.start)
         return read_torch_bytes(file.read(chunk.length), f"{folder / chunk.file} ({name})")
@@ -203,7 +203,7 @@ def _read_common_state(
         return state if isinstance(state, dict) else {}
     for name, chunk in texts.items():
         if name.split("/")[0] == "common_state":
-            state = _read_stored_object(chunk, folder, name)
+            state = _unpickle_stored_object(chunk, folder, name)
             state = state[0] if isinstance(state, list) and len(state) == 1 else state  # the state of one of one rank
             return state if isinstance(state, dict) else {}
     return {}
@@ -214,10 +214,10 @@ def _read_fsdp_common_state(
 ) -> dict[str, Any]:
     """As `_read_common_state`, for Megatron FSDP, whose optimizer steps are stored one by one."""
     steps = [
-        *(_read_stored_object(chunk, folder, name) for name, chunk in texts.items() if STEP.match(name)),
+        *(_unpickle_stored_object(chunk, folder, name) for name, chunk in texts.items() if STEP.match(name)),
         *(read_stored_box(stored, folder) for name, stored in tensors.items() if STEP.match(name)),
     ]
-    common = {name: _read_stored_object(texts[name], folder, name) for name in COMMON if name in texts}
+    common = {name: _unpickle_stored_object(texts[name], folder, name) for name in COMMON if name in texts}
     return {**common, "optimizer": [{"step": step} for step in steps]}
 
 
@@ -234,7 +234,7 @@ def _with_optimizer_entries(
             raise UnreadableStateError(
                 f"{gathered} is of a release that gathered it on one rank (dp_zero_gather_scatter); {WAY_OUT}"
             )
-        entries = {**tensors, **unflatten_optimizer_entries(tensors)}
+        entries = {**tensors, **entries_from_flat_fragments(tensors)}
         if has_flat_optimizer_state(tensors):
             entries |= unflatten_optimizer_buckets(
                 tensors, arguments, lambda stored, chunk: read_chunk_values(chunk, stored, folder), tied=tied
@@ -257,7 +257,7 @@ def _entries_by_our_names(tensors: Mapping[str, TorchDistIndexEntry]) -> dict[st
                 entries[f"{prefix}{match[1]}.layers.{layer}.{match[2]}"] = one
         else:
             entries[f"{prefix}{key}"] = stored
-    renamed = map_to_our_names([parameter_of_state_name(name) for name in entries])
+    renamed = map_names_to_ours([parameter_of_state_name(name) for name in entries])
     return {
         f"{name[: len(name) - len(parameter_of_state_name(name))]}{renamed[parameter_of_state_name(name)]}": stored
         for name, stored in entries.items()

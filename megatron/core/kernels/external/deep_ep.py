@@ -36,7 +36,7 @@ def _deep_ep_group_buffer(group: dist.ProcessGroup, row_bytes: int) -> Any:
     return library(group, near, far)
 
 
-class _DeepEPDispatch(Function):
+class _DeepEPDispatchFunction(Function):
     """The autograd function of `DeepEP.dispatch`; its gradient is a combine."""
 
     @staticmethod
@@ -66,7 +66,7 @@ class _DeepEPDispatch(Function):
         return tokens, weights.to(context.weights_dtype), None, None, None
 
 
-class _DeepEPCombine(Function):
+class _DeepEPCombineFunction(Function):
     """The autograd function of `DeepEP.combine`; its gradient is a dispatch."""
 
     @staticmethod
@@ -95,14 +95,14 @@ class DeepEP:
         this rank's first expert, -1 where another rank holds the expert; and the handle that `combine` needs.
         """
         buffer = _deep_ep_group_buffer(self.group, tokens.shape[1] * max(tokens.element_size(), 2))
-        arrived, shares, own, handle = _DeepEPDispatch.apply(tokens, weights, experts, num_experts, buffer)
+        arrived, shares, own, handle = _DeepEPDispatchFunction.apply(tokens, weights, experts, num_experts, buffer)
         return arrived, shares, own, handle
 
     def combine(self, shares: Tensor, handle: Any) -> Tensor:
         """Send results back to the ranks that the tokens came from, and sum them over ranks. shares: [n, h], for each
         token that arrived the sum over this rank's experts; handle: from `dispatch`. Returns [t, h].
         """
-        return _DeepEPCombine.apply(
+        return _DeepEPCombineFunction.apply(
             shares, handle, _deep_ep_group_buffer(self.group, shares.shape[1] * max(shares.element_size(), 2))
         )
 

@@ -3,7 +3,7 @@
     flash_attn             --attention-backend flash_attn_2
     flash_attn_interface   --attention-backend flash_attn_3
 
-Both take windows and caps as they are, and documents as sequences of different lengths laid end to end (`kernels/documents.py`): no mask tensor is made.
+Both take windows and caps as they are, and documents as sequences of different lengths laid end to end (`kernels/packed_document_starts.py`): no mask tensor is made.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels import fused
-from megatron.core.kernels.documents import document_starts_of
 from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
+from megatron.core.kernels.packed_document_starts import document_starts_from_ids
 
 PACKAGES = {2: "flash_attn", 3: "flash_attn_interface"}
 
@@ -33,7 +33,7 @@ def is_hopper_gpu() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
-def attention(
+def attention_by_flash_attn(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -55,7 +55,7 @@ def attention(
         or mask.query_places is not None
         or (apart and (len(q) != len(k) or mask.query_documents is not None))
     ):
-        return fused.attention(q, k, v, mask, dropout, scores)
+        return fused.attention_by_sdpa(q, k, v, mask, dropout, scores)
     assert scores.bias is None and scores.sink is None, "the table offers it for neither biases nor sinks"
     how: dict[str, Any] = {
         "softmax_scale": scores.scale,
@@ -71,7 +71,7 @@ def attention(
     if mask.documents is None:
         output = _first_output(library.flash_attn_func(*rows, **how))
     else:
-        known = document_starts_of(mask.documents, mask.starts)
+        known = document_starts_from_ids(mask.documents, mask.starts)
         starts, longest = known.places, known.longest
         flat = [x.flatten(0, 1) for x in rows]
         output = _first_output(
@@ -82,8 +82,8 @@ def attention(
     return output.transpose(0, 1).flatten(2)
 
 
-version_2 = partial(attention, version=2)
-version_3 = partial(attention, version=3)
+version_2 = partial(attention_by_flash_attn, version=2)
+version_3 = partial(attention_by_flash_attn, version=3)
 
 
 def flash_attn_unsupported_reason(

@@ -26,14 +26,14 @@ def torchao_fp8_linear(
     x: [.., in]; weight: [out, in]; bias: [out] or None. backward: number format of gradients. emulated: multiply in the
     dtype of x, as on a CPU.
     """
-    layer = _torchao_layer(backward.dtype, emulated)
+    layer = _weightless_float8_linear(backward.dtype, emulated)
     product = import_module("torchao.float8.float8_linear").matmul_with_hp_or_float8_args
     output = product.apply(x, weight.t(), layer.linear_mm_config, layer.config)
     return output if bias is None else output + bias
 
 
 @lru_cache(maxsize=4)
-def _torchao_layer(backward: torch.dtype, emulated: bool) -> Any:
+def _weightless_float8_linear(backward: torch.dtype, emulated: bool) -> Any:
     """Return torchao's Float8Linear without weights, whose settings are used to multiply given weights. backward: dtype
     of gradients.
     """

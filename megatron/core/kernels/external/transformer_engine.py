@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels import fused
-from megatron.core.kernels.documents import document_starts_of
 from megatron.core.kernels.external import import_problem
 from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
+from megatron.core.kernels.packed_document_starts import document_starts_from_ids
 
 
 def is_te_installed() -> bool:
@@ -25,7 +25,7 @@ def is_te_installed() -> bool:
     return find_spec("transformer_engine") is not None
 
 
-def attention(
+def attention_by_te(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -45,7 +45,7 @@ def attention(
         or mask.query_places is not None
         or (apart and (len(q) != len(k) or mask.query_documents is not None))
     ):
-        return fused.attention(q, k, v, mask, dropout, scores)
+        return fused.attention_by_sdpa(q, k, v, mask, dropout, scores)
     assert scores.bias is None and scores.sink is None and scores.softcap is None, (
         "the table offers it for none of these"
     )
@@ -56,7 +56,7 @@ def attention(
     if mask.documents is None:
         kind = ("causal" if len(q) == len(k) else "causal_bottom_right") if mask.causal else "no_mask"
         return module(q, k, v, qkv_format="sbhd", attn_mask_type=kind, **how)
-    known, batch = document_starts_of(mask.documents, mask.starts), q.shape[1]
+    known, batch = document_starts_from_ids(mask.documents, mask.starts), q.shape[1]
     starts, longest = known.places, known.longest
     flat = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
     output = module(

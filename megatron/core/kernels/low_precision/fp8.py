@@ -89,7 +89,7 @@ class QuantizedMatrix:
 
 
 @dataclass(frozen=True, slots=True)
-class FusedQuantizeKernels:
+class QuantizeTransposeKernels:
     """Kernels that quantize a matrix and its transpose in one pass (`triton/quantise.py`).
 
     largest_of(x): absolute maxima of parts of x, [parts], fp32. quantize_per_tensor(x, number, largest, margin=, seen=,
@@ -126,9 +126,7 @@ def quantize_per_tensor(x: Tensor, number: NumberFormat, scale: Tensor) -> Quant
     """Quantize x [m, k] with one factor `scale` [], by which it is multiplied before rounding; its reciprocal becomes
     the scale of the result. Too large values saturate.
     """
-    return QuantizedMatrix(
-        _round_to_number_format(x.to(accumulation_dtype_of(x.dtype)) * scale, number), scale.reciprocal()
-    )
+    return QuantizedMatrix(_saturating_cast(x.to(accumulation_dtype_of(x.dtype)) * scale, number), scale.reciprocal())
 
 
 def quantize_per_block(
@@ -144,7 +142,7 @@ def quantize_per_block(
     sizes = block_amax(x, block) if sizes is None else sizes
     scaled = torch.ldexp(tiles, -_scale_exponent(sizes, number.largest)[:, None, :, None])
     return QuantizedMatrix(
-        merge_matrix_blocks(_round_to_number_format(scaled, number), x), None, e8m0_block_scales(sizes, number), block
+        unsplit_matrix_blocks(_saturating_cast(scaled, number), x), None, e8m0_block_scales(sizes, number), block
     )
 
 
@@ -174,7 +172,7 @@ def _scale_exponent(value: Tensor, number: float) -> Tensor:
     return (power - own_power + (fraction > own_fraction)).clamp(_SMALLEST_POWER, _LARGEST_POWER)
 
 
-def _round_to_number_format(x: Tensor, number: NumberFormat) -> Tensor:
+def _saturating_cast(x: Tensor, number: NumberFormat) -> Tensor:
     """Round to the nearest number of a format, ties to even, in its dtype; too large values saturate; NaN stays NaN."""
     return x.clamp(-number.largest, number.largest).to(number.dtype)
 
@@ -186,7 +184,7 @@ def split_matrix_into_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
     return filled.view(filled.shape[0] // rows, rows, filled.shape[1] // columns, columns)
 
 
-def merge_matrix_blocks(tiles: Tensor, like: Tensor) -> Tensor:
+def unsplit_matrix_blocks(tiles: Tensor, like: Tensor) -> Tensor:
     """Undo `split_matrix_into_blocks`: return the matrix [rows, columns] from its blocks, without padding. like: a
     matrix of the shape to return.
     """

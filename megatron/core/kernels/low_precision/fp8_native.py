@@ -24,7 +24,7 @@ _ROW = 16  # elements of a row are a multiple of it
 _SCALES = 4  # scales of 128 x 128 blocks, and of 1 x 32, come by so many along the sum
 
 
-def native_unsupported_reason(recipe: str, capability: tuple[int, int]) -> str:
+def scaled_mm_unsupported_reason(recipe: str, capability: tuple[int, int]) -> str:
     """Return why the tensor cores of a GPU of this compute capability (major, minor) cannot multiply matrices of this
     recipe; "" if they can.
     """

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
 from megatron.core.kernels.low_precision import fp4, fp8, fp8_native
-from megatron.core.kernels.low_precision.fp8 import E4M3, E5M2, FusedQuantizeKernels, NumberFormat, QuantizedMatrix
+from megatron.core.kernels.low_precision.fp8 import E4M3, E5M2, NumberFormat, QuantizedMatrix, QuantizeTransposeKernels
 
 Operand = Literal["input", "weight", "gradient"]
 OPERANDS: tuple[Operand, ...] = ("input", "weight", "gradient")
@@ -40,7 +40,7 @@ class LowPrecisionRecipe:
     wgrad: bool = True
     native: bool = False
     holds_weights: bool = False
-    kernels: FusedQuantizeKernels | None = None
+    kernels: QuantizeTransposeKernels | None = None
 
     @property
     def has_single_tensor_scale(self) -> bool:
@@ -163,7 +163,7 @@ class LowPrecisionRecipe:
 
 
 def low_precision_recipe_of(
-    config: LowPrecisionConfig, device: torch.device, kernels: FusedQuantizeKernels | None = None
+    config: LowPrecisionConfig, device: torch.device, kernels: QuantizeTransposeKernels | None = None
 ) -> LowPrecisionRecipe | None:
     """Return the low-precision recipe of a run, for products on this device; None if the config has none. kernels:
     kernels that quantize to fp8, used where products are native.
@@ -204,10 +204,10 @@ def recipe_unsupported_reason(config: LowPrecisionConfig, device: torch.device) 
     """Return why this device cannot multiply by the recipe of a config, with a way out; "" if it can, or if products
     are emulated.
     """
-    if not config.recipe or config.fp8_emulation or device.type != "cuda":
+    if not config.recipe_name or config.fp8_emulation or device.type != "cuda":
         return ""
-    flags = f"--fp4-recipe {config.recipe}" if config.fp4_format else f"--fp8-recipe {config.recipe}"
-    reason = fp8_native.native_unsupported_reason(config.recipe, torch.cuda.get_device_capability(device))
+    flags = f"--fp4-recipe {config.recipe_name}" if config.fp4_format else f"--fp8-recipe {config.recipe_name}"
+    reason = fp8_native.scaled_mm_unsupported_reason(config.recipe_name, torch.cuda.get_device_capability(device))
     return (
         f"{flags} cannot be used on this GPU: {reason}; choose another recipe, or --fp8-emulation, which is slow"
         if reason

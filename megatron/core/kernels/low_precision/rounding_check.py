@@ -11,14 +11,14 @@ from torch.autograd import Function
 
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
 from megatron.core.kernels.low_precision import fp8
-from megatron.core.kernels.low_precision.fp8 import E4M3, FusedQuantizeKernels, NumberFormat
+from megatron.core.kernels.low_precision.fp8 import E4M3, NumberFormat, QuantizeTransposeKernels
 from megatron.core.kernels.low_precision.recipes import OPERANDS, LowPrecisionRecipe, low_precision_recipe_of
 
 _CPU = torch.device("cpu")
 
 
 def quantize_kernel_error(
-    low: LowPrecisionConfig, kernel: FusedQuantizeKernels, device: torch.device, dtype: torch.dtype
+    low: LowPrecisionConfig, kernel: QuantizeTransposeKernels, device: torch.device, dtype: torch.dtype
 ) -> float:
     """Return the largest error of a quantization kernel over all operands of the config's recipe and their transposes,
     for a random matrix [130, 70] in `dtype`.
@@ -34,7 +34,7 @@ def quantize_kernel_error(
 
 
 def _quantized_operand_error(
-    recipe: LowPrecisionRecipe, operand: Any, kernel: FusedQuantizeKernels, x: Tensor, device: torch.device
+    recipe: LowPrecisionRecipe, operand: Any, kernel: QuantizeTransposeKernels, x: Tensor, device: torch.device
 ) -> float:
     """Return the larger error of the quantized x and its quantized transpose, as of `quantize_kernel_error`; infinite
     if there is a NaN.
@@ -92,7 +92,7 @@ def reference_low_linear(x: Tensor, weight: Tensor, bias: Tensor, backward: Numb
     return _ReferenceFp8Linear.apply(x, weight, backward) + bias
 
 
-def call_low_linear(
+def call_low_linear_kernel(
     low: LowPrecisionConfig, op: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor
 ) -> Tensor:
     """Call a kernel `op` of low_linear as a run with this config does. x: [.., in]; weight: [out, in]; bias: [out];

@@ -30,12 +30,12 @@ def nf4_values() -> tuple[float, ...]:
     zero, and 8 positive ones.
     """
 
-    def outer_normal_quantiles(count: int) -> list[float]:
+    def descending_normal_quantiles(count: int) -> list[float]:
         """Return `count` positive quantiles of the normal distribution, from the outermost inwards."""
         places = (_OUTERMOST - (_OUTERMOST - 0.5) * place / count for place in range(count))
         return [NormalDist().inv_cdf(place) for place in places]
 
-    above, below = outer_normal_quantiles(8), outer_normal_quantiles(7)
+    above, below = descending_normal_quantiles(8), descending_normal_quantiles(7)
     return tuple(value / above[0] for value in (*(-value for value in below), 0.0, *reversed(above)))
 
 
@@ -102,7 +102,7 @@ def unpack_nf4_values(packed: Tensor, columns: int, pairs: Tensor) -> Tensor:
     return values.view(*packed.shape[:-1], -1)[..., :columns]
 
 
-def dequantize_weight_blocks(levels: Tensor, scales: Tensor, *, first: int, dtype: torch.dtype) -> Tensor:
+def multiply_by_block_scales(levels: Tensor, scales: Tensor, *, first: int, dtype: torch.dtype) -> Tensor:
     """Multiply values by the scales of their blocks, in `dtype`. levels: [.., out, in], values divided by the scale;
     scales: fp32 [.., out, blocks]; first: position of column 0 within its block.
     """

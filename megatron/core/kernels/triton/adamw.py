@@ -42,7 +42,8 @@ def _adamw_kernel(
 
     table: int64 [parameters, 7]: addresses of main weight, gradient, first and second moment and model weight (0:
     none), number of elements, and whether all addresses are multiples of 16 bytes. blocks: [programs, 2]: row of the
-    table, and number of the block. The scalars are those of `_update`. WEIGHT: Triton dtype of the model weight; None:
+    table, and number of the block. The scalars are those of `_update_adamw_block`. WEIGHT: Triton dtype of the model
+    weight; None:
     there is none.
     """
     program = tl.program_id(0)
@@ -83,10 +84,10 @@ def _update_adamw_block(
     MASKED: the block reaches beyond the end, or addresses are not aligned.
     """
     at = start + tl.arange(0, BLOCK)
-    main = _tensor_pointer(row, 0, tl.float32, MASKED) + at
-    gradient = _tensor_pointer(row, 1, tl.float32, MASKED) + at
-    first = _tensor_pointer(row, 2, tl.float32, MASKED) + at
-    second = _tensor_pointer(row, 3, tl.float32, MASKED) + at
+    main = _load_tensor_pointer(row, 0, tl.float32, MASKED) + at
+    gradient = _load_tensor_pointer(row, 1, tl.float32, MASKED) + at
+    first = _load_tensor_pointer(row, 2, tl.float32, MASKED) + at
+    second = _load_tensor_pointer(row, 3, tl.float32, MASKED) + at
     inside = at < size if MASKED else None
     g = tl.load(gradient, mask=inside) * tl.load(factor).to(tl.float32)
     w, m, v = tl.load(main, mask=inside), tl.load(first, mask=inside), tl.load(second, mask=inside)
@@ -98,11 +99,11 @@ def _update_adamw_block(
     tl.store(first, m, mask=inside)
     tl.store(second, v, mask=inside)
     if WEIGHT is not None:
-        tl.store(_tensor_pointer(row, 4, WEIGHT, MASKED) + at, w.to(WEIGHT), mask=inside)
+        tl.store(_load_tensor_pointer(row, 4, WEIGHT, MASKED) + at, w.to(WEIGHT), mask=inside)
 
 
 @triton.jit
-def _tensor_pointer(row: tl.tensor, column: tl.constexpr, TYPE: tl.constexpr, MASKED: tl.constexpr) -> tl.tensor:
+def _load_tensor_pointer(row: tl.tensor, column: tl.constexpr, TYPE: tl.constexpr, MASKED: tl.constexpr) -> tl.tensor:
     """Load the address in a column of the table row as a pointer to the dtype TYPE; not MASKED: it is promised to be a
     multiple of 16 bytes.
     """
@@ -120,7 +121,7 @@ def adamw(parameters: Sequence[AdamTensors], factor: float | Tensor, rates: Adam
         by_format.setdefault(None if one.weight is None else one.weight.dtype, []).append(one)
     for dtype, group in by_format.items():
         device = group[0].main.device
-        table, blocks = _parameter_and_block_tables(tuple(_parameter_table_row(one) for one in group), device)
+        table, blocks = _parameter_and_block_tables(tuple(_adamw_pointer_table_row(one) for one in group), device)
         _adamw_kernel[(len(blocks),)](
             table, blocks, factor if isinstance(factor, Tensor) else torch.full((), factor, device=device),
             rates.lr * rates.decay,
@@ -136,7 +137,7 @@ def adamw(parameters: Sequence[AdamTensors], factor: float | Tensor, rates: Adam
         )  # fmt: skip
 
 
-def _parameter_table_row(one: AdamTensors) -> tuple[int, ...]:
+def _adamw_pointer_table_row(one: AdamTensors) -> tuple[int, ...]:
     """Return a parameter's row of the table of `_adamw_kernel`."""
     tensors = (one.main, one.gradient, one.first, one.second, *(() if one.weight is None else (one.weight,)))
     assert all(tensor.is_contiguous() for tensor in tensors), "the tensors of a parameter are flat"

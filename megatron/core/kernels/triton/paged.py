@@ -39,7 +39,7 @@ def _matmul_fp32(a: tl.tensor, b: tl.tensor, PRECISION: tl.constexpr, WIDENED: t
 
 
 @triton.jit
-def _query_key_scores(
+def _unscaled_scores_and_keys(
     q: tl.tensor,
     k: tl.tensor,
     slots: tl.tensor,
@@ -140,7 +140,7 @@ def _paged_attention_kernel(
         inside = keys < stop
         block = tl.load(tables + row.to(tl.int64) * width + keys // PAGE, mask=inside, other=0)
         slots = block.to(tl.int64) * PAGE + keys % PAGE
-        scored, tile_k = _query_key_scores(
+        scored, tile_k = _unscaled_scores_and_keys(
             q, k + group * SIZE, slots * k_step, inside, SIZE, MAIN, REST, PRECISION, WIDENED
         )
         scored *= scale
@@ -213,7 +213,7 @@ def _merge_key_splits_kernel(
     tl.store(place, mixed.to(y.dtype.element_ty), mask=columns < VALUES)
 
 
-def attention(
+def paged_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,

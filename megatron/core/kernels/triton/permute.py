@@ -18,7 +18,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _gather_sum_kernel(
+def _sum_indexed_rows_kernel(
     values: tl.tensor,
     places: tl.tensor,
     y: tl.tensor,
@@ -46,12 +46,12 @@ class _Permute(Function):
     @staticmethod
     def forward(context: Any, values: Tensor, places: Tensor, back: Tensor) -> Tensor:
         context.save_for_backward(back)
-        return _gather_and_sum_rows(values, places)
+        return _sum_indexed_rows(values, places)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (back,) = context.saved_tensors
-        return _gather_and_sum_rows(gradient, back), None, None
+        return _sum_indexed_rows(gradient, back), None, None
 
 
 def permute(values: Tensor, places: Tensor, back: Tensor, empties: bool, losses: bool) -> Tensor:
@@ -63,14 +63,14 @@ def permute(values: Tensor, places: Tensor, back: Tensor, empties: bool, losses:
     return _Permute.apply(values, places, back)
 
 
-def _gather_and_sum_rows(values: Tensor, places: Tensor) -> Tensor:
+def _sum_indexed_rows(values: Tensor, places: Tensor) -> Tensor:
     """Return [n, h], the sum over j of values[places[:, j]], accumulated in fp32. values: [m, h]; places: int64 [n, k],
     m counts as a row of zeros.
     """
     values, places = values.contiguous(), places.contiguous()
     size, y = values.shape[1], values.new_empty((len(places), values.shape[1]))
     if y.numel():
-        _gather_sum_kernel[(len(places), cdiv(size, _BLOCK))](
+        _sum_indexed_rows_kernel[(len(places), cdiv(size, _BLOCK))](
             values, places, y, len(values), size, COUNT=places.shape[1], BLOCK=_BLOCK
         )
     return y

@@ -179,7 +179,7 @@ def _bias_activation_kernel(
 
 
 @triton.jit
-def _expert_row_parts(
+def _expert_row_and_part_ranges(
     ends: tl.tensor, experts: tl.tensor, EXPERTS: tl.constexpr, ROWS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Return the rows and row parts of each expert, where the rows of each expert are split into parts of at most
@@ -223,7 +223,7 @@ def _bias_activation_backward(
     part = tl.program_id(0).to(tl.int64)
     if EXPERTS:
         every = tl.arange(0, EXPERTS)
-        starts, stops, firsts, lasts = _expert_row_parts(ends, experts, EXPERTS, ROWS)
+        starts, stops, firsts, lasts = _expert_row_and_part_ranges(ends, experts, EXPERTS, ROWS)
         expert = tl.minimum(tl.sum(((lasts <= part) & (every < experts)).to(tl.int32), 0), experts - 1)
         mine = every == expert
         start = tl.sum(tl.where(mine, starts, 0), 0) + (part - tl.sum(tl.where(mine, firsts, 0), 0)) * ROWS
@@ -275,7 +275,7 @@ def _sum_expert_bias_gradients(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     mine = tl.arange(0, EXPERTS) == tl.program_id(0)
-    _, _, firsts, lasts = _expert_row_parts(ends, experts, EXPERTS, ROWS)
+    _, _, firsts, lasts = _expert_row_and_part_ranges(ends, experts, EXPERTS, ROWS)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for part in range(tl.sum(tl.where(mine, firsts, 0), 0), tl.sum(tl.where(mine, lasts, 0), 0)):
         total += tl.load(sums + part * width + columns, mask=inside, other=0.0)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.kernels.low_precision.fp8 import FusedQuantizeKernels, NumberFormat, QuantizedMatrix
+from megatron.core.kernels.low_precision.fp8 import NumberFormat, QuantizedMatrix, QuantizeTransposeKernels
 from megatron.core.kernels.triton import cdiv, round_up_to_power_of_2
 
 _STEP = 4096  # elements that a program reads at a time
@@ -59,13 +59,13 @@ def _scale_exponents(bits: tl.tensor, FRACTION: tl.constexpr, POWER: tl.constexp
 
 
 @triton.jit
-def _power_of_two(power: tl.tensor) -> tl.tensor:
+def _exp2_of_integer(power: tl.tensor) -> tl.tensor:
     """Return 2^power in fp32, for integer powers of -127 to 127."""
     return tl.where(power == -127, 0x00400000, (power + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _round_to_fp8(x: tl.tensor, LARGEST: tl.constexpr, TYPE: tl.constexpr, BYTES: tl.constexpr) -> tl.tensor:
+def _saturating_cast_to_fp8(x: tl.tensor, LARGEST: tl.constexpr, TYPE: tl.constexpr, BYTES: tl.constexpr) -> tl.tensor:
     """Round x to the fp8 format TYPE, to the nearest, ties to even; values beyond LARGEST, the largest number of the
     format, saturate; NaN stays NaN.
 
@@ -87,7 +87,7 @@ def _fp8_bits(x: tl.tensor, MANTISSA: tl.constexpr, LOWEST: tl.constexpr) -> tl.
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     power = tl.maximum((size >> 23) - 127, LOWEST)
-    count = tl.abs(x) * _power_of_two(MANTISSA - power)
+    count = tl.abs(x) * _exp2_of_integer(MANTISSA - power)
     count = (count + 8388608.0) - 8388608.0  # which rounds to an integer
     result = ((power - LOWEST) << MANTISSA) + count.to(tl.int32)
     result = tl.where(size > 0x7F800000, 127, result) | ((bits >> 24) & 128)
@@ -117,7 +117,7 @@ def _quantize_per_tensor_kernel(
     parts: [count], partial absolute maxima of x, from whose maximum the scale is computed (PARTS: `count` rounded up to
     a power of two). shrink: factor of the scale, 2^-margin. rows: receives the values [m, k];
     turned: the transposed values [k, m]; either may be None. inverse: [], receives the factor by which values are
-    dequantized. seen: [], raised to the absolute maximum of x, or None. LARGEST, TYPE, BYTES: as in `_round_to_fp8`.
+    dequantized. seen: [], raised to the absolute maximum of x, or None. LARGEST, TYPE, BYTES: as in `_saturating_cast_to_fp8`.
     """
     numbers = tl.arange(0, PARTS)
     bits = _amax_bits(tl.load(parts + numbers, mask=numbers < count, other=0.0), 0)
@@ -133,7 +133,7 @@ def _quantize_per_tensor_kernel(
     values = tl.load(x + down.to(tl.int64)[:, None] * k + along[None, :], mask=inside, other=0.0).to(tl.float32)
     if seen is not None:
         tl.atomic_max(seen, tl.max(_amax_bits(values, 1), 0).to(tl.float32, bitcast=True))
-    result = _round_to_fp8(values * scale, LARGEST, TYPE, BYTES)
+    result = _saturating_cast_to_fp8(values * scale, LARGEST, TYPE, BYTES)
     if rows is not None:
         tl.store(rows + down.to(tl.int64)[:, None] * k + along[None, :], result, mask=inside)
     if turned is not None:
@@ -157,8 +157,8 @@ def _quantize_row_blocks(
     """
     blocks = tl.reshape(values, (TILE, TILE // BLOCK, BLOCK))
     bits = _amax_bits(blocks, 2)
-    blocks = blocks * _power_of_two(-_scale_exponents(bits, FRACTION, POWER))[:, :, None]
-    return tl.reshape(_round_to_fp8(blocks, LARGEST, TYPE, BYTES), (TILE, TILE)), bits
+    blocks = blocks * _exp2_of_integer(-_scale_exponents(bits, FRACTION, POWER))[:, :, None]
+    return tl.reshape(_saturating_cast_to_fp8(blocks, LARGEST, TYPE, BYTES), (TILE, TILE)), bits
 
 
 @triton.jit
@@ -179,7 +179,7 @@ def _store_block_scales(
     power = _scale_exponents(bits, FRACTION, POWER)
     place = scales + down * down_step + along * along_step
     if scales.dtype.element_ty == tl.float32:
-        result = tl.where(bits >= 0x7F800000, float("nan"), _power_of_two(power))
+        result = tl.where(bits >= 0x7F800000, float("nan"), _exp2_of_integer(power))
         tl.store(place, result, mask=inside)
     else:
         tl.store(place, tl.where(bits >= 0x7F800000, 255, power + 127).to(tl.uint8), mask=inside)
@@ -223,7 +223,9 @@ def _quantize_per_block_kernel(
     first_down, first_along = tl.program_id(0), tl.program_id(1)
     if SQUARE:
         bits = tl.max(_amax_bits(values, 1), 0)
-        result = _round_to_fp8(values * _power_of_two(-_scale_exponents(bits, FRACTION, POWER)), LARGEST, TYPE, BYTES)
+        result = _saturating_cast_to_fp8(
+            values * _exp2_of_integer(-_scale_exponents(bits, FRACTION, POWER)), LARGEST, TYPE, BYTES
+        )
         if rows is not None:
             tl.store(rows + place, result, mask=inside)
             _store_block_scales(row_scales, bits, first_down, first_along, True, row_steps, row_step, FRACTION, POWER)
@@ -287,7 +289,7 @@ def quantize_per_tensor(
     it. seen: fp32 [], raised to the absolute maximum of x.
     """
     x, (m, k) = x.detach().contiguous(), x.shape
-    straight, across = _allocate_quantized(x, rows=rows, turned=turned, dtype=number.dtype)
+    straight, across = _allocate_values_and_transpose(x, rows=rows, turned=turned, dtype=number.dtype)
     inverse = torch.empty((), dtype=torch.float32, device=x.device)
     # An empty matrix has a scale, too, which the one program that is then launched writes.
     _quantize_per_tensor_kernel[(max(cdiv(m, _WHOLE_TILE), 1), max(cdiv(k, _WHOLE_TILE), 1))](
@@ -314,13 +316,13 @@ def quantize_per_block(
     the layout of the tensor cores, others e8m0.
     """
     x, (m, k) = x.detach().contiguous(), x.shape
-    straight, across = _allocate_quantized(x, rows=rows, turned=turned, dtype=number.dtype)
+    straight, across = _allocate_values_and_transpose(x, rows=rows, turned=turned, dtype=number.dtype)
     square, size = block[0] > 1, block[1]
     scales, turned_scales = (
         _allocate_block_scales(x, cdiv(down, block[0]), cdiv(along, size), size, square=square)
         for down, along in ((m, k), (k, m))
     )
-    fraction, power = _largest_fraction_and_power(number)
+    fraction, power = _mantissa_exponent_of_largest(number)
     if x.numel():
         _quantize_per_block_kernel[(cdiv(m, _TILE), cdiv(k, _TILE))](
             x, straight, across, scales, turned_scales, m, k, *scales.stride(), *turned_scales.stride(),
@@ -342,7 +344,7 @@ def quantize_per_block(
     )
 
 
-def _allocate_quantized(
+def _allocate_values_and_transpose(
     x: Tensor, *, rows: bool, turned: bool, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
     """Allocate the quantized x [m, k] and its quantized transpose [k, m]; None for one that is not asked for."""
@@ -369,10 +371,10 @@ def _view_as_e8m0(scales: Tensor) -> Tensor:
     return scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
 
 
-def _largest_fraction_and_power(number: NumberFormat) -> tuple[int, int]:
+def _mantissa_exponent_of_largest(number: NumberFormat) -> tuple[int, int]:
     """Return FRACTION and POWER of a format for `_scale_exponents`, from the bits of its largest number."""
     bits = int(torch.tensor(number.largest, dtype=torch.float32, device="cpu").view(torch.int32))
     return bits & 0x7FFFFF, (bits >> 23) - 126
 
 
-KERNELS = FusedQuantizeKernels(partial_amaxes, quantize_per_tensor, quantize_per_block)
+KERNELS = QuantizeTransposeKernels(partial_amaxes, quantize_per_tensor, quantize_per_block)

@@ -11,7 +11,7 @@ from megatron.core.kernels.triton import cdiv, round_up_to_power_of_2
 
 
 @triton.jit
-def load_rows(
+def load_masked_rows(
     values: tl.tensor, rows: tl.tensor, valid: tl.tensor, columns: tl.tensor, SIZE: tl.constexpr
 ) -> tl.tensor:
     """Load values[rows, columns] of a tensor [..., SIZE] in fp32, [rows, columns]; 0 for rows that are not valid and
@@ -22,7 +22,7 @@ def load_rows(
 
 
 @triton.jit
-def store_rows(
+def store_masked_rows(
     values: tl.tensor, rows: tl.tensor, valid: tl.tensor, columns: tl.tensor, given: tl.tensor, SIZE: tl.constexpr
 ) -> None:
     """Write `given` [rows, columns] to values[rows, columns] of a tensor [..., SIZE], in its dtype; rows that are not
@@ -62,7 +62,7 @@ def chunk_decays(
 
 
 @triton.jit
-def reads_earlier_token(
+def strictly_causal_segment_mask(
     segments: tl.tensor, row: tl.tensor, start: tl.tensor, length: tl.tensor, CHUNK: tl.constexpr
 ) -> tl.tensor:
     """Return whether a token reads what an earlier token of its chunk, of the same segment, wrote to the state: bool [q
@@ -98,10 +98,10 @@ def _invert_chunk_systems_kernel(
     one, head, start = tl.program_id(0) // heads, tl.program_id(0) % heads, begin + tl.program_id(1) * CHUNK
     places, deep = tl.arange(0, CHUNK), tl.arange(0, WIDE)
     tokens, valid = (start + places).to(tl.int64) * batch + one, start + places < length
-    keys = load_rows(k, tokens * (heads // per_group) + head // per_group, valid, deep, KEY)
+    keys = load_masked_rows(k, tokens * (heads // per_group) + head // per_group, valid, deep, KEY)
     rate = tl.load(beta + tokens * heads + head, mask=valid, other=0.0).to(tl.float32)
     system = rate[:, None] * tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
-    system = tl.where(reads_earlier_token(segments, one * length, start, length, CHUNK), system, 0.0)
+    system = tl.where(strictly_causal_segment_mask(segments, one * length, start, length, CHUNK), system, 0.0)
     result = tl.where(places[:, None] == places[None, :], 1.0, 0.0)
     for row in range(1, CHUNK):
         at = (places == row)[:, None]

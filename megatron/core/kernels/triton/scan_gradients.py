@@ -23,10 +23,10 @@ from megatron.core.kernels.triton.scan_chunks import (
     chunk_decays,
     dot_precision,
     invert_delta_rule_systems,
-    load_rows,
+    load_masked_rows,
     padded_block_width,
-    reads_earlier_token,
-    store_rows,
+    store_masked_rows,
+    strictly_causal_segment_mask,
 )
 
 _CHUNK, _COLUMNS, _WARPS = 16, 32, 8  # tokens of a chunk, for which registers are enough; channels of a program
@@ -79,8 +79,8 @@ def _recompute_selective_states(
         tokens, valid = (start + places).to(tl.int64) * batch + one, start + places < length
         rows = tokens * heads + head
         steps = tl.load(dt + rows, mask=valid, other=0.0).to(tl.float32)
-        keys = load_rows(b, tokens * (heads // per_group) + head // per_group, valid, deep, STATE)
-        values = load_rows(x, rows, valid, columns, SIZE) * steps[:, None]
+        keys = load_masked_rows(b, tokens * (heads // per_group) + head // per_group, valid, deep, STATE)
+        values = load_masked_rows(x, rows, valid, columns, SIZE) * steps[:, None]
         _, _, to_end, across = chunk_decays(steps * decay, segments, one * length, start, length, CHUNK)
         made = tl.dot(tl.trans(keys * to_end[:, None]), values, input_precision=PRECISION)
         state = state * across + made
@@ -142,8 +142,11 @@ def _selective_backward_kernel(
         tokens, valid = (start + places).to(tl.int64) * batch + one, start + places < length
         rows, grouped = tokens * heads + head, tokens * (heads // per_group) + head // per_group
         steps = tl.load(dt + rows, mask=valid, other=0.0).to(tl.float32)
-        keys, queries = load_rows(b, grouped, valid, deep, STATE), load_rows(c, grouped, valid, deep, STATE)
-        inputs, dys = load_rows(x, rows, valid, columns, SIZE), load_rows(dy, rows, valid, columns, SIZE)
+        keys, queries = (
+            load_masked_rows(b, grouped, valid, deep, STATE),
+            load_masked_rows(c, grouped, valid, deep, STATE),
+        )
+        inputs, dys = load_masked_rows(x, rows, valid, columns, SIZE), load_masked_rows(dy, rows, valid, columns, SIZE)
         state = tl.load(states + number * tl.num_programs(0).to(tl.int64) * SIZE * STATE + square, mask=held, other=0.0)
         between, from_start, to_end, across = chunk_decays(steps * decay, segments, one * length, start, length, CHUNK)
         values = inputs * steps[:, None]
@@ -160,12 +163,12 @@ def _selective_backward_kernel(
         d_keys += tl.dot(tl.trans(d_weights), queries, input_precision=PRECISION)
         after *= across
         after += tl.dot(tl.trans(queries * from_start[:, None]), dys, input_precision=PRECISION)
-        store_rows(dx, rows, valid, columns, d_values * steps[:, None], SIZE)
+        store_masked_rows(dx, rows, valid, columns, d_values * steps[:, None], SIZE)
         tl.store(d_dt + split * length * batch * heads + rows, tl.sum(inputs * d_values, 1), mask=valid)
         tl.store(d_logs + split * length * batch * heads + rows, logs, mask=valid)
         own = ((split * chunks + number) * CHUNK + places) * tl.num_programs(0) + tl.program_id(0)
-        store_rows(d_b, own, places >= 0, deep, d_keys, STATE)
-        store_rows(d_c, own, places >= 0, deep, d_queries, STATE)
+        store_masked_rows(d_b, own, places >= 0, deep, d_keys, STATE)
+        store_masked_rows(d_c, own, places >= 0, deep, d_queries, STATE)
     tl.store(d_state + square, after, mask=held)
 
 
@@ -207,9 +210,9 @@ def _recompute_delta_rule_states(
         rows = tokens * heads + head
         logs = tl.load(g + rows, mask=valid, other=0.0).to(tl.float32)
         rate = tl.load(beta + rows, mask=valid, other=0.0).to(tl.float32)[:, None]
-        keys = load_rows(k, tokens * (heads // per_group) + head // per_group, valid, deep, KEY)
-        values = load_rows(v, rows, valid, columns, SIZE) * rate
-        system = load_rows(inverse, number * CHUNK + places, places >= 0, places, CHUNK)
+        keys = load_masked_rows(k, tokens * (heads // per_group) + head // per_group, valid, deep, KEY)
+        values = load_masked_rows(v, rows, valid, columns, SIZE) * rate
+        system = load_masked_rows(inverse, number * CHUNK + places, places >= 0, places, CHUNK)
         between, from_start, to_end, across = chunk_decays(logs, segments, one * length, start, length, CHUNK)
         reads = tl.dot(system, keys * rate, input_precision=PRECISION) * from_start[:, None]
         written = tl.dot(system * between, values, input_precision=PRECISION)
@@ -276,9 +279,9 @@ def _delta_rule_backward_kernel(
         rows, grouped = tokens * heads + head, tokens * (heads // per_group) + head // per_group
         logs = tl.load(g + rows, mask=valid, other=0.0).to(tl.float32)
         rate = tl.load(beta + rows, mask=valid, other=0.0).to(tl.float32)[:, None]
-        keys, queries = load_rows(k, grouped, valid, deep, KEY), load_rows(q, grouped, valid, deep, KEY)
-        inputs, dys = load_rows(v, rows, valid, columns, SIZE), load_rows(dy, rows, valid, columns, SIZE)
-        system = load_rows(inverse, number * CHUNK + places, places >= 0, places, CHUNK)
+        keys, queries = load_masked_rows(k, grouped, valid, deep, KEY), load_masked_rows(q, grouped, valid, deep, KEY)
+        inputs, dys = load_masked_rows(v, rows, valid, columns, SIZE), load_masked_rows(dy, rows, valid, columns, SIZE)
+        system = load_masked_rows(inverse, number * CHUNK + places, places >= 0, places, CHUNK)
         state = tl.load(states + number * tl.num_programs(0).to(tl.int64) * SIZE * KEY + square, mask=held, other=0.0)
         between, from_start, to_end, across = chunk_decays(logs, segments, one * length, start, length, CHUNK)
         reads = tl.dot(system, keys * rate, input_precision=PRECISION) * from_start[:, None]
@@ -311,18 +314,18 @@ def _delta_rule_backward_kernel(
         # The system N of the inverse: dN = -N^-T dN^-1 N^-T, below the diagonal.
         d_system = tl.dot(tl.trans(system), d_system, input_precision=PRECISION)
         d_system = -tl.dot(d_system, tl.trans(system), input_precision=PRECISION)
-        d_system = tl.where(reads_earlier_token(segments, one * length, start, length, CHUNK), d_system, 0.0)
+        d_system = tl.where(strictly_causal_segment_mask(segments, one * length, start, length, CHUNK), d_system, 0.0)
         d_rate = tl.sum(inputs * d_inputs, 1) + tl.sum(keys * d_reads, 1) + tl.sum(products * d_system, 1)
         d_system *= rate
         d_keys += d_reads * rate + tl.dot(d_system, keys, input_precision=PRECISION)
         d_keys += tl.dot(tl.trans(d_system), keys, input_precision=PRECISION)
-        store_rows(dv, rows, valid, columns, d_inputs * rate, SIZE)
+        store_masked_rows(dv, rows, valid, columns, d_inputs * rate, SIZE)
         tl.store(d_beta + split * length * batch * heads + rows, d_rate, mask=valid)
         logs = _log_decay_gradient(d_g_between, requested, gives, kept)
         tl.store(d_g + split * length * batch * heads + rows, logs, mask=valid)
         own = ((split * chunks + number) * CHUNK + places) * tl.num_programs(0) + tl.program_id(0)
-        store_rows(d_q, own, places >= 0, deep, d_queries, KEY)
-        store_rows(d_k, own, places >= 0, deep, d_keys, KEY)
+        store_masked_rows(d_q, own, places >= 0, deep, d_queries, KEY)
+        store_masked_rows(d_k, own, places >= 0, deep, d_keys, KEY)
     tl.store(d_state + square, after, mask=held)
 
 

@@ -251,7 +251,8 @@ def _launch_selective_scan(
 def _launch_delta_rule_scan(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, segments: Tensor | None, first: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Launch `_delta`. Returns y [s, b, n, dv], and the states before every `_SPAN` chunks and after the last token,
+    """Launch `_delta_rule_scan_kernel`. Returns y [s, b, n, dv], and the states before every `_SPAN` chunks and after
+    the last token,
     [spans + 1, b, n, dk, dv].
     """
     length, batch, heads, size = v.shape

@@ -23,7 +23,7 @@ _ELEMENTS = 4 * 32 * 8  # that four warps load at a time, 16 bytes of a half for
 
 
 @triton.jit
-def _copy_head_and_sum(
+def _copy_head_and_sum_tokens(
     x: tl.tensor,
     y: tl.tensor,
     sums: tl.tensor,
@@ -101,17 +101,19 @@ def _join_head_gradients_kernel(
     if gate is not None:
         first += q_heads
     if head < q_heads:
-        _copy_head_and_sum(q + head * q_h, out, sums, token, tokens, batch, row, q_s, q_b, SIZE, BLOCK, ROWS, STEP)
+        _copy_head_and_sum_tokens(
+            q + head * q_h, out, sums, token, tokens, batch, row, q_s, q_b, SIZE, BLOCK, ROWS, STEP
+        )
     elif head >= first + k_heads:
         v += (head - first - k_heads) * v_h
-        _copy_head_and_sum(v, out, sums, token, tokens, batch, row, v_s, v_b, SIZE, BLOCK, ROWS, STEP)
+        _copy_head_and_sum_tokens(v, out, sums, token, tokens, batch, row, v_s, v_b, SIZE, BLOCK, ROWS, STEP)
     elif head >= first:
-        _copy_head_and_sum(
+        _copy_head_and_sum_tokens(
             k + (head - first) * k_h, out, sums, token, tokens, batch, row, k_s, k_b, SIZE, BLOCK, ROWS, STEP
         )
     elif gate is not None:
         gate += (head - q_heads) * gate_h
-        _copy_head_and_sum(gate, out, sums, token, tokens, batch, row, gate_s, gate_b, SIZE, BLOCK, ROWS, STEP)
+        _copy_head_and_sum_tokens(gate, out, sums, token, tokens, batch, row, gate_s, gate_b, SIZE, BLOCK, ROWS, STEP)
 
 
 class _SplitQKV(Function):

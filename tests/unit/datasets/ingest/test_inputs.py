@@ -226,14 +226,14 @@ def test_how_bad_lines_are_met_may_change_when_a_run_goes_on(tool, folder, tmp_p
         set_chunks(patch, 100)
         with pytest.raises(SystemExit, match=r"a\.jsonl:21: not JSON"):
             tool.main([*words, "--journal-interval", "0"])
-        save = pipeline.journal.save_journal
+        save = pipeline.journal.save_preprocess_progress
 
         def dies_at_the_end(prefix, command, state):
             if state.done:
                 raise Stop
             save(prefix, command, state)
 
-        patch.setattr(pipeline.journal, "save_journal", dies_at_the_end)
+        patch.setattr(pipeline.journal, "save_preprocess_progress", dies_at_the_end)
         with pytest.raises(Stop):
             tool.main([*words, "--journal-interval", "0", "--on-bad-line", "skip"])
     with pytest.raises(SystemExit, match=r"a\.jsonl:21: not JSON"):

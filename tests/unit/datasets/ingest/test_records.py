@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets.ingest.encode import EncodeOptions, RecordEncoder
+from megatron.core.datasets.ingest.input_spans import InputPosition, RecordChunk
 from megatron.core.datasets.ingest.records import PLACES, parse_records
-from megatron.core.datasets.ingest.source import InputPosition, RecordChunk
 
 # JSON values of all kinds, objects with the keys in question more often than others.
 ANY = st.recursive(
@@ -91,7 +91,7 @@ def test_what_the_tokenizer_cannot_read_is_left_out_under_every_key(rows, append
     encoder = numbers_encoder(keys=("a", "b"), append_eod=append_eod)
     content = b"".join(json.dumps({"a": a, "b": b}).encode() + b"\n" for a, b in rows)
     chunk = RecordChunk("jsonl", content, InputPosition(), InputPosition(), len(content), len(content))
-    encoded = encoder.encode(*encoder.read_records_and_sentences(chunk))
+    encoded = encoder.encode_documents(*encoder.parse_records_and_sentences(chunk))
     good = [(a, b) for a, b in rows if not {a, b} & {"x", "101"}]
     for column, texts in zip(encoded.columns, zip(*good) if good else [(), ()]):
         documents = [[int(word) for word in text.split()] + [100] * (append_eod and bool(text)) for text in texts]
@@ -111,7 +111,9 @@ def test_a_tokenizer_whose_memory_grows_is_built_again(monkeypatch):
     seen = []
     for _ in range(6):
         seen.append(encoder.tokenizer)
-        assert encoder.encode(*encoder.read_records_and_sentences(replace(chunk))).columns[0].ids.tolist() == [7]
+        assert encoder.encode_documents(*encoder.parse_records_and_sentences(replace(chunk))).columns[
+            0
+        ].ids.tolist() == [7]
     first, second = seen[0], seen[3]
     assert seen == [first, first, first, second, second, second] and first is not second
     assert encoder.tokenizer is not second

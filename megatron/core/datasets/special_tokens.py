@@ -1,0 +1,69 @@
+"""What a tokenizer puts into text and around it: tokens that have a name, and ids before and after every text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.tokenizers.base import Tokenizer
+
+IMAGE = "<image>"  # what stands for an image in a text
+
+
+def token_ids_by_name(tokenizer: Tokenizer, names: Iterable[str]) -> dict[str, int]:
+    """Return the id of each of these names that is one token of the vocabulary; other names are missing from the
+    result.
+    """
+    requested = set(names)
+    result: dict[str, int] = {}
+    for token in range(tokenizer.vocab_size if requested else 0):
+        try:
+            name = tokenizer.id_to_token(token)
+        except (LookupError, ValueError):  # a number without a token
+            continue
+        if name in requested:
+            result.setdefault(name, token)
+    return result
+
+
+def count_ids_around_text(tokenizer: Tokenizer) -> tuple[int, int]:
+    """Return how many ids (such as BOS and EOS) `tokenize` puts (before, after) every text. `ConfigError` if that is
+    unclear.
+    """
+    empty, letter = tokenizer.tokenize(""), tokenizer.tokenize("1")
+    for before in range(len(empty) + 1):
+        after = len(empty) - before
+        if (
+            len(letter) > len(empty)
+            and letter[:before] == empty[:before]
+            and letter[len(letter) - after :] == empty[before:]
+        ):
+            return before, after
+    raise ConfigError(
+        f"the tokenizer gives {empty} to no text and {letter} to '1', so that it cannot tokenize a text in "
+        "pieces, as --fim-data, --sft and the tasks do; choose another"
+    )
+
+
+def encode_without_special_tokens(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
+    """The ids of each text, [t] each, without those that the tokenizer puts around it."""
+    before, after = count_ids_around_text(tokenizer)
+    ids, lengths = tokenizer.encode_texts_flat(texts)
+    return [part[before : len(part) - after] for part in np.split(ids, np.cumsum(lengths)[:-1])] if len(texts) else []
+
+
+def refuse_added_special_tokens(tokenizer: Tokenizer) -> None:
+    """Raise `ConfigError` for a tokenizer that puts ids around every text: each sentence of a sample would get them."""
+    if not any(count_ids_around_text(tokenizer)):
+        return
+    way_out = {
+        "HuggingFaceTokenizer": "give --tokenizer-hf-no-include-special-tokens",
+        "SentencePieceTokenizer": "choose --tokenizer-type GPTSentencePieceTokenizer instead of Llama2Tokenizer",
+    }
+    formatted = " ".join(map(tokenizer.id_to_token, tokenizer.tokenize("1")))
+    raise ConfigError(
+        f"the tokenizer makes '{formatted}' of '1', and would put the same around each sentence of a sample; "
+        f"{way_out.get(type(tokenizer).__name__, 'choose another tokenizer')}, when sentences are written and in training"
+    )

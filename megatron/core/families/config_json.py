@@ -1,0 +1,293 @@
+"""Reading and writing config.json: every key is understood, known to say nothing of the network, or refused.
+
+A key of a published config that nobody here knows may change the network, so it is never passed over: unless it is off
+(null or false), the folder is refused with the key and its value.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from megatron.core.config.plan import network_layer_plans
+from megatron.core.config.settings.model import ModelConfig, PositionConfig
+
+# Keys that do not change what the network computes: names, ids of special tokens, generation, training, caches.
+IGNORED = frozenset(
+    """
+    _commit_hash _name_or_path architectures attn_implementation auto_map bos_token_id chunk_size_feed_forward
+    diversity_penalty do_sample dtype early_stopping eos_token_id finetuning_task forced_bos_token_id
+    forced_eos_token_id gradient_checkpointing id2label is_decoder is_llama_config keys_to_ignore_at_inference
+    label2id length_penalty max_length max_sequence_length min_length model_type n_ctx no_repeat_ngram_size
+    num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states output_past output_scores
+    pad_token_id prefix pretraining_tp problem_type reorder_and_upcast_attn repetition_penalty return_dict
+    return_dict_in_generate sep_token_id decoder_start_token_id suppress_tokens begin_suppress_tokens bad_words_ids
+    encoder_no_repeat_ngram_size remove_invalid_values exponential_decay_length_penalty summary_activation
+    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params temperature
+    tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p
+    unsloth_fixed unsloth_version use_cache
+    """.split()
+)
+
+# Keys that say how experts are balanced while they are trained.
+BALANCE = ("aux_loss_alpha", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "seq_aux")
+TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # one formula by three names
+
+
+class ErrorCollectingConfigReader:
+    """The keys of a config.json, taken one by one. config: all of it. problems: what is wrong or cannot be expressed, a line each.
+
+    A key that is missing or of a wrong kind is noted, and something harmless is returned, so that all are found at once.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self._left = {name: value for name, value in config.items() if name not in IGNORED}
+        self.problems: list[str] = []
+
+    def positive_int(self, name: str, default: int | None = None) -> int:
+        """Take a positive integer; null counts as missing. A problem is noted, and 1 returned, for anything else."""
+        value = self._pop_or_default(name, default)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        self.problems.append(f"{name}: {_short_value(value)} is not a positive whole number")
+        return 1
+
+    def positive_int_or_none(self, name: str) -> int | None:
+        """Take a positive integer, or return None if the key is missing or null."""
+        return self.positive_int(name) if self._left.get(name) is not None else self.pop_or_none(name)
+
+    def non_negative_float(self, name: str, default: float | None = None, *, positive: bool = False) -> float:
+        """Take a finite number from 0 on, with `positive` above 0. A problem is noted, and 1.0 returned, for anything
+        else.
+        """
+        value = self._pop_or_default(name, default)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_number and math.isfinite(value) and (value > 0 or value == 0 and not positive):
+            return float(value)
+        self.problems.append(
+            f"{name}: {_short_value(value)} is not a {'positive number' if positive else 'number from 0 on'}"
+        )
+        return 1.0
+
+    def boolean(self, name: str, default: bool) -> bool:
+        """Take true or false; null counts as missing. A problem is noted for anything else."""
+        value = self._pop_or_default(name, default)
+        if not isinstance(value, bool):
+            self.problems.append(f"{name}: {_short_value(value)} is neither true nor false")
+        return value is True
+
+    def one_of(self, name: str, allowed: tuple[Any, ...], default: Any) -> Any:
+        """Take a value; a problem is noted if it is not one of those allowed. default: value if the key is missing or
+        null.
+        """
+        value = self._pop_or_default(name, default)
+        if value not in allowed:
+            self.problems.append(
+                f"{name}: {_short_value(value)} has no counterpart here; "
+                f"{' or '.join(_short_value(one) for one in allowed)} has"
+            )
+        return value
+
+    def pop_or_none(self, name: str) -> Any:
+        """Take a value as it is; None if it is missing."""
+        return self._left.pop(name, None)
+
+    def ignore_keys(self, *names: str) -> None:
+        """Ignore these keys, as they say nothing of the network; without names, all keys not yet taken."""
+        self._left = {name: value for name, value in self._left.items() if names and name not in names}
+
+    def set_key_defaults(self, **usual: Any) -> None:
+        """Set values for keys that are missing."""
+        self._left = {**usual, **self._left}
+
+    def all_problems(self, silent: Collection[str] = ()) -> list[str]:
+        """All problems, those of keys that nobody asked for included, but for those that are silent about the network."""
+        strangers = [
+            f"{name}: {_short_value(value)} is unknown here and may change the network; if it does not, take it out of "
+            "config.json"
+            for name, value in self._left.items()
+            if name not in silent and value not in (None, False, {}, [])
+        ]
+        return self.problems + strangers
+
+    def _pop_or_default(self, name: str, default: Any) -> Any:
+        value = self._left.pop(name, None)
+        return default if value is None else value
+
+
+def architectures_of(config: Mapping[str, Any]) -> list[str]:
+    """Return the class names of transformers in `architectures` of a config.json; [] if there are none."""
+    named = config.get("architectures") or []
+    return [named] if isinstance(named, str) else [str(name) for name in named] if isinstance(named, Iterable) else []
+
+
+def read_rope_keys(keys: ErrorCollectingConfigReader, *, base: float = 10000.0, latent: bool = False) -> dict[str, Any]:
+    """Read the settings of rotary positions from `rope_theta` and `rope_scaling`, or `rope_parameters`, which holds
+    both.
+
+    base: default of rope_theta. latent: whether the network has latent attention.
+    """
+    scaling, both, given_base = (
+        keys.pop_or_none("rope_scaling"),
+        keys.pop_or_none("rope_parameters"),
+        keys.pop_or_none("rope_theta"),
+    )
+    given = {
+        **_dict_else_note_problem(keys, "rope_scaling", scaling),
+        **_dict_else_note_problem(keys, "rope_parameters", both),
+    }
+    kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
+    given.pop("type", None)
+    inner = ErrorCollectingConfigReader({"rope_theta": given_base, **given})
+    settings: dict[str, Any] = {
+        "position_embedding_type": "rope",
+        "rotary_base": inner.non_negative_float("rope_theta", base, positive=True),
+        **({"rope_type": "rope"} if latent else {}),
+    }
+    inner.one_of("partial_rotary_factor", (1.0,), 1.0)
+    if kind == "linear":
+        settings["rotary_seq_len_interpolation_factor"] = inner.non_negative_float("factor", positive=True)
+    elif kind == "llama3":
+        settings |= {
+            "use_rope_scaling": True,
+            "rope_scaling_factor": inner.non_negative_float("factor", positive=True),
+            "rope_scaling_low_freq_factor": inner.non_negative_float("low_freq_factor"),
+            "rope_scaling_high_freq_factor": inner.non_negative_float("high_freq_factor"),
+            "rope_scaling_original_length": inner.positive_int("original_max_position_embeddings"),
+        }
+        if settings["rope_scaling_high_freq_factor"] <= settings["rope_scaling_low_freq_factor"]:
+            inner.problems.append("high_freq_factor must be larger than low_freq_factor")
+    elif kind == "yarn":
+        settings |= {
+            "position_embedding_type": "rope" if latent else "yarn",
+            "rope_type": "yarn",
+            **_read_yarn_keys(inner),
+        }
+    elif kind != "default":
+        keys.problems.append(f"rope_type: {_short_value(kind)} is not built here; default, linear, llama3 and yarn are")
+        return settings
+    keys.problems += [f"rotary positions: {problem}" for problem in inner.all_problems()]
+    return settings
+
+
+def _read_yarn_keys(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+    factor, mscale, every = (
+        keys.non_negative_float("factor", positive=True),
+        keys.non_negative_float("mscale", 0.0),
+        keys.non_negative_float("mscale_all_dim", 0.0),
+    )
+    if bool(mscale) != bool(every) and (mscale, every) != (1.0, 0.0):
+        keys.problems.append(f"mscale: {mscale:g} with mscale_all_dim: {every:g}; either both are given or neither")
+    grown = _yarn_attention_factor(factor, mscale or 1.0) / _yarn_attention_factor(factor, every)
+    stated = keys.non_negative_float("attention_factor", grown)
+    if not math.isclose(stated, grown, rel_tol=1e-6):
+        keys.problems.append(
+            f"attention_factor: {stated:g} has no counterpart here; {grown:g}, which follows from the factor, has"
+        )
+    return {
+        "rotary_scaling_factor": factor,
+        "yarn_original_max_position_embeddings": keys.positive_int("original_max_position_embeddings"),
+        "yarn_beta_fast": keys.non_negative_float("beta_fast", 32.0),
+        "yarn_beta_slow": keys.non_negative_float("beta_slow", 1.0),
+        "yarn_correction_range_round_to_int": keys.boolean("truncate", True),
+        "mscale": mscale or 1.0,
+        "mscale_all_dim": every,
+    }
+
+
+def _yarn_attention_factor(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def rope_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json for rotary positions: `rope_parameters` if `like` has it, else `rope_theta` and
+    `rope_scaling`.
+    """
+    rope, scaling = model.rope, dict[str, Any]()
+    earlier = like.get("rope_parameters") or like.get("rope_scaling") or {}
+    if rope.rope_type == "yarn":
+        scaling = _yarn_config_keys(rope, earlier)
+    elif rope.use_rope_scaling:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": rope.rope_scaling_factor,
+            "low_freq_factor": rope.rope_scaling_low_freq_factor,
+            "high_freq_factor": rope.rope_scaling_high_freq_factor,
+            "original_max_position_embeddings": rope.rope_scaling_original_length,
+        }
+    elif rope.rotary_seq_len_interpolation_factor:
+        scaling = {"rope_type": "linear", "factor": rope.rotary_seq_len_interpolation_factor}
+    if like.get("rope_parameters"):
+        return {"rope_parameters": {"rope_theta": rope.rotary_base, **(scaling or {"rope_type": "default"})}}
+    if "type" in earlier and "rope_type" not in earlier and scaling:  # its older name
+        scaling["type"] = scaling.pop("rope_type")
+    return {"rope_theta": rope.rotary_base, "rope_scaling": scaling or None}
+
+
+def _yarn_config_keys(rope: PositionConfig, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """Return YaRN's keys; those with default values only if the earlier config.json has them."""
+    usual = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "mscale": 1.0, "mscale_all_dim": 0.0}
+    values = {
+        "beta_fast": rope.yarn_beta_fast,
+        "beta_slow": rope.yarn_beta_slow,
+        "truncate": rope.yarn_correction_range_round_to_int,
+        "mscale": rope.mscale,
+        "mscale_all_dim": rope.mscale_all_dim,
+    }
+    named = {*earlier, "mscale"} if rope.mscale_all_dim else {*earlier}
+    return {
+        "rope_type": "yarn",
+        "factor": rope.rotary_scaling_factor,
+        "original_max_position_embeddings": rope.yarn_original_max_position_embeddings,
+        **{name: value for name, value in values.items() if value != usual[name] or name in named},
+    }
+
+
+def format_layer_freq(layers: Sequence[bool]) -> str:
+    """Return a layer pattern as our flags take it, such as `[0]*3+[1]*58`; number by number if it alternates often."""
+    runs = [(int(value), len(list(run))) for value, run in itertools.groupby(layers)]
+    if len(runs) > 4:
+        return f"[{','.join(str(int(value)) for value in layers)}]"
+    return "+".join(f"[{value}]*{count}" for value, count in runs)
+
+
+def sliding_window_to_settings(size: int, layers: Sequence[bool]) -> dict[str, Any]:
+    """Return the settings of layers with a sliding window of `size` tokens, the query's own included; {} if no layer
+    has one.
+    """
+    if not any(layers):
+        return {}
+    return {"window_size": f"{size - 1},0", "window_attn_skip_freq": None if all(layers) else format_layer_freq(layers)}
+
+
+def window_and_layers_of_model(model: ModelConfig) -> tuple[int | None, list[bool]]:
+    """Return the size of the sliding window in tokens, the query's own included, or None; and for each layer whether it
+    has one.
+    """
+    layers = [plan.window is not None for plan in network_layer_plans(model)]
+    return (model.parsed_window_size[0] + 1 if any(layers) and model.parsed_window_size is not None else None), layers
+
+
+def settings_from_head_counts(heads: int, groups: int) -> dict[str, Any]:
+    """Return our settings for these numbers of query heads and key/value heads."""
+    return {"num_attention_heads": heads, "group_query_attention": heads != groups, "num_query_groups": groups}
+
+
+def preserved_keys(like: Mapping[str, Any], *more: str) -> dict[str, Any]:
+    """Return the keys of an earlier config.json that say nothing of the network, and those in `more`."""
+    return {name: value for name, value in like.items() if name in IGNORED or name in more}
+
+
+def _dict_else_note_problem(keys: ErrorCollectingConfigReader, name: str, value: Any) -> dict[str, Any]:
+    if value is None or isinstance(value, Mapping):
+        return dict(value or {})
+    keys.problems.append(f"{name}: {_short_value(value)} is not an object")
+    return {}
+
+
+def _short_value(value: Any) -> str:
+    text = "nothing" if value is None else f"{value!r}"
+    return text if len(text) <= 80 else f"{text[:77]}..."

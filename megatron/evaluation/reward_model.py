@@ -1,0 +1,124 @@
+"""What a reward model says of texts: one number for each, at its last token.
+
+    model = RewardModel.load("runs/reward/checkpoints")        a checkpoint of finetune.py --finetune-task reward, or a folder of
+    model.score(["2 + 2 = 4", "2 + 2 = 5"])                    Hugging Face's with an ...ForSequenceClassification of one label
+    model.score([[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]])
+
+Texts end with the end of document, and conversations as the chat template ends them, as in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.flags import ConfigError
+from megatron.core.config.settings.parallel import ParallelConfig
+from megatron.core.datasets.conversations import ConversationEncoder
+from megatron.core.models.gpt import GPTModel
+from megatron.core.parallel import collectives
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.evaluation.likelihood import EvaluationBatchLimits, Ids, forward_batches, gather_results_by_number
+from megatron.training.checkpoint.inference_model import REWARD, InferenceModel, load_network
+
+Message = Mapping[str, Any]
+
+
+def encode_reward_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the ids of a text with the end of document, as reward models read it: [tokens]."""
+    ids = list(tokenizer.tokenize(text))
+    return ids if ids and ids[-1] == tokenizer.eod else [*ids, tokenizer.eod]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardModel:
+    """A loaded reward model. template: of conversations, as --sft-tokenizer-prompt-format names it."""
+
+    loaded: InferenceModel[GPTModel]
+    template: str = "tokenizer"
+
+    @staticmethod
+    def load(
+        path: str,
+        *,
+        template: str = "tokenizer",
+        parallel: ParallelConfig = ParallelConfig(),
+        dtype: str = "auto",
+        tokenizer: Mapping[str, Any] | None = None,
+        device: torch.device | None = None,
+        alone: bool = False,
+    ) -> RewardModel:
+        """Load a checkpoint, or a Hugging Face folder, collectively over all ranks; with `alone`, whole on this rank,
+        which then scores by itself. template: see the class; other arguments as in `load_network`.
+        """
+        loaded = load_network(
+            path, REWARD, parallel=parallel, dtype=dtype, tokenizer=tokenizer, device=device, alone=alone
+        )
+        return RewardModel(loaded, template)
+
+    def score(
+        self, texts: Sequence[str | Sequence[Message]], *, size: EvaluationBatchLimits = EvaluationBatchLimits(32)
+    ) -> list[float]:
+        """Return the score of each text or conversation, in order. Collective (unless loaded `alone`): all ranks pass
+        the same and get the same.
+        """
+        return self.score_ids(self.encode_reward_texts(texts), size=size)
+
+    def score_ids(
+        self, inputs: Sequence[Ids], *, size: EvaluationBatchLimits = EvaluationBatchLimits(32)
+    ) -> list[float]:
+        """As `score`, for texts given as ids with their end. `ConfigError` if one is longer than the network's
+        positions.
+        """
+        longest = self.loaded.config.model.max_position_embeddings
+        if too_long := [number for number, ids in enumerate(inputs) if len(ids) > longest]:
+            raise ConfigError(
+                f"{len(too_long)} texts (the first is number {too_long[0]}) are longer than the {longest} positions of "
+                f"{self.loaded.source.where}; shorten them"
+            )
+        numbers: dict[Ids, list[int]] = {}
+        for number, ids in enumerate(inputs):
+            numbers.setdefault(ids, []).append(number)
+        batches, scores = size.split_into_batches(list(numbers)), dict[int, float]()
+
+        def keep_last_token_scores(place: int, values: Tensor) -> None:
+            """values: [b, s], at every position."""
+            for row, ids in enumerate(batches[place]):
+                scores.update(dict.fromkeys(numbers[ids], float(values[row, len(ids) - 1])))
+
+        forward_batches(self.loaded, batches, keep_last_token_scores)
+        gathered = gather_results_by_number(self.loaded, scores)
+        return [gathered[number] for number in range(len(inputs))]
+
+    def score_as_leader(self, inputs: Sequence[Ids]) -> list[float]:
+        """As `score_ids`, called on the first rank only, while all others are in `run_as_follower`."""
+        return self.score_ids(collectives.broadcast_object(list(inputs), self.loaded.mesh.world))
+
+    def release_followers(self) -> None:
+        """On the first rank: end `run_as_follower` on the others."""
+        collectives.broadcast_object(None, self.loaded.mesh.world)
+
+    def run_as_follower(self) -> None:
+        """Take part in what the first rank scores, until `release_followers`."""
+        while (inputs := collectives.broadcast_object(None, self.loaded.mesh.world)) is not None:
+            self.score_ids(inputs)
+
+    def encode_reward_texts(self, texts: Sequence[str | Sequence[Message]]) -> list[Ids]:
+        """Return the ids of each text or conversation, with its end."""
+        tokenizer = self.loaded.tokenizer
+        encoder = (
+            ConversationEncoder(tokenizer, self.template) if any(not isinstance(text, str) for text in texts) else None
+        )
+        inputs: list[Ids] = []
+        for text in texts:
+            if isinstance(text, str):
+                inputs.append(tuple(encode_reward_text(tokenizer, text)))
+                continue
+            assert encoder is not None, "conversations are written by a template"
+            (ids,) = encoder.encode_conversations([encoder.template.render_segments(text)])
+            inputs.append(tuple((ids ^ (ids >> 31)).tolist()))  # an id that is not learnt is kept as ~id
+        return inputs
