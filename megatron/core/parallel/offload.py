@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.parallel.device import SideStream, StreamEvent, empty_host_tensor
+from megatron.core.parallel.main_grad import active_main_grad
 
 
 class OffloadedBuffer:
@@ -145,16 +146,25 @@ class ActivationOffload:
         """Context manager: what autograd saves inside is offloaded, if gradients are enabled and no backward pass is
         running.
 
-        parts: modules whose weights stay on the device.
+        parts: modules whose weights and main gradients stay on the device, since a compiled layer saves the main
+        gradient that its backward pass adds to.
         """
         # Activations that the backward pass recomputes are used at once.
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             yield
             return
-        stay = {param.untyped_storage()._cdata for part in parts for param in part.parameters()}
+        stay = {tensor.untyped_storage()._cdata for part in parts for tensor in _weights_and_main_grads(part)}
         self._last = group = _OffloadGroup(self, stay, self._last)
         with torch.autograd.graph.saved_tensors_hooks(group.pack, group.unpack):
             yield
+
+
+def _weights_and_main_grads(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the parameters of a module, and the sums (any shape) of their main gradients."""
+    for param in module.parameters():
+        yield param
+        if main_grad := active_main_grad(param):
+            yield main_grad.total
 
 
 @contextmanager

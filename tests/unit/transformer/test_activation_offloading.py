@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.parallel import device, offload
+from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.parallel.offload import ActivationOffload
 from tests.helpers import tiny
 from tests.helpers.training import train_here
@@ -193,3 +194,26 @@ def test_while_a_part_works_the_one_before_is_on_its_way(monkeypatch: pytest.Mon
             x = torch.nn.functional.pad(x, (0, size - len(x))).exp()
     x.sum().backward()
     assert seen == ["want third", "fetch third", "fetch second", "want second", "fetch first", "want first"]
+
+
+def test_a_main_gradient_that_autograd_saves_is_the_one_that_the_backward_pass_adds_to() -> None:
+    """As in a layer that a compiler made one graph: its backward pass adds to the main gradient, which it saved."""
+
+    class Add(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, total: Tensor) -> Tensor:
+            ctx.save_for_backward(total)
+            return x * 1.0
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+            ctx.saved_tensors[0].add_(1.0)
+            return gradient, None
+
+    linear, total = torch.nn.Linear(4, 4, bias=False), torch.zeros(4, 4)
+    linear.weight.main_grad = MainGrad(total)  # type: ignore[assignment]
+    linear.weight.main_grad.open = True
+    with ActivationOffload(torch.device("cpu"), 0).offloading(linear):
+        result = Add.apply(torch.ones(4, requires_grad=True), total)
+    result.sum().backward()
+    assert torch.equal(total, torch.ones(4, 4))
