@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron.core.kernels import scans
 from megatron.core.kernels.reference import accumulation_dtype_of
 from megatron.core.kernels.table import Kernels
+from megatron.core.parallel.offload import no_activation_offload
 from megatron.trust.simulate.recorder import StepRecorder, dtype_name
 from megatron.trust.simulate.trace import EventList, ScanOperations, StepEvent
 
@@ -132,7 +133,7 @@ class ScanRecorder:
         }
         key = kind.name, *shapes.values(), documents, given, last
         if key not in self.known:
-            with _disable_current_modes(), torch.enable_grad():
+            with _disable_current_modes(), no_activation_offload(), torch.enable_grad():
                 made = {
                     name: torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
                     for name, (shape, dtype) in shapes.items()
