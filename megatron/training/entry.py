@@ -50,9 +50,7 @@ _SILENCE, _AGAIN = 30.0, 5.0  # seconds: how long a store may not answer, and ho
 
 
 class FailureReporter:
-    """Reports this rank's failure in the launcher's store, and ends this process when another rank failed or the
-    launcher is gone.
-    """
+    """Reports this rank's failure in the launcher's store, and ends it when others fail or the launcher is gone."""
 
     def __init__(self, place: LaunchInfo) -> None:
         self.place = place
@@ -140,9 +138,7 @@ def _delay_secondary_failure(main: Callable[[], None]) -> Callable[[], None]:
 
 
 def guarded_entry_point(main: Callable[[], None]) -> Callable[[], None]:
-    """Decorator of a script's main function: every error ends all ranks and is shown once, user errors without a
-    traceback.
-    """
+    """Decorator of a script's main: every error ends all ranks and is shown once, user errors without a traceback."""
     recorded = record(_delay_secondary_failure(main))
 
     @functools.wraps(main)

@@ -16,9 +16,7 @@ from megatron.training.trainer import Trainer
 
 
 def evaluate_loss(trainer: Trainer, batches: Iterator[Batch], iterations: int) -> dict[str, float]:
-    """Return the mean of each loss over `iterations` global batches, the same on every rank. Random streams are left as
-    they were.
-    """
+    """Return the mean of each loss over `iterations` global batches, alike on all ranks; random streams stay."""
     mesh = trainer.run.mesh
     count = trainer.batches.evaluation_batch_size // trainer.batches.unit
     totals: dict[str, torch.Tensor] = {}
@@ -43,9 +41,7 @@ def evaluate_loss(trainer: Trainer, batches: Iterator[Batch], iterations: int) -
 
 @contextmanager
 def evaluation_mode(trainer: Trainer) -> Iterator[None]:
-    """Within: parameters gathered, dropout off, no cuDNN attention. Afterwards training mode and random streams are
-    restored.
-    """
+    """Within: parameters gathered, dropout and cuDNN attention off; then training mode and random streams as before."""
     streams = trainer.run.streams.state()
     trainer.set_train_mode(False)
     for parallel in trainer.parallels:

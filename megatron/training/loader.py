@@ -189,9 +189,7 @@ def single_pass_microbatches(
 
 
 def _reader_rank_kwargs(run: RunContext, everything: bool) -> dict[str, int]:
-    """Return `rank` and `num_ranks` of whose samples this rank reads: its own or, with `everything`, all data-parallel
-    ranks'.
-    """
+    """Return whose samples this rank reads, `rank` and `num_ranks`: its own or, with `everything`, all."""
     return {"rank": 0, "num_ranks": 1} if everything else {"rank": run.mesh.dp.rank, "num_ranks": run.mesh.dp.size}
 
 
@@ -211,9 +209,7 @@ def _empty_batches() -> Generator[Batch]:
 def _device_batches(
     run: RunContext, source: Generator[tuple[list[int] | None, Arrays]], split: str
 ) -> Generator[Batch]:
-    """Yield batches on the device, sharded over context ranks. Samples are logged when they are taken, not when read
-    ahead.
-    """
+    """Yield batches on the device, sharded over context ranks; samples are logged when taken, not when read ahead."""
     data, log = run.config.data, None
     if data.log_samples:
         log = ReadSamplesLog(

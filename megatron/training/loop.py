@@ -217,9 +217,7 @@ class TrainingSession:
         self._after_step(watch, before)
 
     def _after_step(self, watch: ExitConditions, before: int) -> None:
-        """Do what is due after this iteration: replica check, log line, evaluation, checkpoint. before: microbatches of
-        its step.
-        """
+        """Do what is due: replica check, log line, evaluation, checkpoint. before: the step's microbatches."""
         progress, train = self.trainer.progress, self.config.train
         if self._is_due(self.config.faults.check_weight_hash_across_dp_replicas_interval):
             self.replica_check.require_equal_replicas()
@@ -251,9 +249,7 @@ class TrainingSession:
         return interval is not None and interval > 0 and self.trainer.progress.iteration % interval == 0
 
     def _handle_bad_step(self, watch: ExitConditions, samples: int) -> None:
-        """After a step without an update, do as --on-bad-step says; raises unless the run goes on. samples: of the
-        step.
-        """
+        """Do as --on-bad-step says; raises unless the run goes on. samples: of the step that made no update."""
         progress = self.trainer.progress
         progress.skipped_train_samples += samples
         self._resolve_and_write_metrics(watch)
@@ -423,9 +419,7 @@ class TrainingSession:
             self.progress_file.add(text)
 
     def _save_and_evaluate_at_end(self, reason: str, watch: ExitConditions) -> None:
-        """Save, and evaluate if the run came to its end (reason is ""). `CheckpointError` if the last iteration could
-        not be saved.
-        """
+        """Save, and evaluate after a whole run (reason ""); `CheckpointError` if the last save failed."""
         progress, train = self.trainer.progress, self.config.train
         losses: dict[str, float] | None = None
         if self.config.checkpoint.save_best and not (reason or train.skip_train or self._is_due(train.eval_interval)):
@@ -453,9 +447,7 @@ class TrainingSession:
             return evaluate_loss(self.trainer, batches, iterations)
 
     def _evaluate_at_end(self, validated: dict[str, float] | None) -> None:
-        """Evaluate and write each split that has data. validated: losses of the validation split, if they are known
-        already.
-        """
+        """Evaluate and write each split that has data. validated: the validation losses, if they are known."""
         progress, train = self.trainer.progress, self.config.train
         if train.skip_train or not self._is_due(train.eval_interval):  # else it has just been done
             self._run_online_evaluations()

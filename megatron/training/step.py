@@ -159,9 +159,7 @@ class StepWork:
         return self.trainer.optimizer.scaler.scale * (self.trainer.run.mesh.dp_cp.size if averages else 1)
 
     def _scale_loss(self, total: Tensor, count: Tensor) -> Tensor:
-        """Scale a microbatch's loss sum so that gradients of all microbatches and ranks add up. Collective over context
-        ranks.
-        """
+        """Scale a loss sum so that gradients of all microbatches and ranks add up. Collective over context ranks."""
         if self.trainer.run.config.train.calculate_per_token_loss:
             return total * (self._scale / self._expected_tokens())
         # Each context rank sees a piece of every sequence: its share of the sum, over the number of all.

@@ -55,9 +55,7 @@ _LIMIT = 64  # graphs of one function: one for each kind of layer, in training, 
 
 
 def compile_obstacles_by_method(layer: TransformerLayer) -> dict[str, str]:
-    """Return why each half of a layer cannot be compiled into one graph: method name -> reasons, an empty string if it
-    can.
-    """
+    """Return why each half of a layer cannot be one compiled graph: method name -> reasons, "" if it can."""
     build, model = layer.build, layer.build.model
     both = {
         "tensor ranks talk inside": build.mesh.tp.group is not None,
@@ -141,9 +139,7 @@ class LayerCompiler:
 
 
 def configured_torch_compile(config: CompileConfig) -> Callable[[Callable], Callable]:
-    """Return torch.compile with the backend, mode and recompile limit of the flags; dropout draws eager's random
-    numbers.
-    """
+    """Return torch.compile with the flags' backend, mode and recompile limit; dropout draws eager's random numbers."""
     # torch 2.13 takes the limit by call; what is older has a limit of 8, after which a function is no longer compiled.
     known = {"recompile_limit": _LIMIT} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
     if config.compile_backend != "inductor":

@@ -80,9 +80,7 @@ class _CapturedLayer:
         return self._found
 
     def _backward_to_capture(self) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of the inputs, and add those of the weights into their buckets: what the backward graph
-        captures.
-        """
+        """What the backward graph captures: gradients of the inputs, and those of weights added to their buckets."""
         differentiable = [place for place in self._inputs if place.requires_grad]
         weights = list(self._part.gradients)
         # The graph is kept, since memory that it let go of would be another recording's.
@@ -106,9 +104,7 @@ class _CapturedLayer:
         return tuple(next(remaining) if place.requires_grad else None for place in self._inputs)
 
     def _static_buffer(self, tensor: Tensor) -> Tensor:
-        """Return a static tensor for values like this one's: the same memory if a captured graph writes it, else a new
-        copy.
-        """
+        """Return a static tensor for such values: the same memory if a captured graph writes it, else a new copy."""
         return tensor.detach() if storage_id_and_offset(tensor) in self._lasts else tensor.detach().clone()
 
     def _copy_unless_same_memory(self, place: Tensor, tensor: Tensor) -> None:
@@ -118,9 +114,7 @@ class _CapturedLayer:
             place.data.copy_(tensor)  # autograd's watch over what it keeps would take it for a mistake
 
     def _record_or_refuse(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Capture `work` as a CUDA graph: (function that replays it, its result). `ConfigError` if it cannot be
-        captured.
-        """
+        """Capture `work` as a CUDA graph: (function that replays it, its result); `ConfigError` if it cannot be."""
         try:
             return self._record(work)
         except RuntimeError as error:
@@ -174,9 +168,7 @@ class _GraphedMethod:
         return _GraphReplay.apply(self, free, free.pop(), *tensors)
 
     def release_after_backward(self, free: list[_CapturedLayer], recording: _CapturedLayer) -> None:
-        """After a microbatch's backward pass: free its captured graphs for the next one, and report the weights'
-        gradients as arrived.
-        """
+        """Free a microbatch's graphs after its backward pass, and report the weights' gradients as arrived."""
         free.append(recording)
         for weight in recording.weights:
             self._parallel.gradient_arrived(weight)
@@ -238,9 +230,7 @@ class LayerGraphCapturer:
 
 
 def _capturable_methods(layer: TransformerLayer, modules: Sequence[str]) -> tuple[str, ...]:
-    """Return the methods of a layer that are captured under --cuda-graph-modules. Experts never are: the host must know
-    their token counts.
-    """
+    """Return a layer's methods captured under --cuda-graph-modules; never experts, whose counts the host reads."""
     whole = layer.cross_attention is not None  # its halves have something between them
     methods = {
         "attn": "" if layer.token_mixer is None else "attention_block",

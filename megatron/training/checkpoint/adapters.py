@@ -62,9 +62,7 @@ def is_adapter_checkpoint(source: CheckpointSource) -> bool:
 
 
 def open_adapters(path: str | Path, model: ModelConfig) -> LoadedAdapter:
-    """Read the adapters in a PEFT folder, or in a checkpoint of a run with adapters. `CheckpointError` if they are
-    another network's.
-    """
+    """Read a PEFT folder or a checkpoint of a run with adapters; `CheckpointError` if of another network."""
     if peft.is_peft_folder(path):
         return peft.read_peft_folder(path, model)
     adapters = read_native_adapter_checkpoint(open_checkpoint(path))
@@ -154,9 +152,7 @@ def require_matching_base(adapters: LoadedAdapter, mine: Mapping[str, Any], name
 
 
 def require_same_base_hash(saved: Mapping[str, Any], mine: Mapping[str, Any], where: str) -> None:
-    """Raise `CheckpointError` if adapters were trained on other frozen weights. saved, mine: values of `BASE` (hash,
-    where).
-    """
+    """Raise `CheckpointError` for adapters of other frozen weights. saved, mine: values of `BASE` (hash, where)."""
     if saved.get("hash") != mine["hash"]:
         raise CheckpointError(
             f"{where} holds adapters of another base: they were trained on {saved.get('where')} with hash {saved.get('hash')}, and the "

@@ -181,9 +181,7 @@ class Checkpointer:
         return None if self.on_its_way is None else self._report_save(self._get_saver().finish())
 
     def resume(self) -> bool:
-        """Load what `--load`, `--pretrained-checkpoint` and `--adapter` ask for. Return whether there was a checkpoint;
-        if not, the run starts afresh.
-        """
+        """Load what `--load`, `--pretrained-checkpoint` and `--adapter` ask for; False if the run starts afresh."""
         started = time.perf_counter()
         request = decide_on_first_rank(self.mesh.world, lambda: find_requested_checkpoint(self.config))
         options = self.config.checkpoint
@@ -221,9 +219,7 @@ class Checkpointer:
         return opened.source
 
     def roll_back(self, why: Exception) -> None:
-        """Reload the newest checkpoint that this run has saved; raises `CheckpointError` from `why` if there is none
-        yet.
-        """
+        """Reload this run's newest checkpoint; raises `CheckpointError` from `why` if there is none yet."""
         self.wait_for_save_outcome()
         if self.last_saved is None:
             raise CheckpointError(f"there is no checkpoint to go back to: {why}") from why
@@ -287,9 +283,7 @@ class Checkpointer:
         )
 
     def _without_missing_projector(self, state: dict[str, Any], formats: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the targets to load without the vision projector if the checkpoint has none (logged): it keeps its
-        initial values.
-        """
+        """Return the targets without the vision projector if the checkpoint has none: it keeps its initial values."""
         if any(name.startswith(_PROJECTOR) for name in formats):
             return state
         self._log_info("the projector of images starts afresh (--allow-missing-vision-projection-checkpoint)")
@@ -317,9 +311,7 @@ class Checkpointer:
         return False
 
     def _load_amax_histories(self, histories: Mapping[str, Tensor]) -> None:
-        """Give the layers their amax histories, from which delayed scaling computes its scales. histories: by names
-        `run.amax.<layer>`.
-        """
+        """Give layers the amax histories (`run.amax.<layer>`) from which delayed scaling computes its scales."""
         for name, scaling in delayed_scalings_by_layer(self.trainer.stages).items():
             if (history := histories.get(f"run.amax.{name}")) is not None:
                 scaling.load_amax_history(history)
@@ -349,9 +341,7 @@ class Checkpointer:
         self._log_info(f"adopted weights of {source.where} in {time.perf_counter() - started:.2f} s")
 
     def state_to_save(self) -> Tree:
-        """Return this rank's part of everything that a checkpoint holds: weights, optimizer state, counters, random
-        states.
-        """
+        """Return this rank's part of a checkpoint: weights, optimizer state, counters, random states."""
         options, trainer = self.config.checkpoint, self.trainer
         state: Tree = trained_weights_only(weights_of(trainer, rounded=True), self._adapter)
         if self._adapter.has_adapters:
@@ -395,9 +385,7 @@ class Checkpointer:
         return source
 
     def _load_adapters(self, folder: str) -> None:
-        """Load adapters from a folder, for the base loaded before. `CheckpointError` for what does not fit comes before
-        any tensor is changed.
-        """
+        """Load a folder's adapters for the base loaded before; `CheckpointError` before any tensor is changed."""
         adapters = open_adapters(folder, self.config.model)
         source = InMemoryAdapterSource(adapters)
         require_matching_base(adapters, self._base)
@@ -421,9 +409,7 @@ class Checkpointer:
         )
 
     def _adapter_or_base_targets(self, source: CheckpointSource, state: Tree) -> Tree:
-        """Return the targets that a source fills: in a run with adapters those of the adapters or those of the base,
-        else all.
-        """
+        """Return the targets that a source fills: with adapters those of the adapters or of the base, else all."""
         if not self._adapter.has_adapters:
             return state
         return trained_weights_only(state, self._adapter) if is_adapter_checkpoint(source) else base_weights(state)
@@ -434,15 +420,11 @@ class Checkpointer:
             self._base = self._base_record(source.where)
 
     def _base_record(self, where: str) -> dict[str, Any]:
-        """Return hash and origin of this run's frozen weights, the value saved as `BASE`. Collective. where: what they
-        were loaded from.
-        """
+        """Return hash and origin (`where`) of this run's frozen weights, the value saved as `BASE`. Collective."""
         return {"hash": base_weights_hash(self.trainer.stages, self.mesh, self._adapter), "where": where}
 
     def _random_stream_load_targets(self, opened: OpenedCheckpoint) -> Tree:
-        """Return tensors to load this rank's random streams into; empty (logged) if the checkpoint's layout or device
-        differs.
-        """
+        """Return tensors to load this rank's random streams into; none (logged) if layout or device differs."""
         formats = opened.source.formats
         if opened.weights_only or not self.config.checkpoint.load_rng or opened.world_size is None:
             return {}
@@ -458,9 +440,7 @@ class Checkpointer:
         return {}
 
     def _amax_history_targets(self, formats: Formats) -> Tree:
-        """Return tensors to load amax histories into, for those of this rank's layers that the checkpoint has; missing
-        ones are logged.
-        """
+        """Return tensors for the amax histories of this rank's layers; those that the checkpoint lacks are logged."""
         names = [f"run.amax.{name}" for name in delayed_scalings_by_layer(self.trainer.stages)]
         histories = {
             name: torch.zeros(formats[name].shape, device=self.mesh.device) for name in names if name in formats
@@ -506,9 +486,7 @@ class Checkpointer:
         )
 
     def _restore_counters(self, values: Mapping[str, Any]) -> None:
-        """Set progress, optimizer steps and loss scale from the checkpoint. Without optimizer state the schedule
-        restarts, as in Megatron.
-        """
+        """Set progress, optimizer steps, loss scale; without optimizer state the schedule restarts, as in Megatron."""
         continues = "run.optimizer_steps" in values
         for field in dataclasses.fields(self.trainer.progress):
             if field.name in values.get("run.progress", ()) and (continues or field.name != "schedule_samples"):
@@ -585,9 +563,7 @@ class Checkpointer:
 
 
 def _require_saved_state(opened: OpenedCheckpoint, *, optimizer: bool, streams: bool) -> None:
-    """Raise `CheckpointError` if one of our checkpoints lacks the optimizer state or random streams that are to be
-    loaded.
-    """
+    """Raise `CheckpointError` if a checkpoint of ours lacks the optimizer state or random streams to be loaded."""
     problems, formats = [], opened.source.formats
     if optimizer and not any(name.startswith("optimizer.") for name in formats):
         problems.append("no optimizer state (--no-save-optim); load it with --no-load-optim, or --finetune")
@@ -608,9 +584,7 @@ def _size_and_speed_text(size: int, seconds: float) -> str:
 
 
 def _non_tensor_names_to_load(opened: OpenedCheckpoint, *, optimizer: bool) -> tuple[str, ...]:
-    """Return the names of the non-tensor values to load. Of other formats and converted checkpoints, those that they
-    have.
-    """
+    """Return the names of the non-tensor values to load; of other formats and converted checkpoints what they have."""
     if opened.weights_only:
         return ()
     names = ("run.progress", *(("run.schedule", "run.optimizer_steps", "run.loss_scale") if optimizer else ()))

@@ -124,9 +124,7 @@ def load_network(
 
 
 def open_model_checkpoint(path: str, kind: ModelKind[AnyStage], step: int | None = None) -> CheckpointSource:
-    """Open a checkpoint; `CheckpointError` if it holds adapters only, or a network of another architecture or head than
-    `kind`.
-    """
+    """Open a checkpoint; `CheckpointError` if it is adapters only, or of another architecture or head than `kind`."""
     source = open_checkpoint(path, step)
     if is_adapter_checkpoint(source):
         raise CheckpointError(

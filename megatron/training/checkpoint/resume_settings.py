@@ -75,9 +75,7 @@ def compare_checkpoint_settings(
 def _changed_data_and_training(
     saved: Mapping[str, Any], mine: Mapping[str, Any], config: RunConfig
 ) -> tuple[list[str], list[str]]:
-    """Return (data settings that differ in meaning, other data and training settings that differ): names of fields that
-    both have.
-    """
+    """Return names of (data settings whose meaning differs, other data and training settings that differ)."""
     from_checkpoint = config.schedule.use_checkpoint_opt_param_scheduler
     unread = {*_unused_data_settings(config), *(field_resume_roles(ScheduleConfig) if from_checkpoint else ())}
     roles = {

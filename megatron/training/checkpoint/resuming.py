@@ -60,9 +60,7 @@ class OpenedCheckpoint:
 
 
 def find_requested_checkpoint(config: RunConfig) -> ResumeRequest | None:
-    """Find what a run loads, without opening it; None for a fresh start. `CheckpointError` if what must be there is
-    not.
-    """
+    """Find what a run loads, unopened; None for a fresh start. `CheckpointError` if what must be there is not."""
     options = config.checkpoint
     request = (
         _resume_request_for_path(options.load, options, weights_only=options.finetune, chosen=True)
@@ -93,9 +91,7 @@ def find_requested_checkpoint(config: RunConfig) -> ResumeRequest | None:
 
 
 def open_requested_checkpoint(request: ResumeRequest, config: RunConfig, axis: Axis) -> OpenedCheckpoint:
-    """Open and verify the request on all ranks; `CheckpointError` on all if nothing valid is there, or settings do not
-    fit.
-    """
+    """Open and verify the request on all ranks; `CheckpointError` on all if nothing is valid, or settings differ."""
     if request.steps:
         opened = _open_native_checkpoint(request, config, axis)
     else:
@@ -116,9 +112,7 @@ def open_requested_checkpoint(request: ResumeRequest, config: RunConfig, axis: A
 
 
 def require_checkpoint_tokenizer(source: CheckpointSource, mine: Mapping[str, Any], *, allowed: bool) -> str:
-    """Raise `CheckpointError` for weights of another tokenizer; if `allowed`, return a warning instead. Empty if it is
-    the same.
-    """
+    """Raise `CheckpointError` for weights of another tokenizer, or return a warning if `allowed`; "" if the same."""
     saved = source.values.get("run.tokenizer")
     if not isinstance(saved, Mapping) or saved.get("hash") == mine["hash"]:
         return ""
@@ -232,9 +226,7 @@ def _run_on_all_ranks(action: Callable[[], Result], axis: Axis) -> Result:
 
 
 def _check_resumed_settings(opened: OpenedCheckpoint, config: RunConfig, *, complete: bool) -> tuple[str, ...]:
-    """Raise `CheckpointError` for another network, optimizer or data. Return notes about the other settings that
-    differ.
-    """
+    """Raise `CheckpointError` for another network, optimizer or data; return notes about other settings that differ."""
     settings, where, options = opened.source.settings, opened.source.where, config.checkpoint
     differences = compare_checkpoint_settings(settings, config, weights_only=opened.weights_only, complete=complete)
     if differences.network:

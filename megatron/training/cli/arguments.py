@@ -56,9 +56,7 @@ HEAD_START = 5.0  # seconds that ranks which say nothing give the one that does
 
 
 def make_parser(extra: Sequence[type] = (), provider: Provider | None = None) -> argparse.ArgumentParser:
-    """Build the argument parser of an entry script. extra: config classes of the script's own; provider: adds arguments
-    by hand.
-    """
+    """Build an entry script's argument parser. extra: the script's config classes; provider: adds arguments by hand."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
         exit_on_error=False,
@@ -129,9 +127,7 @@ def parse_args_or_raise(
     provider: Provider | None = None,
     world_size: int = 1,
 ) -> argparse.Namespace:
-    """Parse the command line and check rules between flags; `ConfigError` if one is broken. Files and the machine are
-    not checked.
-    """
+    """Parse the command line; `ConfigError` for broken rules between flags. Files and machine are not checked."""
     args = parse_args_unchecked(argv, defaults=defaults, extra=extra, provider=provider)
     from megatron.training.cli.preflight import resolve_and_examine  # as above
 
@@ -199,9 +195,7 @@ def run_config_of_args(args: argparse.Namespace, world_size: int) -> RunConfig:
 def _parse_collecting_problems(
     parser: argparse.ArgumentParser, words: Sequence[str], problems: list[str]
 ) -> tuple[argparse.Namespace, list[str]]:
-    """Parse with argparse: (namespace, words that it did not know). A flag with a bad value is added to `problems` and
-    left out.
-    """
+    """Parse: (namespace, unknown words). A flag with a bad value is added to `problems` and left out."""
     left = list(words)
     while True:
         try:
@@ -240,9 +234,7 @@ def _reword_argparse_error(parser: argparse.ArgumentParser, words: Sequence[str]
 
 
 def _stray_word_problems(parser: argparse.ArgumentParser, words: Sequence[str], left: Sequence[str]) -> list[str]:
-    """Return a line for each word that belongs to no flag; words behind a flag of one value are taken for a value
-    without quotes.
-    """
+    """Return a line for each word that belongs to no flag, or to a value that lacks its quotes."""
     problems = []
     single = {
         name
@@ -362,9 +354,7 @@ def _apply_checkpoint_args(args: argparse.Namespace) -> None:
 
 
 def _adopt_adapter_settings(args: argparse.Namespace) -> list[str]:
-    """Set the LoRA flags that were not given to the values of --adapter. Return a message for given flags that
-    contradict it.
-    """
+    """Set LoRA flags not given to the values of --adapter; return a message for given ones that contradict it."""
     if not args.adapter or not (args.load or args.pretrained_checkpoint):
         return []
     from megatron.training.checkpoint.adapters import (

@@ -80,9 +80,7 @@ REPLACED_VALUES: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
 
 
 def translate_legacy_flags(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str], list[str]]:
-    """Translate old and foreign flags: (the command line for argparse, messages to show, errors). known: every spelling
-    of our flags.
-    """
+    """Translate old flags: (words for argparse, messages, errors). known: every spelling of our flags."""
     result = _LegacyTranslationResult()
     place = 0
     while place < len(argv):
@@ -140,9 +138,7 @@ def _legacy_acceptance_text(row: LegacyFlag, given: Sequence[str]) -> str | None
 def _replace_legacy_values(
     token: str, name: str, given: list[str], glued: str, messages: list[str], errors: list[str]
 ) -> list[str]:
-    """Return the words of one of our flags, with values replaced that only Megatron has; adds to `messages` and
-    `errors`.
-    """
+    """Return the words of a flag of ours, Megatron's own values replaced; adds to `messages` and `errors`."""
     errors += [f"{name} {word}: {REFUSED_VALUES[name, word]}" for word in given if (name, word) in REFUSED_VALUES]
     if not any((name, word) in REPLACED_VALUES for word in given):
         return [token] if glued else [token, *given]
@@ -166,9 +162,7 @@ def _old_switch_message(formatted: str, row: LegacyFlag, words: Sequence[str]) -
 
 
 def find_legacy_flag(flag: str, known: Collection[str]) -> LegacyFlag | None:
-    """Return the table's row for a flag that is not one of ours, also for a prefix or a negation; None if it is
-    unknown.
-    """
+    """Return the row of a flag that is not ours, also by prefix or negation; None if it is unknown."""
     if flag in TABLE:
         return TABLE[flag]
     family = next((row for prefix, row in FAMILIES.items() if flag.startswith(prefix)), None)

@@ -236,9 +236,7 @@ def _configured_tokenizer_files(config: TokenizerConfig) -> list[str]:
 
 @lru_cache(maxsize=2)
 def _read_tokenizer(config: TokenizerConfig, times: tuple[float, ...]) -> tuple[Tokenizer | None, list[str]]:
-    """Build the tokenizer: (tokenizer or None, messages about its files). times: modification times, as part of the
-    cache key.
-    """
+    """Build the tokenizer: (tokenizer or None, messages about its files). times: of modification, for the cache."""
     try:
         return build_tokenizer(config), []
     except ConfigError as error:

@@ -98,9 +98,7 @@ class Batch:
         return replace(self, extras=extras)
 
     def shard_over_context(self, axis: Axis) -> Batch:
-        """Return the batch with this context rank's zigzag part of every row. Documents stay whole, for attention
-        masks.
-        """
+        """Return this context rank's zigzag part of every row; documents stay whole, for attention masks."""
         if axis.group is None or self.tokens is None:
             return self
         cut = Zigzag(self.tokens.shape[1], axis.size)
@@ -135,9 +133,7 @@ class Batch:
 
     @property
     def mtp_inputs(self) -> MTPInputs | None:
-        """The inputs of multi-token prediction: ids and masked labels of each depth, and the previous stage's states;
-        None without.
-        """
+        """Ids and masked labels of each prediction depth, and the previous stage's states; None without."""
         ids, labels, masks = (self._mtp_extras_of_all_depths(name) for name in ("tokens", "labels", "loss_mask"))
         states = () if self.message is None else self.message[1:]
         return MTPInputs(ids, tuple(map(_masked_labels, labels, masks)), states) if ids else None
@@ -157,9 +153,7 @@ class VariableCountBatches(Protocol):
     def __next__(self) -> Batch: ...
 
     def batch_metrics(self) -> Mapping[str, tuple[float, float]]:
-        """Return what to log of the global batch: name -> (sum, count), this rank's share; the same names on every
-        rank.
-        """
+        """Return what to log: name -> (sum, count), this rank's share; the same names on every rank."""
 
 
 def masked_loss_sum(losses: Tensor, mask: Tensor | None) -> Loss:

@@ -51,9 +51,7 @@ class ResumeCounters:
 
 @dataclass(frozen=True, slots=True)
 class DocumentSpanInSample:
-    """A part of one document in a sample: its source, its position there and in the sample, text and images; no text in
-    masked samples.
-    """
+    """A document's part in a sample: source, position there and in the sample, text (none if masked) and images."""
 
     prefix: str
     document: int
@@ -193,9 +191,7 @@ class RunDataInspector:
                     yield self._build_microbatch_description(split, step, place, rank, numbers[rank][place])
 
     def occurrences(self, split: str, prefix: str, document: int) -> list[DocumentOccurrence]:
-        """Return every place where the run reads a document, in order of time. prefix: of the source file; document:
-        its number there.
-        """
+        """Return in order of time where the run reads a document: number `document` of the source file `prefix`."""
         samples = self._samples_with_document(split, prefix, document)
         if not samples:
             return []
@@ -215,9 +211,7 @@ class RunDataInspector:
         ]
 
     def _samples_with_document(self, split: str, prefix: str, document: int) -> set[int]:
-        """Return the numbers of a split's samples that hold part of a document; `DataError` if the prefix is no source
-        of the split.
-        """
+        """Return a split's samples that hold part of a document; `DataError` if the prefix is no source of it."""
         dataset = self.dataset(split)
         parts = dataset.datasets if isinstance(dataset, BlendedDataset) else (dataset,)
         numbers = [number for number, part in enumerate(parts) if part.prefix == prefix]
@@ -266,9 +260,7 @@ class RunDataInspector:
         return [iteration for iteration in between if iteration > self.start.iteration] + [self.num_iterations]
 
     def _evaluations_at_iteration(self, split: str, step: int) -> list[int]:
-        """Return which evaluations of a split (0 is the first after the start) are done after an iteration;
-        `ConfigError` if none.
-        """
+        """Return which evaluations of a split (0: first after the start) follow an iteration; `ConfigError` if none."""
         at = self._evaluation_iterations(split)
         numbers = [number for number, iteration in enumerate(at) if iteration == step]
         if not numbers:

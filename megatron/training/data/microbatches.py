@@ -44,9 +44,7 @@ class BatchSchedule:
 
     @classmethod
     def build(cls, train: TrainConfig, *, data_parallel_size: int, seq_length: int) -> BatchSchedule:
-        """Make the schedule from the flags; without a global batch size it is one microbatch on every rank.
-        `ConfigError` if they do not fit.
-        """
+        """Make the schedule; the default batch is one microbatch a rank. `ConfigError` if flags do not fit."""
         if train.micro_batch_size is None or train.micro_batch_size < 1:
             raise ConfigError(
                 f"--micro-batch-size {train.micro_batch_size} is not a positive number; give the samples "
@@ -130,9 +128,7 @@ class BatchSchedule:
 
 
 def rampup_steps(ramp: tuple[int, ...], full: int) -> tuple[tuple[int, int], ...]:
-    """Return the (first sample, batch size) steps of `--rampup-batch-size START INCREMENT SAMPLES`: even increments up
-    to `full`.
-    """
+    """Return `--rampup-batch-size START INCREMENT SAMPLES` as (first sample, batch size) steps, even up to `full`."""
     if len(ramp) != 3:
         raise ConfigError(f"--rampup-batch-size takes 3 numbers (start, increment, samples), not {len(ramp)}")
     start, increment, samples = (int(value) for value in ramp)
@@ -168,9 +164,7 @@ def _samples_until_increment(increments: int, each: float, samples: int) -> int:
 
 
 def parse_batch_size_steps(schedule: str, seq_length: int) -> tuple[tuple[int, int], ...]:
-    """Parse `--step-batch-size-schedule "0:768 250B:1536"` (token threshold:samples) into (first sample, batch size)
-    steps.
-    """
+    """Parse `--step-batch-size-schedule "0:768 250B:1536"` (tokens:samples) into (first sample, batch size) steps."""
     steps, problems = [], []
     for entry in schedule.replace(",", " ").split():
         threshold, _, size = entry.partition(":")

@@ -61,9 +61,7 @@ class RebalancedBatches:
             self.rows.close()
 
     def prepare_step(self, num_microbatches: int) -> int:
-        """Read and regroup the next global batch; return this rank's number of microbatches.
-        num_microbatches: of each rank before regrouping.
-        """
+        """Regroup the next global batch; return this rank's number of microbatches. num_microbatches: before it."""
         axis = self.mesh.dp
         documents = [
             document
@@ -88,9 +86,7 @@ class RebalancedBatches:
         return batch
 
     def _pack_documents(self, share: RankBlockAssignment, documents: Sequence[Document]) -> Batch:
-        """Pack a share's documents end to end into one row, padded so that its ranks can shard it; return this rank's
-        part.
-        """
+        """Pack a share's documents into one row, padded so that its ranks can shard it; return this rank's part."""
         local, tp = [documents[number] for number in share.sequences], self.mesh.tp.size
         unit = lcm(2 * share.size, share.size * tp) if self.config.parallel.sequence_parallel else 2 * share.size
         length = sum(len(document["tokens"]) for document in local)

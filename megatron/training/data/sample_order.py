@@ -80,9 +80,7 @@ def microbatch_sample_indices(
 def single_pass_sample_indices(
     config: RunConfig, num_samples: int, *, full_batch: int, rank: int, num_ranks: int
 ) -> Iterator[list[int]]:
-    """Yield the sample numbers of each microbatch of one data-parallel rank in an evaluation that sees every sample
-    once.
-    """
+    """Yield the sample numbers of each microbatch of a data rank, in an evaluation that sees every sample once."""
     unit = config.train.micro_batch_size * num_ranks
     return single_pass_sampler(
         num_samples,

@@ -73,9 +73,7 @@ class StepHistory:
         self._norms: deque[float] = deque(maxlen=_KEPT)
 
     def find_problem(self, losses: Mapping[str, float], norm: float) -> str:
-        """Return what is wrong with a step, in words; "" if nothing is, and then remember it. losses: means; norm: of
-        the gradient.
-        """
+        """Return what is wrong with a step, in words, or "" and remember it. losses: means; norm: of the gradient."""
         values = {**losses, "gradient norm": norm}
         problem = (
             [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
@@ -145,9 +143,7 @@ class StepValidator(StepHooks):
         self.largest.append(torch.linalg.vector_norm(bucket.grad, math.inf))
 
     def _nonfinite_ranks_text(self, work: StepWork) -> str:
-        """Return in words which ranks' own losses or gradients were not finite before any reduction; "" if none.
-        Collective.
-        """
+        """Return in words whose losses or gradients were not finite before any reduction, or "". Collective."""
         rank, culprits = work.trainer.run.mesh.world.rank, []
         if not all(bool(pair.isfinite().all()) for report in work.reports for pair in report.values()):
             culprits.append("loss")
@@ -159,9 +155,7 @@ class StepValidator(StepHooks):
         return f"; first not finite in the {', the '.join(theirs[:_SHOWN])}{more}" if theirs else ""
 
     def decide_after_bad_step(self, iteration: int) -> str:
-        """Apply --on-bad-step: raise `BadStepError` or `RollBackRequest`, or return what to tell the user when the step
-        is skipped.
-        """
+        """Apply --on-bad-step: raise `BadStepError` or `RollBackRequest`, or return what to say of the skipped step."""
         problem, self.problem = f"iteration {iteration} is bad: {self.problem}", ""
         policy = self.config.faults.on_bad_step or "stop"
         if policy != "stop" and self.count > self.config.faults.max_bad_steps:

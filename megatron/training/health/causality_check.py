@@ -93,9 +93,7 @@ def attention_mask_variants(build: LayerBuildContext, plans: tuple[LayerPlan, ..
 
 
 def leak_probe_length(run: RunContext, kind: AttentionMaskVariant) -> int:
-    """Return the tokens of a probe: enough to look past both ends of a window, and for kernels of short windows to be
-    used.
-    """
+    """Return a probe's tokens: past both ends of a window, and enough for kernels of short windows to be used."""
     reach = 0 if kind.window is None else max(0, *kind.window)
     unit = 2 * run.mesh.cp.size
     length = min(run.config.train.seq_length, max(_SHORTEST, 4 * reach + _SHORTEST))

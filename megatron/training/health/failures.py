@@ -64,9 +64,7 @@ def python_stacks() -> str:
 
 
 def append_failure_file(folder: Path | None, rank: int, text: str) -> None:
-    """Append text to this rank's failure file; nothing without a folder. A file that cannot be written is only
-    reported.
-    """
+    """Append to this rank's failure file; nothing without a folder. A failure to write is only reported."""
     if folder is None:
         return
     try:

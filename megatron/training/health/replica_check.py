@@ -88,9 +88,7 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def require_equal_replicas(self) -> None:
-        """Raise `ReplicaMismatchError` on all ranks if replicas differ; the message names what differs and the ranks in
-        the minority.
-        """
+        """Raise `ReplicaMismatchError` on all ranks if replicas differ, naming what differs and the odd ranks."""
         self.mesh.flight_recorder.enter_phase("comparison of replicas")
         for parallel in self.trainer.parallels:
             parallel.finish_gather()
@@ -128,9 +126,7 @@ class ReplicaCheck:
         )
 
     def _replicated_weights(self) -> Iterator[ReplicatedState]:
-        """Yield the weights that several ranks, or this rank twice, hold: whole and sharded ones, shared heads, tied
-        embeddings.
-        """
+        """Yield weights that several ranks, or this one twice, hold: whole, sharded, shared heads, tied embeddings."""
         mesh = self.mesh
         tied: dict[tuple[str, str], list[Tensor]] = defaultdict(list)  # on this rank, by name and axis
         for parallel in self.trainer.parallels:
@@ -188,9 +184,7 @@ class ReplicaCheck:
         return total.clamp(min=_NONE + 1, max=-(_NONE + 2))
 
     def _differences_message(self, groups: Sequence[Sequence[tuple[ReplicatedState, Tensor]]]) -> str:
-        """Return a message saying what differs on which ranks, the same on all. Collective. groups: (state, hash) by
-        axis.
-        """
+        """Return what differs on which ranks, the same text on all. Collective. groups: (state, hash) by axis."""
         findings = [finding for group in groups for finding in self._axis_differences(group)]
         place = rank_and_node_text(self.mesh.world.rank)
         gathered = collectives.gather_objects((findings, place), self.mesh.world)
@@ -208,9 +202,7 @@ class ReplicaCheck:
         )
 
     def _axis_differences(self, group: Sequence[tuple[ReplicatedState, Tensor]]) -> list[str]:
-        """Return a line for each state that differs within this rank or over the axis of the group. Collective over the
-        axis.
-        """
+        """Return a line for each state that differs within this rank or over the group's axis. Collective there."""
         axis = group[0][0].axis
         findings = [
             f"{item.name}: rank {self.mesh.world.rank} over {axis.name} holds copies that disagree"
@@ -236,9 +228,7 @@ def _view_as_words(value: Tensor) -> Tensor:
 
 
 def _ranks_disagree_tensor(items: Sequence[tuple[ReplicatedState, Tensor]]) -> Tensor:
-    """Return 1 if the ranks of an axis disagree about one of these (state, hash) items, else 0, an int64 scalar.
-    Collective.
-    """
+    """Return 1 if ranks of an axis disagree about one of these (state, hash) items, else 0: int64 []. Collective."""
     starts = [0]
     for item, _ in items:
         starts.append(starts[-1] + item.num_replica_groups)

@@ -142,9 +142,7 @@ class StepRerun(StepHooks):
         self._suspicious = False
 
     def train_step_checked(self, batches: Iterator[Batch]) -> StepMetrics:
-        """Train on the next global batch, and rerun it if its result is bad; raises `ResultRejectedError` when the run
-        is to end.
-        """
+        """Train on the next global batch, and rerun a bad result; `ResultRejectedError` when the run is to end."""
         before, iteration = self._snapshot(), self.trainer.progress.iteration + 1
         self._repeats, self._own, self._whole = False, {}, {}
         self._injected = self._draw_injected_error_kind(iteration)
@@ -158,9 +156,7 @@ class StepRerun(StepHooks):
         return self._rerun_in_place(before, batches, iteration) if self.validator.problem else step
 
     def determinism_report(self) -> str:
-        """Return how much two passes over the same steps differed since the last report (`report_stats`); "" in other
-        modes. Collective.
-        """
+        """Return how much two passes differed since the last report; "" but for `report_stats`. Collective."""
         if self.mode != "report_stats":
             return ""
         variation, self.variation = self.variation, {}
@@ -209,9 +205,7 @@ class StepRerun(StepHooks):
         self._own, self._whole = state, {**mean_losses(losses, norm, self.mesh), "gradient norm": float(norm)}
 
     def _compare_passes(self, before: dict[str, Any], batches: Iterator[Batch]) -> StepMetrics:
-        """Rerun the step and add the differences of the two passes to the statistics (`report_stats`). Return the
-        second.
-        """
+        """Rerun the step, add the differences of both passes to the statistics (`report_stats`); return the second."""
         first = self._own | self._whole
         step = self._repeat_step(before, batches)
         for name, value in (self._own | self._whole).items():
@@ -223,9 +217,7 @@ class StepRerun(StepHooks):
         return step
 
     def _rerun_in_place(self, before: dict[str, Any], batches: Iterator[Batch], iteration: int) -> StepMetrics:
-        """Rerun a bad step on the same devices and classify it; goes on with the second result or raises
-        `ResultRejectedError`.
-        """
+        """Rerun a bad step on the same devices and classify it: the second result, or `ResultRejectedError`."""
         reason, first, witness = self.validator.problem, self._own | self._whole, self._own_result()
         diagnosis = BadStepDiagnosis(
             iteration,
@@ -278,9 +270,7 @@ class StepRerun(StepHooks):
     def _classify_after_restart(
         self, diagnosis: BadStepDiagnosis, before_step: dict[str, Any], step: StepMetrics
     ) -> StepMetrics:
-        """Classify the step that was bad before the restart by comparing with its result on other devices; see
-        `_conclude_rerun`.
-        """
+        """Classify the step that was bad before the restart by its result on other devices; see `_conclude_rerun`."""
         mine, same_layout = self._own_result(), diagnosis.layout == self._parallel_sizes()
         now = collectives.gather_objects(mine, self.mesh.world)
         suspects = [one for one in diagnosis.witnesses if one.suspicious] or diagnosis.witnesses
@@ -322,9 +312,7 @@ class StepRerun(StepHooks):
         step: StepMetrics,
         exit_code: int = REJECTED,
     ) -> StepMetrics:
-        """Log and save a diagnosis; then return the step, or restore the state before it and raise
-        `ResultRejectedError`.
-        """
+        """Log and save a diagnosis; return the step, or restore the state before and raise `ResultRejectedError`."""
         message = f"iteration {diagnosis.iteration} was bad: {diagnosis.reason}; {text}"
         self._say_and_record(diagnosis, message)
         self.known = diagnosis
@@ -370,9 +358,7 @@ class StepRerun(StepHooks):
         self.trainer.run.streams.load({name: state.clone() for name, state in before["streams"].items()})
 
     def _largest_difference_text(self, before: Mapping[str, float], now: Mapping[str, float]) -> str:
-        """Describe the number that differs most between two passes, over all ranks; "" if none exceeds the tolerance.
-        Collective.
-        """
+        """Describe the number that differs most between two passes, over all ranks; "" within tolerance. Collective."""
         shared = {name: symmetric_relative_difference(before[name], now[name]) for name in before if name in now}
         worst = max(shared, key=lambda name: shared[name], default=None)
         mine = (
@@ -418,9 +404,7 @@ class StepRerun(StepHooks):
         return {name: pair * math.nan if name in work.reports[0] else pair for name, pair in losses.items()}
 
     def _append_rejected(self, witness: RankEvidence, iteration: int, status: str, reason: str) -> None:
-        """Append to --result-rejected-tracker-filename, in Megatron's format. A file that cannot be written is a
-        warning.
-        """
+        """Append to --result-rejected-tracker-filename, in Megatron's format; failing to write is a warning."""
         path = self.config.faults.result_rejected_tracker_filename
         if path is None or not (witness.suspicious or self.mesh.world.is_first):
             return

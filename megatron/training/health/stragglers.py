@@ -29,9 +29,7 @@ class StragglerDetector:
         )
 
     def report(self, steps: int, *, count: int) -> str:
-        """Return one line on the ranks' own time per step, over the `steps` steps since the last report. Collective.
-        count: ranks to name at each end.
-        """
+        """Return a line on the ranks' own time per step, over `steps` steps. Collective. count: ranks at each end."""
         seconds = collectives.gather_objects(self._stopwatch.take_seconds() / max(1, steps), self._mesh.world)
         return straggler_line(seconds, self._places, count=count)
 

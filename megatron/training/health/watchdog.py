@@ -109,9 +109,7 @@ class HangDetector:
             raise RankLostError(problem) from error
 
     def _lost_ranks_text(self) -> str:
-        """Ask all ranks for their status; return in words which do not answer. "" if all do, or if another rank reports
-        it.
-        """
+        """Ask all ranks for their status; say which do not answer, "" if all do or another rank reports it."""
         board = RendezvousStore.connect(self.place) if self._thread is not None else None
         if board is None or board.read(FIRST_FAILURE) is not None:
             return ""
@@ -134,9 +132,7 @@ class HangDetector:
         )
 
     def _watch_loop(self, board: RendezvousStore) -> None:
-        """Thread: write this rank's heartbeat, answer status requests, and report a hang when nothing moves for too
-        long.
-        """
+        """Thread: write this rank's heartbeat, answer status requests, and report a hang."""
         moves, since, pulse = -1, time.monotonic(), time.monotonic()
         board.write(
             f"pulse/{self.place.rank}", self._status_json()
@@ -179,9 +175,7 @@ class HangDetector:
         )
 
     def _report_status(self, board: RendezvousStore) -> None:
-        """Answer a status request: write this rank's status to the store, and its stacks to stderr and the failure
-        file.
-        """
+        """Write this rank's status to the store, and its stacks to stderr and the failure file."""
         self._answered = True
         board.write(f"answer/{self.place.rank}", self._status_json())
         text = f"{rank_and_node_text(self.place.rank)} is in {self.flight_recorder.current_position_text()}\n{own_last_collectives_text(self.flight_recorder)}\n{python_stacks()}"
@@ -212,9 +206,7 @@ class HangDetector:
         )
 
     def _report_hang(self, board: RendezvousStore, seconds: float) -> None:
-        """Write where all ranks are to stderr and the failure file, and make it the first failure, of which all ranks
-        die.
-        """
+        """Write where all ranks are to stderr and the failure file, and make it the first failure: all ranks die."""
         answers = self._collect_answers(board, "hang")
         lines = [
             f"rank {rank} on node {answers[rank].node} {answers[rank].position_text()}"

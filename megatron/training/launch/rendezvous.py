@@ -24,9 +24,7 @@ Result = TypeVar("Result")
 
 
 class RendezvousStore:
-    """A thread's connection to the launcher's key-value store. If the store is gone, reads give None and writes are
-    ignored.
-    """
+    """A thread's connection to the launcher's store. If that is gone, reads give None and writes are ignored."""
 
     def __init__(self, store: dist.Store, attempt: str, address: str = "") -> None:
         self._store, self._prefix, self._address = store, f"megatron/{attempt}/", address

@@ -18,9 +18,7 @@ _LOOK_EVERY, _PATIENCE = 1.0, 10.0  # seconds
 
 
 def wait_as_spare_rank(place: LaunchInfo) -> None:
-    """Wait until the ranks that train have finished, or the launcher is gone. If they fail, the launcher ends this rank
-    too.
-    """
+    """Wait until the training ranks have finished or the launcher is gone, which ends this rank if they fail."""
     board, launcher = _rendezvous_store(place), os.getppid()
     while os.getppid() == launcher:
         if board is not None and board.read(_DONE) is not None:
@@ -30,9 +28,7 @@ def wait_as_spare_rank(place: LaunchInfo) -> None:
 
 
 def release_spare_ranks(place: LaunchInfo, waiting: int) -> None:
-    """Tell the `waiting` spare ranks that training has finished, and wait until they have read it, as the store may end
-    with this rank.
-    """
+    """Tell `waiting` spare ranks that training is over; wait till they know, as the store may end with this rank."""
     board, deadline = _rendezvous_store(place), time.monotonic() + _PATIENCE
     if board is None:
         return

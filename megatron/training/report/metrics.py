@@ -154,9 +154,7 @@ class FlopsPerSample:
 
 
 class StepMetricsMeter:
-    """Collects step metrics on the device until they are reported. `reduce` sums a tensor over the ranks whose losses
-    belong together.
-    """
+    """Collects step metrics on the device. reduce: sums a tensor over the ranks whose losses belong together."""
 
     def __init__(self, reduce: Callable[[Tensor], Tensor]) -> None:
         self._reduce = reduce
@@ -252,9 +250,7 @@ def _scalar_tensor_fields(step: StepMetrics) -> dict[str, Tensor]:
 def _reduce_and_copy_to_host(
     summed: Sequence[Tensor], scalars: Sequence[Tensor], reduce: Callable[[Tensor], Tensor]
 ) -> list[float]:
-    """Return all numbers in one list. summed: tensors to sum over ranks first, in fp64, exact for counts up to 2^53;
-    scalars are not summed.
-    """
+    """Return all numbers. summed: tensors summed over ranks before, in fp64 (counts up to 2^53); scalars are not."""
     flat = [value.detach().double().flatten() for value in summed]
     flat = [reduce(torch.cat(flat))] if flat else []
     device = next((tensor.device for tensor in (*summed, *scalars)), None)

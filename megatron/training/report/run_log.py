@@ -37,9 +37,7 @@ def to_json_value(value: Any) -> Any:
 
 
 class LogFile:
-    """A file to which whole lines are appended. A failure to write is warned of once and is no error; the next line
-    tries again.
-    """
+    """Appends whole lines to a file. A failure to write is warned of once; the next line tries again."""
 
     def __init__(self, path: Path, name: str) -> None:
         """name: what it is to the user."""

@@ -139,9 +139,7 @@ class Timers:
 
 
 def timer_report_text(times: Mapping[str, Sequence[float]], option: LogOption) -> str | None:
-    """Return Megatron's block of timer lines in milliseconds, without ranks where a timer did not run; None if `times`
-    is empty.
-    """
+    """Return Megatron's timer lines in ms, without ranks where a timer did not run; None if `times` is empty."""
     if not times:
         return None
     if option == "all":

@@ -200,9 +200,7 @@ class Writers:
             )
 
     def write_save_result(self, iteration: int, *, seconds: float, blocked: float, size: int, failures: int) -> None:
-        """Write how long a save took. blocked: seconds that training waited; size: bytes; failures: failed saves of
-        this job so far.
-        """
+        """Write a save's times. blocked: seconds that training waited; size: bytes; failures: of this job so far."""
         self._write_jsonl_event(
             "checkpoint", iteration=iteration, seconds=seconds, blocked=blocked, bytes=size, failures=failures
         )
@@ -298,9 +296,7 @@ def _writer_openers(log: LogConfig, settings: Mapping[str, Any]) -> dict[str, Ca
 
 
 def _hide_tensorboard_thread_error(failure: threading.ExceptHookArgs) -> None:
-    """threading.excepthook: print a thread's error, but not of TensorBoard's threads, since the next write raises it
-    again.
-    """
+    """threading.excepthook without errors of TensorBoard's threads, which the next write raises again."""
     if not type(failure.thread).__module__.startswith("tensorboard."):
         threading.__excepthook__(failure)
 
