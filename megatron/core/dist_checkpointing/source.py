@@ -7,6 +7,7 @@ All code that loads, converts, compares or shows checkpoints reads boxes from a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,6 +24,11 @@ class ShapeAndDtype:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class CheckpointSource(Protocol):

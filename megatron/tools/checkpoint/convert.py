@@ -171,11 +171,7 @@ def write_for_megatron(source: CheckpointSource, args: argparse.Namespace, itera
 
 def total_tensor_bytes(source: CheckpointSource, beginning: str = "") -> int:
     """Return the bytes of the tensors whose names begin with `beginning`."""
-    return sum(
-        whole_box(one.shape).num_elements * one.dtype.itemsize
-        for name, one in source.formats.items()
-        if name.startswith(beginning)
-    )
+    return sum(one.num_bytes for name, one in source.formats.items() if name.startswith(beginning))
 
 
 def tensor_difference_lines(source: CheckpointSource, target: CheckpointSource) -> Iterator[str]:

@@ -22,7 +22,6 @@ from tqdm import tqdm
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.saved import NativeCheckpoint
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.parallel.boxes import whole_box
 from megatron.tools.parser import ToolArgumentParser
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.launch.launch_info import install_interrupt_excepthook
@@ -69,9 +68,7 @@ def print_checkpoint_differences(args: argparse.Namespace) -> bool:
     names = [name for name in dict.fromkeys([*a.formats, *b.formats]) if matches_pattern(name, args.match)]
     if not names:
         raise CheckpointError(f"no tensor has a name like {' or '.join(args.match)}, so nothing would be compared")
-    total = sum(
-        whole_box(one.shape).num_elements * one.dtype.itemsize for name, one in a.formats.items() if name in names
-    )
+    total = sum(one.num_bytes for name, one in a.formats.items() if name in names)
     with tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
         differences = list(
             compare_sources(

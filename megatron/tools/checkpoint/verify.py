@@ -53,7 +53,7 @@ def verify_source(source: CheckpointSource, bar: tqdm, threads: int | None) -> C
                 size += source.read(name, whole_box(one.shape)).nbytes
             except CheckpointError as error:
                 problems.append(str(error))
-            bar.update(whole_box(one.shape).num_elements * one.dtype.itemsize)
+            bar.update(one.num_bytes)
         return CheckpointVerification(source.where, "reading (it has no hashes)", tuple(problems), size=size)
     problems, parts = [], max(1, min(100, source.size // PART))
     for part in range(parts):
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for one in open_checkpoints_at(path, args.ckpt_step, args.all):
             started = time.perf_counter()
             if not isinstance(one, CheckpointVerification):
-                total = sum(whole_box(form.shape).num_elements * form.dtype.itemsize for form in one.formats.values())
+                total = sum(form.num_bytes for form in one.formats.values())
                 with tqdm(
                     total=total, unit="B", unit_scale=True, desc=one.where, disable=not sys.stderr.isatty()
                 ) as bar:

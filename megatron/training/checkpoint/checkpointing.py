@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -95,21 +96,9 @@ def lock_save_folder(run: RunContext) -> Iterator[FolderLock | None]:
             lock.release()
 
 
-class _WaitForStagingHook(StepHooks):
-    """Delays an optimizer update until a save in flight has copied the weights."""
-
-    saver: CheckpointSaver | None = None  # made by the first save
-
-    def before_update(self) -> None:
-        """Wait until the save in flight, if any, has copied what it writes."""
-        if self.saver is not None:
-            self.saver.wait_for_staging()
-
-
-class Checkpointer:
+class Checkpointer(StepHooks):
     """Saves and loads a trainer's state. Every method is collective.
-    last_saved: newest iteration known to be complete in `--save`, or None. on_its_way: iteration of the save in flight,
-    or None.
+    last_saved: newest iteration known to be complete in `--save`, or None. on_its_way: that of the save in flight.
     """
 
     def __init__(self, trainer: Trainer, config: RunConfig | None = None, *, lock: FolderLock | None = None) -> None:
@@ -119,11 +108,15 @@ class Checkpointer:
         self.last_saved: int | None = None
         self.on_its_way: int | None = None
         self._saver: CheckpointSaver | None = None
-        self._staging = _WaitForStagingHook()
-        trainer.add_hook(self._staging)
-        self._fingerprint: dict[str, Any] = {}
         self._adapter = self.config.model.adapter
         self._base: dict[str, Any] = {}
+        self._log_info = trainer.run.print_rank_0
+        trainer.add_hook(self)
+
+    def before_update(self) -> None:
+        """Wait until the save in flight, if any, has copied what it writes."""
+        if self._saver is not None:
+            self._saver.wait_for_staging()
 
     def preallocate_for_async_saves(self) -> None:
         """Before the first step: allocate what asynchronous saves need, so that the first save is not slower."""
@@ -205,14 +198,8 @@ class Checkpointer:
             self._log_warning(note)
         opened = open_requested_checkpoint(request, self.config, self.mesh.world)
         if opened.refused and opened.step is not None:
-            self._log_warning(
-                "\n".join(
-                    [
-                        f"GOING BACK TO THE CHECKPOINT OF ITERATION {opened.step.iteration}, SINCE LATER ONES ARE DAMAGED",
-                        *opened.refused,
-                    ]
-                )
-            )
+            heading = f"GOING BACK TO THE CHECKPOINT OF ITERATION {opened.step.iteration}, SINCE LATER ONES ARE DAMAGED"
+            self._log_warning("\n".join([heading, *opened.refused]))
         for note in opened.notes:
             self._log_info(note)
         self.load(opened, started)
@@ -263,9 +250,8 @@ class Checkpointer:
             source,
             axis,
             complete=("model.",),
-            unused=("model.output_layer.",)
-            if self.config.model.reward_head
-            else (),  # where it starts from a language model
+            # A reward model may start from a language model.
+            unused=("model.output_layer.",) if self.config.model.reward_head else (),
             instead=replacements,
         )
         refresh_after_load(self.trainer, slots)
@@ -293,7 +279,7 @@ class Checkpointer:
         """Raise `CheckpointError` for a checkpoint of another tokenizer, or warn of it under --allow-other-tokenizer."""
         allowed = self.config.checkpoint.allow_other_tokenizer
         note = decide_on_first_rank(
-            self.mesh.world, lambda: require_checkpoint_tokenizer(source, self._tokenizer_record(), allowed=allowed)
+            self.mesh.world, lambda: require_checkpoint_tokenizer(source, self._tokenizer_record, allowed=allowed)
         )
         if note:
             self._log_warning(note)
@@ -321,24 +307,26 @@ class Checkpointer:
         initial: prefixes of parameters (`model.<name>`) that keep their initial values; unused: prefixes of the
         source's that are not loaded.
         """
-        started, formats = time.perf_counter(), source.formats
+        started = time.perf_counter()
         self._check_tokenizer(source)
+        adopted = tuple(name for name in source.formats if name.startswith("model.") and not name.startswith(unused))
+        self._load_weights(source, lambda name: not name.startswith(initial), complete=adopted)
+        self._log_info(f"adopted weights of {source.where} in {time.perf_counter() - started:.2f} s")
+
+    def _load_weights(
+        self, source: CheckpointSource, is_chosen: Callable[[str], bool], *, complete: tuple[str, ...]
+    ) -> None:
+        """Load the chosen weights, without optimizer state. complete: names or prefixes that must be requested."""
         slots = tuple(self.trainer.optimizer.checkpoint_state())
-        state = {
-            name: value
-            for name, value in checkpoint_load_targets(self.trainer, formats, slots, optimizer=False).items()
-            if not name.startswith(initial)
-        }
-        adopted = tuple(name for name in formats if name.startswith("model.") and not name.startswith(unused))
+        targets = checkpoint_load_targets(self.trainer, source.formats, slots, optimizer=False)
         load_into_sharded_state(
-            state,
+            {name: value for name, value in targets.items() if is_chosen(name)},
             source,
             self.mesh.world,
-            complete=adopted,
-            instead=main_weights_to_read_instead(self.trainer, formats),
+            complete=complete,
+            instead=main_weights_to_read_instead(self.trainer, source.formats),
         )
         refresh_after_load(self.trainer, slots)
-        self._log_info(f"adopted weights of {source.where} in {time.perf_counter() - started:.2f} s")
 
     def state_to_save(self) -> Tree:
         """Return this rank's part of a checkpoint: weights, optimizer state, counters, random states."""
@@ -351,7 +339,7 @@ class Checkpointer:
             state[OPTIONAL] = optional
         state["run.config"] = config_to_dict(self.config)
         state["run.progress"] = dataclasses.asdict(trainer.progress)
-        state["run.tokenizer"] = self._tokenizer_record() if self.mesh.world.is_first else None
+        state["run.tokenizer"] = self._tokenizer_record if self.mesh.world.is_first else None
         if options.save_optim:
             for slot, segment, tensor in trainer.optimizer.checkpoint_state():
                 add_sharded_tensor(
@@ -389,20 +377,9 @@ class Checkpointer:
         adapters = open_adapters(folder, self.config.model)
         source = InMemoryAdapterSource(adapters)
         require_matching_base(adapters, self._base)
-        slots = tuple(self.trainer.optimizer.checkpoint_state())
-        state = {
-            name: value
-            for name, value in checkpoint_load_targets(self.trainer, source.formats, slots, optimizer=False).items()
-            if is_adapter_parameter(name) or name in source.formats
-        }
-        load_into_sharded_state(
-            state,
-            source,
-            self.mesh.world,
-            complete=("model.",),
-            instead=main_weights_to_read_instead(self.trainer, source.formats),
+        self._load_weights(
+            source, lambda name: is_adapter_parameter(name) or name in source.formats, complete=("model.",)
         )
-        refresh_after_load(self.trainer, slots)
         self._log_info(
             f"loaded adapters of {folder}: {len(adapters.pairs)} of linear layers, and {len(adapters.saved)} whole parameters; "
             f"trained on {adapters.base.get('where') or 'a base that they do not name'}"
@@ -505,7 +482,6 @@ class Checkpointer:
             self._saver = CheckpointSaver(
                 options.save, self.mesh.world, rules=rules, device=self.mesh.device, lock=self._lock
             )
-            self._staging.saver = self._saver
         return self._saver
 
     def _report_save(self, outcome: SaveOutcome | None) -> SaveOutcome | None:
@@ -517,14 +493,10 @@ class Checkpointer:
             self._log_warning(note)
         if outcome.problems:
             newest = "none" if self.last_saved is None else f"that of iteration {self.last_saved}"
-            self._log_warning(
-                "\n".join(
-                    [
-                        f"THE CHECKPOINT OF ITERATION {outcome.iteration} WAS NOT SAVED; the last one of this run is {newest}",
-                        *(f"  {problem}" for problem in outcome.problems),
-                    ]
-                )
+            heading = (
+                f"THE CHECKPOINT OF ITERATION {outcome.iteration} WAS NOT SAVED; the last one of this run is {newest}"
             )
+            self._log_warning("\n  ".join([heading, *outcome.problems]))
             return outcome
         self.last_saved = outcome.iteration
         self._export_weights(outcome)
@@ -548,14 +520,10 @@ class Checkpointer:
         except (CheckpointError, OSError) as error:
             self._log_warning(f"THE CHECKPOINT OF ITERATION {outcome.iteration} WAS NOT EXPORTED: {error}")
 
+    @cached_property
     def _tokenizer_record(self) -> dict[str, Any]:
-        """Return the fingerprint of this run's tokenizer (kind, size, hash)."""
-        if not self._fingerprint:
-            self._fingerprint = tokenizer_fingerprint_fields(self.trainer.run.tokenizer)
-        return self._fingerprint
-
-    def _log_info(self, text: str) -> None:
-        self.trainer.run.print_rank_0(text)
+        """The fingerprint of this run's tokenizer (kind, size, hash)."""
+        return tokenizer_fingerprint_fields(self.trainer.run.tokenizer)
 
     def _log_warning(self, text: str) -> None:
         if self.mesh.world.is_first:

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.load import open_first_valid
 from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
-from megatron.training.checkpoint.formats import FOREIGN, CheckpointFormat, find_foreign_checkpoint, native_checkpoints
+from megatron.training.checkpoint.formats import CheckpointFormat, find_foreign_checkpoint, native_checkpoints
 from megatron.training.checkpoint.resume_settings import compare_checkpoint_settings
 from megatron.training.checkpoint.upcycling import UpcycledSource, is_dense_checkpoint
 
@@ -37,7 +37,7 @@ class ResumeRequest:
     path: str
     weights_only: bool
     steps: tuple[CommittedCheckpoint, ...] = ()
-    checkpoint_format: str = ""
+    checkpoint_format: CheckpointFormat | None = None
     place: Path | None = None
     notes: tuple[str, ...] = ()
 
@@ -99,15 +99,13 @@ def open_requested_checkpoint(request: ResumeRequest, config: RunConfig, axis: A
         opened = OpenedCheckpoint(
             source,
             request.weights_only or "run.progress" not in source.values,
-            size=sum(_tensor_bytes(source, name) for name in source.formats),
+            size=sum(one.num_bytes for one in source.formats.values()),
         )
     if config.model.moe.moe_use_upcycling and is_dense_checkpoint(opened.source):
         opened = replace(opened, source=UpcycledSource(opened.source, config), weights_only=True)
-    has_arguments = {
-        "ffn_hidden_size",
-        "kv_channels",
-    } <= opened.source.settings.keys()  # and not only what tensors tell
-    complete = not request.checkpoint_format or _requested_checkpoint_format(request).complete or has_arguments
+    # What tensors do not tell: the checkpoint holds arguments too.
+    has_arguments = {"ffn_hidden_size", "kv_channels"} <= opened.source.settings.keys()
+    complete = request.checkpoint_format is None or request.checkpoint_format.complete or has_arguments
     return replace(opened, notes=_check_resumed_settings(opened, config, complete=complete))
 
 
@@ -156,7 +154,7 @@ def _resume_request_for_path(
     step = options.ckpt_step if chosen else None
     foreign = find_foreign_checkpoint(path, step) if not checkpoint_folders.scan_checkpoint_folder(path).steps else None
     if foreign is not None:
-        return ResumeRequest(path, weights_only, checkpoint_format=foreign[0].name, place=foreign[1])
+        return ResumeRequest(path, weights_only, checkpoint_format=foreign[0], place=foreign[1])
     steps = native_checkpoints(path, step, required=options.require_iteration if chosen else None)
     if not steps:
         return None
@@ -200,15 +198,11 @@ def _open_native_checkpoint(request: ResumeRequest, config: RunConfig, axis: Axi
 
 def _open_foreign_checkpoint(request: ResumeRequest, config: RunConfig) -> CheckpointSource:
     """Open the request's checkpoint of another format."""
-    assert request.place is not None, "a checkpoint of another format has a place"
+    assert request.checkpoint_format and request.place, "a checkpoint of another format has a place"
     model = config.model
-    return _requested_checkpoint_format(request).open(
+    return request.checkpoint_format.open(
         request.place, {"true_vocab_size": model.true_vocab_size, "mtp_num_layers": model.mtp.mtp_num_layers}
     )
-
-
-def _requested_checkpoint_format(request: ResumeRequest) -> CheckpointFormat:
-    return next(one for one in FOREIGN if one.name == request.checkpoint_format)
 
 
 def _run_on_all_ranks(action: Callable[[], Result], axis: Axis) -> Result:
@@ -250,12 +244,3 @@ def _check_resumed_settings(opened: OpenedCheckpoint, config: RunConfig, *, comp
         ("settings that are not the checkpoint's hold from here on", (*differences.data, *differences.named)),
     ]
     return tuple("\n".join([f"{heading}:", *(f"  {line}" for line in lines)]) for heading, lines in notes if lines)
-
-
-def _tensor_bytes(source: CheckpointSource, name: str) -> int:
-    """Return the size in bytes of a source's tensor."""
-    format = source.formats[name]
-    size = format.dtype.itemsize
-    for extent in format.shape:
-        size *= extent
-    return size
