@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.saver import SaveOutcome
 from megatron.core.models.flops import estimate_memory_by_pipeline_rank, flops_per_sample
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import device_memory_stats, device_name, empty_cache, profiler_activities
+from megatron.core.parallel.late_reduction import LaggedIntegerReduction
 from megatron.training.accelerate.compile import LayerCompiler
 from megatron.training.accelerate.cuda_graphs import LayerGraphCapturer
 from megatron.training.checkpoint.best import note_if_best, require_save_best_metric
@@ -27,13 +28,11 @@ from megatron.training.checkpoint.checkpointing import Checkpointer, lock_save_f
 from megatron.training.evaluate import evaluate_loss, evaluation_mode
 from megatron.training.health.bad_steps import BadStepError, RollBackRequest, StepValidator
 from megatron.training.health.causality_check import require_causal_attention
-from megatron.training.health.exit_conditions import ExitConditions, NonFiniteError, TorchProfile
+from megatron.training.health.exit_conditions import ExitConditions, InterruptHandler, NonFiniteError, TorchProfile
 from megatron.training.health.failures import annotate_errors
-from megatron.training.health.interrupts import InterruptHandler
 from megatron.training.health.replica_check import ReplicaCheck, ReplicaMismatchError
 from megatron.training.health.rerun import ResultRejectedError, StepRerun
 from megatron.training.health.stragglers import StragglerDetector
-from megatron.training.health.vote import AnyRankVote
 from megatron.training.health.watchdog import HangDetector
 from megatron.training.launch.launch_info import read_launch_info
 from megatron.training.loader import (
@@ -97,14 +96,14 @@ def pretrain(
         if checkpoint.resume():
             run.run_log.add("loaded", **dataclasses.asdict(run.progress))
         trainer.batches.require_divisible_sizes(run.progress.consumed_train_samples)
-        validator = StepValidator(run.config)
-        rerun = StepRerun(trainer, validator) if run.config.faults.effective_rerun_mode != "disabled" else None
-        if run.config.faults.validates_steps and rerun is None:
+        reruns = run.config.faults.effective_rerun_mode != "disabled"
+        validator = StepRerun(trainer) if reruns else StepValidator(run.config)
+        if reruns or run.config.faults.validates_steps:
             trainer.add_hook(validator)
         while True:
             try:
                 with closing(build_split_batches(trainer, datasets) if data_of is None else data_of(trainer)) as data:
-                    return TrainingSession(trainer, checkpoint, data, validator, rerun, compiler or recordings).run()
+                    return TrainingSession(trainer, checkpoint, data, validator, compiler or recordings).run()
             except RollBackRequest as bad:
                 run.print_rank_0(
                     f"WARNING: {bad}\nThe run goes back to its last checkpoint, and will pass over the data of that iteration"
@@ -122,18 +121,17 @@ class TrainingSession:
         checkpoint: Checkpointer,
         data: SplitBatches,
         validator: StepValidator,
-        rerun: StepRerun | None = None,
         layers: LayerCompiler | LayerGraphCapturer | None = None,
     ) -> None:
         """layers: who makes layers faster, and tells of it."""
-        self.trainer, self.checkpoint, self.data, self.validator, self.rerun, self.layers = (
+        self.trainer, self.checkpoint, self.data, self.validator, self.layers = (
             trainer,
             checkpoint,
             data,
             validator,
-            rerun,
             layers,
         )
+        self.rerun = validator if isinstance(validator, StepRerun) else None
         self.config, self.mesh, self.log = trainer.run.config, trainer.run.mesh, trainer.run.log
         self.meter = StepMetricsMeter(lambda tensor: collectives.all_reduce(tensor, self.mesh.world))
         self.total = _total_iterations(trainer)
@@ -462,22 +460,20 @@ class TrainingSession:
 
     def _exit_conditions(self) -> ExitConditions:
         config = self.config
-        dynamic = config.precision.fp16 and config.precision.loss_scale is None
         profile = TorchProfile.build(
             config.log,
             rank=self.mesh.world.rank,
             activities=profiler_activities(self.mesh.device),
             folder=config.log.tensorboard_dir or config.checkpoint.save or ".",
         )
-
-        run, vote = self.trainer.run, AnyRankVote(self.mesh.world, self.mesh.device)
+        run, vote = self.trainer.run, LaggedIntegerReduction(self.mesh.world, self.mesh.device, "max", first=0)
         return ExitConditions(
             config.train,
-            agree=vote.any_now,
-            poll=vote.any_in_previous,
+            agree=lambda yes: bool(vote.reduce_and_wait(yes)),
+            poll=lambda yes: bool(vote.start_and_return_previous(yes)),
             started=run.started,
             ending=run.ending,
-            tolerates_overflow=dynamic,
+            tolerates_overflow=config.precision.fp16 and config.precision.loss_scale is None,
             profile=profile,
             interrupts=InterruptHandler(run.ending, first=self._print_interrupted, last=self._log_forced_exit),
         )

@@ -15,7 +15,6 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -44,31 +43,12 @@ class RollBackRequest(Exception):
     """Raised after a bad step when the run is to go back to its last checkpoint."""
 
 
-@dataclass(frozen=True, slots=True)
-class EnabledStepChecks:
-    """What counts as a bad step. finite: losses and norm must be finite; spikes: no loss spikes; large: no large
-    gradient norm.
-    """
-
-    finite: bool
-    spikes: bool
-    large: bool
-
-    @staticmethod
-    def build(config: RunConfig) -> EnabledStepChecks:
-        """Return the limits that the flags ask for."""
-        return EnabledStepChecks(
-            config.train.check_for_nan_in_loss_and_grad,
-            config.faults.check_for_spiky_loss,
-            config.faults.check_for_large_grads,
-        )
-
-
 class StepHistory:
     """Losses and gradient norms of the last good steps, against which a new step is judged."""
 
-    def __init__(self, limits: EnabledStepChecks) -> None:
-        self.limits = limits
+    def __init__(self, *, finite: bool, spikes: bool, large: bool) -> None:
+        """finite: losses and norm must be finite; spikes: no loss spikes; large: no large gradient norm."""
+        self._finite, self._spikes, self._large = finite, spikes, large
         self._losses: deque[float] = deque(maxlen=_KEPT)
         self._norms: deque[float] = deque(maxlen=_KEPT)
 
@@ -76,19 +56,17 @@ class StepHistory:
         """Return what is wrong with a step, in words, or "" and remember it. losses: means; norm: of the gradient."""
         values = {**losses, "gradient norm": norm}
         problem = (
-            [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
-            if self.limits.finite
-            else []
+            [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)] if self._finite else []
         )
         loss = losses.get("lm loss", next(iter(losses.values()), 0.0))
-        if not problem and self.limits.spikes and len(self._losses) >= _NEEDED:
+        if not problem and self._spikes and len(self._losses) >= _NEEDED:
             median = statistics.median(self._losses)
             deviation = _SCALE * statistics.median(abs(value - median) for value in self._losses)
             if loss > median + _SPIKE * max(deviation, 1e-3 * abs(median)):
                 problem.append(
                     f"the loss is {loss:.6g}, after a median of {median:.6g} and a deviation of {deviation:.3g} in the last steps"
                 )
-        if not problem and self.limits.large and len(self._norms) >= _NEEDED and norm > _LARGE * max(self._norms):
+        if not problem and self._large and len(self._norms) >= _NEEDED and norm > _LARGE * max(self._norms):
             problem.append(f"the gradient norm is {norm:.6g}, after at most {max(self._norms):.6g} in the last steps")
         if not problem:
             self._losses.append(loss)
@@ -97,17 +75,21 @@ class StepHistory:
 
 
 class StepValidator(StepHooks):
-    """Hook that judges whether a step's update may be made. passed_over: iterations whose data is to be skipped after a
-    rollback.
-    problem: why the last step was bad, or "". count: bad steps so far. largest: largest local gradient of each bucket,
-    scalars.
+    """Hook that judges whether a step's update may be made. problem: why the last step was bad, or "". count: bad steps
+    so far. passed_over: iterations whose data is to be skipped after a rollback. largest: largest local gradient of each
+    bucket, scalars. repeats: the step was judged before and is rerun: it is counted once, and its failure dump exists.
     """
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.memory = StepHistory(EnabledStepChecks.build(config))
+        self.memory = StepHistory(
+            finite=config.train.check_for_nan_in_loss_and_grad,
+            spikes=config.faults.check_for_spiky_loss,
+            large=config.faults.check_for_large_grads,
+        )
         self.problem = ""
         self.count = 0
+        self.repeats = False
         self.passed_over: set[int] = set()
         self._streams: dict[str, Tensor] = {}
         self.largest: list[Tensor] = []  # of the gradients of this rank alone, one a bucket
@@ -117,17 +99,15 @@ class StepValidator(StepHooks):
         self.problem, self.largest = "", []
         self._streams = {name: state.clone() for name, state in work.trainer.run.streams.state().items()}
 
-    def accept_update(self, work: StepWork, losses: Mapping[str, Tensor], norm: Tensor, *, again: bool = False) -> bool:
-        """Return whether the update may be made; writes a failure dump if not. Collective, with the same answer on all
-        ranks.
-        losses: [2] each (total, count); norm: a scalar. again: the step was judged before and is rerun; it is counted
-        once, and its failure dump exists.
+    def accept_update(self, work: StepWork, losses: Mapping[str, Tensor], norm: Tensor) -> bool:
+        """Return whether the update may be made; writes a failure dump if not. Collective, the same on all ranks.
+        losses: [2] each (total, count); norm: a scalar.
         """
         means = mean_losses(losses, norm, work.trainer.run.mesh)
         self.problem = self.memory.find_problem(means, float(norm))
         if not self.problem:
             return True
-        if again:
+        if self.repeats:
             return False
         self.count += 1
         self.problem += self._nonfinite_ranks_text(work)

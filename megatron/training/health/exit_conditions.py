@@ -1,6 +1,6 @@
 """When a run stops early, when it must fail, and what else happens at fixed iterations.
 
-    with Watch(...) as watch:
+    with ExitConditions(...) as watch:
         while iteration < train_iters and not reason:
             watch.before_step(iteration)
             ... one step ...
@@ -12,6 +12,9 @@ The question comes after the step: a run that resumes at a multiple of --exit-in
 everywhere the number of steps done so far. A clock and a signal are a matter of one rank, but all ranks must stop after
 the same step: such questions go through `agree`, which says whether any rank said yes. No step waits for the answer:
 `poll` says what the ranks answered a step ago, and `agree` is called only when that was yes.
+
+Python runs the handlers of signals only between two steps of its main thread, which may sit in a collective that never completes.
+For Ctrl-C the system writes the number of each signal into a socket (signal.set_wakeup_fd), and a thread reads it there.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,18 +37,16 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from megatron.core.config.settings.run import LogConfig, TrainConfig
-from megatron.training.health.interrupts import InterruptHandler
 from megatron.training.report.metrics import ResolvedStepMetrics
 from megatron.training.run import ReceivedTerminationSignal
+
+# Seconds in which a second SIGINT is the first again: a terminal sends it to all processes, and a launcher passes it on.
+_ONCE = 1.0
+EXIT_CODE = 128 + signal.SIGINT
 
 
 class NonFiniteError(Exception):
     """A loss or a gradient norm is NaN or infinite."""
-
-
-def _single_process_vote(vote: bool) -> bool:
-    """Return `vote`: a single process has no one else to ask."""
-    return vote
 
 
 class ExitConditions:
@@ -59,8 +62,8 @@ class ExitConditions:
         self,
         train: TrainConfig,
         *,
-        agree: Callable[[bool], bool] = _single_process_vote,
-        poll: Callable[[bool], bool] = _single_process_vote,
+        agree: Callable[[bool], bool] = bool,
+        poll: Callable[[bool], bool] = bool,
         started: float | None = None,
         ending: ReceivedTerminationSignal | None = None,
         tolerates_overflow: bool = False,
@@ -126,7 +129,7 @@ class ExitConditions:
 
     def require_finite(self, steps: Sequence[ResolvedStepMetrics]) -> None:
         """Raise `NonFiniteError` on all ranks if a resolved step has a loss or gradient norm that is not finite.
-        Collective. To be called with everything that `Meter.resolve` gives, so that no checkpoint is written after such
+        Collective. To be called with everything that `StepMetricsMeter.resolve` gives, so that no checkpoint is written after such
         a step.
         """
         if not self._checks_numbers:
@@ -155,6 +158,50 @@ class ExitConditions:
         """Collect garbage, under --manual-gc; called before and after an evaluation, on all ranks at once."""
         if self._train.manual_gc:
             gc.collect()
+
+
+class InterruptHandler:
+    """Context manager in the main thread that catches SIGINT: the first is noted in `ending`, the second ends the
+    process.
+    first: called at the first. last: called before the process ends because of the second.
+    """
+
+    def __init__(
+        self, ending: ReceivedTerminationSignal, *, first: Callable[[], None], last: Callable[[], None]
+    ) -> None:
+        self._ending, self._first, self._last = ending, first, last
+        self._noticed = 0.0
+        self._ours, self._systems = socket.socketpair()
+        self._systems.setblocking(False)
+        self._thread = threading.Thread(target=self._signal_reader_thread, name="interrupts", daemon=True)
+
+    def __enter__(self) -> InterruptHandler:
+        self._wakeup_before = signal.set_wakeup_fd(self._systems.fileno(), warn_on_full_buffer=False)
+        self._handler_before = signal.signal(signal.SIGINT, lambda number, frame: None)  # no KeyboardInterrupt
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGINT, self._handler_before)
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._systems.close()  # which ends the thread
+        self._thread.join()
+        self._ours.close()
+
+    def _signal_reader_thread(self) -> None:
+        """Thread: read signal numbers from the wake-up socket until it closes."""
+        while numbers := self._ours.recv(64):
+            if signal.SIGINT in numbers:
+                self._on_interrupt()
+
+    def _on_interrupt(self) -> None:
+        """Handle a SIGINT: the first is noted, a later one ends the process; repetitions within a second are one."""
+        if not self._noticed:
+            self._noticed, self._ending.signal = time.monotonic(), "SIGINT"
+            self._first()
+        elif time.monotonic() - self._noticed > _ONCE:
+            self._last()
+            os._exit(EXIT_CODE)
 
 
 class TorchProfile:

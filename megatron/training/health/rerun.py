@@ -30,12 +30,10 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core.datasets.storage import atomic_file
-from megatron.core.distributed.buffers import Bucket
 from megatron.core.parallel import collectives
 from megatron.training.checkpoint.resuming import decide_on_first_rank
 from megatron.training.data.batch import Batch
 from megatron.training.health.bad_steps import BadStepError, StepValidator, mean_losses
-from megatron.training.hooks import StepHooks
 from megatron.training.launch.launch_info import read_launch_info
 from megatron.training.report.metrics import StepMetrics
 from megatron.training.step import StepWork, train_step
@@ -105,35 +103,29 @@ class BadStepDiagnosis:
             file.write((json.dumps(asdict(self)) + "\n").encode())
 
 
-class StepRerun(StepHooks):
+class StepRerun(StepValidator):
     """Runs training steps, and runs those with a bad result again. Every method is collective.
     skipped: iterations to skip, since --result-rejected-tracker-filename has them rejected twice.
     """
 
-    def __init__(self, trainer: Trainer, validator: StepValidator) -> None:
-        self.trainer, self.validator, self.config, self.mesh = trainer, validator, trainer.run.config, trainer.run.mesh
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer.run.config)
+        self.trainer, self.mesh = trainer, trainer.run.mesh
         faults, save = self.config.faults, self.config.checkpoint.save
         self.mode = faults.effective_rerun_mode
         self.goes_on = faults.on_bad_step in ("skip", "rollback")
         self.file = Path(save) / FILE if save else None
-        trainer.add_hook(self)
         self.known = decide_on_first_rank(
             self.mesh.world, lambda: BadStepDiagnosis.read(self.file) if self.file else None
         )
-        if (
-            self.known is not None
-            and not self.known.classification
-            and self.known.iteration != trainer.progress.iteration + 1
-        ):
+        if self.known and not self.known.classification and self.known.iteration != trainer.progress.iteration + 1:
             self.known = None  # this run does not go on from the state that was saved for it
         tracker = faults.result_rejected_tracker_filename
         self.skipped = decide_on_first_rank(
             self.mesh.world, lambda: iterations_rejected_twice(tracker) if tracker else set()
         )
-        self.variation: dict[
-            str, list[float]
-        ] = {}  # name of a number -> [pairs compared, of them equal, largest difference]
-        self._repeats = False  # whether this pass is the second one
+        # Name of a number -> [pairs compared, of them equal, largest difference].
+        self.variation: dict[str, list[float]] = {}
         self._judges = False  # whether this pass is the one after a restart on other devices
         self._injected, self._injects_at = "", 0
         self._work: StepWork | None = None
@@ -144,7 +136,7 @@ class StepRerun(StepHooks):
     def train_step_checked(self, batches: Iterator[Batch]) -> StepMetrics:
         """Train on the next global batch, and rerun a bad result; `ResultRejectedError` when the run is to end."""
         before, iteration = self._snapshot(), self.trainer.progress.iteration + 1
-        self._repeats, self._own, self._whole = False, {}, {}
+        self.repeats, self._own, self._whole = False, {}, {}
         self._injected = self._draw_injected_error_kind(iteration)
         self._judges = self.known is not None and self.known.iteration == iteration and not self.known.classification
         step = train_step(self.trainer, batches)
@@ -153,7 +145,7 @@ class StepRerun(StepHooks):
         if self._judges:
             assert self.known is not None, "there is a diagnosis to complete"
             return self._classify_after_restart(self.known, before, step)
-        return self._rerun_in_place(before, batches, iteration) if self.validator.problem else step
+        return self._rerun_in_place(before, batches, iteration) if self.problem else step
 
     def determinism_report(self) -> str:
         """Return how much two passes differed since the last report; "" but for `report_stats`. Collective."""
@@ -171,26 +163,18 @@ class StepRerun(StepHooks):
         worst = f"; the largest relative difference is {largest:.3e} ({name}, rank {rank})" if pairs > equal else ""
         return f"determinism: of {pairs} results computed twice, {equal} were equal{worst}"
 
-    def begin_step(self, work: StepWork) -> None:
-        """Pass on to the validator."""
-        self.validator.begin_step(work)
-
-    def bucket_ready(self, bucket: Bucket) -> None:
-        """Pass on to the validator."""
-        self.validator.bucket_ready(bucket)
-
     def accept_update(self, work: StepWork, losses: Mapping[str, Tensor], norm: Tensor) -> bool:
         """Return whether the update of this pass may be made; keeps its numbers for the comparison.
         losses: [2] each (total, count); norm: a scalar.
         """
-        if self._injected and not (self._repeats and self._injected == "transient_error"):
+        if self._injected and not (self.repeats and self._injected == "transient_error"):
             losses = self._inject_error(work, losses)
-        if self.mode == "report_stats" and not self._repeats:
+        if self.mode == "report_stats" and not self.repeats:
             self._keep_results(work, losses, norm)
             return False
-        sound = self.validator.accept_update(work, losses, norm, again=self._repeats)
+        sound = super().accept_update(work, losses, norm)
         self._keep_results(work, losses, norm)
-        return sound and (self.goes_on or self.mode == "report_stats" or not (self._repeats or self._judges))
+        return sound and (self.goes_on or self.mode == "report_stats" or not (self.repeats or self._judges))
 
     def _keep_results(self, work: StepWork, losses: Mapping[str, Tensor], norm: Tensor) -> None:
         """Keep this pass's losses, gradients and norm, of this rank and of the whole step, for the comparison."""
@@ -200,7 +184,7 @@ class StepRerun(StepHooks):
             for index, report in enumerate(work.reports)
             for name, pair in report.items()
         }
-        state |= {f"gradient of bucket {index}": float(value) for index, value in enumerate(self.validator.largest)}
+        state |= {f"gradient of bucket {index}": float(value) for index, value in enumerate(self.largest)}
         self._suspicious = not all(map(math.isfinite, state.values()))
         self._own, self._whole = state, {**mean_losses(losses, norm, self.mesh), "gradient norm": float(norm)}
 
@@ -218,7 +202,7 @@ class StepRerun(StepHooks):
 
     def _rerun_in_place(self, before: dict[str, Any], batches: Iterator[Batch], iteration: int) -> StepMetrics:
         """Rerun a bad step on the same devices and classify it: the second result, or `ResultRejectedError`."""
-        reason, first, witness = self.validator.problem, self._own | self._whole, self._own_result()
+        reason, first, witness = self.problem, self._own | self._whole, self._own_result()
         diagnosis = BadStepDiagnosis(
             iteration,
             reason,
@@ -339,7 +323,7 @@ class StepRerun(StepHooks):
     def _repeat_step(self, before: dict[str, Any], batches: Iterator[Batch]) -> StepMetrics:
         """Run the same step once more, from its microbatches, counters, random streams and loss scale."""
         self._restore(before)
-        self._repeats = True
+        self.repeats = True
         return train_step(self.trainer, batches, again=self._work)
 
     def _snapshot(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.spec import param_spec_of
 from megatron.tools.replay import PROVIDERS, main
 from megatron.training.data.batch import Batch, LossFunction
-from megatron.training.health.bad_steps import BadStepError, EnabledStepChecks, StepHistory, StepValidator
+from megatron.training.health.bad_steps import BadStepError, StepHistory, StepValidator
 from megatron.training.run import RunContext
 from megatron.training.step import train_step
 from megatron.trust.compare.replay import replay_failure_dump
@@ -125,7 +125,7 @@ def test_more_bad_steps_than_allowed_stop_a_run(tmp_path: Path) -> None:
 
 
 def test_unusual_losses_and_norms_are_told_from_usual_ones() -> None:
-    memory = StepHistory(EnabledStepChecks(finite=True, spikes=True, large=True))
+    memory = StepHistory(finite=True, spikes=True, large=True)
     random = torch.Generator().manual_seed(1)
     for step in range(60):
         noise = float(torch.randn((), generator=random))
@@ -135,7 +135,7 @@ def test_unusual_losses_and_norms_are_told_from_usual_ones() -> None:
     assert "lm loss is nan" in memory.find_problem({"lm loss": math.nan}, 1.0)
     assert "gradient norm is inf" in memory.find_problem({"lm loss": 2.7}, math.inf)
     assert memory.find_problem({"lm loss": 2.7}, 1.2) == "", "what was bad is not remembered"
-    assert StepHistory(EnabledStepChecks(True, True, True)).find_problem({"lm loss": 4.0}, 40.0) == "", (
+    assert StepHistory(finite=True, spikes=True, large=True).find_problem({"lm loss": 4.0}, 40.0) == "", (
         "at the start, nothing is unusual"
     )
 

@@ -15,9 +15,8 @@ import pytest
 
 from megatron.core.config.settings.run import TrainConfig
 from megatron.core.dist_checkpointing import checkpoint_folders
-from megatron.training.health import interrupts
-from megatron.training.health.exit_conditions import ExitConditions
-from megatron.training.health.interrupts import InterruptHandler
+from megatron.training.health import exit_conditions
+from megatron.training.health.exit_conditions import ExitConditions, InterruptHandler
 from megatron.training.run import ReceivedTerminationSignal
 from tests.helpers.programme import TINY
 
@@ -34,9 +33,9 @@ def until(event: threading.Event) -> None:
 
 
 def test_the_second_interrupt_counts_only_when_it_is_not_the_first_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interrupts, "_ONCE", 3600.0)
+    monkeypatch.setattr(exit_conditions, "_ONCE", 3600.0)
     first, last, ended = threading.Event(), threading.Event(), threading.Event()
-    monkeypatch.setattr(interrupts.os, "_exit", lambda code: ended.set() if code == 130 else None)
+    monkeypatch.setattr(exit_conditions.os, "_exit", lambda code: ended.set() if code == 130 else None)
     before, ending = signal.getsignal(signal.SIGINT), ReceivedTerminationSignal()
     with ExitConditions(
         TrainConfig(), ending=ending, interrupts=InterruptHandler(ending, first=first.set, last=last.set)
@@ -47,7 +46,7 @@ def test_the_second_interrupt_counts_only_when_it_is_not_the_first_passed_on(mon
         first.clear()
         os.kill(os.getpid(), signal.SIGINT)
         assert not last.wait(0.2) and not first.is_set(), "a launcher passed it on"
-        monkeypatch.setattr(interrupts, "_ONCE", 0.0)
+        monkeypatch.setattr(exit_conditions, "_ONCE", 0.0)
         os.kill(os.getpid(), signal.SIGINT)
         until(ended)
         assert last.is_set()

@@ -17,7 +17,6 @@ import pretrain_gpt
 from megatron.core.models.gpt import GPTModel
 from megatron.training.data.batch import Batch, LossFunction
 from megatron.training.health import rerun
-from megatron.training.health.bad_steps import StepValidator
 from megatron.training.health.rerun import (
     ResultRejectedError,
     StepRerun,
@@ -219,7 +218,8 @@ def disturbed(changes: dict[str, int], kind: str) -> tuple[str, list[str], list[
         **changes,
     )
     trainer = tiny.trainer_of(tiny.run_of(settings))
-    again = StepRerun(trainer, StepValidator(settings))
+    again = StepRerun(trainer)
+    trainer.add_hook(again)
     steps = [again.train_step_checked(tiny.short_run_batches(trainer.run, number)) for number in range(2)]
     assert again.known is not None
     return (
