@@ -15,14 +15,12 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Literal
 
 import torch
 
 from megatron.core.config.settings.run import RunConfig, TrainConfig
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import process_group_backend
 from megatron.core.parallel.mesh import Mesh, SplitMeshJob
 from megatron.inference.engine import Engine
 from megatron.rl.environments.config import EnvironmentWithWeight, start_environments_on_first_rank
@@ -166,12 +164,7 @@ def split_mesh_builder(
 
     def build_rank_mesh_and_config(config: RunConfig, device: torch.device) -> tuple[Mesh, RunConfig]:
         parallel = config.parallel
-        init_default_process_group(
-            process_group_backend(device, parallel.distributed_backend),
-            place,
-            timedelta(minutes=parallel.distributed_timeout_minutes),
-            device if device.type == "cuda" else None,
-        )
+        init_default_process_group(parallel, place, device)
         generating = generation_run_config(config, rl.inference_parallel_sizes)
         jobs.append(SplitMeshJob.build(parallel, generating.parallel, device, last_ranks=rl.rl_generation_ranks))
         return jobs[0].mesh, generating if place.rank >= jobs[0].training else config

@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -24,14 +23,7 @@ from megatron.core.dist_checkpointing.checkpoint_folders import check_save_folde
 from megatron.core.kernels.low_precision import recipes
 from megatron.core.kernels.startup_check import select_kernels_with_trials
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import (
-    device_name,
-    disable_malloc_trim,
-    pick_device,
-    process_group_backend,
-    set_current_device,
-    synchronize,
-)
+from megatron.core.parallel.device import device_name, disable_malloc_trim, pick_device, set_current_device, synchronize
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tokenizers.base import Tokenizer
@@ -40,8 +32,12 @@ from megatron.training.cli.device_checks import kernel_requirements
 from megatron.training.cli.preflight import fit_elastic_layout, preflight
 from megatron.training.launch.elastic import elastic_layout_change_text
 from megatron.training.launch.launch_info import read_launch_info, world_size
-from megatron.training.launch.rendezvous import init_default_process_group, missing_launcher_store_warning
-from megatron.training.launch.spare_ranks import release_spare_ranks, wait_as_spare_rank
+from megatron.training.launch.rendezvous import (
+    init_default_process_group,
+    missing_launcher_store_warning,
+    release_spare_ranks,
+    wait_as_spare_rank,
+)
 from megatron.training.report.run_log import RunLog
 from megatron.training.report.run_record import run_log_path
 from megatron.training.report.timers import Timers
@@ -116,21 +112,19 @@ def _checked_config_and_tokenizer(args: argparse.Namespace) -> tuple[RunConfig, 
     return config, checked.tokenizer
 
 
-def _hold_spare_ranks(args: argparse.Namespace) -> int:
-    """Return how many ranks train. With --elastic, a rank beyond them waits until they have finished and exits here;
-    the change of layout is added to `args.messages`.
+def _hold_spare_ranks(args: argparse.Namespace) -> None:
+    """With --elastic: a rank beyond those that train waits until they have finished, and exits here; a change of layout
+    is added to `args.messages`.
     """
     given, place = config_from_namespace(RequestedRun, args), read_launch_info()
     chosen, ranks = fit_elastic_layout(given, place.size)
     if line := elastic_layout_change_text(given.parallel, chosen.parallel, world_size=place.size, ranks=ranks):
         args.messages = [*getattr(args, "messages", ()), line]
-    if ranks == place.size:
-        return ranks
     if place.rank >= ranks:
         wait_as_spare_rank(place)
         raise SystemExit(0)
-    os.environ.update(WORLD_SIZE=str(ranks), MEGATRON_STAND_BY=str(place.size - ranks))
-    return ranks
+    if ranks < place.size:
+        os.environ.update(WORLD_SIZE=str(ranks), MEGATRON_STAND_BY=str(place.size - ranks))
 
 
 class ConsoleHandler(logging.StreamHandler):
@@ -171,12 +165,7 @@ def build_mesh(config: RunConfig, device: torch.device) -> Mesh:
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
-    init_default_process_group(
-        process_group_backend(device, config.parallel.distributed_backend),
-        read_launch_info(),
-        timedelta(minutes=config.parallel.distributed_timeout_minutes),
-        device if device.type == "cuda" else None,
-    )
+    init_default_process_group(config.parallel, read_launch_info(), device)
     return Mesh.build(config.parallel, device)
 
 

@@ -12,7 +12,6 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -40,7 +39,7 @@ from megatron.core.models.bert import BERTModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5 import T5Model
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import disable_malloc_trim, pick_device, process_group_backend, set_current_device
+from megatron.core.parallel.device import disable_malloc_trim, pick_device, set_current_device
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import param_spec_of
@@ -226,12 +225,7 @@ def _join_mesh(config: RunConfig, device: torch.device) -> Mesh:
     if world_size() == 1:
         return Mesh.single_process(device)
     if not dist.is_initialized():
-        init_default_process_group(
-            process_group_backend(device, config.parallel.distributed_backend),
-            read_launch_info(),
-            timedelta(minutes=config.parallel.distributed_timeout_minutes),
-            device if device.type == "cuda" else None,
-        )
+        init_default_process_group(config.parallel, read_launch_info(), device)
     return Mesh.build(config.parallel, device)
 
 

@@ -1,24 +1,34 @@
 """What ranks tell each other beside their collectives: short texts in the launcher's store.
 
 The store lives as long as the launcher, so that ranks can be told of a failure while they sit in a collective that will
-never complete, and a store that stays silent means that nobody looks after them any more (entry.py). Each start of the ranks has keys of its own: a failure that was mended by a restart is not met again.
+never complete, and a store that stays silent means that nobody looks after them any more (entry.py). Each start of the ranks has
+keys of its own: a failure that was mended by a restart is not met again.
+
+Spare ranks, for which an elastic layout has no place, stand by until the others have done, and then end well: their launcher would
+take one that ends at once for a part of the job that is done, and not start it again when ranks are lost or found.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from megatron.core.config.settings.parallel import ParallelConfig
+from megatron.core.parallel.device import process_group_backend
 from megatron.training.launch.launch_info import LaunchInfo
 
 FIRST_FAILURE = "first-failure"
 _GONE = (RuntimeError, dist.DistError)  # the store does not answer: its launcher has ended, or the network between
 _PATIENCE = 60.0  # seconds until a connection stands
+_DONE = "done"
+_LOOK_EVERY, _RELEASE_PATIENCE = 1.0, 10.0  # seconds
 _LONGEST = 1 << 16  # characters of a text
 Result = TypeVar("Result")
 
@@ -101,22 +111,45 @@ def missing_launcher_store_warning(place: LaunchInfo) -> str:
     )
 
 
-def init_default_process_group(
-    backend: str, place: LaunchInfo, timeout: timedelta, device: torch.device | None = None
-) -> None:
-    """Initialize the default process group. device: this rank's GPU, to which NCCL then binds at once. A launcher's
-    store outlives the ranks, and torch uses the same keys at every start: a restarted rank could find another's old
-    address. So each restart uses keys of its own.
+def init_default_process_group(parallel: ParallelConfig, place: LaunchInfo, device: torch.device) -> None:
+    """Initialize the default process group; NCCL binds to this rank's GPU at once. A launcher's store outlives the
+    ranks, and torch uses the same keys at every start: a restarted rank could find another's old address. So each
+    restart uses keys of its own.
     """
-    if not place.store or place.attempt == "0":
-        dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=timeout, device_id=device)
-        return
-    store = _connect_tcp_store(place.store, timeout.total_seconds())
+    timeout, store = timedelta(minutes=parallel.distributed_timeout_minutes), None
+    if place.store and place.attempt != "0":
+        store = dist.PrefixStore(f"start {place.attempt}", _connect_tcp_store(place.store, timeout.total_seconds()))
     dist.init_process_group(
-        backend,
-        store=dist.PrefixStore(f"start {place.attempt}", store),
+        process_group_backend(device, parallel.distributed_backend),
+        store=store,
         rank=place.rank,
         world_size=place.size,
         timeout=timeout,
-        device_id=device,
+        device_id=device if device.type == "cuda" else None,
     )
+
+
+def wait_as_spare_rank(place: LaunchInfo) -> None:
+    """Wait until the training ranks have finished or the launcher is gone, which ends this rank if they fail."""
+    board, launcher = _rendezvous_store(place), os.getppid()
+    while os.getppid() == launcher:
+        if board is not None and board.read(_DONE) is not None:
+            board.write(f"left/{place.rank}", "yes")
+            return
+        time.sleep(_LOOK_EVERY)
+
+
+def release_spare_ranks(place: LaunchInfo, waiting: int) -> None:
+    """Tell `waiting` spare ranks that training is over; wait till they know, as the store may end with this rank."""
+    board, deadline = _rendezvous_store(place), time.monotonic() + _RELEASE_PATIENCE
+    if board is None:
+        return
+    board.write(_DONE, "yes")
+    for rank in range(place.size, place.size + waiting):
+        while board.read(f"left/{rank}") is None and time.monotonic() < deadline:
+            time.sleep(_LOOK_EVERY / 10)
+
+
+def _rendezvous_store(place: LaunchInfo) -> RendezvousStore | None:
+    """Connect to the store where all ranks meet, with keys common to all attempts. None if it cannot be reached."""
+    return RendezvousStore.connect(replace(place, size=2, attempt="all", store=place.meeting))

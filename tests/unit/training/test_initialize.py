@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +162,7 @@ def test_the_process_group_knows_a_ranks_gpu(attempt: str, monkeypatch: pytest.M
     monkeypatch.setattr(rendezvous.dist, "init_process_group", lambda *_, **how: given.append(how["device_id"]))
     monkeypatch.setattr(rendezvous, "_connect_tcp_store", lambda *_: torch.distributed.HashStore())
     place = replace(read_launch_info(), rank=1, size=2, store="node0:6000", attempt=attempt)
-    rendezvous.init_default_process_group("nccl", place, timedelta(seconds=1), torch.device("cuda", 1))
+    rendezvous.init_default_process_group(tiny.config().parallel, place, torch.device("cuda", 1))
     monkeypatch.setattr(initialize, "read_launch_info", lambda: place)
     monkeypatch.setattr(inference_model, "read_launch_info", lambda: place)
     monkeypatch.setenv("WORLD_SIZE", "2")
