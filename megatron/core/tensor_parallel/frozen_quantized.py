@@ -44,14 +44,14 @@ from megatron.core.parallel.spec import (
 class FrozenQuantizedWeight:
     """The values of one frozen parameter, [out, in] or of experts [e, out, in], in nf4 or int8.
 
-    boxes: what of the global tensor must be given to `quantize_box`, one by one. hashes: of the values given, of each local shard.
+    boxes: what of the global tensor must be given to `quantize_box`, one by one. unquantized_hashes: of the values given, of each local shard.
     """
 
     def __init__(self, param: nn.Parameter, mesh: Mesh, format: str) -> None:
         self.spec, self.dtype, self.format, self.device = param_spec_of(param), param.dtype, format, mesh.device
         self.shards = local_shard_boxes(self.spec, mesh)
         self.boxes = tuple(_enclosing_whole_blocks(shard.box, self.spec.shape) for shard in self.shards)
-        self.hashes: list[Tensor | None] = [None] * len(self.shards)
+        self.unquantized_hashes: list[Tensor | None] = [None] * len(self.shards)
         *stacked, rows, self._columns = local_shape(self.spec, mesh)
         self._first = self.shards[0].box.offset[-1] - self.boxes[0].offset[-1]
         blocks = -(-(self._first + self._columns) // BLOCK)
@@ -82,7 +82,7 @@ class FrozenQuantizedWeight:
         """
         shard, box, values = self.shards[index], self.boxes[index], values.to(self.device)
         own = values[shard.box.shifted(tuple(-start for start in box.offset)).slices()]
-        self.hashes[index] = box_hash(own, shard.box, self.spec.shape, derive_seed("base", self.spec.name))
+        self.unquantized_hashes[index] = box_hash(own, shard.box, self.spec.shape, derive_seed("base", self.spec.name))
         blocks = quantize_weight_blocks(values, self.format)
         (*stacked, rows, _), codes = shard.local.slices(), _slice_shard_blocks(blocks, shard, box)
         packed, scales, means, steps, means_of_row = self.storage_tensors()

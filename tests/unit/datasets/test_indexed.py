@@ -577,7 +577,7 @@ with np.load(prefix + ".npz") as batches:
 for number, batch in enumerate(batches):
     if number >= done:
         builder.add_documents(*batch)
-        now = builder.flush()
+        now = builder.sync_to_resume_point()
         text = json.dumps([number + 1, {"documents": now.documents, "sequences": now.sequences, "tokens": now.tokens}])
         open(journal + ".new", "w").write(text)
         os.replace(journal + ".new", journal)

@@ -61,7 +61,7 @@ class Faulty(Disk):
         return super().map(path)
 
     def prefault_range(self, content: memoryview, start: int, length: int) -> None:
-        self.strike("populate_range", Path())
+        self.strike("prefault_range", Path())
         super().prefault_range(content, start, length)
 
     def sync_folder(self, path: Path) -> None:

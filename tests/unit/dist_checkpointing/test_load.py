@@ -296,11 +296,11 @@ def test_a_tensor_that_cannot_be_read_on_one_rank_is_an_error_on_all(world: Worl
     assert world(2).run(load_broken) == ["elsewhere cannot be read\n  RuntimeError: no such shard"] * 2
 
 
-@pytest.mark.parametrize("on", ["map", "populate_range"])
+@pytest.mark.parametrize("on", ["map", "prefault_range"])
 def test_a_disk_that_cannot_read_is_told_and_not_the_end_of_the_process(tmp_path: Path, on: str) -> None:
     for iteration in (1, 2):
         save_at(tmp_path, iteration)
-    files = Faulty("" if on == "populate_range" else "iter_0000002/rank", fault=BROKEN, on=on)
+    files = Faulty("" if on == "prefault_range" else "iter_0000002/rank", fault=BROKEN, on=on)
     with pytest.raises(CheckpointError, match="rank_00000.safetensors cannot be read: Input/output error"):
         open_first_valid(checkpoints_to_try(tmp_path, 2), files=files)
 

@@ -10,7 +10,7 @@ from megatron.evaluation import vision_metrics
 
 WORDS = "a the man dog red ball horse rides on with two people street of and".split()
 # Of pycocoevalcap 1.2 for `captions()`.
-PUBLISHED = {"cider": 1.2810847565448469, "bleu": 0.2723370320129817, "rouge_l": 0.5760394040986585}
+PUBLISHED = {"cider": 1.2810847565448469, "bleu": 0.2723370320129817, "mean_rouge_l": 0.5760394040986585}
 
 
 def captions() -> tuple[list[list[str]], list[list[list[str]]]]:

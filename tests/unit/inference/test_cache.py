@@ -37,7 +37,12 @@ def test_texts_are_the_same_wherever_they_lie(monkeypatch: pytest.MonkeyPatch, p
     ]
     # Where blocks are read by a kernel, only prompts that begin are attention by another.
     assert (
-        set(read) == {"in place": {"_ContiguousView"}, "gathered": {"CacheGroup"}, "paged": {"_ContiguousView"}}[place]
+        set(read)
+        == {
+            "in place": {"_ContiguousCacheView"},
+            "gathered": {"EqualQueryLengthGroup"},
+            "paged": {"_ContiguousCacheView"},
+        }[place]
     )
 
 

@@ -419,7 +419,7 @@ def test_who_leaves_before_the_first_word_is_not_decoded() -> None:
     class CompletionRequest:
         cancelled = False
 
-        def cancel(self) -> None:
+        def cancel_all(self) -> None:
             self.cancelled = True
 
     async def words() -> AsyncIterator[str]:

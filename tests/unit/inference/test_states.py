@@ -124,7 +124,7 @@ def test_what_of_a_draft_is_not_accepted_leaves_no_trace_in_the_states(
                 one.drafts = known[:2] + one.drafts[2:]  # the third is a stranger's
             return count
 
-        monkeypatch.setattr(engine._draft, "propose", right)
+        monkeypatch.setattr(engine._draft, "set_draft_tokens", right)
     agree(model, texts, engine.run([greedy(text, 14, logprobs=True) for text in texts]), 14)
     seen = engine.metrics()
     assert 0 <= seen.accepted_tokens < seen.proposed_tokens
