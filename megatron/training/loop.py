@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from datetime import datetime
 from functools import partial
@@ -12,8 +13,9 @@ from pathlib import Path
 
 import torch
 
+from megatron.core.config.figures import match_metric_name
 from megatron.core.config.flags import ConfigError, config_to_dict
-from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.settings.run import CheckpointConfig, RunConfig
 from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.saver import SaveOutcome
@@ -21,9 +23,9 @@ from megatron.core.models.flops import estimate_memory_by_pipeline_rank, flops_p
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import device_memory_stats, device_name, empty_cache, profiler_activities
 from megatron.core.parallel.late_reduction import LaggedIntegerReduction
+from megatron.core.parallel.mesh import Axis
 from megatron.training.accelerate.compile import LayerCompiler
 from megatron.training.accelerate.cuda_graphs import LayerGraphCapturer
-from megatron.training.checkpoint.best import note_if_best, require_save_best_metric
 from megatron.training.checkpoint.checkpointing import Checkpointer, lock_save_folder
 from megatron.training.evaluate import evaluate_loss, evaluation_mode
 from megatron.training.health.bad_steps import BadStepError, RollBackRequest, StepValidator
@@ -45,7 +47,6 @@ from megatron.training.loader import (
 from megatron.training.report.metrics import (
     FlopsPerSample,
     StepMetricsMeter,
-    format_progress_file_fields,
     known_peak_tflops,
     memory_line,
     progress_file_line,
@@ -55,7 +56,7 @@ from megatron.training.report.run_log import LogFile
 from megatron.training.report.run_record import add_steps_to_run_log, record_run_start_and_error
 from megatron.training.report.timers import max_times_by_tag, timer_report_text
 from megatron.training.report.writers import Writers
-from megatron.training.run import RunContext
+from megatron.training.run import RunContext, TrainingProgress
 from megatron.training.step import train_step
 from megatron.training.trainer import Evaluate, ForwardStep, ModelProvider, Samples, Trainer, build_trainer
 
@@ -134,7 +135,7 @@ class TrainingSession:
         self.rerun = validator if isinstance(validator, StepRerun) else None
         self.config, self.mesh, self.log = trainer.run.config, trainer.run.mesh, trainer.run.log
         self.meter = StepMetricsMeter(lambda tensor: collectives.all_reduce(tensor, self.mesh.world))
-        self.total = _total_iterations(trainer)
+        self.total = trainer.batches.num_iterations(self.config.train)
         self.writers = Writers(
             self.config.log,
             speaks=self.mesh.world.is_last,
@@ -169,12 +170,8 @@ class TrainingSession:
                     self._save_if_unsaved(watch)
                 self._record_save(self.checkpoint.wait_for_save_outcome())
                 raise
-            except (
-                NonFiniteError,
-                BadStepError,
-                RollBackRequest,
-                ReplicaMismatchError,
-            ):  # of which all ranks know: they can still end a save together
+            except (NonFiniteError, BadStepError, RollBackRequest, ReplicaMismatchError):
+                # All ranks know of these: they can still end a save together.
                 self._record_save(self.checkpoint.wait_for_save_outcome())
                 raise
             self._save_and_evaluate_at_end(reason, watch)
@@ -401,14 +398,15 @@ class TrainingSession:
         progress, devices = self.trainer.progress, self.mesh.world.size
         seconds = max(1e-9, time.monotonic() - self.trainer.run.started)
         done = progress.floating_point_operations - self.flops_at_start
-        facts = format_progress_file_fields(
-            progress.iteration,
+        return progress_file_line(
+            event,
+            now=datetime.now(),
+            job_id=read_launch_info().job,
+            num_devices=devices,
+            iteration=progress.iteration,
             job_tflops=done / seconds / devices / 1e12,
             total_flops=progress.floating_point_operations,
             total_tokens=progress.consumed_tokens,
-        )
-        return progress_file_line(
-            event, now=datetime.now(), job_id=read_launch_info().job, num_devices=devices, facts=facts
         )
 
     def _append_progress_file(self, text: str) -> None:
@@ -424,9 +422,8 @@ class TrainingSession:
             losses = self._evaluation_losses(self.data.valid)  # before the last save, which may be the best
             self._save_if_best(losses, watch)
         if not train.skip_train:
-            self._record_save(
-                self.checkpoint.wait_for_save_outcome()
-            )  # if it is of this very iteration and failed, here is another chance
+            # If it is of this very iteration and failed, here is another chance.
+            self._record_save(self.checkpoint.wait_for_save_outcome())
             self._save_if_unsaved(watch)
             self._record_save(self.checkpoint.wait_for_save_outcome())
         if reason:
@@ -518,12 +515,34 @@ class TrainingSession:
         self._append_progress_file(self._progress_file_line("Starting job"))
 
 
-def _total_iterations(trainer: Trainer) -> int:
-    """Return the number of iterations of the run, from --train-iters or --train-samples."""
-    train = trainer.run.config.train
-    if train.train_iters is not None:
-        return train.train_iters
-    return trainer.batches.num_whole_steps(train.train_samples) if train.train_samples is not None else 0
+def require_save_best_metric(word: str, names: Sequence[str]) -> str:
+    """Return the metric among `names` that --save-best `word` means (`match_metric_name`); `ConfigError` if there is none."""
+    figure = match_metric_name(word, names)
+    if figure is None:
+        raise ConfigError(
+            f"--save-best {word}: evaluations of this run give no such figure; choose of: {', '.join(names)}"
+        )
+    return figure
+
+
+def note_if_best(
+    progress: TrainingProgress, losses: Mapping[str, float], options: CheckpointConfig, world: Axis
+) -> bool:
+    """Record an evaluation in `progress` if its --save-best metric is better than all before; return whether it was.
+    Collective. NaN and inf are never better; if metric or direction differ from those recorded, this evaluation is the
+    first.
+    """
+    assert options.save_best is not None, "only runs with --save-best look for the best evaluation"
+    figure = require_save_best_metric(options.save_best, list(losses))
+    mode = options.save_best_mode or ("min" if figure.endswith("loss") else "max")
+    value, described = collectives.broadcast_object(losses[figure], world), f"{mode} {figure}"
+    if not math.isfinite(value):
+        return False
+    if progress.best_value is not None and progress.best_figure == described:
+        if not (value < progress.best_value if mode == "min" else value > progress.best_value):
+            return False
+    progress.best_iteration, progress.best_value, progress.best_figure = progress.iteration, value, described
+    return True
 
 
 def _flops_per_sample(trainer: Trainer) -> FlopsPerSample:

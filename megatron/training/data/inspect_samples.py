@@ -129,15 +129,8 @@ class RunDataInspector:
             config.train, data_parallel_size=self.num_ranks, seq_length=config.train.seq_length
         )
         self.schedule.require_divisible_sizes(start.train_samples)
+        self.num_iterations = self.schedule.num_iterations(config.train)
         self._opened: dict[str, Any] = {}
-
-    @property
-    def num_iterations(self) -> int:
-        """Number of training iterations of the run."""
-        train = self.config.train
-        if train.train_iters is not None:
-            return train.train_iters
-        return self.schedule.num_whole_steps(train.train_samples) if train.train_samples is not None else 0
 
     def dataset(self, split: str) -> Any:
         """Return the dataset of a split, opened once; `DataError` if the run has none."""

@@ -115,6 +115,10 @@ class BatchSchedule:
             consumed, steps = consumed + here * size, steps - here
         return consumed + steps * self.batch_size_after(consumed).global_batch_size - begin
 
+    def num_iterations(self, train: TrainConfig) -> int:
+        """Return the number of iterations of the run, from --train-iters or --train-samples."""
+        return train.train_iters or self.num_whole_steps(train.train_samples or 0)
+
     def num_whole_steps(self, samples: int, consumed: int = 0) -> int:
         """Return how many whole steps fit between `consumed` and `samples` samples; a last partial batch is not run."""
         steps = 0

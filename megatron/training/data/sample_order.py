@@ -41,9 +41,7 @@ def samples_needed(config: RunConfig, schedule: BatchSchedule) -> tuple[int, int
     None with --full-validation: every sample once.
     """
     train = config.train
-    iterations = (
-        schedule.num_whole_steps(train.train_samples) if train.train_samples is not None else train.train_iters or 0
-    )
+    iterations = schedule.num_iterations(train)
     training = train.train_samples if train.train_samples is not None else iterations * train.global_batch_size
     evaluation = train.eval_iters * (train.eval_global_batch_size or train.global_batch_size)
     valid = (iterations // train.eval_interval + 1) * evaluation

@@ -393,18 +393,26 @@ def theoretical_memory_line(weights_and_optimizer: float, activations: float) ->
     )
 
 
-def progress_file_line(event: str, *, now: datetime, job_id: str, num_devices: int, facts: Sequence[str] = ()) -> str:
-    """Return a line of progress.txt: time, job, devices, event and further facts, tab-separated."""
-    return "\t".join([f"{now:%Y-%m-%d %H:%M:%S}", f"Job ID: {job_id}", f"# GPUs: {num_devices}", event, *facts]) + "\n"
-
-
-def format_progress_file_fields(
-    iteration: int, *, job_tflops: float, total_flops: float, total_tokens: int
-) -> list[str]:
-    """Return the fields of progress.txt for a checkpoint: speed of this job, and the run's work so far."""
-    return [
+def progress_file_line(
+    event: str,
+    *,
+    now: datetime,
+    job_id: str,
+    num_devices: int,
+    iteration: int,
+    job_tflops: float,
+    total_flops: float,
+    total_tokens: int,
+) -> str:
+    """Return a line of progress.txt, tab-separated: time, job, event, speed of this job, and the run's work so far."""
+    fields = [
+        f"{now:%Y-%m-%d %H:%M:%S}",
+        f"Job ID: {job_id}",
+        f"# GPUs: {num_devices}",
+        event,
         f"Iteration: {iteration}",
         f"Job throughput: {_tflops_text(job_tflops)} TFLOP/s/GPU",
         f"Floating-point operations: {total_flops:.2e}",
         f"Tokens (in billions): {total_tokens / 1e9:.2f}",
     ]
+    return "\t".join(fields) + "\n"

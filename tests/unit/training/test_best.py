@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.checkpoint_folders import complete_iterati
 from megatron.core.dist_checkpointing.saved import open_native_checkpoint
 from megatron.core.parallel.mesh import Axis
 from megatron.training import loop
-from megatron.training.checkpoint.best import note_if_best
+from megatron.training.loop import note_if_best
 from megatron.training.run import TrainingProgress
 from megatron.training.trainer import Trainer
 from tests.helpers.programme import trained, write_tokens

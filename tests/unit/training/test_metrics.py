@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from datetime import datetime
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from megatron.training.report.metrics import (
     StepMetrics,
     StepMetricsMeter,
     Throughput,
-    format_progress_file_fields,
     interval_log_line,
     known_peak_tflops,
     memory_line,
@@ -217,10 +217,8 @@ def test_the_full_log_line_has_every_field_in_megatrons_order_and_ours_behind():
 def test_a_small_throughput_is_a_number_and_not_zero(tflops: float, shown: str) -> None:
     report = dataclasses.replace(REPORT, throughput=Throughput(1.0, 2.0, tflops, tflops))
     assert f" | throughput per GPU (TFLOP/s/GPU): {shown} | " in interval_log_line(report, NOW)
-    assert (
-        format_progress_file_fields(1, job_tflops=tflops, total_flops=1.0, total_tokens=1)[1]
-        == f"Job throughput: {shown} TFLOP/s/GPU"
-    )
+    line = progress_line(1, job_tflops=tflops, total_flops=1.0, total_tokens=1)
+    assert f"\tJob throughput: {shown} TFLOP/s/GPU\t" in line
 
 
 def test_the_companion_of_the_log_line_says_when_the_run_ends() -> None:
@@ -340,9 +338,13 @@ def test_the_memory_lines_are_megatrons():
     )
 
 
+def progress_line(iteration: int, **figures: Any) -> str:
+    """A line of progress.txt for a checkpoint."""
+    return progress_file_line("Saved checkpoint", now=NOW, job_id="77", num_devices=8, iteration=iteration, **figures)
+
+
 def test_progress_lines_are_tab_separated():
-    facts = format_progress_file_fields(50, job_tflops=400.04, total_flops=1.25e21, total_tokens=12_340_000_000)
-    assert progress_file_line("Saved checkpoint", now=NOW, job_id="77", num_devices=8, facts=facts) == (
+    assert progress_line(50, job_tflops=400.04, total_flops=1.25e21, total_tokens=12_340_000_000) == (
         "2024-09-03 15:54:54\tJob ID: 77\t# GPUs: 8\tSaved checkpoint\tIteration: 50\tJob throughput: 400.0 TFLOP/s/GPU\t"
         "Floating-point operations: 1.25e+21\tTokens (in billions): 12.34\n"
     )
