@@ -21,15 +21,12 @@ class StepHooks:
 
     def begin_step(self, work: Any) -> None:
         """Called when gradients are zero and no microbatch has been read."""
-        return None
 
     def bucket_ready(self, bucket: Bucket) -> None:
         """Called when a bucket's gradients are complete on this rank and not yet reduced. FSDP2 has no buckets."""
-        return None
 
     def before_update(self) -> None:
         """Called when gradients are reduced, before weights and optimizer state change."""
-        return None
 
     def accept_update(self, work: Any, losses: Mapping[str, Tensor], norm: Tensor) -> bool:
         """Return whether the weights may be updated, the same on every rank. The update is made if all hooks accept it.
@@ -39,11 +36,9 @@ class StepHooks:
 
     def end_step(self, *, updated: bool) -> None:
         """Called after the step. updated: whether weights have changed."""
-        return None
 
     def before_save(self) -> None:
         """Called between two steps, before a checkpoint is made."""
-        return None
 
 
 class ModuleStepHook(StepHooks):

@@ -65,7 +65,9 @@ class StepWork:
         self._contexts: dict[int, MicrobatchContext] = {}
         self.reports: list[dict[str, Tensor]] = []
         self.data_figures: tuple[str, ...] = ()  # names of those that tell of the data alone
-        self.count = torch.zeros((), dtype=torch.float64 if _uses_fp64(trainer) else torch.float32, device=self.device)
+        self.count = torch.zeros(
+            (), dtype=torch.float64 if trainer.run.config.precision.fp64 else torch.float32, device=self.device
+        )
         self._scale = self._loss_scale()
 
     @property
@@ -200,10 +202,6 @@ class StepWork:
 
     def _data_parallel_of_stage(self, stage: int) -> Parallel:
         return self.trainer.parallels[stage // self.trainer.run.mesh.pp.size]
-
-
-def _uses_fp64(trainer: Trainer) -> bool:
-    return trainer.run.config.precision.fp64
 
 
 def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | None = None) -> StepMetrics:

@@ -1,10 +1,10 @@
 """What happened in each step, kept on the device until it is reported; and Megatron's words for it.
 
-    step ends        meter.add(Step(...))             tensors stay on the device, nobody waits
-    save, report     points = meter.resolve()         one reduction and one copy for all steps since the last time
-    report           meter.report(...) -> Report      averages over the interval
-                     interval_log_line(report)              the log line, byte for byte Megatron's
-                     time_left_line(report)           its companion: when the run ends
+    step ends        meter.add(StepMetrics(...))              tensors stay on the device, nobody waits
+    save, report     steps = meter.resolve()                  one reduction and one copy for all steps since the last time
+    report           meter.report(...) -> IntervalReport      averages over the interval
+                     interval_log_line(report)                the log line, byte for byte Megatron's
+                     time_left_line(report)                   its companion: when the run ends
 
 A loss travels as a tensor [sum, count] of this rank; sums and counts are added over the ranks that saw other data only
 when they are resolved, so a step's loss is the mean over all its tokens. The interval's loss is the mean over its steps
@@ -222,7 +222,9 @@ def _resolve_step_metrics(
     scalars = [value for step in steps for value in _scalar_tensor_fields(step).values()]
     values = iter(_reduce_and_copy_to_host([*pairs, *(load.table for load in loads)], scalars, reduce))
     means = iter([(next(values), next(values)) for _ in pairs])
-    figures = iter([_resolve_expert_metrics(load, values) for load in loads])
+    figures = iter(
+        [_expert_balance_metrics([[next(values) for _ in row] for row in load.table], load.by_layer) for load in loads]
+    )
     records = []
     for step in steps:
         losses = _means_of_sums_and_counts({name: next(means) for name in step.losses})
@@ -256,11 +258,6 @@ def _reduce_and_copy_to_host(
     device = next((tensor.device for tensor in (*summed, *scalars)), None)
     flat += [scalar.detach().double().reshape(1).to(device) for scalar in scalars]
     return torch.cat(flat).tolist() if flat else []
-
-
-def _resolve_expert_metrics(loads: ExpertLoads, values: Iterator[float]) -> dict[str, float]:
-    """Take the table of a step's expert counts from `values` and return its metrics."""
-    return _expert_balance_metrics([[next(values) for _ in row] for row in loads.table], loads.by_layer)
 
 
 def _expert_balance_metrics(table: list[list[float]], by_layer: bool) -> dict[str, float]:
@@ -351,12 +348,11 @@ def _tflops_text(rate: float) -> str:
     return f"{rate:.1f}" if rate >= 0.095 or rate <= 0 else f"{rate:.{1 - math.floor(math.log10(rate))}f}"
 
 
-def validation_text(losses: Mapping[str, float], where: str, set_name: str | None = None) -> str:
+def validation_text(losses: Mapping[str, float], where: str) -> str:
     """Return Megatron's framed validation line.
     where: `iteration 100`, or `iteration 100 on validation set` and `... on test set` after training.
-    set_name: which of several validation sets this was.
     """
-    line = f" validation{'' if set_name is None else '-' + set_name} loss at {where} | "
+    line = f" validation loss at {where} | "
     for name, loss in losses.items():
         line += f"{name} value: {loss:.6E} | "
         if has_perplexity(name):

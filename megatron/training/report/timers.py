@@ -32,15 +32,6 @@ STEP_TIMERS = tuple(
 )
 
 
-def _noop_synchronize() -> None:
-    """Do nothing: how a single CPU process waits for its device and other ranks."""
-
-
-def _gather_single_process(row: Sequence[float]) -> list[list[float]]:
-    """Return the row as the only one: what a single process gathers."""
-    return [list(row)]
-
-
 class Timer:
     """One stopwatch. settle: called before every reading of the clock. live: a timer that is not live does nothing."""
 
@@ -100,9 +91,9 @@ class Timers:
         *,
         level: int,
         option: LogOption = "minmax",
-        synchronize: Callable[[], None] = _noop_synchronize,
-        barrier: Callable[[], None] = _noop_synchronize,
-        gather: Callable[[Sequence[float]], Sequence[Sequence[float]]] = _gather_single_process,
+        synchronize: Callable[[], None] = lambda: None,
+        barrier: Callable[[], None] = lambda: None,
+        gather: Callable[[Sequence[float]], Sequence[Sequence[float]]] = lambda row: [row],
         barrier_with_level_1: bool = True,
     ) -> None:
         self.level = level

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.core.config.flags import raise_config_error_if
 from megatron.core.config.settings.run import LogConfig
@@ -51,19 +51,6 @@ MEMORY_NAMES = {
     "max allocated": "mem-max-allocated-bytes",
     "allocated count": "mem-allocated-count",
 }
-
-
-class MetricsBackend(Protocol):
-    """Protocol of a destination of named scalars and texts (TensorBoard, Weights & Biases)."""
-
-    def write(self, values: Mapping[str, float], *, iteration: int, samples: int | None) -> None:
-        """Write a scalar for each name at an iteration; with `samples`, also at that number of consumed samples."""
-
-    def write_texts(self, texts: Mapping[str, str], *, iteration: int) -> None:
-        """Write texts, each under its name."""
-
-    def close(self) -> None:
-        """Flush and close."""
 
 
 def missing_packages(log: LogConfig) -> list[str]:
@@ -94,7 +81,7 @@ class Writers:
         raise_config_error_if(missing_packages(log))
         self._log, self._speaks, self._world_size = log, speaks, world_size
         self._boards: dict[str, MetricsBackend] = {}
-        self._journal = JsonLinesFile(log.log_jsonl) if speaks and log.log_jsonl else None
+        self._journal = LogFile(Path(log.log_jsonl), "--log-jsonl") if speaks and log.log_jsonl else None
         self._bar = _tqdm_progress_bar(start_iteration, train_iters) if speaks and console is None else None
         self._console = console or (self._bar.write if self._bar else _print_line)
         self._openers = _writer_openers(log, settings or {}) if speaks else {}
@@ -142,36 +129,26 @@ class Writers:
         self._write_values(values, iteration=last["iteration"])
 
     def write_validation(
-        self,
-        losses: Mapping[str, float],
-        *,
-        iteration: int,
-        consumed_samples: int,
-        final: str | None = None,
-        set_name: str | None = None,
+        self, losses: Mapping[str, float], *, iteration: int, consumed_samples: int, final: str | None = None
     ) -> None:
         """Print and write validation losses.
         final: `validation` or `test` for evaluations after training; these are not written to TensorBoard and W&B,
-        where they would look like points of the curve. set_name: which of several validation sets this was.
+        where they would look like points of the curve.
         """
         if not self._speaks:
             return
         where = f"iteration {iteration}" + ("" if final is None else f" on {final} set")
-        self._console(validation_text(losses, where, set_name))
+        self._console(validation_text(losses, where))
         self._write_jsonl_event(
-            "validation",
-            iteration=iteration,
-            consumed_samples=consumed_samples,
-            final=final,
-            set_name=set_name,
-            losses=losses,
+            "validation", iteration=iteration, consumed_samples=consumed_samples, final=final, losses=losses
         )
         if final is not None:
             return
-        word = "validation" if set_name is None else f"validation-{set_name}"
-        values = {f"{loss_name} {word}": loss for loss_name, loss in losses.items()}
+        values = {f"{name} validation": loss for name, loss in losses.items()}
         if self._log.log_validation_ppl_to_tensorboard:
-            values |= {f"{name} {word} ppl": perplexity(loss) for name, loss in losses.items() if has_perplexity(name)}
+            values |= {
+                f"{name} validation ppl": perplexity(loss) for name, loss in losses.items() if has_perplexity(name)
+            }
         self._write_values(values, iteration=iteration, samples=consumed_samples)
 
     def write_scores(self, task: str, scores: Mapping[str, float], *, iteration: int) -> None:
@@ -267,22 +244,11 @@ class Writers:
             self._failed[name] = time.monotonic() + (RETRY_SECONDS if again else math.inf)
 
     def _write_jsonl_event(self, kind: str, **fields: Any) -> None:
-        """Append an event to the JSONL file, if there is one."""
+        """Append an event to the JSONL file, if there is one; infinity and NaN become "inf", "-inf" and "nan". A run
+        that resumes begins with kind `start` and its iteration: of steps above it that come again, the later line counts.
+        """
         if self._journal:
-            self._journal.write({"kind": kind, **fields})
-
-
-class JsonLinesFile:
-    """A file of JSON objects, one a line, only ever appended to. A run that resumes writes a line of kind `start` with
-    its iteration; steps above it that were written before a crash come again, and the later line counts.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._file = LogFile(Path(path), "--log-jsonl")
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Append one object; infinity and NaN become the strings "inf", "-inf" and "nan"."""
-        self._file.add(json.dumps(to_json_value(record), allow_nan=False) + "\n")
+            self._journal.add(json.dumps(to_json_value({"kind": kind, **fields}), allow_nan=False) + "\n")
 
 
 def _writer_openers(log: LogConfig, settings: Mapping[str, Any]) -> dict[str, Callable[[], MetricsBackend]]:
@@ -371,6 +337,9 @@ class WeightsAndBiases:
     def close(self) -> None:
         """Finish the W&B run."""
         self._run.finish()
+
+
+MetricsBackend = TensorBoard | WeightsAndBiases
 
 
 def _print_line(text: str) -> None:

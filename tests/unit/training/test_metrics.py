@@ -314,7 +314,6 @@ def test_the_validation_text_is_megatrons():
         line,
         "-" * (len(line) + 1),
     ]
-    assert " validation-wiki loss at iteration 5 | " in validation_text({"lm loss": 30.0}, "iteration 5", "wiki")
     assert f"PPL: {math.exp(20):.6E} |" in validation_text({"lm loss": 30.0}, "iteration 5")
     answers = validation_text(
         {"preference loss": 0.5, "preference accuracy": 0.75, "reward margin": 2.0}, "iteration 5"

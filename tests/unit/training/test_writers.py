@@ -130,11 +130,9 @@ def test_validation_reaches_the_boards_but_the_final_runs_do_not(tmp_path, shown
     writers = make(shown, tensorboard_dir=str(tmp_path), log_validation_ppl_to_tensorboard=perplexity)
     writers.write_validation({"lm loss": math.log(8)}, iteration=4, consumed_samples=32)
     writers.write_validation({"lm loss": 1.0}, iteration=4, consumed_samples=32, final="test")
-    writers.write_validation({"lm loss": 1.0}, iteration=4, consumed_samples=32, set_name="wiki")
     writers.close()
     found = curves(tmp_path)
     assert found["lm loss validation"] == [(4, 2.0794)] and found["lm loss validation vs samples"] == [(32, 2.0794)]
-    assert found["lm loss validation-wiki"] == [(4, 1.0)]
     assert found.get("lm loss validation ppl") == ([(4, 8.0)] if perplexity else None)
     assert " validation loss at iteration 4 on test set | " in shown[1]
 
