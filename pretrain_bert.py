@@ -23,8 +23,7 @@ from megatron.core.config.plan import StageSpec
 from megatron.core.datasets.blend import build_split_datasets
 from megatron.core.datasets.sentence_kinds import bert_dataset_kind
 from megatron.core.models.bert import BERTModel, BERTOutput
-from megatron.training.data.batch import Batch, Loss, LossFunction
-from megatron.training.data.bert_loss import mlm_and_pair_loss
+from megatron.training.data.batch import Batch, Loss, LossFunction, mlm_and_pair_loss
 from megatron.training.entry import guarded_entry_point
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import repeat
 from typing import Any, Protocol, TypeGuard
 
@@ -164,12 +165,8 @@ def microbatches_of_split(
         arrays = ((None, arrays) for arrays in batch_external_samples(samples, run.config.train.micro_batch_size))
         return _device_batches(run, arrays, split)
     assert is_map_style(dataset), "only external data are not numbered"
-    regroups = run.config.parallel.hybrid_context_parallel
-    order = microbatch_sample_indices(
-        run.config, len(dataset), consumed_samples=consumed_samples, **_reader_rank_kwargs(run, regroups)
-    )
-    batches = _device_batches(run, _read_ahead(run, dataset, order), split)
-    return RebalancedBatches(batches, run.mesh, run.config) if regroups else batches
+    order_of = partial(microbatch_sample_indices, run.config, len(dataset), consumed_samples=consumed_samples)
+    return _read_in_order(run, dataset, order_of, split)
 
 
 def single_pass_microbatches(
@@ -180,25 +177,20 @@ def single_pass_microbatches(
     """
     if not reads:
         return _empty_batches()
-    regroups = run.config.parallel.hybrid_context_parallel
-    order = single_pass_sample_indices(
-        run.config, len(dataset), full_batch=full_batch, **_reader_rank_kwargs(run, regroups)
-    )
+    order_of = partial(single_pass_sample_indices, run.config, len(dataset), full_batch=full_batch)
+    return _read_in_order(run, dataset, order_of, split)
+
+
+def _read_in_order(
+    run: RunContext, dataset: MapStyleDataset, order_of: Callable[..., Iterator[list[int]]], split: str
+) -> ClosableBatches:
+    """Return this rank's microbatches. order_of: (rank, num_ranks) -> their sample numbers; ranks that divide sequences
+    by their length read those of all.
+    """
+    regroups, dp = run.config.parallel.hybrid_context_parallel, run.mesh.dp
+    order = order_of(rank=0, num_ranks=1) if regroups else order_of(rank=dp.rank, num_ranks=dp.size)
     batches = _device_batches(run, _read_ahead(run, dataset, order), split)
     return RebalancedBatches(batches, run.mesh, run.config) if regroups else batches
-
-
-def _reader_rank_kwargs(run: RunContext, everything: bool) -> dict[str, int]:
-    """Return whose samples this rank reads, `rank` and `num_ranks`: its own or, with `everything`, all."""
-    return {"rank": 0, "num_ranks": 1} if everything else {"rank": run.mesh.dp.rank, "num_ranks": run.mesh.dp.size}
-
-
-def next_batch_or_data_error(batches: Iterator[Batch]) -> Batch:
-    """The next microbatch; `DataError` when there is none."""
-    try:
-        return next(batches)
-    except StopIteration:
-        raise DataError("the data ended before the run did; train on fewer samples or give more data") from None
 
 
 def _empty_batches() -> Generator[Batch]:

@@ -27,6 +27,7 @@ from megatron.core.parallel.mesh import Axis
 from megatron.training.accelerate.compile import LayerCompiler
 from megatron.training.accelerate.cuda_graphs import LayerGraphCapturer
 from megatron.training.checkpoint.checkpointing import Checkpointer, lock_save_folder
+from megatron.training.data.batch import next_batch_or_data_error
 from megatron.training.evaluate import evaluate_loss, evaluation_mode
 from megatron.training.health.bad_steps import BadStepError, RollBackRequest, StepValidator
 from megatron.training.health.causality_check import require_causal_attention
@@ -37,13 +38,7 @@ from megatron.training.health.rerun import ResultRejectedError, StepRerun
 from megatron.training.health.stragglers import StragglerDetector
 from megatron.training.health.watchdog import HangDetector
 from megatron.training.launch.launch_info import read_launch_info
-from megatron.training.loader import (
-    DatasetProvider,
-    EvaluationData,
-    SplitBatches,
-    build_split_batches,
-    next_batch_or_data_error,
-)
+from megatron.training.loader import DatasetProvider, EvaluationData, SplitBatches, build_split_batches
 from megatron.training.report.metrics import (
     FlopsPerSample,
     StepMetricsMeter,

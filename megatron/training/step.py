@@ -24,8 +24,7 @@ from megatron.core.pipeline_parallel.executor import Shape, run_rank_script
 from megatron.core.transformer.forward_context import MicrobatchContext
 from megatron.core.transformer.qk_clip import qk_clip_row_factors
 from megatron.core.transformer.router import routers_of
-from megatron.training.data.batch import Batch, VariableCountBatches
-from megatron.training.loader import next_batch_or_data_error
+from megatron.training.data.batch import Batch, VariableCountBatches, next_batch_or_data_error
 from megatron.training.report.metrics import ExpertLoads, StepMetrics
 from megatron.training.trainer import Trainer
 

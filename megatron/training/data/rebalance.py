@@ -24,10 +24,9 @@ from megatron.core.context_parallel.sequence_assignment import (
     SequenceAssignment,
     assign_sequences_to_ranks,
 )
-from megatron.core.datasets.indexed import DataError
 from megatron.core.kernels.packed_document_starts import cache_packed_document_starts
 from megatron.core.parallel.mesh import Mesh
-from megatron.training.data.batch import Batch
+from megatron.training.data.batch import Batch, next_batch_or_data_error
 
 Document = dict[str, Tensor]  # name -> [length]
 
@@ -48,7 +47,7 @@ class RebalancedBatches:
         return self
 
     def __next__(self) -> Batch:
-        assert self._waiting, "a global batch begins with begin()"
+        assert self._waiting, "a global batch begins with prepare_step"
         return self._waiting.popleft()
 
     def batch_metrics(self) -> dict[str, tuple[float, float]]:
@@ -66,7 +65,7 @@ class RebalancedBatches:
         documents = [
             document
             for _ in range(num_microbatches * axis.size)
-            for document in documents_with_loss(self._next_source_microbatch())
+            for document in documents_with_loss(next_batch_or_data_error(self.rows))
         ]
         self.plan = assign_documents_to_ranks(
             [len(document["tokens"]) for document in documents], self.config, axis.size
@@ -77,13 +76,6 @@ class RebalancedBatches:
         if not self._waiting:  # a rank with nothing to do takes part in the sums with nothing
             self._waiting.append(self._empty_batch())
         return len(self._waiting)
-
-    def _next_source_microbatch(self) -> Batch:
-        """Return the next microbatch of the rows; `DataError` if there is none."""
-        batch = next(self.rows, None)
-        if batch is None:
-            raise DataError("the data ended before the run did; train on fewer samples or give more data")
-        return batch
 
     def _pack_documents(self, share: RankBlockAssignment, documents: Sequence[Document]) -> Batch:
         """Pack a share's documents into one row, padded so that its ranks can shard it; return this rank's part."""
@@ -107,7 +99,7 @@ class RebalancedBatches:
             for name in ("tokens", "labels", "loss_mask", "weights")
         ]
         return _batch_from_tensors(
-            {**dict.fromkeys(("tokens", "labels", "positions", "documents", "loss_mask", *names), ids)}
+            dict.fromkeys(("tokens", "labels", "positions", "documents", "loss_mask", *names), ids)
         )
 
 

@@ -24,16 +24,10 @@ from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.samplers import collate, microbatch_digest
 from megatron.core.parallel.mesh import Axis
-from megatron.training.data.batch import Batch
+from megatron.training.data.batch import Batch, next_batch_or_data_error
 from megatron.training.data.microbatches import BatchSchedule
 from megatron.training.data.sample_order import samples_needed, stages_read_data
-from megatron.training.loader import (
-    build_split_batches,
-    microbatches_of_split,
-    next_batch_or_data_error,
-    pin_arrays,
-    single_pass_microbatches,
-)
+from megatron.training.loader import build_split_batches, microbatches_of_split, pin_arrays, single_pass_microbatches
 from megatron.training.run import RunContext
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
