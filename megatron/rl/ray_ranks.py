@@ -95,7 +95,7 @@ class RayRanks:
         ]
         command = [sys.executable, *generation_rank_command(words)]
         self._running = [
-            one.run.remote(command, rendezvous_environment(place.size + number, size), os.getcwd())
+            one.run_rank_process.remote(command, rendezvous_environment(place.size + number, size), os.getcwd())
             for number, one in enumerate(self._actors)
         ]
 

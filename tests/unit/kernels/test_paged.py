@@ -87,7 +87,7 @@ def test_the_definition_is_plain_attention_over_each_rows_own_keys(name: str) ->
 @pytest.mark.parametrize("name", CASES)
 def test_tritons_kernel_is_the_definition(kernel: ModuleType, name: str, dtype: torch.dtype) -> None:
     q, k, v, where, window, scores = draw(name, dtype)
-    found = kernel.attention(q, k, v, where, window=window, scores=scores)
+    found = kernel.paged_attention(q, k, v, where, window=window, scores=scores)
     expected = paged.paged_attention(q.double(), k.double(), v.double(), where, window=window, scores=scores)
     assert found.dtype == dtype and bool(found.isfinite().all())
     assert (found.double() - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
@@ -98,7 +98,7 @@ def test_queries_may_lie_among_keys_and_values(kernel: ModuleType) -> None:
     q, k, v, where, *_ = draw("one query, groups of 4", torch.float32)
     whole = torch.cat((q, torch.full_like(q, float("nan"))), dim=2)[:, :, : q.shape[2]]
     assert not whole.is_contiguous() and torch.equal(
-        kernel.attention(whole, k, v, where), kernel.attention(q, k, v, where)
+        kernel.paged_attention(whole, k, v, where), kernel.paged_attention(q, k, v, where)
     )
 
 
@@ -117,7 +117,7 @@ def bytes_read(kernel: ModuleType, patch: pytest.MonkeyPatch, name: str) -> tupl
         return load(pointers, mask, *others)
 
     patch.setattr(interpreter_builder, "create_masked_load", counting)
-    kernel.attention(q, k, v, where, window=window, scores=scores)
+    kernel.paged_attention(q, k, v, where, window=window, scores=scores)
     values = 0 if v.data_ptr() == k.data_ptr() else v.shape[2]
     seen = where.lengths if window is None else where.lengths.clamp(max=window + q.shape[1])
     return read, int(seen.sum()) * k.shape[1] * (k.shape[2] + values) * 2
