@@ -27,13 +27,8 @@ def unsupported_by_machine(config: RunConfig, device: str = "") -> list[tuple[st
     installed software is not checked; "": this machine's.
     """
     here = device in ("", device_type())
-    return [
-        *(
-            ("machine", line)
-            for line in _kernel_problems(config, torch.device(device) if device else pick_device(), here=here)
-        ),
-        *(("machine", line) for line in (_missing_device_features(config, pick_device()) if here else ())),
-    ]
+    lines = _kernel_problems(config, torch.device(device) if device else pick_device(), here=here)
+    return [("machine", line) for line in lines + (_missing_device_features(config, pick_device()) if here else [])]
 
 
 def _kernel_problems(config: RunConfig, device: torch.device, *, here: bool) -> list[str]:

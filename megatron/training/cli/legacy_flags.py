@@ -1,6 +1,6 @@
 """Megatron flags of other times and other features: renamed, ignored, not built yet, or refused; never dropped in silence.
 
-`translate` reads the command line before argparse does. Our own flags pass through untouched; for the rest
+`translate_legacy_flags` reads the command line before argparse does. Our own flags pass through untouched; for the rest
 `legacy_table.py` knows what becomes of them. What comes back is the command line that argparse will understand, a sentence
 for everything that was accepted in a way the user should know, and all errors at once. A flag that neither our configs
 nor the table know is left where it is, for argparse to find and for `similar_flags` to explain.
@@ -14,56 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from megatron.training.cli.legacy_table import GROUPS, RENAMES, REPLACED, VALUES, Kind, LegacyFlagsWithReason
+from megatron.training.cli.legacy_table import REPLACED, ROWS, VALUES, LegacyFlag
 
-
-@dataclass(frozen=True, slots=True)
-class LegacyFlag:
-    """A Megatron flag that is not ours, and what becomes of it.
-    sentence: the reason, as a clause. takes_values: whether words may follow. harmless: values that change nothing
-    here.
-    becomes: for a renamed flag, the words that replace it. yields: those words give way to explicit settings.
-    """
-
-    flag: str
-    kind: Kind
-    sentence: str
-    takes_values: bool = False
-    harmless: tuple[str, ...] = ()
-    becomes: tuple[str, ...] = ()
-    yields: bool = False
-
-
-def _legacy_flags_of_group(group: LegacyFlagsWithReason) -> list[LegacyFlag]:
-    rows = [LegacyFlag(f"--{name}", group.kind, group.sentence) for name in group.switches.split()]
-    for entry in group.values.split():
-        name, _, harmless = entry.partition("=")
-        rows.append(
-            LegacyFlag(
-                f"--{name}",
-                group.kind,
-                group.sentence,
-                takes_values=True,
-                harmless=tuple(harmless.split("|")) if harmless else (),
-            )
-        )
-    return rows
-
-
-ROWS: tuple[LegacyFlag, ...] = (
-    *(
-        LegacyFlag(
-            old.flag,
-            "renamed",
-            f"say {' '.join(old.words)}",
-            takes_values=old.keeps_values,
-            becomes=old.words,
-            yields=old.yields,
-        )
-        for old in RENAMES
-    ),
-    *(row for group in GROUPS for row in _legacy_flags_of_group(group)),
-)
 TABLE: Mapping[str, LegacyFlag] = MappingProxyType({row.flag: row for row in ROWS})
 FAMILIES: Mapping[str, LegacyFlag] = MappingProxyType({row.flag[:-1]: row for row in ROWS if row.flag.endswith("*")})
 REFUSED_VALUES: Mapping[tuple[str, str], str] = MappingProxyType(

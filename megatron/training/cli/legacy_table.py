@@ -16,6 +16,7 @@ When a feature is built, its flags become fields of a config and leave this tabl
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,54 +24,61 @@ Kind = Literal["renamed", "ignored", "later", "refused"]
 
 
 @dataclass(frozen=True, slots=True)
-class LegacyFlagsWithReason:
-    """One reason, and the flags it holds for. A name that ends in * stands for all that begin so."""
-
-    kind: Kind
-    sentence: str
-    switches: str = ""
-    values: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class FlagRename:
-    """An old spelling of a flag. words: what replaces it; the old flag's values follow if `keeps_values`.
-    yields: the words go to the front of the command line, where any explicit setting that follows overrides them.
+class LegacyFlag:
+    """A Megatron flag that is not ours, and what becomes of it. One whose name ends in * stands for all that begin so.
+    sentence: the reason, as a clause. takes_values: whether words may follow. harmless: values that change nothing
+    here.
+    becomes: for a renamed flag, the words that replace it. yields: those words give way to explicit settings.
     """
 
     flag: str
-    words: tuple[str, ...]
-    keeps_values: bool = True
+    kind: Kind
+    sentence: str
+    takes_values: bool = False
+    harmless: tuple[str, ...] = ()
+    becomes: tuple[str, ...] = ()
     yields: bool = False
 
 
+def _renamed(flag: str, words: tuple[str, ...], *, keeps_values: bool = True, yields: bool = False) -> LegacyFlag:
+    """An old spelling of a flag. words: what replaces it; the old flag's values follow if `keeps_values`."""
+    return LegacyFlag(flag, "renamed", f"say {' '.join(words)}", keeps_values, becomes=words, yields=yields)
+
+
+def _flags(kind: Kind, sentence: str, *, switches: str = "", values: str = "") -> Iterator[LegacyFlag]:
+    """Yield the flags that one reason holds for."""
+    yield from (LegacyFlag(f"--{name}", kind, sentence) for name in switches.split())
+    for name, _, harmless in (entry.partition("=") for entry in values.split()):
+        yield LegacyFlag(f"--{name}", kind, sentence, takes_values=True, harmless=tuple(filter(None, harmless.split("|"))))
+
+
 RENAMES = (
-    FlagRename("--batch-size", ("--micro-batch-size",)),
-    FlagRename("--model-parallel-size", ("--tensor-model-parallel-size",)),
-    FlagRename("--warmup", ("--lr-warmup-fraction",)),
-    FlagRename("--bundle-weights", ("--failure-dump-weights",), keeps_values=False),
-    FlagRename("--ledger", ("--run-log",)),
-    FlagRename("--layernorm-epsilon", ("--norm-epsilon",)),
-    FlagRename("--override-lr-scheduler", ("--override-opt-param-scheduler",), keeps_values=False),
-    FlagRename("--use-checkpoint-lr-scheduler", ("--use-checkpoint-opt-param-scheduler",), keeps_values=False),
-    FlagRename("--use-rotary-position-embeddings", ("--position-embedding-type", "rope"), keeps_values=False),
-    FlagRename("--no-position-embedding", ("--position-embedding-type", "none"), keeps_values=False, yields=True),
-    FlagRename("--checkpoint-activations", ("--recompute-granularity", "full", "--recompute-method", "uniform",
+    _renamed("--batch-size", ("--micro-batch-size",)),
+    _renamed("--model-parallel-size", ("--tensor-model-parallel-size",)),
+    _renamed("--warmup", ("--lr-warmup-fraction",)),
+    _renamed("--bundle-weights", ("--failure-dump-weights",), keeps_values=False),
+    _renamed("--ledger", ("--run-log",)),
+    _renamed("--layernorm-epsilon", ("--norm-epsilon",)),
+    _renamed("--override-lr-scheduler", ("--override-opt-param-scheduler",), keeps_values=False),
+    _renamed("--use-checkpoint-lr-scheduler", ("--use-checkpoint-opt-param-scheduler",), keeps_values=False),
+    _renamed("--use-rotary-position-embeddings", ("--position-embedding-type", "rope"), keeps_values=False),
+    _renamed("--no-position-embedding", ("--position-embedding-type", "none"), keeps_values=False, yields=True),
+    _renamed("--checkpoint-activations", ("--recompute-granularity", "full", "--recompute-method", "uniform",
                                         "--recompute-num-layers", "1"), keeps_values=False, yields=True),
-    FlagRename("--checkpoint-num-layers", ("--recompute-num-layers",)),
-    FlagRename("--activations-checkpoint-method", ("--recompute-granularity", "full", "--recompute-method")),
-    FlagRename("--activations-checkpoint-num-layers", ("--recompute-num-layers",)),
-    FlagRename("--moe-layer-recompute", ("--recompute-granularity", "selective", "--recompute-modules", "moe"), keeps_values=False, yields=True),
-    FlagRename("--distribute-checkpointed-activations", ("--distribute-saved-activations",), keeps_values=False),
-    FlagRename("--no-tp-comm-split-ag", ("--no-tp-comm-overlap-ag",), keeps_values=False),
-    FlagRename("--no-tp-comm-split-rs", ("--no-tp-comm-overlap-rs",), keeps_values=False),
+    _renamed("--checkpoint-num-layers", ("--recompute-num-layers",)),
+    _renamed("--activations-checkpoint-method", ("--recompute-granularity", "full", "--recompute-method")),
+    _renamed("--activations-checkpoint-num-layers", ("--recompute-num-layers",)),
+    _renamed("--moe-layer-recompute", ("--recompute-granularity", "selective", "--recompute-modules", "moe"), keeps_values=False, yields=True),
+    _renamed("--distribute-checkpointed-activations", ("--distribute-saved-activations",), keeps_values=False),
+    _renamed("--no-tp-comm-split-ag", ("--no-tp-comm-overlap-ag",), keeps_values=False),
+    _renamed("--no-tp-comm-split-rs", ("--no-tp-comm-overlap-rs",), keeps_values=False),
     # What ModelOpt's entry of Megatron sets; the published gpt-oss was trained on 4,096 positions before, which is for the user to say.
-    FlagRename("--enable-gpt-oss", ("--position-embedding-type", "yarn", "--rotary-scaling-factor", "32", "--yarn-original-max-position-embeddings",
+    _renamed("--enable-gpt-oss", ("--position-embedding-type", "yarn", "--rotary-scaling-factor", "32", "--yarn-original-max-position-embeddings",
                                 "131072", "--yarn-beta-fast", "32", "--yarn-beta-slow", "1", "--mscale", "1", "--mscale-all-dim", "0",
                                 "--no-yarn-correction-range-round-to-int"), keeps_values=False, yields=True),
-    FlagRename("--enable-cuda-graph", ("--cuda-graph-impl", "local"), keeps_values=False),
-    FlagRename("--s3-cache-path", ("--object-storage-cache-path",)),
-    FlagRename("--exit-signal-handler-for-training", ("--exit-signal-handler",), keeps_values=False),
+    _renamed("--enable-cuda-graph", ("--cuda-graph-impl", "local"), keeps_values=False),
+    _renamed("--s3-cache-path", ("--object-storage-cache-path",)),
+    _renamed("--exit-signal-handler-for-training", ("--exit-signal-handler",), keeps_values=False),
 )
 
 # Values of our own flags that change nothing here: flag, values, the word that stands for each ("" for none), reason.
@@ -101,22 +109,22 @@ VALUES = (
 )
 
 IGNORED = (
-    LegacyFlagsWithReason("ignored", "there is one implementation of the models",
+    *_flags("ignored", "there is one implementation of the models",
           switches="use-mcore-models use-legacy-models enable-experimental"),
-    LegacyFlagsWithReason("ignored", "kernels are chosen for each operation by what the machine has, and compute the same function",
+    *_flags("ignored", "kernels are chosen for each operation by what the machine has, and compute the same function",
           switches="use-flash-attn no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion "
                    "no-rope-fusion cross-entropy-loss-fusion no-persist-layer-norm "
                    "disable-jit-fuser no-gradient-reduce-div-fusion use-fused-weighted-squared-relu "
                    "fused-residual-rmsnorm use-transformer-engine-op-fuser use-te-activation-func "
                    "use-grouped-gemm-for-dense-mlp disable-bf16-reduced-precision-matmul",
           values="flash-attention-version"),
-    LegacyFlagsWithReason("ignored", "rows of an expert are filled up where a product of 8 bits needs it, and not by the router",
+    *_flags("ignored", "rows of an expert are filled up where a product of 8 bits needs it, and not by the router",
           switches="moe-router-padding-for-quantization moe-router-padding-for-fp8"),
-    LegacyFlagsWithReason("ignored", "softmax and loss are always summed in fp32",
+    *_flags("ignored", "softmax and loss are always summed in fp32",
           switches="attention-softmax-in-fp32 fp16-lm-cross-entropy"),
-    LegacyFlagsWithReason("ignored", "with the softmax in fp32 the two factors cancel out and are not needed",
+    *_flags("ignored", "with the softmax in fp32 the two factors cancel out and are not needed",
           switches="apply-query-key-layer-scaling no-query-key-layer-scaling"),
-    LegacyFlagsWithReason("ignored", "it changes when ranks talk, not what they compute, and is not available here",
+    *_flags("ignored", "it changes when ranks talk, not what they compute, and is not available here",
           switches="defer-embedding-wgrad-compute overlap-p2p-communication-warmup-flush "
                    "overlap-param-gather-with-optimizer-step no-align-grad-reduce no-align-param-gather "
                    "delay-param-gather no-delay-grad-reduce no-async-tensor-model-parallel-allreduce "
@@ -125,32 +133,32 @@ IGNORED = (
           values="wgrad-deferral-limit DDP-impl "
                  "pipeline-model-parallel-comm-backend suggested-communication-unit-size symmetric-ar-type "
                  "train-sync-interval"),
-    LegacyFlagsWithReason("ignored", "behind the first product of a backward pass an input is always gathered again, and behind the second its gradient summed",
+    *_flags("ignored", "behind the first product of a backward pass an input is always gathered again, and behind the second its gradient summed",
           switches="no-tp-comm-bulk-wgrad no-tp-comm-bulk-dgrad"),
-    LegacyFlagsWithReason("ignored", "--tp-comm-overlap sends pieces by the transport of the run", values="tp-comm-overlap-cfg tp-comm-bootstrap-backend"),
-    LegacyFlagsWithReason("ignored", "the network library is tuned through its own environment variables",
+    *_flags("ignored", "--tp-comm-overlap sends pieces by the transport of the run", values="tp-comm-overlap-cfg tp-comm-bootstrap-backend"),
+    *_flags("ignored", "the network library is tuned through its own environment variables",
           switches="use-sharp use-nccl-ub disable-symmetric-registration initialize-socket-comms",
           values="nccl-communicator-config-path high-priority-stream-groups sharp-enabled-group "
                  "distributed-timeout-seconds-after-init"),
-    LegacyFlagsWithReason("ignored", "PyTorch's flight recorder is switched on by its own environment variables",
+    *_flags("ignored", "PyTorch's flight recorder is switched on by its own environment variables",
           switches="no-flight-recorder-dump-on-timeout flight-recorder-include-stack-trace "
                    "no-flight-recorder-include-only-active no-flight-recorder-extra-dump-on-exec",
           values="flight-recorder-dump-path flight-recorder-trace-buffer-size"),
-    LegacyFlagsWithReason("ignored", "each rank learns its place from the launcher's environment",
+    *_flags("ignored", "each rank learns its place from the launcher's environment",
           switches="lazy-mpu-init", values="local-rank local_rank"),
-    LegacyFlagsWithReason("ignored", "groups for the CPU are made where they are needed", switches="disable-gloo-process-groups"),
-    LegacyFlagsWithReason("ignored", "models are always built without memory first and filled rank by rank",
+    *_flags("ignored", "groups for the CPU are made where they are needed", switches="disable-gloo-process-groups"),
+    *_flags("ignored", "models are always built without memory first and filled rank by rank",
           switches="init-model-with-meta-device no-initialization"),
-    LegacyFlagsWithReason("ignored", "random streams are always kept by name",
+    *_flags("ignored", "random streams are always kept by name",
           switches="te-rng-tracker inference-rng-tracker use-same-sampling-seed-across-dp-ranks"),
-    LegacyFlagsWithReason("ignored", "masks are made where attention is computed, never by the data loader",
+    *_flags("ignored", "masks are made where attention is computed, never by the data loader",
           switches="no-create-attention-mask-in-dataloader"),
-    LegacyFlagsWithReason("ignored", "it only shortens the start with very many data files",
+    *_flags("ignored", "it only shortens the start with very many data files",
           switches="dataloader-fast-cache-load dataloader-defer-npy-index-mmap mmap-warmup",
           values="per-dataset-sequences-path"),
-    LegacyFlagsWithReason("ignored", "the weights of a blend are always normalised",
+    *_flags("ignored", "the weights of a blend are always normalised",
           switches="renormalize-blend-weights"),
-    LegacyFlagsWithReason("ignored", "there is one checkpoint format; it is saved in parallel and loads into any layout",
+    *_flags("ignored", "there is one checkpoint format; it is saved in parallel and loads into any layout",
           switches="auto-detect-ckpt-format use-dist-ckpt ckpt-fully-parallel-save ckpt-fully-parallel-load "
                    "no-ckpt-fully-parallel-save ckpt-assume-constant-structure dist-ckpt-optim-fully-reshardable "
                    "dist-ckpt-save-pre-mcore-014 ckpt-convert-update-legacy-dist-opt-format "
@@ -159,59 +167,59 @@ IGNORED = (
                    "ckpt-drop-redundant-extra-state no-strict-fsdp-dtensor-load no-stream-ckpt-dequant",
           values="ckpt-fully-parallel-load-exchange-algo ckpt-fully-parallel-save-process-group "
                  "ckpt-fully-parallel-load-process-group ckpt-pg-tensors-cache-path dist-ckpt-workers"),
-    LegacyFlagsWithReason("ignored", "checkpoints are saved in this project's one format; those of Megatron are read as they are, "
+    *_flags("ignored", "checkpoints are saved in this project's one format; those of Megatron are read as they are, "
                      "and tools/checkpoint/convert.py writes them", values="ckpt-format dist-ckpt-format"),
-    LegacyFlagsWithReason("ignored", "the optimizer's state is cut over all data-parallel ranks, which takes less memory and gives the same numbers",
+    *_flags("ignored", "the optimizer's state is cut over all data-parallel ranks, which takes less memory and gives the same numbers",
           values="num-distributed-optimizer-instances"),
-    LegacyFlagsWithReason("ignored", "how many processors of a GPU send tokens to experts is left to the library that sends them",
+    *_flags("ignored", "how many processors of a GPU send tokens to experts is left to the library that sends them",
           values="moe-flex-dispatcher-num-sms moe-deepep-num-sms moe-hybridep-num-sms moe-hybridep-num-blocks-permute "
                  "moe-hybridep-num-blocks-unpermute moe-hybridep-num-sms-preprocessing"),
-    LegacyFlagsWithReason("ignored", "names and shapes of a checkpoint must fit the model, whatever this says",
+    *_flags("ignored", "names and shapes of a checkpoint must fit the model, whatever this says",
           values="dist-ckpt-strictness"),
-    LegacyFlagsWithReason("ignored", "--async-save writes from a thread of each rank, and needs no other process",
+    *_flags("ignored", "--async-save writes from a thread of each rank, and needs no other process",
           switches="use-persistent-ckpt-worker async-ckpt-use-cpu-shm",
           values="async-strategy async-ckpt-cpu-priority async-ckpt-io-priority"),
-    LegacyFlagsWithReason("ignored", "a tokenizer is data: no code that comes with it is run", switches="trust-remote-code"),
-    LegacyFlagsWithReason("ignored", "HuggingFaceTokenizer always reads tokenizer.json with the tokenizers package",
+    *_flags("ignored", "a tokenizer is data: no code that comes with it is run", switches="trust-remote-code"),
+    *_flags("ignored", "HuggingFaceTokenizer always reads tokenizer.json with the tokenizers package",
           switches="tokenizer-hf-no-use-fast"),
-    LegacyFlagsWithReason("ignored", "SentencePieceTokenizer always has <CLS>, <SEP>, <EOD> and <MASK>; GPTSentencePieceTokenizer has the "
+    *_flags("ignored", "SentencePieceTokenizer always has <CLS>, <SEP>, <EOD> and <MASK>; GPTSentencePieceTokenizer has the "
                      "model's own pieces alone", switches="tokenizer-sentencepiece-legacy"),
-    LegacyFlagsWithReason("ignored", "gigatoken is used wherever it is installed and gives the same ids", switches="use-gigatoken"),
-    LegacyFlagsWithReason("ignored", "the tokenizer's files stay where they are", switches="no-save-tokenizer-assets"),
-    LegacyFlagsWithReason("ignored", "--profile always records with PyTorch's profiler, shapes included",
+    *_flags("ignored", "gigatoken is used wherever it is installed and gives the same ids", switches="use-gigatoken"),
+    *_flags("ignored", "the tokenizer's files stay where they are", switches="no-save-tokenizer-assets"),
+    *_flags("ignored", "--profile always records with PyTorch's profiler, shapes included",
           switches="use-pytorch-profiler pytorch-profiler-collect-shapes record-shapes"),
-    LegacyFlagsWithReason("ignored", "TensorBoard always gets the batch size and the learning rate",
+    *_flags("ignored", "TensorBoard always gets the batch size and the learning rate",
           switches="log-batch-size-to-tensorboard no-log-learnig-rate-to-tensorboard"),
-    LegacyFlagsWithReason("ignored", "services outside of the run are not called, and it trains without them",
+    *_flags("ignored", "services outside of the run are not called, and it trains without them",
           switches="enable-one-logger no-one-logger one-logger-async otel-enabled adlr-autoresume enable-ft-package "
                    "calc-ft-timeouts run-workload-inspector-server enable-msc disable-msc",
           values="one-logger-project one-logger-run-name app-tag-run-name app-tag-run-version otel-service-name "
                  "otel-span-groups adlr-autoresume-interval ft-num-warmup-iters config-logger-dir"),
-    LegacyFlagsWithReason("ignored", "garbage is collected around every evaluation when --manual-gc is on", switches="no-manual-gc-eval"),
-    LegacyFlagsWithReason("ignored", "a signal is noticed at the end of each step, wherever it arrives",
+    *_flags("ignored", "garbage is collected around every evaluation when --manual-gc is on", switches="no-manual-gc-eval"),
+    *_flags("ignored", "a signal is noticed at the end of each step, wherever it arrives",
           switches="exit-signal-handler-for-dataloader"),
-    LegacyFlagsWithReason("ignored", "it is a hook for tests of Megatron itself", switches="test-mode"),
+    *_flags("ignored", "it is a hook for tests of Megatron itself", switches="test-mode"),
 )
 
 LATER = (
-    LegacyFlagsWithReason("later", "layers are this project's own and choose a kernel for each operation; no library brings whole layers",
+    *_flags("later", "layers are this project's own and choose a kernel for each operation; no library brings whole layers",
           switches="use-te", values="te-precision-config-file"),
-    LegacyFlagsWithReason("later", "embeddings of a BERT are not part of its training", switches="output-bert-embeddings",
+    *_flags("later", "embeddings of a BERT are not part of its training", switches="output-bert-embeddings",
           values="bert-embedder-type bert-load"),
-    LegacyFlagsWithReason("refused", "encoder and decoder are one line of layers, cut as --pipeline-model-parallel-size and the flags of the "
+    *_flags("refused", "encoder and decoder are one line of layers, cut as --pipeline-model-parallel-size and the flags of the "
                      "split say, on the same ranks; see --pipeline-model-parallel-layout",
           values="pipeline-model-parallel-split-rank encoder-tensor-model-parallel-size=0 "
                  "encoder-pipeline-model-parallel-size=0"),
-    LegacyFlagsWithReason("later", "muP is not built yet", switches="use-mup",
+    *_flags("later", "muP is not built yet", switches="use-mup",
           values="mup-base-hidden-size mup-width-mult mup-embedding-mult mup-output-mult mup-base-head-dim "
                  "mup-attn-scale-power"),
-    LegacyFlagsWithReason("later", "latent vectors are not kept by training, and their projections are not fused",
+    *_flags("later", "latent vectors are not kept by training, and their projections are not fused",
           switches="cache-mla-latents mla-down-proj-fusion"),
-    LegacyFlagsWithReason("ignored", "kernels are chosen for each operation by what the machine has, and compute the same function",
+    *_flags("ignored", "kernels are chosen for each operation by what the machine has, and compute the same function",
           switches="moe-router-fusion moe-permute-fusion use-grouped-gemm-for-shared-expert moe-use-grouped-tensor "
                    "moe-single-grouped-weight moe-single-grouped-bias moe-permute-fusion-into-hybridep"),
-    LegacyFlagsWithReason("refused", "say over how many ranks each expert is cut with --expert-tensor-parallel-size", switches="moe-extended-tp"),
-    LegacyFlagsWithReason("later", "this part of mixture-of-experts layers is not built yet",
+    *_flags("refused", "say over how many ranks each expert is cut with --expert-tensor-parallel-size", switches="moe-extended-tp"),
+    *_flags("later", "this part of mixture-of-experts layers is not built yet",
           switches="overlap-dispatch-backward-with-experts-wgrad ep-overlap-early-attn-memory-release "
                    "moe-hybridep-pad-uneven-dispatch-inputs moe-pad-experts-for-cuda-graph-inference "
                    "moe-apply-probs-on-input moe-ncclep-zero-copy moe-ncclep-static-shape high-priority-a2a-comm-stream "
@@ -223,16 +231,16 @@ LATER = (
                  "moe-mlp-glu-interleave-size moe-expert-rank-capacity-factor "
                  "expert-tensor-parallel-num-weight-shards=1 moe-routing-trace-path "
                  "moe-routing-trace-max-training-iters"),
-    LegacyFlagsWithReason("later", "this part of multi-token prediction is not built yet", switches="mtp-standalone mtp-hsm"),
-    LegacyFlagsWithReason("refused", "layers of multi-token prediction stand in --hybrid-layer-pattern, behind a / for each depth",
+    *_flags("later", "this part of multi-token prediction is not built yet", switches="mtp-standalone mtp-hsm"),
+    *_flags("refused", "layers of multi-token prediction stand in --hybrid-layer-pattern, behind a / for each depth",
           values="mtp-hybrid-override-pattern"),
-    LegacyFlagsWithReason("ignored", "the layers are those of --hybrid-layer-pattern, and scans are computed by the kernel that suits the machine",
+    *_flags("ignored", "the layers are those of --hybrid-layer-pattern, and scans are computed by the kernel that suits the machine",
           switches="is-hybrid-model disable-mamba-mem-eff-path"),
-    LegacyFlagsWithReason("refused", "states of scans are computed and kept in fp32", values="mamba-training-ssm-states-dtype=fp32"),
-    LegacyFlagsWithReason("refused", "layers with a state are Mamba-2 (M) and the gated delta net (G); there are no gated delta products",
+    *_flags("refused", "states of scans are computed and kept in fp32", values="mamba-training-ssm-states-dtype=fp32"),
+    *_flags("refused", "layers with a state are Mamba-2 (M) and the gated delta net (G); there are no gated delta products",
           switches="gdp-cutedsl-kernel",
           values="gdp-num-householder gdp-num-chunk-states-to-recompute"),
-    LegacyFlagsWithReason("later", "Megatron's own sharding of weights over data-parallel ranks is not built yet; --use-torch-fsdp2 shards "
+    *_flags("later", "Megatron's own sharding of weights over data-parallel ranks is not built yet; --use-torch-fsdp2 shards "
                    "weights, gradients and the optimizer's state",
           switches="use-megatron-fsdp use-custom-fsdp fsdp-double-buffer fsdp-manual-registration megatron-fsdp-enable-fine-grained-param-gather "
                    "megatron-fsdp-max-pool-double-buffer fsdp-db-use-persist-buf-on-alloc-fail "
@@ -240,32 +248,32 @@ LATER = (
           values="data-parallel-sharding-strategy=no_shard|optim_grads_params outer-dp-sharding-strategy=no_shard "
                  "megatron-fsdp-version megatron-fsdp-main-params-dtype "
                  "megatron-fsdp-main-grads-dtype megatron-fsdp-grad-comm-dtype"),
-    LegacyFlagsWithReason("ignored", "weights of 8 bits are gathered where they stay", switches="reuse-grad-buf-for-mxfp8-param-ag"),
-    LegacyFlagsWithReason("refused", "the output layer keeps the format of the run", switches="fp8-output-proj"),
-    LegacyFlagsWithReason("refused", "recipes are those of --fp8-recipe and --fp4-recipe, with scales that are found anew in every step",
+    *_flags("ignored", "weights of 8 bits are gathered where they stay", switches="reuse-grad-buf-for-mxfp8-param-ag"),
+    *_flags("refused", "the output layer keeps the format of the run", switches="fp8-output-proj"),
+    *_flags("refused", "recipes are those of --fp8-recipe and --fp4-recipe, with scales that are found anew in every step",
           switches="use-kitchen-attention",
           values="fp8-quantizer-factory fp4-quantizer-factory kitchen-attention-backend fp8-interval=1"),
-    LegacyFlagsWithReason("later", "another precision of logits or of gradient sums is not built yet",
+    *_flags("later", "another precision of logits or of gradient sums is not built yet",
           switches="ddp-reduce-scatter-with-fp32-accumulation",
           values="output-logit-dtype ddp-param-name-patterns-for-fp32-local-accumulation"),
-    LegacyFlagsWithReason("ignored", "a symmetric product is computed as any other", switches="muon-use-syrk"),
-    LegacyFlagsWithReason("ignored", "the update in the CPU's memory is always torch's", switches="use-torch-optimizer-for-cpu-offload"),
-    LegacyFlagsWithReason("later", "this way of keeping activations in CPU memory is not built yet; see --cpu-offloading-num-layers and --offload-modules",
+    *_flags("ignored", "a symmetric product is computed as any other", switches="muon-use-syrk"),
+    *_flags("ignored", "the update in the CPU's memory is always torch's", switches="use-torch-optimizer-for-cpu-offload"),
+    *_flags("later", "this way of keeping activations in CPU memory is not built yet; see --cpu-offloading-num-layers and --offload-modules",
           switches="delay-offload-until-cuda-graph cpu-offloading-retain-pinned-cpu-buffers moe-paged-stash",
           values="delta-offload-bytes-across-pp-ranks activation-offload-fraction "
                  "fine-grained-offloading-max-inflight-offloads moe-paged-stash-page-size "
                  "moe-paged-stash-buffer-size-factor-cuda moe-paged-stash-buffer-size-factor-cpu"),
-    LegacyFlagsWithReason("later", "the update is not recorded as a CUDA graph; --cuda-graph-impl local records the layers", switches="optimizer-cuda-graph"),
-    LegacyFlagsWithReason("refused", "no library records the layers; say --cuda-graph-impl local", switches="external-cuda-graph"),
-    LegacyFlagsWithReason("later", "evaluation beside the plain loop of --eval-iters is not built yet",
+    *_flags("later", "the update is not recorded as a CUDA graph; --cuda-graph-impl local records the layers", switches="optimizer-cuda-graph"),
+    *_flags("refused", "no library records the layers; say --cuda-graph-impl local", switches="external-cuda-graph"),
+    *_flags("later", "evaluation beside the plain loop of --eval-iters is not built yet",
           switches="multiple-validation-sets",
           values="eval-micro-batch-size start-eval-at-iter=0 validation-set-names"),
-    LegacyFlagsWithReason("refused", "tools/checkpoint/convert.py writes a checkpoint in another format", values="ckpt-convert-format ckpt-convert-save"),
-    LegacyFlagsWithReason("later", "checkpoints beside those of --save-interval are not built yet",
+    *_flags("refused", "tools/checkpoint/convert.py writes a checkpoint in another format", values="ckpt-convert-format ckpt-convert-save"),
+    *_flags("later", "checkpoints beside those of --save-interval are not built yet",
           values="non-persistent-save-interval non-persistent-ckpt-type non-persistent-global-ckpt-dir"),
-    LegacyFlagsWithReason("later", "this check or choice on loading is not built yet; --ckpt-step chooses the iteration to load",
+    *_flags("later", "this check or choice on loading is not built yet; --ckpt-step chooses the iteration to load",
           switches="load-main-params-from-ckpt", values="override-ckpt-iteration"),
-    LegacyFlagsWithReason("later", "this report is not built yet",
+    *_flags("later", "this report is not built yet",
           switches="log-energy log-max-attention-logit "
                    "record-memory-history nvtx-ranges log-device-memory-used pytorch-profiler-collect-chakra "
                    "pytorch-profiler-collect-callstack "
@@ -273,20 +281,20 @@ LATER = (
           values="memory-snapshot-path=snapshot.pickle "
                  "save-params-interval save-activations-interval save-tokens-per-expert-interval save-wgrads-interval "
                  "save-dgrads-interval"),
-    LegacyFlagsWithReason("later", "a dry run on one machine is not built yet", switches="fake-process-group"),
-    LegacyFlagsWithReason("later", "this training setting is not built yet",
+    *_flags("later", "a dry run on one machine is not built yet", switches="fake-process-group"),
+    *_flags("later", "this training setting is not built yet",
           switches="freeze-all-layers batch-invariant-mode",
           values="no-weight-decay-cond-type phase-transition-iterations mlp-chunks-for-training "
                  "tensor-parallel-num-weight-shards=1 batch-invariant-backend"),
-    LegacyFlagsWithReason("ignored", "training generates no text; tools/generate.py takes it",
+    *_flags("ignored", "training generates no text; tools/generate.py takes it",
           switches="enable-chunked-prefill inference-dynamic-batching-prefix-caching",
           values="inference-max-requests inference-max-batch-size inference-max-seq-length inference-dynamic-batching-max-requests "
                  "inference-dynamic-batching-max-tokens inference-dynamic-batching-buffer-size-gb "
                  "inference-dynamic-batching-block-size inference-dynamic-batching-prefix-caching-mamba-gb "
                  "mamba-inference-conv-states-dtype mamba-inference-ssm-states-dtype num-speculative-tokens"),
-    LegacyFlagsWithReason("ignored", "training generates no text", values="inference-dynamic-batching-num-cuda-graphs"),
-    LegacyFlagsWithReason("ignored", "text generation has one engine, which batches requests as they come", switches="inference-dynamic-batching flash-decode"),
-    LegacyFlagsWithReason("later", "this setting of text generation is not built, and a training run has no use for it",
+    *_flags("ignored", "training generates no text", values="inference-dynamic-batching-num-cuda-graphs"),
+    *_flags("ignored", "text generation has one engine, which batches requests as they come", switches="inference-dynamic-batching flash-decode"),
+    *_flags("later", "this setting of text generation is not built, and a training run has no use for it",
           switches="use-legacy-static-engine inference-dynamic-batching-track-paused-request-events "
                    "inference-dynamic-batching-track-generated-token-events decode-only-cuda-graphs "
                    "inference-cuda-graph-all-prefills inference-text-gen-server-logging inference-wandb-logging "
@@ -306,15 +314,15 @@ LATER = (
                  "inference-logging-step-interval inference-coordinator-port inference-shards inference-grouped-gemm-backend "
                  "inference-moe-token-dispatcher-type mlp-chunks-for-prefill temperature top_k top_p out-seq-length "
                  "prompts num-tokens-to-generate model-provider"),
-    LegacyFlagsWithReason("later", "multimodal models have one layout, and prompts come from the data",
+    *_flags("later", "multimodal models have one layout, and prompts come from the data",
           values="prompt-path llm-tp"),
-    LegacyFlagsWithReason("refused", "a multimodal model's decoder has the shape that its flags say, or --use-checkpoint-args its checkpoint",
+    *_flags("refused", "a multimodal model's decoder has the shape that its flags say, or --use-checkpoint-args its checkpoint",
           values="language-model-type"),
-    LegacyFlagsWithReason("ignored", "the state of a data loader is not saved: the number of consumed samples says what comes next",
+    *_flags("ignored", "the state of a data loader is not saved: the number of consumed samples says what comes next",
           values="dataloader-save"),
-    LegacyFlagsWithReason("later", "Retro is not built yet", values="retro-* retriever-seq-length=256"),
-    LegacyFlagsWithReason("ignored", "train_rl.py trains by reinforcement learning, and no other script does", switches="perform-rl-step"),
-    LegacyFlagsWithReason("later", "a flag of reinforcement learning; start train_rl.py, which takes it",
+    *_flags("later", "Retro is not built yet", values="retro-* retriever-seq-length=256"),
+    *_flags("ignored", "train_rl.py trains by reinforcement learning, and no other script does", switches="perform-rl-step"),
+    *_flags("later", "a flag of reinforcement learning; start train_rl.py, which takes it",
           switches="grpo-filter-groups-with-same-reward rl-inference-logprobs-is-correction rl-use-sequence-packing "
                    "rl-verify-model-weights-swap rl-partial-rollouts rl-offload-optimizer-during-inference "
                    "rl-offload-inference-model-weights-when-idle",
@@ -324,93 +332,93 @@ LATER = (
                  "rl-max-inflight-requests rl-rollout-bank-max-bytes "
                  "rl-inference-tensor-model-parallel-size rl-inference-pipeline-model-parallel-size "
                  "rl-inference-expert-model-parallel-size rl-inference-expert-tensor-model-parallel-size"),
-    LegacyFlagsWithReason("ignored", "weights are copied to the network that generates by one all-to-all of the run's own transport", values="refit-method"),
-    LegacyFlagsWithReason("ignored", "every round of rollouts is kept in --rl-rollout-bank-dir", switches="rl-durable-rollout-bank"),
-    LegacyFlagsWithReason("refused", "weights change between rounds, so that keys and values of earlier rounds are never used again: every round has a cache of its "
+    *_flags("ignored", "weights are copied to the network that generates by one all-to-all of the run's own transport", values="refit-method"),
+    *_flags("ignored", "every round of rollouts is kept in --rl-rollout-bank-dir", switches="rl-durable-rollout-bank"),
+    *_flags("refused", "weights change between rounds, so that keys and values of earlier rounds are never used again: every round has a cache of its "
               "own, which training does not hold; give recompute, or leave it out", values="rl-kv-cache-management-mode=recompute"),
-    LegacyFlagsWithReason("refused", "rollouts are submitted and trained on in rounds: groups in the order in which they happen to end would make no two "
+    *_flags("refused", "rollouts are submitted and trained on in rounds: groups in the order in which they happen to end would make no two "
               "runs alike; give B, or leave it out",
           values="rl-submission-granularity=B rl-consumption-granularity=B"),
-    LegacyFlagsWithReason("ignored", "rollouts are packed longest first into the first row with room; the result is the same",
+    *_flags("ignored", "rollouts are packed longest first into the first row with room; the result is the same",
           values="rl-sequence-packing-max-sequences-per-bin rl-sequence-packing-algo"),
-    LegacyFlagsWithReason("ignored", "a prompt begins with the tokens that its environment writes, and no other", switches="rl-skip-bos-token"),
-    LegacyFlagsWithReason("refused", "captured graphs of generation end with its round, and training has --cuda-graph-impl; leave it out",
+    *_flags("ignored", "a prompt begins with the tokens that its environment writes, and no other", switches="rl-skip-bos-token"),
+    *_flags("refused", "captured graphs of generation end with its round, and training has --cuda-graph-impl; leave it out",
           switches="rl-persist-cuda-graphs rl-training-cuda-graphs"),
-    LegacyFlagsWithReason("refused", "memory is not managed by the driver; --rl-offload-inference-model-weights-when-idle gives it back",
+    *_flags("refused", "memory is not managed by the driver; --rl-offload-inference-model-weights-when-idle gives it back",
           values="rl-inference-model-unified-memory-level=0"),
-    LegacyFlagsWithReason("refused", "use --profile, which covers generation too", switches="rl-profile", values="rl-profile-dir"),
-    LegacyFlagsWithReason("refused", "an environment reads what an answer says itself", values="rl-inference-parsers"),
-    LegacyFlagsWithReason("refused", "give the file of environments as --langrl-env-config", values="env-config"),
-    LegacyFlagsWithReason("later", "quantisation, distillation and export after training are not built yet",
+    *_flags("refused", "use --profile, which covers generation too", switches="rl-profile", values="rl-profile-dir"),
+    *_flags("refused", "an environment reads what an answer says itself", values="rl-inference-parsers"),
+    *_flags("refused", "give the file of environments as --langrl-env-config", values="env-config"),
+    *_flags("later", "quantisation, distillation and export after training are not built yet",
           switches="modelopt-enabled logits-load-ignore-errors",
           values="export-* logits-save-top-k logits-save-top-p logits-save-top-p-min-k logits-save-dir "
                  "logits-save-dtype logits-load-dir logits-load-decode-threads logits-load-prefetch-factor "
                  "logits-load-msc-prefetch-depth logits-load-kd-loss-alpha"),
-    LegacyFlagsWithReason("later", "layers that differ by a description in a file are not built yet",
+    *_flags("later", "layers that differ by a description in a file are not built yet",
           values="heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json"),
 )
 
 REFUSED = (
-    LegacyFlagsWithReason("refused", "nothing is downloaded; write the conversations to a JSONL file, and name it with --sft --data-path",
+    *_flags("refused", "nothing is downloaded; write the conversations to a JSONL file, and name it with --sft --data-path",
           values="finetune-hf-dataset"),
-    LegacyFlagsWithReason("refused", "it is an option of the launcher: put it between torchrun and the name of the script",
+    *_flags("refused", "it is an option of the launcher: put it between torchrun and the name of the script",
           values="nproc_per_node nnodes node_rank master_addr master_port nproc-per-node node-rank master-addr master-port"),
-    LegacyFlagsWithReason("refused", "a model is described by flags here, not by an import path; leave it out",
+    *_flags("refused", "a model is described by flags here, not by an import path; leave it out",
           values="spec=local|megatron.core.models.mamba.mamba_layer_specs|mamba_stack_spec|"
                  "megatron.core.models.hybrid.hybrid_layer_specs|hybrid_stack_spec"),
-    LegacyFlagsWithReason("refused", "a checkpoint loads into any layout; give the parallel sizes of this run",
+    *_flags("refused", "a checkpoint loads into any layout; give the parallel sizes of this run",
           switches="use-mp-args-from-checkpoint-args"),
-    LegacyFlagsWithReason("refused", "the place of the embedding is part of --pipeline-model-parallel-layout, such as 'E|t*8|t*8|L'",
+    *_flags("refused", "the place of the embedding is part of --pipeline-model-parallel-layout, such as 'E|t*8|t*8|L'",
           switches="standalone-embedding-stage"),
-    LegacyFlagsWithReason("refused", "--tokenizer-type names the kind, and --chat-template the template", values="tokenizer-metadata"),
-    LegacyFlagsWithReason("refused", "white space is read as the model's own normalizer says; train a model with --keep-whitespace",
+    *_flags("refused", "--tokenizer-type names the kind, and --chat-template the template", values="tokenizer-metadata"),
+    *_flags("refused", "white space is read as the model's own normalizer says; train a model with --keep-whitespace",
           switches="no-tokenizer-sentencepiece-ignore-extra-whitespaces"),
-    LegacyFlagsWithReason("refused", "the vocabulary is always padded so that the tensor ranks divide it; see "
+    *_flags("refused", "the vocabulary is always padded so that the tensor ranks divide it; see "
                      "--make-vocab-size-divisible-by and --padded-vocab-size", switches="no-pad-vocab-size"),
-    LegacyFlagsWithReason("refused", "data is one pair of files, PREFIX.bin and PREFIX.idx; convert it with tools/preprocess_data.py",
+    *_flags("refused", "data is one pair of files, PREFIX.bin and PREFIX.idx; convert it with tools/preprocess_data.py",
           values="data-impl=mmap|infer"),
-    LegacyFlagsWithReason("refused", "--log-straggler reports from the start to the end, and opens no port to switch it",
+    *_flags("refused", "--log-straggler reports from the start to the end, and opens no port to switch it",
           switches="disable-straggler-on-startup", values="straggler-ctrlr-port=65535"),
-    LegacyFlagsWithReason("refused", "steps are not run again in place; --on-bad-step keeps the evidence of a bad one, and tools/replay.py repeats it",
+    *_flags("refused", "steps are not run again in place; --on-bad-step keeps the evidence of a bad one, and tools/replay.py repeats it",
           values="gpu-sniff-test-interval=0"),
-    LegacyFlagsWithReason("refused", "restarting is the launcher's work: torchrun --max-restarts, with --save and --load",
+    *_flags("refused", "restarting is the launcher's work: torchrun --max-restarts, with --save and --load",
           switches="inprocess-restart inprocess-empty-cuda-cache",
           values="inprocess-max-iterations inprocess-monitor-thread-interval inprocess-monitor-process-interval "
                  "inprocess-progress-watchdog-interval inprocess-heartbeat-interval inprocess-soft-timeout "
                  "inprocess-hard-timeout inprocess-heartbeat-timeout inprocess-barrier-timeout "
                  "inprocess-completion-timeout inprocess-last-call-wait inprocess-termination-grace-time "
                  "inprocess-granularity inprocess-active-world-size"),
-    LegacyFlagsWithReason("refused", "faults are not injected into training runs",
+    *_flags("refused", "faults are not injected into training runs",
           values="fault-injector-ranks fault-injector-num-ranks fault-injector-fault-types "
                  "fault-injector-fault-probabilities fault-injector-fault-delay fault-injector-delay-start-iteration "
                  "fault-injector-mtti-seconds fault-injector-offset-seconds fault-injector-seed"),
-    LegacyFlagsWithReason("refused", "node-local and replicated checkpoints are out of scope; give --save a shared folder",
+    *_flags("refused", "node-local and replicated checkpoints are out of scope; give --save a shared folder",
           switches="replication", values="non-persistent-local-ckpt-dir non-persistent-local-ckpt-algo replication-jump "
                                          "replication-factor"),
-    LegacyFlagsWithReason("refused", "retrieval encoders (ICT, REALM) are out of scope",
+    *_flags("refused", "retrieval encoders (ICT, REALM) are out of scope",
           switches="biencoder-shared-query-context-model use-one-sent-docs retriever-score-scaling",
           values="ict-head-size biencoder-projection-dim ict-load titles-data-path query-in-block-prob "
                  "evidence-data-path retriever-report-topk-accuracies block-data-path embedding-path "
                  "indexer-batch-size indexer-log-interval"),
-    LegacyFlagsWithReason("refused", "image classification and its pretraining are out of scope",
+    *_flags("refused", "image classification and its pretraining are out of scope",
           switches="vision-pretraining dino-freeze-last-layer dino-norm-last-layer",
           values="classes-fraction data-per-class-fraction head-lr-mult vision-pretraining-type "
                  "vision-backbone-type swin-backbone-type mask-type mask-factor iter-per-epoch dino-local-img-size "
                  "dino-local-crops-number dino-head-hidden-size dino-bottleneck-size dino-warmup-teacher-temp "
                  "dino-teacher-temp dino-warmup-teacher-temp-epochs"),
-    LegacyFlagsWithReason("refused", "sparse attention with an indexer (DSA) is out of scope",
+    *_flags("refused", "sparse attention with an indexer (DSA) is out of scope",
           switches="dsa-indexer-use-sparse-loss no-dsa-indexer-rotate-activation no-dsa-indexer-scoring-relu",
           values="dsa-indexer-n-heads dsa-indexer-head-dim dsa-indexer-topk dsa-indexer-topk-freq "
                  "dsa-indexer-skip-topk-offset dsa-indexer-loss-coeff dsa-kernel-backend dsa-indexer-rope-interleaved "
                  "dsa-indexer-k-norm-epsilon dsa-indexer-k-norm-fp32"),
-    LegacyFlagsWithReason("refused", "hyper-connections are out of scope", switches="enable-mhc-connections",
+    *_flags("refused", "hyper-connections are out of scope", switches="enable-mhc-connections",
           values="mhc-num-residual-streams mhc-sinkhorn-iterations mhc-init-gating-factor mhc-recompute-layer-num"),
-    LegacyFlagsWithReason("refused", "gathering and dropping weights again (GTP) is out of scope; see --recompute-granularity",
+    *_flags("refused", "gathering and dropping weights again (GTP) is out of scope; see --recompute-granularity",
           switches="gtp-remat-reduce-scatter-with-fp32-accumulation gtp-remat-nccl-ub gtp-expert-remat-nccl-ub",
           values="gtp-remat-opt-in-modules"),
-    LegacyFlagsWithReason("refused", "export through ONNX is out of scope", values="onnx-safe"),
-    LegacyFlagsWithReason("refused", "samples are drawn by the blend's weights; give those with --data-path", values="sample-rate=1"),
-    LegacyFlagsWithReason("refused", "it belongs to a removed kernel for experts; leave it out", switches="moe-use-legacy-grouped-gemm"),
+    *_flags("refused", "export through ONNX is out of scope", values="onnx-safe"),
+    *_flags("refused", "samples are drawn by the blend's weights; give those with --data-path", values="sample-rate=1"),
+    *_flags("refused", "it belongs to a removed kernel for experts; leave it out", switches="moe-use-legacy-grouped-gemm"),
 )
 
-GROUPS = IGNORED + LATER + REFUSED
+ROWS = RENAMES + IGNORED + LATER + REFUSED

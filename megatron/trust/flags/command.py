@@ -30,8 +30,7 @@ from megatron.rl.planned_memory import (
     run_does_not_fit_message,
 )
 from megatron.rl.settings import RLConfig
-from megatron.training.cli.arguments import parse_args_unchecked
-from megatron.training.cli.hybrid import missing_hybrid_pattern_problems
+from megatron.training.cli.arguments import missing_hybrid_pattern_problems, parse_args_unchecked
 from megatron.trust.flags.repair import BrokenRule, RequestedSetup
 
 MemoryBeside = Callable[[RunConfig, int], Mapping[str, float]]
