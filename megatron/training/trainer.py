@@ -141,9 +141,8 @@ def _initialize_and_wrap_stage(run: RunContext, stage: Network) -> Parallel:
     parallel, grad_dtype = run.config.parallel, getattr(torch, run.config.precision.gradient_dtype_name)
     seed, source = run.config.train.seed, torch.device("cpu") if parallel.use_cpu_initialization else None
     if parallel.use_torch_fsdp2 and run.mesh.dp_cp.group is not None:
-        from megatron.core.distributed.fsdp import (
-            FullySharded,
-        )  # and with it torch's DTensor, which takes as long as torch itself
+        # And with it torch's DTensor, which takes as long as torch itself.
+        from megatron.core.distributed.fsdp import FullySharded
 
         return FullySharded(
             stage,

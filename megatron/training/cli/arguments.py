@@ -112,9 +112,8 @@ def parse_args(
         if speaks:
             sys.stderr.write(f"ConfigError: {error}\n{WHERE_TO_LOOK}\n")
         elif world_size > 1:
-            time.sleep(
-                HEAD_START
-            )  # a launcher ends all ranks when the first of them ends: let that be the one that says why
+            # A launcher ends all ranks when the first of them ends: let that be the one that says why.
+            time.sleep(HEAD_START)
         raise SystemExit(2) from None
     return args
 
@@ -131,12 +130,8 @@ def parse_args_or_raise(
     args = parse_args_unchecked(argv, defaults=defaults, extra=extra, provider=provider)
     from megatron.training.cli.preflight import resolve_and_examine  # as above
 
-    raise_config_error_if(
-        [
-            *args.problems,
-            *(line for _, line in resolve_and_examine(config_from_namespace(RequestedRun, args), world_size)[1]),
-        ]
-    )
+    _, problems = resolve_and_examine(config_from_namespace(RequestedRun, args), world_size)
+    raise_config_error_if([*args.problems, *(line for _, line in problems)])
     return args
 
 
@@ -221,9 +216,8 @@ def _parse_collecting_problems(
             return parser.parse_known_args(left)
         except argparse.ArgumentError as error:
             message = _reword_argparse_error(parser, left, error)
-            problems += (
-                [] if any(problem.startswith(f"{message.partition(':')[0]}: ") for problem in problems) else [message]
-            )
+            if not any(problem.startswith(f"{message.partition(':')[0]}: ") for problem in problems):
+                problems.append(message)
             shorter = _without_flags(left, (error.argument_name or "").split("/"))
             if len(shorter) == len(left):
                 raise_config_error_if(problems)
@@ -376,9 +370,8 @@ def _adopt_adapter_settings(args: argparse.Namespace) -> list[str]:
     """Set LoRA flags not given to the values of --adapter; return a message for given ones that contradict it."""
     if not args.adapter or not (args.load or args.pretrained_checkpoint):
         return []
-    from megatron.training.checkpoint.adapters import (
-        adapter_config_of,  # needs torch, which no other command line waits for
-    )
+    # Needs torch, which no other command line waits for.
+    from megatron.training.checkpoint.adapters import adapter_config_of
 
     model = config_from_namespace(RequestedRun, args).model.resolve()
     theirs, given = adapter_config_of(args.adapter, model, args.pretrained_checkpoint), {}
@@ -406,9 +399,7 @@ def _checkpoint_settings(args: argparse.Namespace) -> tuple[dict[str, Any], dict
             continue
         if newest_iteration(path) is not None:
             return checkpoint_model_settings(path, step), {}
-        from megatron.training.checkpoint.formats import (
-            foreign_checkpoint_settings,  # needs torch, which no other command line waits for
-        )
+        from megatron.training.checkpoint.formats import foreign_checkpoint_settings  # needs torch, as above
 
         settings = foreign_checkpoint_settings(path, step)
         if settings is not None:
@@ -438,20 +429,16 @@ def _convert_old_null_vocab_size(args: argparse.Namespace) -> list[str]:
     try:
         saved = saved_run_settings(path, step)
     except CheckpointError:
-        from megatron.training.checkpoint.formats import (
-            foreign_checkpoint_settings,  # needs torch, which no other command line waits for
-        )
+        from megatron.training.checkpoint.formats import foreign_checkpoint_settings  # needs torch, as above
 
         try:
             saved, _ = foreign_checkpoint_settings(path, step) or ({}, {})
         except CheckpointError:
             return []  # loading it reports what is wrong
     given, args.vocab_size = args.vocab_size, resumed_null_vocab_size(args.vocab_size, saved)
-    return (
-        []
-        if args.vocab_size == given
-        else [
-            f"--vocab-size {given} is taken as {args.vocab_size}, which NullTokenizer had when {path} was saved: the end of document, "
-            "once an id more, is now the last of --vocab-size"
-        ]
-    )
+    if args.vocab_size == given:
+        return []
+    return [
+        f"--vocab-size {given} is taken as {args.vocab_size}, which NullTokenizer had when {path} was saved: the end of document, "
+        "once an id more, is now the last of --vocab-size"
+    ]

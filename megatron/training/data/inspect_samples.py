@@ -1,7 +1,7 @@
 """What a step saw or will see, worked out from a run's settings alone: no model, no training, no torch.
 
     a step  ->  consumed samples (BatchSchedule)  ->  each rank's sample numbers (sample_order.py)  ->  documents (sources)
-    a document  ->  the samples that hold it (holding)  ->  where these come in the order  ->  steps
+    a document  ->  the samples that hold it (`samples_with_document`)  ->  where these come in the order  ->  steps
 
 Every arrow is the code, or the inverse of the code, that the run itself reads by. A run that resumed with the settings it
 began with goes on in the same order, and needs nothing more; one that resumed with another batch size is given the
@@ -33,11 +33,8 @@ from megatron.training.data.sample_order import (
     single_pass_sample_indices,
 )
 
-WHOLE_TEXTS = (
-    "text",
-    "text_enc",
-    "text_dec",
-)  # what samples hold whose texts are masked, and no longer lie piece by piece
+# What samples hold whose texts are masked, and no longer lie piece by piece.
+WHOLE_TEXTS = ("text", "text_enc", "text_dec")
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,9 +304,8 @@ class RunDataInspector:
         blended = isinstance(dataset, BlendedDataset)
         spans, ids = dataset.token_sources(real), sample.get("tokens", np.empty(0, np.int64))
         slots = sample.get("image_slots", np.full(len(ids), -1))
-        if (
-            len(ids) and spans and spans[-1].start + spans[-1].length > len(ids)
-        ):  # a window's last label is a token of its own
+        if len(ids) and spans and spans[-1].start + spans[-1].length > len(ids):
+            # A window's last label is a token of its own.
             ids, slots = np.append(ids, sample["labels"][-1]), np.append(slots, -1)
         pieces = tuple(
             DocumentSpanInSample(

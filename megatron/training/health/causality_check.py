@@ -15,7 +15,7 @@ What does not differ is equal to the last bit, as nothing else was put in.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -106,9 +106,8 @@ def find_attention_leak(build: LayerBuildContext, kind: AttentionMaskVariant, le
     Collective.
     length: tokens of the probe. separate: mask documents apart.
     """
-    documents = (torch.arange(length) // max(1, length * 3 // 10))[
-        None
-    ]  # borders that are no borders of ranks or blocks
+    # Borders that are no borders of ranks or blocks.
+    documents = (torch.arange(length) // max(1, length * 3 // 10))[None]
     inputs = _random_qkv(build, length)
     before = _attention_outputs(build, kind, inputs, documents if separate else None)
     local = Zigzag(length, build.mesh.cp.size).positions_of_rank(build.mesh.cp.rank, torch.device("cpu"))
@@ -130,9 +129,8 @@ def find_attention_leak(build: LayerBuildContext, kind: AttentionMaskVariant, le
         may &= (-distance <= right) | (right < 0)
         if separate:
             may &= documents[0, local] == documents[0, place]
-        if (
-            differs & ~may
-        ).any():  # and on with the others: another rank may have found nothing, and waits for this one
+        # And on with the others: another rank may have found nothing, and waits for this one.
+        if (differs & ~may).any():
             problem = (
                 problem
                 or f"in {kind}, token {place} reaches token {int(local[differs & ~may][0])} of {length}, which must not see it"
@@ -163,12 +161,7 @@ def _attention_outputs(
         causal=kind.causal, documents=None if documents is None else documents.to(build.mesh.device)
     )
     if cp.group is not None:
-        mask = AttentionMaskSpec(
-            causal=kind.causal,
-            documents=mask.documents,
-            query_places=build.local_positions(len(pieces[0])),
-            length=length,
-        )
+        mask = replace(mask, query_places=build.local_positions(len(pieces[0])), length=length)
     layer = build.with_context_parallel_attention(kind.layer)
     sink = pieces[0].new_zeros(pieces[0].shape[2]) if build.model.softmax_type != "vanilla" else None
     q, k, v = pieces

@@ -98,9 +98,8 @@ class HangDetector:
         problem = ""
         if isinstance(error, (RuntimeError, dist.DistError)) and LOST.search(str(error)):
             problem = self._lost_ranks_text()
-            if (
-                not problem and self.run.ending.signal
-            ):  # the sender knows already: there is nothing to wait for (entry.py)
+            # The sender of a signal knows already: there is nothing to wait for (entry.py).
+            if not problem and self.run.ending.signal:
                 problem = f"{self.run.ending.signal} came, and a connection to another rank broke"
         self._over.set()
         if self._thread is not None:  # a thread that came back from the store while Python ends would abort the process
@@ -134,9 +133,8 @@ class HangDetector:
     def _watch_loop(self, board: RendezvousStore) -> None:
         """Thread: write this rank's heartbeat, answer status requests, and report a hang."""
         moves, since, pulse = -1, time.monotonic(), time.monotonic()
-        board.write(
-            f"pulse/{self.place.rank}", self._status_json()
-        )  # at once: a rank may be gone before the first look
+        # At once: a rank may be gone before the first look.
+        board.write(f"pulse/{self.place.rank}", self._status_json())
         while not self._over.wait(_LOOK_EVERY):
             now = time.monotonic()
             if self.flight_recorder.num_events != moves:
