@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -36,6 +36,12 @@ def failure_folder(config: RunConfig) -> Path | None:
 def rank_and_node_text(rank: int) -> str:
     """Return "rank 5 on node gpu07": the name of this process in messages."""
     return f"rank {rank} on node {socket.gethostname()}"
+
+
+def ranks_text(ranks: Sequence[int], most: int | None = None) -> str:
+    """Return "rank 5", or "ranks 1, 2 and 7 more" if at most 2 are named."""
+    more = f" and {len(ranks[most:])} more" if most is not None and len(ranks) > most else ""
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks[:most]))}{more}"
 
 
 def error_location_text(error: BaseException) -> str:

@@ -36,7 +36,7 @@ from megatron.core.parallel.spec import (
     tensor_parallel_axis_name,
 )
 from megatron.core.tensor_parallel.low_precision import delayed_scalings_by_layer
-from megatron.training.health.failures import rank_and_node_text
+from megatron.training.health.failures import rank_and_node_text, ranks_text
 from megatron.training.trainer import Trainer
 
 _BLOCK = 1 << 16  # words under one set of factors
@@ -188,24 +188,27 @@ class ReplicaCheck:
         findings = [finding for group in groups for finding in self._axis_differences(group)]
         place = rank_and_node_text(self.mesh.world.rank)
         gathered = collectives.gather_objects((findings, place), self.mesh.world)
-        lines = list(dict.fromkeys(line for theirs, _ in gathered for line in theirs))
+        named = dict(finding for theirs, _ in gathered for finding in theirs)  # line -> ranks
+        lines = list(named)
         listed = lines[:_SHOWN] + ([f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
-        suspects = Counter(word for line in lines for word in _differing_ranks_in_line(line))
+        suspects = Counter(rank for ranks in named.values() for rank in ranks)
         nodes = [f"{gathered[rank][1]} is named {count} times" for rank, count in suspects.most_common(3)]
-        return "\n  ".join(
-            [
-                f"ranks differ in what they must hold alike after iteration {self.trainer.progress.iteration}; go back to an "
-                "older checkpoint, and look at the machine",
-                *listed,
-                *nodes,
-            ]
+        heading = (
+            f"ranks differ in what they must hold alike after iteration {self.trainer.progress.iteration}; go back to an "
+            "older checkpoint, and look at the machine"
         )
+        return "\n  ".join([heading, *listed, *nodes])
 
-    def _axis_differences(self, group: Sequence[tuple[ReplicatedState, Tensor]]) -> list[str]:
-        """Return a line for each state that differs within this rank or over the group's axis. Collective there."""
+    def _axis_differences(self, group: Sequence[tuple[ReplicatedState, Tensor]]) -> list[tuple[str, list[int]]]:
+        """Return (line, ranks to blame) of each state that differs within this rank or over the group's axis.
+        Collective there.
+        """
         axis = group[0][0].axis
         findings = [
-            f"{item.name}: rank {self.mesh.world.rank} over {axis.name} holds copies that disagree"
+            (
+                f"{item.name}: rank {self.mesh.world.rank} over {axis.name} holds copies that disagree",
+                [self.mesh.world.rank],
+            )
             for item, number in group
             if any(int(self.hash_value(other)) != int(number) for other in item.again)
         ]
@@ -243,24 +246,15 @@ def _ranks_disagree_tensor(items: Sequence[tuple[ReplicatedState, Tensor]]) -> T
     return ((table[0] != ~table[1]) & (table[0] != _NONE)).any().long()
 
 
-def _replica_difference_lines(name: str, axis: str, ranks: Sequence[int], numbers: Sequence[int]) -> list[str]:
-    """Return lines that name the ranks whose hash differs from the majority's; none if all agree."""
+def _replica_difference_lines(
+    name: str, axis: str, ranks: list[int], numbers: Sequence[int]
+) -> list[tuple[str, list[int]]]:
+    """Return a line with the ranks whose hash differs from the majority's, and these; nothing if all agree."""
     counted = Counter(numbers).most_common()
     if len(counted) == 1:
         return []
     if len(counted) > 1 and counted[0][1] == counted[1][1]:
-        return [f"{name}: {_ranks_text(ranks)} over {axis} disagree, and there is no majority"]
+        return [(f"{name}: {ranks_text(ranks)} over {axis} disagree, and there is no majority", ranks)]
     odd = [rank for rank, number in zip(ranks, numbers, strict=True) if number != counted[0][0]]
-    return [
-        f"{name}: {_ranks_text(odd)} over {axis} differs from {_ranks_text([rank for rank in ranks if rank not in odd])}"
-    ]
-
-
-def _differing_ranks_in_line(line: str) -> list[int]:
-    """Return the ranks that a difference line names as differing."""
-    accused = line.rpartition(": ")[2].partition(" over ")[0]
-    return [int(word) for word in accused.replace(",", " ").split() if word.isdecimal()]
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    others = [rank for rank in ranks if rank not in odd]
+    return [(f"{name}: {ranks_text(odd)} over {axis} differs from {ranks_text(others)}", odd)]

@@ -32,6 +32,7 @@ from megatron.training.health.failures import (
     own_last_collectives_text,
     python_stacks,
     rank_and_node_text,
+    ranks_text,
 )
 from megatron.training.launch.launch_info import LaunchInfo, read_launch_info
 from megatron.training.launch.rendezvous import FIRST_FAILURE, RendezvousStore
@@ -121,7 +122,9 @@ class HangDetector:
         silent = [rank for rank in range(self.place.size) if rank not in answers]
         if not silent:
             return ""
-        lines = [f"{_ranks_text(silent)} {'is' if len(silent) == 1 else 'are'} gone, and the others cannot go on"]
+        lines = [
+            f"{ranks_text(silent, _SHOWN)} {'is' if len(silent) == 1 else 'are'} gone, and the others cannot go on"
+        ]
         lines += [f"  rank {rank} {self._last_seen_text(board, rank)}" for rank in silent[:_SHOWN]]
         return "\n".join(
             [
@@ -216,7 +219,7 @@ class HangDetector:
         head = (
             f"{rank_and_node_text(self.place.rank)} has not moved for {seconds:.0f} s (--hang-timeout-minutes {self.limit / 60:g}); "
             + (
-                f"the others wait for {_ranks_text(awaited)}"
+                f"the others wait for {ranks_text(awaited, _SHOWN)}"
                 if awaited
                 else "all ranks stand still, and none waits for another"
             )
@@ -256,8 +259,3 @@ def blocking_ranks(answers: Mapping[int, RankStatus], size: int) -> list[int]:
         }
     silent = [rank for rank in range(size) if rank not in answers]
     return sorted({*silent, *(other for others in late.values() for other in others if not late.get(other))})
-
-
-def _ranks_text(ranks: list[int]) -> str:
-    listed = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
-    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
