@@ -120,8 +120,7 @@ def _write_stderr(text: str) -> None:
 
 def _delay_secondary_failure(main: Callable[[], None]) -> Callable[[], None]:
     """Wrap `main` so that a rank that merely lost its connection waits before it raises. The launcher notices a killed
-    rank only when it looks; without the wait, the error of a neighbour would have the earlier time, and be shown as the
-    cause.
+    rank only when it looks; a neighbour's error would have the earlier time, and be shown as the cause.
     """
 
     def main_with_delayed_failure() -> None:

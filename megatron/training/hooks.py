@@ -42,10 +42,8 @@ class StepHooks:
 
 
 class ModuleStepHook(StepHooks):
-    """Opens each step for low-precision layers, and calls the class method `after_step` of modules that have it, once
-    for all modules of a class.
-    weights_stay: weights lie where they are for a whole step. weights_wait: they may arrive as the first forward pass
-    needs them.
+    """Opens each step for low-precision layers, and calls the class method `after_step` once for a class's modules.
+    weights_stay: weights lie where they are for a step. weights_wait: they may arrive as the forward pass needs them.
     """
 
     def __init__(self, stages: Sequence[nn.Module], *, weights_stay: bool = False, weights_wait: bool = False) -> None:

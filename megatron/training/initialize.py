@@ -47,9 +47,8 @@ MeshOf = Callable[[RunConfig, torch.device], tuple[Mesh, RunConfig]]
 
 
 def initialize_megatron(args: argparse.Namespace, mesh_of: MeshOf | None = None) -> RunContext:
-    """Check the settings, join the other ranks, and return the `Run` that every provider receives.
-    mesh_of: makes this rank's mesh and config, where not all ranks are one mesh. Prints what is wrong and exits with
-    code 2 when settings cannot be used; one rank prints for all.
+    """Check the settings, join the other ranks, and return the run that every provider receives; exit with code 2, one
+    rank saying why, if they cannot be used. mesh_of: makes mesh and config, where not all ranks are one mesh.
     """
     try:
         config, tokenizer = _checked_config_and_tokenizer(args)

@@ -523,9 +523,8 @@ def require_save_best_metric(word: str, names: Sequence[str]) -> str:
 def note_if_best(
     progress: TrainingProgress, losses: Mapping[str, float], options: CheckpointConfig, world: Axis
 ) -> bool:
-    """Record an evaluation in `progress` if its --save-best metric is better than all before; return whether it was.
-    Collective. NaN and inf are never better; if metric or direction differ from those recorded, this evaluation is the
-    first.
+    """Record an evaluation in `progress` if its --save-best metric is the best; return whether it was. Collective. NaN
+    and inf are never better; if metric or direction are not those recorded, this evaluation is the first.
     """
     assert options.save_best is not None, "only runs with --save-best look for the best evaluation"
     figure = require_save_best_metric(options.save_best, list(losses))

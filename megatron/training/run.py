@@ -22,10 +22,8 @@ from megatron.training.report.timers import Timers
 
 @dataclass(slots=True)
 class TrainingProgress:
-    """The counters of a run, saved in checkpoints.
-    schedule_samples: samples of steps that updated the weights, by which the learning rate is scheduled.
-    best_iteration, best_value,
-    best_figure: of the best evaluation so far (--save-best); best_figure is its mode (min or max) and metric.
+    """The counters of a run, saved in checkpoints. schedule_samples: of steps that updated the weights, by which the
+    learning rate is scheduled. best_figure: mode (min or max) and metric of --save-best.
     """
 
     iteration: int = 0

@@ -81,9 +81,8 @@ class StepWork:
         )
 
     def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Run one stage on one microbatch. received: the previous stage's message, empty for the first; activations [s,
-        b, h].
-        Returns the message to the next stage; the last stage returns the scaled loss, a scalar.
+        """Run one stage on one microbatch. received: the previous stage's message, activations [s, b, h]; empty for the
+        first. Returns the message to the next stage; the last stage returns the scaled loss, a scalar.
         """
         chunk = self.trainer.stages[stage // self.trainer.run.mesh.pp.size]
         batch = replace(self._microbatch(microbatch), microbatch_context=self._cached_microbatch_context(microbatch))

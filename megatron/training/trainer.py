@@ -46,10 +46,8 @@ Evaluate = Callable[[Sequence[Any], int], Mapping[str, float]]
 
 @dataclass(slots=True)
 class Trainer:
-    """What a step works on. specs, stages, parallels: this rank's chunks in order. schedule: None in a run that only
-    evaluates.
-    samples: generates for --eval-generate. benchmark: name and evaluation of --online-evaluation-config. hooks: called
-    in each step.
+    """What a step works on. specs, stages, parallels: this rank's chunks in order. schedule: None in evaluation alone.
+    samples: generates for --eval-generate. benchmark: name and evaluation of --online-evaluation-config.
     """
 
     run: RunContext

@@ -192,9 +192,8 @@ class _GraphReplay(Function):
 
 
 class LayerGraphCapturer:
-    """CUDA graphs of a trainer's layers, captured after the warm-up steps.
-    on: whether warm-up is over. count: graphs captured so far. lasts: storage positions of tensors that captured graphs
-    write.
+    """CUDA graphs of a trainer's layers, captured after the warm-up steps. on: whether warm-up is over. count: graphs
+    captured so far. lasts: storage positions of tensors that captured graphs write.
     """
 
     def __init__(self, trainer: Trainer, record: Recorder | None = None) -> None:

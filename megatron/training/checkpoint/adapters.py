@@ -71,9 +71,8 @@ def open_adapters(path: str | Path, model: ModelConfig) -> LoadedAdapter:
 
 
 def adapter_config_of(path: str | Path, model: ModelConfig, base: str | None = None) -> AdapterConfig:
-    """Return the `AdapterConfig` of the adapters in the folder `path`, with `freeze` of `model`.
-    base: folder of the base network. Raises `CheckpointError` if the adapters are not of this network or name another
-    base.
+    """Return the `AdapterConfig` of a folder's adapters, with `freeze` of `model`; `CheckpointError` if they are not of
+    this network or name another base than the folder `base`.
     """
     known = model if model.true_vocab_size else model.with_vocabulary(1, 1)  # before a tokenizer is built
     adapters = open_adapters(path, known)
@@ -141,8 +140,7 @@ class SourceWithRowNorms:
 
 
 def require_matching_base(adapters: LoadedAdapter, mine: Mapping[str, Any], names: Iterable[str] = ()) -> None:
-    """Raise `CheckpointError` if adapters are of another base: by the hash of its weights, else (PEFT folders) by its
-    name.
+    """Raise `CheckpointError` if adapters are of another base: by its weights' hash, else (PEFT folders) by its name.
     mine: this run's value of `BASE`. names: further names of the base beside its folder's.
     """
     if adapters.base.get("hash") is not None:

@@ -222,8 +222,7 @@ class Checkpointer(StepHooks):
         Checkpointer(self.trainer, dataclasses.replace(self.config, checkpoint=options)).resume()
 
     def load(self, opened: OpenedCheckpoint, started: float) -> None:
-        """Load an opened checkpoint into the trainer. `CheckpointError` for what does not fit comes before any tensor
-        is changed.
+        """Load an opened checkpoint; `CheckpointError` for what does not fit comes before any tensor is changed.
         started: `time.perf_counter()` when the work on it began, for the log.
         """
         source, formats, options, axis = opened.source, opened.source.formats, self.config.checkpoint, self.mesh.world
@@ -303,9 +302,8 @@ class Checkpointer(StepHooks):
                 scaling.load_amax_history(history)
 
     def adopt_weights(self, source: CheckpointSource, *, initial: tuple[str, ...], unused: tuple[str, ...]) -> None:
-        """Load the weights of a network that this one is finetuned from with other heads.
-        initial: prefixes of parameters (`model.<name>`) that keep their initial values; unused: prefixes of the
-        source's that are not loaded.
+        """Load the weights of a network that this one is finetuned from with other heads. initial: prefixes
+        (`model.<name>`) that keep their initial values; unused: prefixes of the source's that are not loaded.
         """
         started = time.perf_counter()
         self._check_tokenizer(source)

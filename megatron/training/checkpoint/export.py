@@ -46,9 +46,8 @@ def hf_config_special_token_ids(
     settings: Mapping[str, Any], like: str | Path | None, *, rows: int
 ) -> dict[str, int | list[int] | None]:
     """Return the keys of a Hugging Face config.json that name special tokens (bos, eos ..), by the tokenizer.
-    settings: of a run. like: folder whose tokenizer is taken instead. rows: of the embedding. A value of None is
-    written, since a missing key gets the class's default. Empty if the tokenizer cannot be built, and for a BERT, which
-    generates nothing.
+    settings: of a run. like: folder whose tokenizer is taken instead. rows: of the embedding. None is written, since a
+    missing key gets the class's default. Empty without a tokenizer, and for a BERT, which generates nothing.
     """
     known = {field.name for field in fields(TokenizerConfig)}
     chosen = (

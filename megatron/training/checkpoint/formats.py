@@ -78,9 +78,8 @@ def find_foreign_checkpoint(path: str | Path, step: int | None = None) -> tuple[
 def foreign_checkpoint_settings(
     path: str | Path, step: int | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Return (settings of model and tokenizer, further run settings) of another format's checkpoint, by field name;
-    None if there is none. Free choices (kernels, dropout, initial values) are left out. Flags may override the further
-    ones.
+    """Return (settings of model and tokenizer, further run settings) of another format's checkpoint, by field name, or
+    None. Free choices (kernels, dropout, initial values) are left out; flags may override the further ones.
     """
     located = find_foreign_checkpoint(path, step)
     if located is None:

@@ -96,8 +96,7 @@ def load_network(
     device: torch.device | None = None,
     alone: bool = False,
 ) -> InferenceModel[AnyStage]:
-    """Load the network of a checkpoint of any format for inference. Collective; with `alone` this process holds all of
-    it.
+    """Load the network of any checkpoint for inference. Collective; with `alone` this process holds all of it.
     step: iteration, in a folder of several. dtype: one of `FORMATS`; auto: as saved. tokenizer: `TokenizerConfig`
     settings that override the checkpoint's; with a `tokenizer_type`, they are all. Raises `ConfigError` and
     `CheckpointError`, before any rank waits for another, for what does not fit together.

@@ -9,9 +9,8 @@ from megatron.training.trainer import Trainer
 
 
 def load_reference_policy(trainer: Trainer, folder: str | None) -> Trainer | None:
-    """Return a trainer with the reference network from a checkpoint folder, in the policy's layout, for forward passes
-    only.
-    None without a folder: the reference is then the base under the adapters, or there is none.
+    """Return a trainer with a folder's reference network in the policy's layout, for forward passes only. None without
+    a folder: the reference is then the base under the adapters, or there is none.
     """
     run = trainer.run
     if folder is None:

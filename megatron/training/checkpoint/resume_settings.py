@@ -31,10 +31,8 @@ _DURATION = ("train_iters", "train_samples")
 
 @dataclass(frozen=True, slots=True)
 class SettingDifferences:
-    """Settings that differ between checkpoint and run, a line each with both values. network: the network computes
-    another function.
-    adapted: likewise, but the weights can be trained on. data: consumed samples no longer mean the same. named: allowed
-    changes, to be told.
+    """Settings that differ between checkpoint and run, a line each with both values. network: it computes another
+    function; adapted: so, but training can go on. data: consumed samples mean others. named: allowed, to be told.
     """
 
     network: tuple[str, ...] = ()
@@ -46,9 +44,8 @@ class SettingDifferences:
 def compare_checkpoint_settings(
     saved: Mapping[str, Any], config: RunConfig, *, weights_only: bool, complete: bool = True
 ) -> SettingDifferences:
-    """Compare a checkpoint's settings, by field name, with this run's.
-    weights_only: only the network counts. complete: a network setting that the checkpoint lacks has its default; else
-    it is not compared.
+    """Compare a checkpoint's settings, by field name, with this run's. weights_only: only the network counts. complete:
+    a network setting that the checkpoint lacks has its default; else it is not compared.
     """
     mine, network = config_to_dict(config), network_fields()
     known = {"true_vocab_size": mine["true_vocab_size"]} if complete else mine

@@ -45,9 +45,7 @@ class ResumeRequest:
 @dataclass(frozen=True, slots=True)
 class OpenedCheckpoint:
     """A checkpoint that was opened and verified. step: of our own format, else None. world_size: ranks that wrote it,
-    if known.
-    size: bytes. refused: lines about newer, damaged checkpoints. notes: lines about settings that differ from the
-    checkpoint's.
+    or None. size: bytes. refused: lines about newer, damaged checkpoints; notes: about settings that differ.
     """
 
     source: CheckpointSource

@@ -90,11 +90,10 @@ def parse_args(
     reads_data: DataFiles = "none",
     own_problems: Callable[[argparse.Namespace, int], Iterable[str]] = lambda args, world_size: (),
 ) -> argparse.Namespace:
-    """Parse the command line and check it with `preflight`; print what is wrong and exit with code 2 if the run cannot
-    start.
-    defaults: the script's own. world_size: ranks that will run. speaks: whether this rank prints errors; problems of
-    files and of the machine are printed by one rank of each machine. reads_data: see `preflight`.
-    own_problems: (namespace, number of ranks) -> what is wrong with the script's own flags, a line each.
+    """Check the command line with `preflight`; print what is wrong and exit with code 2 if the run cannot start.
+    defaults: the script's own. world_size: ranks that will run. speaks: whether this rank prints errors; those of files
+    and machine are printed by one rank of each machine. reads_data: see `preflight`. own_problems: (namespace, number
+    of ranks) -> what is wrong with the script's own flags, a line each.
     """
     install_interrupt_excepthook()
     try:

@@ -26,9 +26,8 @@ Kind = Literal["renamed", "ignored", "later", "refused"]
 @dataclass(frozen=True, slots=True)
 class LegacyFlag:
     """A Megatron flag that is not ours, and what becomes of it. One whose name ends in * stands for all that begin so.
-    sentence: the reason, as a clause. takes_values: whether words may follow. harmless: values that change nothing
-    here.
-    becomes: for a renamed flag, the words that replace it. yields: those words give way to explicit settings.
+    sentence: the reason, as a clause. takes_values: whether words may follow. harmless: values that change nothing.
+    becomes: of a renamed flag, the words that replace it. yields: those words give way to explicit settings.
     """
 
     flag: str

@@ -46,9 +46,8 @@ LOCAL = ("files", "machine")  # rules whose answer can be another on another mac
 
 @dataclass(frozen=True, slots=True)
 class CheckedRunConfig:
-    """Result of `preflight`. config: resolved, without settings that change nothing, and with the vocabulary if the
-    tokenizer was read.
-    problems: what keeps the run from starting. notes: what is accepted and why, and what could not be checked.
+    """Result of `preflight`. config: resolved, with the vocabulary if the tokenizer was read. problems: what keeps the
+    run from starting. notes: what is accepted and changes nothing, and what could not be checked.
     """
 
     config: RunConfig
@@ -60,9 +59,8 @@ class CheckedRunConfig:
 def preflight(
     given: RequestedRun, world_size: int, *, device: str = "", files: bool = True, reads_data: DataFiles = "none"
 ) -> CheckedRunConfig:
-    """Check whether this run can start: rules between settings, tokenizer, files, machine. Raises nothing for what it
-    finds.
-    device: cpu or cuda, where it will run on another machine; "": this machine's own. files: whether missing files are
+    """Check whether this run can start: rules between settings, tokenizer, files, machine. Raises nothing.
+    device: cpu or cuda of another machine, where it will run; "": this machine's own. files: whether missing files are
     problems or only notes. reads_data: how the script reads the data that the flags name.
     """
     config, problems = resolve_and_examine(given, world_size)

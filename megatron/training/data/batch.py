@@ -176,8 +176,7 @@ def masked_loss_sum(losses: Tensor, mask: Tensor | None) -> Loss:
 
 
 def language_loss_with_mtp(output: Tensor | MTPLosses, batch: Batch, config: MTPConfig) -> Loss:
-    """Return the next-token loss plus --mtp-loss-scaling-factor times the mean loss of the multi-token prediction
-    depths.
+    """Return the next-token loss plus --mtp-loss-scaling-factor times the mean loss of the prediction depths.
     output: losses [b, s] of each token, and of each depth, weighted as in `with_future_tokens`. Metrics are means over
     each depth's own tokens.
     """
@@ -194,9 +193,8 @@ def language_loss_with_mtp(output: Tensor | MTPLosses, batch: Batch, config: MTP
 
 def mlm_and_pair_loss(output: BERTOutput, batch: Batch, *, per_token: bool) -> Loss:
     """Return the masked-word loss plus the sentence-order loss of each sample, if there is a head for it.
-    per_token: a sample's pair weighs as much as its masked words, so that the step's loss does not depend on the split
-    into microbatches; off: mean over words plus mean over samples, as in Megatron. Samples without masked words do not
-    count.
+    per_token: a sample's pair weighs as much as its masked words, so that the loss does not depend on the microbatches;
+    off: mean over words plus mean over samples, as in Megatron. Samples without masked words do not count.
     """
     assert batch.loss_mask is not None, "the last stage reads the batch"
     total, count, report = masked_loss_sum(output.words, batch.loss_mask)

@@ -63,10 +63,8 @@ class DocumentSpanInSample:
 @dataclass(frozen=True, slots=True)
 class SampleDescription:
     """One sample of a microbatch; `sample` None is padding at the end of a full validation, without loss.
-    dataset, dataset_sample: index of the blend's source, and the number there. texts: of a masked sample, by array
-    name.
-    loss: ranges of positions with loss. position_restarts, attention_restarts: positions where position ids or the
-    attention mask start anew.
+    dataset, dataset_sample: the blend's source, and the number there. texts: of a masked sample, by array name. loss:
+    ranges of positions. position_restarts, attention_restarts: where position ids or the mask start anew.
     """
 
     sample: int | None

@@ -102,8 +102,7 @@ def leak_probe_length(run: RunContext, kind: AttentionMaskVariant) -> int:
 
 @torch.no_grad()
 def find_attention_leak(build: LayerBuildContext, kind: AttentionMaskVariant, length: int, *, separate: bool) -> str:
-    """Return in words which hidden token changes an output of this rank in layers of this kind; "" if none does.
-    Collective.
+    """Return in words which hidden token changes an output of this rank in layers of this kind, or "". Collective.
     length: tokens of the probe. separate: mask documents apart.
     """
     # Borders that are no borders of ranks or blocks.

@@ -128,9 +128,8 @@ class ExitConditions:
         return limit is not None and (time.monotonic() - self._started) / 60.0 > limit
 
     def require_finite(self, steps: Sequence[ResolvedStepMetrics]) -> None:
-        """Raise `NonFiniteError` on all ranks if a resolved step has a loss or gradient norm that is not finite.
-        Collective. To be called with everything that `StepMetricsMeter.resolve` gives, so that no checkpoint is written after such
-        a step.
+        """Raise `NonFiniteError` on all ranks if a step's loss or gradient norm is not finite. Collective. To be called
+        with all that `StepMetricsMeter.resolve` gives, so that no checkpoint is written after such a step.
         """
         if not self._checks_numbers:
             return
@@ -161,8 +160,7 @@ class ExitConditions:
 
 
 class InterruptHandler:
-    """Context manager in the main thread that catches SIGINT: the first is noted in `ending`, the second ends the
-    process.
+    """Context manager in the main thread for SIGINT: the first is noted in `ending`, the second ends the process.
     first: called at the first. last: called before the process ends because of the second.
     """
 

@@ -55,9 +55,8 @@ class RankLostError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """Where a rank is. counts: group (its axis and ranks) -> number of collectives begun; group: of the last
-    collective.
-    at: seconds since the epoch. where: position in the step. last: last collective, in words.
+    """Where a rank is. counts: group (its axis and ranks) -> collectives begun; group: of the last collective. at:
+    seconds since the epoch. where: position in the step. last: last collective, in words.
     """
 
     node: str

@@ -39,8 +39,7 @@ _OF_CONTEXT = ("hierarchical_context_parallel_sizes",)
 
 
 def fit_layout_to_ranks(config: RequestedRun, world_size: int, problems: Problems) -> tuple[RequestedRun, int]:
-    """Return the config in the first layout that fits these ranks and keeps the rules, and how many ranks train; else
-    both unchanged.
+    """Return the config in the first layout that fits and the number of ranks that train; else both unchanged.
     problems: names of the rules that a config breaks on so many ranks. Those broken under any layout are ignored.
     """
     hopeless = problems(_with_layout(config, ParallelConfig(elastic=True)), 1)

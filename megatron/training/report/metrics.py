@@ -61,11 +61,9 @@ class ExpertLoads:
 class StepMetrics:
     """Metrics of one training step, whose numbers may be tensors on the device; see `ResolvedStepMetrics`.
     losses: this rank's [sum, count] of each, later the mean over all ranks; names under moe/ stay off the log line.
-    loads: expert counts, later among the losses.
-    None: not measured. consumed_samples: of the run, after the step. learning_rate, loss_scale: after the step, as in
-    Megatron's log: what the next step uses.
-    skipped: no optimizer step (overflow in fp16). data_figures: losses that depend on the data alone and count in a
-    skipped step too.
+    loads: expert counts, later among the losses. consumed_samples: of the run, after the step. learning_rate,
+    loss_scale: what the next step uses, as in Megatron's log. skipped: no optimizer step (overflow in fp16).
+    data_figures: losses of the data alone, which count in a skipped step too. None: not measured.
     """
 
     iteration: int
@@ -118,8 +116,7 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True)
 class IntervalReport:
-    """Metrics of one log interval. last: its last step; losses: means over the steps that were not skipped, those of
-    the data over all.
+    """Metrics of one log interval. last: its last step; losses: means over the steps not skipped, of the data over all.
     samples_left, tokens_left, seconds_left: until the run's last iteration, at this interval's speed.
     """
 
@@ -261,9 +258,8 @@ def _reduce_and_copy_to_host(
 
 
 def _expert_balance_metrics(table: list[list[float]], by_layer: bool) -> dict[str, float]:
-    """Return how evenly experts were used, means over the layers that have some. moe/load_max_over_mean: busiest expert
-    over the mean, 1 if even. moe/load_entropy: entropy of the loads over that of even ones. moe/dropped: share of the
-    choices that were dropped.
+    """Return how evenly experts were used, means over layers. moe/load_max_over_mean: busiest over mean, 1 if even.
+    moe/load_entropy: entropy of the loads over that of even ones. moe/dropped: share of choices dropped.
     """
     figures: dict[str, list[float]] = {}
     for layer, (*loads, dropped) in enumerate(table):

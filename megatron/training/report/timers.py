@@ -80,10 +80,9 @@ class Timer:
 
 
 class Timers:
-    """All timers of a rank, by name.
-    synchronize: waits until the device has finished. barrier: waits for all ranks, called at every reading of level 0
-    timers, and of level 1 timers with `barrier_with_level_1`. gather: takes this rank's numbers, returns those of every
-    rank.
+    """All timers of a rank, by name. synchronize: waits until the device has finished. barrier: waits for all ranks, at
+    every reading of level 0 timers, and of level 1 with `barrier_with_level_1`. gather: takes this rank's numbers,
+    returns those of every rank.
     """
 
     def __init__(
@@ -119,8 +118,7 @@ class Timers:
         self._synchronize()
 
     def collect_times_of_all_ranks(self, names: Sequence[str] = STEP_TIMERS, *, steps: int = 1) -> Times:
-        """Return the seconds of these timers on every rank, divided by `steps`, and reset them; those that ran nowhere
-        are left out.
+        """Return the seconds of these timers on every rank by `steps`, and reset them; without those that ran nowhere.
         Collective: every rank calls it with the same names, whether or not it has such timers.
         """
         row = [self._timers[name][0].elapsed() if name in self._timers else 0.0 for name in names]
