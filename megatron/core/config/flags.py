@@ -141,20 +141,13 @@ def _add_argument(group: Any, field: dataclasses.Field, kind: Any) -> None:
     if kind is bool:
         on, off = names, ["--no-" + names[0][2:]] + ([field.metadata["off"]] if field.metadata["off"] else [])
         # The spelling that changes the default carries the help; its opposite is accepted but not listed.
-        group.add_argument(
-            *(off[::-1] if field.default else on),
-            dest=field.name,
-            default=field.default,
-            action="store_false" if field.default else "store_true",
-            help=help_text,
-        )
-        group.add_argument(
-            *(on if field.default else off),
-            dest=field.name,
-            default=field.default,
-            action="store_true" if field.default else "store_false",
-            help=argparse.SUPPRESS,
-        )
+        changing, keeping = (off[::-1], on) if field.default else (on, off)
+        for words, value, listed_help in (
+            (changing, not field.default, help_text),
+            (keeping, field.default, argparse.SUPPRESS),
+        ):
+            action = "store_true" if value else "store_false"
+            group.add_argument(*words, dest=field.name, default=field.default, action=action, help=listed_help)
         return
     element, many, choices = _argparse_options_of_type(kind)
     default = "" if field.default is None or field.default == () else f" (default: {_format_default(field.default)})"

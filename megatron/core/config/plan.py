@@ -169,56 +169,50 @@ def mtp_depth_layer_plans(model: ModelConfig, depth: int) -> tuple[LayerPlan, ..
 
 
 def _mixer_of_each_layer(model: ModelConfig) -> list[str]:
-    """Return the mixer of every layer: the attention variant in all but every n-th layer, counted from one, or where
-    the list has a 1.
-    """
+    """Return the mixer of every layer: the attention variant where --linear-attention-freq does not leave attention."""
     usual = "mla" if model.mla.multi_latent_attention else "attention"
     if model.hybrid.experimental_attention_variant is None:
         return [usual] * model.num_layers
-    flags = _model_layer_frequency(model, model.hybrid.linear_attention_freq, "--linear-attention-freq")
-    return [
-        "gated_delta_net"
-        if not flags or (bool(flags[i]) if not isinstance(flags, int) else (i + 1) % flags != 0)
-        else usual
-        for i in range(model.num_layers)
-    ]
+    has_variant = _all_but_every_nth(model, model.hybrid.linear_attention_freq, "--linear-attention-freq")
+    return ["gated_delta_net" if variant else usual for variant in has_variant]
 
 
 def _is_windowed_by_layer(model: ModelConfig) -> list[bool]:
-    """Return for every layer whether it has a window: all but every n-th, counted from one, or those with a 1 in the
-    list.
-    """
-    flags = _model_layer_frequency(model, model.window_attn_skip_freq, "--window-attn-skip-freq")
-    if model.window_size is None:
-        return [False] * model.num_layers
-    return [
-        not flags or bool(flags[i]) if not isinstance(flags, int) else (i + 1) % flags != 0
-        for i in range(model.num_layers)
-    ]
+    """Return for every layer whether it has a window."""
+    windowed = _all_but_every_nth(model, model.window_attn_skip_freq, "--window-attn-skip-freq")
+    return windowed if model.window_size is not None else [False] * model.num_layers
 
 
 def _is_rotary_by_layer(model: ModelConfig) -> list[bool]:
     """Return for every layer whether queries and keys are rotated: all but every n-th, counted from one, or those with
     a 0 in the list.
     """
-    flags = _model_layer_frequency(model, model.rope.no_rope_freq, "--no-rope-freq")
-    return [
-        not flags or not flags[i] if not isinstance(flags, int) else (i + 1) % flags != 0
-        for i in range(model.num_layers)
-    ]
+    if model.rope.no_rope_freq is None:
+        return [True] * model.num_layers
+    freq = parse_layer_frequency(model.rope.no_rope_freq, model.num_layers, "--no-rope-freq")
+    return (
+        [(i + 1) % freq != 0 for i in range(model.num_layers)] if isinstance(freq, int) else [one == 0 for one in freq]
+    )
 
 
 def _is_moe_by_layer(model: ModelConfig) -> list[bool]:
     """Return for every layer whether it has experts: every n-th from the first on, or those with a 1 in the list."""
     if not model.moe.num_experts:
         return [False] * model.num_layers
-    flags = _model_layer_frequency(model, model.moe.moe_layer_freq, "--moe-layer-freq")
-    return [i % flags == 0 if isinstance(flags, int) else bool(flags[i]) for i in range(model.num_layers)]
+    freq = parse_layer_frequency(model.moe.moe_layer_freq, model.num_layers, "--moe-layer-freq")
+    return [i % freq == 0 for i in range(model.num_layers)] if isinstance(freq, int) else [one == 1 for one in freq]
 
 
-def _model_layer_frequency(model: ModelConfig, text: str | None, flag: str) -> int | tuple[int, ...]:
-    """Parse a pattern over all layers of the model; () if it is None."""
-    return () if text is None else parse_layer_frequency(text, model.num_layers, flag)
+def _all_but_every_nth(model: ModelConfig, text: str | None, flag: str) -> list[bool]:
+    """Return for every layer whether it has a property that all but every n-th have, counted from one, or those with a
+    1 in the list; all if `text` is None.
+    """
+    if text is None:
+        return [True] * model.num_layers
+    freq = parse_layer_frequency(text, model.num_layers, flag)
+    return (
+        [(i + 1) % freq != 0 for i in range(model.num_layers)] if isinstance(freq, int) else [one == 1 for one in freq]
+    )
 
 
 def partition_into_stages(
@@ -307,7 +301,7 @@ def virtual_pipeline_size(
                 [
                     f"{_num_layers_text(num_layers, counted)} cannot be cut into chunks of "
                     f"--num-layers-per-virtual-pipeline-stage {layers_per_chunk} over --pipeline-model-parallel-size "
-                    f"{pp}; choose {_nearest_multiples(num_layers, pp * layers_per_chunk, -counted)} layers"
+                    f"{pp}; choose {nearest_multiples_text(num_layers, pp * layers_per_chunk, -counted)} layers"
                 ]
             )
         return (num_layers + counted) // (pp * layers_per_chunk)
@@ -345,7 +339,7 @@ def _even_layer_counts(num_layers: int, pp: int, vpp: int, counted: int) -> tupl
     if (num_layers + counted) % (pp * vpp):
         problems.append(
             f"{_num_layers_text(num_layers, counted)} cannot be divided over {_num_pipeline_ranks_text(pp, vpp)}; choose "
-            f"{_nearest_multiples(num_layers, pp * vpp, -counted)} layers, or say how to cut with "
+            f"{nearest_multiples_text(num_layers, pp * vpp, -counted)} layers, or say how to cut with "
             "--pipeline-model-parallel-layout"
         )
     return problems, [(num_layers + counted) // (pp * vpp)] * (pp * vpp)
@@ -368,7 +362,7 @@ def _uneven_layer_counts(
         if value is not None
     }
     problems = [
-        f"{flag} {value} cannot be divided over {vpp} chunks of at least one layer; choose {_nearest_multiples(value, vpp)}"
+        f"{flag} {value} cannot be divided over {vpp} chunks of at least one layer; choose {nearest_multiples_text(value, vpp)}"
         for flag, value in ends.items()
         if value < 1 or value % vpp
     ]
@@ -394,7 +388,7 @@ def _uneven_rest_problems(num_layers: int, pp: int, vpp: int, ends: Mapping[str,
     if ranks and (rest < 1 or rest % (ranks * vpp)):
         return [
             f"{words} leave {rest} of --num-layers {num_layers}, which cannot be divided over the other "
-            f"{_num_pipeline_ranks_text(ranks, vpp)}; choose --num-layers {_nearest_multiples(num_layers, ranks * vpp, num_layers - rest)}"
+            f"{_num_pipeline_ranks_text(ranks, vpp)}; choose --num-layers {nearest_multiples_text(num_layers, ranks * vpp, num_layers - rest)}"
         ]
     return []
 
@@ -441,7 +435,7 @@ def _stage_count_problem(stages: int, pp: int) -> list[str]:
         return []
     return [
         f"--pipeline-model-parallel-layout: {stages} stages are not a multiple of --pipeline-model-parallel-size {pp}; "
-        f"write {_nearest_multiples(stages, pp)} stages"
+        f"write {nearest_multiples_text(stages, pp)} stages"
     ]
 
 
@@ -488,7 +482,7 @@ def _num_pipeline_ranks_text(ranks: int, vpp: int) -> str:
     return f"{ranks} pipeline ranks" + (f" with {vpp} chunks each" if vpp > 1 else "")
 
 
-def _nearest_multiples(value: int, step: int, offset: int = 0) -> str:
+def nearest_multiples_text(value: int, step: int, offset: int = 0) -> str:
     """The closest positive offset + k * step, k >= 1, on both sides of `value`, as words: `28 or 32`."""
     below = max(1, (value - offset) // step)
     return " or ".join(str(number) for k in (below, below + 1) if (number := offset + k * step) > 0)

@@ -25,7 +25,6 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
 from megatron.core.config.flags import flag_fields, flag_name, flag_spellings
-from megatron.core.config.hybrid_pattern import suggested_hybrid_patterns
 from megatron.core.config.settings.data import (
     DataConfig,
     DataFiles,
@@ -34,7 +33,7 @@ from megatron.core.config.settings.data import (
     SFTDataConfig,
     TokenizerConfig,
 )
-from megatron.core.config.settings.hybrid import SYMBOLS
+from megatron.core.config.settings.hybrid import SYMBOLS, suggested_hybrid_patterns
 from megatron.core.config.settings.model import MLAConfig, ModelConfig, MTPConfig, PositionConfig
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig, ScheduleConfig

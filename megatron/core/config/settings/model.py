@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.core.config.flags import ConfigError, flag, plain_field
-from megatron.core.config.hybrid_pattern import hybrid_pattern_from_ratios
 from megatron.core.config.settings.adapter import AdapterConfig
-from megatron.core.config.settings.hybrid import HybridConfig
+from megatron.core.config.settings.hybrid import HybridConfig, hybrid_pattern_from_ratios
 from megatron.core.config.settings.kernels import KernelConfig
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.config.settings.multipliers import MultiplierConfig
