@@ -13,7 +13,7 @@ from megatron.core.config.adapters import (
     lora_target_rank_and_alpha,
 )
 from megatron.core.config.plan import network_layer_plans
-from megatron.core.config.rules.rule import ConfigRuleInput, Rule, non_default_flags
+from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_default_flags
 from megatron.core.config.settings.adapter import AdapterConfig
 
 _OF_ADAPTERS = (
@@ -27,8 +27,9 @@ _OF_ADAPTERS = (
 )
 
 
+@config_rule("adapter-numbers")
 def _adapter_setting_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Yield problems of adapter settings: numbers out of range, or flags without --lora-rank."""
+    """What is said of adapters belongs to a run that has them."""
     config = s.run.model.adapter
     if not config.has_adapters:
         if given := non_default_flags(config, _OF_ADAPTERS) + non_default_flags(s.run.optimizer, ("lora_plus_ratio",)):
@@ -44,8 +45,9 @@ def _adapter_setting_problems(s: ConfigRuleInput) -> Iterator[str]:
         yield "--lora-targets names nothing; leave it out for all linear layers"
 
 
+@config_rule("adapter-start")
 def _missing_adapter_base_problem(s: ConfigRuleInput) -> str:
-    """Return the problem of --adapter without weights of a base, or ""."""
+    """Adapters that a run starts from belong to a base."""
     folder, checkpoint = s.run.checkpoint.adapter, s.run.checkpoint
     if folder is None:
         return ""
@@ -54,8 +56,9 @@ def _missing_adapter_base_problem(s: ConfigRuleInput) -> str:
     return ""
 
 
+@config_rule("adapter-targets", needs_sizes=True)
 def _lora_target_problems(s: ConfigRuleInput) -> str:
-    """Return problems of --lora-targets, a line each, or ""."""
+    """Every target of adapters names a linear layer of the network, whose rank is not below theirs."""
     model, problems = s.run.model, list[str]()
     config = model.adapter
     if not config.has_adapters or (config.lora_rank or 0) < 1:
@@ -102,8 +105,9 @@ def _single_target_problems(
         yield f"{flag} and adapters of experts ({target}) do not go together; name other --lora-targets, or drop it"
 
 
+@config_rule("adapter-fit", needs_sizes=True)
 def _adapter_conflict_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Yield which settings would change weights that adapters or --freeze keep frozen."""
+    """Weights that are frozen are changed by nothing else."""
     run = s.run
     config = run.model.adapter
     if not config.has_adapters and not config.freeze:
@@ -130,17 +134,3 @@ def _adapter_conflict_problems(s: ConfigRuleInput) -> Iterator[str]:
         yield "--moe-router-enable-expert-bias moves the bias of experts, which --lora-rank freezes; give --moe-router-bias-update-rate 0"
     if run.model.moe.moe_use_upcycling:
         yield "--moe-use-upcycling makes experts of a dense network, and --lora-rank freezes them; drop one of them"
-
-
-ALWAYS = (
-    Rule("adapter-numbers", _adapter_setting_problems, "what is said of adapters belongs to a run that has them"),
-    Rule("adapter-start", _missing_adapter_base_problem, "adapters that a run starts from belong to a base"),
-)
-RULES = (
-    Rule(
-        "adapter-targets",
-        _lora_target_problems,
-        "every target of adapters names a linear layer of the network, whose rank is not below theirs",
-    ),
-    Rule("adapter-fit", _adapter_conflict_problems, "weights that are frozen are changed by nothing else"),
-)

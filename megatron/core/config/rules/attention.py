@@ -7,13 +7,14 @@ from collections.abc import Iterator
 
 from megatron.core.config.flags import ConfigError, flag_name
 from megatron.core.config.plan import network_layer_plans
-from megatron.core.config.rules.rule import ConfigRuleInput, Rule, non_default_flags
+from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_default_flags
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.network import YARN
 
 
+@config_rule("layer-patterns", needs_sizes=True)
 def layer_frequency_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Yield problems of the patterns that give layers windows, rotations or experts."""
+    """What says which layers have a property can be read and has a property to speak of."""
     run = s.run
     model = run.model
     try:
@@ -47,8 +48,9 @@ def _qk_norm_problems(model: ModelConfig) -> Iterator[str]:
         yield "--qk-clip-threshold and --qk-clip-alpha are for --qk-clip only; add it"
 
 
+@config_rule("attention", needs_sizes=True)
 def attention_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Yield problems of windows, sinks, soft caps, gates and QK-clip."""
+    """Variants of attention and of the gated MLP have sound numbers and fit together."""
     run = s.run
     model = run.model
     for name in ("attention_logit_softcap", "final_logit_softcap", "qk_clip_threshold", "activation_func_clamp_value"):
@@ -87,8 +89,9 @@ def _rope_scaling_problems(model: ModelConfig, *, yarn: bool) -> Iterator[str]:
         yield f"--yarn-beta-slow {rope.yarn_beta_slow:g} must be above 0 and not above --yarn-beta-fast {rope.yarn_beta_fast:g}"
 
 
+@config_rule("rotations", needs_sizes=True)
 def rotary_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Yield problems of rotary positions: kinds of scaling that exclude each other, sections that do not add up."""
+    """Rotations are stretched in one way, by sound numbers."""
     run = s.run
     model, rope = run.model, run.model.rope
     yarn = model.uses_rotary and rope.is_yarn
@@ -122,18 +125,3 @@ def _attention_variant_flags(model: ModelConfig) -> list[str]:
         "qk_clip": model.qk_clip,
     }
     return [flag_name(name) for name, on in given.items() if on]
-
-
-RULES = (
-    Rule(
-        "layer-patterns",
-        layer_frequency_problems,
-        "what says which layers have a property can be read and has a property to speak of",
-    ),
-    Rule(
-        "attention",
-        attention_problems,
-        "variants of attention and of the gated MLP have sound numbers and fit together",
-    ),
-    Rule("rotations", rotary_problems, "rotations are stretched in one way, by sound numbers"),
-)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.flags import flag_name
-from megatron.core.config.rules.rule import ConfigRuleInput, Rule
+from megatron.core.config.rules.rule import ConfigRuleInput, config_rule
 from megatron.core.config.settings.run import CheckpointConfig
 
 
@@ -32,7 +32,9 @@ def _save_best_problems(s: ConfigRuleInput) -> Iterator[str]:
         yield f"--save-best {checkpoint.save_best} compares evaluations; give --eval-iters, or --full-validation"
 
 
+@config_rule("checkpoints")
 def _checkpoint_problems(s: ConfigRuleInput) -> Iterator[str]:
+    """What is said of checkpoints has a folder and does not contradict itself."""
     checkpoint = s.run.checkpoint
     yield from _save_best_problems(s)
     if checkpoint.save_interval is not None and checkpoint.save is None:
@@ -94,7 +96,9 @@ def _rerun_problems(s: ConfigRuleInput, *, checks: bool) -> Iterator[str]:
         )
 
 
+@config_rule("faults")
 def _fault_tolerance_problems(s: ConfigRuleInput) -> Iterator[str]:
+    """What is said of faults has something to look for, and what it needs to go on."""
     faults, train, checkpoint = s.run.faults, s.run.train, s.run.checkpoint
     counts = ("straggler_minmax_count", "check_weight_hash_across_dp_replicas_interval", "max_bad_steps")
     wrong = [
@@ -113,15 +117,3 @@ def _fault_tolerance_problems(s: ConfigRuleInput) -> Iterator[str]:
         yield "--failure-dump-weights has no failure dump to go into; give --on-bad-step"
     if faults.validates_steps and faults.failure_dump_weights and not (faults.error_dir or checkpoint.save):
         yield "--failure-dump-weights has no folder to go into; give --error-dir or --save"
-
-
-ALWAYS = (
-    Rule(
-        "checkpoints", _checkpoint_problems, "what is said of checkpoints has a folder and does not contradict itself"
-    ),
-    Rule(
-        "faults",
-        _fault_tolerance_problems,
-        "what is said of faults has something to look for, and what it needs to go on",
-    ),
-)

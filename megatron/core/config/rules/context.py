@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import lcm
 
-from megatron.core.config.rules.rule import ConfigRuleInput, Rule
+from megatron.core.config.plan import nearest_multiples_text
+from megatron.core.config.rules.rule import ConfigRuleInput, config_rule
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
 
 
+@config_rule("context", needs_sizes=True)
 def context_parallel_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Yield why network, sequence and heads cannot be divided over the context ranks."""
+    """Sequences, heads and networks can be cut over the context ranks."""
     run = s.run
     model, parallel = run.model, run.parallel
     size, length, tp = parallel.context_parallel_size, run.train.seq_length, parallel.tp
@@ -28,7 +30,7 @@ def context_parallel_problems(s: ConfigRuleInput) -> Iterator[str]:
         over = f" x --tensor-model-parallel-size {tp}" if unit != 2 * size else ""
         yield (
             f"--seq-length {length} cannot be cut into two chunks for each rank of --context-parallel-size {size}{over}; "
-            f"choose {length // unit * unit or unit} or {-(-length // unit) * unit}"
+            f"choose {nearest_multiples_text(length, unit)}"
         )
     yield from _cp_comm_type_problems(run)
 
@@ -85,8 +87,9 @@ def _cp_comm_type_problems(run: RunConfig) -> Iterator[str]:
     yield from _cp_attention_backend_problems(model, kinds) if size > 1 else []
 
 
+@config_rule("hybrid-context", needs_sizes=True)
 def hybrid_context_parallel_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Yield why --hybrid-context-parallel cannot be used with this layout, data and loss."""
+    """Sequences cut by their length have ranks, data and a loss that allow it."""
     run, world_size = s.run, s.world_size
     model, parallel, train = run.model, run.parallel, run.train
     limit = parallel.max_seqlen_per_dp_cp_rank
@@ -142,13 +145,3 @@ def hybrid_context_parallel_problems(s: ConfigRuleInput) -> Iterator[str]:
             f"--cp-comm-type a2a cannot share out {heads} heads a tensor rank to blocks of up to {most_ranks} ranks; "
             "choose p2p"
         )
-
-
-RULES = (
-    Rule("context", context_parallel_problems, "sequences, heads and networks can be cut over the context ranks"),
-    Rule(
-        "hybrid-context",
-        hybrid_context_parallel_problems,
-        "sequences cut by their length have ranks, data and a loss that allow it",
-    ),
-)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.plan import network_layer_plans
-from megatron.core.config.rules.rule import ConfigRuleInput, Rule, non_default_flags
+from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_default_flags
 from megatron.core.config.settings.run import RunConfig
 
 
+@config_rule("cuda-graphs")
 def cuda_graph_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Yield why layers cannot be captured as CUDA graphs, and problems of the flags."""
+    """Layers that are recorded as CUDA graphs do the same in every step, and ask the host for nothing."""
     run = s.run
     config = run.graphs
     if config.cuda_graph_impl == "none":
@@ -75,12 +76,3 @@ def _cuda_graph_dropout_obstacles(run: RunConfig) -> Iterator[str]:
             f"--hidden-dropout {run.model.hidden_dropout:g} has a random stream of its own under --sequence-parallel; "
             "give --hidden-dropout 0"
         )
-
-
-ALWAYS = (
-    Rule(
-        "cuda-graphs",
-        cuda_graph_problems,
-        "layers that are recorded as CUDA graphs do the same in every step, and ask the host for nothing",
-    ),
-)

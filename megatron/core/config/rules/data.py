@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.flags import flag_name
-from megatron.core.config.rules.rule import ConfigRuleInput, Rule, non_default_flags
+from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_default_flags
 
 
+@config_rule("data")
 def _data_source_problem(s: ConfigRuleInput) -> str:
+    """One thing says what to read."""
     data = s.run.data
     per_split = data.train_data_path or data.valid_data_path or data.test_data_path or data.per_split_data_args_path
     given = [
@@ -33,7 +35,9 @@ def _data_source_problem(s: ConfigRuleInput) -> str:
     return ""
 
 
+@config_rule("fill-in-the-middle")
 def _fim_problems(s: ConfigRuleInput) -> Iterator[str]:
+    """Fill in the middle has its tokens and sound rates."""
     fill = s.run.data.fill
     if not fill.fim_data:
         if given := non_default_flags(fill, without=("fim_data",)):
@@ -49,7 +53,9 @@ def _fim_problems(s: ConfigRuleInput) -> Iterator[str]:
         yield "--fim-fragment-rate needs --fim-split-sample, which says what cuts a document into fragments"
 
 
+@config_rule("conversations")
 def _sft_data_problems(s: ConfigRuleInput) -> Iterator[str]:
+    """Conversations are written in one way and have their own loss."""
     data = s.run.data
     if not data.chat.sft:
         if data.chat.sft_tokenizer_prompt_format != "tokenizer":
@@ -67,8 +73,9 @@ def _sft_data_problems(s: ConfigRuleInput) -> Iterator[str]:
         )
 
 
+@config_rule("masked-text")
 def _masked_text_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Yield problems of masked-text settings, and of GPT data settings in BERT and T5 runs."""
+    """Masked text and windows of text each have the settings of their own."""
     model, data, masking = s.run.model, s.run.data, s.run.data.masking
     if model.architecture == "gpt":
         if given := non_default_flags(masking):
@@ -91,11 +98,3 @@ def _masked_text_problems(s: ConfigRuleInput) -> Iterator[str]:
         yield f"{', '.join(names)}: for windows of text, which only pretrain_gpt.py reads; leave out"
     if model.architecture == "bert" and s.run.train.seq_length is not None and s.run.train.seq_length < 5:
         yield f"--seq-length {s.run.train.seq_length} has no room for [CLS], two [SEP] and two texts; give at least 5"
-
-
-ALWAYS = (
-    Rule("data", _data_source_problem, "one thing says what to read"),
-    Rule("fill-in-the-middle", _fim_problems, "fill in the middle has its tokens and sound rates"),
-    Rule("conversations", _sft_data_problems, "conversations are written in one way and have their own loss"),
-    Rule("masked-text", _masked_text_problems, "masked text and windows of text each have the settings of their own"),
-)

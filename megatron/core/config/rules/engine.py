@@ -26,7 +26,7 @@ from megatron.core.config.rules import (
     run,
     vision,
 )
-from megatron.core.config.rules.rule import ConfigRuleInput
+from megatron.core.config.rules.rule import ConfigRuleInput, Rule
 from megatron.core.config.settings.run import RunConfig
 
 _FILES = (
@@ -49,9 +49,11 @@ _FILES = (
     vision,
 )
 NEEDS = run.NEEDS
-# These can only be asked once sizes are known to be there and positive.
-RULES = tuple(rule for file in _FILES for rule in getattr(file, "RULES", ()))
-ALWAYS = tuple(rule for file in _FILES for rule in getattr(file, "ALWAYS", ()))
+_OTHERS = [
+    value for file in _FILES for value in vars(file).values() if isinstance(value, Rule) and value not in run.NEEDS
+]
+RULES = tuple(rule for rule in _OTHERS if rule.needs_sizes)
+ALWAYS = tuple(rule for rule in _OTHERS if not rule.needs_sizes)
 
 
 def broken_rules(config: RunConfig, world_size: int) -> Iterator[tuple[str, str]]:

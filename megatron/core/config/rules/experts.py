@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config.rules.rule import ConfigRuleInput, Rule, non_default_flags
+from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, division_problem, non_default_flags
 from megatron.core.config.settings.run import RunConfig
 
 
@@ -23,8 +23,9 @@ def _shared_expert_problems(run: RunConfig) -> Iterator[str]:
         )
 
 
+@config_rule("experts")
 def expert_setting_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Yield problems of expert settings: without experts, or that exclude each other."""
+    """What is said of experts has experts, and the parts it speaks of."""
     run = s.run
     model, moe = run.model, run.model.moe
     if not moe.num_experts:
@@ -57,8 +58,9 @@ def _unused_expert_flags_problem(run: RunConfig) -> Iterator[str]:
         yield f"{', '.join(given)}: there are no experts; give --num-experts, or leave out"
 
 
+@config_rule("experts-over-ranks", needs_sizes=True)
 def expert_layout_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Yield why experts and their widths cannot be divided over the ranks."""
+    """Experts and their widths can be divided over the ranks."""
     run, world_size = s.run, s.world_size
     moe, parallel = run.model.moe, run.parallel
     if not moe.num_experts:
@@ -73,25 +75,14 @@ def expert_layout_problems(s: ConfigRuleInput) -> Iterator[str]:
             f"--num-experts {moe.num_experts} cannot be divided over --expert-model-parallel-size {ep}; choose a size "
             "that divides the experts"
         )
-    if moe.expert_width % etp:
-        yield (
-            f"--moe-ffn-hidden-size {moe.moe_ffn_hidden_size} cannot be divided over {own}; choose "
-            f"{moe.expert_width // etp * etp or etp} or {-(-moe.expert_width // etp) * etp}"
-        )
+    yield from division_problem("--moe-ffn-hidden-size", moe.expert_width, own, etp)
     if world_size % (etp * ep * pp):
         yield (
             f"{world_size} ranks are not a multiple of {own} x --expert-model-parallel-size {ep} x "
             f"--pipeline-model-parallel-size {pp} = {etp * ep * pp}; start a multiple of {etp * ep * pp} ranks"
         )
     shared = moe.moe_shared_expert_intermediate_size
-    if shared is not None and shared % tp:
-        yield (
-            f"--moe-shared-expert-intermediate-size {shared} cannot be divided over --tensor-model-parallel-size {tp}; "
-            f"choose {shared // tp * tp or tp} or {-(-shared // tp) * tp}"
+    if shared is not None:
+        yield from division_problem(
+            "--moe-shared-expert-intermediate-size", shared, f"--tensor-model-parallel-size {tp}", tp
         )
-
-
-RULES = (Rule("experts-over-ranks", expert_layout_problems, "experts and their widths can be divided over the ranks"),)
-
-
-ALWAYS = (Rule("experts", expert_setting_problems, "what is said of experts has experts, and the parts it speaks of"),)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config.rules.rule import ConfigRuleInput, Rule
+from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_default_flags
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.parallel import can_exchange_heads
 
 
+@config_rule("hybrid-pattern", needs_sizes=True)
 def _hybrid_pattern_problems(s: ConfigRuleInput) -> Iterator[str]:
+    """The symbols of a hybrid say all that its layers are."""
     model = s.run.model
     hybrid = model.hybrid
     yield from model.hybrid.pattern_problems()
@@ -47,7 +49,9 @@ def _pattern_separator_problems(s: ConfigRuleInput) -> Iterator[str]:
         yield ("| in --hybrid-layer-pattern and --pipeline-model-parallel-layout both cut the layers; keep one")
 
 
+@config_rule("states", needs_sizes=True)
 def _state_size_problems(s: ConfigRuleInput) -> Iterator[str]:
+    """Heads of layers with a state come in whole groups, which the tensor ranks can divide."""
     model, hybrid = s.run.model, s.run.model.hybrid
     used = {
         "mamba": ("--mamba-num-heads", "--mamba-num-groups"),
@@ -71,10 +75,11 @@ def _state_size_problems(s: ConfigRuleInput) -> Iterator[str]:
         yield "layers with a state have their norm before them; leave out the flags that place norms elsewhere"
 
 
+@config_rule("multipliers", needs_sizes=True)
 def _mamba_beside_attention_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Yield problems of --parallel-mamba and of multipliers."""
+    """Mamba-2 beside attention, and fixed factors, are for plain decoders."""
     model = s.run.model
-    given = model.multipliers.non_default_flags()
+    given = non_default_flags(model.multipliers)
     yield from model.multipliers.multiplier_problems()
     if model.hybrid.parallel_mamba and (
         model.architecture != "gpt"
@@ -133,18 +138,3 @@ def _mixer_head_division_problem(s: ConfigRuleInput, heads: int, groups: int, he
             "--state-comm-type states or auto"
         )
     return ""
-
-
-RULES = (
-    Rule("hybrid-pattern", _hybrid_pattern_problems, "the symbols of a hybrid say all that its layers are"),
-    Rule(
-        "multipliers",
-        _mamba_beside_attention_problems,
-        "Mamba-2 beside attention, and fixed factors, are for plain decoders",
-    ),
-    Rule(
-        "states",
-        _state_size_problems,
-        "heads of layers with a state come in whole groups, which the tensor ranks can divide",
-    ),
-)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron.core.config.flags import ConfigError, flag_name
 from megatron.core.config.plan import parse_pipeline_layout
-from megatron.core.config.rules.rule import ConfigRuleInput, Rule, non_default_flags
+from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_default_flags
 from megatron.core.config.settings.model import PositionConfig
 from megatron.core.config.settings.run import RunConfig
 
@@ -36,8 +36,9 @@ def _unused_mla_flags_problem(run: RunConfig) -> Iterator[str]:
         yield "--recompute-modules mla_up_proj: nothing has latents; add --multi-latent-attention or leave it out"
 
 
+@config_rule("latent-attention")
 def mla_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Yield problems of latent attention: sizes, positions, flags that it excludes."""
+    """Latent attention has sizes and rotations, and nothing that it replaces."""
     run = s.run
     model, mla, rope = run.model, run.model.mla, run.model.rope
     if not mla.multi_latent_attention:
@@ -59,8 +60,9 @@ def mla_problems(s: ConfigRuleInput) -> Iterator[str]:
         yield "--add-qkv-bias has no place under --multi-latent-attention, whose latents have none; leave it out"
 
 
+@config_rule("multi-token-prediction")
 def mtp_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Yield problems of multi-token prediction: number of depths, layout, sequence length."""
+    """Multi-token prediction has layers, and tokens to predict."""
     run = s.run
     model, mtp, length = run.model, run.model.mtp, run.train.seq_length
     depths, layout = mtp.mtp_num_layers, run.parallel.pipeline_model_parallel_layout
@@ -90,9 +92,3 @@ def _layout_letters(layout: str) -> str:
         return "".join(parse_pipeline_layout(layout))
     except ConfigError:
         return ""
-
-
-ALWAYS = (
-    Rule("latent-attention", mla_problems, "latent attention has sizes and rotations, and nothing that it replaces"),
-    Rule("multi-token-prediction", mtp_problems, "multi-token prediction has layers, and tokens to predict"),
-)

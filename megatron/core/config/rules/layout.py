@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.flags import ConfigError, flag_name
-from megatron.core.config.plan import microbatch_group_problem
-from megatron.core.config.rules.rule import ConfigRuleInput, Rule, divisors_text
+from megatron.core.config.plan import microbatch_group_problem, nearest_multiples_text
+from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, division_problem, divisors_text
 from megatron.core.config.stages import stage_specs_of_run
 
 
+@config_rule("world-size", needs_sizes=True)
 def _world_size_problem(s: ConfigRuleInput) -> str:
+    """The ranks are a multiple of tensor x pipeline x context size."""
     tp, pp, cp = s.run.parallel.tp, s.run.parallel.pp, s.run.parallel.context_parallel_size
     needed = tp * pp * cp
     if s.world_size % needed == 0:
@@ -22,7 +24,9 @@ def _world_size_problem(s: ConfigRuleInput) -> str:
     )
 
 
+@config_rule("heads-over-tensor", needs_sizes=True)
 def _attention_heads_problem(s: ConfigRuleInput) -> Iterator[str]:
+    """Every tensor rank has equally many query heads."""
     heads, tp = s.run.model.num_attention_heads, s.run.parallel.tp
     if heads % tp:
         yield (
@@ -31,7 +35,9 @@ def _attention_heads_problem(s: ConfigRuleInput) -> Iterator[str]:
         )
 
 
+@config_rule("query-groups", needs_sizes=True)
 def _query_groups_problem(s: ConfigRuleInput) -> str:
+    """Query heads are shared out evenly to key/value groups, and groups to tensor ranks."""
     heads, groups, tp = s.run.model.num_attention_heads, s.run.model.num_query_groups, s.run.parallel.tp
     if heads % groups:
         return f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}; choose one of {divisors_text(heads)}"
@@ -43,16 +49,16 @@ def _query_groups_problem(s: ConfigRuleInput) -> str:
     return ""
 
 
+@config_rule("ffn-over-tensor", needs_sizes=True)
 def _ffn_width_problem(s: ConfigRuleInput) -> Iterator[str]:
+    """The width of the MLP can be divided over the tensor ranks."""
     ffn, tp = s.run.model.ffn_hidden_size, s.run.parallel.tp
-    if ffn % tp:
-        yield (
-            f"--ffn-hidden-size {ffn} cannot be divided over --tensor-model-parallel-size {tp}; "
-            f"choose {ffn // tp * tp or tp} or {-(-ffn // tp) * tp}"
-        )
+    yield from division_problem("--ffn-hidden-size", ffn, f"--tensor-model-parallel-size {tp}", tp)
 
 
+@config_rule("head-size", needs_sizes=True)
 def _head_size_problem(s: ConfigRuleInput) -> str:
+    """A head has a size, of which rotations take pairs."""
     model, latent = s.run.model, s.run.model.mla.multi_latent_attention
     if (
         not latent
@@ -76,17 +82,21 @@ def _head_size_problem(s: ConfigRuleInput) -> str:
     return ""
 
 
+@config_rule("sequence-parallel", needs_sizes=True)
 def _sequence_parallel_problem(s: ConfigRuleInput) -> str:
+    """Under sequence parallelism, sequences can be cut over the tensor ranks."""
     length, tp = s.run.train.seq_length, s.run.parallel.tp
     if not s.run.parallel.sequence_parallel or length % tp == 0:
         return ""
     return (
         f"--sequence-parallel cannot cut --seq-length {length} over --tensor-model-parallel-size {tp}; choose "
-        f"{length // tp * tp or tp} or {-(-length // tp) * tp}"
+        f"{nearest_multiples_text(length, tp)}"
     )
 
 
+@config_rule("pipeline-split", needs_sizes=True)
 def _pipeline_split_problem(s: ConfigRuleInput) -> str:
+    """The layers can be cut into the pipeline's stages, in one way."""
     parallel = s.run.parallel
     if parallel.num_layers_per_virtual_pipeline_stage and (
         parallel.decoder_first_pipeline_num_layers is not None or parallel.decoder_last_pipeline_num_layers is not None
@@ -128,7 +138,9 @@ def _pipeline_split_problem(s: ConfigRuleInput) -> str:
     return ""
 
 
+@config_rule("interleaved-groups", needs_sizes=True)
 def _interleaving_problem(s: ConfigRuleInput) -> str:
+    """Virtual stages take microbatches in groups, none of which is shorter than the pipeline."""
     parallel, train = s.run.parallel, s.run.train
     unit = train.micro_batch_size * parallel.data_parallel_size(s.world_size)
     try:
@@ -147,7 +159,9 @@ def _interleaving_problem(s: ConfigRuleInput) -> str:
     return next(filter(None, (microbatch_group_problem(parallel.pp, size // unit, group) for size in sizes)), "")
 
 
+@config_rule("vocabulary", needs_sizes=True)
 def _padded_vocabulary_problem(s: ConfigRuleInput) -> str:
+    """A padded vocabulary holds all ids and can be divided over the tensor ranks."""
     model, tp = s.run.model, s.run.parallel.tp
     if model.padded_vocab_size is not None and model.padded_vocab_size % tp:
         return f"--padded-vocab-size {model.padded_vocab_size} is not a multiple of --tensor-model-parallel-size {tp}"
@@ -162,7 +176,9 @@ def _padded_vocabulary_problem(s: ConfigRuleInput) -> str:
     return ""
 
 
+@config_rule("fully-sharded")
 def _fsdp_problems(s: ConfigRuleInput) -> Iterator[str]:
+    """FSDP2 is given nothing that it does itself, and no layout that it cannot serve."""
     parallel = s.run.parallel
     if not parallel.use_torch_fsdp2:
         alone = parallel.torch_fsdp2_no_reshard_after_forward
@@ -193,41 +209,3 @@ def _fsdp_problems(s: ConfigRuleInput) -> Iterator[str]:
         )
     if parallel.splits_backward:
         yield f"--pipeline-schedule {parallel.pipeline_schedule} adds to gradients when FSDP2 has summed them; choose 1f1b, or leave out --use-torch-fsdp2"
-
-
-RULES = (
-    Rule("world-size", _world_size_problem, "the ranks are a multiple of tensor x pipeline x context size"),
-    Rule("heads-over-tensor", _attention_heads_problem, "every tensor rank has equally many query heads"),
-    Rule(
-        "query-groups",
-        _query_groups_problem,
-        "query heads are shared out evenly to key/value groups, and groups to tensor ranks",
-    ),
-    Rule("ffn-over-tensor", _ffn_width_problem, "the width of the MLP can be divided over the tensor ranks"),
-    Rule("head-size", _head_size_problem, "a head has a size, of which rotations take pairs"),
-    Rule(
-        "sequence-parallel",
-        _sequence_parallel_problem,
-        "under sequence parallelism, sequences can be cut over the tensor ranks",
-    ),
-    Rule("pipeline-split", _pipeline_split_problem, "the layers can be cut into the pipeline's stages, in one way"),
-    Rule(
-        "interleaved-groups",
-        _interleaving_problem,
-        "virtual stages take microbatches in groups, none of which is shorter than the pipeline",
-    ),
-    Rule(
-        "vocabulary",
-        _padded_vocabulary_problem,
-        "a padded vocabulary holds all ids and can be divided over the tensor ranks",
-    ),
-)
-
-
-ALWAYS = (
-    Rule(
-        "fully-sharded",
-        _fsdp_problems,
-        "FSDP2 is given nothing that it does itself, and no layout that it cannot serve",
-    ),
-)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.flags import flag_name
-from megatron.core.config.rules.rule import ConfigRuleInput, Rule, non_default_flags
+from megatron.core.config.plan import nearest_multiples_text
+from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_default_flags
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.vision import vision_encoder_config
 
 
+@config_rule("positions", needs_sizes=True)
 def _position_range_problem(s: ConfigRuleInput) -> Iterator[str]:
+    """No sequence is longer than the positions that the network knows."""
     longest, length = s.run.model.max_position_embeddings, s.run.train.seq_length
     if longest < length:
         yield (
@@ -20,8 +23,9 @@ def _position_range_problem(s: ConfigRuleInput) -> Iterator[str]:
         )
 
 
+@config_rule("encoder-and-decoder", needs_sizes=True)
 def _encoder_decoder_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Yield problems of the lengths and depths of encoder and decoder."""
+    """Encoder and decoder of a T5 have one depth and one length each."""
     model, train = s.run.model, s.run.train
     if model.encoder_num_layers is not None and model.encoder_num_layers != model.num_layers:
         yield (
@@ -57,21 +61,24 @@ def _decoder_length_problems(s: ConfigRuleInput) -> Iterator[str]:
     if s.run.parallel.sequence_parallel and length % tp:
         yield (
             f"--sequence-parallel cannot cut --decoder-seq-length {length} over --tensor-model-parallel-size {tp}; "
-            f"choose {length // tp * tp or tp} or {-(-length // tp) * tp}"
+            f"choose {nearest_multiples_text(length, tp)}"
         )
     if train.seq_length < 4 or length < 4:
         yield f"--encoder-seq-length {train.seq_length} and --decoder-seq-length {length}: each must be at least 4"
 
 
+@config_rule("activation")
 def _multiple_activations_problem(s: ConfigRuleInput) -> str:
+    """One activation is chosen."""
     model = s.run.model
     names = ("swiglu", "quick_geglu", "squared_relu", "relu", "openai_gelu" if not model.geglu else "geglu")
     chosen = [flag_name(name) for name in names if getattr(model, name)]
     return f"{' and '.join(chosen)} each choose the activation; keep one" if len(chosen) > 1 else ""
 
 
+@config_rule("relative-positions")
 def _relative_bias_problem(s: ConfigRuleInput) -> str:
-    """Return the problem of T5's relative position bias: another network, or bad bucket numbers; or ""."""
+    """Relative positions belong to T5 and tell distances apart."""
     model, rope = s.run.model, s.run.model.rope
     if rope.position_embedding_type != "relative":
         return ""
@@ -123,7 +130,9 @@ def _t5_norm_placement_problem(model: ModelConfig) -> str:
     return ""
 
 
+@config_rule("norms")
 def _norm_problem(s: ConfigRuleInput) -> str:
+    """Norms stand in one place, of the networks that know it."""
     model = s.run.model
     if problem := _norm_placement_problem(model) or _t5_norm_placement_problem(model):
         return problem
@@ -136,7 +145,9 @@ def _norm_problem(s: ConfigRuleInput) -> str:
     return ""
 
 
+@config_rule("dropout")
 def _dropout_range_problem(s: ConfigRuleInput) -> str:
+    """Dropout is a share below 1."""
     wrong = [
         f"{flag_name(name)} {getattr(s.run.model, name)}"
         for name in ("hidden_dropout", "attention_dropout")
@@ -145,7 +156,9 @@ def _dropout_range_problem(s: ConfigRuleInput) -> str:
     return f"{', '.join(wrong)}: a share from 0 up to, but not, 1" if wrong else ""
 
 
+@config_rule("recompute")
 def _recompute_problems(s: ConfigRuleInput) -> Iterator[str]:
+    """The parts of recomputation belong to the granularity that is chosen."""
     choice = s.run.recompute
     full = choice.recompute_granularity == "full"
     if full and choice.recompute_method is None:
@@ -162,7 +175,9 @@ def _recompute_problems(s: ConfigRuleInput) -> Iterator[str]:
         yield "--distribute-saved-activations has nothing to cut under --sequence-parallel; drop one of them"
 
 
+@config_rule("kernels")
 def _kernel_choice_problems(s: ConfigRuleInput) -> Iterator[str]:
+    """Kernels that are asked for by name are known."""
     kernels = s.run.model.kernels
     yield from (unknown := list(kernels.kernel_flag_problems(compiles=s.run.compilation.compile)))
     for word in () if unknown else kernels.kernel:
@@ -193,8 +208,9 @@ def _why_kernel_unused(run: RunConfig, op: str) -> str:
     return reasons.get(op, "")
 
 
+@config_rule("compilation")
 def _unused_compile_flags_problem(s: ConfigRuleInput) -> str:
-    """Return the problem of flags that --compile does not use, or ""."""
+    """What is said of the compiler has one, and kernels to make."""
     config = s.run.compilation
     given = non_default_flags(config, ("compile_mode", "compile_backend"))
     if not config.compile:
@@ -205,24 +221,3 @@ def _unused_compile_flags_problem(s: ConfigRuleInput) -> str:
             "leave one of them out"
         )
     return ""
-
-
-RULES = (
-    Rule("positions", _position_range_problem, "no sequence is longer than the positions that the network knows"),
-    Rule(
-        "encoder-and-decoder",
-        _encoder_decoder_problems,
-        "encoder and decoder of a T5 have one depth and one length each",
-    ),
-)
-
-
-ALWAYS = (
-    Rule("activation", _multiple_activations_problem, "one activation is chosen"),
-    Rule("recompute", _recompute_problems, "the parts of recomputation belong to the granularity that is chosen"),
-    Rule("compilation", _unused_compile_flags_problem, "what is said of the compiler has one, and kernels to make"),
-    Rule("relative-positions", _relative_bias_problem, "relative positions belong to T5 and tell distances apart"),
-    Rule("kernels", _kernel_choice_problems, "kernels that are asked for by name are known"),
-    Rule("norms", _norm_problem, "norms stand in one place, of the networks that know it"),
-    Rule("dropout", _dropout_range_problem, "dropout is a share below 1"),
-)

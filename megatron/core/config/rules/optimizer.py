@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron.core.config.flags import flag_name
-from megatron.core.config.rules.rule import ConfigRuleInput, Rule, non_default_flags
+from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_default_flags
 from megatron.core.config.settings.optim import OptimizerConfig
 
 _FORMATS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -26,8 +26,9 @@ def _optimizer_offload_problems(config: OptimizerConfig) -> Iterator[str]:
         yield f"--optimizer-offload-fraction {config.optimizer_offload_fraction:g} is a share, from 0 to 1"
 
 
+@config_rule("update-rule")
 def update_rule_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Yield problems of the optimizer's numbers, and of flags of optimizers that are not chosen."""
+    """What is said of an update rule belongs to the one that is chosen."""
     run = s.run
     config = run.optimizer
     names = [field.name for field in fields(OptimizerConfig)]
@@ -52,8 +53,9 @@ def update_rule_problems(s: ConfigRuleInput) -> Iterator[str]:
     yield from _optimizer_offload_problems(config)
 
 
+@config_rule("low-precision-state")
 def optimizer_dtype_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Yield problems of the dtypes of optimizer state (--use-precision-aware-optimizer)."""
+    """Formats of the optimizer's state fit the update rule and the weights."""
     run = s.run
     precision = run.precision
     if not precision.use_precision_aware_optimizer:
@@ -76,8 +78,9 @@ def optimizer_dtype_problems(s: ConfigRuleInput) -> Iterator[str]:
         )
 
 
+@config_rule("activation-offloading")
 def activation_offload_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Yield problems of activation offloading to the CPU."""
+    """Activations that wait in the CPU's memory are chosen in one way, and can be taken from their layers."""
     run = s.run
     config = run.offload
     if not config.offloads_activations:
@@ -105,18 +108,3 @@ def _unused_flags_problem(config: Any, names: Iterable[str], wants: str) -> Iter
     """
     if given := non_default_flags(config, names):
         yield f"{', '.join(given)}: for {wants} only; add it, or leave out"
-
-
-ALWAYS = (
-    Rule("update-rule", update_rule_problems, "what is said of an update rule belongs to the one that is chosen"),
-    Rule(
-        "low-precision-state",
-        optimizer_dtype_problems,
-        "formats of the optimizer's state fit the update rule and the weights",
-    ),
-    Rule(
-        "activation-offloading",
-        activation_offload_problems,
-        "activations that wait in the CPU's memory are chosen in one way, and can be taken from their layers",
-    ),
-)

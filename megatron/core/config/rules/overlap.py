@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.plan import parse_pipeline_layout
-from megatron.core.config.rules.rule import ConfigRuleInput, Rule
+from megatron.core.config.rules.rule import ConfigRuleInput, config_rule
 from megatron.core.config.settings.run import RunConfig
 
 
+@config_rule("overlap")
 def overlap_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Yield problems of flags that overlap communication with computation."""
+    """What is overlapped is done at all, in pieces that can be, and buckets have one size."""
     run = s.run
     parallel = run.parallel
     if parallel.overlap_param_gather and not parallel.use_distributed_optimizer:
@@ -69,12 +70,3 @@ def _dual_batch_problems(run: RunConfig) -> Iterator[str]:
         for other, given in reasons.items()
         if given
     ]
-
-
-ALWAYS = (
-    Rule(
-        "overlap",
-        overlap_problems,
-        "what is overlapped is done at all, in pieces that can be, and buckets have one size",
-    ),
-)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron.core.config.adapters import linear_shapes_of_layer
 from megatron.core.config.flags import flag_name
 from megatron.core.config.plan import LayerPlan
-from megatron.core.config.rules.rule import ConfigRuleInput, Rule, non_default_flags
+from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_default_flags
 from megatron.core.config.settings.run import RunConfig
 
 _DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
@@ -34,8 +34,9 @@ def _other_recipe_flag_problems(run: RunConfig) -> Iterator[str]:
         )
 
 
+@config_rule("low-precision", needs_sizes=True)
 def low_precision_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Yield problems of fp8 and fp4 settings."""
+    """Matrices of 8 or 4 bits have one recipe, its settings and no others, and layers that use it."""
     run = s.run
     low, _num_layers = run.precision.low, run.model.encoder_or_decoder_depth()
     if not low.recipe_name:
@@ -82,10 +83,9 @@ def _fp8_param_gather_problems(run: RunConfig) -> Iterator[str]:
         yield f"{flag} keeps main weights of its own in fp32, which {' and '.join(given)} would keep elsewhere; leave one of them out"
 
 
+@config_rule("low-precision-sizes", needs_sizes=True)
 def low_precision_size_problems(s: ConfigRuleInput) -> str:
-    """Return which matrix dimensions, divided over their ranks, are no multiples of the block size of fp8 or fp4, a
-    line each, or "".
-    """
+    """Every tensor rank holds whole blocks of the matrices that are multiplied in 8 or 4 bits."""
     run = s.run
     multiple, unfit = run.precision.low.matrix_size_multiple, dict[str, None]()
     for what, size, ranks in _low_precision_matrix_sizes(run):
@@ -139,17 +139,3 @@ def _recipe_flag(run: RunConfig) -> str:
     """Return the recipe as words without dashes, such as "fp8-recipe mxfp8"."""
     low = run.precision.low
     return f"fp4-recipe {low.recipe_name}" if low.fp4_format else f"fp8-recipe {low.recipe_name}"
-
-
-RULES = (
-    Rule(
-        "low-precision",
-        low_precision_problems,
-        "matrices of 8 or 4 bits have one recipe, its settings and no others, and layers that use it",
-    ),
-    Rule(
-        "low-precision-sizes",
-        low_precision_size_problems,
-        "every tensor rank holds whole blocks of the matrices that are multiplied in 8 or 4 bits",
-    ),
-)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config.rules.rule import ConfigRuleInput, Rule
+from megatron.core.config.plan import nearest_multiples_text
+from megatron.core.config.rules.rule import ConfigRuleInput, config_rule
 from megatron.core.config.settings.moe import MoEConfig
 
 
+@config_rule("choice-of-experts", needs_sizes=True)
 def router_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Yield problems of the router: top-k, score function, expert bias, groups."""
+    """A token can choose as many experts as it shall, and the choice can be learned."""
     run = s.run
     moe = run.model.moe
     if not moe.num_experts:
@@ -64,13 +66,14 @@ def _expert_group_problems(moe: MoEConfig) -> Iterator[str]:
     if moe.moe_router_group_score == "sum" and topk % taken:
         yield (
             f"--moe-router-topk {topk} is not a multiple of --moe-router-group-topk {taken}, so that a group has no number of best "
-            f"experts; choose {topk // taken * taken or taken} or {-(-topk // taken) * taken}, or --moe-router-group-score max"
+            f"experts; choose {nearest_multiples_text(topk, taken)}, or --moe-router-group-score max"
         )
         return
 
 
+@config_rule("balance-of-experts", needs_sizes=True)
 def load_balancing_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Yield problems of load balancing of experts."""
+    """Ways to balance experts fit together and have a weight each."""
     run = s.run
     moe = run.model.moe
     if not moe.num_experts:
@@ -92,8 +95,9 @@ def load_balancing_problems(s: ConfigRuleInput) -> Iterator[str]:
         yield "--moe-aux-loss-coeff and --moe-z-loss-coeff must not be negative, or they would drive the choice apart"
 
 
+@config_rule("upcycling", needs_sizes=True)
 def upcycling_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Yield why a dense checkpoint cannot be upcycled to these experts."""
+    """The MLPs of a dense checkpoint can become these experts."""
     run = s.run
     model, moe = run.model, run.model.moe
     parts = moe.moe_upcycling_granularity
@@ -126,14 +130,3 @@ def upcycling_problems(s: ConfigRuleInput) -> Iterator[str]:
 
 def _uses_sinkhorn(moe: MoEConfig) -> bool:
     return "sinkhorn" in moe.moe_router_load_balancing_type
-
-
-RULES = (
-    Rule(
-        "choice-of-experts",
-        router_problems,
-        "a token can choose as many experts as it shall, and the choice can be learned",
-    ),
-    Rule("balance-of-experts", load_balancing_problems, "ways to balance experts fit together and have a weight each"),
-    Rule("upcycling", upcycling_problems, "the MLPs of a dense checkpoint can become these experts"),
-)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron.core.config.flags import flag_name
+from megatron.core.config.plan import nearest_multiples_text
 from megatron.core.config.settings.run import RunConfig
 
 
@@ -18,18 +19,33 @@ class ConfigRuleInput:
     world_size: int
 
 
+Find = Callable[[ConfigRuleInput], str | Iterator[str]]
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """find: what is wrong and how to mend it, one message (empty where nothing is) or several. sentence: what holds where it is kept."""
+    """find: what is wrong and how to mend it, one message (empty where nothing is) or several. needs_sizes: whether it
+    can only be asked once sizes are known to be there and positive.
+    """
 
     name: str
-    find: Callable[[ConfigRuleInput], str | Iterator[str]]
-    sentence: str = ""
+    find: Find
+    needs_sizes: bool
+
+    @property
+    def sentence(self) -> str:
+        """What holds where the rule is kept: the docstring of `find`."""
+        return " ".join((self.find.__doc__ or "").split()).rstrip(".")
 
     def problem_message(self, setting: ConfigRuleInput) -> str:
         """Return all that is wrong by this rule, a line for each problem; "" if the rule is kept."""
         messages = self.find(setting)
         return messages if isinstance(messages, str) else "\n  ".join(messages)
+
+
+def config_rule(name: str, *, needs_sizes: bool = False) -> Callable[[Find], Rule]:
+    """Return the decorator that makes a `Rule` of a function, whose docstring says what holds where the rule is kept."""
+    return lambda find: Rule(name, find, needs_sizes)
 
 
 def non_default_flags(config: Any, names: Iterable[str] = (), *, without: Collection[str] = ()) -> list[str]:
@@ -38,6 +54,12 @@ def non_default_flags(config: Any, names: Iterable[str] = (), *, without: Collec
     """
     usual = {field.name: field.default for field in fields(config)}
     return [flag_name(name) for name in names or usual if name not in without and getattr(config, name) != usual[name]]
+
+
+def division_problem(size: str, value: int, over: str, parts: int) -> Iterator[str]:
+    """Yield that a size, by its flag, cannot be divided over so many ranks, if so, with the nearest values that can."""
+    if value % parts:
+        yield f"{size} {value} cannot be divided over {over}; choose {nearest_multiples_text(value, parts)}"
 
 
 def divisors_text(value: int, limit: int = 6) -> str:

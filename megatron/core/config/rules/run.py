@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from pathlib import PurePath
 
 from megatron.core.config.flags import flag_name
-from megatron.core.config.rules.rule import ConfigRuleInput, Rule, non_default_flags
+from megatron.core.config.plan import nearest_multiples_text
+from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_default_flags
 
 
+@config_rule("required")
 def _missing_settings_problem(setting: ConfigRuleInput) -> str:
+    """Sizes that follow from nothing else are given."""
     run = setting.run
     required = {
         "num_layers": run.model,
@@ -24,7 +27,9 @@ def _missing_settings_problem(setting: ConfigRuleInput) -> str:
     return f"{', '.join(map(flag_name, lacking))} must be given{hint}" if lacking else ""
 
 
+@config_rule("positive")
 def _positive_sizes_problem(setting: ConfigRuleInput) -> str:
+    """Counts and sizes are at least 1."""
     run = setting.run
     counts = {
         "num_layers": run.model,
@@ -64,7 +69,9 @@ def _positive_sizes_problem(setting: ConfigRuleInput) -> str:
     return f"{', '.join(wrong)}: each must be at least 1" if wrong else ""
 
 
+@config_rule("global-batch", needs_sizes=True)
 def _global_batch_problem(s: ConfigRuleInput) -> str:
+    """The global batch is a whole number of microbatches on every data-parallel rank."""
     train = s.run.train
     unit = train.micro_batch_size * s.run.parallel.data_parallel_size(s.world_size)
     size, evaluated = train.global_batch_size, train.eval_global_batch_size
@@ -85,14 +92,15 @@ def _global_batch_problem(s: ConfigRuleInput) -> str:
         or size % unit == 0
     ):
         return ""
-    near = " or ".join(str(n) for n in (size // unit * unit, -(-size // unit) * unit) if n)
     return (
         f"--global-batch-size {size} is not a multiple of --micro-batch-size {train.micro_batch_size} x data-parallel "
-        f"size {unit // train.micro_batch_size} = {unit}; choose {near}"
+        f"size {unit // train.micro_batch_size} = {unit}; choose {nearest_multiples_text(size, unit)}"
     )
 
 
+@config_rule("duration")
 def _duration_problem(s: ConfigRuleInput) -> str:
+    """One flag says how long to train."""
     train = s.run.train
     if train.train_iters is not None and train.train_samples is not None:
         return "--train-iters and --train-samples both say how long to train; keep one"
@@ -101,13 +109,17 @@ def _duration_problem(s: ConfigRuleInput) -> str:
     return ""
 
 
+@config_rule("learning-rate")
 def _learning_rate_problem(s: ConfigRuleInput) -> str:
+    """A run that trains has a learning rate."""
     if s.run.schedule.lr is None and not s.run.train.skip_train:
         return "--lr must be given (or --skip-train)"
     return ""
 
 
+@config_rule("number-formats")
 def _dtype_flags_problem(s: ConfigRuleInput) -> str:
+    """One number format is chosen, and what belongs to a format comes with it."""
     precision = s.run.precision
     chosen = [flag_name(name) for name in ("fp16", "bf16", "fp64") if getattr(precision, name)]
     if len(chosen) > 1:
@@ -119,7 +131,9 @@ def _dtype_flags_problem(s: ConfigRuleInput) -> str:
     return ""
 
 
+@config_rule("samples-in-training")
 def _eval_generate_problems(s: ConfigRuleInput) -> Iterator[str]:
+    """Prompts are continued in training by a network that generates text, in some tokens."""
     train = s.run.train
     online = s.run.data.multimodal.online_evaluation_config
     if online is not None and s.run.parallel.context_parallel_size > 1:
@@ -141,7 +155,9 @@ def _eval_generate_problems(s: ConfigRuleInput) -> Iterator[str]:
         yield f"--eval-generate-temperature {train.eval_generate_temperature} is no temperature; give one from 0 to 100"
 
 
+@config_rule("elastic")
 def _elastic_problems(s: ConfigRuleInput) -> Iterator[str]:
+    """A run that fits itself to its ranks keeps its batches and has something to go on from."""
     run = s.run
     if not run.parallel.elastic:
         return
@@ -162,37 +178,4 @@ def _elastic_problems(s: ConfigRuleInput) -> Iterator[str]:
         yield "--decrease-batch-size-if-needed changes the global batch with the ranks, and --elastic keeps it; drop one of them"
 
 
-NEEDS = (
-    Rule("required", _missing_settings_problem, "sizes that follow from nothing else are given"),
-    Rule("positive", _positive_sizes_problem, "counts and sizes are at least 1"),
-)
-
-
-RULES = (
-    Rule(
-        "global-batch",
-        _global_batch_problem,
-        "the global batch is a whole number of microbatches on every data-parallel rank",
-    ),
-)
-
-
-ALWAYS = (
-    Rule("duration", _duration_problem, "one flag says how long to train"),
-    Rule("learning-rate", _learning_rate_problem, "a run that trains has a learning rate"),
-    Rule(
-        "number-formats",
-        _dtype_flags_problem,
-        "one number format is chosen, and what belongs to a format comes with it",
-    ),
-    Rule(
-        "samples-in-training",
-        _eval_generate_problems,
-        "prompts are continued in training by a network that generates text, in some tokens",
-    ),
-    Rule(
-        "elastic",
-        _elastic_problems,
-        "a run that fits itself to its ranks keeps its batches and has something to go on from",
-    ),
-)
+NEEDS = (_missing_settings_problem, _positive_sizes_problem)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from megatron.core.config.flags import flag_name
-from megatron.core.config.rules.rule import ConfigRuleInput, Rule, divisors_text, non_default_flags
+from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, divisors_text, non_default_flags
 from megatron.core.config.settings.vision import VisionConfig
 
 
@@ -14,16 +14,18 @@ def _reads_images(s: ConfigRuleInput) -> bool:
     return s.run.model.has_vision or s.run.model.architecture == "vit"
 
 
+@config_rule("images")
 def _unused_image_flags_problem(s: ConfigRuleInput) -> str:
-    """Return the problem of image flags in a network without images, or ""."""
+    """What belongs to images is given where there are some."""
     if _reads_images(s):
         return ""
     given = non_default_flags(s.run.model.vision) + non_default_flags(s.run.data.multimodal)
     return f"{', '.join(given)}: of images, which this network does not read; add --vision-model-type" if given else ""
 
 
+@config_rule("image-sizes", needs_sizes=True)
 def _image_size_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Yield problems of the sizes of images and of the vision encoder."""
+    """Images are cut into whole patches, and the encoder's width into whole heads."""
     if not _reads_images(s):
         return
     vision = s.run.model.vision
@@ -58,8 +60,9 @@ def _image_side_problems(vision: VisionConfig) -> Iterator[str]:
         yield f"--num-channels {vision.num_channels}: images have 3 channels, or 1 if they are grey"
 
 
+@config_rule("images-in-text", needs_sizes=True)
 def _image_sequence_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Yield problems of images in the sequence: room, multi-token prediction, layout, projector."""
+    """A sequence has room for an image and an answer."""
     model = s.run.model
     if not model.has_vision:
         return
@@ -78,7 +81,9 @@ def _image_sequence_problems(s: ConfigRuleInput) -> Iterator[str]:
         yield "--vision-projection-hidden-size is the width between two matrices; affine has one, so leave it out"
 
 
+@config_rule("image-tiles", needs_sizes=True)
 def _tile_problems(s: ConfigRuleInput) -> Iterator[str]:
+    """Tiles have their flags."""
     data = s.run.data.multimodal
     if not _reads_images(s):
         return
@@ -120,8 +125,9 @@ def _smolvlm_tile_problems(s: ConfigRuleInput) -> Iterator[str]:
         yield "--use-tile-tags: SmolVLM's tiles have tags of their own; leave it out"
 
 
+@config_rule("image-classifier", needs_sizes=True)
 def _image_classifier_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Yield problems of a vision transformer without language model."""
+    """A vision transformer by itself keeps each image whole on every rank."""
     if s.run.model.architecture != "vit":
         return
     parallel = s.run.parallel
@@ -131,20 +137,3 @@ def _image_classifier_problems(s: ConfigRuleInput) -> Iterator[str]:
         yield "--num-experts: encoders of images have none; leave it out"
     if s.run.model.vision.freeze_LM or s.run.model.vision.freeze_vision_projection:
         yield "--freeze-LM, --freeze-vision-projection: of pretrain_vlm.py; freeze the encoder with --freeze-ViT"
-
-
-ALWAYS = (Rule("images", _unused_image_flags_problem, "what belongs to images is given where there are some"),)
-RULES = (
-    Rule(
-        "image-sizes",
-        _image_size_problems,
-        "images are cut into whole patches, and the encoder's width into whole heads",
-    ),
-    Rule("images-in-text", _image_sequence_problems, "a sequence has room for an image and an answer"),
-    Rule("image-tiles", _tile_problems, "tiles have their flags"),
-    Rule(
-        "image-classifier",
-        _image_classifier_problems,
-        "a vision transformer by itself keeps each image whole on every rank",
-    ),
-)

@@ -44,11 +44,6 @@ class MultiplierConfig:
         gate, output = self.mlp_multipliers or (1.0, 1.0)
         return gate, output
 
-    def non_default_flags(self) -> list[str]:
-        """Return the flags whose factors are not all at their default of one."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return [flag_name(name) for name, value in values.items() if value not in ((), 1.0)]
-
     def multiplier_problems(self) -> Iterator[str]:
         """Yield which flags have a wrong number of factors, or factors that are 0 or not finite."""
         parts = {"ssm_multipliers": MIXER_PARTS, "mlp_multipliers": MLP_PARTS}
