@@ -13,6 +13,7 @@ engine.py                  the scheduler: which requests take part in each step
 expert_choice_recorder.py  which experts the tokens of a pass used
 liveness.py                which ranks are alive
 service.py                 an engine in a thread of its own, for servers
+service_thread.py          that thread, which a reward model has too
 beam.py                    beam search over an engine
 generate.py                text in, text out
 encoder_decoder.py         the same requests for a T5, one batch after the other

@@ -35,8 +35,9 @@ from megatron.inference.image_prompts import ImagePromptWriter
 from megatron.inference.liveness import RankLiveness, watch_ranks
 from megatron.inference.score_service import ScoreService
 from megatron.inference.server.chat import ChatPromptEncoder
-from megatron.inference.server.serving import DrainableService, GenerationServing, RequestLimits
+from megatron.inference.server.serving import GenerationServing, RequestLimits
 from megatron.inference.service import EngineService
+from megatron.inference.service_thread import ServiceThread
 from megatron.tools.parser import (
     ToolArgumentParser,
     add_checkpoint_options,
@@ -362,7 +363,7 @@ def serve_as_leader(
 
 def serve_and_name_lost_rank(
     app: RequestFilter,
-    service: DrainableService,
+    service: ServiceThread,
     liveness: RankLiveness,
     sock: socket.socket,
     given: argparse.Namespace,

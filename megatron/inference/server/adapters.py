@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.inference.server.body_fields import BodyField, RequestRefused, read_body_fields, text_problem
 from megatron.inference.server.request_handling import refusal_for_error
 from megatron.inference.server.serving import GenerationServing
-from megatron.inference.service import ServiceStoppedError
+from megatron.inference.service_thread import ServiceStoppedError
 
 LOAD = (BodyField("lora_name", text_problem, needed=True), BodyField("lora_path", text_problem, needed=True))
 UNLOAD = (BodyField("lora_name", text_problem, needed=True),)

@@ -41,7 +41,8 @@ from megatron.inference.server.request_handling import (
     HTTPCallRequests,
     until_disconnected,
 )
-from megatron.inference.server.serving import DrainableService, GenerationServing, RequestLimits
+from megatron.inference.server.serving import GenerationServing, RequestLimits
+from megatron.inference.service_thread import ServiceThread
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +159,7 @@ def new_fastapi_app() -> FastAPI:
     return app
 
 
-def add_health_routes(app: FastAPI, service: DrainableService) -> None:
+def add_health_routes(app: FastAPI, service: ServiceThread) -> None:
     """Add routes that say whether requests are accepted."""
 
     @app.get("/health")

@@ -19,7 +19,7 @@ import uvicorn
 from megatron.core.config.flags import ConfigError
 from megatron.inference.server.app import RequestFilter
 from megatron.inference.server.connections import LimitedHTTPConnection
-from megatron.inference.server.serving import DrainableService
+from megatron.inference.service_thread import ServiceThread
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class DrainingServer(uvicorn.Server):
     def __init__(
         self,
         app: RequestFilter,
-        service: DrainableService,
+        service: ServiceThread,
         drain_seconds: float,
         ready: Callable[[str], None] = lambda address: None,
     ) -> None:
@@ -109,7 +109,7 @@ def bind_socket(host: str, port: int) -> socket.socket:
 
 def serve_on_socket(
     app: RequestFilter,
-    service: DrainableService,
+    service: ServiceThread,
     sock: socket.socket,
     *,
     drain_seconds: float,

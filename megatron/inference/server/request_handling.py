@@ -17,7 +17,8 @@ from typing import TypeVar
 from megatron.core.config.flags import ConfigError
 from megatron.inference.requests import EngineBusyError, GenerationEvent, GenerationReply, GenerationRequest, Listener
 from megatron.inference.server.body_fields import RequestRefused
-from megatron.inference.service import EngineService, RequestStream, ServiceStoppedError
+from megatron.inference.service import EngineService, RequestStream
+from megatron.inference.service_thread import ServiceStoppedError
 
 T = TypeVar("T")
 

@@ -39,7 +39,7 @@ from megatron.inference.server.chat import parse_messages
 from megatron.inference.server.metrics import CONTENT_TYPE, prometheus_text
 from megatron.inference.server.request_handling import refusal_for_error, until_disconnected
 from megatron.inference.server.serving import RequestLimits
-from megatron.inference.service import ServiceStoppedError
+from megatron.inference.service_thread import ServiceStoppedError
 
 Message = Mapping[str, Any]
 

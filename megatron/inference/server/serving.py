@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.families.adapter_set import LoadedAdapter
@@ -16,24 +15,6 @@ from megatron.inference.service import EngineService
 _CONTEXT = 8  # ids in front of new ones that decide how those are written
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
 LEAST_TEMPERATURE = 1e-3  # below it the likeliest token is taken: logits divided by less may overflow
-
-
-class DrainableService(Protocol):
-    """Protocol of a network in its own thread, as a server sees it."""
-
-    @property
-    def failure_reason(self) -> str:
-        """Why it failed; "" while it works."""
-
-    @property
-    def closing_reason(self) -> str:
-        """Why no more requests are accepted; "" while they are."""
-
-    def drain(self, seconds: float | None = None) -> bool:
-        """Accept no more requests, and wait up to so many seconds for those running; return whether all are finished."""
-
-    def stop(self) -> None:
-        """Cancel what runs, and wait for the thread."""
 
 
 @dataclass(frozen=True, slots=True)

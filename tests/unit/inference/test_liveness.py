@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from megatron.core.parallel.mesh import Mesh
 from megatron.inference.liveness import RankLiveness, accept_rank_connections, watch_ranks
-from megatron.inference.service import EngineService, ServiceStoppedError
+from megatron.inference.service import EngineService
+from megatron.inference.service_thread import ServiceStoppedError
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 from tests.unit.inference.serving import engine_of, greedy, network

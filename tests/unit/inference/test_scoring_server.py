@@ -22,7 +22,7 @@ from megatron.inference.server.app import LOCAL
 from megatron.inference.server.http_server import bind_socket
 from megatron.inference.server.scoring import ScoringServing, build_scoring_app
 from megatron.inference.server.serving import RequestLimits
-from megatron.inference.service import ServiceStoppedError
+from megatron.inference.service_thread import ServiceStoppedError
 from tests.unit.inference.clients import Running, running, until
 
 NAME, POSITIONS = "judge", 100

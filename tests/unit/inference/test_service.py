@@ -16,7 +16,8 @@ from megatron.core.tokenizers.build import NullTokenizer
 from megatron.inference.beam import beam_search
 from megatron.inference.engine import Engine
 from megatron.inference.requests import GenerationEvent, GenerationReply, GenerationRequest
-from megatron.inference.service import EngineService, ServiceStoppedError
+from megatron.inference.service import EngineService
+from megatron.inference.service_thread import ServiceStoppedError
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 from tests.unit.inference.serving import engine_of, greedy, network, prompts, slowly, stages_on
