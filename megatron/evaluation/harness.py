@@ -264,7 +264,7 @@ class MegatronLM(TemplateLM):
             raise ConfigError(
                 f"a continuation of {max(long)} tokens does not fit into the network's {self.max_length} positions"
             )
-        answers = continuation_loglikelihoods(self.loaded, requests, max_length=self.max_length, size=self._size)
+        answers = continuation_loglikelihoods(self.loaded.stages, requests, max_length=self.max_length, size=self._size)
         return [(answer.loglikelihood, answer.greedy) for answer in answers]
 
     def _generation_request(

@@ -10,42 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import stage_specs_of_run
+from megatron.core.config.plan import stage_rank_and_chunk
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
-from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.pipeline_parallel.executor import Shape, run_rank_script
-from megatron.core.pipeline_parallel.schedules import forward_only_plan
-from megatron.core.pipeline_parallel.transfers import build_rank_script
+from megatron.core.parallel.mesh import Axis
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.inference.forward_passes import run_forward_passes
 from megatron.inference.sampling import SamplingParams, draw_tokens
 from megatron.training.checkpoint.inference_model import InferenceModel
 
 Ids = tuple[int, ...]
 Batch = Sequence[Ids]
-
-
-class ScorableNetwork(Protocol):
-    """What log-likelihoods are computed with: this rank's stages, in evaluation mode. `InferenceModel` implements it."""
-
-    @property
-    def config(self) -> RunConfig:
-        """The run's settings."""
-
-    @property
-    def mesh(self) -> Mesh:
-        """The device mesh of its ranks."""
-
-    @property
-    def stages(self) -> Sequence[GPTModel]:
-        """The stages of this rank, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,44 +84,58 @@ class GenerationPrompt:
 
 
 def continuation_loglikelihoods(
-    loaded: ScorableNetwork, requests: Sequence[LoglikelihoodRequest], *, max_length: int, size: EvaluationBatchLimits
+    stages: Sequence[GPTModel],
+    requests: Sequence[LoglikelihoodRequest],
+    *,
+    max_length: int,
+    size: EvaluationBatchLimits,
 ) -> list[ContinuationLikelihood]:
     """Return the likelihood of each request's continuation, in order; the same on all ranks. Collective.
 
-    An input longer than `max_length` loses its first ids. Requests with equal inputs (all but the last id) are computed
-    once.
+    stages: this rank's, in evaluation mode. An input longer than `max_length` loses its first ids.
     """
     inputs = [(request.context + request.continuation)[-(max_length + 1) :][:-1] for request in requests]
+    for ids, request in zip(inputs, requests, strict=True):
+        assert 0 < len(request.continuation) <= len(ids), "a continuation has ids, and fits into the input"
+
+    def score_batch_continuations(
+        numbers: Sequence[int], rows: Sequence[int], logits: Tensor
+    ) -> list[ContinuationLikelihood]:
+        continuations = [requests[number].continuation for number in numbers]
+        return _score_continuations(stages, logits, rows, [inputs[number] for number in numbers], continuations)
+
+    return score_inputs(stages, inputs, score_batch_continuations, size=size, title="loglikelihoods")
+
+
+def score_inputs(
+    stages: Sequence[GPTModel],
+    inputs: Sequence[Ids],
+    score: Callable[[Sequence[int], Sequence[int], Tensor], Sequence[Any]],
+    *,
+    size: EvaluationBatchLimits,
+    title: str | None = None,
+) -> list[Any]:
+    """Run inputs through the network, equal ones once, and return the score of each; the same on all ranks. Collective.
+
+    score: called on the last stage with the numbers of inputs, their rows of a batch, and its logits [s, b, v/tp] (of a
+    reward model: scores [b, s]); returns a score for each number. title: of a progress bar.
+    """
     numbers_of: dict[Ids, list[int]] = {}
     for number, ids in enumerate(inputs):
-        assert 0 < len(requests[number].continuation) <= len(ids), "a continuation has ids, and fits into the input"
         numbers_of.setdefault(ids, []).append(number)
-    axis = loaded.mesh.dp
-    results: dict[int, Any] = {}
+    mesh, results = stages[0].build.mesh, dict[int, Any]()
     batches = size.split_into_batches(list(numbers_of))
-    mine = (
-        batches[axis.rank :: axis.size]
-        if loaded.config.parallel.expert_model_parallel_size == 1
-        else _equalize_batch_rounds(batches, axis)
-    )
+    mine = batches[mesh.dp.rank :: mesh.dp.size] if mesh.ep.size == 1 else _equalize_batch_rounds(batches, mesh.dp)
 
-    def score_batch_continuations(microbatch: int, logits: Tensor) -> None:
-        batch = mine[microbatch]
-        numbers = [number for ids in batch for number in numbers_of[ids]]
-        rows = [row for row, ids in enumerate(batch) for _ in numbers_of[ids]]
-        results.update(
-            zip(
-                numbers,
-                _score_continuations(
-                    loaded, logits, rows, [inputs[n] for n in numbers], [requests[n].continuation for n in numbers]
-                ),
-            )
-        )
+    def store_scores(microbatch: int, output: Tensor) -> None:
+        numbers = [number for ids in mine[microbatch] for number in numbers_of[ids]]
+        rows = [row for row, ids in enumerate(mine[microbatch]) for _ in numbers_of[ids]]
+        results.update(zip(numbers, score(numbers, rows, output), strict=True))
 
-    with _tqdm_on_first_rank(loaded, mine, "loglikelihoods") as bar:
-        forward_batches(loaded, mine, score_batch_continuations, bar)
-    gathered = gather_results_by_number(loaded, results)
-    return [gathered[number] for number in range(len(requests))]
+    with _tqdm_on_first_rank(stages, mine, title) as bar:
+        forward_batches(stages, mine, store_scores, bar)
+    gathered = gather_results_by_number(stages, results)
+    return [gathered[number] for number in range(len(inputs))]
 
 
 def _equalize_batch_rounds(batches: Sequence[Batch], axis: Axis) -> list[Batch]:
@@ -159,7 +154,7 @@ def _equalize_batch_rounds(batches: Sequence[Batch], axis: Axis) -> list[Batch]:
 
 
 def _score_continuations(
-    loaded: ScorableNetwork, logits: Tensor, rows: Sequence[int], inputs: Sequence[Ids], continuations: Sequence[Ids]
+    stages: Sequence[GPTModel], logits: Tensor, rows: Sequence[int], inputs: Sequence[Ids], continuations: Sequence[Ids]
 ) -> list[ContinuationLikelihood]:
     """Return the likelihood of each continuation from a batch's logits.
 
@@ -173,7 +168,7 @@ def _score_continuations(
     ]
     targets = torch.tensor([token for ids in continuations for token in ids], device=logits.device)
     chosen = logits[torch.tensor(places, device=logits.device), torch.tensor(columns, device=logits.device)]
-    axis, true_size = loaded.mesh.tp, loaded.config.model.true_vocab_size
+    axis, true_size = stages[0].build.mesh.tp, stages[0].build.model.true_vocab_size
     right = argmax_token_ids(chosen, axis, true_size) == targets
     losses = vocab_parallel_cross_entropy(chosen[:, None], targets[:, None], axis, true_size)[:, 0]
     lengths = [len(ids) for ids in continuations]
@@ -216,9 +211,9 @@ def generate_without_kv_cache(
     batches = size.split_into_batches([prompt.ids for prompt in prompts])
     places = [[numbers[ids].pop(0) for ids in batch] for batch in batches]
     mine = places[axis.rank :: axis.size]
-    for batch in _tqdm_on_first_rank(loaded, mine, "continuations"):
+    for batch in _tqdm_on_first_rank(loaded.stages, mine, "continuations"):
         texts.update(zip(batch, _generate_batch(loaded, [prompts[number] for number in batch])))
-    gathered = gather_results_by_number(loaded, texts)
+    gathered = gather_results_by_number(loaded.stages, texts)
     return [gathered[number] for number in range(len(prompts))]
 
 
@@ -226,7 +221,8 @@ def _generate_batch(loaded: InferenceModel, prompts: Sequence[GenerationPrompt])
     """The new ids of one batch; the same on every stage and tensor rank."""
     new: list[list[int]] = [[] for _ in prompts]
     draws = [torch.Generator(loaded.mesh.device).manual_seed(prompt.seed) for prompt in prompts]
-    active = list(range(len(prompts)))
+    active, axis = list(range(len(prompts))), loaded.mesh.pp
+    last_rank, _ = stage_rank_and_chunk(axis.size * len(loaded.stages) - 1, axis.size, loaded.stages[0].stage.placement)
     while active := [
         row for row in active if not _continuation_has_ended(prompts[row], new[row], loaded.tokenizer.eod)
     ]:
@@ -239,8 +235,8 @@ def _generate_batch(loaded: InferenceModel, prompts: Sequence[GenerationPrompt])
             for place, row in enumerate(active):
                 tokens[place] = draw_tokens(last[place : place + 1], prompts[row].sampling, draws[row])[0]
 
-        forward_batches(loaded, [texts], draw_next_tokens)
-        collectives.broadcast(tokens, loaded.mesh.pp, stage_specs_of_run(loaded.config)[-1].rank)
+        forward_batches(loaded.stages, [texts], draw_next_tokens)
+        collectives.broadcast(tokens, axis, last_rank)
         for row, token in zip(active, tokens.tolist()):
             new[row].append(token)
     return new
@@ -259,83 +255,42 @@ def _gather_logits(loaded: InferenceModel, logits: Tensor) -> Tensor:
     return whole if whole.dtype == torch.float64 else whole.float()
 
 
-@dataclass(slots=True)
-class _ForwardOnlyWork:
-    """`PipelineWork` of a forward pass over batches. keep: called on the last stage with the number of a batch and its
-    logits.
-    """
-
-    loaded: ScorableNetwork
-    batches: Sequence[Batch]
-    keep: Callable[[int, Tensor], None]
-    bar: tqdm | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the network."""
-        return self.loaded.mesh.device
-
-    def input_specs(self, stage: int, microbatch: int) -> tuple[Shape, ...]:
-        """Return shape and dtype of what the stage receives for a batch."""
-        batch = self.batches[microbatch]
-        chunk = self.loaded.stages[stage // self.loaded.mesh.pp.size]
-        return (chunk.hidden_states_spec(len(batch), self._padded_length(batch)),) * chunk.num_received_tensors
-
-    def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Run one stage on one batch, padded to the length of its first, longest input; `keep` the output of the last
-        stage.
-        """
-        chunk, batch = self.loaded.stages[stage // self.loaded.mesh.pp.size], self.batches[microbatch]
-        ids = torch.tensor([ids + (0,) * (self._padded_length(batch) - len(ids)) for ids in batch], device=self.device)
-        output = chunk(ids=ids, hidden=received[0] if received else None)
-        if self.bar is not None and chunk is self.loaded.stages[0]:
-            self.bar.update()
-        if not chunk.stage.has_output:
-            return (output,)
-        self.keep(microbatch, output)
-        return ()
-
-    def _padded_length(self, batch: Batch) -> int:
-        """Return the length of the longest input, rounded up so that sequence parallelism can divide it."""
-        parallel = self.loaded.config.parallel
-        piece = parallel.tp if parallel.sequence_parallel else 1
-        return -(-len(batch[0]) // piece) * piece
-
-    def before_backward(self, stage: int, microbatch: int, last: bool) -> None:
-        """Never called: the plan has no backward passes."""
-
-    def reduce_gradients(self, stage: int) -> None:
-        """Never called: the plan has no reductions."""
-
-
 def forward_batches(
-    loaded: ScorableNetwork, batches: Sequence[Batch], keep: Callable[[int, Tensor], None], bar: tqdm | None = None
+    stages: Sequence[GPTModel], batches: Sequence[Batch], keep: Callable[[int, Tensor], None], bar: tqdm | None = None
 ) -> None:
     """Run all batches through all pipeline stages. Collective.
 
-    batches: lists of ids, the longest of a batch first. keep: called on the last stage with the number of a batch and
-    its logits [s, b, v/tp] (of a reward model: scores [b, s]). bar: advanced for each batch.
+    batches: lists of ids, the longest of a batch first; each is padded to its length. keep: called on the last stage
+    with the number of a batch and its logits [s, b, v/tp] (of a reward model: scores [b, s]). bar: advanced for each
+    batch.
     """
-    axis = loaded.mesh.pp
+    pieces = stages[0].build.tp_region.whole_sequence_length(1)  # that sequence parallelism divides a length into
+    lengths = [-(-len(batch[0]) // pieces) * pieces for batch in batches]
+
+    def run_stage(chunk: GPTModel, microbatch: int, hidden: Tensor | None) -> Any:
+        rows = [ids + (0,) * (lengths[microbatch] - len(ids)) for ids in batches[microbatch]]
+        output = chunk(ids=torch.tensor(rows, device=chunk.build.mesh.device), hidden=hidden)
+        if bar is not None and chunk is stages[0]:
+            bar.update()
+        if chunk.stage.has_output:
+            keep(microbatch, output)
+        return output
+
     if batches:
-        plan = build_rank_script(
-            forward_only_plan(axis.size, len(loaded.stages), len(batches), loaded.config.parallel.stage_placement),
-            axis.rank,
-        )
-        run_rank_script(
-            plan, work=_ForwardOnlyWork(loaded, batches, keep, bar), axis=axis, backward_axis=loaded.mesh.pp_backward
-        )
+        run_forward_passes(stages, [(len(batch), length) for batch, length in zip(batches, lengths)], run_stage)
 
 
-def _tqdm_on_first_rank(loaded: ScorableNetwork, batches: Sequence[Any], title: str) -> tqdm:
-    """Return a progress bar over batches, shown on the first rank and on terminals only."""
-    return tqdm(batches, desc=title, disable=None if loaded.mesh.world.is_first else True)
+def _tqdm_on_first_rank(stages: Sequence[GPTModel], batches: Sequence[Any], title: str | None) -> tqdm:
+    """Return a progress bar over batches, shown on the first rank and on terminals only, if it has a title."""
+    visible = title is not None and stages[0].build.mesh.world.is_first
+    return tqdm(batches, desc=title, disable=None if visible else True)
 
 
-def gather_results_by_number(loaded: ScorableNetwork, local: dict[int, Any]) -> dict[int, Any]:
+def gather_results_by_number(stages: Sequence[GPTModel], local: dict[int, Any]) -> dict[int, Any]:
     """Return the results of all data-parallel ranks by number, on all ranks. local: this rank's, used on the last stage
     and first tensor rank only.
     """
-    speaks = loaded.stages[-1].stage.has_output and loaded.mesh.tp.is_first
-    everyone = collectives.gather_objects(local if speaks else {}, loaded.mesh.world)
+    mesh = stages[0].build.mesh
+    speaks = stages[-1].stage.has_output and mesh.tp.is_first
+    everyone = collectives.gather_objects(local if speaks else {}, mesh.world)
     return {number: answer for theirs in everyone for number, answer in theirs.items()}

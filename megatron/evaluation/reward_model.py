@@ -22,7 +22,7 @@ from megatron.core.datasets.conversations import ConversationEncoder
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.evaluation.likelihood import EvaluationBatchLimits, Ids, forward_batches, gather_results_by_number
+from megatron.evaluation.likelihood import EvaluationBatchLimits, Ids, score_inputs
 from megatron.training.checkpoint.inference_model import REWARD, InferenceModel, load_network
 
 Message = Mapping[str, Any]
@@ -80,19 +80,12 @@ class RewardModel:
                 f"{len(too_long)} texts (the first is number {too_long[0]}) are longer than the {longest} positions of "
                 f"{self.loaded.source.where}; shorten them"
             )
-        numbers: dict[Ids, list[int]] = {}
-        for number, ids in enumerate(inputs):
-            numbers.setdefault(ids, []).append(number)
-        batches, scores = size.split_into_batches(list(numbers)), dict[int, float]()
 
-        def keep_last_token_scores(place: int, values: Tensor) -> None:
+        def keep_last_token_scores(numbers: Sequence[int], rows: Sequence[int], values: Tensor) -> list[float]:
             """values: [b, s], at every position."""
-            for row, ids in enumerate(batches[place]):
-                scores.update(dict.fromkeys(numbers[ids], float(values[row, len(ids) - 1])))
+            return [float(values[row, len(inputs[number]) - 1]) for number, row in zip(numbers, rows, strict=True)]
 
-        forward_batches(self.loaded, batches, keep_last_token_scores)
-        gathered = gather_results_by_number(self.loaded, scores)
-        return [gathered[number] for number in range(len(inputs))]
+        return score_inputs(self.loaded.stages, inputs, keep_last_token_scores, size=size)
 
     def score_as_leader(self, inputs: Sequence[Ids]) -> list[float]:
         """As `score_ids`, called on the first rank only, while all others are in `run_as_follower`."""

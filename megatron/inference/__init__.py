@@ -7,6 +7,7 @@ block_allocator.py         block tables of the paged KV cache, prefix caching; n
 cache.py                   the paged KV cache, and attention over it with any kernel
 cuda_graphs.py             captured decoding steps
 model_runner.py            one forward pass of all ranks over new tokens of many sequences
+forward_passes.py          microbatches through the pipeline stages
 sequence.py                the state of one request
 speculative.py             speculative decoding: a draft network, or multi-token prediction
 engine.py                  the scheduler: which requests take part in each step

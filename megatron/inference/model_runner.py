@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +25,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.vision import IdsWithImages, ImageEmbedder
 from megatron.core.parallel import collectives
 from megatron.core.parallel import device as devices
-from megatron.core.pipeline_parallel.executor import Shape, run_rank_script
-from megatron.core.pipeline_parallel.schedules import forward_only_plan
-from megatron.core.pipeline_parallel.transfers import RankScript, build_rank_script
 from megatron.inference.adapters import AdapterBank
 from megatron.inference.cache import (
     KVCache,
@@ -36,6 +35,7 @@ from megatron.inference.cache import (
 )
 from megatron.inference.cuda_graphs import DecodingGraphs, GraphShape, write_sampled_ids
 from megatron.inference.expert_choice_recorder import ExpertChoiceRecorder, Routes, outputs_with_expert_choices
+from megatron.inference.forward_passes import run_forward_passes
 from megatron.inference.recurrent_states import RecurrentStateDtypes, StatePool, StepStateSlots
 from megatron.inference.sampled_tokens import SampledTokens, sample_next_tokens
 from megatron.inference.step_input import PromptImages, SequenceInput, SequenceStepOutput, StepInput
@@ -121,7 +121,6 @@ class CachedNetwork:
             if captured_graphs
             else None
         )
-        self._scripts: dict[int, RankScript] = {}
         self.sampled_before = torch.zeros(0, dtype=torch.int64, device=self.mesh.device)  # that the last pass sampled
         self._image_rows: OrderedDict[bytes, Tensor] = OrderedDict()  # of the images that were encoded last
 
@@ -166,7 +165,7 @@ class CachedNetwork:
         Return what each microbatch sampled, on the first tensor rank of the last stage; empty ones elsewhere.
         on_demand: capture a missing graph now.
         """
-        rows, axis = rows_of_all[self.mesh.dp.rank], self.mesh.pp
+        rows = rows_of_all[self.mesh.dp.rank]
         if (
             shape := self._matching_graph_shape(rows_of_all, on_demand)
         ) is not None and self.captured_graphs is not None:
@@ -178,27 +177,34 @@ class CachedNetwork:
             logits = self.captured_graphs.replay_logits(shape, ids, spans, awaited, self.sampled_before)
             sampled = [sample_next_tokens(rows, logits, self.build)]
         else:
-            parts = min(axis.size, max(map(len, rows_of_all)))  # so that stages need not wait for each other
+            parts = min(self.mesh.pp.size, max(map(len, rows_of_all)))  # so that stages need not wait for each other
             shared = [[replica[part::parts] for replica in rows_of_all] for part in range(parts)]
             steps = [
                 _InferenceMicrobatch(self, replicas[self.mesh.dp.rank], self._padded_length(replicas))
                 for replicas in shared
             ]
-            if parts not in self._scripts:
-                self._scripts[parts] = build_rank_script(
-                    forward_only_plan(axis.size, len(self.stages), parts, self.stages[0].stage.placement), axis.rank
-                )
-            run_rank_script(
-                self._scripts[parts],
-                work=_PipelineForwardWork(self, steps),
-                axis=axis,
-                backward_axis=self.mesh.pp_backward,
-            )
+            run_forward_passes(self.stages, [(1, step.length) for step in steps], partial(self._run_stage, steps))
             self._collect_expert_choices(steps)
             sampled = [step.sampled for step in steps]
         if len(sampled) == 1:
             self.sampled_before = sampled[0].tokens
         return sampled
+
+    def _run_stage(
+        self, steps: Sequence[_InferenceMicrobatch], chunk: GPTModel, microbatch: int, hidden: Tensor | None
+    ) -> Any:
+        """Run one stage on one microbatch; the last stage samples."""
+        step = steps[microbatch]
+        self.adapters.select_adapters(step.of_token, step.adapters)
+        ids = self.attach_image_embeddings(step.ids, step.rows) if chunk.stage.has_embedding else step.ids
+        if self.recorder is not None:
+            self.recorder.start(chunk)
+        output = chunk(ids=ids, hidden=hidden, positions=step.positions, cache=step.cache)
+        if self.recorder is not None:
+            self.recorder.store(chunk, microbatch, step.length)
+        if chunk.stage.has_output and len(step.logit_positions):
+            step.sample_tokens(self, output)
+        return output
 
     def _collect_expert_choices(self, steps: Sequence[_InferenceMicrobatch]) -> None:
         """Set `routes` to the experts of each row's tokens in this pass, if they are recorded."""
@@ -330,47 +336,6 @@ def _logit_and_awaited_positions(rows: Sequence[SequenceInput]) -> tuple[list[in
         if row.awaits is not None:
             awaited.append((end - 1, row.awaits))
     return logit_positions, awaited
-
-
-@dataclass(slots=True)
-class _PipelineForwardWork:
-    """A forward pass as the pipeline executor sees it."""
-
-    network: CachedNetwork
-    steps: list[_InferenceMicrobatch]
-
-    @property
-    def device(self) -> torch.device:
-        """The network's device."""
-        return self.network.mesh.device
-
-    def input_specs(self, stage: int, microbatch: int) -> tuple[Shape, ...]:
-        """Return the shapes of a stage's input message."""
-        chunk = self.network.stages[stage // self.network.mesh.pp.size]
-        return (chunk.hidden_states_spec(1, self.steps[microbatch].length),) * chunk.num_received_tensors
-
-    def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Run one stage on one microbatch; the last stage samples and returns nothing."""
-        chunk, step = self.network.stages[stage // self.network.mesh.pp.size], self.steps[microbatch]
-        self.network.adapters.select_adapters(step.of_token, step.adapters)
-        ids = self.network.attach_image_embeddings(step.ids, step.rows) if chunk.stage.has_embedding else step.ids
-        recorder = self.network.recorder
-        if recorder is not None:
-            recorder.start(chunk)
-        output = chunk(ids=ids, hidden=received[0] if received else None, positions=step.positions, cache=step.cache)
-        if recorder is not None:
-            recorder.store(chunk, microbatch, step.length)
-        if not chunk.stage.has_output:
-            return output if isinstance(output, tuple) else (output,)
-        if len(step.logit_positions):
-            step.sample_tokens(self.network, output)
-        return ()
-
-    def before_backward(self, stage: int, microbatch: int, last: bool) -> None:
-        """Not called: the schedule has no backward passes."""
-
-    def reduce_gradients(self, stage: int) -> None:
-        """Not called."""
 
 
 @dataclass(frozen=True, slots=True)

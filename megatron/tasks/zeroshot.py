@@ -19,11 +19,9 @@ from torch import Tensor
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.plan import StageSpec
-from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.special_tokens import count_ids_around_text, encode_without_special_tokens
 from megatron.core.models.gpt import GPTModel
-from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.evaluation.likelihood import (
     ContinuationLikelihood,
@@ -218,28 +216,14 @@ def perplexity_metrics(loss: float, text: PerplexityText) -> dict[str, float]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _TrainerAsScorableNetwork:
-    """A trainer's network as `loglikelihoods` needs it."""
-
-    config: RunConfig
-    mesh: Mesh
-    stages: Sequence[GPTModel]
-
-
 def last_word_likelihoods(trainer: Trainer, passages: Sequence[LoglikelihoodRequest]) -> list[ContinuationLikelihood]:
     """Return the likelihood of each last word, on every rank. Collective. A passage longer than --seq-length loses its
     first tokens.
     """
-    run, train = trainer.run, trainer.run.config.train
+    train, stages = trainer.run.config.train, [stage for stage in trainer.stages if isinstance(stage, GPTModel)]
     with evaluation_mode(trainer), torch.no_grad():
         return continuation_loglikelihoods(
-            _TrainerAsScorableNetwork(
-                run.config, run.mesh, [stage for stage in trainer.stages if isinstance(stage, GPTModel)]
-            ),
-            passages,
-            max_length=train.seq_length,
-            size=EvaluationBatchLimits(train.micro_batch_size),
+            stages, passages, max_length=train.seq_length, size=EvaluationBatchLimits(train.micro_batch_size)
         )
 
 

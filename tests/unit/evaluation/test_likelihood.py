@@ -100,7 +100,7 @@ def test_loglikelihoods_are_those_of_transformers_in_any_batch(
     asked = requests() + likely(folder[1])
     expected = theirs(folder[1], asked)
     assert sum(answer.greedy for answer in expected) == 4, "some must be the likeliest"
-    same(continuation_loglikelihoods(loaded, asked, max_length=LENGTH, size=size), expected)
+    same(continuation_loglikelihoods(loaded.stages, asked, max_length=LENGTH, size=size), expected)
 
 
 def asked_on_ranks(
@@ -108,9 +108,9 @@ def asked_on_ranks(
 ) -> tuple[list[ContinuationLikelihood], list[list[int]]]:
     """On every rank: answers and continuations."""
     loaded = load_network(path, GPT, parallel=ParallelConfig(**parallel))
-    return continuation_loglikelihoods(loaded, requests(), max_length=LENGTH, size=size), generate_without_kv_cache(
-        loaded, prompts(), size=size
-    )
+    return continuation_loglikelihoods(
+        loaded.stages, requests(), max_length=LENGTH, size=size
+    ), generate_without_kv_cache(loaded, prompts(), size=size)
 
 
 def prompts() -> list[GenerationPrompt]:
@@ -156,7 +156,7 @@ def test_fewer_requests_than_data_ranks_are_answered(world: Worlds, folder: tupl
 def one_request(path: str) -> list[ContinuationLikelihood]:
     """On every rank: one answer."""
     return continuation_loglikelihoods(
-        load_network(path, GPT), requests()[:1], max_length=LENGTH, size=EvaluationBatchLimits(8)
+        load_network(path, GPT).stages, requests()[:1], max_length=LENGTH, size=EvaluationBatchLimits(8)
     )
 
 
@@ -218,7 +218,7 @@ def test_our_own_checkpoint_says_the_same_under_another_layout_than_wrote_it(
         world(writers).run(trained, str(tmp_path), written)
     asked = [LoglikelihoodRequest((3, 4, 5), (6, 7)), LoglikelihoodRequest((8,), (9,))]
     alone = continuation_loglikelihoods(
-        load_network(str(tmp_path), GPT), asked, max_length=16, size=EvaluationBatchLimits(2)
+        load_network(str(tmp_path), GPT).stages, asked, max_length=16, size=EvaluationBatchLimits(2)
     )
     for found in world(ranks).run(ask_ours, str(tmp_path), asked, parallel):
         same(found, alone)
@@ -227,7 +227,7 @@ def test_our_own_checkpoint_says_the_same_under_another_layout_than_wrote_it(
 def ask_ours(path: str, asked: list[LoglikelihoodRequest], parallel: dict[str, int]) -> list[ContinuationLikelihood]:
     """On every rank: answers under a layout."""
     return continuation_loglikelihoods(
-        load_network(path, GPT, parallel=ParallelConfig(**parallel)),
+        load_network(path, GPT, parallel=ParallelConfig(**parallel)).stages,
         asked,
         max_length=16,
         size=EvaluationBatchLimits(1),
@@ -243,7 +243,7 @@ def test_megatrons_own_files_say_the_same_once_they_are_given_a_tokenizer(tmp_pa
         assert loaded.config.model.true_vocab_size == tiny.VOCABULARY
         found.append(
             continuation_loglikelihoods(
-                loaded, [LoglikelihoodRequest((3, 4, 5), (6, 7))], max_length=16, size=EvaluationBatchLimits(1)
+                loaded.stages, [LoglikelihoodRequest((3, 4, 5), (6, 7))], max_length=16, size=EvaluationBatchLimits(1)
             )
         )
     same(*found)
