@@ -40,12 +40,9 @@ def beam_search(
     Raises `ConfigError` as `Engine.submit` does, and `BeamFailed`.
     """
     raise_config_error_if(
-        filter(
-            None,
-            (
-                "" if width >= 1 else f"beam width {width} is too small; give 1 or more",
-                "" if num_tokens >= 1 else f"{num_tokens} new tokens are asked for; a beam needs 1 or more",
-            ),
+        (
+            "" if width >= 1 else f"beam width {width} is too small; give 1 or more",
+            "" if num_tokens >= 1 else f"{num_tokens} new tokens are asked for; a beam needs 1 or more",
         )
     )
     running: list[tuple[Ids, float]] = [((), 0.0)]

@@ -107,17 +107,12 @@ class EncoderDecoderEngine:
         raise_config_error_if(
             [
                 *config.problems(),
-                *filter(
-                    None,
-                    (
-                        "a T5 is decoded without --pipeline-model-parallel-size; divide it by --tensor-model-parallel-size"
-                        if others or self.mesh.pp.size > 1
-                        else "",
-                        "a T5 is decoded without drafts; leave out --num-speculative-tokens"
-                        if config.num_speculative_tokens
-                        else "",
-                    ),
-                ),
+                "a T5 is decoded without --pipeline-model-parallel-size; divide it by --tensor-model-parallel-size"
+                if others or self.mesh.pp.size > 1
+                else "",
+                "a T5 is decoded without drafts; leave out --num-speculative-tokens"
+                if config.num_speculative_tokens
+                else "",
             ]
         )
         self._tickets, self._waiting = itertools.count(), deque[tuple[int, GenerationRequest, Listener]]()
@@ -129,20 +124,17 @@ class EncoderDecoderEngine:
         size = self.model.true_vocab_size
         bad = [token for token in (*request.prompt, *request.stop_ids) if not 0 <= token < size]
         raise_config_error_if(
-            filter(
-                None,
-                (
-                    f"a prompt of {len(request.prompt)} tokens is longer than the {self.max_length} positions; shorten it"
-                    if len(request.prompt) > self.max_length
-                    else "",
-                    f"{request.num_tokens} new tokens are more than the {self.max_length} positions; ask for fewer"
-                    if request.num_tokens > self.max_length
-                    else "",
-                    f"{bad[:3]} are no ids of the network's {size}" if bad else "",
-                    "log-probabilities of a prompt are those of a decoder alone; a T5 has none"
-                    if request.prompt_logprobs
-                    else "",
-                ),
+            (
+                f"a prompt of {len(request.prompt)} tokens is longer than the {self.max_length} positions; shorten it"
+                if len(request.prompt) > self.max_length
+                else "",
+                f"{request.num_tokens} new tokens are more than the {self.max_length} positions; ask for fewer"
+                if request.num_tokens > self.max_length
+                else "",
+                f"{bad[:3]} are no ids of the network's {size}" if bad else "",
+                "log-probabilities of a prompt are those of a decoder alone; a T5 has none"
+                if request.prompt_logprobs
+                else "",
             )
         )
         seed = secrets.randbits(63) if request.seed is None else request.seed

@@ -50,26 +50,21 @@ class GenerationRequest:
 
     def __post_init__(self) -> None:
         raise_config_error_if(
-            filter(
-                None,
-                (
-                    "" if self.prompt else "a prompt has no tokens; give one at least, such as the begin of a document",
-                    "" if self.num_tokens >= 0 else f"{self.num_tokens} new tokens are asked for; give 0 or more",
-                    ""
-                    if self.num_tokens or self.prompt_logprobs
-                    else "no new tokens and no log-probabilities are asked for; ask for one of them",
-                    ""
-                    if self.top_logprobs >= 0
-                    else f"{self.top_logprobs} likeliest tokens are asked for; give 0 or more",
-                    ""
-                    if not self.top_logprobs or self.logprobs or self.prompt_logprobs
-                    else "the likeliest tokens are named with log-probabilities only; ask for those",
-                    "" if self.seed is None or self.seed >= 0 else f"seed {self.seed} is negative; give 0 or more",
-                    ""
-                    if self.sampling.temperature or not self.after_temperature
-                    else "at temperature 0 there are no log-probabilities after temperature; give a temperature",
-                    "" if all(self.stop_words) else "a stop word is empty; leave it out",
-                ),
+            (
+                "" if self.prompt else "a prompt has no tokens; give one at least, such as the begin of a document",
+                "" if self.num_tokens >= 0 else f"{self.num_tokens} new tokens are asked for; give 0 or more",
+                ""
+                if self.num_tokens or self.prompt_logprobs
+                else "no new tokens and no log-probabilities are asked for; ask for one of them",
+                "" if self.top_logprobs >= 0 else f"{self.top_logprobs} likeliest tokens are asked for; give 0 or more",
+                ""
+                if not self.top_logprobs or self.logprobs or self.prompt_logprobs
+                else "the likeliest tokens are named with log-probabilities only; ask for those",
+                "" if self.seed is None or self.seed >= 0 else f"seed {self.seed} is negative; give 0 or more",
+                ""
+                if self.sampling.temperature or not self.after_temperature
+                else "at temperature 0 there are no log-probabilities after temperature; give a temperature",
+                "" if all(self.stop_words) else "a stop word is empty; leave it out",
             )
         )
 

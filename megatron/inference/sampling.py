@@ -37,30 +37,21 @@ class SamplingParams:
     def __post_init__(self) -> None:
         # Written so that a number that is none (NaN) breaks each rule.
         raise_config_error_if(
-            filter(
-                None,
-                (
-                    "" if self.temperature >= 0.0 else f"temperature {self.temperature} is negative; give 0 or more",
-                    "" if self.top_k >= 0 else f"top-k {self.top_k} is negative; give 0 or more",
-                    ""
-                    if 0.0 <= self.top_p <= 1.0
-                    else f"top-p {self.top_p} is no probability; give a number from 0 to 1",
-                    ""
-                    if 0.0 <= self.min_p <= 1.0
-                    else f"min-p {self.min_p} is no probability; give a number from 0 to 1",
-                    ""
-                    if self.repetition_penalty > 0.0
-                    else f"repetition penalty {self.repetition_penalty} is not positive; 1 is none",
-                    ""
-                    if 0.0 <= self.top_p_decay <= 1.0
-                    else f"top-p decay {self.top_p_decay} is no factor from 0 to 1",
-                    ""
-                    if 0.0 <= self.top_p_bound <= self.top_p or not self.top_p_bound
-                    else f"top-p bound {self.top_p_bound} is above top-p {self.top_p}; give a smaller one",
-                    ""
-                    if self.top_p or not (self.top_p_decay or self.top_p_bound)
-                    else "top-p decay and bound need a top-p",
-                ),
+            (
+                "" if self.temperature >= 0.0 else f"temperature {self.temperature} is negative; give 0 or more",
+                "" if self.top_k >= 0 else f"top-k {self.top_k} is negative; give 0 or more",
+                "" if 0.0 <= self.top_p <= 1.0 else f"top-p {self.top_p} is no probability; give a number from 0 to 1",
+                "" if 0.0 <= self.min_p <= 1.0 else f"min-p {self.min_p} is no probability; give a number from 0 to 1",
+                ""
+                if self.repetition_penalty > 0.0
+                else f"repetition penalty {self.repetition_penalty} is not positive; 1 is none",
+                "" if 0.0 <= self.top_p_decay <= 1.0 else f"top-p decay {self.top_p_decay} is no factor from 0 to 1",
+                ""
+                if 0.0 <= self.top_p_bound <= self.top_p or not self.top_p_bound
+                else f"top-p bound {self.top_p_bound} is above top-p {self.top_p}; give a smaller one",
+                ""
+                if self.top_p or not (self.top_p_decay or self.top_p_bound)
+                else "top-p decay and bound need a top-p",
             )
         )
 

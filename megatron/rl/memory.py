@@ -19,7 +19,7 @@ def refuse_beyond_device_memory(rl: RLConfig, run: RunContext) -> None:
     """Raise `ConfigError` for a run that cannot fit the device's memory, before anything is built; nothing on a CPU."""
     memory = free_and_total_memory(run.mesh.device)
     if memory is not None:
-        raise_config_error_if(filter(None, [memory_problem(rl, run.config, run.mesh.world.size, memory[1])]))
+        raise_config_error_if([memory_problem(rl, run.config, run.mesh.world.size, memory[1])])
 
 
 @contextmanager

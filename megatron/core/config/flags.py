@@ -35,8 +35,8 @@ class ConfigError(Exception):
 
 
 def raise_config_error_if(problems: Iterable[str]) -> None:
-    """Raise one `ConfigError` that lists all distinct `problems`; return if there are none."""
-    distinct = list(dict.fromkeys(problems))
+    """Raise one `ConfigError` that lists all distinct, non-empty `problems`; return if there are none."""
+    distinct = list(dict.fromkeys(filter(None, problems)))
     if distinct:
         noun = "setting cannot" if len(distinct) == 1 else "settings cannot"
         raise ConfigError("\n".join([f"{len(distinct)} {noun} be used as given", *(f"  {line}" for line in distinct)]))

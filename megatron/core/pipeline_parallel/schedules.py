@@ -69,7 +69,7 @@ def pipeline_training_plan(
     if vpp == 1:
         return one_f_one_b(pp, m)
     group = pp if group is None else group
-    raise_config_error_if(filter(None, [microbatch_group_problem(pp, m, group)]))
+    raise_config_error_if([microbatch_group_problem(pp, m, group)])
     return interleaved_1f1b(pp, vpp, m, min(group, m))
 
 

@@ -88,7 +88,7 @@ class BatchSchedule:
         lie before `consumed_samples` no longer matter: a run may resume on more ranks than it began with.
         """
         now = bisect_right(self.steps, (consumed_samples, math.inf)) - 1
-        raise_config_error_if(filter(None, (self._size_problem(size) for _, size in self.steps[max(now, 0) :])))
+        raise_config_error_if(self._size_problem(size) for _, size in self.steps[max(now, 0) :])
 
     def _size_problem(self, size: int) -> str:
         """Return why `unit` does not divide this global batch size, or an empty string."""
