@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -41,19 +41,19 @@ from megatron.inference.sampled_tokens import SampledTokens, sample_next_tokens
 from megatron.inference.step_input import PromptImages, SequenceInput, SequenceStepOutput, StepInput
 
 _KEPT_IMAGES = 64  # prompts whose images stay encoded
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterChange:
-    """Broadcast command: load an adapter under a number on all ranks, or (None) remove it."""
+def _on_all_ranks(method: Method) -> Method:
+    """Let a method that the leader calls run on all ranks, where the others are in `run_as_follower`."""
 
-    number: int
-    adapters: LoadedAdapter | None
+    @wraps(method)
+    def call_on_all_ranks(self: ModelRunner, *arguments: Any) -> Any:
+        if self.is_leader:
+            collectives.broadcast_object((method.__name__, *arguments), self.mesh.world)
+        return method(self, *arguments)
 
-
-@dataclass(frozen=True, slots=True)
-class ClearImageCacheCommand:
-    """Broadcast command: all ranks drop the images that they have encoded."""
+    return cast(Method, call_on_all_ranks)
 
 
 def cached_layers(stages: Sequence[GPTModel], depths: int) -> tuple[tuple[LayerPlan, ...], int]:
@@ -382,44 +382,33 @@ class ModelRunner:
     def launch(self, step: StepInput) -> LaunchedStep:
         """On the leader: run a step on all ranks. A single rank does not wait for its device."""
         assert self.is_leader, "only the leader starts a step"
-        step = replace(step, on_demand=self.on_demand)
-        collectives.broadcast_object(step, self.mesh.world)
-        if self.mesh.world.size == 1 and not step.depth:
-            with self._grad_mode():
-                (sampled,) = self.networks[step.network].launch(step.rows, on_demand=step.on_demand)
-                network = self.networks[step.network]
-            if network.recorder is not None:
-                routes = network.routes
-                return LaunchedStep(
-                    sampled.first_token_indices(), lambda: [outputs_with_expert_choices(sampled.collect(), [routes])]
-                )
+        if self.mesh.world.size > 1 or step.depth:
+            outputs = self._run_step(step, self.on_demand)
+            return LaunchedStep([], lambda: outputs)
+        network = self.networks[step.network]
+        with self._grad_mode():
+            (sampled,) = network.launch(step.rows, on_demand=self.on_demand)
+        if network.recorder is None:
             return LaunchedStep(sampled.first_token_indices(), lambda: [sampled.collect()])
-        outputs = self._run_step(step)
-        return LaunchedStep([], lambda: outputs)
+        parts = [network.routes]
+        return LaunchedStep(
+            sampled.first_token_indices(), lambda: [outputs_with_expert_choices(sampled.collect(), parts)]
+        )
 
     def run_as_follower(self) -> None:
-        """On all other ranks: run the leader's steps until it shuts down."""
-        while (step := collectives.broadcast_object(None, self.mesh.world)) is not None:
-            if isinstance(step, AdapterChange):
-                self.networks[0].adapters.set_adapter(step.number, step.adapters)
-            elif isinstance(step, ClearImageCacheCommand):
-                self._clear_image_caches()
-            elif step.capture is not None:
-                self._capture_graph(step)
-            elif step.rows:
-                self._run_step(step)
+        """On all other ranks: take part in what the leader does until it shuts down."""
+        while (call := collectives.broadcast_object(None, self.mesh.world)) is not None:
+            method, *arguments = call
+            getattr(self, method)(*arguments)
 
-    def change_adapter(self, change: AdapterChange) -> None:
-        """On the leader: load or remove an adapter on all ranks."""
-        collectives.broadcast_object(change, self.mesh.world)
-        self.networks[0].adapters.set_adapter(change.number, change.adapters)
+    @_on_all_ranks
+    def set_adapter(self, number: int, adapters: LoadedAdapter | None) -> None:
+        """On the leader: load an adapter under a number on all ranks, or with None remove it."""
+        self.networks[0].adapters.set_adapter(number, adapters)
 
+    @_on_all_ranks
     def clear_image_cache(self) -> None:
         """On the leader: drop the encoded images on all ranks, as when the weights change."""
-        collectives.broadcast_object(ClearImageCacheCommand(), self.mesh.world)
-        self._clear_image_caches()
-
-    def _clear_image_caches(self) -> None:
         for network in self.networks:
             network.clear_image_cache()
 
@@ -431,54 +420,47 @@ class ModelRunner:
         """On the leader, while idle: capture one requested shape on all ranks; False if there is none."""
         for number, network in enumerate(self.networks):
             if network.captured_graphs is not None and network.captured_graphs.requested:
-                step = StepInput(number, (), capture=next(iter(network.captured_graphs.requested)))
-                collectives.broadcast_object(step, self.mesh.world)
-                self._capture_graph(step)
+                self._capture_graph(number, next(iter(network.captured_graphs.requested)))
                 return True
         return False
 
-    def _capture_graph(self, step: StepInput) -> None:
-        graphs = self.networks[step.network].captured_graphs
-        assert graphs is not None and step.capture is not None, "what is captured was asked for"
-        self.networks[step.network].adapters.select_adapters(None)
+    @_on_all_ranks
+    def _capture_graph(self, number: int, shape: GraphShape) -> None:
+        """Capture a step of this shape of a network, given by its index."""
+        graphs = self.networks[number].captured_graphs
+        assert graphs is not None, "what is captured was asked for"
+        self.networks[number].adapters.select_adapters(None)
         with self._grad_mode():
-            graphs.capture_graph(step.capture)
+            graphs.capture_graph(shape)
 
+    @_on_all_ranks
     def heartbeat(self) -> None:
-        """On the leader, while idle: broadcast an empty step, so that no other rank's collective times out."""
-        collectives.broadcast_object(StepInput(0, ()), self.mesh.world)
+        """On the leader, while idle: do nothing on all ranks, so that no other rank's collective times out."""
 
     def shut_down(self) -> None:
         """On the leader: end `run_as_follower` on the other ranks."""
         collectives.broadcast_object(None, self.mesh.world)
 
-    def _run_step(self, step: StepInput) -> list[list[SequenceStepOutput]]:
-        """Run a step and return the outputs of each replica's rows, on all ranks."""
+    @_on_all_ranks
+    def _run_step(self, step: StepInput, on_demand: bool) -> list[list[SequenceStepOutput]]:  # noqa: FBT001
+        """Run a step and return the outputs of each replica's rows, on all ranks. on_demand: its shape may be captured."""
         network = self.networks[step.network]
         with self._grad_mode():
             outputs = (
                 network.run_mtp_depth(step.rows, step.depth)
                 if step.depth
-                else network.run(step.rows, on_demand=step.on_demand)
+                else network.run(step.rows, on_demand=on_demand)
             )
-        speaks = network.stages[-1].stage.has_output and self.mesh.tp.is_first and self.mesh.cp.is_first
-        everyone = collectives.gather_objects((self.mesh.dp.rank, outputs) if speaks else None, self.mesh.world)
-        by_copy = dict(replies for replies in everyone if replies is not None)
-        outputs_of_all = [by_copy[replica] for replica in range(len(step.rows))]
-        return (
-            outputs_of_all
-            if network.recorder is None or step.depth
-            else self._with_expert_choices(network, outputs_of_all)
-        )
-
-    def _with_expert_choices(
-        self, network: CachedNetwork, outputs_of_all: list[list[SequenceStepOutput]]
-    ) -> list[list[SequenceStepOutput]]:
-        """Return the outputs with the experts of each token, gathered from all ranks."""
         first = self.mesh.tp.is_first and self.mesh.cp.is_first
-        recorded = collectives.gather_objects((self.mesh.dp.rank, network.routes) if first else None, self.mesh.world)
-        parts = [part for part in recorded if part is not None]
+        own = outputs if network.stages[-1].stage.has_output else None
+        routes = [] if step.depth else network.routes
+        everyone = collectives.gather_objects((self.mesh.dp.rank, own, routes) if first else None, self.mesh.world)
+        parts = [part for part in everyone if part is not None]
+        by_replica = {replica: theirs for replica, theirs, _ in parts if theirs is not None}
+        outputs_of_all = [by_replica[replica] for replica in range(len(step.rows))]
+        if network.recorder is None or step.depth:
+            return outputs_of_all
         return [
-            outputs_with_expert_choices(outputs, [routes for replica, routes in parts if replica == number])
-            for number, outputs in enumerate(outputs_of_all)
+            outputs_with_expert_choices(theirs, [routes for replica, _, routes in parts if replica == number])
+            for number, theirs in enumerate(outputs_of_all)
         ]

@@ -10,7 +10,7 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families.adapter_set import LoadedAdapter, require_adapters_fit_network
-from megatron.inference.model_runner import AdapterChange, ModelRunner
+from megatron.inference.model_runner import ModelRunner
 
 # What decoding multiplies by the weight of, and not by calling the layer (latent attention).
 _ABSORBED = ".linear_kv_up_proj"
@@ -55,7 +55,7 @@ class ServedAdapters:
             raise CheckpointError(f"{adapters.where} cannot be served", problems)
         require_adapters_fit_network(adapters, self._model)
         number = next(self._serial)
-        self._runner.change_adapter(AdapterChange(number, adapters))
+        self._runner.set_adapter(number, adapters)
         self._numbers = {**self._numbers, name: number}  # anew, since other threads read it
 
     def unload(self, name: str) -> None:
@@ -71,7 +71,7 @@ class ServedAdapters:
             return
         for number in sorted(self._retired - set(used)):
             self._retired.remove(number)
-            self._runner.change_adapter(AdapterChange(number, None))
+            self._runner.set_adapter(number, None)
 
     def _name_problems(self, name: str) -> Iterator[str]:
         if not name or len(name) > 100 or not name.isprintable():

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.inference.cache import SequenceSpan
-from megatron.inference.cuda_graphs import GraphShape
 from megatron.inference.recurrent_states import StateReadWriteSlots
 from megatron.inference.sampling import SamplingParams
 
@@ -96,11 +95,8 @@ class SequenceStepOutput:
 class StepInput:
     """One forward pass of one network. network: its index in the runner. rows: of each data-parallel replica.
     depth: the depth of multi-token prediction to run, whose ids are so many positions ahead of `start`; 0: the network.
-    on_demand: whether its shape may be captured now. capture: run no pass, but capture this shape.
     """
 
     network: int
     rows: tuple[tuple[SequenceInput, ...], ...]
     depth: int = 0
-    on_demand: bool = True
-    capture: GraphShape | None = None
