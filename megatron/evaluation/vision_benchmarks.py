@@ -40,18 +40,19 @@ class BenchmarkQuestion:
 
 
 Scored = Sequence[tuple[str, BenchmarkQuestion]]  # answers to questions
+Reader = Callable[[Sequence[Any], str], Iterable[BenchmarkQuestion]]
 
 
 @dataclass(frozen=True, slots=True)
 class VisionBenchmark:
-    """How answers are scored. scores: name -> function of all answers. result: returns an answer's entry in the file
-    that the official program reads; None: that file maps ids to answers. read: parses the official files; None: only
+    """How answers are scored. scores: name -> function of all answers. result: names of the id and the answer of an
+    entry in the file that the official program reads; None: that file maps ids to answers. read: parses the official files; None: only
     JSON lines are read. prompt: the default one, with {question} in it.
     """
 
     scores: Mapping[str, Callable[[Scored], float]]
-    result: Callable[[Any, str], Mapping[str, Any]] | None = None
-    read: Callable[[Sequence[Any], str], Iterable[BenchmarkQuestion]] | None = None
+    result: tuple[str, str] | None = None
+    read: Reader | None = None
     prompt: str = _SHORT_ANSWER
 
 
@@ -108,18 +109,43 @@ def _answer_texts(answers: Any) -> list[str]:
     return [str(one["answer"] if isinstance(one, Mapping) else one) for one in several]
 
 
+def _row_reader(
+    number: str,
+    answers: str,
+    question: str,
+    image: str,
+    rows_of: Callable[[Sequence[Any]], Iterable[Mapping[str, Any]]] = lambda files: files[0]["data"],
+) -> Reader:
+    """Return a reader of files with a row for each question, given the names of its fields. image: file name with
+    {field} in it. rows_of: finds the rows in the files.
+    """
+    return lambda files, prompt: [
+        BenchmarkQuestion(
+            row[number],
+            _answer_texts(row[answers]),
+            _build_prompt_messages(prompt, row[question]),
+            [image.format_map(row)],
+        )
+        for row in rows_of(files)
+    ]
+
+
+_read_megatron_vqav2 = _row_reader("question_id", "answer", "question", "{image}", lambda files: files[0])
+_read_textvqa = _row_reader("question_id", "answers", "question", "{image_id}.jpg")
+_read_docvqa = _row_reader("questionId", "answers", "question", "{image}")
+_read_chartqa = _row_reader(
+    "number",
+    "label",
+    "query",
+    "{imgname}",
+    lambda files: [{**row, "number": number} for number, row in enumerate(files[0])],
+)
+
+
 def _read_vqav2(files: Sequence[Any], prompt: str) -> Iterable[BenchmarkQuestion]:
     """Return the questions of VQAv2's files (annotations, and questions if given), or of Megatron's list."""
-    if isinstance(files[0], list):  # Megatron's
-        return [
-            BenchmarkQuestion(
-                row["question_id"],
-                _answer_texts(row["answer"]),
-                _build_prompt_messages(prompt, row["question"]),
-                [row["image"]],
-            )
-            for row in files[0]
-        ]
+    if isinstance(files[0], list):
+        return _read_megatron_vqav2(files, prompt)
     answers = next((file for file in files if "annotations" in file), None)
     if answers is None:
         raise KeyError("annotations")
@@ -139,39 +165,6 @@ def _read_vqav2(files: Sequence[Any], prompt: str) -> Iterable[BenchmarkQuestion
     ]
 
 
-def _read_textvqa(files: Sequence[Any], prompt: str) -> Iterable[BenchmarkQuestion]:
-    return [
-        BenchmarkQuestion(
-            row["question_id"],
-            _answer_texts(row["answers"]),
-            _build_prompt_messages(prompt, row["question"]),
-            [f"{row['image_id']}.jpg"],
-        )
-        for row in files[0]["data"]
-    ]
-
-
-def _read_chartqa(files: Sequence[Any], prompt: str) -> Iterable[BenchmarkQuestion]:
-    return [
-        BenchmarkQuestion(
-            number, _answer_texts(row["label"]), _build_prompt_messages(prompt, row["query"]), [row["imgname"]]
-        )
-        for number, row in enumerate(files[0])
-    ]
-
-
-def _read_docvqa(files: Sequence[Any], prompt: str) -> Iterable[BenchmarkQuestion]:
-    return [
-        BenchmarkQuestion(
-            row["questionId"],
-            _answer_texts(row["answers"]),
-            _build_prompt_messages(prompt, row["question"]),
-            [row["image"]],
-        )
-        for row in files[0]["data"]
-    ]
-
-
 _VQA = {
     "accuracy (official, nine of ten)": _make_mean_scorer(
         lambda answer, one: vision_metrics.vqa_accuracy(answer, one.references)
@@ -185,14 +178,12 @@ _RELAXED = _make_mean_scorer(
 )
 BENCHMARKS: Mapping[str, VisionBenchmark] = MappingProxyType(
     {
-        "vqav2": VisionBenchmark(_VQA, lambda number, answer: {"question_id": number, "answer": answer}, _read_vqav2),
-        "textvqa": VisionBenchmark(
-            _VQA, lambda number, answer: {"question_id": number, "answer": answer}, _read_textvqa
-        ),
+        "vqav2": VisionBenchmark(_VQA, ("question_id", "answer"), _read_vqav2),
+        "textvqa": VisionBenchmark(_VQA, ("question_id", "answer"), _read_textvqa),
         "chartqa": VisionBenchmark({"relaxed accuracy": _RELAXED}, None, _read_chartqa),
         "docvqa": VisionBenchmark(
             {"ANLS": _make_mean_scorer(lambda answer, one: vision_metrics.anls_score(answer, one.references))},
-            lambda number, answer: {"questionId": number, "answer": answer},
+            ("questionId", "answer"),
             _read_docvqa,
         ),
         "mmmu": VisionBenchmark({"accuracy": _make_mean_scorer(_mmmu_answer_score)}),
@@ -206,7 +197,7 @@ BENCHMARKS: Mapping[str, VisionBenchmark] = MappingProxyType(
                 },
                 "ROUGE-L": _make_corpus_caption_scorer(vision_metrics.mean_rouge_l),
             },
-            lambda number, answer: {"image_id": number, "caption": answer},
+            ("image_id", "caption"),
             _read_coco,
             _CAPTION,
         ),
@@ -278,10 +269,10 @@ def score_benchmark_answers(task: str, rows: Scored) -> dict[str, float]:
 
 def write_benchmark_answers(task: str, rows: Scored, path: Path) -> None:
     """Write answers to `path` in the format that the benchmark's official program reads."""
-    line = BENCHMARKS[task].result
+    names = BENCHMARKS[task].result
     content: Any = (
         {question.number: answer for answer, question in rows}
-        if line is None
-        else [line(question.number, answer) for answer, question in rows]
+        if names is None
+        else [dict(zip(names, (question.number, answer))) for answer, question in rows]
     )
     path.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
