@@ -59,12 +59,8 @@ class DraftNetwork:
         """Run one pass of the draft over a row of each sequence, made by `make`; its proposals are appended to
         `guesses`.
         """
-        rows = tuple(tuple(make(one, count, guesses[one.ticket]) for one, count in shares) for shares in chosen)
-        for shares, outputs in zip(chosen, self._runner.launch_and_collect(StepInput(_DRAFT, rows)), strict=True):
-            for (one, _), what in zip(shares, outputs, strict=True):
-                guesses[one.ticket] += [
-                    max(0, token) for token in what.ids
-                ]  # logits that are not finite give -1; any id will do
+        rows = [[(one, make(one, count, guesses[one.ticket])) for one, count in shares] for shares in chosen]
+        _run_draft_step(self._runner, rows, guesses, network=_DRAFT)
 
     def _unprocessed_tokens_input(self, one: SequenceState, count: int, _: list[int]) -> SequenceInput:
         """Build the draft's input of the tokens that the network will have processed after the step, and the draft has
@@ -73,25 +69,13 @@ class DraftNetwork:
         end = one.computed + count
         row = SequenceInput(tuple(one.ids[one.drafted : end]), one.drafted, tuple(one.blocks))
         one.drafted = end
-        return (
-            replace(row, num_logits=1, sampling_state=one.sampling_state(self._after))
-            if one.max_drafts(self._most)
-            else row
-        )
+        return _with_sampling(row, one, self._after) if one.max_drafts(self._most) else row
 
     def _last_proposal_input(self, one: SequenceState, _: int, guessed: list[int]) -> SequenceInput:
         """Build the draft's input of its last proposal, to propose the next."""
-        sampling_state = one.sampling_state(self._after)
-        seen = (*sampling_state.seen, *guessed) if sampling_state.seen else ()
-        row = SequenceInput(
-            (guessed[-1],),
-            len(one.ids) + len(guessed) - 1,
-            tuple(one.blocks),
-            num_logits=1,
-            sampling_state=replace(sampling_state, first=sampling_state.first + len(guessed), seen=seen),
-        )
+        row = SequenceInput((guessed[-1],), len(one.ids) + len(guessed) - 1, tuple(one.blocks))
         one.drafted = row.start + 1
-        return row
+        return _with_sampling(row, one, self._after, guessed)
 
 
 class MTPDraft:
@@ -112,14 +96,8 @@ class MTPDraft:
                 [(one, row) for one, _ in shares if (row := self._depth_input(one, depth, guesses[one.ticket])).ids]
                 for shares in chosen
             ]
-            if not any(rows):
-                continue
-            outputs = self._runner.launch_and_collect(
-                StepInput(0, tuple(tuple(row for _, row in replica) for replica in rows), depth)
-            )
-            for replica, whats in zip(rows, outputs, strict=True):
-                for (one, _), what in zip(replica, whats, strict=True):
-                    guesses[one.ticket] += [max(0, token) for token in what.ids]
+            if any(rows):
+                _run_draft_step(self._runner, rows, guesses, depth=depth)
         for shares in chosen:
             for one, _ in shares:
                 one.drafted, one.drafts = one.computed, tuple(guesses[one.ticket])
@@ -134,12 +112,29 @@ class MTPDraft:
         start, end = max(0, one.drafted - depth + 1), min(one.computed, known - depth)
         ids = tuple(one.ids[start + depth : end + depth]) + tuple(guessed)
         row = SequenceInput(ids[: max(0, end - start)], start, tuple(one.blocks))
-        if one.max_drafts(self._most) < depth:
-            return row
-        sampling_state = one.sampling_state(self._after)
-        seen = (*sampling_state.seen, *guessed) if sampling_state.seen else ()
-        return replace(
-            row,
-            num_logits=1,
-            sampling_state=replace(sampling_state, first=sampling_state.first + len(guessed), seen=seen),
-        )
+        return row if one.max_drafts(self._most) < depth else _with_sampling(row, one, self._after, guessed)
+
+
+def _run_draft_step(
+    runner: ModelRunner,
+    rows: Sequence[Sequence[tuple[SequenceState, SequenceInput]]],
+    guesses: dict[int, list[int]],
+    *,
+    network: int = 0,
+    depth: int = 0,
+) -> None:
+    """Run a pass over a row of each sequence, by data-parallel replica; append its proposals to `guesses`, by ticket."""
+    step = StepInput(network, tuple(tuple(row for _, row in replica) for replica in rows), depth)
+    for replica, outputs in zip(rows, runner.launch_and_collect(step), strict=True):
+        for (one, _), output in zip(replica, outputs, strict=True):
+            # Logits that are not finite give -1; any id will do.
+            guesses[one.ticket] += [max(0, token) for token in output.ids]
+
+
+def _with_sampling(
+    row: SequenceInput, one: SequenceState, after: Sequence[tuple[int, int]], guessed: Sequence[int] = ()
+) -> SequenceInput:
+    """Return a row that also samples the token after its last, which follows the proposals `guessed`."""
+    state = one.sampling_state(after)
+    seen = (*state.seen, *guessed) if state.seen else ()
+    return replace(row, num_logits=1, sampling_state=replace(state, first=state.first + len(guessed), seen=seen))
