@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.inference.engine import Engine
@@ -80,23 +80,3 @@ def generate_texts(
 def decode_following(tokenizer: Tokenizer, ids: Sequence[int], new: Sequence[int]) -> str:
     """Return the text of new ids, decoded with those before, since some tokenizers put a space between tokens."""
     return tokenizer.detokenize([*ids, *new])[len(tokenizer.detokenize(ids)) :]
-
-
-def text_of_each_token(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """Return the text of each id; joined they are the text of all. An id that ends in the middle of a character has no
-    text, and the one that completes the character has all of it.
-    """
-    return list(_token_texts(tokenizer, ids))
-
-
-def _token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[str]:
-    first, emitted = 0, 0  # ids from `first` on are decoded together; `said` characters of them have been given
-    for place in range(len(ids)):
-        text = tokenizer.detokenize(ids[first : place + 1])
-        whole = place + 1 == len(ids) or not text.endswith("\ufffd")
-        piece = text[emitted:] if whole else text[emitted:-1]
-        emitted += len(piece)
-        yield piece
-        if whole and place - first >= 16:  # a few ids of context are enough
-            first = place - 8
-            emitted = len(tokenizer.detokenize(ids[first : place + 1]))

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron.inference.detokenizer import IncrementalTokenTexts
 from megatron.inference.requests import GenerationEvent, GenerationReply, GenerationRequest, TokenLogprob
 from megatron.inference.sampling import SamplingParams
 from megatron.inference.server.body_fields import (
@@ -34,7 +35,6 @@ from megatron.inference.server.request_handling import HTTPCallRequests
 from megatron.inference.server.serving import (
     LEAST_LOGPROB,
     GenerationServing,
-    IncrementalTokenTexts,
     clamped_logprob,
     round_tiny_temperature_to_zero,
 )

@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.inference.beam import Ask, Beam, BeamFailed, beam_search
-from megatron.inference.generate import decode_following, text_of_each_token
-from megatron.inference.requests import GenerationReply, GenerationRequest
+from megatron.inference.detokenizer import IncrementalTokenTexts
+from megatron.inference.generate import decode_following
+from megatron.inference.requests import GenerationRequest
 from megatron.inference.sampling import SamplingParams
 from megatron.inference.server.body_fields import (
     BodyField,
@@ -159,16 +160,17 @@ async def answer_generation(body: bytes, serving: GenerationServing, searches: B
                 fields["prompts"][0] + decode_following(serving.tokenizer, requests[0].prompt, beam.ids)
                 for beam in beams
             ],
-            "segments": [_reply_segments(serving, requests[0], beam.ids) for beam in beams],
+            "segments": [_token_texts(serving, requests[0], beam.ids) for beam in beams],
             "scores": [beam.score for beam in beams],
         }
     replies = await HTTPCallRequests(serving.service, requests).wait_for_replies()
     return {
         "text": [prompt + reply.text for prompt, reply in zip(fields["prompts"], replies, strict=True)],
-        "segments": [
-            _reply_segments(serving, request, reply.ids) for request, reply in zip(requests, replies, strict=True)
-        ],
-        "logprobs": [_reply_logprobs(reply) for reply in replies] if fields["logprobs"] else None,
+        "segments": [_token_texts(serving, *pair) for pair in zip(requests, [reply.ids for reply in replies])],
+        # The first token follows nothing.
+        "logprobs": [[clamped_logprob(token) for token in (*reply.prompt[1:], *reply.tokens)] for reply in replies]
+        if fields["logprobs"]
+        else None,
         "reasons": [reply.reason for reply in replies],
     }
 
@@ -195,11 +197,6 @@ def _make_beam_search(
     return run_beam_search
 
 
-def _reply_segments(serving: GenerationServing, request: GenerationRequest, ids: Sequence[int]) -> list[str]:
+def _token_texts(serving: GenerationServing, request: GenerationRequest, ids: Sequence[int]) -> list[str]:
     """Return the text of each token of prompt and continuation."""
-    return text_of_each_token(serving.tokenizer, [*request.prompt, *ids])
-
-
-def _reply_logprobs(reply: GenerationReply) -> list[float | None]:
-    """Return the log-probability of every token but the first, which follows nothing."""
-    return [clamped_logprob(token) for token in (*reply.prompt[1:], *reply.tokens)]
+    return IncrementalTokenTexts(serving.tokenizer).texts_of_next_ids([*request.prompt, *ids], last=True)

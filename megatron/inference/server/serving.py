@@ -12,7 +12,6 @@ from megatron.inference.requests import TokenLogprob
 from megatron.inference.server.body_fields import RequestRefused
 from megatron.inference.service import EngineService
 
-_CONTEXT = 8  # ids in front of new ones that decide how those are written
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
 LEAST_TEMPERATURE = 1e-3  # below it the likeliest token is taken: logits divided by less may overflow
 
@@ -110,32 +109,6 @@ class GenerationServing:
                 f"a prompt of {len(prompt)} tokens and {num_tokens} new ones are more than the {self.max_length} positions of the "
                 "network; shorten the prompt or ask for fewer"
             )
-
-
-class IncrementalTokenTexts:
-    """The text of each id of a growing text. ids: what precedes. An id that ends in the middle of a character has no
-    text, and the one that completes the character has all of it.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, ids: Sequence[int] = ()) -> None:
-        self._tokenizer, self._ids = tokenizer, list(ids[-_CONTEXT:])
-        self._said = len(tokenizer.detokenize(self._ids))
-
-    def texts_of_next_ids(self, ids: Sequence[int], *, last: bool) -> list[str]:
-        """Return the text of each of the next ids. last: no more follow, so that an incomplete character is given as it
-        is.
-        """
-        pieces = []
-        for place, token in enumerate(ids, start=1):
-            self._ids.append(token)
-            text = self._tokenizer.detokenize(self._ids)
-            whole = not text.endswith("\ufffd") or last and place == len(ids)
-            pieces.append(text[self._said :] if whole else text[self._said : -1])
-            self._said += len(pieces[-1])
-            if whole and len(self._ids) > 2 * _CONTEXT:
-                self._ids = self._ids[-_CONTEXT:]
-                self._said = len(self._tokenizer.detokenize(self._ids))
-        return pieces
 
 
 def clamped_logprob(token: TokenLogprob) -> float | None:

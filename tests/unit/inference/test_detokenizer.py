@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer, build_tokenizer
-from megatron.inference.detokenizer import Detokenizer
-from megatron.inference.generate import decode_following, text_of_each_token
+from megatron.inference.detokenizer import Detokenizer, IncrementalTokenTexts
+from megatron.inference.generate import decode_following
 from tests.helpers.architecture import ROOT
 
 DATA = ROOT / "examples" / "data"
@@ -87,5 +87,5 @@ def test_what_may_become_a_stop_word_is_held_back() -> None:
 def test_segments_make_the_whole_text(name: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[name]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 2), max_size=60))
-    found = text_of_each_token(tokenizer, ids)
+    found = IncrementalTokenTexts(tokenizer).texts_of_next_ids(ids, last=True)
     assert len(found) == len(ids) and "".join(found) == tokenizer.detokenize(ids)

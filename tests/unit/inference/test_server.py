@@ -15,12 +15,13 @@ pytest.importorskip("uvicorn", reason="uvicorn is not installed; the extra `serv
 
 from megatron.core.config.flags import ConfigError
 from megatron.inference.beam import beam_search
+from megatron.inference.detokenizer import IncrementalTokenTexts
 from megatron.inference.requests import GenerationReply, GenerationRequest
 from megatron.inference.sampling import SamplingParams
 from megatron.inference.server.app import LOCAL, EventStream, host_without_port, with_keepalives
 from megatron.inference.server.http_server import bind_socket
 from megatron.inference.server.put_api import parse_put_body
-from megatron.inference.server.serving import GenerationServing, IncrementalTokenTexts, RequestLimits
+from megatron.inference.server.serving import GenerationServing, RequestLimits
 from tests.unit.inference.clients import NAME, POSITIONS, Answer, Running, bytes_engine, serving, until
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
