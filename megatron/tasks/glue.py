@@ -47,13 +47,8 @@ def f1(pairs: Pairs) -> float:
 
 
 def matthews(pairs: Pairs) -> float:
-    """Return Matthews' correlation of two binary variables; 0 if one of them is constant."""
-    both = sum(predicted == true == 1 for predicted, true in pairs)
-    neither = sum(predicted == true == 0 for predicted, true in pairs)
-    only_found = sum(predicted == 1 and true == 0 for predicted, true in pairs)
-    only_true = sum(predicted == 0 and true == 1 for predicted, true in pairs)
-    spread = (both + only_found) * (both + only_true) * (neither + only_found) * (neither + only_true)
-    return (both * neither - only_found * only_true) / spread**0.5 if spread else 0.0
+    """Return Matthews' correlation of two binary variables, which is Pearson's; 0 if one of them is constant."""
+    return pearson(pairs)
 
 
 def pearson(pairs: Pairs) -> float:
@@ -135,7 +130,7 @@ _SHOWN = 20  # bad lines that an error lists
 def read_glue_samples(name: str, path: str | Path) -> list[GlueSample]:
     """The samples of one file of a task. `DataError` names every line that cannot be used, and what was expected."""
     task = TASKS[name]
-    lines = _read_lines(path)
+    lines = read_utf8_text(path).split("\n")
     header, first_line = _read_column_names(task, lines)
     places = _column_positions(name, task, header, path)
     samples, problems = [], []
@@ -147,23 +142,26 @@ def read_glue_samples(name: str, path: str | Path) -> list[GlueSample]:
         except ValueError as error:
             problems.append(f"{path}:{number}: {error}")
     if problems:
-        rest = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-        raise DataError(
-            "\n  ".join([f"{len(problems)} lines of {path} are no samples of {name}", *problems[:_SHOWN], *rest])
-        )
+        raise DataError(bad_lines_message(f"{len(problems)} lines of {path} are no samples of {name}", problems))
     if not samples:
         raise DataError(f"{path} holds no sample of {name}")
     return samples
 
 
-def _read_lines(path: str | Path) -> list[str]:
-    """Return the lines of a UTF-8 file. `DataError` if it cannot be read."""
+def read_utf8_text(path: str | Path) -> str:
+    """Return the text of a UTF-8 file, without a byte order mark. `DataError` if it cannot be read."""
     try:
-        return Path(path).read_text(encoding="utf-8-sig").split("\n")
+        return Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}") from None
+
+
+def bad_lines_message(summary: str, problems: Sequence[str]) -> str:
+    """Return a message with a summary and the first of the problems, a line each."""
+    rest = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+    return "\n  ".join([summary, *problems[:_SHOWN], *rest])
 
 
 def _read_column_names(task: GlueTask, lines: Sequence[str]) -> tuple[list[str], int]:

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.datasets.indexed import DataError
+from megatron.tasks.glue import bad_lines_message
 
 CHOICES = 4  # at most; a question with fewer is scored over those it has
 MOST_QUESTION_TOKENS = 128  # of question and answer together; the rest is the article's
 _LETTERS = "ABCD"
 _GAP = re.compile("_+")
-_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,8 @@ def read_race_questions(folder: str | Path) -> list[RaceQuestion]:
                 questions += of_line
                 problems += wrong
     if problems:
-        rest = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-        raise DataError(
-            "\n  ".join(
-                [f"{len(problems)} passages or questions of {folder} cannot be used", *problems[:_SHOWN], *rest]
-            )
-        )
+        summary = f"{len(problems)} passages or questions of {folder} cannot be used"
+        raise DataError(bad_lines_message(summary, problems))
     return questions
 
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.plan import StageSpec
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.special_tokens import count_ids_around_text, encode_without_special_tokens
 from megatron.core.models.gpt import GPTModel
@@ -29,8 +28,8 @@ from megatron.evaluation.likelihood import (
     LoglikelihoodRequest,
     continuation_loglikelihoods,
 )
-from megatron.tasks.detokenize import detokenize_corpus_text
 from megatron.tasks.flags import TaskConfig
+from megatron.tasks.glue import bad_lines_message, read_utf8_text
 from megatron.training.accelerate.compile import LayerCompiler
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.data.batch import Batch, LossFunction, masked_loss_sum
@@ -70,16 +69,12 @@ class TokenWindows:
         window[: len(held)] = held
         mask = np.zeros(self.length, np.float32)
         mask[0 if index == 0 else self.length - self.stride : len(held) - 1] = 1.0
-        return _window_sample(window, mask)
-
-
-def _window_sample(window: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
-    return {
-        "tokens": window[:-1],
-        "labels": window[1:].copy(),
-        "loss_mask": mask,
-        "position_ids": np.arange(len(mask), dtype=np.int64),
-    }
+        return {
+            "tokens": window[:-1],
+            "labels": window[1:].copy(),
+            "loss_mask": mask,
+            "position_ids": np.arange(self.length, dtype=np.int64),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +87,7 @@ class PerplexityText:
 
 def read_perplexity_text(path: str, tokenizer: Tokenizer, *, length: int, stride: int) -> PerplexityText:
     """Read a text file for WIKITEXT103: detokenized, tokenized and cut into windows."""
-    text = _read_utf8(path)
+    text = read_utf8_text(path)
     ids = tokenizer.tokenize(detokenize_corpus_text(text, path).strip())
     return PerplexityText(
         TokenWindows(ids, length=length, stride=stride, fill=tokenizer.eod), len(text.strip().split(" "))
@@ -108,13 +103,13 @@ def read_lambada_passages(
     """
     passages, problems = [], []
     for path in paths:
-        for number, line in enumerate(_read_utf8(path).splitlines(), 1):
+        for number, line in enumerate(read_utf8_text(path).splitlines(), 1):
             try:
                 passages.append(_lambada_request(line, tokenizer, strict=strict, length=length))
             except ValueError as error:
                 problems.append(f"{path}:{number}: {error}")
     if problems or not passages:
-        raise DataError("\n  ".join([f"{len(problems)} lines of the passages cannot be used", *problems[:20]]))
+        raise DataError(bad_lines_message(f"{len(problems)} lines of the passages cannot be used", problems))
     return passages
 
 
@@ -147,16 +142,6 @@ def _lambada_request(line: str, tokenizer: Tokenizer, *, strict: bool, length: i
     return LoglikelihoodRequest(tuple(beginning), tuple(word))
 
 
-def _read_utf8(path: str) -> str:
-    """Return the content of a UTF-8 file. `DataError` if it cannot be read."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error}") from None
-
-
 def perplexity_forward_step(run: RunContext, batches: Iterator[Batch], stage: GPTModel) -> tuple[Tensor, LossFunction]:
     """Run one microbatch through one stage; return its output (of the last stage the losses [b, s]) and the loss
     function.
@@ -173,7 +158,7 @@ def run_zero_shot(run: RunContext, task: TaskConfig) -> dict[str, float]:
         raise ConfigError(f"--task {task.task} needs --valid-data")
     wiki = task.task == "WIKITEXT103"
     length = run.config.train.seq_length
-    trainer = build_trainer(run, build_gpt_stage, perplexity_forward_step)
+    trainer = build_trainer(run, lambda run, stage: GPTModel(stage, run.layer_build_context), perplexity_forward_step)
     if run.config.compilation.compile and wiki:  # passages of many lengths would be as many graphs
         LayerCompiler(trainer)
     if not Checkpointer(trainer).resume():
@@ -241,6 +226,54 @@ def last_word_metrics(answers: Sequence[ContinuationLikelihood]) -> dict[str, fl
     }
 
 
-def build_gpt_stage(run: RunContext, stage: StageSpec) -> GPTModel:
-    """Build one pipeline stage of a GPT."""
-    return GPTModel(stage, run.layer_build_context)
+_Rules = tuple[tuple[str, str], ...]
+
+_WIKITEXT: _Rules = (
+    (r"s '", "s'"),  # plural possessives
+    (r"/' [0-9]/", r"/'[0-9]/"),
+    (" @-@ ", "-"),
+    (" @,@ ", ","),
+    (r" @\.@ ", "."),  # inside words and numbers
+    (" : ", ": "),
+    (" ; ", "; "),
+    (r" \. ", ". "),
+    (" ! ", "! "),
+    (r" \? ", "? "),
+    (" , ", ", "),
+    (r"\(\s*([^\)]*?)\s*\)", r"(\1)"),
+    (r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
+    (r"{\s*([^}]*?)\s*}", r"{\1}"),
+    (r"\"\s*([^\"]*?)\s*\"", r'"\1"'),
+    (r"'\s*([^']*?)\s*'", r"'\1'"),
+    (r"= = = =", "===="),
+    (r"= = =", "==="),
+    (r"= =", "=="),
+    (" \u00b0 ", "\u00b0"),
+    (r" \n", "\n"),
+    (r"\n ", "\n"),
+    (r" N ", " 1 "),
+    (r" 's", "'s"),
+)
+_PENN_TREEBANK: _Rules = (
+    (r" '", "'"),
+    (r" \n", "\n"),
+    (r"\n ", "\n"),
+    (r" n't", "n't"),
+    (r" N ", "1 "),
+    (r"\$ 1", "$1"),
+    (r"# 1", "#1"),  # Megatron's, which takes the space before a number: perplexities compare
+)
+_BY_NAME: tuple[tuple[str, _Rules], ...] = (("wiki", _WIKITEXT), ("ptb", _PENN_TREEBANK), ("lambada", ()))
+
+
+def detokenize_corpus_text(text: str, path: str) -> str:
+    """Return the text of a corpus that is published with white space around every token as people write it, by the rules
+    for its file name; other files as they are.
+
+    The rules are Megatron's and are applied in its order: a space that one of them took away is not there for the next,
+    as in "1 , 000 . ; b".
+    """
+    rules = next((rules for word, rules in _BY_NAME if word in str(path)), ())
+    for pattern, replacement in rules:
+        text = re.sub(pattern, replacement, text)
+    return text

@@ -23,8 +23,13 @@ from megatron.core.parallel.mesh import Axis
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer, build_tokenizer
 from megatron.evaluation.likelihood import LoglikelihoodRequest, argmax_token_ids
 from megatron.tasks import zeroshot
-from megatron.tasks.detokenize import detokenize_corpus_text
-from megatron.tasks.zeroshot import PerplexityText, TokenWindows, read_lambada_passages, read_perplexity_text
+from megatron.tasks.zeroshot import (
+    PerplexityText,
+    TokenWindows,
+    detokenize_corpus_text,
+    read_lambada_passages,
+    read_perplexity_text,
+)
 from megatron.training.trainer import Trainer, build_trainer
 from tests.helpers import tiny
 from tests.helpers.architecture import ROOT
