@@ -31,11 +31,11 @@ from megatron.inference.requests import (
     GenerationRequest,
     Listener,
     Reason,
+    TokenRateMeter,
 )
 from megatron.inference.sampled_tokens import sample_next_tokens
 from megatron.inference.sequence import SequenceState
 from megatron.inference.step_input import SequenceInput
-from megatron.inference.throughput import TokenRateMeter
 
 
 class _EncoderDecoderCache:

@@ -43,12 +43,12 @@ from megatron.inference.requests import (
     GenerationRequest,
     Listener,
     Reason,
+    TokenRateMeter,
 )
 from megatron.inference.sequence import SequenceState
 from megatron.inference.served_adapters import ServedAdapters
 from megatron.inference.speculative import DraftNetwork, MTPDraft
 from megatron.inference.step_input import SequenceInput, SequenceStepOutput, StepInput
-from megatron.inference.throughput import TokenRateMeter
 
 _SCORED = 256  # most prompt positions per step with log-probabilities, which bounds the logits
 
@@ -118,7 +118,7 @@ class Engine:
         self._cancelled: deque[int] = deque()
         self._waiting: deque[SequenceState] = deque()
         self._running: list[SequenceState] = []
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()  # of `EngineMetrics`, by field
         # All keys from the start: other threads read it.
         self._finished: dict[str, int] = dict.fromkeys(get_args(Reason), 0)
         self._throughput = TokenRateMeter()
@@ -340,19 +340,7 @@ class Engine:
             states_kept=sum(slots.num_snapshots for slots in self.slots),
             finished=dict(self._finished),
             tokens_per_second=self._throughput.current_rate(),
-            **{
-                name: self._counts[name]
-                for name in (
-                    "requests",
-                    "steps",
-                    "prompt_tokens",
-                    "cached_tokens",
-                    "generated_tokens",
-                    "preempted",
-                    "proposed_tokens",
-                    "accepted_tokens",
-                )
-            },
+            **dict(self._counts),  # a copy: the thread that steps may add a field
         )
 
     def _request_problems(self, request: GenerationRequest) -> list[str]:

@@ -18,12 +18,7 @@ from megatron.core.transformer.layer_build_context import LayerBuildContext
 from megatron.inference import cuda_graphs
 from megatron.inference.cache import cache_bytes_per_token
 from megatron.inference.model_runner import cached_layers
-from megatron.inference.recurrent_states import (
-    RecurrentStateDtypes,
-    num_slots_for,
-    recurrent_state_bytes,
-    stateful_mixers,
-)
+from megatron.inference.recurrent_states import RecurrentStateDtypes, recurrent_state_bytes, stateful_mixers
 
 _GRAPHS = 16  # shapes of a step
 
@@ -141,11 +136,6 @@ def state_snapshot_count(stages: Sequence[GPTModel], config: InferenceConfig) ->
     if not config.inference_dynamic_batching_prefix_caching:
         return 0
     return config.inference_max_requests if given is None else int(given * 10**9 // each)
-
-
-def num_state_slots(snapshots: int, config: InferenceConfig) -> int:
-    """Return the number of recurrent-state slots on each rank."""
-    return num_slots_for(config.inference_max_requests, config.num_speculative_tokens, snapshots)
 
 
 def num_cache_blocks(parts: Sequence[tuple[Sequence[GPTModel], int]], config: InferenceConfig, max_length: int) -> int:

@@ -152,8 +152,17 @@ def read_prompts(
     ]
     if not lines:
         raise ConfigError(f"--eval-generate {path} has no prompts; write one a line")
-    reader = _PromptReader(tokenizer, template)
-    prompts = [reader.encode_prompt_line(line, f"--eval-generate {path} line {place}") for place, line in lines]
+    encoder = None
+    if template is not None and any(_is_conversation(line) for _, line in lines):
+        try:
+            encoder = ConversationEncoder(tokenizer, template)
+        except ConfigError as error:
+            place = next(place for place, line in lines if _is_conversation(line))
+            raise ConfigError(f"--eval-generate {path} line {place} is a conversation: {error}") from error
+    stop_ids, stop_words = ((), ()) if encoder is None else encoder.answer_end_ids_and_texts()
+    prompts = [
+        _encode_prompt_line(line, f"--eval-generate {path} line {place}", tokenizer, encoder) for place, line in lines
+    ]
     raise_config_error_if(
         f"--eval-generate {path} line {place}: {len(ids)} tokens and --eval-generate-tokens {num_tokens} are more than the {positions} "
         "positions of the network; shorten the line or ask for fewer"
@@ -162,38 +171,25 @@ def read_prompts(
     )
     texts, ids = zip(*prompts, strict=True)
     return EvaluationPrompts(
-        texts, ids, num_tokens, SamplingParams(temperature), seed, stop_ids=reader.stops[0], stop_words=reader.stops[1]
+        texts, ids, num_tokens, SamplingParams(temperature), seed, stop_ids=stop_ids, stop_words=stop_words
     )
 
 
-class _PromptReader:
-    """Reads prompt lines. stops: (ids, words) that end answers, once a conversation was read."""
+def _is_conversation(line: str) -> bool:
+    return line.lstrip().startswith("{")
 
-    def __init__(self, tokenizer: Tokenizer, template: str | None) -> None:
-        self.stops: tuple[Ids, tuple[str, ...]] = ((), ())
-        self._tokenizer, self._template = tokenizer, template
-        self._encoder: ConversationEncoder | None = None
 
-    def encode_prompt_line(self, line: str, where: str) -> tuple[str, Ids]:
-        """Return (text to show, ids) of a line; `ConfigError` if it is neither text nor a conversation."""
-        try:
-            if self._template is None or not line.lstrip().startswith("{"):
-                return line, tuple(prompt_ids(self._tokenizer, line))
-            messages = json.loads(line)["messages"]
-            return str(messages[-1]["content"]), tuple(self._conversation_encoder.encode_prompt(messages))
-        except ConfigError as error:
-            raise ConfigError(f"{where} is a conversation: {error}") from error
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError, DataError) as error:
-            raise ConfigError(f"{where} cannot be read: {error}") from error
-
-    @property
-    def _conversation_encoder(self) -> ConversationEncoder:
-        """The encoder of conversations, made when first needed."""
-        if self._encoder is None:
-            assert self._template is not None, "conversations have a template"
-            self._encoder = ConversationEncoder(self._tokenizer, self._template)
-            self.stops = self._encoder.answer_end_ids_and_texts()
-        return self._encoder
+def _encode_prompt_line(
+    line: str, where: str, tokenizer: Tokenizer, encoder: ConversationEncoder | None
+) -> tuple[str, Ids]:
+    """Return (text to show, ids) of a line; `ConfigError` if it is neither text nor, with an encoder, a conversation."""
+    try:
+        if encoder is None or not _is_conversation(line):
+            return line, tuple(prompt_ids(tokenizer, line))
+        messages = json.loads(line)["messages"]
+        return str(messages[-1]["content"]), tuple(encoder.encode_prompt(messages))
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, DataError) as error:
+        raise ConfigError(f"{where} cannot be read: {error}") from error
 
 
 def generate_continuation_texts(

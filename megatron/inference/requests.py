@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,6 +14,7 @@ from megatron.inference.step_input import PromptImages
 
 Ids = tuple[int, ...]
 Reason = Literal["stop", "length", "cancelled", "error"]
+_RATE_SECONDS = 10.0  # over which a rate is averaged
 
 
 class EngineBusyError(Exception):
@@ -149,3 +152,23 @@ class EngineMetrics:
     proposed_tokens: int = 0
     accepted_tokens: int = 0
     tokens_per_second: float = 0.0
+
+
+class TokenRateMeter:
+    """Tokens per second, exponentially averaged over the last seconds."""
+
+    def __init__(self) -> None:
+        self._begun = self._last = time.monotonic()
+        self._rate = 0.0
+
+    def add_new_tokens(self, count: int) -> None:
+        """Count new tokens."""
+        now = time.monotonic()
+        self._rate = self._rate * math.exp((self._last - now) / _RATE_SECONDS) + count / _RATE_SECONDS
+        self._last = now
+
+    def current_rate(self) -> float:
+        """Return the tokens per second averaged over the last seconds."""
+        now = time.monotonic()
+        seen = 1.0 - math.exp((self._begun - now) / _RATE_SECONDS)  # of the time that counts, how much there has been
+        return self._rate * math.exp((self._last - now) / _RATE_SECONDS) / seen if seen > 0.0 else 0.0
