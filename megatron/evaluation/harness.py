@@ -317,12 +317,12 @@ def sampling_from_gen_kwargs(given: Mapping[str, Any], most: int) -> tuple[list[
         )
     until = given.get("until") or []
     numbers = [given[name] for name in _NUMBERS_OF_TOKENS if given.get(name) is not None]
-    sampling = _parse_sampling(given) if given.get("do_sample") else SamplingParams(0.0)
+    sampling = _parse_gen_kwargs_sampling(given) if given.get("do_sample") else SamplingParams(0.0)
     ends = [until] if isinstance(until, str) else [word for word in until if word]
     return ends, int(numbers[0]) if numbers else most, sampling
 
 
-def _parse_sampling(given: Mapping[str, Any]) -> SamplingParams:
+def _parse_gen_kwargs_sampling(given: Mapping[str, Any]) -> SamplingParams:
     temperature = 1.0 if given.get("temperature") is None else float(given["temperature"])
     return SamplingParams(temperature, int(given.get("top_k") or 0), float(given.get("top_p") or 0.0))
 

@@ -79,7 +79,7 @@ class BlockAllocator:
             wish = next(unreserved, _NOWHERE) or next(iter(self._free), _NOWHERE) or next(iter(self._cached))
         if wish in self._cached:
             del self._cached[wish]
-            self._evict_block(wish)
+            del self._by_content[self._content.pop(wish)]
         else:
             del self._free[wish]
         self._users[wish], self._unused[wish] = 1, False
@@ -149,10 +149,6 @@ class BlockAllocator:
         self._cached.clear()
         self._by_content.clear()
         self._content.clear()
-
-    def _evict_block(self, block: int) -> None:
-        """Remove a block from the prefix cache."""
-        del self._by_content[self._content.pop(block)]
 
 
 def _contiguous_free_run(open_: np.ndarray, count: int, start: int) -> range:

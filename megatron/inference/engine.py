@@ -31,8 +31,10 @@ from megatron.inference.image_prompts import ImagePromptWriter
 from megatron.inference.model_runner import CachedNetwork, LaunchedStep, ModelRunner
 from megatron.inference.recurrent_states import (
     RecurrentStateDtypes,
+    StatePool,
     StateSlotAllocator,
     StateSlotsOfSequence,
+    num_slots_for,
     recurrent_state_bytes,
 )
 from megatron.inference.requests import (
@@ -96,9 +98,8 @@ class Engine:
             for part, depths in parts
         ]
         if snapshots is not None:
-            networks[0].allocate_state_slots(
-                engine_setup.num_state_slots(snapshots, config), RecurrentStateDtypes.from_config(config)
-            )
+            slots = num_slots_for(config.inference_max_requests, config.num_speculative_tokens, snapshots)
+            networks[0].state_pool = StatePool(stages, slots, RecurrentStateDtypes.from_config(config))
         self.runner = ModelRunner(networks)
         networks[0].recorder = ExpertChoiceRecorder(stages) if records_routes else None
         self.adapters = ServedAdapters(self.runner, most=config.max_loras, rank=config.max_lora_rank)

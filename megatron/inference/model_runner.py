@@ -36,7 +36,7 @@ from megatron.inference.cache import (
 from megatron.inference.cuda_graphs import DecodingGraphs, GraphShape, write_sampled_ids
 from megatron.inference.expert_choice_recorder import ExpertChoiceRecorder, Routes, outputs_with_expert_choices
 from megatron.inference.forward_passes import run_forward_passes
-from megatron.inference.recurrent_states import RecurrentStateDtypes, StatePool, StepStateSlots
+from megatron.inference.recurrent_states import StatePool, StepStateSlots
 from megatron.inference.sampled_tokens import SampledTokens, sample_next_tokens
 from megatron.inference.step_input import PromptImages, SequenceInput, SequenceStepOutput, StepInput
 
@@ -123,10 +123,6 @@ class CachedNetwork:
         )
         self.sampled_before = torch.zeros(0, dtype=torch.int64, device=self.mesh.device)  # that the last pass sampled
         self._image_rows: OrderedDict[bytes, Tensor] = OrderedDict()  # of the images that were encoded last
-
-    def allocate_state_slots(self, slots: int, formats: RecurrentStateDtypes) -> None:
-        """Allocate slots for the recurrent states of layers that have them (inference/recurrent_states.py)."""
-        self.state_pool = StatePool(self.stages, slots, formats)
 
     def attach_image_embeddings(self, ids: Tensor, rows: Sequence[SequenceInput]) -> Tensor | IdsWithImages:
         """Return the ids [1, t] of a pass with the encoded images of its rows; the ids alone without images."""
@@ -456,11 +452,17 @@ class ModelRunner:
         routes = [] if step.depth else network.routes
         everyone = collectives.gather_objects((self.mesh.dp.rank, own, routes) if first else None, self.mesh.world)
         parts = [part for part in everyone if part is not None]
-        by_replica = {replica: theirs for replica, theirs, _ in parts if theirs is not None}
-        outputs_of_all = [by_replica[replica] for replica in range(len(step.rows))]
-        if network.recorder is None or step.depth:
-            return outputs_of_all
-        return [
-            outputs_with_expert_choices(theirs, [routes for replica, _, routes in parts if replica == number])
-            for number, theirs in enumerate(outputs_of_all)
-        ]
+        records = network.recorder is not None and not step.depth
+        return [_outputs_of_replica(parts, replica, records=records) for replica in range(len(step.rows))]
+
+
+def _outputs_of_replica(
+    parts: Sequence[tuple[int, list[SequenceStepOutput] | None, Routes]], replica: int, *, records: bool
+) -> list[SequenceStepOutput]:
+    """Return a replica's outputs, with the experts of each token if they are recorded.
+
+    parts: (replica, outputs of its last stage or None, routes) of each pipeline rank.
+    """
+    own = [(outputs, routes) for number, outputs, routes in parts if number == replica]
+    (outputs,) = (outputs for outputs, _ in own if outputs is not None)
+    return outputs_with_expert_choices(outputs, [routes for _, routes in own]) if records else outputs

@@ -12,10 +12,11 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from megatron.core.config.flags import ConfigError
-from megatron.inference.requests import EngineBusyError, GenerationEvent, GenerationReply, GenerationRequest, Listener
+from megatron.inference.requests import EngineBusyError, GenerationEvent, GenerationReply, GenerationRequest
 from megatron.inference.server.body_fields import RequestRefused
 from megatron.inference.service import EngineService, RequestStream
 from megatron.inference.service_thread import ServiceStoppedError
@@ -37,7 +38,7 @@ class HTTPCallRequests:
         self._ended = [False] * len(requests)
         try:
             for place, request in enumerate(requests):
-                self._streams.append(service.submit(request, self._make_event_listener(place)))
+                self._streams.append(service.submit(request, partial(self._queue_in_event_loop, place)))
         except (EngineBusyError, ServiceStoppedError, ConfigError) as error:
             self.cancel_all()
             raise refusal_for_error(error) from error
@@ -72,10 +73,6 @@ class HTTPCallRequests:
             if not self._ended[place]:
                 self._ended[place] = True
                 stream.cancel()
-
-    def _make_event_listener(self, place: int) -> Listener:
-        """Return the listener of a request, which the engine calls in its thread."""
-        return lambda event: self._queue_in_event_loop(place, event)
 
     def _queue_in_event_loop(self, place: int, event: GenerationEvent) -> None:
         """From the engine's thread: put an event into the event loop's queue."""
