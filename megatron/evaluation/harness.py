@@ -256,9 +256,7 @@ class MegatronLM(TemplateLM):
         )
 
     def _loglikelihoods(self, requests: Sequence[LoglikelihoodRequest]) -> list[tuple[float, bool]]:
-        """Return (log-likelihood, whether greedy) of each request. `ConfigError` if a continuation exceeds
-        `max_length`.
-        """
+        """Return (log-likelihood, whether greedy) by request. `ConfigError` if a continuation exceeds `max_length`."""
         long = [len(request.continuation) for request in requests if len(request.continuation) > self.max_length]
         if long:
             raise ConfigError(
@@ -270,9 +268,7 @@ class MegatronLM(TemplateLM):
     def _generation_request(
         self, number: int, context: str, given: Mapping[str, Any]
     ) -> tuple[GenerationPrompt, list[str]]:
-        """Return a request's prompt, cut at its start to fit, and its stop texts. `ConfigError` if no room is left for
-        a context.
-        """
+        """Return a request's prompt, cut at its start to fit, and stop texts. `ConfigError` if no context fits."""
         until, num_tokens, sampling = sampling_from_gen_kwargs(given, self.settings.max_gen_toks)
         room = self.max_length - num_tokens
         if room < 1:

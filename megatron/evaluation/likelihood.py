@@ -61,9 +61,7 @@ class LoglikelihoodRequest:
 
 @dataclass(frozen=True, slots=True)
 class ContinuationLikelihood:
-    """The likelihood of a given continuation. loglikelihood: sum of log-probabilities (nats). greedy: whether every
-    token of it is the likeliest.
-    """
+    """loglikelihood: sum of log-probabilities (nats). greedy: whether every token is the likeliest."""
 
     loglikelihood: float
     greedy: bool

@@ -71,9 +71,7 @@ class RewardModel:
     def score_ids(
         self, inputs: Sequence[Ids], *, size: EvaluationBatchLimits = EvaluationBatchLimits(32)
     ) -> list[float]:
-        """As `score`, for texts given as ids with their end. `ConfigError` if one is longer than the network's
-        positions.
-        """
+        """As `score`, for ids with their end. `ConfigError` if a text is longer than the network's positions."""
         longest = self.loaded.config.model.max_position_embeddings
         if too_long := [number for number, ids in enumerate(inputs) if len(ids) > longest]:
             raise ConfigError(

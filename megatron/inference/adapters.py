@@ -69,9 +69,7 @@ class MultiAdapterLinear(nn.Module):
             self.factors[number] = factors
 
     def forward(self, x: Tensor, base: Tensor, weight: Tensor) -> Tensor:
-        """Return the adapted output. x: the layer's input, [t, 1, in]; base: its output, without bias if rows are
-        scaled (DoRA).
-        """
+        """Return the adapted output. x: the input [t, 1, in]; base: the layer's output, for DoRA without bias."""
         numbers, first, second, lengths = self._joined_factors()
         region = self.bank.build.tp_region
         low = F.linear(x, first)
@@ -86,9 +84,7 @@ class MultiAdapterLinear(nn.Module):
         return result * lengths.index_select(0, self.bank.adapter_slots(numbers, result))[:, None]
 
     def merged_weight(self, weight: Tensor) -> Tensor:
-        """Return the weight (any shape) unchanged: adapters of layers whose weight is multiplied directly are refused
-        on load.
-        """
+        """Return the weight (any shape) as it is: layers whose weight is multiplied directly are refused."""
         return weight
 
     def _joined_factors(self) -> tuple[tuple[int, ...], Tensor, Tensor, Tensor | None]:
@@ -121,8 +117,7 @@ class AdapterBank:
 
     def select_adapters(self, of_token: Tensor | None, numbers: Sequence[int] = ()) -> None:
         """Set the adapters of the next pass. of_token: the adapter number of each token, int64 [t], 0 for the base;
-        None: all of the base.
-        numbers: that occur in it.
+        None: all of the base. numbers: that occur in it.
         """
         self.active, self._of_token = tuple(sorted({*numbers} - {0})), of_token
         self._masks, self._places = {}, {}
@@ -167,9 +162,7 @@ class AdapterBank:
 
     @torch.no_grad()
     def set_adapter(self, number: int, adapters: LoadedAdapter | None) -> None:
-        """Add adapters under a number, or with None remove those of the number. Collective over the ranks that hold the
-        network.
-        """
+        """Add adapters under a number, or with None remove them. Collective over the ranks that hold the network."""
         model = self.build.model if adapters is None else replace(self.build.model, adapter=adapters.model.adapter)
         plans = {plan.index: plan for plan in network_layer_plans(model)}
         for served in self._multi_adapter_layers():

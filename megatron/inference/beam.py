@@ -34,10 +34,9 @@ class BeamFailed(Exception):
 def beam_search(
     ask: Ask, prompt: Ids, *, width: int, num_tokens: int, ends: Collection[int], length_penalty: float = 1.0
 ) -> list[Beam]:
-    """Return the `width` continuations with the highest scores that beam search finds, the best first.
-    ask: runs requests, such as `Engine.run` or `Service.submit_and_wait_all`. ends: ids that end a text. A length penalty
-    above 1 favours long texts.
-    Raises `ConfigError` as `Engine.submit` does, and `BeamFailed`.
+    """Return the `width` continuations with the highest scores that beam search finds, the best first. ask: runs
+    requests, such as `Engine.run` or `Service.submit_and_wait_all`. ends: ids that end a text. A length penalty above 1
+    favours long texts. Raises `ConfigError` as `Engine.submit` does, and `BeamFailed`.
     """
     raise_config_error_if(
         (
@@ -73,9 +72,7 @@ def beam_search(
 
 
 def _no_beam_can_improve(ended: Sequence[Beam], width: int, best: float, length: int, penalty: float) -> bool:
-    """Whether no running text would be among the best if it ended now. best: the highest sum of log-probabilities of
-    those running.
-    """
+    """Whether no running text would be among the best if it ended now. best: their highest sum of logprobs."""
     return len(ended) == width and ended[-1].score >= best / length**penalty
 
 

@@ -21,9 +21,7 @@ _NOWHERE = 0  # padding tokens are stored in block 0, which belongs to no sequen
 
 
 class BlockAllocator:
-    """Allocates the blocks of one paged KV cache. count: all blocks, block 0 included; size: tokens in a block;
-    sharing: prefix caching.
-    """
+    """Allocates a paged KV cache of `count` blocks (0 included) of `size` tokens. sharing: prefix caching."""
 
     def __init__(self, count: int, size: int, *, sharing: bool = True) -> None:
         self.count, self.size, self.sharing = count, size, sharing
@@ -86,11 +84,7 @@ class BlockAllocator:
         return wish
 
     def release(self, blocks: Sequence[int], reserved: range = range(0)) -> None:
-        """Release a sequence's blocks and reservation. Its last blocks are evicted first, since a prefix is more likely
-        to
-        be
-        used again.
-        """
+        """Release a sequence's blocks and reservation; its first blocks, likelier to be shared, are evicted last."""
         self._reserved[reserved.start : reserved.stop] = False
         for block in reversed(blocks):
             self._users[block] -= 1
@@ -119,9 +113,7 @@ class BlockAllocator:
         return blocks
 
     def block_hashes(self, ids: Sequence[int], content: bytes = b"") -> list[bytes]:
-        """Return the prefix hash at the end of each full block of `ids`. content: hash of what precedes the first
-        token.
-        """
+        """Return the prefix hash at each full block's end. content: hash of what precedes the first token."""
         known = list[bytes]()
         for start in range(0, len(ids) - self.size + 1, self.size):
             content = _prefix_hash(content, ids[start : start + self.size])
@@ -129,10 +121,9 @@ class BlockAllocator:
         return known
 
     def cache_full_blocks(self, blocks: Sequence[int], ids: Sequence[int], *, known: int, content: bytes) -> bytes:
-        """Make the full blocks of a sequence available as a cached prefix.
-        ids: tokens whose keys and values are stored. known: number of blocks published before, and content: the hash
-        that that
-        call returned. Returns the hash of everything published so far.
+        """Make the full blocks of a sequence available as a cached prefix. ids: tokens whose keys and values are
+        stored. known: number of blocks published before, and content: the hash that that call returned. Returns the
+        hash of everything published so far.
         """
         if not self.sharing:
             return content
@@ -152,9 +143,7 @@ class BlockAllocator:
 
 
 def _contiguous_free_run(open_: np.ndarray, count: int, start: int) -> range:
-    """Return the first run of `count` open blocks from `start` on, else from block 0 on, else an empty range. open_:
-    bool [blocks].
-    """
+    """Return the first run of `count` open blocks (bool [blocks]) from `start` on, else from 0, else none."""
     for skipped in (start, 0):
         edges = np.flatnonzero(np.diff(open_[skipped:], prepend=False, append=False)).reshape(-1, 2) + skipped
         long = edges[edges[:, 1] - edges[:, 0] >= count]

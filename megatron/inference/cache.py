@@ -63,9 +63,7 @@ def cached_heads_and_sizes(model: ModelConfig, plan: LayerPlan, tensor_size: int
 def cache_bytes_per_token(
     model: ModelConfig, plans: Sequence[LayerPlan], tensor_size: int, dtype: torch.dtype, *, states: int = 0
 ) -> int:
-    """Return the cache bytes of a token on one rank, for these layers and `states` hidden states kept for multi-token
-    prediction.
-    """
+    """Return a token's cache bytes on one rank, for these layers and `states` hidden states for MTP."""
     return dtype.itemsize * (
         states * model.hidden_size
         + sum(heads * size for plan in plans for heads, size in cached_heads_and_sizes(model, plan, tensor_size))
@@ -135,9 +133,7 @@ class EqualQueryLengthGroup:
         return self.where.lengths[:, None] + torch.arange(-self.queries, 0, device=self.where.lengths.device)
 
     def last_keys_and_values(self, stored: Sequence[Tensor], seen: int) -> tuple[list[Tensor], Tensor | None]:
-        """Gather the last `seen` keys and values of every sequence, [b, keys, heads * size] each; also their padding
-        mask or None.
-        """
+        """Gather the last `seen` keys and values of each sequence, [b, keys, heads * size]; padding mask or None."""
         count = min(seen, self.where.longest)
         if count not in self.slots:  # all layers have the same
             self.slots[count] = self.where.slots_of_last_positions(count)
@@ -148,9 +144,7 @@ class EqualQueryLengthGroup:
 
 @dataclass(frozen=True, slots=True)
 class _ContiguousCacheView:
-    """Sequences whose keys form a strided batch in the pool: `rows` times `length` keys from slot `start` on, `step`
-    slots apart.
-    """
+    """A strided batch of keys in the pool: `rows` times `length` from slot `start` on, `step` slots apart."""
 
     first: int
     queries: int
@@ -174,9 +168,7 @@ class _ContiguousCacheView:
 
 
 def group_sequences_by_length(spans: Sequence[SequenceSpan]) -> list[list[int]]:
-    """Return indices of the spans by group (equally many new tokens, similar number of keys): the order of their tokens
-    in a step.
-    """
+    """Return indices of spans with equally many new tokens and about as many keys, by group, in a step's order."""
     groups: list[list[int]] = []
     for number in sorted(
         range(len(spans)), key=lambda number: (-spans[number].count, -spans[number].num_keys, spans[number].blocks[:1])
@@ -190,10 +182,9 @@ def group_sequences_by_length(spans: Sequence[SequenceSpan]) -> list[list[int]]:
 
 
 class StepKVCache:
-    """The `DecodingCache` of one forward pass. logit_positions: token indices whose logits are needed, None for all; filling:
-    number of padding tokens at the end. depth: of multi-token prediction, 0 for the network itself. states: pool of
-    recurrent states, and the groups' slots.
-    positions: of the tokens, [t].
+    """The `DecodingCache` of one forward pass. logit_positions: token indices whose logits are needed, None for all;
+    filling: number of padding tokens at the end. depth: of multi-token prediction, 0 for the network itself. states:
+    pool of recurrent states, and the groups' slots. positions: of the tokens, [t].
     """
 
     def __init__(
@@ -237,9 +228,7 @@ class StepKVCache:
         raise AssertionError("a decoder alone has no memory")
 
     def select_logit_states(self, x: Tensor) -> Tensor:
-        """Return the hidden states whose logits are needed; all are stored for the next MTP depth. x: [t, 1, h];
-        returns [w, 1, h].
-        """
+        """Store the hidden states x [t, 1, h] for the next MTP depth; return those that need logits, [w, 1, h]."""
         if self._depth < len(self._pool.states):
             self._pool.states[self._depth].index_copy_(0, self._new, x[:, 0].to(self._pool.states[0].dtype))
         return x if self._logit_positions is None else x.index_select(0, self._logit_positions)
@@ -377,9 +366,7 @@ def _attend_paged(
     mask: AttentionMaskSpec,
     scores: AttentionScoreModifiers,
 ) -> Tensor:
-    """Apply a kernel that reads blocks in place to one group. q: [t, 1, n, d] of all groups; returns [b * queries, 1, n
-    * dv].
-    """
+    """Apply a kernel that reads blocks in place to one group. q: [t, 1, n, d]; returns [b * queries, 1, n * dv]."""
     queries = q[group.first : group.first + group.num_sequences * group.queries, 0].unflatten(
         0, (group.num_sequences, group.queries)
     )

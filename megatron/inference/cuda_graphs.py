@@ -103,9 +103,7 @@ class DecodingGraphs:
         return rows, self._most_blocks * self._block_size if whole else _next_power_of_two(keys, _FEWEST_KEYS)
 
     def ensure_graph(self, shape: GraphShape, *, on_demand: bool) -> bool:
-        """Whether a graph of this shape exists. on_demand: capture it now if not; else the shape is added to
-        `requested`.
-        """
+        """Whether a graph of this shape exists; else capture it now (`on_demand`), or add the shape to `requested`."""
         if shape in self._kept:
             self._kept.move_to_end(shape)
             return True
@@ -119,9 +117,8 @@ class DecodingGraphs:
         self, shape: GraphShape, ids: Sequence[int], spans: Sequence[SequenceSpan], awaited: Awaited, sampled: Tensor
     ) -> Tensor:
         """Replay the graph and return the logits of each sequence's next token, [texts, 1, v]; valid until the next
-        step.
-        ids: the input tokens. awaited: (index among ids, index among `sampled`) of those known on the device only.
-        sampled: tokens of the previous pass.
+        step. ids: the input tokens. awaited: (index among ids, index among `sampled`) of those known on the device
+        only. sampled: tokens of the previous pass.
         """
         graph, (rows, _), texts = self._kept[shape], shape, len(spans)
         values = np.zeros(graph.given.numel(), np.int32)
@@ -167,9 +164,7 @@ class DecodingGraphs:
 
 
 def write_sampled_ids(ids: Tensor, sampled: Tensor, places: Tensor, numbers: Tensor) -> None:
-    """Write sampled tokens into the ids of the next pass. ids: [t]; sampled: [w]; places: [n], indices of ids;
-    numbers: [n], of sampled.
-    """
+    """Write sampled[numbers] into ids[places] of the next pass. ids: [t]; sampled: [w]; both indices: [n]."""
     if len(places):
         # What is no token, since logits were no numbers, ends its text as soon as the host hears of it; until then any id will do.
         tokens = sampled.index_select(0, numbers.to(torch.int64)).clamp_(min=0)

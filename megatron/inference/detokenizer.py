@@ -15,9 +15,7 @@ _PATIENCE = 64  # ids without a complete character after which waiting for one e
 
 
 class Detokenizer:
-    """Incremental detokenization of one reply, with stop words. keep_stop: the text includes the stop word.
-    ended: whether a stop word was found.
-    """
+    """Detokenizes one reply while it grows. keep_stop: with its stop word. ended: whether one was found."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int], stop_words: Sequence[str] = (), *, keep_stop: bool = False
@@ -96,9 +94,7 @@ class IncrementalTokenTexts:
         self._said = len(tokenizer.detokenize(self._ids))
 
     def texts_of_next_ids(self, ids: Sequence[int], *, last: bool) -> list[str]:
-        """Return the text of each of the next ids. last: no more follow, so that an incomplete character is given as it
-        is.
-        """
+        """Return the text of each next id. last: no more follow, so an incomplete character is given as it is."""
         pieces = []
         for place, token in enumerate(ids, start=1):
             self._ids.append(token)

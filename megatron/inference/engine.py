@@ -56,12 +56,11 @@ _SCORED = 256  # most prompt positions per step with log-probabilities, which bo
 
 
 class Engine:
-    """Continuous batching over the stages of a network.
-    stages: this rank's, in evaluation mode. draft: stages of a smaller network with the same vocabulary and layout, for
-    speculative decoding; without it the network's multi-token prediction layers propose. records_routes: replies
-    contain the experts of each token; then prefixes are not shared and no CUDA graphs are used. The first rank of the
-    mesh submits and steps; all others call `run_as_follower`. Raises `ConfigError` for settings that do not fit
-    together.
+    """Continuous batching over the stages of a network. stages: this rank's, in evaluation mode. draft: stages of a
+    smaller network with the same vocabulary and layout, for speculative decoding; without it the network's multi-token
+    prediction layers propose. records_routes: replies contain the experts of each token; then prefixes are not shared
+    and no CUDA graphs are used. The first rank of the mesh submits and steps; all others call `run_as_follower`. Raises
+    `ConfigError` for settings that do not fit together.
     """
 
     def __init__(
@@ -245,10 +244,7 @@ class Engine:
         return True
 
     def run(self, requests: Iterable[GenerationRequest]) -> list[GenerationReply]:
-        """Run requests to their end in this thread; replies in the order of the requests. Other requests of the engine
-        go
-        on meanwhile.
-        """
+        """Run requests to their end; replies in their order. Other requests of the engine go on meanwhile."""
         replies: dict[int, GenerationReply] = {}
 
         def collect_reply(event: GenerationEvent) -> None:
@@ -434,9 +430,7 @@ class Engine:
         return sum(one.replica == replica for one in self._running)
 
     def _try_admit_request(self, one: SequenceState, replica: int, budget: int) -> bool:
-        """Admit a waiting request with its cached prefix if there is room for all of it; return whether it was. budget:
-        tokens left in the step.
-        """
+        """Admit a request and its cached prefix if all of it fits; return whether. budget: the step's tokens left."""
         blocks = self.allocators[replica]
         beginning = [] if one.request.prompt_logprobs else blocks.share_cached_prefix_blocks(one.ids, one.hash_root)
         mark: bytes | None = None
@@ -483,9 +477,7 @@ class Engine:
         chosen[one.replica].append((one, count))
 
     def _allocate_blocks(self, one: SequenceState, tokens: int, chosen: list[tuple[SequenceState, int]]) -> bool:
-        """Allocate blocks for so many tokens, preempting the latest requests if there are none. False if the request
-        itself was preempted.
-        """
+        """Allocate blocks for so many tokens, preempting the latest requests; False if that was this one."""
         blocks = self.allocators[one.replica]
         while len(one.blocks) < blocks.num_blocks_for_tokens(tokens):
             if blocks.available:
@@ -529,9 +521,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class _InFlightStep:
-    """A launched forward pass. chosen: of each data-parallel replica, the sequences and their numbers of tokens; rows:
-    their inputs.
-    """
+    """A launched pass. chosen: each replica's sequences with their numbers of tokens; rows: their inputs."""
 
     chosen: list[list[tuple[SequenceState, int]]]
     rows: tuple[tuple[SequenceInput, ...], ...]

@@ -114,17 +114,13 @@ def choose_paged_attention(build: LayerBuildContext, config: InferenceConfig) ->
 
 
 def max_captured_graphs(stages: Sequence[GPTModel], config: InferenceConfig) -> int:
-    """Return how many shapes of a step may be kept as CUDA graphs: those requested, else a default, 0 if capture is
-    impossible.
-    """
+    """Return the most graphs to keep: as requested, else a default, 0 if they cannot be captured."""
     graphs = config.inference_dynamic_batching_num_cuda_graphs
     return graphs if graphs is not None else 0 if cuda_graphs.graph_capture_obstacle(stages) else _GRAPHS
 
 
 def state_snapshot_count(stages: Sequence[GPTModel], config: InferenceConfig) -> int | None:
-    """Return how many snapshots of recurrent states are kept, the same on every rank; None if no layer has a state.
-    Collective.
-    """
+    """Return how many state snapshots are kept, alike on all ranks; None if no layer has a state. Collective."""
     each = max(
         collectives.gather_objects(
             recurrent_state_bytes(stages, RecurrentStateDtypes.from_config(config)), stages[0].build.mesh.world
@@ -163,9 +159,7 @@ def num_cache_blocks(parts: Sequence[tuple[Sequence[GPTModel], int]], config: In
 
 
 def config_for_route_recording(config: InferenceConfig, records: bool) -> InferenceConfig:  # noqa: FBT001
-    """Return the engine's settings; with `records`, without prefix caching and CUDA graphs, so that all tokens pass the
-    routers.
-    """
+    """With `records`, turn prefix caching and CUDA graphs off, so that all tokens pass the routers."""
     if not records:
         return config
     return replace(

@@ -34,9 +34,8 @@ _TOGETHER = 32  # prompts decoded at once by each copy of the network
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPrompts:
-    """Prompts with their ids, and how to continue them. The n-th is sampled with seed + n.
-    images, references: of each, for questions about images; references are the right answers. stop_ids, stop_words:
-    either ends a text.
+    """Prompts with their ids, and how to continue them. The n-th is sampled with seed + n. images, references: of each,
+    for questions about images; references are the right answers. stop_ids, stop_words: either ends a text.
     """
 
     texts: tuple[str, ...]
@@ -50,9 +49,7 @@ class EvaluationPrompts:
     stop_words: tuple[str, ...] = ()
 
     def count_exact_matches(self, answers: Sequence[str]) -> tuple[int, int]:
-        """Return (number of answers that equal one of their references up to case and surrounding space, number that
-        have references).
-        """
+        """Return (number of answers equal to a reference but for case and outer space, number with references)."""
         scored = [pair for pair in zip(answers, self.references) if pair[1]]
         right = sum(answer.strip().lower() in [one.strip().lower() for one in given] for answer, given in scored)
         return right, len(scored)
@@ -69,9 +66,8 @@ def read_image_questions(
     seed: int,
 ) -> EvaluationPrompts:
     """Read --eval-generate for a network with images: lines {"messages": ..., "images": [paths], "references":
-    [answers]}.
-    folder: that image paths are relative to, if not the file's. positions: of the network. Raises `ConfigError` for a
-    line that cannot be used.
+    [answers]}. folder: that image paths are relative to, if not the file's. positions: of the network. Raises
+    `ConfigError` for a line that cannot be used.
     """
     folder = folder or os.path.dirname(os.path.abspath(path))
     texts: list[str] = []
@@ -141,8 +137,7 @@ def read_prompts(
     template: str | None = None,
 ) -> EvaluationPrompts:
     """Read --eval-generate: one prompt a line, empty ones left out. Raises `ConfigError` for a line that cannot be
-    used.
-    positions: of the network, into which a prompt and its continuation must fit. template: chat template (as for
+    used. positions: of the network, into which a prompt and its continuation must fit. template: chat template (as for
     `ConversationEncoder`) of lines that are objects with "messages"; None: all lines are text.
     """
     lines = [
@@ -195,9 +190,7 @@ def _encode_prompt_line(
 def generate_continuation_texts(
     stages: Sequence[GPTModel], tokenizer: Tokenizer, prompts: EvaluationPrompts
 ) -> list[str]:
-    """Generate the continuation of each prompt, the same on every rank. stages: this rank's, in evaluation mode.
-    Collective.
-    """
+    """Continue each prompt, the same on every rank. stages: this rank's, in evaluation mode. Collective."""
     mesh = stages[0].build.mesh
     each = min(_TOGETHER, -(-len(prompts.ids) // mesh.dp.size))
     length = max(2, max(map(len, prompts.ids)) + prompts.num_tokens)

@@ -20,9 +20,7 @@ Routes = list[dict[int, np.ndarray]]  # for each row of a pass: layer -> experts
 
 
 class ExpertChoiceRecorder:
-    """Records which experts the routers of this rank's stages choose. passes: microbatch -> layer -> experts, of the
-    current pass.
-    """
+    """Records the experts that this rank's routers choose. passes: microbatch -> layer -> experts."""
 
     def __init__(self, stages: Sequence[GPTModel]) -> None:
         self._routers: dict[int, list[TopKRouter]] = {id(stage): routers_of([stage]) for stage in stages}
@@ -43,9 +41,7 @@ class ExpertChoiceRecorder:
             router.observed = None
 
     def choices_of_rows(self, shares: Sequence[tuple[Sequence[SequenceInput], Sequence[int]]]) -> Routes:
-        """Return the choices of each row of the pass, and forget them. shares: of each microbatch, its rows and their
-        indices in the pass.
-        """
+        """Return and forget each row's choices. shares: each microbatch's rows and their indices in the pass."""
         result: Routes = [{} for rows, _ in shares for _ in rows]
         for microbatch, (rows, places) in enumerate(shares):
             layers = {layer: experts.cpu().numpy() for layer, experts in self.passes.get(microbatch, {}).items()}

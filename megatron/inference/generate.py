@@ -30,8 +30,7 @@ def generate_continuation(
 ) -> list[int]:
     """Return the tokens after a prompt, at most `num_tokens`. ends: the end-of-document token ends it, and is not
     included. A text longer than the network's positions loses its beginning, and is then prefilled again for every
-    token.
-    Raises `GenerationFailed`.
+    token. Raises `GenerationFailed`.
     """
     ids, new = list(prompt), list[int]()
     while len(new) < num_tokens:

@@ -37,8 +37,7 @@ KEPT_FILES = 32  # files whose tiles stay
 @dataclass(frozen=True, slots=True)
 class ImagePromptWriter:
     """Encodes conversations with images as prompts of one network. rows: embeddings of an image tile. filler: id at
-    image slots.
-    cache: tiles of the latest files, by hash.
+    image slots. cache: tiles of the latest files, by hash.
     """
 
     writer: ImageConversationEncoder
@@ -53,9 +52,7 @@ class ImagePromptWriter:
     def from_model(
         model: ModelConfig, tokenizer: Tokenizer, settings: Mapping[str, Any], format: str | None = None
     ) -> ImagePromptWriter:
-        """Return a writer of prompts as in the network's training. settings: of its checkpoint. format: of
-        conversations, if another.
-        """
+        """Return a writer as in the training that `settings` describe. format: of conversations, if another."""
         data, chat = config_from_dict(MultimodalDataConfig, settings), config_from_dict(SFTDataConfig, settings)
         encoder = ConversationEncoder(tokenizer, format or chat.sft_tokenizer_prompt_format)
         writer = ImageConversationEncoder(

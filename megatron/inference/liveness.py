@@ -38,8 +38,7 @@ class RankLiveness:
 
     def wait_for_loss(self, seconds: float) -> str:
         """Wait up to so many seconds for a rank to be found dead, and return `lost_rank_text`: that may be noticed
-        after the
-        failure that it explains.
+        after the failure that it explains.
         """
         if self._watches:
             self._news.wait(seconds)
@@ -88,8 +87,7 @@ def accept_rank_connections(
     size: int, tell: Callable[[tuple[int, str]], object], stack: ExitStack
 ) -> dict[socket.socket, str]:
     """On the first rank: accept a TCP connection from every other rank; return connection -> its name. `ConfigError`
-    after a time limit.
-    tell: sends (port, secret) to the others. stack: closes the connections.
+    after a time limit. tell: sends (port, secret) to the others. stack: closes the connections.
     """
     secret, ranks = secrets.token_hex(16), dict[socket.socket, str]()
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET

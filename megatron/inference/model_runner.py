@@ -57,9 +57,7 @@ def _on_all_ranks(method: Method) -> Method:
 
 
 def cached_layers(stages: Sequence[GPTModel], depths: int) -> tuple[tuple[LayerPlan, ...], int]:
-    """Return (layers whose keys and values this rank caches, hidden states cached per token), with `depths` of
-    multi-token prediction.
-    """
+    """Return (layers with cached keys and values, hidden states cached a token) for `depths` of MTP."""
     plans, model = tuple(plan for stage in stages for plan in stage.stage.layers), stages[0].build.model
     if stages[-1].mtp is None:
         return plans, 0
@@ -67,11 +65,10 @@ def cached_layers(stages: Sequence[GPTModel], depths: int) -> tuple[tuple[LayerP
 
 
 class CachedNetwork:
-    """This rank's stages of one network, with their KV cache, recurrent states and CUDA graphs.
-    stages: in order, in evaluation mode. blocks: of the cache, block_size tokens each; most_blocks: of one sequence;
-    most_rows: sequences of a pass. depths: of multi-token prediction used as draft. captured_graphs: most shapes kept
-    as CUDA graphs.
-    paged: attention kernel that reads blocks in place; None: keys are gathered.
+    """This rank's stages of one network, with their KV cache, recurrent states and CUDA graphs. stages: in order, in
+    evaluation mode. blocks: of the cache, block_size tokens each; most_blocks: of one sequence; most_rows: sequences of
+    a pass. depths: of multi-token prediction used as draft. captured_graphs: most shapes kept as CUDA graphs. paged:
+    attention kernel that reads blocks in place; None: keys are gathered.
     """
 
     def __init__(
@@ -157,8 +154,7 @@ class CachedNetwork:
 
     def launch(self, rows_of_all: Sequence[Sequence[SequenceInput]], *, on_demand: bool = True) -> list[SampledTokens]:
         """Run the rows of this rank's replica through the stages, without waiting for the device. rows_of_all: of each
-        replica.
-        Return what each microbatch sampled, on the first tensor rank of the last stage; empty ones elsewhere.
+        replica. Return what each microbatch sampled, on the first tensor rank of the last stage; empty ones elsewhere.
         on_demand: capture a missing graph now.
         """
         rows = rows_of_all[self.mesh.dp.rank]
@@ -212,9 +208,7 @@ class CachedNetwork:
     def _matching_graph_shape(
         self, rows_of_all: Sequence[Sequence[SequenceInput]], on_demand: bool
     ) -> GraphShape | None:
-        """Return the shape of the CUDA graph that can run these rows, or None. Replicas that exchange tokens agree on
-        it.
-        """
+        """Return the shape of the graph for these rows, or None. Replicas that exchange tokens agree on it."""
         graphs, own = self.captured_graphs, self.mesh.dp.rank
         if graphs is None:
             return None
@@ -251,9 +245,7 @@ class CachedNetwork:
         return step.sampled.collect()
 
     def _padded_length(self, replicas: Sequence[Sequence[SequenceInput]]) -> int:
-        """Return the tokens of a pass with its padding. With experts all replicas pad to the same number, since they
-        exchange tokens.
-        """
+        """Return a pass's tokens with padding; with experts the same on all replicas, which exchange tokens."""
         together = replicas if self.build.model.moe.num_experts else [replicas[self.mesh.dp.rank]]
         longest = max(1, *(sum(len(row.ids) for row in rows) for rows in together))
         pieces = self.build.tp_region.whole_sequence_length(1)
@@ -337,8 +329,7 @@ def _logit_and_awaited_positions(rows: Sequence[SequenceInput]) -> tuple[list[in
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
     """A step that may still be running on the device. places: index of each row's first sampled token, if there is one
-    rank only.
-    collect: waits, and returns the outputs of each replica's rows.
+    rank only. collect: waits, and returns the outputs of each replica's rows.
     """
 
     places: list[int]
@@ -346,9 +337,7 @@ class LaunchedStep:
 
 
 class ModelRunner:
-    """Runs steps on all ranks that decode together; the first is the leader. networks: the network, and its draft
-    network if there is one.
-    """
+    """Runs steps on all ranks that decode together; the first leads. networks: the network, and perhaps a draft."""
 
     def __init__(self, networks: Sequence[CachedNetwork]) -> None:
         self.networks = tuple(networks)

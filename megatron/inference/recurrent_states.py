@@ -168,9 +168,7 @@ class StepStateSlots:
         return [np.array(column, np.int32) for group in self._columns for column in group]
 
     def pool_and_groups(self, uploaded: Iterable[Tensor]) -> tuple[StatePool, list[EqualLengthGroup]] | None:
-        """Return the pool and the groups with their slots, or None without states. uploaded: `arrays_to_upload` on the
-        device, [b] each.
-        """
+        """Return the pool and the groups with slots, or None. uploaded: `arrays_to_upload` on the device, [b]."""
         if self._pool is None:
             return None
         groups, first, given = list[EqualLengthGroup](), 0, iter(uploaded)
@@ -210,9 +208,7 @@ class StateSlotAllocator:
         self._free.append(slots)
 
     def num_blocks_with_snapshot(self, marks: Sequence[bytes]) -> int:
-        """Return how many blocks the longest prefix with a snapshot has, 0 for none. marks: hash of each prefix, one
-        block longer each.
-        """
+        """Return the blocks of the longest prefix with a snapshot, or 0. marks: prefix hashes, block by block."""
         return next((count for count in range(len(marks), 0, -1) if marks[count - 1] in self._snapshots), 0)
 
     def pin_snapshot(self, mark: bytes) -> int:
@@ -256,18 +252,14 @@ class StateSlotAllocator:
 
 
 def next_snapshot_position(start: int, known: int, block: int) -> int:
-    """Return after how many tokens, more than `start`, the next snapshot is to be taken, at a block's end. known:
-    length of the known text.
-    """
+    """Return the block end above `start` where the next snapshot is taken. known: length of the known text."""
     interval = max(block, _INTERVAL // block * block)
     regular, last = (start // interval + 1) * interval, (known - 1) // block * block
     return last if start < last < regular else regular
 
 
 class StateSlotsOfSequence:
-    """The state slots of one running sequence. beginning: hash of the prefix whose snapshot it starts from; None: from
-    the initial state.
-    """
+    """Slots of a running sequence. beginning: hash of the prefix whose snapshot it starts from, or None."""
 
     def __init__(self, slots: StateSlotAllocator, beginning: bytes | None) -> None:
         self._slots, self._own, self._pinned = slots, slots.allocate(), beginning

@@ -23,15 +23,14 @@ class EngineBusyError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A prompt to continue or to score.
-    prompt: ids, at least one. num_tokens: most new ones; 0 only scores the prompt. seed: of sampling; None: any.
-    first_draw: number of tokens that were sampled with this seed before. stop_ids: tokens that end the text, beside the
-    end of document unless `ignore_eod`; they are not part of it. stop_words: texts that end it; they are cut off unless
-    `keep_stop`.
-    newline_after_colon: whether a newline may follow a colon. logprobs: of new tokens; prompt_logprobs: of the
-    prompt's. top_logprobs: how many of the likeliest tokens are returned beside each. after_temperature:
-    log-probabilities are those of the distribution with the temperature, before top-k and top-p. adapter: name of the
-    adapter to use; empty: none. images: of the prompt, whose embeddings replace some of its ids.
+    """A prompt to continue or to score. prompt: ids, at least one. num_tokens: most new ones; 0 only scores the prompt.
+    seed: of sampling; None: any. first_draw: number of tokens that were sampled with this seed before. stop_ids: tokens
+    that end the text, beside the end of document unless `ignore_eod`; they are not part of it. stop_words: texts that
+    end it; they are cut off unless `keep_stop`. newline_after_colon: whether a newline may follow a colon. logprobs: of
+    new tokens; prompt_logprobs: of the prompt's. top_logprobs: how many of the likeliest tokens are returned beside
+    each. after_temperature: log-probabilities are those of the distribution with the temperature, before top-k and
+    top-p. adapter: name of the adapter to use; empty: none. images: of the prompt, whose embeddings replace some of its
+    ids.
     """
 
     prompt: Ids
@@ -85,12 +84,11 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class GenerationReply:
-    """The result of a request.
-    tokens: new ones, without what ended them. text: the new text. prompt: the prompt's tokens, if their
-    log-probabilities were requested. cached_tokens: of the prompt, found in the prefix cache. waited, first, total:
-    seconds from the submission to admission, to the first token and to the end. problem: why, if the reason is error.
-    end: the end token, which `tokens` lacks.
-    routes: the experts in all MoE layers for each id that was read, from the prompt's first on, if they are recorded.
+    """The result of a request. tokens: new ones, without what ended them. text: the new text. prompt: the prompt's
+    tokens, if their log-probabilities were requested. cached_tokens: of the prompt, found in the prefix cache. waited,
+    first, total: seconds from the submission to admission, to the first token and to the end. problem: why, if the
+    reason is error. end: the end token, which `tokens` lacks. routes: the experts in all MoE layers for each id that
+    was read, from the prompt's first on, if they are recorded.
     """
 
     reason: Reason
@@ -128,10 +126,9 @@ Listener = Callable[[GenerationEvent], None]
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
     """Counters and gauges of an engine: counts since its start, but for `waiting`, `running` and blocks; rates over the
-    last seconds.
-    state_bytes: recurrent states of one sequence; states_kept: snapshots of prefixes. blocks_used: of running requests;
-    blocks_kept: unused ones in the prefix cache. prompt_tokens were computed, cached_tokens found in the cache,
-    generated_tokens sampled.
+    last seconds. state_bytes: recurrent states of one sequence; states_kept: snapshots of prefixes. blocks_used: of
+    running requests; blocks_kept: unused ones in the prefix cache. prompt_tokens were computed, cached_tokens found in
+    the cache, generated_tokens sampled.
     """
 
     waiting: int = 0

@@ -22,11 +22,10 @@ from megatron.inference.step_input import SamplingState, SequenceInput, Sequence
 
 
 class SampledTokens:
-    """What a pass has sampled, while it is copied to the host.
-    tokens: sampled ids, int64 [w] on the device, row by row. rows: of the pass; order: index of each among the caller's
-    rows.
-    scores: log-probabilities [w'] at all positions of the rows that are scored; best: (ids, log-probabilities) of the
-    likeliest there, [w', top]. Without tokens: nothing was sampled on this rank.
+    """What a pass has sampled, while it is copied to the host. tokens: sampled ids, int64 [w] on the device, row by
+    row. rows: of the pass; order: index of each among the caller's rows. scores: log-probabilities [w'] at all
+    positions of the rows that are scored; best: (ids, log-probabilities) of the likeliest there, [w', top]. Without
+    tokens: nothing was sampled on this rank.
     """
 
     def __init__(
@@ -77,8 +76,7 @@ def sample_next_tokens(
     rows: Sequence[SequenceInput], logits: Tensor, build: LayerBuildContext, order: Sequence[int] | None = None
 ) -> SampledTokens:
     """Sample the next tokens at the positions with logits of each row, on the first tensor rank, without waiting for
-    the device.
-    logits: [w, 1, v/tp], row by row. order: index of each row among the caller's; None: the same order.
+    the device. logits: [w, 1, v/tp], row by row. order: index of each row among the caller's; None: the same order.
     """
     axis, size = build.mesh.tp, build.model.true_vocab_size
     order = range(len(rows)) if order is None else order

@@ -19,10 +19,9 @@ from megatron.core.parallel.device import copy_arrays_to_device
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling parameters. temperature 0 or top_k 1: greedy. top_k 0, top_p 0 and min_p 0: no limit.
-    min_p: excludes tokens less likely than this share of the likeliest. repetition_penalty: logits of tokens in the
-    text are divided by it, or multiplied if negative (Keskar et al., 2019). top_p_decay: factor of top_p after every
-    token, 0 for none;
+    """Sampling parameters. temperature 0 or top_k 1: greedy. top_k 0, top_p 0 and min_p 0: no limit. min_p: excludes
+    tokens less likely than this share of the likeliest. repetition_penalty: logits of tokens in the text are divided by
+    it, or multiplied if negative (Keskar et al., 2019). top_p_decay: factor of top_p after every token, 0 for none;
     top_p_bound: lower limit of that (Lee et al., 2022).
     """
 
@@ -101,9 +100,7 @@ def apply_repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Te
 
 
 def uniform_random(seed: int, number: int) -> float:
-    """Return a random number in [0, 1) for a request's token of this number: Philox (Salmon et al., 2011) keyed by seed
-    and number.
-    """
+    """Return a number in [0, 1) for a request's token: Philox (Salmon et al., 2011) keyed by seed and number."""
     key = np.array((seed % 2**64, number), np.uint64)
     return (
         int(np.random.Philox(key=key).random_raw()) >> 12
@@ -112,8 +109,7 @@ def uniform_random(seed: int, number: int) -> float:
 
 def sample_by_uniform_numbers(logits: Tensor, settings: Sequence[SamplingParams], numbers: Sequence[float]) -> Tensor:
     """Return for each row the token at which the cumulative probability passes its number; -1 if the row's largest
-    logit is not finite.
-    logits: [w, v] after penalties; numbers: [w] in [0, 1). Returns [w].
+    logit is not finite. logits: [w, v] after penalties; numbers: [w] in [0, 1). Returns [w].
     """
     rows: dict[SamplingParams, list[int]] = {}
     for row, sampling in enumerate(settings):

@@ -26,9 +26,7 @@ Scores = Future[list[float]]
 
 
 class ScoreService(ServiceThread):
-    """Runs `score` (reward model) in a thread, on the texts of several calls together. close: called at the end, to let
-    other ranks go.
-    """
+    """Scores the texts of several calls together, in a thread. close: called at the end, for other ranks."""
 
     def __init__(
         self,

@@ -21,13 +21,11 @@ from megatron.inference.step_input import PromptImages, SamplingState, SequenceI
 
 
 class SequenceState:
-    """A request, its tokens and its cache blocks.
-    ids: prompt and new tokens; keys and values of the first `computed` are in `blocks` (of the first `drafted` in the
-    draft's cache).
-    adapter: its number, 0 for none. reserved: blocks reserved for it. drafts: proposed next tokens. reason: why it
-    ended, None before.
-    in_flight: tokens of a launched step whose output is not taken yet; awaited: whether that step samples the next
-    token; place: index of that token among those sampled.
+    """A request, its tokens and its cache blocks. ids: prompt and new tokens; keys and values of the first `computed`
+    are in `blocks` (of the first `drafted` in the draft's cache). adapter: its number, 0 for none. reserved: blocks
+    reserved for it. drafts: proposed next tokens. reason: why it ended, None before. in_flight: tokens of a launched
+    step whose output is not taken yet; awaited: whether that step samples the next token; place: index of that token
+    among those sampled.
     """
 
     def __init__(
@@ -75,9 +73,7 @@ class SequenceState:
 
     @property
     def num_uncomputed(self) -> int:
-        """Number of tokens that no step has computed or is computing; the token that a step in flight samples counts. 1
-        while decoding.
-        """
+        """Number of tokens that no step computes yet, one that is being sampled included; 1 while decoding."""
         return len(self.ids) + self.awaited - self.computed
 
     @property
@@ -113,9 +109,7 @@ class SequenceState:
         return max(0, min(most, self.request.num_tokens - self.num_generated - 1)) if self.num_uncomputed == 1 else 0
 
     def sampling_state(self, after: Sequence[tuple[int, int]]) -> SamplingState:
-        """Return how the next token is sampled. after: banned (id, next id) pairs, used unless newlines may follow a
-        colon.
-        """
+        """Return how the next token is sampled. after: banned (id, next id) pairs, for newlines after a colon."""
         repeats = self.request.sampling.repetition_penalty != 1.0
         return SamplingState(
             self.request.sampling,
@@ -156,9 +150,7 @@ class SequenceState:
         return images
 
     def next_state_slots(self, count: int, blocks: BlockAllocator) -> StateReadWriteSlots:
-        """Return the slots of its recurrent states in the next step of `count` tokens, with a snapshot's slot if one is
-        due.
-        """
+        """Return its state slots in the next step of `count` tokens, with a snapshot's slot if one is due."""
         if self.states is None:
             return StateReadWriteSlots()
         end = self.computed + count
@@ -209,9 +201,7 @@ class SequenceState:
             self._prompt_scores.clear()
 
     def append_output(self, row: SequenceInput, output: SequenceStepOutput, now: float) -> int:
-        """Append the output of a step; return the number of new tokens. now: time.monotonic(), for the time to the
-        first token.
-        """
+        """Append the output of a step; return the number of new tokens. now: by time.monotonic()."""
         count = len(row.ids) - len(self.drafts)
         drafts, self.drafts = self.drafts, ()
         self.in_flight -= count

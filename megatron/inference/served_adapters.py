@@ -18,8 +18,7 @@ _ABSORBED = ".linear_kv_up_proj"
 
 class ServedAdapters:
     """The adapters that requests may name, on the leader. They change between steps, in the thread that steps; `names`
-    may be read by any.
-    most: adapters at once; rank: the largest LoRA rank that may be loaded.
+    may be read by any. most: adapters at once; rank: the largest LoRA rank that may be loaded.
     """
 
     def __init__(self, runner: ModelRunner, *, most: int, rank: int) -> None:
@@ -59,9 +58,7 @@ class ServedAdapters:
         self._numbers = {**self._numbers, name: number}  # anew, since other threads read it
 
     def unload(self, name: str) -> None:
-        """Refuse new requests for an adapter; it is removed when the last that uses it ends. `ConfigError` if it is not
-        loaded.
-        """
+        """Refuse new requests for an adapter, which goes when its last ends. `ConfigError` if it is not loaded."""
         self._retired.add(self.number_of(name))
         self._numbers = {other: number for other, number in self._numbers.items() if other != name}
 

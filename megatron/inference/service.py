@@ -82,8 +82,7 @@ class EngineService(ServiceThread):
 
     def submit(self, request: GenerationRequest, listener: Listener | None = None) -> RequestStream:
         """Submit a request; return the stream of its events. With a listener the stream stays empty, and only serves to
-        cancel.
-        Raises `ConfigError`, `EngineBusyError`, and `ServiceStoppedError` when no more requests are accepted.
+        cancel. Raises `ConfigError`, `EngineBusyError`, and `ServiceStoppedError` when no more requests are accepted.
         """
         stream = RequestStream(self)
         with self._lock:
@@ -99,8 +98,7 @@ class EngineService(ServiceThread):
 
     def run_between_steps(self, work: Callable[[], T]) -> T:
         """Run a function between steps, in the thread that steps; return its result, or raise its `ConfigError` or
-        `CheckpointError`.
-        Raises `ServiceStoppedError` as `submit` does.
+        `CheckpointError`. Raises `ServiceStoppedError` as `submit` does.
         """
         result: Future[T] = Future()
 

@@ -56,16 +56,12 @@ class DraftNetwork:
         guesses: dict[int, list[int]],
         make: Callable[[SequenceState, int, list[int]], SequenceInput],
     ) -> None:
-        """Run one pass of the draft over a row of each sequence, made by `make`; its proposals are appended to
-        `guesses`.
-        """
+        """Run the draft over a row of each sequence, made by `make`; append its proposals to `guesses`."""
         rows = [[(one, make(one, count, guesses[one.ticket])) for one, count in shares] for shares in chosen]
         _run_draft_step(self._runner, rows, guesses, network=_DRAFT)
 
     def _unprocessed_tokens_input(self, one: SequenceState, count: int, _: list[int]) -> SequenceInput:
-        """Build the draft's input of the tokens that the network will have processed after the step, and the draft has
-        not.
-        """
+        """Build the input of the tokens that the network will have processed, and the draft has not."""
         end = one.computed + count
         row = SequenceInput(tuple(one.ids[one.drafted : end]), one.drafted, tuple(one.blocks))
         one.drafted = end
@@ -79,9 +75,7 @@ class DraftNetwork:
 
 
 class MTPDraft:
-    """Proposes tokens with the network's multi-token prediction layers: depth k proposes the k-th of at most `most`
-    tokens.
-    """
+    """Proposes tokens with the network's MTP layers: depth k the k-th of at most `most` tokens."""
 
     def __init__(self, runner: ModelRunner, most: int, after: Sequence[tuple[int, int]]) -> None:
         self._runner, self._most, self._after = runner, most, after

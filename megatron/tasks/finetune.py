@@ -126,9 +126,7 @@ def classifier_forward_step(
 
 
 def classifier_output(batch: Batch, stage: ClassifierModel) -> Tensor:
-    """Return a stage's output for a microbatch; from the last stage the scores [b, classes], or [b, choices] for
-    multiple choice.
-    """
+    """Return a stage's output for a microbatch; from the last stage scores [b, classes] or [b, choices]."""
     assert batch.tokens is not None, "every stage of an encoder reads the batch: it must know what is padding"
     scores = stage(
         ids=batch.tokens.flatten(0, -2),
@@ -173,9 +171,7 @@ def finetune(run: RunContext, task: TaskConfig) -> dict[str, float]:
 
 
 def _finetune_locked(run: RunContext, task: TaskConfig, lock: FolderLock | None) -> dict[str, float]:
-    """Finetune and evaluate, with the lock of `--save` held (None if nothing is trained). Returns the last epoch's
-    metrics.
-    """
+    """Finetune and evaluate under the lock of `--save`, if any. Returns the last epoch's metrics."""
     sets = read_finetune_data(task, run)
     train = run.config.train
     epochs = (
@@ -363,9 +359,7 @@ def predict_samples(trainer: Trainer, samples: Samples) -> list[Prediction]:
 def evaluate_task_sets(
     trainer: Trainer, task: TaskConfig, sets: FinetuneData
 ) -> tuple[dict[str, float], list[list[Prediction]]]:
-    """Evaluate every set and print its metrics. Returns the metrics over all sets with labels, and each set's
-    predictions.
-    """
+    """Evaluate every set and print its metrics. Returns those of all labelled samples, and the predictions."""
     rows = [predict_samples(trainer, samples) for samples in sets.valid]
     together: list[tuple[float, float]] = []
     for name, judged_ in zip(sets.names, rows):

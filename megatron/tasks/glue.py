@@ -86,9 +86,7 @@ class GlueTask:
     scale: tuple[float, float] | None = None
 
     def read_label(self, word: str) -> int | float:
-        """Return the label for a table's word: the number of its class, or a number on the scale. `ValueError` with
-        what was expected.
-        """
+        """Return the number of a class, or a number on the scale. `ValueError` with what was expected."""
         if self.scale is None:
             if word not in self.classes:
                 raise ValueError(f"label {word!r}, expected one of {', '.join(self.classes)}")

@@ -19,9 +19,7 @@ Sample = dict[str, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class TextPairTokenizer:
-    """Tokenizes texts and pairs of texts to rows of `length` ids. `ConfigError` if the tokenizer lacks [CLS], [SEP] or
-    padding.
-    """
+    """Tokenizes texts and pairs to rows of `length` ids. `ConfigError` without [CLS], [SEP] or padding."""
 
     tokenizer: Tokenizer
     length: int

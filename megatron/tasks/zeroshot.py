@@ -143,9 +143,7 @@ def _lambada_request(line: str, tokenizer: Tokenizer, *, strict: bool, length: i
 
 
 def perplexity_forward_step(run: RunContext, batches: Iterator[Batch], stage: GPTModel) -> tuple[Tensor, LossFunction]:
-    """Run one microbatch through one stage; return its output (of the last stage the losses [b, s]) and the loss
-    function.
-    """
+    """Run one stage; return its output (of the last the losses [b, s]) and the loss function."""
     batch = next(batches)
     output = stage(ids=batch.tokens, hidden=batch.hidden, labels=batch.labels)
     return output, lambda losses: masked_loss_sum(losses, batch.loss_mask)
@@ -202,9 +200,7 @@ def perplexity_metrics(loss: float, text: PerplexityText) -> dict[str, float]:
 
 
 def last_word_likelihoods(trainer: Trainer, passages: Sequence[LoglikelihoodRequest]) -> list[ContinuationLikelihood]:
-    """Return the likelihood of each last word, on every rank. Collective. A passage longer than --seq-length loses its
-    first tokens.
-    """
+    """Return each last word's likelihood, on every rank; long passages lose their first tokens. Collective."""
     train, stages = trainer.run.config.train, [stage for stage in trainer.stages if isinstance(stage, GPTModel)]
     with evaluation_mode(trainer), torch.no_grad():
         return continuation_loglikelihoods(
@@ -213,9 +209,7 @@ def last_word_likelihoods(trainer: Trainer, passages: Sequence[LoglikelihoodRequ
 
 
 def last_word_metrics(answers: Sequence[ContinuationLikelihood]) -> dict[str, float]:
-    """Return accuracy and perplexity of last words. ppl: per word, however many tokens it has
-    (lm-evaluation-harness's).
-    """
+    """Return accuracy and perplexity. ppl: per word, whatever its tokens (lm-evaluation-harness's)."""
     right, count = sum(answer.greedy for answer in answers), len(answers)
     loss = -sum(answer.loglikelihood for answer in answers) / count
     return {

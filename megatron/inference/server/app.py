@@ -63,8 +63,7 @@ Send = Callable[[Any], Awaitable[None]]
 
 class RequestFilter:
     """ASGI middleware: checks host and bearer token, counts and logs responses. No prompt and no generated text is
-    logged.
-    limits: read by connections.
+    logged. limits: read by connections.
     """
 
     def __init__(
@@ -126,10 +125,9 @@ def host_without_port(header: bytes) -> str:
 def build_app(
     serving: GenerationServing, *, chat: ChatPromptEncoder | None = None, token: str = "", hosts: Collection[str] = ()
 ) -> RequestFilter:
-    """Return the ASGI app of the generation server.
-    chat: makes prompts of conversations; if None, /v1/chat/completions refuses. token: bearer token that requests must
-    have, except those of /, /health and /v1/health; empty: none. hosts: values that the Host header may have; empty:
-    any.
+    """Return the ASGI app of the generation server. chat: makes prompts of conversations; if None, /v1/chat/completions
+    refuses. token: bearer token that requests must have, except those of /, /health and /v1/health; empty: none. hosts:
+    values that the Host header may have; empty: any.
     """
     app, answers = new_fastapi_app(), Counter[tuple[str, int]]()
     add_health_routes(app, serving.service)
@@ -246,9 +244,7 @@ def _add_adapter_routes(app: FastAPI, serving: GenerationServing) -> None:
 
 
 class EventStream(StreamingResponse):
-    """A response of server-sent events; if the client disconnects, even before the first, the engine requests are
-    cancelled.
-    """
+    """Server-sent events; if the client disconnects, even before the first, its requests are cancelled."""
 
     def __init__(self, call: HTTPCallRequests, content: AsyncIterator[str]) -> None:
         super().__init__(
@@ -264,9 +260,7 @@ class EventStream(StreamingResponse):
 
 
 async def with_keepalives(words: AsyncIterator[str], seconds: float) -> AsyncIterator[str]:
-    """Yield the events, and an SSE comment whenever none has come for so many seconds, so that proxies do not close the
-    connection.
-    """
+    """Yield the events, and an SSE comment after so many seconds without, lest proxies close the connection."""
     coming = None
     try:
         while True:
@@ -284,9 +278,7 @@ async def with_keepalives(words: AsyncIterator[str], seconds: float) -> AsyncIte
 
 
 async def read_body(request: Request, limits: RequestLimits) -> bytes:
-    """Return the body of a request. `RequestRefused` if it is too large, too slow, or not declared as JSON;
-    `ClientDisconnected`.
-    """
+    """Return a body. `RequestRefused` if it is too large, too slow or not declared JSON; `ClientDisconnected`."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise RequestRefused("the header Content-Type must be application/json", 415)

@@ -29,9 +29,7 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BodyField:
-    """A field of a JSON body. check: returns what a value must be, or "" if it is that. needed: must be given; else
-    null means the default.
-    """
+    """A field of a JSON body. check: returns what a value must be, or "". needed: null is not the default."""
 
     name: str
     check: Check
@@ -137,9 +135,7 @@ def integer_range_check(low: int | None = None, high: int | None = None, *, rule
 
 
 def number_range_check(low: float, high: float, *, above: bool = False, rule: str = "") -> Check:
-    """Return a check for numbers from `low` (with `above` greater than it) to `high`. rule: the message, if not the
-    standard one.
-    """
+    """Return a check for numbers from `low` (`above`: greater) to `high`. rule: the message, if another."""
     rule = rule or "must be a number" + _range_text(low, high)
     return lambda value: "" if is_number(value) and (low < value if above else low <= value) and value <= high else rule
 

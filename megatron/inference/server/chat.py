@@ -22,9 +22,8 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class ChatPromptEncoder:
-    """Encodes conversations. template: a name of `templates.FORMATS`, or tokenizer for the tokenizer's own.
-    stop_ids, stop_words: what the template writes after an answer. Raises `ConfigError` if the tokenizer has no
-    template.
+    """Encodes conversations. template: a name of `templates.FORMATS`, or tokenizer for the tokenizer's own. stop_ids,
+    stop_words: what the template writes after an answer. Raises `ConfigError` if the tokenizer has no template.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str = "tokenizer") -> None:
@@ -48,8 +47,7 @@ class ChatPromptEncoder:
         most: int,
     ) -> tuple[tuple[int, ...], PromptImages | None]:
         """Return the ids of a conversation, and its images or None. prompts: writer of a network that reads images, or
-        None.
-        most: images in one request. Raises `RequestRefused`.
+        None. most: images in one request. Raises `RequestRefused`.
         """
         if prompts is None:
             if files:
@@ -94,9 +92,7 @@ def parse_messages(value: Any) -> tuple[list[dict[str, str]], list[bytes]]:
 
 
 def _content_part_text(part: Any, where: str, images: list[bytes]) -> str:
-    """Return the text of a content part; an image becomes `<image>` and its file is added to `images`. Raises
-    `RequestRefused`.
-    """
+    """Return a part's text; an image is `<image>`, its file added to `images`. Raises `RequestRefused`."""
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else None

@@ -31,9 +31,8 @@ class ServerFailed(Exception):
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn server that also ends when the engine fails, and stops the engine at shutdown.
-    service: already started. drain_seconds: how long running requests may go on after a signal. ready: called with the
-    address once it listens.
+    """uvicorn server that also ends when the engine fails, and stops the engine at shutdown. service: already started.
+    drain_seconds: how long running requests may go on after a signal. ready: called with the address once it listens.
     """
 
     def __init__(

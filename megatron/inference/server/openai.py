@@ -238,9 +238,7 @@ def _requests_of(
     chat: ChatPromptEncoder | None = None,
 ) -> tuple[GenerationRequest, ...]:
     # top_p 0 keeps the likeliest token alone; to the engine it means no limit.
-    """Return the engine requests of parsed fields, `n` for each prompt. count: new tokens; top: likeliest tokens to
-    return.
-    """
+    """Return `n` engine requests for each prompt. count: new tokens; top: likeliest tokens to return."""
     temperature = round_tiny_temperature_to_zero(fields["temperature"]) if fields["top_p"] > 0.0 else 0.0
     sampling = SamplingParams(
         temperature,

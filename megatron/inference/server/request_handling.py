@@ -93,9 +93,7 @@ def refusal_for_error(error: EngineBusyError | ServiceStoppedError | ConfigError
 
 
 async def until_disconnected(work: Awaitable[T], receive: Callable[[], Awaitable[object]]) -> T:
-    """Await `work`; cancel it and raise `ClientDisconnected` if the client disconnects. receive: ASGI's, after the body
-    was read.
-    """
+    """Await `work`; if the client leaves, cancel it and raise `ClientDisconnected`. receive: ASGI's."""
     doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -126,8 +124,7 @@ class BeamSearchThreadPool:
         self, search: Callable[[Callable[[Sequence[GenerationRequest]], list[GenerationReply]]], T]
     ) -> T:
         """Run `search` in a thread; it gets a function that runs engine requests, which raises `ClientDisconnected`
-        once the caller is cancelled.
-        Raises `RequestRefused` if too many searches run.
+        once the caller is cancelled. Raises `RequestRefused` if too many searches run.
         """
         if self._running >= self._most:
             raise RequestRefused(f"{self._running} searches are running; ask again later", 429, {"Retry-After": "1"})

@@ -20,9 +20,8 @@ LEAST_TEMPERATURE = 1e-3  # below it the likeliest token is taken: logits divide
 class RequestLimits:
     """Limits of the server, most of them of one request. prompt_tokens, new_tokens: None leaves them to the engine.
     searches: beam searches at once, of all requests. read_seconds: for a body to arrive. silence_seconds: without an
-    event in a stream, before a keepalive is sent.
-    images: in a conversation. connections: at once; 900 are within the 1024 files that systems let a process open.
-    header_seconds: for a connection to begin a request.
+    event in a stream, before a keepalive is sent. images: in a conversation. connections: at once; 900 are within the
+    1024 files that systems let a process open. header_seconds: for a connection to begin a request.
     """
 
     body_bytes: int = 2**20
