@@ -6,6 +6,7 @@ an expert's matrices and the two stages that hold a tied matrix, so owned segmen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from megatron.core.distributed.buffers import OwnedSegment
 from megatron.core.parallel import collectives
-from megatron.core.parallel.mesh import Axis, Mesh
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import local_shard_boxes
 
 
@@ -29,7 +30,7 @@ def sum_replicated_grads(segments: Sequence[OwnedSegment], mesh: Mesh) -> None:
     heads.
     """
     for axis in ("tp", "etp"):
-        _all_reduce_together([s.grad for s in segments if axis in s.spec.sum_over], mesh.axis(axis))
+        collectives.all_reduce_together([s.grad for s in segments if axis in s.spec.sum_over], mesh.axis(axis))
 
 
 def sum_shared_kv_head_grads(segments: Sequence[OwnedSegment], mesh: Mesh) -> None:
@@ -44,7 +45,7 @@ def sum_shared_kv_head_grads(segments: Sequence[OwnedSegment], mesh: Mesh) -> No
         table_row = table[mesh.tp.rank // replicas]
         table_row.copy_(flat)
         collectives.all_reduce(table, mesh.tp)
-        _copy_to_views(table_row, views)
+        torch._foreach_copy_(views, list(table_row.split([view.numel() for view in views])))
 
 
 def sum_tied_grads(segments: Sequence[OwnedSegment], mesh: Mesh) -> None:
@@ -61,7 +62,7 @@ def sum_tied_grads(segments: Sequence[OwnedSegment], mesh: Mesh) -> None:
         for first, *others in copies.values():
             for other in others:
                 first += other
-        _all_reduce_together([grads[0] for grads in copies.values()], mesh.axis(axis))
+        collectives.all_reduce_together([grads[0] for grads in copies.values()], mesh.axis(axis))
         for first, *others in copies.values():
             for other in others:
                 other.copy_(first)
@@ -69,10 +70,7 @@ def sum_tied_grads(segments: Sequence[OwnedSegment], mesh: Mesh) -> None:
 
 def ranges_replicated_over_tensor(segment: OwnedSegment, mesh: Mesh) -> list[tuple[int, int, int, bool]]:
     """Return (low, high, replicas, is_first_replica) of the ranges of `segment.grad` that other tensor ranks hold too."""
-    row = 1
-    for size in segment.local_shape[1:]:
-        row *= size
-    ranges = []
+    row, ranges = math.prod(segment.local_shape[1:]), []
     for piece in local_shard_boxes(segment.spec, mesh):
         if piece.replicas > 1:
             start = piece.local.offset[0] * row
@@ -80,17 +78,3 @@ def ranges_replicated_over_tensor(segment: OwnedSegment, mesh: Mesh) -> list[tup
             if low < high:
                 ranges.append((low - segment.low, high - segment.low, piece.replicas, piece.is_first_replica))
     return ranges
-
-
-def _all_reduce_together(views: list[Tensor], axis: Axis) -> None:
-    """Sum views (any shape) in place over the axis, in one all-reduce."""
-    if views and axis.group is not None:
-        flat = torch.cat(views)
-        collectives.all_reduce(flat, axis)
-        _copy_to_views(flat, views)
-
-
-def _copy_to_views(flat: Tensor, views: list[Tensor]) -> None:
-    """Copy consecutive pieces of a flat tensor into the views."""
-    for view, value in zip(views, flat.split([view.numel() for view in views]), strict=True):
-        view.copy_(value)

@@ -245,20 +245,15 @@ def exchange_quantization_maxima(buckets: Iterable[Bucket]) -> None:
         if isinstance(bucket, LowPrecisionBucket):
             groups.setdefault((bucket.axis.ranks, bucket.cut.ranks), []).append(bucket)
     for together in groups.values():
-        of_blocks = _all_reduce_tensor_maxima([bucket.local_block_maxima() for bucket in together], together[0].axis)
+        of_blocks = [bucket.local_block_maxima() for bucket in together]
+        collectives.all_reduce_together(of_blocks, together[0].axis, op="max")
         for bucket, block_maxima in zip(together, of_blocks, strict=True):
             bucket.maxima = block_maxima, None
         if together[0].recipe.needs_tensor_amax:
-            own = [bucket.matrix_maxima(maxima) for bucket, maxima in zip(together, of_blocks, strict=True)]
-            of_matrices = _all_reduce_tensor_maxima(own, together[0].cut)
+            of_matrices = [bucket.matrix_maxima(maxima) for bucket, maxima in zip(together, of_blocks, strict=True)]
+            collectives.all_reduce_together(of_matrices, together[0].cut, op="max")
             for bucket, *maxima in zip(together, of_blocks, of_matrices, strict=True):
                 bucket.maxima = maxima[0], maxima[1]
-
-
-def _all_reduce_tensor_maxima(tensors: list[Tensor], axis: Axis) -> list[Tensor]:
-    """Return the elementwise maxima over the axis of tensors [n] of any lengths, in one all-reduce."""
-    lengths = [len(tensor) for tensor in tensors]
-    return list(collectives.all_reduce(torch.cat(tensors), axis, "max").split(lengths))
 
 
 def quantized_weights_by_param(module: nn.Module) -> dict[nn.Parameter, Fp8GatheredWeight]:

@@ -283,13 +283,7 @@ class Adafactor(UpdateRule):
         for parameter, share in shares:
             together.setdefault(parameter.axes, []).append(share)
         for axes, summands in together.items():
-            if all(self.mesh.axis(axis).group is None for axis in axes):
-                continue
-            summed = torch.cat([share.view(-1) for share in summands])
-            for axis in axes:
-                collectives.all_reduce(summed, self.mesh.axis(axis))
-            for share, value in zip(summands, summed.split([share.numel() for share in summands]), strict=True):
-                share.copy_(value.view_as(share))
+            collectives.all_reduce_together(summands, *(self.mesh.axis(axis) for axis in axes))
 
 
 def _factored_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:

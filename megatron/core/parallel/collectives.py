@@ -7,7 +7,7 @@ the axis has size 1: this is the only file that tests for it. Gathers and scatte
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -53,6 +53,16 @@ def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     """Reduce a tensor [...] over the axis in place and return it; op: sum, max, min or avg."""
     wait_with_overlap(start_all_reduce(tensor, axis, op), axis)
     return tensor
+
+
+def all_reduce_together(tensors: Sequence[Tensor], *axes: Axis, op: str = "sum") -> None:
+    """Reduce tensors (any shapes, one dtype) in place over the axes, with one all-reduce for each axis."""
+    if tensors and any(axis.size > 1 for axis in axes):
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        for axis in axes:
+            all_reduce(flat, axis, op)
+        for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(values.view_as(tensor))
 
 
 def start_all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Work:
