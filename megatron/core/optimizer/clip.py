@@ -51,21 +51,16 @@ def without_tied_duplicates(segments: Sequence[OwnedSegment]) -> list[OwnedSegme
     ]
 
 
-def _slices_counted_once(segments: Sequence[OwnedSegment], mesh: Mesh, *, of: str) -> list[Tensor]:
-    """Return views of the elements that this rank counts; of: "grad" or "data", the field of the segments."""
-    return [
+def global_norm(segments: Sequence[OwnedSegment], mesh: Mesh, *, of: str = "grad") -> Tensor:
+    """Return the 2-norm of the whole network's gradient (of="data": of its weights): fp64 [], equal on all ranks.
+    Collective.
+    """
+    views = [
         getattr(segment, of)[low:high]
         for segment in without_tied_duplicates(segments)
         for low, high in gradient_ranges_counted_once(segment, mesh)
         if low < high
     ]
-
-
-def global_norm(segments: Sequence[OwnedSegment], mesh: Mesh, *, of: str = "grad") -> Tensor:
-    """Return the 2-norm of the whole network's gradient (of="data": of its weights): fp64 [], equal on all ranks.
-    Collective.
-    """
-    views = _slices_counted_once(segments, mesh, of=of)
     # fp64 on every rank, also on one that counts nothing; and never in fp16, whose largest number a scaled gradient passes.
     if views:
         if mesh.device.type == "cpu":

@@ -22,7 +22,7 @@ from megatron.core.optimizer.state_formats import (
     Bf16RemainderTensor,
     BlockScaledTensor,
     EncodedTensor,
-    Fp32Tensor,
+    UnscaledTensor,
     encoded_zeros,
 )
 from megatron.core.parallel.rng import derive_seed
@@ -143,13 +143,13 @@ def allocate_optimizer_state(segment: OwnedSegment, precision: PrecisionConfig) 
     """Allocate a segment's optimizer state; the main weight is initialized from the weights."""
     data, half = segment.data, segment.data.dtype in (torch.bfloat16, torch.float16)
     if not half:
-        main: EncodedTensor = Fp32Tensor(data)
+        main: EncodedTensor = UnscaledTensor(data)
     elif precision.main_params_dtype == "fp16":
         main = encoded_zeros("fp16", data)
     elif data.dtype == torch.bfloat16:
         main = Bf16RemainderTensor(data, torch.zeros(data.numel(), dtype=torch.int16, device=data.device))
     else:
-        main = Fp32Tensor(data.float())
+        main = UnscaledTensor(data.float())
     state = SegmentOptimizerState(
         segment,
         {

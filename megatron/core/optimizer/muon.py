@@ -187,13 +187,7 @@ class Muon(UpdateRule):
         axis, split, dim = self.mesh.axis(tp_shard.axis), self._splits_fused_matrix(spec), tp_shard.dim - 2
         if self.config.muon_tp_mode == "blockwise":
             sizes = [part.local_size(axis.size) for part in tp_shard.segments] if split else [x.shape[dim]]
-            return torch.cat(
-                [
-                    self._scale_update(orthogonalize(block, self.iteration), block.shape[1:])
-                    for block in x.split(sizes, dim)
-                ],
-                dim,
-            )
+            return self._orthogonalize_split(x, sizes, dim)
         if self.config.muon_tp_mode == "distributed":
             return self._orthogonalize_distributed(x, spec, axis)
         held = collectives.all_gather(x[None], axis)
@@ -204,17 +198,18 @@ class Muon(UpdateRule):
                     into = (slice(None), *shard.box.slices())
                     whole[into] = held[rank][(slice(None), *shard.local.slices())]
         sizes = [part.size for part in tp_shard.segments] if split else [spec.shape[tp_shard.dim]]
-        whole = torch.cat(
-            [
-                self._scale_update(orthogonalize(part, self.iteration), part.shape[1:])
-                for part in whole.split(sizes, dim)
-            ],
-            dim,
-        )
+        whole = self._orthogonalize_split(whole, sizes, dim)
         local = torch.zeros_like(x)
         for shard in local_shard_boxes(spec, self.mesh):
             local[(slice(None), *shard.local.slices())] = whole[(slice(None), *shard.box.slices())]
         return local
+
+    def _orthogonalize_split(self, x: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+        """Orthogonalize and scale the parts of matrices [k, rows, columns], of these sizes along `dim`, each by itself."""
+        parts = [
+            self._scale_update(orthogonalize(part, self.iteration), part.shape[1:]) for part in x.split(sizes, dim)
+        ]
+        return torch.cat(parts, dim)
 
     def _orthogonalize_distributed(self, x: Tensor, spec: ParamSpec, axis: Axis) -> Tensor:
         """As `_orthogonalize_local_shard`, but all tensor ranks compute together, without gathering the matrix. x: [k,

@@ -66,8 +66,8 @@ class NewtonSchulzSettings:
 def orthogonalize(x: Tensor, iteration: NewtonSchulzSettings) -> Tensor:
     """Return the nearly orthogonal factor U V^T of each matrix. x: [..., m, n]; returns the same shape and dtype."""
     if x.shape[-2] > x.shape[-1]:
-        return _newton_schulz_iterations(x.mT, iteration, Axis("alone"), None).mT
-    return _newton_schulz_iterations(x, iteration, Axis("alone"), None)
+        return orthogonalize_distributed(x.mT, iteration, Axis("alone")).mT
+    return orthogonalize_distributed(x, iteration, Axis("alone"))
 
 
 def orthogonalize_distributed(
@@ -77,14 +77,6 @@ def orthogonalize_distributed(
     same shape.
 
     counted: [n/ranks], 1 for columns that count and 0 for replicas of another rank's columns; None: all count.
-    """
-    return _newton_schulz_iterations(x, iteration, axis, counted)
-
-
-def _newton_schulz_iterations(x: Tensor, iteration: NewtonSchulzSettings, axis: Axis, counted: Tensor | None) -> Tensor:
-    """Normalize x [..., m, n/ranks] and run all Newton-Schulz steps; returns the same shape.
-
-    axis: over which its columns are sharded. counted: as in `orthogonalize_distributed`.
     """
     counted_x = x if counted is None else x * counted
     norm = collectives.all_reduce(counted_x.square().sum((-2, -1), keepdim=True), axis).sqrt()

@@ -1,9 +1,8 @@
 """Low-precision formats for optimizer state: fp32 numbers stored in fewer bits, read and written in slices.
 
-    Fp32Tensor       fp32                                                                            4 bytes
-    StochasticBf16Tensor  bf16: the upper half of fp32's bits                                             2
-    BlockScaledTensor     fp16 or fp8 (e4m3), with a power-of-two scale for each block of 128 numbers     2 or 1, and 1/32
-    Bf16Remainder   the lower half of an fp32 number whose upper half is the rounded bf16 weight    2
+    UnscaledTensor       fp32, or bf16: the upper half of fp32's bits                                     4 or 2 bytes
+    BlockScaledTensor    fp16 or fp8 (e4m3), with a power-of-two scale for each block of 128 numbers      2 or 1, and 1/32
+    Bf16RemainderTensor  the lower half of an fp32 number whose upper half is the rounded bf16 weight     2
 
 Rounding is stochastic, so that it is exact on average: with rounding to nearest, a moment that decays by a thousandth a
 step would never change in bf16, nor one that decays by a twentieth in fp8. Numbers decoded from a format are encoded to
@@ -47,47 +46,28 @@ class EncodedTensor(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Fp32Tensor:
-    """fp32 numbers as they are."""
+class UnscaledTensor:
+    """fp32 numbers as they are, or bf16 with stochastic rounding: a random number is added to the 16 bits that are then
+    dropped, so that the expected value is the number itself.
+    """
 
     tensor: Tensor
 
     def decode_slice(self, low: int, high: int) -> Tensor:
-        """Return the numbers [low, high): fp32 [high - low], a view."""
-        return self.tensor[low:high]
+        """Return the numbers [low, high): fp32 [high - low]; a view if they are stored so."""
+        return self.tensor[low:high].float()
 
     def encode_slice(self, low: int, values: Tensor, generator: torch.Generator) -> None:
-        """Store `values` [n] in positions low to low + n, without rounding."""
+        """Store `values` [n] in positions low to low + n; bf16 is rounded stochastically."""
+        if self.tensor.dtype == torch.bfloat16:
+            bits = values.float().contiguous().view(torch.int32)
+            more = torch.randint(0, 2**16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
+            rounded = ((bits + more) & -(2**16)).view(torch.float32)
+            values = torch.where(values.isfinite(), rounded, values)
         self.tensor[low : low + len(values)].copy_(values)
 
     def storage_tensors(self) -> tuple[Tensor, ...]:
         """Return the one tensor that stores the numbers, [elements]."""
-        return (self.tensor,)
-
-
-@dataclass(frozen=True, slots=True)
-class StochasticBf16Tensor:
-    """bf16 with stochastic rounding: a random number is added to the 16 bits that are then dropped."""
-
-    tensor: Tensor
-
-    def decode_slice(self, low: int, high: int) -> Tensor:
-        """Return the numbers [low, high), converted to fp32, [high - low]."""
-        return self.tensor[low:high].float()
-
-    def encode_slice(self, low: int, values: Tensor, generator: torch.Generator) -> None:
-        """Round `values` [n] stochastically to bf16 and store them in positions low to low + n.
-
-        Random bits are added below bf16's last bit and the result is cut off, so that the expected value is the
-        number itself.
-        """
-        bits = values.float().contiguous().view(torch.int32)
-        more = torch.randint(0, 2**16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
-        rounded = ((bits + more) & -(2**16)).view(torch.float32)
-        self.tensor[low : low + len(values)].copy_(torch.where(values.isfinite(), rounded, values))
-
-    def storage_tensors(self) -> tuple[Tensor, ...]:
-        """Return the one tensor that stores the numbers, bf16, [elements]."""
         return (self.tensor,)
 
 
@@ -182,9 +162,8 @@ def encoded_zeros(kind: str, like: Tensor, *, as_root: bool = False) -> EncodedT
     kind: fp32, bf16, fp16 or fp8. as_root: see `BlockScaledTensor`.
     """
     size = like.numel()
-    if kind == "fp32":
-        return Fp32Tensor(torch.zeros(size, dtype=torch.float32, device=like.device))
-    if kind == "bf16":
-        return StochasticBf16Tensor(torch.zeros(size, dtype=torch.bfloat16, device=like.device))
+    if kind in ("fp32", "bf16"):
+        dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+        return UnscaledTensor(torch.zeros(size, dtype=dtype, device=like.device))
     values = torch.zeros(size, dtype=_TYPES[kind], device=like.device)
     return BlockScaledTensor(kind, values, torch.ones(-(-size // BLOCK), device=like.device), as_root)

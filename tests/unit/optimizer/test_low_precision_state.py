@@ -13,7 +13,7 @@ from megatron.core.optimizer.state_formats import (
     BLOCK,
     Bf16RemainderTensor,
     EncodedTensor,
-    StochasticBf16Tensor,
+    UnscaledTensor,
     encoded_zeros,
 )
 from tests.unit.distributed.ranks import SIZES
@@ -102,7 +102,7 @@ def test_a_bf16_weight_and_its_remainder_are_the_master_to_the_last_bit() -> Non
 
 def test_infinities_stay_what_they_are() -> None:
     values = torch.tensor([float("inf"), -float("inf"), float("nan"), 1.0])
-    found = through(StochasticBf16Tensor(torch.zeros(4, dtype=torch.bfloat16)), values)
+    found = through(UnscaledTensor(torch.zeros(4, dtype=torch.bfloat16)), values)
     assert torch.equal(found[[0, 1, 3]], values[[0, 1, 3]]) and bool(found[2].isnan())
 
 
