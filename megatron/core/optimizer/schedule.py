@@ -47,14 +47,14 @@ class OptimizerParamSchedule:
     def build(cls, schedule: ScheduleConfig, optimizer: OptimizerConfig, train: TrainConfig) -> OptimizerParamSchedule:
         """Build the curves from the settings. Raises one `ConfigError` with everything that does not fit."""
         raise_config_error_if(_schedule_flag_problems(schedule, optimizer, train))
-        assert schedule.lr is not None, "without --lr, the flags are refused"
+        assert schedule.lr is not None, "the rules refuse a run without --lr"
         total: int
         if train.train_iters is not None:
             # With iterations the horizon counts full batches, so ramp-up reaches it later than iteration N.
             scale, total = train.global_batch_size, train.train_iters
             decay, warmup, wsd = schedule.lr_decay_iters, schedule.lr_warmup_iters, schedule.lr_wsd_decay_iters
         else:
-            assert train.train_samples is not None, "without a length of training, the flags are refused"
+            assert train.train_samples is not None, "the rules refuse a run without a length"
             scale, total = 1, train.train_samples
             decay, warmup, wsd = schedule.lr_decay_samples, schedule.lr_warmup_samples, schedule.lr_wsd_decay_samples
         horizon = (total if decay is None else decay) * scale
@@ -218,11 +218,12 @@ def _or_default(given: float | None, otherwise: float) -> float:
 
 def _schedule_flag_problems(schedule: ScheduleConfig, optimizer: OptimizerConfig, train: TrainConfig) -> list[str]:
     """Return a sentence for each problem of the flags that can be seen before any curve is built."""
-    problems = _lr_flag_problems(schedule)
-    if (train.train_iters is None) == (train.train_samples is None):
-        problems.append("give the length of training once: --train-iters or --train-samples")
-    elif train.train_iters is not None and train.global_batch_size is None:
-        problems.append("--train-iters counts global batches, and their size is missing; give --global-batch-size")
+    assert schedule.lr is not None, "the rules refuse a run without --lr"
+    problems = []
+    if not 0.0 <= schedule.min_lr <= schedule.lr:
+        problems.append(f"--min-lr {schedule.min_lr} must lie between 0 and --lr {schedule.lr}")
+    if schedule.lr_warmup_init > schedule.lr:
+        problems.append(f"--lr-warmup-init {schedule.lr_warmup_init} is above --lr {schedule.lr}")
     other = "samples" if train.train_iters is not None else "iters"
     unit = "iters" if train.train_iters is not None else "samples"
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
@@ -243,16 +244,4 @@ def _schedule_flag_problems(schedule: ScheduleConfig, optimizer: OptimizerConfig
         problems.append(
             f"--weight-decay-incr-style constant cannot go from {ends[0]} to {ends[1]}; choose linear or cosine"
         )
-    return problems
-
-
-def _lr_flag_problems(schedule: ScheduleConfig) -> list[str]:
-    """Return a sentence for each problem of the peak, minimum and initial learning rates."""
-    if schedule.lr is None:
-        return ["--lr is missing; give the peak learning rate"]
-    problems = []
-    if not 0.0 <= schedule.min_lr <= schedule.lr:
-        problems.append(f"--min-lr {schedule.min_lr} must lie between 0 and --lr {schedule.lr}")
-    if schedule.lr_warmup_init > schedule.lr:
-        problems.append(f"--lr-warmup-init {schedule.lr_warmup_init} is above --lr {schedule.lr}")
     return problems
