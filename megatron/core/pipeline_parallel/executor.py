@@ -18,7 +18,7 @@ declares; gradients are those of the floating-point tensors among them, zeros wh
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -190,7 +190,7 @@ class _ScriptRunner:
         """Run a stage on its inputs; save what its backward pass needs, if there will be one."""
         received = self.inputs.pop(action).wait(self.axes["F"].flight_recorder) if action.stage > 0 else ()
         if self.last_backward:
-            received = tuple(_require_grad_if_floating(tensor) for tensor in received)
+            received = tuple(tensor.requires_grad_() if tensor.is_floating_point() else tensor for tensor in received)
         outputs = self.work.forward(action.stage, action.microbatch, received)
         if self.last_backward:
             floating = [tensor for tensor in outputs if tensor.is_floating_point()]
@@ -213,16 +213,13 @@ class _ScriptRunner:
         self.work.before_backward(action.stage, action.microbatch, last and not delayed)
         pairs = [(edge, gradient) for edge, gradient in zip(saved.edges, gradients, strict=True) if edge is not None]
         if pairs:
-            with self._wgrad_delay_context(action) if delayed else nullcontext():
+            overlap, key = self.axes["F"].overlap, (action.stage, action.microbatch)
+            delay = overlap.delay_weight_gradients(key, fill_waits=self.delays) if delayed else nullcontext()
+            with delay:
                 torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
         return [
             torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in saved.received if leaf.requires_grad
         ]
-
-    def _wgrad_delay_context(self, action: Action) -> AbstractContextManager[None]:
-        """Return the context in which autograd runs if weight gradients are delayed."""
-        overlap = self.axes["F"].overlap
-        return overlap.delay_weight_gradients((action.stage, action.microbatch), fill_waits=self.delays)
 
     def _store_result(self, action: Action, tensors: Iterable[Tensor]) -> None:
         """Store an action's result for the message that sends it, or for the consuming action if that is on this rank."""
@@ -242,8 +239,3 @@ class _ScriptRunner:
             self.work.input_specs(stage, microbatch) if consumer.op == "F" else self.saved[stage, microbatch].shapes
         )
         return tuple(torch.empty(shape, dtype=dtype, device=self.work.device) for shape, dtype in shapes)
-
-
-def _require_grad_if_floating(tensor: Tensor) -> Tensor:
-    """Let a received floating-point tensor collect its gradient."""
-    return tensor.requires_grad_() if tensor.is_floating_point() else tensor

@@ -83,7 +83,10 @@ def simulate_pipeline_plan(
             )
     start, end = playback.start, playback.end
     return Timeline(
-        _as_tuples(start), _as_tuples(end), _bubble_share(start, end), tuple(_peak_num_activations(row) for row in plan)
+        tuple(map(tuple, start)),
+        tuple(map(tuple, end)),
+        _bubble_share(start, end),
+        tuple(_peak_num_activations(row) for row in plan),
     )
 
 
@@ -260,7 +263,3 @@ def _peak_num_activations(row: Sequence[Action]) -> int:
             current += 1 if action.op == "F" else -1
             peak = max(peak, current)
     return peak
-
-
-def _as_tuples(times: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(row) for row in times)
