@@ -22,6 +22,7 @@ class TokenSpan:
 
     Tokens [offset, offset + length) of sequence `sequence`, which belongs to document `document` of `prefix`, stand
     from position `start` of the sample on. The last token of a window may be a label only. images: those that they show.
+    text: what they say, where it was asked for.
     """
 
     prefix: str
@@ -30,6 +31,7 @@ class TokenSpan:
     offset: int
     length: int
     start: int
+    text: str = ""
     images: tuple[str, ...] = ()
 
 

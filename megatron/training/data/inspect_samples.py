@@ -11,7 +11,8 @@ counters it resumed from.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.blend import BlendedDataset, build_split_datasets
 from megatron.core.datasets.data_splits import SPLITS
+from megatron.core.datasets.dataset_protocols import TokenSpan
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.kinds import KINDS
 from megatron.core.datasets.samplers import FILL, microbatch_digest
@@ -47,20 +49,6 @@ class ResumeCounters:
 
 
 @dataclass(frozen=True, slots=True)
-class DocumentSpanInSample:
-    """A document's part in a sample: source, position there and in the sample, text (none if masked) and images."""
-
-    prefix: str
-    document: int
-    sequence: int
-    offset: int
-    length: int
-    start: int
-    text: str
-    images: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class SampleDescription:
     """One sample of a microbatch; `sample` None is padding at the end of a full validation, without loss.
     dataset, dataset_sample: the blend's source, and the number there. texts: of a masked sample, by array name. loss:
@@ -70,7 +58,7 @@ class SampleDescription:
     sample: int | None
     dataset: int
     dataset_sample: int
-    pieces: tuple[DocumentSpanInSample, ...]
+    pieces: tuple[TokenSpan, ...]
     texts: dict[str, str]
     loss: tuple[tuple[int, int], ...]
     position_restarts: tuple[int, ...]
@@ -141,30 +129,23 @@ class RunDataInspector:
 
     def sample_numbers(self, split: str, step: int) -> list[list[list[int]]]:
         """Return the sample numbers of a step's microbatches: `[data-parallel rank][microbatch][sample]`."""
-        dataset = self.dataset(split)
-        ranks = range(self.num_ranks)
-        if self._is_full_validation(split):
+        size = len(self.dataset(split))
+        if split == "valid" and self.config.data.full_validation:
             self._evaluations_at_iteration(split, step)
-            return [
-                list(
-                    single_pass_sample_indices(
-                        self.config,
-                        len(dataset),
-                        full_batch=self.schedule.evaluation_batch_size,
-                        rank=rank,
-                        num_ranks=self.num_ranks,
-                    )
-                )
-                for rank in ranks
-            ]
-        taken: list[list[list[int]]] = [[] for _ in ranks]
+            order_of = partial(
+                single_pass_sample_indices, self.config, size, full_batch=self.schedule.evaluation_batch_size
+            )
+            return [list(order_of(rank=rank, num_ranks=self.num_ranks)) for rank in range(self.num_ranks)]
+        taken: list[list[list[int]]] = [[] for _ in range(self.num_ranks)]
         for consumed, count in self._consumed_and_microbatch_counts(split, step):
-            for rank in ranks:
-                order = microbatch_sample_indices(
-                    self.config, len(dataset), consumed_samples=consumed, rank=rank, num_ranks=self.num_ranks
-                )
-                taken[rank] += islice(order, count)
+            for numbers, order in zip(taken, self._orders_of_ranks(size, consumed), strict=True):
+                numbers += islice(order, count)
         return taken
+
+    def _orders_of_ranks(self, size: int, consumed: int) -> list[Iterator[list[int]]]:
+        """Return the sample numbers of each rank's microbatches after `consumed` samples of a dataset of this size."""
+        order_of = partial(microbatch_sample_indices, self.config, size, consumed_samples=consumed)
+        return [order_of(rank=rank, num_ranks=self.num_ranks) for rank in range(self.num_ranks)]
 
     def microbatches_of_step(
         self, split: str, step: int, ranks: Sequence[int] | None = None
@@ -186,9 +167,8 @@ class RunDataInspector:
         if split == "train" and self.config.data.dataloader_type == "cyclic":
             steps = self._samples_of_all_training_steps()
         else:
-            steps = (
-                (step, self.sample_numbers(split, step)) for step in self._steps_reading_samples(split, sorted(samples))
-            )
+            reading = self._steps_reading_samples(split, sorted(samples))
+            steps = ((step, self.sample_numbers(split, step)) for step in reading)
         return [
             DocumentOccurrence(split, step, place, rank, sample)
             for step, numbers in steps
@@ -210,13 +190,8 @@ class RunDataInspector:
             )
         if not isinstance(dataset, BlendedDataset):
             return set(parts[0].samples_with_document(document).tolist())
-        return {
-            sample
-            for number in numbers
-            for sample in dataset.positions_of_dataset_samples(
-                number, parts[number].samples_with_document(document)
-            ).tolist()
-        }
+        held = ((number, parts[number].samples_with_document(document)) for number in numbers)
+        return {sample for one in held for sample in dataset.positions_of_dataset_samples(*one).tolist()}
 
     def _samples_of_all_training_steps(self) -> Iterator[tuple[int, list[list[list[int]]]]]:
         """Yield (step, sample numbers as of `sample_numbers`) for all training steps, drawing each sample order once."""
@@ -225,19 +200,11 @@ class RunDataInspector:
             (0, begin.iteration, 0),
             (begin.iteration, self.num_iterations, begin.train_samples),
         ):
-            orders = [
-                microbatch_sample_indices(
-                    self.config, size, consumed_samples=consumed, rank=rank, num_ranks=self.num_ranks
-                )
-                for rank in range(self.num_ranks)
-            ]
+            orders = self._orders_of_ranks(size, consumed)
             for step in range(first, last):
                 now = self.schedule.batch_size_after(consumed)
                 yield step + 1, [list(islice(order, now.num_microbatches)) for order in orders]
                 consumed += now.global_batch_size
-
-    def _is_full_validation(self, split: str) -> bool:
-        return split == "valid" and self.config.data.full_validation
 
     def _evaluation_iterations(self, split: str) -> list[int]:
         """Return the iterations after which a split is evaluated; the last evaluation follows the training."""
@@ -305,27 +272,14 @@ class RunDataInspector:
         if len(ids) and spans and spans[-1].start + spans[-1].length > len(ids):
             # A window's last label is a token of its own.
             ids, slots = np.append(ids, sample["labels"][-1]), np.append(slots, -1)
-        pieces = tuple(
-            DocumentSpanInSample(
-                span.prefix,
-                span.document,
-                span.sequence,
-                span.offset,
-                span.length,
-                span.start,
-                self._text_with_image_marks(
-                    ids[span.start : span.start + span.length], slots[span.start : span.start + span.length]
-                ),
-                span.images,
-            )
-            for span in spans
-        )
+        places = [slice(span.start, span.start + span.length) for span in spans]
+        texts = [self._text_with_image_marks(ids[place], slots[place]) for place in places]
         positions, documents = sample.get("position_ids"), sample.get("document_ids")
         return SampleDescription(
             sample=None if number == FILL else number,
             dataset=int(dataset.dataset_index[real]) if blended else 0,
             dataset_sample=int(dataset.dataset_sample_index[real]) if blended else real,
-            pieces=pieces,
+            pieces=tuple(replace(span, text=text) for span, text in zip(spans, texts, strict=True)),
             texts={key: self.tokenizer.detokenize(sample[key].tolist()) for key in WHOLE_TEXTS if key in sample},
             loss=_true_runs(sample["loss_mask"] > 0),
             position_restarts=() if positions is None else _change_positions(np.diff(positions) != 1),

@@ -203,53 +203,31 @@ class StepRerun(StepValidator):
     def _rerun_in_place(self, before: dict[str, Any], batches: Iterator[Batch], iteration: int) -> StepMetrics:
         """Rerun a bad step on the same devices and classify it: the second result, or `ResultRejectedError`."""
         reason, first, witness = self.problem, self._own | self._whole, self._own_result()
+        witnesses = collectives.gather_objects(witness, self.mesh.world)
         diagnosis = BadStepDiagnosis(
-            iteration,
-            reason,
-            "",
-            self._whole,
-            self._parallel_sizes(),
-            self._injected,
-            collectives.gather_objects(witness, self.mesh.world),
+            iteration, reason, "", self._whole, self._parallel_sizes(), self._injected, witnesses
         )
         self._append_rejected(witness, iteration, "initial_run", reason)
         self.trainer.run.print_rank_0(f"WARNING: iteration {iteration} is bad: {reason}\nIt is run again in place")
         step = self._repeat_step(before, batches)
         differs = self._largest_difference_text(first, self._own | self._whole)
         self._append_rejected(witness, iteration, f"first_rerun_{'not_' if differs else ''}reproducible", reason)
+        devices, known, code = _suspect_devices_text(witnesses), self.known, REJECTED
         if differs:
             diagnosis.classification = "transient_error"
-            return self._conclude_rerun(
-                diagnosis,
-                f"run again in place, it gave another result ({differs}): a transient error of "
-                f"{_suspect_devices_text(diagnosis.witnesses)}",
-                before,
-                step,
-            )
-        if self.goes_on:
+            found = f"another result ({differs}): a transient error of {devices}"
+        elif self.goes_on:
+            diagnosis.classification, found = "reproduced", "the same result"
+        elif known and known.iteration == iteration and known.classification == "correct_result":
+            diagnosis.classification = "correct_result"
+            found = "the same result, as it did on other devices before: it is the correct result of this data and these weights"
+        elif self.file is None:
             diagnosis.classification = "reproduced"
-            return self._conclude_rerun(diagnosis, "run again in place, it gave the same result", before, step)
-        known = (
-            self.known is not None
-            and self.known.iteration == iteration
-            and self.known.classification == "correct_result"
-        )
-        if known or self.file is None:
-            diagnosis.classification = "correct_result" if known else "reproduced"
-            more = (
-                "as it did on other devices before: it is the correct result of this data and these weights"
-                if known
-                else "so it is no transient error; with --save it could be run on other devices"
-            )
-            return self._conclude_rerun(diagnosis, f"run again in place, it gave the same result, {more}", before, step)
-        return self._conclude_rerun(
-            diagnosis,
-            "run again in place, it gave the same result; start the run again on other devices than "
-            f"{_suspect_devices_text(diagnosis.witnesses)}, to see whether they compute another one",
-            before,
-            step,
-            RESTART_ELSEWHERE,
-        )
+            found = "the same result, so it is no transient error; with --save it could be run on other devices"
+        else:
+            code = RESTART_ELSEWHERE
+            found = f"the same result; start the run again on other devices than {devices}, to see whether they compute another one"
+        return self._conclude_rerun(diagnosis, f"run again in place, it gave {found}", before, step, code)
 
     def _classify_after_restart(
         self, diagnosis: BadStepDiagnosis, before_step: dict[str, Any], step: StepMetrics
@@ -359,15 +337,8 @@ class StepRerun(StepValidator):
         return RankEvidence(self.mesh.world.rank, host, device, self._suspicious, self._own)
 
     def _parallel_sizes(self) -> list[int]:
-        mesh = self.mesh
-        return [
-            mesh.world.size,
-            mesh.tp.size,
-            mesh.pp.size,
-            mesh.cp.size,
-            mesh.ep.size,
-            self.config.train.micro_batch_size or 0,
-        ]
+        axes = (self.mesh.world, self.mesh.tp, self.mesh.pp, self.mesh.cp, self.mesh.ep)
+        return [*(axis.size for axis in axes), self.config.train.micro_batch_size or 0]
 
     def _draw_injected_error_kind(self, iteration: int) -> str:
         """Return the kind of error to inject into this step, or "": the same on all ranks, and after a restart."""

@@ -163,16 +163,8 @@ class HangDetector:
         flight_recorder = self.flight_recorder
         counts = {f"{axis} {ranks}": count for (axis, ranks), count in list(flight_recorder.counts.items())}
         last, group = flight_recorder.last_collectives(), flight_recorder.last_collective_group()
-        return json.dumps(
-            [
-                socket.gethostname(),
-                time.time(),
-                flight_recorder.current_position_text(),
-                last[0] if last else "",
-                f"{group[0]} {group[1]}",
-                counts,
-            ]
-        )
+        where, words = flight_recorder.current_position_text(), last[0] if last else ""
+        return json.dumps([socket.gethostname(), time.time(), where, words, f"{group[0]} {group[1]}", counts])
 
     def _report_status(self, board: RendezvousStore) -> None:
         """Write this rank's status to the store, and its stacks to stderr and the failure file."""
@@ -235,14 +227,8 @@ def _parse_rank_status(text: str) -> RankStatus | None:
     """Return the status in a text from the store; None if it is none of ours."""
     try:
         node, at, where, last, group, counts = json.loads(text)
-        return RankStatus(
-            str(node),
-            float(at),
-            str(where),
-            str(last),
-            str(group),
-            {str(name): int(count) for name, count in counts.items()},
-        )
+        begun = {str(name): int(count) for name, count in counts.items()}
+        return RankStatus(str(node), float(at), str(where), str(last), str(group), begun)
     except (ValueError, TypeError, AttributeError):
         return None
 
