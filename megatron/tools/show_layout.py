@@ -19,7 +19,7 @@ from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.models.describe import count_active_parameters, count_parameters
 from megatron.core.models.flops import estimate_memory_by_pipeline_rank
 from megatron.core.parallel.grid import axis_rank_groups
-from megatron.core.pipeline_parallel.schedules import Plan, num_plan_stages, pipeline_training_plan
+from megatron.core.pipeline_parallel.schedules import Plan, num_plan_stages, training_plan_of_run
 from megatron.core.pipeline_parallel.timeline import draw_text_timeline, simulate_pipeline_plan
 from megatron.core.tokenizers.build import expected_vocab_size
 from megatron.tools.parser import ToolArgumentParser
@@ -112,15 +112,7 @@ def pipeline_schedule_of(config: RunConfig, world_size: int) -> tuple[Plan, int]
     """Return (pipeline schedule of one step, number of microbatches)."""
     parallel, train = config.parallel, config.train
     count = max(1, train.global_batch_size // (train.micro_batch_size * parallel.data_parallel_size(world_size)))
-    chunks = len(stage_specs_of_run(config)) // parallel.pp
-    return pipeline_training_plan(
-        parallel.pp,
-        chunks,
-        count,
-        name=parallel.pipeline_schedule,
-        dual_batch_overlap=parallel.overlap_moe_expert_parallel_comm,
-        group=parallel.microbatch_group_size_per_virtual_pipeline_stage,
-    ), count
+    return training_plan_of_run(config, count), count
 
 
 def main(argv: list[str] | None = None) -> None:

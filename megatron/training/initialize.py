@@ -207,19 +207,13 @@ def _print_startup_summary(run: RunContext) -> None:
     axes = " x ".join(
         f"{name} {getattr(mesh, axis).size}" for axis, name in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data"))
     )
-    extras = [
-        word
-        for word, on in (
-            ("sequence parallel", config.parallel.sequence_parallel),
-            ("distributed optimizer", config.parallel.use_distributed_optimizer),
-            ("FSDP2", config.parallel.use_torch_fsdp2),
-        )
-        if on
-    ]
-    run.print_rank_0(
-        f"mesh: {mesh.world.size} ranks on {device_name(mesh.device)} = {axes}"
-        + "".join(f", {word}" for word in extras)
-    )
+    extras = {
+        "sequence parallel": config.parallel.sequence_parallel,
+        "distributed optimizer": config.parallel.use_distributed_optimizer,
+        "FSDP2": config.parallel.use_torch_fsdp2,
+    }
+    listed = ", ".join([axes, *(word for word, on in extras.items() if on)])
+    run.print_rank_0(f"mesh: {mesh.world.size} ranks on {device_name(mesh.device)} = {listed}")
     run.print_rank_0(
         f"format: {config.precision.param_dtype_name}, gradients in {config.precision.gradient_dtype_name}; vocabulary "
         f"{config.model.true_vocab_size} padded to {config.model.padded_vocab_size}"
@@ -230,14 +224,9 @@ def _print_startup_summary(run: RunContext) -> None:
         if config.train.calculate_per_token_loss
         else "loss of a step: the mean of the micro batches' means, as Megatron's (--no-calculate-per-token-loss)"
     )
-    run.print_rank_0(
-        "kernels: "
-        + ", ".join(
-            f"{op} by {name}" + (f" (not {why})" if why else "")
-            for op, name, why in run.kernels.report
-            if op not in config.model.unused_kernel_ops
-        )
-    )
+    rows = (row for row in run.kernels.report if row[0] not in config.model.unused_kernel_ops)
+    kernels = ", ".join(f"{op} by {name}{f' (not {why})' if why else ''}" for op, name, why in rows)
+    run.print_rank_0(f"kernels: {kernels}")
     _print_recurrent_cp_method(run)
     if (recipe := recipes.low_precision_recipe_of(config.precision.low, mesh.device)) is not None:
         ends = (config.precision.low.num_layers_at_start_in_bf16, config.precision.low.num_layers_at_end_in_bf16)

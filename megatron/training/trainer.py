@@ -21,7 +21,7 @@ from megatron.core.models.vision import ImageClassifierModel
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.schedule import OptimizerParamSchedule
 from megatron.core.parallel.rng import materialize_parameters
-from megatron.core.pipeline_parallel.schedules import forward_only_plan, pipeline_training_plan, with_reduction_actions
+from megatron.core.pipeline_parallel.schedules import forward_only_plan, training_plan_of_run, with_reduction_actions
 from megatron.core.pipeline_parallel.transfers import RankScript, build_rank_script
 from megatron.core.transformer.activation_offloading import set_up_activation_offload
 from megatron.core.transformer.adapters import freeze_untrained
@@ -87,22 +87,15 @@ class Trainer:
         key = (num_microbatches, training)
         if key not in self.scripts:
             parallel, axis = self.run.config.parallel, self.run.mesh.pp
-            chunks, dual_batch_overlap = len(self.stages), training and parallel.overlap_moe_expert_parallel_comm
             if training:
-                plan = with_reduction_actions(
-                    pipeline_training_plan(
-                        axis.size,
-                        chunks,
-                        num_microbatches,
-                        name=parallel.pipeline_schedule,
-                        dual_batch_overlap=dual_batch_overlap,
-                        group=parallel.microbatch_group_size_per_virtual_pipeline_stage,
-                    )
-                )
+                plan = with_reduction_actions(training_plan_of_run(self.run.config, num_microbatches))
             else:
-                plan = forward_only_plan(axis.size, chunks, num_microbatches, parallel.stage_placement)
+                plan = forward_only_plan(axis.size, len(self.stages), num_microbatches, parallel.stage_placement)
             self.scripts[key] = build_rank_script(
-                plan, axis.rank, overlap=parallel.overlap_p2p_communication, dual_batch_overlap=dual_batch_overlap
+                plan,
+                axis.rank,
+                overlap=parallel.overlap_p2p_communication,
+                dual_batch_overlap=training and parallel.overlap_moe_expert_parallel_comm,
             )
         return self.scripts[key]
 
@@ -126,11 +119,9 @@ def build_trainer(run: RunContext, model: ModelProvider, forward_step: ForwardSt
     if config.optimizer.optimizer_cpu_offload and optimizer.cpu_offload is None:
         run.print_rank_0("--optimizer-cpu-offload moves nothing: this run's memory is the CPU's already")
     batches = BatchSchedule.build(config.train, data_parallel_size=mesh.dp.size, seq_length=config.train.seq_length)
-    schedule = (
-        None
-        if config.train.skip_train
-        else OptimizerParamSchedule.build(config.schedule, config.optimizer, config.train)
-    )
+    schedule = None
+    if not config.train.skip_train:
+        schedule = OptimizerParamSchedule.build(config.schedule, config.optimizer, config.train)
     return Trainer(run, forward_step, specs, stages, parallels, optimizer, schedule, batches)
 
 

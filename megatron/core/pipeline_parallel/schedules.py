@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 from megatron.core.config.flags import ConfigError, raise_config_error_if
 from megatron.core.config.plan import Placement, microbatch_group_problem
+from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.stages import stage_specs_of_run
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -44,6 +46,19 @@ STAGE_STEP = {"F": 1, "B": -1}
 
 class ScheduleError(Exception):
     """A plan that cannot be carried out; the message names the actions at fault."""
+
+
+def training_plan_of_run(config: RunConfig, num_microbatches: int) -> Plan:
+    """Return the plan of one training step of a run."""
+    parallel = config.parallel
+    return pipeline_training_plan(
+        parallel.pp,
+        len(stage_specs_of_run(config)) // parallel.pp,
+        num_microbatches,
+        name=parallel.pipeline_schedule,
+        dual_batch_overlap=parallel.overlap_moe_expert_parallel_comm,
+        group=parallel.microbatch_group_size_per_virtual_pipeline_stage,
+    )
 
 
 def pipeline_training_plan(

@@ -73,22 +73,15 @@ def compile_obstacles_by_method(layer: TransformerLayer) -> dict[str, str]:
         "it is recomputed": build.recomputes_module("core_attn") or build.recomputes_module("mla_up_proj"),
         "its scores are watched": model.qk_clip,
         "its scan is long": isinstance(layer.token_mixer, (MambaMixer, GatedDeltaNet)),
+        "there is none": layer.token_mixer is None,
     }
-    return {
-        "attention_block": "; ".join(
-            why for why, holds in {**both, **attention, "there is none": layer.token_mixer is None}.items() if holds
-        ),
-        "mlp_block": "; ".join(
-            why
-            for why, holds in {
-                **both,
-                "context ranks share its scales": shares_scales,
-                "tokens choose experts": layer.plan.mlp == "moe",
-                "there is none": layer.mlp is None,
-            }.items()
-            if holds
-        ),
+    mlp = {
+        "context ranks share its scales": shares_scales,
+        "tokens choose experts": layer.plan.mlp == "moe",
+        "there is none": layer.mlp is None,
     }
+    halves = {"attention_block": {**both, **attention}, "mlp_block": {**both, **mlp}}
+    return {name: "; ".join(why for why, holds in half.items() if holds) for name, half in halves.items()}
 
 
 class LayerCompiler:

@@ -74,15 +74,10 @@ def add_steps_to_run_log(run_log: RunLog, steps: Sequence[ResolvedStepMetrics]) 
 
 def parallel_layout_sizes(config: RunConfig, mesh: Mesh) -> dict[str, int]:
     """Return the sizes of the parallel axes and the micro batch, by name."""
-    return {
-        "ranks": mesh.world.size,
-        "tensor": mesh.tp.size,
-        "pipeline": mesh.pp.size,
-        "context": mesh.cp.size,
-        "data": mesh.dp.size,
-        "expert": mesh.ep.size,
-        "micro batch": config.train.micro_batch_size or 0,
-    }
+    axes = (mesh.world, mesh.tp, mesh.pp, mesh.cp, mesh.dp, mesh.ep)
+    names = ("ranks", "tensor", "pipeline", "context", "data", "expert")
+    sizes = {name: axis.size for name, axis in zip(names, axes, strict=True)}
+    return {**sizes, "micro batch": config.train.micro_batch_size or 0}
 
 
 def _record_run_start(run: RunContext, machines: Sequence[tuple[str, str]]) -> None:
@@ -131,22 +126,15 @@ def code_version_record() -> dict[str, Any]:
         content.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     commit = _git_output("rev-parse", "HEAD") if (ROOT / ".git").exists() else None
     changed = None if commit is None else _git_output("status", "--porcelain", "--untracked-files=no")
-    return to_json_value(
-        {
-            "sources": content.hexdigest(),
-            "version": __version__,
-            "commit": commit,
-            "changed": None if changed is None else bool(changed),
-        }
-    )
+    facts = {"sources": content.hexdigest(), "version": __version__, "commit": commit}
+    return to_json_value({**facts, "changed": None if changed is None else bool(changed)})
 
 
 def _git_output(*words: str) -> str | None:
     """Run git and return its output; None if it fails or takes too long."""
     try:
-        return subprocess.run(
-            ["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
+        command = ["git", "-C", str(ROOT), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -36,7 +36,7 @@ from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.overlap import OverlappedComputation
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import quantized_storage_of
-from megatron.core.pipeline_parallel.schedules import Plan, pipeline_training_plan, with_reduction_actions
+from megatron.core.pipeline_parallel.schedules import Plan, training_plan_of_run, with_reduction_actions
 from megatron.core.pipeline_parallel.transfers import Transfer
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.training.cli.device_checks import kernel_requirements
@@ -371,17 +371,7 @@ def _with_microbatches(config: RunConfig, world_size: int, count: int) -> RunCon
 
 def schedule_plan(config: RunConfig, count: int) -> Plan:
     """Return the pipeline schedule of a step of so many microbatches."""
-    parallel, chunks = config.parallel, len(stage_specs_of_run(config)) // config.parallel.pp
-    return with_reduction_actions(
-        pipeline_training_plan(
-            parallel.pp,
-            chunks,
-            count,
-            name=parallel.pipeline_schedule,
-            dual_batch_overlap=parallel.overlap_moe_expert_parallel_comm,
-            group=parallel.microbatch_group_size_per_virtual_pipeline_stage,
-        )
-    )
+    return with_reduction_actions(training_plan_of_run(config, count))
 
 
 def fake_trace(
