@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.flags import ConfigError, config_to_dict
+from megatron.core.config.flags import ConfigError
 from megatron.core.config.plan import StageSpec
 from megatron.core.datasets.storage import atomic_file
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
@@ -238,14 +238,7 @@ def _train_and_keep_best(
 
 def build_writers(run: RunContext) -> Writers:
     """Return the metric writers of finetuning, which write on the rank that has the loss."""
-    return Writers(
-        run.config.log,
-        speaks=run.mesh.world.is_last,
-        world_size=run.mesh.world.size,
-        settings=config_to_dict(run.config),
-        start_iteration=run.progress.iteration,
-        train_iters=run.config.train.train_iters or 0,
-    )
+    return Writers.of_run(run, train_iters=run.config.train.train_iters or 0)
 
 
 def build_classifier_stage(run: RunContext, stage: StageSpec, task: TaskConfig) -> ClassifierModel:

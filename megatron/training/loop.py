@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megatron.core.config.figures import match_metric_name
-from megatron.core.config.flags import ConfigError, config_to_dict
+from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import CheckpointConfig, RunConfig
 from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
@@ -120,25 +120,13 @@ class TrainingSession:
         layers: LayerCompiler | LayerGraphCapturer | None = None,
     ) -> None:
         """layers: who makes layers faster, and tells of it."""
-        self.trainer, self.checkpoint, self.data, self.validator, self.layers = (
-            trainer,
-            checkpoint,
-            data,
-            validator,
-            layers,
-        )
+        self.trainer, self.checkpoint, self.data = trainer, checkpoint, data
+        self.validator, self.layers = validator, layers
         self.rerun = validator if isinstance(validator, StepRerun) else None
         self.config, self.mesh, self.log = trainer.run.config, trainer.run.mesh, trainer.run.log
         self.meter = StepMetricsMeter(lambda tensor: collectives.all_reduce(tensor, self.mesh.world))
         self.total = trainer.batches.num_iterations(self.config.train)
-        self.writers = Writers(
-            self.config.log,
-            speaks=self.mesh.world.is_last,
-            world_size=self.mesh.world.size,
-            start_iteration=trainer.progress.iteration,
-            train_iters=self.total,
-            settings=config_to_dict(self.config),
-        )
+        self.writers = Writers.of_run(trainer.run, train_iters=self.total)
         if self.config.checkpoint.save_best and data.valid is None:
             raise ConfigError("--save-best: there are no validation data; give them a share in --split")
         self.work = _flops_per_sample(trainer)
@@ -370,13 +358,7 @@ class TrainingSession:
         if outcome is None:
             return
         self.failed_saves += bool(outcome.problems)
-        self.writers.write_save_result(
-            outcome.iteration,
-            seconds=outcome.seconds,
-            blocked=outcome.blocked,
-            size=outcome.size,
-            failures=self.failed_saves,
-        )
+        self.writers.write_save_result(outcome, failures=self.failed_saves)
         self.trainer.run.run_log.add(
             "checkpoint",
             iteration=outcome.iteration,
@@ -493,19 +475,13 @@ class TrainingSession:
         rows = collectives.gather_objects(
             (self.mesh.dp.rank, self.mesh.tp.rank, self.mesh.pp.rank, count), self.mesh.world
         )
-        for data, tensor, pipeline, held in rows:
+        for data, tensor, pipeline, number in rows:
             if data == 0:
-                self.trainer.run.print_rank_0(f"parameters on (tensor, pipeline) rank ({tensor}, {pipeline}): {held}")
+                self.trainer.run.print_rank_0(f"parameters on (tensor, pipeline) rank ({tensor}, {pipeline}): {number}")
         count = self.trainer.batches.batch_size_after(self.trainer.progress.consumed_train_samples).num_microbatches
-        largest = max(
-            estimate_memory_by_pipeline_rank(
-                self.config,
-                stage_specs_of_run(self.config),
-                data_parallel_size=self.mesh.dp.size,
-                num_microbatches=count,
-            ),
-            key=lambda held: held.total,
-        )
+        stages, copies = stage_specs_of_run(self.config), self.mesh.dp.size
+        held = estimate_memory_by_pipeline_rank(self.config, stages, data_parallel_size=copies, num_microbatches=count)
+        largest = max(held, key=lambda estimate: estimate.total)
         self.trainer.run.print_rank_0(theoretical_memory_line(largest.weights_and_optimizer, largest.activations))
         self._append_progress_file(self._progress_file_line("Starting job"))
 

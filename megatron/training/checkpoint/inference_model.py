@@ -158,22 +158,13 @@ def infer_checkpoint_architecture(source: CheckpointSource) -> str:
 def checkpoint_tokenizer_config(source: CheckpointSource, given: Mapping[str, Any]) -> TokenizerConfig:
     """Return the tokenizer config of a checkpoint (a Hugging Face folder's own), overridden by the settings given."""
     available = hf_model_settings(source.where) if is_hf_checkpoint(source.where) else source.settings
-    saved = (
-        {}
-        if "tokenizer_type" in given
-        else {
-            field.name: available[field.name]
-            for field in dataclasses.fields(TokenizerConfig)
-            if field.name in available
-        }
-    )
+    names = [] if "tokenizer_type" in given else [field.name for field in dataclasses.fields(TokenizerConfig)]
+    saved = {name: available[name] for name in names if name in available}
     settings = config_from_dict(TokenizerConfig, {**saved, **given})
-    older = settings.tokenizer_type == "NullTokenizer"
-    return (
-        dataclasses.replace(settings, vocab_size=resumed_null_vocab_size(settings.vocab_size, source.settings))
-        if older
-        else settings
-    )
+    if settings.tokenizer_type != "NullTokenizer":
+        return settings
+    size = resumed_null_vocab_size(settings.vocab_size, source.settings)
+    return dataclasses.replace(settings, vocab_size=size)
 
 
 def _require_recorded_tokenizer(source: CheckpointSource, tokenizer: Tokenizer) -> None:

@@ -156,15 +156,8 @@ def _resume_request_for_path(
     steps = native_checkpoints(path, step, required=options.require_iteration if chosen else None)
     if not steps:
         return None
-    newer = (
-        [
-            text
-            for iteration, text in checkpoint_folders.scan_checkpoint_folder(path).damaged
-            if iteration > steps[0].iteration
-        ]
-        if step is None
-        else []
-    )
+    damaged = checkpoint_folders.scan_checkpoint_folder(path).damaged if step is None else ()
+    newer = [text for iteration, text in damaged if iteration > steps[0].iteration]
     if newer and chosen and options.require_iteration is not None:
         raise CheckpointError(
             f"--require-iteration {options.require_iteration}: {path} has a later checkpoint, which is damaged", newer

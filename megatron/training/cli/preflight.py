@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from megatron.core.config.adapters import is_trained_parameter
 from megatron.core.config.flags import ConfigError, flag_name
@@ -67,27 +67,27 @@ def preflight(
     wrong = tokenizer_flag_problems(config.tokenizer)
     problems += [("tokenizer", line) for line in wrong]
     config = dataclasses.replace(config, tokenizer=drop_unused_settings(config.tokenizer))
-    notes, tokenizer, absent = (
-        list(ineffective_settings(given, device)),
-        None,
-        list(_missing_file_problems(config, reads_data=reads_data)),
-    )
+    notes, tokenizer = list(ineffective_settings(given, device)), None
+    absent = list(_missing_file_problems(config, reads_data=reads_data))
     if files and not problems:
         problems += [("files", line) for line in absent]
     elif not files:
         notes += [f"{line} (on this machine)" for line in absent]
     if not wrong and not missing_tokenizer_files(config.tokenizer):
-        tokenizer, lines = _read_tokenizer(
-            config.tokenizer, tuple(map(os.path.getmtime, _configured_tokenizer_files(config.tokenizer)))
+        files_of_tokenizer = (
+            config.tokenizer.vocab_file,
+            config.tokenizer.merge_file,
+            config.tokenizer.tokenizer_model,
         )
+        times = tuple(os.path.getmtime(file) for file in files_of_tokenizer if file is not None)
+        tokenizer, lines = _read_tokenizer(config.tokenizer, times)
         problems += [("tokenizer", line) for line in lines]
     if tokenizer is not None and not problems:
         config = dataclasses.replace(config, model=_model_config_with_vocabulary(config, tokenizer))
         problems += broken_rules(config, fit_elastic_layout(given, world_size)[1])
     if not problems and _requests_device_features(config):
-        from megatron.training.cli.device_checks import (
-            unsupported_by_machine,
-        )  # needs torch, which no other answer waits for
+        # Needs torch, which no other answer waits for.
+        from megatron.training.cli.device_checks import unsupported_by_machine
 
         problems += unsupported_by_machine(config, device)
     return CheckedRunConfig(config, tuple(problems), tuple(notes), tokenizer)
@@ -130,43 +130,29 @@ def resolve_and_examine(config: RequestedRun, world_size: int) -> tuple[RunConfi
     """Resolve the config, in an elastic layout too: (config, [(rule, message)] for all that is wrong with it)."""
     result, problems = _resolve_and_list_problems(*fit_elastic_layout(config, world_size))
     if config.parallel.elastic and config.train.global_batch_size is None:
-        problems.append(
-            (
-                "elastic",
-                "--elastic keeps the global batch, which otherwise follows from the ranks; give --global-batch-size",
-            )
-        )
+        message = "--elastic keeps the global batch, which otherwise follows from the ranks; give --global-batch-size"
+        problems.append(("elastic", message))
     return result, problems
 
 
 def _resolve_and_list_problems(given: RequestedRun, world_size: int) -> tuple[RunConfig, list[tuple[str, str]]]:
     """Resolve the config and apply the rules: (config, [(rule, message)])."""
     config, problems = given.resolve(world_size), []
+    # Iterations and evaluation are counted by the last batch size of --step-batch-size-schedule.
     if config.train.step_batch_size_schedule and config.train.micro_batch_size and config.train.seq_length:
         try:
-            config = _with_final_global_batch_size(config, world_size)
+            size = _batch_schedule(config, world_size).final_batch_size
+            config = dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch_size=size))
         except ConfigError as error:
             problems += [("batch-over-time", message) for message in problems_of_config_error(error)]
     problems += broken_rules(config, world_size)
     if not problems:  # what these work out needs sizes that are known to be sound
         problems += [("trained-parameters", message) for message in _freeze_pattern_problems(config.model)]
-        problems += [
-            ("batch-over-time", message)
-            for message in _config_errors_of_call(
-                lambda: BatchSchedule.build(
-                    config.train,
-                    data_parallel_size=config.parallel.data_parallel_size(world_size),
-                    seq_length=config.train.seq_length,
-                ).require_divisible_sizes()
-            )
-        ]
+        lines = _config_errors_of_call(lambda: _batch_schedule(config, world_size))
+        problems += [("batch-over-time", message) for message in lines]
         if not config.train.skip_train:
-            problems += [
-                ("learning-rate-over-time", message)
-                for message in _config_errors_of_call(
-                    lambda: OptimizerParamSchedule.build(config.schedule, config.optimizer, config.train)
-                )
-            ]
+            build_schedule = partial(OptimizerParamSchedule.build, config.schedule, config.optimizer, config.train)
+            problems += [("learning-rate-over-time", message) for message in _config_errors_of_call(build_schedule)]
     return config, problems
 
 
@@ -186,19 +172,12 @@ def _freeze_pattern_problems(model: ModelConfig) -> Iterator[str]:
         yield f"--freeze {' '.join(adapter.freeze)} leaves nothing to train; name fewer parameters"
 
 
-def _with_final_global_batch_size(config: RunConfig, world_size: int) -> RunConfig:
-    """Return the config with the last batch size of --step-batch-size-schedule as global batch size, by which
-    iterations and evaluation are counted.
-    """
-    schedule = BatchSchedule.build(
-        config.train,
-        data_parallel_size=max(1, config.parallel.data_parallel_size(world_size)),
-        seq_length=config.train.seq_length,
-    )
+def _batch_schedule(config: RunConfig, world_size: int) -> BatchSchedule:
+    """Return the run's batch sizes; `ConfigError` if they do not fit these ranks."""
+    ranks = max(1, config.parallel.data_parallel_size(world_size))
+    schedule = BatchSchedule.build(config.train, data_parallel_size=ranks, seq_length=config.train.seq_length)
     schedule.require_divisible_sizes()
-    return dataclasses.replace(
-        config, train=dataclasses.replace(config.train, global_batch_size=schedule.final_batch_size)
-    )
+    return schedule
 
 
 def _config_errors_of_call(attempt: Callable[[], object]) -> list[str]:
@@ -226,10 +205,6 @@ def _missing_file_problems(config: RunConfig, *, reads_data: DataFiles) -> Itera
         )
     if config.checkpoint.save and (why := unwritable_reason(config.checkpoint.save)):
         yield why
-
-
-def _configured_tokenizer_files(config: TokenizerConfig) -> list[str]:
-    return [file for file in (config.vocab_file, config.merge_file, config.tokenizer_model) if file is not None]
 
 
 @lru_cache(maxsize=2)

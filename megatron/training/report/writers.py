@@ -29,8 +29,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config.flags import raise_config_error_if
+from megatron.core.config.flags import config_to_dict, raise_config_error_if
 from megatron.core.config.settings.run import LogConfig
+from megatron.core.dist_checkpointing.saver import SaveOutcome
 from megatron.training.report.metrics import (
     IntervalReport,
     ResolvedStepMetrics,
@@ -42,6 +43,7 @@ from megatron.training.report.metrics import (
     validation_text,
 )
 from megatron.training.report.run_log import LogFile, to_json_value
+from megatron.training.run import RunContext
 
 TENSORBOARD = "--tensorboard-dir"
 RETRY_SECONDS = 60.0
@@ -89,6 +91,18 @@ class Writers:
         for name in self._openers:
             self._warn_on_failure(name, partial(self._open_writer, name))
         self._write_jsonl_event("start", iteration=start_iteration, world_size=world_size)
+
+    @classmethod
+    def of_run(cls, run: RunContext, *, train_iters: int) -> Writers:
+        """Return the writers of a run, which write on the rank that has the loss."""
+        return cls(
+            run.config.log,
+            speaks=run.mesh.world.is_last,
+            world_size=run.mesh.world.size,
+            settings=config_to_dict(run.config),
+            start_iteration=run.progress.iteration,
+            train_iters=train_iters,
+        )
 
     def print_text(self, text: str | None) -> None:
         """Print a line or a block of lines on the writing rank; nothing for None."""
@@ -176,10 +190,11 @@ class Writers:
                 {MEMORY_NAMES[name]: memory[name] for name in MEMORY_NAMES if name in memory}, iteration=iteration
             )
 
-    def write_save_result(self, iteration: int, *, seconds: float, blocked: float, size: int, failures: int) -> None:
-        """Write a save's times. blocked: seconds that training waited; size: bytes; failures: of this job so far."""
+    def write_save_result(self, outcome: SaveOutcome, *, failures: int) -> None:
+        """Write the times of a save. failures: failed saves of this job so far."""
+        iteration, seconds, blocked = outcome.iteration, outcome.seconds, outcome.blocked
         self._write_jsonl_event(
-            "checkpoint", iteration=iteration, seconds=seconds, blocked=blocked, bytes=size, failures=failures
+            "checkpoint", iteration=iteration, seconds=seconds, blocked=blocked, bytes=outcome.size, failures=failures
         )
         self._write_values(
             {"checkpoint-seconds": seconds, "checkpoint-blocked-seconds": blocked, "checkpoint-failures": failures},

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import types
+from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -18,6 +19,7 @@ from tensorboard.compat.tensorflow_stub.io import gfile
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import LogConfig
+from megatron.core.dist_checkpointing.saver import SaveOutcome
 from megatron.training.report import run_log as run_log
 from megatron.training.report import writers as writers_module
 from megatron.training.report.metrics import IntervalReport, StepMetrics, Throughput
@@ -273,7 +275,9 @@ def everything(writers):
         writers.write_interval_report(REPORT)
         writers.write_validation({"lm loss": 1.0}, iteration=4, consumed_samples=8)
         writers.write_samples([("a", "b")], iteration=4)
-        writers.write_save_result(4, seconds=1.0, blocked=0.1, size=5, failures=0)
+        writers.write_save_result(
+            SaveOutcome(4, Path("iter_0000004"), (), (), size=5, blocked=0.1, seconds=1.0), failures=0
+        )
     writers.close()
 
 
