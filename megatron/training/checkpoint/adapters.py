@@ -112,11 +112,8 @@ class SourceWithRowNorms:
             for adapter in plan.adapters:
                 matrix = f"model.{layer_module_path(model, plan)}.{adapter.linear}"
                 first, size = shapes[adapter.linear].rows_of_part(adapter.part)
-                self._rows[f"{matrix}.adapter.pairs.{adapter.part or WHOLE}{_LENGTHS}"] = (
-                    f"{matrix}.weight",
-                    first,
-                    size,
-                )
+                magnitude = f"{matrix}.adapter.pairs.{adapter.part or WHOLE}{_LENGTHS}"
+                self._rows[magnitude] = (f"{matrix}.weight", first, size)
         lengths = {
             name: ShapeAndDtype((size,), source.formats[matrix].dtype) for name, (matrix, _, size) in self._rows.items()
         }
@@ -215,13 +212,8 @@ def base_weights_hash(stages: Iterable[nn.Module], mesh: Mesh, config: AdapterCo
             for index, piece in enumerate(local_shard_boxes(spec, mesh) if frozen and counted else ()):
                 known = None if quantized is None else quantized.unquantized_hashes[index]
                 if piece.is_first_replica:
-                    total += (
-                        box_hash(
-                            param.detach()[piece.local.slices()], piece.box, spec.shape, derive_seed("base", spec.name)
-                        )
-                        if known is None
-                        else known
-                    )
+                    values, seed = param.detach()[piece.local.slices()], derive_seed("base", spec.name)
+                    total += box_hash(values, piece.box, spec.shape, seed) if known is None else known
     return f"{int(collectives.all_reduce(total, mesh.world)) % 2**64:016x}"
 
 

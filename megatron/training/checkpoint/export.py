@@ -50,11 +50,8 @@ def hf_config_special_token_ids(
     missing key gets the class's default. Empty without a tokenizer, and for a BERT, which generates nothing.
     """
     known = {field.name for field in fields(TokenizerConfig)}
-    chosen = (
-        tokenizer_settings_of_folder(Path(like))
-        if like
-        else {name: value for name, value in settings.items() if name in known}
-    )
+    of_run = {name: value for name, value in settings.items() if name in known}
+    chosen = tokenizer_settings_of_folder(Path(like)) if like else of_run
     architecture = settings.get("architecture", "gpt")
     if architecture == "bert" or not chosen.get("tokenizer_type"):
         return {}
@@ -63,10 +60,8 @@ def hf_config_special_token_ids(
     except (ConfigError, OSError, ValueError):
         return {}
     ends = list(dict.fromkeys(token for token in (tokenizer.eod, tokenizer.eos) if token is not None and token < rows))
-    ids: dict[str, int | list[int] | None] = {
-        "bos_token_id": tokenizer.bos,
-        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
-    }
+    eos = ends[0] if len(ends) == 1 else ends or None
+    ids: dict[str, int | list[int] | None] = {"bos_token_id": tokenizer.bos, "eos_token_id": eos}
     if architecture == "t5":
         ids |= {"decoder_start_token_id": tokenizer.bos, "pad_token_id": tokenizer.pad}
     return ids

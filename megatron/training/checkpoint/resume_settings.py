@@ -75,23 +75,15 @@ def _changed_data_and_training(
     """Return names of (data settings whose meaning differs, other data and training settings that differ)."""
     from_checkpoint = config.schedule.use_checkpoint_opt_param_scheduler
     unread = {*_unused_data_settings(config), *(field_resume_roles(ScheduleConfig) if from_checkpoint else ())}
-    roles = {
-        name: role
-        for name, role in field_resume_roles(RequestedRun).items()
-        if name in saved and saved[name] != mine[name]
-    }
-    others = [
-        name
-        for name, role in roles.items()
-        if role == "data"
-        and name not in unread
-        and _comparable_value(name, saved[name]) != _comparable_value(name, mine[name])
-    ]
-    named = [
-        name
-        for name, role in roles.items()
-        if (role == "training" and name not in unread) or (role == "data" and name not in others)
-    ]
+    others, named = [], []
+    for name, role in field_resume_roles(RequestedRun).items():
+        if name not in saved or saved[name] == mine[name] or role not in ("data", "training"):
+            continue
+        same_meaning = _comparable_value(name, saved[name]) == _comparable_value(name, mine[name])
+        if role == "data" and name not in unread and not same_meaning:
+            others.append(name)
+        elif role == "data" or name not in unread:
+            named.append(name)
     return others, named
 
 

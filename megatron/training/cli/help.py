@@ -45,13 +45,10 @@ class HelpAction(argparse.Action):
     ) -> None:
         """Print, and exit with 0; with 1 where nothing matches."""
         words = [word.lower() for word in values]
-        text = (
-            common_flags_help(parser)
-            if not words
-            else parser.format_help()
-            if words == ["all"]
-            else search_help(parser, words)
-        )
+        if words == ["all"]:
+            text = parser.format_help()
+        else:
+            text = search_help(parser, words) if words else common_flags_help(parser)
         sys.stdout.write(text or f"nothing speaks of {' '.join(values)}\n\n{MORE}\n")
         parser.exit(0 if text else 1)
 

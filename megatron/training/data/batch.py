@@ -54,11 +54,8 @@ class Batch:
         """Make a batch on `device` from a dataset's arrays, each [b, s] or [b, ...].
         positions: pass on position_ids, for those that do not simply count up.
         """
-        on = {
-            name: torch.from_numpy(array).to(device, non_blocking=True)
-            for name, array in arrays.items()
-            if name != "dataset_id"
-        }
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items() if name != "dataset_id"}
+        on = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
         tokens = next(on.pop(name) for name in _TOKENS if name in on)
         places = on.pop("position_ids", None)
         if "document_ids" in on:

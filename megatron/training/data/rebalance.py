@@ -121,13 +121,8 @@ def documents_with_loss(batch: Batch) -> Iterator[Document]:
         if batch.positions is None
         else batch.positions
     )
-    rows = {
-        "tokens": tokens,
-        "labels": labels,
-        "loss_mask": loss_mask,
-        "positions": positions,
-        **{name: row for name, row in batch.extras.items() if name.startswith("mtp_")},
-    }
+    rows = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "positions": positions}
+    rows |= {name: row for name, row in batch.extras.items() if name.startswith("mtp_")}
     for index in range(len(tokens)):
         _, lengths = torch.unique_consecutive(apart[index], return_counts=True)
         for parts in zip(*(row[index].split(lengths.tolist()) for row in rows.values()), strict=True):

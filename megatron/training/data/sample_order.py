@@ -64,12 +64,8 @@ def microbatch_sample_indices(
     config: RunConfig, num_samples: int, *, consumed_samples: int, rank: int, num_ranks: int
 ) -> Iterator[list[int]]:
     """Yield the sample numbers of each microbatch of one data-parallel rank, from sample `consumed_samples` on."""
-    place = {
-        "consumed_samples": consumed_samples,
-        "micro_batch_size": config.train.micro_batch_size,
-        "rank": rank,
-        "num_ranks": num_ranks,
-    }
+    place = {"consumed_samples": consumed_samples, "rank": rank, "num_ranks": num_ranks}
+    place["micro_batch_size"] = config.train.micro_batch_size
     if config.data.dataloader_type == "single":
         return sequential_sampler(num_samples, **place)
     return cyclic_sampler(num_samples, **place, sharded=config.data.data_sharding)
@@ -91,16 +87,14 @@ def single_pass_sample_indices(
 
 def read_and_stack_samples(dataset: MapStyleDataset, numbers: Sequence[int]) -> dict[str, np.ndarray]:
     """Read the samples of these numbers, stacked [b, ...]; `FILL` gives a sample without loss."""
-    return collate(
-        [
-            _padding_sample(dataset) if number == FILL else _read_sample_naming_errors(dataset, number)
-            for number in numbers
-        ]
-    )
+    return collate([_read_sample_naming_errors(dataset, number) for number in numbers])
 
 
 def _read_sample_naming_errors(dataset: MapStyleDataset, number: int) -> dict[str, np.ndarray]:
-    """Return a sample; an error names its number."""
+    """Return a sample, for `FILL` sample 0 with a loss mask of zeros; an error names its number."""
+    if number == FILL:
+        sample = _read_sample_naming_errors(dataset, 0)
+        return {**sample, "loss_mask": np.zeros_like(sample["loss_mask"])}
     try:
         return dataset[number]
     except DataError as error:
@@ -108,12 +102,6 @@ def _read_sample_naming_errors(dataset: MapStyleDataset, number: int) -> dict[st
     except Exception as error:
         # The message names the sample; the cause keeps the traceback, also out of a reading thread.
         raise RuntimeError(f"sample {number} cannot be read: {type(error).__name__}: {error}") from error
-
-
-def _padding_sample(dataset: MapStyleDataset) -> dict[str, np.ndarray]:
-    """Return sample 0 with a loss mask of zeros."""
-    sample = _read_sample_naming_errors(dataset, 0)
-    return {**sample, "loss_mask": np.zeros_like(sample["loss_mask"])}
 
 
 def batch_external_samples(samples: Iterator[dict[str, np.ndarray]], size: int) -> Iterator[dict[str, np.ndarray]]:
@@ -159,11 +147,6 @@ class ReadSamplesLog:
         now = self._clock()
         self._count = self._count + 1 if now == self._iteration else 0
         self._iteration = now
-        line = {
-            **self._fixed,
-            "iteration": now,
-            "microbatch": self._count,
-            "samples": None if numbers is None else list(numbers),
-            "hash": microbatch_digest(arrays),
-        }
+        line = {**self._fixed, "iteration": now, "microbatch": self._count}
+        line |= {"samples": None if numbers is None else list(numbers), "hash": microbatch_digest(arrays)}
         self._file.add(json.dumps(line) + "\n")

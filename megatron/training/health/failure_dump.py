@@ -82,11 +82,9 @@ def write_failure_dump(
     failures = list(filter(None, collectives.gather_objects(failure, mesh.world)))
     if not failures and trainer.run.config.faults.failure_dump_weights:
         failures = _save_weights(trainer, target)
-    message = (
-        f"the evidence is in {target}"
-        if not failures
-        else f"the evidence could not be written to {target}: {failures[0]}"
-    )
+    message = f"the evidence is in {target}"
+    if failures:
+        message = f"the evidence could not be written to {target}: {failures[0]}"
     return f"{worst}; {message}" if worst else message
 
 
@@ -107,23 +105,16 @@ def weight_and_gradient_norms(work: StepWork) -> tuple[dict[str, dict[str, float
     for rows in collectives.gather_objects(measures, mesh.world):
         for name, row in rows.items():
             whole[name] = [a + b for a, b in zip(whole.get(name, (0.0, 0, 0.0, 0)), row, strict=True)]
+    keys = ("gradient_norm", "gradient_not_finite", "weight_norm", "weight_not_finite")
     table = {
-        name: {
-            "gradient_norm": math.sqrt(row[0]),
-            "gradient_not_finite": row[1],
-            "weight_norm": math.sqrt(row[2]),
-            "weight_not_finite": row[3],
-        }
+        name: dict(zip(keys, (math.sqrt(row[0]), row[1], math.sqrt(row[2]), row[3]), strict=True))
         for name, row in sorted(whole.items())
     }
     words = []
     for what in ("weight", "gradient"):
-        bad = [name for name, row in table.items() if row[f"{what}_not_finite"]]
-        if bad:
-            words.append(
-                f"{what}s that are not finite: {', '.join(bad[:3])}"
-                + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
-            )
+        if bad := [name for name, row in table.items() if row[f"{what}_not_finite"]]:
+            more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+            words.append(f"{what}s that are not finite: {', '.join(bad[:3])}{more}")
     return table, "; ".join(words)
 
 
@@ -131,12 +122,9 @@ def _bad_step_record(work: StepWork, problem: str, losses: Mapping[str, float], 
     """Return what step.json says of the step: problem, losses, counters, nearest checkpoint, config."""
     trainer, config = work.trainer, work.trainer.run.config
     here = config.checkpoint.save or config.checkpoint.load
-    steps = (
-        [step for step in scan_checkpoint_folder(here).steps if step.iteration <= trainer.progress.iteration]
-        if here
-        else []
-    )
-    newest = max(steps, key=lambda step: step.iteration, default=None)
+    steps = scan_checkpoint_folder(here).steps if here else ()
+    earlier = [step for step in steps if step.iteration <= trainer.progress.iteration]
+    newest = max(earlier, key=lambda step: step.iteration, default=None)
     return {
         "iteration": trainer.progress.iteration + 1,
         "problem": problem,

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 from megatron.core.config.flags import flag_name
@@ -42,9 +43,9 @@ def fit_layout_to_ranks(config: RequestedRun, world_size: int, problems: Problem
     """Return the config in the first layout that fits and the number of ranks that train; else both unchanged.
     problems: names of the rules that a config breaks on so many ranks. Those broken under any layout are ignored.
     """
-    hopeless = problems(_with_layout(config, ParallelConfig(elastic=True)), 1)
+    hopeless = problems(dataclasses.replace(config, parallel=ParallelConfig(elastic=True)), 1)
     for parallel, ranks in _possible_layouts(config.parallel, world_size):
-        fitted = _with_layout(config, parallel)
+        fitted = dataclasses.replace(config, parallel=parallel)
         if problems(fitted, ranks) <= hopeless:
             return fitted, ranks
     return config, world_size
@@ -61,40 +62,29 @@ def elastic_layout_change_text(given: ParallelConfig, chosen: ParallelConfig, *,
         return ""
     copies = chosen.data_parallel_size(ranks)
     noun = "copy" if copies == 1 else "copies"
-    why = (
-        "not one of the layout that was given fits"
-        if changed
-        else "more do not fit or cannot share the global batch evenly"
-    )
+    why = "not one of the layout that was given fits"
+    if not changed:
+        why = "more do not fit or cannot share the global batch evenly"
     rest = f", {world_size - ranks} stand by" if ranks < world_size else ""
     return f"elastic: {ranks} of {world_size} ranks train, in {copies} data-parallel {noun}{rest}: {'; '.join([why, *changed])}"
 
 
-def _with_layout(config: RequestedRun, parallel: ParallelConfig) -> RequestedRun:
-    return dataclasses.replace(config, parallel=parallel)
-
-
 def _possible_layouts(given: ParallelConfig, world_size: int) -> Iterator[tuple[ParallelConfig, int]]:
     """Yield every layout and its number of ranks, the best first."""
-    for tensor in _divisors(given.tp):
-        for context in _divisors(given.context_parallel_size):
-            for pipeline in _divisors(given.pp):
-                for expert in _divisors(given.expert_model_parallel_size):
-                    cut = tensor * context * pipeline
-                    loose = (
-                        *(_OF_PIPELINE if pipeline < given.pp else ()),
-                        *(_OF_CONTEXT if context < given.context_parallel_size else ()),
-                    )
-                    unset: dict[str, Any] = dict.fromkeys(loose)
-                    parallel = dataclasses.replace(
-                        given,
-                        tensor_model_parallel_size=tensor,
-                        context_parallel_size=context,
-                        pipeline_model_parallel_size=pipeline,
-                        expert_model_parallel_size=expert,
-                        **unset,
-                    )
-                    yield from ((parallel, cut * copies) for copies in range(world_size // cut, 0, -1))
+    sizes = (given.tp, given.context_parallel_size, given.pp, given.expert_model_parallel_size)
+    for tensor, context, pipeline, expert in product(*map(_divisors, sizes)):
+        cut = tensor * context * pipeline
+        unset: dict[str, Any] = dict.fromkeys(_OF_PIPELINE if pipeline < given.pp else ())
+        unset |= dict.fromkeys(_OF_CONTEXT if context < given.context_parallel_size else ())
+        parallel = dataclasses.replace(
+            given,
+            tensor_model_parallel_size=tensor,
+            context_parallel_size=context,
+            pipeline_model_parallel_size=pipeline,
+            expert_model_parallel_size=expert,
+            **unset,
+        )
+        yield from ((parallel, cut * copies) for copies in range(world_size // cut, 0, -1))
 
 
 def _divisors(size: int) -> list[int]:
