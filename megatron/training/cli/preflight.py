@@ -74,13 +74,7 @@ def preflight(
     elif not files:
         notes += [f"{line} (on this machine)" for line in absent]
     if not wrong and not missing_tokenizer_files(config.tokenizer):
-        files_of_tokenizer = (
-            config.tokenizer.vocab_file,
-            config.tokenizer.merge_file,
-            config.tokenizer.tokenizer_model,
-        )
-        times = tuple(os.path.getmtime(file) for file in files_of_tokenizer if file is not None)
-        tokenizer, lines = _read_tokenizer(config.tokenizer, times)
+        tokenizer, lines = _read_tokenizer(config.tokenizer, _tokenizer_file_times(config.tokenizer))
         problems += [("tokenizer", line) for line in lines]
     if tokenizer is not None and not problems:
         config = dataclasses.replace(config, model=_model_config_with_vocabulary(config, tokenizer))
@@ -205,6 +199,11 @@ def _missing_file_problems(config: RunConfig, *, reads_data: DataFiles) -> Itera
         )
     if config.checkpoint.save and (why := unwritable_reason(config.checkpoint.save)):
         yield why
+
+
+def _tokenizer_file_times(config: TokenizerConfig) -> tuple[float, ...]:
+    files = (config.vocab_file, config.merge_file, config.tokenizer_model)
+    return tuple(os.path.getmtime(file) for file in files if file is not None)
 
 
 @lru_cache(maxsize=2)
