@@ -248,5 +248,5 @@ def _nonfinite_text(step: ResolvedStepMetrics) -> str:
     if step.skipped:
         return ""
     values = {**step.losses, **({} if step.grad_norm is None else {"gradient norm": step.grad_norm})}
-    found = (f"{name} is {value}" for name, value in values.items() if not math.isfinite(value))
-    return next((f"{text} in iteration {step.iteration}" for text in found), "")
+    texts = (f"{name} is {value}" for name, value in values.items() if not math.isfinite(value))
+    return next((f"{text} in iteration {step.iteration}" for text in texts), "")

@@ -215,19 +215,19 @@ class StepRerun(StepValidator):
         devices, known, code = _suspect_devices_text(witnesses), self.known, REJECTED
         if differs:
             diagnosis.classification = "transient_error"
-            found = f"another result ({differs}): a transient error of {devices}"
+            result_text = f"another result ({differs}): a transient error of {devices}"
         elif self.goes_on:
-            diagnosis.classification, found = "reproduced", "the same result"
+            diagnosis.classification, result_text = "reproduced", "the same result"
         elif known and known.iteration == iteration and known.classification == "correct_result":
             diagnosis.classification = "correct_result"
-            found = "the same result, as it did on other devices before: it is the correct result of this data and these weights"
+            result_text = "the same result, as it did on other devices before: it is the correct result of this data and these weights"
         elif self.file is None:
             diagnosis.classification = "reproduced"
-            found = "the same result, so it is no transient error; with --save it could be run on other devices"
+            result_text = "the same result, so it is no transient error; with --save it could be run on other devices"
         else:
             code = RESTART_ELSEWHERE
-            found = f"the same result; start the run again on other devices than {devices}, to see whether they compute another one"
-        return self._conclude_rerun(diagnosis, f"run again in place, it gave {found}", before, step, code)
+            result_text = f"the same result; start the run again on other devices than {devices}, to see whether they compute another one"
+        return self._conclude_rerun(diagnosis, f"run again in place, it gave {result_text}", before, step, code)
 
     def _classify_after_restart(
         self, diagnosis: BadStepDiagnosis, before_step: dict[str, Any], step: StepMetrics
