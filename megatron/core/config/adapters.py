@@ -68,9 +68,7 @@ class LayerStructure(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """Input size of a linear layer, and the fused parts of its output, (name, size) each. An unfused matrix has one
-    part, named "".
-    """
+    """Input size of a linear layer, and its fused output parts, (name, size) each; an unfused one has one part, ""."""
 
     inputs: int
     parts: tuple[tuple[str, int], ...]
@@ -92,8 +90,7 @@ class LinearShape:
 
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
-    """One adapter of a layer. linear: path of the linear layer in its layer. part: name of the fused part; "": the
-    whole matrix.
+    """One adapter of a layer. linear: path of the linear layer. part: name of the fused part; "": the whole matrix.
 
     scale: factor of B A.
     """
@@ -200,9 +197,7 @@ def layer_module_path(model: ModelConfig, plan: LayerStructure) -> str:
 
 
 def layer_adapter_plans(model: ModelConfig, plan: LayerStructure) -> tuple[AdapterPlan, ...]:
-    """Return the adapters of a layer, none without --lora-rank. If several targets name the same adapter, the last one
-    counts.
-    """
+    """Return the adapters of a layer, none without --lora-rank; of targets that name the same one, the last counts."""
     config, result = model.adapter, []
     if config.lora_rank is None:
         return ()
@@ -221,9 +216,7 @@ def layer_adapter_plans(model: ModelConfig, plan: LayerStructure) -> tuple[Adapt
 
 
 def lora_target_rank_and_alpha(config: AdapterConfig, target: str) -> tuple[int, float]:
-    """Return rank and alpha of a target, NAME, NAME=RANK or NAME=RANK:ALPHA; (0, 0.0) if it cannot be parsed, which a
-    rule reports.
-    """
+    """Return rank and alpha of NAME, NAME=RANK or NAME=RANK:ALPHA; (0, 0.0) for others, which a rule reports."""
     result = re.fullmatch(r"[^=]+(?:=(\d+)(?::(\d*\.?\d+(?:[eE][-+]?\d+)?))?)?", target)
     if result is None:
         return 0, 0.0
@@ -233,8 +226,7 @@ def lora_target_rank_and_alpha(config: AdapterConfig, target: str) -> tuple[int,
 
 
 def linear_parts_matching_target(target: str, linear: str, shape: LinearShape) -> tuple[str, ...]:
-    """Return which parts of a linear layer a target names: "" for the whole matrix, else names of fused parts.
-    linear: its global name.
+    """Return which parts of a linear layer (global name) a target names: "" for all of it, else fused parts.
 
     A target that names both means the parts; for experts, whose matrices are fused in published networks, the whole.
     """
@@ -251,9 +243,7 @@ def linear_parts_matching_target(target: str, linear: str, shape: LinearShape) -
 
 
 def _matches_target(name: str, full: str, projection: str | None) -> bool:
-    """Whether a target's name is "all-linear", the projection, the full name, or a pattern of the full name or its
-    ending.
-    """
+    """Whether a target's name is "all-linear", the projection, the full name, or a pattern of it or of its ending."""
     return name in (ALL_LINEAR, projection, full) or fnmatchcase(full, name) or fnmatchcase(full, f"*.{name}")
 
 
@@ -263,9 +253,7 @@ def is_adapter_parameter(name: str) -> bool:
 
 
 def is_trained_parameter(name: str, config: AdapterConfig) -> bool:
-    """Whether the run trains a parameter, by its global name: with adapters only those and --lora-modules-to-save, and
-    none that --freeze matches.
-    """
+    """Whether a parameter is trained, by name: with adapters those and --lora-modules-to-save; none of --freeze."""
     frozen = (
         config.has_adapters
         and not is_adapter_parameter(name)

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 
 def match_metric_name(word: str, names: Sequence[str]) -> str | None:
-    """Return the metric of this name (hyphens count as spaces), or the first whose name ends in this word; None if
-    there is none.
-    """
+    """Return the metric of this name (hyphens are spaces), else the first whose name ends in this word, else None."""
     word = word.replace("-", " ")
     return word if word in names else next((name for name in names if name.endswith(f" {word}")), None)

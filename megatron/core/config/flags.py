@@ -117,9 +117,7 @@ def flag_spellings(field: dataclasses.Field, kind: Any) -> list[str]:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, config_class: type) -> None:
-    """Add a config class's flags to a parser: one help group, titled by its docstring, then those of nested config
-    classes.
-    """
+    """Add a config class's flags to a parser: a help group titled by its docstring, then those of nested classes."""
     hints = _resolved_type_hints(config_class)
     own = [f for f in dataclasses.fields(config_class) if "help" in f.metadata]
     if own:
@@ -133,9 +131,7 @@ def add_config_arguments(parser: argparse.ArgumentParser, config_class: type) ->
 
 
 def _add_argument(group: Any, field: dataclasses.Field, kind: Any) -> None:
-    """Add one flag to an argparse group; for a switch both spellings, of which only the one that changes the default is
-    listed.
-    """
+    """Add a flag to an argparse group; of a switch's two spellings only the one that changes the default is listed."""
     help_text = field.metadata["help"].replace("%", "%%")
     names = [flag_name(field.name), *field.metadata["also"]]
     if kind is bool:
@@ -168,9 +164,7 @@ def _format_default(value: Any) -> str:
 
 
 def _argparse_options_of_type(kind: Any) -> tuple[Callable[[str], Any], bool, list[Any] | None]:
-    """Return for the type of a flag (function that converts one word, whether it takes several words, allowed values or
-    None).
-    """
+    """Return for a flag's type: function that converts a word, whether it takes several, allowed values or None."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Union, types.UnionType):
         return _argparse_options_of_type(next(a for a in arguments if a is not type(None)))
@@ -211,9 +205,7 @@ def config_from_namespace(config_class: type[Config], namespace: argparse.Namesp
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
-    """Return a config as one flat mapping of field names to plain values, tuples as lists; the inverse of
-    `config_from_dict`.
-    """
+    """Return a config as a flat mapping of field names to values, tuples as lists; inverse of `config_from_dict`."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

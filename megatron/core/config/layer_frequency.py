@@ -28,9 +28,7 @@ def parse_layer_frequency(text: str | int, length: int, flag: str) -> int | tupl
 
 
 def _evaluate_pattern(node: ast.expr) -> int | list[int]:
-    """Return the integer or list of integers that an expression of +, * and literals stands for; `ValueError` for
-    anything else.
-    """
+    """Return the integer or list that an expression of +, * and literals stands for; `ValueError` for any other."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.List):

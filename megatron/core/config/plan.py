@@ -1,6 +1,6 @@
 """One row per layer, and which layers each pipeline stage builds.
 
-A network is a tuple of `LayerPlan` rows. `partition` cuts it into `StageSpec`s, which run through the ranks vpp times. `stage_rank_and_chunk`
+A network is a tuple of `LayerPlan` rows. `partition_into_stages` cuts it into `StageSpec`s, which run through the ranks vpp times. `stage_rank_and_chunk`
 says where a stage lives: as chunk s // pp of a rank, each time from the first rank on (wrap), or there and back (v):
 
     12 layers, pp=2, vpp=3      rank 0    stage 0: 0 1      stage 2: 4 5      stage 4: 8 9
@@ -70,8 +70,7 @@ class LayerPlan:
 
 @dataclass(frozen=True, slots=True)
 class StageSpec:
-    """One of `count` pipeline stages: its rank and chunk, its layers, and whether it has the embedding and the output
-    layer.
+    """One of `count` pipeline stages: its rank, chunk and layers, and whether it has embedding and output layer.
 
     has_mtp: whether it has the final norm and the layers of multi-token prediction. placement: of all stages.
     """
@@ -90,9 +89,7 @@ class StageSpec:
 def uniform_layer_plans(
     num_layers: int, *, causal: bool = True, has_cross_attention: bool = False
 ) -> tuple[LayerPlan, ...]:
-    """Return plans of equal layers: of a decoder, of an encoder (causal=False), or of a decoder with cross attention
-    (cross).
-    """
+    """Return plans of equal layers of a decoder, an encoder (causal=False), or a decoder with cross attention."""
     return tuple(
         LayerPlan(index, causal=causal, has_cross_attention=has_cross_attention) for index in range(num_layers)
     )
@@ -134,9 +131,7 @@ def _layer_plans_before_adapters(model: ModelConfig) -> tuple[LayerPlan, ...]:
 
 
 def _hybrid_layer_plans(model: ModelConfig) -> tuple[LayerPlan, ...]:
-    """Return the plans of a hybrid network, one for each symbol. Window and rotary patterns count all layers, and hold
-    for attention layers.
-    """
+    """Return the plans of a hybrid network, one a symbol; window and rotary patterns count all layers."""
     rows = []  # a number of layers that is not that of the symbols a rule refuses
     for index, (symbol, windowed, rope) in enumerate(
         zip(model.hybrid.layer_symbols, _is_windowed_by_layer(model), _is_rotary_by_layer(model), strict=False)
@@ -156,9 +151,7 @@ def _hybrid_layer_plans(model: ModelConfig) -> tuple[LayerPlan, ...]:
 
 
 def mtp_depth_layer_plans(model: ModelConfig, depth: int) -> tuple[LayerPlan, ...]:
-    """Return the plans of one depth (from 0) of multi-token prediction: those of its symbols, or one like the last
-    layer, without adapters.
-    """
+    """Return the plans of an MTP depth (from 0): those of its symbols, or one like the last layer, without adapters."""
     if not model.hybrid.mtp_patterns:
         return (replace(network_layer_plans(model)[-1], index=model.num_layers + depth, adapters=()),)
     symbols = model.hybrid.mtp_patterns[0]
@@ -184,9 +177,7 @@ def _is_windowed_by_layer(model: ModelConfig) -> list[bool]:
 
 
 def _is_rotary_by_layer(model: ModelConfig) -> list[bool]:
-    """Return for every layer whether queries and keys are rotated: all but every n-th, counted from one, or those with
-    a 0 in the list.
-    """
+    """Return for each layer whether it rotates: all but every n-th, counted from one, or those with a 0 in the list."""
     if model.rope.no_rope_freq is None:
         return [True] * model.num_layers
     freq = parse_layer_frequency(model.rope.no_rope_freq, model.num_layers, "--no-rope-freq")
@@ -204,9 +195,7 @@ def _is_moe_by_layer(model: ModelConfig) -> list[bool]:
 
 
 def _all_but_every_nth(model: ModelConfig, text: str | None, flag: str) -> list[bool]:
-    """Return for every layer whether it has a property that all but every n-th have, counted from one, or those with a
-    1 in the list; all if `text` is None.
-    """
+    """Return for each layer: all but every n-th, counted from one, or those with a 1 in the list; all if None."""
     if text is None:
         return [True] * model.num_layers
     freq = parse_layer_frequency(text, model.num_layers, flag)
@@ -230,7 +219,7 @@ def partition_into_stages(
 
     ends: layers on the first and on the last rank, over all its chunks; the other ranks share the rest evenly.
     account_for_...: count the embedding or the loss as one layer of the even division.
-    layout: the whole cut as a string, such as `Et*3|(tt|)*29m|L`; see `read_layout`. placement: see
+    layout: the whole cut, such as `Et*3|(tt|)*29m|L` (`parse_pipeline_layout`). placement: as in
     `stage_rank_and_chunk`.
     """
     counted = account_for_embedding + account_for_loss
@@ -448,9 +437,7 @@ def _nonpositive_size_problems(num_layers: int, pp: int, vpp: int) -> list[str]:
 def _make_stage_specs(
     layers: Sequence[LayerPlan], counts: Sequence[int], pp: int, *, ahead: int, placement: Placement
 ) -> tuple[StageSpec, ...]:
-    """Return stages with these numbers of layers, in order. ahead: index of the stage that gets the final norm and MTP
-    layers.
-    """
+    """Return stages with these numbers of layers. ahead: index of the stage with the final norm and MTP layers."""
     assert sum(counts) == len(layers) and min(counts) >= 0, f"stages of {counts} layers do not make {len(layers)}"
     specs, start = [], 0
     for index, count in enumerate(counts):
@@ -489,9 +476,7 @@ def nearest_multiples_text(value: int, step: int, offset: int = 0) -> str:
 
 
 def microbatch_group_problem(pp: int, m: int, group: int) -> str:
-    """Return why m microbatches cannot be interleaved in groups of this size, or "". A single group, full or not,
-    always can.
-    """
+    """Return why m microbatches cannot be interleaved in groups of this size, or ""; a single group always can."""
     flag = f"--microbatch-group-size-per-virtual-pipeline-stage {group}"
     if group < pp:
         return f"{flag} is smaller than --pipeline-model-parallel-size {pp}; leave it out or choose {pp} or more"

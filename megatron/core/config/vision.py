@@ -32,8 +32,6 @@ def vision_encoder_config(model: ModelConfig) -> ModelConfig:
 
 
 def is_encoder_replicated(model: ModelConfig, tensor_size: int) -> bool:
-    """Whether the vision encoder is replicated on all tensor ranks, as their number does not divide its heads or MLP
-    width.
-    """
+    """Whether tensor ranks replicate the vision encoder, whose heads or MLP width their number does not divide."""
     encoder = vision_encoder_config(model)
     return bool(encoder.num_attention_heads % tensor_size or encoder.ffn_hidden_size % tensor_size)

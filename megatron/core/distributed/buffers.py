@@ -57,8 +57,7 @@ class OwnedSegment:
 
 @dataclass(frozen=True, slots=True)
 class ParamOwnership:
-    """The flat elements [low, high) of a parameter's local tensor that each rank of its data-parallel axis owns, in
-    rank order.
+    """The flat elements [low, high) of a parameter's local tensor that each data-parallel rank owns, in order.
 
     Where ranks hold replicas, each owns all elements.
     """
@@ -94,9 +93,7 @@ class Bucket:
         self.main_grads = [MainGrad(view, mixed_dtype_addmm=mixed_dtype_addmm) for view in self.gradient_views()]
 
     def gradient_views(self) -> list[Tensor]:
-        """Return each parameter's gradient as a view of the bucket [elements], in the parameter's own shape (any
-        shape).
-        """
+        """Return each parameter's gradient as a view of the bucket, in the parameter's own shape (any shape)."""
         return [
             self.grad[start : start + param.numel()].view_as(param)
             for param, start in zip(self.params, self.starts, strict=False)

@@ -96,9 +96,7 @@ class DataParallel:
         return [segment for bucket in self.buckets if not bucket.holds_values for segment in bucket.owned_segments()]
 
     def regather_loaded_params(self) -> None:
-        """Gather the parameters of which only quantized values are held, after their owned ranges were written from
-        outside.
-        """
+        """Gather parameters held as quantized values only, after their owned ranges were written from outside."""
         if not all(bucket.holds_values for bucket in self.buckets):
             self.start_gather()
             self.finish_gather()
@@ -174,11 +172,9 @@ class DataParallel:
                 self._finish_bucket_gather(self._place.get(param, -1))  # buffers of a module are in no bucket
 
     def _register_gradient_hook(self, param: nn.Parameter, main_grad: MainGrad) -> Node:
-        """Register a hook on the parameter's AccumulateGrad node, which also fires for gradients that layers have
-        accumulated themselves.
+        """Register a hook on the parameter's AccumulateGrad node, which also fires for gradients that layers add.
 
-        The hook holds only weak references: Python's collector cannot see references inside autograd, so strong ones
-        would leak.
+        The hook holds only weak references: Python's collector cannot see into autograd, so strong ones would leak.
         """
         param.main_grad, node = main_grad, get_gradient_edge(param).node  # type: ignore[attr-defined]
         main_grad.on_accumulated = partial(_on_gradient_accumulated, ref(self), ref(main_grad), ref(param))
@@ -186,9 +182,7 @@ class DataParallel:
         return node
 
     def gradient_arrived(self, param: torch.Tensor) -> None:
-        """Count a parameter (any shape) whose gradient is in the buffer, and start the reduction of buckets that are
-        complete.
-        """
+        """Count a parameter (any shape) whose gradient is complete, and start the reduction of complete buckets."""
         if self._missing is None:
             return
         self._missing[self._place[param]] -= 1
@@ -215,9 +209,7 @@ def _on_gradient_accumulated(
     main_grad_ref: ReferenceType[MainGrad],
     param_ref: ReferenceType[nn.Parameter],
 ) -> None:
-    """Hook of a parameter's AccumulateGrad node: add the gradient that autograd has accumulated to the main gradient,
-    and count it.
-    """
+    """Hook of an AccumulateGrad node: add autograd's gradient to the main gradient, and count it."""
     parallel, main_grad, param = parallel_ref(), main_grad_ref(), param_ref()
     if parallel is None or main_grad is None or param is None:
         return

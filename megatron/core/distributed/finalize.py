@@ -26,9 +26,7 @@ def finalize_gradients(segments: Sequence[OwnedSegment], mesh: Mesh) -> None:
 
 
 def sum_replicated_grads(segments: Sequence[OwnedSegment], mesh: Mesh) -> None:
-    """Sum the gradients of parameters that are replicated over tensor ranks, each of which saw only some positions or
-    heads.
-    """
+    """Sum gradients of parameters replicated over tensor ranks, each of which saw some positions or heads."""
     for axis in ("tp", "etp"):
         collectives.all_reduce_together([s.grad for s in segments if axis in s.spec.sum_over], mesh.axis(axis))
 
@@ -49,8 +47,7 @@ def sum_shared_kv_head_grads(segments: Sequence[OwnedSegment], mesh: Mesh) -> No
 
 
 def sum_tied_grads(segments: Sequence[OwnedSegment], mesh: Mesh) -> None:
-    """Sum the gradients of a matrix that is the embedding on one stage and the output layer, or an embedding again, on
-    another.
+    """Sum the gradients of a matrix that is the embedding on one stage, and output layer or embedding on another.
 
     With a V-shaped placement both copies can be on one rank.
     """

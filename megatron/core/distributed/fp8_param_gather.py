@@ -74,9 +74,7 @@ class _BucketMatrix:
         )
 
     def range_within(self, low: int, high: int) -> tuple[int, int]:
-        """Return the range of this matrix's elements that lies within [low, high) of the bucket; empty if there are
-        none.
-        """
+        """Return which of this matrix's elements lie within [low, high) of the bucket; an empty range if none."""
         size = self.held.values.numel()
         return max(low - self.start, 0), max(min(high - self.start, size), 0)
 
@@ -94,9 +92,7 @@ class LowPrecisionBucket(Bucket):
         grad_dtype: torch.dtype,
         quantized: dict[nn.Parameter, Fp8GatheredWeight],
     ) -> None:
-        """Allocate fp32 main weights of the owned range and the 8-bit buffers. quantized: the layer state that uses
-        each parameter.
-        """
+        """Allocate fp32 main weights of the owned range, and 8-bit buffers. quantized: layer state of parameters."""
         super().__init__(params, axis, grad_dtype=grad_dtype, sharded=True)
         self.dtype, first = params[0].dtype, quantized[params[0]]
         self.recipe, self.cut = first.recipe, first.cut
@@ -168,9 +164,7 @@ class LowPrecisionBucket(Bucket):
         return result.nan_to_num_(nan=float("inf"), posinf=float("inf"))  # a maximum would drop NaN
 
     def matrix_maxima(self, block_maxima: Tensor) -> Tensor:
-        """Return the absolute maximum of each matrix, [matrices]. block_maxima: of the blocks of all matrices,
-        [blocks].
-        """
+        """Return the absolute maximum of each matrix, [matrices]. block_maxima: of all blocks, [blocks]."""
         if self.recipe.has_single_tensor_scale:
             return block_maxima.clone()
         return block_maxima.new_zeros(len(self.matrices)).scatter_reduce_(
@@ -210,9 +204,7 @@ class LowPrecisionBucket(Bucket):
         ]
 
     def _owned_block_row_values(self, matrix: _BucketMatrix) -> tuple[int, Tensor] | None:
-        """Return (first row, rows [r, k]) of the whole blocks that cover this rank's range, zero where other ranks own
-        the elements.
-        """
+        """Return (first row, rows [r, k]) of blocks that cover this rank's range, zero where others own elements."""
         (low, high), (count, width) = matrix.range_within(*self.owned_range()), matrix.held.values.shape
         if low >= high:
             return None
@@ -235,8 +227,7 @@ class LowPrecisionBucket(Bucket):
 
 
 def exchange_quantization_maxima(buckets: Iterable[Bucket]) -> None:
-    """Compute and set the maxima by which buckets quantize their weights, in one or two reductions for all buckets that
-    share their axes.
+    """Set the maxima by which buckets quantize weights, in one or two reductions for buckets that share their axes.
 
     Collective over the axis of the buckets and, for recipes that scale whole weights, over the ranks that shard them.
     """

@@ -38,8 +38,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class FullySharded:
-    """The sharded parameters of one stage, with the interface of `DataParallel`; torch's hooks on the layers do the
-    work of a step.
+    """The sharded parameters of one stage, with the interface of `DataParallel`; torch's hooks do the work of a step.
 
     sharded_segments: the owned shards. whole_params: parameters that are not sharded, since they have no gradient or no
     other rank holds the same experts.
@@ -107,11 +106,9 @@ class FullySharded:
         *,
         reshard: bool,
     ) -> FSDPModule:
-        """Shard those parameters of a submodule that are still whole, except `unsharded`; record which rows each rank
-        owns.
+        """Shard those parameters of a submodule that are still whole, except `unsharded`; record who owns which rows.
 
-        expert_placement: how parameters of experts are sharded. reshard: free the gathered parameters after the forward
-        pass.
+        expert_placement: how parameters of experts are sharded. reshard: free gathered parameters after forward.
         """
         new_params = {
             path: p for path, p in submodule.named_parameters() if p not in unsharded and not isinstance(p, DTensor)
@@ -174,9 +171,7 @@ Parallel = DataParallel | FullySharded
 
 
 def _params_kept_in_fp32(module: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that are fp32 beside others of half precision, such as decays of states: gathered with them they would be
-    rounded.
-    """
+    """Return parameters that are fp32 beside half precision, such as decays, which a joint gather would round."""
     whole = [param for param in module.parameters() if not isinstance(param, DTensor)]
     if not any(param.dtype in _HALF for param in whole):
         return set()
@@ -184,9 +179,7 @@ def _params_kept_in_fp32(module: nn.Module) -> set[nn.Parameter]:
 
 
 def _fsdp_row_placement(axis: Axis, mesh: Mesh) -> Any:
-    """Return FSDP2's placement that shards rows over `axis`, on a mesh of its own. `ConfigError` before torch 2.13,
-    which lacks this.
-    """
+    """Return FSDP2's placement of rows over `axis`, a mesh of its own; `ConfigError` before torch 2.13."""
     if not hasattr(placements, "ShardPlacementResult"):
         raise ConfigError(
             f"--use-torch-fsdp2 cuts experts over {axis.size} ranks and the rest over {mesh.dp_cp.size}, which torch "
@@ -204,9 +197,7 @@ def _device_mesh_of_axis(axis: Axis, mesh: Mesh) -> DeviceMesh:
 
 
 def _convert_half_params_to_fp32(params: Sequence[nn.Parameter]) -> torch.dtype | None:
-    """Convert half-precision parameters to fp32 and return the dtype in which they are to be gathered, None if there
-    are none.
-    """
+    """Convert half-precision parameters to fp32; return the dtype in which to gather them, None if there are none."""
     half_dtypes = {param.dtype for param in params if param.dtype in _HALF}
     for param in params:
         param.data = param.data.float() if param.dtype in _HALF else param.data

@@ -9,8 +9,7 @@ Vectors store all second moments. Each expert is a separate parameter.
 
 A matrix may be sharded over tensor ranks, and over data-parallel ranks by the distributed optimizer or FSDP2. Only sums
 are communicated: each rank sums the squares of the elements it owns by row, by column and in total, and these sums are
-all-reduced over the ranks that share the matrix, twice a step: first those of gradients and weights, then those of the
-directions u.
+all-reduced over the ranks that share the matrix, twice a step: those of gradients and weights, then those of u.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ class _OwnedRectangle:
 class _OwnedAdafactorState:
     """The part of a parameter that this rank owns.
 
-    second: second moments: means of g^2 over rows [.., m] and over columns [.., n]; for a vector one flat tensor of all
-    elements.
+    second: second moments: means of g^2 over rows [.., m] and over columns [.., n]; for a vector all, flat.
     """
 
     segment: OwnedSegment
@@ -78,9 +76,7 @@ class _OwnedAdafactorState:
 
     @property
     def gradient(self) -> Tensor:
-        """The gradient attached to the main weight during a step; `_compute_direction` turns it into the direction in
-        place.
-        """
+        """The main weight's gradient during a step; `_compute_direction` turns it into the direction in place."""
         assert self.main.grad is not None, "the gradients of all main weights are attached"
         return self.main.grad
 
@@ -141,8 +137,7 @@ class Adafactor(UpdateRule):
     ) -> _AdafactorParam:
         """Describe a parameter and allocate the second moments of the part that this rank owns.
 
-        one: which data-parallel ranks own it. remaining: the owned segments not yet assigned, in the order of the
-        parameters.
+        one: which data-parallel ranks own it. remaining: owned segments not yet assigned, in order.
         """
         spec, axis, size = one.spec, self.mesh.axis(one.spec.reduce_over), max(high for _, high in one.ranges)
         shape = (one.local_shape[0], *spec.shape[1:]) if spec.stacked else spec.shape
@@ -208,9 +203,7 @@ class Adafactor(UpdateRule):
             )
 
     def _partial_sums_of_squares(self, parameter: _AdafactorParam) -> tuple[Tensor, ...]:
-        """Return this rank's partial sums of squares: of weights [e] or [], and of a matrix's gradients by row and by
-        column.
-        """
+        """Return this rank's sums of squares: of weights, [e] or [], and of a matrix's gradients by row and column."""
         weights = self.nothing.new_zeros(parameter.stack_shape)
         sums = (
             tuple(self.nothing.new_zeros(shape) for shape in _factored_shapes(parameter.shape))

@@ -23,9 +23,7 @@ _BLOCK = 2**18  # elements whose squares are summed in fp32 on a CPU, where a su
 
 
 def gradient_ranges_counted_once(segment: OwnedSegment, mesh: Mesh) -> Iterator[tuple[int, int]]:
-    """Yield the ranges [low, high) of an owned segment, relative to its start, that this rank counts: of what all
-    data-parallel ranks own, the first.
-    """
+    """Yield the ranges [low, high) of a segment, relative to its start, that this rank counts: first replicas."""
     spec = segment.spec
     if not segment.sharded and not mesh.axis(spec.reduce_over).is_first:
         return
@@ -42,9 +40,7 @@ def gradient_ranges_counted_once(segment: OwnedSegment, mesh: Mesh) -> Iterator[
 
 
 def without_tied_duplicates(segments: Sequence[OwnedSegment]) -> list[OwnedSegment]:
-    """Return the segments without the second copy of a tied matrix; with a V-shaped pipeline both copies can be on one
-    rank.
-    """
+    """Return the segments without the second copy of a tied matrix: in a V-shaped pipeline a rank can have both."""
     homes: dict[str, OwnedSegment] = {}
     return [
         segment for segment in segments if not segment.spec.tied or homes.setdefault(segment.name, segment) is segment
@@ -52,9 +48,7 @@ def without_tied_duplicates(segments: Sequence[OwnedSegment]) -> list[OwnedSegme
 
 
 def global_norm(segments: Sequence[OwnedSegment], mesh: Mesh, *, of: str = "grad") -> Tensor:
-    """Return the 2-norm of the whole network's gradient (of="data": of its weights): fp64 [], equal on all ranks.
-    Collective.
-    """
+    """Return the 2-norm of the network's gradient (of="data": of its weights): fp64 [], on all ranks. Collective."""
     views = [
         getattr(segment, of)[low:high]
         for segment in without_tied_duplicates(segments)

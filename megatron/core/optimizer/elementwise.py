@@ -44,9 +44,7 @@ class ElementwiseRule(UpdateRule):
                 self._update(params, factor, group["lr"], group["weight_decay"])
 
     def checkpoint_state(self, segment: OwnedSegment, main: Tensor) -> Iterator[Slot]:
-        """Return an iterator over (slot name, segment, values [elements]) of a segment's moments. main: its main
-        weight.
-        """
+        """Return an iterator over (slot name, segment, values [elements]) of a segment's moments."""
         return ((slot, segment, self.state[main][slot]) for slot in self.moments)
 
     @abstractmethod

@@ -69,11 +69,9 @@ class LowPrecisionAdam(UpdateRule):
                     )
 
     def checkpoint_state(self, segment: OwnedSegment, main: Tensor) -> Iterator[Slot]:
-        """Return an iterator over (slot name, segment, values [elements]): moments, and the main weight if it differs
-        from the weight.
+        """Return an iterator over (slot name, segment, values [elements]): moments, and separate main weights.
 
-        Values in a format that needs decoding are copies; `apply_loaded_state` encodes them again after a checkpoint
-        was loaded into them.
+        Values in a format that needs decoding are copies; `apply_loaded_state` encodes them again after a load.
         """
         return (
             (slot, segment, decode_state_tensor(encoded, segment))
@@ -107,9 +105,7 @@ class LowPrecisionAdam(UpdateRule):
         group: dict[str, Any],
         generator: torch.Generator,
     ) -> None:
-        """Update the elements [low, high) of a segment by AdamW, in fp32. gradient: [high - low]; group: its learning
-        rate and weight decay.
-        """
+        """Update elements [low, high) of a segment by AdamW, in fp32. gradient: [high - low]; group: its rates."""
         main, first, second = (state.slots[name].decode_slice(low, high) for name in SLOTS)
         (beta1, beta2), lr = self.betas, group["lr"]
         first = first.lerp_(gradient, 1.0 - beta1)
@@ -130,9 +126,7 @@ class LowPrecisionAdam(UpdateRule):
             state.segment.data[low : low + len(values)].copy_(encoded.decode_slice(low, low + len(values)))
 
     def _segment_generator(self, state: SegmentOptimizerState) -> torch.Generator:
-        """Return the generator for stochastic rounding of a segment in this step, seeded with its name, offset and the
-        step.
-        """
+        """Return a segment's generator for stochastic rounding, seeded with its name, offset and the step."""
         where = state.segment
         return torch.Generator(where.data.device).manual_seed(
             derive_seed("optimizer", self.steps, where.name, where.low)
@@ -165,9 +159,7 @@ def allocate_optimizer_state(segment: OwnedSegment, precision: PrecisionConfig) 
 
 
 def decode_state_tensor(encoded: EncodedTensor, segment: OwnedSegment) -> Tensor:
-    """Return all numbers [elements] of an encoded tensor: its storage if the format needs no decoding, else an fp32
-    copy in CPU memory.
-    """
+    """Return all numbers [elements]: the storage if it needs no decoding, else an fp32 copy in CPU memory."""
     if not isinstance(encoded, BlockScaledTensor | Bf16RemainderTensor):
         return encoded.storage_tensors()[0]
     size = segment.high - segment.low
@@ -175,8 +167,7 @@ def decode_state_tensor(encoded: EncodedTensor, segment: OwnedSegment) -> Tensor
 
 
 def encode_into_tensor(encoded: EncodedTensor, values: Tensor) -> None:
-    """Encode `values` [elements], as `decode_state_tensor` returned them, into an encoded tensor; nothing to do where
-    they are its storage.
+    """Encode `values` [elements] from `decode_state_tensor`; nothing to do where they are the storage.
 
     The bf16 weights of `Bf16RemainderTensor` are set already and stay unchanged.
     """

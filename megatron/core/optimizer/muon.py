@@ -50,8 +50,7 @@ class _OwnedMuonState:
 class Muon(UpdateRule):
     """Muon for the matrices of this rank's stages.
 
-    owned_parts: by parameter name. tasks: data-parallel axis -> the matrices to orthogonalize with their owners, equal
-    on its ranks.
+    owned_parts: by parameter name. tasks: data-parallel axis -> matrices with their owners, equal on its ranks.
     """
 
     def __init__(
@@ -116,9 +115,7 @@ class Muon(UpdateRule):
             self._update_by_owners(sharded, directions, axis)
 
     def _update_by_owners(self, sharded: Sequence[MuonTask], directions: Mapping[str, Tensor], axis: Axis) -> None:
-        """Send the directions of sharded matrices to their owners, orthogonalize there, and send the updates back.
-        sharded: sorted by owner.
-        """
+        """Send the directions of sharded matrices, sorted by owner, to their owners, which send the updates back."""
         own_tasks = [task for task in sharded if task.owner == axis.rank]
         sent = [task.ranges[axis.rank] for task in sharded]
         out = _send_counts_by_owner(sharded, [high - low for low, high in sent], axis.size)
@@ -159,9 +156,7 @@ class Muon(UpdateRule):
         return self.config.muon_split_qkv or "linear_qkv" not in spec.name
 
     def _orthogonalized_updates(self, tasks: Sequence[MuonTask], flats: Sequence[Tensor]) -> list[Tensor]:
-        """Return the scaled orthogonalized matrices, flat; those of one shape, such as experts, are computed in one
-        batch.
-        """
+        """Return the scaled orthogonalized matrices, flat; those of one shape, such as experts, are one batch."""
         same_shape: dict[tuple[object, ...], list[int]] = {}
         for place, task in enumerate(tasks):
             same_shape.setdefault(
@@ -212,9 +207,7 @@ class Muon(UpdateRule):
         return torch.cat(parts, dim)
 
     def _orthogonalize_distributed(self, x: Tensor, spec: ParamSpec, axis: Axis) -> Tensor:
-        """As `_orthogonalize_local_shard`, but all tensor ranks compute together, without gathering the matrix. x: [k,
-        rows, columns].
-        """
+        """As `_orthogonalize_local_shard`, but all tensor ranks together, without a gather. x: [k, rows, columns]."""
         tp_shard = spec.shards[0]
         held = local_shard_boxes(spec, self.mesh)
         widths = [shard.local.shape[tp_shard.dim] for shard in held]

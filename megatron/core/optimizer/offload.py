@@ -27,9 +27,7 @@ _GROUPS = 4  # groups of segments whose copies overlap with updates
 
 @dataclass(frozen=True, slots=True)
 class _OffloadedOptimizerSegment:
-    """A segment that is updated on the CPU. main: its main weight; gradient, weights: pinned buffers to receive and to
-    send.
-    """
+    """A segment that is updated on the CPU. main: its main weight; gradient, weights: pinned buffers of copies."""
 
     segment: OwnedSegment
     main: Tensor

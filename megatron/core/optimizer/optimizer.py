@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 class OptimizerStepResult:
     """The result of a step.
 
-    norm: of the unscaled gradient before clipping, []. stepped: whether weights were updated. zeros: number of zero
-    gradient elements.
+    norm: of the unscaled gradient before clipping, []. stepped: whether weights were updated. zeros: zero elements.
     """
 
     norm: Tensor
@@ -229,9 +228,7 @@ class Optimizer:
 
 
 def _main_weight(segment: OwnedSegment, *, separate: bool) -> Tensor:
-    """Return the tensor that a rule updates: an fp32 copy of half-precision weights if `separate`, else the weights
-    themselves.
-    """
+    """Return what a rule updates: an fp32 copy of half-precision weights if `separate`, else the weights."""
     return (
         segment.data.float() if separate and segment.data.dtype not in (torch.float32, torch.float64) else segment.data
     )

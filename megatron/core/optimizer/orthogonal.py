@@ -48,9 +48,7 @@ COEFFICIENTS: Mapping[str, tuple[tuple[float, float, float], ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class NewtonSchulzSettings:
-    """Settings of the iteration: number of steps, kind of coefficients; is_half: compute in bf16, unless the matrix is
-    fp64.
-    """
+    """Number of steps, kind of coefficients; is_half: compute in bf16, unless the matrix is fp64."""
 
     steps: int = 5
     kind: str = "quintic"
@@ -73,8 +71,7 @@ def orthogonalize(x: Tensor, iteration: NewtonSchulzSettings) -> Tensor:
 def orthogonalize_distributed(
     x: Tensor, iteration: NewtonSchulzSettings, axis: Axis, counted: Tensor | None = None
 ) -> Tensor:
-    """Orthogonalize matrices whose columns are sharded over the ranks of an axis. x: [..., m, n/ranks]; returns the
-    same shape.
+    """Orthogonalize matrices whose columns are sharded over an axis. x: [..., m, n/ranks], as the result.
 
     counted: [n/ranks], 1 for columns that count and 0 for replicas of another rank's columns; None: all count.
     """

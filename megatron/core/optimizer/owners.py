@@ -22,8 +22,7 @@ _ROUND = 2**26  # elements that an owner receives in one round
 
 @dataclass(frozen=True, slots=True)
 class MuonTask:
-    """One matrix to orthogonalize: flat elements [low, high) of a parameter's local tensor (a whole parameter, or one
-    of its experts).
+    """One matrix to orthogonalize: flat elements [low, high) of a parameter's local tensor (all, or one expert).
 
     spec: of the matrix, without the expert dimension. shape: of this rank's local matrix. ranges: the elements that
     each data-parallel rank owns, relative to `low`. cost: multiplications of one Newton-Schulz step. owner:

@@ -59,9 +59,7 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def checkpoint_state(self, segment: OwnedSegment, main: Tensor) -> Iterator[Slot]:
-        """Yield the state of a segment that checkpoints store: (name, segment, values [elements]). It includes the main
-        weight only if not `uses_main_weights`.
-        """
+        """Yield (name, segment, values [elements]) for checkpoints, with the main weight if not `uses_main_weights`."""
 
     def storage_tensors(self, segment: OwnedSegment, main: Tensor) -> Iterator[Tensor]:
         """Yield the tensors that hold the state of a segment, as they are stored (any shape)."""
@@ -72,9 +70,7 @@ class UpdateRule(ABC):
         scale_rows(main, segment, factors)
 
     def apply_loaded_state(self, loaded: Sequence[Slot]) -> None:
-        """Adopt the values that a checkpoint was loaded into, the tensors of `checkpoint_state`; by default these are
-        the state.
-        """
+        """Adopt the values loaded into the tensors of `checkpoint_state`; by default these are the state."""
 
 
 def scale_rows(values: Tensor, segment: OwnedSegment, factors: Tensor) -> None:
@@ -85,9 +81,7 @@ def scale_rows(values: Tensor, segment: OwnedSegment, factors: Tensor) -> None:
 
 
 def scale_gradients(params: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
-    """Multiply the gradients of main weights (any shape) in place by a scalar, and return them; weights without one are
-    skipped.
-    """
+    """Multiply the gradients of main weights (any shape), where there are any, in place by a scalar; return them."""
     gradients = [param.grad for param in params if param.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor.to(gradients[0].dtype) if isinstance(factor, Tensor) else factor)

@@ -119,9 +119,7 @@ class OptimizerParamSchedule:
         return cls(**{field.name: state[field.name] for field in dataclasses.fields(cls)})
 
     def differences_from_saved(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return how a checkpoint's schedule differs from this one, one line for each setting; empty if the curves are
-        equal.
-        """
+        """Return how a checkpoint's schedule differs from this one, a line a setting; empty if the curves are equal."""
         unused = (
             self._unused_settings() & OptimizerParamSchedule.from_state({**self.state(), **saved})._unused_settings()
         )

@@ -28,9 +28,7 @@ _TYPES = {"fp8": torch.float8_e4m3fn, "fp16": torch.float16}
 
 
 class EncodedTensor(Protocol):
-    """A flat tensor of fp32 numbers stored in some format. Slices start at multiples of BLOCK and end at one or at the
-    end.
-    """
+    """A flat tensor of fp32 numbers in some format; slices start at multiples of BLOCK, and end at one or the end."""
 
     def decode_slice(self, low: int, high: int) -> Tensor:
         """Decode the numbers [low, high): fp32 [high - low], possibly a view of the storage."""
@@ -92,8 +90,7 @@ class BlockScaledTensor:
     def encode_slice(self, low: int, values: Tensor, generator: torch.Generator) -> None:
         """Encode `values` [n] into the elements from `low` (a multiple of BLOCK) on, rounded stochastically.
 
-        Each block gets its own scale. With `as_root` the square roots are stored, and positive numbers never round to
-        0.
+        Each block gets its own scale. With `as_root`, square roots are stored; none above 0 rounds to 0.
         """
         count, places = len(values), slice(low // BLOCK, -(-(low + len(values)) // BLOCK))
         rows = torch.nn.functional.pad(values.sqrt() if self.as_root else values, (0, -count % BLOCK)).view(-1, BLOCK)
@@ -119,8 +116,7 @@ class BlockScaledTensor:
 
 @dataclass(frozen=True, slots=True)
 class Bf16RemainderTensor:
-    """The difference between an fp32 main weight and its bf16 weight, int16; together they are the main weight, bit for
-    bit.
+    """The int16 difference between an fp32 main weight and its bf16 weight: together the main weight, bit for bit.
 
     The weight is the bf16 number nearest to the main weight; of two equally near ones, the one farther from zero.
     """
@@ -129,9 +125,7 @@ class Bf16RemainderTensor:
     remainder: Tensor
 
     def decode_slice(self, low: int, high: int) -> Tensor:
-        """Return the fp32 main weights [low, high), [high - low]: the bf16 weights with the remainders as lower 16
-        bits.
-        """
+        """Return the fp32 main weights [low, high): bf16 weights with the remainders as lower 16 bits."""
         upper = self.weight[low:high].view(torch.int16).int() << 16
         return (upper + self.remainder[low:high].int()).view(torch.float32)
 

@@ -45,9 +45,7 @@ class PipelineWork(Protocol):
         """Device of this rank's stages."""
 
     def input_specs(self, stage: int, microbatch: int) -> tuple[Shape, ...]:
-        """Return shape and dtype of each tensor that the stage receives from the previous one; called some actions
-        ahead.
-        """
+        """Return shape and dtype of each tensor that the stage receives; called some actions ahead."""
 
     def forward(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run one stage on one microbatch and return the tensors that the next stage receives.

@@ -9,7 +9,7 @@ computes only the input gradient, for which the previous stage waits, and the "W
     one_f_one_b(2, 3)     rank 0   F0.0 F0.1 B0.0 F0.2 B0.1 B0.2          (F0.2 is stage 0, microbatch 2)
                           rank 1   F1.0 B1.0 F1.1 B1.1 F1.2 B1.2
 
-A schedule contains neither times nor messages: timeline.py and transfers.py derive both from `dependency`.
+A schedule contains neither times nor messages: timeline.py and transfers.py derive both from `action_dependency`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ from megatron.core.config.stages import stage_specs_of_run
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """One operation of a rank: op "F", "B", "W" or "R" of a stage and a microbatch. An "R" has no microbatch and
-    carries 0.
-    """
+    """One operation of a rank: op F, B, W or R of a stage and a microbatch. An R has none and carries 0."""
 
     op: str
     stage: int
@@ -89,16 +87,12 @@ def pipeline_training_plan(
 
 
 def gpipe(pp: int, m: int, *, vpp: int = 1) -> Plan:
-    """Return the GPipe plan: all forward passes, then all backward passes; the most activation memory (Huang et al.,
-    2019).
-    """
+    """Return the GPipe plan: all forwards, then all backwards; the most activation memory (Huang et al., 2019)."""
     return _plan_with_warmup(pp, vpp, m, group=pp, warmup=lambda rank: vpp * m)
 
 
 def one_f_one_b(pp: int, m: int) -> Plan:
-    """Return the 1F1B plan: a rank warms up just until its first gradient can arrive, and stores at most pp - rank
-    activations.
-    """
+    """Return the 1F1B plan: a rank warms up until its first gradient can come, and stores pp - rank activations."""
     return _plan_with_warmup(pp, 1, m, group=pp, warmup=lambda rank: pp - rank - 1)
 
 
@@ -159,8 +153,7 @@ def zero_bubble_v(pp: int, m: int) -> Plan:
 
 
 def interleaved_1f1b(pp: int, vpp: int, m: int, group: int) -> Plan:
-    """Interleaved 1F1B over vpp chunks a rank, which divides the bubble by vpp; a chunk runs `group` microbatches in a
-    row.
+    """Interleaved 1F1B over vpp chunks a rank, which divides the bubble by vpp; `group`: microbatches in a row.
 
     Consecutive ranks differ by two warm-up microbatches, so that a message has one slot of time for its transfer.
     """
@@ -182,9 +175,7 @@ def forward_only_plan(pp: int, vpp: int, m: int, placement: Placement = "wrap") 
 
 
 def with_reduction_actions(plan: Plan) -> Plan:
-    """Return the plan with an "R" after each stage's last backward pass, or after its last weight gradient if these are
-    delayed.
-    """
+    """Return the plan with an "R" after each stage's last backward pass, or last delayed weight gradient."""
     rows = []
     for row in plan:
         last = {action.stage: action for action in row if action.op in "BW"}
@@ -198,8 +189,7 @@ def with_reduction_actions(plan: Plan) -> Plan:
 
 
 def can_overlap_pair(row: Sequence[Action], place: int, stages: int) -> bool:
-    """Return whether the actions at `place` of a rank's row are a forward pass and a backward pass that can run as one
-    pair.
+    """Return whether the actions at `place` of a rank's row are a forward and a backward pass that can run as a pair.
 
     What either sends inside a layer then travels while the other computes. stages: number of stages. The gradient must
     not depend on the pair itself: its microbatch is as far behind as there are stages from here to the last and back
@@ -219,9 +209,7 @@ def action_or_pair_at(
 
 
 def stage_placement_of_plan(plan: Plan) -> Placement:
-    """Return how a plan places stages on ranks: "v" if the last rank also runs the first stage of the second chunks,
-    else "wrap".
-    """
+    """Return a plan's placement: "v" if the last rank also has the first stage of the second chunks, else "wrap"."""
     return "v" if any(action.stage == len(plan) for action in plan[-1]) and len(plan) > 1 else "wrap"
 
 
@@ -256,9 +244,7 @@ def _plan_with_warmup(pp: int, vpp: int, m: int, *, group: int, warmup: Callable
 
 
 def _actions_from_pattern(order: Sequence[str], stages: tuple[int, int], m: int) -> tuple[Action, ...]:
-    """Turn a list such as ["F0", "B1"] (operation, chunk) into actions: each kind counts through the m microbatches,
-    surplus is dropped.
-    """
+    """Turn ["F0", "B1"] (operation, chunk) into actions: each kind counts the m microbatches; surplus is dropped."""
     count: Counter[str] = Counter()
     steps = []
     for operation in order:

@@ -1,8 +1,7 @@
 """Simulate a plan without tensors: check that it is valid, and compute when each action runs.
 
 Every action takes a given time and starts when its rank is free and the result it depends on has arrived. The
-simulation proves that the plan ends, and gives start and end times, idle time of the ranks, and peak number of stored
-activations:
+simulation proves that the plan ends, and gives start and end times, idle times, and peak numbers of stored activations:
 
     one_f_one_b(2, 3)     r0  0  1  .  0' 0' 2  1' 1' .  2' 2'       a number: forward of that microbatch,
                           r1  .  0  0' 0' 1  1' 1' 2  2' 2' .        primed: backward, which takes twice as long
@@ -137,9 +136,7 @@ class _PlanSimulation:
 
 
 def check_pipeline_plan(plan: Plan) -> None:
-    """Raise ScheduleError unless each stage runs each microbatch once in each direction, on its rank, F before B before
-    W before R.
-    """
+    """Raise ScheduleError unless stages run each microbatch once each way, on their rank, F before B, W and R."""
     problems = [
         *_action_count_problems(plan),
         *_misplaced_action_problems(plan),
@@ -167,9 +164,7 @@ def _action_count_problems(plan: Plan) -> Iterator[str]:
 
 
 def _misplaced_action_problems(plan: Plan) -> Iterator[str]:
-    """Yield a message for each action on a rank that does not hold its stage, and for a number of stages that pp does
-    not divide.
-    """
+    """Yield a message for each action on another rank than its stage's, and if pp does not divide the stages."""
     stages, placement = num_plan_stages(plan), stage_placement_of_plan(plan)
     for rank, row in enumerate(plan):
         for action in row:
@@ -181,8 +176,7 @@ def _misplaced_action_problems(plan: Plan) -> Iterator[str]:
 
 
 def draw_text_timeline(plan: Plan, timeline: Timeline) -> str:
-    """Return the timeline as text: a line for each rank, a column for each unit of time; letters distinguish a rank's
-    chunks.
+    """Return the timeline as text: a line for each rank, a column a unit of time; letters are a rank's chunks.
 
     Durations are rounded to whole units; actions shorter than half a unit are not shown.
     """
@@ -252,9 +246,7 @@ def _bubble_share(start: Sequence[Sequence[float]], end: Sequence[Sequence[float
 
 
 def _peak_num_activations(row: Sequence[Action]) -> int:
-    """Return the largest number of activations stored at once in a rank's row; one that no backward pass uses is not
-    stored.
-    """
+    """Return the most activations stored at once in a rank's row; one without a backward pass is not stored."""
     ends = "W" if any(action.op == "W" for action in row) else "B"
     saved = {(action.stage, action.microbatch) for action in row if action.op == ends}
     current = peak = 0

@@ -2,8 +2,7 @@
 
 Every rank knows the whole plan, so it can simulate the plan and list all messages by the time their payload is ready.
 Each rank then performs its part of that list, in that order. The earliest message not yet performed has nothing before
-it, at its sender or at its receiver, so both reach it: ranks cannot deadlock, even if every send blocks until it is
-received.
+it, at its sender or at its receiver, so both reach it: ranks cannot deadlock, even if sends block until received.
 """
 
 from __future__ import annotations
@@ -69,9 +68,7 @@ class RankScript:
     dual_batch_overlap: bool = False
 
     def instructions(self) -> Iterator[Transfer | tuple[Action, ...]]:
-        """Yield each transfer, and each action as a tuple, in which the two actions of an overlapping pair are
-        together.
-        """
+        """Yield each transfer, and each action as a tuple, in which the two of an overlapping pair are together."""
         place = 0
         while place < len(self.steps):
             step = self.steps[place]

@@ -103,8 +103,6 @@ def activation_offload_problems(s: ConfigRuleInput) -> Iterator[str]:
 
 
 def _unused_flags_problem(config: Any, names: Iterable[str], wants: str) -> Iterator[str]:
-    """Yield a message if some of these fields differ from their defaults. wants: the flag without which they have no
-    effect.
-    """
+    """Yield a message if some fields differ from their defaults. wants: the flag without which they do nothing."""
     if given := non_default_flags(config, names):
         yield f"{', '.join(given)}: for {wants} only; add it, or leave out"

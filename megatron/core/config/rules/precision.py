@@ -98,9 +98,7 @@ def low_precision_size_problems(s: ConfigRuleInput) -> str:
 
 
 def _low_precision_matrix_sizes(run: RunConfig) -> Iterator[tuple[str, int, int]]:
-    """Yield (description, size, number of ranks that it is divided over) of each dimension of the matrices in low
-    precision.
-    """
+    """Yield (description, size, number of ranks that share it) of each dimension of the matrices in low precision."""
     model, tp = run.model, run.parallel.tp
     mla, moe = model.mla, model.moe
     yield f"--hidden-size {model.hidden_size}", model.hidden_size, 1

@@ -49,9 +49,7 @@ def config_rule(name: str, *, needs_sizes: bool = False) -> Callable[[Find], Rul
 
 
 def non_default_flags(config: Any, names: Iterable[str] = (), *, without: Collection[str] = ()) -> list[str]:
-    """Return the flags of the fields of a config that differ from their defaults. names: only of these fields;
-    empty: of all fields but those in `without`.
-    """
+    """Return the flags of fields that differ from their defaults: of `names`, or of all but `without`."""
     usual = {field.name: field.default for field in fields(config)}
     return [flag_name(name) for name in names or usual if name not in without and getattr(config, name) != usual[name]]
 

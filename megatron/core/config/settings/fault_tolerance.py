@@ -80,9 +80,7 @@ class FaultToleranceConfig:
 
     @property
     def effective_rerun_mode(self) -> Literal["disabled", "validate_results", "report_stats"]:
-        """Which steps are run twice: none (disabled), those with a bad result (validate_results), or all
-        (report_stats).
-        """
+        """Which steps run twice: none (disabled), those with bad results (validate_results), or all (report_stats)."""
         if self.rerun_mode is None:
             return "validate_results" if self.error_injection_rate else "disabled"
         return "report_stats" if self.rerun_mode == "report_determinism_stats" else self.rerun_mode

@@ -93,9 +93,7 @@ class HybridConfig:
     )
 
     def state_heads_and_groups(self, mixer: str) -> tuple[int, int]:
-        """Return the number of heads of a stateful mixer (mamba, gated_delta_net), and of the groups or key heads that
-        they share.
-        """
+        """Return the number of heads of a mixer (mamba, gated_delta_net), and of the groups or key heads they share."""
         if mixer == "mamba":
             return self.mamba_num_heads or 0, self.mamba_num_groups
         return self.linear_num_value_heads, self.linear_num_key_heads
@@ -172,9 +170,7 @@ def hybrid_pattern_from_ratios(layers: int, attention: float, mlp: float) -> str
 
 
 def _place_symbol_evenly(symbols: list[str], symbol: str, first: float, step: float) -> None:
-    """Replace some M by `symbol`, in place: the first after about `first` remaining M, each further one after about
-    `step` more.
-    """
+    """Replace some M by `symbol` in place: the first after about `first` M, each further one after about `step`."""
     left = first
     for index in range(len(symbols)):
         if symbols[index] != "M":

@@ -78,9 +78,7 @@ class LowPrecisionConfig:
 
     @property
     def matrix_size_multiple(self) -> int:
-        """Number that local matrix dimensions must be multiples of: whole blocks, and 16 for fp8 matmuls of GPUs; 1
-        without low precision.
-        """
+        """What local matrix dimensions must be multiples of: blocks, and 16 for GPUs' fp8; 1 without low precision."""
         return max(16, self.scale_block_size) if self.recipe_name else 1
 
     def is_low_precision_layer(self, layer: int, num_layers: int) -> bool:

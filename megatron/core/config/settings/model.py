@@ -293,9 +293,7 @@ class RequestedModel:
         return self._resolve_sizes()
 
     def _with_vision_encoder_defaults(self) -> RequestedModel:
-        """Return a vision transformer's config with the layer settings of its type, and its published sizes where none
-        are given.
-        """
+        """Return a vision transformer's config with its type's layer settings, and published sizes where not given."""
         vision = self.vision.resolve(None, alone=True)
         values = {name: size for name, size in vision.encoder_traits.sizes.items() if getattr(self, name) is None}
         if self.hidden_size and self.ffn_hidden_size is None:
@@ -355,9 +353,7 @@ class RequestedModel:
         return values | {"hybrid": hybrid}
 
     def _resolved_t5_depths(self) -> dict[str, int | None]:
-        """Return fields to set: numbers of layers of a T5's encoder and decoder, and num_layers if only the encoder's
-        was given.
-        """
+        """Return fields to set: depths of a T5's encoder and decoder; num_layers if only the encoder's was given."""
         values: dict[str, int | None] = {}
         if self.num_layers is None:
             values["num_layers"] = self.encoder_num_layers
@@ -390,9 +386,7 @@ class ModelConfig(RequestedModel):
 
     @property
     def parsed_window_size(self) -> tuple[int, int] | None:
-        """--window-size as (positions before, positions after), -1 for all; None without a window. `ConfigError` if it
-        cannot be parsed.
-        """
+        """--window-size as (positions before, after), -1 for all, or None; `ConfigError` if it cannot be parsed."""
         if self.window_size is None:
             return None
         match = re.fullmatch(r"\(?\s*(-1|\d+)\s*,\s*(-1|\d+)\s*\)?", self.window_size.strip())
@@ -409,9 +403,7 @@ class ModelConfig(RequestedModel):
 
     @property
     def has_plain_pre_norm(self) -> bool:
-        """Whether the input of a layer's second norm is just x plus attention's output, in one dtype (what a fused
-        residual norm needs).
-        """
+        """Whether a layer's second norm gets just x plus attention's output, in one dtype (for residual_norm)."""
         elsewhere = (
             self.apply_residual_connection_post_layernorm
             or self.norm_after_residual
@@ -491,9 +483,7 @@ class ModelConfig(RequestedModel):
 
     @property
     def splits_qkv_unrotated(self) -> bool:
-        """Whether some layers split the fused qkv output without rotating it at once: no rotary positions, or norms
-        before them.
-        """
+        """Whether some layers split the fused qkv output without rotating it: no rotary positions, or norms before."""
         everywhere = self.rotates_fused_qkv and self.rope.no_rope_freq is None
         return bool(self.num_attention_heads) and not self.mla.multi_latent_attention and not everywhere
 
@@ -528,9 +518,7 @@ class ModelConfig(RequestedModel):
 
     @property
     def has_interleaved_rotary(self) -> bool:
-        """Whether rotation pairs neighbouring channels (always in latent attention), instead of the two halves of a
-        head.
-        """
+        """Whether rotation pairs neighbouring channels (always in latent attention), not the two halves of a head."""
         return self.mla.multi_latent_attention or self.rope.rotary_interleaved
 
     @property

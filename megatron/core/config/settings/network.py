@@ -108,9 +108,7 @@ def unused_settings(model: ModelConfig) -> frozenset[str]:
 
 
 def network_setting_differences(a: ModelConfig, b: ModelConfig) -> list[str]:
-    """Return the names of the settings by which two resolved networks compute different functions; those that neither
-    uses are left out.
-    """
+    """Return the settings by which two resolved networks compute different functions, without those neither uses."""
     idle, given, canonical = (
         unused_settings(a) & unused_settings(b),
         (config_to_dict(a), config_to_dict(b)),

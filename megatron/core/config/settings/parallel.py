@@ -13,9 +13,7 @@ StateComm = Literal["auto", "a2a", "states"]
 
 
 def can_exchange_heads(size: int, heads: int, groups: int) -> bool:
-    """Whether `size` context ranks can divide the heads among them with their groups; fewer groups than ranks are
-    repeated.
-    """
+    """Whether `size` context ranks can divide heads with their groups; fewer groups than ranks are repeated."""
     return heads % size == 0 and (groups % size == 0 or size % groups == 0)
 
 

@@ -134,9 +134,7 @@ class RecomputeConfig:
     )
 
     def resolve(self) -> RecomputeConfig:
-        """Return the config with granularity and modules filled in, if only --recompute-activations or the granularity
-        was given.
-        """
+        """Return the config with granularity and modules that --recompute-activations or the granularity implies."""
         granularity, modules = self.recompute_granularity, self.recompute_modules
         if self.recompute_activations and granularity is None:
             granularity = "selective"
@@ -335,9 +333,7 @@ class RequestedRun:
         return RunConfig(**given | groups | {"recompute": self.recompute.resolve()})
 
     def _effective_parallel_and_optimizer(self) -> tuple[ParallelConfig, OptimizerConfig]:
-        """Return parallel and optimizer config without settings that have no effect, and with `dist_muon` replaced by
-        what it stands for.
-        """
+        """Return parallel and optimizer config without ineffective settings, and with `dist_muon` replaced."""
         parallel, optimizer = self.parallel, self.optimizer
         changes: dict[str, Any] = {}
         if parallel.sequence_parallel and parallel.tp == 1:

@@ -139,9 +139,7 @@ class VisionConfig:
     )
 
     def resolve(self, hidden_size: int | None, *, alone: bool) -> VisionConfig:
-        """Return the config with the encoder's settings filled in from its type. hidden_size: of the language model.
-        alone: the encoder is the whole network.
-        """
+        """Fill in settings of the encoder's type. hidden_size: of the language model. alone: there is none."""
         if self.vision_model_type is None and not alone:
             return self
         layer, sizes = self.encoder_traits.layer, self.encoder_traits.sizes
