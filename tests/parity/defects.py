@@ -28,7 +28,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5 import T5Model
 from megatron.core.optimizer import clip, rule
 from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.optimizer.param_groups import ParamGroup
+from megatron.core.optimizer.rule import ParamGroup
 from megatron.core.parallel import collectives, recompute, rng
 from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.parallel.mesh import Axis, Mesh

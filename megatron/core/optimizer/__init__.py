@@ -1,10 +1,9 @@
 """Optimizers, gradient clipping, loss scaling and learning-rate schedules.
 
-param_groups.py   weight decay and learning-rate groups; which parameters Muon updates
 clip.py           norm and zeros of the gradient, each element of the network counted once
 scaler.py         constant and dynamic loss scale
 optimizer.py      the optimizer step over the segments that this rank owns
-rule.py           UpdateRule: the interface of an optimizer algorithm
+rule.py           UpdateRule: the interface of an optimizer algorithm; weight decay and learning-rate groups
 elementwise.py    AdamW, SGD, Lion
 adafactor.py      Adafactor under any layout
 muon.py           Muon under any layout; orthogonal.py its Newton-Schulz iteration, owners.py which rank updates which matrix

@@ -28,8 +28,7 @@ from megatron.core.optimizer.orthogonal import (
     orthogonalize_distributed,
 )
 from megatron.core.optimizer.owners import MuonTask, assign_muon_owners, muon_tasks_of_param
-from megatron.core.optimizer.param_groups import is_updated_by_muon
-from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, scale_gradients
+from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, is_updated_by_muon, scale_gradients
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.spec import ParamSpec, local_shard_boxes

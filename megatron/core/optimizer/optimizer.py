@@ -31,8 +31,7 @@ from megatron.core.optimizer.elementwise import RULES, AdamW
 from megatron.core.optimizer.low_precision import LowPrecisionAdam
 from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.offload import OptimizerCpuOffload, split_segments_for_offload
-from megatron.core.optimizer.param_groups import is_updated_by_muon
-from megatron.core.optimizer.rule import Owned, Slot, UpdateRule
+from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, is_updated_by_muon
 from megatron.core.optimizer.scaler import LossScaler
 from megatron.core.parallel.device import has_separate_memory, storage_id_and_offset
 from megatron.core.parallel.mesh import Mesh

@@ -16,7 +16,7 @@ from megatron.core.distributed.ddp import DataParallel
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.orthogonal import COEFFICIENTS, NewtonSchulzSettings, muon_update_scale, orthogonalize
 from megatron.core.optimizer.owners import MuonTask, assign_muon_owners, muon_tasks_of_param
-from megatron.core.optimizer.param_groups import is_updated_by_muon
+from megatron.core.optimizer.rule import is_updated_by_muon
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import (
     FusedWeightSegment,

@@ -14,7 +14,7 @@ from megatron.core.distributed.ddp import DataParallel
 from megatron.core.kernels.adamw import AdamKernel
 from megatron.core.kernels.adamw import adamw as adamw_by_torch
 from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.optimizer.param_groups import ParamGroup, param_group_of
+from megatron.core.optimizer.rule import ParamGroup, param_group_of
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import ParamSpec, normal_initializer
 from tests.unit.distributed.ranks import SIZES, small_module

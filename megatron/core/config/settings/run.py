@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.core.config.flags import flag
-from megatron.core.config.settings.compilation import CompileConfig
-from megatron.core.config.settings.cuda_graphs import CudaGraphConfig
+from megatron.core.config.settings.compilation import CompileConfig, CudaGraphConfig
 from megatron.core.config.settings.data import DataConfig, TokenizerConfig
 from megatron.core.config.settings.fault_tolerance import FaultToleranceConfig
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
