@@ -40,7 +40,8 @@ from megatron.core.tensor_parallel import cross_entropy, linear
 from megatron.core.tensor_parallel.embedding import PositionEmbeddingTable, VocabParallelEmbedding
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.region import TensorParallelRegion
-from megatron.core.transformer import attention, stack
+from megatron.core.transformer import stack
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 from megatron.core.transformer.stack import TransformerStack
 from megatron.training import trainer as stages
 from megatron.training.step import StepWork
@@ -56,6 +57,8 @@ from tests.parity.rounding_defects import ROUNDING
 from tests.parity.routing_defects import ROUTING
 from tests.parity.update_defects import UPDATES
 from tests.parity.vision_defects import VISION
+
+_make_column = LayerBuildContext.make_column_linear
 
 
 @contextmanager
@@ -158,8 +161,9 @@ def _skip_the_last_layer(self: TransformerStack) -> list[tuple[list[Any], bool]]
     return found if self.final_layernorm is None else [*found[:-1], (found[-1][0][:-1], found[-1][1])]
 
 
-def _one_part(input_size: int, parts: tuple[FusedWeightSegment, ...], **keywords: Any) -> ColumnParallelLinear:
-    return ColumnParallelLinear(input_size, (FusedWeightSegment(sum(part.size for part in parts)),), **keywords)
+def _one_part(build: Any, size: int, parts: tuple[FusedWeightSegment, ...], **keywords: Any) -> ColumnParallelLinear:
+    whole = (FusedWeightSegment(sum(part.size for part in parts)),)
+    return _make_column(build, size, whole if len(parts) == 3 else parts, **keywords)  # queries, keys and values
 
 
 # Forward and backward of cut layers.
@@ -446,7 +450,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "queries, keys and values are cut as one matrix",
         (("tp2", "gpt"),),
-        ((attention, "ColumnParallelLinear", _one_part),),
+        ((LayerBuildContext, "make_column_linear", _one_part),),
     ),
     Defect(
         "a row layer adds its bias on every rank before the sum",

@@ -21,8 +21,11 @@ from megatron.core.tensor_parallel.linear import ColumnParallelLinear
 from megatron.core.transformer import gated_delta_net, mamba, rope
 from megatron.core.transformer.gated_delta_net import DeltaNetSizes, GatedDeltaNet
 from megatron.core.transformer.layer import TransformerLayer
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 from megatron.core.transformer.mamba import GatedNorm, MambaMixer, MambaSizes
 from tests.parity.defect import Defect, sum_replicated_but
+
+_make_column = LayerBuildContext.make_column_linear
 
 _sizes_of, _log_uniform, _borders, _norm = (
     MambaSizes.from_model,
@@ -42,8 +45,11 @@ _share, _order, _mix, _mix_delta = (
 )
 
 
-def _in_one_piece(size: int, pieces: tuple[FusedWeightSegment, ...], **settings: Any) -> ColumnParallelLinear:
-    return ColumnParallelLinear(size, (FusedWeightSegment(sum(piece.size for piece in pieces)),), **settings)
+def _in_one_piece(
+    build: Any, size: int, pieces: tuple[FusedWeightSegment, ...], **settings: Any
+) -> ColumnParallelLinear:
+    whole = (FusedWeightSegment(sum(piece.size for piece in pieces)),)
+    return _make_column(build, size, whole if len(pieces) == 5 else pieces, **settings)  # z, x, B, C and dt
 
 
 def _without_segments(mix: Callable[..., Any], *names: str) -> Callable[..., Any]:
@@ -170,7 +176,7 @@ HYBRIDS: tuple[Defect, ...] = (
     Defect(
         "z, x, B, C and dt are cut as one piece",
         (("tp2", "hybrid"), ("tp2 sp", "hybrid")),
-        ((mamba, "ColumnParallelLinear", _in_one_piece),),
+        ((LayerBuildContext, "make_column_linear", _in_one_piece),),
     ),
     Defect(
         "the convolution sees the document before",

@@ -23,10 +23,13 @@ from megatron.core.tensor_parallel import region
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear
 from megatron.core.tensor_parallel.region import TensorParallelRegion
 from megatron.core.transformer import mla
+from megatron.core.transformer.layer_build_context import LayerBuildContext
 from megatron.core.transformer.mla import MultiLatentAttention
 from megatron.training.data.batch import Batch, Loss, language_loss_with_mtp, masked_loss_sum
 from tests.helpers import tiny
 from tests.parity.defect import Defect, collectives_with, nothing, sum_replicated_but
+
+_make_column = LayerBuildContext.make_column_linear
 
 _counted_ranges, _materialize, _sum_replicated = (
     clip.gradient_ranges_counted_once,
@@ -64,12 +67,10 @@ def _turn_from_the_rank(self: MultiLatentAttention, x: Tensor, table: Any) -> Te
 
 
 def _keys_beside_values(
-    input_size: int, parts: tuple[FusedWeightSegment, ...], **keywords: Any
+    build: Any, size: int, parts: tuple[FusedWeightSegment, ...], **keywords: Any
 ) -> ColumnParallelLinear:
-    (whole,) = parts
-    return ColumnParallelLinear(
-        input_size, (FusedWeightSegment(whole.size // 2), FusedWeightSegment(whole.size // 2)), **keywords
-    )
+    halves = (FusedWeightSegment(parts[0].size // 2), FusedWeightSegment(parts[0].size // 2))
+    return _make_column(build, size, halves if len(parts) == 1 else parts, **keywords)
 
 
 # Tokens ahead.
@@ -181,7 +182,7 @@ LATENTS: tuple[Defect, ...] = (
     Defect(
         "keys and values of all heads are cut as two parts",
         (("tp2 mb4", "mla"),),
-        ((mla, "ColumnParallelLinear", _keys_beside_values),),
+        ((LayerBuildContext, "make_column_linear", _keys_beside_values),),
     ),
     Defect(
         "scores are not sharpened as yarn asks",

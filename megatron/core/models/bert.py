@@ -66,9 +66,7 @@ class BERTModel(nn.Module):
             )
             if model.bert_binary_head:
                 self.pooler = Pooler(build)
-                self.binary_head = ReplicatedLinear(
-                    model.hidden_size, 2, init=build.init_method(), mesh=build.mesh, dtype=build.dtype
-                )
+                self.binary_head = build.make_replicated_linear(model.hidden_size, 2)
         set_global_param_names(self)
 
     def materialize(self, seed: int, *, draw_on: torch.device | None = None) -> BERTModel:

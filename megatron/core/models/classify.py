@@ -19,7 +19,6 @@ from megatron.core.models.embedding import Embedding
 from megatron.core.models.output_heads import Pooler
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
-from megatron.core.tensor_parallel.linear import ReplicatedLinear
 from megatron.core.transformer.attention import default_position_ids
 from megatron.core.transformer.dropout import Dropout
 from megatron.core.transformer.forward_context import ForwardContext
@@ -44,13 +43,7 @@ class ClassifierModel(nn.Module):
         )
         self.pooler = Pooler(build) if stage.has_output else None
         self.dropout = Dropout(build.model.hidden_dropout, build.streams, "default") if stage.has_output else None
-        head = (
-            ReplicatedLinear(
-                build.model.hidden_size, classes, init=build.init_method(), mesh=build.mesh, dtype=build.dtype
-            )
-            if stage.has_output
-            else None
-        )
+        head = build.make_replicated_linear(build.model.hidden_size, classes) if stage.has_output else None
         self.classification_head = head if choices == 1 else None
         self.multichoice_head = head if choices > 1 else None
         set_global_param_names(self)

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from megatron.core.config.plan import LayerPlan, mtp_depth_layer_plans
 from megatron.core.parallel.recompute import recompute
 from megatron.core.parallel.spec import FusedWeightSegment
-from megatron.core.tensor_parallel.linear import ColumnParallelLinear
 from megatron.core.transformer.forward_context import ForwardContext
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.layer_build_context import LayerBuildContext
@@ -122,15 +121,7 @@ class MTPLayer(nn.Module):
         model, size = build.model, build.model.hidden_size
         self.build = build
         self.enorm, self.hnorm = build.make_norm(size), build.make_norm(size)
-        self.eh_proj = ColumnParallelLinear(
-            2 * size,
-            (FusedWeightSegment(size),),
-            bias=False,
-            init=build.init_method(),
-            region=build.tp_region,
-            mesh=build.mesh,
-            dtype=build.dtype,
-        )
+        self.eh_proj = build.make_column_linear(2 * size, (FusedWeightSegment(size),), bias=False)
         rows = mtp_depth_layer_plans(model, depth)
         self.mtp_model_layer = (
             MTPTransformerLayers(rows, build) if model.is_hybrid else TransformerLayer(rows[0], build)

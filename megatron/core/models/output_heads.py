@@ -151,14 +151,7 @@ class MaskedLMHeadTransform(nn.Module):
     def __init__(self, build: LayerBuildContext) -> None:
         super().__init__()
         self.build, size = build, build.model.hidden_size
-        self.dense = ReplicatedLinear(
-            size,
-            size,
-            init=build.init_method(),
-            mesh=build.mesh,
-            dtype=build.dtype,
-            sum_over=build.tp_region.gradient_sum_axes,
-        )
+        self.dense = build.make_replicated_linear(size, size, sum_over=build.tp_region.gradient_sum_axes)
         self.layer_norm = build.make_norm(size)
         self.act = "gelu_tanh" if build.model.openai_gelu else "gelu"
 
@@ -173,7 +166,7 @@ class Pooler(nn.Module):
     def __init__(self, build: LayerBuildContext) -> None:
         super().__init__()
         self.region, size = build.tp_region, build.model.hidden_size
-        self.dense = ReplicatedLinear(size, size, init=build.init_method(), mesh=build.mesh, dtype=build.dtype)
+        self.dense = build.make_replicated_linear(size, size)
 
     def forward(self, x: Tensor) -> Tensor:
         """Pool hidden states. x: [s or s/tp, b, h]; returns [b, h] on every rank."""

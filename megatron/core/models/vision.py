@@ -13,7 +13,7 @@ divided over sequence or context ranks: each of those encodes the whole image.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ from megatron.core.config.vision import is_encoder_replicated, vision_encoder_co
 from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.kernels.reference import accumulation_dtype_of
 from megatron.core.parallel import collectives
-from megatron.core.parallel.mesh import Axis, Mesh
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import (
     FusedWeightSegment,
@@ -37,7 +37,6 @@ from megatron.core.parallel.spec import (
     param_spec_of,
     set_global_param_names,
 )
-from megatron.core.tensor_parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.core.tensor_parallel.overlapped_matmul import MatmulOverlapOptions
 from megatron.core.transformer.forward_context import ForwardContext
 from megatron.core.transformer.layer_build_context import LayerBuildContext
@@ -53,13 +52,8 @@ class PatchEmbedding(nn.Module):
         super().__init__()
         self.vision, hidden = build.model.vision, build.model.hidden_size
         traits, (height, width) = self.vision.encoder_traits, self.vision.learned_position_grid
-        self.patches = ReplicatedLinear(
-            self.vision.num_channels * self.vision.patch_dim**2,
-            hidden,
-            init=build.init_method(),
-            mesh=build.mesh,
-            dtype=build.dtype,
-            bias=traits.patch_bias,
+        self.patches = build.make_replicated_linear(
+            self.vision.num_channels * self.vision.patch_dim**2, hidden, bias=traits.patch_bias
         )
         initial = normal_initializer(build.model.init_method_std)
         tokens = ParamSpec((traits.class_tokens, hidden), initial, "table")
@@ -131,17 +125,12 @@ class VisionProjection(nn.Module):
         normed = replace(build, model=replace(encoder, normalization="LayerNorm", norm_epsilon=1e-5))
         self.layernorm = normed.make_norm(inputs, sum_over=()) if vision.vision_projection_norm else None
         self.encoder = nn.Module()
-        shared: dict[str, Any] = {"mesh": build.mesh, "dtype": build.dtype}
+        bias = vision.vision_projection_bias
         if vision.vision_projection_type == "affine":
-            self.encoder.linear = ReplicatedLinear(
-                inputs, model.hidden_size, init=build.init_method(), bias=vision.vision_projection_bias, **shared
-            )
+            self.encoder.linear = build.make_replicated_linear(inputs, model.hidden_size, bias=bias)
             return
-        shared |= {"region": build.tp_region, "bias": vision.vision_projection_bias}
-        self.encoder.linear_fc1 = ColumnParallelLinear(
-            inputs, (FusedWeightSegment(width),), init=build.init_method(), **shared
-        )
-        self.encoder.linear_fc2 = RowParallelLinear(width, model.hidden_size, init=build.init_method(), **shared)
+        self.encoder.linear_fc1 = build.make_column_linear(inputs, (FusedWeightSegment(width),), bias=bias)
+        self.encoder.linear_fc2 = build.make_row_linear(width, bias=bias, init=build.init_method())
 
     def forward(self, x: Tensor) -> Tensor:
         """Project x [tokens, b, inputs] to [tokens, b, h]."""
@@ -234,11 +223,8 @@ def _vision_build_context(build: LayerBuildContext, model: ModelConfig, whole: b
     """Return a copy of the build context for the encoder or projector, without sequence and context parallelism;
     whole: without tensor parallelism too.
     """
-    single: dict[str, Axis] = {
-        name: replace(getattr(Mesh.single_process(), name)) for name in ("cp", "cp_inner", "cp_outer")
-    }
-    if whole:
-        single["tp"] = Mesh.single_process().tp
+    alone = Mesh.single_process()
+    single = {name: alone.axis(name) for name in ("cp", "cp_inner", "cp_outer", *(("tp",) if whole else ()))}
     return replace(
         build,
         model=model,
@@ -261,13 +247,8 @@ class ImageClassifierModel(nn.Module):
         self.stage, self.build, self.vision = stage, build, build.model.vision
         self.vision_model = VisionEncoder(stage, build)
         hidden = build.model.hidden_size
-        self.head = (
-            ReplicatedLinear(
-                hidden, self.vision.num_classes, init=build.init_method(), mesh=build.mesh, dtype=build.dtype
-            )
-            if stage.has_output and self.vision.num_classes
-            else None
-        )
+        has_head = stage.has_output and self.vision.num_classes
+        self.head = build.make_replicated_linear(hidden, self.vision.num_classes) if has_head else None
         set_global_param_names(self)
 
     def materialize(self, seed: int, *, draw_on: torch.device | None = None) -> ImageClassifierModel:

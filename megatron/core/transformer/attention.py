@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,6 @@ from megatron.core.parallel.spec import (
     meta_parameter,
     normal_initializer,
 )
-from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.norm import effective_norm_weight
 from megatron.core.transformer.forward_context import ForwardContext
 from megatron.core.transformer.layer_build_context import LayerBuildContext, multiply_unless_one
@@ -51,30 +49,15 @@ class SelfAttention(nn.Module):
         self.groups = max(1, model.num_query_groups // tp)
         copies = max(1, tp // model.num_query_groups)
         key = FusedWeightSegment(model.key_projection_width, copies)
-        inner: dict[str, Any] = {
-            "bias": model.has_qkv_bias,
-            "init": build.init_method(),
-            "region": build.tp_region,
-            "mesh": build.mesh,
-            "dtype": build.dtype,
-        }
         query = FusedWeightSegment(model.query_projection_width)
         self.has_gate = model.attention_output_gate
         factors = model.multipliers
         self.input_factor, self.output_factor = factors.attention_in_multiplier, factors.attention_out_multiplier
         self.key_factor = factors.key_multiplier
-        self.linear_qkv = ColumnParallelLinear(
-            model.hidden_size, (query, *((query,) if self.has_gate else ()), key, key), **inner
+        self.linear_qkv = build.make_column_linear(
+            model.hidden_size, (query, *((query,) if self.has_gate else ()), key, key), bias=model.has_qkv_bias
         )
-        self.linear_proj = RowParallelLinear(
-            model.query_projection_width,
-            model.hidden_size,
-            bias=model.add_bias_linear,
-            init=build.output_init_method(),
-            region=build.tp_region,
-            mesh=build.mesh,
-            dtype=build.dtype,
-        )
+        self.linear_proj = build.make_row_linear(model.query_projection_width, bias=model.add_bias_linear)
         self.q_layernorm: nn.Module | None = None
         self.k_layernorm: nn.Module | None = None
         if model.qk_layernorm_across_heads:

@@ -6,13 +6,10 @@ norm has been there. The key and value matrices are one matrix [k | v].
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.parallel.spec import FusedWeightSegment
-from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import attend
 from megatron.core.transformer.cache import DecodingCache
 from megatron.core.transformer.layer_build_context import LayerBuildContext
@@ -27,24 +24,10 @@ class CrossAttention(nn.Module):
         self.build, self.head_size = build, model.kv_channels
         copies = max(1, tp // model.num_query_groups)
         key, bias = FusedWeightSegment(model.key_projection_width, copies), model.add_bias_linear or model.add_qkv_bias
-        shared: dict[str, Any] = {"region": build.tp_region, "mesh": build.mesh, "dtype": build.dtype}
-        self.linear_q = ColumnParallelLinear(
-            model.hidden_size,
-            (FusedWeightSegment(model.query_projection_width),),
-            bias=bias,
-            init=build.init_method(),
-            **shared,
-        )
-        self.linear_kv = ColumnParallelLinear(
-            model.hidden_size, (key, key), bias=bias, init=build.init_method(), **shared
-        )
-        self.linear_proj = RowParallelLinear(
-            model.query_projection_width,
-            model.hidden_size,
-            bias=model.add_bias_linear,
-            init=build.output_init_method(),
-            **shared,
-        )
+        query = FusedWeightSegment(model.query_projection_width)
+        self.linear_q = build.make_column_linear(model.hidden_size, (query,), bias=bias)
+        self.linear_kv = build.make_column_linear(model.hidden_size, (key, key), bias=bias)
+        self.linear_proj = build.make_row_linear(model.query_projection_width, bias=model.add_bias_linear)
 
     def forward(
         self, x: Tensor, norm: nn.Module | None, memory: Tensor, mask: AttentionMaskSpec, cache: DecodingCache | None

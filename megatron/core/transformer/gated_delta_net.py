@@ -20,7 +20,6 @@ from megatron.core.context_parallel.head_exchange import ALONE, HeadExchange
 from megatron.core.kernels import scans
 from megatron.core.kernels.reference import accumulation_dtype_of
 from megatron.core.parallel.spec import FusedWeightSegment, ParamSpec, constant_initializer, meta_parameter
-from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.forward_context import ForwardContext
 from megatron.core.transformer.layer_build_context import LayerBuildContext
 from megatron.core.transformer.state_space import (
@@ -71,29 +70,14 @@ class GatedDeltaNet(nn.Module):
         self.key_heads, self.value_heads = sizes.key_heads // tp, sizes.value_heads // tp
         keys = FusedWeightSegment(sizes.key_heads * sizes.key_size)
         values, heads = FusedWeightSegment(sizes.value_heads * sizes.value_size), FusedWeightSegment(sizes.value_heads)
-        self.in_proj = ColumnParallelLinear(
-            model.hidden_size,
-            (keys, keys, values, values, heads, heads),
-            bias=False,
-            init=build.init_method(),
-            region=build.tp_region,
-            mesh=build.mesh,
-            dtype=build.dtype,
-            kind="in_proj",
+        self.in_proj = build.make_column_linear(
+            model.hidden_size, (keys, keys, values, values, heads, heads), bias=False, kind="in_proj"
         )
         self.conv1d = CausalConvParameters((keys, keys, values), sizes.conv_width, build, bias=False)
         self.dt_bias = per_head_parameter(build, sizes.value_heads, constant_initializer(1.0))
         self.A_log = per_head_parameter(build, sizes.value_heads, log_of_uniform_initializer(1.0, 16.0))
         self.out_norm = GatedHeadNorm(build, sizes.value_size)
-        self.out_proj = RowParallelLinear(
-            values.size,
-            model.hidden_size,
-            bias=False,
-            init=build.output_init_method(),
-            region=build.tp_region,
-            mesh=build.mesh,
-            dtype=build.dtype,
-        )
+        self.out_proj = build.make_row_linear(values.size, bias=False)
 
     def forward(
         self, x: Tensor, norm: nn.Module | None, context: ForwardContext, bias: Tensor | None = None

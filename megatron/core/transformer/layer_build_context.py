@@ -24,8 +24,15 @@ from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.recompute import recompute_intermediate
 from megatron.core.parallel.rng import RandomStreams
-from megatron.core.parallel.spec import Initial, Kind, normal_initializer, xavier_uniform_initializer
+from megatron.core.parallel.spec import (
+    FusedWeightSegment,
+    Initial,
+    Kind,
+    normal_initializer,
+    xavier_uniform_initializer,
+)
 from megatron.core.parallel.wgrad import WeightGradStore
+from megatron.core.tensor_parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.core.tensor_parallel.low_precision import LowPrecisionSetup
 from megatron.core.tensor_parallel.norm import Norm
 from megatron.core.tensor_parallel.overlapped_matmul import MatmulOverlapOptions
@@ -204,6 +211,31 @@ class LayerBuildContext:
             dtype=self.dtype,
             kind=kind,
             sum_over=self.tp_region.gradient_sum_axes if sum_over is None else sum_over,
+        )
+
+    def make_column_linear(
+        self, input_size: int, parts: tuple[FusedWeightSegment, ...], *, bias: bool, kind: Kind = "matrix"
+    ) -> ColumnParallelLinear:
+        """Create a column-parallel linear layer that starts from `init_method`. parts: segments of its output."""
+        region, init = self.tp_region, self.init_method()
+        return ColumnParallelLinear(
+            input_size, parts, bias=bias, init=init, region=region, mesh=self.mesh, dtype=self.dtype, kind=kind
+        )
+
+    def make_row_linear(self, input_size: int, *, bias: bool, init: Initial | None = None) -> RowParallelLinear:
+        """Create a row-parallel linear layer to the hidden size. init: left out, `output_init_method`."""
+        size, region, init = self.model.hidden_size, self.tp_region, init or self.output_init_method()
+        return RowParallelLinear(
+            input_size, size, bias=bias, init=init, region=region, mesh=self.mesh, dtype=self.dtype
+        )
+
+    def make_replicated_linear(
+        self, input_size: int, output_size: int, *, sum_over: tuple[str, ...] = (), bias: bool = True
+    ) -> ReplicatedLinear:
+        """Create a linear layer that is whole on every rank and starts from `init_method`. sum_over: of its gradients."""
+        init = self.init_method()
+        return ReplicatedLinear(
+            input_size, output_size, init=init, mesh=self.mesh, dtype=self.dtype, sum_over=sum_over, bias=bias
         )
 
 

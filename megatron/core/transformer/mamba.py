@@ -20,7 +20,6 @@ from megatron.core.context_parallel.head_exchange import ALONE, HeadExchange
 from megatron.core.kernels import scans
 from megatron.core.kernels.reference import accumulation_dtype_of
 from megatron.core.parallel.spec import FusedWeightSegment, ParamSpec, ShardedDim, constant_initializer, meta_parameter
-from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.forward_context import ForwardContext
 from megatron.core.transformer.layer_build_context import LayerBuildContext, multiply_unless_one
 from megatron.core.transformer.state_space import (
@@ -75,31 +74,15 @@ class MambaMixer(nn.Module):
         self.build, self.sizes = build, sizes
         self.heads, self.groups = sizes.heads // tp, sizes.groups // tp
         inner, shared = FusedWeightSegment(sizes.inner_size), FusedWeightSegment(sizes.groups * sizes.state)
-        self.in_proj = ColumnParallelLinear(
-            model.hidden_size,
-            (inner, inner, shared, shared, FusedWeightSegment(sizes.heads)),
-            bias=False,
-            init=build.init_method(),
-            region=build.tp_region,
-            mesh=build.mesh,
-            dtype=build.dtype,
-            kind="in_proj",
-        )
+        parts = (inner, inner, shared, shared, FusedWeightSegment(sizes.heads))
+        self.in_proj = build.make_column_linear(model.hidden_size, parts, bias=False, kind="in_proj")
         self.conv1d = CausalConvParameters((inner, shared, shared), sizes.conv_width, build, bias=True)
         self.dt_bias = per_head_parameter(build, sizes.heads, _initial_dt_bias)
         self.A_log = per_head_parameter(build, sizes.heads, log_of_uniform_initializer(1.0, 16.0))
         self.D = per_head_parameter(build, sizes.heads, constant_initializer(1.0))
         self.norm = GatedNorm(build, sizes.inner_size, self.groups, place=model.hybrid.mamba_output_norm)
         self.factors, self.output_factor = model.multipliers.mamba_factors, model.multipliers.ssm_out_multiplier
-        self.out_proj = RowParallelLinear(
-            sizes.inner_size,
-            model.hidden_size,
-            bias=False,
-            init=build.output_init_method(),
-            region=build.tp_region,
-            mesh=build.mesh,
-            dtype=build.dtype,
-        )
+        self.out_proj = build.make_row_linear(sizes.inner_size, bias=False)
 
     def forward(
         self, x: Tensor, norm: nn.Module | None, context: ForwardContext, bias: Tensor | None = None

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,6 @@ from megatron.core.context_parallel.attention import gather_context_parallel_key
 from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.core.parallel.recompute import recompute_intermediates
 from megatron.core.parallel.spec import FusedWeightSegment
-from megatron.core.tensor_parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.core.transformer.attention import attend
 from megatron.core.transformer.forward_context import ForwardContext
 from megatron.core.transformer.layer_build_context import LayerBuildContext
@@ -42,36 +41,22 @@ class MultiLatentAttention(nn.Module):
 
     def __init__(self, build: LayerBuildContext, plan: LayerPlan) -> None:
         super().__init__()
-        model, mla, region = build.model, build.model.mla, build.tp_region
+        model, mla = build.model, build.model.mla
         self.plan, self.mla = plan, mla
         self.build = replace(build, model=replace(model, softmax_scale=mla_softmax_scale(model)))
         self.heads = model.num_attention_heads // build.mesh.tp.size
         query = FusedWeightSegment(model.num_attention_heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim))
         pair = FusedWeightSegment(model.num_attention_heads * (mla.qk_head_dim + mla.v_head_dim))
-        made: dict[str, Any] = {"init": build.init_method(), "mesh": build.mesh, "dtype": build.dtype}
-        cut, whole = (
-            {**made, "region": region, "bias": False},
-            {**made, "sum_over": region.gradient_sum_axes, "bias": False},
-        )
+        whole = partial(build.make_replicated_linear, sum_over=build.tp_region.gradient_sum_axes, bias=False)
         rank, normed = mla.q_lora_rank, model.qk_layernorm
-        self.linear_q_proj = ColumnParallelLinear(model.hidden_size, (query,), **cut) if rank is None else None
-        self.linear_q_down_proj = None if rank is None else ReplicatedLinear(model.hidden_size, rank, **whole)
+        self.linear_q_proj = build.make_column_linear(model.hidden_size, (query,), bias=False) if rank is None else None
+        self.linear_q_down_proj = None if rank is None else whole(model.hidden_size, rank)
         self.q_layernorm = build.make_norm(rank, kind="qk_norm") if rank is not None and normed else None
-        self.linear_q_up_proj = None if rank is None else ColumnParallelLinear(rank, (query,), **cut)
-        self.linear_kv_down_proj = ReplicatedLinear(
-            model.hidden_size, mla.kv_lora_rank + mla.qk_pos_emb_head_dim, **whole
-        )
+        self.linear_q_up_proj = None if rank is None else build.make_column_linear(rank, (query,), bias=False)
+        self.linear_kv_down_proj = whole(model.hidden_size, mla.kv_lora_rank + mla.qk_pos_emb_head_dim)
         self.kv_layernorm = build.make_norm(mla.kv_lora_rank, kind="qk_norm") if normed else None
-        self.linear_kv_up_proj = ColumnParallelLinear(mla.kv_lora_rank, (pair,), **cut)
-        self.linear_proj = RowParallelLinear(
-            model.num_attention_heads * mla.v_head_dim,
-            model.hidden_size,
-            bias=model.add_bias_linear,
-            init=build.output_init_method(),
-            region=region,
-            mesh=build.mesh,
-            dtype=build.dtype,
-        )
+        self.linear_kv_up_proj = build.make_column_linear(mla.kv_lora_rank, (pair,), bias=False)
+        self.linear_proj = build.make_row_linear(model.num_attention_heads * mla.v_head_dim, bias=model.add_bias_linear)
         self.peaks = MaxAttentionScoreTracker() if model.qk_clip else None
 
     def forward(

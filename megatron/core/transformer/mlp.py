@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.parallel.spec import FusedWeightSegment, ParamSpec, meta_parameter
-from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.forward_context import ForwardContext
 from megatron.core.transformer.layer_build_context import LayerBuildContext, multiply_unless_one
 
@@ -23,24 +22,9 @@ class MLP(nn.Module):
         model = build.model
         self.build = build
         part = FusedWeightSegment(model.ffn_hidden_size if width is None else width)
-        self.linear_fc1 = ColumnParallelLinear(
-            model.hidden_size,
-            (part, part) if model.has_gated_mlp else (part,),
-            bias=model.add_bias_linear,
-            init=build.init_method(),
-            region=build.tp_region,
-            mesh=build.mesh,
-            dtype=build.dtype,
-        )
-        self.linear_fc2 = RowParallelLinear(
-            part.size,
-            model.hidden_size,
-            bias=model.add_bias_linear,
-            init=build.output_init_method(),
-            region=build.tp_region,
-            mesh=build.mesh,
-            dtype=build.dtype,
-        )
+        parts = (part, part) if model.has_gated_mlp else (part,)
+        self.linear_fc1 = build.make_column_linear(model.hidden_size, parts, bias=model.add_bias_linear)
+        self.linear_fc2 = build.make_row_linear(part.size, bias=model.add_bias_linear)
         gate = ParamSpec(
             (1, model.hidden_size), build.init_method(), "matrix", sum_over=build.tp_region.gradient_sum_axes
         )
