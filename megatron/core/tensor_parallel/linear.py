@@ -53,9 +53,9 @@ def _weight_and_bias_gradients(
     return (weight_gradient, flat.sum(0)) if bias else (weight_gradient,)
 
 
-class _ColumnParallelLinear(Function):
-    """Autograd function of a column-parallel layer: all-gather x under sequence parallelism, multiply; backward
-    overlaps the input gradient's collective with the weight gradient.
+class _ParallelLinear(Function):
+    """Autograd function of a column-parallel layer, or over one rank of any: all-gather x under sequence parallelism,
+    multiply; backward overlaps the input gradient's collective with the weight gradient, which may be delayed.
     """
 
     @staticmethod
@@ -70,27 +70,26 @@ class _ColumnParallelLinear(Function):
         return F.linear(whole, matrix, bias)
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = context.saved_tensors
         region, axis, bias = context.region, context.region.axis, context.bias
         learns = context.needs_input_grad[1] or bias is not None  # a frozen weight needs no gradient
         later = region.wgrad_store is not None and region.wgrad_store.is_delaying and context.needs_input_grad[1]
-        gathering, whole = None, x
+        own, sending, gathering, whole = None, None, None, x
         if (
             region.sequence_parallel and learns and not later
         ):  # the gathered input is not kept: it is fetched again behind the first matmul
             whole, gathering = _start_input_gather(x, region)
-        matrix = dense_weight(weight)
         if region.overlapped.gradients:
-            own, sending = matmul_reduce_scatter(gradient, matrix, axis), None
+            own = matmul_reduce_scatter(gradient, dense_weight(weight), axis)
             collectives.wait(gathering)
         elif region.sequence_parallel:
-            input_gradient = gradient.matmul(matrix)
+            input_gradient = gradient.matmul(dense_weight(weight))
             collectives.wait(gathering)
             own = torch.empty_like(x)
             sending = collectives.start_reduce_scatter(own, input_gradient, axis)
-        else:
-            own = gradient.matmul(matrix)
+        elif context.needs_input_grad[0]:
+            own = gradient.matmul(dense_weight(weight))
             sending = collectives.start_all_reduce(own, axis)
         gradients: tuple[Tensor | None, ...] = (None,)
         if later:
@@ -101,7 +100,8 @@ class _ColumnParallelLinear(Function):
             )
         elif learns:
             gradients = _weight_and_bias_gradients(whole, gradient, bias=bias is not None, into=context.into)
-        collectives.wait_with_overlap(sending, axis)
+        if sending is not None:
+            collectives.wait_with_overlap(sending, axis)
         return own, gradients[0], gradients[1] if len(gradients) > 1 else None, None
 
 
@@ -159,32 +159,6 @@ class _RowParallelLinear(Function):
         return own, gradients[0], None
 
 
-class _LocalLinear(Function):
-    """Autograd function: x W^T + b without communication; its weight gradient may be delayed, or added to the main
-    gradient.
-    """
-
-    @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorParallelRegion) -> Tensor:
-        context.save_for_backward(x, weight)
-        context.region, context.into = region, region.main_grad_of(weight)
-        context.bias = bias if bias is not None and bias.requires_grad else None
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = context.saved_tensors
-        wgrad_store, bias = context.region.wgrad_store, context.bias
-        gradients: tuple[Tensor | None, ...] = (None,)
-        own = gradient.matmul(weight) if context.needs_input_grad[0] else None
-        if wgrad_store is not None and wgrad_store.is_delaying and context.needs_input_grad[1]:
-            compute = partial(_weight_and_bias_gradients, x, gradient, bias=bias is not None, into=context.into)
-            wgrad_store.put([weight] if bias is None else [weight, bias], compute, context.into)
-        elif context.needs_input_grad[1] or bias is not None:
-            gradients = _weight_and_bias_gradients(x, gradient, bias=bias is not None, into=context.into)
-        return own, gradients[0], gradients[1] if len(gradients) > 1 else None, None
-
-
 def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorParallelRegion) -> Tensor:
     """Return x W^T + b, [s, b, out/tp], with the rows of W cut over the tensor ranks.
 
@@ -192,7 +166,7 @@ def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, regio
     """
     if region.axis.size == 1:
         return local_linear(x, weight, bias, region)
-    return _ColumnParallelLinear.apply(x, weight, bias, region)
+    return _ParallelLinear.apply(x, weight, bias, region)
 
 
 def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorParallelRegion) -> Tensor:
@@ -206,7 +180,7 @@ def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorP
         return F.linear(x, weight, bias)
     if into is not None and torch.compiler.is_compiling():
         return compiled_linear.linear_into_main_grad(x, weight, bias, into)
-    return _LocalLinear.apply(x, weight, bias, region)
+    return _ParallelLinear.apply(x, weight, bias, region.without_communication())
 
 
 class AdaptableLinear(nn.Module):
@@ -215,8 +189,10 @@ class AdaptableLinear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self) -> None:
+    def __init__(self, weight: ParamSpec, bias: ParamSpec | None, mesh: Mesh, dtype: torch.dtype) -> None:
         super().__init__()
+        self.weight = meta_parameter(weight, mesh, dtype)
+        self.bias = None if bias is None else meta_parameter(bias, mesh, dtype)
         self.adapter: LinearAdapter | None = None
 
     def apply_with_adapter(
@@ -265,16 +241,10 @@ class ColumnParallelLinear(AdaptableLinear):
         dtype: torch.dtype,
         kind: Kind = "matrix",
     ) -> None:
-        super().__init__()
+        output_size, shards = sum(part.size for part in parts), (ShardedDim(0, "tp", parts),)
+        shift = ParamSpec((output_size,), constant_initializer(0.0), "vector", shards) if bias else None
+        super().__init__(ParamSpec((output_size, input_size), init, kind, shards), shift, mesh, dtype)
         self.region = region
-        output_size = sum(part.size for part in parts)
-        shards = (ShardedDim(0, "tp", parts),)
-        self.weight = meta_parameter(ParamSpec((output_size, input_size), init, kind, shards), mesh, dtype)
-        self.bias = (
-            meta_parameter(ParamSpec((output_size,), constant_initializer(0.0), "vector", shards), mesh, dtype)
-            if bias
-            else None
-        )
         self.scaling = make_tp_scaling(region.low, mesh)
 
     def forward(self, x: Tensor, skip_bias_add: bool = False, *, skip_bias_gradient: bool = False) -> Tensor:
@@ -314,12 +284,9 @@ class ReplicatedLinear(AdaptableLinear):
         sum_over: tuple[str, ...] = (),
         bias: bool = True,
     ) -> None:
-        super().__init__()
-        self.weight = meta_parameter(
-            ParamSpec((output_size, input_size), init, "matrix", sum_over=sum_over), mesh, dtype
-        )
-        spec = ParamSpec((output_size,), constant_initializer(0.0), "vector", sum_over=sum_over)
-        self.bias = meta_parameter(spec, mesh, dtype) if bias else None
+        weight = ParamSpec((output_size, input_size), init, "matrix", sum_over=sum_over)
+        shift = ParamSpec((output_size,), constant_initializer(0.0), "vector", sum_over=sum_over) if bias else None
+        super().__init__(weight, shift, mesh, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b, [..., out]. x: [..., in]."""
@@ -346,12 +313,13 @@ class RowParallelLinear(AdaptableLinear):
         mesh: Mesh,
         dtype: torch.dtype,
     ) -> None:
-        super().__init__()
+        weight = ParamSpec(
+            (output_size, input_size), init, "matrix", (ShardedDim(1, "tp", (FusedWeightSegment(input_size),)),)
+        )
+        sum_over = region.gradient_sum_axes
+        shift = ParamSpec((output_size,), constant_initializer(0.0), "vector", sum_over=sum_over) if bias else None
+        super().__init__(weight, shift, mesh, dtype)
         self.region = region
-        shards = (ShardedDim(1, "tp", (FusedWeightSegment(input_size),)),)
-        self.weight = meta_parameter(ParamSpec((output_size, input_size), init, "matrix", shards), mesh, dtype)
-        spec = ParamSpec((output_size,), constant_initializer(0.0), "vector", sum_over=region.gradient_sum_axes)
-        self.bias = meta_parameter(spec, mesh, dtype) if bias else None
         self.scaling = make_tp_scaling(region.low, mesh)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ regions is computed once instead of on every rank (Korthikanti et al., 2022).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.tensor_parallel.low_precision import LowPrecisionSetup
 from megatron.core.tensor_parallel.overlapped_matmul import MatmulOverlapOptions
+
+_ALONE = Axis("alone")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,12 @@ class TensorParallelRegion:
         returns it.
         """
         return active_main_grad(weight) if self.sums else None
+
+    def without_communication(self) -> TensorParallelRegion:
+        """Return the region of a layer that works on what this rank has."""
+        if self.axis.size == 1:
+            return self
+        return replace(self, axis=_ALONE, sequence_parallel=False, overlapped=MatmulOverlapOptions())
 
     def copy_to_region(self, x: Tensor) -> Tensor:
         """Enter a region: x [s, b, h] or [s/tp, b, h] to [s, b, h] on every rank; its gradient is summed over ranks."""
