@@ -179,30 +179,6 @@ def reorder_token_rows(rows: Tensor, index: Tensor, back: Tensor, permute: Permu
 
 
 @dataclass(frozen=True, slots=True)
-class LocalTokenDispatcher:
-    """Token dispatch without communication: this rank holds all experts whole."""
-
-    num_experts: int
-    permute: Permute = permute
-
-    def dispatch(self, tokens: Tensor, routing: ExpertRouting, capacity: int | None) -> PendingTokenDispatch:
-        """See `Dispatcher.dispatch`."""
-        permutation = permutation_by_expert(
-            routing.experts, routing.kept, self.num_experts, capacity=capacity, all_here=True, permute=self.permute
-        )
-        rows = ExpertInputs(
-            permute_tokens(tokens, permutation),
-            permute_routing_weights(routing.weights, permutation),
-            permutation.counts,
-        )
-        return PendingTokenDispatch(lambda: rows, permutation)
-
-    def combine(self, outputs: Tensor, dispatched: PendingTokenDispatch) -> Tensor:
-        """See `Dispatcher.combine`."""
-        return unpermute_tokens(outputs, dispatched.permutation)
-
-
-@dataclass(frozen=True, slots=True)
 class AllGatherTokenDispatcher:
     """Token dispatch by all-gather: every rank of ep and etp gets all tokens, and computes those that chose its
     experts.
@@ -372,15 +348,13 @@ def _sender_to_expert_order(counts: Tensor, total: int) -> tuple[Tensor, Tensor]
 
 
 def make_token_dispatcher(kind: str, num_experts: int, mesh: Mesh, kernels: Kernels = Kernels()) -> TokenDispatcher:
-    """Return the dispatcher of --moe-token-dispatcher-type `kind` for this mesh; without ep and etp a local one.
+    """Return the dispatcher of --moe-token-dispatcher-type `kind` for this mesh; without ep and etp all-gather, which is local.
 
     kernels: its moe_flex_dispatcher makes the library of flex from the group of ep; without one, flex is all-to-all.
     """
     library, permute = kernels.moe_flex_dispatcher, kernels.permute
-    if mesh.ep.group is None and mesh.etp.group is None:
-        return LocalTokenDispatcher(num_experts, permute)
     if kind == "flex" and library is not None and mesh.ep.group is not None:
         return FlexTokenDispatcher(num_experts, mesh.ep, library(mesh.ep.group), permute)
-    return (AllGatherTokenDispatcher if kind == "allgather" else AllToAllTokenDispatcher)(
-        num_experts, mesh.ep, mesh.etp, permute
-    )
+    alone = mesh.ep.group is None and mesh.etp.group is None  # nothing is gathered: sort, compute, sum
+    dispatcher = AllGatherTokenDispatcher if alone or kind == "allgather" else AllToAllTokenDispatcher
+    return dispatcher(num_experts, mesh.ep, mesh.etp, permute)

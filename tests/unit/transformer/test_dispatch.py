@@ -11,11 +11,11 @@ from torch import Tensor
 from megatron.core.kernels.external import import_problem
 from megatron.core.kernels.external.deep_ep import DeepEP, deep_ep_unsupported_reason
 from megatron.core.kernels.table import Kernels
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer.dispatch import (
     AllGatherTokenDispatcher,
     AllToAllTokenDispatcher,
     FlexTokenDispatcher,
-    LocalTokenDispatcher,
     TokenDispatcher,
     make_token_dispatcher,
     permutation_by_expert,
@@ -163,8 +163,9 @@ def on_a_rank(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("drops, capacity", [(False, None), (True, None), (True, TOKENS)])
 def test_alone_a_token_gets_the_weighed_sum_of_its_experts(kind: str, drops: bool, capacity: int | None) -> None:
+    alone = make_token_dispatcher("alltoall", EXPERTS, Mesh.single_process())
     for value, true in zip(
-        through(LocalTokenDispatcher(EXPERTS), 0, 1.0, kind, rank=0, drops=drops, capacity=capacity),
+        through(alone, 0, 1.0, kind, rank=0, drops=drops, capacity=capacity),
         expected(kind, 0, drops=drops),
         strict=True,
     ):
