@@ -184,14 +184,8 @@ class LinearAdapter(nn.Module):
         elif self.dim == 1:
             low = self.region.reduce_from_region(low)
         adapted = self._add_lora_output(base, low)
-        if not self.build.dora:
-            return adapted
-        lengths = {
-            name: pair.magnitude / self._adapted_row_norms(name, pair, weight)
-            for name, pair in self.named_lora_factors
-            if pair.magnitude is not None
-        }
-        return adapted * self._concat_part_outputs(lengths, base.new_ones(())).to(adapted.dtype)
+        factors = self.dora_row_factors(weight)
+        return adapted if factors is None else adapted * factors.to(adapted.dtype)
 
     @torch.no_grad()
     def merged_weight(self, weight: Tensor) -> Tensor:
@@ -201,7 +195,6 @@ class LinearAdapter(nn.Module):
         factors = self.dora_row_factors(weight)
         return whole if factors is None else whole * factors[:, None].to(whole.dtype)
 
-    @torch.no_grad()
     def dora_row_factors(self, weight: Tensor) -> Tensor | None:
         """Return the factor magnitude / norm of each row, [out], 1 for rows without an adapter; None without DoRA.
 
@@ -247,22 +240,6 @@ class LinearAdapter(nn.Module):
             return x
         with self.build.streams.fork(self.stream):
             return torch.native_dropout(x, self.build.dropout, True)[0]
-
-    def _concat_part_outputs(self, parts: dict[str, Tensor], other: Tensor) -> Tensor:
-        """Concatenate results of parts, [.., size] each, along the last dimension.
-
-        other: a scalar tensor, expanded for parts without an adapter.
-        """
-        if WHOLE in parts:
-            return parts[WHOLE]
-        some = next(iter(parts.values()))
-        return torch.cat(
-            [
-                parts[name] if name in parts else other.to(some.dtype).expand(*some.shape[:-1], size)
-                for name, size in zip(self.names, self.sizes, strict=True)
-            ],
-            dim=-1,
-        )
 
     def join_part_rows(self, parts: dict[str, Tensor], like: Tensor, other: float = 0.0) -> Tensor:
         """Concatenate results of parts, [size, ..] each, along dimension 0. like: [out, ..], gives the shape of missing
