@@ -156,34 +156,20 @@ def dense_weight(weight: Tensor) -> Tensor:
     return weight if quantized is None else cast(FrozenQuantizedWeight, quantized).dequantized()
 
 
-class _FrozenQuantizedLinear(Function):
-    """Autograd function: x W^T with a quantized weight, dequantized in the forward and again in the backward pass; no
-    weight gradient.
+class _FrozenQuantizedProduct(Function):
+    """Autograd function: product(x, W), with W dequantized in forward and again in backward; no weight gradient.
+
+    product: x W^T, of each row's expert if there are several; the gradient of x is the same product with W transposed.
     """
 
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: nn.Parameter) -> Tensor:
-        context.weight = weight
-        return F.linear(x, dense_weight(weight))
+    def forward(context: Any, x: Tensor, weight: nn.Parameter, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        context.weight, context.product = weight, product
+        return product(x, dense_weight(weight))
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.matmul(dense_weight(context.weight)), None
-
-
-class _FrozenQuantizedGroupedLinear(Function):
-    """Autograd function: as `_FrozenQuantizedLinear`, with each row's expert. kernel: the grouped matmul."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor, weight: nn.Parameter, counts: Tensor, kernel: Callable[..., Tensor]) -> Tensor:
-        context.save_for_backward(counts)
-        context.weight, context.kernel = weight, kernel
-        return kernel(x, dense_weight(weight), counts, None)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        (counts,) = context.saved_tensors
-        return context.kernel(gradient, dense_weight(context.weight).transpose(1, 2), counts, None), None, None, None
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return context.product(gradient, dense_weight(context.weight).transpose(-2, -1)), None, None
 
 
 def frozen_quantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -191,7 +177,7 @@ def frozen_quantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> T
 
     x: [.., in]; weight: [out, in], quantized.
     """
-    product = _FrozenQuantizedLinear.apply(x, weight)
+    product = _FrozenQuantizedProduct.apply(x, weight, F.linear)
     return product if bias is None else product + bias
 
 
@@ -200,4 +186,4 @@ def frozen_quantized_grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, k
 
     x: [n, in], sorted by expert; weight: [e, out, in]; counts: [e].
     """
-    return _FrozenQuantizedGroupedLinear.apply(x, weight, counts, kernel)
+    return _FrozenQuantizedProduct.apply(x, weight, lambda x, matrices: kernel(x, matrices, counts, None))
