@@ -125,15 +125,19 @@ class LowPrecisionScaling(nn.Module):
             return self.recipe.quantise(operand, x, largest)
 
     def quantise_with_transpose(
-        self, operand: Operand, x: Tensor, largest: Tensor | None, *, rows: bool = True, turned: bool = True
-    ) -> tuple[QuantizedMatrix | None, QuantizedMatrix | None]:
-        """Quantize x [m, k] for a sum over k, and its transpose for a sum over m; not for 4 bits.
+        self, operand: Operand, x: Tensor, largest: Tensor | None, *, turned: bool = True
+    ) -> tuple[QuantizedMatrix, QuantizedMatrix | None]:
+        """Quantize x [m, k] for a sum over k, and if `turned` its transpose for a sum over m, but never of 4 bits.
 
-        rows, turned: which of the two are wanted; the other is None.
+        largest: from `global_amax`.
         """
+        if self.recipe.is_4_bit:
+            return self.quantise(operand, x, largest), None
         notes = self.recipe.history and self.training and self.knows_steps
         seen = self.seen[OPERANDS.index(operand)] if notes else None
-        return self.recipe.quantise_with_transpose(operand, x, largest, rows=rows, turned=turned, seen=seen)
+        rows, across = self.recipe.quantise_with_transpose(operand, x, largest, turned=turned, seen=seen)
+        assert rows is not None, "it was asked for"
+        return rows, across
 
     def is_weight_cached(self, weight: Tensor, number: int) -> bool:
         """Whether this weight (any shape) was quantized in this step already and has not changed since. number: which
@@ -178,9 +182,9 @@ class LowPrecisionScaling(nn.Module):
             return rows, rows.t() if self.recipe.transpose_reuses_quantized("weight") else self.quantise(
                 "weight", weight.t(), largest
             )
-        both = self.quantise_with_transpose("weight", weight, largest)
-        assert both[0] is not None and both[1] is not None, "both were asked for"
-        return both[0], both[1]
+        rows, across = self.quantise_with_transpose("weight", weight, largest)
+        assert across is not None, "it was asked for"
+        return rows, across
 
     def quantise_for_weight_gradient(self, gradient: Tensor, x: Tensor) -> tuple[QuantizedMatrix, QuantizedMatrix]:
         """Quantize a gradient [t, out] and an input [t, in] to 4 bits for the weight gradient, a sum over tokens, after
@@ -321,7 +325,9 @@ class _LowPrecisionLinear(Function):
             if way.gathers and not later:
                 kept, gathering = _start_row_gather(kept, way.axis)
         flat = gradient.reshape(-1, gradient.shape[-1])
-        rounded, across = _quantized_gradient(scaling, flat)
+        rounded, across = scaling.quantise_with_transpose(
+            "gradient", flat, scaling.global_amax("gradient", flat), turned=recipe.wgrad
+        )
         input_gradient = recipe.quantized_matmul(
             rounded, _transposed_quantized_weight(way, weight, largest), gradient.dtype
         )
@@ -371,7 +377,7 @@ def low_precision_forward(
         largest = scaling.global_amax("input", flat)
     else:
         largest, theirs = scaling.global_amax_of_pair(flat, weight)
-    own, turned = _quantized_input(scaling, flat, form, largest)
+    own, turned = scaling.quantise_with_transpose("input", flat, largest, turned=form == "turned")
     whole = _gather_quantized_rows(own, way.axis) if way.gathers and way.axis is not None else own
     if matrix is None and (ready := scaling.cached_quantized_weight(weight, way.number, theirs)) is not None:
         matrix, theirs = ready[0], None
@@ -397,33 +403,12 @@ def low_precision_backward(
     flat, form = gradient.reshape(-1, gradient.shape[-1]), saved_input_form(recipe)
     ready = way.held_transposed_weight is not None or scaling.caches
     largest = None if ready else scaling.global_amax("weight", weight)
-    rounded, across = _quantized_gradient(scaling, flat)
+    rounded, across = scaling.quantise_with_transpose(
+        "gradient", flat, scaling.global_amax("gradient", flat), turned=recipe.wgrad
+    )
     own = recipe.quantized_matmul(rounded, _transposed_quantized_weight(way, weight, largest), gradient.dtype)
     kept = kept if form == "turned" else kept.reshape(-1, kept.shape[-1])
     return own, _weight_and_bias_gradients(scaling, form, scales, flat, across, kept, bias=False)[0]
-
-
-def _quantized_input(
-    scaling: LowPrecisionScaling, flat: Tensor, form: Form, largest: Tensor | None
-) -> tuple[QuantizedMatrix, QuantizedMatrix | None]:
-    """Quantize an input [t, in], and its transpose if that is saved (form "turned"), else None. largest: from
-    `global_amax`.
-    """
-    if scaling.recipe.is_4_bit:
-        return scaling.quantise("input", flat, largest), None
-    rows, turned = scaling.quantise_with_transpose("input", flat, largest, turned=form == "turned")
-    assert rows is not None, "it was asked for"
-    return rows, turned
-
-
-def _quantized_gradient(scaling: LowPrecisionScaling, flat: Tensor) -> tuple[QuantizedMatrix, QuantizedMatrix | None]:
-    """Quantize a gradient [t, out], and its transpose if the weight gradient is an 8-bit product, else None."""
-    recipe, largest = scaling.recipe, scaling.global_amax("gradient", flat)
-    if recipe.is_4_bit:
-        return scaling.quantise("gradient", flat, largest), None
-    rows, turned = scaling.quantise_with_transpose("gradient", flat, largest, turned=recipe.wgrad)
-    assert rows is not None, "it was asked for"
-    return rows, turned
 
 
 def _transposed_quantized_weight(
@@ -464,7 +449,7 @@ def _weight_and_bias_gradients(
         assert across is not None, "the gradient was rounded for both sums"
         right: QuantizedMatrix | None
         if form == "whole":
-            _, right = scaling.quantise_with_transpose("input", kept, None, rows=False)
+            _, right = recipe.quantise_with_transpose("input", kept, None, rows=False)
         elif recipe.has_single_tensor_scale:
             right = QuantizedMatrix(kept if form == "turned" else kept.t(), scales)
         else:
