@@ -59,17 +59,8 @@ class FlightRecorder:
         key = axis, ranks
         self.counts[key] = self.counts.get(key, 0) + 1
         file, line = _caller_file_and_line(sys._getframe(1))
-        self._ring[self._noted % _CAPACITY] = (
-            operation,
-            axis,
-            ranks,
-            size,
-            file,
-            line,
-            self.activity,
-            self.iteration,
-            self.action,
-        )
+        now = self.activity, self.iteration, self.action
+        self._ring[self._noted % _CAPACITY] = (operation, axis, ranks, size, file, line, *now)
         self._noted += 1
         self.num_events += 1
 
