@@ -15,10 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import gcd
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.core.context_parallel.head_exchange import heads_to_positions, positions_to_heads
 from megatron.core.context_parallel.ring import RingSettings, ring_attention
 from megatron.core.context_parallel.zigzag import Zigzag
 from megatron.core.kernels import reference
@@ -33,18 +35,16 @@ def context_parallel_attention(kernel: Kernel, mesh: Mesh, kind: str) -> Kernel:
     """Return attention with the signature of `kernel` for queries, keys and values that are this rank's shards;
     `kernel` itself without context parallelism. kind: a value of --cp-comm-type.
     """
-    if mesh.hybrid_cp:
-        return HybridContextParallelAttention(
-            {
-                1: kernel,
-                **{
-                    axis.size: _cp_attention_over_axis(kernel, axis, kind, mesh)
-                    for axis in mesh.hybrid_cp
-                    if axis.group is not None
-                },
-            }
-        )
-    return kernel if mesh.cp.group is None else _cp_attention_over_axis(kernel, mesh.cp, kind, mesh)
+    if not mesh.hybrid_cp:
+        return kernel if mesh.cp.group is None else _cp_attention_over_axis(kernel, mesh.cp, kind, mesh)
+    axes = [axis for axis in mesh.hybrid_cp if axis.group is not None]
+    kernels = {1: kernel} | {axis.size: _cp_attention_over_axis(kernel, axis, kind, mesh) for axis in axes}
+
+    def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, *rest: Any) -> Tensor:
+        """Attend with the kernel for the number of ranks over which this sequence is sharded."""
+        return kernels[1 if mask.length is None else mask.length // len(q)](q, k, v, mask, *rest)
+
+    return hybrid_attention
 
 
 def _cp_attention_over_axis(kernel: Kernel, axis: Axis, kind: str, mesh: Mesh) -> Kernel:
@@ -54,26 +54,6 @@ def _cp_attention_over_axis(kernel: Kernel, axis: Axis, kind: str, mesh: Mesh) -
     single = Axis("alone", ranks=axis.ranks[axis.rank : axis.rank + 1])
     inner, outer = {"a2a": (axis, single), "p2p": (single, axis), "a2a+p2p": (mesh.cp_inner, mesh.cp_outer)}[kind]
     return UlyssesRingAttention(kernel, inner, outer)
-
-
-@dataclass(frozen=True, slots=True)
-class HybridContextParallelAttention:
-    """Attention for sequences that are sharded over different numbers of ranks: selects the kernel for that number."""
-
-    kernels: dict[int, Kernel]
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: AttentionMaskSpec,
-        dropout: float = 0.0,
-        scores: AttentionScoreModifiers = AttentionScoreModifiers(),
-    ) -> Tensor:
-        """q: [s/cp, b, n, d]; k: [s/cp, b, g, d]; v: [s/cp, b, g, dv]. Returns [s/cp, b, n * dv]."""
-        size = 1 if mask.length is None else mask.length // len(q)
-        return self.kernels[size](q, k, v, mask, dropout, scores)
 
 
 @torch.no_grad()
@@ -119,9 +99,7 @@ class AllGatherAttention:
         k, v = both.split((k.shape[-1], v.shape[-1]), dim=-1)
         # A rank without positions returns an empty tensor that depends on v, so that it takes part in the reduction of gradients.
         outputs = [v[:0].repeat_interleave(q.shape[2] // v.shape[2], dim=2).flatten(2)]
-        for chunk, queries in zip(
-            cut.chunk_ranges(self.axis.rank), _split_zigzag_chunks(q, cut, self.axis.rank), strict=True
-        ):
+        for chunk, queries in zip(cut.chunk_ranges(self.axis.rank), cut.split(q, self.axis.rank), strict=True):
             if chunk:
                 first, last = _visible_key_range(chunk, mask, cut.length)
                 part = _mask_slice(mask, chunk, range(first, last), q.device)
@@ -154,12 +132,13 @@ class UlyssesRingAttention:
         # If there are fewer key heads than ranks, heads are repeated; autograd sums their gradients.
         repeats = size // gcd(size, k.shape[2])
         k, v = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in (k, v))
-        q, k, v = (self._to_head_shards(x, counts, order) for x in (q, k, v))
+        if self.inner.group is not None:
+            q, k, v = (positions_to_heads(x, self.inner, counts, order) for x in (q, k, v))
         sink = None if scores.sink is None else scores.sink.chunk(size)[self.inner.rank]
         output = self._attend_local_heads(
             q, k, v, replace(scores, sink=sink), mask, dropout, cut.with_merged_ranks(size)
         )
-        return self._to_position_shards(output, counts, order)
+        return output if self.inner.group is None else heads_to_positions(output, self.inner, counts, order)
 
     def _attend_local_heads(
         self,
@@ -190,34 +169,12 @@ class UlyssesRingAttention:
         )
         return ring_attention(q, k, v, scores.sink, ring)
 
-    def _to_head_shards(self, x: Tensor, counts: list[int], order: Tensor) -> Tensor:
-        """All-to-all from shards of positions to shards of heads: [s/cp, b, n, d] to [s/outer, b, n/inner, d], in order
-        of position. counts: positions of each inner rank. order: the permutation that sorts them.
-        """
-        if self.inner.group is None:
-            return x
-        heads = x.unflatten(2, (self.inner.size, -1)).movedim(2, 0).flatten(0, 1)
-        return collectives.all_to_all(heads, [len(x)] * self.inner.size, counts, self.inner)[order]
-
-    def _to_position_shards(self, x: Tensor, counts: list[int], order: Tensor) -> Tensor:
-        """All-to-all back to shards of positions: [s/outer, b, n/inner * dv] to [s/cp, b, n * dv]."""
-        if self.inner.group is None:
-            return x
-        own = counts[self.inner.rank]
-        places = collectives.all_to_all(x[order.argsort()], counts, [own] * self.inner.size, self.inner)
-        return places.unflatten(0, (self.inner.size, own)).movedim(0, 2).flatten(2)
-
 
 def _zigzag_of(mask: AttentionMaskSpec, scores: AttentionScoreModifiers, size: int) -> Zigzag:
     """Return the zigzag of the mask's sequence over `size` ranks."""
     assert mask.length is not None, "under context parallelism a mask holds the length of the whole sequence"
     assert scores.bias is None, "a bias of the scores is refused under context parallelism"
     return Zigzag(mask.length, size)
-
-
-def _split_zigzag_chunks(q: Tensor, cut: Zigzag, rank: int) -> tuple[Tensor, ...]:
-    """Split a rank's queries [s/cp, ...] into its two chunks."""
-    return q.split([len(chunk) for chunk in cut.chunk_ranges(rank)])
 
 
 def _visible_key_range(queries: range, mask: AttentionMaskSpec, length: int) -> tuple[int, int]:

@@ -20,6 +20,22 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 
 
+def positions_to_heads(x: Tensor, axis: Axis, counts: list[int], order: Tensor) -> Tensor:
+    """All-to-all from shards of positions to shards of heads: [s/cp, b, n, ...] to [s, b, n/cp, ...].
+
+    counts: positions of each rank. order: the permutation that sorts them, int64 [s].
+    """
+    heads = x.unflatten(2, (axis.size, -1)).movedim(2, 0).flatten(0, 1)
+    return collectives.all_to_all(heads, [len(x)] * axis.size, counts, axis)[order]
+
+
+def heads_to_positions(x: Tensor, axis: Axis, counts: list[int], order: Tensor) -> Tensor:
+    """All-to-all back to shards of positions: [s, b, n/cp, ...] to [s/cp, b, n, ...]. counts, order: as in the other."""
+    own = counts[axis.rank]
+    places = collectives.all_to_all(x[order.argsort()], counts, [own] * axis.size, axis)
+    return places.unflatten(0, (axis.size, own)).movedim(0, 2).flatten(2, 3)
+
+
 @dataclass(frozen=True, slots=True)
 class HeadExchange:
     """The all-to-all of one forward pass over the ranks that share its sequences; over one rank it does nothing.
@@ -58,28 +74,21 @@ class HeadExchange:
         """All-to-all of each part from shards of positions [s/cp, b, n, w] to shards of heads [s, b, n/cp, w]; n and w
         may differ between parts.
         """
-        size = self.axis.size
-        if size == 1:
+        if self.axis.size == 1:
             return parts
-        shares = [part.unflatten(2, (size, -1)) for part in parts]  # [s/cp, b, cp, n/cp, w]
-        joined = torch.cat([share.flatten(3) for share in shares], dim=-1).movedim(2, 0)
-        sent = [joined.shape[1]] * size
-        whole = collectives.all_to_all(joined.flatten(0, 1), sent, self.cut.position_counts_by_rank(), self.axis)[
-            self._sequence_permutation(joined.device)
-        ]
+        shares = [part.unflatten(2, (self.axis.size, -1)) for part in parts]  # [s/cp, b, cp, n/cp, w]
+        joined = torch.cat([share.flatten(3) for share in shares], dim=-1)
+        order = self._sequence_permutation(joined.device)
+        whole = positions_to_heads(joined, self.axis, self.cut.position_counts_by_rank(), order).squeeze(2)
         pieces = whole.split([share.shape[3] * share.shape[4] for share in shares], dim=-1)
         return tuple(piece.unflatten(2, share.shape[3:]) for piece, share in zip(pieces, shares, strict=True))
 
     def to_position_shards(self, x: Tensor) -> Tensor:
         """All-to-all back from shards of heads [s, b, n/cp, w] to shards of positions [s/cp, b, n, w]."""
-        size, counts = self.axis.size, self.cut.position_counts_by_rank()
-        if size == 1:
+        if self.axis.size == 1:
             return x
-        own = counts[self.axis.rank]
-        places = collectives.all_to_all(
-            x[self._sequence_permutation(x.device).argsort()], counts, [own] * size, self.axis
-        )
-        return places.unflatten(0, (size, own)).movedim(0, 2).flatten(2, 3)
+        order = self._sequence_permutation(x.device)
+        return heads_to_positions(x, self.axis, self.cut.position_counts_by_rank(), order)
 
     def shard_parameter(self, x: Tensor, heads: int, copies: int = 1) -> Tensor:
         """Return this rank's heads of a parameter, [heads * k, ...] to [heads * copies / cp * k, ...], each head

@@ -64,7 +64,7 @@ class RingSettings:
             visible_chunk_pairs(self.cut.chunk_ranges(rank), self.cut.chunk_ranges(source), self.mask)
         ):
             block = BlockAttentionOptions(self.scale, self.softcap, causal=pair.kind == "causal", fused=self.fused)
-            rows, columns = _slice_length(pair.queries), _slice_length(pair.keys)
+            rows, columns = (part.stop - part.start for part in (pair.queries, pair.keys))
             if pair.kind == "some":
                 block = replace(block, seen=self._visible_mask(source, pair, q.device))
             if self.dropout:
@@ -142,10 +142,6 @@ def _slices_of_two_chunks(chunks: tuple[range, range]) -> tuple[slice, slice]:
     """Return the slices of two consecutive chunks in a shard."""
     first, both = len(chunks[0]), len(chunks[0]) + len(chunks[1])
     return slice(0, first), slice(first, both)
-
-
-def _slice_length(part: slice) -> int:
-    return part.stop - part.start
 
 
 @dataclass(frozen=True, slots=True)

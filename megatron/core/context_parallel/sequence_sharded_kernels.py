@@ -54,7 +54,7 @@ class SequenceShardedKernels:
         ) -> Tensor:
             assert before is None, "a divided sequence begins with its first token"
             halos = self._halo_inputs(x, weight.shape[1] - 1, segments)
-            chunks = zip(self._split_into_chunks(x), self._chunk_segments(segments), halos, strict=True)
+            chunks = zip(self.cut.split(x, self.axis.rank), self._chunk_segments(segments), halos, strict=True)
             return torch.cat([kernel(chunk, weight, bias, own, halo) for chunk, own, halo in chunks])
 
         return conv
@@ -72,7 +72,7 @@ class SequenceShardedKernels:
         ) -> tuple[Tensor, Tensor]:
             assert state is None, "a divided sequence begins with its first token"
             own = self._chunk_segments(segments)
-            chunks = list(zip(*(self._split_into_chunks(each) for each in (x, dt, b, c)), own, strict=True))
+            chunks = list(zip(*(self.cut.split(each, self.axis.rank) for each in (x, dt, b, c)), own, strict=True))
             scanned = [kernel(x, dt, a, b, c, segments=each) for x, dt, b, c, each in chunks]
             across = [scans.total_decay(dt * a, each)[..., None, None] for _, dt, _, _, each in chunks]
             states = self._states_before_chunks([made for _, made in scanned], across, segments, torch.mul)
@@ -99,7 +99,7 @@ class SequenceShardedKernels:
             # each token reads of the state before.
             unit = torch.eye(k.shape[3], dtype=wider.dtype, device=v.device).expand(*v.shape[1:3], -1, -1)
             begin = torch.cat((unit.new_zeros((*unit.shape[:3], size)), unit), dim=3)
-            chunks = list(zip(*(self._split_into_chunks(each) for each in (q, k, wider, g, beta)), strict=True))
+            chunks = list(zip(*(self.cut.split(each, self.axis.rank) for each in (q, k, wider, g, beta)), strict=True))
             scanned = [
                 kernel(*chunk, segments=own, state=begin)
                 for chunk, own in zip(chunks, self._chunk_segments(segments), strict=True)
@@ -115,10 +115,6 @@ class SequenceShardedKernels:
             return torch.cat(outputs).to(v.dtype), ends[-1][0]
 
         return scan
-
-    def _split_into_chunks(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Split this rank's shard [s/cp, ...] into its two chunks."""
-        return x.split([len(chunk) for chunk in self.cut.chunk_ranges(self.axis.rank)])
 
     def _chunk_segments(self, segments: Tensor | None) -> list[Tensor | None]:
         """The segments [b, chunk] of this rank's two chunks."""
@@ -139,7 +135,8 @@ class SequenceShardedKernels:
         other documents.
         """
         tails = [
-            torch.cat((x.new_zeros((width, *x.shape[1:])), chunk))[-width:] for chunk in self._split_into_chunks(x)
+            torch.cat((x.new_zeros((width, *x.shape[1:])), chunk))[-width:]
+            for chunk in self.cut.split(x, self.axis.rank)
         ]
         gathered, result = self._gather_chunk_tensors(tails), []
         for own in self.cut.chunk_ranges(self.axis.rank):

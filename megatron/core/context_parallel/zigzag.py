@@ -46,6 +46,10 @@ class Zigzag:
         parts = [whole.narrow(dim, chunk.start, len(chunk)) for chunk in self.chunk_ranges(rank)]
         return torch.cat(parts, dim=dim)
 
+    def split(self, x: Tensor, rank: int) -> tuple[Tensor, ...]:
+        """Split a rank's shard [s/cp, ...] into its two chunks."""
+        return x.split([len(chunk) for chunk in self.chunk_ranges(rank)])
+
     def with_merged_ranks(self, factor: int) -> Zigzag:
         """Return the zigzag in which each group of `factor` neighbouring ranks is one rank that holds all their
         positions. factor must divide the number of ranks.
