@@ -110,15 +110,6 @@ class GatedDeltaNet(nn.Module):
         )
         return MixerState(weight.new_zeros((sizes.conv_width - 1, batch, len(weight))), scan)
 
-    def decode(self, normed: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
-        """Run the mixer on the next tokens of sequences, from their states.
-
-        normed: [s, b, h]. Returns the mixer's output, like it, and the states after the last token.
-        """
-        parts, z = self._split_projection(self.in_proj(normed))
-        mixed, state = self._conv_and_scan_from(parts, state)
-        return self.out_proj(self.out_norm(mixed, z).flatten(2)), state
-
     def _conv_and_scan_from(self, parts: list[Tensor], state: MixerState) -> tuple[Tensor, MixerState]:
         """Run convolution and scan on the next tokens, as `_split_projection` gives them, from a state. Returns as
         `_conv_and_scan`.
@@ -151,13 +142,8 @@ class GatedDeltaNet(nn.Module):
             q, k = q.repeat_interleave(copies, dim=2), k.repeat_interleave(copies, dim=2)
         q, k, v, b, a = exchange.to_head_shards(q, k, v, b, a)
         kernels = exchange.wrap_kernels(self.build.kernels)
-        joined = torch.cat([part.flatten(2) for part in (q, k, v)], dim=-1)
-        before = None if state is None else state.conv
-        made = kernels.causal_conv(joined, self._local_conv_weight(exchange, copies), None, segments, before)
-        widths = [part.shape[2] * part.shape[3] for part in (q, k, v)]
-        q, k, v = (
-            one.unflatten(2, part.shape[2:]) for one, part in zip(made.split(widths, dim=-1), (q, k, v), strict=True)
-        )
+        before, times = None if state is None else state.conv, (copies, copies, 1)
+        (q, k, v), joined = self.conv1d.convolve((q, k, v), times, exchange, kernels, segments, before)
         q, k = (_l2_normalize(each.to(format_)) for each in (q, k))
         q = q * self.sizes.key_size**-0.5
         dt_bias, a_log = (
@@ -172,15 +158,6 @@ class GatedDeltaNet(nn.Module):
         else:
             o, scan = kernels.delta_rule_scan(q, k, v, fading, rate, segments=segments, state=scan)
         return o, MixerState(scans.last_conv_inputs(joined, self.sizes.conv_width, before).detach(), scan)
-
-    def _local_conv_weight(self, exchange: HeadExchange, copies: int) -> Tensor:
-        """Return the convolution weight [c, width] of the channels of the heads that this rank computes. copies: of
-        each key head.
-        """
-        keys, values = self.key_heads * self.sizes.key_size, self.value_heads * self.sizes.value_size
-        q, k, v = self.conv1d.weight[:, 0].split((keys, keys, values))
-        shares = (exchange.shard_parameter(each, self.key_heads, copies) for each in (q, k))
-        return torch.cat((*shares, exchange.shard_parameter(v, self.value_heads)))
 
 
 class GatedHeadNorm(nn.Module):

@@ -105,26 +105,14 @@ class MambaMixer(nn.Module):
             mixed = context.cache.run_from_states(self, parts, self._conv_and_scan_from)
         else:
             mixed, _ = self._conv_and_scan(parts, exchange, document_segment_ids(context.mask), None)
-        return self._gate_and_project(exchange.to_position_shards(mixed).flatten(2), z), normed
+        mixed = self.norm(exchange.to_position_shards(mixed).flatten(2), z)
+        return multiply_unless_one(self.out_proj(mixed), self.output_factor), normed
 
     def initial_state(self, batch: int) -> MixerState:
         """Return zero states for `batch` sequences of which no token has been processed."""
         sizes, weight = self.sizes, self.conv1d.weight
         scan = weight.new_zeros((batch, self.heads, sizes.head, sizes.state), dtype=accumulation_dtype_of(weight.dtype))
         return MixerState(weight.new_zeros((sizes.conv_width - 1, batch, len(weight))), scan)
-
-    def decode(self, normed: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
-        """Run the mixer on the next tokens of sequences, from their states.
-
-        normed: [s, b, h]. Returns the mixer's output, like it, and the states after the last token.
-        """
-        z, *parts = self._split_projection(self.in_proj(normed))
-        mixed, state = self._conv_and_scan_from(parts, state)
-        return self._gate_and_project(mixed.flatten(2), z), state
-
-    def _gate_and_project(self, y: Tensor, z: Tensor) -> Tensor:
-        """Return out_proj(gated norm of the scan output y by z), [s or s/tp, b, h]. y, z: [s, b, d/tp]."""
-        return multiply_unless_one(self.out_proj(self.norm(y, z)), self.output_factor)
 
     def _conv_and_scan_from(self, parts: list[Tensor], state: MixerState) -> tuple[Tensor, MixerState]:
         """Run convolution and scan on the next tokens, as `_split_projection` gives them, from a state. Returns as
@@ -157,13 +145,8 @@ class MambaMixer(nn.Module):
             b, c = b.repeat_interleave(copies, dim=2), c.repeat_interleave(copies, dim=2)
         x, b, c, dt = exchange.to_head_shards(x, b, c, dt)
         kernels = exchange.wrap_kernels(self.build.kernels)
-        joined = torch.cat([part.flatten(2) for part in (x, b, c)], dim=-1)
-        before = None if state is None else state.conv
-        made = kernels.causal_conv(joined, *self._local_conv_parameters(exchange, copies), segments, before)
-        widths = [part.shape[2] * part.shape[3] for part in (x, b, c)]
-        x, b, c = (
-            one.unflatten(2, part.shape[2:]) for one, part in zip(made.split(widths, dim=-1), (x, b, c), strict=True)
-        )
+        before, times = None if state is None else state.conv, (1, copies, copies)
+        (x, b, c), joined = self.conv1d.convolve((x, b, c), times, exchange, kernels, segments, before)
         dt_bias, a_log, skip = (
             exchange.shard_parameter(each, self.heads) for each in (self.dt_bias, self.A_log, self.D)
         )
@@ -179,30 +162,6 @@ class MambaMixer(nn.Module):
             y, scan = kernels.selective_scan(x, steps, decay, b, c, segments=segments, state=scan)
         y = (y.to(format_) + skip.to(format_)[:, None] * x.to(format_)).to(y.dtype)
         return y, MixerState(scans.last_conv_inputs(joined, self.sizes.conv_width, before).detach(), scan)
-
-    def _local_conv_parameters(self, exchange: HeadExchange, copies: int) -> tuple[Tensor, Tensor]:
-        """Return convolution weight [c, width] and bias [c] of the channels that this rank computes: its heads and
-        their groups.
-
-        copies: of each group.
-        """
-        inner, shared = self.heads * self.sizes.head, self.groups * self.sizes.state
-        assert self.conv1d.bias is not None, "the convolution of Mamba-2 has a bias"
-        weight, bias = (
-            torch.cat(
-                [
-                    exchange.shard_parameter(part, count, times)
-                    for part, count, times in zip(
-                        each.split((inner, shared, shared)),
-                        (self.heads, self.groups, self.groups),
-                        (1, copies, copies),
-                        strict=True,
-                    )
-                ]
-            )
-            for each in (self.conv1d.weight[:, 0], self.conv1d.bias)
-        )
-        return weight, bias
 
 
 class GatedNorm(nn.Module):

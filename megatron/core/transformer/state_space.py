@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from megatron.core.context_parallel.head_exchange import HeadExchange
 from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.kernels.reference import accumulation_dtype_of
 from megatron.core.kernels.scans import segment_ids_from_document_ids
+from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.spec import FusedWeightSegment, Initial, ParamSpec, ShardedDim, meta_parameter
 from megatron.core.transformer.layer_build_context import LayerBuildContext
 
@@ -37,6 +39,33 @@ class CausalConvParameters(nn.Module):
         self.weight = meta_parameter(spec, build.mesh, build.dtype)
         shift = ParamSpec((channels,), uniform_initializer(-bound, bound), "vector", shards)
         self.bias = meta_parameter(shift, build.mesh, build.dtype) if bias else None
+
+    def convolve(
+        self,
+        parts: Sequence[Tensor],
+        copies: Sequence[int],
+        exchange: HeadExchange,
+        kernels: Kernels,
+        segments: Tensor | None,
+        before: Tensor | None,
+    ) -> tuple[list[Tensor], Tensor]:
+        """Convolve the channels of all parts; return the parts, and the convolution's input [s, b, c].
+
+        parts: [s, b, heads, size] each, behind the exchange. copies: how often the heads of each part were repeated for it.
+        segments: of documents [b, s]. before: [width - 1, b, c], the inputs before these.
+        """
+        heads = [part.shape[2] * exchange.axis.size // times for part, times in zip(parts, copies, strict=True)]
+        channels = [count * part.shape[3] for count, part in zip(heads, parts, strict=True)]
+
+        def local_channels(x: Tensor) -> Tensor:
+            pieces = zip(x.split(channels), heads, copies, strict=True)
+            return torch.cat([exchange.shard_parameter(piece, count, times) for piece, count, times in pieces])
+
+        joined = torch.cat([part.flatten(2) for part in parts], dim=-1)
+        bias = None if self.bias is None else local_channels(self.bias)
+        made = kernels.causal_conv(joined, local_channels(self.weight[:, 0]), bias, segments, before)
+        split = made.split([part.shape[2] * part.shape[3] for part in parts], dim=-1)
+        return [one.unflatten(2, part.shape[2:]) for one, part in zip(split, parts, strict=True)], joined
 
 
 def uniform_initializer(low: float, high: float) -> Initial:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,9 +14,11 @@ from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import local_shard_boxes, param_spec_of, set_global_param_names
+from megatron.core.transformer.cache import Mix
 from megatron.core.transformer.forward_context import ForwardContext
 from megatron.core.transformer.gated_delta_net import DeltaNetSizes, GatedDeltaNet
 from megatron.core.transformer.mamba import MambaMixer, MambaSizes
+from megatron.core.transformer.state_space import MixerState
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 
@@ -106,17 +108,25 @@ def test_a_mixer_gives_the_outputs_and_gradients_of_transformers(kind: str, leng
         assert gap <= 1e-5 * max(1.0, b.abs().max().item()), f"{name}: {gap:.3g} of {b.abs().max():.3g}"
 
 
+class OneBatchCache:
+    """The states of one batch of sequences, in the place of a decoding cache."""
+
+    def __init__(self, state: MixerState) -> None:
+        self.state = state
+
+    def run_from_states(self, mixer: Any, parts: Sequence[Tensor], mix: Mix) -> Tensor:
+        outputs, self.state = mix(list(parts), self.state)
+        return outputs
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoding_token_by_token_gives_the_whole_pass(kind: str) -> None:
     mixer, _ = mixer_of(kind)
     x = torch.randn(40, B, H, dtype=torch.float64)
     with torch.no_grad():
         whole, _ = mixer(x, None, ForwardContext(AttentionMaskSpec()))
-        start, state = mixer.decode(x[:17], mixer.initial_state(B))
-        outputs = [start]
-        for t in range(17, 40):
-            output, state = mixer.decode(x[t : t + 1], state)
-            outputs.append(output)
+        context = ForwardContext(AttentionMaskSpec(), cache=OneBatchCache(mixer.initial_state(B)))  # type: ignore[arg-type]
+        outputs = [mixer(part, None, context)[0] for part in x.split([17, *(1 for _ in range(17, 40))])]
     torch.testing.assert_close(torch.cat(outputs), whole, rtol=0, atol=1e-10)
 
 
