@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import TrainConfig
@@ -20,7 +20,7 @@ from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.models.embedding import Embedding
 from megatron.core.models.output_heads import LanguageModelHead, MaskedLMHeadTransform, Pooler, output_layer_weight
 from megatron.core.models.parameter_names import WORD_EMBEDDING
-from megatron.core.parallel.rng import materialize_parameters
+from megatron.core.models.stage_model import StageModel
 from megatron.core.parallel.spec import set_global_param_names
 from megatron.core.tensor_parallel.linear import ReplicatedLinear
 from megatron.core.transformer.attention import default_position_ids
@@ -43,17 +43,49 @@ class BERTOutput(NamedTuple):
     pairs: Tensor | None
 
 
-class BERTModel(nn.Module):
+class EncoderModel(StageModel):
+    """One pipeline stage of a bidirectional encoder without heads: on the first the embedding, then layers.
+
+    choices: number of consecutive texts of a sample, which are encoded one by one.
+    """
+
+    def __init__(self, stage: StageSpec, build: LayerBuildContext, *, tied: bool = False, choices: int = 1) -> None:
+        super().__init__()
+        self.stage, self.build, self.choices = stage, build, choices
+        self.embedding = Embedding(build, tied=tied, token_types=TOKEN_TYPES) if stage.has_embedding else None
+        has_final_norm = stage.has_output and not build.model.norm_after_residual
+        self.encoder = TransformerStack(stage.layers, build, final_norm=has_final_norm)
+
+    def received_tensor_specs(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """Return (shape, dtype) of each tensor that a pipeline stage receives from the previous one."""
+        length = self.build.tp_region.local_sequence_length(train.seq_length)
+        shape = (length, train.micro_batch_size * self.choices, self.build.model.hidden_size)
+        return ((shape, self.build.residual_dtype),)
+
+    def encode(
+        self,
+        *,
+        padding: Tensor | None,
+        ids: Tensor | None = None,
+        types: Tensor | None = None,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
+        """Run the embedding (first stage) and layers; return [s or s/tp, b, h]. Arguments: see `BERTModel.forward`."""
+        if self.embedding is not None:
+            assert ids is not None, "the first stage reads ids"
+            hidden = self.embedding(ids, default_position_ids(ids), torch.zeros_like(ids) if types is None else types)
+        assert hidden is not None, "a later stage receives the output of the previous stage"
+        mask = AttentionMaskSpec(causal=False, padding=padding)
+        return self.encoder(hidden, ForwardContext(mask, rotary_table_for(self.build, hidden)))
+
+
+class BERTModel(EncoderModel):
     """One pipeline stage of BERT, with the masked-word head and the sentence-pair head on the last stage."""
 
     def __init__(self, stage: StageSpec, build: LayerBuildContext) -> None:
-        super().__init__()
-        self.stage, self.build, model = stage, build, build.model
+        model = build.model
         split, tied = not (stage.has_embedding and stage.has_output), model.ties_embeddings
-        self.embedding = Embedding(build, tied=tied and split, token_types=TOKEN_TYPES) if stage.has_embedding else None
-        self.encoder = TransformerStack(
-            stage.layers, build, final_norm=stage.has_output and not model.norm_after_residual
-        )
+        super().__init__(stage, build, tied=tied and split)
         self.lm_head: MaskedLMHeadTransform | None = None
         self.output_layer: LanguageModelHead | None = None
         self.pooler: Pooler | None = None
@@ -68,19 +100,6 @@ class BERTModel(nn.Module):
                 self.pooler = Pooler(build)
                 self.binary_head = build.make_replicated_linear(model.hidden_size, 2)
         set_global_param_names(self)
-
-    def materialize(self, seed: int, *, draw_on: torch.device | None = None) -> BERTModel:
-        """Allocate the parameters and draw their initial values from `seed`; return the model itself.
-
-        draw_on: device on which random numbers are drawn; None: that of the mesh.
-        """
-        materialize_parameters(self, self.build.mesh, seed, draw_on=draw_on)
-        return self
-
-    def received_tensor_specs(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """Return (shape, dtype) of each tensor that a pipeline stage receives from the previous one."""
-        length = self.build.tp_region.local_sequence_length(train.seq_length)
-        return (((length, train.micro_batch_size, self.build.model.hidden_size), self.build.residual_dtype),)
 
     def forward(
         self,
@@ -102,26 +121,6 @@ class BERTModel(nn.Module):
             return x
         pairs = self.binary_head(self.pooler(x)) if self.binary_head is not None and self.pooler is not None else None
         return BERTOutput(self.output_layer(self.lm_head(x), self.output_weight(), labels), pairs)
-
-    def encode(
-        self,
-        *,
-        padding: Tensor | None,
-        ids: Tensor | None = None,
-        types: Tensor | None = None,
-        hidden: Tensor | None = None,
-    ) -> Tensor:
-        """Run the embedding (on the first stage) and layers of this stage; return [s or s/tp, b, h]. Arguments as in
-        `forward`.
-        """
-        if self.embedding is not None:
-            assert ids is not None, "the first stage reads ids"
-            hidden = self.embedding(ids, default_position_ids(ids), torch.zeros_like(ids) if types is None else types)
-        assert hidden is not None, "a later stage receives the output of the previous stage"
-        return self.encoder(
-            hidden,
-            ForwardContext(AttentionMaskSpec(causal=False, padding=padding), rotary_table_for(self.build, hidden)),
-        )
 
     def output_weight(self) -> Tensor:
         """Return the matrix of the output layer [v/tp, h]: its own, or the embedding's."""

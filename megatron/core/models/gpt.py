@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import TrainConfig
@@ -19,8 +19,8 @@ from megatron.core.models.embedding import Embedding
 from megatron.core.models.mtp import MTPInputs, MTPLosses, MultiTokenPrediction
 from megatron.core.models.output_heads import LanguageModelHead, ScalarHead, output_layer_weight
 from megatron.core.models.parameter_names import WORD_EMBEDDING
+from megatron.core.models.stage_model import StageModel
 from megatron.core.models.vision import IdsWithImages, ImageEmbedder
-from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import param_spec_of, set_global_param_names
 from megatron.core.transformer.cache import DecodingCache
 from megatron.core.transformer.forward_context import ForwardContext, MicrobatchContext
@@ -29,7 +29,7 @@ from megatron.core.transformer.rope import rotary_table_for
 from megatron.core.transformer.stack import TransformerStack
 
 
-class GPTModel(nn.Module):
+class GPTModel(StageModel):
     """One pipeline stage of a decoder-only transformer."""
 
     def __init__(self, stage: StageSpec, build: LayerBuildContext) -> None:
@@ -59,14 +59,6 @@ class GPTModel(nn.Module):
         """Create the output layer; it uses the embedding's matrix if both are tied and on this stage."""
         shared = self.embedding.word_embeddings.weight if tied and self.embedding is not None else None
         return LanguageModelHead(self.build, shared=shared, tied_name=WORD_EMBEDDING if tied and spans_stages else "")
-
-    def materialize(self, seed: int, *, draw_on: torch.device | None = None) -> GPTModel:
-        """Allocate the parameters and draw their initial values from `seed`; return the model itself.
-
-        draw_on: device on which random numbers are drawn; None: that of the mesh.
-        """
-        materialize_parameters(self, self.build.mesh, seed, draw_on=draw_on)
-        return self
 
     def hidden_states_spec(self, batch_size: int, sequence: int) -> tuple[tuple[int, ...], torch.dtype]:
         """Return (shape, dtype) of the hidden states that one stage sends to the next. sequence: length of the whole

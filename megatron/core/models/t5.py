@@ -12,7 +12,7 @@ tied output layer, as in a decoder-only model.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import TrainConfig
@@ -20,7 +20,7 @@ from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.models.embedding import Embedding
 from megatron.core.models.output_heads import LanguageModelHead, output_layer_weight
 from megatron.core.models.parameter_names import WORD_EMBEDDING
-from megatron.core.parallel.rng import materialize_parameters
+from megatron.core.models.stage_model import StageModel
 from megatron.core.parallel.spec import set_global_param_names
 from megatron.core.transformer.attention import default_position_ids
 from megatron.core.transformer.cache import DecodingCache
@@ -34,7 +34,7 @@ Message = tuple[Tensor, ...]
 _WHOLE = "a stage that encodes and decodes is the whole network"
 
 
-class T5Model(nn.Module):
+class T5Model(StageModel):
     """One pipeline stage of an encoder-decoder transformer."""
 
     def __init__(self, stage: StageSpec, build: LayerBuildContext) -> None:
@@ -66,14 +66,6 @@ class T5Model(nn.Module):
             tied_name=WORD_EMBEDDING if tied_apart else "",
             bias=model.add_bias_linear,
         )
-
-    def materialize(self, seed: int, *, draw_on: torch.device | None = None) -> T5Model:
-        """Allocate the parameters and draw their initial values from `seed`; return the model itself.
-
-        draw_on: device on which random numbers are drawn; None: that of the mesh.
-        """
-        materialize_parameters(self, self.build.mesh, seed, draw_on=draw_on)
-        return self
 
     def received_tensor_specs(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """Return (shape, dtype) of each tensor that a pipeline stage receives from the previous one."""

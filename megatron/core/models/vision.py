@@ -26,9 +26,9 @@ from megatron.core.config.settings.run import RecomputeConfig, TrainConfig
 from megatron.core.config.vision import is_encoder_replicated, vision_encoder_config
 from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.kernels.reference import accumulation_dtype_of
+from megatron.core.models.stage_model import StageModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import (
     FusedWeightSegment,
     ParamSpec,
@@ -236,7 +236,7 @@ def _vision_build_context(build: LayerBuildContext, model: ModelConfig, whole: b
     )
 
 
-class ImageClassifierModel(nn.Module):
+class ImageClassifierModel(StageModel):
     """One pipeline stage of a vision transformer that classifies images, by its class token or the mean of its patches.
 
     Without classes the last stage returns the states of all tokens.
@@ -250,14 +250,6 @@ class ImageClassifierModel(nn.Module):
         has_head = stage.has_output and self.vision.num_classes
         self.head = build.make_replicated_linear(hidden, self.vision.num_classes) if has_head else None
         set_global_param_names(self)
-
-    def materialize(self, seed: int, *, draw_on: torch.device | None = None) -> ImageClassifierModel:
-        """Allocate the parameters and draw their initial values from `seed`; return the model itself.
-
-        draw_on: device on which random numbers are drawn; None: that of the mesh.
-        """
-        materialize_parameters(self, self.build.mesh, seed, draw_on=draw_on)
-        return self
 
     def received_tensor_specs(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """Return (shape, dtype) of each tensor that a pipeline stage receives from the previous one."""
