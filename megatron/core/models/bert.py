@@ -19,7 +19,6 @@ from megatron.core.config.settings.run import TrainConfig
 from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.models.embedding import Embedding
 from megatron.core.models.output_heads import LanguageModelHead, MaskedLMHeadTransform, Pooler, output_layer_weight
-from megatron.core.models.parameter_names import WORD_EMBEDDING
 from megatron.core.models.stage_model import StageModel
 from megatron.core.parallel.spec import set_global_param_names
 from megatron.core.tensor_parallel.linear import ReplicatedLinear
@@ -84,18 +83,15 @@ class BERTModel(EncoderModel):
 
     def __init__(self, stage: StageSpec, build: LayerBuildContext) -> None:
         model = build.model
-        split, tied = not (stage.has_embedding and stage.has_output), model.ties_embeddings
-        super().__init__(stage, build, tied=tied and split)
+        spans_stages = not (stage.has_embedding and stage.has_output)
+        super().__init__(stage, build, tied=model.ties_embeddings and spans_stages)
         self.lm_head: MaskedLMHeadTransform | None = None
         self.output_layer: LanguageModelHead | None = None
         self.pooler: Pooler | None = None
         self.binary_head: ReplicatedLinear | None = None
         if stage.has_output:
-            shared = self.embedding.word_embeddings.weight if tied and self.embedding is not None else None
             self.lm_head = MaskedLMHeadTransform(build)
-            self.output_layer = LanguageModelHead(
-                build, shared=shared, tied_name=WORD_EMBEDDING if tied and split else "", bias=True
-            )
+            self.output_layer = LanguageModelHead(build, self.embedding, bias=True)
             if model.bert_binary_head:
                 self.pooler = Pooler(build)
                 self.binary_head = build.make_replicated_linear(model.hidden_size, 2)

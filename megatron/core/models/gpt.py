@@ -18,7 +18,6 @@ from megatron.core.config.settings.run import TrainConfig
 from megatron.core.models.embedding import Embedding
 from megatron.core.models.mtp import MTPInputs, MTPLosses, MultiTokenPrediction
 from megatron.core.models.output_heads import LanguageModelHead, ScalarHead, output_layer_weight
-from megatron.core.models.parameter_names import WORD_EMBEDDING
 from megatron.core.models.stage_model import StageModel
 from megatron.core.models.vision import IdsWithImages, ImageEmbedder
 from megatron.core.parallel.spec import param_spec_of, set_global_param_names
@@ -52,13 +51,8 @@ class GPTModel(StageModel):
         self.mtp = MultiTokenPrediction(build) if has_mtp else None
         self.score = _make_reward_head(build) if stage.has_output and build.model.reward_head else None
         has_logits = stage.has_output and self.score is None
-        self.output_layer = self._make_language_model_head(tied=tied, spans_stages=spans_stages) if has_logits else None
+        self.output_layer = LanguageModelHead(build, self.embedding) if has_logits else None
         set_global_param_names(self)
-
-    def _make_language_model_head(self, *, tied: bool, spans_stages: bool) -> LanguageModelHead:
-        """Create the output layer; it uses the embedding's matrix if both are tied and on this stage."""
-        shared = self.embedding.word_embeddings.weight if tied and self.embedding is not None else None
-        return LanguageModelHead(self.build, shared=shared, tied_name=WORD_EMBEDDING if tied and spans_stages else "")
 
     def hidden_states_spec(self, batch_size: int, sequence: int) -> tuple[tuple[int, ...], torch.dtype]:
         """Return (shape, dtype) of the hidden states that one stage sends to the next. sequence: length of the whole

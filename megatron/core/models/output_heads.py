@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.models.embedding import Embedding
+from megatron.core.models.parameter_names import WORD_EMBEDDING
 from megatron.core.parallel import collectives
 from megatron.core.parallel.spec import (
     FusedWeightSegment,
@@ -36,28 +37,27 @@ def output_layer_weight(output_layer: nn.Module | None, embedding: Embedding | N
 class LanguageModelHead(nn.Module):
     """Maps hidden states to logits over the vocabulary, or to the loss of every token.
 
-    shared: the embedding's matrix if it is on this stage; otherwise the head has its own, tied if `tied_name` is given.
+    embedding: of this stage; with tied embeddings its matrix serves, and a stage without one has a tied copy.
     bias: add a bias for each word. temperature: divides the logits in the loss, as in sampling.
     even: every token that counts weighs the same in the loss. wants_entropy: `loss` also leaves the entropy of each token's distribution in
     `entropy`, [b, s]; it is overwritten by the next loss.
     """
 
-    def __init__(
-        self, build: LayerBuildContext, *, shared: nn.Parameter | None, tied_name: str, bias: bool = False
-    ) -> None:
+    def __init__(self, build: LayerBuildContext, embedding: Embedding | None, *, bias: bool = False) -> None:
         super().__init__()
         model = build.model
         self.build, self.temperature, self.even = build, 1.0, True
         self.wants_entropy = False
         self.entropy: Tensor | None = None
-        if shared is None:
+        ties = model.ties_embeddings
+        if not ties or embedding is None:
             spec = vocabulary_matrix_spec(
                 model.true_vocab_size,
                 model.padded_vocab_size,
                 model.hidden_size,
-                build.embedding_init_method() if tied_name else build.init_method(),
-                tied=bool(tied_name),
-                name=tied_name,
+                build.embedding_init_method() if ties else build.init_method(),
+                tied=ties,
+                name=WORD_EMBEDDING if ties else "",
             )
             self.weight = meta_parameter(spec, build.mesh, build.dtype)
         vocabulary_shard = ShardedDim(

@@ -19,7 +19,6 @@ from megatron.core.config.settings.run import TrainConfig
 from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.models.embedding import Embedding
 from megatron.core.models.output_heads import LanguageModelHead, output_layer_weight
-from megatron.core.models.parameter_names import WORD_EMBEDDING
 from megatron.core.models.stage_model import StageModel
 from megatron.core.parallel.spec import set_global_param_names
 from megatron.core.transformer.attention import default_position_ids
@@ -53,19 +52,10 @@ class T5Model(StageModel):
         self.decoder = (
             TransformerStack(decoder, build, final_norm=stage.has_output) if decoder or stage.has_output else None
         )
-        self.output_layer = self._make_output_layer(tied_apart) if stage.has_output else None
-        set_global_param_names(self)
-
-    def _make_output_layer(self, tied_apart: bool) -> LanguageModelHead:
-        """Create the output layer. tied_apart: its matrix is tied to the embedding, which is on another stage."""
-        model = self.build.model
-        words = self.embedding.word_embeddings.weight if self.embedding is not None else None
-        return LanguageModelHead(
-            self.build,
-            shared=words if model.ties_embeddings else None,
-            tied_name=WORD_EMBEDDING if tied_apart else "",
-            bias=model.add_bias_linear,
+        self.output_layer = (
+            LanguageModelHead(build, self.embedding, bias=model.add_bias_linear) if stage.has_output else None
         )
+        set_global_param_names(self)
 
     def received_tensor_specs(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """Return (shape, dtype) of each tensor that a pipeline stage receives from the previous one."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -39,7 +40,7 @@ class TransformerStack(nn.Module):
         for cross attention.
         """
         for group, drop in self._recompute_groups():
-            run = _LayersAsFunction(group, context)
+            run = partial(_run_layers, group, context)
             if drop and self.training:
                 with self.offloading(group):
                     x = recompute(run, self.build.streams, x, bias, memory, axis=self._saved_activation_mesh_axis())
@@ -67,13 +68,10 @@ class TransformerStack(nn.Module):
         return self.build.mesh.tp if self.build.recompute.distribute_saved_activations else None
 
 
-class _LayersAsFunction:
-    """Consecutive layers as one function of the tensors that need gradients, for `recompute`."""
-
-    def __init__(self, layers: list[TransformerLayer], context: ForwardContext) -> None:
-        self.layers, self.context = layers, context
-
-    def __call__(self, x: Tensor, bias: Tensor | None, memory: Tensor | None) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, self.context, bias=bias, memory=memory)
-        return x
+def _run_layers(
+    layers: list[TransformerLayer], context: ForwardContext, x: Tensor, bias: Tensor | None, memory: Tensor | None
+) -> Tensor:
+    """Run consecutive layers, for `recompute` as one function of the tensors that need gradients."""
+    for layer in layers:
+        x = layer(x, context, bias=bias, memory=memory)
+    return x
