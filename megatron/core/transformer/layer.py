@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron.core.config.plan import LayerPlan
 from megatron.core.parallel.recompute import recompute
+from megatron.core.parallel.spec import ParamSpec, constant_initializer, meta_parameter
 from megatron.core.tensor_parallel.norm import Norm
 from megatron.core.transformer.adapters import add_adapters_to_layer
 from megatron.core.transformer.attention import SelfAttention
@@ -18,7 +19,6 @@ from megatron.core.transformer.dropout import Dropout
 from megatron.core.transformer.forward_context import ForwardContext
 from megatron.core.transformer.gated_delta_net import DeltaNetSizes, GatedDeltaNet
 from megatron.core.transformer.layer_build_context import LayerBuildContext
-from megatron.core.transformer.layer_scale import LayerScale
 from megatron.core.transformer.mamba import MambaMixer, MambaSizes
 from megatron.core.transformer.mla import MultiLatentAttention
 from megatron.core.transformer.mlp import MLP
@@ -30,6 +30,24 @@ MIXERS: dict[str, Callable[[LayerBuildContext, LayerPlan], nn.Module]] = {
     "mamba": lambda build, plan: MambaMixer(build, MambaSizes.from_model(build.model)),
     "gated_delta_net": lambda build, plan: GatedDeltaNet(build, DeltaNetSizes.from_model(build.model)),
 }
+
+
+class LayerScale(nn.Module):
+    """x times a learned factor for each channel of the residual stream (Touvron et al., 2021). initial: of all factors."""
+
+    def __init__(self, build: LayerBuildContext, initial: float) -> None:
+        super().__init__()
+        spec = ParamSpec(
+            (build.model.hidden_size,),
+            constant_initializer(initial),
+            "vector",
+            sum_over=build.tp_region.gradient_sum_axes,
+        )
+        self.weight = meta_parameter(spec, build.mesh, build.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x times the learned factor of each channel. x: [s or s/tp, b, h]."""
+        return x * self.weight
 
 
 def _make_mlp(plan: LayerPlan, build: LayerBuildContext) -> MoELayer | MLP | None:
