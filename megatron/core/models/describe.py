@@ -205,9 +205,8 @@ def _parameter_sizes_on_meta(
     """Return (global name, global shape, number of local elements) of each parameter of a stage, from the network on
     the meta device.
     """
-    from megatron.core.models.on_meta import (
-        rank_parameter_sizes,
-    )  # needs torch, which a tool's help and refusals do not wait for
+    # needs torch, which a tool's help and refusals do not wait for
+    from megatron.core.models.on_meta import rank_parameter_sizes
 
     return rank_parameter_sizes(model, stage, tp=split.tensor, ep=split.experts, etp=split.widths)
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from megatron.core.config.adapters import EXPERTS, linear_shapes_of_layer
@@ -33,12 +34,8 @@ AttentionCount = Literal["causal", "square"]
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # Of a code, an 8-bit scale for 64 of them, and a mean and a step for 256 scales (kernels/low_precision/weight_blocks.py).
 QUANTIZED_BYTES = {name: bits / 8 + 1 / 64 + 8 / (64 * 256) for name, bits in (("nf4", 4), ("int8", 8))}
-STATE_BYTES = {
-    "fp32": 4,
-    "bf16": 2,
-    "fp16": 2 + 4 / 128,
-    "fp8": 1 + 4 / 128,
-}  # bytes of an optimizer state element, with a scale for every 128 elements
+# bytes of an optimizer state element, with a scale for every 128 elements
+STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2 + 4 / 128, "fp8": 1 + 4 / 128}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +84,8 @@ def flops_per_sample(
     if model.architecture != "t5":
         return seq_length * flops_per_token(model, seq_length, count) + flops_per_image(model) * model.has_vision
     assert decoder_length is not None, "a decoder has a length of its own"
-    h, q, k, s, t = (
-        model.hidden_size,
-        model.query_projection_width,
-        model.key_projection_width,
-        seq_length,
-        decoder_length,
-    )
+    h, q, k = model.hidden_size, model.query_projection_width, model.key_projection_width
+    s, t = seq_length, decoder_length
     elements = active_matrix_params(model, replace(network_layer_plans(model)[0], has_cross_attention=False))
     encoder = s * (6 * elements + 12 * s * q)
     decoder = t * (6 * elements + 12 * t * q * (0.5 if count == "causal" else 1.0))
@@ -200,9 +192,8 @@ def estimate_memory_by_pipeline_rank(
         local_stages = [stage for stage in stages if stage.rank == position]
         split, replicas = WeightShardCounts.from_parallel(parallel), parallel.context_parallel_size * data_parallel_size
         held, trained = (count_rank_parameters(config.model, local_stages, split, trained=one) for one in (False, True))
-        expert_replicas = max(
-            1, replicas * parallel.tp // (split.experts * split.widths)
-        )  # ranks with the same experts
+        # ranks with the same experts
+        expert_replicas = max(1, replicas * parallel.tp // (split.experts * split.widths))
         state, update, offloaded = (
             (those.total - those.experts) * count(config, replicas) + those.experts * count(config, expert_replicas)
             for count, those in (
@@ -212,9 +203,8 @@ def estimate_memory_by_pipeline_rank(
             )
         )
         state += frozen_weight_bytes(config, held - trained)
-        if (
-            config.optimizer.is_muon and config.optimizer.elementwise_optimizer == "adam"
-        ):  # other parameters than matrices have two moments
+        # other parameters than matrices have two moments
+        if config.optimizer.is_muon and config.optimizer.elementwise_optimizer == "adam":
             sharded = parallel.use_distributed_optimizer or parallel.use_torch_fsdp2
             state += trained.rest * max(4, BYTES[config.precision.param_dtype_name]) / (replicas if sharded else 1)
         stages_memory.append(
@@ -306,9 +296,8 @@ def _mla_activation_bytes_per_token(config: RunConfig) -> float:
     input.
     """
     mla, t, recomputed = config.model.mla, config.parallel.tp, set(config.recompute.recompute_modules or ())
-    latents = ((mla.q_lora_rank or 0) + mla.kv_lora_rank) * (
-        2 if config.model.qk_layernorm else 1
-    )  # before and after their norms
+    # before and after their norms
+    latents = ((mla.q_lora_rank or 0) + mla.kv_lora_rank) * (2 if config.model.qk_layernorm else 1)
     # Values are views of the projection that keys come from, and keep it alive.
     query, query_bytes = (width // t for width in _query_and_value_widths(config.model))
     projections = 2 * query + config.model.num_attention_heads // t * (mla.qk_head_dim + mla.v_head_dim)
@@ -338,9 +327,8 @@ def _peak_activation_bytes(
         )
     depths = model.mtp.mtp_num_layers or 0
     if depths and any(stage.has_mtp for stage in local_stages):
-        mtp_inputs = (
-            4 * BYTES[config.precision.param_dtype_name] * model.hidden_size / sequence_shards
-        )  # both norms' inputs, and what they made
+        # both norms' inputs, and what they made
+        mtp_inputs = 4 * BYTES[config.precision.param_dtype_name] * model.hidden_size / sequence_shards
         per_token += chunks_alive / len(local_stages) * depths * (layer_activation_bytes_per_token(config) + mtp_inputs)
     if any(stage.has_output for stage in local_stages):
         per_token += 4 * (1 + depths) * model.hidden_size / sequence_shards + _logit_bytes_per_token(
@@ -358,18 +346,12 @@ def _chunk_activation_bytes_per_token(config: RunConfig, local_stages: Sequence[
     if config.recompute.recompute_granularity != "full":
         return layers * layer_activation_bytes_per_token(config), 0.0
     group = config.recompute.recompute_num_layers or 1
-    input_bytes, full_layer = (
-        layer_activation_bytes_per_token(config),
-        max(
-            (layer_activation_bytes_per_token(config, recomputes=False, mlp=p.mlp, mixer=p.mixer) for p in plans),
-            default=0.0,
-        ),
-    )
+    input_bytes = layer_activation_bytes_per_token(config)
+    without = partial(layer_activation_bytes_per_token, config, recomputes=False)
+    full_layer = max((without(mlp=plan.mlp, mixer=plan.mixer) for plan in plans), default=0.0)
     if config.recompute.recompute_method == "block":
         recomputed_layers = min(group, layers)
-        return recomputed_layers * input_bytes + (layers - recomputed_layers) * layer_activation_bytes_per_token(
-            config, recomputes=False
-        ), full_layer
+        return recomputed_layers * input_bytes + (layers - recomputed_layers) * without(), full_layer
     return math.ceil(layers / group) * input_bytes, min(group, layers) * full_layer
 
 

@@ -30,9 +30,8 @@ NETWORKS: dict[str, Callable[[StageSpec, LayerBuildContext], Network]] = {
 
 def build_stage_on_meta(model: ModelConfig, mesh: Mesh, stage: StageSpec) -> Network:
     """Build one pipeline stage on the meta device, as the rank with the coordinates of `mesh` would."""
-    kernels = select_kernels(
-        KernelRequirements(device="cpu", dtype=torch.float32), {"moe_flex_dispatcher": ""}
-    )  # nothing runs, so optional packages are not needed
+    # nothing runs, so optional packages are not needed
+    kernels = select_kernels(KernelRequirements(device="cpu", dtype=torch.float32), {"moe_flex_dispatcher": ""})
     build = LayerBuildContext(
         model=model,
         mesh=replace(mesh, device=torch.device("meta")),

@@ -112,7 +112,7 @@ class LanguageModelHead(nn.Module):
         x: [s or s/tp, b, h]; weight: [v/tp, h].
         """
         return fused_linear_entropy(
-            x if self.scale is None else x * self.scale,
+            multiply_unless_one(x, self.scale),
             weight,
             self.bias,
             region=self.build.tp_region,

@@ -73,9 +73,8 @@ def process_group_backend(device: torch.device, requested: str = "auto") -> str:
 
     requested: --distributed-backend.
     """
-    if (
-        requested == "nccl" and device.type == "cpu"
-    ):  # Megatron's default, which is in every script; training/cli/preflight.py says so
+    # Megatron's default, which is in every script; training/cli/preflight.py says so
+    if requested == "nccl" and device.type == "cpu":
         return "gloo"
     return requested if requested != "auto" else ("nccl" if device.type == "cuda" else "gloo")
 
@@ -168,9 +167,8 @@ class CudaGraphPool:
         """
         warmup_stream, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
         warmup_stream.wait_stream(current)
-        with torch.cuda.stream(
-            warmup_stream
-        ):  # libraries allocate buffers and choose plans in the first run, which must not be captured
+        # libraries allocate buffers and choose plans in the first run, which must not be captured
+        with torch.cuda.stream(warmup_stream):
             work()
         current.wait_stream(warmup_stream)
         graph = torch.cuda.CUDAGraph()

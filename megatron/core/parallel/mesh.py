@@ -186,13 +186,10 @@ class SplitMeshJob:
         )
         ranks, timeout = tuple(range(size)), timedelta(minutes=first.distributed_timeout_minutes)
         backend = process_group_backend(device, first.distributed_backend)
-        groups = [
-            dist.new_group(list(ranks), backend=kind, timeout=patience)
-            for kind, patience in ((backend, timeout), ("gloo", _PATIENCE))
-        ]
-        tensors, objects = (
-            Axis(name, size, rank, ranks, group) for name, group in zip(("job", "job objects"), groups, strict=True)
-        )
+        tensor_group = dist.new_group(list(ranks), backend=backend, timeout=timeout)
+        object_group = dist.new_group(list(ranks), backend="gloo", timeout=_PATIENCE)
+        tensors = Axis("job", size, rank, ranks, tensor_group)
+        objects = Axis("job objects", size, rank, ranks, object_group)
         return SplitMeshJob(meshes[rank >= training], training, tensors, objects)
 
 

@@ -53,9 +53,8 @@ def materialize_parameters(module: nn.Module, mesh: Mesh, seed: int, *, draw_on:
             param_on_device.spec = spec  # type: ignore[attr-defined]
             setattr(owner, name, param_on_device)
     for owner in module.modules():
-        initialize = getattr(
-            owner, "initialize_from_other_parameters", None
-        )  # modules whose initial values derive from other parameters
+        # modules whose initial values derive from other parameters
+        initialize = getattr(owner, "initialize_from_other_parameters", None)
         if callable(initialize):
             initialize()
 

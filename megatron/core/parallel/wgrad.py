@@ -66,10 +66,8 @@ class WeightGradStore:
     def flush(self) -> None:
         """Compute what the current backward pass has delayed so far."""
         if self._current is not None:
-            delayed, self._delayed[self._current] = (
-                self._delayed[self._current],
-                [],
-            )  # so that a wait inside this computation finds nothing left
+            delayed = self._delayed[self._current]
+            self._delayed[self._current] = []  # so that a wait inside this computation finds nothing left
             _accumulate_delayed_gradients(delayed)
 
 

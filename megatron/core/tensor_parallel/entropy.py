@@ -96,15 +96,11 @@ class _FusedLinearEntropy(Function):
             of_weight += change.t() @ x[tokens].to(change.dtype)
             if of_bias is not None:
                 of_bias += change.sum(0)
-        if words.into is not None:
-            words.into(of_weight, None)
-            return of_x, None, None if bias is None or of_bias is None else of_bias.to(bias.dtype), None
-        return (
-            of_x,
-            of_weight.to(weight.dtype),
-            None if bias is None or of_bias is None else of_bias.to(bias.dtype),
-            None,
-        )
+        shift = None if bias is None or of_bias is None else of_bias.to(bias.dtype)
+        if words.into is None:
+            return of_x, of_weight.to(weight.dtype), shift, None
+        words.into(of_weight, None)
+        return of_x, None, shift, None
 
 
 def _token_chunk_slices(x: Tensor) -> Iterator[slice]:

@@ -76,9 +76,8 @@ class _ParallelLinear(Function):
         learns = context.needs_input_grad[1] or bias is not None  # a frozen weight needs no gradient
         later = region.wgrad_store is not None and region.wgrad_store.is_delaying and context.needs_input_grad[1]
         own, sending, gathering, whole = None, None, None, x
-        if (
-            region.sequence_parallel and learns and not later
-        ):  # the gathered input is not kept: it is fetched again behind the first matmul
+        # the gathered input is not kept: it is fetched again behind the first matmul
+        if region.sequence_parallel and learns and not later:
             whole, gathering = _start_input_gather(x, region)
         if region.overlapped.gradients:
             own = matmul_reduce_scatter(gradient, dense_weight(weight), axis)

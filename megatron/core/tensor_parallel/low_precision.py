@@ -100,9 +100,8 @@ class LowPrecisionScaling(nn.Module):
         if not self.recipe.needs_tensor_amax:
             return None, True
         place = OPERANDS.index(operand)
-        if (
-            self.recipe.kernels is not None and self.knows_steps
-        ):  # the kernel that rounds x takes note of its largest value
+        # the kernel that rounds x takes note of its largest value
+        if self.recipe.kernels is not None and self.knows_steps:
             past = self.history[place]
             return (past if self.recipe.by_largest else past[:1]), True
         result, axis = self.recipe.amax_or_partial_amaxes(x), self.axes[operand]
@@ -508,9 +507,8 @@ def low_precision_linear(x: Tensor, weight: Tensor, bias: Tensor | None, way: Lo
     x: [.., in]; weight: [out, in].
     """
     scaling = way.scaling
-    if (
-        scaling.kernel is not None and x.numel()
-    ):  # libraries have no scale for nothing, such as an expert's that no token chose
+    # libraries have no scale for nothing, such as an expert's that no token chose
+    if scaling.kernel is not None and x.numel():
         return scaling.kernel(x, weight, bias, scaling.recipe.backward, emulated=not scaling.recipe.native)
     return _LowPrecisionLinear.apply(x, weight, bias, way)
 

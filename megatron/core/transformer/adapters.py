@@ -125,11 +125,8 @@ class GroupedLinearAdapter(nn.Module):
         segments = by_width.segments if by_width.dim == 1 else (FusedWeightSegment(spec.shape[1]),)
         ranks = build.mesh.etp.size if by_width.dim == 1 else 1
         self.multiply: Callable[..., Tensor] = build.kernels.grouped_linear
-        self.names, self.pairs, self.sizes = (
-            tuple(names),
-            nn.ModuleDict(),
-            [part.local_size(ranks) for part in segments],
-        )
+        self.names, self.pairs = tuple(names), nn.ModuleDict()
+        self.sizes = [part.local_size(ranks) for part in segments]
         for plan in plans:
             rows = segments if plan.part == "" else (segments[self.names.index(plan.part)],)
             self.pairs[plan.part or WHOLE] = ExpertLoRAFactors(plan, spec, rows, build)

@@ -61,10 +61,8 @@ class SelfAttention(nn.Module):
         self.q_layernorm: nn.Module | None = None
         self.k_layernorm: nn.Module | None = None
         if model.qk_layernorm_across_heads:
-            self.q_layernorm, self.k_layernorm = (
-                NormAcrossHeads(build, FusedWeightSegment(model.query_projection_width)),
-                NormAcrossHeads(build, key),
-            )
+            self.q_layernorm = NormAcrossHeads(build, query)
+            self.k_layernorm = NormAcrossHeads(build, key)
         elif model.qk_layernorm:  # each rank sees its own heads only, so their gradients are shares of a sum
             self.q_layernorm = build.make_norm(self.head_size, sum_over=("tp",), kind="qk_norm")
             self.k_layernorm = build.make_norm(self.head_size, sum_over=("tp",), kind="qk_norm")

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from megatron.core.transformer.state_space import MixerState
 
-Mix = Callable[
-    [list[Tensor], MixerState], tuple[Tensor, MixerState]
-]  # parts [s, b, ...] and a state to [s, b, ...] and the next
+# parts [s, b, ...] and a state to [s, b, ...] and the next
+Mix = Callable[[list[Tensor], MixerState], tuple[Tensor, MixerState]]
 
 
 class StatefulMixer(Protocol):

@@ -42,10 +42,7 @@ class CrossAttention(nn.Module):
         def project_keys_and_values() -> Tensor:
             return self.linear_kv(memory.to(self.linear_kv.weight.dtype))
 
-        k, v = (
-            project_keys_and_values()
-            if cache is None
-            else cache.cached_cross_attention_kv(self, project_keys_and_values)
-        ).chunk(2, dim=-1)
+        make = project_keys_and_values
+        k, v = (make() if cache is None else cache.cached_cross_attention_kv(self, make)).chunk(2, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in (q, k, v))
         return self.linear_proj(attend(self.build, q, k, v, mask, training=self.training)), normed

@@ -256,10 +256,8 @@ class AllToAllTokenDispatcher:
         whole = whole.view(self.etp.size, self.ep.size, self.ep.size, here)
         known = DeviceToHostCopy([whole], whole.device)
         # The device permutes while the host waits for the counts, the only wait here.
-        own_weights, own = (
-            permute_routing_weights(routing.weights, permutation)[:, None],
-            permute_tokens(tokens, permutation),
-        )
+        own_weights = permute_routing_weights(routing.weights, permutation)[:, None]
+        own = permute_tokens(tokens, permutation)
         (table,) = known.wait()
         arriving, there = table[:, :, self.ep.rank], whole[:, :, self.ep.rank]
         send, gathered = table[self.etp.rank, self.ep.rank].sum(-1).tolist(), arriving.sum((1, 2)).tolist()
@@ -276,16 +274,10 @@ class AllToAllTokenDispatcher:
         counts = there.sum((0, 1))
 
         def receive_expert_inputs() -> ExpertInputs:
-            arrived = self._gather_and_sort_by_expert(
-                collectives.finish_autograd_all_to_all(coming, handle.exchange), handle
-            )
-            return ExpertInputs(
-                arrived,
-                self._gather_and_sort_by_expert(
-                    collectives.finish_autograd_all_to_all(weights, beside), handle
-                ).squeeze(1),
-                counts,
-            )
+            arrived = collectives.finish_autograd_all_to_all(coming, handle.exchange)
+            inputs = self._gather_and_sort_by_expert(arrived, handle)
+            arrived = collectives.finish_autograd_all_to_all(weights, beside)
+            return ExpertInputs(inputs, self._gather_and_sort_by_expert(arrived, handle).squeeze(1), counts)
 
         return PendingTokenDispatch(receive_expert_inputs, permutation, handle)
 

@@ -20,6 +20,5 @@ class Dropout(nn.Module):
         if self.share == 0.0 or not self.training:
             return x
         with self.streams.fork(self.stream):
-            return torch.native_dropout(x, self.share, True)[
-                0
-            ]  # keeps a byte an element; on CPUs F.dropout keeps a number
+            # keeps a byte an element; on CPUs F.dropout keeps a number
+            return torch.native_dropout(x, self.share, True)[0]

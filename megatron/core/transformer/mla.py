@@ -109,11 +109,8 @@ class MultiLatentAttention(nn.Module):
         token. kernel: in place of the run's. Returns [queries, b, n/tp * dv].
         """
         mla = self.mla
-        of_key, of_value = (
-            self.linear_kv_up_proj.merged_weight()
-            .unflatten(0, (self.heads, -1))
-            .split([mla.qk_head_dim, mla.v_head_dim], dim=1)
-        )
+        matrices = self.linear_kv_up_proj.merged_weight().unflatten(0, (self.heads, -1))
+        of_key, of_value = matrices.split([mla.qk_head_dim, mla.v_head_dim], dim=1)
         still, turned = q.split([mla.qk_head_dim, mla.qk_pos_emb_head_dim], dim=-1)
         query = torch.cat((torch.einsum("sbnk,nkr->sbnr", still, of_key), turned), dim=-1)
         key = kept[:, :, None]

@@ -217,9 +217,8 @@ class MoELayer(nn.Module):
         dispatched = self.dispatcher.dispatch(
             own.flatten(0, 1), routing, routing.capacity if moe.moe_pad_expert_input_to_capacity else None
         )
-        shared = (
-            self._shared_experts_output(x, context) if moe.moe_shared_expert_overlap else None
-        )  # while tokens are on their way
+        # while tokens are on their way
+        shared = self._shared_experts_output(x, context) if moe.moe_shared_expert_overlap else None
         outputs = self.experts(dispatched.wait())
         routed = region.undo_scatter_tokens(self.dispatcher.combine(outputs, dispatched).view(own.shape), length)
         if shared is None:

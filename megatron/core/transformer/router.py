@@ -44,9 +44,8 @@ _NAMES = {
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
 }
-Choices = Mapping[
-    str, Mapping[tuple[int, int], Tensor]
-]  # router -> first sample of a microbatch in its step, and depth -> experts [t, k]
+# router -> first sample of a microbatch in its step, and depth -> experts [t, k]
+Choices = Mapping[str, Mapping[tuple[int, int], Tensor]]
 
 
 @dataclass(frozen=True, slots=True)

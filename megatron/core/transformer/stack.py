@@ -27,9 +27,8 @@ class TransformerStack(nn.Module):
         self.build = build
         self.layers = nn.ModuleDict({str(plan.index): TransformerLayer(plan, build) for plan in plans})
         self.final_layernorm = build.make_norm(build.model.hidden_size) if final_norm else None
-        self.offloading: Callable[[list[TransformerLayer]], AbstractContextManager] = lambda layers: (
-            nullcontext()
-        )  # around what recomputation keeps of them
+        # around what recomputation keeps of them
+        self.offloading: Callable[[list[TransformerLayer]], AbstractContextManager] = lambda layers: nullcontext()
 
     def forward(
         self, x: Tensor, context: ForwardContext, *, bias: Tensor | None = None, memory: Tensor | None = None
@@ -50,10 +49,8 @@ class TransformerStack(nn.Module):
 
     def _recompute_groups(self) -> list[tuple[list[TransformerLayer], bool]]:
         """Return groups of layers in order, each with whether its activations are dropped and recomputed."""
-        choice, layers = (
-            self.build.recompute,
-            [layer for layer in self.layers.values() if isinstance(layer, TransformerLayer)],
-        )
+        choice = self.build.recompute
+        layers = [layer for layer in self.layers.values() if isinstance(layer, TransformerLayer)]
         if choice.recompute_granularity != "full":
             return [(layers, False)]
         size = choice.recompute_num_layers or 1
