@@ -41,11 +41,9 @@ class GPTModel(StageModel):
         self.depths = build.model.mtp.mtp_num_layers or 0
         has_mtp = stage.has_mtp and self.depths > 0
         has_mtp_copy = self.depths > 0 and not (stage.has_embedding and stage.has_mtp)
-        self.embedding = (
-            Embedding(build, tied=tied and spans_stages, has_mtp_copy=has_mtp_copy)
-            if stage.has_embedding or has_mtp
-            else None
-        )
+        self.embedding = None
+        if stage.has_embedding or has_mtp:
+            self.embedding = Embedding(build, tied=tied and spans_stages, has_mtp_copy=has_mtp_copy)
         self.image_input = ImageEmbedder(build) if stage.has_embedding and build.model.has_vision else None
         self.decoder = TransformerStack(stage.layers, build, final_norm=stage.has_mtp)
         self.mtp = MultiTokenPrediction(build) if has_mtp else None

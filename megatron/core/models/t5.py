@@ -133,11 +133,9 @@ class T5Model(StageModel):
             memory_mask=AttentionMaskSpec(causal=False, padding=padding),
             cache=cache,
         )
-        bias = (
-            relative_score_bias(tables[0][1], place + 1, self.build.model.rope, causal=True)[:, :, -1:]
-            if tables
-            else None
-        )
+        bias = None
+        if tables:
+            bias = relative_score_bias(tables[0][1], place + 1, self.build.model.rope, causal=True)[:, :, -1:]
         return self.output_layer(self.decoder(state, context, bias=bias, memory=memory), self.output_weight())
 
     def output_weight(self) -> Tensor:

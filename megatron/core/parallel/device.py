@@ -44,11 +44,9 @@ def disable_malloc_trim(device: torch.device) -> None:
     settings in the environment win.
     """
     tuned = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
-    mallopt = (
-        getattr(ctypes.CDLL(None), "mallopt", None)
-        if device.type == "cpu" and sys.platform == "linux" and not tuned
-        else None
-    )
+    if device.type != "cpu" or sys.platform != "linux" or tuned:
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, -1)
@@ -329,17 +327,13 @@ def set_device_rng_state(device: torch.device, state: torch.Tensor) -> None:
 def missing_compiler_reason(device: torch.device) -> str:
     """Return why torch.compile cannot generate kernels for this device here, or an empty string if it can."""
     if device.type == "cuda":
-        return (
-            ""
-            if find_spec("triton")
-            else "kernels for a GPU are made by triton, which is not installed; pip install triton"
-        )
+        missing = "kernels for a GPU are made by triton, which is not installed; pip install triton"
+        return "" if find_spec("triton") else missing
     name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    return (
-        ""
-        if shutil.which(name)
-        else f"kernels for a CPU are made by a C++ compiler, and there is no {name}; install it, or name another in CXX"
+    missing = (
+        f"kernels for a CPU are made by a C++ compiler, and there is no {name}; install it, or name another in CXX"
     )
+    return "" if shutil.which(name) else missing
 
 
 def device_memory_stats(device: torch.device) -> dict[str, int]:

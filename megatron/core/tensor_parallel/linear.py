@@ -145,17 +145,13 @@ class _RowParallelLinear(Function):
         else:
             whole = collectives.all_gather(gradient, region.axis)
             own = whole.matmul(matrix)
-        if region.wgrad_store is not None and region.wgrad_store.is_delaying and context.needs_input_grad[1]:
-            region.wgrad_store.put(
-                [weight], partial(_weight_and_bias_gradients, x, whole, bias=False, into=context.into), context.into
-            )
+        if not context.needs_input_grad[1]:
             return own, None, None
-        gradients = (
-            _weight_and_bias_gradients(x, whole, bias=False, into=context.into)
-            if context.needs_input_grad[1]
-            else (None,)
-        )
-        return own, gradients[0], None
+        compute = partial(_weight_and_bias_gradients, x, whole, bias=False, into=context.into)
+        if region.wgrad_store is not None and region.wgrad_store.is_delaying:
+            region.wgrad_store.put([weight], compute, context.into)
+            return own, None, None
+        return own, compute()[0], None
 
 
 def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorParallelRegion) -> Tensor:

@@ -242,11 +242,9 @@ def attend(
             return kernel(q, k, v, mask, dropout, own)
 
     tensors = q, k, v, scores.bias, scores.sink
-    return (
-        recompute(core_attention, build.streams, *tensors)
-        if build.recomputes_module("core_attn")
-        else core_attention(*tensors)
-    )
+    if build.recomputes_module("core_attn"):
+        return recompute(core_attention, build.streams, *tensors)
+    return core_attention(*tensors)
 
 
 def default_position_ids(ids: Tensor) -> Tensor:

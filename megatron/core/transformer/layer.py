@@ -76,12 +76,9 @@ class TransformerLayer(nn.Module):
         before, behind = not (after_sum or after_sublayer), after_sum or self.norms_updates
         mixes, has_mlp = plan.mixer != "none", plan.mlp != "none"
         self.input_layernorm = self._optional_norm(before and mixes)
-        mixer = MIXERS[plan.mixer](build.with_context_parallel_attention(plan.index), plan) if mixes else None
-        beside = (
-            MIXERS[plan.parallel_mixer](build.with_context_parallel_attention(plan.index), plan)
-            if plan.parallel_mixer != "none"
-            else None
-        )
+        mixer_build = build.with_context_parallel_attention(plan.index)
+        mixer = MIXERS[plan.mixer](mixer_build, plan) if mixes else None
+        beside = MIXERS[plan.parallel_mixer](mixer_build, plan) if plan.parallel_mixer != "none" else None
         self.mixer = mixer if plan.mixer == "mamba" else beside  # Megatron's names
         self.self_attention = None if plan.mixer == "mamba" else mixer
         self.post_attention_layernorm = self._optional_norm(behind and mixes)

@@ -140,11 +140,9 @@ class LayerBuildContext:
 
     def init_method(self) -> Initial:
         """Initializer of an input matrix: normal with --init-method-std, or Xavier uniform."""
-        return (
-            xavier_uniform_initializer()
-            if self.model.init_method_xavier_uniform
-            else normal_initializer(self.model.init_method_std)
-        )
+        if self.model.init_method_xavier_uniform:
+            return xavier_uniform_initializer()
+        return normal_initializer(self.model.init_method_std)
 
     def output_init_method(self) -> Initial:
         """Initializer of a matrix that writes to the residual stream: deviation divided by the root of the number of
@@ -173,12 +171,9 @@ class LayerBuildContext:
         bias: [f] or [2 f], if it was not added yet (`adds_bias_in_activation`); counts: rows of each expert [e], where
         the bias is [e, ...], one for each expert.
         """
-        model = self.model
-        gating = (
-            GatedActivationOptions(model.activation_func_clamp_value, model.glu_linear_offset)
-            if model.has_gated_mlp
-            else None
-        )
+        model, gating = self.model, None
+        if model.has_gated_mlp:
+            gating = GatedActivationOptions(model.activation_func_clamp_value, model.glu_linear_offset)
         if bias is not None:
             assert self.kernels.bias_activation is not None, "a bias waits only where there is a kernel for it"
             return self.kernels.bias_activation(x, bias, model.activation_name, gating, counts)

@@ -333,11 +333,9 @@ def drop_choices_over_capacity(routing: ExpertRouting, limit: int, policy: str, 
     policy: probs keeps those of largest weight, the earlier of equal ones; position keeps the earliest.
     """
     experts, weights = routing.experts.flatten(), routing.weights.detach().flatten()
-    order = (
-        weights.argsort(descending=True, stable=True)
-        if policy == "probs"
-        else torch.arange(len(experts), device=experts.device)
-    )
+    order = torch.arange(len(experts), device=experts.device)
+    if policy == "probs":
+        order = weights.argsort(descending=True, stable=True)
     order = order[experts[order].argsort(stable=True)]  # expert by expert, best first
     counts = count_expert_choices(routing.experts, num_experts)[0]
     first = counts.cumsum(0) - counts
