@@ -150,9 +150,7 @@ class UlyssesRingAttention:
         dropout: float,
         cut: Zigzag,
     ) -> Tensor:
-        """Attend over this rank's heads, by the ring if the outer axis has several ranks. cut: positions over that
-        axis.
-        """
+        """Attend over this rank's heads, by the ring if the outer axis has several ranks. cut: positions over it."""
         if self.outer.group is None:
             return self.kernel(q, k, v, replace(mask, length=None, query_places=None), dropout, scores)
         seed = int(torch.randint(2**62, (), device=q.device)) if dropout else 0

@@ -65,15 +65,11 @@ class HeadExchange:
         return HeadExchange(axis, cut)
 
     def wrap_kernels(self, kernels: Kernels) -> Kernels:
-        """Return the kernels for what this exchange gives them: whole sequences, or, with `shards`, this rank's
-        positions.
-        """
+        """Return the kernels for whole sequences, or, with `shards`, for this rank's positions."""
         return kernels if self.shards is None else self.shards.wrap_kernels(kernels)
 
     def to_head_shards(self, *parts: Tensor) -> tuple[Tensor, ...]:
-        """All-to-all of each part from shards of positions [s/cp, b, n, w] to shards of heads [s, b, n/cp, w]; n and w
-        may differ between parts.
-        """
+        """All-to-all of each part [s/cp, b, n, w] to shards of heads [s, b, n/cp, w]; n and w may differ."""
         if self.axis.size == 1:
             return parts
         shares = [part.unflatten(2, (self.axis.size, -1)) for part in parts]  # [s/cp, b, cp, n/cp, w]
@@ -91,9 +87,7 @@ class HeadExchange:
         return heads_to_positions(x, self.axis, self.cut.position_counts_by_rank(), order)
 
     def shard_parameter(self, x: Tensor, heads: int, copies: int = 1) -> Tensor:
-        """Return this rank's heads of a parameter, [heads * k, ...] to [heads * copies / cp * k, ...], each head
-        repeated `copies` times first.
-        """
+        """Return this rank's heads of a parameter [heads * k, ...], along dimension 0, each repeated `copies` times."""
         if self.axis.size == 1:
             return x
         by_head = x.unflatten(0, (heads, -1)).repeat_interleave(copies, dim=0)

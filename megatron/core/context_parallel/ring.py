@@ -42,9 +42,7 @@ class QueryKeyChunkPair:
 
 @dataclass(frozen=True, slots=True)
 class RingSettings:
-    """Settings of one ring attention. mask: of the whole sequence. seed: of the dropout. fused: torch's own kernels may
-    be used.
-    """
+    """Settings of a ring attention. mask: of the whole sequence. seed: of dropout. fused: allow torch's kernels."""
 
     axis: Axis
     cut: Zigzag
@@ -56,9 +54,7 @@ class RingSettings:
     fused: bool
 
     def visible_blocks(self, source: int, q: Tensor) -> Iterator[tuple[slice, slice, BlockAttentionOptions]]:
-        """Yield (query slice, key slice, block settings) of each visible pair with the keys of rank `source`. q: [b, n,
-        queries, d].
-        """
+        """Yield (query slice, key slice, block) of each visible pair with rank `source`. q: [b, n, queries, d]."""
         rank = self.axis.rank
         for number, pair in enumerate(
             visible_chunk_pairs(self.cut.chunk_ranges(rank), self.cut.chunk_ranges(source), self.mask)
@@ -146,9 +142,7 @@ def _slices_of_two_chunks(chunks: tuple[range, range]) -> tuple[slice, slice]:
 
 @dataclass(frozen=True, slots=True)
 class _PackedKeyValue:
-    """Packs keys and values, or their gradients, into one flat tensor: one message instead of two. key, value: their
-    shapes.
-    """
+    """Packs keys and values, or their gradients, into one flat tensor to send at once. key, value: their shapes."""
 
     key: tuple[int, ...]
     value: tuple[int, ...]

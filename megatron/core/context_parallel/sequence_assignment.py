@@ -61,8 +61,7 @@ def sequence_cost(length: int, linear: float) -> float:
 def assign_sequences_to_ranks(
     lengths: Sequence[int], *, ranks: int, limit: int, linear: float = 0.0
 ) -> SequenceAssignment:
-    """Assign sequences of these lengths to blocks of ranks. Asserts that each fits on a power of two of at most `ranks`
-    ranks.
+    """Assign sequences to blocks of ranks. Asserts that each fits on a power of two of at most `ranks` ranks.
 
     limit: most positions of a sequence on a rank. linear: see `sequence_cost`.
     """

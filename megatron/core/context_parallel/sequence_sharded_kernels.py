@@ -28,17 +28,13 @@ from megatron.core.parallel.mesh import Axis
 
 @dataclass(frozen=True, slots=True)
 class SequenceShardedKernels:
-    """Convolution and scans over a sequence that is divided, in zigzag order, over the ranks of an axis; each rank has
-    two chunks.
-    """
+    """Convolution and scans over a sequence divided in zigzag order over an axis; each rank has two chunks."""
 
     axis: Axis
     cut: Zigzag
 
     def wrap_kernels(self, kernels: Kernels) -> Kernels:
-        """Return the kernels for a rank's shard [s/cp, b, ...] of a sequence. Their `segments` are of the whole
-        sequence, [b, s].
-        """
+        """Return kernels for a rank's shard [s/cp, b, ...]; their `segments` are the whole sequence's, [b, s]."""
         return replace(
             kernels,
             causal_conv=self._wrap_causal_conv(kernels.causal_conv),
@@ -131,9 +127,7 @@ class SequenceShardedKernels:
         return sorted(zip(held, gathered, strict=True), key=lambda one: one[0].start)
 
     def _halo_inputs(self, x: Tensor, width: int, segments: Tensor | None) -> list[Tensor]:
-        """Return the `width` inputs before each of this rank's chunks, [width, b, c]; zeros before the first and for
-        other documents.
-        """
+        """Return the `width` inputs before each local chunk, [width, b, c]; zeros at the start, for other documents."""
         tails = [
             torch.cat((x.new_zeros((width, *x.shape[1:])), chunk))[-width:]
             for chunk in self.cut.split(x, self.axis.rank)

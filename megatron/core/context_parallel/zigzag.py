@@ -18,9 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Zigzag:
-    """`length` positions sharded over `size` ranks. If 2 * size does not divide the length, chunks differ by one
-    position.
-    """
+    """`length` positions sharded over `size` ranks; chunks differ by one where 2 * size does not divide the length."""
 
     length: int
     size: int
@@ -51,15 +49,11 @@ class Zigzag:
         return x.split([len(chunk) for chunk in self.chunk_ranges(rank)])
 
     def with_merged_ranks(self, factor: int) -> Zigzag:
-        """Return the zigzag in which each group of `factor` neighbouring ranks is one rank that holds all their
-        positions. factor must divide the number of ranks.
-        """
+        """Return the zigzag of blocks of `factor` neighbouring ranks as one rank each; factor divides their number."""
         return Zigzag(self.length, self.size // factor)
 
     def sorting_permutation(self, ranks: range, device: torch.device) -> Tensor:
-        """Return the permutation that sorts the concatenated shards of these ranks by position, int64 [positions of the
-        ranks].
-        """
+        """Return the permutation that sorts these ranks' concatenated shards by position, int64 [positions]."""
         return torch.cat([self.positions_of_rank(rank, device) for rank in ranks]).argsort()
 
     def _chunk_range(self, number: int) -> range:

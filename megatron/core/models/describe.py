@@ -28,9 +28,7 @@ _LAYERS = ("decoder.layers.", "encoder.layers.")
 
 @dataclass(frozen=True, slots=True)
 class WeightShardCounts:
-    """Number of shards: of a matrix over tensor ranks (tensor), of a layer's experts (experts), of each expert's
-    matrices (widths).
-    """
+    """Number of shards of a matrix over tensor ranks, of a layer's experts, and of each expert's matrices (widths)."""
 
     tensor: int = 1
     experts: int = 1
@@ -46,8 +44,7 @@ class WeightShardCounts:
 
 @dataclass(frozen=True, slots=True)
 class ParameterCount:
-    """Number of parameters of the whole network, with padded vocabulary. A tied output layer counts once, in the
-    embedding.
+    """Number of parameters of the whole network, with padded vocabulary; a tied output layer is in the embedding.
 
     block: layers. ahead: layers of multi-token prediction. vision: encoder of images and projector of a language model.
     """
@@ -148,9 +145,7 @@ def count_rank_parameters(
 
 
 def _drop_stage_layers(model: ModelConfig, stage: StageSpec) -> StageSpec:
-    """Return the stage without its layers where these do not affect the rest, so that stages that differ only in layers
-    are built once.
-    """
+    """Return the stage without layers that do not affect the rest: stages that differ in them are built once."""
     if model.architecture == "t5":  # the stage that ends the encoder has the final norm
         return stage
     return replace(stage, index=0, count=1, rank=0, chunk=0, layers=())
@@ -192,9 +187,7 @@ def _count_nonlayer_parameters(model: ModelConfig, split: WeightShardCounts, sta
 def _local_parameter_sizes(
     model: ModelConfig, split: WeightShardCounts, stage: StageSpec, trained: bool
 ) -> Iterator[tuple[str, int]]:
-    """Yield (name, number of elements on a rank) of each parameter of a stage; trained: only of those that the run
-    trains.
-    """
+    """Yield (name, elements on a rank) of each parameter of a stage; trained: only of those that the run trains."""
     held = _parameter_sizes_on_meta(model, split, stage)
     return ((name, size) for name, _, size in held if not trained or is_trained_parameter(name, model.adapter))
 
@@ -202,9 +195,7 @@ def _local_parameter_sizes(
 def _parameter_sizes_on_meta(
     model: ModelConfig, split: WeightShardCounts, stage: StageSpec
 ) -> list[tuple[str, Shape, int]]:
-    """Return (global name, global shape, number of local elements) of each parameter of a stage, from the network on
-    the meta device.
-    """
+    """Return (global name, global shape, local elements) of each parameter of a stage, built on the meta device."""
     # needs torch, which a tool's help and refusals do not wait for
     from megatron.core.models.on_meta import rank_parameter_sizes
 
@@ -212,9 +203,7 @@ def _parameter_sizes_on_meta(
 
 
 def _strip_vision_model_prefix(model: ModelConfig, name: str) -> str:
-    """Return the name of a parameter without the prefix vision_model. if the network is a vision transformer, else
-    unchanged.
-    """
+    """Return a parameter's name, of a vision transformer without the prefix vision_model."""
     return name.removeprefix("vision_model.") if model.architecture == "vit" else name
 
 

@@ -40,8 +40,7 @@ STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2 + 4 / 128, "fp8": 1 + 4 / 128}
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes of one rank: of weights and optimizer state, of activations at the peak of a step, and of temporaries of
-    the update.
+    """Bytes of a rank: weights and optimizer state, activations at a step's peak, temporaries of the update.
 
     parameters: their number. update: fp32 copies of half-precision gradients, allocated after the activations are
     freed.
@@ -98,9 +97,7 @@ def flops_per_sample(
 
 
 def flops_per_image(model: ModelConfig) -> float:
-    """Return the FLOPs of an image (or tile) in the encoder and the projector, 0 without them; of a frozen encoder only
-    the forward pass counts.
-    """
+    """Return the FLOPs of encoding and projecting an image, 0 without vision; forward only of a frozen encoder."""
     if model.architecture != "vit" and not model.has_vision:
         return 0.0
     vision, encoder = model.vision, vision_encoder_config(model)
@@ -157,8 +154,7 @@ def owned_bytes_per_parameter(config: RunConfig) -> float:
 
 
 def update_temporaries_per_parameter(config: RunConfig, data_parallel_size: int = 1) -> float:
-    """Return the bytes per parameter of a rank that exist during the update only: fp32 copies of half-precision
-    gradients.
+    """Return the bytes per parameter of a rank during the update only: fp32 copies of half-precision gradients.
 
     Megatron keeps them from step to step; its published table counts them as state (20, or 4 + 16/d, for fp16).
     """
@@ -259,8 +255,7 @@ def _attention_score_bytes_per_token(config: RunConfig) -> float:
 
 
 def _ssm_activation_bytes_per_token(config: RunConfig, mixer: str) -> float:
-    """Return the bytes per token that a rank saves for the backward pass of Mamba-2 or a gated delta net, beside its
-    input.
+    """Return the bytes per token that the backward pass of Mamba-2 or a gated delta net needs beside its input.
 
     Convolution: its input, output and SiLU of it. Scan and gated norm: in fp32 or wider, with copies of half-precision
     tensors. Scans keep a state every 512 tokens.
@@ -292,9 +287,7 @@ def _recomputed_modules(config: RunConfig) -> frozenset[str]:
 
 
 def _mla_activation_bytes_per_token(config: RunConfig) -> float:
-    """Return the bytes per token that the backward pass of multi-head latent attention needs on a rank, beside its
-    input.
-    """
+    """Return the bytes per token that the backward pass of latent attention needs on a rank, beside its input."""
     mla, t, recomputed = config.model.mla, config.parallel.tp, set(config.recompute.recompute_modules or ())
     # before and after their norms
     latents = ((mla.q_lora_rank or 0) + mla.kv_lora_rank) * (2 if config.model.qk_layernorm else 1)
@@ -356,8 +349,7 @@ def _chunk_activation_bytes_per_token(config: RunConfig, local_stages: Sequence[
 
 
 def _logit_bytes_per_token(model: ModelConfig, t: int, tokens: int, heads: int) -> float:
-    """Return the bytes per token of the fp32 logits; with the linear loss, those of a block of logits and the weight
-    gradients.
+    """Return the bytes per token of fp32 logits; with the linear loss, of a block of them and weight gradients.
 
     t: tensor ranks; heads: output heads, one and one for each MTP depth.
     """
@@ -399,9 +391,7 @@ def _layer_plans_with_mtp(model: ModelConfig) -> tuple[LayerPlan, ...]:
 
 
 def active_matrix_params(model: ModelConfig, plan: LayerPlan) -> int:
-    """Return the number of elements of the weight matrices that one token uses in a layer: of experts only the top-k,
-    and the router.
-    """
+    """Return the elements of a layer's weight matrices that a token uses: of experts the top-k, and the router."""
     moe = model.moe
     elements = sum(
         shape.inputs * shape.outputs * (moe.moe_router_topk if EXPERTS in f".{name}" else 1)

@@ -53,9 +53,7 @@ class GPTModel(StageModel):
         set_global_param_names(self)
 
     def hidden_states_spec(self, batch_size: int, sequence: int) -> tuple[tuple[int, ...], torch.dtype]:
-        """Return (shape, dtype) of the hidden states that one stage sends to the next. sequence: length of the whole
-        sequence.
-        """
+        """Return (shape, dtype) of the hidden states between stages. sequence: length of the whole sequence."""
         length = self.build.tp_region.local_sequence_length(sequence // self.build.mesh.cp.size)
         return (length, batch_size, self.build.model.hidden_size), self.build.residual_dtype
 
@@ -65,9 +63,7 @@ class GPTModel(StageModel):
 
     @property
     def num_received_tensors(self) -> int:
-        """Number of tensors that a stage receives: 1, and on an output stage behind the stage with multi-token
-        prediction also one for each depth.
-        """
+        """Number of received tensors: 1, on an output stage behind the MTP stage also one for each depth."""
         return 1 if self.stage.has_mtp or not self.stage.has_output else 1 + self.depths
 
     def forward(
@@ -165,9 +161,7 @@ class GPTModel(StageModel):
         return states, self.output_layer(cache.select_logit_states(states).to(self.build.dtype), self.output_weight())
 
     def _with_mtp_states(self, x: Tensor, ahead: MTPInputs | None) -> tuple[Tensor, ...]:
-        """Return what is sent to the output stage: x and the states of all depths, zeros if no tokens ahead are
-        predicted.
-        """
+        """Return what the output stage gets: x and the states of all depths, zeros if no tokens ahead are predicted."""
         states = (torch.zeros_like(x),) * self.depths if ahead is None else ahead.states
         return tuple(state.to(self.build.residual_dtype) for state in (x, *states))
 
@@ -177,9 +171,7 @@ class GPTModel(StageModel):
 
 
 def _make_reward_head(build: LayerBuildContext) -> ScalarHead:
-    """Create the head of a reward model. It may start from initial values, as the checkpoint of a language model lacks
-    it.
-    """
+    """Create a reward model's head; it may start from initial values, as a language model's checkpoint lacks it."""
     head = ScalarHead(build, init=build.init_method(), bias=False)
     head.weight.spec = replace(param_spec_of(head.weight), starts_from="")  # type: ignore[attr-defined]
     return head

@@ -44,9 +44,7 @@ def build_stage_on_meta(model: ModelConfig, mesh: Mesh, stage: StageSpec) -> Net
 def rank_parameter_sizes(
     model: ModelConfig, stage: StageSpec, *, tp: int, ep: int, etp: int
 ) -> list[tuple[str, tuple[int, ...], int]]:
-    """Return (global name, global shape, local number of elements) of every parameter of a stage on the first rank of a
-    layout.
-    """
+    """Return (global name, global shape, local elements) of a stage's parameters on the first rank of a layout."""
     mesh = replace(Mesh.single_process(), tp=Axis("tp", tp), ep=Axis("ep", ep), etp=Axis("etp", etp))
     return [
         (param_spec_of(param).name, param_spec_of(param).shape, param.numel())

@@ -143,9 +143,7 @@ class T5Model(StageModel):
         return output_layer_weight(self.output_layer, self.embedding)
 
     def _embed_inputs(self, encoder_ids: Tensor, decoder_ids: Tensor) -> Message:
-        """Return the message of the first stage: decoder and encoder embeddings [s or s/tp, b, h], and with relative
-        positions the two bias tables, stacked.
-        """
+        """Return the first message: decoder and encoder embeddings [s or s/tp, b, h], and any stacked bias tables."""
         assert self.embedding is not None, "the first stage reads ids"
         memory = self.embedding(encoder_ids, default_position_ids(encoder_ids))
         state = self.embedding(decoder_ids, default_position_ids(decoder_ids))
@@ -156,9 +154,7 @@ class T5Model(StageModel):
         return state, memory, torch.stack(tables)
 
     def _run_encoder(self, memory: Tensor, tables: list[Tensor], padding: Tensor | None) -> Tensor:
-        """Run this stage's encoder layers. memory: [s or s/tp, b, h], as the result; tables: empty or [stacked bias
-        tables].
-        """
+        """Run the stage's encoder layers. memory, result: [s or s/tp, b, h]; tables: empty or [stacked bias tables]."""
         assert self.encoder is not None, _WHOLE
         return self.encoder(
             memory,
@@ -167,9 +163,7 @@ class T5Model(StageModel):
         ).to(self.build.residual_dtype)
 
     def _relative_score_bias(self, tables: list[Tensor], x: Tensor, *, causal: bool) -> Tensor | None:
-        """Return the relative position bias of the scores, [1, n/tp, s, s], or None without tables. x: [s or s/tp, b,
-        h].
-        """
+        """Return the relative bias of the scores, [1, n/tp, s, s]; None without tables. x: [s or s/tp, b, h]."""
         if not tables:
             return None
         return relative_score_bias(

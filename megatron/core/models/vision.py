@@ -44,9 +44,7 @@ from megatron.core.transformer.stack import TransformerStack
 
 
 class PatchEmbedding(nn.Module):
-    """Embed the patches of images, with class tokens before them, learned positions, and for some encoders (CLIP) a
-    norm.
-    """
+    """Embed image patches, with class tokens before them, learned positions, and for some encoders (CLIP) a norm."""
 
     def __init__(self, build: LayerBuildContext) -> None:
         super().__init__()
@@ -89,9 +87,7 @@ class PatchEmbedding(nn.Module):
 
 
 class VisionEncoder(nn.Module):
-    """One pipeline stage of a vision transformer without head: on the first the patch embedding, then layers.
-    build: of a "vit".
-    """
+    """One stage of a headless vision transformer: patch embedding (first stage), layers. build: of a "vit"."""
 
     def __init__(self, stage: StageSpec, build: LayerBuildContext) -> None:
         super().__init__()
@@ -112,9 +108,7 @@ class VisionEncoder(nn.Module):
 
 
 class VisionProjection(nn.Module):
-    """Projector from the vision encoder's width to the language model's: linear, GELU, linear; or one linear layer
-    (affine).
-    """
+    """Projector from the encoder's width to the language model's: linear, GELU, linear; or one linear (affine)."""
 
     def __init__(self, build: LayerBuildContext) -> None:
         super().__init__()
@@ -162,8 +156,7 @@ def pixel_shuffle(x: Tensor, grid: tuple[int, int], factor: int) -> Tensor:
 
 
 class IdsWithImages(NamedTuple):
-    """Token ids with images, the input of a vision-language model: ids [b, s], images and slots as `ImageEmbedder`
-    takes them.
+    """Token ids with images: ids [b, s], images and slots as `ImageEmbedder` takes them.
 
     Ids at positions of images are ignored.
     """
@@ -193,9 +186,7 @@ class ImageEmbedder(nn.Module):
         set_global_param_names(self)
 
     def encode_images(self, images: Tensor) -> Tensor:
-        """Encode and project images [n, channels, height, width]. Returns the embeddings of all images in order, [n *
-        rows, h].
-        """
+        """Encode and project images [n, channels, height, width]; return all embeddings in order, [n * rows, h]."""
         x = self.vision_model(images)[self.vision.encoder_traits.class_tokens - self.vision.num_kept_class_tokens :]
         if self.vision.pixel_shuffle:
             x = pixel_shuffle(x, self.vision.patch_grid, self.vision.pixel_shuffle_factor)
@@ -220,9 +211,7 @@ class ImageEmbedder(nn.Module):
 
 
 def _vision_build_context(build: LayerBuildContext, model: ModelConfig, whole: bool) -> LayerBuildContext:
-    """Return a copy of the build context for the encoder or projector, without sequence and context parallelism;
-    whole: without tensor parallelism too.
-    """
+    """Return the build context without sequence and context parallelism; whole: without tensor parallelism too."""
     alone = Mesh.single_process()
     single = {name: alone.axis(name) for name in ("cp", "cp_inner", "cp_outer", *(("tp",) if whole else ()))}
     return replace(

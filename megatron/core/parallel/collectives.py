@@ -116,9 +116,7 @@ def reduce_scatter(tensor: Tensor, axis: Axis, meanwhile: Meanwhile = None) -> T
 
 
 def local_chunk(tensor: Tensor, axis: Axis) -> Tensor:
-    """Return this rank's chunk of a replicated tensor, along dimension 0. tensor: [axis.size * k, ...]; returns [k,
-    ...].
-    """
+    """Return this rank's chunk of a replicated tensor along dimension 0: [axis.size * k, ...] to [k, ...]."""
     if axis.size == 1:
         return tensor
     return tensor.chunk(axis.size)[axis.rank].contiguous()
@@ -256,8 +254,7 @@ def split_with_gather_backward(tensor: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_with_split_backward(tensor: Tensor, axis: Axis) -> Tensor:
-    """Forward: all-gather along dimension 0. Backward: return this rank's chunk of a gradient that is equal on all
-    ranks.
+    """Forward: all-gather along dimension 0. Backward: this rank's chunk of a gradient that is equal on all ranks.
 
     tensor: [k, ...]; returns [axis.size * k, ...].
     """
@@ -265,8 +262,7 @@ def gather_with_split_backward(tensor: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_columns_with_split_backward(tensor: Tensor, axis: Axis) -> Tensor:
-    """Forward: all-gather along the last dimension. Backward: return this rank's columns of a gradient that is equal on
-    all ranks.
+    """Forward: all-gather along the last dimension. Backward: this rank's columns of a gradient equal on all ranks.
 
     tensor: [..., k]; returns [..., axis.size * k].
     """
@@ -306,15 +302,13 @@ class AsyncAllToAll:
     gradient: Tensor | None = None
 
     def wait(self) -> None:
-        """Compute delayed weight gradients, run `meanwhile`, then wait for the collective and release it, since it
-        would hold its tensors until the backward pass.
-        """
+        """Wait for the collective with overlap, and release it: it would hold its tensors until the backward pass."""
         wait_with_overlap(self.work, self.axis, self.meanwhile)
         self.work = None
 
 
 class _StartAllToAll(Function):
-    """Autograd function of `begin_all_to_all`."""
+    """Autograd function of `start_autograd_all_to_all`."""
 
     @staticmethod
     def forward(context: Any, tensor: Tensor, exchange: AsyncAllToAll) -> Tensor:
@@ -356,7 +350,7 @@ def start_autograd_all_to_all(tensor: Tensor, exchange: AsyncAllToAll) -> Tensor
 
 
 def finish_autograd_all_to_all(received: Tensor, exchange: AsyncAllToAll) -> Tensor:
-    """Wait for the result of `begin_all_to_all`. received, result: [sum(receive), ...].
+    """Wait for the result of `start_autograd_all_to_all`. received, result: [sum(receive), ...].
 
     Backward: start the all-to-all of the gradient.
     """

@@ -22,9 +22,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 
 
 def pick_device() -> torch.device:
-    """Return the device of this process: the GPU of its local rank if there is one (unless MEGATRON_DEVICE=cpu), else
-    the CPU.
-    """
+    """Return this process's device: the GPU of its local rank, or the CPU (also if MEGATRON_DEVICE=cpu)."""
     if torch.cuda.is_available() and os.environ.get("MEGATRON_DEVICE", "auto") != "cpu":
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cpu")
@@ -53,8 +51,7 @@ def disable_malloc_trim(device: torch.device) -> None:
 
 
 def set_sched_batch_policy(device: torch.device) -> None:
-    """On Linux, give this process of a CPU run the scheduling policy SCHED_BATCH: its threads do not preempt others
-    when they wake up.
+    """Give a CPU run's process Linux's policy SCHED_BATCH: waking threads do not preempt others.
 
     Threads that start later inherit it. Gloo sends messages from a thread that busily retries while another thread
     holds the lock of a connection. With at least as many ranks as processors, the holder could be preempted by the
@@ -98,9 +95,7 @@ def without_cudnn_attention() -> Iterator[None]:
 
 
 def supports_mixed_dtype_addmm(device: torch.device, input_dtype: torch.dtype, sum_dtype: torch.dtype) -> bool:
-    """Return whether this device's matmul can multiply matrices of one dtype and add to a sum of another; found by
-    trying it.
-    """
+    """Return whether the device's matmul adds products of one dtype to a sum of another; found by trying it."""
     if device.type != "cuda" or input_dtype == sum_dtype:
         return False
     ones, total = (torch.ones((16, 16), dtype=dtype, device=device) for dtype in (input_dtype, sum_dtype))
@@ -112,9 +107,7 @@ def supports_mixed_dtype_addmm(device: torch.device, input_dtype: torch.dtype, s
 
 
 class Stopwatch:
-    """Accumulates seconds of work between `start` and `stop`; on a GPU with events on its stream, without
-    synchronizing.
-    """
+    """Accumulates seconds of work between `start` and `stop`; on a GPU by events on its stream, without a wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -224,8 +217,7 @@ class StreamEvent:
 
 
 class SideStream:
-    """A CUDA stream for copies beside computation: inside `with side_stream:`, copies start when all work queued so far
-    is done.
+    """A CUDA stream for copies beside computation: inside `with side_stream:`, they start after all queued work.
 
     The copied tensors must not change until an event recorded afterwards was waited for. On a CPU, copies are
     synchronous.
@@ -303,8 +295,7 @@ class DeviceToHostCopy:
 
 
 def storage_id_and_offset(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the storage id and the storage offset (in elements) of a tensor of any shape: equal for two tensors that
-    start at the same element.
+    """Return storage id and offset (in elements) of a tensor of any shape: equal for two with one first element.
 
     Unlike an address, it exists for tensors without data too. It is valid only while that storage is alive.
     """
@@ -337,9 +328,7 @@ def missing_compiler_reason(device: torch.device) -> str:
 
 
 def device_memory_stats(device: torch.device) -> dict[str, int]:
-    """Return bytes held on the device: allocated and reserved, now and at peak. On a CPU: the resident memory of the
-    process.
-    """
+    """Return bytes held on the device: allocated and reserved, now and at peak; on a CPU resident memory."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         return {

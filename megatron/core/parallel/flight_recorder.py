@@ -23,8 +23,7 @@ _UNITS = ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "kB"), (1, "bytes"))
 
 
 class FlightRecorder:
-    """The last collectives of one rank. Written by the training thread; other threads may read, and may miss the newest
-    note.
+    """The last collectives of one rank. The training thread writes; other threads read, and may miss the newest.
 
     activity, iteration, action: what the rank is doing; iterations count from 1. num_events: a counter that every call
     below increases, so that a hang can be detected. counts: collectives begun, by axis and ranks. stopwatch: if set,
@@ -53,9 +52,7 @@ class FlightRecorder:
         self.num_events += 1
 
     def record_collective(self, operation: object, axis: str, ranks: tuple[int, ...], size: int) -> None:
-        """Record that a collective over an axis, or a point-to-point message, begins. size: bytes on this rank.
-        `str(operation)` names it.
-        """
+        """Record that a collective over an axis or a message, `str(operation)`, begins. size: bytes on this rank."""
         key = axis, ranks
         self.counts[key] = self.counts.get(key, 0) + 1
         file, line = _caller_file_and_line(sys._getframe(1))

@@ -130,9 +130,7 @@ def axis_rank_groups(parallel: ParallelConfig, world_size: int) -> dict[str, Ran
 
 
 def _mtp_pipeline_rank(parallel: ParallelConfig, last_rank: int) -> int:
-    """Return the pipeline rank that holds the multi-token prediction layers: that of the last stage, unless the layout
-    places them.
-    """
+    """Return the pipeline rank of the multi-token prediction layers: by the layout, or that of the last stage."""
     stages = parse_pipeline_layout(parallel.pipeline_model_parallel_layout or "")
     return next(
         (

@@ -58,8 +58,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The device mesh as one rank sees it: its device, and an `Axis` for each parallelism and each merged group (see
-    grid.py).
+    """The device mesh as one rank sees it: its device, and an `Axis` for each parallelism and merged group.
 
     pp_backward: the pipeline ranks again, with a separate group for gradients. cp_inner, cp_outer: the two levels of
     hierarchical context parallelism. hybrid_cp: groups of 2, 4, 8, ... neighbouring ranks that may share a sequence

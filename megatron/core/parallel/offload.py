@@ -68,8 +68,7 @@ class _OffloadedTensor:
 
 
 class _OffloadGroup:
-    """The tensors that one part of a network saved in one forward pass. Unpacking one of them also fetches the previous
-    group.
+    """The tensors that a part saved in one forward pass. Unpacking one of them also fetches the previous group.
 
     resident: ids of storages that stay on the device. previous: the group that was saved before.
     """
@@ -129,9 +128,7 @@ class _OffloadGroup:
 
 
 class ActivationOffload:
-    """Offloads the activations that parts of one stage save. smallest: least number of elements of a tensor that is
-    offloaded.
-    """
+    """Offloads the activations that parts of one stage save, of tensors of at least `smallest` elements."""
 
     def __init__(self, device: torch.device, smallest: int) -> None:
         self.side_stream, self.smallest = SideStream(device), smallest
@@ -143,8 +140,7 @@ class ActivationOffload:
 
     @contextmanager
     def offloading(self, *parts: nn.Module) -> Iterator[None]:
-        """Context manager: what autograd saves inside is offloaded, if gradients are enabled and no backward pass is
-        running.
+        """Context manager: offloads what autograd saves, with gradients enabled and outside of backward passes.
 
         parts: modules whose weights and main gradients stay on the device, since a compiled layer saves the main
         gradient that its backward pass adds to.

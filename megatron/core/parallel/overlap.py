@@ -55,16 +55,12 @@ class OverlappedComputation:
             self.wgrad_store.pop(key)
 
     def compute_delayed_wgrad(self) -> None:
-        """Compute the weight gradients delayed so far, if waits are to be filled; called between start and wait of a
-        collective.
-        """
+        """Compute delayed weight gradients if waits are to be filled; called between start and wait."""
         if self._fills_waits:
             self.wgrad_store.flush()
 
     def run_dual_batch(self, forward: Callable[[], None], backward: Callable[[], None], device: torch.device) -> None:
-        """Run a forward and a backward pass of two microbatches with dual-batch overlap; raises the first error of
-        either.
-        """
+        """Run the forward and backward pass of two microbatches with dual-batch overlap; raises the first error."""
         self._dual_batch = DualBatchThreads()
         try:
             self._dual_batch.run(forward, backward, device)
@@ -78,8 +74,7 @@ class OverlappedComputation:
 
 
 class DualBatchThreads:
-    """Alternates two threads, of which one runs at a time: 0 is the thread that creates this object, 1 the second
-    thread.
+    """Alternates two threads, of which one runs at a time: 0 creates this object, 1 is the second thread.
 
     On a GPU, thread 1 is also autograd's own thread.
     """

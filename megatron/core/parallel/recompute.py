@@ -90,8 +90,7 @@ def recompute_intermediate(
 def recompute_intermediates(
     first: Callable[..., tuple[Tensor, ...]], second: Callable[..., Any], *tensors: Tensor
 ) -> Any:
-    """Return second(*first(*tensors)) without saving the outputs of `first`, which are recomputed when the backward
-    pass needs one.
+    """Return second(*first(*tensors)); outputs of `first` are recomputed when the backward pass needs one.
 
     tensors: any shape. Cheaper than recomputing both: `second` may be costly and needs only its inputs again. `first`
     must draw no random numbers, and its own operations should save little beside their inputs.
@@ -112,9 +111,7 @@ def recompute_intermediates(
 
 
 class _RecomputedOutputs:
-    """The outputs of a function, recomputed once for all saved tensors that refer to them, and released after the last
-    use.
-    """
+    """The outputs of a function, recomputed once for all saved tensors of them, released after the last use."""
 
     def __init__(self, make: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor, ...]) -> None:
         self.make, self.tensors = make, tensors

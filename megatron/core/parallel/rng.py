@@ -80,9 +80,7 @@ def _draw_initial_values(
 
 
 class RandomStreams:
-    """The dropout streams of one rank. The default stream is the device's generator; `fork` swaps the state of another
-    one in.
-    """
+    """The dropout streams of one rank. The default one is the device's generator; `fork` swaps in another's state."""
 
     def __init__(self, device: torch.device, seeds: dict[str, int]) -> None:
         """Seed the streams.

@@ -110,9 +110,7 @@ def local_shape(spec: ParamSpec, mesh: Mesh) -> tuple[int, ...]:
 
 
 def local_shard_boxes(spec: ParamSpec, mesh: Mesh) -> list[LocalShardBox]:
-    """Return the rectangles of the global tensor that this rank holds. At most one dimension of a parameter has several
-    segments.
-    """
+    """Return the global tensor's rectangles that this rank holds. At most one dimension has several segments."""
     return list(
         _local_shard_boxes(spec, tuple((axis.size, axis.rank) for axis in (mesh.axis(c.axis) for c in spec.shards)))
     )
@@ -152,9 +150,7 @@ def _replace_box_dim(box: Box, dim: int, offset: int, size: int) -> Box:
 
 
 def meta_parameter(spec: ParamSpec, mesh: Mesh, dtype: torch.dtype) -> nn.Parameter:
-    """Return an empty parameter on the meta device that carries its spec; `rng.materialize` allocates and initializes
-    it.
-    """
+    """Return an empty parameter on the meta device, with its spec; `rng.materialize_parameters` gives it values."""
     param = nn.Parameter(torch.empty(local_shape(spec, mesh), dtype=dtype, device="meta"))
     param.spec = spec  # type: ignore[attr-defined]
     return param
@@ -174,9 +170,7 @@ class QuantizedStorage(Protocol):
 
     @property
     def unquantized_hashes(self) -> list[Tensor | None]:
-        """For each of `local_shard_boxes`: the hash (int64 []) of the values stored into it, before quantization; None if
-        none were.
-        """
+        """Of each local box the hash (int64 []) of its values before quantization; None if none were stored."""
 
     def quantize_box(self, index: int, values: Tensor) -> None:
         """Quantize and store the values of a box, given by its index; values have the shape of the box (any shape)."""

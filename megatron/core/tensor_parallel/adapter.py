@@ -43,9 +43,7 @@ from megatron.core.tensor_parallel.region import TensorParallelRegion
 
 @dataclass(frozen=True, slots=True)
 class AdapterBuildContext:
-    """What the constructors of a network's adapters receive. dropout: probability for an adapter's input. dora: add
-    magnitudes (DoRA).
-    """
+    """What constructors of adapters receive. dropout: of an adapter's input. dora: add magnitudes (DoRA)."""
 
     mesh: Mesh
     streams: RandomStreams
@@ -95,8 +93,7 @@ class LoRAFactors(nn.Module):
 
 
 class _AddLoRAOutput(Function):
-    """Autograd function: base + scale B low for several adapters, each in its own columns of base, in one pass over the
-    output.
+    """Autograd function: base + scale B low for adapters, each in its columns of base, in one pass over the output.
 
     The gradient of base is the output's, not copied.
     """
@@ -242,8 +239,7 @@ class LinearAdapter(nn.Module):
             return torch.native_dropout(x, self.build.dropout, True)[0]
 
     def join_part_rows(self, parts: dict[str, Tensor], like: Tensor, other: float = 0.0) -> Tensor:
-        """Concatenate results of parts, [size, ..] each, along dimension 0. like: [out, ..], gives the shape of missing
-        parts.
+        """Concatenate results of parts, [size, ..] each. like: [out, ..], gives the shape of missing parts.
 
         other: value that fills the rows of parts without an adapter.
         """
@@ -254,9 +250,7 @@ class LinearAdapter(nn.Module):
 
     @torch.no_grad()
     def _adapted_row_norms(self, name: str, pair: LoRAFactors, weight: Tensor) -> Tensor:
-        """Return the L2 norm of each local row of W + scale B A of one part, [rows]; collective where ranks share a
-        row.
-        """
+        """Return the L2 norms [rows] of W + scale B A of one part; collective where ranks share a row."""
         rows = weight if name == WHOLE else weight.split(self.sizes)[self.names.index(name)]
         squares = torch.addmm(rows, pair.lora_B.to(rows.dtype), pair.lora_A.to(rows.dtype), alpha=pair.scale)
         total = squares.to(torch.promote_types(squares.dtype, torch.float32)).square().sum(dim=1)

@@ -121,8 +121,7 @@ _low_precision_matmul_op.register_autograd(_low_precision_backward, setup_contex
 def low_precision_op_arguments(
     scaling: LowPrecisionScaling, dtype: torch.dtype
 ) -> tuple[Tensor, int, torch.dtype, torch.dtype]:
-    """Return the arguments of `_low_precision_matmul_op` after the matrices: handle [], block size, and dtypes of
-    rounded values and scales.
+    """Return the op's arguments after the matrices: handle [], block size, dtypes of rounded values and scales.
 
     dtype: of the matrices.
     """

@@ -2,7 +2,7 @@
 
 No rank ever sees another's logits: the ranks exchange each token's largest logit, sum of exponentials and target logit.
 Padded columns take no part. Of logits that are there, the memory becomes the gradient, so that one buffer of vocabulary size
-is live; `linear_cross_entropy` has them made in blocks, by a kernel that knows nothing of ranks.
+is live; `fused_linear_cross_entropy` has them made in blocks, by a kernel that knows nothing of ranks.
 """
 
 from __future__ import annotations
@@ -89,8 +89,7 @@ def fused_linear_cross_entropy(
     true_vocab_size: int,
     softcap: float | None = None,
 ) -> Tensor:
-    """Return the cross entropy of every token, [s, b] in fp32 or wider, by a kernel that never holds all logits
-    (`kernels.linear_loss`).
+    """Return each token's cross entropy, [s, b] in fp32 or wider, by a kernel that never holds all logits.
 
     x: [s or s/tp, b, h]; weight: [v/tp, h]; bias: [v/tp]; targets: [s, b]. Gradients of weights are computed
     with those of states: no schedule delays them.

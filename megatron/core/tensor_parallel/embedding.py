@@ -14,9 +14,7 @@ from megatron.core.tensor_parallel.region import TensorParallelRegion
 def vocabulary_matrix_spec(
     true_size: int, padded_size: int, hidden_size: int, init: Initial, *, tied: bool = False, name: str = ""
 ) -> ParamSpec:
-    """Return the ParamSpec of a matrix [vocabulary, hidden] whose rows are cut over the tensor ranks. Padding rows are
-    not part of it.
-    """
+    """Return the spec of a matrix [vocabulary, hidden], rows cut over tensor ranks, without padding rows."""
     cut = ShardedDim(0, "tp", (FusedWeightSegment(true_size, padded=padded_size),))
     return ParamSpec((true_size, hidden_size), init, "embedding", (cut,), tied=tied, name=name)
 
@@ -42,9 +40,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class PositionEmbeddingTable(nn.Module):
-    """Table of learned vectors for positions or token types, whole on every rank. tied: also on a stage with MTP
-    layers.
-    """
+    """Learned vectors of positions or token types, whole on every rank. tied: also on a stage with MTP layers."""
 
     def __init__(
         self,

@@ -110,9 +110,7 @@ def _token_chunk_slices(x: Tensor) -> Iterator[slice]:
 
 
 def _block_logits(x: Tensor, weight: Tensor, bias: Tensor | None, words: _LogitOptions) -> tuple[Tensor, Tensor | None]:
-    """Return the logits of a block of tokens, [t, v/tp] in fp32 or wider, -inf in padding columns, and the derivative
-    of the soft cap or None.
-    """
+    """Return the logits of tokens, [t, v/tp] in fp32 or wider, -inf for padding, and the soft cap's slope or None."""
     logits = x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
     logits = logits if logits.dtype == torch.float64 else logits.float()
     slope = None

@@ -103,9 +103,7 @@ class FrozenQuantizedWeight:
 
 
 def _enclosing_whole_blocks(box: Box, shape: tuple[int, ...]) -> Box:
-    """Return the smallest box that contains `box` and consists of whole quantization blocks. shape: of the global
-    tensor.
-    """
+    """Return the smallest box of whole quantization blocks that contains `box`. shape: of the global tensor."""
     offset, size = list(box.offset), list(box.shape)
     for dim, block in ((-2, SCALES), (-1, BLOCK)):
         stop = min(-(-(offset[dim] + size[dim]) // block) * block, shape[dim])
@@ -115,9 +113,7 @@ def _enclosing_whole_blocks(box: Box, shape: tuple[int, ...]) -> Box:
 
 
 def _slice_shard_blocks(blocks: BlockQuantizedWeight, shard: LocalShardBox, box: Box) -> BlockQuantizedWeight:
-    """Return the rows and columns of a local shard from the quantized blocks of its box. Means and steps stay those of
-    all rows.
-    """
+    """Return a local shard's rows and columns of its box's quantized blocks; means and steps of all rows."""
     rows, columns = shard.box.shifted(tuple(-start for start in box.offset)).slices()[-2:]
     return BlockQuantizedWeight(
         blocks.codes[..., rows, columns], blocks.scales[..., rows, :], blocks.means, blocks.steps

@@ -113,9 +113,7 @@ def _start_input_gather(x: Tensor, region: TensorParallelRegion) -> tuple[Tensor
 def _gather_then_weight_gradients(
     x: Tensor, gradient: Tensor, region: TensorParallelRegion, bias: bool, into: MainGrad | None
 ) -> tuple[Tensor | None, ...]:
-    """Return weight (and bias) gradients of a column-parallel layer later than its backward pass; gathers x first under
-    sequence parallelism.
-    """
+    """Return a column layer's delayed weight (and bias) gradients; gathers x under sequence parallelism."""
     if region.sequence_parallel:
         x, gathering = _start_input_gather(x, region)
         collectives.wait(gathering)
@@ -123,9 +121,7 @@ def _gather_then_weight_gradients(
 
 
 class _RowParallelLinear(Function):
-    """Autograd function of a row-parallel layer under sequence parallelism: matmul and reduce-scatter, overlapped if so
-    configured.
-    """
+    """Autograd function of a row-parallel layer under sequence parallelism: matmul and reduce-scatter."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, region: TensorParallelRegion) -> Tensor:
@@ -165,9 +161,7 @@ def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, regio
 
 
 def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorParallelRegion) -> Tensor:
-    """Return x W^T + b, [..., out], without communication; the weight may be quantized. x: [..., in]; weight: [out,
-    in].
-    """
+    """Return x W^T + b, [..., out], without communication. x: [..., in]; weight: [out, in], perhaps quantized."""
     if quantized_storage_of(weight) is not None:
         return frozen_quantized_linear(x, weight, bias)
     into = region.main_grad_of(weight)
@@ -207,9 +201,7 @@ class AdaptableLinear(nn.Module):
         return result if bias is None else result + bias
 
     def merged_weight(self) -> Tensor:
-        """Return this rank's shard of the weight with the adapter merged in, dequantized, [out, in]. For decoding: has
-        no gradient if there is an adapter.
-        """
+        """Return the local weight [out, in], dequantized, with the adapter merged in; then it has no gradient."""
         adapter, weight = self.adapter, dense_weight(self.weight)
         return adapter.merged_weight(weight) if adapter is not None and adapter.enabled else weight
 
@@ -220,9 +212,7 @@ class AdaptableLinear(nn.Module):
 
 
 class ColumnParallelLinear(AdaptableLinear):
-    """Column-parallel linear layer: its output is cut over the tensor ranks. parts: fused segments of the output, each
-    cut by itself.
-    """
+    """Linear layer whose output is cut over the tensor ranks. parts: its fused segments, each cut by itself."""
 
     def __init__(
         self,
@@ -264,9 +254,7 @@ class ColumnParallelLinear(AdaptableLinear):
 
 
 class ReplicatedLinear(AdaptableLinear):
-    """Linear layer that is whole on every rank. sum_over: axes over which its gradients are summed, as each rank
-    computes a share.
-    """
+    """Linear layer that is whole on every rank. sum_over: axes that sum gradients of which a rank has a share."""
 
     def __init__(
         self,
@@ -293,9 +281,7 @@ class ReplicatedLinear(AdaptableLinear):
 
 
 class RowParallelLinear(AdaptableLinear):
-    """Row-parallel linear layer: its input is cut over the tensor ranks, their partial outputs are summed, then the
-    bias is added.
-    """
+    """Row-parallel linear layer: its input is cut over the tensor ranks; partial outputs are summed, bias added."""
 
     def __init__(
         self,

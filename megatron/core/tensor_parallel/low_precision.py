@@ -116,9 +116,7 @@ class LowPrecisionScaling(nn.Module):
         return result, False
 
     def quantise(self, operand: Operand, x: Tensor, largest: Tensor | None) -> QuantizedMatrix:
-        """Quantize x [m, k] for a sum over k. largest: from `global_amax`. Gradients of 4 bits are rounded
-        stochastically.
-        """
+        """Quantize x [m, k] for a sum over k, 4-bit gradients stochastically. largest: from `global_amax`."""
         drawing = self.recipe.is_4_bit and operand == "gradient"
         with self.streams.fork("cut") if drawing else nullcontext():
             return self.recipe.quantise(operand, x, largest)
@@ -139,9 +137,7 @@ class LowPrecisionScaling(nn.Module):
         return rows, across
 
     def is_weight_cached(self, weight: Tensor, number: int) -> bool:
-        """Whether this weight (any shape) was quantized in this step already and has not changed since. number: which
-        matrix of the layer.
-        """
+        """Whether this weight (any shape), matrix `number` of the layer, was quantized this step and is unchanged."""
         return self.caches and number in self.cached and self.cached[number][0] == weight._version
 
     def cached_quantized_weight(
@@ -164,18 +160,14 @@ class LowPrecisionScaling(nn.Module):
         return self.cached[number][1:]
 
     def cached_weight_amax(self, weight: Tensor, number: int) -> Tensor | None:
-        """Return the largest absolute value of a weight, [], if it was found when the step began and the weight has not
-        changed since; else None.
-        """
+        """Return a weight's largest absolute value, [], found when the step began; None if it changed since."""
         version, largest = self.maxima.get(number, (-1, None))
         return largest if version == weight._version else None
 
     def quantise_weight_and_transpose(
         self, weight: Tensor, largest: Tensor | None
     ) -> tuple[QuantizedMatrix, QuantizedMatrix]:
-        """Quantize a weight [out, in] for sums over its inputs, and its transpose [in, out]. largest: what the scale is
-        made for.
-        """
+        """Quantize a weight [out, in], and its transpose, for sums over inputs and outputs. largest: for the scale."""
         if self.recipe.is_4_bit:
             rows = self.quantise("weight", weight, largest)
             return rows, rows.t() if self.recipe.transpose_reuses_quantized("weight") else self.quantise(
@@ -195,8 +187,7 @@ class LowPrecisionScaling(nn.Module):
 
     @staticmethod
     def after_step(scalings: Sequence[LowPrecisionScaling], *, stepped: bool) -> None:
-        """Finish a step: append its largest values over all ranks to the histories if it `stepped`, else discard them,
-        and drop all cached weights.
+        """Finish a step: append its largest values over ranks to the histories if it `stepped`; drop cached weights.
 
         Collective if there are delayed scales and `stepped`.
         """
@@ -516,8 +507,7 @@ def low_precision_linear(x: Tensor, weight: Tensor, bias: Tensor | None, way: Lo
 def low_precision_grouped_linear(
     x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None, scaling: LowPrecisionScaling
 ) -> Tensor:
-    """`reference.grouped_linear` with operands rounded to 8 or 4 bits. x: [n, in]; weight: [e, out, in]. Returns [n,
-    out].
+    """`reference.grouped_linear` in 8 or 4 bits. x: [n, in]; weight: [e, out, in]. Returns [n, out].
 
     Each expert is scaled by itself; delayed scales are shared by all. Reads `counts` on the host.
     """

@@ -55,8 +55,7 @@ class Norm(nn.Module):
 
 
 def effective_norm_weight(weight: Tensor, dtype: torch.dtype, *, one_plus: bool) -> Tensor:
-    """Return the factor [h] that multiplies a normalized x: the weight, or with one_plus the weight plus 1, in fp32 or
-    wider.
+    """Return the factor [h] of a normalized x: the weight, or with one_plus the weight plus 1, in fp32 or wider.
 
     In bf16, numbers near 1 are 0.008 apart but much closer near 0: rounding the sum would lose what the weight holds.
     """

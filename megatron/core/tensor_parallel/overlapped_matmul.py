@@ -51,9 +51,7 @@ def all_gather_matmul(x: Tensor, matrix: Tensor, bias: Tensor | None, axis: Axis
 
 
 def matmul_reduce_scatter(x: Tensor, matrix: Tensor, axis: Axis) -> Tensor:
-    """Multiply, and reduce-scatter the product over the axis, overlapped. x: [s, b, i]; matrix: [i, o]; returns [s/tp,
-    b, o].
-    """
+    """Multiply and reduce-scatter over the axis, overlapped. x: [s, b, i]; matrix: [i, o]; returns [s/tp, b, o]."""
     pieces = x.chunk(axis.size)
     total, own, arriving = (x.new_empty((*pieces[0].shape[:-1], matrix.shape[-1])) for _ in range(3))
     _matmul_into(pieces[axis.rank - 1], matrix, None, total)

@@ -40,9 +40,7 @@ class TensorParallelRegion:
     sums: bool = False
 
     def main_grad_of(self, weight: Tensor) -> MainGrad | None:
-        """Return the main gradient that a layer adds the gradient of this weight (any shape) to; None if autograd
-        returns it.
-        """
+        """Return the main gradient that a layer adds this weight's (any shape) to; None if autograd returns it."""
         return active_main_grad(weight) if self.sums else None
 
     def without_communication(self) -> TensorParallelRegion:
@@ -58,9 +56,7 @@ class TensorParallelRegion:
         return collectives.identity_with_reduce_backward(x, self.axis)
 
     def reduce_from_region(self, partial: Tensor) -> Tensor:
-        """Leave a region: sum the ranks' partial results [s, b, h]; return [s, b, h], or [s/tp, b, h] with sequence
-        parallelism.
-        """
+        """Leave a region: sum partial results [s, b, h]; return [s, b, h], with sequence parallelism [s/tp, b, h]."""
         if self.sequence_parallel:
             return collectives.scatter_with_gather_backward(partial, self.axis)
         return collectives.reduce_with_identity_backward(partial, self.axis)
@@ -76,8 +72,7 @@ class TensorParallelRegion:
         return collectives.split_with_gather_backward(whole, self.axis) if self.sequence_parallel else whole
 
     def scatter_tokens(self, x: Tensor) -> Tensor:
-        """Return tokens that no other tensor rank has, [ceil(s/tp), b, h]: x itself with sequence parallelism, else
-        this rank's chunk of it.
+        """Return tokens of this rank alone, [ceil(s/tp), b, h]: x with sequence parallelism, else its chunk of x.
 
         x: hidden states outside of regions. A sequence that the axis does not divide is padded with zeros, which
         `undo_scatter_tokens` drops.
@@ -97,9 +92,7 @@ class TensorParallelRegion:
         return sequence // self.axis.size if self.sequence_parallel else sequence
 
     def whole_sequence_length(self, held: int) -> int:
-        """Return the length of the sequence of which a rank holds `held` positions outside of regions (cut over tensor
-        ranks only).
-        """
+        """Return the sequence's length, of which a tensor rank holds `held` positions outside of regions."""
         return held * self.axis.size if self.sequence_parallel else held
 
     def replicate_first_position(self, x: Tensor) -> Tensor:
@@ -110,14 +103,10 @@ class TensorParallelRegion:
 
     @property
     def gradient_sum_axes(self) -> tuple[str, ...]:
-        """Axes over which gradients of parameters used outside of regions must be summed: ("tp",) with sequence
-        parallelism.
-        """
+        """Axes that sum gradients of parameters outside of regions: ("tp",) with sequence parallelism."""
         return ("tp",) if self.sequence_parallel else ()
 
     @property
     def dropout_stream(self) -> str:
-        """Name of the random stream for dropout outside of regions: "cut" if ranks hold different positions, else
-        "default".
-        """
+        """Random stream of dropout outside of regions: "cut" if ranks hold different positions, else "default"."""
         return "cut" if self.sequence_parallel else "default"

@@ -26,9 +26,7 @@ from megatron.core.transformer.stack import TransformerStack
 
 
 def set_up_activation_offload(stage: nn.Module, config: ActivationOffloadConfig, device: torch.device) -> None:
-    """Set up a stage to offload activations as --cpu-offloading-num-layers and --offload-modules ask; without them do
-    nothing.
-    """
+    """Offload activations of a stage as --cpu-offloading-num-layers and --offload-modules ask, if they do."""
     if not config.offloads_activations:
         return
     offload = ActivationOffload(device, config.min_offloaded_tensor_size)

@@ -45,8 +45,7 @@ def add_adapters_to_layer(layer: nn.Module, plan: LayerPlan, build: LayerBuildCo
 
 
 def freeze_untrained(network: nn.Module, config: AdapterConfig, mesh: Mesh) -> None:
-    """Freeze all parameters of a named network that the run does not train; with adapters, all but those and
-    --lora-modules-to-save.
+    """Freeze what the run does not train; with adapters, all but those and --lora-modules-to-save.
 
     Frozen matrices of layers are prepared for --lora-base-quantization, before they have values.
     """
@@ -60,8 +59,7 @@ def freeze_untrained(network: nn.Module, config: AdapterConfig, mesh: Mesh) -> N
 
 @contextmanager
 def without_adapters(*networks: nn.Module) -> Iterator[None]:
-    """Disable all adapters inside the context, so that networks compute what their frozen base does. For passes without
-    a gradient.
+    """Disable all adapters inside, so that networks compute what their frozen base does; without gradients.
 
     networks: whole ones, pipeline stages, or stages inside of DDP or FSDP. Modules of --lora-modules-to-save stay as
     trained.
@@ -112,9 +110,7 @@ class ExpertLoRAFactors(nn.Module):
 
 
 class GroupedLinearAdapter(nn.Module):
-    """The LoRA adapters of a grouped linear layer (experts): one of the whole matrix, or one of each of some fused
-    parts.
-    """
+    """The LoRA adapters of a grouped linear layer (experts): one of the whole matrix, or one for each fused part."""
 
     def __init__(
         self, plans: Sequence[AdapterPlan], names: Sequence[str], weight: nn.Parameter, build: LayerBuildContext
@@ -132,8 +128,7 @@ class GroupedLinearAdapter(nn.Module):
             self.pairs[plan.part or WHOLE] = ExpertLoRAFactors(plan, spec, rows, build)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Return what the adapters add to the layer's output, [n, out]; over etp a partial sum where the layer's own
-        output is one.
+        """Return what adapters add to the output, [n, out]; over etp a partial sum where the output is one.
 
         x: [n, in], sorted by expert; counts: [e], rows of each expert.
         """

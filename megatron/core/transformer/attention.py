@@ -104,8 +104,7 @@ class SelfAttention(nn.Module):
         return multiply_unless_one(self.linear_proj(mixed), self.output_factor), normed
 
     def qk_clip_weight_factors(self, shrink: Tensor, alpha: float) -> dict[nn.Parameter, Tensor]:
-        """Return for the query, key and value matrix (and its bias) the factor of each local row, [rows]; 1 for values
-        and gates.
+        """Return of the qkv matrix (and its bias) the factor of each local row, [rows]; 1 for values and gates.
 
         shrink: factor of the scores of every head of the network, [n]; queries take shrink^alpha, keys shrink^(1 -
         alpha).
@@ -223,8 +222,7 @@ def attend(
     training: bool,
     kernel: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """Run the attention kernel with the network's scale, softcap and dropout, recomputed in the backward pass if so
-    configured.
+    """Run the attention kernel with the network's scale, softcap and dropout, recomputed if so configured.
 
     q: [queries, b, n/tp, d]; k, v: [keys, b, g/tp, d]; scores: only its bias [1, n/tp, queries, keys] and sink [n/tp]
     are used. kernel: in place of the run's. Returns [queries, b, n/tp * d].

@@ -26,9 +26,7 @@ class StatefulMixer(Protocol):
 
 
 class DecodingCache(Protocol):
-    """The cached keys, values and states that one forward pass over the new tokens of several sequences reads and
-    extends.
-    """
+    """The cached keys, values and states that a forward pass over new tokens of sequences reads and extends."""
 
     def wrap_attention_kernel(self, layer: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return `kernel` wrapped so that it stores the new keys and values and attends to the cached ones too.
@@ -39,8 +37,7 @@ class DecodingCache(Protocol):
         """
 
     def run_from_states(self, mixer: StatefulMixer, parts: Sequence[Tensor], mix: Mix) -> Tensor:
-        """Run `mix` on the new tokens of each sequence from that sequence's state, and store the state that it ends
-        with.
+        """Run `mix` on the new tokens of each sequence from its state, and store the state that it ends with.
 
         parts: arguments of `mix`, each [t, 1, ...]. Returns the outputs of all tokens, [t, 1, ...].
         """

@@ -82,7 +82,7 @@ class TokenDispatcher(Protocol):
     """Sends tokens to the ranks that hold their experts, and the outputs back (--moe-token-dispatcher-type)."""
 
     def dispatch(self, tokens: Tensor, routing: ExpertRouting, capacity: int | None) -> PendingTokenDispatch:
-        """Start to send tokens [t, h] to their experts; `Dispatched.wait` finishes it.
+        """Start to send tokens [t, h] to their experts; `PendingTokenDispatch.wait` finishes it.
 
         capacity: number of rows that every expert is padded or cut to; None: as many as chose it.
         """
@@ -180,9 +180,7 @@ def reorder_token_rows(rows: Tensor, index: Tensor, back: Tensor, permute: Permu
 
 @dataclass(frozen=True, slots=True)
 class AllGatherTokenDispatcher:
-    """Token dispatch by all-gather: every rank of ep and etp gets all tokens, and computes those that chose its
-    experts.
-    """
+    """Token dispatch by all-gather: every rank of ep and etp gets all tokens, and keeps those of its experts."""
 
     num_experts: int
     ep: Axis
@@ -190,7 +188,7 @@ class AllGatherTokenDispatcher:
     permute: Permute = permute
 
     def dispatch(self, tokens: Tensor, routing: ExpertRouting, capacity: int | None) -> PendingTokenDispatch:
-        """See `Dispatcher.dispatch`."""
+        """See `TokenDispatcher.dispatch`."""
         tokens, weights = self._gather_over_ranks(tokens), self._gather_over_ranks(routing.weights)
         experts = self._gather_over_ranks(routing.experts)
         kept = None if routing.kept is None else self._gather_over_ranks(routing.kept.to(torch.uint8)).bool()
@@ -211,15 +209,13 @@ class AllGatherTokenDispatcher:
         return PendingTokenDispatch(lambda: rows, permutation)
 
     def combine(self, outputs: Tensor, dispatched: PendingTokenDispatch) -> Tensor:
-        """See `Dispatcher.combine`."""
+        """See `TokenDispatcher.combine`."""
         shares = unpermute_tokens(outputs, dispatched.permutation)
         summed = collectives.scatter_with_gather_backward(shares, self.ep, self.ep.overlap.yield_to_other_microbatch)
         return collectives.scatter_with_gather_backward(summed, self.etp)
 
     def _gather_over_ranks(self, values: Tensor) -> Tensor:
-        """Gather values [t, ...] of the ranks of etp, then ep, along the first dimension; floating-point ones with a
-        gradient.
-        """
+        """Gather values [t, ...] of etp, then ep, along dimension 0; floating-point ones with a gradient."""
         if not values.dtype.is_floating_point:
             return collectives.all_gather(collectives.all_gather(values, self.etp), self.ep)
         gathered = collectives.gather_with_scatter_backward(values, self.etp)
@@ -246,7 +242,7 @@ class AllToAllTokenDispatcher:
     permute: Permute = permute
 
     def dispatch(self, tokens: Tensor, routing: ExpertRouting, capacity: int | None) -> PendingTokenDispatch:
-        """See `Dispatcher.dispatch`."""
+        """See `TokenDispatcher.dispatch`."""
         permutation = permutation_by_expert(
             routing.experts, routing.kept, self.num_experts, capacity=capacity, all_here=True, permute=self.permute
         )
@@ -282,7 +278,7 @@ class AllToAllTokenDispatcher:
         return PendingTokenDispatch(receive_expert_inputs, permutation, handle)
 
     def combine(self, outputs: Tensor, dispatched: PendingTokenDispatch) -> Tensor:
-        """See `Dispatcher.combine`."""
+        """See `TokenDispatcher.combine`."""
         handle: _ExpertExchangeState = dispatched.handle
         shares = reorder_token_rows(outputs, handle.back, handle.index, self.permute)
         own = collectives.uneven_scatter_with_gather_backward(shares, handle.gathered, self.etp)
@@ -311,7 +307,7 @@ class FlexTokenDispatcher:
     permute: Permute = permute
 
     def dispatch(self, tokens: Tensor, routing: ExpertRouting, capacity: int | None) -> PendingTokenDispatch:
-        """See `Dispatcher.dispatch`."""
+        """See `TokenDispatcher.dispatch`."""
         experts = routing.experts if routing.kept is None else routing.experts.masked_fill(~routing.kept, -1)
         arrived, weights, own, handle = self.library.dispatch(tokens, routing.weights, experts, self.num_experts)
         capacity = None if capacity is None else capacity * self.ep.size
@@ -324,7 +320,7 @@ class FlexTokenDispatcher:
         return PendingTokenDispatch(lambda: rows, permutation, handle)
 
     def combine(self, outputs: Tensor, dispatched: PendingTokenDispatch) -> Tensor:
-        """See `Dispatcher.combine`."""
+        """See `TokenDispatcher.combine`."""
         return self.library.combine(unpermute_tokens(outputs, dispatched.permutation), dispatched.handle)
 
 

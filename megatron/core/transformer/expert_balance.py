@@ -50,8 +50,7 @@ def local_balancing_loss(scores: Tensor, chosen: Tensor, *, num_tokens: int) -> 
 
 
 def local_router_z_loss(scores: Tensor, *, num_tokens: int) -> Tensor:
-    """Return this rank's share of the mean squared log-sum-exp of the router logits (z-loss, Zoph et al., 2022), a
-    scalar.
+    """Return this rank's share of the z-loss, the mean squared log-sum-exp of router logits (Zoph et al., 2022).
 
     scores: logits [t, e]. num_tokens: on all ranks.
     """
@@ -59,8 +58,7 @@ def local_router_z_loss(scores: Tensor, *, num_tokens: int) -> Tensor:
 
 
 def sinkhorn(scores: Tensor, axis: Axis) -> Tensor:
-    """Return exp(scores) scaled by rows and columns until all tokens, and all experts, have about the same sum
-    (Sinkhorn).
+    """Return exp(scores) scaled by rows and columns until all tokens, and all experts, have about the same sum.
 
     scores: router logits [t, e], which get no gradient; returns the same shape. Tokens of all ranks of the axis are
     balanced together.
@@ -78,8 +76,7 @@ def sinkhorn(scores: Tensor, axis: Axis) -> Tensor:
 
 
 def updated_expert_bias(bias: Tensor, load: Tensor, rate: float) -> Tensor:
-    """Return the expert bias after a step: raised by `rate` for experts below the mean load, lowered for those above it
-    (Wang et al., 2024).
+    """Return the expert bias after a step: raised by `rate` below the mean load, else lowered (Wang et al., 2024).
 
     bias: [..., e]; load: int64 [..., e], choices of each expert.
     """

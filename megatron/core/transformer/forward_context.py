@@ -48,9 +48,7 @@ class MicrobatchContext:
         return _AttachLossGradient.apply(x, loss, self.weight) if self.training else x
 
     def compute_once(self, key: object, make: Callable[[], Any]) -> Any:
-        """Return make(), computed without gradients in the first pass of this microbatch that asks for `key`; later
-        (recomputed) passes get the same result.
-        """
+        """Return make(), computed once a microbatch for `key`, without gradients; recomputed passes get the same."""
         if key not in self._retained:
             with torch.no_grad():
                 self._retained[key] = make()

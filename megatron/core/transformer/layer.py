@@ -147,9 +147,7 @@ class TransformerLayer(nn.Module):
         return self.build.recomputes_module("moe" if self.plan.mlp == "moe" else "mlp")
 
     def attention_block(self, x: Tensor, context: ForwardContext, bias: Tensor | None) -> Tensor:
-        """Return x + attention(norm(x)) (or another mixer), [s or s/tp, b, h]: the first half of a layer. bias: as in
-        `forward`.
-        """
+        """Return x + attention(norm(x)) (or another mixer), [s or s/tp, b, h]: the first half. bias: see `forward`."""
         mixed, normed = self.token_mixer(x, self.input_layernorm, context, bias)
         mixed = mixed if self.attention_scale is None else self.attention_scale(mixed)
         return self._add_residual(x, normed, mixed, self.post_attention_layernorm)

@@ -74,9 +74,7 @@ class LayerBuildContext:
         )
 
     def for_layer(self, plan: LayerPlan) -> LayerBuildContext:
-        """Return a copy for one layer, with low-precision matmuls if the configuration gives them to this layer; else
-        itself.
-        """
+        """Return itself, or a copy with low-precision matmuls for a layer that is configured to have them."""
         recipe = low_precision_recipe_of(self.low_precision, self.mesh.device, self.kernels.quantise)
         if recipe is None or not self.low_precision.is_low_precision_layer(
             plan.index, self.model.encoder_or_decoder_depth(plan.has_cross_attention)
@@ -110,9 +108,7 @@ class LayerBuildContext:
         )
 
     def local_positions(self, held: int) -> Tensor:
-        """Return the positions in the whole sequence of the `held` tokens of this context rank, int64 [held] (zigzag
-        order).
-        """
+        """Return the positions in the sequence of this context rank's `held` tokens, int64 [held] (zigzag order)."""
         cp = self.mesh.cp
         return Zigzag(held * cp.size, cp.size).positions_of_rank(cp.rank, self.mesh.device)
 

@@ -121,9 +121,7 @@ class MambaMixer(nn.Module):
         return self._conv_and_scan(parts, ALONE, None, state)
 
     def _split_projection(self, projected: Tensor) -> tuple[Tensor, ...]:
-        """Split [s, b, (2 d + 2 g N + n)/tp] into z [s, b, d/tp], x [s, b, n/tp, p], B and C [s, b, g/tp, N], dt [s, b,
-        n/tp, 1].
-        """
+        """Split [s, b, out/tp] into z [s, b, d/tp], x [s, b, n/tp, p], B, C [s, b, g/tp, N], dt [s, b, n/tp, 1]."""
         inner, shared = self.heads * self.sizes.head, self.groups * self.sizes.state
         z, x, b, c, dt = projected.split((inner, inner, shared, shared, self.heads), dim=-1)
         if self.factors:
@@ -188,9 +186,7 @@ class GatedNorm(nn.Module):
         return self._rms_norm_groups(own * gate).to(y.dtype)
 
     def _rms_norm_groups(self, x: Tensor) -> Tensor:
-        """RMSNorm of each group of channels. x: [s, b, d/tp] in fp32 or wider; returns the same shape, x itself without
-        a weight.
-        """
+        """RMSNorm of each group of channels; x itself without a weight. x, result: [s, b, d/tp] in fp32 or wider."""
         if self.weight is None:
             return x
         groups = x.unflatten(-1, (self.groups, -1))

@@ -10,7 +10,7 @@ A head's score is (query . key + rotated query . shared key) * scale. The matric
 tensor rank; those that make heads of them are cut by head, so that under sequence parallelism only latents are gathered.
 
 Decoding keeps the latent and the shared key of each token, and no head's key or value: a query goes through the key's
-matrix instead, into the space of the latents, and what it finds there through the value's matrix (`absorbed`).
+matrix instead, into the space of the latents, and what it finds there through the value's matrix (`absorbed_attention`).
 """
 
 from __future__ import annotations
@@ -102,8 +102,7 @@ class MultiLatentAttention(nn.Module):
     def absorbed_attention(
         self, q: Tensor, kept: Tensor, mask: AttentionMaskSpec, kernel: Callable[..., Tensor] | None = None
     ) -> Tensor:
-        """Attend to cached latents, with the up projection of keys absorbed into queries and that of values into the
-        output.
+        """Attend to cached latents, with the keys' up projection absorbed into queries, the values' into the output.
 
         q: [queries, b, n/tp, dk + d], rotated. kept: [keys, b, r + d], the latent and the rotated shared key of each
         token. kernel: in place of the run's. Returns [queries, b, n/tp * dv].
@@ -153,9 +152,7 @@ class MultiLatentAttention(nn.Module):
         return query, latent, self.build.tp_region.copy_to_region(shared.contiguous())[:, :, None]
 
     def _rotated_query_heads(self, query: Tensor, table: RotaryTable | None) -> Tensor:
-        """Return the queries of all local heads, [s, b, n/tp, dk + d], the last d rotated. query: queries or their
-        latent.
-        """
+        """Return all local heads' queries, [s, b, n/tp, dk + d], the last d rotated. query: queries or their latent."""
         q = query if self.linear_q_up_proj is None else self.linear_q_up_proj(query)
         still, turned = q.unflatten(-1, (self.heads, -1)).split(
             [self.mla.qk_head_dim, self.mla.qk_pos_emb_head_dim], dim=-1
@@ -163,9 +160,7 @@ class MultiLatentAttention(nn.Module):
         return torch.cat((still, self._apply_rotary_to_tensor(turned, table)), dim=-1)
 
     def _key_and_value_heads(self, latent: Tensor, shared: Tensor, table: RotaryTable | None) -> tuple[Tensor, Tensor]:
-        """Return keys [s, b, n/tp, dk + d] and values [s, b, n/tp, dv]. latent: [s or s/tp, b, r]; shared: [s, b, 1,
-        d].
-        """
+        """Return keys [s, b, n/tp, dk + d], values [.., dv]. latent: [s or s/tp, b, r]; shared: [s, b, 1, d]"""
         pairs = self.linear_kv_up_proj(latent).unflatten(-1, (self.heads, -1))
         still, value = pairs.split([self.mla.qk_head_dim, self.mla.v_head_dim], dim=-1)
         turned = self._apply_rotary_to_tensor(shared, table).expand(-1, -1, self.heads, -1)
@@ -178,8 +173,7 @@ class MultiLatentAttention(nn.Module):
 
 
 def mla_softmax_scale(model: ModelConfig) -> float:
-    """Return the factor of the scores: --softmax-scale, or 1/sqrt(query size) times the square of YaRN's
-    --mscale-all-dim factor.
+    """Return the factor of the scores: --softmax-scale, or 1/sqrt(query size) times YaRN's squared --mscale-all-dim.
 
     YaRN flattens the softmax; the factor sharpens it again (Peng et al., 2023; DeepSeek-V2).
     """

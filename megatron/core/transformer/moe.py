@@ -41,8 +41,7 @@ from megatron.core.transformer.router import TopKRouter
 
 
 class _DelayedWgradGroupedLinear(Function):
-    """Autograd function: x W^T of each row's expert, whose weight gradient may be put into a `WeightGradStore` for
-    later.
+    """Autograd function: x W^T of each row's expert; a `WeightGradStore` may take its weight gradient for later.
 
     kernel: the grouped matmul.
     """
@@ -146,8 +145,7 @@ class GroupedLinear(nn.Module):
 
 
 class GroupedMLP(nn.Module):
-    """The MLPs of this rank's experts as grouped matmuls: routing weight * linear_fc2(activation(linear_fc1(x))) of
-    each row.
+    """The MLPs of this rank's experts as grouped matmuls: routing weight * linear_fc2(activation(linear_fc1(x))).
 
     Gated: linear_fc1 is [gate | up].
     """
@@ -202,15 +200,11 @@ class MoELayer(nn.Module):
         )
 
     def forward(self, x: Tensor, norm: nn.Module | None, context: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Run the layer on norm(x). x: [s or s/tp, b, h], before its norm. Returns the layer's output and the normed
-        input, like x.
-        """
+        """Run the layer on norm(x). x: [s or s/tp, b, h], before its norm. Returns output and normed input, like x."""
         return self.build.apply_norm_then_linear(norm, partial(self._route_compute_and_combine, context=context), x)
 
     def _route_compute_and_combine(self, x: Tensor, *, context: ForwardContext) -> Tensor:
-        """Route, dispatch, compute and combine normed tokens, and add the shared experts. x: [s or s/tp, b, h], as the
-        result.
-        """
+        """Route, dispatch, compute and combine normed tokens, add the shared experts. x, result: [s or s/tp, b, h]."""
         moe, region, length = self.build.model.moe, self.build.tp_region, x.shape[0]
         own = region.scatter_tokens(x)
         routing = self.router(own, context)

@@ -28,8 +28,7 @@ class MaxAttentionScoreTracker:
 
     @torch.no_grad()
     def update(self, q: Tensor, k: Tensor, mask: AttentionMaskSpec, scale: float | None) -> None:
-        """Update the maxima with the scores of these queries and keys, over all pairs that the mask allows and the
-        whole batch.
+        """Update the maxima by scores of these queries and keys: pairs that the mask allows, over the whole batch.
 
         q: [queries, b, n/tp, d]; k: [keys, b, g/tp, d]; scale: of the scores, None for 1/sqrt(d).
         """
@@ -37,9 +36,7 @@ class MaxAttentionScoreTracker:
         self._largest = scores if self._largest is None else torch.maximum(self._largest, scores)
 
     def pop(self, heads: int, device: torch.device) -> Tensor:
-        """Return the largest score of each local head, [heads], in fp32 or wider, and reset; -inf if there were no
-        updates.
-        """
+        """Return and reset the largest score of each local head, [heads], in fp32 or wider; -inf without updates."""
         largest, self._largest = self._largest, None
         return torch.full((heads,), float("-inf"), device=device) if largest is None else largest
 
@@ -61,8 +58,7 @@ class QKClipAttention(Protocol):
 def qk_clip_row_factors(
     modules: Iterable[nn.Module], mesh: Mesh, *, threshold: float, alpha: float
 ) -> dict[str, Tensor]:
-    """Return for each clipped parameter, by global name, the factor of each local row, [rows], and reset the largest
-    scores.
+    """Return for each clipped parameter, by global name, the factor of each local row, [rows]; resets the maxima.
 
     The maxima are over all microbatches since the last call and all ranks that share a layer (collective). Empty
     without QK-clip.

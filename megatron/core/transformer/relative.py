@@ -21,9 +21,7 @@ from megatron.core.transformer.layer_build_context import LayerBuildContext
 
 
 class RelativeBiasTable(nn.Module):
-    """The parameter of T5's relative position bias: one number for each bucket and head; heads are cut over the tensor
-    ranks.
-    """
+    """T5's relative position bias: a number for each bucket and head; heads are cut over the tensor ranks."""
 
     def __init__(self, build: LayerBuildContext) -> None:
         super().__init__()
@@ -44,18 +42,14 @@ class RelativePositionEmbedding(nn.Module):
 
 
 def relative_score_bias(table: Tensor, length: int, config: PositionConfig, *, causal: bool) -> Tensor:
-    """Return the relative position bias that is added to a sequence's scores, [1, n/tp, length, length]. table:
-    [buckets, n/tp].
-    """
+    """Return the relative position bias of a sequence's scores, [1, n/tp, length, length]. table: [buckets, n/tp]."""
     places = torch.arange(length, device=table.device)
     index = relative_position_buckets(places[None, :] - places[:, None], config, causal=causal)
     return F.embedding(index, table).permute(2, 0, 1)[None]
 
 
 def relative_position_buckets(offset: Tensor, config: PositionConfig, *, causal: bool) -> Tensor:
-    """Return the bucket of each offset (key position minus query position). offset: int64 of any shape; returns the
-    same shape.
-    """
+    """Return the bucket of each offset (key minus query position). offset, result: int64 of any shape."""
     count, first = config.relative_attention_num_buckets, torch.zeros_like(offset)
     distance = (-offset).clamp(min=0) if causal else offset.abs()
     if not causal:

@@ -26,9 +26,7 @@ class RotaryTable:
 
 
 def rotary_frequencies(config: PositionConfig, head_size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the angle per position of each rotated pair, [r/2], after Llama 3.1 or YaRN scaling if configured (Su et
-    al., 2021).
-    """
+    """Return the angle per position of each rotated pair, [r/2], scaled if configured (Su et al., 2021)."""
     size = int(head_size * config.rotary_percent) // 2 * 2
     steps = torch.arange(0, size, 2, device=device, dtype=dtype) / size
     result = 1.0 / config.rotary_base**steps  # rounded as the published networks round it
@@ -46,9 +44,7 @@ def _llama3_scaled_frequencies(frequencies: Tensor, config: PositionConfig) -> T
 
 
 def _yarn_scaled_frequencies(frequencies: Tensor, config: PositionConfig) -> Tensor:
-    """Divide low frequencies by the scaling factor, keep high ones, and blend those between linearly by pair index
-    (YaRN; Peng et al., 2023).
-    """
+    """Divide low frequencies by the factor, keep high ones, blend linearly by index between (Peng et al., 2023)."""
     size = 2 * len(frequencies)
 
     def rotary_pair_index(turns: float) -> float:  # of the pair that turns so often over the original length
@@ -65,9 +61,7 @@ def _yarn_scaled_frequencies(frequencies: Tensor, config: PositionConfig) -> Ten
 
 
 def yarn_mscale(config: PositionConfig, share: float) -> float:
-    """Return YaRN's magnitude factor 0.1 * share * log(scaling factor) + 1; 1 without YaRN. share: `mscale` or
-    `mscale_all_dim`.
-    """
+    """Return YaRN's magnitude factor 0.1 * share * log(scaling) + 1; 1 without it. share: a --mscale flag's value."""
     if not config.is_yarn or config.rotary_scaling_factor <= 1.0:
         return 1.0
     return 0.1 * share * math.log(config.rotary_scaling_factor) + 1.0

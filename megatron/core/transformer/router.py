@@ -63,9 +63,7 @@ class ExpertRouting:
 
 
 class TopKRouter(nn.Module):
-    """The MoE router: logits of a linear layer, computed in fp32 or fp64, the choice of experts, their weights and
-    balancing losses.
-    """
+    """The MoE router: logits in fp32 or fp64, the choice of experts, their weights and balancing losses."""
 
     tally: Tensor
 
@@ -135,9 +133,7 @@ class TopKRouter(nn.Module):
         return context.depth - 1 if len(self.tally) > 1 else 0
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the router logits, [..., e], in the router's dtype; in training with input jitter, if configured. x:
-        [..., h].
-        """
+        """Return the logits [..., e] in the router's dtype, in training with configured input jitter. x: [..., h]."""
         noise = self.moe.moe_input_jitter_eps
         if noise and self.training:
             with self.build.streams.fork("cut"):  # every rank has tokens of its own
@@ -147,8 +143,7 @@ class TopKRouter(nn.Module):
 
     @staticmethod
     def after_step(routers: Sequence[TopKRouter], *, stepped: bool) -> None:
-        """Finish a training step: update expert biases by the loads of all ranks if the optimizer `stepped`, and reset
-        all counts.
+        """Finish a step: update expert biases by all ranks' loads if the optimizer `stepped`, and reset all counts.
 
         Collective if there are expert biases and `stepped`.
         """
@@ -166,9 +161,7 @@ class TopKRouter(nn.Module):
     def _choose_or_replay_experts(
         self, scores: Tensor, microbatch_context: MicrobatchContext | None, depth: int
     ) -> Tensor:
-        """Return the experts of each token, int64 [t, k]: chosen from the logits, or in training those recorded in an
-        earlier step (--moe-enable-routing-replay).
-        """
+        """Return the experts of each token, int64 [t, k]: chosen from logits, or in training those set to replay."""
         if microbatch_context is not None and self.replayed is not None:
             result = self.replayed.get((microbatch_context.sample, depth))
             assert result is not None, (
@@ -188,9 +181,7 @@ class TopKRouter(nn.Module):
     def _with_balancing_losses(
         self, weights: Tensor, scores: Tensor, context: ForwardContext, num_sequences: int
     ) -> Tensor:
-        """Return the weights with the balancing losses and the z-loss attached, so that backward computes their
-        gradients too.
-        """
+        """Return the weights with balancing losses and z-loss attached, whose gradients backward computes too."""
         moe, axis, microbatch_context = self.moe, self.build.mesh.tp_cp, context.microbatch_context
         assert microbatch_context is not None, "losses and metrics of a router need a microbatch context"
         num_tokens = scores.shape[0] * axis.size
@@ -234,9 +225,7 @@ class TopKRouter(nn.Module):
         return microbatch_context.add_loss(weights, coefficient * loss)
 
     def _add_to_step_choices(self, chosen: Tensor) -> Tensor:
-        """Add the choices [e] of a microbatch, summed over data ranks, to those of the step, and return a copy of the
-        sum.
-        """
+        """Add a microbatch's choices [e], summed over data ranks, to those of the step; return a copy of the sum."""
         self.chosen_so_far += collectives.all_reduce(chosen.clone(), self.build.mesh.dp)
         return self.chosen_so_far.clone()
 
@@ -248,9 +237,7 @@ class TopKRouter(nn.Module):
             own[-1] += (~routing.kept).sum()
 
     def _random_scores(self, scores: Tensor, context: ForwardContext) -> Tensor:
-        """Return pseudo-random scores in [0, 1) that depend on layer, sample and position only, so on no layout;
-        gradients pass to `scores` unchanged.
-        """
+        """Return pseudo-random scores in [0, 1) by layer, sample and position; gradients pass to `scores` unchanged."""
         positions, num_sequences, _ = scores.shape
         tp, places = self.build.mesh.tp, context.mask.query_places
         places = torch.arange(positions * tp.size, device=scores.device) if places is None else places
@@ -281,9 +268,7 @@ def choose_expert_indices(scores: Tensor, moe: MoEConfig, expert_bias: Tensor | 
 
 
 def _best_expert_group_mask(scores: Tensor, moe: MoEConfig) -> Tensor:
-    """Return a mask, bool [t, e], of the experts in the best groups of each token (DeepSeek-V2 and V3, 2024).
-    scores: [t, e].
-    """
+    """Return the mask, bool [t, e], of experts in each token's best groups (DeepSeek-V2, V3). scores: [t, e]."""
     assert moe.moe_router_group_topk is not None, "with groups comes how many of them a token may use"
     groups = scores.unflatten(-1, (moe.moe_router_num_groups, -1))
     taken = 1 if moe.moe_router_group_score == "max" else moe.moe_router_topk // moe.moe_router_group_topk
@@ -347,16 +332,12 @@ def drop_choices_over_capacity(routing: ExpertRouting, limit: int, policy: str, 
 
 
 def expert_choices_of_last_step(stages: Iterable[nn.Module]) -> Choices:
-    """Return the expert choices of the last training step, by router, for `set_replayed_expert_choices`
-    (--moe-enable-routing-replay).
-    """
+    """Return the last step's choices, by router, for `set_replayed_expert_choices` (--moe-enable-routing-replay)."""
     return {param_spec_of(router.weight).name: dict(router.recorded) for router in routers_of(stages)}
 
 
 def set_replayed_expert_choices(stages: Iterable[nn.Module], choices: Choices | None) -> None:
-    """Make training passes use these recorded choices instead of choosing, until called with None. Weights are computed
-    as usual.
-    """
+    """Make training use these recorded choices until called with None; weights are computed as usual."""
     for router in routers_of(stages):
         router.replayed = None if choices is None else choices[param_spec_of(router.weight).name]
 

@@ -59,9 +59,7 @@ class TransformerStack(nn.Module):
         return [(layers[start : start + size], True) for start in range(0, len(layers), size)]
 
     def _saved_activation_mesh_axis(self) -> Axis | None:
-        """Return the tensor axis if saved layer inputs are distributed over it (--distribute-saved-activations), else
-        None.
-        """
+        """Return the axis over which saved layer inputs are sharded (--distribute-saved-activations), or None."""
         return self.build.mesh.tp if self.build.recompute.distribute_saved_activations else None
 
 

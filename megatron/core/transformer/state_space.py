@@ -79,9 +79,7 @@ def log_of_uniform_initializer(low: float, high: float) -> Initial:
 
 
 def per_head_parameter(build: LayerBuildContext, heads: int, initial: Initial) -> nn.Parameter:
-    """Create a parameter with one number for each head, cut over tensor ranks as heads are, in fp32 or wider: half
-    precision would lose decays.
-    """
+    """Create a parameter [heads], cut as heads are, in fp32 or wider: half precision would lose decays."""
     spec = ParamSpec((heads,), initial, "vector", (ShardedDim(0, "tp", (FusedWeightSegment(heads),)),))
     return meta_parameter(spec, build.mesh, accumulation_dtype_of(build.dtype))
 
