@@ -58,7 +58,7 @@ class OptimizerParamSchedule:
             scale, total = 1, train.train_samples
             decay, warmup, wsd = schedule.lr_decay_samples, schedule.lr_warmup_samples, schedule.lr_wsd_decay_samples
         horizon = (total if decay is None else decay) * scale
-        fraction = schedule.lr_warmup_fraction
+        fraction, (start, end) = schedule.lr_warmup_fraction, _weight_decay_ends(optimizer)
         result = cls(
             max_lr=schedule.lr,
             min_lr=schedule.min_lr,
@@ -68,8 +68,8 @@ class OptimizerParamSchedule:
             decay_style=schedule.lr_decay_style,
             wsd_samples=None if wsd is None else wsd * scale,
             wsd_style=schedule.lr_wsd_decay_style,
-            start_weight_decay=_or_default(optimizer.start_weight_decay, optimizer.weight_decay),
-            end_weight_decay=_or_default(optimizer.end_weight_decay, optimizer.weight_decay),
+            start_weight_decay=start,
+            end_weight_decay=end,
             weight_decay_samples=total * scale,
             weight_decay_style=optimizer.weight_decay_incr_style,
         )
@@ -209,9 +209,10 @@ def _decay_coefficient(style: str, ratio: float) -> float:
     return 1.0 - math.sqrt(ratio)
 
 
-def _or_default(given: float | None, otherwise: float) -> float:
-    """Return `given`, or `otherwise` if it is None."""
-    return otherwise if given is None else given
+def _weight_decay_ends(optimizer: OptimizerConfig) -> tuple[float, float]:
+    """Return the first and the last weight decay, each of which is --weight-decay if it is not given."""
+    start, end, both = optimizer.start_weight_decay, optimizer.end_weight_decay, optimizer.weight_decay
+    return both if start is None else start, both if end is None else end
 
 
 def _schedule_flag_problems(schedule: ScheduleConfig, optimizer: OptimizerConfig, train: TrainConfig) -> list[str]:
@@ -234,12 +235,7 @@ def _schedule_flag_problems(schedule: ScheduleConfig, optimizer: OptimizerConfig
         )
     if schedule.lr_decay_style == "WSD" and getattr(schedule, f"lr_wsd_decay_{unit}") is None:
         problems.append(f"--lr-decay-style WSD needs the length of its anneal; give --lr-wsd-decay-{unit}")
-    ends = (
-        _or_default(optimizer.start_weight_decay, optimizer.weight_decay),
-        _or_default(optimizer.end_weight_decay, optimizer.weight_decay),
-    )
-    if optimizer.weight_decay_incr_style == "constant" and ends[0] != ends[1]:
-        problems.append(
-            f"--weight-decay-incr-style constant cannot go from {ends[0]} to {ends[1]}; choose linear or cosine"
-        )
+    start, end = _weight_decay_ends(optimizer)
+    if optimizer.weight_decay_incr_style == "constant" and start != end:
+        problems.append(f"--weight-decay-incr-style constant cannot go from {start} to {end}; choose linear or cosine")
     return problems

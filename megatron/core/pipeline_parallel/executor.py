@@ -133,7 +133,7 @@ class _ScriptRunner:
 
     def start_transfer(self, transfer: Transfer) -> None:
         """Start this rank's end of a message; wait for it if messages are not to overlap with actions."""
-        axis = self.axes[transfer.kind]
+        axis = self.axes[transfer.producer.op]
         sends, source, target = transfer.src == axis.rank, axis.ranks[transfer.src], axis.ranks[transfer.dst]
         tensors = self.outputs.pop(transfer.producer) if sends else self._receive_buffers(transfer.consumer)
         axis.flight_recorder.record_collective(

@@ -25,26 +25,20 @@ from megatron.core.pipeline_parallel.timeline import simulate_pipeline_plan
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A message with the result of the action (kind, stage, microbatch), from pipeline rank src to rank dst.
+    """A message with the result of an action, the producer, from pipeline rank src to rank dst.
 
-    kind "F" carries activations to stage + 1, kind "B" gradients to stage - 1.
+    An "F" sends activations to the next stage, a "B" gradients to the previous one.
     """
 
     src: int
     dst: int
-    kind: str
-    stage: int
-    microbatch: int
-
-    @property
-    def producer(self) -> Action:
-        """The action whose result is sent."""
-        return Action(self.kind, self.stage, self.microbatch)
+    producer: Action
 
     @property
     def consumer(self) -> Action:
         """The action that waits for the message."""
-        return Action(self.kind, self.stage + STAGE_STEP[self.kind], self.microbatch)
+        op, stage = self.producer.op, self.producer.stage
+        return Action(op, stage + STAGE_STEP[op], self.producer.microbatch)
 
     def __str__(self) -> str:
         return f"message for {self.consumer}"
@@ -93,16 +87,19 @@ def plan_pipeline_transfers(plan: Plan, *, dual_batch_overlap: bool = False) -> 
         action: end for row, ends in zip(plan, timeline.end, strict=True) for action, end in zip(row, ends, strict=True)
     }
     messages = [
-        Transfer(src, dst, source.op, source.stage, source.microbatch)
+        Transfer(src, dst, source)
         for dst, row in enumerate(plan)
         for action in row
         if (source := action_dependency(action, stages)) is not None
         and (src := stage_rank_and_chunk(source.stage, len(plan), placement)[0]) != dst
     ]
+
     # Of messages that are ready at the same time, upstream ones come first, so that a rank receives before it sends.
-    return tuple(
-        sorted(messages, key=lambda t: (ready[t.producer], t.kind, STAGE_STEP[t.kind] * t.stage, t.microbatch))
-    )
+    def order(message: Transfer) -> tuple[float, str, int, int]:
+        source = message.producer
+        return ready[source], source.op, STAGE_STEP[source.op] * source.stage, source.microbatch
+
+    return tuple(sorted(messages, key=order))
 
 
 def build_rank_script(plan: Plan, rank: int, *, overlap: bool = True, dual_batch_overlap: bool = False) -> RankScript:

@@ -63,7 +63,7 @@ def test_each_boundary_between_stages_is_crossed_once_in_each_direction(name: st
     actions = {action for row in plan for action in row}
     rank_of = {action.stage: rank for rank, row in enumerate(plan) for action in row}
     wanted = {
-        Transfer(rank_of[a.stage], rank_of[a.stage + way], a.op, a.stage, a.microbatch)
+        Transfer(rank_of[a.stage], rank_of[a.stage + way], a)
         for a in actions
         for op, way in (("F", 1), ("B", -1))
         if a.op == op and 0 <= a.stage + way < len(rank_of)
@@ -95,7 +95,7 @@ def test_passes_that_are_together_stand_side_by_side_and_never_wait_in_a_circle(
 
 
 def test_the_walk_finds_a_circle_where_there_is_one() -> None:
-    there, back = Transfer(0, 1, "F", 0, 0), Transfer(1, 0, "B", 1, 0)
+    there, back = Transfer(0, 1, Action("F", 0)), Transfer(1, 0, Action("B", 1))
     circle = [RankScript(0, 2, 2, (there, back), True), RankScript(1, 2, 2, (back, there), True)]
     assert last_blocked(circle) == [there, back]
 
@@ -118,7 +118,7 @@ def test_a_script_is_its_row_with_receives_before_and_sends_after(name: str, ove
 
 
 def test_overlapping_receives_travel_during_the_action_before() -> None:
-    plan, message, meanwhile = one_f_one_b(2, 3), Transfer(0, 1, "F", 0, 1), Action("B", 1, 0)
+    plan, message, meanwhile = one_f_one_b(2, 3), Transfer(0, 1, Action("F", 0, 1)), Action("B", 1, 0)
     in_turn, early = build_rank_script(plan, 1, overlap=False).steps, build_rank_script(plan, 1).steps
     assert in_turn.index(message) == in_turn.index(meanwhile) + 1
     assert early.index(message) == early.index(meanwhile) - 1
