@@ -87,14 +87,11 @@ class _CapturedLayer:
         gradients = torch.autograd.grad(
             self._output, [*differentiable, *weights], self._gradient, retain_graph=True, allow_unused=True
         )
-        changes = [
-            (weight, gradient)
-            for weight, gradient in zip(weights, gradients[len(differentiable) :], strict=True)
-            if gradient is not None
-        ]
-        for weight, gradient in changes:
-            self._part.gradients[weight].add_(gradient)
-        self.weights = [weight for weight, _ in changes]
+        self.weights = []
+        for weight, gradient in zip(weights, gradients[len(differentiable) :], strict=True):
+            if gradient is not None:
+                self._part.gradients[weight].add_(gradient)
+                self.weights.append(weight)
         for weight in weights:  # layers have added what autograd does not return, in their own products
             main_grad = active_main_grad(weight)
             if main_grad is not None and main_grad.has_uncounted:
@@ -153,13 +150,8 @@ class _GraphedMethod:
         def tensor_capture_key(tensor: Tensor) -> tuple[Any, ...]:
             tensors.append(tensor)
             place = storage_id_and_offset(tensor)
-            return (
-                tensor.shape,
-                tensor.stride(),
-                tensor.dtype,
-                tensor.requires_grad,
-                place if place in self.recordings.lasts else None,
-            )
+            stays = place if place in self.recordings.lasts else None
+            return (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, stays)
 
         free = self._free.setdefault(_map_tensors(given, tensor_capture_key), [])
         if not free:

@@ -186,26 +186,16 @@ def _inference_run_config(
     if dtype not in FORMATS:
         raise ConfigError(f"dtype {dtype} is none of auto, {', '.join(FORMATS)}")
     # How vocabulary and attention were laid out for another machine is not part of the network.
-    model = dataclasses.replace(
-        model_config_from_settings(source.settings),
-        padded_vocab_size=None,
-        attention_backend="auto",
-        kernels=KernelConfig(),
-    )
+    saved = model_config_from_settings(source.settings)
+    model = dataclasses.replace(saved, padded_vocab_size=None, attention_backend="auto", kernels=KernelConfig())
     precision = PrecisionConfig(fp16=dtype == "float16", bf16=dtype == "bfloat16", fp64=dtype == "float64")
     train = TrainConfig(seq_length=model.max_position_embeddings, micro_batch_size=1, train_iters=1, skip_train=True)
-    config = RunConfig(
-        model=model,
-        parallel=parallel,
-        precision=precision,
-        train=train,
-        data=DataConfig(mock_data=True),
-        tokenizer=tokenizer,
-    ).resolve(size)
+    data = DataConfig(mock_data=True)
+    requested = RunConfig(model, parallel=parallel, precision=precision, train=train, data=data, tokenizer=tokenizer)
+    config = requested.resolve(size)
     raise_config_error_if(message for _, message in broken_rules(config, size))
-    return dataclasses.replace(
-        config, model=config.model.with_vocabulary(source.settings["true_vocab_size"], parallel.tp)
-    )
+    model = config.model.with_vocabulary(source.settings["true_vocab_size"], parallel.tp)
+    return dataclasses.replace(config, model=model)
 
 
 def _join_mesh(config: RunConfig, device: torch.device) -> Mesh:
@@ -238,11 +228,8 @@ def _build_and_load_stages(
     build = LayerBuildContext(
         model=config.model, mesh=mesh, kernels=chosen.kernels, dtype=dtype, streams=RandomStreams.build(mesh, _SEED)
     )
-    stages = tuple(
-        kind.model(spec, build).materialize(_SEED).eval()
-        for spec in stage_specs_of_run(config)
-        if spec.rank == mesh.pp.rank
-    )
+    specs = (spec for spec in stage_specs_of_run(config) if spec.rank == mesh.pp.rank)
+    stages = tuple(kind.model(spec, build).materialize(_SEED).eval() for spec in specs)
     state: Tree = {}
     for stage in stages:
         for param in stage.parameters():

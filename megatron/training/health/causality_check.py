@@ -115,12 +115,8 @@ def find_attention_leak(build: LayerBuildContext, kind: AttentionMaskVariant, le
         changed = [x.clone() for x in inputs]
         for x in changed:
             x[place] += 4.0
-        differs = (
-            (_attention_outputs(build, kind, changed, documents if separate else None) != before)
-            .flatten(1)
-            .any(dim=1)
-            .cpu()
-        )
+        after = _attention_outputs(build, kind, changed, documents if separate else None)
+        differs = (after != before).flatten(1).any(dim=1).cpu()
         distance = local - place
         left, right = kind.window or (-1, -1)
         may = (distance >= 0) if kind.causal else torch.ones_like(local, dtype=torch.bool)
@@ -129,13 +125,10 @@ def find_attention_leak(build: LayerBuildContext, kind: AttentionMaskVariant, le
         if separate:
             may &= documents[0, local] == documents[0, place]
         # And on with the others: another rank may have found nothing, and waits for this one.
-        if (differs & ~may).any():
-            problem = (
-                problem
-                or f"in {kind}, token {place} reaches token {int(local[differs & ~may][0])} of {length}, which must not see it"
-            )
-        if not (differs | (local != place)).all():
-            problem = problem or f"in {kind}, token {place} of {length} does not even see itself"
+        if not problem and (leaks := local[differs & ~may]).numel():
+            problem = f"in {kind}, token {place} reaches token {int(leaks[0])} of {length}, which must not see it"
+        if not problem and not (differs | (local != place)).all():
+            problem = f"in {kind}, token {place} of {length} does not even see itself"
     return problem
 
 

@@ -48,11 +48,9 @@ def error_location_text(error: BaseException) -> str:
     """Return file, line and function that raised, of the innermost frame outside of libraries; "" if it is unknown."""
     frames = traceback.extract_tb(error.__traceback__)
     frames_of_ours = [frame for frame in frames if not any(word in frame.filename for word in _LIBRARIES)] or frames
-    return (
-        f"{path_tail(frames_of_ours[-1].filename)}:{frames_of_ours[-1].lineno} in {frames_of_ours[-1].name}"
-        if frames_of_ours
-        else ""
-    )
+    if not frames_of_ours:
+        return ""
+    return f"{path_tail(frames_of_ours[-1].filename)}:{frames_of_ours[-1].lineno} in {frames_of_ours[-1].name}"
 
 
 def error_text(error: BaseException) -> str:

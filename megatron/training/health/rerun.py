@@ -220,13 +220,19 @@ class StepRerun(StepValidator):
             diagnosis.classification, result_text = "reproduced", "the same result"
         elif known and known.iteration == iteration and known.classification == "correct_result":
             diagnosis.classification = "correct_result"
-            result_text = "the same result, as it did on other devices before: it is the correct result of this data and these weights"
+            result_text = (
+                "the same result, as it did on other devices before: it is the correct result of this data and these "
+                "weights"
+            )
         elif self.file is None:
             diagnosis.classification = "reproduced"
             result_text = "the same result, so it is no transient error; with --save it could be run on other devices"
         else:
             code = RESTART_ELSEWHERE
-            result_text = f"the same result; start the run again on other devices than {devices}, to see whether they compute another one"
+            result_text = (
+                f"the same result; start the run again on other devices than {devices}, to see whether they compute "
+                "another one"
+            )
         return self._conclude_rerun(diagnosis, f"run again in place, it gave {result_text}", before, step, code)
 
     def _classify_after_restart(

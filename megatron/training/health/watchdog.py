@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from torch import distributed as dist
 
@@ -121,16 +121,11 @@ class HangDetector:
         silent = [rank for rank in range(self.place.size) if rank not in answers]
         if not silent:
             return ""
-        lines = [
-            f"{ranks_text(silent, _SHOWN)} {'is' if len(silent) == 1 else 'are'} gone, and the others cannot go on"
-        ]
-        lines += [f"  rank {rank} {self._last_seen_text(board, rank)}" for rank in silent[:_SHOWN]]
-        return "\n".join(
-            [
-                *lines,
-                f"  {rank_and_node_text(self.place.rank)} noticed it {RankStatus(*json.loads(self._status_json())).position_text()}",
-            ]
-        )
+        verb = "is" if len(silent) == 1 else "are"
+        lines = [f"{ranks_text(silent, _SHOWN)} {verb} gone, and the others cannot go on"]
+        lines += [f"rank {rank} {self._last_seen_text(board, rank)}" for rank in silent[:_SHOWN]]
+        lines.append(f"{rank_and_node_text(self.place.rank)} noticed it {self._own_status().position_text()}")
+        return "\n  ".join(lines)
 
     def _watch_loop(self, board: RendezvousStore) -> None:
         """Thread: write this rank's heartbeat, answer status requests, and report a hang."""
@@ -145,12 +140,8 @@ class HangDetector:
                 pulse = now
                 board.write(f"pulse/{self.place.rank}", self._status_json())
             if (failed := board.read(FIRST_FAILURE)) is not None:  # of which this rank dies soon, wherever it is
-                self.run.run_log.add(
-                    "end",
-                    reason=f"first failure: {failed.splitlines()[0]}",
-                    iteration=self.run.progress.iteration,
-                    failed=True,
-                )
+                reason = f"first failure: {failed.splitlines()[0]}"
+                self.run.run_log.add("end", reason=reason, iteration=self.run.progress.iteration, failed=True)
             if not self._answered and board.read(_ROLL) is not None:
                 self._report_status(board)
             limit = self.limit if self.flight_recorder.iteration else self.limit_at_start
@@ -160,11 +151,14 @@ class HangDetector:
 
     def _status_json(self) -> str:
         """Return this rank's `RankStatus` fields as a JSON list."""
+        return json.dumps(astuple(self._own_status()))
+
+    def _own_status(self) -> RankStatus:
         flight_recorder = self.flight_recorder
         counts = {f"{axis} {ranks}": count for (axis, ranks), count in list(flight_recorder.counts.items())}
         last, group = flight_recorder.last_collectives(), flight_recorder.last_collective_group()
         where, words = flight_recorder.current_position_text(), last[0] if last else ""
-        return json.dumps([socket.gethostname(), time.time(), where, words, f"{group[0]} {group[1]}", counts])
+        return RankStatus(socket.gethostname(), time.time(), where, words, f"{group[0]} {group[1]}", counts)
 
     def _report_status(self, board: RendezvousStore) -> None:
         """Write this rank's status to the store, and its stacks to stderr and the failure file."""

@@ -342,12 +342,8 @@ class WeightsAndBiases:
 
     def write_texts(self, texts: Mapping[str, str], *, iteration: int) -> None:
         """Log texts, each under its name, verbatim."""
-        self._run.log(
-            {
-                **{name: self._module.Html(f"<pre>{html.escape(text)}</pre>") for name, text in texts.items()},
-                "iteration": iteration,
-            }
-        )
+        pages = {name: self._module.Html(f"<pre>{html.escape(text)}</pre>") for name, text in texts.items()}
+        self._run.log({**pages, "iteration": iteration})
 
     def close(self) -> None:
         """Finish the W&B run."""
