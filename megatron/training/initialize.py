@@ -112,9 +112,7 @@ def _checked_config_and_tokenizer(args: argparse.Namespace) -> tuple[RunConfig, 
 
 
 def _hold_spare_ranks(args: argparse.Namespace) -> None:
-    """With --elastic: a rank beyond those that train waits until they have finished, and exits here; a change of layout
-    is added to `args.messages`.
-    """
+    """With --elastic, a rank beyond those that train waits for them and exits here; `args.messages` tells of it."""
     given, place = config_from_namespace(RequestedRun, args), read_launch_info()
     chosen, ranks = fit_elastic_layout(given, place.size)
     if line := elastic_layout_change_text(given.parallel, chosen.parallel, world_size=place.size, ranks=ranks):

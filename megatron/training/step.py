@@ -122,9 +122,7 @@ class StepWork:
         }
 
     def layer_metric_sums(self) -> dict[str, Tensor]:
-        """Return [sum, count] of each metric that layers or the data reported, this rank's share. Collective in the
-        first step, when all ranks learn all names.
-        """
+        """Return [sum, count] of what layers or the data reported, this rank's share. Collective in the first step."""
         notes: dict[str, Tensor] = {}
         for microbatch_context in self._contexts.values():
             for name, pair in microbatch_context.metrics.items():
@@ -139,9 +137,7 @@ class StepWork:
         return {name: notes.get(name, torch.zeros_like(self.count).expand(2)) for name in self.trainer.note_names}
 
     def remaining_gradient_scale(self) -> float | Tensor:
-        """Return the scalar that gradients still lack once all microbatches are done: expected over true number of
-        tokens. Collective with --calculate-per-token-loss, else 1.
-        """
+        """Return what gradients lack: expected over true tokens; 1 without --calculate-per-token-loss. Collective."""
         if not self.trainer.run.config.train.calculate_per_token_loss:
             return 1.0
         mesh = self.trainer.run.mesh

@@ -156,9 +156,7 @@ def require_same_base_hash(saved: Mapping[str, Any], mine: Mapping[str, Any], wh
 
 
 def require_same_base_model_name(adapters: LoadedAdapter, where: str, names: Iterable[str] = ()) -> None:
-    """Raise `CheckpointError` if adapters without a hash name another base than the one in the folder `where`.
-    names: further names of that base beside its folder's.
-    """
+    """Raise `CheckpointError` if adapters without a hash name another base than the folder `where` or `names`."""
     theirs = adapters.base.get("where")
     if adapters.base.get("hash") is not None or not theirs:
         return

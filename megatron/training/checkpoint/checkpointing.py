@@ -439,9 +439,7 @@ class Checkpointer(StepHooks):
     def _restore_schedule(
         self, saved: Mapping[str, Any] | None, source: CheckpointSource
     ) -> OptimizerParamSchedule | None:
-        """Return the learning rate schedule to go on with. Refuses one that differs from the checkpoint's unless a flag
-        says which to use (`resolve_resumed_schedule`).
-        """
+        """Return the schedule to resume; flags must choose if the checkpoint's differs (`resolve_resumed_schedule`)."""
         mine, requested, train = self.trainer.schedule, self.config.schedule, self.config.train
         if mine is None or saved is None:
             return mine

@@ -60,9 +60,7 @@ _SEED = 1234  # of initial values, which the checkpoint's replace
 
 @dataclass(frozen=True, slots=True)
 class ModelKind(Generic[AnyStage]):
-    """A kind of network to load. parts: prefixes of the parameters (`model.<name>`) to fill; others stay random.
-    scores: a reward model.
-    """
+    """A kind of network. parts: prefixes (`model.<name>`) to fill; others stay random. scores: a reward model."""
 
     architecture: str
     model: Callable[[StageSpec, LayerBuildContext], AnyStage]

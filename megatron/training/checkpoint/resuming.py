@@ -146,9 +146,7 @@ def decide_on_first_rank(axis: Axis, action: Callable[[], Result]) -> Result:
 def _resume_request_for_path(
     path: str, options: CheckpointConfig, *, weights_only: bool, chosen: bool
 ) -> ResumeRequest | None:
-    """Return the request to load from a path, or None if it holds no checkpoint. chosen: whether --ckpt-step and
-    --require-iteration apply to it.
-    """
+    """Return the request to load from a path, or None. chosen: --ckpt-step and --require-iteration apply to it."""
     step = options.ckpt_step if chosen else None
     foreign = find_foreign_checkpoint(path, step) if not checkpoint_folders.scan_checkpoint_folder(path).steps else None
     if foreign is not None:

@@ -267,9 +267,7 @@ def _stray_word_problems(parser: argparse.ArgumentParser, words: Sequence[str], 
 def _setting_origins(
     parser: argparse.ArgumentParser, argv: Sequence[str], words: Sequence[str], defaults: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Return setting -> where it was given: script, file or command line.
-    argv: the command line; words: all flags as argparse sees them, those of a file too.
-    """
+    """Return setting -> script, file or command line. words: all flags as argparse sees them, also of a file."""
     settings = {word: action.dest for action in parser._actions for word in action.option_strings}
 
     def settings_given_in_words(words: Sequence[str]) -> list[str]:

@@ -54,9 +54,7 @@ def translate_legacy_flags(argv: Sequence[str], known: Collection[str]) -> tuple
 
 @dataclass
 class _LegacyTranslationResult:
-    """Result of the translation so far.
-    front: words of old switches that explicit settings override, put first. yielding: (text, row) of those switches.
-    """
+    """Result so far. front: words that explicit settings override, put first; yielding: (text, row) of their flags."""
 
     front: list[str] = field(default_factory=list)
     words: list[str] = field(default_factory=list)

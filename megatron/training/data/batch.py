@@ -51,9 +51,7 @@ class Batch:
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, np.ndarray], device: torch.device, *, positions: bool) -> Batch:
-        """Make a batch on `device` from a dataset's arrays, each [b, s] or [b, ...].
-        positions: pass on position_ids, for those that do not simply count up.
-        """
+        """Make a batch on `device` from arrays [b, s] or [b, ...]. positions: pass on what does not count up."""
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items() if name != "dataset_id"}
         on = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
         tokens = next(on.pop(name) for name in _TOKENS if name in on)

@@ -37,9 +37,7 @@ class MapStyleDataset(Protocol):
 
 
 def samples_needed(config: RunConfig, schedule: BatchSchedule) -> tuple[int, int | None, int]:
-    """Return how many samples a run draws from its (training, validation, test) sets, Megatron's counts. Validation is
-    None with --full-validation: every sample once.
-    """
+    """Return how many samples (training, validation or None for --full-validation, test) draw, as in Megatron."""
     train = config.train
     iterations = schedule.num_iterations(train)
     training = train.train_samples if train.train_samples is not None else iterations * train.global_batch_size

@@ -52,9 +52,7 @@ class ReplicaMismatchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ReplicatedState:
-    """A value that ranks of an axis hold alike.
-    copies: number of neighbouring ranks that share it; 0: all ranks of the axis. again: further copies on this rank.
-    """
+    """A value that ranks of an axis hold alike. copies: neighbours that share it, 0: all. again: more on this rank."""
 
     name: str
     axis: Axis

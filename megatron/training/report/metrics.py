@@ -345,9 +345,7 @@ def _tflops_text(rate: float) -> str:
 
 
 def validation_text(losses: Mapping[str, float], where: str) -> str:
-    """Return Megatron's framed validation line.
-    where: `iteration 100`, or `iteration 100 on validation set` and `... on test set` after training.
-    """
+    """Return Megatron's framed validation line. where: `iteration 100`, then ` on validation set` or ` on test set`."""
     line = f" validation loss at {where} | "
     for name, loss in losses.items():
         line += f"{name} value: {loss:.6E} | "
