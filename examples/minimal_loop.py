@@ -34,7 +34,6 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tokenizers.build import ByteTokenizer
 from megatron.training.data.batch import Batch, LossFunction, masked_loss_sum
-from megatron.training.report.timers import Timers
 from megatron.training.run import RunContext
 from megatron.training.step import train_step
 from megatron.training.trainer import build_trainer
@@ -106,7 +105,6 @@ def main() -> None:
         kernels=select_kernels(KernelRequirements()),
         tokenizer=ByteTokenizer(),
         streams=RandomStreams.build(mesh, config.train.seed),
-        timers=Timers(level=0),
         log=logging.getLogger(),
     )
     lines = (ROOT / "examples/data/demo_train_small.jsonl").read_text(encoding="utf-8").splitlines()

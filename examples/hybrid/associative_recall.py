@@ -37,7 +37,6 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.training.data.batch import Batch, LossFunction, masked_loss_sum
-from megatron.training.report.timers import Timers
 from megatron.training.run import RunContext
 from megatron.training.step import train_step
 from megatron.training.trainer import build_trainer
@@ -115,7 +114,6 @@ def learn(pattern: str, pairs: int, steps: int) -> tuple[int, Curve]:
         kernels=select_kernels(KernelRequirements()),
         tokenizer=NullTokenizer(KEYS + VALUES),
         streams=RandomStreams.build(mesh, config.train.seed),
-        timers=Timers(level=0),
         log=logging.getLogger(),
     )
     trainer = build_trainer(run, model, forward_step)

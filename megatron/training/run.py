@@ -54,8 +54,8 @@ class RunContext:
     kernels: Kernels
     tokenizer: Tokenizer
     streams: RandomStreams
-    timers: Timers
-    log: logging.Logger
+    timers: Timers = field(default_factory=lambda: Timers(level=0))
+    log: logging.Logger = field(default_factory=lambda: logging.getLogger("megatron"))
     args: argparse.Namespace = field(default_factory=argparse.Namespace)
     run_log: RunLog = field(default_factory=RunLog)
     progress: TrainingProgress = field(default_factory=TrainingProgress)

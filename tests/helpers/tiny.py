@@ -26,7 +26,6 @@ from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.training.cli.device_checks import kernel_requirements
 from megatron.training.data.batch import Batch, LossFunction, language_loss_with_mtp
-from megatron.training.report.timers import Timers
 from megatron.training.run import RunContext
 from megatron.training.trainer import Trainer, build_trainer
 from megatron.trust.parity.short_run import random_global_batch, random_microbatches_of_rank, short_run_batches  # noqa: F401 - from here tests take them
@@ -83,7 +82,6 @@ def run_of(settings: RunConfig, device: torch.device = DEVICE) -> RunContext:
         kernels=select_kernels_with_trials(settings, need, device).kernels,
         tokenizer=NullTokenizer(VOCABULARY),
         streams=RandomStreams.build(mesh, settings.train.seed),
-        timers=Timers(level=0),
         log=logging.getLogger("tiny"),
     )
 

@@ -61,11 +61,6 @@ class ReplicatedState:
     again: tuple[Tensor, ...] = ()
 
     @property
-    def num_replica_groups(self) -> int:
-        """Number of groups of ranks on the axis, each with a value of its own."""
-        return self.axis.size // self.copies if self.copies else 1
-
-    @property
     def replica_group_index(self) -> int:
         """Index of the group that this rank belongs to."""
         return self.axis.rank // self.copies if self.copies else 0
@@ -232,7 +227,7 @@ def _ranks_disagree_tensor(items: Sequence[tuple[ReplicatedState, Tensor]]) -> T
     """Return 1 if ranks of an axis disagree about one of these (state, hash) items, else 0: int64 []. Collective."""
     starts = [0]
     for item, _ in items:
-        starts.append(starts[-1] + item.num_replica_groups)
+        starts.append(starts[-1] + (item.axis.size // item.copies if item.copies else 1))
     numbers = torch.stack([number for _, number in items])
     table = numbers.new_full((2, starts[-1]), _NONE)
     places = torch.tensor(

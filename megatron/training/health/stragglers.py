@@ -7,13 +7,13 @@ their own times are not.
 
 from __future__ import annotations
 
-import socket
 import statistics
 from collections.abc import Sequence
 
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import Stopwatch
 from megatron.core.parallel.mesh import Mesh
+from megatron.training.health.failures import rank_and_node_text
 
 
 class StragglerDetector:
@@ -24,9 +24,7 @@ class StragglerDetector:
         self._stopwatch = Stopwatch(mesh.device)
         mesh.flight_recorder.stopwatch = self._stopwatch
         place = f"tensor {mesh.tp.rank}, context {mesh.cp.rank}, pipeline {mesh.pp.rank}, data {mesh.dp.rank}"
-        self._places = collectives.gather_objects(
-            f"rank {mesh.world.rank} on node {socket.gethostname()} ({place})", mesh.world
-        )
+        self._places = collectives.gather_objects(f"{rank_and_node_text(mesh.world.rank)} ({place})", mesh.world)
 
     def report(self, steps: int, *, count: int) -> str:
         """Return a line on the ranks' own time per step, over `steps` steps. Collective. count: ranks at each end."""
@@ -36,13 +34,9 @@ class StragglerDetector:
 
 def straggler_line(seconds: Sequence[float], places: Sequence[str], *, count: int) -> str:
     """Return a line that names the slowest and fastest ranks. seconds, places: of every rank, per step."""
-    order = sorted(range(len(seconds)), key=lambda rank: seconds[rank])
-    named = min(count, len(order))
-
-    def rank_times_text(ranks: Sequence[int]) -> str:
-        return ", ".join(f"{seconds[rank] * 1000.0:.1f} {places[rank]}" for rank in ranks)
-
+    rows = sorted(zip(seconds, places, strict=True), key=lambda row: row[0])
+    texts = [f"{own * 1000.0:.1f} {place}" for own, place in rows]
     return (
         f"straggler: own time per iteration (ms): median {statistics.median(seconds) * 1000.0:.1f} | fastest "
-        f"{rank_times_text(order[:named])} | slowest {rank_times_text(order[::-1][:named])}"
+        f"{', '.join(texts[:count])} | slowest {', '.join(texts[::-1][:count])}"
     )

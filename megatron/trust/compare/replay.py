@@ -9,7 +9,6 @@ trouble arises; if there is none, data and weights are sound, and the machine or
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,7 +38,6 @@ from megatron.core.pipeline_parallel.executor import run_rank_script as walk
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.training.data.batch import Batch
 from megatron.training.health.failure_dump import STEP, WEIGHTS, dumped_batch_file_name, dumped_rng_file_name
-from megatron.training.report.timers import Timers
 from megatron.training.run import RunContext, TrainingProgress
 from megatron.training.step import StepWork
 from megatron.training.trainer import ForwardStep, ModelProvider, Trainer, build_trainer
@@ -229,8 +227,6 @@ def _build_trainer(config: RunConfig, facts: dict[str, Any], provider: tuple[Mod
         kernels=kernels,
         tokenizer=NullTokenizer(config.model.true_vocab_size),
         streams=RandomStreams.build(mesh, config.train.seed),
-        timers=Timers(level=0),
-        log=logging.getLogger("megatron"),
         progress=TrainingProgress(**facts["progress"]),
     )
     trainer = build_trainer(run, *provider)

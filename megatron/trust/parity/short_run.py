@@ -52,7 +52,6 @@ from megatron.training.data.batch import Batch, LossFunction
 from megatron.training.data.rebalance import RebalancedBatches
 from megatron.training.hooks import StepHooks
 from megatron.training.loader import ClosableBatches
-from megatron.training.report.timers import Timers
 from megatron.training.run import RunContext
 from megatron.training.step import train_step
 from megatron.training.trainer import ForwardStep, ModelProvider, Network, Trainer, build_trainer
@@ -116,7 +115,6 @@ def make_short_run_context(config: RunConfig, device: torch.device = torch.devic
         config=config,
         mesh=mesh,
         kernels=chosen.kernels,
-        timers=Timers(level=0),
         tokenizer=NullTokenizer(config.model.true_vocab_size),
         streams=RandomStreams.build(mesh, config.train.seed),
         log=logging.getLogger("megatron.short_run"),

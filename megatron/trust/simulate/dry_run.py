@@ -41,7 +41,6 @@ from megatron.core.pipeline_parallel.transfers import Transfer
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.training.cli.device_checks import kernel_requirements
 from megatron.training.data.microbatches import BatchSchedule
-from megatron.training.report.timers import Timers
 from megatron.training.run import RunContext
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer, build_trainer
@@ -143,7 +142,6 @@ def make_recorded_trainer(config: RunConfig, mesh: Mesh, recorder: StepRecorder,
         kernels=kernels,
         tokenizer=NullTokenizer(config.model.true_vocab_size or 2),
         streams=_NoOpRandomStreams(),
-        timers=Timers(level=0),
         log=logging.getLogger("megatron.dry_run"),
     )
     provider = _PROVIDERS[config.model.architecture]
