@@ -248,9 +248,8 @@ def _reword_argparse_error(parser: argparse.ArgumentParser, words: Sequence[str]
 def _stray_word_problems(parser: argparse.ArgumentParser, words: Sequence[str], left: Sequence[str]) -> list[str]:
     """Return a line for each word that belongs to no flag, or to a value that lacks its quotes."""
     problems = []
-    texts = (one for one in parser._actions if one.nargs is None and one.type is str and not one.choices)
-    single = {name for action in texts for name in action.option_strings}
-    rest = list(left)
+    texts = [one.option_strings for one in parser._actions if (one.nargs, one.type, one.choices) == (None, str, None)]
+    single, rest = {name for names in texts for name in names}, list(left)
     starts = [place for place, word in enumerate(words) if word.startswith("--")]
     for start, end in pairwise([*starts, len(words)]):
         flag, values = words[start], words[start + 1 : end]
