@@ -137,7 +137,7 @@ class StepWork:
         return {name: notes.get(name, torch.zeros_like(self.count).expand(2)) for name in self.trainer.note_names}
 
     def remaining_gradient_scale(self) -> float | Tensor:
-        """Return what gradients lack: expected over true tokens; 1 without --calculate-per-token-loss. Collective."""
+        """Return the scalar that gradients lack, expected over true tokens: collective; 1 for means of means."""
         if not self.trainer.run.config.train.calculate_per_token_loss:
             return 1.0
         mesh = self.trainer.run.mesh
