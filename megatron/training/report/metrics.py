@@ -296,39 +296,29 @@ def known_peak_tflops(device_name: str, dtype: str) -> float | None:
 def interval_log_line(report: IntervalReport, now: datetime) -> str:
     """Return Megatron's log line of an interval, followed by fields of ours (tokens per second, MFU)."""
     last, speed = report.last, report.throughput
+    decoupled, norm, zeros, params = last.decoupled_learning_rate, last.grad_norm, last.num_zeros, last.params_norm
     parts = [
         f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {last.iteration:8d}/{report.train_iters:8d}",
         f"consumed samples: {last.consumed_samples:12d}",
-    ]
-    if report.skipped_samples > 0:
-        parts.append(f"skipped samples: {report.skipped_samples:12d}")
-    parts.append(f"elapsed time per iteration (ms): {report.seconds_per_iteration * 1000.0:.1f}")
-    if speed is not None:
-        parts.append(f"throughput per GPU (TFLOP/s/GPU): {_tflops_text(speed.causal_tflops)}")
-    parts.append(f"learning rate: {last.learning_rate:.6E}")
-    if last.decoupled_learning_rate is not None:
-        parts.append(f"decoupled learning rate: {last.decoupled_learning_rate:.6E}")
-    parts.append(f"global batch size: {last.batch_size:5d}")
-    parts += [f"{name}: {loss:.6E}" for name, loss in report.losses.items() if not name.startswith("moe/")]
-    parts.append(f"loss scale: {last.loss_scale:.1f}")
-    if last.grad_norm is not None:
-        parts.append(f"grad norm: {last.grad_norm:.3f}")
-    if last.num_zeros is not None:
-        parts.append(f"num zeros: {last.num_zeros}")
-    if last.params_norm is not None:
-        parts.append(f"params norm: {last.params_norm:.3f}")
-    parts += [
+        f"skipped samples: {report.skipped_samples:12d}" if report.skipped_samples > 0 else "",
+        f"elapsed time per iteration (ms): {report.seconds_per_iteration * 1000.0:.1f}",
+        "" if speed is None else f"throughput per GPU (TFLOP/s/GPU): {_tflops_text(speed.causal_tflops)}",
+        f"learning rate: {last.learning_rate:.6E}",
+        "" if decoupled is None else f"decoupled learning rate: {decoupled:.6E}",
+        f"global batch size: {last.batch_size:5d}",
+        *(f"{name}: {loss:.6E}" for name, loss in report.losses.items() if not name.startswith("moe/")),
+        f"loss scale: {last.loss_scale:.1f}",
+        "" if norm is None else f"grad norm: {norm:.3f}",
+        "" if zeros is None else f"num zeros: {zeros}",
+        "" if params is None else f"params norm: {params:.3f}",
         f"number of skipped iterations: {report.skipped_iterations:3d}",
         f"number of nan iterations: {report.nan_iterations:3d}",
+        "" if speed is None else f"tokens per second: {speed.tokens_per_second:.1f}",
     ]
-    if speed is not None:
-        parts.append(f"tokens per second: {speed.tokens_per_second:.1f}")
-        if speed.peak:
-            parts.append(
-                f"MFU: {speed.causal_tflops / speed.peak:.1%} causal, {speed.square_tflops / speed.peak:.1%} "
-                f"square, of {speed.peak:g} TFLOP/s"
-            )
-    return " | ".join(parts) + " |"
+    if speed is not None and speed.peak:
+        causal, square = speed.causal_tflops / speed.peak, speed.square_tflops / speed.peak
+        parts.append(f"MFU: {causal:.1%} causal, {square:.1%} square, of {speed.peak:g} TFLOP/s")
+    return " | ".join(filter(None, parts)) + " |"
 
 
 def time_left_line(report: IntervalReport, now: datetime) -> str | None:
