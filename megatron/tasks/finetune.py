@@ -30,8 +30,8 @@ from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.models.classify import ClassifierModel
 from megatron.core.parallel import collectives
 from megatron.tasks.flags import TaskConfig
-from megatron.tasks.glue import TASKS, Pairs, accuracy, glue_metrics, read_glue_samples
-from megatron.tasks.race import CHOICES, read_race_questions
+from megatron.tasks.glue import TASKS, GlueTask, Pairs, glue_metrics, read_glue_samples
+from megatron.tasks.race import CHOICES, RaceQuestion, read_race_questions
 from megatron.tasks.texts import MultipleChoiceSamples, PairSamples, TextPairTokenizer, truncation_warning
 from megatron.training.accelerate.compile import LayerCompiler
 from megatron.training.checkpoint.checkpointing import Checkpointer, lock_save_folder
@@ -50,6 +50,7 @@ from megatron.training.step import train_step
 from megatron.training.trainer import Trainer, build_trainer
 
 Samples = PairSamples | MultipleChoiceSamples
+_TASKS = {**TASKS, "RACE": GlueTask((), "answers", tuple("ABCD"))}
 _HEADS = ("model.classification_head.", "model.multichoice_head.")
 _UNUSED = ("model.lm_head.", "model.output_layer.", "model.binary_head.", *_HEADS)
 
@@ -342,7 +343,7 @@ def predict_samples(trainer: Trainer, samples: Samples) -> list[Prediction]:
         index: scores for theirs in collectives.gather_objects(rows, run.mesh.world) for index, scores in theirs.items()
     }
     assert len(predicted) == len(samples), f"{len(predicted)} of {len(samples)} samples were judged"
-    labels = [text.label for text in (samples.texts if isinstance(samples, PairSamples) else samples.questions)]
+    labels = [text.label for text in samples.texts]
     return [
         Prediction(index, scores[0] if len(scores) == 1 else int(np.argmax(scores)), labels[index], scores)
         for index, scores in sorted(predicted.items())
@@ -364,7 +365,7 @@ def evaluate_task_sets(
         trainer.run.print_rank_0(f"{task.task} on {name}: {_metrics_text(task, pairs)}")
     if together and len(rows) > 1:
         trainer.run.print_rank_0(f"{task.task} overall: {_metrics_text(task, together)}")
-    return _task_metrics(task, together) if together else {}, rows
+    return glue_metrics(_TASKS[str(task.task)], together) if together else {}, rows
 
 
 def write_predictions(
@@ -383,32 +384,23 @@ def write_predictions(
 
 def _prediction_record(task: TaskConfig, name: str, samples: Samples, row: Prediction) -> dict[str, object]:
     """Return one sample's output line: classes by name, RACE's answers by letter, numbers as they are."""
-    if isinstance(samples, PairSamples) and not TASKS[str(task.task)].classes:
-        numbers = {"prediction": round(row.predicted, 6), **({} if row.label is None else {"label": row.label})}
-        return {"file": name, "uid": samples.texts[row.index].uid, **numbers}
-    if isinstance(samples, MultipleChoiceSamples):
-        question = samples.questions[row.index]
-        classes: Sequence[str] = "ABCD"[: len(question.answers)]
-        uid = question.uid
-    else:
-        classes, uid = TASKS[str(task.task)].classes, samples.texts[row.index].uid
-    record: dict[str, object] = {
-        "file": name,
-        "uid": uid,
-        "prediction": classes[int(row.predicted)],
-        "scores": dict(zip(classes, (round(score, 6) for score in row.scores))),
-    }
+    text, classes = samples.texts[row.index], _TASKS[str(task.task)].classes
+    record: dict[str, object] = {"file": name, "uid": text.uid}
+    if not classes:
+        record["prediction"] = round(row.predicted, 6)
+        return record if row.label is None else {**record, "label": row.label}
+    if isinstance(text, RaceQuestion):
+        classes = classes[: len(text.answers)]
+    record["prediction"] = classes[int(row.predicted)]
+    record["scores"] = dict(zip(classes, (round(score, 6) for score in row.scores)))
     return record if row.label is None else {**record, "label": classes[int(row.label)]}
-
-
-def _task_metrics(task: TaskConfig, pairs: Pairs) -> dict[str, float]:
-    """Return the task's metrics of (predicted, true) pairs, by name."""
-    return {"accuracy": accuracy(pairs)} if task.task == "RACE" else glue_metrics(TASKS[str(task.task)], pairs)
 
 
 def _metrics_text(task: TaskConfig, pairs: Pairs) -> str:
     """Return the task's metrics in percent and the number of samples, as text."""
-    numbers = " | ".join(f"{name}: {100 * value:.2f} %" for name, value in _task_metrics(task, pairs).items())
-    if task.task != "RACE" and not TASKS[str(task.task)].classes:
+    numbers = " | ".join(
+        f"{name}: {100 * value:.2f} %" for name, value in glue_metrics(_TASKS[str(task.task)], pairs).items()
+    )
+    if not _TASKS[str(task.task)].classes:
         return f"{numbers} ({len(pairs)} pairs)"
     return f"{numbers} ({sum(predicted == true for predicted, true in pairs)} of {len(pairs)} right)"

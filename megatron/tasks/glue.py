@@ -72,12 +72,11 @@ def _rankdata_average(numbers: Sequence[float]) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class GlueTask:
-    """A task's columns, labels and metrics. texts: for each text the possible names of its column. label, uid: names of
-    columns. classes: empty if labels are numbers on `scale`, (lowest, highest). header: of a file that is published
+    """A task's columns, labels and metrics. texts, label, uid: names of columns. classes: empty if labels are numbers on `scale`, (lowest, highest). header: of a file that is published
     without one.
     """
 
-    texts: tuple[tuple[str, ...], ...]
+    texts: tuple[str, ...]
     label: str
     classes: tuple[str, ...]
     uid: str = "index"
@@ -105,21 +104,21 @@ _ENTAILMENT = ("entailment", "not_entailment")
 
 TASKS: Mapping[str, GlueTask] = MappingProxyType(
     {
-        "MNLI": GlueTask((("sentence1",), ("sentence2",)), "gold_label", ("contradiction", "entailment", "neutral")),
-        "QQP": GlueTask((("question1",), ("question2",)), "is_duplicate", ("0", "1"), uid="id", metrics=(accuracy, f1)),
-        "QNLI": GlueTask((("question",), ("sentence",)), "label", _ENTAILMENT),
-        "RTE": GlueTask((("sentence1",), ("sentence2",)), "label", _ENTAILMENT),
-        "WNLI": GlueTask((("sentence1",), ("sentence2",)), "label", ("0", "1")),
-        "MRPC": GlueTask((("#1 String",), ("#2 String",)), "Quality", ("0", "1"), metrics=(accuracy, f1)),
-        "SST-2": GlueTask((("sentence",),), "label", ("0", "1")),
+        "MNLI": GlueTask(("sentence1", "sentence2"), "gold_label", ("contradiction", "entailment", "neutral")),
+        "QQP": GlueTask(("question1", "question2"), "is_duplicate", ("0", "1"), uid="id", metrics=(accuracy, f1)),
+        "QNLI": GlueTask(("question", "sentence"), "label", _ENTAILMENT),
+        "RTE": GlueTask(("sentence1", "sentence2"), "label", _ENTAILMENT),
+        "WNLI": GlueTask(("sentence1", "sentence2"), "label", ("0", "1")),
+        "MRPC": GlueTask(("#1 String", "#2 String"), "Quality", ("0", "1"), metrics=(accuracy, f1)),
+        "SST-2": GlueTask(("sentence",), "label", ("0", "1")),
         "CoLA": GlueTask(
-            (("sentence",),),
+            ("sentence",),
             "label",
             ("0", "1"),
             metrics=(matthews, accuracy),
             header=("source", "label", "mark", "sentence"),
         ),
-        "STS-B": GlueTask((("sentence1",), ("sentence2",)), "score", (), metrics=(pearson, spearman), scale=(0.0, 5.0)),
+        "STS-B": GlueTask(("sentence1", "sentence2"), "score", (), metrics=(pearson, spearman), scale=(0.0, 5.0)),
     }
 )
 _SHOWN = 20  # bad lines that an error lists
@@ -175,21 +174,17 @@ def _column_positions(name: str, task: GlueTask, header: Sequence[str], path: st
 
     name, path: for messages. `DataError` if a text's column is missing.
     """
-    places, missing = {}, []
-    for number, spellings in enumerate(task.texts):
-        columns = [word for word in spellings if word in header]
-        if columns:
-            places[f"text{number}"] = header.index(columns[0])
-        else:
-            missing.append(" or ".join(spellings))
+    missing = [word for word in task.texts if word not in header]
     if missing:
         raise DataError(
             f"{path}:1: {name} needs the columns {', '.join(missing)}, and the header has: {', '.join(header)}"
         )
-    for key, word in (("label", task.label), ("uid", task.uid)):
-        if word in header:
-            places[key] = header.index(word)
-    return places
+    named = [
+        *((f"text{number}", word) for number, word in enumerate(task.texts)),
+        ("label", task.label),
+        ("uid", task.uid),
+    ]
+    return {key: header.index(word) for key, word in named if word in header}
 
 
 def _parse_glue_line(
@@ -200,9 +195,9 @@ def _parse_glue_line(
     if len(cells) != len(header):
         raise ValueError(f"{len(cells)} columns, expected {len(header)} as in the header")
     texts = [cells[places[f"text{number}"]].strip() for number in range(len(task.texts))]
-    for text, spellings in zip(texts, task.texts):
+    for text, column in zip(texts, task.texts):
         if not text:
-            raise ValueError(f"the column {spellings[0]} is empty")
+            raise ValueError(f"the column {column} is empty")
     label = task.read_label(cells[places["label"]].strip()) if "label" in places else None
     uid = cells[places["uid"]] if "uid" in places else place.rpartition(":")[2]
     return GlueSample(uid, texts[0], texts[1] if len(texts) > 1 else None, label, place)

@@ -38,27 +38,20 @@ class TextPairTokenizer:
 
     def encode_pair(
         self, first: Sequence[int], second: Sequence[int] | None
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-        """Return ids, types and padding mask (1: a token) of [CLS] first [SEP] second [SEP], int64 [length] each, and
-        the number of tokens cut off at the end.
-        """
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return ids, types and padding mask (1: a token) of [CLS] first [SEP] second [SEP], cut, int64 [length] each."""
         tokenizer = self.tokenizer
         ids = [tokenizer.cls, *first, tokenizer.sep]
         types = [0] * len(ids)
         if second is not None:
             ids += [*second, tokenizer.sep]
             types += [1] * (len(second) + 1)
-        lost = max(0, len(ids) - self.length)
-        if lost:
+        if len(ids) > self.length:
             ids, types = [*ids[: self.length - 1], tokenizer.sep], types[: self.length]
         rest = self.length - len(ids)
-        mask = [1] * len(ids) + [0] * rest
-        return (
-            np.array(ids + [tokenizer.pad] * rest, np.int64),
-            np.array(types + [0] * rest, np.int64),
-            np.array(mask, np.int64),
-            lost,
-        )
+        padded = ids + [tokenizer.pad] * rest, types + [0] * rest, [1] * len(ids) + [0] * rest
+        ids_array, types_array, mask = (np.array(column, np.int64) for column in padded)
+        return ids_array, types_array, mask
 
 
 class PairSamples:
@@ -87,7 +80,7 @@ class PairSamples:
     def __getitem__(self, index: int) -> Sample:
         """The index-th sample."""
         text, (first, second) = self.texts[index], self._ids[index]
-        ids, types, mask, _ = self.encoder.encode_pair(first, None if text.second is None else second)
+        ids, types, mask = self.encoder.encode_pair(first, None if text.second is None else second)
         return {
             "tokens": ids,
             "types": types,
@@ -105,7 +98,7 @@ class MultipleChoiceSamples:
     """
 
     def __init__(self, questions: Sequence[RaceQuestion], encoder: TextPairTokenizer) -> None:
-        self.questions, self.encoder = questions, encoder
+        self.texts, self.encoder = questions, encoder
         articles = list(dict.fromkeys(question.article for question in questions))
         self._articles = dict(zip(articles, encoder.ids_without_special_tokens(articles)))
         flat = encoder.ids_without_special_tokens([answer for question in questions for answer in question.answers])
@@ -123,13 +116,13 @@ class MultipleChoiceSamples:
 
     def __len__(self) -> int:
         """The number of questions."""
-        return len(self.questions)
+        return len(self.texts)
 
     def __getitem__(self, index: int) -> Sample:
         """The index-th sample."""
-        question, answers = self.questions[index], self._answers[index]
+        question, answers = self.texts[index], self._answers[index]
         article, missing = self._articles[question.article], CHOICES - len(answers)
-        rows = [self.encoder.encode_pair(answer, article)[:3] for answer in [*answers, *answers[:1] * missing]]
+        rows = [self.encoder.encode_pair(answer, article) for answer in [*answers, *answers[:1] * missing]]
         ids, types, mask = (np.stack(column) for column in zip(*rows))
         chances = np.array([0.0] * len(answers) + [-np.inf] * missing, np.float32)
         return {
