@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -282,20 +282,10 @@ async def completion_response(
         tokens = [*reply.prompt, *reply.tokens] if completion.requests[place].prompt_logprobs else list(reply.tokens)
         spelling = IncrementalTokenTexts(serving.tokenizer, () if reply.prompt else completion.requests[place].prompt)
         scores = _LogprobFormatter(serving, completion.chat, spelling)
-        content = completion.echoed_prompt(place) + reply.text
-        choice: dict[str, Any] = (
-            {"message": {"role": "assistant", "content": content, "refusal": None}}
-            if completion.chat
-            else {"text": content}
-        )
-        choices.append(
-            {
-                "index": place,
-                **choice,
-                "logprobs": scores.format_tokens(tokens) if completion.has_logprobs else None,
-                "finish_reason": reply.reason,
-            }
-        )
+        text = completion.echoed_prompt(place) + reply.text
+        message = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        logprobs = scores.format_tokens(tokens) if completion.has_logprobs else None
+        choices.append(_choice(place, message if completion.chat else {"text": text}, logprobs, reply.reason))
     kind = "chat.completion" if completion.chat else "text_completion"
     return {
         **_common_response_fields(completion, serving, kind),
@@ -346,35 +336,27 @@ def _stream_opening_choices(completion: CompletionRequest) -> list[dict[str, Any
     """Return the choices of the events before the first token: the role in a chat, else the echoed prompts."""
     places = range(len(completion.requests))
     if completion.chat:
-        return [
-            {"index": place, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-            for place in places
-        ]
-    return [
-        {"index": place, "text": completion.echoed_prompt(place), "logprobs": None, "finish_reason": None}
-        for place in places
-        if completion.echoed_prompt(place)
-    ]
+        return [_choice(place, {"delta": {"role": "assistant", "content": ""}}) for place in places]
+    echoes = [completion.echoed_prompt(place) for place in places]
+    return [_choice(place, {"text": echo}) for place, echo in enumerate(echoes) if echo]
 
 
 def _delta_choice(
     completion: CompletionRequest, place: int, event: GenerationEvent, scores: _LogprobFormatter
 ) -> dict[str, Any]:
     """Return the choice of a streamed event: new text, log-probabilities, finish reason."""
-    delta: dict[str, Any] = (
-        {"delta": {"content": event.text} if event.text else {}} if completion.chat else {"text": event.text}
-    )
-    told_scores = (
-        scores.format_tokens(event.tokens, last=event.reply is not None)
-        if completion.has_logprobs and event.tokens
-        else None
-    )
-    return {
-        "index": place,
-        **delta,
-        "logprobs": told_scores,
-        "finish_reason": None if event.reply is None else event.reply.reason,
-    }
+    text = {"delta": {"content": event.text} if event.text else {}} if completion.chat else {"text": event.text}
+    logprobs = None
+    if completion.has_logprobs and event.tokens:
+        logprobs = scores.format_tokens(event.tokens, last=event.reply is not None)
+    return _choice(place, text, logprobs, None if event.reply is None else event.reply.reason)
+
+
+def _choice(
+    place: int, text: Mapping[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
+) -> dict[str, Any]:
+    """Return one entry of `choices`. text: its text, message or delta."""
+    return {"index": place, **text, "logprobs": logprobs, "finish_reason": reason}
 
 
 class _LogprobFormatter:
