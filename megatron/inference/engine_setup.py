@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -25,70 +25,60 @@ _GRAPHS = 16  # shapes of a step
 
 def engine_setting_problems(
     stages: Sequence[GPTModel], config: InferenceConfig, draft: Sequence[GPTModel]
-) -> list[str]:
-    """Return why these settings do not fit this network; empty if they do."""
-    build = stages[0].build
-    problems = []
+) -> Iterator[str]:
+    """Yield why these settings do not fit this network."""
+    build, graphs = stages[0].build, config.inference_dynamic_batching_num_cuda_graphs
     if build.mesh.cp.size > 1:
-        problems.append(
-            "text is generated without --context-parallel-size; leave it out, since sequences are not cut then"
-        )
+        yield "text is generated without --context-parallel-size; leave it out, since sequences are not cut then"
     if build.model.rope.position_embedding_type == "relative":
-        problems.append("text is not generated with --position-embedding-type relative")
+        yield "text is not generated with --position-embedding-type relative"
     if stateful_mixers(draft):
-        problems.append(
-            "a draft model whose layers keep a state cannot take back what is not accepted; give one with attention alone"
-        )
-    if (
-        config.num_speculative_tokens
-        and not draft
-        and any(stage.mtp is not None and stateful_mixers([stage.mtp]) for stage in stages)
-    ):
-        problems.append(
+        yield "a draft model whose layers keep a state cannot take back what is not accepted; give one with attention alone"
+    predicting = [stage.mtp for stage in stages if stage.mtp is not None]
+    if config.num_speculative_tokens and not draft and stateful_mixers(predicting):
+        yield (
             "--num-speculative-tokens: layers of multi-token prediction that keep a state cannot take back what is not accepted; leave it out, "
             "or give a draft model"
         )
-    problems += _speculation_problems(build, config, draft)
-    graphs = config.inference_dynamic_batching_num_cuda_graphs
+    yield from _speculation_problems(build, config, draft)
     if graphs and (reason := cuda_graphs.graph_capture_obstacle(stages)):
-        problems.append(f"--inference-dynamic-batching-num-cuda-graphs {graphs} cannot be had: {reason}; leave it out")
-    return problems
+        yield f"--inference-dynamic-batching-num-cuda-graphs {graphs} cannot be had: {reason}; leave it out"
 
 
-def _speculation_problems(build: LayerBuildContext, config: InferenceConfig, draft: Sequence[GPTModel]) -> list[str]:
-    """Return why speculative decoding cannot run as requested. draft: the stages of the draft model, if there is one."""
-    problems = []
+def _speculation_problems(
+    build: LayerBuildContext, config: InferenceConfig, draft: Sequence[GPTModel]
+) -> Iterator[str]:
+    """Yield why speculative decoding cannot run as requested. draft: the stages of the draft model, if there is one."""
     guesses, depths = config.num_speculative_tokens, build.model.mtp.mtp_num_layers or 0
     if draft and not guesses or guesses and not (draft or depths):
-        problems.append(
+        yield (
             "--num-speculative-tokens needs a draft model or multi-token prediction, and a draft model needs "
             "--num-speculative-tokens"
         )
     elif not draft and guesses > depths:
-        problems.append(
+        yield (
             f"--num-speculative-tokens {guesses} is more than the network's {depths} layers of multi-token prediction guess; "
             f"give {depths} or fewer, or a draft"
         )
     if guesses and not draft and build.tp_region.sequence_parallel:
-        problems.append("multi-token prediction guesses without --sequence-parallel; leave it out")
-    return problems + _draft_problems(draft[0].build.model, build.model, config) if draft else problems
+        yield "multi-token prediction guesses without --sequence-parallel; leave it out"
+    if draft:
+        yield from _draft_problems(draft[0].build.model, build.model, config)
 
 
-def _draft_problems(draft: ModelConfig, network: ModelConfig, config: InferenceConfig) -> list[str]:
-    """Return why a draft model does not fit the network: vocabulary or positions."""
-    problems = []
+def _draft_problems(draft: ModelConfig, network: ModelConfig, config: InferenceConfig) -> Iterator[str]:
+    """Yield why a draft model does not fit the network: vocabulary or positions."""
     if draft.true_vocab_size != network.true_vocab_size:
-        problems.append(
+        yield (
             f"the draft knows {draft.true_vocab_size} ids and the network {network.true_vocab_size}; give a draft "
             "with the same tokenizer"
         )
     longest = config.inference_max_seq_length or network.max_position_embeddings
     if draft.max_position_embeddings < longest:
-        problems.append(
+        yield (
             f"the draft has {draft.max_position_embeddings} positions, fewer than the {longest} of a text; give "
             f"--inference-max-seq-length {draft.max_position_embeddings} or another draft"
         )
-    return problems
 
 
 def choose_paged_attention(build: LayerBuildContext, config: InferenceConfig) -> Callable[..., Tensor] | None:
