@@ -83,12 +83,17 @@ class OnlineEvaluationConfig:
 
     def _check_values(self, path: str) -> None:
         """Raise `ConfigError` for numbers of a wrong type or range. path: the file, for the message."""
-        whole = ("top_k", "out_seq_length", "num_partitions", "partition_id", "num_samples_per_partition")
-        least = {"out_seq_length": 1, "num_partitions": 1}
+        least = {
+            "top_k": 0,
+            "out_seq_length": 1,
+            "num_partitions": 1,
+            "partition_id": 0,
+            "num_samples_per_partition": 0,
+        }
         problems = [
-            f"{name} {getattr(self, name)!r} is no whole number from {least.get(name, 0)} on"
-            for name in whole
-            if type(getattr(self, name)) is not int or getattr(self, name) < least.get(name, 0)
+            f"{name} {getattr(self, name)!r} is no whole number from {low} on"
+            for name, low in least.items()
+            if type(getattr(self, name)) is not int or getattr(self, name) < low
         ]
         problems += [
             f"{name} {getattr(self, name)!r} is no number"

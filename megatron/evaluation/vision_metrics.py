@@ -151,10 +151,7 @@ def cider(captions: Sequence[Tokens], references: Sequence[Sequence[Tokens]], *,
         return {gram: count * (total - math.log(max(1.0, images[gram]))) for gram, count in counts.items()}
 
     def norms_by_ngram_length(values: Mapping[tuple[str, ...], float]) -> list[float]:
-        sums = [0.0] * 4
-        for gram, value in values.items():
-            sums[len(gram) - 1] += value * value
-        return [math.sqrt(one) for one in sums]
+        return [math.sqrt(sum(v * v for gram, v in values.items() if len(gram) == n)) for n in range(1, 5)]
 
     scores = []
     for caption, group in zip(captions, counted, strict=True):
