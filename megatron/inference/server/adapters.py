@@ -39,11 +39,11 @@ def handle_unload_adapter(body: bytes, serving: GenerationServing) -> str:
     """Unload the adapter that a request body names; return the response text. Raises `RequestRefused` if it is not loaded."""
     _require_lora_updating_allowed(serving)
     name = read_body_fields(UNLOAD, body)["lora_name"]
-    if name not in serving.adapter_names:
-        here = ", ".join(serving.adapter_names) or "none"
+    if name not in serving.engine.adapters.names:
+        here = ", ".join(serving.engine.adapters.names) or "none"
         raise RequestRefused(f"there is no adapter {name[:100]!r} here; this server has {here}", 404)
     try:
-        serving.service.run_between_steps(lambda: serving.service.engine.adapters.unload(name))
+        serving.service.run_between_steps(lambda: serving.engine.adapters.unload(name))
     except (ConfigError, ServiceStoppedError) as error:
         raise refusal_for_error(error) from error
     return f"Success: LoRA adapter '{name}' removed successfully."

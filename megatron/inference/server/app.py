@@ -23,6 +23,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, MutableMapping
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -184,7 +185,10 @@ def _add_info_routes(app: FastAPI, serving: GenerationServing, answers: Counter[
     @app.get("/v1/models")
     async def answer_models() -> Response:
         return json_answer(
-            {"object": "list", "data": [_model_entry(serving, begun, name) for name in ("", *serving.adapter_names)]}
+            {
+                "object": "list",
+                "data": [_model_entry(serving, begun, name) for name in ("", *serving.engine.adapters.names)],
+            }
         )
 
     @app.get("/v1/models/{name:path}")
@@ -193,7 +197,7 @@ def _add_info_routes(app: FastAPI, serving: GenerationServing, answers: Counter[
 
     @app.get("/metrics")
     async def answer_prometheus_metrics() -> Response:
-        return Response(prometheus_text(serving.service.engine.metrics(), answers), media_type=CONTENT_TYPE)
+        return Response(prometheus_text(serving.engine.metrics(), answers), media_type=CONTENT_TYPE)
 
 
 def _add_generation_routes(app: FastAPI, serving: GenerationServing, chat: ChatPromptEncoder | None) -> None:
@@ -207,7 +211,10 @@ def _add_generation_routes(app: FastAPI, serving: GenerationServing, chat: ChatP
             await until_disconnected(put_api.answer_generation(body, serving, searches), request.receive)
         )
 
-    async def answer_completion(request: Request, completion: openai.CompletionRequest) -> Response:
+    async def answer_completion(
+        request: Request, parse: Callable[[bytes, GenerationServing], openai.CompletionRequest]
+    ) -> Response:
+        completion = await asyncio.to_thread(parse, await read_body(request, serving.limits), serving)
         call = HTTPCallRequests(serving.service, completion.requests)
         if completion.is_streaming:
             return EventStream(
@@ -220,15 +227,11 @@ def _add_generation_routes(app: FastAPI, serving: GenerationServing, chat: ChatP
 
     @app.post("/v1/completions")
     async def answer_completions(request: Request) -> Response:
-        body = await read_body(request, serving.limits)
-        return await answer_completion(request, await asyncio.to_thread(openai.parse_completion_request, body, serving))
+        return await answer_completion(request, openai.parse_completion_request)
 
     @app.post("/v1/chat/completions")
     async def answer_chat_completions(request: Request) -> Response:
-        body = await read_body(request, serving.limits)
-        return await answer_completion(
-            request, await asyncio.to_thread(openai.parse_chat_completion_request, body, serving, chat)
-        )
+        return await answer_completion(request, partial(openai.parse_chat_completion_request, chat=chat))
 
 
 def _add_adapter_routes(app: FastAPI, serving: GenerationServing) -> None:
@@ -317,7 +320,7 @@ def error_answer(path: str, error: RequestRefused) -> Response:
 def _model_entry(serving: GenerationServing, begun: int, adapter: str) -> dict[str, Any]:
     """Return the /v1/models entry of the network, or of an adapter. begun: its creation time, seconds since the epoch."""
     parent: dict[str, Any] = {"parent": serving.model} if adapter else {}
-    if serving.service.engine.image_prompts is not None:
+    if serving.engine.image_prompts is not None:
         parent["input_modalities"] = ["text", "image"]
     return {
         **parent,
@@ -325,5 +328,5 @@ def _model_entry(serving: GenerationServing, begun: int, adapter: str) -> dict[s
         "object": "model",
         "created": begun,
         "owned_by": "megatron",
-        "max_model_len": serving.max_length,
+        "max_model_len": serving.engine.max_length,
     }

@@ -159,10 +159,11 @@ def parse_completion_request(body: bytes, serving: GenerationServing) -> Complet
             f"{len(several)} prompts with n={fields['n']} are more than the {serving.limits.prompts} texts of one call"
         )
     ids = [
-        tuple(part if isinstance(part, list) else serving.tokenize(part) or [serving.tokenizer.eod]) for part in several
+        tuple(part if isinstance(part, list) else serving.tokenize(part) or [serving.engine.tokenizer.eod])
+        for part in several
     ]
     texts = (
-        part if isinstance(part, str) else serving.tokenizer.detokenize(_require_known_ids(part, serving))
+        part if isinstance(part, str) else serving.engine.tokenizer.detokenize(_require_known_ids(part, serving))
         for part in several
     )
     echo = tuple(texts) if fields["echo"] else ()
@@ -200,8 +201,8 @@ def parse_chat_completion_request(
     if fields["n"] > serving.limits.prompts:
         raise RequestRefused(f"n={fields['n']} is more than the {serving.limits.prompts} texts of one call")
     messages, files = parse_messages(fields["messages"])
-    ids, images = chat.encode_with_images(messages, files, serving.service.engine.image_prompts, serving.limits.images)
-    room = serving.max_length - len(ids) + 1
+    ids, images = chat.encode_with_images(messages, files, serving.engine.image_prompts, serving.limits.images)
+    room = serving.engine.max_length - len(ids) + 1
     count = (
         fields["max_completion_tokens"] or fields["max_tokens"] or max(1, min(room, serving.limits.new_tokens or room))
     )
@@ -223,8 +224,8 @@ def _require_stream_for_options(fields: dict[str, Any]) -> None:
 
 
 def _require_known_ids(ids: Sequence[int], serving: GenerationServing) -> Sequence[int]:
-    if not all(0 <= token < serving.vocab_size for token in ids):
-        raise RequestRefused(f"the ids of prompt must be from 0 to {serving.vocab_size - 1}")
+    if not all(0 <= token < serving.engine.model.true_vocab_size for token in ids):
+        raise RequestRefused(f"the ids of prompt must be from 0 to {serving.engine.model.true_vocab_size - 1}")
     return ids
 
 
@@ -280,7 +281,9 @@ async def completion_response(
     choices = []
     for place, reply in enumerate(replies):
         tokens = [*reply.prompt, *reply.tokens] if completion.requests[place].prompt_logprobs else list(reply.tokens)
-        spelling = IncrementalTokenTexts(serving.tokenizer, () if reply.prompt else completion.requests[place].prompt)
+        spelling = IncrementalTokenTexts(
+            serving.engine.tokenizer, () if reply.prompt else completion.requests[place].prompt
+        )
         scores = _LogprobFormatter(serving, completion.chat, spelling)
         text = completion.echoed_prompt(place) + reply.text
         message = {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -303,7 +306,7 @@ async def completion_events(
     )
     usage = {"usage": None} if (completion.fields["stream_options"] or {}).get("include_usage") else {}
     scores = [
-        _LogprobFormatter(serving, completion.chat, IncrementalTokenTexts(serving.tokenizer, request.prompt))
+        _LogprobFormatter(serving, completion.chat, IncrementalTokenTexts(serving.engine.tokenizer, request.prompt))
         for request in completion.requests
     ]
     replies: dict[int, GenerationReply] = {}
@@ -401,8 +404,8 @@ class _LogprobFormatter:
 
     def _token_text_or_name(self, token: int) -> str:
         """Return a token's text, or its name in the vocabulary if it is no text by itself."""
-        text = self._serving.tokenizer.detokenize([token])
-        return text if text and "\ufffd" not in text else self._serving.tokenizer.id_to_token(token)
+        text = self._serving.engine.tokenizer.detokenize([token])
+        return text if text and "\ufffd" not in text else self._serving.engine.tokenizer.id_to_token(token)
 
 
 def _logprob_entry(piece: str, logprob: float | None) -> dict[str, Any]:

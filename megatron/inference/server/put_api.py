@@ -11,10 +11,11 @@ text ended. Of several prompts, the n-th draws with random_seed + n.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from megatron.inference.beam import Ask, Beam, BeamFailed, beam_search
+from megatron.inference.beam import BeamFailed, beam_search
 from megatron.inference.detokenizer import IncrementalTokenTexts
 from megatron.inference.generate import decode_following
 from megatron.inference.requests import GenerationRequest
@@ -100,12 +101,12 @@ def _request_field_conflicts(fields: dict[str, Any], serving: GenerationServing)
             (width is not None and len(fields["prompts"]) > 1, "When doing beam_search, batch size must be 1"),
             (width is not None and fields["tokens_to_generate"] == 0, "beam_width needs tokens_to_generate above 0"),
             (
-                width is not None and 2 * width > serving.vocab_size,
-                f"beam_width must be at most half of the {serving.vocab_size} ids",
+                width is not None and 2 * width > serving.engine.model.true_vocab_size,
+                f"beam_width must be at most half of the {serving.engine.model.true_vocab_size} ids",
             ),
             (
-                fields["stop_token"] is not None and fields["stop_token"] >= serving.vocab_size,
-                f"stop_token must be below {serving.vocab_size}",
+                fields["stop_token"] is not None and fields["stop_token"] >= serving.engine.model.true_vocab_size,
+                f"stop_token must be below {serving.engine.model.true_vocab_size}",
             ),
         )
         if broken
@@ -116,7 +117,7 @@ def parse_put_body(body: bytes, serving: GenerationServing) -> tuple[dict[str, A
     """Return the fields of a body and its engine requests; `RequestRefused` lists all that is wrong."""
     fields = read_body_fields(FIELDS, body, _RETIRED)
     raise_problems(_request_field_conflicts(fields, serving))
-    tokenizer, count = serving.tokenizer, fields["tokens_to_generate"]
+    tokenizer, count = serving.engine.tokenizer, fields["tokens_to_generate"]
     begin = [] if not fields["add_BOS"] else [tokenizer.eod if tokenizer.bos is None else tokenizer.bos]
     sampling = SamplingParams(
         round_tiny_temperature_to_zero(fields["temperature"]),
@@ -154,10 +155,21 @@ async def answer_generation(body: bytes, serving: GenerationServing, searches: B
     """Run the generation or beam search that a body asks for, and return the response body."""
     fields, requests = await asyncio.to_thread(parse_put_body, body, serving)
     if fields["beam_width"] is not None:
-        beams = await searches.run_search(_make_beam_search(fields, requests[0], serving))
+        search = partial(
+            beam_search,
+            prompt=requests[0].prompt,
+            width=fields["beam_width"],
+            num_tokens=requests[0].num_tokens,
+            ends=requests[0].stop_ids or (serving.engine.tokenizer.eod,),
+            length_penalty=float(fields["length_penalty"]),
+        )
+        try:
+            beams = await searches.run_search(search)
+        except BeamFailed as error:
+            raise RequestRefused(str(error), 503) from error
         return {
             "text": [
-                fields["prompts"][0] + decode_following(serving.tokenizer, requests[0].prompt, beam.ids)
+                fields["prompts"][0] + decode_following(serving.engine.tokenizer, requests[0].prompt, beam.ids)
                 for beam in beams
             ],
             "segments": [_token_texts(serving, requests[0], beam.ids) for beam in beams],
@@ -175,28 +187,6 @@ async def answer_generation(body: bytes, serving: GenerationServing, searches: B
     }
 
 
-def _make_beam_search(
-    fields: dict[str, Any], request: GenerationRequest, serving: GenerationServing
-) -> Callable[[Ask], list[Beam]]:
-    """Return a function that runs the beam search, given one that runs engine requests."""
-    ends = request.stop_ids or (serving.tokenizer.eod,)
-
-    def run_beam_search(ask: Ask) -> list[Beam]:
-        try:
-            return beam_search(
-                ask,
-                request.prompt,
-                width=fields["beam_width"],
-                num_tokens=request.num_tokens,
-                ends=ends,
-                length_penalty=float(fields["length_penalty"]),
-            )
-        except BeamFailed as error:
-            raise RequestRefused(str(error), 503) from error
-
-    return run_beam_search
-
-
 def _token_texts(serving: GenerationServing, request: GenerationRequest, ids: Sequence[int]) -> list[str]:
     """Return the text of each token of prompt and continuation."""
-    return IncrementalTokenTexts(serving.tokenizer).texts_of_next_ids([*request.prompt, *ids], last=True)
+    return IncrementalTokenTexts(serving.engine.tokenizer).texts_of_next_ids([*request.prompt, *ids], last=True)

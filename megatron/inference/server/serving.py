@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.families.adapter_set import LoadedAdapter
-from megatron.core.tokenizers.base import Tokenizer
+from megatron.inference.engine import Engine
 from megatron.inference.requests import TokenLogprob
 from megatron.inference.server.body_fields import RequestRefused
 from megatron.inference.service import EngineService
@@ -50,24 +50,9 @@ class GenerationServing:
     updates_adapters: bool = False
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        """The network's tokenizer."""
-        return self.service.engine.tokenizer
-
-    @property
-    def max_length(self) -> int:
-        """The most tokens of a text."""
-        return self.service.engine.max_length
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of ids of the vocabulary, without padding."""
-        return self.service.engine.model.true_vocab_size
-
-    @property
-    def adapter_names(self) -> tuple[str, ...]:
-        """Names of the adapters that clients may give as model."""
-        return self.service.engine.adapters.names
+    def engine(self) -> Engine:
+        """The engine that the service runs."""
+        return self.service.engine
 
     def load_adapter(self, name: str, folder: str) -> None:
         """Load the adapter in a folder under a name. Raises `ConfigError` or `CheckpointError` if it cannot be served,
@@ -78,21 +63,21 @@ class GenerationServing:
         if self.open_adapter is None:
             raise ConfigError("this server reads no adapters")
         adapters = self.open_adapter(folder)
-        self.service.run_between_steps(lambda: self.service.engine.adapters.load(name, adapters))
+        self.service.run_between_steps(lambda: self.engine.adapters.load(name, adapters))
 
     def adapter_named(self, model: str | None) -> str:
         """Return the adapter that a request's model names, "" for the network; `RequestRefused` (404) if there is none."""
         if model in (None, self.model):
             return ""
-        if model not in self.adapter_names:
-            here = ", ".join(repr(name) for name in (self.model, *self.adapter_names))
+        if model not in self.engine.adapters.names:
+            here = ", ".join(repr(name) for name in (self.model, *self.engine.adapters.names))
             raise RequestRefused(f"there is no model {str(model)[:100]!r} here; this server has {here}", 404)
         return str(model)
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of a text; `RequestRefused` if it cannot be tokenized, such as a lone surrogate."""
         try:
-            return self.tokenizer.tokenize(text)
+            return self.engine.tokenizer.tokenize(text)
         except ValueError as error:
             raise RequestRefused(f"the prompt cannot be read: {error}") from None
 
@@ -103,9 +88,9 @@ class GenerationServing:
             raise RequestRefused(f"the prompt has {len(prompt)} tokens; this server takes {longest}", 413)
         if most is not None and num_tokens > most:
             raise RequestRefused(f"{num_tokens} new tokens are asked for; this server gives {most}")
-        if len(prompt) + max(0, num_tokens - 1) > self.max_length:
+        if len(prompt) + max(0, num_tokens - 1) > self.engine.max_length:
             raise RequestRefused(
-                f"a prompt of {len(prompt)} tokens and {num_tokens} new ones are more than the {self.max_length} positions of the "
+                f"a prompt of {len(prompt)} tokens and {num_tokens} new ones are more than the {self.engine.max_length} positions of the "
                 "network; shorten the prompt or ask for fewer"
             )
 
