@@ -114,9 +114,7 @@ class LmEvalModelArgs:
 
 
 def split_model_args(given: Mapping[str, Any]) -> tuple[LmEvalModelArgs, dict[str, Any]]:
-    """Split `--model_args` into settings and tokenizer settings (by field name). `ConfigError` for unknown names or
-    without load.
-    """
+    """Split `--model_args` into settings and the tokenizer's. `ConfigError` for unknown names or without load."""
     mine, theirs = ({field.name for field in dataclasses.fields(kind)} for kind in (LmEvalModelArgs, TokenizerConfig))
     strangers = [name for name in given if name not in mine | theirs]
     if strangers or not given.get("load"):
@@ -175,8 +173,7 @@ class MegatronLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Return the ids of a text; names of special tokens become those tokens.
 
-        add_special_tokens: whether to add what the tokenizer puts around a text; None: unless the text begins with the
-        prefix.
+        add_special_tokens: add what the tokenizer puts around a text; None: unless the text begins with the prefix.
         """
         ids = self.megatron_tokenizer.tokenize_with_special(string)
         if add_special_tokens is None:

@@ -137,8 +137,7 @@ def score_inputs(
 
 
 def _equalize_batch_rounds(batches: Sequence[Batch], axis: Axis) -> list[Batch]:
-    """Return this rank's batches when ranks share experts: all ranks get equally many, and each round has equal rows
-    and lengths.
+    """Return this rank's batches when ranks share experts: all get equally many, of equal rows and lengths in a round.
 
     What is missing is filled with the round's longest input.
     """
@@ -196,8 +195,7 @@ def argmax_token_ids(logits: Tensor, axis: Axis, true_vocab_size: int) -> Tensor
 def generate_without_kv_cache(
     loaded: InferenceModel, prompts: Sequence[GenerationPrompt], *, size: EvaluationBatchLimits
 ) -> list[list[int]]:
-    """Return the new ids after each prompt, until it ends, has `num_tokens` of them, or the end of document comes
-    (included).
+    """Return the new ids after each prompt, until it ends, has `num_tokens`, or the end of document comes (included).
 
     The same on all ranks. Collective. Every step computes the whole text anew, without a KV cache.
     """
@@ -258,9 +256,8 @@ def forward_batches(
 ) -> None:
     """Run all batches through all pipeline stages. Collective.
 
-    batches: lists of ids, the longest of a batch first; each is padded to its length. keep: called on the last stage
-    with the number of a batch and its logits [s, b, v/tp] (of a reward model: scores [b, s]). bar: advanced for each
-    batch.
+    batches: lists of ids, the longest first, padded to its length. keep: called on the last stage with the number of a
+    batch and its logits [s, b, v/tp] (of a reward model: scores [b, s]). bar: advanced for each batch.
     """
     pieces = stages[0].build.tp_region.whole_sequence_length(1)  # that sequence parallelism divides a length into
     lengths = [-(-len(batch[0]) // pieces) * pieces for batch in batches]
@@ -285,9 +282,7 @@ def _tqdm_on_first_rank(stages: Sequence[GPTModel], batches: Sequence[Any], titl
 
 
 def gather_results_by_number(stages: Sequence[GPTModel], local: dict[int, Any]) -> dict[int, Any]:
-    """Return the results of all data-parallel ranks by number, on all ranks. local: this rank's, used on the last stage
-    and first tensor rank only.
-    """
+    """Return all replicas' results by number, on all ranks. local: of the last stage's first tensor rank."""
     mesh = stages[0].build.mesh
     speaks = stages[-1].stage.has_output and mesh.tp.is_first
     everyone = collectives.gather_objects(local if speaks else {}, mesh.world)

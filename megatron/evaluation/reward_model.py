@@ -63,9 +63,7 @@ class RewardModel:
     def score(
         self, texts: Sequence[str | Sequence[Message]], *, size: EvaluationBatchLimits = EvaluationBatchLimits(32)
     ) -> list[float]:
-        """Return the score of each text or conversation, in order. Collective (unless loaded `alone`): all ranks pass
-        the same and get the same.
-        """
+        """Return each text's or conversation's score. Collective unless `alone`: all ranks pass the same."""
         return self.score_ids(self.encode_reward_texts(texts), size=size)
 
     def score_ids(

@@ -206,8 +206,7 @@ BENCHMARKS: Mapping[str, VisionBenchmark] = MappingProxyType(
 
 
 def read_benchmark_questions(task: str, paths: Sequence[str], prompt: str | None = None) -> list[BenchmarkQuestion]:
-    """Read the questions of a benchmark from its official files or JSON lines. prompt: text with {question};
-    None: the default.
+    """Read a benchmark's questions from its official files or JSON lines. prompt: text with {question}, or the default.
 
     Raises `ConfigError` for files that are neither, lack references, or have an id twice.
     """

@@ -123,9 +123,7 @@ class AdapterBank:
         self._masks, self._places = {}, {}
 
     def token_rank_mask(self, ranks: tuple[tuple[int, int], ...], low: Tensor) -> Tensor:
-        """Return 1 where a token uses the adapter that a column of `low` belongs to, [t or t/tp, 1, sum of ranks].
-        ranks: (number, rank) pairs.
-        """
+        """Return 1 where a token uses the adapter of a column, given as (number, rank) pairs, [t or t/tp, 1, ranks]."""
         if ranks not in self._masks:
             owners = [number for number, rank in ranks for _ in range(rank)]
             same = self._adapter_of_tokens[:, None] == _upload_adapter_numbers(owners, low.device)

@@ -112,8 +112,7 @@ class KVCache:
 @dataclass(frozen=True, slots=True)
 class EqualQueryLengthGroup:
     """Sequences of a step with equally many new tokens, end to end from token `first` on. queries: new tokens of each.
-    ragged: whether some have fewer keys than `where.longest`. slots: results of `slots_of_last_positions`, by number of
-    keys.
+    ragged: some have fewer keys than `where.longest`. slots: of `slots_of_last_positions`, by number of keys.
     """
 
     first: int
@@ -154,9 +153,7 @@ class _ContiguousCacheView:
     step: int
 
     def last_keys_and_values(self, stored: Sequence[Tensor], seen: int) -> tuple[list[Tensor], None]:
-        """Return the last `seen` keys and values of every sequence as views of the pool, [b, keys, heads * size] each;
-        and None for padding.
-        """
+        """Return the last `seen` keys and values as views of the pool, [b, keys, heads * size]; no padding."""
         count = min(seen, self.length)
         first = self.start + self.length - count
         return [
@@ -211,9 +208,7 @@ class StepKVCache:
         return self._pool.states[self._depth - 1].index_select(0, self._new)[:, None]
 
     def run_from_states(self, mixer: StatefulMixer, parts: Sequence[Tensor], mix: Mix) -> Tensor:
-        """Run a stateful mixer on the new tokens of all sequences, group by group, updating states. parts: each [t, 1,
-        ...]; returns [t, 1, ...].
-        """
+        """Run a stateful mixer on the new tokens, group by group, updating states. parts, result: [t, 1, ...]."""
         assert self._state_slots is not None, "a network whose layers have states has slots for them"
         pool, groups = self._state_slots
         outputs = [group.scan(pool, mixer, parts, mix) for group in groups]

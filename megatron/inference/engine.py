@@ -177,8 +177,7 @@ class Engine:
 
     def step(self) -> bool:
         """Run one forward pass over the scheduled requests, and append its tokens; False when there was nothing to do.
-        If possible, the next pass is scheduled and launched before these tokens are known, so that the device need not
-        wait.
+        If possible, the next pass is launched before these tokens are known, so that the device need not wait.
         """
         if self.is_paused:
             return False
@@ -303,8 +302,8 @@ class Engine:
 
     def pause(self) -> None:
         """Stop between two steps until `resume`, as while weights change. Requests wait, and new ones are accepted;
-        running ones keep their tokens and are prefilled again afterwards. Keys and values, prefix cache, states and
-        images are dropped.
+        running ones keep their tokens and are prefilled again afterwards. Caches of keys, prefixes, states and images
+        are dropped.
         """
         if self._in_flight is not None:
             current, self._in_flight = self._in_flight, None

@@ -125,9 +125,8 @@ def state_snapshot_count(stages: Sequence[GPTModel], config: InferenceConfig) ->
 
 
 def num_cache_blocks(parts: Sequence[tuple[Sequence[GPTModel], int]], config: InferenceConfig, max_length: int) -> int:
-    """Return the number of KV cache blocks, block 0 included, the same on every rank. Collective.
-    parts: (stages, depths of multi-token prediction). max_length: tokens of the longest sequence. `ConfigError` if the
-    given size is too small.
+    """Return the number of KV cache blocks, block 0 included, the same on every rank. Collective. parts: (stages, MTP
+    depths). max_length: tokens of the longest sequence. `ConfigError` if the given size is too small.
     """
     size = config.inference_dynamic_batching_block_size
     mine = 0

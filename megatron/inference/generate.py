@@ -29,8 +29,8 @@ def generate_continuation(
     seed: int = 0,
 ) -> list[int]:
     """Return the tokens after a prompt, at most `num_tokens`. ends: the end-of-document token ends it, and is not
-    included. A text longer than the network's positions loses its beginning, and is then prefilled again for every
-    token. Raises `GenerationFailed`.
+    included. A text longer than the positions loses its beginning, and is prefilled for every token. Raises
+    `GenerationFailed`.
     """
     ids, new = list(prompt), list[int]()
     while len(new) < num_tokens:
@@ -51,9 +51,7 @@ def generate_continuation(
 def generate_texts(
     engine: Engine, prompts: Sequence[str], *, num_tokens: int, sampling: SamplingParams, seed: int = 0
 ) -> list[str]:
-    """Return each prompt with its continuation. Those that fit into the network's positions are decoded together.
-    Raises `GenerationFailed`.
-    """
+    """Return each prompt with its continuation, decoded together where they fit. Raises `GenerationFailed`."""
     tokenizer = engine.tokenizer
     prompts_ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]
     fits = [len(ids) + num_tokens - 1 <= engine.max_length for ids in prompts_ids]

@@ -33,9 +33,7 @@ _INTERVAL = 512  # tokens between snapshots, beside the one at the end of the pr
 
 @dataclass(frozen=True, slots=True)
 class StateReadWriteSlots:
-    """Recurrent-state slots of a sequence in a pass: the one read; those written after its last tokens; the snapshot
-    written after the last one.
-    """
+    """State slots of a sequence in a pass: the one read, those written after its last tokens, the snapshot's."""
 
     read: int = BLANK
     write: tuple[int, ...] = ()
@@ -150,9 +148,7 @@ class EqualLengthGroup:
 
 
 class StepStateSlots:
-    """State slots of all groups of a pass. rows: slots of each group's sequences; queries: new tokens of each; pool:
-    None if no layer has a state.
-    """
+    """State slots of a pass: `rows` by group and sequence. queries: new tokens of each; pool: None without states."""
 
     def __init__(
         self, rows: Iterable[Sequence[StateReadWriteSlots]], queries: Iterable[int], pool: StatePool | None

@@ -99,8 +99,7 @@ class MTPDraft:
 
     def _depth_input(self, one: SequenceState, depth: int, guessed: Sequence[int]) -> SequenceInput:
         """Build the input of depth `depth`: ids shifted ahead by `depth`, at positions that it has not computed, or
-        computed with a draft token; sampling if the sequence gets a proposal of it. guessed: proposals of the depths
-        before.
+        computed with a draft token; sampling if the sequence gets its proposal. guessed: of the depths before.
         """
         known = len(one.ids) + len(guessed)
         start, end = max(0, one.drafted - depth + 1), min(one.computed, known - depth)

@@ -213,8 +213,7 @@ def _train_and_keep_best(
     validator: StepValidator,
     writers: Writers,
 ) -> dict[str, float]:
-    """Train epoch by epoch, and save and predict whenever the first metric is the best so far; without epochs evaluate
-    only.
+    """Train epoch by epoch; save and predict when the first metric is the best so far. Without epochs evaluate only.
 
     Returns the last metrics.
     """

@@ -72,8 +72,8 @@ def _rankdata_average(numbers: Sequence[float]) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class GlueTask:
-    """A task's columns, labels and metrics. texts, label, uid: names of columns. classes: empty if labels are numbers on `scale`, (lowest, highest). header: of a file that is published
-    without one.
+    """A task's columns, labels and metrics. texts, label, uid: names of columns. classes: empty if labels are numbers
+    on `scale`, (lowest, highest). header: of a file that is published without one.
     """
 
     texts: tuple[str, ...]

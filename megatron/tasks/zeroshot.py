@@ -45,8 +45,7 @@ LARGEST_EXPONENT = 20.0  # a perplexity is not stated beyond e^20
 class TokenWindows:
     """Overlapping windows of `length` tokens, each `stride` after the last; every token is scored in one window.
 
-    ids: the whole text. The first window scores all its labels, the others their last `stride`. fill: id of the
-    padding.
+    ids: the text. The first window scores all its labels, the others their last `stride`. fill: id of the padding.
     """
 
     def __init__(self, ids: Sequence[int], *, length: int, stride: int, fill: int) -> None:

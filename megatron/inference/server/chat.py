@@ -65,9 +65,7 @@ class ChatPromptEncoder:
 
 
 def parse_messages(value: Any) -> tuple[list[dict[str, str]], list[bytes]]:
-    """Return (role and text of each message, image files). Content parts are joined, `<image>` standing for each image.
-    Raises `RequestRefused`.
-    """
+    """Return (role and text of each message, image files), joined parts. Raises `RequestRefused`."""
     if not isinstance(value, list) or not value:
         raise RequestRefused("messages must be a list of messages, of which there is one at least")
     messages: list[dict[str, str]] = []

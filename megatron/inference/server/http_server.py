@@ -58,9 +58,7 @@ class DrainingServer(uvicorn.Server):
         self._service, self._drain_seconds, self._ready = service, drain_seconds, ready
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal; unlike in uvicorn it is not raised again at the end, since draining is no failure. A second
-        SIGINT ends at once.
-        """
+        """Drain at a signal, which is no failure and not raised again as by uvicorn. A second SIGINT ends at once."""
         if self.should_exit and sig == signal.SIGINT:
             self.force_exit = True
         self.should_exit = True

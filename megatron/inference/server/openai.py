@@ -123,9 +123,7 @@ CHAT = (
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A parsed request. requests: for the engine; those of prompt p are [p * n, (p + 1) * n). echo: text of each
-    prompt, to be returned first.
-    """
+    """A parsed request. requests: those of prompt p are [p * n, (p + 1) * n). echo: prompts to return first."""
 
     fields: dict[str, Any]
     requests: tuple[GenerationRequest, ...]

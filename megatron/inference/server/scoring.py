@@ -116,9 +116,7 @@ def parse_pooling_request(body: bytes, serving: ScoringServing) -> tuple[list[Id
 
 
 def parse_score_request(body: bytes, serving: ScoringServing) -> tuple[list[Ids], bool]:
-    """Parse a body of /v1/score, as `parse_pooling_request`: one prompt with each answer, or as many prompts as answers.
-    Raises `RequestRefused`.
-    """
+    """Parse a body of /v1/score, as `parse_pooling_request`: a prompt for all answers, or one for each."""
     fields = read_body_fields(SCORE, body)
     _require_served_model(fields["model"], serving)
     prompts, answers = ([value] if isinstance(value, str) else value for value in (fields["text_1"], fields["text_2"]))

@@ -55,9 +55,7 @@ class GenerationServing:
         return self.service.engine
 
     def load_adapter(self, name: str, folder: str) -> None:
-        """Load the adapter in a folder under a name. Raises `ConfigError` or `CheckpointError` if it cannot be served,
-        and `ServiceStoppedError`.
-        """
+        """Load a folder's adapter under a name. `ConfigError`, `CheckpointError` or `ServiceStoppedError` if it fails."""
         if name == self.model:
             raise ConfigError(f"{name!r} is the name of the network; choose another for the adapter")
         if self.open_adapter is None:
