@@ -8,7 +8,7 @@ openai.py            /v1/completions and /v1/chat/completions, whole or as serve
 chat.py              messages to ids, by the chat template
 scoring.py           /pooling and /v1/score, of a reward model
 metrics.py           /metrics, in Prometheus' text format
-app.py               routes, authorization, and errors as responses
-http_server.py       the server process: start, signals, shutdown, ranks that die
+app.py               routes, authorization, adapters that clients load, and errors as responses
+http_server.py       the server process: connections, start, signals, shutdown, ranks that die
 page.html    the page at /
 """

@@ -32,18 +32,21 @@ from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from megatron.inference.server import adapters, openai, put_api
-from megatron.inference.server.body_fields import RequestRefused
+from megatron.core.config.flags import ConfigError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.inference.server import openai, put_api
+from megatron.inference.server.body_fields import BodyField, RequestRefused, read_body_fields, text_problem
 from megatron.inference.server.chat import ChatPromptEncoder
 from megatron.inference.server.metrics import CONTENT_TYPE, prometheus_text
 from megatron.inference.server.request_handling import (
     BeamSearchThreadPool,
     ClientDisconnected,
     HTTPCallRequests,
+    refusal_for_error,
     until_disconnected,
 )
 from megatron.inference.server.serving import GenerationServing, RequestLimits
-from megatron.inference.service_thread import ServiceThread
+from megatron.inference.service_thread import ServiceStoppedError, ServiceThread
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,8 @@ _PAGE_HEADERS = {
 }
 _CLIENT_LEFT = 499  # of no standard, and seen in the metrics only
 _MISDIRECTED = 421
+_LOAD = (BodyField("lora_name", text_problem, needed=True), BodyField("lora_path", text_problem, needed=True))
+_UNLOAD = (BodyField("lora_name", text_problem, needed=True),)
 LOCAL = ("localhost", "127.0.0.1", "[::1]")  # names of this machine, as they stand in a call
 
 Scope = dict[str, Any]
@@ -235,15 +240,61 @@ def _add_generation_routes(app: FastAPI, serving: GenerationServing, chat: ChatP
 
 
 def _add_adapter_routes(app: FastAPI, serving: GenerationServing) -> None:
+    """Add vLLM's routes by which clients load and unload adapters, a folder of the server's machine.
+
+    Every caller may have any folder read there, so they refuse unless the server is started with
+    --allow-runtime-lora-updating.
+    """
+
+    async def answer_change(request: Request, change: Callable[[bytes, GenerationServing], str]) -> Response:
+        body = await read_body(request, serving.limits)
+        return PlainTextResponse(await asyncio.to_thread(change, body, serving))
+
     @app.post("/v1/load_lora_adapter")
     async def answer_load_adapter(request: Request) -> Response:
-        body = await read_body(request, serving.limits)
-        return PlainTextResponse(await asyncio.to_thread(adapters.handle_load_adapter, body, serving))
+        return await answer_change(request, _load_adapter)
 
     @app.post("/v1/unload_lora_adapter")
     async def answer_unload_adapter(request: Request) -> Response:
-        body = await read_body(request, serving.limits)
-        return PlainTextResponse(await asyncio.to_thread(adapters.handle_unload_adapter, body, serving))
+        return await answer_change(request, _unload_adapter)
+
+
+def _load_adapter(body: bytes, serving: GenerationServing) -> str:
+    """Load an adapter as a request body says; return the response text. Raises `RequestRefused` if it cannot be served."""
+    _require_lora_updating_allowed(serving)
+    fields = read_body_fields(_LOAD, body)
+    try:
+        serving.load_adapter(fields["lora_name"], fields["lora_path"])
+    except CheckpointError as error:
+        summary, *problems = str(error).splitlines()
+        raise RequestRefused(
+            ": ".join([summary, "; ".join(map(str.strip, problems))]) if problems else summary
+        ) from error
+    except (ConfigError, ServiceStoppedError) as error:
+        raise refusal_for_error(error) from error
+    return f"Success: LoRA adapter '{fields['lora_name']}' added successfully."
+
+
+def _unload_adapter(body: bytes, serving: GenerationServing) -> str:
+    """Unload the adapter that a request body names; return the response text. Raises `RequestRefused` if it is not loaded."""
+    _require_lora_updating_allowed(serving)
+    name = read_body_fields(_UNLOAD, body)["lora_name"]
+    if name not in serving.engine.adapters.names:
+        here = ", ".join(serving.engine.adapters.names) or "none"
+        raise RequestRefused(f"there is no adapter {name[:100]!r} here; this server has {here}", 404)
+    try:
+        serving.service.run_between_steps(lambda: serving.engine.adapters.unload(name))
+    except (ConfigError, ServiceStoppedError) as error:
+        raise refusal_for_error(error) from error
+    return f"Success: LoRA adapter '{name}' removed successfully."
+
+
+def _require_lora_updating_allowed(serving: GenerationServing) -> None:
+    """Raise `RequestRefused` (403) unless the server allows adapters to be changed."""
+    if not serving.updates_adapters:
+        raise RequestRefused(
+            "adapters are not changed while this server runs; start it with --allow-runtime-lora-updating", 403
+        )
 
 
 class EventStream(StreamingResponse):

@@ -24,7 +24,6 @@ OPTIONAL = {
     f"{SERVER}app.py": {"fastapi", "starlette"},
     f"{SERVER}scoring.py": {"fastapi"},
     f"{SERVER}http_server.py": {"uvicorn"},
-    f"{SERVER}connections.py": {"uvicorn"},
     "megatron/evaluation/harness.py": {"lm_eval"},
     "megatron/evaluation/plugin.py": {"lm_eval"},
     **{
