@@ -8,9 +8,9 @@ see. All ranks are asked the same, and all get every answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from megatron.training.checkpoint.inference_model import InferenceModel
 
 Ids = tuple[int, ...]
 Batch = Sequence[Ids]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +37,19 @@ class EvaluationBatchLimits:
     rows: int
     tokens: int | None = None
 
-    def split_into_batches(self, inputs: Sequence[Ids]) -> list[Batch]:
-        """Split inputs into batches, the longest inputs first."""
-        batches: list[list[Ids]] = []
-        for ids in sorted(inputs, key=lambda ids: (-len(ids), ids)):
+    def split_into_batches(self, items: Iterable[T], ids_of: Callable[[T], Ids]) -> list[list[T]]:
+        """Split items into batches, those with the longest ids first."""
+        batches: list[list[T]] = []
+        for item in sorted(items, key=lambda item: (-len(ids_of(item)), ids_of(item))):
             full = (
                 not batches
                 or len(batches[-1]) == self.rows
-                or (self.tokens is not None and (len(batches[-1]) + 1) * len(batches[-1][0]) > self.tokens)
+                or (self.tokens is not None and (len(batches[-1]) + 1) * len(ids_of(batches[-1][0])) > self.tokens)
             )
             if full:
                 batches.append([])
-            batches[-1].append(ids)
-        return list(batches)
+            batches[-1].append(item)
+        return batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ def score_inputs(
     for number, ids in enumerate(inputs):
         numbers_of.setdefault(ids, []).append(number)
     mesh, results = stages[0].build.mesh, dict[int, Any]()
-    batches = size.split_into_batches(list(numbers_of))
+    batches = size.split_into_batches(numbers_of, lambda ids: ids)
     mine = batches[mesh.dp.rank :: mesh.dp.size] if mesh.ep.size == 1 else _equalize_batch_rounds(batches, mesh.dp)
 
     def store_scores(microbatch: int, output: Tensor) -> None:
@@ -199,14 +200,8 @@ def generate_without_kv_cache(
 
     The same on all ranks. Collective. Every step computes the whole text anew, without a KV cache.
     """
-    numbers: dict[Ids, list[int]] = {}
-    for number, prompt in enumerate(prompts):
-        numbers.setdefault(prompt.ids, []).append(number)
-    axis = loaded.mesh.dp
-    texts: dict[int, Any] = {}
-    batches = size.split_into_batches([prompt.ids for prompt in prompts])
-    places = [[numbers[ids].pop(0) for ids in batch] for batch in batches]
-    mine = places[axis.rank :: axis.size]
+    axis, texts = loaded.mesh.dp, dict[int, Any]()
+    mine = size.split_into_batches(range(len(prompts)), lambda number: prompts[number].ids)[axis.rank :: axis.size]
     for batch in _tqdm_on_first_rank(loaded.stages, mine, "continuations"):
         texts.update(zip(batch, _generate_batch(loaded, [prompts[number] for number in batch])))
     gathered = gather_results_by_number(loaded.stages, texts)

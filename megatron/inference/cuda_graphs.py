@@ -90,11 +90,6 @@ class DecodingGraphs:
         if pool.paged is not None:
             self.requested.update(dict.fromkeys(self._default_graph_shapes()))
 
-    @property
-    def num_captured(self) -> int:
-        """Number of captured shapes."""
-        return len(self._kept)
-
     def graph_shape(self, texts: int, keys: int) -> GraphShape:
         """Return the graph shape (rows, keys) for a step of so many sequences, the longest with so many keys."""
         whole = self._pool.paged is not None  # each row is read as long as it is, in tables as wide as there can be

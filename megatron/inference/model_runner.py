@@ -360,10 +360,6 @@ class ModelRunner:
         """Whether this rank broadcasts the step inputs."""
         return self.mesh.world.is_first
 
-    def launch_and_collect(self, step: StepInput) -> list[list[SequenceStepOutput]]:
-        """On the leader: run a step on all ranks and return the outputs of each replica's rows."""
-        return self.launch(step).collect()
-
     def launch(self, step: StepInput) -> LaunchedStep:
         """On the leader: run a step on all ranks. A single rank does not wait for its device."""
         assert self.is_leader, "only the leader starts a step"

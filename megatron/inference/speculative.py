@@ -118,7 +118,7 @@ def _run_draft_step(
 ) -> None:
     """Run a pass over a row of each sequence, by data-parallel replica; append its proposals to `guesses`, by ticket."""
     step = StepInput(network, tuple(tuple(row for _, row in replica) for replica in rows), depth)
-    for replica, outputs in zip(rows, runner.launch_and_collect(step), strict=True):
+    for replica, outputs in zip(rows, runner.launch(step).collect(), strict=True):
         for (one, _), output in zip(replica, outputs, strict=True):
             # Logits that are not finite give -1; any id will do.
             guesses[one.ticket] += [max(0, token) for token in output.ids]

@@ -99,7 +99,7 @@ def answered(changes: dict[str, Any], guesses: int = 0) -> list[GenerationReply]
     assert engine.metrics().blocks_used == 0
     if engine.mesh.device.type == "cuda" and not cuda_graphs.graph_capture_obstacle(stages):
         graphs = engine.runner.networks[0].captured_graphs
-        assert graphs is not None and (graphs.num_captured or guesses), "steps are captured wherever they can be"
+        assert graphs is not None and (len(graphs._kept) or guesses), "steps are captured wherever they can be"
     engine.close()
     return replies
 
