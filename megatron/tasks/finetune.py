@@ -200,7 +200,7 @@ def _finetune_locked(run: RunContext, task: TaskConfig, lock: FolderLock | None)
     validator = StepValidator(run.config)
     if run.config.faults.validates_steps:
         trainer.add_hook(validator)
-    with closing(build_writers(run)) as writers:
+    with closing(Writers.of_run(run, train_iters=run.config.train.train_iters or 0)) as writers:
         return _train_and_keep_best(trainer, task, sets, epochs, checkpoint, validator, writers)
 
 
@@ -234,11 +234,6 @@ def _train_and_keep_best(
             if run.config.checkpoint.save:
                 checkpoint.save()
     return results
-
-
-def build_writers(run: RunContext) -> Writers:
-    """Return the metric writers of finetuning, which write on the rank that has the loss."""
-    return Writers.of_run(run, train_iters=run.config.train.train_iters or 0)
 
 
 def build_classifier_stage(run: RunContext, stage: StageSpec, task: TaskConfig) -> ClassifierModel:

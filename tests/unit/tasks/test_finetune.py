@@ -24,7 +24,7 @@ from megatron.core.models.bert import BERTModel
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.tasks import finetune
-from megatron.tasks.finetune import EpochBatches, FinetuneData, Prediction, build_writers
+from megatron.tasks.finetune import EpochBatches, FinetuneData, Prediction
 from megatron.tasks.flags import TaskConfig, task_flag_defaults
 from megatron.tasks.glue import GlueSample
 from megatron.tasks.race import RaceQuestion
@@ -34,6 +34,7 @@ from megatron.training.data.batch import Batch
 from megatron.training.health.bad_steps import BadStepError, StepValidator
 from megatron.training.health.exit_conditions import NonFiniteError
 from megatron.training.report.run_log import read_run_log_events
+from megatron.training.report.writers import Writers
 from megatron.training.run import RunContext
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer, build_trainer
@@ -315,7 +316,7 @@ def test_a_bad_step_ends_the_epoch_unless_it_is_to_be_skipped(
     next(iter(trainer.stages[0].parameters())).data.fill_(float("nan"))
     epochs = EpochBatches(trainer.run, samples("MNLI"), full=trainer.batches.final_batch_size, keep_last=False)
     with pytest.raises(error, match="nan") if error else nullcontext():
-        finetune.train_epoch(trainer, epochs, 0, validator, build_writers(trainer.run))
+        finetune.train_epoch(trainer, epochs, 0, validator, Writers.of_run(trainer.run, train_iters=0))
     assert any("the run goes on with the next data" in line for line in said) == (answer == "skip"), said
     assert list(tmp_path.glob("step-*/*")) or answer is None, "the evidence is kept"
 
