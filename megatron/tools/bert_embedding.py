@@ -215,9 +215,7 @@ def write_embeddings(
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = ToolArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolArgumentParser(description=__doc__)
     what = add_checkpoint_options(parser, "what")
     what.add_argument(
         "--input",

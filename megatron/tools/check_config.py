@@ -30,9 +30,7 @@ from megatron.trust.plan.hardware import PROFILES, hardware_of
 
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the command line: (the tool's own options, the words of the run)."""
-    parser = ToolArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolArgumentParser(description=__doc__)
     add_world_size_and_entry(parser, ENTRIES)
     parser.add_argument(
         "--device",

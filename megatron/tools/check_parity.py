@@ -29,9 +29,7 @@ from megatron.trust.parity.proxy_config import ProxyConfig, make_proxy_config
 
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the command line: (the tool's own options, the words of the run)."""
-    parser = ToolArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolArgumentParser(description=__doc__)
     add_world_size_and_entry(parser, ENTRIES)
     parser.add_argument(
         "--most-ranks", type=int, default=8, help="ranks to start here at most (default: 8); what does not fit is said"

@@ -8,7 +8,6 @@ last bit, 1 they part, 2 the question could not be read.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -122,7 +121,7 @@ def run_divergence_report(a: RunHistory, b: RunHistory, difference: RunDivergenc
 def main(argv: list[str] | None = None) -> None:
     """Print the report; exit with 1 if the runs diverge."""
     install_interrupt_excepthook()
-    parser = ToolArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolArgumentParser(description=__doc__, allow_abbrev=True)
     parser.add_argument("a", metavar="RUN_A", help="--save folder or run log of a run")
     parser.add_argument("b", metavar="RUN_B", help="that of another")
     parser.add_argument(

@@ -10,7 +10,6 @@ behind but an empty --save folder. Exit code: 0 no row is FAIL, 1 some are.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import socket
@@ -134,9 +133,7 @@ def findings_table_text(rows: Sequence[DoctorFinding]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """Print the report on rank 0; exit with 1 on all ranks if a row is FAIL."""
-    parser = ToolArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolArgumentParser(description=__doc__)
     parser.add_argument("--entry", choices=ENTRIES, default="pretrain_gpt.py", help="script that the flags are for")
     parser.add_argument(
         "--megabytes", type=int, default=16, help="MiB that each rank sums and writes to measure rates (default: 16)"

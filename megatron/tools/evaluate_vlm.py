@@ -12,7 +12,6 @@ by its name.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -76,9 +75,7 @@ def write_questions_as_prompts(questions: Sequence[BenchmarkQuestion], folder: s
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the questions, print the scores, or both, as the flags ask."""
     install_interrupt_excepthook()
-    made = ToolArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    made = ToolArgumentParser(description=__doc__)
     made.add_argument("--task", required=True, choices=BENCHMARKS, help="whose definition holds")
     made.add_argument("--references", required=True, nargs="+", metavar="FILE", help="official files, or JSON lines")
     made.add_argument("--answers", metavar="FILE", help="what tools/generate.py wrote, to be scored")

@@ -45,12 +45,7 @@ _READS_AS = {"hybrid": "gpt", "mamba": "gpt"}  # scripts that read the samples o
 
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the command line: (the tool's own options, flags of the run)."""
-    parser = ToolArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        usage="explain_data.py <the flags of the run> (--step N | --document PREFIX:NUMBER) [options]",
-    )
+    parser = ToolArgumentParser(description=__doc__)
     question = parser.add_mutually_exclusive_group(required=True)
     question.add_argument(
         "--step", type=int, metavar="N", help="the iteration to show; of validation: after which it is done"

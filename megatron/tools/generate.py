@@ -80,7 +80,7 @@ AHEAD = 4  # times the requests that are decoded together: how far lines are rea
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = ToolArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolArgumentParser(description=__doc__, allow_abbrev=True)
     what = add_checkpoint_options(parser, "what")
     what.add_argument(
         "--draft",

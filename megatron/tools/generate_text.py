@@ -28,7 +28,7 @@ TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = ToolArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolArgumentParser(description=__doc__, allow_abbrev=True)
     what = add_checkpoint_options(parser, "what to continue")
     what.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times")
     add_sampling_options(parser.add_argument_group("how"), "seed of the draws")

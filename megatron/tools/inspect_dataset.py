@@ -40,9 +40,7 @@ SHOWN = 2000
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = ToolArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolArgumentParser(description=__doc__)
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="the files are PREFIX.bin and PREFIX.idx")
     parser.add_argument(
         "--seq-length", type=int, metavar="N", help="also say how many documents have more than N tokens"

@@ -9,7 +9,6 @@ bytes of one run. The ids are copied in pieces, so memory does not grow with the
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -131,9 +130,7 @@ def merge_dataset_pairs(prefixes: Sequence[str], output_prefix: str, multimodal:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Join the pairs, and print what was done."""
     install_interrupt_excepthook()
-    parser = ToolArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolArgumentParser(description=__doc__)
     given = parser.add_mutually_exclusive_group(required=True)
     given.add_argument(
         "--input", type=Path, metavar="DIR", help="folder whose pairs are joined, in the order of their names"

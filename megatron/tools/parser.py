@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class ToolArgumentParser(argparse.ArgumentParser):
-    """argparse.ArgumentParser with a one-line usage: required arguments and "[options]"."""
+    """argparse.ArgumentParser with a one-line usage: required arguments and "[options]". Unless its options say another
+    thing, it prints the description as it stands and takes no abbreviated flags.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **options})
 
     def format_usage(self) -> str:
         """Return the usage line, with a newline."""

@@ -8,7 +8,6 @@ logs give several curves. Steps that were written twice, because a run resumed f
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import sys
@@ -119,7 +118,7 @@ def draw_loss_curves(curves: Iterable[LossCurves], loss: str, lines: Sequence[tu
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Draw the curves into a PNG."""
-    parser = ToolArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolArgumentParser(description=__doc__, allow_abbrev=True)
     parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="files that --log-jsonl wrote")
     parser.add_argument("--output", type=Path, default=Path("loss.png"), metavar="PNG", help="default: loss.png")
     parser.add_argument("--loss", default="lm loss", metavar="NAME", help="which loss (default: 'lm loss')")

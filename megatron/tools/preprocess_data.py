@@ -37,9 +37,7 @@ from megatron.tools.parser import ToolArgumentParser
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = ToolArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolArgumentParser(description=__doc__)
     _add_input_arguments(parser)
     _add_sentence_arguments(parser)
     add_config_arguments(parser, TokenizerConfig)

@@ -82,9 +82,7 @@ def write_multimodal_pair(args: argparse.Namespace, tokenizer: Tokenizer) -> int
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the pair, and print the number of documents."""
     install_interrupt_excepthook()
-    made = ToolArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    made = ToolArgumentParser(description=__doc__)
     made.add_argument("--input", required=True, metavar="FILE", help='JSON lines, each with a "text"')
     made.add_argument("--input-image", required=True, metavar="FOLDER", help="folder of the images")
     made.add_argument("--pad-length", type=int, required=True, metavar="IDS", help="--append-eod: ids of every text")

@@ -10,7 +10,6 @@ Exit code: 0 the trouble is found, 1 nothing of it happens here, 2 the failure d
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -62,9 +61,7 @@ def replay_report_lines(replayed: FailureReplayResult, most: int) -> Iterator[st
 def main(argv: Sequence[str] | None = None) -> int:
     """Replay the step and print the report. Return the exit code."""
     install_interrupt_excepthook()
-    parser = ToolArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolArgumentParser(description=__doc__)
     parser.add_argument("dump", type=Path, help="folder of a bad step")
     parser.add_argument(
         "--weights", type=Path, help="checkpoint to start from, instead of the one in the failure dump or named by it"

@@ -74,7 +74,7 @@ TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "c
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = ToolArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolArgumentParser(description=__doc__, allow_abbrev=True)
     what = add_checkpoint_options(parser, "what")
     what.add_argument(
         "--draft", metavar="FOLDER", help="a smaller network with the same tokenizer, for --num-speculative-tokens"

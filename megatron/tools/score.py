@@ -74,9 +74,7 @@ def score_and_write_lines(args: argparse.Namespace) -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Score, and print what was done."""
     install_interrupt_excepthook()
-    parser = ToolArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolArgumentParser(description=__doc__)
     parser.add_argument(
         "--load", required=True, metavar="DIR", help="a reward model: a run's --save, or a folder of Hugging Face's"
     )

@@ -17,7 +17,7 @@ from megatron.tools.parser import ToolArgumentParser
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = ToolArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolArgumentParser(description=__doc__, allow_abbrev=True)
     parser.add_argument(
         "server", metavar="HOST:PORT", help="where the server listens; may begin with http:// or https://"
     )

@@ -36,22 +36,17 @@ from megatron.training.launch.launch_info import install_interrupt_excepthook
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    shape = argparse.RawDescriptionHelpFormatter
-    parser = ToolArgumentParser(description=__doc__, formatter_class=shape, allow_abbrev=False)
+    parser = ToolArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train = commands.add_parser(
         "train",
         help="learn a vocabulary from text",
-        formatter_class=shape,
-        allow_abbrev=False,
         description="Learn a byte-level BPE or a SentencePiece model from text.",
     )
     _add_tokenizer_train_arguments(train)
     check = commands.add_parser(
         "check",
         help="look for what is wrong, or may surprise",
-        formatter_class=shape,
-        allow_abbrev=False,
         description="Look for colliding special ids, ids that the model lacks, text that does not come "
         "back from its ids, and added tokens that text can hit.",
     )
@@ -63,8 +58,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     encode = commands.add_parser(
         "encode",
         help="text to ids, tokens and spans of bytes",
-        formatter_class=shape,
-        allow_abbrev=False,
         description="Show the ids of a text, how the vocabulary writes them, and the bytes they stand for.",
     )
     encode.add_argument("text", nargs="*", metavar="TEXT", help="texts; none: standard input, as one text")
@@ -73,13 +66,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     group.add_argument("--marked", action="store_true", help="names of special tokens in the text are those tokens")
     group.add_argument("--json", action="store_true", help="one JSON object a text: ids, tokens and spans")
     group.add_argument("--ids-only", action="store_true", help="one line of ids a text")
-    decode = commands.add_parser(
-        "decode",
-        help="ids to text",
-        formatter_class=shape,
-        allow_abbrev=False,
-        description="Write the text of some ids.",
-    )
+    decode = commands.add_parser("decode", help="ids to text", description="Write the text of some ids.")
     decode.add_argument(
         "ids", nargs="*", type=int, metavar="ID", help="ids; none: standard input, with white space between"
     )

@@ -7,7 +7,6 @@ A language model that has learned anything from context must come out below this
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -39,7 +38,7 @@ def entropy_of_counts(counts: np.ndarray) -> float:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the unigram entropy."""
     install_interrupt_excepthook()
-    parser = ToolArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolArgumentParser(description=__doc__, allow_abbrev=True)
     parser.add_argument("prefix", metavar="PREFIX", help="the token file is PREFIX.bin with PREFIX.idx")
     parser.add_argument("--quiet", action="store_true", help="print the number only")
     args = parser.parse_args(arguments)

@@ -133,9 +133,7 @@ COMMANDS = {
 
 def parser() -> argparse.ArgumentParser:
     """Make the tool's argument parser."""
-    made = ToolArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    made = ToolArgumentParser(description=__doc__)
     made.add_argument(
         "command", choices=COMMANDS, help="; ".join(f"{name}: {what}" for name, (_, what) in COMMANDS.items())
     )

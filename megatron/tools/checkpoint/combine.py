@@ -111,9 +111,7 @@ def write_combined_checkpoint(language: str, vision: str, save: Path, given: Vis
 
 def parser() -> argparse.ArgumentParser:
     """Make the tool's argument parser."""
-    made = ToolArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    made = ToolArgumentParser(description=__doc__)
     made.add_argument("--language-model", required=True, metavar="DIR", help="a decoder-only network, in any format")
     made.add_argument("--vision-model", required=True, metavar="DIR", help="an encoder of images, in any format")
     made.add_argument("--save", required=True, type=Path, metavar="DIR", help="folder to write")

@@ -237,9 +237,7 @@ def parse_shard_size(word: str) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Make the tool's argument parser."""
-    made = ToolArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    made = ToolArgumentParser(description=__doc__)
     group = made.add_argument_group("what is read")
     group.add_argument("--load", "--load-dir", required=True, type=Path, metavar="DIR", help="folder of the checkpoint")
     group.add_argument("--loader", choices=CHECKPOINT_FORMATS, help="its format (default: as it looks)")

@@ -121,9 +121,7 @@ def _checkpoint_difference_lines(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the differences; exit with 1 if there are any, 2 on errors."""
     install_interrupt_excepthook()
-    parser = ToolArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolArgumentParser(description=__doc__)
     parser.add_argument("a", metavar="A", help="a checkpoint's folder, or a --save folder")
     parser.add_argument("b", metavar="B", help="the other; values and norms are relative to it")
     parser.add_argument(

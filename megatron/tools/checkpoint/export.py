@@ -101,9 +101,7 @@ def export_and_compare(args: argparse.Namespace) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Export, and print what was done."""
     install_interrupt_excepthook()
-    parser = ToolArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolArgumentParser(description=__doc__)
     parser.add_argument(
         "--load", required=True, metavar="DIR", help="a checkpoint's folder, or a --save folder, of any format"
     )

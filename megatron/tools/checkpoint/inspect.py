@@ -36,9 +36,7 @@ SHOWN = 100  # characters of a value
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = ToolArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolArgumentParser(description=__doc__)
     parser.add_argument("path", metavar="PATH", help="a checkpoint's folder, or a --save folder")
     add_ckpt_step(parser, "show")
     parser.add_argument(

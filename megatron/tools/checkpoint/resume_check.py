@@ -256,9 +256,7 @@ def run_resume_check(plan: ResumeCheckPlan, lost: Sequence[str]) -> bool:
 
 def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Parse the command line: (the tool's own arguments, flags of the run)."""
-    parser = ToolArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolArgumentParser(description=__doc__)
     parser.add_argument(
         "--steps", type=int, default=5, metavar="N", help="steps before and after the kill (default: 5)"
     )

@@ -10,7 +10,6 @@ none, so that all their tensors are read, and what cannot be read or does not fi
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -109,9 +108,7 @@ def verification_text(finding: CheckpointVerification, seconds: float) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Verify the checkpoints and print the findings; exit with 1 if anything is wrong."""
     install_interrupt_excepthook()
-    parser = ToolArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolArgumentParser(description=__doc__)
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a checkpoint's folder, or a --save folder")
     parser.add_argument(
         "--all", action="store_true", help="verify every checkpoint of a --save folder, not only the newest"
