@@ -1,15 +1,11 @@
 #!/usr/bin/env python3
-"""Evaluate or finetune: `torchrun --nproc_per_node N tasks/main.py --task NAME <flags>`.
+"""Evaluate or finetune. The code is in megatron/tasks/main.py."""
 
-The code is in megatron/tasks/main.py; `--help` lists the flags in groups.
-"""
-
-import os
 import sys
+from pathlib import Path
 
-HERE = os.path.dirname(os.path.realpath(__file__))
-ROOT = os.path.dirname(HERE)
-sys.path[:] = [ROOT, *(path for path in sys.path if os.path.realpath(path or ".") != HERE)]
+HERE = Path(__file__).resolve().parent
+sys.path[:] = [str(HERE.parent), *(path for path in sys.path if Path(path).resolve() != HERE)]
 from megatron.tasks.main import main
 
 if __name__ == "__main__":

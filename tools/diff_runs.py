@@ -1,15 +1,11 @@
 #!/usr/bin/env python3
-"""Compare two runs by their run logs: the first step in which they part, and what they were given that differs.
+"""Compare two runs by their run logs. The code is in megatron/tools/diff_runs.py."""
 
-The code is in megatron/tools/diff_runs.py; `--help` says how to use it.
-"""
-
-import os
 import sys
+from pathlib import Path
 
-HERE = os.path.dirname(os.path.realpath(__file__))
-ROOT = os.path.dirname(HERE)
-sys.path[:] = [ROOT, *(path for path in sys.path if os.path.realpath(path or ".") != HERE)]
+HERE = Path(__file__).resolve().parent
+sys.path[:] = [str(HERE.parent), *(path for path in sys.path if Path(path).resolve() != HERE)]
 from megatron.tools.diff_runs import main
 
 if __name__ == "__main__":

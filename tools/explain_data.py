@@ -1,15 +1,11 @@
 #!/usr/bin/env python3
-"""Show what a step of a run saw or will see: documents, boundaries, loss, text; or when a document is seen.
+"""Show what a step of a run saw or will see. The code is in megatron/tools/explain_data.py."""
 
-The code is in megatron/tools/explain_data.py; `--help` says how to use it.
-"""
-
-import os
 import sys
+from pathlib import Path
 
-HERE = os.path.dirname(os.path.realpath(__file__))
-ROOT = os.path.dirname(HERE)
-sys.path[:] = [ROOT, *(path for path in sys.path if os.path.realpath(path or ".") != HERE)]
+HERE = Path(__file__).resolve().parent
+sys.path[:] = [str(HERE.parent), *(path for path in sys.path if Path(path).resolve() != HERE)]
 from megatron.tools.explain_data import main
 
 if __name__ == "__main__":

@@ -1,15 +1,11 @@
 #!/usr/bin/env python3
-"""Join .bin/.idx pairs into one, in order: all of a folder by their names, or those given.
+"""Join .bin/.idx pairs into one, in order. The code is in megatron/tools/merge_datasets.py."""
 
-The code is in megatron/tools/merge_datasets.py; `--help` says how to use it.
-"""
-
-import os
 import sys
+from pathlib import Path
 
-HERE = os.path.dirname(os.path.realpath(__file__))
-ROOT = os.path.dirname(HERE)
-sys.path[:] = [ROOT, *(path for path in sys.path if os.path.realpath(path or ".") != HERE)]
+HERE = Path(__file__).resolve().parent
+sys.path[:] = [str(HERE.parent), *(path for path in sys.path if Path(path).resolve() != HERE)]
 from megatron.tools.merge_datasets import main
 
 if __name__ == "__main__":

@@ -1,15 +1,11 @@
 #!/usr/bin/env python3
-"""Text to token files: one document per line in, a .bin/.idx pair per key out.
+"""Text to token files. The code is in megatron/tools/preprocess_data.py."""
 
-The code is in megatron/tools/preprocess_data.py; `--help` says how to use it.
-"""
-
-import os
 import sys
+from pathlib import Path
 
-HERE = os.path.dirname(os.path.realpath(__file__))
-ROOT = os.path.dirname(HERE)
-sys.path[:] = [ROOT, *(path for path in sys.path if os.path.realpath(path or ".") != HERE)]
+HERE = Path(__file__).resolve().parent
+sys.path[:] = [str(HERE.parent), *(path for path in sys.path if Path(path).resolve() != HERE)]
 from megatron.tools.preprocess_data import main
 
 if __name__ == "__main__":

@@ -1,15 +1,11 @@
 #!/usr/bin/env python3
-"""Repeat a bad step from its failure dump, on the CPU, and say where the first value arises that is not finite.
+"""Repeat a bad step from its failure dump, on the CPU. The code is in megatron/tools/replay.py."""
 
-The code is in megatron/tools/replay.py; `--help` says how to use it.
-"""
-
-import os
 import sys
+from pathlib import Path
 
-HERE = os.path.dirname(os.path.realpath(__file__))
-ROOT = os.path.dirname(HERE)
-sys.path[:] = [ROOT, *(path for path in sys.path if os.path.realpath(path or ".") != HERE)]
+HERE = Path(__file__).resolve().parent
+sys.path[:] = [str(HERE.parent), *(path for path in sys.path if Path(path).resolve() != HERE)]
 from megatron.tools.replay import main
 
 if __name__ == "__main__":

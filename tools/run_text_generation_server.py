@@ -1,15 +1,11 @@
 #!/usr/bin/env python3
-"""Serve a checkpoint over HTTP: a page at /, PUT /api as Megatron's server, /v1 as OpenAI's.
+"""Serve a checkpoint over HTTP. The code is in megatron/tools/run_text_generation_server.py."""
 
-The code is in megatron/tools/run_text_generation_server.py; `--help` says how to use it.
-"""
-
-import os
 import sys
+from pathlib import Path
 
-HERE = os.path.dirname(os.path.realpath(__file__))
-ROOT = os.path.dirname(HERE)
-sys.path[:] = [ROOT, *(path for path in sys.path if os.path.realpath(path or ".") != HERE)]
+HERE = Path(__file__).resolve().parent
+sys.path[:] = [str(HERE.parent), *(path for path in sys.path if Path(path).resolve() != HERE)]
 from megatron.tools.run_text_generation_server import main
 
 if __name__ == "__main__":
