@@ -3,43 +3,19 @@
 from __future__ import annotations
 
 import runpy
+from functools import partial
 
 
-def gpt() -> None:
-    """Run pretrain_gpt.py."""
-    runpy.run_module("pretrain_gpt", run_name="__main__", alter_sys=True)
+def run_entry_script(module: str) -> None:
+    """Run a module of the repository's root as the main program."""
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def hybrid() -> None:
-    """Run pretrain_hybrid.py."""
-    runpy.run_module("pretrain_hybrid", run_name="__main__", alter_sys=True)
-
-
-def bert() -> None:
-    """Run pretrain_bert.py."""
-    runpy.run_module("pretrain_bert", run_name="__main__", alter_sys=True)
-
-
-def t5() -> None:
-    """Run pretrain_t5.py."""
-    runpy.run_module("pretrain_t5", run_name="__main__", alter_sys=True)
-
-
-def vlm() -> None:
-    """Run pretrain_vlm.py."""
-    runpy.run_module("pretrain_vlm", run_name="__main__", alter_sys=True)
-
-
-def vision_classify() -> None:
-    """Run pretrain_vision_classify.py."""
-    runpy.run_module("pretrain_vision_classify", run_name="__main__", alter_sys=True)
-
-
-def finetune() -> None:
-    """Run finetune.py."""
-    runpy.run_module("finetune", run_name="__main__", alter_sys=True)
-
-
-def rl() -> None:
-    """Run train_rl.py."""
-    runpy.run_module("train_rl", run_name="__main__", alter_sys=True)
+gpt = partial(run_entry_script, "pretrain_gpt")
+hybrid = partial(run_entry_script, "pretrain_hybrid")
+bert = partial(run_entry_script, "pretrain_bert")
+t5 = partial(run_entry_script, "pretrain_t5")
+vlm = partial(run_entry_script, "pretrain_vlm")
+vision_classify = partial(run_entry_script, "pretrain_vision_classify")
+finetune = partial(run_entry_script, "finetune")
+rl = partial(run_entry_script, "train_rl")
