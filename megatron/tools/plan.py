@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from megatron.trust.flags.command import ENTRIES, parse_training_command
 from megatron.trust.flags.repair import RequestedSetup
 from megatron.trust.plan.analytic_estimate import with_padded_vocabulary
 from megatron.trust.plan.cost import StepTime
-from megatron.trust.plan.hardware import PROFILES, Hardware, hardware_of, hardware_to_json
+from megatron.trust.plan.hardware import PROFILES, Hardware, hardware_of
 from megatron.trust.plan.layout_search import search_layouts
 from megatron.trust.plan.planner import DryRunner, add_memory_saving_changes, estimate_run
 from megatron.trust.plan.report import (
@@ -214,9 +214,7 @@ def measure_and_write_hardware(path: Path) -> None:
     hardware = measure_hardware(say=print_to_stderr)
     if hardware is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(
-            json.dumps(hardware_to_json(replace(hardware, name=path.stem)), indent=2) + "\n", encoding="utf-8"
-        )
+        path.write_text(json.dumps(asdict(replace(hardware, name=path.stem)), indent=2) + "\n", encoding="utf-8")
         print_to_stderr(f"written: {path}")
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -133,122 +133,53 @@ BLACKWELL: Reached = ((1e8, 0.01), (1e9, 0.06), (1e10, 0.28), (7e10, 0.52), (3e1
 CDNA: Reached = ((1e8, 0.01), (1e9, 0.06), (1e10, 0.25), (7e10, 0.40), (3e11, 0.46), (1.1e12, 0.50)), (0.30, 0.22)
 
 
-def _peak_flops_by_dtype(
-    half: float, tf32: float, single: float, double: float, eighth: float = 0.0, fourth: float = 0.0
-) -> dict[str, float]:
-    """Return peaks by dtype, from TFLOP/s. eighth, fourth: of 8- and 4-bit formats, where the hardware has them.
-
-    fp32 products run on the vector units, as torch does by default; tf32 is a dtype of its own here.
-    """
-    peaks = {"bfloat16": half, "float16": half, "tf32": tf32, "float32": single, "float64": double}
-    return {name: rate * 1e12 for name, rate in (peaks | {"float8": eighth, "float4": fourth}).items() if rate}
-
-
-def _accelerator_profile(
-    name: str,
-    peak: dict[str, float],
-    *,
-    mebibytes: int,
-    terabytes: float,
-    link: float,
-    ports: float = 25e9,
-    node: int = 8,
-    reached: Reached = HOPPER,
-) -> Hardware:
-    """Return the profile of an accelerator. terabytes: memory bandwidth per second; link: one way; ports: of the network, one way."""
-    return Hardware(
+# name; TFLOP/s of bf16, tf32, fp32, fp64 and, where the hardware has them, of 8- and 4-bit formats; MiB of memory; TB/s of
+# memory; bytes per second of a link and of a port to the network, one way; ranks of a node; shares. fp32 products run on the
+# vector units, as torch does by default; tf32 is a dtype of its own here.
+_ACCELERATORS = (
+    ("a100-40", (312, 156, 19.5, 9.7), 40_536, 1.555, 300e9, 25e9, 8, AMPERE),
+    ("a100-80", (312, 156, 19.5, 9.7), 81_251, 2.039, 300e9, 25e9, 8, AMPERE),
+    ("h100-80", (989.4, 494.7, 67, 34, 1979), 81_559, 3.35, 450e9, 50e9, 8, HOPPER),
+    ("h200", (989.4, 494.7, 67, 34, 1979), 143_771, 4.8, 450e9, 50e9, 8, HOPPER),
+    ("b200", (2250, 1125, 75, 37, 4500, 9000), 183_359, 7.7, 900e9, 50e9, 8, BLACKWELL),
+    ("gb200", (2500, 1250, 80, 40, 5000, 10000), 189_471, 8.0, 900e9, 50e9, 72, BLACKWELL),
+    ("mi300x", (1307.4, 653.7, 163.4, 163.4, 2614.9), 196_592, 5.3, 448e9, 50e9, 8, CDNA),
+)
+PROFILES: Mapping[str, Hardware] = {
+    name: Hardware(
         name,
-        peak,
+        {
+            dtype: rate * 1e12
+            for dtype, rate in zip(
+                ("bfloat16", "float16", "tf32", "float32", "float64", "float8", "float4"), (teraflops[0], *teraflops)
+            )
+        },
         *reached,
         mebibytes * 2.0**20,
         0.9 * terabytes * 1e12,
         4e-6,
         node,
         NetworkLink(0.8 * link, 3e-6),
-        NetworkLink(0.8 * ports, 12e-6),
+        NetworkLink(0.8 * port, 12e-6),
         source="maker's data sheet, published shares",
     )
-
-
-PROFILES: Mapping[str, Hardware] = {
-    card.name: card
-    for card in (
-        _accelerator_profile(
-            "a100-40",
-            _peak_flops_by_dtype(312, 156, 19.5, 9.7),
-            mebibytes=40_536,
-            terabytes=1.555,
-            link=300e9,
-            reached=AMPERE,
-        ),
-        _accelerator_profile(
-            "a100-80",
-            _peak_flops_by_dtype(312, 156, 19.5, 9.7),
-            mebibytes=81_251,
-            terabytes=2.039,
-            link=300e9,
-            reached=AMPERE,
-        ),
-        _accelerator_profile(
-            "h100-80",
-            _peak_flops_by_dtype(989.4, 494.7, 67, 34, 1979),
-            mebibytes=81_559,
-            terabytes=3.35,
-            link=450e9,
-            ports=50e9,
-        ),
-        _accelerator_profile(
-            "h200",
-            _peak_flops_by_dtype(989.4, 494.7, 67, 34, 1979),
-            mebibytes=143_771,
-            terabytes=4.8,
-            link=450e9,
-            ports=50e9,
-        ),
-        _accelerator_profile(
-            "b200",
-            _peak_flops_by_dtype(2250, 1125, 75, 37, 4500, 9000),
-            mebibytes=183_359,
-            terabytes=7.7,
-            link=900e9,
-            ports=50e9,
-            reached=BLACKWELL,
-        ),
-        _accelerator_profile(
-            "gb200",
-            _peak_flops_by_dtype(2500, 1250, 80, 40, 5000, 10000),
-            mebibytes=189_471,
-            terabytes=8.0,
-            link=900e9,
-            ports=50e9,
-            node=72,
-            reached=BLACKWELL,
-        ),
-        _accelerator_profile(
-            "mi300x",
-            _peak_flops_by_dtype(1307.4, 653.7, 163.4, 163.4, 2614.9),
-            mebibytes=196_592,
-            terabytes=5.3,
-            link=448e9,
-            ports=50e9,
-            reached=CDNA,
-        ),
-        # Two cores of a server in 2021, and ranks that share its memory: 121 to 144 GFLOP/s and 20 GB/s were measured.
-        Hardware(
-            "cpu",
-            {"float32": 1.3e11, "float64": 6.5e10, "bfloat16": 3e10, "float16": 3e10},
-            ((1e5, 0.1), (1e7, 0.5), (1e9, 1.0)),
-            (0.6, 0.5),
-            16.0 * GIB,
-            2e10,
-            5e-6,
-            64,
-            NetworkLink(1e9, 1e-4),
-            NetworkLink(1e8, 3e-4),
-            usable=0.8,
-            fused=False,
-            source="measured on two cores of a Zen 3 server",
-        ),
+    for name, teraflops, mebibytes, terabytes, link, port, node, reached in _ACCELERATORS
+} | {
+    # Two cores of a server in 2021, and ranks that share its memory: 121 to 144 GFLOP/s and 20 GB/s were measured.
+    "cpu": Hardware(
+        "cpu",
+        {"float32": 1.3e11, "float64": 6.5e10, "bfloat16": 3e10, "float16": 3e10},
+        ((1e5, 0.1), (1e7, 0.5), (1e9, 1.0)),
+        (0.6, 0.5),
+        16.0 * GIB,
+        2e10,
+        5e-6,
+        64,
+        NetworkLink(1e9, 1e-4),
+        NetworkLink(1e8, 3e-4),
+        usable=0.8,
+        fused=False,
+        source="measured on two cores of a Zen 3 server",
     )
 }
 
@@ -274,13 +205,8 @@ def hardware_of(name: str) -> Hardware:
         ) from error
 
 
-def hardware_to_json(hardware: Hardware) -> dict[str, Any]:
-    """Return a profile as a dict of JSON-serializable values."""
-    return asdict(hardware)
-
-
 def hardware_from_json(values: Mapping[str, Any]) -> Hardware:
-    """Read the profile that `hardware_to_json` wrote. Raises `ValueError` for invalid values."""
+    """Return the profile of these values, which `dataclasses.asdict` wrote. Raises `ValueError` for invalid ones."""
     known = {field.name for field in fields(Hardware)}
     if odd := sorted(values.keys() ^ known):
         raise ValueError(f"it has to have {', '.join(sorted(known))}; these differ: {', '.join(odd)}")

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron.core.config.settings.run import RunConfig
 from megatron.trust.plan import measure
-from megatron.trust.plan.hardware import PROFILES, NetworkLink, hardware_from_json, hardware_of, hardware_to_json
+from megatron.trust.plan.hardware import PROFILES, NetworkLink, hardware_from_json, hardware_of
 from megatron.trust.simulate.trace import DryRunResult
 from tests.helpers.architecture import ROOT
 from tests.helpers.world import World
@@ -53,7 +53,7 @@ def report(tool: ModuleType, capsys: pytest.CaptureFixture[str], words: str, cod
 def small_machine(folder: Path, memory: float) -> Path:
     """A profile of a machine with so many bytes."""
     path = folder / "small.json"
-    path.write_text(json.dumps({**hardware_to_json(PROFILES["cpu"]), "memory": memory, "usable": 1.0, "name": "small"}))
+    path.write_text(json.dumps({**asdict(PROFILES["cpu"]), "memory": memory, "usable": 1.0, "name": "small"}))
     return path
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import pytest
 import torch
@@ -29,7 +29,6 @@ from megatron.trust.plan.hardware import (
     collective_seconds,
     hardware_from_json,
     hardware_of,
-    hardware_to_json,
     interpolate_share,
 )
 from megatron.trust.simulate.dry_run import dry_run
@@ -334,7 +333,7 @@ def test_bytes_are_those_of_the_shape() -> None:
 
 def test_a_profile_survives_its_file(tmp_path) -> None:
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps(hardware_to_json(PROFILES["gb200"])))
+    path.write_text(json.dumps(asdict(PROFILES["gb200"])))
     assert hardware_of(str(path)) == PROFILES["gb200"]
 
 
@@ -350,7 +349,7 @@ def test_a_profile_survives_its_file(tmp_path) -> None:
 )
 def test_a_file_that_is_no_profile_is_refused(spoiled: dict, says: str, tmp_path) -> None:
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps({**hardware_to_json(PROFILES["cpu"]), **spoiled}))
+    path.write_text(json.dumps({**asdict(PROFILES["cpu"]), **spoiled}))
     with pytest.raises(ConfigError, match=says):
         hardware_of(str(path))
 
@@ -362,7 +361,7 @@ def test_a_name_that_is_neither_profile_nor_file_is_refused() -> None:
 
 def test_profiles_can_be_what_they_say() -> None:
     for machine in PROFILES.values():
-        assert hardware_from_json(hardware_to_json(machine)) == machine
+        assert hardware_from_json(asdict(machine)) == machine
         assert all(share <= 1.0 for _, share in machine.matmul) and machine.network.rate <= machine.inside.rate
 
 
