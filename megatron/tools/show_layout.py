@@ -6,7 +6,6 @@ python tools/show_layout.py --world-size 8 --picture schedule.svg -- <the flags 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
 import sys
 from pathlib import Path
@@ -19,11 +18,13 @@ from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.models.describe import count_active_parameters, count_parameters
 from megatron.core.models.flops import estimate_memory_by_pipeline_rank
 from megatron.core.parallel.grid import axis_rank_groups
-from megatron.core.pipeline_parallel.schedules import Plan, num_plan_stages, training_plan_of_run
+from megatron.core.pipeline_parallel.schedules import num_plan_stages, training_plan_of_run
 from megatron.core.pipeline_parallel.timeline import draw_text_timeline, simulate_pipeline_plan
 from megatron.core.tokenizers.build import expected_vocab_size
 from megatron.tools.parser import ToolArgumentParser
 from megatron.training.cli.arguments import parse_args_unchecked
+from megatron.trust.plan.analytic_estimate import num_microbatches, with_padded_vocabulary
+from megatron.trust.units import bytes_text
 
 CAN_DRAW = importlib.util.find_spec("matplotlib") is not None
 if CAN_DRAW:
@@ -77,9 +78,8 @@ def axis_rank_groups_table(config: RunConfig, world_size: int) -> list[str]:
 
 def stage_table(config: RunConfig, true_vocab_size: int, world_size: int, num_microbatches: int) -> list[str]:
     """Return lines with layers, parameters and memory of each pipeline rank."""
-    model = config.model.with_vocabulary(true_vocab_size, config.parallel.tp)
-    config = dataclasses.replace(config, model=model)
-    stages = stage_specs_of_run(config)
+    config = with_padded_vocabulary(config, true_vocab_size)
+    model, stages = config.model, stage_specs_of_run(config)
     memory = estimate_memory_by_pipeline_rank(
         config,
         stages,
@@ -102,17 +102,10 @@ def stage_table(config: RunConfig, true_vocab_size: int, world_size: int, num_mi
             for s in stages_of_rank
         )
         lines.append(
-            f"  {rank:<14}{layers:28}{held.parameters:>16,}{_bytes_text(held.weights_and_optimizer):>20}"
-            f"{_bytes_text(held.activations):>14}"
+            f"  {rank:<14}{layers:28}{held.parameters:>16,}{bytes_text(held.weights_and_optimizer):>20}"
+            f"{bytes_text(held.activations):>14}"
         )
     return lines
-
-
-def pipeline_schedule_of(config: RunConfig, world_size: int) -> tuple[Plan, int]:
-    """Return (pipeline schedule of one step, number of microbatches)."""
-    parallel, train = config.parallel, config.train
-    count = max(1, train.global_batch_size // (train.micro_batch_size * parallel.data_parallel_size(world_size)))
-    return training_plan_of_run(config, count), count
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -120,7 +113,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         options, config = parse_arguments(argv)
         lines = axis_rank_groups_table(config, options.world_size)
-        plan, count = pipeline_schedule_of(config, options.world_size)
+        count = num_microbatches(config, options.world_size)
+        plan = training_plan_of_run(config, count)
         lines += ["", *stage_table(config, options.true_vocab_size, options.world_size, count)]
     except ConfigError as error:
         sys.stderr.write(f"ConfigError: {error}\n")
@@ -141,7 +135,3 @@ def main(argv: list[str] | None = None) -> None:
 
 def _range_text(indices: list[int]) -> str:
     return "-" if not indices else str(indices[0]) if len(indices) == 1 else f"{indices[0]}-{indices[-1]}"
-
-
-def _bytes_text(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -41,6 +41,7 @@ from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.tokenizers.base import tokenizer_fingerprint_fields
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.training.report.run_record import code_version_record
+from megatron.trust.compare.contents import bytes_with_unit_text
 
 Status = Literal["OK", "WARN", "FAIL"]
 _EXPECTED = (OSError, ConfigError, DataError, CheckpointError, ValueError, ImportError)
@@ -237,14 +238,14 @@ def diagnose_system_limits(subject: DoctorContext) -> Iterator[DoctorFinding]:
             2,
             lambda one: _LEAST_SHARED * each[one[0]],
             "give the container more (--shm-size), for NCCL's sake",
-            _bytes_text,
+            bytes_with_unit_text,
         ),
         (
             f"space in {tempfile.gettempdir()}",
             3,
             lambda one: _LEAST_TEMPORARY,
             "empty it, or let TMPDIR name another folder",
-            _bytes_text,
+            bytes_with_unit_text,
         ),
     )
     for name, place, least, mend, explanation in needs:
@@ -352,13 +353,16 @@ def diagnose_disk(subject: DoctorContext) -> list[DoctorFinding]:
         return [DoctorFinding("disk", "FAIL", result, "let every rank write there: each saves its part")]
     rate = subject.megabytes * 2**20 * len(seen) / max(seconds for _, seconds in seen)
     free = shutil.disk_usage(folder).free
-    result, mend = f"{_bytes_text(rate)}/s from {len(seen)} rank(s), {_bytes_text(free)} free in --save", ""
+    result, mend = (
+        f"{bytes_with_unit_text(rate)}/s from {len(seen)} rank(s), {bytes_with_unit_text(free)} free in --save",
+        "",
+    )
     status: Literal["OK", "WARN", "FAIL"] = "OK"
     if subject.whole and subject.config.model.padded_vocab_size:
         size = count_parameters(subject.config.model).total * (
             training_state_bytes_per_param(subject.config) - BYTES[subject.config.precision.gradient_dtype_name]
         )
-        result += f"; a checkpoint takes about {_bytes_text(size)} and {size / rate:.0f} s"
+        result += f"; a checkpoint takes about {bytes_with_unit_text(size)} and {size / rate:.0f} s"
         if free < 2 * size:
             status = "FAIL" if free < size else "WARN"
             mend = "two must fit, since the old one is kept until the new one is whole; see --save-keep-last"
@@ -443,14 +447,14 @@ def _diagnose_axis(subject: DoctorContext, axis: Axis) -> DoctorFinding:
     slowest, fastest = (choice(many, key=lambda answer: answer[3]) for choice in (max, min))
     result = (
         f"{axis.name}, {len(many[0][0])} ranks: {statistics.median(answer[2] for answer in many) * 1e6:.0f} us a sum, "
-        f"{_bytes_text(moved / slowest[3])}/s"
+        f"{bytes_with_unit_text(moved / slowest[3])}/s"
     )
     wrong = sorted({ranks for ranks, right, _, _ in many if not right})
     if wrong:
         result = f"{axis.name}: the sum over {subject.ranks_with_hosts_text(wrong[0])} is wrong"
         return DoctorFinding("links", "FAIL", result, "test the network and its driver")
     if slowest[3] > 2 * fastest[3]:
-        result += f" among {subject.ranks_with_hosts_text(slowest[0])}, {_bytes_text(moved / fastest[3])}/s among {subject.ranks_with_hosts_text(fastest[0])}"
+        result += f" among {subject.ranks_with_hosts_text(slowest[0])}, {bytes_with_unit_text(moved / fastest[3])}/s among {subject.ranks_with_hosts_text(fastest[0])}"
         return DoctorFinding("links", "WARN", result, "look at the cables, switches and NCCL settings of the slow ones")
     return DoctorFinding("links", "OK", result)
 
@@ -503,12 +507,3 @@ def _dataset_prefixes(config: RunConfig) -> list[str]:
     except ConfigError:  # the rules tell
         return []
     return [prefix for prefix in prefixes if prefix != MOCK_PREFIX]
-
-
-def _bytes_text(count: float) -> str:
-    """Bytes in a unit that fits."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"

@@ -32,6 +32,7 @@ from megatron.rl.planned_memory import (
 from megatron.rl.settings import RLConfig
 from megatron.training.cli.arguments import missing_hybrid_pattern_problems, parse_args_unchecked
 from megatron.trust.flags.repair import BrokenRule, RequestedSetup
+from megatron.trust.plan.analytic_estimate import num_microbatches
 
 MemoryBeside = Callable[[RunConfig, int], Mapping[str, float]]
 MemoryProblem = Callable[[RunConfig, int, float], str]
@@ -44,10 +45,11 @@ def _no_extra_rank_memory(config: RunConfig, world_size: int) -> Mapping[str, fl
 
 def _training_memory_problem(config: RunConfig, world_size: int, memory: float) -> str:
     """Return why the network in training cannot fit into `memory` bytes a rank, or ""."""
-    dp = config.parallel.data_parallel_size(world_size)
-    count = max(1, config.train.global_batch_size // (config.train.micro_batch_size * dp))
     ranks = estimate_memory_by_pipeline_rank(
-        config, stage_specs_of_run(config), data_parallel_size=dp, num_microbatches=count
+        config,
+        stage_specs_of_run(config),
+        data_parallel_size=config.parallel.data_parallel_size(world_size),
+        num_microbatches=num_microbatches(config, world_size),
     )
     needs = max(rank.total for rank in ranks)
     return run_does_not_fit_message({"network in training": needs}, memory) if needs > memory else ""

@@ -29,6 +29,7 @@ from megatron.core.config.stages import stage_specs_of_run
 from megatron.preference.settings import PreferenceConfig
 from megatron.trust.flags.repair import RequestedSetup, format_flag_value
 from megatron.trust.parity.proxy_layers import Values, proxy_depth_settings
+from megatron.trust.plan.analytic_estimate import num_microbatches
 
 VOCABULARY = 90  # ids of the made-up text: not a multiple of anything, so that padding is always at work
 HEAD_SIZES = (8, 16, 32, 64)
@@ -394,7 +395,7 @@ def _proxy_batch_settings(config: RunConfig, world_size: int, degrees: ParallelD
     proxy.
     """
     train, parallel = config.train, config.parallel
-    count = max(1, train.global_batch_size // (train.micro_batch_size * parallel.data_parallel_size(world_size)))
+    count = num_microbatches(config, world_size)
     values: Values = {
         "micro_batch_size": min(train.micro_batch_size, 2),
         "rampup_batch_size": None,
