@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,9 @@ LOW_PRECISION, EMULATED = "megatron/core/kernels/low_precision/fp8.py", ("exact"
 FORWARD = "forward passes without gradients"  # of networks that are asked before a step
 # Lines that cut a tensor only so that the blocks stay in a CPU's cache: on other devices it is one operation.
 BLOCKS = ("megatron/core/tensor_parallel/cross_entropy.py:", "megatron/core/kernels/linear_loss.py:")
+_SAME_PRICE = attrgetter(
+    "kind", "name", "flops", "moved", "axis", "ranks", "peer", "shape", "dtype", "factors", "parts"
+)
 ACTION = re.compile(r"([FBWR]\d+)(?:\.\d+)?$")
 
 
@@ -259,21 +263,7 @@ class _EventTimeEstimator:
         """Add an event to its action's time and traffic. before: seconds spent there when the action began."""
         acts = _is_schedule_action(event.action)
         where = event.where if event.where.startswith((*BLOCKS, FUSED, ROWS, LOW_PRECISION)) else ""
-        alike = (
-            event.kind,
-            event.name,
-            where,
-            event.action[:1],
-            event.flops,
-            event.moved,
-            event.axis,
-            event.ranks,
-            event.peer,
-            event.shape,
-            event.dtype,
-            event.factors,
-            event.parts,
-        )
+        alike = (where, event.action[:1], *_SAME_PRICE(event))
         if alike not in self._prices:
             self._prices[alike] = (
                 estimated_event_seconds(event, self.config, self.hardware, self.rank),

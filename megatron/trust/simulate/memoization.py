@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ from megatron.trust.simulate.fake_tensors import ROUNDS, FakeTensorRecorder
 from megatron.trust.simulate.memory import AllocationTrace, StorageLifetime
 from megatron.trust.simulate.trace import StepEvent
 
+_SAME_IN_TWO_PASSES = attrgetter(
+    *(field.name for field in fields(StepEvent) if field.name not in ("action", "live", "parts"))
+)
 _SILENT = MicrobatchContext(0.0, training=False)  # of stages whose layers say nothing
 
 
@@ -485,22 +489,7 @@ class MicrobatchMemo:
 
 def _comparable_event(event: StepEvent, live: int) -> tuple[Any, ...]:
     """Return what must be equal of an event in two passes. live: bytes allocated before the pass."""
-    return (
-        event.kind,
-        event.name,
-        event.where,
-        event.module,
-        event.flops,
-        event.moved,
-        event.axis,
-        event.ranks,
-        event.peer,
-        event.shape,
-        event.received,
-        event.dtype,
-        event.factors,
-        event.live - live,
-    )
+    return (*_SAME_IN_TWO_PASSES(event), event.live - live)
 
 
 def _births_freed_in_backward(ended: tuple[Any, ...]) -> frozenset[int]:
