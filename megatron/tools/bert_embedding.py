@@ -46,7 +46,6 @@ from megatron.training.checkpoint.inference_model import ModelKind, load_network
 from megatron.training.launch.launch_info import install_interrupt_excepthook
 
 POOLINGS = ("mean", "first", "pooled")
-_HEADER_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +133,7 @@ class NpyWriter:
             self._file = self._made.open("wb")
         except OSError as error:
             raise ConfigError(f"--output {self.path} cannot be written: {error.strerror}") from None
-        self._file.write(self._npy_header())
+        self._write_header()
         return self
 
     def add(self, rows: np.ndarray) -> None:
@@ -147,17 +146,16 @@ class NpyWriter:
     ) -> None:
         with self._file as file:
             file.seek(0)
-            file.write(self._npy_header())
+            self._write_header()
         if kind is None:
             self._made.replace(self.path)
         else:
             self._made.unlink()
 
-    def _npy_header(self) -> bytes:
-        """Return a version 1.0 header, padded so that its size does not depend on the number of rows."""
-        shape = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({self.count}, {self.width}), }}"
-        room = _HEADER_BYTES - 10
-        return b"\x93NUMPY\x01\x00" + room.to_bytes(2, "little") + (shape.ljust(room - 1) + "\n").encode()
+    def _write_header(self) -> None:
+        """Write the header, whose size is the same for any number of rows."""
+        shape = {"descr": "<f4", "fortran_order": False, "shape": (self.count, self.width)}
+        np.lib.format.write_array_header_1_0(self._file, shape)
 
 
 def read_text_batches(words: Sequence[str], key: str, bar: tqdm) -> Iterator[list[str]]:

@@ -6,6 +6,7 @@ torchrun --nproc_per_node 8 --nnodes 2 pretrain_bert.py --num-layers 12 ...  a B
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -199,7 +200,4 @@ def _num_ranks_from_torchrun_flags(launcher: Sequence[str]) -> int:
     words = [part for word in launcher for part in word.replace("_", "-").split("=", 1)]
     given = {name: value for name, value in zip(words, words[1:]) if name in ("--nproc-per-node", "--nnodes")}
     counts = [value.rpartition(":")[2] for value in given.values()]  # 2:4 machines are at most 4
-    product = 1
-    for count in counts:
-        product *= int(count) if count.isdecimal() else 1
-    return product
+    return math.prod(int(count) for count in counts if count.isdecimal())

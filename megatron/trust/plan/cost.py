@@ -15,6 +15,7 @@ count in full, though some overlap with products: the estimate is pessimistic th
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -385,10 +386,7 @@ def _attended_share(config: RunConfig) -> float:
 
 def tensor_bytes_of_event(event: StepEvent) -> float:
     """Return the bytes of a collective's or message's tensor."""
-    count = 1
-    for size in event.shape:
-        count *= size
-    return count * dtype_bytes(event.dtype)
+    return math.prod(event.shape) * dtype_bytes(event.dtype)
 
 
 def dtype_bytes(dtype: str) -> float:

@@ -1,8 +1,8 @@
 """The report of a plan as text, as JSON, and as one self-contained HTML page.
 
-text(planned)      one screen: the conclusion first, then memory by kind of rank, time, traffic, and what to change
-plain(planned)     the same as plain values
-page(planned, command)  the same, with drawings of the memory over the step and of the schedule
+text    one screen: the conclusion first, then memory by kind of rank, time, traffic, and what to change
+JSON    the same as plain values
+HTML    the same, with drawings of the memory over the step and of the schedule
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 import math
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from string import Template
@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel.schedules import num_plan_stages
 from megatron.trust.plan.cost import FUSED
 from megatron.trust.plan.layout_search import LayoutRanking
 from megatron.trust.plan.planner import RunEstimate, fullest_rank_explanation_lines, stage_contents_text
-from megatron.trust.simulate.trace import KINDS, DryRunResult, MemoryByKind, Trace
+from megatron.trust.simulate.trace import KINDS, DryRunResult, Trace
 from megatron.trust.units import GIB, bytes_text, count_text, seconds_text
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -338,14 +338,14 @@ def _memory_rows(planned: RunEstimate, most: int = SHOWN_RANKS) -> list[list[str
     for trace, ranks in zip(run.traces, run.stands_for, strict=True):
         key = (
             str(trace.place.get("pp", 0)),
-            *(f"{size / unit:.2f}" for size in (trace.peak, *_bytes_by_kind(trace.at_peak))),
+            *(f"{size / unit:.2f}" for size in (trace.peak, *asdict(trace.at_peak).values())),
         )
         first, count = alike.get(key, (trace, 0))
         alike[key] = first if first.peak >= trace.peak else trace, count + len(ranks)
     fullest = sorted(alike.values(), key=lambda pair: -pair[0].peak)
     rows = [[f"{name} at the peak", "ranks", "peak", *KINDS]]
     for trace, count in sorted(fullest[:most], key=lambda pair: pair[0].rank):
-        held = [f"{size / unit:.2f}" for size in _bytes_by_kind(trace.at_peak)]
+        held = [f"{size / unit:.2f}" for size in asdict(trace.at_peak).values()]
         mark = " <- fullest" if trace is fullest[0][0] and len(fullest) > 1 else ""
         has = stage_contents_text(run, trace).replace("the ", "").replace(" and ", "+")
         stage = f"pp {trace.place.get('pp', 0)}" + (f" {has}" if has else "") + f", rank {trace.rank}"
@@ -353,11 +353,6 @@ def _memory_rows(planned: RunEstimate, most: int = SHOWN_RANKS) -> list[list[str
     if len(fullest) > most:
         rows.append([f"and {len(fullest) - most} kinds with less", "", "", *[""] * len(KINDS)])
     return rows
-
-
-def _bytes_by_kind(held: MemoryByKind) -> list[int]:
-    """Return the bytes of every kind."""
-    return [getattr(held, kind) for kind in KINDS]
 
 
 def dry_run_caveats(run: DryRunResult) -> list[str]:
@@ -396,21 +391,18 @@ def _advice_lines(planned: RunEstimate) -> list[str]:
 def _format_table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     """Format rows as lines with aligned columns. What follows " <-" in a cell does not count for its width."""
     widths = [max(len(row[place].split(" <-")[0]) for row in rows) for place in range(len(rows[0]))]
-    return [
-        "  ".join(
-            _format_cell(cell, width, place < left) for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        cells = []
+        for place, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            value, arrow, mark = cell.partition(" <-")
+            cells.append((value.ljust(width) if place < left else value.rjust(width)) + arrow + mark)
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def _plural_count_text(count: int, what: str) -> str:
     return f"{count:,} {what}" + ("" if count == 1 else "es" if what.endswith("ch") else "s")
-
-
-def _format_cell(cell: str, width: int, left: bool) -> str:
-    value, arrow, mark = cell.partition(" <-")
-    return (value.ljust(width) if left else value.rjust(width)) + arrow + mark
 
 
 def _html_table(rows: Sequence[Sequence[str]]) -> str:
@@ -420,9 +412,4 @@ def _html_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _svg_points(corners: Iterable[tuple[float, float]]) -> str:
-    return " ".join(_svg_coordinates(corners))
-
-
-def _svg_coordinates(corners: Iterable[tuple[float, float]]) -> Iterator[str]:
-    """Yield points as "x,y"."""
-    yield from (f"{x:.1f},{y:.1f}" for x, y in corners)
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)

@@ -20,6 +20,7 @@ of one pipeline with its tensor-parallel ranks.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -314,7 +315,7 @@ def _collective_mismatch_reason(a: CommunicationCall, b: CommunicationCall) -> t
     if a.dtype != b.dtype:
         return "dtype", "different formats"
     # What an all-to-all brings from each rank differs by design; the rows that are sent have one width.
-    if (a.shape[1:] != b.shape[1:]) if a.name == "all_to_all" else _num_elements(a.shape) != _num_elements(b.shape):
+    if (a.shape[1:] != b.shape[1:]) if a.name == "all_to_all" else math.prod(a.shape) != math.prod(b.shape):
         return "shape", "different sizes"
     if a.name == "broadcast" and a.peer != b.peer:
         return "source", "different sources"
@@ -328,13 +329,6 @@ def _message_mismatch(a: CommunicationCall, b: CommunicationCall) -> tuple[str, 
     if a.dtype != b.dtype:
         return "dtype", "different formats"
     return ("shape", "different shapes") if a.shape != b.shape else None
-
-
-def _num_elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _short_rank_list(ranks: tuple[int, ...]) -> str:

@@ -15,7 +15,7 @@ that the replay could not account for, `TraceMismatch` is raised, and the dry ru
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function, Variable
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map, tree_map_only
 
 from megatron.core.transformer.forward_context import MicrobatchContext
 from megatron.trust.simulate.fake_tensors import ROUNDS, FakeTensorRecorder
@@ -270,7 +271,7 @@ class MicrobatchMemo:
             self._finish_recording(
                 mark, trace, shapes, tuple(_lifetime_role(before, life, "a forward pass") for life in deaths)
             ),
-            before=_metric_names(before),
+            before=tuple(name for _, name in before.values()),
             notes=self._new_metrics(microbatch_context, place),
             kept=frozenset(birth for life, birth in place.items() if life in retained),
         )
@@ -289,7 +290,7 @@ class MicrobatchMemo:
         if stage.settled >= 0 and (stage.forward is None or not seen.same_as(stage.forward)):
             raise TraceMismatch("the last forward pass of a stage is another than those before")
         if stage.forward is not None and seen.same_as(stage.forward) and stage.settled < 0:
-            stage.settled, stage.output = number, _structure_without_tensors(output)
+            stage.settled, stage.output = number, tree_map_only(Tensor, lambda _: ..., output)
         stage.forward = seen
         return output
 
@@ -330,7 +331,7 @@ class MicrobatchMemo:
         self._graph += rest
         seen = replace(
             self._finish_recording(mark, trace, gradients, ended),
-            before=_metric_names(waiting.before),
+            before=tuple(name for _, name in waiting.before.values()),
             notes=noted,
             flags=tuple((life.kind, life.travels, life.sent) for life in waiting.lives),
         )
@@ -419,7 +420,8 @@ class MicrobatchMemo:
                 torch.ops.aten.alias(tensor) if shape.requires_grad and shape.plain else tensor
                 for tensor, shape in zip(outputs, shapes)
             ]
-        return _replace_ellipses_by_tensors(stage.output, iter(forwarded))
+        following = iter(forwarded)
+        return tree_map(lambda one: next(following) if one is ... else one, stage.output)
 
     def replay_backward(self, waiting: _PendingBackward, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Replay the backward pass of a replayed forward pass.
@@ -499,10 +501,6 @@ def _births_freed_in_backward(ended: tuple[Any, ...]) -> frozenset[int]:
     return frozenset(birth for kind, birth in ended if kind == "saved")
 
 
-def _metric_names(notes: dict[int, tuple[str, str]]) -> tuple[str, ...]:
-    return tuple(name for _, name in notes.values())
-
-
 def _lifetime_role(who: dict[int, Any], life: StorageLifetime, where: str) -> Any:
     """Return the role of a lifetime that ended. Raises `TraceMismatch` for an unknown one."""
     if id(life) not in who:
@@ -525,20 +523,3 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     elif is_dataclass(value) and not isinstance(value, type):
         for one in fields(value):
             yield from _tensors_in(getattr(value, one.name))
-
-
-def _structure_without_tensors(value: Any) -> Any:
-    """Return a value's structure, with `...` for each tensor."""
-    return ... if isinstance(value, Tensor) else _map_tuple(value, _structure_without_tensors)
-
-
-def _replace_ellipses_by_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """Return a structure with tensors in the places of `...`."""
-    return next(tensors) if value is ... else _map_tuple(value, lambda one: _replace_ellipses_by_tensors(one, tensors))
-
-
-def _map_tuple(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply a function to the elements of a tuple or named tuple; return any other value unchanged."""
-    if not isinstance(value, tuple):
-        return value
-    return type(value)(*map(change, value)) if hasattr(value, "_fields") else tuple(map(change, value))
