@@ -13,26 +13,15 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import pretrain_bert
-import pretrain_gpt
-import pretrain_t5
-import pretrain_vision_classify
 from megatron.core.config.flags import ConfigError
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.tools.parser import ToolArgumentParser
 from megatron.training.launch.launch_info import install_interrupt_excepthook
-from megatron.training.trainer import ForwardStep, ModelProvider
 from megatron.trust.compare.replay import FailureReplayResult, replay_failure_dump
-
-PROVIDERS: Mapping[str, tuple[ModelProvider, ForwardStep]] = {
-    "gpt": (pretrain_gpt.model_provider, pretrain_gpt.forward_step),
-    "bert": (pretrain_bert.model_provider, pretrain_bert.forward_step),
-    "t5": (pretrain_t5.model_provider, pretrain_t5.forward_step),
-    "vit": (pretrain_vision_classify.model_provider, pretrain_vision_classify.forward_step),
-}
+from megatron.trust.providers import PROVIDERS
 
 
 def replay_report_lines(replayed: FailureReplayResult, most: int) -> Iterator[str]:

@@ -82,11 +82,6 @@ class CheckpointEntryDifference:
         return f"{self.name}: {self.what}"
 
 
-def compare_tensors(a: Tensor, b: Tensor, tolerance: Tolerance = Tolerance()) -> TensorDifference | None:
-    """Return how two tensors of one shape (any shape) differ; None if they do not."""
-    return _compare_in_blocks(tuple(a.shape), lambda box: (a[box.slices()], b[box.slices()]), tolerance)
-
-
 def compare_sources(
     a: CheckpointSource,
     b: CheckpointSource,

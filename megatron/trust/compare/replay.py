@@ -27,7 +27,6 @@ from megatron.core.context_parallel.zigzag import Zigzag
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError, checkpoints_to_try
 from megatron.core.dist_checkpointing.load import load_into_sharded_state
 from megatron.core.dist_checkpointing.saved import open_native_checkpoint
-from megatron.core.dist_checkpointing.sharded_state import Tree, add_sharded_tensor, sharded_parameter
 from megatron.core.kernels.table import KernelRequirements, select_kernels
 from megatron.core.optimizer.clip import global_norm
 from megatron.core.parallel.flight_recorder import describe_schedule_action
@@ -36,6 +35,7 @@ from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import param_spec_of
 from megatron.core.pipeline_parallel.executor import run_rank_script as walk
 from megatron.core.tokenizers.build import NullTokenizer
+from megatron.training.checkpoint.run_state import weights_of
 from megatron.training.data.batch import Batch
 from megatron.training.health.failure_dump import STEP, WEIGHTS, dumped_batch_file_name, dumped_rng_file_name
 from megatron.training.run import RunContext, TrainingProgress
@@ -110,7 +110,11 @@ class BadValueObserver:
             self._found.largest[name] = known if known >= largest else largest
             if not largest <= self._bound and "output" not in self._found.first:
                 self._found.first["output"] = BadValue(
-                    "an output", name, self._current_action_text(), largest, self._cause_text(name, module, inputs)
+                    "an output",
+                    name,
+                    describe_schedule_action(self._trail.action),
+                    largest,
+                    self._cause_text(name, module, inputs),
                 )
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._observe_gradient, name))
@@ -120,11 +124,11 @@ class BadValueObserver:
         largest = _largest_absolute(gradient)
         if not largest <= self._bound and "gradient" not in self._found.first:
             self._found.first["gradient"] = BadValue(
-                "the gradient that comes back to the output", name, self._current_action_text(), largest
+                "the gradient that comes back to the output",
+                name,
+                describe_schedule_action(self._trail.action),
+                largest,
             )
-
-    def _current_action_text(self) -> str:
-        return describe_schedule_action(self._trail.action)
 
     def _cause_text(self, name: str, module: nn.Module, inputs: Any) -> str:
         """Say whether a module's weights and inputs are good."""
@@ -252,11 +256,7 @@ def _weights_folder(folder: Path, facts: dict[str, Any], weights: Path | None) -
 def _load_weights(trainer: Trainer, place: Path, facts: dict[str, Any]) -> list[str]:
     """Load the network's weights; return notes for the user."""
     source = open_native_checkpoint(place)
-    state: Tree = {}
-    for stage in trainer.stages:
-        for param in stage.parameters():
-            add_sharded_tensor(state, f"model.{param_spec_of(param).name}", sharded_parameter(param, trainer.run.mesh))
-    load_into_sharded_state(state, source, complete=("model.",))
+    load_into_sharded_state(weights_of(trainer), source, complete=("model.",))
     missing = facts["iteration"] - 1 - source.commit.iteration
     return [
         f"the weights are {place}" + (f", {missing} steps before the bad one: numbers will differ" if missing else "")

@@ -21,10 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-import pretrain_bert
-import pretrain_gpt
-import pretrain_t5
-import pretrain_vision_classify
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.samplers import collate
@@ -56,8 +52,8 @@ from megatron.training.run import RunContext
 from megatron.training.step import train_step
 from megatron.training.trainer import ForwardStep, ModelProvider, Network, Trainer, build_trainer
 from megatron.trust.parity.random_finetuning_data import random_finetuning_batches
+from megatron.trust.providers import PROVIDERS
 
-PROVIDERS = {"gpt": pretrain_gpt, "bert": pretrain_bert, "t5": pretrain_t5, "vit": pretrain_vision_classify}
 STEPS = 2  # in the first biases are zero and moments too, so that not every mistake shows before the second
 Ranges = tuple[tuple[int, int], ...]
 
@@ -260,15 +256,15 @@ def run_short_training(config: RunConfig, steps: int = STEPS, finetuning: Prefer
     The config is resolved and has a vocabulary. finetuning: the task of a run of finetune.py; left out, language
     modeling.
     """
-    run, provider = make_short_run_context(config), PROVIDERS[config.model.architecture]
+    run, (model_provider, forward_step) = make_short_run_context(config), PROVIDERS[config.model.architecture]
     watch = _ActivationRecorder(run)
     task = None if finetuning is None or finetuning.finetune_task == "sft" else finetuning
-    step: ForwardStep = provider.forward_step if task is None else PreferenceStep(task)
-    trainer = build_trainer(run, watch.wrap_to_record_sharding(provider.model_provider), watch.wrap_forward_step(step))
+    step: ForwardStep = forward_step if task is None else PreferenceStep(task)
+    trainer = build_trainer(run, watch.wrap_to_record_sharding(model_provider), watch.wrap_forward_step(step))
     answers = (
         None
         if task is None
-        else random_finetuning_batches(replace(trainer, forward_step=step), provider.model_provider, task, steps)
+        else random_finetuning_batches(replace(trainer, forward_step=step), model_provider, task, steps)
     )
     # Sequences that are cut by their length lie on other ranks, in other microbatches, than those of one rank.
     hooks = [] if config.parallel.hybrid_context_parallel else watch.add_hooks(trainer.stages)

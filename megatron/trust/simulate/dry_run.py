@@ -22,10 +22,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import pretrain_bert
-import pretrain_gpt
-import pretrain_t5
-import pretrain_vision_classify
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
@@ -45,6 +41,7 @@ from megatron.training.run import RunContext
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer, build_trainer
 from megatron.trust.flags.layout_build_check import mesh_without_groups
+from megatron.trust.providers import PROVIDERS
 from megatron.trust.simulate.fake_batches import fake_batches, rank_shares_of_fake_documents
 from megatron.trust.simulate.fake_tensors import FakeTensorCache, FakeTensorRecorder
 from megatron.trust.simulate.memoization import MicrobatchMemo, TraceMismatch
@@ -61,7 +58,6 @@ _LENGTHS = (
     "transformer_engine",
 )  # kernels that are told where documents begin
 _NEVER_REPLAYED = 3  # microbatches: two that are compared, and the last
-_PROVIDERS = {"gpt": pretrain_gpt, "bert": pretrain_bert, "t5": pretrain_t5, "vit": pretrain_vision_classify}
 _BEGIN, _PHASES = "begin", {"reduction of gradients": "reduction"}
 
 
@@ -144,8 +140,7 @@ def make_recorded_trainer(config: RunConfig, mesh: Mesh, recorder: StepRecorder,
         streams=_NoOpRandomStreams(),
         log=logging.getLogger("megatron.dry_run"),
     )
-    provider = _PROVIDERS[config.model.architecture]
-    trainer = build_trainer(run, provider.model_provider, provider.forward_step)
+    trainer = build_trainer(run, *PROVIDERS[config.model.architecture])
     trainer.loss_names = trainer.note_names = ()  # ranks ask each other once, in their first step
     return trainer
 
@@ -269,16 +264,7 @@ def dry_run(
         enough = count = max(
             sum(event.kind == "action" and event.name[0] == "F" for event in trace.events) for trace in traces
         )
-    return DryRunResult(
-        config,
-        world_size,
-        traces,
-        tuple(kinds),
-        schedule_plan(config, enough),
-        enough,
-        schedule_plan(config, count),
-        count,
-    )
+    return DryRunResult(config, world_size, traces, tuple(kinds), enough, schedule_plan(config, count), count)
 
 
 def _extrapolate_peak_memory(trace: Trace, known: int, count: int) -> Trace:
@@ -436,16 +422,6 @@ def _can_memoize_microbatches(config: RunConfig) -> bool:
         and not parallel.use_torch_fsdp2
         and not config.offload.offloads_activations
     )
-
-
-def real_trace(config: RunConfig, mesh: Mesh) -> Trace:
-    """Record this rank's step on real tensors, together with all other ranks; `fake_trace` must agree with it."""
-    axes = (*map(mesh.axis, axis_names(mesh)), *mesh.hybrid_cp)
-    recorder = StepRecorder(
-        {axis.group.group_name: axis.ranks for axis in axes if axis.group is not None}, num_experts_and_topk(config)
-    )
-    with _without_garbage_collection(), recorder, recorder.patched_torch():
-        return record_train_step(make_recorded_trainer(config, mesh, recorder), recorder)
 
 
 def axis_names(mesh: Mesh) -> list[str]:

@@ -209,16 +209,16 @@ class Trace:
 class DryRunResult:
     """The training step of every distinct kind of rank.
 
-    stands_for: for each trace, the ranks that do the same with the same sizes. plan: the pipeline schedule that was run, with num_microbatches for
-    each rank. whole_plan: the schedule of a full step of the run, with whole_microbatches; it differs where the dry run stopped
-    after the pipeline had reached its steady state. If documents are divided by length, these are the microbatches of the busiest rank.
+    stands_for: for each trace, the ranks that do the same with the same sizes. num_microbatches: of each rank in the step that
+    was run. whole_plan: the pipeline schedule of a full step of the run, with whole_microbatches; it differs where the dry run
+    stopped after the pipeline had reached its steady state. If documents are divided by length, these are the microbatches of
+    the busiest rank.
     """
 
     config: RunConfig
     world_size: int
     traces: tuple[Trace, ...]
     stands_for: tuple[tuple[int, ...], ...]
-    plan: Plan
     num_microbatches: int
     whole_plan: Plan
     whole_microbatches: int
@@ -227,10 +227,3 @@ class DryRunResult:
     def worst_trace(self) -> Trace:
         """The trace with the highest peak; the first one of several."""
         return max(self.traces, key=lambda trace: trace.peak)
-
-    def trace_of(self, rank: int) -> Trace:
-        """Return the trace that stands for a global rank. Raises `KeyError` if the rank was not simulated."""
-        for trace, ranks in zip(self.traces, self.stands_for, strict=True):
-            if rank in ranks:
-                return trace
-        raise KeyError(f"rank {rank} is not among the {self.world_size} ranks of this dry run, or was not run")

@@ -109,4 +109,4 @@ def run_of(
             )
         )
     groups = tuple(tuple(range(place * (world_size // pp), (place + 1) * (world_size // pp))) for place in range(pp))
-    return DryRunResult(config, world_size, tuple(traces), groups, plans[0], recorded or whole, plans[1], whole)
+    return DryRunResult(config, world_size, tuple(traces), groups, recorded or whole, plans[1], whole)

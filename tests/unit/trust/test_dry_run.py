@@ -20,9 +20,10 @@ from megatron.core.models.flops import BYTES, estimate_memory_by_pipeline_rank
 from megatron.core.parallel.mesh import Mesh
 from megatron.trust.plan.cost import step_cost
 from megatron.trust.plan.hardware import PROFILES
-from megatron.trust.simulate.dry_run import dry_run, real_trace, uses_varlen_attention
+from megatron.trust.simulate.dry_run import dry_run, schedule_plan, uses_varlen_attention
 from megatron.trust.simulate.trace import TOGETHER, Trace
 from tests.helpers import tiny
+from tests.unit.trust.real_steps import real_trace, trace_of
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL: dict[str, Any] = {
@@ -349,8 +350,8 @@ def test_ranks_with_other_shares_of_the_documents_are_of_other_kinds_even_where_
     dry = dry_run(config, 3)  # documents of 8, 4 and 4, and 8: two ranks share the long ones
     passes = [sum(event.kind == "action" and event.name[0] == "F" for event in trace.events) for trace in dry.traces]
     assert dry.stands_for == ((2,), (0,), (1,)) and passes == [2, 2, 2] and dry.whole_microbatches == 2
-    assert any(event.axis == "block2" for event in dry.trace_of(0).events) and not any(
-        event.axis == "block2" for event in dry.trace_of(2).events
+    assert any(event.axis == "block2" for event in trace_of(dry, 0).events) and not any(
+        event.axis == "block2" for event in trace_of(dry, 2).events
     )
 
 
@@ -375,9 +376,10 @@ def test_a_dry_run_that_is_cut_short_finds_the_peak_of_the_whole_step(changes):
 
 def test_events_name_lines_of_the_tree_and_the_actions_of_the_schedule():
     dry = dry_run(tiny.config(2, **SMALL, pipeline_model_parallel_size=2), 2)
+    plan = schedule_plan(dry.config, dry.num_microbatches)
     for place, trace in enumerate(dry.traces):
         actions = [event.name for event in trace.events if event.kind == "action" and event.name[0] in "FBR"]
-        assert actions == [str(action) for action in dry.plan[place]]
+        assert actions == [str(action) for action in plan[place]]
         for event in trace.events:
             if event.kind != "action":
                 file, line = event.where.split(":")
@@ -446,7 +448,7 @@ def test_ranks_of_a_stage_share_a_trace_and_every_rank_has_one():
     dry = dry_run(config, 64)
     assert sorted(rank for ranks in dry.stands_for for rank in ranks) == list(range(64))
     assert all(
-        dry.trace_of(rank).place["pp"] == dry.trace_of(ranks[0]).place["pp"]
+        trace_of(dry, rank).place["pp"] == trace_of(dry, ranks[0]).place["pp"]
         for ranks in dry.stands_for
         for rank in ranks
     )

@@ -13,9 +13,10 @@ import pytest
 from megatron.core.parallel.mesh import Mesh
 from megatron.trust.plan.cost import rank_time
 from megatron.trust.plan.hardware import PROFILES
-from megatron.trust.simulate.dry_run import dry_run, real_trace
+from megatron.trust.simulate.dry_run import dry_run
 from tests.helpers import tiny
 from tests.unit.models.test_hybrid_counts import SIZES as NETWORK
+from tests.unit.trust.real_steps import real_trace
 
 SIZES: dict[str, Any] = {**NETWORK, "hidden_size": 32, "global_batch_size": 2, "micro_batch_size": 1}
 

@@ -1,0 +1,16 @@
+"""What the entry scripts give to a trainer, by architecture: the function that builds a stage, and the forward step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pretrain_bert
+import pretrain_gpt
+import pretrain_t5
+import pretrain_vision_classify
+from megatron.training.trainer import ForwardStep, ModelProvider
+
+_SCRIPTS = {"gpt": pretrain_gpt, "bert": pretrain_bert, "t5": pretrain_t5, "vit": pretrain_vision_classify}
+PROVIDERS: Mapping[str, tuple[ModelProvider, ForwardStep]] = {
+    architecture: (script.model_provider, script.forward_step) for architecture, script in _SCRIPTS.items()
+}
