@@ -20,7 +20,6 @@ from typing import Any
 
 from megatron.core.tokenizers.build import expected_vocab_size
 from megatron.tools.parser import ToolArgumentParser, add_world_size_and_entry, parse_options_and_run_words
-from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags.command import ENTRIES, ParsedTrainingCommand, parse_training_command
 from megatron.trust.flags.repair import WORLD, BrokenRule, RepairResult, RequestedSetup, smallest_repair
 from megatron.trust.flags.rule_page import rules_page_markdown
@@ -99,8 +98,7 @@ def memory_violations(command: ParsedTrainingCommand, options: argparse.Namespac
     """Return a broken rule "memory" if the run cannot fit the memory of the machine of --gpu."""
     if options.gpu is None or command.setting is None:
         return ()
-    setting = command.setting.with_elastic_layout()
-    config, _ = resolve_and_examine(setting.config, setting.world_size)
+    setting, config = command.setting.resolve_elastic_layout()
     config = with_padded_vocabulary(config, options.true_vocab_size or expected_vocab_size(config.tokenizer)[0])
     trouble = command.memory(config, setting.world_size, hardware_of(options.gpu).usable_bytes())
     return (BrokenRule("memory", trouble),) if trouble else ()
@@ -213,8 +211,7 @@ def layout_build_report_values(setting: RequestedSetup, true_vocab_size: int | N
         check_layout_parameters,
     )  # needs torch, which no other answer waits for
 
-    setting = setting.with_elastic_layout()
-    config, _ = resolve_and_examine(setting.config, setting.world_size)
+    setting, config = setting.resolve_elastic_layout()
     return asdict(
         check_layout_parameters(
             config, setting.world_size, true_vocab_size=true_vocab_size or expected_vocab_size(config.tokenizer)[0]
@@ -238,7 +235,7 @@ def _make_config_check_report(options: argparse.Namespace, words: Sequence[str])
     """Check a command, search edits that would mend it and, with --build, build the network."""
     first = enable_startup_checks(parse_training_command(words, ranks=options.world_size, entry=options.entry), options)
     command, fixed = apply_flag_changes(words, options.why_not, options)
-    before = (*first.unread, *(first.setting.find_broken_rules() if first.setting else ())) if options.why_not else ()
+    before = first.broken_rules if options.why_not else ()
     rules = command.setting.find_broken_rules() if command.setting else ()
     broken = (*command.unread, *rules)
     broken = broken or memory_violations(command, options)

@@ -22,7 +22,6 @@ from typing import Any
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
 from megatron.tools.parser import ToolArgumentParser, add_world_size_and_entry, parse_options_and_run_words
-from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags.command import ENTRIES, parse_training_command
 from megatron.trust.parity.proxy_config import ProxyConfig, make_proxy_config
 
@@ -47,15 +46,11 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
 def proxy_config_of_command(options: argparse.Namespace, words: Sequence[str]) -> ProxyConfig:
     """Return the proxy config of a command; `ConfigError` if it breaks rules or cannot be made small."""
     command = parse_training_command(words, ranks=options.world_size, entry=options.entry)
-    broken = [one.says for one in (*command.unread, *(command.setting.find_broken_rules() if command.setting else ()))]
+    broken = command.broken_rules
     if broken or command.setting is None:
-        lines = [
-            "these flags would not start; tools/check_config.py says what to change",
-            *(f"  {problemrt_lines}" for problemrt_lines in broken),
-        ]
-        raise ConfigError("\n".join(lines))
-    setting = command.setting.with_elastic_layout()
-    config, _ = resolve_and_examine(setting.config, setting.world_size)
+        lines = ["these flags would not start; tools/check_config.py says what to change"]
+        raise ConfigError("\n".join([*lines, *(f"  {one.says}" for one in broken)]))
+    setting, config = command.setting.resolve_elastic_layout()
     small = make_proxy_config(config, setting.world_size, most_ranks=options.most_ranks)
     return replace(small, finetuning=command.finetuning)
 

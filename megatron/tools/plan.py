@@ -96,17 +96,14 @@ def resolve_setup_or_exit(options: argparse.Namespace, words: Sequence[str]) -> 
     returned without its vocabulary.
     """
     command = parse_training_command(words, ranks=options.world_size, entry=options.entry)
-    broken = (*command.unread, *(command.setting.find_broken_rules() if command.setting else ()))
+    broken = command.broken_rules
     # A search looks for the layout itself: only what cannot be read stops it.
     if command.setting is None or command.unread or broken and not options.search:
         print_to_stderr(
-            "\n".join(
-                [
-                    "the rules are broken, so there is nothing to plan (tools/check_config.py says what to change):",
-                    *(f"  {one.rule}: {one.says}" for one in broken),
-                ]
-            )
+            "the rules are broken, so there is nothing to plan (tools/check_config.py says what to change):"
         )
+        for one in broken:
+            print_to_stderr(f"  {one.rule}: {one.says}")
         raise SystemExit(1)
     setting = command.setting if broken else command.setting.with_elastic_layout()
     if setting.world_size < command.setting.world_size:

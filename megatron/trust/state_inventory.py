@@ -123,24 +123,24 @@ INVENTORY = (
 )
 
 
+_UNCHANGING = {one.what: list(one.names) for one in INVENTORY if not any("*" in name for name in one.names)}
+
+
 def expected_state_names(settings: Settings, world_size: int, parameters: list[str]) -> dict[str, list[str]]:
     """Return category -> names that a checkpoint must hold. parameters: names of the network's parameters."""
     optimizer, trained = settings["optimizer"], _trained_names(settings, parameters)
     rule = settings["muon_scalar_optimizer"] if optimizer == "muon" else optimizer
-    matrices = [name for name in trained if name.endswith("weight") and "norm" not in name]
-    by_muon = [name for name in matrices if optimizer == "muon" and any(part in name for part in _MATRICES)]
-    factored = matrices if optimizer == "adafactor" else []
-    elementwise = [name for name in trained if name not in {*by_muon, *factored}]
-    half = settings["bf16"] or settings["fp16"]
+    by_muon, factored, elementwise = _parameters_by_update_rule(optimizer, trained)
+    rounded = trained if settings["bf16"] or settings["fp16"] else []
     slots = {
-        "fp32 master weights": ("master", [name for name in trained if half and not name.endswith(_FP32)]),
+        "fp32 master weights": ("master", [name for name in rounded if not name.endswith(_FP32)]),
         "first moments (Adam)": ("exp_avg", elementwise if rule in ("adam", "lion") else []),
         "second moments (Adam)": ("exp_avg_sq", elementwise if rule == "adam" or optimizer == "adafactor" else []),
         "momentum (SGD)": ("momentum_buffer", trained if optimizer == "sgd" else []),
         "momentum (Muon)": ("momentum_buffer", by_muon),
     }
-    always = {one.what: list(one.names) for one in INVENTORY if not any("*" in name for name in one.names)}
-    return always | {
+    return {
+        **_UNCHANGING,
         "weights": [f"model.{name}" for name in parameters],
         **{what: [f"optimizer.{slot}.{name}" for name in names] for what, (slot, names) in slots.items()},
         "second moments by row and column (Adafactor)": [
@@ -149,6 +149,14 @@ def expected_state_names(settings: Settings, world_size: int, parameters: list[s
         "random streams": _expected_random_streams(settings, world_size),
         "histories of delayed scales": _expected_amax_histories(settings, parameters),
     }
+
+
+def _parameters_by_update_rule(optimizer: str, trained: list[str]) -> tuple[list[str], list[str], list[str]]:
+    """Return the parameters that Muon updates, whose second moments Adafactor factors, and the others."""
+    matrices = [name for name in trained if name.endswith("weight") and "norm" not in name]
+    multiplied = [name for name in matrices if any(part in name for part in _MATRICES)]
+    by_muon, factored = multiplied if optimizer == "muon" else [], matrices if optimizer == "adafactor" else []
+    return by_muon, factored, [name for name in trained if name not in {*by_muon, *factored}]
 
 
 def _trained_names(settings: Settings, parameters: list[str]) -> list[str]:

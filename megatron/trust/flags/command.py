@@ -137,6 +137,11 @@ class ParsedTrainingCommand:
     memory: MemoryProblem = _training_memory_problem
     finetuning: PreferenceConfig | None = None
 
+    @property
+    def broken_rules(self) -> tuple[BrokenRule, ...]:
+        """Problems with its flags, and every rule that the setting breaks."""
+        return (*self.unread, *(self.setting.find_broken_rules() if self.setting else ()))
+
 
 def split_launch_command(words: Sequence[str], entry: str = "pretrain_gpt.py") -> tuple[list[str], str, list[str]]:
     """Split a command into (the launcher's words, the entry script's name, its flags); flags alone are those of

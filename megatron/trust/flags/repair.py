@@ -19,9 +19,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, reduce
 from typing import Any, Literal, get_args, get_origin
 
 from megatron.core.config.flags import flag_fields, flag_name, flag_spellings
@@ -37,7 +37,7 @@ from megatron.core.config.settings.hybrid import SYMBOLS, suggested_hybrid_patte
 from megatron.core.config.settings.model import MLAConfig, ModelConfig, MTPConfig, PositionConfig
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig, ScheduleConfig
-from megatron.core.config.settings.run import RequestedRun, TrainConfig
+from megatron.core.config.settings.run import RequestedRun, RunConfig, TrainConfig
 from megatron.training.cli.preflight import CheckedRunConfig, fit_elastic_layout, preflight, resolve_and_examine
 
 WORLD = "world_size"  # no flag of ours, but a number that the launcher is given
@@ -216,20 +216,14 @@ class RequestedSetup:
     def value(self, name: str) -> Any:
         """Return the value of a flag, by field name."""
         return (
-            self.world_size
-            if name == WORLD
-            else _get_nested_field(self.config, _flag_declarations_by_field()[name].path)
+            self.world_size if name == WORLD else reduce(getattr, _flag_declarations_by_field()[name].path, self.config)
         )
 
     def with_values(self, values: Mapping[str, Any]) -> RequestedSetup:
         """Return the setup with other values of some flags."""
-        config = self.config
-        for name, value in values.items():
-            config = (
-                config
-                if name == WORLD
-                else _replace_nested_field(config, _flag_declarations_by_field()[name].path, value)
-            )
+        config, flags = self.config, _flag_declarations_by_field()
+        for name in values.keys() - {WORLD}:
+            config = _replace_nested_field(config, flags[name].path, values[name])
         return dataclasses.replace(self, config=config, world_size=values.get(WORLD, self.world_size))
 
     def with_elastic_layout(self) -> RequestedSetup:
@@ -237,6 +231,11 @@ class RequestedSetup:
         config, ranks = fit_elastic_layout(self.config, self.world_size)
         config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, elastic=False))
         return dataclasses.replace(self, config=config, world_size=ranks)
+
+    def resolve_elastic_layout(self) -> tuple[RequestedSetup, RunConfig]:
+        """Return the setup in the layout that --elastic chooses, and its resolved config. It keeps the rules."""
+        setting = self.with_elastic_layout()
+        return setting, resolve_and_examine(setting.config, setting.world_size)[0]
 
     def run_preflight_checks(self) -> CheckedRunConfig:
         """Return the result of the checks that a run makes before it starts."""
@@ -461,31 +460,19 @@ def _drop_needless_edits(setting: RequestedSetup, best: Mapping[str, FlagEdit]) 
     return tuple(edit for edit in explained if edit.mends)
 
 
-def _get_nested_field(config: Any, path: tuple[str, ...]) -> Any:
-    """Return the field of a nested config at a path of names."""
-    for name in path:
-        config = getattr(config, name)
-    return config
-
-
 def _replace_nested_field(config: Any, path: tuple[str, ...], value: Any) -> Any:
     """Return the nested config with another value at a path of names."""
     new = value if len(path) == 1 else _replace_nested_field(getattr(config, path[0]), path[1:], value)
     return dataclasses.replace(config, **{path[0]: new})
 
 
-def _nested_configs(config: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
-    """Return (path, config) of a config and all configs nested in it."""
-    inner = [(one.name, getattr(config, one.name)) for one in dataclasses.fields(config)]
-    return [
-        (path, config),
-        *(
-            owner
-            for name, value in inner
-            if dataclasses.is_dataclass(value)
-            for owner in _nested_configs(value, (*path, name))
-        ),
-    ]
+def _flag_paths(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type]]:
+    """Yield (path, config class) of every field of a config and of all configs nested in it."""
+    for one in dataclasses.fields(config):
+        if dataclasses.is_dataclass(value := getattr(config, one.name)):
+            yield from _flag_paths(value, (*path, one.name))
+        else:
+            yield (*path, one.name), type(config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -505,19 +492,13 @@ class _FlagDeclaration:
 @cache
 def _flag_declarations_by_field() -> dict[str, _FlagDeclaration]:
     """Return field -> declaration of its flag, with an entry `WORLD` for the number of ranks."""
-    owners = {
-        one.name: (path, type(part))
-        for path, part in _nested_configs(RequestedRun())
-        for one in dataclasses.fields(part)
-        if "help" in one.metadata
-    }
+    owners = {path[-1]: (path, owner) for path, owner in _flag_paths(RequestedRun())}
     flags = {WORLD: _FlagDeclaration((), int, 1, "", WEIGHT_OF[WORLD])}
     for one, kind in flag_fields(RequestedRun):
         path, owner = owners[one.name]
         weight = WEIGHT_OF.get(one.name, WEIGHTS.get(owner, 1.0))
-        flags[one.name] = _FlagDeclaration(
-            (*path, one.name), kind, one.default, one.metadata["off"] or "--no-" + flag_name(one.name)[2:], weight
-        )
+        off = one.metadata["off"] or "--no-" + flag_name(one.name)[2:]
+        flags[one.name] = _FlagDeclaration(path, kind, one.default, off, weight)
     return flags
 
 

@@ -271,7 +271,7 @@ class MicrobatchMemo:
             self._finish_recording(
                 mark, trace, shapes, tuple(_lifetime_role(before, life, "a forward pass") for life in deaths)
             ),
-            before=tuple(name for _, name in before.values()),
+            before=_metric_names(before),
             notes=self._new_metrics(microbatch_context, place),
             kept=frozenset(birth for life, birth in place.items() if life in retained),
         )
@@ -331,7 +331,7 @@ class MicrobatchMemo:
         self._graph += rest
         seen = replace(
             self._finish_recording(mark, trace, gradients, ended),
-            before=tuple(name for _, name in waiting.before.values()),
+            before=_metric_names(waiting.before),
             notes=noted,
             flags=tuple((life.kind, life.travels, life.sent) for life in waiting.lives),
         )
@@ -499,6 +499,10 @@ def _births_freed_in_backward(ended: tuple[Any, ...]) -> frozenset[int]:
     pass freed.
     """
     return frozenset(birth for kind, birth in ended if kind == "saved")
+
+
+def _metric_names(notes: dict[int, tuple[str, str]]) -> tuple[str, ...]:
+    return tuple(name for _, name in notes.values())
 
 
 def _lifetime_role(who: dict[int, Any], life: StorageLifetime, where: str) -> Any:
