@@ -31,7 +31,6 @@ from megatron.core.dist_checkpointing.sharded_state import (
     sharded_optimizer_state,
 )
 from megatron.core.distributed.finalize import finalize_gradients
-from megatron.core.kernels.packed_document_starts import cache_packed_document_starts
 from megatron.core.kernels.startup_check import select_kernels_with_trials
 from megatron.core.kernels.table import KernelRequirements
 from megatron.core.parallel import collectives
@@ -138,8 +137,8 @@ def random_global_batch(config: RunConfig, iteration: int) -> dict[str, np.ndarr
         "tokens": window[:, :-1].copy(),
         "labels": window[:, 1:].copy(),
         "loss_mask": in_loss.astype(np.float32),
-        "documents": documents,
-        "positions": np.arange(shape[1]) - starts,
+        "position_ids": np.arange(shape[1]) - starts,
+        **({"document_ids": documents} if config.data.separates_documents else {}),
     }
     return _add_random_images(config, random, batch) if config.model.has_vision else batch
 
@@ -213,24 +212,13 @@ def short_run_batches(run: RunContext, iteration: int) -> Iterator[Batch]:
 
 def random_microbatches_of_rank(run: RunContext, iteration: int, axis: Axis) -> Iterator[Batch]:
     """Yield the microbatches of this rank on a data axis."""
-    whole, train, data = random_global_batch(run.config, iteration), run.config.train, run.config.data
+    whole, train = random_global_batch(run.config, iteration), run.config.train
     for start in range(0, train.global_batch_size, train.micro_batch_size * axis.size):
         first = start + axis.rank * train.micro_batch_size
         arrays = {name: array[first : first + train.micro_batch_size] for name, array in whole.items()}
         if "image_slots" in arrays:
             arrays = _collate_with_images(arrays, run.config.model.vision.num_image_embeddings)
-        local = {name: torch.from_numpy(array).to(run.mesh.device) for name, array in arrays.items()}
-        if data.separates_documents:
-            cache_packed_document_starts(local["documents"], arrays["documents"])
-        batch = Batch(
-            tokens=local["tokens"],
-            labels=local["labels"],
-            loss_mask=local["loss_mask"],
-            positions=local["positions"] if data.restarts_positions else None,
-            documents=local["documents"] if data.separates_documents else None,
-            images=local.get("images"),
-            extras={name: row for name, row in local.items() if name not in Batch.__slots__},
-        )
+        batch = Batch.from_arrays(arrays, run.mesh.device, positions=run.config.data.restarts_positions)
         yield batch.with_future_tokens(
             run.config.model.mtp.mtp_num_layers or 0, per_token=run.config.train.calculate_per_token_loss
         ).shard_over_context(run.mesh.cp)
