@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -400,26 +401,22 @@ class _ActivationRecorder:
             for name, module in stage.named_modules()
             if name and not any(isinstance(part, TransformerStack) for part in module.modules())
         ]
-        return [module.register_forward_pre_hook(self._make_input_hook(name)) for name, module in modules] + [
-            module.register_forward_hook(self._make_output_hook(name)) for name, module in modules
+        return [module.register_forward_pre_hook(partial(self._record_input, name)) for name, module in modules] + [
+            module.register_forward_hook(partial(self._record_output, name)) for name, module in modules
         ]
 
-    def _make_input_hook(self, name: str) -> Callable[..., None]:
-        def record_input(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if self._stage is not None:
-                # A stage that only embeds what is ahead begins where the first stage, which embeds the text, would go on.
-                again = name.startswith("embedding") and not self._stage.stage.has_embedding
-                self._calls[name] = self._calls.get(name, int(again)) + 1
-                self._record_activation(name, "input", inputs[0] if inputs else None)
+    def _record_input(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Forward pre-hook."""
+        if self._stage is not None:
+            # A stage that only embeds what is ahead begins where the first stage, which embeds the text, would go on.
+            again = name.startswith("embedding") and not self._stage.stage.has_embedding
+            self._calls[name] = self._calls.get(name, int(again)) + 1
+            self._record_activation(name, "input", inputs[0] if inputs else None)
 
-        return record_input
-
-    def _make_output_hook(self, name: str) -> Callable[..., None]:
-        def record_output(module: nn.Module, _: Any, output: Any) -> None:
-            if self._stage is not None:
-                self._record_activation(name, "output", output)
-
-        return record_output
+    def _record_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Forward hook."""
+        if self._stage is not None:
+            self._record_activation(name, "output", output)
 
     def _record_activation(self, name: str, side: str, value: Any) -> None:
         value = value[0] if isinstance(value, tuple) and value else value

@@ -28,26 +28,22 @@ from megatron.trust.plan.cost import StepTime
 from megatron.trust.plan.hardware import Hardware
 from megatron.trust.units import bytes_text
 
+_NOTHING: Mapping[str, Any] = {
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "recompute_activations": False,
+}
+_EVERYTHING = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+    "recompute_modules": None,
+}
 RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
-    "none": {
-        "recompute_granularity": None,
-        "recompute_method": None,
-        "recompute_num_layers": None,
-        "recompute_activations": False,
-    },
-    "selective": {
-        "recompute_granularity": "selective",
-        "recompute_method": None,
-        "recompute_num_layers": None,
-        "recompute_activations": False,
-    },
-    "full": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-        "recompute_activations": False,
-        "recompute_modules": None,
-    },
+    "none": _NOTHING,
+    "selective": {**_NOTHING, "recompute_granularity": "selective"},
+    "full": {**_NOTHING, **_EVERYTHING},
 }
 MICRO = (1, 2, 4, 8)
 LONG = 8192  # tokens from which context parallelism is worth a try
@@ -246,6 +242,10 @@ def _add_layout_variants_to_ranking(
         first.train.global_batch_size,
         stage_specs_of_run(first),
     )
+
+    def estimate(config: RunConfig) -> AnalyticEstimate:
+        return analytic_estimate(config, setting.world_size, hardware, stages, passes=setting.passes)
+
     for micro in sorted({*MICRO, *([requested_micro] if requested_micro else [])}):
         layout = replace(shape, micro=micro)
         if micro * shape.dp > batch:
@@ -253,19 +253,14 @@ def _add_layout_variants_to_ranking(
         one = first if micro == 1 else _resolve_layout_or_reject(setting, layout, ranking)
         if one is None:
             continue
-        drawn = [
-            (variant, config, analytic_estimate(config, setting.world_size, hardware, stages, passes=setting.passes))
-            for variant, config in [_recompute_variants(layout, one, true_vocab_size)[0]]
-        ]
-        if drawn[0][2].needs > hardware.usable_bytes():  # what keeps the least; a larger micro batch keeps more
+        variants = _recompute_variants(layout, one, true_vocab_size)
+        least = estimate(variants[0][1])
+        if least.needs > hardware.usable_bytes():  # what keeps the least; a larger micro batch keeps more
             ranking.tried += 1
-            reason = f"{_memory_excess_text(drawn[0][2].needs, hardware, drawn[0][2].position)}, however much is recomputed or cut"
+            reason = f"{_memory_excess_text(least.needs, hardware, least.position)}, however much is recomputed or cut"
             ranking.rejected.append(RejectedLayout(layout, ("memory",), (reason,)))
             break
-        drawn += [
-            (variant, config, analytic_estimate(config, setting.world_size, hardware, stages, passes=setting.passes))
-            for variant, config in _recompute_variants(layout, one, true_vocab_size)[1:]
-        ]
+        drawn = [(*variants[0], least), *((variant, config, estimate(config)) for variant, config in variants[1:])]
         _keep_pareto_variants(drawn, hardware, ranking)
 
 

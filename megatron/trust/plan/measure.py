@@ -47,7 +47,7 @@ def measure_hardware(say: Say) -> Hardware | None:
     )  # the others wait, so as not to disturb
     dist.init_process_group(process_group_backend(device), device_id=device if device.type == "cuda" else None)
     try:
-        hardware = measure_links(hardware, device, say if is_first else _say_nothing)
+        hardware = measure_links(hardware, device, say if is_first else lambda line: None)
     finally:
         dist.destroy_process_group()
     return hardware if is_first else None
@@ -206,8 +206,3 @@ def _device_memory(device: torch.device) -> float:
     if device.type == "cpu":
         return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return float(torch.accelerator.get_memory_info(device)[1])
-
-
-def _say_nothing(_: str) -> None:
-    """Ignore a line of progress."""
-    pass

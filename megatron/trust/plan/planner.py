@@ -17,19 +17,11 @@ from megatron.trust.flags.repair import RequestedSetup
 from megatron.trust.plan.analytic_estimate import analytic_estimate, with_padded_vocabulary
 from megatron.trust.plan.cost import StepCost, step_cost
 from megatron.trust.plan.hardware import Hardware
+from megatron.trust.plan.layout_search import RECOMPUTE
 from megatron.trust.simulate.collective_matching import CollectiveMatchReport
 from megatron.trust.simulate.trace import KINDS, DryRunResult, Trace
 from megatron.trust.units import bytes_text
 
-# Edits to try when memory is short, those that cost the least time first: what to write, and the settings that it means.
-FULL = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-    "recompute_modules": None,
-    "recompute_activations": False,
-}
-SELECTIVE = {"recompute_granularity": "selective", "recompute_activations": False}
 MOST_TRIED = 6
 
 
@@ -123,7 +115,8 @@ def add_memory_saving_changes(
 
 
 def memory_saving_edits(setting: RequestedSetup, config: RunConfig) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return changes that can save memory and that this run has not made yet, as (flags, settings). config: the
+    """Return changes that can save memory and that this run has not made yet, as (flags, settings), those that cost the
+    least time first. config: the
     resolved setting.
     """
     parallel, train, ranks = config.parallel, config.train, setting.world_size
@@ -135,14 +128,17 @@ def memory_saving_edits(setting: RequestedSetup, config: RunConfig) -> list[tupl
     if parallel.tp > 1 and not parallel.sequence_parallel:
         savings.append(("--sequence-parallel", {"sequence_parallel": True}))
     if granularity is None:
-        savings.append(("--recompute-granularity selective", SELECTIVE))
+        selective = {"recompute_granularity": "selective", "recompute_activations": False}
+        savings.append(("--recompute-granularity selective", selective))
     if train.micro_batch_size % 2 == 0:
         half = train.micro_batch_size // 2
         savings.append(
             (f"--micro-batch-size {half}", {"micro_batch_size": half, "global_batch_size": train.global_batch_size})
         )
     if granularity != "full":
-        savings.append(("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", FULL))
+        savings.append(
+            ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", RECOMPUTE["full"])
+        )
     if dp % 2 == 0:
         tp, pp = 2 * parallel.tp, 2 * parallel.pp
         keep = {"global_batch_size": train.global_batch_size}

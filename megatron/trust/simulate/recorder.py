@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any, Literal
@@ -367,28 +369,21 @@ class StepRecorder(TorchDispatchMode):
     @contextmanager
     def track_current_module(self, stages: Sequence[nn.Module]) -> Iterator[None]:
         """Within: keep `module` set to the innermost module of these stages that is running."""
-        with ExitStack() as stack:
-            for stage in stages:
-                for name, module in stage.named_modules():
-                    outside: list[str] = []
-                    before = module.register_forward_pre_hook(self._set_current_module_hook(name, outside))
-                    after = module.register_forward_hook(self._restore_current_module_hook(outside), always_call=True)
-                    stack.callback(before.remove)
-                    stack.callback(after.remove)
-            yield
 
-    def _set_current_module_hook(self, name: str, outside: list[str]) -> Callable[..., None]:
-        def set_current_module(*_: Any) -> None:
+        def set_current_module(name: str, outside: list[str], *_: Any) -> None:
             outside.append(self.module)
             self.module = name
 
-        return set_current_module
-
-    def _restore_current_module_hook(self, outside: list[str]) -> Callable[..., None]:
-        def restore_current_module(*_: Any) -> None:
+        def restore_current_module(outside: list[str], *_: Any) -> None:
             self.module = outside.pop()
 
-        return restore_current_module
+        with ExitStack() as stack:
+            for name, module in chain.from_iterable(stage.named_modules() for stage in stages):
+                outside: list[str] = []
+                before, after = partial(set_current_module, name, outside), partial(restore_current_module, outside)
+                stack.callback(module.register_forward_pre_hook(before).remove)
+                stack.callback(module.register_forward_hook(after, always_call=True).remove)
+            yield
 
 
 @contextmanager
