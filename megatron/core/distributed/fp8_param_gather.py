@@ -29,6 +29,7 @@ from megatron.core.kernels.low_precision.recipes import LowPrecisionRecipe
 from megatron.core.kernels.reference import accumulation_dtype_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
+from megatron.core.parallel.spec import param_spec_of
 
 
 class Fp8GatheredWeight(Protocol):
@@ -146,7 +147,8 @@ class LowPrecisionBucket(Bucket):
         """Yield the fp32 main weights that this rank owns of each parameter."""
         low, _ = self.owned_range()
         for segment in super().owned_segments():
-            start = self.starts[self._param_index(segment)] + segment.low - low
+            index = next(place for place, param in enumerate(self.params) if param_spec_of(param) is segment.spec)
+            start = self.starts[index] + segment.low - low
             yield replace(
                 segment,
                 data=self.main[start : start + segment.high - segment.low],
@@ -220,10 +222,6 @@ class LowPrecisionBucket(Bucket):
         return (
             fp8.tensor_amax(rows).view(1, 1) if matrix.held.blocks is None else fp8.block_amax(rows, matrix.held.block)
         )
-
-    def _param_index(self, segment: OwnedSegment) -> int:
-        """Return the position of a segment's parameter in the bucket."""
-        return next(place for place, param in enumerate(self.params) if param.spec is segment.spec)  # type: ignore[attr-defined]
 
 
 def exchange_quantization_maxima(buckets: Iterable[Bucket]) -> None:

@@ -117,7 +117,11 @@ class Muon(UpdateRule):
         """Send the directions of sharded matrices, sorted by owner, to their owners, which send the updates back."""
         own_tasks = [task for task in sharded if task.owner == axis.rank]
         sent = [task.ranges[axis.rank] for task in sharded]
-        out = _send_counts_by_owner(sharded, [high - low for low, high in sent], axis.size)
+        sizes = [high - low for low, high in sent]
+        out = [
+            sum(size for task, size in zip(sharded, sizes, strict=True) if task.owner == rank)
+            for rank in range(axis.size)
+        ]
         back = [sum(task.ranges[rank][1] - task.ranges[rank][0] for task in own_tasks) for rank in range(axis.size)]
         outgoing = [
             self._direction_slice(task, directions, low, high)
@@ -134,9 +138,7 @@ class Muon(UpdateRule):
         )
         received, work = collectives.start_all_to_all(updates, back, out, axis)
         collectives.wait(work)
-        for task, (low, high), update in zip(
-            sharded, sent, received.split([high - low for low, high in sent]), strict=True
-        ):
+        for task, (low, _), update in zip(sharded, sent, received.split(sizes), strict=True):
             self._apply_update(task, update, low)
 
     def _direction_slice(self, task: MuonTask, directions: Mapping[str, Tensor], low: int, high: int) -> Tensor:
@@ -233,13 +235,6 @@ class Muon(UpdateRule):
         return x * (
             muon_update_scale(shape[0], shape[1], self.config.muon_scale_mode) * self.config.muon_extra_scale_factor
         )
-
-
-def _send_counts_by_owner(tasks: Sequence[MuonTask], elements: Sequence[int], ranks: int) -> list[int]:
-    """Return how many elements this rank sends to each owner. elements: how many of each task it owns."""
-    return [
-        sum(size for task, size in zip(tasks, elements, strict=True) if task.owner == rank) for rank in range(ranks)
-    ]
 
 
 def _assemble_matrices(tasks: Sequence[MuonTask], received: Tensor, ranks: int) -> list[Tensor]:

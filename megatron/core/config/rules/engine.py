@@ -27,26 +27,14 @@ from megatron.core.config.rules import (
 from megatron.core.config.rules.rule import ConfigRuleInput, Rule
 from megatron.core.config.settings.run import RunConfig
 
-_FILES = (
-    run,
-    layout,
-    network,
-    attention,
-    experts,
-    hybrid,
-    precision,
-    context,
-    optimizer,
-    overlap,
-    cuda_graphs,
-    data,
-    checkpoint,
-    adapters,
-    vision,
-)
+_NETWORK_FILES = (run, layout, network, attention, experts, hybrid, precision, context)
+_OTHER_FILES = (optimizer, overlap, cuda_graphs, data, checkpoint, adapters, vision)
 NEEDS = run.NEEDS
 _OTHERS = [
-    value for file in _FILES for value in vars(file).values() if isinstance(value, Rule) and value not in run.NEEDS
+    value
+    for file in _NETWORK_FILES + _OTHER_FILES
+    for value in vars(file).values()
+    if isinstance(value, Rule) and value not in run.NEEDS
 ]
 RULES = tuple(rule for rule in _OTHERS if rule.needs_sizes)
 ALWAYS = tuple(rule for rule in _OTHERS if not rule.needs_sizes)

@@ -31,40 +31,22 @@ def _missing_settings_problem(setting: ConfigRuleInput) -> str:
 def _positive_sizes_problem(setting: ConfigRuleInput) -> str:
     """Counts and sizes are at least 1."""
     run = setting.run
-    counts = {
-        "num_layers": run.model,
-        "hidden_size": run.model,
-        "num_attention_heads": run.model,
-        "ffn_hidden_size": run.model,
-        "kv_channels": run.model,
-        "num_query_groups": run.model,
-        "make_vocab_size_divisible_by": run.model,
-        "mamba_state_dim": run.model.hybrid,
-        "mamba_head_dim": run.model.hybrid,
-        "linear_conv_kernel_dim": run.model.hybrid,
-        "linear_key_head_dim": run.model.hybrid,
-        "linear_value_head_dim": run.model.hybrid,
-        "tensor_model_parallel_size": run.parallel,
-        "pipeline_model_parallel_size": run.parallel,
-        "context_parallel_size": run.parallel,
-        "expert_model_parallel_size": run.parallel,
-        "expert_tensor_parallel_size": run.parallel,
-        "encoder_num_layers": run.model,
-        "decoder_num_layers": run.model,
-        "decoder_seq_length": run.train,
-        "seq_length": run.train,
-        "micro_batch_size": run.train,
-        "global_batch_size": run.train,
-        "log_interval": run.log,
-        "save_interval": run.checkpoint,
-        "eval_interval": run.train,
-        "save_keep_last": run.checkpoint,
-        "save_retain_interval": run.checkpoint,
-    }
+    counts = (
+        (run.model, "num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels num_query_groups"),
+        (run.model, "make_vocab_size_divisible_by encoder_num_layers decoder_num_layers"),
+        (run.model.hybrid, "mamba_state_dim mamba_head_dim"),
+        (run.model.hybrid, "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim"),
+        (run.parallel, "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size"),
+        (run.parallel, "expert_model_parallel_size expert_tensor_parallel_size"),
+        (run.train, "seq_length decoder_seq_length micro_batch_size global_batch_size eval_interval"),
+        (run.log, "log_interval"),
+        (run.checkpoint, "save_interval save_keep_last save_retain_interval"),
+    )
     wrong = [
-        f"{flag_name(name)} {getattr(part, name)}"
-        for name, part in counts.items()
-        if getattr(part, name) is not None and getattr(part, name) < 1
+        f"{flag_name(name)} {size}"
+        for part, names in counts
+        for name in names.split()
+        if (size := getattr(part, name)) is not None and size < 1
     ]
     return f"{', '.join(wrong)}: each must be at least 1" if wrong else ""
 
