@@ -34,9 +34,7 @@ from megatron.training.trainer import Samples
 
 
 def datasets_provider(run: RunContext, samples: tuple[int, int | None, int]) -> Datasets:
-    """Return training, validation and test datasets: windows of tokens, or with --sft conversations. samples: needed of
-    each.
-    """
+    """Return datasets of each split: windows of tokens, or with --sft conversations. samples: needed of each."""
     train, valid, test = samples
     return build_gpt_datasets(
         run.config.data,
@@ -55,9 +53,7 @@ def model_provider(run: RunContext, stage: StageSpec) -> GPTModel:
 
 
 def forward_step(run: RunContext, batches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:
-    """Run one microbatch through one stage. Return (message, or on the last stage the loss of each token; loss
-    function).
-    """
+    """Run one microbatch through one stage. Return (message, or the loss of each token at the last; loss function)."""
     batch = next(batches)
     output = stage(
         ids=batch.ids_and_images,

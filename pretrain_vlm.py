@@ -34,9 +34,7 @@ SHOWN = 8  # answers in the log of an evaluation
 
 
 def datasets_provider(run: RunContext, samples: tuple[int, int | None, int]) -> Datasets:
-    """Return training, validation and test datasets of conversations, with the images as far as this rank's stages need
-    them.
-    """
+    """Return datasets of conversations, with the images as far as this rank's stages need them."""
     stages = [stage for stage in stage_specs_of_run(run.config) if stage.rank == run.mesh.pp.rank]
     use: Use = "check" if any(stage.has_output for stage in stages) else "nothing"
     if any(stage.has_embedding for stage in stages):

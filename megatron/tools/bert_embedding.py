@@ -159,9 +159,7 @@ class NpyWriter:
 
 
 def read_text_batches(words: Sequence[str], key: str, bar: tqdm) -> Iterator[list[str]]:
-    """Yield the texts of all inputs, some at a time, advancing the bar. `DataError` names the first lines that cannot
-    be read.
-    """
+    """Yield the texts of all inputs in batches, advancing the bar. `DataError` names the first lines it cannot read."""
     spans = spans_of_corpus_shard(find_input_files(words, "auto", "line"), None)
     behind = [sum(span.source.size for span in spans[:number]) for number in range(len(spans))]
     for chunk in read_input_chunks(spans, [key], InputPosition()):

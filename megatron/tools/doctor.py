@@ -103,9 +103,7 @@ def choose_kernels_with_findings(
 def build_doctor_context(
     config: RunConfig, *, whole: bool, megabytes: int, all_kernels: bool
 ) -> tuple[DoctorContext, list[DoctorFinding]]:
-    """Join the other ranks; return the run to check on them, and rows on its kernels. whole: the settings keep every
-    rule.
-    """
+    """Join the other ranks; return what is checked on them, and rows on kernels. whole: settings keep every rule."""
     device = pick_device()
     set_current_device(device)
     mesh = build_mesh(config, device)

@@ -46,9 +46,7 @@ def read_lines_by_id(path: str) -> dict[Any, Mapping[str, Any]]:
 def benchmark_score_lines(
     task: str, answers: str, questions: Sequence[BenchmarkQuestion], results: Path | None
 ) -> list[str]:
-    """Score the answers of a task, and write them for its official program if `results` is given. Return a line for
-    each score.
-    """
+    """Score a task's answers, and write them for its official program into `results`. Return a line for each score."""
     given = read_lines_by_id(answers)
     rows = [(str(given.get(one.number, {}).get("text", "")).strip(), one) for one in questions]
     lacking = sum("text" not in given.get(one.number, {}) for one in questions)

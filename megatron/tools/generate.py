@@ -118,9 +118,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def load_engine(given: argparse.Namespace) -> Engine | EncoderDecoderEngine:
-    """Load the network(s) of the command line, and return this rank's engine. `ConfigError` and `CheckpointError` if
-    they do not fit.
-    """
+    """Load the networks of the command line; return this rank's engine. `ConfigError`, `CheckpointError`."""
     parallel = ParallelConfig(**{name: getattr(given, name) for name in SIZES})
     config = config_from_namespace(InferenceConfig, given)
     if infer_checkpoint_architecture(open_checkpoint(given.load, given.ckpt_step)) == "t5":
@@ -161,9 +159,7 @@ def decoder_start_token(loaded: InferenceModel) -> int:
 def parse_request_line(
     line: str, number: int, given: argparse.Namespace, engine: Engine | EncoderDecoderEngine
 ) -> GenerationRequest:
-    """Return the engine request of an input line; `ConfigError` says what is wrong with it. number: of the line, added
-    to the seed.
-    """
+    """Return the request of an input line; `ConfigError` says what is wrong with it. number: added to the seed."""
     fields, images = _parse_request_fields(line), None
     prompt: Sequence[int]
     try:

@@ -73,9 +73,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def length_statistics(lengths: np.ndarray, limit: int | None) -> dict[str, float]:
-    """Return minimum, median, 95th percentile, maximum and mean of lengths [documents], and the share above `limit`
-    where that is given.
-    """
+    """Return minimum, median, 95th percentile, maximum and mean of lengths [documents], and the share above `limit`."""
     if len(lengths) == 0:
         return {}
     middle, high = np.percentile(lengths, (50, 95)).tolist()
@@ -173,9 +171,7 @@ def indexed_dataset_facts_text(summary: dict[str, Any], seq_length: int | None) 
 
 
 def draw_length_histograms(lengths_of: dict[str, np.ndarray], seq_length: int | None, path: str) -> None:
-    """Draw a histogram of the documents' lengths into a PNG, one curve for each pair. lengths_of: prefix ->
-    [documents].
-    """
+    """Draw a histogram of documents' lengths into a PNG, a curve for each pair. lengths_of: prefix -> [documents]."""
     if importlib.util.find_spec("matplotlib") is None:
         raise DataError("--plot needs matplotlib: pip install matplotlib")
     from matplotlib.figure import Figure  # optional, and half a second that other uses need not wait for

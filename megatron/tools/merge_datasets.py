@@ -26,9 +26,7 @@ SHOWN = 10  # missing shards that are named
 
 
 def find_pairs_in_folder(folder: Path) -> list[str]:
-    """Return the prefixes of all .bin/.idx pairs in a folder, sorted. `DataError` if there is none, or a file lacks its
-    other half.
-    """
+    """Return the prefixes of a folder's pairs, sorted. `DataError` if there is none, or a file lacks its other half."""
     if not folder.is_dir():
         raise DataError(f"--input {folder} is not a folder")
     names = {ending: {path.name[: -len(ending)] for path in folder.glob(f"*{ending}")} for ending in (".bin", ".idx")}
@@ -41,9 +39,7 @@ def find_pairs_in_folder(folder: Path) -> list[str]:
 
 
 def first_disagreement_text(facts: Mapping[str, object], what: str, describe: Callable[[object], str]) -> Iterator[str]:
-    """Yield at most one sentence, on the first two pairs whose facts differ; None counts as unknown. what: the
-    sentence's verb.
-    """
+    """Yield a sentence on the first two pairs whose facts differ, if any; None is unknown. what: its verb."""
     known = [(prefix, fact) for prefix, fact in facts.items() if fact is not None]
     for (first, fact), (second, other) in zip(known, known[1:]):
         if fact != other:

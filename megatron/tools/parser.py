@@ -110,9 +110,7 @@ def add_world_size_and_entry(parser: argparse.ArgumentParser, entries: Iterable[
 def parse_options_and_run_words(
     parser: argparse.ArgumentParser, argv: Sequence[str], *, without: str = ""
 ) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the command line: (the tool's own options, the words of the run). without: the option with which no run
-    needs to be given.
-    """
+    """Return (the tool's own options, the words of the run). without: the option that needs no run."""
     place = list(argv).index("--") if "--" in argv else len(argv)
     options, words = parser.parse_known_args(list(argv[:place]))
     words += argv[place + 1 :]

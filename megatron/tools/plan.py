@@ -164,10 +164,9 @@ def estimate_and_print_run(
     options: argparse.Namespace, setting: RequestedSetup, config: RunConfig, hardware: Hardware, command: Sequence[str]
 ) -> int:
     """Simulate a step of one layout and print its plan, with changes that save memory if it does not fit; also write
-    the page of --html.
-    command: the whole command line, shown in the page, and read again for the memory beside training. Returns the
-    exit code: 0 if every rank's memory suffices, what it holds beside training included, and no rank would wait
-    forever; else 1.
+    the page of --html. command: the whole command line, shown in the page, and read again for the memory beside
+    training. Returns the exit code: 0 if every rank's memory suffices, what it holds beside training included, and no
+    rank would wait forever; else 1.
     """
     dry_run = make_dry_runner(hardware)
     print_to_stderr(f"running one step dry on {setting.world_size:,} ranks")

@@ -29,9 +29,7 @@ class UnreadableLogError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LossCurves:
-    """The curves of one loss in a log. train, valid: points (iteration, loss), ascending. resumed: iterations at which
-    the run resumed.
-    """
+    """The curves of one loss in a log. train, valid: (iteration, loss), ascending. resumed: iterations of resumes."""
 
     name: str
     train: list[tuple[int, float]]
@@ -40,9 +38,7 @@ class LossCurves:
 
 
 def read_loss_curves(path: Path, loss: str) -> LossCurves:
-    """Read the curves of a loss in a log; a later line about an iteration replaces an earlier one. Raises
-    `UnreadableLogError`.
-    """
+    """Read a loss's curves in a log; later lines of an iteration replace earlier ones. `UnreadableLogError`."""
     train: dict[int, float] = {}
     valid: dict[int, float] = {}
     resumed: list[int] = []
@@ -88,9 +84,7 @@ def moving_average(points: Sequence[tuple[int, float]], window: int) -> list[tup
 
 
 def draw_loss_curves(curves: Iterable[LossCurves], loss: str, lines: Sequence[tuple[str, float]] = ()) -> Figure:
-    """Draw the curves: each log in its own colour, faint as measured and strong as moving average. lines: (name, value)
-    of horizontal lines.
-    """
+    """Draw each log in its own colour, faint as measured, strong as moving average. lines: (name, value) of levels."""
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     axes = figure.add_subplot(xlabel="iteration", ylabel=loss)
     for place, curve in enumerate(curves):

@@ -34,9 +34,7 @@ _AT_ONCE = 256
 
 
 def read_text_image_pairs(path: str, folder: str) -> Iterator[tuple[str, Path]]:
-    """Yield (text, path of its image) of each line. `DataError` if a line has no text, or texts and images are not as
-    many.
-    """
+    """Yield (text, path of its image) of each line. `DataError` if one lacks a text, or their numbers differ."""
     names = iter(sorted(os.listdir(folder)))
     number = 0
     with open(path, encoding="utf-8") as file:

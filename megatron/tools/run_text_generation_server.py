@@ -369,9 +369,7 @@ def serve_and_name_lost_rank(
     given: argparse.Namespace,
     token: str,
 ) -> None:
-    """Serve until a signal. The service must be started. Raises `RankLost` if a lost rank ended it, else
-    `ServerFailed`.
-    """
+    """Serve by a started service until a signal. `RankLostError` if a lost rank ended it, else `ServerFailed`."""
     if not token and not listens_locally_only(given):
         logging.getLogger(__name__).warning(
             "--host %s without --token-file: everyone who reaches this port may use it", given.host

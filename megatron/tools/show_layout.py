@@ -34,9 +34,7 @@ WIDEST = 160
 
 
 def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, RunConfig]:
-    """Parse the command line: (the tool's own options, the resolved config of the run). `ConfigError` if rules are
-    broken.
-    """
+    """Return (the tool's own options, the resolved config of the run). `ConfigError` if rules are broken."""
     parser = ToolArgumentParser(description=__doc__, allow_abbrev=True)
     parser.add_argument("--world-size", type=int, default=1, help="ranks that will run (default: 1)")
     parser.add_argument(

@@ -62,9 +62,8 @@ class DoctorFinding:
 
 @dataclass(frozen=True, slots=True)
 class DoctorContext:
-    """A run whose machines are checked. hosts: of each rank. whole: the settings keep every rule.
-    megabytes: how much each rank sends and writes where rates are measured. all_kernels: also check kernels that the
-    run does not use.
+    """A run whose machines are checked. hosts: of each rank. whole: the settings keep every rule. megabytes: how much
+    each rank sends and writes where rates are measured. all_kernels: also check kernels that the run does not use.
     """
 
     config: RunConfig
@@ -387,9 +386,7 @@ CHECKS: tuple[Callable[[DoctorContext], Iterable[DoctorFinding]], ...] = (
 def _values_and_errors_of_all_ranks(
     subject: DoctorContext, look: Callable[[], Any]
 ) -> tuple[list[tuple[int, Any]], list[tuple[int, str]]]:
-    """Call `look` on every rank and gather: ([(rank, value)], [(rank, problem)] of those that raised an expected
-    error). Collective.
-    """
+    """Call `look` on every rank and gather ([(rank, value)], [(rank, problem)] of expected errors). Collective."""
     value, problem = None, ""
     try:
         value = look()

@@ -36,9 +36,7 @@ _MATRICES = (".linear_", ".out_proj.", ".router.", ".eh_proj.", ".gate_weight", 
 
 @dataclass(frozen=True, slots=True)
 class StateCategory:
-    """A piece of training state. names: patterns of its names in a checkpoint. places: patterns of where it lives in a
-    session.
-    """
+    """A piece of training state. names, places: patterns of its names in a checkpoint, and of where it lives."""
 
     what: str
     names: tuple[str, ...]
@@ -48,8 +46,7 @@ class StateCategory:
 @dataclass(frozen=True, slots=True)
 class StateCategoryComparison:
     """How an item of two checkpoints compares. count: names that either holds. missing: required names that a
-    checkpoint lacks.
-    differences: other names that differ, or that only one holds.
+    checkpoint lacks. differences: other names that differ, or that only one holds.
     """
 
     item: StateCategory
@@ -192,9 +189,7 @@ def _expected_amax_histories(settings: Settings, parameters: list[str]) -> list[
 
 
 def parameter_names_in_checkpoints(*sources: CheckpointSource) -> list[str]:
-    """Return the names of the network's parameters: every name that any of the checkpoints has a weight or an optimizer
-    slot for.
-    """
+    """Return the names of all parameters that any of the checkpoints has a weight or an optimizer slot for."""
     parameters: dict[str, None] = {}
     for name in (name for source in sources for name in source.formats):
         if name.startswith("model."):
@@ -207,9 +202,7 @@ def parameter_names_in_checkpoints(*sources: CheckpointSource) -> list[str]:
 def compare_training_states(
     a: CheckpointSource, b: CheckpointSource, *, world_size: int
 ) -> Iterator[StateCategoryComparison]:
-    """Yield the comparison of each state item of two checkpoints that should be equal: both of one run, of `world_size`
-    ranks.
-    """
+    """Yield how each category of two checkpoints of one run, of `world_size` ranks, compares; all should be equal."""
     parameters = parameter_names_in_checkpoints(a, b)
     expected = {one.where: expected_state_names(one.settings, world_size, parameters) for one in (a, b)}
     held = {one.where: {*one.formats, *one.values} for one in (a, b)}

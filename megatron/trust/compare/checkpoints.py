@@ -50,8 +50,7 @@ class DifferingElement:
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
     """How two tensors differ. count: of elements that do. relative_norm: |a - b| / |b| over all elements, inf for b =
-    0.
-    largest: where |a - b| is largest; if one of both is NaN or infinite, that counts as infinite.
+    0. largest: where |a - b| is largest; if one of both is NaN or infinite, that counts as infinite.
     """
 
     count: int
@@ -70,9 +69,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointEntryDifference:
-    """A tensor or value that differs between two checkpoints. what: in words. gap: of tensors that can be compared,
-    else None.
-    """
+    """A tensor or value that differs between checkpoints. what: in words. gap: of tensors that can be compared."""
 
     name: str
     what: str
@@ -156,9 +153,7 @@ def _compare_in_blocks(
 
 
 def row_blocks(shape: tuple[int, ...]) -> Iterator[Box]:
-    """Yield boxes of whole rows that cover a tensor of this shape in order, each of bounded size (but at least one
-    row).
-    """
+    """Yield boxes of whole rows that cover a tensor of this shape in order, of bounded size or of one row."""
     if not shape:
         yield Box((), ())
         return
@@ -169,9 +164,7 @@ def row_blocks(shape: tuple[int, ...]) -> Iterator[Box]:
 
 @dataclass(frozen=True, slots=True)
 class _BlockDifference:
-    """How two tensors differ within a box. count: differing elements. square: sum of squared differences. size: the
-    largest |a - b|.
-    """
+    """How two tensors differ within a box. square: sum of squared differences. size: the largest |a - b|."""
 
     count: int
     square: float

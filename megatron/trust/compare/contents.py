@@ -39,9 +39,7 @@ class BoxInFile:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A checkpoint's tensor without its values. dtype: as safetensors writes it. size: bytes. places: empty if the
-    format does not say.
-    """
+    """A checkpoint's tensor without its values. dtype: as in safetensors. size: bytes. places: empty if unknown."""
 
     name: str
     dtype: str
@@ -98,9 +96,7 @@ def tensor_category(name: str) -> str:
 
 
 def native_checkpoint_folder(path: str | Path, step: int | None = None) -> Path | None:
-    """Return the folder of our own checkpoint that a path means, as `formats.find_native_checkpoint` does without
-    torch; None for others.
-    """
+    """Return the folder of our own checkpoint that a path means, found without torch; None for others."""
     path = Path(path)
     if (path / COMMIT).is_file():
         return path

@@ -63,9 +63,7 @@ class BadValue:
 
 @dataclass(slots=True)
 class FailureReplayResult:
-    """Result of a replay. facts: the dump's step.json. first: first bad output and gradient; largest: module -> largest
-    absolute output.
-    """
+    """Result of a replay. facts: of step.json. first: bad output and gradient; largest: module -> largest output."""
 
     facts: dict[str, Any]
     losses: dict[str, float]
@@ -152,8 +150,7 @@ def replay_failure_dump(
 ) -> FailureReplayResult:
     """Run the step of a failure dump again in this process. providers: architecture -> (model provider, forward step).
     weights: checkpoint to use instead of the dump's own or the one that it names. bound: absolute values above it are
-    bad.
-    Raises `ConfigError` if the folder is no failure dump, and `CheckpointError` if there are no weights.
+    bad. Raises `ConfigError` if the folder is no failure dump, and `CheckpointError` if there are no weights.
     """
     try:
         facts = json.loads((folder / STEP).read_text(encoding="utf-8"))
@@ -193,9 +190,7 @@ def replay_failure_dump(
 
 
 def _single_process_config(facts: dict[str, Any]) -> tuple[RunConfig, list[str]]:
-    """Return the run's config for one process, and notes on what that cannot repeat exactly. facts: the dump's
-    step.json.
-    """
+    """Return the config for one process, and notes on what that cannot repeat exactly. facts: the dump's step.json."""
     config = config_from_dict(RunConfig, facts["config"])
     parallel, model, notes = config.parallel, config.model, []
     if parallel.hybrid_context_parallel:
@@ -239,9 +234,7 @@ def _build_trainer(config: RunConfig, facts: dict[str, Any], provider: tuple[Mod
 
 
 def _weights_folder(folder: Path, facts: dict[str, Any], weights: Path | None) -> Path:
-    """Return the checkpoint folder to take weights from: `weights`, the dump's own, or the one that it names.
-    `CheckpointError` if none.
-    """
+    """Return the folder to take weights from: `weights`, the dump's own, or that it names. `CheckpointError`."""
     folder_of_weights = weights or (folder / WEIGHTS if (folder / WEIGHTS).is_dir() else None)
     if folder_of_weights is None and facts["checkpoint"] is None:
         raise CheckpointError(
@@ -266,9 +259,7 @@ def _load_weights(trainer: Trainer, place: Path, facts: dict[str, Any]) -> list[
 def _read_dumped_microbatches(
     folder: Path, facts: dict[str, Any], trainer: Trainer, notes: list[str]
 ) -> Iterator[Batch]:
-    """Yield the microbatches of all data ranks, in order, setting the random streams to each rank's before its first.
-    Adds to `notes`.
-    """
+    """Yield the microbatches of all data ranks in order, in the random streams of each rank. Adds to `notes`."""
     data_rank, context = 0, config_from_dict(RunConfig, facts["config"]).parallel.context_parallel_size
     while (folder / dumped_batch_file_name(data_rank, 0)).is_file():
         read = [

@@ -110,9 +110,7 @@ class RunStart:
 
 @dataclass(frozen=True, slots=True)
 class RunHistory:
-    """A run log's content. steps: iteration -> losses and norm by name, of repeated iterations the last. end: why it
-    ended, in words.
-    """
+    """A run log's content. steps: iteration -> losses and norm, of repeated ones the last. end: why, in words."""
 
     path: str
     starts: tuple[RunStart, ...]
@@ -135,9 +133,7 @@ class StepDifference:
 
 @dataclass(frozen=True, slots=True)
 class RunSetupDifference:
-    """A setting, file, version .. that differs between two runs. kind: what it can change. origins: where a setting
-    came from in each.
-    """
+    """What differs between two runs. kind: what it can change. origins: where a setting came from in each."""
 
     kind: str
     name: str
@@ -149,10 +145,9 @@ class RunSetupDifference:
 @dataclass(frozen=True, slots=True)
 class RunDivergence:
     """Where two runs diverge. first: the first step that is not bitwise equal; beyond: the first that differs by more
-    than the tolerance.
-    common: the steps that both runs have. inputs: what differs, the likeliest cause first. idle: differences that
-    cannot change numbers.
-    restarts: iterations before the divergence from which only one of the runs was resumed.
+    than the tolerance. common: the steps that both runs have. inputs: what differs, the likeliest cause first. idle:
+    differences that cannot change numbers. restarts: iterations before the divergence from which only one of the runs
+    was resumed.
     """
 
     common: tuple[int, ...]
@@ -164,9 +159,7 @@ class RunDivergence:
 
 
 def read_run_history(path: str | Path) -> RunHistory:
-    """Read a run log file, or the one in this folder. Raises `OSError` if there is none, `ValueError` if it has no
-    start event.
-    """
+    """Read a run log file, or the one in this folder. Raises `OSError`; `ValueError` if it has no start event."""
     starts: list[RunStart] = []
     steps: dict[int, dict[str, float]] = {}
     end = "nothing more was heard of it"
@@ -187,9 +180,7 @@ def read_run_history(path: str | Path) -> RunHistory:
 
 
 def find_divergence(a: RunHistory, b: RunHistory, tolerance: float) -> RunDivergence:
-    """Find where two runs diverge, and the likely causes. tolerance: of the relative difference of a loss or gradient
-    norm.
-    """
+    """Find where two runs diverge, and likely causes. tolerance: relative difference of a loss or gradient norm."""
     common = tuple(sorted(a.steps.keys() & b.steps.keys()))
     apart = [_step_difference(iteration, a.steps[iteration], b.steps[iteration]) for iteration in common]
     first = next((one for one in apart if one.values), None)

@@ -144,9 +144,7 @@ class ParsedTrainingCommand:
 
 
 def split_launch_command(words: Sequence[str], entry: str = "pretrain_gpt.py") -> tuple[list[str], str, list[str]]:
-    """Split a command into (the launcher's words, the entry script's name, its flags); flags alone are those of
-    `entry`.
-    """
+    """Return (the launcher's words, the entry script, its flags) of a command; flags alone are those of `entry`."""
     place = next((place for place, word in enumerate(words) if Path(word).name in ENTRIES), None)
     if place is None:
         return [], entry, list(words)

@@ -28,8 +28,7 @@ from megatron.core.parallel.spec import ParamSpec, local_shard_boxes, param_spec
 @dataclass(frozen=True, slots=True)
 class LayoutBuildResult:
     """Result of `check_layout_parameters`. ranks: number of ranks that were built. layers, parameters: of the whole
-    network.
-    problems: what does not agree.
+    network. problems: what does not agree.
     """
 
     ranks: int
@@ -42,8 +41,7 @@ def check_layout_parameters(
     config: RunConfig, world_size: int, *, true_vocab_size: int = 50257, most: int = 64
 ) -> LayoutBuildResult:
     """Build the stages of a layout on the meta device and compare them with the network on one rank. Raises nothing for
-    what differs.
-    most: ranks to build; of more, the first and the last.
+    what differs. most: ranks to build; of more, the first and the last.
     """
     model = config.model.with_vocabulary(true_vocab_size, config.parallel.tp)
     config = replace(
@@ -85,9 +83,7 @@ def _parameter_specs(
 
 
 def mesh_without_groups(lists: dict[str, RankLists], rank: int) -> Mesh:
-    """Return a rank's mesh without process groups. lists: those of `axis_rank_groups`, and of `block_ranks` if there
-    are some.
-    """
+    """Return a rank's mesh without process groups. lists: of `axis_rank_groups`, and of `block_ranks` if any."""
 
     def axis_without_group(name: str) -> Axis:
         """Return this rank's `Axis` of this name, without a process group."""

@@ -255,8 +255,7 @@ def smallest_repair(
     setting: RequestedSetup, *, fixed: Iterable[str] = (), most: int = 8, tries: int = 10_000
 ) -> RepairResult:
     """Find the smallest and nearest set of flag edits that keeps every rule, without changing the flags that are
-    `fixed`.
-    most: edits in one set. tries: configurations that are tried, after which the best so far is returned.
+    `fixed`. most: edits in one set. tries: configurations that are tried, after which the best so far is returned.
     """
     search = _RepairSearch(setting, frozenset(fixed), tries)
     start = search.broken_rules_after({})
@@ -272,8 +271,7 @@ def smallest_repair(
 @dataclass(slots=True)
 class _RepairSearch:
     """Search through sets of edits by rising size. best: the nearest that was found, of `cost`. late: the limit of
-    tries is reached.
-    seen: set of edits -> rules that it breaks.
+    tries is reached. seen: set of edits -> rules that it breaks.
     """
 
     setting: RequestedSetup
@@ -338,9 +336,7 @@ class _RepairSearch:
 
 
 def flags_named_by_rule(one: BrokenRule, setting: RequestedSetup) -> list[str]:
-    """Return the fields of the flags that a broken rule's message names; for a size that was not given, also those it
-    follows from.
-    """
+    """Return the fields that a broken rule's message names; of a size not given, also those it follows from."""
     names: list[str] = [WORLD] if re.match(r"\d+ ranks are not", one.says) else []
     text = re.sub(r"(--[a-z-]*?)(\w+)/(\w+)(-[a-z-]+)", r"\1\2\4 \1\3\4", one.says)
     words = _field_by_flag_spelling()
@@ -419,9 +415,7 @@ def _candidate_integers(before: int | None, numbers: set[int]) -> list[int]:
 
 
 def _candidate_tuples(kind: Any, before: tuple[Any, ...], numbers: set[float]) -> list[tuple[Any, ...]]:
-    """Return values to try for a flag of several words: one word, no word twice, shorter or longer, factors of a
-    number.
-    """
+    """Return values to try for a flag of several words: fewer, longer, without repetition, factors of a number."""
     choices = [before[:1], tuple(dict.fromkeys(before))]
     choices += [(word,) for word in get_args(kind)] if get_origin(kind) is Literal else []
     lengths = sorted(int(number) for number in numbers if 1 <= number <= 512 and number == int(number))
@@ -478,8 +472,7 @@ def _flag_paths(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple
 @dataclass(frozen=True, slots=True)
 class _FlagDeclaration:
     """A flag's declaration. path: where its field is in a RequestedRun. off: the spelling that turns off a switch which
-    is on by default.
-    weight: how much an edit of it counts.
+    is on by default. weight: how much an edit of it counts.
     """
 
     path: tuple[str, ...]

@@ -33,8 +33,7 @@ OTHERS: Mapping[str, str] = {
 @dataclass(frozen=True, slots=True)
 class BrokenRuleExample:
     """Flags that break a rule when they are added to BASE. ranks: number of ranks. without: a flag of BASE that is left
-    out.
-    whole: check all that a run checks on a CPU, not only rules between settings.
+    out. whole: check all that a run checks on a CPU, not only rules between settings.
     """
 
     flags: str = ""

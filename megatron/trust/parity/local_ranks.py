@@ -115,9 +115,7 @@ def _rank_main(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    """Main function of a rank's process: call the function and send (True, result) or (False, traceback). place: (rank,
-    size).
-    """
+    """Main function of a rank: send (True, result) of the call or (False, traceback). place: (rank, size)."""
     rank, size = place
     torch.set_num_threads(1)
     with open(f"{folder}/stack{rank}", "w", encoding="utf-8") as stack:

@@ -55,9 +55,7 @@ class ConfigChange:
 
 @dataclass(frozen=True, slots=True)
 class ProxyConfig:
-    """The small config and its number of ranks, resolved and with a vocabulary.
-    finetuning: the task of a run of finetune.py.
-    """
+    """The small config, resolved and with a vocabulary, its ranks, and the task of a run of finetune.py."""
 
     config: RunConfig
     world_size: int
@@ -105,9 +103,7 @@ class ParallelDegrees:
 
 
 def make_proxy_config(config: RunConfig, world_size: int, *, most_ranks: int = 8) -> ProxyConfig:
-    """Return the smallest config with this config's features; `config` is resolved and keeps the rules. `ConfigError`
-    if none is found.
-    """
+    """Return the smallest config with the features of a resolved one that keeps the rules. Raises `ConfigError`."""
     before = _config_without_files(config)
     first: list[str] = []
     for degrees in proxy_degree_candidates(config, world_size, most_ranks):
@@ -391,9 +387,7 @@ def _proxy_experts(config: RunConfig, degrees: ParallelDegrees) -> Values:
 
 
 def _proxy_batch_settings(config: RunConfig, world_size: int, degrees: ParallelDegrees, proxy_chunks: int) -> Values:
-    """Return batch settings with as many microbatches as exercise the schedule. proxy_chunks: of a pipeline rank of the
-    proxy.
-    """
+    """Return batch settings with as many microbatches as exercise the schedule of `proxy_chunks` chunks a rank."""
     train, parallel = config.train, config.parallel
     count = num_microbatches(config, world_size)
     values: Values = {

@@ -57,9 +57,7 @@ def proxy_depth_settings(config: RunConfig, pp: int, chunks: int) -> Values:
 
 
 def _uneven_layers_per_rank(config: RunConfig, pp: int, chunks: int) -> list[int]:
-    """Return the layers of each pipeline rank if the first or last has another number: one or two a chunk, in the same
-    relation.
-    """
+    """Return the layers of each pipeline rank if the first or last has another number: one or two a chunk, alike."""
     parallel = config.parallel
     counts = [
         sum(len(stage.layers) for stage in stage_specs_of_run(config) if stage.rank == rank)
@@ -106,9 +104,7 @@ def _proxy_layer_settings(config: RunConfig, count: int, rows: list[tuple[Any, .
 
 
 def _per_layer_settings(config: RunConfig, picked: list[int], small: list[LayerPlan]) -> Values:
-    """Return settings that say for each layer whether it has a property. picked: indices of the original layers;
-    small: their plans.
-    """
+    """Return settings that say of each layer if it has a property. picked: original layers; small: their plans."""
     model, values = config.model, dict[str, Any]()
     if model.window_attn_skip_freq is not None:
         values["window_attn_skip_freq"] = _zero_one_list_text([row.window is not None for row in small])
@@ -166,9 +162,7 @@ def _proxy_pipeline_layout(stages: tuple[str, ...], count: int, least: int, dept
 
 
 def _proxy_stage_layout(stage: str, few: int, depths: int) -> str:
-    """Return a stage's layout with one layer if it had `few`, two if it had more, and `depths` of multi-token
-    prediction.
-    """
+    """Return a stage's layout: one layer if it had `few`, two if more, and `depths` of multi-token prediction."""
     layers = min(2, 1 + (stage.count("t") != few)) if "t" in stage else 0
     ahead = depths if "m" in stage else 0
     return "E" * ("E" in stage) + "t" * layers + "m" * ahead + "L" * ("L" in stage)

@@ -47,9 +47,7 @@ def random_finetuning_batches(
 
 
 def _random_answer_rows(config: PreferenceConfig, length: int, ids: int, seed: int) -> tuple[Row, ...]:
-    """Return random rows with answers of very uneven lengths; both of a pair fit into a sample. ids: size of the
-    vocabulary.
-    """
+    """Return random rows with very uneven answers; both of a pair fit into a sample. ids: size of the vocabulary."""
     random, rows = np.random.default_rng(seed), list[Row]()
     for number in range(_ROWS):
         prompt, *answers = (

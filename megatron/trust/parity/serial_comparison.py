@@ -1,6 +1,6 @@
 """Does a layout compute the same step as one rank? In what two short runs of one config differ, and where the difference begins.
 
-    compare(serial, ranks) -> Parity     losses, gradient norms, gradients and weights by logical name
+    compare_short_runs_with_serial(serial, ranks)     losses, gradient norms, gradients and weights by logical name
 
 Nothing is gathered: each rank's piece is held against the same piece of what one rank computed, found by the boxes of its
 parameters and by the places of the sequence that it holds. Where something differs, the forward pass says where first: of
@@ -54,9 +54,7 @@ class ParityDifference:
 
 @dataclass(frozen=True, slots=True)
 class DivergenceStart:
-    """Where two runs begin to differ. during: forward, loss, backward, norm or update. module: the innermost that can
-    be named, or "".
-    """
+    """Where two runs begin to differ. during: forward, loss, backward, norm or update. module: the innermost, or ""."""
 
     during: str
     module: str
@@ -98,8 +96,7 @@ def compare_short_runs_with_serial(
     serial: ShortRun, ranks: Sequence[ShortRun], *, tolerance: float = TOLERANCE
 ) -> LayoutParityResult:
     """Compare losses, gradient norms, gradients and weights of a layout's ranks with one rank's, and find where they
-    begin to differ.
-    tolerance: relative.
+    begin to differ. tolerance: relative.
     """
     checked, compared, start = [], 0, None
     for number, expected in enumerate(serial.steps):
@@ -170,9 +167,7 @@ def _relative_gap(distance: float, size: float) -> float:
 def _compare_shards_with_serial(
     kind: str, when: str, held: Sequence[tuple[int, Tree]], serial: Tree
 ) -> list[ParityDifference]:
-    """Compare tensors held by ranks in shards with the serial run's, by name; missing ones and differing replicas count
-    as inf.
-    """
+    """Compare tensors held in shards with the serial run's; missing ones and differing replicas count as inf."""
     whole = {name: _assemble_sharded_tensor(placed) for name, placed in serial.items()}
     floor = _FLOOR * max((float(value.abs().max()) for value in whole.values() if value.numel()), default=0.0)
     differences = []
@@ -190,9 +185,7 @@ def _compare_shards_with_serial(
 def _shard_difference_from_serial(
     kind: str, expected: Tensor, held: Sequence[tuple[int, ShardedTensor]], floor: float
 ) -> tuple[float, str]:
-    """Return (largest difference of the shards from the whole, relative to its largest value; in words). floor: least
-    such value.
-    """
+    """Return (largest difference of shards from the whole, relative to its largest value or `floor`; in words)."""
     assembled = torch.full(expected.shape, float("nan"), dtype=expected.dtype)
     size, gap, says = max(floor, float(expected.abs().max())), 0.0, ""
     for rank, placed in held:
@@ -256,9 +249,7 @@ def _recorded_activation_key(seen: RecordedActivation) -> Event:
 
 
 def _activation_gap(expected: RecordedActivation, rank: ShortRun, seen: RecordedActivation) -> float | None:
-    """Return the relative difference of a rank's activation from its part of the serial one; None if that part is
-    unknown.
-    """
+    """Return how far a rank's activation is from its part of the serial one, relatively; None if that is unknown."""
     piece = _local_part(expected.value, seen.value, rank.place, seen.columns)
     if piece is None:
         return None
@@ -298,9 +289,7 @@ def _local_part(
 def _describe_forward_divergence(
     expected: RecordedActivation, seen: RecordedActivation, before: RecordedActivation | None, where: str
 ) -> DivergenceStart:
-    """Describe the first activation that differs. before: the last one that agrees. where: step, microbatch and rank,
-    in words.
-    """
+    """Describe the first activation that differs. before: the last that agrees. where: step, microbatch, rank."""
     if before is not None and before.microbatch != expected.microbatch:
         before = None
     after = f"; the {before.side} of {before.module}, just before it, agrees" if before is not None else ""

@@ -1,8 +1,7 @@
 """Some training steps of a config on made-up text, on the ranks of this process's world, with everything that they make.
 
-    run_of(config) -> Run            this process's place, alone or among the ranks of the default group
-    batches(run, iteration)          its microbatches of a global batch that is the same in every layout
-    short_run(config) -> ShortRun  losses, norms, activations by module, gradients and weights by logical name
+    short_run_batches(run, iteration)        a rank's microbatches of a global batch that is the same in every layout
+    run_short_training(config) -> ShortRun   losses, norms, activations by module, gradients and weights by logical name
 
 Weights are drawn by name and text by sample, so two layouts of one config begin alike, and all that differs later is wrong.
 """
@@ -60,10 +59,9 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class RecordedActivation:
-    """A tensor that went into or came out of a module on one rank.
-    side: input or output. microbatch: its index in the global batch. call: of the module in this microbatch.
-    columns: ranges of its last dimension in the whole one, if a weight of the module is sharded so. stage: of the
-    pipeline.
+    """A tensor that went into or came out of a module on one rank. side: input or output. microbatch: its index in the
+    global batch. call: of the module in this microbatch. columns: ranges of its last dimension in the whole one, if a
+    weight of the module is sharded so. stage: of the pipeline.
     """
 
     module: str
@@ -148,8 +146,7 @@ def _add_random_images(
     config: RunConfig, random: np.random.Generator, batch: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """Put random images into every other sample, so that with two data-parallel ranks and one sample each the second
-    has none.
-    images: [b, most images of a sample, channels, height, width], of which a sample uses the first.
+    has none. images: [b, most images of a sample, channels, height, width], of which a sample uses the first.
     """
     vision, (size, length) = config.model.vision, batch["tokens"].shape
     most = max(1, min(2, (length - 2) // (vision.num_image_embeddings + 1)))
@@ -203,9 +200,7 @@ def _random_padded_batch(
 
 
 def short_run_batches(run: RunContext, iteration: int) -> Iterator[Batch]:
-    """Yield this rank's microbatches of an iteration, in the single sampler's order; regrouped under
-    --hybrid-context-parallel.
-    """
+    """Yield this rank's microbatches in the single sampler's order; regrouped under --hybrid-context-parallel."""
     if run.config.parallel.hybrid_context_parallel:
         return RebalancedBatches(random_microbatches_of_rank(run, iteration, Axis("dp")), run.mesh, run.config)
     return random_microbatches_of_rank(run, iteration, run.mesh.dp)
@@ -312,7 +307,7 @@ def _run_recorded_train_step(
 def run_short_training_pickled(
     config: RunConfig, steps: int = STEPS, finetuning: PreferenceConfig | None = None
 ) -> bytes:
-    """Return the result of `short_run`, pickled."""
+    """Return the result of `run_short_training`, pickled."""
     return pickle.dumps(
         run_short_training(config, steps, finetuning)
     )  # whole: torch would hand over each of its thousands of tensors as an open file
@@ -331,9 +326,7 @@ def owned_gradients(trainer: Trainer) -> Tree:
 
 
 def owned_shards_by_name(trainer: Trainer, values: Sequence[Tensor]) -> Tree:
-    """Return copies of this rank's shards, by parameter name.
-    values: [elements] for each of its segments.
-    """
+    """Return copies of this rank's shards, by parameter name. values: [elements] for each of its segments."""
     tree: Tree = {}
     for segment, value in zip(trainer.optimizer.segments, values, strict=True):
         add_sharded_tensor(tree, segment.name, _clone_shards(sharded_optimizer_state(segment, value, trainer.run.mesh)))
@@ -430,9 +423,7 @@ class _ActivationRecorder:
 
 
 def _local_weight_ranges_by_dim(module: nn.Module, mesh: Mesh) -> dict[int, Ranges]:
-    """Return sharded dimension of the module's matrix (0 outputs, 1 inputs) -> ranges of this rank's shard in the
-    whole.
-    """
+    """Return sharded dimension of a module's matrix (0 outputs, 1 inputs) -> ranges of this rank's shard."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2:
         return {}

@@ -29,9 +29,7 @@ UPDATE_BYTES = 34  # read and written for each parameter by norm, clipping, Adam
 
 @dataclass(frozen=True, slots=True)
 class AnalyticEstimate:
-    """Estimated memory and time. needs: bytes of the rank that needs most; position: its pipeline rank. time: of a
-    step.
-    """
+    """Estimated memory and time. needs: bytes of the fullest rank; position: its pipeline rank. time: of a step."""
 
     needs: float
     position: int
@@ -50,9 +48,7 @@ def num_microbatches(config: RunConfig, world_size: int) -> int:
 
 
 def rank0_groups(config: RunConfig, world_size: int) -> Mapping[str, range]:
-    """Return the group of rank 0 on each axis, in Megatron's order; as `axis_rank_groups`, without computing all other
-    groups.
-    """
+    """Return rank 0's group on each axis, as `axis_rank_groups`, without computing all other groups."""
     parallel = config.parallel
     tp, cp, pp, ep = parallel.tp, parallel.context_parallel_size, parallel.pp, parallel.expert_model_parallel_size
     etp, dp = parallel.expert_tensor_parallel_size or tp, parallel.data_parallel_size(world_size)
@@ -202,8 +198,7 @@ def _reduction_and_update_seconds(
     config: RunConfig, world_size: int, hardware: Hardware, parameters: int, last: float
 ) -> tuple[float, float]:
     """Return seconds of (gradient reduction that is not overlapped, update and all-gather of new weights). last:
-    seconds of a backward pass.
-    parameters: on this rank.
+    seconds of a backward pass. parameters: on this rank.
     """
     parallel, at = config.parallel, rank0_groups(config, world_size)["dp_cp"]
     gradients, weights = (

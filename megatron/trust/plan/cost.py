@@ -82,10 +82,9 @@ class StepCost:
 
 @dataclass(slots=True)
 class ActionKindCost:
-    """Time and traffic of all events of one kind of action, or of one phase, on a rank.
-    begun: action -> seconds spent before it. parts: seconds by category. launches: gradient reductions started in the
-    last one, as (seconds after its start, duration). beside: seconds of FSDP2's collectives, which overlap with the
-    layers.
+    """Time and traffic of all events of one kind of action, or of one phase, on a rank. begun: action -> seconds spent
+    before it. parts: seconds by category. launches: gradient reductions started in the last one, as (seconds after its
+    start, duration). beside: seconds of FSDP2's collectives, which overlap with the layers.
     """
 
     begun: dict[str, float] = field(default_factory=dict)
@@ -123,9 +122,7 @@ class RankStepTime:
 
 
 def step_cost(run: DryRunResult, hardware: Hardware, *, passes: int = 0) -> StepCost:
-    """Compute time, traffic and utilization of a simulated step. passes: forward passes of all its microbatches before
-    it, without gradients.
-    """
+    """Compute time, traffic and utilization of a step. passes: forward passes of all its microbatches before it."""
     ranks = [rank_time(trace, run.config, hardware) for trace in run.traces]
     if run.config.parallel.hybrid_context_parallel:
         _fill_idle_microbatches(ranks, run.num_microbatches)
@@ -169,9 +166,7 @@ def step_cost(run: DryRunResult, hardware: Hardware, *, passes: int = 0) -> Step
 
 
 def _fill_idle_microbatches(ranks: Sequence[RankStepTime], num_microbatches: int) -> None:
-    """For ranks with fewer microbatches than the schedule, record the missing ones, so that all share the same total
-    time.
-    """
+    """Record missing microbatches of ranks with fewer than the schedule, so that all share the same total time."""
     for rank in ranks:
         for key, spent in rank.spent.items():
             if key[0] in "FB" and ACTION.match(key):
@@ -248,9 +243,7 @@ def rank_time(trace: Trace, config: RunConfig, hardware: Hardware) -> RankStepTi
 
 @dataclass(slots=True)
 class _EventTimeEstimator:
-    """Computes the time of one rank's events; equal events and repeated spans only once. message, gathers: as in
-    `RankStepTime`.
-    """
+    """Computes the time of a rank's events, of equal ones only once. message, gathers: as in `RankStepTime`."""
 
     config: RunConfig
     hardware: Hardware
@@ -290,9 +283,7 @@ class _EventTimeEstimator:
         place.parts[part] += seconds
 
     def estimate_repeated_span(self, part: ConsecutiveEvents) -> ActionKindCost:
-        """Return the time of a span whose events were recorded before; computed once for each list of events and kind
-        of action (F, B, W).
-        """
+        """Return the time of a span recorded before; computed once for each list of events and kind of action."""
         key = id(part.events), part.action[:1]
         if key not in self._stretches:
             self._stretches[key] = spent = ActionKindCost()

@@ -185,9 +185,7 @@ PROFILES: Mapping[str, Hardware] = {
 
 
 def hardware_of(name: str) -> Hardware:
-    """Return a built-in profile by name, or read one from a JSON file that `--measure` wrote. `ConfigError` if it is
-    neither.
-    """
+    """Return a built-in profile, or read one from a JSON file of `--measure`. `ConfigError` if it is neither."""
     if name in PROFILES:
         return PROFILES[name]
     path = Path(name)

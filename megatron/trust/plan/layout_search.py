@@ -55,8 +55,7 @@ Planner = Callable[[RunConfig, int], tuple[int, StepTime]]  # peak bytes and tim
 @dataclass(frozen=True, slots=True)
 class CandidateLayout:
     """One parallel layout. dp follows from the other sizes and the number of ranks. chunks: virtual stages per rank;
-    micro: micro batch;
-    sharded: distributed optimizer.
+    micro: micro batch; sharded: distributed optimizer.
     """
 
     tp: int

@@ -72,9 +72,7 @@ class RunEstimate:
 def estimate_run(
     config: RunConfig, world_size: int, hardware: Hardware, dry_run: DryRunner, *, passes: int = 0
 ) -> RunEstimate:
-    """Simulate a step of a resolved config with its vocabulary, and return its memory and time. passes: as in
-    `step_cost`.
-    """
+    """Simulate a step of a resolved config with its vocabulary; return memory and time. passes: see `step_cost`."""
     started = time.monotonic()
     run = dry_run(config, world_size)
     return RunEstimate(run, step_cost(run, hardware, passes=passes), hardware, time.monotonic() - started)
@@ -116,8 +114,7 @@ def add_memory_saving_changes(
 
 def memory_saving_edits(setting: RequestedSetup, config: RunConfig) -> list[tuple[str, Mapping[str, Any]]]:
     """Return changes that can save memory and that this run has not made yet, as (flags, settings), those that cost the
-    least time first. config: the
-    resolved setting.
+    least time first. config: the resolved setting.
     """
     parallel, train, ranks = config.parallel, config.train, setting.world_size
     dp = parallel.data_parallel_size(ranks)
@@ -184,9 +181,7 @@ class _ChangeSimulator:
 
 
 def fullest_rank_explanation_lines(run: DryRunResult) -> list[str]:
-    """Return lines on why the fullest rank is the fullest: what it holds more of than the emptiest one, and which part
-    of the layout causes it.
-    """
+    """Return lines on what the fullest rank holds more of than the emptiest, and which part of the layout causes it."""
     worst, least = run.worst_trace, min(run.traces, key=lambda trace: trace.peak)
     if worst.peak - least.peak < 0.001 * worst.peak:
         return ["all ranks hold the same" + ("" if worst.peak == least.peak else ", but for less than a thousandth")]

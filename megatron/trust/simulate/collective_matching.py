@@ -78,9 +78,7 @@ class CollectiveMismatch:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveMatchReport:
-    """Result of the comparison. collectives, messages: number of pairs compared. played: number of ranks simulated
-    together.
-    """
+    """Result of the comparison. collectives, messages: pairs compared. played: number of ranks simulated together."""
 
     problems: tuple[CollectiveMismatch, ...]
     collectives: int
@@ -206,9 +204,7 @@ def _peer_rank(event: StepEvent, traced: int, rank: int, ranks: tuple[int, ...])
 
 
 def process_group_key(axis: str, ranks: tuple[int, ...]) -> Group:
-    """Return a key of the process group of an axis. Axes with equal ranks share one, except those that are created
-    separately.
-    """
+    """Return a key of an axis' process group. Axes with equal ranks share one, except those created separately."""
     return axis if axis == "pp_backward" or axis.startswith("block") else "", ranks
 
 
@@ -254,9 +250,7 @@ def _compare_collectives(lines: Mapping[int, RankCommunicationSequence]) -> tupl
 
 
 def _compare_sent_and_received(lines: Mapping[int, RankCommunicationSequence]) -> tuple[list[CollectiveMismatch], int]:
-    """Compare both ends of every pair of ranks that exchange messages within a group. Return (mismatches, number of
-    pairs compared).
-    """
+    """Compare both ends of all pairs of ranks that exchange messages. Return (mismatches, number of pairs compared)."""
     by_pair: dict[tuple[Group, int, int], dict[int, list[CommunicationCall]]] = {}
     for rank, line in lines.items():
         for step in line.steps:

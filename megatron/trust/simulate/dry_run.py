@@ -102,9 +102,7 @@ class _ForwardingFlightRecorder(FlightRecorder):
             self.recorder.begin_action(name)
 
     def record_collective(self, what: object, axis: str, ranks: tuple[int, ...], size: int) -> None:
-        """As `FlightRecorder.record_collective`; the `StepRecorder` is told the axis and, of a message, the action that
-        consumes it.
-        """
+        """As `FlightRecorder`'s; the `StepRecorder` is told the axis and, of a message, the action that consumes it."""
         super().record_collective(what, axis, ranks, size)
         self.recorder.axis = axis
         self.recorder.consumer = str(what.consumer) if isinstance(what, Transfer) else ""
@@ -162,9 +160,7 @@ def _attend_to_whole_rows(
     dropout: float = 0.0,
     scores: AttentionScoreModifiers = AttentionScoreModifiers(),
 ) -> Tensor:
-    """Compute attention without document mask: the most that documents can take, with nothing saved but q, k, v and the
-    output.
-    """
+    """Compute attention without document mask: the most that documents can take, keeping q, k, v and the output."""
     return attention(q, k, v, replace(mask, documents=None, starts=None), dropout, scores)
 
 
@@ -235,11 +231,10 @@ def dry_run(
     follows: bool = False,
     varlen: bool = False,
 ) -> DryRunResult:
-    """Simulate one step of every distinct kind of rank, or of the given ranks; return their traces.
-    config: resolved, with its vocabulary. whole: all microbatches of the step; otherwise as many as the pipeline needs
-    to reach its steady state.
-    follows: simulate every microbatch op by op; otherwise repeated ones are replayed (memoization.py). varlen: as for
-    `make_recorded_trainer`.
+    """Simulate one step of every distinct kind of rank, or of the given ranks; return their traces. config: resolved,
+    with its vocabulary. whole: all microbatches of the step; otherwise as many as the pipeline needs to reach its
+    steady state. follows: simulate every microbatch op by op; otherwise repeated ones are replayed (memoization.py).
+    varlen: as for `make_recorded_trainer`.
     """
     if dist.is_initialized():
         raise RuntimeError(

@@ -93,7 +93,7 @@ class FakeTensorRecorder(StepRecorder):
         self._kept = (*_WHOLE, torch.float32) if masks else _WHOLE
 
     def run_operation(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> tuple[Any, OpFacts]:
-        """Derive the result of an operation from shapes, and known values; see `Recorder.run_operation`."""
+        """Derive the result of an operation from shapes, and known values; see `StepRecorder.run_operation`."""
         if func is aten._local_scalar_dense.default:
             return self._known_number(args[0], where), op_cost_facts(func, args, kwargs, None)
         if func is aten.randint.default:  # a seed, of which one is as good as another
@@ -129,9 +129,7 @@ class FakeTensorRecorder(StepRecorder):
                 _set_known_values(tensor, None)
 
     def run_communication(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """As `Recorder.run_communication`. All ranks make the same choices, so a gathered tensor repeats this rank's
-        values.
-        """
+        """As `StepRecorder`'s. All ranks make the same choices, so a gathered tensor repeats this rank's values."""
         work = FakeWork().boxed()  # no data goes anywhere, and torch's own way compares lists of all tensors first
         result = (args[0], work) if len(func._schema.returns) > 1 else work
         if self.knows:

@@ -46,9 +46,8 @@ class TraceMismatch(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _PassTensorLayout:
-    """The layout of a tensor that a pass hands to its caller.
-    birth: index of its storage among those that the pass leaves allocated. plain: its autograd node is a C++ one;
-    torch holds Python nodes differently.
+    """The layout of a tensor that a pass hands to its caller. birth: index of its storage among those that the pass
+    leaves allocated. plain: its autograd node is a C++ one; torch holds Python nodes differently.
     """
 
     birth: int
@@ -62,16 +61,12 @@ class _PassTensorLayout:
 
 @dataclass(frozen=True, slots=True)
 class _RecordedPass:
-    """One simulated forward or backward pass of a stage. All numbers count from its start.
-    live: bytes allocated before it. last: the event under way at its end. given: layouts of the outputs, or of the
-    gradients of the inputs.
-    ended: which earlier storages it released, in order: ("note", name of a metric), and for a backward pass
-    ("saved", index among the forward
-    pass's births), ("gradient", index of an output) or ("given", index of an input). before: names of the metrics
-    that existed; notes: the
-    metrics that it added. kept, of a forward pass: births that stay allocated until the step ends. flags, of a
-    backward pass: final (kind,
-    travels, sent) of the forward pass's births.
+    """One simulated forward or backward pass of a stage. All numbers count from its start. live: bytes allocated before
+    it. last: the event under way at its end. given: layouts of the outputs, or of the gradients of the inputs. ended:
+    which earlier storages it released, in order: ("note", name of a metric), and for a backward pass ("saved", index
+    among the forward pass's births), ("gradient", index of an output) or ("given", index of an input). before: names of
+    the metrics that existed; notes: the metrics that it added. kept, of a forward pass: births that stay allocated
+    until the step ends. flags, of a backward pass: final (kind, travels, sent) of the forward pass's births.
     """
 
     trace: AllocationTrace
@@ -221,9 +216,7 @@ class MicrobatchMemo:
         self.recorder.memory.end_lifetimes(self._until_step_end)
 
     def _record_or_replay_forward(self, stage: _RecordedStagePasses, plain: Any, **given: Any) -> Any:
-        """Replaces a stage's forward method: record the pass, or replay one once two equal ones are recorded. plain:
-        the original method.
-        """
+        """Replaces a stage's forward method `plain`: record, or replay once two equal passes are recorded."""
         self._require_graph_freed()
         number, stage.count = stage.count, stage.count + 1
         if stage.settled < 0 or number == self.last:
@@ -306,9 +299,7 @@ class MicrobatchMemo:
             Variable._execution_engine.queue_callback(partial(self._on_backward_end, waiting, forward))
 
     def _on_backward_end(self, waiting: _PendingBackward, forward: _RecordedPass) -> None:
-        """Autograd callback at the end of a recorded stage's backward pass: record it. Raises `TraceMismatch` for what
-        cannot be replayed.
-        """
+        """Autograd callback at the end of a stage's backward pass: record it. Raises `TraceMismatch`."""
         memory, mark = self.recorder.memory, waiting.start
         assert mark is not None, "the beginning of a backward pass was marked"
         trace, births, deaths = memory.trace_since(mark.clock, mark.event, mark.live)
@@ -459,9 +450,7 @@ class MicrobatchMemo:
         ]
 
     def _replay_allocations(self, seen: _RecordedPass, ending: Sequence[StorageLifetime]) -> list[StorageLifetime]:
-        """Repeat a recorded pass's events and allocations; return the lifetimes of storages that stay. ending: earlier
-        ones that it ends.
-        """
+        """Repeat a pass's events and allocations, ending `ending`; return the lifetimes of storages that stay."""
         recorder, begin = self.recorder, len(self.recorder.events)
         recorder.events.append_repeated(seen.events, recorder.action, recorder.memory.live - seen.live)
         recorder.memory.event = begin + seen.last
@@ -495,9 +484,7 @@ def _comparable_event(event: StepEvent, live: int) -> tuple[Any, ...]:
 
 
 def _births_freed_in_backward(ended: tuple[Any, ...]) -> frozenset[int]:
-    """Return the births (indices of allocations of a forward pass) among `ended`, the (role, index) of what a backward
-    pass freed.
-    """
+    """Return the births of a forward pass among the (role, index) of what a backward pass freed."""
     return frozenset(birth for kind, birth in ended if kind == "saved")
 
 

@@ -249,7 +249,7 @@ class StorageTracker:
     def replay(self, trace: AllocationTrace, event: int, ending: Iterable[StorageLifetime]) -> list[StorageLifetime]:
         """Count a recorded trace once more, from an event number on. ending: the earlier storages that end in it, in the order of `deaths`.
 
-        Returns the lifetimes of the storages that stay allocated, in the order of `births`; no tensor has them yet (see `attach`).
+        Returns the lifetimes of the storages that stay allocated, in the order of `births`; no tensor has them yet (see `attach_lifetime`).
         """
         clock = self.clock
         for tick, life in zip(trace.deaths, ending, strict=True):

@@ -57,7 +57,7 @@ Place = tuple[str, str]  # (file and line, module)
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
-    """The fields of an `Event` that follow from the shapes of an operation."""
+    """The fields of a `StepEvent` that follow from the shapes of an operation."""
 
     name: str
     flops: int
@@ -174,9 +174,7 @@ class StepRecorder(TorchDispatchMode):
         return result
 
     def append_hidden_operation(self, event: StepEvent) -> str:
-        """Record an operation that the dispatch does not show, in the current action, module and line (unless it names
-        one). Return its line.
-        """
+        """Record an operation that the dispatch does not show, where the step is. Return its source line."""
         where, module = self._source_location()
         self.memory.event = len(self.events)
         self.events.append(
@@ -270,9 +268,7 @@ class StepRecorder(TorchDispatchMode):
         return result
 
     def _mark_communicated_storages(self, tensors: Sequence[Tensor], name: str, axis: str) -> None:
-        """Mark the storages of tensors that are sent or received. What a pipeline stage received is needed by the
-        backward pass.
-        """
+        """Mark storages that are sent or received; the backward pass needs what a pipeline stage received."""
         for tensor in tensors:
             life = self.memory.lifetime_of(tensor)
             life.travels = True
@@ -281,9 +277,7 @@ class StepRecorder(TorchDispatchMode):
                 life.kind = "activations" if axis == "pp" else "communication"
 
     def _source_location(self) -> Place:
-        """Return (innermost source line of this project, current module); for an operation of autograd, those of its
-        forward pass.
-        """
+        """Return (innermost source line of the project, module); of autograd's operations, of their forward pass."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             file = self._project_file(frame.f_code)

@@ -185,9 +185,7 @@ class _RecordedScanFunction(Function):
     def forward(
         ctx: Any, scan: ScanRecorder, kind: ScanKind, segments: Tensor | None, state: Tensor | None, *inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Allocate what the kernel would, and record one event. inputs: as the kernel takes them. Returns (output [s,
-        b, n, p], final state).
-        """
+        """Allocate what the kernel would, and record one event. Returns (output [s, b, n, p], final state)."""
         tensors = dict(zip(kind.inputs, inputs, strict=True))
         values, shape = tensors[kind.values], kind.state_shape(tensors)
         spans, wide = scan.spans(kind, tensors, segments, state), accumulation_dtype_of(values.dtype)
@@ -228,9 +226,7 @@ class _RecordedScanFunction(Function):
 def _record_scan_event(
     recorder: StepRecorder, name: str, values: Tensor, passes: list[ScanPassCost], held: int, where: str = ""
 ) -> str:
-    """Record one event for a pass over all spans, during which `held` bytes are allocated. values: [s, b, n, p].
-    Return its source line.
-    """
+    """Record one event for a pass over all spans that holds `held` bytes. values: [s, b, n, p]. Return its line."""
     workspace = values.new_empty(held, dtype=torch.uint8)
     parts = tuple((times, operations) for operations, times in Counter(each.operations for each in passes).items())
     every = [(times, event) for times, operations in parts for event in operations.events]

@@ -1,10 +1,10 @@
 """Records of what one rank does in a training step. The dry run writes them; cost model, collective matching and reports read them.
 
-    Event         one operation on tensors, one collective, one message, or the start of a phase
+    StepEvent     one operation on tensors, one collective, one message, or the start of a phase
     EventList     events in order; repeated stretches are stored once
     MemoryByKind  bytes allocated at one moment, by kind
     Trace         one rank's step: its events in order, its peak memory and what was allocated then
-    DryRunResult        the traces of all distinct kinds of rank, and which ranks each trace stands for
+    DryRunResult  the traces of all distinct kinds of rank, and which ranks each trace stands for
 
 Sizes are bytes of storages: what tensors really occupy, each storage counted once however many views it has.
 """
