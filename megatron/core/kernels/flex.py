@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from megatron.core.kernels.host_read_permission import host_may_read
 from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
+from megatron.core.kernels.requirements import KernelRequirements, first_reason
 
 _KEPT = 8  # block masks
 
@@ -150,15 +151,15 @@ def make_mask_mod(
     return mask_mod
 
 
-def flex_unsupported_reason(*, device: str, dtype: torch.dtype, dropout: float) -> str:
-    """Return why FlexAttention cannot compute attention here; "" if it can. device: its type, cpu or cuda;
-    dropout: probability.
-    """
-    if device != "cuda":
-        return "compiled for a CPU it has no backward pass"
-    if dtype == torch.float64:
-        return "it has no fp64"
-    return "it has no dropout" if dropout > 0 else ""
+def flex_unsupported_reason(need: KernelRequirements) -> str:
+    """Return why FlexAttention cannot compute attention here; "" if it can."""
+    return first_reason(
+        {
+            "compiled for a CPU it has no backward pass": need.device != "cuda",
+            "it has no fp64": need.dtype == torch.float64,
+            "it has no dropout": need.attention_dropout > 0,
+        }
+    )
 
 
 def _mask_differs_between_rows(mask: AttentionMaskSpec) -> bool:

@@ -11,17 +11,23 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.kernels import NAMED
-from megatron.core.config.settings.low_precision import LowPrecisionConfig
 from megatron.core.kernels import adamw, flex, fused, grouped, linear_loss, permute, reference, scans
 from megatron.core.kernels.adamw import AdamKernel
 from megatron.core.kernels.external import deep_ep, flash_attn, state_space_packages, torchao, transformer_engine
 from megatron.core.kernels.low_precision.fp8 import QuantizeTransposeKernels
+from megatron.core.kernels.requirements import (
+    HALF_FORMATS,
+    KernelRequirements,
+    first_reason,
+    package_unsupported_reason,
+)
 
 _FLAGS = {
     "attention": "attention-backend",
@@ -32,79 +38,19 @@ _FLAGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class KernelRequirements:
-    """What a run requires of its kernels.
-
-    device: type, cpu or cuda. documents, padding: masks have them. window, softcap, sinks, biased_scores: some layers
-    have a window, or a soft cap, sink or bias of scores. head_sizes: of keys and of values;
-    uneven_heads: they differ. experts_cut: an expert is sharded over several ranks. overlapped_experts: computation
-    runs while tokens are exchanged. pieces: attention gets shards of sequences. low: low-precision settings. alone: no
-    other rank works on a rank's tokens. delays_wgrad: weight gradients are computed later.
-    preferred: the library whose kernels are tried first. compiled: torch's compiler makes kernels of the layers'
-    formulas. recorded: layers are CUDA graphs. checks: (op, kernel name, problem or "") of the defaults that were tried
-    on this device (`startup_check.py`).
-    """
-
-    device: str = "cpu"
-    dtype: torch.dtype = torch.float32
-    documents: bool = False
-    padding: bool = False
-    window: bool = False
-    softcap: bool = False
-    sinks: bool = False
-    biased_scores: bool = False
-    attention_dropout: float = 0.0
-    head_sizes: tuple[int, int] = (64, 64)
-    uneven_heads: bool = False
-    experts_cut: bool = False
-    overlapped_experts: bool = False
-    pieces: bool = False
-    low: LowPrecisionConfig = LowPrecisionConfig()
-    alone: bool = True
-    delays_wgrad: bool = False
-    preferred: str = ""
-    compiled: bool = False
-    recorded: bool = False
-    checks: tuple[tuple[str, str, str], ...] = ()
-
-    def has_tried_kernel(self, op: str, name: str) -> bool:
-        """Whether this kernel of this op was tried on this device."""
-        return any((op, name) == (checked_op, checked) for checked_op, checked, _ in self.checks)
-
-    def default_check_problem(self, op: str, name: str) -> str:
-        """Return why a kernel that must pass a trial is no default here: it failed, or was not tried. "" if it passed."""
-        known = {(checked_op, checked): problem for checked_op, checked, problem in self.checks}
-        return known.get((op, name), "it was not tried on this device; it has to be asked for")
-
-
-@dataclass(frozen=True, slots=True)
-class LazyFunction:
-    """A function or object in a module of this package that is imported only when it is needed. module: below
-    `megatron.core.kernels`.
-    """
-
-    module: str
-    name: str
-
-    def import_function(self) -> Any:
-        """Import the module and return the object."""
-        return getattr(import_module(f"megatron.core.kernels.{self.module}"), self.name)
-
-
-@dataclass(frozen=True, slots=True)
 class KernelCandidate:
     """One kernel that can compute an op.
 
-    kernel: the function, or its `LazyFunction` if the module has optional dependencies; None: the layer computes the op
-    itself. unsupported_reason: requirements -> why it cannot be used, "" if it can. unasked: requirements -> why it is
+    kernel: the function, or "module:function" below `megatron.core.kernels` if the module has optional dependencies;
+    None: the layer computes the op itself. unsupported_reason: requirements -> why it cannot be used, "" if it can. unasked: requirements -> why it is
     usable but not chosen automatically, "" if it is. checked: it is chosen automatically only if it passed a trial on
     this device (`KernelRequirements.checks`).
     """
 
     op: str
     name: str
-    kernel: Callable | LazyFunction | None
-    unsupported_reason: Callable[[KernelRequirements], str]
+    kernel: Callable | str | None
+    unsupported_reason: Callable[[KernelRequirements], str] = lambda _: ""
     unasked: Callable[[KernelRequirements], str] = lambda _: ""
     checked: bool = False
 
@@ -117,7 +63,7 @@ class KernelCandidate:
         """The kernel itself, imported now if it is lazy: inside a call, the import would stop torch's compiler. None:
         the layer computes the op.
         """
-        return self.kernel.import_function() if isinstance(self.kernel, LazyFunction) else self.kernel
+        return resolve_name(f"megatron.core.kernels.{self.kernel}") if isinstance(self.kernel, str) else self.kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,23 +98,18 @@ class Kernels:
 
 def _torch_flash_unsupported_reason(need: KernelRequirements) -> str:
     """Return why torch's flash attention backend cannot be used; "" if it can."""
-    if need.documents:
-        return "documents are kept apart by a mask tensor, which torch's flash backend does not take"
-    if need.padding:
-        return "padding is left out by a mask tensor, which torch's flash backend does not take"
-    if need.window:
-        return "windows are kept by a mask tensor, which torch's flash backend does not take"
-    if need.softcap:
-        return "it has no cap on scores"
-    if need.uneven_heads:
-        return (
-            "it needs values of the size of keys; give --v-head-dim the sum of --qk-head-dim and --qk-pos-emb-head-dim"
-        )
-    if need.device == "cuda" and need.dtype not in (torch.float16, torch.bfloat16):
-        return "on a GPU it needs fp16 or bf16"
-    if need.device == "cpu" and need.attention_dropout > 0:
-        return "on a CPU it has no dropout"
-    return ""
+    return first_reason(
+        {
+            "documents are kept apart by a mask tensor, which torch's flash backend does not take": need.documents,
+            "padding is left out by a mask tensor, which torch's flash backend does not take": need.padding,
+            "windows are kept by a mask tensor, which torch's flash backend does not take": need.window,
+            "it has no cap on scores": need.softcap,
+            "it needs values of the size of keys; give --v-head-dim the sum of --qk-head-dim and "
+            "--qk-pos-emb-head-dim": need.uneven_heads,
+            "on a GPU it needs fp16 or bf16": need.device == "cuda" and need.dtype not in HALF_FORMATS,
+            "on a CPU it has no dropout": need.device == "cpu" and need.attention_dropout > 0,
+        }
+    )
 
 
 def _cudnn_unsupported_reason(need: KernelRequirements) -> str:
@@ -180,87 +121,30 @@ def _cudnn_unsupported_reason(need: KernelRequirements) -> str:
     return _torch_flash_unsupported_reason(need).replace("torch's flash backend", "torch's cuDNN backend")
 
 
-def _make_flash_attn_reason(version: int) -> Callable[[KernelRequirements], str]:
-    """Return the function that says why this version of flash-attn cannot be used ("" if it can)."""
-
-    def unsupported_reason(need: KernelRequirements) -> str:
-        lacking = {
-            "padding is left out by a mask tensor": need.padding,
-            "it has no sinks": need.sinks,
-            "it adds nothing to scores": need.biased_scores,
-        }
-        return flash_attn.flash_attn_unsupported_reason(
-            version,
-            device=need.device,
-            dtype=need.dtype,
-            head_sizes=need.head_sizes,
-            dropout=need.attention_dropout,
-            lacks=next((reason for reason, is_needed in lacking.items() if is_needed), ""),
-        )
-
-    return unsupported_reason
-
-
-def _te_unsupported_reason(need: KernelRequirements) -> str:
-    """Return why attention of Transformer Engine cannot be used; "" if it can."""
-    lacking = {
-        "padding is left out by a mask tensor": need.padding,
-        "it has no cap on scores": need.softcap,
-        "it adds nothing to scores": need.biased_scores,
-        "its sinks are its own": need.sinks,
-        "sequences are cut over context ranks": need.pieces,
-    }
-    return transformer_engine.te_unsupported_reason(
-        device=need.device,
-        dtype=need.dtype,
-        lacks=next((reason for reason, is_needed in lacking.items() if is_needed), ""),
-    )
-
-
-def _torchao_unsupported_reason(need: KernelRequirements) -> str:
-    """Return why linear layers of torchao cannot be used; "" if they can."""
-    lacking = {
-        "weights are kept rounded; leave out --fp8-param-gather": need.low.has_quantized_weights,
-        "gradients of weights are products of 8 bits there; leave out --no-fp8-wgrad": not need.low.fp8_wgrad,
-        "gradients of weights wait; choose --pipeline-schedule 1f1b or gpipe, without --delay-wgrad-compute": need.delays_wgrad,
-    }
-    return torchao.torchao_unsupported_reason(
-        recipe=need.low.recipe_name,
-        alone=need.alone,
-        lacks=next((reason for reason, is_needed in lacking.items() if is_needed), ""),
-    )
-
-
-def _flex_unsupported_reason(need: KernelRequirements) -> str:
-    """Return why FlexAttention cannot be used; "" if it can."""
-    return flex.flex_unsupported_reason(device=need.device, dtype=need.dtype, dropout=need.attention_dropout)
-
-
 def _varlen_unsupported_reason(need: KernelRequirements) -> str:
     """Return why torch's attention for sequences of different lengths cannot be used; "" if it can."""
-    lacking = {
-        "padding is left out by a mask tensor": need.padding,
-        "it has no cap on scores": need.softcap,
-        "it adds nothing to scores": need.biased_scores,
-        "it has no sinks": need.sinks,
-        "sequences are cut over context ranks": need.pieces,
-        "the number of documents changes, and that of a recorded layer's sequences does not": need.recorded
-        and need.documents,
-    }
     if need.device != "cuda":
         return "it needs a CUDA device"
     if find_spec("torch.nn.attention.varlen") is None:
         return "torch has it with windows and groups from 2.11 on"
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 8:
         return "it needs a GPU from Ampere on"
-    if need.dtype not in (torch.float16, torch.bfloat16):
-        return "it needs fp16 or bf16"
-    if need.head_sizes[0] != need.head_sizes[1]:
-        return "it needs values of the size of keys"
-    if max(need.head_sizes) > 256:
-        return f"its heads have at most 256 sizes, not {max(need.head_sizes)}"
-    missing = next((reason for reason, is_needed in lacking.items() if is_needed), "")
-    return "it has no dropout" if need.attention_dropout > 0 else missing
+    keys, values = need.head_sizes
+    return first_reason(
+        {
+            "it needs fp16 or bf16": need.dtype not in HALF_FORMATS,
+            "it needs values of the size of keys": keys != values,
+            f"its heads have at most 256 sizes, not {max(keys, values)}": max(keys, values) > 256,
+            "it has no dropout": need.attention_dropout > 0,
+            "padding is left out by a mask tensor": need.padding,
+            "it has no cap on scores": need.softcap,
+            "it adds nothing to scores": need.biased_scores,
+            "it has no sinks": need.sinks,
+            "sequences are cut over context ranks": need.pieces,
+            "the number of documents changes, and that of a recorded layer's sequences does not": need.recorded
+            and need.documents,
+        }
+    )
 
 
 def _varlen_not_default_reason(need: KernelRequirements) -> str:
@@ -285,34 +169,11 @@ def _grouped_mm_unsupported_reason(need: KernelRequirements) -> str:
     return "" if need.dtype == torch.bfloat16 else "torch's grouped matmul needs bf16"
 
 
-def _deep_ep_unsupported_reason(need: KernelRequirements) -> str:
-    """Return why DeepEP cannot be used; "" if it can."""
-    return deep_ep.deep_ep_unsupported_reason(
-        device=need.device, dtype=need.dtype, cut=need.experts_cut, overlaps=need.overlapped_experts
-    )
-
-
 def _linear_loss_not_default_reason(need: KernelRequirements) -> str:
     """Return why the loss without a full matrix of logits is no default; "" if it is."""
     if need.device != "cpu":
         return "not measured against native on GPUs; asked for, it saves the memory of the logits"
     return "in fp16 it computes the logits twice" if need.dtype == torch.float16 else ""
-
-
-def _triton_unsupported_reason(need: KernelRequirements) -> str:
-    """Return why Triton kernels cannot be used; "" if they can."""
-    if need.device != "cuda":
-        return "it needs a CUDA device"
-    if find_spec("triton") is None:
-        return "the package triton is not installed"
-    return "it computes in fp32, not in fp64" if need.dtype == torch.float64 else ""
-
-
-def _state_space_reason_factory(package: str) -> Callable[[KernelRequirements], str]:
-    """Return the function that says why a package of state-space kernels cannot be used ("" if it can)."""
-    return lambda need: state_space_packages.scan_package_unsupported_reason(
-        package, device=need.device, dtype=need.dtype
-    )
 
 
 def _interpreter_not_default_reason(_: KernelRequirements) -> str:
@@ -332,23 +193,33 @@ def _fused_not_default_reason(need: KernelRequirements) -> str:
 
 def _quantise_unsupported_reason(need: KernelRequirements) -> str:
     """Return why the Triton kernels that quantize to fp8 cannot be used; "" if they can."""
-    if reason := _triton_unsupported_reason(need):
+    if reason := _TRITON_REASON(need):
         return reason
     if need.low.fp4_format is not None or not need.low.recipe_name:
         return "it rounds to 8 bits"
     return "products are emulated" if need.low.fp8_emulation else ""
 
 
-def _no_unsupported_reason(_: KernelRequirements) -> str:
-    """Return "": the kernel can be used in every run."""
-    return ""
+_TRITON_REASON = partial(package_unsupported_reason, "triton")
 
 
-def _triton_candidate_with_trial(op: str, module: str, unasked: Callable[[KernelRequirements], str]) -> KernelCandidate:
-    """Return the candidate for the Triton kernel of an op, the function of that name in `module`; it is a default once
-    it passed a trial. unasked: as in `KernelCandidate`.
+def _triton_candidate(
+    op: str,
+    module: str,
+    unasked: Callable[[KernelRequirements], str] = _unmeasured_not_default_reason,
+    *,
+    checked: bool = False,
+) -> KernelCandidate:
+    """Return the candidate for the Triton kernel of an op, the function of that name in `module`. unasked, checked: as
+    in `KernelCandidate`.
     """
-    return KernelCandidate(op, "triton", LazyFunction(module, op), _triton_unsupported_reason, unasked, checked=True)
+    return KernelCandidate(op, "triton", f"triton.{module}:{op}", _TRITON_REASON, unasked, checked)
+
+
+def _state_space_candidate(op: str, package: str, kernel: Callable) -> KernelCandidate:
+    """Return the candidate for an op by a package of state-space kernels."""
+    reason = partial(package_unsupported_reason, package)
+    return KernelCandidate(op, package, kernel, reason, _unmeasured_not_default_reason)
 
 
 CANDIDATES = (
@@ -356,175 +227,115 @@ CANDIDATES = (
     KernelCandidate(
         "attention",
         "varlen",
-        LazyFunction("varlen", "attention_by_varlen"),
+        "varlen:attention_by_varlen",
         _varlen_unsupported_reason,
         _varlen_not_default_reason,
         checked=True,
     ),
     # Taken unasked for capped scores, which `fused` computes by the formula, a block of queries at a time.
     KernelCandidate(
-        "attention", "flex", flex.attention_by_flex, _flex_unsupported_reason, _flex_not_default_reason, checked=True
+        "attention",
+        "flex",
+        flex.attention_by_flex,
+        flex.flex_unsupported_reason,
+        _flex_not_default_reason,
+        checked=True,
     ),
-    KernelCandidate("attention", "fused", fused.attention_by_sdpa, _no_unsupported_reason),
+    KernelCandidate("attention", "fused", fused.attention_by_sdpa),
     KernelCandidate("attention", "flash", fused.attention_by_sdpa_flash, _torch_flash_unsupported_reason),
     KernelCandidate(
         "attention", "cudnn", fused.cudnn_attention, _cudnn_unsupported_reason, _unmeasured_not_default_reason
     ),
-    KernelCandidate(
-        "attention", "flash_attn_2", flash_attn.version_2, _make_flash_attn_reason(2), _unmeasured_not_default_reason
-    ),
-    KernelCandidate(
-        "attention", "flash_attn_3", flash_attn.version_3, _make_flash_attn_reason(3), _unmeasured_not_default_reason
+    *(
+        KernelCandidate(
+            "attention",
+            f"flash_attn_{version}",
+            partial(flash_attn.attention_by_flash_attn, version=version),
+            partial(flash_attn.flash_attn_unsupported_reason, version),
+            _unmeasured_not_default_reason,
+        )
+        for version in (2, 3)
     ),
     KernelCandidate(
         "attention",
         "transformer_engine",
         transformer_engine.attention_by_te,
-        _te_unsupported_reason,
+        transformer_engine.te_unsupported_reason,
         _unmeasured_not_default_reason,
     ),
-    KernelCandidate("attention", "unfused", reference.softmax_attention, _no_unsupported_reason),
-    KernelCandidate("attention", "local", reference.softmax_attention, _no_unsupported_reason),
-    KernelCandidate("layer_norm", "torch", reference.layer_norm, _no_unsupported_reason),
-    KernelCandidate(
-        "layer_norm",
-        "triton",
-        LazyFunction("triton.norm", "layer_norm"),
-        _triton_unsupported_reason,
-        _unmeasured_not_default_reason,
-    ),
-    KernelCandidate("rms_norm", "torch", fused.rms_norm, _no_unsupported_reason),
-    KernelCandidate(
-        "rms_norm",
-        "triton",
-        LazyFunction("triton.norm", "rms_norm"),
-        _triton_unsupported_reason,
-        _unmeasured_not_default_reason,
-    ),
-    KernelCandidate("rms_norm", "reference", reference.rms_norm, _no_unsupported_reason),
+    KernelCandidate("attention", "unfused", reference.softmax_attention),
+    KernelCandidate("attention", "local", reference.softmax_attention),
+    KernelCandidate("layer_norm", "torch", reference.layer_norm),
+    _triton_candidate("layer_norm", "norm"),
+    KernelCandidate("rms_norm", "torch", fused.rms_norm),
+    _triton_candidate("rms_norm", "norm"),
+    KernelCandidate("rms_norm", "reference", reference.rms_norm),
     # Not `_unmeasured_not_default_reason`: formulas of several operations, each of which reads and writes all that one kernel reads and writes once.
-    _triton_candidate_with_trial("gated_activation", "triton.pointwise", _fused_not_default_reason),
-    KernelCandidate("gated_activation", "torch", reference.gated_activation, _no_unsupported_reason),
+    _triton_candidate("gated_activation", "pointwise", _fused_not_default_reason, checked=True),
+    KernelCandidate("gated_activation", "torch", reference.gated_activation),
     # Its backward pass sums the bias's gradient as it writes that of x, which is read once more otherwise.
-    _triton_candidate_with_trial("bias_activation", "triton.pointwise", _fused_not_default_reason),
-    KernelCandidate("bias_activation", "apart", None, _no_unsupported_reason),
-    _triton_candidate_with_trial("rotary", "triton.rotary", _fused_not_default_reason),
-    KernelCandidate("rotary", "torch", reference.rotary, _no_unsupported_reason),
-    _triton_candidate_with_trial("rotary_qkv", "triton.rotary", _fused_not_default_reason),
-    KernelCandidate("rotary_qkv", "torch", reference.rotary_qkv, _no_unsupported_reason),
+    _triton_candidate("bias_activation", "pointwise", _fused_not_default_reason, checked=True),
+    KernelCandidate("bias_activation", "apart", None),
+    _triton_candidate("rotary", "rotary", _fused_not_default_reason, checked=True),
+    KernelCandidate("rotary", "torch", reference.rotary),
+    _triton_candidate("rotary_qkv", "rotary", _fused_not_default_reason, checked=True),
+    KernelCandidate("rotary_qkv", "torch", reference.rotary_qkv),
     # Its backward pass sums the bias's gradient as it joins those of queries, keys and values; apart, the joined one is read once more.
-    _triton_candidate_with_trial("split_qkv", "triton.split_qkv", _fused_not_default_reason),
-    KernelCandidate("split_qkv", "apart", None, _no_unsupported_reason),
+    _triton_candidate("split_qkv", "split_qkv", _fused_not_default_reason, checked=True),
+    KernelCandidate("split_qkv", "apart", None),
     KernelCandidate("grouped_linear", "torch", grouped.grouped_linear_by_grouped_mm, _grouped_mm_unsupported_reason),
-    KernelCandidate("grouped_linear", "grouped", grouped.grouped_linear, _no_unsupported_reason),
-    KernelCandidate("grouped_linear", "loop", reference.grouped_linear, _no_unsupported_reason),
-    KernelCandidate("permute", "torch", permute.permute, _no_unsupported_reason),
+    KernelCandidate("grouped_linear", "grouped", grouped.grouped_linear),
+    KernelCandidate("grouped_linear", "loop", reference.grouped_linear),
+    KernelCandidate("permute", "torch", permute.permute),
+    _triton_candidate("permute", "permute"),
+    KernelCandidate("causal_conv", "torch", scans.causal_conv),
+    _triton_candidate("causal_conv", "conv"),
+    _state_space_candidate("causal_conv", "causal_conv1d", state_space_packages.causal_conv),
+    KernelCandidate("selective_scan", "torch", scans.selective_scan),
+    _triton_candidate("selective_scan", "scans"),
+    _state_space_candidate("selective_scan", "mamba_ssm", state_space_packages.selective_scan),
+    KernelCandidate("delta_rule_scan", "torch", scans.delta_rule_scan),
+    _triton_candidate("delta_rule_scan", "scans"),
+    _state_space_candidate("delta_rule_scan", "fla", state_space_packages.delta_rule_scan),
+    KernelCandidate("residual_norm", "apart", None),
+    _triton_candidate("residual_norm", "norm"),
+    KernelCandidate("low_linear", "own", None),
     KernelCandidate(
-        "permute",
-        "triton",
-        LazyFunction("triton.permute", "permute"),
-        _triton_unsupported_reason,
+        "low_linear",
+        "torchao",
+        torchao.torchao_fp8_linear,
+        torchao.torchao_unsupported_reason,
         _unmeasured_not_default_reason,
-    ),
-    KernelCandidate("causal_conv", "torch", scans.causal_conv, _no_unsupported_reason),
-    KernelCandidate(
-        "causal_conv",
-        "triton",
-        LazyFunction("triton.conv", "causal_conv"),
-        _triton_unsupported_reason,
-        _unmeasured_not_default_reason,
-    ),
-    KernelCandidate(
-        "causal_conv",
-        "causal_conv1d",
-        state_space_packages.causal_conv,
-        _state_space_reason_factory("causal_conv1d"),
-        _unmeasured_not_default_reason,
-    ),
-    KernelCandidate("selective_scan", "torch", scans.selective_scan, _no_unsupported_reason),
-    KernelCandidate(
-        "selective_scan",
-        "triton",
-        LazyFunction("triton.scans", "selective_scan"),
-        _triton_unsupported_reason,
-        _unmeasured_not_default_reason,
-    ),
-    KernelCandidate(
-        "selective_scan",
-        "mamba_ssm",
-        state_space_packages.selective_scan,
-        _state_space_reason_factory("mamba_ssm"),
-        _unmeasured_not_default_reason,
-    ),
-    KernelCandidate("delta_rule_scan", "torch", scans.delta_rule_scan, _no_unsupported_reason),
-    KernelCandidate(
-        "delta_rule_scan",
-        "triton",
-        LazyFunction("triton.scans", "delta_rule_scan"),
-        _triton_unsupported_reason,
-        _unmeasured_not_default_reason,
-    ),
-    KernelCandidate(
-        "delta_rule_scan",
-        "fla",
-        state_space_packages.delta_rule_scan,
-        _state_space_reason_factory("fla"),
-        _unmeasured_not_default_reason,
-    ),
-    KernelCandidate("residual_norm", "apart", None, _no_unsupported_reason),
-    KernelCandidate(
-        "residual_norm",
-        "triton",
-        LazyFunction("triton.norm", "residual_norm"),
-        _triton_unsupported_reason,
-        _unmeasured_not_default_reason,
-    ),
-    KernelCandidate("low_linear", "own", None, _no_unsupported_reason),
-    KernelCandidate(
-        "low_linear", "torchao", torchao.torchao_fp8_linear, _torchao_unsupported_reason, _unmeasured_not_default_reason
     ),
     # Not `_unmeasured_not_default_reason`: torch's operations go over the matrix some ten times.
     KernelCandidate(
         "quantise",
         "triton",
-        LazyFunction("triton.quantise", "KERNELS"),
+        "triton.quantise:KERNELS",
         _quantise_unsupported_reason,
         _interpreter_not_default_reason,
         checked=True,
     ),
-    KernelCandidate("quantise", "torch", None, _no_unsupported_reason),
+    KernelCandidate("quantise", "torch", None),
     # It moves 30 bytes an element, torch's kernel and the copy into bf16 weights 38.
+    _triton_candidate("adamw", "adamw", _interpreter_not_default_reason, checked=True),
+    KernelCandidate("adamw", "torch", adamw.adamw),
     KernelCandidate(
-        "adamw",
-        "triton",
-        LazyFunction("triton.adamw", "adamw"),
-        _triton_unsupported_reason,
-        _interpreter_not_default_reason,
-        checked=True,
+        "cross_entropy", "linear", linear_loss.blockwise_linear_cross_entropy, unasked=_linear_loss_not_default_reason
     ),
-    KernelCandidate("adamw", "torch", adamw.adamw, _no_unsupported_reason),
-    KernelCandidate(
-        "cross_entropy",
-        "linear",
-        linear_loss.blockwise_linear_cross_entropy,
-        _no_unsupported_reason,
-        _linear_loss_not_default_reason,
-    ),
-    KernelCandidate("cross_entropy", "native", None, _no_unsupported_reason),
+    KernelCandidate("cross_entropy", "native", None),
     KernelCandidate(
         "cross_entropy",
         "triton",
         partial(linear_loss.blockwise_linear_cross_entropy, fused=True),
-        _triton_unsupported_reason,
+        _TRITON_REASON,
         _unmeasured_not_default_reason,
     ),
-    KernelCandidate("moe_flex_dispatcher", "deepep", deep_ep.DeepEP, _deep_ep_unsupported_reason),
-    KernelCandidate("moe_flex_dispatcher", "alltoall", None, _no_unsupported_reason),
+    KernelCandidate("moe_flex_dispatcher", "deepep", deep_ep.DeepEP, deep_ep.deep_ep_unsupported_reason),
+    KernelCandidate("moe_flex_dispatcher", "alltoall", None),
     # Not `_unmeasured_not_default_reason`: what it is measured against copies all keys in every layer of every step.
-    KernelCandidate(
-        "paged_attention", "triton", LazyFunction("triton.paged", "paged_attention"), _triton_unsupported_reason
-    ),
-    KernelCandidate("paged_attention", "gathered", None, _no_unsupported_reason),
+    KernelCandidate("paged_attention", "triton", "triton.paged:paged_attention", _TRITON_REASON),
+    KernelCandidate("paged_attention", "gathered", None),
 )
 
 

@@ -238,7 +238,8 @@ def test_why_a_package_cannot_serve(packages: None, monkeypatch: pytest.MonkeyPa
 
 def test_what_was_not_measured_is_taken_only_when_it_is_asked_for(packages: None) -> None:
     assert select_kernels(GPU).attention is fused.attention_by_sdpa
-    assert select_kernels(GPU, {"attention": "flash_attn_3"}).attention is flash_attn.version_3
+    chosen = select_kernels(GPU, {"attention": "flash_attn_3"}).attention
+    assert (chosen.func, chosen.keywords) == (flash_attn.attention_by_flash_attn, {"version": 3})
     assert select_kernels(GPU, {"attention": "cudnn"}).attention is fused.cudnn_attention
     with pytest.raises(
         ConfigError,

@@ -19,7 +19,7 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.kernels import NAMED
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
 from megatron.core.config.stages import stage_specs_of_run
-from megatron.core.kernels import linear_loss, reference, table
+from megatron.core.kernels import linear_loss, reference, requirements
 from megatron.core.kernels.linear_loss import VocabularyShard
 from megatron.core.kernels.permute import permute
 from megatron.core.kernels.reference import GatedActivationOptions
@@ -364,7 +364,7 @@ def test_layers_with_any_of_these_kernels_are_one_graph_of_torchs_compiler() -> 
 
 
 def test_why_triton_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "find_spec", lambda name: None)
+    monkeypatch.setattr(requirements, "find_spec", lambda name: None)
     ours = [candidate for candidate in CANDIDATES if candidate.name == "triton"]
     assert {candidate.op for candidate in ours} == {
         "layer_norm",
@@ -390,7 +390,7 @@ def test_why_triton_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
             candidate.unsupported_reason(KernelRequirements()) == "it needs a CUDA device"
             and candidate.unsupported_reason(eight_bits) == "the package triton is not installed"
         )
-    monkeypatch.setattr(table, "find_spec", lambda name: object())
+    monkeypatch.setattr(requirements, "find_spec", lambda name: object())
     for candidate in ours:
         assert (
             candidate.unsupported_reason(eight_bits) == ""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.core.kernels import scans
 from megatron.core.kernels.external import state_space_packages
+from megatron.core.kernels.requirements import KernelRequirements, package_unsupported_reason
 from tests.helpers.triton_interpreter import interpreted, needs_triton
 
 FILES = ("triton.scan_chunks", "triton.scan_gradients", "triton.scans", "triton.conv")
@@ -141,7 +142,7 @@ def test_packages_are_called_in_their_own_layout(monkeypatch: pytest.MonkeyPatch
         return scans.causal_conv(x.permute(2, 0, 1), weight, bias, seq_idx, before).permute(1, 2, 0)
 
     made = {"mamba_chunk_scan_combined": mamba, "chunk_gated_delta_rule": delta, "causal_conv1d_fn": conv}
-    monkeypatch.setattr(state_space_packages, "_import_function", lambda module, name: made[name])
+    monkeypatch.setattr(state_space_packages, "resolve_name", lambda name: made[name.partition(":")[2]])
     segments = torch.repeat_interleave(torch.arange(2), torch.tensor([20, 51])).expand(2, -1)
     for kind, name in (("mamba", "selective_scan"), ("delta", "delta_rule_scan")):
         inputs, state = inputs_of(kind, 71)
@@ -153,10 +154,6 @@ def test_packages_are_called_in_their_own_layout(monkeypatch: pytest.MonkeyPatch
     for known, past in ((None, None), (segments, None), (None, before), (segments, before)):
         expected = scans.causal_conv(x, weight, None, known, past)
         torch.testing.assert_close(state_space_packages.causal_conv(x, weight, None, known, past), expected)
-    assert (
-        state_space_packages.scan_package_unsupported_reason("fla", device="cpu", dtype=torch.bfloat16)
-        == "it needs a CUDA device"
-    )
-    assert "no_such_package is not installed" in state_space_packages.scan_package_unsupported_reason(
-        "no_such_package", device="cuda", dtype=torch.float32
-    )
+    need = KernelRequirements(device="cuda", dtype=torch.float32)
+    assert package_unsupported_reason("fla", KernelRequirements()) == "it needs a CUDA device"
+    assert package_unsupported_reason("no_such_package", need) == "the package no_such_package is not installed"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from megatron.core.kernels.external import import_problem
 from megatron.core.kernels.external.deep_ep import DeepEP, deep_ep_unsupported_reason
+from megatron.core.kernels.requirements import KernelRequirements
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer.dispatch import (
@@ -215,8 +217,8 @@ def test_a_library_that_sends_each_token_once_brings_the_same(
         ({"device": "cpu"}, "for GPUs"),
         ({}, "not installed"),
         ({"dtype": torch.float16}, "bf16 only"),
-        ({"cut": True}, "--expert-tensor-parallel-size 1"),
-        ({"overlaps": True}, "--moe-shared-expert-overlap"),
+        ({"experts_cut": True}, "--expert-tensor-parallel-size 1"),
+        ({"overlapped_experts": True}, "--moe-shared-expert-overlap"),
         ({}, "importing it fails: ImportError: undefined symbol"),
         ({}, ""),
     ],
@@ -224,11 +226,11 @@ def test_a_library_that_sends_each_token_once_brings_the_same(
 def test_the_library_says_why_it_does_not_fit(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str
 ) -> None:
-    fits = {"device": "cuda", "dtype": torch.bfloat16, "cut": False, "overlaps": False}
+    fits = KernelRequirements(device="cuda", dtype=torch.bfloat16)
     broken = words if "importing" in words else ""
     monkeypatch.setattr("megatron.core.kernels.external.deep_ep.is_deep_ep_installed", lambda: words != "not installed")
     monkeypatch.setattr("megatron.core.kernels.external.deep_ep.import_problem", lambda _: broken)
-    reason = deep_ep_unsupported_reason(**{**fits, **changes})
+    reason = deep_ep_unsupported_reason(replace(fits, **changes))
     assert words in reason and bool(words) == bool(reason)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron.core.kernels.external import import_problem
+from megatron.core.kernels.requirements import KernelRequirements, first_reason
 
 
 def is_deep_ep_installed() -> bool:
@@ -107,18 +108,15 @@ class DeepEP:
         )
 
 
-def deep_ep_unsupported_reason(*, device: str, dtype: torch.dtype, cut: bool, overlaps: bool) -> str:
-    """Return why DeepEP cannot be used; "" if it can. cut: each expert is sharded over several ranks. overlaps:
-    computation runs while tokens are exchanged.
-    """
-    if device != "cuda":
-        return "DeepEP is for GPUs"
-    if not is_deep_ep_installed():
-        return "DeepEP is not installed (github.com/deepseek-ai/DeepEP)"
-    if dtype != torch.bfloat16:
-        return "it sends bf16 only"
-    if cut:
-        return "its ranks hold whole experts; give --expert-tensor-parallel-size 1"
-    if overlaps:
-        return "nothing runs beside it; leave out --moe-shared-expert-overlap and --overlap-moe-expert-parallel-comm"
-    return import_problem("deep_ep")
+def deep_ep_unsupported_reason(need: KernelRequirements) -> str:
+    """Return why DeepEP cannot be used; "" if it can."""
+    lack = first_reason(
+        {
+            "DeepEP is for GPUs": need.device != "cuda",
+            "DeepEP is not installed (github.com/deepseek-ai/DeepEP)": not is_deep_ep_installed(),
+            "it sends bf16 only": need.dtype != torch.bfloat16,
+            "its ranks hold whole experts; give --expert-tensor-parallel-size 1": need.experts_cut,
+            "nothing runs beside it; leave out --moe-shared-expert-overlap and --overlap-moe-expert-parallel-comm": need.overlapped_experts,
+        }
+    )
+    return lack or import_problem("deep_ep")

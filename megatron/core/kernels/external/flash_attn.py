@@ -8,7 +8,6 @@ Both take windows and caps as they are, and documents as sequences of different 
 
 from __future__ import annotations
 
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor
 from megatron.core.kernels import fused
 from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.core.kernels.packed_document_starts import document_starts_from_ids
+from megatron.core.kernels.requirements import HALF_FORMATS, KernelRequirements, first_reason
 
 PACKAGES = {2: "flash_attn", 3: "flash_attn_interface"}
 
@@ -82,31 +82,25 @@ def attention_by_flash_attn(
     return output.transpose(0, 1).flatten(2)
 
 
-version_2 = partial(attention_by_flash_attn, version=2)
-version_3 = partial(attention_by_flash_attn, version=3)
-
-
-def flash_attn_unsupported_reason(
-    version: int, *, device: str, dtype: torch.dtype, head_sizes: tuple[int, int], dropout: float, lacks: str
-) -> str:
-    """Return why this version of flash-attn cannot be used; "" if it can. head_sizes: of keys and of values;
-    dropout: probability; lacks: reason for required features that neither version has, or "".
-    """
-    if device != "cuda":
+def flash_attn_unsupported_reason(version: int, need: KernelRequirements) -> str:
+    """Return why this version of flash-attn cannot be used; "" if it can."""
+    if need.device != "cuda":
         return "it needs a CUDA device"
     if not is_flash_attn_installed(version):
         return f"the package {PACKAGES[version]} is not installed (github.com/Dao-AILab/flash-attention)"
-    if version == 3 and not is_hopper_gpu():
-        return "version 3 is for Hopper GPUs"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return "it needs fp16 or bf16"
-    if max(head_sizes) > 256:
-        return f"its heads have at most 256 sizes, not {max(head_sizes)}"
-    if version == 2 and head_sizes[0] != head_sizes[1]:
-        return "it needs values of the size of keys"
-    if version == 3 and dropout > 0:
-        return "version 3 has no dropout"
-    return lacks
+    keys, values = need.head_sizes
+    return first_reason(
+        {
+            "version 3 is for Hopper GPUs": version == 3 and not is_hopper_gpu(),
+            "it needs fp16 or bf16": need.dtype not in HALF_FORMATS,
+            f"its heads have at most 256 sizes, not {max(keys, values)}": max(keys, values) > 256,
+            "it needs values of the size of keys": version == 2 and keys != values,
+            "version 3 has no dropout": version == 3 and need.attention_dropout > 0,
+            "padding is left out by a mask tensor": need.padding,
+            "it has no sinks": need.sinks,
+            "it adds nothing to scores": need.biased_scores,
+        }
+    )
 
 
 def _first_output(output: Tensor | tuple[Tensor, ...]) -> Tensor:

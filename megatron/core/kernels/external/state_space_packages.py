@@ -9,30 +9,11 @@ They lay sequences out as [b, s, ...]. What a package does not have (a state bes
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
-from importlib import import_module
-from importlib.util import find_spec
+from pkgutil import resolve_name
 
-import torch
 from torch import Tensor
 
 from megatron.core.kernels import scans
-
-
-@lru_cache(maxsize=None)
-def _import_function(module: str, name: str) -> Callable:
-    """Import a module and return its function of this name."""
-    return getattr(import_module(module), name)
-
-
-def scan_package_unsupported_reason(package: str, *, device: str, dtype: torch.dtype) -> str:
-    """Return why the package cannot be used; "" if it can. device: its type, cuda or cpu."""
-    if device != "cuda":
-        return "it needs a CUDA device"
-    if find_spec(package) is None:
-        return f"the package {package} is not installed"
-    return "it computes in fp32, not in fp64" if dtype == torch.float64 else ""
 
 
 def selective_scan(
@@ -53,7 +34,7 @@ def selective_scan(
     """
     if segments is not None and state is not None:
         return scans.selective_scan(x, dt, a, b, c, segments=segments, state=state, chunk=chunk)
-    scan = _import_function("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
+    scan = resolve_name("mamba_ssm.ops.triton.ssd_combined:mamba_chunk_scan_combined")
     y, last = scan(
         *(each.transpose(0, 1) for each in (x, dt)),
         a,
@@ -76,7 +57,7 @@ def causal_conv(
     """
     if segments is not None and before is not None:
         return scans.causal_conv(x, weight, bias, segments, before)
-    convolve = _import_function("causal_conv1d", "causal_conv1d_fn")
+    convolve = resolve_name("causal_conv1d:causal_conv1d_fn")
     y = convolve(
         x.permute(1, 2, 0) if segments is None else x.transpose(0, 1).contiguous().transpose(1, 2),
         weight,
@@ -106,7 +87,7 @@ def delta_rule_scan(
     """
     if segments is not None:
         return scans.delta_rule_scan(q, k, v, g, beta, segments=segments, state=state, chunk=chunk)
-    scan, repeats = _import_function("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"), v.shape[2] // k.shape[2]
+    scan, repeats = resolve_name("fla.ops.gated_delta_rule:chunk_gated_delta_rule"), v.shape[2] // k.shape[2]
     query, key = (each.repeat_interleave(repeats, dim=2).transpose(0, 1).to(v.dtype) for each in (q, k))
     o, last = scan(
         query,

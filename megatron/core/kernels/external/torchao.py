@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels.low_precision.fp8 import NumberFormat
+from megatron.core.kernels.requirements import KernelRequirements, first_reason
 
 
 def torchao_fp8_linear(
@@ -52,16 +53,17 @@ def _weightless_float8_linear(backward: torch.dtype, emulated: bool) -> Any:
     return library.Float8Linear(16, 16, bias=False, device="meta", config=config)
 
 
-def torchao_unsupported_reason(*, recipe: str, alone: bool, lacks: str) -> str:
-    """Return why torchao cannot compute the linear layers of a run; "" if it can. recipe: fp8 recipe, or "";
-    alone: no other rank works on a rank's tokens; lacks: reason for required features that it lacks, or "".
-    """
-    if not recipe:
-        return "nothing is multiplied in 8 bits; give --fp8-format"
-    if recipe != "tensorwise":
-        return f"of the recipes it has tensorwise, not {recipe}"
-    if not alone:
-        return "its scales are of what one rank sees, and others see the rest; leave out --tensor-model-parallel-size and --context-parallel-size"
-    if lacks:
-        return lacks
-    return "" if find_spec("torchao") is not None else "the package torchao is not installed; pip install torchao"
+def torchao_unsupported_reason(need: KernelRequirements) -> str:
+    """Return why torchao cannot compute the linear layers of a run; "" if it can."""
+    return first_reason(
+        {
+            "nothing is multiplied in 8 bits; give --fp8-format": not need.low.recipe_name,
+            f"of the recipes it has tensorwise, not {need.low.recipe_name}": need.low.recipe_name != "tensorwise",
+            "its scales are of what one rank sees, and others see the rest; leave out --tensor-model-parallel-size and "
+            "--context-parallel-size": not need.alone,
+            "weights are kept rounded; leave out --fp8-param-gather": need.low.has_quantized_weights,
+            "gradients of weights are products of 8 bits there; leave out --no-fp8-wgrad": not need.low.fp8_wgrad,
+            "gradients of weights wait; choose --pipeline-schedule 1f1b or gpipe, without --delay-wgrad-compute": need.delays_wgrad,
+            "the package torchao is not installed; pip install torchao": find_spec("torchao") is None,
+        }
+    )

@@ -11,13 +11,13 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron.core.kernels import fused
 from megatron.core.kernels.external import import_problem
 from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.core.kernels.packed_document_starts import document_starts_from_ids
+from megatron.core.kernels.requirements import HALF_FORMATS, KernelRequirements, first_reason
 
 
 def is_te_installed() -> bool:
@@ -88,14 +88,20 @@ def _te_attention_module(heads: int, groups: int, sizes: tuple[int, int], dropou
     )
 
 
-def te_unsupported_reason(*, device: str, dtype: torch.dtype, lacks: str) -> str:
-    """Return why attention of Transformer Engine cannot be used; "" if it can. lacks: reason for required features that
-    it lacks, or "".
-    """
-    if device != "cuda":
+def te_unsupported_reason(need: KernelRequirements) -> str:
+    """Return why attention of Transformer Engine cannot be used; "" if it can."""
+    if need.device != "cuda":
         return "it needs a CUDA device"
     if not is_te_installed():
         return "the package transformer_engine is not installed (github.com/NVIDIA/TransformerEngine)"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return "it needs fp16 or bf16"
-    return lacks or import_problem("transformer_engine.pytorch")
+    lack = first_reason(
+        {
+            "it needs fp16 or bf16": need.dtype not in HALF_FORMATS,
+            "padding is left out by a mask tensor": need.padding,
+            "it has no cap on scores": need.softcap,
+            "it adds nothing to scores": need.biased_scores,
+            "its sinks are its own": need.sinks,
+            "sequences are cut over context ranks": need.pieces,
+        }
+    )
+    return lack or import_problem("transformer_engine.pytorch")
