@@ -47,10 +47,14 @@ from megatron.core.kernels.table import CANDIDATES
 
 SPILLS = 0  # bytes a thread of spilled registers that a kernel may have
 # The state of a head, the products of a chunk and their factors are more than 255 registers of 128 threads.
-BY_TRITON_3_6 = {"scans._selective": 480, "scans._delta": 1112, "scan_chunks._invert_chunk_systems": 1496}
+BY_TRITON_3_6 = {
+    "scan_forward._selective": 480,
+    "scan_forward._delta": 1112,
+    "scan_forward._invert_chunk_systems": 1496,
+}
 MORE_SPILLS = {
-    "scans._selective": 160,
-    "scans._delta": 1000,
+    "scan_forward._selective": 160,
+    "scan_forward._delta": 1000,
     "scan_gradients._selective_gradient": 160,
     "scan_gradients._delta_gradient": 800,
     **(BY_TRITON_3_6 if triton.__version__.startswith("3.6.") else {}),

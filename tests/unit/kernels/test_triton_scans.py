@@ -15,7 +15,7 @@ from megatron.core.kernels.external import state_space_packages
 from megatron.core.kernels.requirements import KernelRequirements, package_unsupported_reason
 from tests.helpers.triton_interpreter import interpreted, needs_triton
 
-FILES = ("triton.scan_chunks", "triton.scan_gradients", "triton.scans", "triton.conv")
+FILES = ("triton.scan_forward", "triton.scan_gradients", "triton.scans", "triton.conv")
 
 
 @pytest.fixture(scope="module")

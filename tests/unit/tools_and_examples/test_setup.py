@@ -30,7 +30,7 @@ OPTIONAL = {
         f"megatron/core/kernels/triton/{file}.py": {"triton"}
         for file in (
             *("conv", "loss", "norm", "paged", "permute", "pointwise", "quantise", "rotary", "adamw"),
-            *("scans", "scan_chunks", "scan_gradients", "split_qkv"),
+            *("scans", "scan_forward", "scan_gradients", "split_qkv"),
         )
     },
 }

@@ -1,7 +1,7 @@
 """Backward passes of the scans in Triton: a program takes a head and some of its channels through a span of chunks, from the last to the first.
 
-The forward pass keeps the state before each span. A program first computes the states before the chunks of its span from it, then walks back with
-the gradient of the state; inside a chunk the products of matrices of the forward pass are differentiated (Dao and Gu, 2024, arXiv 2405.21060,
+The forward pass keeps the state before each span. From it the states before all chunks of a span are computed again, by the same kernel; then a program
+walks back with the gradient of the state; inside a chunk the products of matrices of the forward pass are differentiated (Dao and Gu, 2024, arXiv 2405.21060,
 section 6; Yang et al., 2024, arXiv 2412.06464, section 3). Each span is a launch of its own: gradients that are summed over heads and channels, those of
 keys and queries, are kept apart for one span only.
 
@@ -19,10 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.core.kernels.triton import cdiv
-from megatron.core.kernels.triton.scan_chunks import (
+from megatron.core.kernels.triton.scan_forward import (
     chunk_decays,
     dot_precision,
     invert_delta_rule_systems,
+    launch_delta_rule_scan,
+    launch_selective_scan,
     load_masked_rows,
     padded_block_width,
     store_masked_rows,
@@ -45,49 +47,6 @@ def _log_decay_gradient(between: tl.tensor, reads: tl.tensor, gives: tl.tensor, 
 
 
 @triton.jit
-def _recompute_selective_states(
-    x: tl.tensor,
-    dt: tl.tensor,
-    decay: tl.tensor,
-    b: tl.tensor,
-    segments: tl.tensor,
-    states: tl.tensor,
-    state: tl.tensor,
-    held: tl.tensor,
-    begin: tl.tensor,
-    chunks: tl.tensor,
-    length: tl.tensor,
-    batch: tl.tensor,
-    heads: tl.tensor,
-    per_group: tl.tensor,
-    columns: tl.tensor,
-    SIZE: tl.constexpr,
-    STATE: tl.constexpr,
-    WIDE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
-    """Recompute the state before each chunk of a span by the forward recurrence of Mamba-2's scan, and write it to
-    `states`. states: pointers to the place of the first; state: before the span; held: mask; decay: the head's a.
-    """
-    one, head = tl.program_id(0) // heads, tl.program_id(0) % heads
-    places, deep = tl.arange(0, CHUNK), tl.arange(0, WIDE)
-    step = tl.num_programs(0).to(tl.int64) * SIZE * STATE
-    for number in range(chunks):
-        tl.store(states + number * step, state, mask=held)
-        start = begin + number * CHUNK
-        tokens, valid = (start + places).to(tl.int64) * batch + one, start + places < length
-        rows = tokens * heads + head
-        steps = tl.load(dt + rows, mask=valid, other=0.0).to(tl.float32)
-        keys = load_masked_rows(b, tokens * (heads // per_group) + head // per_group, valid, deep, STATE)
-        values = load_masked_rows(x, rows, valid, columns, SIZE) * steps[:, None]
-        _, _, to_end, across = chunk_decays(steps * decay, segments, one * length, start, length, CHUNK)
-        made = tl.dot(tl.trans(keys * to_end[:, None]), values, input_precision=PRECISION)
-        state = state * across + made
-    tl.debug_barrier()  # what one thread has written, others read
-
-
-@triton.jit
 def _selective_backward_kernel(
     x: tl.tensor,
     dt: tl.tensor,
@@ -96,7 +55,6 @@ def _selective_backward_kernel(
     c: tl.tensor,
     dy: tl.tensor,
     segments: tl.tensor,
-    before: tl.tensor,
     states: tl.tensor,
     d_state: tl.tensor,
     dx: tl.tensor,
@@ -120,21 +78,15 @@ def _selective_backward_kernel(
     """Kernel: backward pass of Mamba-2's scan over one span of chunks, last chunk first, for one head and COLUMNS of
     its channels.
 
-    before: state before the span, and d_state: gradient of the state behind it, replaced by that before it; [batch,
-    heads, SIZE, STATE]. states: memory for the states before the `chunks` chunks. Receives dx like x; d_dt, d_logs
-    (gradient of the log decays): [splits, length, batch, heads]; d_b, d_c: [splits, tokens of the span, batch, heads,
-    STATE].
+    states: those before the `chunks` chunks. d_state: gradient of the state behind the span, replaced by that before
+    it; [batch, heads, SIZE, STATE]. Receives dx like x; d_dt, d_logs (gradient of the log decays): [splits, length,
+    batch, heads]; d_b, d_c: [splits, tokens of the span, batch, heads, STATE].
     """
     one, head, split = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1).to(tl.int64)
     columns, deep, places = split * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, WIDE), tl.arange(0, CHUNK)
     square = tl.program_id(0).to(tl.int64) * SIZE * STATE + columns[None, :] * STATE + deep[:, None]
     held = (deep < STATE)[:, None] & (columns < SIZE)[None, :]
     decay = tl.load(a + head).to(tl.float32)
-    state = tl.load(before + square, mask=held, other=0.0)
-    _recompute_selective_states(
-        x, dt, decay, b, segments, states + square, state, held, begin, chunks, length, batch, heads, per_group, columns,
-        SIZE, STATE, WIDE, CHUNK, PRECISION,
-    )  # fmt: skip
     after = tl.load(d_state + square, mask=held, other=0.0)
     for back in range(chunks):
         number = chunks - 1 - back
@@ -173,56 +125,6 @@ def _selective_backward_kernel(
 
 
 @triton.jit
-def _recompute_delta_rule_states(
-    k: tl.tensor,
-    v: tl.tensor,
-    g: tl.tensor,
-    beta: tl.tensor,
-    inverse: tl.tensor,
-    segments: tl.tensor,
-    states: tl.tensor,
-    state: tl.tensor,
-    held: tl.tensor,
-    begin: tl.tensor,
-    chunks: tl.tensor,
-    length: tl.tensor,
-    batch: tl.tensor,
-    heads: tl.tensor,
-    per_group: tl.tensor,
-    columns: tl.tensor,
-    KEY: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
-    """Recompute the state before each chunk of a span by the forward recurrence of the delta rule, and write it to
-    `states`. states: pointers to the place of the first; state: before the span; held: mask; inverse: [chunks, CHUNK,
-    CHUNK].
-    """
-    one, head = tl.program_id(0) // heads, tl.program_id(0) % heads
-    places, deep = tl.arange(0, CHUNK), tl.arange(0, WIDE)
-    step = tl.num_programs(0).to(tl.int64) * SIZE * KEY
-    for number in range(chunks):
-        tl.store(states + number * step, state, mask=held)
-        start = begin + number * CHUNK
-        tokens, valid = (start + places).to(tl.int64) * batch + one, start + places < length
-        rows = tokens * heads + head
-        logs = tl.load(g + rows, mask=valid, other=0.0).to(tl.float32)
-        rate = tl.load(beta + rows, mask=valid, other=0.0).to(tl.float32)[:, None]
-        keys = load_masked_rows(k, tokens * (heads // per_group) + head // per_group, valid, deep, KEY)
-        values = load_masked_rows(v, rows, valid, columns, SIZE) * rate
-        system = load_masked_rows(inverse, number * CHUNK + places, places >= 0, places, CHUNK)
-        between, from_start, to_end, across = chunk_decays(logs, segments, one * length, start, length, CHUNK)
-        reads = tl.dot(system, keys * rate, input_precision=PRECISION) * from_start[:, None]
-        written = tl.dot(system * between, values, input_precision=PRECISION)
-        written -= tl.dot(reads, state, input_precision=PRECISION)
-        made = tl.dot(tl.trans(keys * to_end[:, None]), written, input_precision=PRECISION)
-        state = state * across + made
-    tl.debug_barrier()  # what one thread has written, others read
-
-
-@triton.jit
 def _delta_rule_backward_kernel(
     q: tl.tensor,
     k: tl.tensor,
@@ -232,7 +134,6 @@ def _delta_rule_backward_kernel(
     dy: tl.tensor,
     inverse: tl.tensor,
     segments: tl.tensor,
-    before: tl.tensor,
     states: tl.tensor,
     d_state: tl.tensor,
     dv: tl.tensor,
@@ -256,21 +157,15 @@ def _delta_rule_backward_kernel(
     """Kernel: backward pass of the delta rule's scan over one span of chunks, last chunk first, for one head and
     COLUMNS of its channels.
 
-    before: state before the span, and d_state: gradient of the state behind it, replaced by that before it; [batch,
-    heads, KEY, SIZE]. states: memory for the states before the `chunks` chunks; inverse: [batch, heads, chunks, CHUNK,
-    CHUNK]. Receives dv like v; d_g, d_beta: [splits, length, batch, heads]; d_q, d_k: [splits, tokens of the span,
-    batch, heads, KEY].
+    states: those before the `chunks` chunks; inverse: [batch, heads, chunks, CHUNK, CHUNK]. d_state: gradient of the
+    state behind the span, replaced by that before it; [batch, heads, KEY, SIZE]. Receives dv like v; d_g,
+    d_beta: [splits, length, batch, heads]; d_q, d_k: [splits, tokens of the span, batch, heads, KEY].
     """
     one, head, split = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1).to(tl.int64)
     columns, deep, places = split * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, WIDE), tl.arange(0, CHUNK)
     square = tl.program_id(0).to(tl.int64) * SIZE * KEY + deep[:, None] * SIZE + columns[None, :]
     held = (deep < KEY)[:, None] & (columns < SIZE)[None, :]
     inverse += tl.program_id(0).to(tl.int64) * chunks * CHUNK * CHUNK
-    state = tl.load(before + square, mask=held, other=0.0)
-    _recompute_delta_rule_states(
-        k, v, g, beta, inverse, segments, states + square, state, held, begin, chunks, length, batch, heads, per_group,
-        columns, KEY, SIZE, WIDE, CHUNK, PRECISION,
-    )  # fmt: skip
     after = tl.load(d_state + square, mask=held, other=0.0)
     for back in range(chunks):
         number = chunks - 1 - back
@@ -342,16 +237,15 @@ def selective_scan_gradients(
     deep, columns = b.shape[3], min(_COLUMNS, padded_block_width(size))
     splits, dx, d_b, d_c = cdiv(size, columns), torch.empty_like(x), torch.empty_like(b), torch.empty_like(c)
     d_dt, d_logs = states.new_empty((2, splits, length, batch, heads))
-    d_state, inside = (
-        d_state.float().contiguous().clone(),
-        torch.empty_like(states[:1].expand(span // _CHUNK, -1, -1, -1, -1)),
-    )
+    d_state = d_state.float().contiguous().clone()
     for number in reversed(range(len(states))):
         begin, end = number * span, min((number + 1) * span, length)
         chunks = cdiv(end - begin, _CHUNK)
+        tokens = range(begin, end)
+        _, inside = launch_selective_scan(inputs, a, segments, states[number], chunk=_CHUNK, span=1, tokens=tokens)
         parts = states.new_empty((2, splits, chunks * _CHUNK, batch, heads, deep))
         _selective_backward_kernel[(batch * heads, splits)](
-            x, dt, a, b, c, dy, segments, states[number], inside, d_state, dx, d_dt, d_logs, *parts,
+            x, dt, a, b, c, dy, segments, inside, d_state, dx, d_dt, d_logs, *parts,
             begin, chunks, length, batch, heads, heads // b.shape[2],
             SIZE=size, STATE=deep, WIDE=padded_block_width(deep), CHUNK=_CHUNK, COLUMNS=columns, PRECISION=dot_precision(x),
             num_warps=_WARPS, num_stages=1,
@@ -375,17 +269,17 @@ def delta_rule_gradients(
     deep, columns = k.shape[3], min(_COLUMNS, padded_block_width(size))
     splits, dv, d_q, d_k = cdiv(size, columns), torch.empty_like(v), torch.empty_like(q), torch.empty_like(k)
     d_g, d_beta = states.new_empty((2, splits, length, batch, heads))
-    d_state, inside = (
-        d_state.float().contiguous().clone(),
-        torch.empty_like(states[:1].expand(span // _CHUNK, -1, -1, -1, -1)),
-    )
+    d_state = d_state.float().contiguous().clone()
     for number in reversed(range(len(states))):
         begin, end = number * span, min((number + 1) * span, length)
         chunks = cdiv(end - begin, _CHUNK)
         parts = states.new_empty((2, splits, chunks * _CHUNK, batch, heads, deep))
         inverse = invert_delta_rule_systems(k, beta, segments, _CHUNK, begin, end)
+        _, inside = launch_delta_rule_scan(
+            inputs, inverse, segments, states[number], chunk=_CHUNK, span=1, tokens=range(begin, end)
+        )
         _delta_rule_backward_kernel[(batch * heads, splits)](
-            q, k, v, g, beta, dy, inverse, segments, states[number], inside, d_state, dv, d_g, d_beta, *parts,
+            q, k, v, g, beta, dy, inverse, segments, inside, d_state, dv, d_g, d_beta, *parts,
             begin, chunks, length, batch, heads, heads // k.shape[2],
             KEY=deep, SIZE=size, WIDE=padded_block_width(deep), CHUNK=_CHUNK, COLUMNS=columns, PRECISION=dot_precision(v),
             num_warps=_WARPS, num_stages=1,
