@@ -128,92 +128,53 @@ def _norm_weight_gradient_kernel(
 
 
 class _NormFunction(Function):
-    """The autograd function of `rms_norm` (without bias) and `layer_norm` (with bias)."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
-        x = x.contiguous()
-        y, stats = _add_and_norm(x, None, weight, bias, epsilon)
-        context.save_for_backward(x, weight, stats)
-        context.centred = bias is not None
-        return y[0]
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, stats = context.saved_tensors
-        dx, of_weight, of_bias = _norm_gradients(gradient, None, x, weight, stats, context.centred)
-        return dx, of_weight, of_bias, None
-
-
-class _ResidualNorm(Function):
-    """The autograd function of `residual_norm`."""
+    """The autograd function of `rms_norm` (without bias), `layer_norm` (with bias) and, with an update, `residual_norm`."""
 
     @staticmethod
     def forward(
-        context: Any, x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float
-    ) -> tuple[Tensor, Tensor]:
-        (total, y), stats = _add_and_norm(x.contiguous(), update.contiguous(), weight, bias, epsilon)
-        context.save_for_backward(total, weight, stats)
+        context: Any, x: Tensor, update: Tensor | None, weight: Tensor | None, bias: Tensor | None, epsilon: float
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        x, size = x.contiguous(), x.shape[-1]
+        rows, update = x.numel() // max(1, size), None if update is None else update.contiguous()
+        y = x.new_empty((1 if update is None else 2, *x.shape))
+        stats = torch.empty((rows, 2), dtype=torch.float32, device=x.device)
+        if rows:
+            _norm_forward_kernel[(rows,)](
+                x, update, y, weight, bias, stats, epsilon, SIZE=size, num_warps=_num_warps_for_row(size)
+            )
         context.centred = bias is not None
-        return total, y
+        context.save_for_backward(x if update is None else y[0], weight, stats)
+        return y[0] if update is None else (y[0], y[1])
 
     @staticmethod
-    def backward(context: Any, of_total: Tensor, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        total, weight, stats = context.saved_tensors
-        dx, of_weight, of_bias = _norm_gradients(gradient, of_total.contiguous(), total, weight, stats, context.centred)
-        return dx, dx, of_weight, of_bias, None
-
-
-def _add_and_norm(
-    x: Tensor, update: Tensor | None, weight: Tensor | None, bias: Tensor | None, epsilon: float
-) -> tuple[Tensor, Tensor]:
-    """Return the norm, [1, ..., size], or with an update x + update and its norm, [2, ..., size]; and the statistics
-    [rows, 2] that `_norm_gradients` needs.
-    """
-    size = x.shape[-1]
-    rows = x.numel() // max(1, size)
-    y, stats = (
-        x.new_empty((1 if update is None else 2, *x.shape)),
-        torch.empty((rows, 2), dtype=torch.float32, device=x.device),
-    )
-    if rows:
-        _norm_forward_kernel[(rows,)](
-            x, update, y, weight, bias, stats, epsilon, SIZE=size, num_warps=_num_warps_for_row(size)
-        )
-    return y, stats
-
-
-def _norm_gradients(
-    gradient: Tensor, more: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor, centred: bool
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, weight and bias; None for a weight or bias that there is not. more: another gradient
-    of x that is added; centred: LayerNorm, not RMSNorm.
-    """
-    gradient, size, rows = gradient.contiguous(), x.shape[-1], len(stats)
-    dx, parts = torch.empty_like(x), cdiv(rows, _ROWS)
-    if rows:
-        _norm_backward_kernel[(rows,)](
-            gradient, more, x, weight, stats, dx, CENTRED=centred, SIZE=size, num_warps=_num_warps_for_row(size)
-        )
-    if weight is None:
-        return dx, None, None
-    sums = torch.empty((2, parts, size), dtype=torch.float32, device=x.device)
-    if rows:
-        _norm_weight_gradient_kernel[(cdiv(size, _COLUMNS), parts)](
-            gradient, x, stats, sums, rows, size, ROWS=_ROWS, COLUMNS=_COLUMNS
-        )
-    of_weight, of_bias = sums.sum(1).to(weight.dtype)
-    return dx, of_weight, of_bias if centred else None
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, stats = context.saved_tensors
+        *more, gradient = (one.contiguous() for one in gradients)
+        size, rows, dx, of_weight, of_bias = x.shape[-1], len(stats), torch.empty_like(x), None, None
+        if rows:
+            _norm_backward_kernel[(rows,)](
+                gradient, more[0] if more else None, x, weight, stats, dx, CENTRED=context.centred, SIZE=size,
+                num_warps=_num_warps_for_row(size),
+            )  # fmt: skip
+        if weight is not None:
+            parts = cdiv(rows, _ROWS)
+            sums = torch.empty((2, parts, size), dtype=torch.float32, device=x.device)
+            if rows:
+                _norm_weight_gradient_kernel[(cdiv(size, _COLUMNS), parts)](
+                    gradient, x, stats, sums, rows, size, ROWS=_ROWS, COLUMNS=_COLUMNS
+                )
+            of_weight, of_bias = sums.sum(1).to(weight.dtype)
+        return dx, dx if more else None, of_weight, of_bias if context.centred else None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     """Compute `reference.rms_norm` by Triton. x: [..., size]; weight: [size] or None."""
-    return _NormFunction.apply(x, weight, None, epsilon)
+    return _NormFunction.apply(x, None, weight, None, epsilon)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
     """Compute `reference.layer_norm` by Triton. x: [..., size]; weight, bias: [size]."""
-    return _NormFunction.apply(x, weight, bias, epsilon)
+    return _NormFunction.apply(x, None, weight, bias, epsilon)
 
 
 def residual_norm(
@@ -222,7 +183,7 @@ def residual_norm(
     """Compute `reference.residual_norm` by Triton: x + update, and its LayerNorm with a bias, its RMSNorm without.
     x, update: [..., size].
     """
-    return _ResidualNorm.apply(x, update, weight, bias, epsilon)
+    return _NormFunction.apply(x, update, weight, bias, epsilon)
 
 
 def _num_warps_for_row(size: int) -> int:

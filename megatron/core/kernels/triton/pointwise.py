@@ -17,7 +17,7 @@ from megatron.core.kernels.reference import GatedActivationOptions
 from megatron.core.kernels.triton import cdiv
 
 _BLOCK = 1024
-_BIAS_COLUMNS, _BIAS_ROWS, _BIAS_WARPS = 512, 64, 2  # of a program that sums the gradient of a bias
+_BIAS_TILE = {"ROWS": 64, "BLOCK": 512, "num_warps": 2}  # of a program that sums the gradient of a bias
 _NO_CLAMP = float("inf")
 
 
@@ -50,95 +50,6 @@ def _activation_and_derivative(x: tl.tensor, NAME: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _gated_activation_kernel(
-    x: tl.tensor,
-    y: tl.tensor,
-    size: tl.tensor,
-    NAME: tl.constexpr,
-    CLAMP: tl.constexpr,
-    OFFSET: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Kernel: y = activation(gate) * (up + OFFSET) for one row; gate and up are first clamped by CLAMP. x: [rows, 2
-    size], gate before up; y: [rows, size].
-    """
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < size
-    gate = tl.load(x + 2 * row * size + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + (2 * row + 1) * size + columns, mask=inside, other=0.0).to(tl.float32)
-    gate, up = tl.minimum(gate, CLAMP), tl.minimum(tl.maximum(up, -CLAMP), CLAMP)
-    value, _ = _activation_and_derivative(gate, NAME)
-    tl.store(y + row * size + columns, (value * (up + OFFSET)).to(y.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _gated_activation_backward(
-    dy: tl.tensor,
-    x: tl.tensor,
-    dx: tl.tensor,
-    size: tl.tensor,
-    NAME: tl.constexpr,
-    CLAMP: tl.constexpr,
-    OFFSET: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Kernel: compute the gradient dx [rows, 2 size] of `_gated_activation_kernel` for one row from dy [rows, size];
-    clamped values get 0.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < size
-    gradient = tl.load(dy + row * size + columns, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(x + 2 * row * size + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + (2 * row + 1) * size + columns, mask=inside, other=0.0).to(tl.float32)
-    value, slope = _activation_and_derivative(tl.minimum(gate, CLAMP), NAME)
-    linear = tl.minimum(tl.maximum(up, -CLAMP), CLAMP) + OFFSET
-    of_gate = tl.where(gate <= CLAMP, gradient * linear * slope, 0.0)
-    of_up = tl.where((up <= CLAMP) & (up >= -CLAMP), gradient * value, 0.0)
-    tl.store(dx + 2 * row * size + columns, of_gate.to(dx.dtype.element_ty), mask=inside)
-    tl.store(dx + (2 * row + 1) * size + columns, of_up.to(dx.dtype.element_ty), mask=inside)
-
-
-class _GatedActivation(Function):
-    """The autograd function of `gated_activation`."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor, name: str, gating: GatedActivationOptions) -> Tensor:
-        x = x.contiguous()
-        size = x.shape[-1] // 2
-        context.how = {
-            "NAME": name,
-            "CLAMP": _NO_CLAMP if gating.clamp is None else gating.clamp,
-            "OFFSET": gating.offset,
-            "BLOCK": _BLOCK,
-        }
-        y = x.new_empty((*x.shape[:-1], size))
-        if y.numel():
-            _gated_activation_kernel[(y.numel() // size, cdiv(size, _BLOCK))](x, y, size, **context.how)
-        context.save_for_backward(x)
-        return y
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (x,) = context.saved_tensors
-        gradient, dx, size = gradient.contiguous(), torch.empty_like(x), x.shape[-1] // 2
-        if gradient.numel():
-            _gated_activation_backward[(gradient.numel() // size, cdiv(size, _BLOCK))](
-                gradient, x, dx, size, **context.how
-            )
-        return dx, None, None
-
-
-def gated_activation(x: Tensor, name: str, gating: GatedActivationOptions = GatedActivationOptions()) -> Tensor:
-    """Compute `reference.gated_activation` by Triton, for silu, quick_gelu, gelu and gelu_tanh. x: [..., 2 f], gate
-    before up; returns [..., f].
-    """
-    assert name in ("silu", "quick_gelu", "gelu", "gelu_tanh"), f"no gated activation is called {name}"
-    return _GatedActivation.apply(x, name, gating)
-
-
-@triton.jit
 def _bias_activation_kernel(
     x: tl.tensor,
     bias: tl.tensor,
@@ -153,7 +64,8 @@ def _bias_activation_kernel(
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Kernel: y [rows, size] = activation of x + bias for one row; GATED: x is [rows, 2 size], gate before up.
+    """Kernel: y [rows, size] = activation of x + bias (None: of x) for one row; GATED: x is [rows, 2 size], gate before
+    up: y = activation(gate) * (up + OFFSET), both clamped by CLAMP first.
 
     EXPERTS: 0 for one bias; else a power of two, at least `experts`: bias then has one row for each expert, rows are
     sorted by expert, and ends [experts] are the cumulative numbers of rows.
@@ -167,10 +79,12 @@ def _bias_activation_kernel(
         bias += tl.sum(ended, 0).to(tl.int64) * (1 + GATED) * size
     first = x + (1 + GATED) * row * size
     gate = tl.load(first + columns, mask=inside, other=0.0).to(tl.float32)
-    gate += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        gate += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     if GATED:
         up = tl.load(first + size + columns, mask=inside, other=0.0).to(tl.float32)
-        up += tl.load(bias + size + columns, mask=inside, other=0.0).to(tl.float32)
+        if bias is not None:
+            up += tl.load(bias + size + columns, mask=inside, other=0.0).to(tl.float32)
         value, _ = _activation_and_derivative(tl.minimum(gate, CLAMP), NAME)
         value *= tl.minimum(tl.maximum(up, -CLAMP), CLAMP) + OFFSET
     else:
@@ -213,7 +127,8 @@ def _bias_activation_backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Kernel: for one part of at most ROWS rows, compute the gradient dx like x, and in fp32 its sum over these rows.
+    """Kernel: for one part of at most ROWS rows, compute the gradient dx like x, 0 where it was clamped, and with a bias
+    in fp32 its sum over these rows.
 
     sums: [parts, columns of x]; the gradient of the bias is their sum over parts. No part has rows of two experts, so
     that the order of the sum is always the same. Other arguments as in `_bias_activation_kernel`.
@@ -232,11 +147,12 @@ def _bias_activation_backward(
     else:
         start = part * ROWS
         stop = tl.minimum(start + ROWS, rows)
-    first_bias = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-    first_sum = tl.zeros((BLOCK,), dtype=tl.float32)
-    if GATED:
-        up_bias = tl.load(bias + size + columns, mask=inside, other=0.0).to(tl.float32)
-        up_sum = tl.zeros((BLOCK,), dtype=tl.float32)
+    first_sum, up_sum = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
+    first_bias, up_bias = 0.0, 0.0
+    if bias is not None:
+        first_bias = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+        if GATED:
+            up_bias = tl.load(bias + size + columns, mask=inside, other=0.0).to(tl.float32)
     for row in range(start, stop):
         gradient = tl.load(dy + row * size + columns, mask=inside, other=0.0).to(tl.float32)
         places = (1 + GATED) * row * size + columns
@@ -254,10 +170,11 @@ def _bias_activation_backward(
             gradient *= slope
         first_sum += gradient
         tl.store(dx + places, gradient.to(dx.dtype.element_ty), mask=inside)
-    own = sums + part * (1 + GATED) * size + columns
-    tl.store(own, first_sum, mask=inside)
-    if GATED:
-        tl.store(own + size, up_sum, mask=inside)
+    if bias is not None:
+        own = sums + part * (1 + GATED) * size + columns
+        tl.store(own, first_sum, mask=inside)
+        if GATED:
+            tl.store(own + size, up_sum, mask=inside)
 
 
 @triton.jit
@@ -284,13 +201,18 @@ def _sum_expert_bias_gradients(
 
 
 class _BiasActivation(Function):
-    """The autograd function of `bias_activation`."""
+    """The autograd function of `bias_activation`, and without a bias of `gated_activation`."""
 
     @staticmethod
     def forward(
-        context: Any, x: Tensor, bias: Tensor, name: str, gating: GatedActivationOptions | None, counts: Tensor | None
+        context: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        name: str,
+        gating: GatedActivationOptions | None,
+        counts: Tensor | None,
     ) -> Tensor:
-        x, bias = x.contiguous(), bias.contiguous()
+        x, bias = x.contiguous(), None if bias is None else bias.contiguous()
         size = x.shape[-1] // (1 if gating is None else 2)
         context.experts = 0 if counts is None else len(counts)
         context.how = {
@@ -300,7 +222,7 @@ class _BiasActivation(Function):
             "OFFSET": 0.0 if gating is None else gating.offset,
             "EXPERTS": triton.next_power_of_2(context.experts) if context.experts else 0,
         }
-        y, ends = x.new_empty((*x.shape[:-1], size)), bias if counts is None else counts.cumsum(0)
+        y, ends = x.new_empty((*x.shape[:-1], size)), x if counts is None else counts.cumsum(0)
         if y.numel():
             grid = (y.numel() // size, cdiv(size, _BLOCK))
             _bias_activation_kernel[grid](x, bias, ends, y, size, context.experts, **context.how, BLOCK=_BLOCK)
@@ -308,20 +230,30 @@ class _BiasActivation(Function):
         return y
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         x, bias, ends = context.saved_tensors
         gradient, dx, size, experts = gradient.contiguous(), torch.empty_like(x), gradient.shape[-1], context.experts
-        rows, width = x.numel() // x.shape[-1], x.shape[-1]
-        sums = torch.empty((cdiv(rows, _BIAS_ROWS) + experts, width), dtype=torch.float32, device=x.device)
+        rows, width = gradient.numel() // max(size, 1), x.shape[-1]
+        tile = {"ROWS": 1, "BLOCK": _BLOCK} if bias is None else _BIAS_TILE
+        parts = cdiv(rows, tile["ROWS"]) + experts
+        sums = None if bias is None else torch.empty((parts, width), dtype=torch.float32, device=x.device)
         if rows:
-            grid = (len(sums), cdiv(size, _BIAS_COLUMNS))
-            how = {**context.how, "ROWS": _BIAS_ROWS, "BLOCK": _BIAS_COLUMNS, "num_warps": _BIAS_WARPS}
-            _bias_activation_backward[grid](gradient, x, bias, ends, dx, sums, rows, size, experts, **how)
-        if not experts or not rows:
-            return dx, sums.sum(0, dtype=bias.dtype) if not experts else torch.zeros_like(bias), None, None, None
-        dbias, how = torch.empty_like(bias), {"EXPERTS": context.how["EXPERTS"], "ROWS": _BIAS_ROWS, "BLOCK": _BLOCK}
+            _bias_activation_backward[(parts, cdiv(size, tile["BLOCK"]))](
+                gradient, x, bias, ends, dx, sums, rows, size, experts, **context.how, **tile
+            )
+        if sums is None or not experts:
+            return dx, None if sums is None else sums.sum(0, dtype=bias.dtype), None, None, None
+        dbias, how = torch.empty_like(bias), {"EXPERTS": context.how["EXPERTS"], "ROWS": tile["ROWS"], "BLOCK": _BLOCK}
         _sum_expert_bias_gradients[(experts, cdiv(width, _BLOCK))](sums, ends, dbias, width, experts, **how)
         return dx, dbias, None, None, None
+
+
+def gated_activation(x: Tensor, name: str, gating: GatedActivationOptions = GatedActivationOptions()) -> Tensor:
+    """Compute `reference.gated_activation` by Triton, for silu, quick_gelu, gelu and gelu_tanh. x: [..., 2 f], gate
+    before up; returns [..., f].
+    """
+    assert name in ("silu", "quick_gelu", "gelu", "gelu_tanh"), f"no gated activation is called {name}"
+    return _BiasActivation.apply(x, None, name, gating, None)
 
 
 def bias_activation(

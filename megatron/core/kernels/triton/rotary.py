@@ -164,7 +164,6 @@ def _launch_rotary(
     parts: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
     outputs: tuple[Tensor, Tensor | None],
     tables: tuple[Tensor, Tensor],
-    row: int,
     *,
     interleaved: bool,
     back: bool,
@@ -172,8 +171,7 @@ def _launch_rotary(
     """Rotate parts (q, k, v, gate), [s, b, heads, d] each or None, into outputs: (q, k), or (all parts of a token in
     one row, None).
 
-    tables: cos and sin, [s, b or 1, 1, r]. row: elements of a token in the first output. back: rotate by the negative
-    angle.
+    tables: cos and sin, [s, b or 1, 1, r]. back: rotate by the negative angle.
     """
     q, *others = (one if one is None or one.stride(-1) == 1 else one.contiguous() for one in parts)
     assert q is not None, "there is something to rotate"
@@ -185,77 +183,39 @@ def _launch_rotary(
     steps = (step for one in (q, k, v, gate) for step in ((0, 0, 0) if one is None else one.stride()[:3]))
     if q.numel():
         _rotate_token_kernel[(length * batch,)](
-            q, k, v, gate, *outputs, *tables, batch, tables[0].shape[1], heads, groups, row, *steps,
-            BACK=back,
-            SIZE=size,
-            TURNED=turned,
-            INTERLEAVED=interleaved,
-            PAIRS=pairs,
-            REST=round_up_to_power_of_2(max(size - turned, 1)),
-            BLOCK=round_up_to_power_of_2(size),
-            HEADS=max(1, _ELEMENTS // pairs),
-            num_warps=4,
+            q, k, v, gate, *outputs, *tables, batch, tables[0].shape[1], heads, groups, outputs[0][0, 0].numel(), *steps,
+            BACK=back, SIZE=size, TURNED=turned, INTERLEAVED=interleaved, PAIRS=pairs,
+            REST=round_up_to_power_of_2(max(size - turned, 1)), BLOCK=round_up_to_power_of_2(size),
+            HEADS=max(1, _ELEMENTS // pairs), num_warps=4,
         )  # fmt: skip
 
 
-class _Rotary(Function):
-    """The autograd function of `rotary`."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        tables = cos.contiguous(), sin.contiguous()
-        context.save_for_backward(*tables)
-        context.interleaved = interleaved
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        _launch_rotary(
-            (x, None, None, None), (y, None), tables, _elements_per_token(x), interleaved=interleaved, back=False
-        )
-        return y
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        cos, sin = context.saved_tensors
-        dx = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-        parts = (gradient, None, None, None)
-        _launch_rotary(
-            parts, (dx, None), (cos, sin), _elements_per_token(dx), interleaved=context.interleaved, back=True
-        )
-        return dx, None, None, None
-
-
 class _RotaryQKV(Function):
-    """The autograd function of `rotary_qkv`."""
+    """The autograd function of `rotary_qkv`, and for one part of `rotary`."""
 
     @staticmethod
     def forward(
         context: Any, heads: Tensor, counts: tuple[int, ...], cos: Tensor, sin: Tensor, interleaved: bool
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Any, ...]:
         tables = cos.contiguous(), sin.contiguous()
         context.save_for_backward(*tables)
         context.interleaved = interleaved
-        q, *gate, k, v = heads.split(counts, dim=2)
-        q_out, k_out = (torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in (q, k))
-        _launch_rotary(
-            (q, k, None, None), (q_out, k_out), tables, _elements_per_token(q), interleaved=interleaved, back=False
-        )
-        return q_out, *gate, k_out, v
+        q, *others = heads.split(counts, dim=2)
+        *gate, k, v = others or (None, None)
+        q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        k_out = None if k is None else torch.empty(k.shape, dtype=k.dtype, device=k.device)
+        _launch_rotary((q, k, None, None), (q_out, k_out), tables, interleaved=interleaved, back=False)
+        return (q_out,) if k_out is None else (q_out, *gate, k_out, v)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        cos, sin = context.saved_tensors
-        q, *gate, k, v = gradients
+        q, *others = gradients
+        *gate, k, v = others or (None, None)
         total = sum(one.shape[2] for one in gradients)
         whole = torch.empty((*q.shape[:2], total, q.shape[3]), dtype=q.dtype, device=q.device)
         parts = q, k, v, gate[0] if gate else None
-        _launch_rotary(
-            parts, (whole, None), (cos, sin), _elements_per_token(whole), interleaved=context.interleaved, back=True
-        )
+        _launch_rotary(parts, (whole, None), context.saved_tensors, interleaved=context.interleaved, back=True)
         return whole, None, None, None, None
-
-
-def _elements_per_token(x: Tensor) -> int:
-    """Return the number of elements of a token of x [s, b, heads, d]."""
-    return x.shape[2] * x.shape[3]
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -263,7 +223,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
     x: [s, b, n, d]; cos, sin: [s, b or 1, 1, r] in fp32. Returns the shape of x.
     """
-    return _Rotary.apply(x, cos, sin, interleaved)
+    return _RotaryQKV.apply(x, (x.shape[2],), cos, sin, interleaved)[0]
 
 
 def rotary_qkv(
