@@ -31,7 +31,7 @@ def attention_by_query_chunks(
     dropout: float,
     scores: AttentionScoreModifiers = AttentionScoreModifiers(),
 ) -> Tensor:
-    """Compute `reference.attention` without a soft cap, one chunk of queries at a time. dropout: rounded to a multiple
+    """Compute `reference.softmax_attention` without a soft cap, one chunk of queries at a time. dropout: rounded to a multiple
     of 1 / 65,536.
 
     q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv]. Returns [queries, b, n * dv].
@@ -140,16 +140,11 @@ class _ChunkedAttentionCall:
 
     def _mask_spec_of_chunk(self, rows: slice, columns: slice) -> AttentionMaskSpec:
         """Return the part of the mask for a range of queries and a range of keys."""
-        queries, keys, mask = len(self.q), len(self.k), self.mask
-        documents = mask.query_documents
-        if documents is None and mask.documents is not None:
-            documents = mask.documents[:, -queries:]
-        places = torch.arange(keys - queries, keys) if mask.query_places is None else mask.query_places
+        mask = self.mask.of_query_rows(rows, len(self.q), len(self.k), self.q.device)
+        _, places = mask.query_and_key_places(rows.stop - rows.start, len(self.k), self.q.device)
         return replace(
             mask,
-            query_places=places[rows],
-            key_places=torch.arange(keys)[columns] if mask.key_places is None else mask.key_places[columns],
-            query_documents=None if documents is None else documents[:, rows],
+            key_places=places[columns],
             documents=None if mask.documents is None else mask.documents[:, columns],
             padding=None if mask.padding is None else mask.padding[:, columns],
         )

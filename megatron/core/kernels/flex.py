@@ -9,10 +9,8 @@ of the other scores.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -22,8 +20,6 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from megatron.core.kernels.host_read_permission import host_may_read
 from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.core.kernels.requirements import KernelRequirements, first_reason
-
-_KEPT = 8  # block masks
 
 
 @cache
@@ -42,7 +38,7 @@ def attention_by_flex(
     dropout: float = 0.0,
     scores: AttentionScoreModifiers = AttentionScoreModifiers(),
 ) -> Tensor:
-    """Compute `reference.attention` by torch's FlexAttention. q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b,
+    """Compute `reference.softmax_attention` by torch's FlexAttention. q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b,
     g, dv]. dropout must be 0. Returns [queries, b, n * dv].
     """
     assert not dropout, "the table offers it without dropout only"
@@ -66,55 +62,33 @@ def attention_by_flex(
     return output.permute(2, 0, 1, 3).flatten(2)
 
 
-@dataclass(frozen=True, slots=True)
-class _CachedBlockMask:
-    """A block mask and what it was built from. sizes: builder, causality, window, lengths, rows and device.
-    tensors: the mask's tensors. versions: torch's counters of in-place changes of these tensors.
-    """
-
-    sizes: tuple[object, ...]
-    tensors: tuple[Tensor | None, ...]
-    versions: tuple[int, ...]
-    seen: BlockMask
-
-    def was_built_from(
-        self, sizes: tuple[object, ...], tensors: tuple[Tensor | None, ...], versions: tuple[int, ...]
-    ) -> bool:
-        """Whether the block mask was built from just these tensors, unchanged since, and these sizes."""
-        same = all(mine is other for mine, other in zip(self.tensors, tensors, strict=True))
-        return same and self.sizes == sizes and self.versions == versions
-
-
-@cache
-def _block_mask_cache() -> deque[_CachedBlockMask]:
-    """Return the cache of the newest block masks; layers with the same mask in a microbatch share one."""
-    return deque(maxlen=_KEPT)
-
-
 def cached_block_mask(mask: AttentionMaskSpec, queries: int, keys: int, batch: int, device: torch.device) -> BlockMask:
     """Return a mask as FlexAttention's BlockMask, [b or 1, 1, queries, keys] in blocks. It is taken from the cache if
-    it was built from the same tensors, except while compiling or capturing a CUDA graph.
+    it was built from the same tensors, unchanged since, except while compiling or capturing a CUDA graph.
     """
     _, build = compiled_flex_functions()
-    rows = batch if _mask_differs_between_rows(mask) else None
-
-    def build_block_mask() -> BlockMask:
-        """Build the block mask."""
-        return build(make_mask_mod(mask, queries, keys, device), rows, None, queries, keys, device=device)
-
     tensors = (mask.documents, mask.padding, mask.query_places, mask.key_places, mask.query_documents)
     given = [one for one in tensors if one is not None]
+    sizes = (batch if mask.documents is not None or mask.padding is not None else None, queries, keys)
     # A graph that is repeated has to build its own; a tensor of inference counts no changes.
     if torch.compiler.is_compiling() or _is_capturing_cuda_graph(device) or any(one.is_inference() for one in given):
-        return build_block_mask()
-    sizes = (build, mask.causal, mask.window, queries, keys, rows, device)
-    versions = tuple(one._version for one in given)
-    for one in _block_mask_cache():
-        if one.was_built_from(sizes, tensors, versions):
-            return one.seen
-    seen = build_block_mask()
-    _block_mask_cache().append(_CachedBlockMask(sizes, tensors, versions, seen))
-    return seen
+        return _build_block_mask.__wrapped__(build, mask, sizes, device, ())
+    return _build_block_mask(build, mask, sizes, device, tuple(one._version for one in given))
+
+
+@lru_cache(maxsize=8)  # layers with the same mask in a microbatch share one; tensors are equal only to themselves
+def _build_block_mask(
+    build: Callable[..., BlockMask],
+    mask: AttentionMaskSpec,
+    sizes: tuple[int | None, int, int],
+    device: torch.device,
+    versions: tuple[int, ...],
+) -> BlockMask:
+    """Build the block mask of `cached_block_mask`. sizes: rows of the batch (None: all have the same mask), queries and
+    keys. versions: torch's counters of in-place changes of the mask's tensors.
+    """
+    rows, queries, keys = sizes
+    return build(make_mask_mod(mask, queries, keys, device), rows, None, queries, keys, device=device)
 
 
 def _is_capturing_cuda_graph(device: torch.device) -> bool:
@@ -128,11 +102,10 @@ def make_mask_mod(
     """Return the mask as FlexAttention's mask function: (batch row b, head h, query i, key j), scalar tensors, -> bool.
     It agrees with `AttentionMaskSpec.as_bool_tensor`.
     """
-    places = torch.arange(keys - queries, keys, device=device) if mask.query_places is None else mask.query_places
-    key_places = torch.arange(keys, device=device) if mask.key_places is None else mask.key_places
+    places, key_places = mask.query_and_key_places(queries, keys, device)
     # The compiler looks into what `seen` holds: tensors and numbers are the same to it in every microbatch, an object is not.
     causal, (left, right), documents, padding = mask.causal, mask.window or (-1, -1), mask.documents, mask.padding
-    own = mask.query_documents if mask.query_documents is not None or documents is None else documents[:, -queries:]
+    own = mask.documents_of_queries(queries)
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         """Return whether query i of batch row b attends to key j."""
@@ -160,11 +133,6 @@ def flex_unsupported_reason(need: KernelRequirements) -> str:
             "it has no dropout": need.attention_dropout > 0,
         }
     )
-
-
-def _mask_differs_between_rows(mask: AttentionMaskSpec) -> bool:
-    """Whether the rows of a batch have different masks."""
-    return mask.documents is not None or mask.padding is not None
 
 
 def _make_score_mod(scores: AttentionScoreModifiers) -> Callable[..., Tensor] | None:

@@ -42,7 +42,7 @@ def attention_by_sdpa(
     dropout: float = 0.0,
     scores: AttentionScoreModifiers = AttentionScoreModifiers(),
 ) -> Tensor:
-    """Compute `reference.attention` by torch's scaled dot product attention, with the best of its backends for this
+    """Compute `reference.softmax_attention` by torch's scaled dot product attention, with the best of its backends for this
     device.
 
     q: [queries, b, n, d]; k: [keys, b, g, d]; v: [keys, b, g, dv]. Returns [queries, b, n * dv]. The backward
@@ -67,14 +67,10 @@ def _softcapped_attention(
     queries, keys = len(q), len(k)
     if queries <= _CAPPED:
         return reference.softmax_attention(q, k, v, mask, dropout, scores)
-    places = torch.arange(keys - queries, keys, device=q.device) if mask.query_places is None else mask.query_places
-    own = mask.query_documents
-    if own is None and mask.documents is not None:
-        own = mask.documents[:, -queries:]
     parts = []
     for start in range(0, queries, _CAPPED):
         rows = slice(start, start + _CAPPED)
-        part = replace(mask, query_places=places[rows], query_documents=None if own is None else own[:, rows])
+        part = mask.of_query_rows(rows, queries, keys, q.device)
         change = scores if scores.bias is None else replace(scores, bias=scores.bias[:, :, rows])
         given = (q[rows], k, v, part, dropout, change)
         parts.append(
@@ -222,9 +218,7 @@ def _banded_attention(
     count = -(-length // block)
     slab, rest = block + left + ahead, count * block - length
 
-    def unfold_overlapping_key_blocks(
-        x: Tensor, value: float = 0.0
-    ) -> Tensor:  # [b, g, s, d] to [b * count, g, slab, d], a view but for the padding
+    def unfold_overlapping_key_blocks(x: Tensor, value: float = 0.0) -> Tensor:
         """Cut x [b, g, s, d] into one range of keys for each block of queries, [b * blocks, g, range, d]; ranges
         overlap, positions outside the sequence get `value`.
         """
@@ -247,15 +241,8 @@ def _banded_attention(
         )
     seen = seen.expand(batch, -1, -1, -1).flatten(0, 1)[:, None]
     blind = ~seen.any(-1, keepdim=True)  # those of the padding behind the sequence are
-    output = _sdpa(
-        queries,
-        unfold_overlapping_key_blocks(heads[1]),
-        unfold_overlapping_key_blocks(heads[2]),
-        seen | blind,
-        False,
-        dropout,
-        scores,
-    )
+    keys, values = map(unfold_overlapping_key_blocks, heads[1:])
+    output = _sdpa(queries, keys, values, seen | blind, False, dropout, scores)
     output = output.masked_fill(blind, 0.0)
     output = output.unflatten(0, (batch, count)).transpose(1, 2).flatten(2, 3)
     return _merge_heads(output[:, :, :length])

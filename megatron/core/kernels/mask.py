@@ -55,14 +55,29 @@ class AttentionMaskSpec:
         """Return this mask with the window (left, right) of a layer; unchanged for None and (-1, -1)."""
         return self if window is None or window == (-1, -1) else replace(self, window=window)
 
+    def query_and_key_places(self, num_queries: int, num_keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the positions of queries and keys, int64 [queries] and [keys]."""
+        queries, keys = self.query_places, self.key_places
+        return (
+            torch.arange(num_keys - num_queries, num_keys, device=device) if queries is None else queries,
+            torch.arange(num_keys, device=device) if keys is None else keys,
+        )
+
+    def documents_of_queries(self, num_queries: int) -> Tensor | None:
+        """Return the document numbers of the queries, [b, queries]; None without documents."""
+        if self.query_documents is not None or self.documents is None:
+            return self.query_documents
+        return self.documents[:, -num_queries:]
+
+    def of_query_rows(self, rows: slice, num_queries: int, num_keys: int, device: torch.device) -> AttentionMaskSpec:
+        """Return the mask of a range of the queries over all keys."""
+        places, _ = self.query_and_key_places(num_queries, num_keys, device)
+        own = self.documents_of_queries(num_queries)
+        return replace(self, query_places=places[rows], query_documents=None if own is None else own[:, rows])
+
     def as_bool_tensor(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
         """Return the mask as a bool tensor [b or 1, 1, queries, keys], True where the query attends to the key."""
-        keys = torch.arange(num_keys, device=device) if self.key_places is None else self.key_places
-        queries = (
-            torch.arange(num_keys - num_queries, num_keys, device=device)
-            if self.query_places is None
-            else self.query_places
-        )
+        queries, keys = self.query_and_key_places(num_queries, num_keys, device)
         ahead = (keys[None, :] - queries[:, None])[None, None]
         seen = torch.ones_like(ahead, dtype=torch.bool)
         if self.causal:
@@ -71,8 +86,8 @@ class AttentionMaskSpec:
             left, right = self.window
             seen = seen & (ahead >= -left) if left >= 0 else seen
             seen = seen & (ahead <= right) if right >= 0 else seen
-        if self.documents is not None:
-            own = self.documents[:, -num_queries:] if self.query_documents is None else self.query_documents
+        own = self.documents_of_queries(num_queries)
+        if own is not None and self.documents is not None:
             seen = seen & (own[:, :, None] == self.documents[:, None, :])[:, None]
         if self.padding is not None:
             seen = seen & self.padding[:, None, None]

@@ -5,7 +5,7 @@ Sums are accumulated in fp32 for fp16 and bf16 inputs, and in fp64 for fp64 inpu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -45,9 +45,8 @@ def softmax_attention(
     if scores.bias is not None:
         scored = scored + scores.bias
     seen = mask.as_bool_tensor(queries, k.shape[2], q.device)
-    blind = (
-        None if mask.has_only_causality else ~seen.any(dim=-1, keepdim=True)
-    )  # the softmax of nothing is not a number
+    # The softmax of nothing is not a number.
+    blind = None if mask.has_only_causality else ~seen.any(dim=-1, keepdim=True)
     scored = scored.masked_fill(~seen if blind is None else ~(seen | blind), float("-inf"))
     if scores.sink is not None:
         sink = scores.sink.to(scored.dtype).view(1, -1, 1, 1).expand(*scored.shape[:3], 1)
@@ -70,18 +69,12 @@ def max_attention_scores(
     """
     queries, _, heads, size = q.shape
     keys, groups = k.shape[0], k.shape[2]
-    places = torch.arange(keys - queries, keys, device=q.device) if mask.query_places is None else mask.query_places
-    own = (
-        mask.query_documents
-        if mask.query_documents is not None or mask.documents is None
-        else mask.documents[:, -queries:]
-    )
     q = q.unflatten(2, (groups, heads // groups)).permute(1, 2, 3, 0, 4)
     k = k.permute(1, 2, 3, 0)[:, :, None]
     largest = q.new_full((groups, heads // groups), float("-inf"), dtype=accumulation_dtype_of(q.dtype))
     for start in range(0, queries, block):
         rows = slice(start, start + block)
-        part = replace(mask, query_places=places[rows], query_documents=None if own is None else own[:, rows])
+        part = mask.of_query_rows(rows, queries, keys, q.device)
         some = (q[..., rows, :] @ k).to(largest.dtype) * (size**-0.5 if scale is None else scale)
         seen = part.as_bool_tensor(some.shape[-2], keys, q.device)[:, :, None]
         largest = torch.maximum(largest, some.masked_fill(~seen, float("-inf")).amax(dim=(0, 3, 4)))
