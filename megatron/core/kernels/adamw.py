@@ -133,21 +133,15 @@ def adamw_kernel_error(kernel: AdamKernel, device: torch.device, dtype: torch.dt
             one.gradient.mul_(-3.0)
         for other, one in zip(held, exact, strict=True):
             other.gradient.copy_(one.gradient)
-    return max(_max_adam_difference(mine, right) for mine, right in zip(held, exact, strict=True))
-
-
-def _max_adam_difference(mine: AdamTensors, right: AdamTensors) -> float:
-    """Return the largest absolute difference of main weights and moments between a parameter and the right result in
-    fp64. Raises `ArithmeticError` above `TOLERANCE`, or if the bf16 model weight is not the main weight.
-    """
     worst = 0.0
-    for name in ("main", "first", "second"):
-        off = (getattr(mine, name).cpu().double() - getattr(right, name)).abs().max().item()
-        if not off <= TOLERANCE:
-            raise ArithmeticError(f"{name} was off by {off:.2g}, {TOLERANCE:g} allowed")
-        worst = max(worst, off)
-    if mine.weight is not None and not torch.allclose(mine.weight.to(mine.main), mine.main, rtol=2.0**-7, atol=0.0):
-        raise ArithmeticError("weights in bf16 are not the main weights")
+    for mine, right in zip(held, exact, strict=True):
+        for name in ("main", "first", "second"):
+            off = (getattr(mine, name).cpu().double() - getattr(right, name)).abs().max().item()
+            if not off <= TOLERANCE:
+                raise ArithmeticError(f"{name} was off by {off:.2g}, {TOLERANCE:g} allowed")
+            worst = max(worst, off)
+        if mine.weight is not None and not torch.allclose(mine.weight.to(mine.main), mine.main, rtol=2.0**-7, atol=0.0):
+            raise ArithmeticError("weights in bf16 are not the main weights")
     return worst
 
 

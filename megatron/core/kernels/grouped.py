@@ -94,19 +94,15 @@ def grouped_weight_gradients(x: Tensor, gradient: Tensor, counts: Tensor) -> Ten
     x: [n, in] and gradient (of the output): [n, out], both sorted by expert; counts: [e], rows of each expert. On a GPU
     in bf16 torch's grouped kernel computes them, without the host reading the counts.
     """
-    fits = x.device.type == "cuda" and x.dtype == torch.bfloat16 and not (x.shape[-1] % 8 or gradient.shape[-1] % 8)
-    return (_weight_gradients_by_grouped_mm if fits else _weight_gradients_by_loop)(x, gradient, counts)
+    if x.device.type == "cuda" and x.dtype == torch.bfloat16 and not (x.shape[-1] % 8 or gradient.shape[-1] % 8):
+        return _weight_gradients_by_grouped_mm(x, gradient, counts)
+    sizes = counts.tolist()
+    return torch.stack([dy.t().matmul(rows) for dy, rows in zip(gradient.split(sizes), x.split(sizes), strict=True)])
 
 
 def _weight_gradients_by_grouped_mm(x: Tensor, gradient: Tensor, counts: Tensor) -> Tensor:
     """Compute `grouped_weight_gradients` by torch's grouped GPU kernel."""
     return F.grouped_mm(gradient.t(), x, offs=counts.cumsum(0).to(torch.int32))
-
-
-def _weight_gradients_by_loop(x: Tensor, gradient: Tensor, counts: Tensor) -> Tensor:
-    """Compute `grouped_weight_gradients` by one matmul for each expert; reads the counts on the host."""
-    sizes = counts.tolist()
-    return torch.stack([dy.t().matmul(rows) for dy, rows in zip(gradient.split(sizes), x.split(sizes), strict=True)])
 
 
 class _WeightedBiasOfExpertRows(Function):

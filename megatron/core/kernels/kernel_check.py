@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,85 +40,57 @@ TOLERANCE: Mapping[torch.dtype, float] = {
 }
 
 Op = Callable[..., Tensor]
-
-
-class OpTrial(Protocol):
-    """A test input for one op of the kernel table, which measures how far a kernel is from the definition of the op."""
-
-    @property
-    def op(self) -> str:
-        """Name of the op in the kernel table."""
-
-    def max_error(self, kernel: Any, device: torch.device, dtype: torch.dtype) -> float:
-        """Return the largest difference between the kernel and the definition, relative to the largest value; infinite
-        if there is a NaN. dtype: of the inputs.
-        """
+Draw = Callable[..., Tensor]  # shape -> standard normal numbers, fp64 on the CPU
 
 
 @dataclass(frozen=True, slots=True)
-class CustomErrorTrial:
-    """A trial of an op that `OutputAndGradientTrial` cannot express, since its result is not one tensor with gradients.
-    measure: (kernel, device, dtype) -> relative error.
+class OpTrial:
+    """A trial of one op of the kernel table. max_error: (kernel, device, dtype of the inputs) -> the largest difference
+    between the kernel and the definition of the op, relative to the largest value; infinite if there is a NaN.
     """
 
     op: str
-    measure: Callable[[Any, torch.device, torch.dtype], float]
-
-    def max_error(self, kernel: Any, device: torch.device, dtype: torch.dtype) -> float:
-        """Return what `measure` returns; see `OpTrial.max_error`."""
-        return self.measure(kernel, device, dtype)
+    max_error: Callable[[Any, torch.device, torch.dtype], float]
 
 
-@dataclass(frozen=True, slots=True)
-class OutputAndGradientTrial:
-    """A trial of an op on random inputs, which compares its result and the gradients of all inputs.
+def _gradient_trial(
+    op: str, inputs: tuple[Tensor, ...], call: Callable[..., Tensor], definition: Callable[..., Any]
+) -> OpTrial:
+    """Return the trial that compares an op's result and the gradients of all inputs with those of its definition.
 
-    inputs: differentiable tensors, fp64 on the CPU. call: (op, *inputs) -> result as one tensor, with the inputs on any
-    device. reference: the definition, called in the same way.
+    inputs: differentiable, fp64 on the CPU, any shape. call: (op, *inputs) -> result as one tensor, with the inputs on
+    any device; the definition is called in the same way.
     """
 
-    op: str
-    inputs: tuple[Tensor, ...]
-    call: Callable[..., Tensor]
-    reference: Callable[..., Any]
-
-    def max_error(self, kernel: Op, device: torch.device, dtype: torch.dtype) -> float:
-        """Return the largest difference of the result and of the gradients between a kernel and the reference, relative
-        to the largest value of each; infinite if there is a NaN. dtype: to which the inputs are rounded.
-        """
-        rounded = [one.to(dtype) for one in self.inputs]
-        result = _result_and_gradients(self.call, kernel, [one.to(device) for one in rounded])
-        expected = _result_and_gradients(self.call, self.reference, [one.double() for one in rounded])
+    def max_error(kernel: Op, device: torch.device, dtype: torch.dtype) -> float:
+        rounded = [one.to(dtype) for one in inputs]
+        result = _result_and_gradients(call, kernel, [one.to(device) for one in rounded])
+        expected = _result_and_gradients(call, definition, [one.double() for one in rounded])
         worst = 0.0
         for mine, theirs in zip(result, expected, strict=True):
             gap = (mine.cpu().double() - theirs).abs().max().item() / max(theirs.abs().max().item(), 1e-30)
             worst = max(worst, gap if gap == gap else float("inf"))
         return worst
 
+    return OpTrial(op, max_error)
+
 
 def trials_for_ops_of_run(config: RunConfig, need: KernelRequirements) -> Iterator[OpTrial]:
     """Yield a trial for every op that training with this config calls, or decoding with its network."""
-    model, draw = config.model, _SeededRandn(torch.Generator().manual_seed(0))
+    model, draw = config.model, _seeded_randn(0)
     width = min(model.hidden_size or WIDEST, WIDEST)
     length = min(config.train.seq_length or LONGEST, LONGEST)
     yield _attention_trial(config, need, draw, length)
-    rows = draw(8, 2, width)
-    if model.normalization == "LayerNorm":
-        yield OutputAndGradientTrial(
-            "layer_norm",
-            (rows, 1 + draw(width), draw(width)),
-            lambda op, *given: op(*given, model.norm_epsilon),
-            reference.layer_norm,
-        )
-    else:
-        yield OutputAndGradientTrial(
-            "rms_norm", (rows, 1 + draw(width)), lambda op, *given: op(*given, model.norm_epsilon), reference.rms_norm
-        )
+    rows, is_layer_norm = draw(8, 2, width), model.normalization == "LayerNorm"
+    norm = "layer_norm" if is_layer_norm else "rms_norm"
+    weights = (1 + draw(width), *((draw(width),) if is_layer_norm else ()))
+    yield _gradient_trial(
+        norm, (rows, *weights), lambda op, *given: op(*given, model.norm_epsilon), getattr(reference, norm)
+    )
     if model.has_plain_pre_norm:
-        shift = (draw(width),) if model.normalization == "LayerNorm" else ()
-        yield OutputAndGradientTrial(
+        yield _gradient_trial(
             "residual_norm",
-            (rows, draw(8, 2, width), 1 + draw(width), *shift),
+            (rows, draw(8, 2, width), *weights),
             partial(_call_residual_norm_and_concat, epsilon=model.norm_epsilon),
             reference.residual_norm,
         )
@@ -130,22 +102,20 @@ def trials_for_ops_of_run(config: RunConfig, need: KernelRequirements) -> Iterat
     if model.can_fuse_mlp_bias:
         yield _bias_activation_trial(model, draw, width, gating)
     if gating is not None:
-        yield OutputAndGradientTrial(
+        yield _gradient_trial(
             "gated_activation",
             (draw(8, 2, 2 * width),),
             lambda op, x: op(x, model.activation_name, gating),
             reference.gated_activation,
         )
     else:
-        yield OutputAndGradientTrial(
-            "activation", (rows,), lambda op, x: op(x, model.activation_name), reference.activation
-        )
+        yield _gradient_trial("activation", (rows,), lambda op, x: op(x, model.activation_name), reference.activation)
     yield from _qkv_op_trials(config, draw, length)
     yield _cross_entropy_trial(config, draw, width)
     if model.moe.num_experts:
         experts, wide = min(model.moe.num_experts, MOST_EXPERTS), min(model.moe.moe_ffn_hidden_size or WIDEST, WIDEST)
         counts = torch.arange(experts) * 3 % 7  # uneven, and one with none
-        yield OutputAndGradientTrial(
+        yield _gradient_trial(
             "grouped_linear",
             (draw(int(counts.sum()), width), draw(experts, wide, width) / width**0.5),
             lambda op, x, weight: op(x, weight, counts.to(x.device)),
@@ -156,18 +126,18 @@ def trials_for_ops_of_run(config: RunConfig, need: KernelRequirements) -> Iterat
         yield from _state_space_trials(model, need, draw, length)
     yield from _adamw_and_fp8_trials(config, need, draw, width)
     if model.num_attention_heads and model.architecture == "gpt":
-        yield _paged_attention_trial(model)
+        heads, groups = _trial_heads_and_groups(model)
+        error = partial(paged.paged_kernel_error, heads=heads, groups=groups, size=model.kv_channels or 64)
+        yield OpTrial("paged_attention", error)
 
 
-def _adamw_and_fp8_trials(
-    config: RunConfig, need: KernelRequirements, draw: _SeededRandn, width: int
-) -> Iterator[OpTrial]:
+def _adamw_and_fp8_trials(config: RunConfig, need: KernelRequirements, draw: Draw, width: int) -> Iterator[OpTrial]:
     """Yield the trials of the optimizer's update, and of the fp8 ops if the run has an fp8 recipe."""
     if config.optimizer.elementwise_optimizer == "adam":
-        yield CustomErrorTrial("adamw", adamw.adamw_kernel_error)
+        yield OpTrial("adamw", adamw.adamw_kernel_error)
     if need.low.recipe_name and need.low.fp4_format is None:
-        yield CustomErrorTrial("quantise", partial(quantize_kernel_error, need.low))
-        yield OutputAndGradientTrial(
+        yield OpTrial("quantise", partial(quantize_kernel_error, need.low))
+        yield _gradient_trial(
             "low_linear",
             (draw(16, 2, width), draw(32, width) / width**0.5, draw(32)),
             partial(call_low_linear_kernel, need.low),
@@ -221,14 +191,8 @@ def trial_error_or_exception(
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
-@dataclass(frozen=True, slots=True)
-class _SeededRandn:
-    """Called with a shape, draws a tensor of standard normal numbers, fp64 on the CPU."""
-
-    generator: torch.Generator
-
-    def __call__(self, *shape: int) -> Tensor:
-        return torch.randn(shape, dtype=torch.float64, generator=self.generator)
+def _seeded_randn(seed: int) -> Draw:
+    return partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def _trial_heads_and_groups(model: ModelConfig) -> tuple[int, int]:
@@ -242,18 +206,7 @@ def _trial_heads_and_groups(model: ModelConfig) -> tuple[int, int]:
     return heads, groups if heads % groups == 0 else 1
 
 
-def _paged_attention_trial(model: ModelConfig) -> OpTrial:
-    """Return the trial of attention over a paged KV cache with the network's head sizes."""
-    heads, groups = _trial_heads_and_groups(model)
-    sizes = {"heads": heads, "groups": groups, "size": model.kv_channels or 64}
-    return CustomErrorTrial(
-        "paged_attention", lambda op, device, dtype: paged.paged_kernel_error(op, device, dtype, **sizes)
-    )
-
-
-def _attention_trial(
-    config: RunConfig, need: KernelRequirements, draw: _SeededRandn, length: int
-) -> OutputAndGradientTrial:
+def _attention_trial(config: RunConfig, need: KernelRequirements, draw: Draw, length: int) -> OpTrial:
     """Return the trial of attention with the network's head sizes and the run's mask, on two sequences of this length."""
     model = config.model
     heads, groups = _trial_heads_and_groups(model)
@@ -277,7 +230,7 @@ def _attention_trial(
         }
         return op(q, k, v, replace(mask, **there), 0.0, scores)
 
-    return OutputAndGradientTrial(
+    return _gradient_trial(
         "attention",
         (draw(length, 2, heads, keys), draw(length, 2, groups, keys), draw(length, 2, groups, values)),
         call_attention,
@@ -285,14 +238,14 @@ def _attention_trial(
     )
 
 
-def _cross_entropy_trial(config: RunConfig, draw: _SeededRandn, width: int) -> OutputAndGradientTrial:
+def _cross_entropy_trial(config: RunConfig, draw: Draw, width: int) -> OpTrial:
     """Return the trial of cross entropy from hidden states [24, width] and an output matrix of 60 words and 4 rows of
     padding; some tokens are ignored.
     """
     tokens, words = 24, 60
     targets = (torch.arange(tokens) * 7 % (words + 1)) - 1
     known = VocabularyShard(0, words, config.model.final_logit_softcap, lambda stated: stated)
-    return OutputAndGradientTrial(
+    return _gradient_trial(
         "cross_entropy",
         (draw(tokens, width), draw(words + 4, width) / width**0.5),
         lambda op, x, weight: op(x, weight, None, targets.to(x.device), known),
@@ -311,7 +264,7 @@ def _reference_cross_entropy(
     return F.cross_entropy(logits, targets, reduction="none", ignore_index=-1)
 
 
-def _qkv_op_trials(config: RunConfig, draw: _SeededRandn, length: int) -> Iterator[OpTrial]:
+def _qkv_op_trials(config: RunConfig, draw: Draw, length: int) -> Iterator[OpTrial]:
     """Yield the trials of the ops between QKV projection and attention that the network uses: splitting heads and
     rotary embedding.
     """
@@ -321,7 +274,7 @@ def _qkv_op_trials(config: RunConfig, draw: _SeededRandn, length: int) -> Iterat
         yield from _rotary_trials(config, draw, length)
 
 
-def _rotary_trials(config: RunConfig, draw: _SeededRandn, length: int) -> Iterator[OpTrial]:
+def _rotary_trials(config: RunConfig, draw: Draw, length: int) -> Iterator[OpTrial]:
     """Yield the trial of rotary embedding, and if the network uses it, of rotary embedding of a fused QKV projection."""
     rope, pairs, size = (
         config.model.rope,
@@ -343,7 +296,7 @@ def _rotary_trials(config: RunConfig, draw: _SeededRandn, length: int) -> Iterat
         """Call a rotary_qkv op and return its parts as one vector."""
         return torch.cat([part.flatten() for part in op(x, counts, *cos_and_sin(x), pairs)])
 
-    yield OutputAndGradientTrial(
+    yield _gradient_trial(
         "rotary",
         (draw(length, 2, 2, max(size, turned)),),
         lambda op, x: op(x, *cos_and_sin(x), pairs),
@@ -352,12 +305,12 @@ def _rotary_trials(config: RunConfig, draw: _SeededRandn, length: int) -> Iterat
     if config.model.rotates_fused_qkv:
         heads, groups = _trial_heads_and_groups(config.model)
         counts = heads, *((heads,) if config.model.attention_output_gate else ()), groups, groups
-        yield OutputAndGradientTrial(
+        yield _gradient_trial(
             "rotary_qkv", (draw(length, 2, sum(counts), max(size, turned)),), call_rotary_qkv, reference.rotary_qkv
         )
 
 
-def _split_qkv_trial(model: ModelConfig, draw: _SeededRandn) -> OutputAndGradientTrial:
+def _split_qkv_trial(model: ModelConfig, draw: Draw) -> OpTrial:
     """Return the trial of splitting a fused QKV projection [40, 2, heads, d], with its bias if it has one; it has more
     tokens than one program of the Triton kernel handles.
     """
@@ -369,14 +322,12 @@ def _split_qkv_trial(model: ModelConfig, draw: _SeededRandn) -> OutputAndGradien
         # Gradients lie as those of attention do, [b, n, s, d].
         return torch.cat([part.permute(1, 2, 0, 3).flatten() for part in op(x, counts, bias)])
 
-    return OutputAndGradientTrial(
-        "split_qkv", (draw(40, 2, sum(counts), size), *bias), call_split_qkv, reference.split_qkv
-    )
+    return _gradient_trial("split_qkv", (draw(40, 2, sum(counts), size), *bias), call_split_qkv, reference.split_qkv)
 
 
 def _bias_activation_trial(
-    model: ModelConfig, draw: _SeededRandn, width: int, gating: GatedActivationOptions | None
-) -> OutputAndGradientTrial:
+    model: ModelConfig, draw: Draw, width: int, gating: GatedActivationOptions | None
+) -> OpTrial:
     """Return the trial of an activation of x + bias; for a network with experts also with one bias for each of three
     experts, the second of which has no rows.
     """
@@ -389,12 +340,12 @@ def _bias_activation_trial(
         return torch.cat([op(x, bias, model.activation_name, gating).flatten(), *of_experts])
 
     rows = draw(40, 2, wide)  # more than one program sums
-    return OutputAndGradientTrial(
+    return _gradient_trial(
         "bias_activation", (rows, draw(wide), *experts), call_bias_activation, reference.bias_activation
     )
 
 
-def _permute_trial(draw: _SeededRandn, width: int) -> OutputAndGradientTrial:
+def _permute_trial(draw: Draw, width: int) -> OpTrial:
     """Return the trial of permuting tokens to experts and back: 6 tokens with 2 choices each, one of which is dropped,
     and 14 rows, three of which are empty.
     """
@@ -405,7 +356,7 @@ def _permute_trial(draw: _SeededRandn, width: int) -> OutputAndGradientTrial:
         there, tokens = places.to(x.device), (rows // 2)[:, None].to(x.device)
         return op(op(x, tokens, there, True, True), there, tokens, True, True)
 
-    return OutputAndGradientTrial("permute", (draw(6, width),), permute_and_back, _permute_reference)
+    return _gradient_trial("permute", (draw(6, width),), permute_and_back, _permute_reference)
 
 
 def _permute_reference(values: Tensor, places: Tensor, back: Tensor, empties: bool, losses: bool) -> Tensor:
@@ -413,16 +364,17 @@ def _permute_reference(values: Tensor, places: Tensor, back: Tensor, empties: bo
     return torch.cat((values, values.new_zeros(1, values.shape[1])))[places].sum(1)
 
 
-def _state_space_trials(
-    model: ModelConfig, need: KernelRequirements, draw: _SeededRandn, length: int
-) -> Iterator[OutputAndGradientTrial]:
+def _state_space_trials(model: ModelConfig, need: KernelRequirements, draw: Draw, length: int) -> Iterator[OpTrial]:
     """Yield the trials of causal convolution and scans for the mixers that the network has, with 4 heads in 2 groups."""
     hybrid, segments = model.hybrid, (torch.arange(length) * 3 // length).expand(2, length) if need.documents else None
 
-    def call_causal_conv(op: Op, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return op(x, weight, bias, _segment_ids_on_device_of(segments, x))
+    def segments_on(device: torch.device) -> Tensor | None:
+        return None if segments is None else segments.to(device)
 
-    yield OutputAndGradientTrial(
+    def call_causal_conv(op: Op, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return op(x, weight, bias, segments_on(x.device))
+
+    yield _gradient_trial(
         "causal_conv",
         (draw(length, 2, 24), draw(24, hybrid.linear_conv_kernel_dim), draw(24)),
         call_causal_conv,
@@ -434,11 +386,9 @@ def _state_space_trials(
         def call_selective_scan(
             op: Callable[..., Any], x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor
         ) -> Tensor:
-            return _concat_output_and_state(
-                op(x, F.softplus(dt - 2), -a.exp(), b, c, segments=_segment_ids_on_device_of(segments, x))
-            )
+            return _concat_output_and_state(op(x, F.softplus(dt - 2), -a.exp(), b, c, segments=segments_on(x.device)))
 
-        yield OutputAndGradientTrial(
+        yield _gradient_trial(
             "selective_scan",
             (draw(length, 2, 4, size), draw(length, 2, 4), draw(4), *(draw(length, 2, 2, depth) for _ in "bc")),
             call_selective_scan,
@@ -451,11 +401,9 @@ def _state_space_trials(
             op: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
         ) -> Tensor:
             q, k = (F.normalize(each, dim=-1) for each in (q, k))
-            return _concat_output_and_state(
-                op(q, k, v, -F.softplus(g), beta.sigmoid(), segments=_segment_ids_on_device_of(segments, q))
-            )
+            return _concat_output_and_state(op(q, k, v, -F.softplus(g), beta.sigmoid(), segments=segments_on(q.device)))
 
-        yield OutputAndGradientTrial(
+        yield _gradient_trial(
             "delta_rule_scan",
             (
                 *(draw(length, 2, 2, keys) for _ in "qk"),
@@ -465,11 +413,6 @@ def _state_space_trials(
             call_delta_rule_scan,
             partial(_scan_token_by_token, scans.delta_rule_step, (4, keys, values), per_token=(0, 1, 2, 3, 4)),
         )
-
-
-def _segment_ids_on_device_of(segments: Tensor | None, like: Tensor) -> Tensor | None:
-    """Return the segments on the device of `like`; None for None."""
-    return None if segments is None else segments.to(like.device)
 
 
 def _concat_output_and_state(result: tuple[Tensor, Tensor]) -> Tensor:
@@ -529,6 +472,6 @@ def _result_and_gradients(call: Callable[..., Tensor], op: Op, inputs: list[Tens
     """Return the result of call(op, *inputs) and the gradients of all inputs, for a random gradient of the result."""
     leaves = [one.detach().requires_grad_() for one in inputs]
     result = call(op, *leaves)
-    pull = _SeededRandn(torch.Generator().manual_seed(1))(*result.shape)
+    pull = _seeded_randn(1)(*result.shape)
     gradients = torch.autograd.grad(result, leaves, pull.to(result.device, result.dtype))
     return [result.detach(), *gradients]
