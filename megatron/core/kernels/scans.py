@@ -407,22 +407,15 @@ def delta_rule_chunk_scan(
     groups, format_, key_size = k.shape[2], accumulation_dtype_of(v.dtype), k.shape[3]
     grouped = (groups, heads // groups)
     chunks = ChunkedScanDecays.from_log_decays(g.to(format_), segments, chunk)
-    queries, keys = (
-        reshape_into_chunks(t.to(format_), chunk).transpose(2, 3)[:, :, :, None] for t in (q, k)
-    )  # [b, m, g, 1, q, dk]
-    values = reshape_into_chunks(v.to(format_).unflatten(2, grouped), chunk).permute(
-        0, 1, 3, 4, 2, 5
-    )  # [b, m, g, r, q, dv]
-    # Products take the order in memory of their first factor; the triangular solver would copy any other.
-    rate = (
-        reshape_into_chunks(beta.to(format_).unflatten(2, grouped), chunk)
-        .permute(0, 1, 3, 4, 2)[..., None]
-        .contiguous()
+    # queries, keys: [b, m, g, 1, q, dk]; values: [b, m, g, r, q, dv]
+    queries, keys = (reshape_into_chunks(t.to(format_), chunk).transpose(2, 3)[:, :, :, None] for t in (q, k))
+    values, rate = (
+        reshape_into_chunks(t.to(format_).unflatten(2, grouped), chunk).permute(0, 1, 3, 4, 2, 5)
+        for t in (v, beta[..., None])
     )
-    between, from_start = (
-        chunks.decay_between().unflatten(2, grouped),
-        chunks.decay_from_start().unflatten(2, grouped)[..., None],
-    )
+    rate = rate.contiguous()  # products take the order in memory of their first factor; the solver would copy any other
+    between = chunks.decay_between().unflatten(2, grouped)
+    from_start = chunks.decay_from_start().unflatten(2, grouped)[..., None]
     # What a token writes depends on what the earlier ones of its chunk wrote: a triangular system. Decays multiply along any way from a token to a
     # later one, so that they are left out of the system and multiplied into its inverse.
     system = rate * (keys @ keys.transpose(-1, -2))  # of which only what is below the diagonal is read
@@ -432,16 +425,11 @@ def delta_rule_chunk_scan(
     inverse = torch.linalg.solve_triangular(system, one, upper=False, unitriangular=True)
     reads, writes = from_start * (inverse @ (rate * keys)), (inverse * between) @ (rate * values)
     inside = (queries @ keys.transpose(-1, -2)) * between
-    requested, fading = (
-        queries * from_start,
-        (keys * chunks.decay_to_end().unflatten(2, grouped)[..., None]).transpose(-1, -2),
-    )
+    requested = queries * from_start
+    fading = (keys * chunks.decay_to_end().unflatten(2, grouped)[..., None]).transpose(-1, -2)
     across = chunks.chunk_decay().unflatten(2, grouped)[..., None, None]
-    now = (
-        values.new_zeros((batch, *grouped, key_size, size))
-        if state is None
-        else state.to(format_).unflatten(1, grouped)
-    )
+    now = values.new_zeros((batch, heads, key_size, size)) if state is None else state.to(format_)
+    now = now.unflatten(1, grouped)
     outputs = []
     chunked = (each.unbind(1) for each in (writes, reads, requested, inside, across, fading))
     for write, read, request, within, decay, fade in zip(*chunked, strict=True):

@@ -31,7 +31,7 @@ def attention_by_varlen(
     dropout: float = 0.0,
     scores: AttentionScoreModifiers = AttentionScoreModifiers(),
 ) -> Tensor:
-    """Compute `reference.attention` by torch's attention for sequences of different lengths. q: [s, b, n, d]; k,
+    """Compute `reference.softmax_attention` by torch's attention for sequences of different lengths. q: [s, b, n, d]; k,
     v: [s, b, g, d]. Returns [s, b, n * d].
 
     The tokens of a document must be contiguous. No dropout, soft cap, bias or sink. Masks with padding or explicit

@@ -42,9 +42,7 @@ def quantize_nvfp4(
     enlarge, scales = nvfp4_scales(block_amax(x, block) if sizes is None else sizes, largest)
     tiles = split_matrix_into_blocks(x.to(accumulation_dtype_of(x.dtype)), block) * enlarge
     inverse = scales.to(tiles.dtype).reciprocal()
-    inverse = torch.where(
-        inverse.isinf(), torch.zeros_like(inverse), inverse
-    )  # a block too small for its scale is zero
+    inverse = inverse.masked_fill(inverse.isinf(), 0.0)  # a block too small for its scale is zero
     scaled = tiles * inverse[:, None, :, None]
     chance = None if noise is None else split_matrix_into_blocks(noise.to(tiles.dtype), block)
     return QuantizedMatrix(

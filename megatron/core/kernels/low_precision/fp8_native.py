@@ -74,10 +74,8 @@ def native_quantized_matmul(
 
 def _nvfp4_matmul(a: QuantizedMatrix, b: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     """Return a b^T, [m, n], in `dtype`, for NVFP4 matrices a [m, k] and b [n, k]."""
-    kinds, orders = (
-        [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise],
-        [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE],
-    )
+    kinds = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
+    orders = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
     left, right = (pack_e2m1(_pad_columns(x.values, 2 * _ROW)) for x in (a, b))
     scales = [
         [

@@ -124,16 +124,9 @@ def adamw(parameters: Sequence[AdamTensors], factor: float | Tensor, rates: Adam
         table, blocks = _parameter_and_block_tables(tuple(_adamw_pointer_table_row(one) for one in group), device)
         _adamw_kernel[(len(blocks),)](
             table, blocks, factor if isinstance(factor, Tensor) else torch.full((), factor, device=device),
-            rates.lr * rates.decay,
-            rates.lr / (1.0 - rates.beta1**rates.step),
-            1.0 - rates.beta1,
-            rates.beta2,
-            1.0 - rates.beta2,
-            (1.0 - rates.beta2**rates.step) ** 0.5,
-            rates.epsilon,
-            WEIGHT=None if dtype is None else _FORMATS[dtype],
-            BLOCK=_BLOCK,
-            num_warps=8,
+            rates.lr * rates.decay, rates.lr / (1.0 - rates.beta1**rates.step), 1.0 - rates.beta1, rates.beta2,
+            1.0 - rates.beta2, (1.0 - rates.beta2**rates.step) ** 0.5, rates.epsilon,
+            WEIGHT=None if dtype is None else _FORMATS[dtype], BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip
 
 

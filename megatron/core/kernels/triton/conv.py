@@ -127,19 +127,8 @@ class _CausalConv(Function):
         segments = None if segments is None else segments.contiguous()
         y = torch.empty_like(x)
         context.save_for_backward(x, weight, bias, segments)
-        _causal_conv_kernel[_conv_grid(x)](
-            x,
-            weight,
-            bias,
-            None,
-            segments,
-            y,
-            None,
-            *x.shape,
-            WIDTH=weight.shape[1],
-            TOKENS=_TOKENS,
-            CHANNELS=_CHANNELS,
-        )
+        sizes = {"WIDTH": weight.shape[1], "TOKENS": _TOKENS, "CHANNELS": _CHANNELS}
+        _causal_conv_kernel[_conv_grid(x)](x, weight, bias, None, segments, y, None, *x.shape, **sizes)
         return y
 
     @staticmethod

@@ -21,10 +21,7 @@ from megatron.core.kernels.triton import cdiv, round_up_to_power_of_2
 _STEP = 4096  # elements that a program reads at a time
 _MOST_PARTS = 512
 _TILE = 128  # rows and columns of a program, and the largest block
-_SMALL_TILE, _INTERPRETED_TILE = (
-    64,
-    512,
-)  # the same where a tensor has one scale; the interpreter takes its time for each program
+_SMALL_TILE, _INTERPRETED_TILE = 64, 512  # where a tensor has one scale; the interpreter is slow for each program
 _TORCH_TO_TRITON = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
@@ -294,11 +291,8 @@ def quantize_per_tensor(
     # An empty matrix has a scale, too, which the one program that is then launched writes.
     _quantize_per_tensor_kernel[(max(cdiv(m, _WHOLE_TILE), 1), max(cdiv(k, _WHOLE_TILE), 1))](
         x, straight, across, largest, inverse, seen, m, k, largest.numel(), 2.0**-margin,
-        LARGEST=number.largest,
-        TYPE=_TORCH_TO_TRITON[number.dtype],
-        BYTES=_INTERPRETED,
-        PARTS=round_up_to_power_of_2(largest.numel()),
-        TILE=_WHOLE_TILE,
+        LARGEST=number.largest, TYPE=_TORCH_TO_TRITON[number.dtype], BYTES=_INTERPRETED,
+        PARTS=round_up_to_power_of_2(largest.numel()), TILE=_WHOLE_TILE,
     )  # fmt: skip
     return (
         None if straight is None else QuantizedMatrix(straight.view(number.dtype), inverse),
@@ -326,15 +320,8 @@ def quantize_per_block(
     if x.numel():
         _quantize_per_block_kernel[(cdiv(m, _TILE), cdiv(k, _TILE))](
             x, straight, across, scales, turned_scales, m, k, *scales.stride(), *turned_scales.stride(),
-            LARGEST=number.largest,
-            FRACTION=fraction,
-            POWER=power,
-            TYPE=_TORCH_TO_TRITON[number.dtype],
-        BYTES=_INTERPRETED,
-            TILE=_TILE,
-            BLOCK=size,
-            SQUARE=square,
-            num_warps=8,
+            LARGEST=number.largest, FRACTION=fraction, POWER=power, TYPE=_TORCH_TO_TRITON[number.dtype],
+            BYTES=_INTERPRETED, TILE=_TILE, BLOCK=size, SQUARE=square, num_warps=8,
         )  # fmt: skip
     return (
         None if straight is None else QuantizedMatrix(straight.view(number.dtype), None, _view_as_e8m0(scales), block),

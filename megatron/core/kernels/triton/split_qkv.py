@@ -142,11 +142,7 @@ class _SplitQKV(Function):
         if tokens:
             _join_head_gradients_kernel[(parts, total)](
                 q, k, v, gate[0] if gate else None, whole, sums, tokens, batch, heads, groups, total * size, *steps,
-                SIZE=size,
-                BLOCK=block,
-                ROWS=_ROWS,
-                STEP=min(_ROWS, max(1, _ELEMENTS // block)),
-                num_warps=4,
+                SIZE=size, BLOCK=block, ROWS=_ROWS, STEP=min(_ROWS, max(1, _ELEMENTS // block)), num_warps=4,
             )  # fmt: skip
         return whole, None, None if sums is None else sums.sum(0, dtype=context.dtype)
 
