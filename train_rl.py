@@ -16,8 +16,7 @@ from megatron.core.parallel.device import pick_device
 from megatron.core.parallel.mesh import SplitMeshJob
 from megatron.rl.environments.config import read_environments
 from megatron.rl.generation_ranks import run_generation_rank, split_mesh_builder
-from megatron.rl.memory import refuse_beyond_device_memory
-from megatron.rl.policy_data import PolicyDataSource
+from megatron.rl.policy_data import PolicyDataSource, refuse_beyond_device_memory
 from megatron.rl.policy_step import PolicyForwardStep, policy_model_provider
 from megatron.rl.ray_ranks import RayRanks, launch_info_with_ray_ranks
 from megatron.training.entry import guarded_entry_point

@@ -145,9 +145,8 @@ def run_does_not_fit_message(parts: Mapping[str, float], memory: float) -> str:
 
 def _reward_model_bytes(path: str | None) -> float:
     """Return the bytes of the weights of all reward models in an environment file; 0 if it cannot be read."""
-    from megatron.core.dist_checkpointing.checkpoint_folders import (
-        CheckpointError,
-    )  # the command line is read before torch is imported
+    # The command line is read before torch is imported.
+    from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
     from megatron.training.checkpoint.formats import open_checkpoint
 
     try:

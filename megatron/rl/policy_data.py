@@ -13,22 +13,25 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from megatron.core.config.flags import raise_config_error_if
 from megatron.core.datasets.indexed import DataError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import empty_cache, has_separate_memory
+from megatron.core.parallel.device import empty_cache, free_and_total_memory, has_separate_memory
 from megatron.core.parallel.mesh import SplitMeshJob
 from megatron.core.transformer.adapters import without_adapters
 from megatron.inference.sampling import SamplingParams
 from megatron.rl import rollout_batches
+from megatron.rl.advantages import rollouts_with_advantages, rollouts_with_token_advantages
 from megatron.rl.algorithms import ALGORITHMS
 from megatron.rl.bank import (
     read_rollout_bank,
@@ -40,11 +43,14 @@ from megatron.rl.bank import (
 from megatron.rl.environments.config import read_environments, start_environments_on_first_rank
 from megatron.rl.generation_ranks import GenerationRanks
 from megatron.rl.held_out_evaluation import held_out_problem_scores, held_out_scores_text
-from megatron.rl.memory import offload_to_host
-from megatron.rl.planned_memory import memory_beside_policy, memory_parts_text, rank_roles_and_memory_lines
+from megatron.rl.planned_memory import (
+    memory_beside_policy,
+    memory_parts_text,
+    memory_problem,
+    rank_roles_and_memory_lines,
+)
 from megatron.rl.policy_step import PolicyForwardStep, compute_logprobs_and_values
 from megatron.rl.refit import GenerationNetworkCopy
-from megatron.rl.rollout_advantages import rollouts_with_advantages, rollouts_with_token_advantages
 from megatron.rl.rollout_batches import Arrays, TrainingRollout
 from megatron.rl.rollout_queue import RolloutQueue
 from megatron.rl.rollout_sample_files import RolloutSampleFiles, rollout_sample_records
@@ -56,6 +62,7 @@ from megatron.training.evaluate import evaluation_mode
 from megatron.training.health.bad_steps import BadStepError
 from megatron.training.hooks import StepHooks
 from megatron.training.loader import SplitBatches
+from megatron.training.run import RunContext
 from megatron.training.trainer import Trainer
 
 
@@ -180,9 +187,8 @@ class PolicyData(StepHooks):
         speaks = self.run.mesh.world.is_first
         valid = [one.rollout for one in trained if speaks and not one.rollout.problem]
         rewards = [one.reward for one in valid]
-        lengths = [
-            float(sum(version >= 0 for version in one.versions)) for one in valid
-        ]  # also of what is not trained on
+        # Also of what is not trained on.
+        lengths = [float(sum(version >= 0 for version in one.versions)) for one in valid]
         cut = [float(not one.finished) for one in valid]
         facts: dict[str, list[float]] = {"reward": rewards, "answer tokens": lengths, "answers cut off": cut}
         if self.rl.generation_lag:
@@ -501,8 +507,32 @@ class PolicyData(StepHooks):
         return read_rollout_bank(file)
 
 
+@contextmanager
+def offload_to_host(tensors: Iterable[Tensor]) -> Iterator[int]:
+    """Context manager: the storages of the tensors (any shape) are in CPU memory, and must not be used; gives their
+    bytes.
+    """
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors if tensor.numel()}
+    kept = [(storage, torch.UntypedStorage(storage.nbytes()).copy_(storage)) for storage in storages.values()]
+    for storage, _ in kept:
+        storage.resize_(0)
+    try:
+        yield sum(copy.nbytes() for _, copy in kept)
+    finally:
+        for storage, copy in kept:
+            storage.resize_(copy.nbytes())
+            storage.copy_(copy)
+
+
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
+
+
+def refuse_beyond_device_memory(rl: RLConfig, run: RunContext) -> None:
+    """Raise `ConfigError` for a run that cannot fit the device's memory, before anything is built; nothing on a CPU."""
+    memory = free_and_total_memory(run.mesh.device)
+    if memory is not None:
+        raise_config_error_if([memory_problem(rl, run.config, run.mesh.world.size, memory[1])])
 
 
 class PolicyDataSource:

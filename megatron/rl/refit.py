@@ -105,7 +105,7 @@ def refit_target_tree(stages: Sequence[GPTModel], mesh: Mesh) -> Tree:
     target: Tree = {}
     for stage in stages:
         for param in stage.parameters():
-            param.untyped_storage().resize_(max(param.untyped_storage().nbytes(), _tensor_num_bytes(param)))
+            param.untyped_storage().resize_(max(param.untyped_storage().nbytes(), param.nbytes))
             add_sharded_tensor(target, param_spec_of(param).name, sharded_parameter(param, mesh))
     return target
 
@@ -235,16 +235,12 @@ def _exchange_transfers(
     sent = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *itertools.chain(*outgoing)])
     sizes = [[tensor.numel() for tensor in tensors] for tensors in outgoing]
     received = collectives.all_to_all(
-        sent, [sum(each) for each in sizes], [sum(map(_tensor_num_bytes, views)) for views in incoming], world
+        sent, [sum(each) for each in sizes], [sum(view.nbytes for view in views) for views in incoming], world
     )
     start = 0
     for view in itertools.chain(*incoming):
-        view.copy_(received[start : start + _tensor_num_bytes(view)].view(view.dtype).view(view.shape))
-        start += _tensor_num_bytes(view)
-
-
-def _tensor_num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+        view.copy_(received[start : start + view.nbytes].view(view.dtype).view(view.shape))
+        start += view.nbytes
 
 
 def _box_view(placed: ShardedTensor, index: int, box: Box) -> Tensor:

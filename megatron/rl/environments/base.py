@@ -17,10 +17,14 @@ played again from its beginning, and gets the same answers as before up to where
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
+
+from megatron.core.config.flags import ConfigError
 
 EVALUATION = 2**40  # number of the first held-out problem
 
@@ -31,6 +35,32 @@ class Problem:
 
     prompt: str
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class ProblemFile:
+    """The rows of a JSONL file with these fields in each line; the last `held_out` lines are for evaluation only."""
+
+    def __init__(self, kind: str, path: str, fields: Sequence[str], held_out: int) -> None:
+        """kind: agent_type, for messages. Raises `ConfigError` for other files, and if no line is left to train on."""
+        try:
+            lines = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+            rows = [tuple(str(line[name]) for name in fields) for line in lines]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"environment {kind}: {path} is no JSONL file with {' and '.join(f'`{name}`' for name in fields)} in each line: "
+                f"{type(error).__name__} {error}"
+            ) from None
+        if not 0 <= held_out < len(rows):
+            raise ConfigError(
+                f"environment {kind}: held_out {held_out} leaves none of the {len(rows)} {fields[0]}s of {path} to train on"
+            )
+        count = len(rows) - held_out
+        self._train, self._held_out = rows[:count], rows[count:] or rows
+
+    def row_of_problem(self, number: int) -> tuple[str, ...]:
+        """Return the fields of the problem of this number: the lines in order, again and again."""
+        rows = self._train if number < EVALUATION else self._held_out
+        return rows[number % EVALUATION % len(rows)]
 
 
 class Conversation(Protocol):

@@ -1,7 +1,9 @@
-"""Countdown: reach a target with each given number used once, by + - * / and brackets. Answers are parsed here; nothing is evaluated."""
+"""Countdown: reach a target with each given number used once, by + - * / and brackets. Answers are parsed, never run."""
 
 from __future__ import annotations
 
+import ast
+import operator
 import random
 import re
 from collections import Counter
@@ -10,9 +12,9 @@ from fractions import Fraction
 from megatron.core.config.flags import ConfigError
 from megatron.rl.environments.base import Environment, Problem
 
-_TOKEN = re.compile(r"\s*(\d+|[-+*/()])")
 _LONGEST = 200  # characters of an expression
 _FORMAT_REWARD = 0.1
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 class CountdownEnvironment(Environment):
@@ -65,42 +67,20 @@ class CountdownEnvironment(Environment):
 
 def value_and_numbers_of_expression(text: str) -> tuple[Fraction, list[int]] | None:
     """Return (exact value, numbers used) of an expression of whole numbers, + - * / and brackets; None if it is none, or divides by 0."""
-    text = text.strip()
-    tokens = _TOKEN.findall(text) if len(text) <= _LONGEST else []
-    if not tokens or "".join(tokens) != re.sub(r"\s", "", text):
+    text = " ".join(text.split())
+    if len(text) > _LONGEST or not re.fullmatch(r"[0-9 ()+*/-]+", text):
         return None
     try:
-        value, rest = _parse_sum(tokens)
-    except (ValueError, ZeroDivisionError, RecursionError):
+        tree = ast.parse(re.sub(r"\b0+(?=\d)", "", text), mode="eval").body
+        return _evaluate(tree), [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]  # type: ignore[misc]
+    except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
         return None
-    return None if rest else (value, [int(token) for token in tokens if token.isdigit()])
 
 
-def _parse_sum(tokens: list[str]) -> tuple[Fraction, list[str]]:
-    """Evaluate terms joined by + and -; return the value and the remaining tokens."""
-    value, tokens = _parse_product(tokens)
-    while tokens and tokens[0] in "+-":
-        sign, (other, rest) = tokens[0], _parse_product(tokens[1:])
-        value, tokens = (value + other if sign == "+" else value - other), rest
-    return value, tokens
-
-
-def _parse_product(tokens: list[str]) -> tuple[Fraction, list[str]]:
-    """Evaluate factors joined by * and /; return the value and the remaining tokens."""
-    value, tokens = _parse_number_or_bracket(tokens)
-    while tokens and tokens[0] in "*/":
-        sign, (other, rest) = tokens[0], _parse_number_or_bracket(tokens[1:])
-        value, tokens = (value * other if sign == "*" else value / other), rest
-    return value, tokens
-
-
-def _parse_number_or_bracket(tokens: list[str]) -> tuple[Fraction, list[str]]:
-    """Evaluate a number or a bracket; return the value and the remaining tokens. `ValueError` for anything else."""
-    if not tokens:
-        raise ValueError("the expression ends too early")
-    if tokens[0] == "(":
-        value, rest = _parse_sum(tokens[1:])
-        if not rest or rest[0] != ")":
-            raise ValueError("a bracket is not closed")
-        return value, rest[1:]
-    return Fraction(int(tokens[0])), tokens[1:]
+def _evaluate(tree: ast.expr) -> Fraction:
+    """Return the exact value of a parsed expression. `SyntaxError` for an operator that is not one of + - * /."""
+    if isinstance(tree, ast.Constant):
+        return Fraction(tree.value)  # type: ignore[arg-type]
+    if not isinstance(tree, ast.BinOp) or type(tree.op) not in _OPERATORS:
+        raise SyntaxError("no sum, difference, product or quotient of two expressions")
+    return _OPERATORS[type(tree.op)](_evaluate(tree.left), _evaluate(tree.right))

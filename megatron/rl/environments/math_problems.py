@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from fractions import Fraction
-from pathlib import Path
 
-from megatron.core.config.flags import ConfigError
-from megatron.rl.environments.base import EVALUATION, Environment, Problem
+from megatron.rl.environments.base import Environment, Problem, ProblemFile
 
 _BOXED = r"\boxed{"
 _LONGEST = 4000  # characters of a final answer
@@ -30,25 +27,12 @@ class MathEnvironment(Environment):
         held_out: int = 0,
         format_reward: float = 0.0,
     ) -> None:
-        try:
-            rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-            problems = [(str(row["problem"]), str(row["answer"])) for row in rows]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"environment math: {path} is no JSONL file with `problem` and `answer` in each line: {type(error).__name__} {error}"
-            ) from None
-        if not 0 <= held_out < len(problems):
-            raise ConfigError(
-                f"environment math: held_out {held_out} leaves none of the {len(problems)} problems of {path} to train on"
-            )
-        count = len(problems) - held_out
-        self._train, self._held_out = problems[:count], problems[count:] or problems
+        self._file = ProblemFile("math", path, ("problem", "answer"), held_out)
         self._template, self._format_reward = template, format_reward
 
     def problem(self, number: int) -> Problem:
         """As the base class says. Problems are taken in the order of the file, again and again."""
-        rows = self._train if number < EVALUATION else self._held_out
-        text, answer = rows[number % EVALUATION % len(rows)]
+        text, answer = self._file.row_of_problem(number)
         return Problem(self._template.format(problem=text), {"answer": answer})
 
     def reward(self, problem: Problem, answer: str) -> float:

@@ -19,35 +19,24 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from megatron.core.config.flags import ConfigError
-from megatron.rl.environments.base import Conversation, Environment, Problem
-from megatron.rl.environments.remote import MOST_BYTES, RemoteEnvironmentError, post_json
+from megatron.rl.environments.base import Conversation, Problem
+from megatron.rl.environments.remote import MOST_BYTES, RemoteEnvironment, RemoteEnvironmentError, post_json
 from megatron.rl.environments.threads import run_in_thread
 
 _END = "<|im_end|>"  # of a message of ChatML
 
 
-class OpenAIAgentEnvironment(Environment):
+class OpenAIAgentEnvironment(RemoteEnvironment):
     """An agent behind HTTP that queries the policy. url: starts it. seconds: most for a rollout. turns: most requests
     to the policy.
     """
 
+    kind = "openai"
+
     def __init__(self, *, url: str, seconds: float = 120.0, turns: int = 32) -> None:
-        if not url.startswith(("http://", "https://")) or seconds <= 0 or turns < 1:
-            raise ConfigError(
-                f"environment openai: url {url!r} must begin with http:// or https://, seconds {seconds} be positive, and turns {turns} 1 or more"
-            )
-        self._url, self._seconds, self._turns = url, seconds, turns
+        super().__init__(url=url, seconds=seconds, turns=turns)
         self._server: ThreadingHTTPServer | None = None
         self._rollouts: dict[str, _AgentRollout] = {}
-
-    def problem(self, number: int) -> Problem:
-        """As the base class says; the agent makes the prompt."""
-        return Problem("", {"number": number})
-
-    def reward(self, problem: Problem, answer: str) -> float:
-        """Not used: the agent judges."""
-        raise RemoteEnvironmentError("an agent judges while it plays")
 
     async def play(self, problem: Problem, conversation: Conversation) -> float:
         """Start the agent, serve its requests, and return the reward that it reports. Raises `RemoteEnvironmentError`

@@ -27,23 +27,26 @@ class RemoteEnvironmentError(Exception):
 
 
 class RemoteEnvironment(Environment):
-    """Problems and rewards of an HTTP server. url: without a final slash. seconds: limit of each request. turns: most
-    answers of a rollout.
+    """Problems and rewards of an HTTP server. seconds: limit of each request. turns: most answers of a rollout.
+
+    kind: agent_type in the environment file.
     """
+
+    kind = "http"
 
     def __init__(self, *, url: str, seconds: float = 30.0, turns: int = 8) -> None:
         if not url.startswith(("http://", "https://")) or seconds <= 0 or turns < 1:
             raise ConfigError(
-                f"environment http: url {url!r} must begin with http:// or https://, seconds {seconds} be positive, and turns {turns} 1 or more"
+                f"environment {self.kind}: url {url!r} must begin with http:// or https://, seconds {seconds} be positive, and turns {turns} 1 or more"
             )
-        self._url, self._seconds, self._turns = url.rstrip("/"), seconds, turns
+        self._url, self._seconds, self._turns = url, seconds, turns
 
     def problem(self, number: int) -> Problem:
-        """As the base class says; the server is asked when the rollout is played."""
+        """As the base class says; the other side is asked when the rollout is played."""
         return Problem("", {"number": number})
 
     def reward(self, problem: Problem, answer: str) -> float:
-        """Not used: `play` asks the server."""
+        """Not used: `play` asks the other side."""
         raise RemoteEnvironmentError("a remote environment judges while it plays")
 
     async def play(self, problem: Problem, conversation: Conversation) -> float:
@@ -71,7 +74,7 @@ class RemoteEnvironment(Environment):
 
     async def _post_json(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
         """Post to the server's endpoint `what` in a thread; return the JSON object."""
-        return await run_in_thread(post_json, f"{self._url}/{what}", body, self._seconds)
+        return await run_in_thread(post_json, f"{self._url.rstrip('/')}/{what}", body, self._seconds)
 
 
 def post_json(url: str, body: Mapping[str, Any], seconds: float) -> dict[str, Any]:

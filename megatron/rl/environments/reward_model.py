@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from megatron.core.config.flags import ConfigError
 from megatron.evaluation.reward_model import RewardModel
-from megatron.rl.environments.base import EVALUATION, Conversation, Environment, Problem
+from megatron.rl.environments.base import Conversation, Environment, Problem, ProblemFile
 from megatron.training.checkpoint.inference_model import REWARD, open_model_checkpoint
 
 
@@ -38,20 +36,9 @@ class RewardModelEnvironment(Environment):
         tokenizer: Mapping[str, Any] | None = None,
     ) -> None:
         open_model_checkpoint(model, REWARD)  # every rank says at once what is wrong with it
-        try:
-            lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-            prompts = [str(json.loads(line)["prompt"]) for line in lines]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"environment reward_model: {path} is no JSONL file with `prompt` in each line: {type(error).__name__} {error}"
-            ) from None
-        if not 0 <= held_out < len(prompts) or "{prompt}" not in template:
-            raise ConfigError(
-                f"environment reward_model: held_out {held_out} must leave some of the {len(prompts)} prompts of {path} to train on, and the "
-                f"template {template!r} have {{prompt}}"
-            )
-        count = len(prompts) - held_out
-        self._train, self._held_out, self._template = prompts[:count], prompts[count:] or prompts, template
+        self._file, self._template = ProblemFile("reward_model", path, ("prompt",), held_out), template
+        if "{prompt}" not in template:
+            raise ConfigError(f"environment reward_model: the template {template!r} must have {{prompt}}")
         self._path, self._tokenizer = model, tokenizer
         self._chat_format, self._sigmoid, self._cut_off = chat_format, sigmoid, cut_off
         self._model: RewardModel | None = None
@@ -65,8 +52,7 @@ class RewardModelEnvironment(Environment):
 
     def problem(self, number: int) -> Problem:
         """As the base class says. Prompts are taken in the order of the file, again and again."""
-        rows = self._train if number < EVALUATION else self._held_out
-        prompt = rows[number % EVALUATION % len(rows)]
+        (prompt,) = self._file.row_of_problem(number)
         return Problem(self._template.format(prompt=prompt), {"prompt": prompt})
 
     def reward(self, problem: Problem, answer: str) -> float:

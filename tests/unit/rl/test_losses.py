@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.parallel.mesh import Axis
 from megatron.rl import losses
-from megatron.rl.policy_loss import answer_sum_at_each_token
+from megatron.rl.policy_step import answer_sum_at_each_token
 
 
 def draws(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

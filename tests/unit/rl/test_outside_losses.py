@@ -14,7 +14,7 @@ import torch
 from megatron.core.parallel.mesh import Mesh
 from megatron.rl.advantages import answer_advantages as advantages_of
 from megatron.rl.algorithms import ALGORITHMS
-from megatron.rl.policy_loss import PolicyLoss
+from megatron.rl.policy_step import PolicyLoss
 from megatron.rl.rollout_batches import TrainingRollout, build_training_rows
 from megatron.rl.rollouts import Rollout
 from megatron.training.data.batch import Batch

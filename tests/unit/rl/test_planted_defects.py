@@ -19,9 +19,9 @@ from megatron.core.parallel import collectives
 from megatron.inference.engine import Engine
 from megatron.rl import advantages as advantages_module
 from megatron.rl import losses as losses_module
-from megatron.rl import policy_data, rollout_advantages, rollout_batches, rollouts
+from megatron.rl import policy_data, rollout_batches, rollouts
 from megatron.rl.environments.base import Environment
-from megatron.rl.policy_loss import PolicyLoss
+from megatron.rl.policy_step import PolicyLoss
 from megatron.rl.rollout_queue import RolloutQueue
 from megatron.training.evaluate import evaluation_mode
 from megatron.training.step import train_step
@@ -167,11 +167,11 @@ def _ratio_of_now(self: Any, logprobs: Any, old: Any, mask: Any, answers: Any) -
 
 DEFECTS: dict[str, tuple[Patch, bool]] = {
     "advantages over the batch instead of the group": (
-        (rollout_advantages, "answer_advantages", _over_the_batch),
+        (advantages_module, "answer_advantages", _over_the_batch),
         False,
     ),
-    "a group split over two ranks": ((rollout_advantages, "answer_advantages", _of_half_groups), False),
-    "answers counted to other prompts": ((rollout_advantages, "answer_advantages", _of_other_groups), False),
+    "a group split over two ranks": ((advantages_module, "answer_advantages", _of_half_groups), False),
+    "answers counted to other prompts": ((advantages_module, "answer_advantages", _of_other_groups), False),
     "masks shifted by one": ((rollout_batches, "build_training_rows", _shifted_masks), False),
     "the end token untrained": ((rollouts, "_play_one_rollout", _without_the_end(None)), False),
     "truncated answers rewarded": ((rollouts, "_play_one_rollout", _reward_of_a_cut), False),

@@ -13,7 +13,7 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.inference.engine import Engine
 from megatron.inference.sampling import SamplingParams
-from megatron.rl import memory as rl_memory
+from megatron.rl import policy_data
 from megatron.rl.environments.base import Conversation, Environment, Problem
 from megatron.rl.environments.config import EnvironmentWithWeight
 from megatron.rl.held_out_evaluation import held_out_problem_scores, held_out_scores_text, pass_at_k, powers_of_two
@@ -168,9 +168,9 @@ def test_what_cannot_fit_the_memory_is_refused_by_the_checker_and_by_the_run(
     assert says("--tensor-model-parallel-size", "8", "--sequence-parallel") == (0, "all rules are kept on 8 ranks\n")
     trainer, _ = trainer_of(RL)
     for memory, fits in ((10**9, True), (10**5, False)):
-        monkeypatch.setattr(rl_memory, "free_and_total_memory", lambda device, memory=memory: (0, memory))
+        monkeypatch.setattr(policy_data, "free_and_total_memory", lambda device, memory=memory: (0, memory))
         with nullcontext() if fits else pytest.raises(ConfigError, match="the fullest rank needs at least"):
-            rl_memory.refuse_beyond_device_memory(RL, trainer.run)
+            policy_data.refuse_beyond_device_memory(RL, trainer.run)
 
 
 def test_ranks_of_their_own_have_their_own_memory() -> None:

@@ -97,7 +97,7 @@ def test_what_is_no_reward_model_is_refused_before_anything_is_loaded(file: Path
     prompts = str(file.parent / "prompts.jsonl")
     with pytest.raises(CheckpointError, match="a language model, which gives no scores"):
         RewardModelEnvironment(model=language, path=prompts)
-    with pytest.raises(ConfigError, match="must leave some of the 5 prompts"):
+    with pytest.raises(ConfigError, match="leaves none of the 5 prompts"):
         RewardModelEnvironment(model=str(file.parent / "reward"), path=prompts, held_out=5)
     with pytest.raises(ConfigError, match="is no JSONL file with `prompt`"):
         RewardModelEnvironment(model=str(file.parent / "reward"), path=str(file.parent / "nowhere"))

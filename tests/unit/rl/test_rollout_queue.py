@@ -18,8 +18,7 @@ import torch
 from megatron.core.datasets.indexed import DataError
 from megatron.rl.bank import read_json_lines_gz, remove_expired_bank_files
 from megatron.rl.environments.base import Conversation, Problem
-from megatron.rl.memory import offload_to_host
-from megatron.rl.policy_data import PolicyData
+from megatron.rl.policy_data import PolicyData, offload_to_host
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
