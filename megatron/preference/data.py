@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -90,7 +91,7 @@ class ReferenceScoredBatches:
             if not is_cached:
                 others = _add_extra_to_each_batch(others, "reference", self._reference_logprobs(others))
             divergence = self._kto_divergence(others, compute_answer_logprobs(self._trainer, self._trainer, others))
-            batches = [_batch_with_extras(batch, {"divergence": divergence}) for batch in batches]
+            batches = _add_extra_to_each_batch(batches, "divergence", [divergence] * len(batches))
         self._batches = iter(batches)
         return num_microbatches
 
@@ -126,18 +127,16 @@ class ReferenceScoredBatches:
         return (total / count.clamp(min=1.0)).clamp(min=0.0).detach()
 
 
-def _batch_with_extras(batch: Batch, values: Mapping[str, Tensor]) -> Batch:
-    """Return the batch with more extra tensors."""
-    return dataclasses.replace(batch, extras={**batch.extras, **values})
-
-
 def _add_extra_to_each_batch(batches: Sequence[Batch], name: str, values: Sequence[Tensor]) -> list[Batch]:
     """Return the batches with the extra tensor `name`, one value each; unchanged if there are no values (earlier
     stages).
     """
     if not values:
         return list(batches)
-    return [_batch_with_extras(batch, {name: value}) for batch, value in zip(batches, values, strict=True)]
+    return [
+        dataclasses.replace(batch, extras={**batch.extras, name: value})
+        for batch, value in zip(batches, values, strict=True)
+    ]
 
 
 def preference_data_provider(config: PreferenceConfig, kind: DatasetKind) -> Callable[[Trainer], SplitBatches]:
@@ -152,16 +151,10 @@ def preference_data_provider(config: PreferenceConfig, kind: DatasetKind) -> Cal
             return build_split_batches(trainer, datasets)
         assert isinstance(kind, PreferenceDatasetKind), "answers are read by their own kind"
         if not references:
+            load = partial(load_reference_policy, trainer, reference_checkpoint_path(config, trainer.run.config))
             if config.preference_reference_cache:
-                load_or_cache_reference_logprobs(
-                    trainer,
-                    config,
-                    kind,
-                    lambda: load_reference_policy(trainer, reference_checkpoint_path(config, trainer.run.config)),
-                )
-                references.append(None)
-            else:
-                references.append(load_reference_policy(trainer, reference_checkpoint_path(config, trainer.run.config)))
+                load_or_cache_reference_logprobs(trainer, config, kind, load)
+            references.append(None if config.preference_reference_cache else load())
         data = build_split_batches(trainer, datasets)
 
         def with_reference_scores(batches: ClosableBatches) -> ClosableBatches:

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.preference.options import KTOOptions, PairLossOptions
+from megatron.preference.settings import PreferenceConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,13 @@ class AnswerLogprobs:
         return self.logprob / self.tokens.clamp(min=1.0)
 
 
-def kto_loss(answers: AnswerLogprobs, desirable: Tensor, divergence: Tensor, options: KTOOptions) -> Tensor:
+def kto_loss(answers: AnswerLogprobs, desirable: Tensor, divergence: Tensor, config: PreferenceConfig) -> Tensor:
     """Return KTO's loss of each answer, [answers]. desirable: [answers], 1 or 0. divergence: z, a scalar without a
     gradient.
     """
-    against = options.beta * (answers.log_ratio - divergence)
-    good, bad = (weight * (1.0 - signed.sigmoid()) for weight, signed in zip(options.weights, (against, -against)))
+    against = config.preference_beta * (answers.log_ratio - divergence)
+    weights = config.kto_desirable_weight, config.kto_undesirable_weight
+    good, bad = (weight * (1.0 - signed.sigmoid()) for weight, signed in zip(weights, (against, -against)))
     return torch.where(desirable > 0, good, bad)
 
 
@@ -71,36 +72,43 @@ def _smoothed_logsigmoid_loss(logits: Tensor, smoothing: float) -> Tensor:
     return -(1.0 - smoothing) * F.logsigmoid(logits) - smoothing * F.logsigmoid(-logits)
 
 
-def _dpo_loss(chosen: AnswerLogprobs, rejected: AnswerLogprobs, options: PairLossOptions) -> Tensor:
-    return _smoothed_logsigmoid_loss(options.beta * (chosen.log_ratio - rejected.log_ratio), options.smoothing)
-
-
-def _robust_dpo_loss(chosen: AnswerLogprobs, rejected: AnswerLogprobs, options: PairLossOptions) -> Tensor:
-    logits, e = options.beta * (chosen.log_ratio - rejected.log_ratio), options.smoothing
-    return (-(1.0 - e) * F.logsigmoid(logits) + e * F.logsigmoid(-logits)) / (1.0 - 2.0 * e)
-
-
-def _hinge_loss(chosen: AnswerLogprobs, rejected: AnswerLogprobs, options: PairLossOptions) -> Tensor:
-    return (1.0 - options.beta * (chosen.log_ratio - rejected.log_ratio)).relu()
-
-
-def _ipo_loss(chosen: AnswerLogprobs, rejected: AnswerLogprobs, options: PairLossOptions) -> Tensor:
-    means = (one.log_ratio / one.tokens.clamp(min=1.0) for one in (chosen, rejected))
-    return (next(means) - next(means) - 1.0 / (2.0 * options.beta)).square()
-
-
-def _apo_zero_loss(chosen: AnswerLogprobs, rejected: AnswerLogprobs, options: PairLossOptions) -> Tensor:
-    return 1.0 - (options.beta * chosen.log_ratio).sigmoid() + (options.beta * rejected.log_ratio).sigmoid()
-
-
-def _simpo_loss(chosen: AnswerLogprobs, rejected: AnswerLogprobs, options: PairLossOptions) -> Tensor:
+def _dpo_loss(chosen: AnswerLogprobs, rejected: AnswerLogprobs, config: PreferenceConfig) -> Tensor:
     return _smoothed_logsigmoid_loss(
-        options.beta * (chosen.mean_logprob - rejected.mean_logprob) - options.gamma, options.smoothing
+        config.preference_beta * (chosen.log_ratio - rejected.log_ratio), config.preference_label_smoothing
     )
 
 
-def _orpo_loss(chosen: AnswerLogprobs, rejected: AnswerLogprobs, options: PairLossOptions) -> Tensor:
-    return -chosen.mean_logprob - options.beta * F.logsigmoid(
+def _robust_dpo_loss(chosen: AnswerLogprobs, rejected: AnswerLogprobs, config: PreferenceConfig) -> Tensor:
+    logits, e = config.preference_beta * (chosen.log_ratio - rejected.log_ratio), config.preference_label_smoothing
+    return (-(1.0 - e) * F.logsigmoid(logits) + e * F.logsigmoid(-logits)) / (1.0 - 2.0 * e)
+
+
+def _hinge_loss(chosen: AnswerLogprobs, rejected: AnswerLogprobs, config: PreferenceConfig) -> Tensor:
+    return (1.0 - config.preference_beta * (chosen.log_ratio - rejected.log_ratio)).relu()
+
+
+def _ipo_loss(chosen: AnswerLogprobs, rejected: AnswerLogprobs, config: PreferenceConfig) -> Tensor:
+    means = (one.log_ratio / one.tokens.clamp(min=1.0) for one in (chosen, rejected))
+    return (next(means) - next(means) - 1.0 / (2.0 * config.preference_beta)).square()
+
+
+def _apo_zero_loss(chosen: AnswerLogprobs, rejected: AnswerLogprobs, config: PreferenceConfig) -> Tensor:
+    return (
+        1.0
+        - (config.preference_beta * chosen.log_ratio).sigmoid()
+        + (config.preference_beta * rejected.log_ratio).sigmoid()
+    )
+
+
+def _simpo_loss(chosen: AnswerLogprobs, rejected: AnswerLogprobs, config: PreferenceConfig) -> Tensor:
+    return _smoothed_logsigmoid_loss(
+        config.preference_beta * (chosen.mean_logprob - rejected.mean_logprob) - config.preference_margin,
+        config.preference_label_smoothing,
+    )
+
+
+def _orpo_loss(chosen: AnswerLogprobs, rejected: AnswerLogprobs, config: PreferenceConfig) -> Tensor:
+    return -chosen.mean_logprob - config.preference_beta * F.logsigmoid(
         _log_odds(chosen.mean_logprob) - _log_odds(rejected.mean_logprob)
     )
 
@@ -111,7 +119,7 @@ def _log_odds(logprob: Tensor) -> Tensor:
     return logprob - (-torch.expm1(logprob)).clamp(min=small).log()
 
 
-PAIR_LOSSES: Mapping[str, Callable[[AnswerLogprobs, AnswerLogprobs, PairLossOptions], Tensor]] = MappingProxyType(
+PAIR_LOSSES: Mapping[str, Callable[[AnswerLogprobs, AnswerLogprobs, PreferenceConfig], Tensor]] = MappingProxyType(
     {
         "sigmoid": _dpo_loss,
         "robust": _robust_dpo_loss,

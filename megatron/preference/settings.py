@@ -11,9 +11,10 @@ from megatron.core.config.adapters import is_trained_parameter
 from megatron.core.config.figures import match_metric_name
 from megatron.core.config.flags import flag, flag_fields, flag_name
 from megatron.core.config.settings.run import RunConfig
-from megatron.preference.options import WITHOUT_REFERENCE, PreferenceLoss
 
 Task = Literal["sft", "dpo", "kto", "reward"]
+PreferenceLoss = Literal["sigmoid", "robust", "hinge", "ipo", "apo_zero", "simpo", "orpo"]
+WITHOUT_REFERENCE = ("simpo", "orpo")
 _ALL = ("sft", "dpo", "kto", "reward")
 _DURATION = ("train_iters", "train_samples")
 # Flag -> tasks that read it; the others are read by all.

@@ -12,7 +12,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 from megatron.preference.losses import PAIR_LOSSES, AnswerLogprobs, kto_loss, reward_loss
-from megatron.preference.options import KTOOptions, PairLossOptions
 from megatron.preference.settings import PreferenceConfig
 from megatron.training.data.batch import Batch, Loss, LossFunction
 from megatron.training.run import RunContext
@@ -107,8 +106,7 @@ def pair_step_loss(config: PreferenceConfig, token_losses: Tensor, batch: Batch,
     """
     answers = PackedAnswers(batch, context, token_losses.dtype, each=2)
     chosen, rejected = answers.summed_logprobs_per_answer(token_losses, reference=config.has_reference)
-    options = PairLossOptions(config.preference_beta, config.preference_label_smoothing, config.preference_margin)
-    losses = PAIR_LOSSES[config.preference_loss](chosen, rejected, options)
+    losses = PAIR_LOSSES[config.preference_loss](chosen, rejected, config)
     if config.preference_sft_weight:
         losses = losses - config.preference_sft_weight * chosen.mean_logprob
     rewards = [config.preference_beta * one.log_ratio for one in (chosen, rejected)]
@@ -133,8 +131,7 @@ def kto_step_loss(config: PreferenceConfig, token_losses: Tensor, batch: Batch, 
         answers.summed_logprobs_per_answer(token_losses, reference=True),
         answers.sum_extra_per_answer("desirable"),
     )
-    options = KTOOptions(config.preference_beta, (config.kto_desirable_weight, config.kto_undesirable_weight))
-    losses = kto_loss(scores, desirable, batch.extras["divergence"].to(scores.logprob.dtype), options)
+    losses = kto_loss(scores, desirable, batch.extras["divergence"].to(scores.logprob.dtype), config)
     above = scores.log_ratio.detach() > batch.extras["divergence"].to(scores.log_ratio.dtype)
     figures = {"preference loss": losses, "preference accuracy": above == (desirable > 0)}
     total, count, report = answers.sum_losses_and_figures(losses, figures)

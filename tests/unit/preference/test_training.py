@@ -16,8 +16,7 @@ from megatron.preference import dataset as dataset_module
 from megatron.preference import step as step_module
 from megatron.preference.data import ReferenceScoredBatches
 from megatron.preference.losses import PAIR_LOSSES
-from megatron.preference.options import WITHOUT_REFERENCE
-from megatron.preference.settings import PreferenceConfig
+from megatron.preference.settings import WITHOUT_REFERENCE, PreferenceConfig
 from megatron.training.evaluate import evaluation_mode
 from megatron.training.step import train_step
 from tests.helpers import tiny

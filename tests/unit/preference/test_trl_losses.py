@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.preference.losses import PAIR_LOSSES, AnswerLogprobs, kto_loss, reward_loss
-from megatron.preference.options import KTOOptions, PairLossOptions
+from megatron.preference.settings import PreferenceConfig
 
 trl = pytest.importorskip("trl", reason="trl is not installed")
 
@@ -52,7 +52,8 @@ def test_simpo_is_trls(smoothing: float) -> None:
         alpha=0.0, beta=BETA, simpo_gamma=GAMMA, label_smoothing=smoothing, loss_type="simpo", accelerator=HERE
     )
     theirs, _, _ = CPOTrainer.cpo_loss(settings, *means)  # type: ignore[arg-type]
-    ours = PAIR_LOSSES["simpo"](scores(chosen), scores(rejected), PairLossOptions(BETA, smoothing, GAMMA))
+    config = PreferenceConfig(preference_beta=BETA, preference_label_smoothing=smoothing, preference_margin=GAMMA)
+    ours = PAIR_LOSSES["simpo"](scores(chosen), scores(rejected), config)
     assert_same(ours, theirs, chosen[0], rejected[0])
 
 
@@ -63,7 +64,7 @@ def test_orpo_is_trls_beside_the_cross_entropy_of_the_answer() -> None:
     chosen, rejected = tokens_of(3), tokens_of(4)
     means = [(logprobs * mask).sum(1) / mask.sum(1) for logprobs, mask in (chosen, rejected)]
     weighed, *_ = ORPOTrainer.odds_ratio_loss(SimpleNamespace(beta=BETA, accelerator=HERE), *means)  # type: ignore[arg-type]
-    ours = PAIR_LOSSES["orpo"](scores(chosen), scores(rejected), PairLossOptions(BETA))
+    ours = PAIR_LOSSES["orpo"](scores(chosen), scores(rejected), PreferenceConfig(preference_beta=BETA))
     assert_same(ours, -means[0] - weighed, chosen[0], rejected[0])
 
 
@@ -77,7 +78,8 @@ def test_kto_is_trls(agrees: bool) -> None:
     weights = (1.25, 0.75)
     z = (scores(others).logprob - of_others).mean().clamp(min=0).detach()
     assert (z == 0) == agrees
-    ours = kto_loss(scores(answers, reference), desirable.double(), z, KTOOptions(BETA, weights))
+    config = PreferenceConfig(preference_beta=BETA, kto_desirable_weight=weights[0], kto_undesirable_weight=weights[1])
+    ours = kto_loss(scores(answers, reference), desirable.double(), z, config)
     theirs = _their_kto(answers, others, desirable, (reference, of_others), weights)
     assert_same(ours.mean(), theirs, answers[0])
 
