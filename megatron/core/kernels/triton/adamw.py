@@ -25,19 +25,10 @@ _FORMATS: dict[torch.dtype, Any] = {torch.float32: tl.float32, torch.bfloat16: t
 
 @triton.jit
 def _adamw_kernel(
-    table: tl.tensor,
-    blocks: tl.tensor,
-    factor: tl.tensor,
-    shrink: tl.tensor,
-    rate: tl.tensor,
-    rest1: tl.tensor,
-    beta2: tl.tensor,
-    rest2: tl.tensor,
-    root: tl.tensor,
-    epsilon: tl.tensor,
-    WEIGHT: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    table: tl.tensor, blocks: tl.tensor, factor: tl.tensor, shrink: tl.tensor, rate: tl.tensor, rest1: tl.tensor,
+    beta2: tl.tensor, rest2: tl.tensor, root: tl.tensor, epsilon: tl.tensor,
+    WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """Kernel: update one block of one parameter.
 
     table: int64 [parameters, 7]: addresses of main weight, gradient, first and second moment and model weight (0:
@@ -62,21 +53,10 @@ def _adamw_kernel(
 
 @triton.jit
 def _update_adamw_block(
-    row: tl.tensor,
-    start: tl.tensor,
-    size: tl.tensor,
-    factor: tl.tensor,
-    shrink: tl.tensor,
-    rate: tl.tensor,
-    rest1: tl.tensor,
-    beta2: tl.tensor,
-    rest2: tl.tensor,
-    root: tl.tensor,
-    epsilon: tl.tensor,
-    WEIGHT: tl.constexpr,
-    MASKED: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    row: tl.tensor, start: tl.tensor, size: tl.tensor, factor: tl.tensor, shrink: tl.tensor, rate: tl.tensor,
+    rest1: tl.tensor, beta2: tl.tensor, rest2: tl.tensor, root: tl.tensor, epsilon: tl.tensor,
+    WEIGHT: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """Update a block of a parameter from element `start` on, in place. row: pointer to the parameter's row of the
     table; size: its number of elements.
 

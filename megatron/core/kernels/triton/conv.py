@@ -46,20 +46,10 @@ def _load_conv_tap(
 
 @triton.jit
 def _causal_conv_kernel(
-    x: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    dy: tl.tensor,
-    segments: tl.tensor,
-    y: tl.tensor,
-    sums: tl.tensor,
-    length: tl.tensor,
-    batch: tl.tensor,
-    channels: tl.tensor,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-) -> None:
+    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, dy: tl.tensor, segments: tl.tensor, y: tl.tensor,
+    sums: tl.tensor, length: tl.tensor, batch: tl.tensor, channels: tl.tensor,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+) -> None:  # fmt: skip
     """Kernel: the convolution p of x [length, batch, channels] with `weight` and `bias`.
 
     dy None: write y = SiLU(p). dy given: write to y the gradient dp of p, and to sums [programs of tokens, batch, WIDTH
@@ -92,17 +82,10 @@ def _causal_conv_kernel(
 
 @triton.jit
 def _conv_input_gradient_kernel(
-    dp: tl.tensor,
-    weight: tl.tensor,
-    segments: tl.tensor,
-    dx: tl.tensor,
-    length: tl.tensor,
-    batch: tl.tensor,
+    dp: tl.tensor, weight: tl.tensor, segments: tl.tensor, dx: tl.tensor, length: tl.tensor, batch: tl.tensor,
     channels: tl.tensor,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-) -> None:
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+) -> None:  # fmt: skip
     """Kernel: compute the gradient dx of the input from the gradient dp of the convolution, both [length, batch,
     channels].
     """

@@ -40,16 +40,9 @@ def _matmul_fp32(a: tl.tensor, b: tl.tensor, PRECISION: tl.constexpr, WIDENED: t
 
 @triton.jit
 def _unscaled_scores_and_keys(
-    q: tl.tensor,
-    k: tl.tensor,
-    slots: tl.tensor,
-    inside: tl.tensor,
-    SIZE: tl.constexpr,
-    MAIN: tl.constexpr,
-    REST: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDENED: tl.constexpr,
-) -> tl.tensor:
+    q: tl.tensor, k: tl.tensor, slots: tl.tensor, inside: tl.tensor,
+    SIZE: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, PRECISION: tl.constexpr, WIDENED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Return q k^T of a tile [M, N] of queries and keys, and the first MAIN elements of its keys [N, MAIN]. q: pointers
     [M, 1]; k: base pointer; slots: [N], offsets of the keys from it; inside: [N], whether the key exists.
     """
@@ -73,36 +66,13 @@ def _unscaled_scores_and_keys(
 
 @triton.jit
 def _paged_attention_kernel(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    tables: tl.tensor,
-    lengths: tl.tensor,
-    parts: tl.tensor,
-    sums: tl.tensor,
-    scale: tl.tensor,
-    softcap: tl.tensor,
-    window: tl.tensor,
-    queries: tl.tensor,
-    width: tl.tensor,
-    q_step: tl.tensor,
-    k_step: tl.tensor,
-    v_step: tl.tensor,
-    REPEATS: tl.constexpr,
-    SIZE: tl.constexpr,
-    MAIN: tl.constexpr,
-    REST: tl.constexpr,
-    VALUES: tl.constexpr,
-    WIDE: tl.constexpr,
-    PAGE: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    SHARED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDENED: tl.constexpr,
-) -> None:
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, tables: tl.tensor, lengths: tl.tensor, parts: tl.tensor,
+    sums: tl.tensor, scale: tl.tensor, softcap: tl.tensor, window: tl.tensor, queries: tl.tensor, width: tl.tensor,
+    q_step: tl.tensor, k_step: tl.tensor, v_step: tl.tensor,
+    REPEATS: tl.constexpr, SIZE: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr,
+    WIDE: tl.constexpr, PAGE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr, WIDENED: tl.constexpr,
+) -> None:  # fmt: skip
     """Kernel: attention of one tile of M queries (heads of one key head) over one part of their sequence's keys.
 
     q: [rows, queries, n, SIZE]; k, v: pools [slots, g, SIZE or VALUES]; tables: block numbers [rows, width];
@@ -171,18 +141,9 @@ def _paged_attention_kernel(
 
 @triton.jit
 def _merge_key_splits_kernel(
-    parts: tl.tensor,
-    sums: tl.tensor,
-    sink: tl.tensor,
-    y: tl.tensor,
-    queries: tl.tensor,
-    splits: tl.tensor,
-    REPEATS: tl.constexpr,
-    VALUES: tl.constexpr,
-    WIDE: tl.constexpr,
-    M: tl.constexpr,
-    SPLITS: tl.constexpr,
-) -> None:
+    parts: tl.tensor, sums: tl.tensor, sink: tl.tensor, y: tl.tensor, queries: tl.tensor, splits: tl.tensor,
+    REPEATS: tl.constexpr, VALUES: tl.constexpr, WIDE: tl.constexpr, M: tl.constexpr, SPLITS: tl.constexpr,
+) -> None:  # fmt: skip
     """Kernel: merge the outputs over all parts of the keys for one head of one query, each weighted by its part of the
     softmax's sum. sink: [n] or None; y: [rows, queries, n, VALUES].
     """

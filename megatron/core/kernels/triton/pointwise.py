@@ -51,19 +51,10 @@ def _activation_and_derivative(x: tl.tensor, NAME: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _bias_activation_kernel(
-    x: tl.tensor,
-    bias: tl.tensor,
-    ends: tl.tensor,
-    y: tl.tensor,
-    size: tl.tensor,
-    experts: tl.tensor,
-    NAME: tl.constexpr,
-    GATED: tl.constexpr,
-    CLAMP: tl.constexpr,
-    OFFSET: tl.constexpr,
-    EXPERTS: tl.constexpr,
+    x: tl.tensor, bias: tl.tensor, ends: tl.tensor, y: tl.tensor, size: tl.tensor, experts: tl.tensor,
+    NAME: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr, OFFSET: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Kernel: y [rows, size] = activation of x + bias (None: of x) for one row; GATED: x is [rows, 2 size], gate before
     up: y = activation(gate) * (up + OFFSET), both clamped by CLAMP first.
 
@@ -110,23 +101,11 @@ def _expert_row_and_part_ranges(
 
 @triton.jit
 def _bias_activation_backward(
-    dy: tl.tensor,
-    x: tl.tensor,
-    bias: tl.tensor,
-    ends: tl.tensor,
-    dx: tl.tensor,
-    sums: tl.tensor,
-    rows: tl.tensor,
-    size: tl.tensor,
-    experts: tl.tensor,
-    NAME: tl.constexpr,
-    GATED: tl.constexpr,
-    CLAMP: tl.constexpr,
-    OFFSET: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    dy: tl.tensor, x: tl.tensor, bias: tl.tensor, ends: tl.tensor, dx: tl.tensor, sums: tl.tensor, rows: tl.tensor,
+    size: tl.tensor, experts: tl.tensor,
+    NAME: tl.constexpr, GATED: tl.constexpr, CLAMP: tl.constexpr, OFFSET: tl.constexpr, EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """Kernel: for one part of at most ROWS rows, compute the gradient dx like x, 0 where it was clamped, and with a bias
     in fp32 its sum over these rows.
 

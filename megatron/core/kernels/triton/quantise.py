@@ -93,22 +93,10 @@ def _fp8_bits(x: tl.tensor, MANTISSA: tl.constexpr, LOWEST: tl.constexpr) -> tl.
 
 @triton.jit
 def _quantize_per_tensor_kernel(
-    x: tl.tensor,
-    rows: tl.tensor,
-    turned: tl.tensor,
-    parts: tl.tensor,
-    inverse: tl.tensor,
-    seen: tl.tensor,
-    m: tl.tensor,
-    k: tl.tensor,
-    count: tl.tensor,
-    shrink: tl.tensor,
-    LARGEST: tl.constexpr,
-    TYPE: tl.constexpr,
-    BYTES: tl.constexpr,
-    PARTS: tl.constexpr,
-    TILE: tl.constexpr,
-) -> None:
+    x: tl.tensor, rows: tl.tensor, turned: tl.tensor, parts: tl.tensor, inverse: tl.tensor, seen: tl.tensor,
+    m: tl.tensor, k: tl.tensor, count: tl.tensor, shrink: tl.tensor,
+    LARGEST: tl.constexpr, TYPE: tl.constexpr, BYTES: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
+) -> None:  # fmt: skip
     """Kernel: quantize one tile of x [m, k] with a single scale for the whole tensor.
 
     parts: [count], partial absolute maxima of x, from whose maximum the scale is computed (PARTS: `count` rounded up to
@@ -160,16 +148,10 @@ def _quantize_row_blocks(
 
 @triton.jit
 def _store_block_scales(
-    scales: tl.tensor,
-    bits: tl.tensor,
-    down: tl.tensor,
-    along: tl.tensor,
-    inside: tl.tensor,
-    down_step: tl.tensor,
+    scales: tl.tensor, bits: tl.tensor, down: tl.tensor, along: tl.tensor, inside: tl.tensor, down_step: tl.tensor,
     along_step: tl.tensor,
-    FRACTION: tl.constexpr,
-    POWER: tl.constexpr,
-) -> None:
+    FRACTION: tl.constexpr, POWER: tl.constexpr,
+) -> None:  # fmt: skip
     """Write the scales of blocks, in fp32 or as e8m0 bytes, according to the dtype of `scales`. bits: absolute maxima
     as fp32 bits; down, along: row and column of each block; inside: mask; FRACTION, POWER: as in `_scale_exponents`.
     """
@@ -184,26 +166,11 @@ def _store_block_scales(
 
 @triton.jit
 def _quantize_per_block_kernel(
-    x: tl.tensor,
-    rows: tl.tensor,
-    turned: tl.tensor,
-    row_scales: tl.tensor,
-    turned_scales: tl.tensor,
-    m: tl.tensor,
-    k: tl.tensor,
-    row_steps: tl.tensor,
-    row_step: tl.tensor,
-    turned_steps: tl.tensor,
-    turned_step: tl.tensor,
-    LARGEST: tl.constexpr,
-    FRACTION: tl.constexpr,
-    POWER: tl.constexpr,
-    TYPE: tl.constexpr,
-    BYTES: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SQUARE: tl.constexpr,
-) -> None:
+    x: tl.tensor, rows: tl.tensor, turned: tl.tensor, row_scales: tl.tensor, turned_scales: tl.tensor, m: tl.tensor,
+    k: tl.tensor, row_steps: tl.tensor, row_step: tl.tensor, turned_steps: tl.tensor, turned_step: tl.tensor,
+    LARGEST: tl.constexpr, FRACTION: tl.constexpr, POWER: tl.constexpr, TYPE: tl.constexpr, BYTES: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, SQUARE: tl.constexpr,
+) -> None:  # fmt: skip
     """Kernel: quantize one tile of x [m, k] with a power of two as scale of each block.
 
     rows: receives the values [m, k], with blocks of 1 x BLOCK; turned: those of the transpose [k, m], with blocks along

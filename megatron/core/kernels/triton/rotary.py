@@ -25,19 +25,10 @@ _ELEMENTS = (
 
 @triton.jit
 def _rotate_heads(
-    x: tl.tensor,
-    y: tl.tensor,
-    step: tl.tensor,
-    count: tl.tensor,
-    cosine: tl.tensor,
-    sine: tl.tensor,
-    SIZE: tl.constexpr,
-    TURNED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    PAIRS: tl.constexpr,
-    REST: tl.constexpr,
+    x: tl.tensor, y: tl.tensor, step: tl.tensor, count: tl.tensor, cosine: tl.tensor, sine: tl.tensor,
+    SIZE: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
     HEADS: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Rotate `count` heads of a token: those of x, `step` elements apart, are written to y, SIZE elements apart.
 
     cosine, sine: [1, PAIRS]. The first TURNED elements of a head are rotated, the other SIZE - TURNED copied.
@@ -93,40 +84,13 @@ def _copy_heads(
 
 @triton.jit
 def _rotate_token_kernel(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    gate: tl.tensor,
-    q_out: tl.tensor,
-    k_out: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    batch: tl.tensor,
-    tables: tl.tensor,
-    q_heads: tl.tensor,
-    k_heads: tl.tensor,
-    row: tl.tensor,
-    q_s: tl.tensor,
-    q_b: tl.tensor,
-    q_h: tl.tensor,
-    k_s: tl.tensor,
-    k_b: tl.tensor,
-    k_h: tl.tensor,
-    v_s: tl.tensor,
-    v_b: tl.tensor,
-    v_h: tl.tensor,
-    gate_s: tl.tensor,
-    gate_b: tl.tensor,
-    gate_h: tl.tensor,
-    BACK: tl.constexpr,
-    SIZE: tl.constexpr,
-    TURNED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    PAIRS: tl.constexpr,
-    REST: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HEADS: tl.constexpr,
-) -> None:
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, gate: tl.tensor, q_out: tl.tensor, k_out: tl.tensor, cos: tl.tensor,
+    sin: tl.tensor, batch: tl.tensor, tables: tl.tensor, q_heads: tl.tensor, k_heads: tl.tensor, row: tl.tensor,
+    q_s: tl.tensor, q_b: tl.tensor, q_h: tl.tensor, k_s: tl.tensor, k_b: tl.tensor, k_h: tl.tensor, v_s: tl.tensor,
+    v_b: tl.tensor, v_h: tl.tensor, gate_s: tl.tensor, gate_b: tl.tensor, gate_h: tl.tensor,
+    BACK: tl.constexpr, SIZE: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr,
+    REST: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+) -> None:  # fmt: skip
     """Kernel: rotate the query and key heads of one of the s * batch tokens, and copy gate and values.
 
     q, gate: [s, batch, q_heads, SIZE]; k, v: [s, batch, k_heads, SIZE], with their strides; k, v and gate may be None.

@@ -89,20 +89,10 @@ def strictly_causal_segment_mask(
 
 @triton.jit
 def _invert_chunk_systems_kernel(
-    k: tl.tensor,
-    beta: tl.tensor,
-    segments: tl.tensor,
-    inverse: tl.tensor,
-    begin: tl.tensor,
-    length: tl.tensor,
-    batch: tl.tensor,
-    heads: tl.tensor,
-    per_group: tl.tensor,
-    KEY: tl.constexpr,
-    WIDE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
+    k: tl.tensor, beta: tl.tensor, segments: tl.tensor, inverse: tl.tensor, begin: tl.tensor, length: tl.tensor,
+    batch: tl.tensor, heads: tl.tensor, per_group: tl.tensor,
+    KEY: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
     """Kernel: invert the delta rule's system of one chunk, the identity plus beta_i k_i k_j for earlier tokens j, by
     forward substitution. inverse: [batch, heads, chunks, CHUNK, CHUNK].
     """
@@ -152,29 +142,12 @@ def dot_precision(x: Tensor) -> str:
 
 @triton.jit
 def _selective_scan_kernel(
-    x: tl.tensor,
-    dt: tl.tensor,
-    a: tl.tensor,
-    b: tl.tensor,
-    c: tl.tensor,
-    segments: tl.tensor,
-    first: tl.tensor,
-    y: tl.tensor,
-    states: tl.tensor,
-    begin: tl.tensor,
-    end: tl.tensor,
-    length: tl.tensor,
-    batch: tl.tensor,
-    heads: tl.tensor,
-    per_group: tl.tensor,
-    SIZE: tl.constexpr,
-    STATE: tl.constexpr,
-    WIDE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SPAN: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
+    x: tl.tensor, dt: tl.tensor, a: tl.tensor, b: tl.tensor, c: tl.tensor, segments: tl.tensor, first: tl.tensor,
+    y: tl.tensor, states: tl.tensor, begin: tl.tensor, end: tl.tensor, length: tl.tensor, batch: tl.tensor,
+    heads: tl.tensor, per_group: tl.tensor,
+    SIZE: tl.constexpr, STATE: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr,
+    COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
     """Kernel: Mamba-2's scan along tokens `begin` to `end` of one sequence for one head and COLUMNS of its channels.
 
     x, y: [length, batch, heads, SIZE]; y may be None. first: state before token `begin`, or None. states: [spans + 1,
@@ -211,30 +184,12 @@ def _selective_scan_kernel(
 
 @triton.jit
 def _delta_rule_scan_kernel(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    g: tl.tensor,
-    beta: tl.tensor,
-    inverse: tl.tensor,
-    segments: tl.tensor,
-    first: tl.tensor,
-    y: tl.tensor,
-    states: tl.tensor,
-    begin: tl.tensor,
-    end: tl.tensor,
-    length: tl.tensor,
-    batch: tl.tensor,
-    heads: tl.tensor,
-    per_group: tl.tensor,
-    KEY: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SPAN: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, g: tl.tensor, beta: tl.tensor, inverse: tl.tensor, segments: tl.tensor,
+    first: tl.tensor, y: tl.tensor, states: tl.tensor, begin: tl.tensor, end: tl.tensor, length: tl.tensor,
+    batch: tl.tensor, heads: tl.tensor, per_group: tl.tensor,
+    KEY: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr,
+    COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
     """Kernel: the gated delta rule along tokens `begin` to `end` of one sequence for one head and COLUMNS of its channels.
 
     v, y: [length, batch, heads, SIZE]; y may be None. inverse: inverses of the chunks' systems. first: state before

@@ -48,33 +48,13 @@ def _log_decay_gradient(between: tl.tensor, reads: tl.tensor, gives: tl.tensor, 
 
 @triton.jit
 def _selective_backward_kernel(
-    x: tl.tensor,
-    dt: tl.tensor,
-    a: tl.tensor,
-    b: tl.tensor,
-    c: tl.tensor,
-    dy: tl.tensor,
-    segments: tl.tensor,
-    states: tl.tensor,
-    d_state: tl.tensor,
-    dx: tl.tensor,
-    d_dt: tl.tensor,
-    d_logs: tl.tensor,
-    d_b: tl.tensor,
-    d_c: tl.tensor,
-    begin: tl.tensor,
-    chunks: tl.tensor,
-    length: tl.tensor,
-    batch: tl.tensor,
-    heads: tl.tensor,
+    x: tl.tensor, dt: tl.tensor, a: tl.tensor, b: tl.tensor, c: tl.tensor, dy: tl.tensor, segments: tl.tensor,
+    states: tl.tensor, d_state: tl.tensor, dx: tl.tensor, d_dt: tl.tensor, d_logs: tl.tensor, d_b: tl.tensor,
+    d_c: tl.tensor, begin: tl.tensor, chunks: tl.tensor, length: tl.tensor, batch: tl.tensor, heads: tl.tensor,
     per_group: tl.tensor,
-    SIZE: tl.constexpr,
-    STATE: tl.constexpr,
-    WIDE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr, STATE: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Kernel: backward pass of Mamba-2's scan over one span of chunks, last chunk first, for one head and COLUMNS of
     its channels.
 
@@ -126,34 +106,13 @@ def _selective_backward_kernel(
 
 @triton.jit
 def _delta_rule_backward_kernel(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    g: tl.tensor,
-    beta: tl.tensor,
-    dy: tl.tensor,
-    inverse: tl.tensor,
-    segments: tl.tensor,
-    states: tl.tensor,
-    d_state: tl.tensor,
-    dv: tl.tensor,
-    d_g: tl.tensor,
-    d_beta: tl.tensor,
-    d_q: tl.tensor,
-    d_k: tl.tensor,
-    begin: tl.tensor,
-    chunks: tl.tensor,
-    length: tl.tensor,
-    batch: tl.tensor,
-    heads: tl.tensor,
-    per_group: tl.tensor,
-    KEY: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, g: tl.tensor, beta: tl.tensor, dy: tl.tensor, inverse: tl.tensor,
+    segments: tl.tensor, states: tl.tensor, d_state: tl.tensor, dv: tl.tensor, d_g: tl.tensor, d_beta: tl.tensor,
+    d_q: tl.tensor, d_k: tl.tensor, begin: tl.tensor, chunks: tl.tensor, length: tl.tensor, batch: tl.tensor,
+    heads: tl.tensor, per_group: tl.tensor,
+    KEY: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Kernel: backward pass of the delta rule's scan over one span of chunks, last chunk first, for one head and
     COLUMNS of its channels.
 

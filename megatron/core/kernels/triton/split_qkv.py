@@ -24,20 +24,10 @@ _ELEMENTS = 4 * 32 * 8  # that four warps load at a time, 16 bytes of a half for
 
 @triton.jit
 def _copy_head_and_sum_tokens(
-    x: tl.tensor,
-    y: tl.tensor,
-    sums: tl.tensor,
-    token: tl.tensor,
-    tokens: tl.tensor,
-    batch: tl.tensor,
-    row: tl.tensor,
-    x_s: tl.tensor,
-    x_b: tl.tensor,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    STEP: tl.constexpr,
-) -> None:
+    x: tl.tensor, y: tl.tensor, sums: tl.tensor, token: tl.tensor, tokens: tl.tensor, batch: tl.tensor,
+    row: tl.tensor, x_s: tl.tensor, x_b: tl.tensor,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+) -> None:  # fmt: skip
     """Copy one head of ROWS tokens from token `token` on, from x, given by its strides over s and b, to y, where tokens
     are `row` elements apart.
 
@@ -59,34 +49,12 @@ def _copy_head_and_sum_tokens(
 
 @triton.jit
 def _join_head_gradients_kernel(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    gate: tl.tensor,
-    whole: tl.tensor,
-    sums: tl.tensor,
-    tokens: tl.tensor,
-    batch: tl.tensor,
-    q_heads: tl.tensor,
-    k_heads: tl.tensor,
-    row: tl.tensor,
-    q_s: tl.tensor,
-    q_b: tl.tensor,
-    q_h: tl.tensor,
-    k_s: tl.tensor,
-    k_b: tl.tensor,
-    k_h: tl.tensor,
-    v_s: tl.tensor,
-    v_b: tl.tensor,
-    v_h: tl.tensor,
-    gate_s: tl.tensor,
-    gate_b: tl.tensor,
-    gate_h: tl.tensor,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    STEP: tl.constexpr,
-) -> None:
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, gate: tl.tensor, whole: tl.tensor, sums: tl.tensor, tokens: tl.tensor,
+    batch: tl.tensor, q_heads: tl.tensor, k_heads: tl.tensor, row: tl.tensor, q_s: tl.tensor, q_b: tl.tensor,
+    q_h: tl.tensor, k_s: tl.tensor, k_b: tl.tensor, k_h: tl.tensor, v_s: tl.tensor, v_b: tl.tensor, v_h: tl.tensor,
+    gate_s: tl.tensor, gate_b: tl.tensor, gate_h: tl.tensor,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+) -> None:  # fmt: skip
     """Kernel: write the gradients of one head of ROWS tokens into the gradient of the fused projection's output, and
     sum them over the tokens.
 
