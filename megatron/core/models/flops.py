@@ -224,7 +224,8 @@ def layer_activation_bytes_per_token(
     """
     model, t = config.model, config.parallel.tp
     size, h = BYTES[config.precision.param_dtype_name], model.hidden_size
-    q, k, f = model.query_projection_width // t, _local_key_width(model, t), model.ffn_hidden_size // t
+    q, f = model.query_projection_width // t, model.ffn_hidden_size // t
+    k = max(model.key_projection_width // t, model.kv_channels)  # with more ranks than key heads each holds one head
     recompute = config.recompute
     sequence_shards = t if config.parallel.sequence_parallel else 1
     if recomputes and recompute.recompute_granularity == "full":
@@ -462,8 +463,3 @@ def _query_and_value_widths(model: ModelConfig) -> tuple[int, int]:
     if not mla.multi_latent_attention:
         return model.query_projection_width, model.query_projection_width
     return heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim), heads * mla.v_head_dim
-
-
-def _local_key_width(model: ModelConfig, tensor_size: int) -> int:
-    """Return the key width on one tensor rank; if there are more ranks than key heads, each rank holds one head."""
-    return max(model.key_projection_width // tensor_size, model.kv_channels)

@@ -34,7 +34,8 @@ class _Recompute(Function):
         context.function, context.streams, context.axis = function, streams, axis
         context.states = streams.state()
         context.shape = first.shape
-        context.save_for_backward(first if axis is None else _flat_local_chunk(first, axis), *others)
+        saved = first if axis is None else collectives.local_chunk(first.reshape(-1), axis)
+        context.save_for_backward(saved, *others)
         with torch.no_grad():
             return function(first, *others)
 
@@ -54,11 +55,6 @@ class _Recompute(Function):
         context.streams.load(current)
         torch.autograd.backward(output, gradient)
         return (None, None, None, *(None if tensor is None else tensor.grad for tensor in inputs))
-
-
-def _flat_local_chunk(tensor: Tensor, axis: Axis) -> Tensor:
-    """Return this rank's chunk of the flattened tensor."""
-    return collectives.local_chunk(tensor.reshape(-1), axis)
 
 
 def recompute(

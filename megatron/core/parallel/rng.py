@@ -91,7 +91,7 @@ class RandomStreams:
         self.device = device
         self._states: dict[str, torch.Tensor] = {}
         for name, seed in sorted(seeds.items(), reverse=True):  # `default` last but for `cut`: it stays in the device
-            self._states[name] = _seeded_rng_state(device, seed)
+            self._states[name] = torch.Generator(device).manual_seed(seed).get_state()
         if self._states:
             set_device_rng_state(device, self._states.pop("default"))
 
@@ -130,8 +130,3 @@ class RandomStreams:
         rest = {name: value.clone() for name, value in state.items()}
         set_device_rng_state(self.device, rest.pop("default"))
         self._states = rest
-
-
-def _seeded_rng_state(device: torch.device, seed: int) -> torch.Tensor:
-    """Return the state of a random generator with this seed: uint8 [bytes]."""
-    return torch.Generator(device).manual_seed(seed).get_state()
