@@ -58,10 +58,7 @@ def _cp_attention_over_axis(kernel: Kernel, axis: Axis, kind: str, mesh: Mesh) -
 
 @torch.no_grad()
 def gather_context_parallel_keys(k: Tensor, mask: AttentionMaskSpec, mesh: Mesh) -> tuple[Tensor, AttentionMaskSpec]:
-    """Return the keys of all ranks, [s, b, g, d] in order of position, and the mask of this rank's queries over them.
-
-    k: [s/cp, b, g, d].
-    """
+    """Gather keys [s/cp, b, g, d] to [s, b, g, d], in order; also return the mask of this rank's queries over them."""
     if mask.length is None:
         return k, mask
     axis = mesh.context_axis_of_size(mask.length // len(k))

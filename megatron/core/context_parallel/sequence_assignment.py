@@ -52,9 +52,7 @@ def context_ranks_needed(length: int, limit: int) -> int:
 
 
 def sequence_cost(length: int, linear: float) -> float:
-    """Return the work on a sequence: length * linear + length^2, in units of attention to one position; linear: the
-    work of the matrices on a position.
-    """
+    """Return the work on a sequence, in units of attention to a position; linear: the matrices' on a position."""
     return length * (linear + length)
 
 

@@ -43,10 +43,7 @@ class BERTOutput(NamedTuple):
 
 
 class EncoderModel(StageModel):
-    """One pipeline stage of a bidirectional encoder without heads: on the first the embedding, then layers.
-
-    choices: number of consecutive texts of a sample, which are encoded one by one.
-    """
+    """One stage of a bidirectional encoder without heads. choices: texts of a sample, encoded one by one."""
 
     def __init__(self, stage: StageSpec, build: LayerBuildContext, *, tied: bool = False, choices: int = 1) -> None:
         super().__init__()

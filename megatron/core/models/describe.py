@@ -106,9 +106,7 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
 
 
 def count_active_parameters(model: ModelConfig) -> int:
-    """Count the parameters that one token uses: all except those of experts that it is not routed to; a repeated MTP
-    layer counts once, less its idle experts at each depth.
-    """
+    """Count the parameters that a token uses: without idle experts, at each depth of a repeated MTP layer."""
     inactive = 0
     for name, shape in _global_parameter_shapes(replace(model, true_vocab_size=model.padded_vocab_size)):
         if _EXPERTS in name:

@@ -121,6 +121,12 @@ def frozen_weight_bytes(config: RunConfig, frozen: RankParameterCounts) -> float
     return of_layers * frozen.layers + size * frozen.rest
 
 
+def _optimizer_shards(config: RunConfig, data_parallel_size: int) -> int:
+    """Return over how many of the data-parallel ranks the optimizer state is sharded."""
+    sharded = config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2
+    return data_parallel_size if sharded else 1
+
+
 def training_state_bytes_per_param(config: RunConfig, data_parallel_size: int = 1) -> float:
     """Return the bytes of weights, gradients and optimizer state per parameter of a rank, between steps.
 
@@ -131,16 +137,11 @@ def training_state_bytes_per_param(config: RunConfig, data_parallel_size: int = 
     weight, gradient = BYTES[config.precision.param_dtype_name], BYTES[config.precision.gradient_dtype_name]
     if config.parallel.use_torch_fsdp2:
         return (2 * max(4, weight) + owned_bytes_per_parameter(config)) / data_parallel_size
-    return (
-        weight
-        + gradient
-        + owned_bytes_per_parameter(config) / (data_parallel_size if config.parallel.use_distributed_optimizer else 1)
-    )
+    return weight + gradient + owned_bytes_per_parameter(config) / _optimizer_shards(config, data_parallel_size)
 
 
 def owned_bytes_per_parameter(config: RunConfig) -> float:
-    """Return the bytes of main weights and moments per parameter on the rank that owns it (unsharded); with Muon or
-    Adafactor, per element of a large matrix.
+    """Return the bytes of main weights and moments per parameter on its owner; Muon, Adafactor: per matrix element.
 
     State that --optimizer-cpu-offload moves to the CPU is included.
     """
@@ -164,19 +165,15 @@ def update_temporaries_per_parameter(config: RunConfig, data_parallel_size: int 
         or config.precision.use_precision_aware_optimizer
     ):
         return 0.0
-    return 4 / (data_parallel_size if config.parallel.use_distributed_optimizer else 1)
+    return 4 / _optimizer_shards(config, data_parallel_size)
 
 
 def offloaded_bytes_per_parameter(config: RunConfig, data_parallel_size: int = 1) -> float:
     """Return the part of `state_bytes`, per parameter of a rank, that --optimizer-cpu-offload keeps in CPU memory."""
     if not config.optimizer.optimizer_cpu_offload:
         return 0.0
-    sharded = config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2
-    return (
-        config.optimizer.optimizer_offload_fraction
-        * owned_bytes_per_parameter(config)
-        / (data_parallel_size if sharded else 1)
-    )
+    offloaded = config.optimizer.optimizer_offload_fraction * owned_bytes_per_parameter(config)
+    return offloaded / _optimizer_shards(config, data_parallel_size)
 
 
 def estimate_memory_by_pipeline_rank(
@@ -201,8 +198,8 @@ def estimate_memory_by_pipeline_rank(
         state += frozen_weight_bytes(config, held - trained)
         # other parameters than matrices have two moments
         if config.optimizer.is_muon and config.optimizer.elementwise_optimizer == "adam":
-            sharded = parallel.use_distributed_optimizer or parallel.use_torch_fsdp2
-            state += trained.rest * max(4, BYTES[config.precision.param_dtype_name]) / (replicas if sharded else 1)
+            moment = max(4, BYTES[config.precision.param_dtype_name])
+            state += trained.rest * moment / _optimizer_shards(config, replicas)
         stages_memory.append(
             RankMemory(
                 held.total,

@@ -132,10 +132,7 @@ class GPTModel(StageModel):
     def _compute_mtp_states(
         self, x: Tensor, positions: Tensor | None, ahead: MTPInputs, context: ForwardContext
     ) -> MTPInputs:
-        """Return `ahead` with the states of all depths; unchanged if this stage has no MTP layers.
-
-        x: [s or s/tp, b, h], after the final norm.
-        """
+        """Return `ahead` with the states of all depths of x [s or s/tp, b, h], if this stage has MTP layers."""
         if self.mtp is None:
             return ahead
         assert self.embedding is not None, "a stage with multi-token prediction has an embedding"

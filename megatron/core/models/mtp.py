@@ -129,10 +129,7 @@ class MTPLayer(nn.Module):
         self.final_layernorm = build.make_norm(size)
 
     def forward(self, x: Tensor, vectors: Tensor, context: ForwardContext) -> Tensor:
-        """Return the states of this depth, [s or s/tp, b, h].
-
-        x: states of the previous depth; vectors: embeddings of the tokens ahead; both of the same shape.
-        """
+        """Return this depth's states, [s or s/tp, b, h]. x: the previous depth's; vectors: embeddings ahead, like x."""
 
         def combine_and_run_layers(x: Tensor, vectors: Tensor) -> Tensor:
             both = torch.cat((self.enorm(vectors), self.hnorm(x)), dim=-1)

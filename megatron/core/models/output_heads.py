@@ -107,10 +107,7 @@ class LanguageModelHead(nn.Module):
         ).t()
 
     def _token_entropies(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the entropy of every token's distribution at the head's temperature, [b, s].
-
-        x: [s or s/tp, b, h]; weight: [v/tp, h].
-        """
+        """Return each token's entropy, [b, s], at the temperature. x: [s or s/tp, b, h]; weight: [v/tp, h]."""
         return fused_linear_entropy(
             multiply_unless_one(x, self.scale),
             weight,

@@ -108,10 +108,7 @@ class T5Model(StageModel):
         return self.output_layer(state, self.output_weight(), labels)
 
     def encode(self, ids: Tensor, padding: Tensor | None) -> Message:
-        """Return the encoder's output [s, b, h] and the bias tables for `decode`; the stage must be the whole network.
-
-        ids: [b, s]; padding: as in `forward`.
-        """
+        """Return the encoder's output [s, b, h] and the bias tables for `decode_next_logits`. ids, padding: [b, s]."""
         _, memory, *tables = self._embed_inputs(ids, ids[:, :1])
         return (self._run_encoder(memory, tables, padding), *tables)
 

@@ -96,10 +96,7 @@ class VisionEncoder(nn.Module):
         self.encoder = TransformerStack(stage.layers, build, final_norm=stage.has_output and vision.has_final_norm)
 
     def forward(self, images: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
-        """Run this stage; return [tokens, b, h].
-
-        images: [b, channels, height, width], used by the first stage; hidden: [tokens, b, h], by later ones.
-        """
+        """Return states [tokens, b, h] of images [b, channels, height, width] (first stage), or of hidden states."""
         if self.embedding is not None:
             assert images is not None, "the first stage reads images"
             hidden = self.embedding(images)
@@ -156,10 +153,7 @@ def pixel_shuffle(x: Tensor, grid: tuple[int, int], factor: int) -> Tensor:
 
 
 class IdsWithImages(NamedTuple):
-    """Token ids with images: ids [b, s], images and slots as `ImageEmbedder` takes them.
-
-    Ids at positions of images are ignored.
-    """
+    """Token ids [b, s], ignored where images are; images and slots as `ImageEmbedder` takes them."""
 
     ids: Tensor
     images: Tensor

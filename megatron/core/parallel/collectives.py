@@ -86,9 +86,7 @@ def start_reduce_scatter(output: Tensor, tensor: Tensor, axis: Axis, op: str = "
 
 
 def start_all_gather(output: Tensor, piece: Tensor, axis: Axis) -> Work:
-    """Start to gather every rank's `piece` [k, ...] into `output` [axis.size * k, ...]; piece may be this rank's slice
-    of output. Neither may be touched until `wait`.
-    """
+    """Start to gather pieces [k, ...] into `output` [axis.size * k, ...], untouched until `wait`; may hold `piece`."""
     if axis.size == 1:
         if storage_id_and_offset(output) != storage_id_and_offset(piece):
             output.copy_(piece)
@@ -246,26 +244,17 @@ def scatter_with_gather_backward(tensor: Tensor, axis: Axis, meanwhile: Meanwhil
 
 
 def split_with_gather_backward(tensor: Tensor, axis: Axis) -> Tensor:
-    """Forward: return this rank's chunk of a replicated tensor. Backward: all-gather the gradient.
-
-    tensor: [axis.size * k, ...]; returns [k, ...].
-    """
+    """Forward: this rank's chunk, [axis.size * k, ...] to [k, ...]. Backward: all-gather the gradient."""
     return _apply_with_custom_backward(tensor, axis, local_chunk, all_gather)
 
 
 def gather_with_split_backward(tensor: Tensor, axis: Axis) -> Tensor:
-    """Forward: all-gather along dimension 0. Backward: this rank's chunk of a gradient that is equal on all ranks.
-
-    tensor: [k, ...]; returns [axis.size * k, ...].
-    """
+    """Forward: all-gather, [k, ...] to [axis.size * k, ...]. Backward: this rank's chunk of equal gradients."""
     return _apply_with_custom_backward(tensor, axis, all_gather, local_chunk)
 
 
 def gather_columns_with_split_backward(tensor: Tensor, axis: Axis) -> Tensor:
-    """Forward: all-gather along the last dimension. Backward: this rank's columns of a gradient equal on all ranks.
-
-    tensor: [..., k]; returns [..., axis.size * k].
-    """
+    """Forward: all-gather columns, [..., k] to [..., axis.size * k]. Backward: this rank's of equal gradients."""
     return _apply_with_custom_backward(tensor, axis, _gather_columns, _local_columns)
 
 
@@ -350,10 +339,7 @@ def start_autograd_all_to_all(tensor: Tensor, exchange: AsyncAllToAll) -> Tensor
 
 
 def finish_autograd_all_to_all(received: Tensor, exchange: AsyncAllToAll) -> Tensor:
-    """Wait for the result of `start_autograd_all_to_all`. received, result: [sum(receive), ...].
-
-    Backward: start the all-to-all of the gradient.
-    """
+    """Wait for received [sum(receive), ...] and return it. Backward: start the all-to-all of the gradient."""
     return received if exchange.axis.size == 1 else _FinishAllToAll.apply(received, exchange)
 
 
@@ -384,18 +370,12 @@ def _append_zero_rows(tensor: Tensor, rows: int) -> Tensor:
 
 
 def uneven_gather_with_scatter_backward(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
-    """Forward: all-gather chunks of `sizes` rows along dimension 0. Backward: reduce-scatter the gradient.
-
-    tensor: [sizes[axis.rank], ...]; returns [sum(sizes), ...].
-    """
+    """Forward: all-gather chunks of `sizes` rows, to [sum(sizes), ...]. Backward: reduce-scatter the gradient."""
     gather, scatter = partial(_gather_uneven, sizes=sizes), partial(_reduce_scatter_uneven, sizes=sizes)
     return _apply_with_custom_backward(tensor, axis, gather, scatter)
 
 
 def uneven_scatter_with_gather_backward(tensor: Tensor, sizes: list[int], axis: Axis) -> Tensor:
-    """Forward: reduce-scatter into chunks of `sizes` rows along dimension 0. Backward: all-gather the gradient.
-
-    tensor: [sum(sizes), ...]; returns [sizes[axis.rank], ...].
-    """
+    """Forward: reduce-scatter [sum(sizes), ...] into chunks of `sizes` rows. Backward: all-gather the gradient."""
     gather, scatter = partial(_gather_uneven, sizes=sizes), partial(_reduce_scatter_uneven, sizes=sizes)
     return _apply_with_custom_backward(tensor, axis, scatter, gather)

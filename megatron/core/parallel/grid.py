@@ -53,10 +53,7 @@ def hierarchical_cp_sizes(parallel: ParallelConfig) -> tuple[int, int]:
 
 
 def hybrid_cp_rank_groups(parallel: ParallelConfig, world_size: int) -> dict[str, RankLists]:
-    """Return the groups of 2, 4, 8, ... neighbouring data-parallel ranks that may share a sequence, by axis name.
-
-    Empty without --hybrid-context-parallel.
-    """
+    """Return the groups of 2, 4, 8, ... data-parallel ranks of --hybrid-context-parallel, by axis name; else {}."""
     result: dict[str, RankLists] = {}
     lines = axis_rank_groups(parallel, world_size)["dp_cp"]
     size = 2

@@ -12,9 +12,7 @@ from megatron.core.parallel.mesh import Axis
 
 
 class LaggedIntegerReduction:
-    """Max- or min-reduction of one integer per rank over an axis. Collective: all ranks make the same calls; on an axis
-    of size 1 every result is immediate.
-    """
+    """Max or min of one integer per rank. Collective: all ranks make the same calls. Immediate on an axis of size 1."""
 
     def __init__(self, axis: Axis, device: torch.device, reduction: Literal["max", "min"], *, first: int) -> None:
         """first: the answer of the first call."""
@@ -28,9 +26,7 @@ class LaggedIntegerReduction:
         return int(collectives.all_reduce(self._number_to_tensor(number), self._axis, self._reduction))
 
     def start_and_return_previous(self, number: int) -> int:
-        """Start to reduce `number`, and return the result of the previous call (`first` on the first call), which was
-        reduced while a step was computed.
-        """
+        """Start to reduce `number`; return the previous call's result, at first `first`. A step hides the wait."""
         if self._axis.size == 1:
             return number
         before, mine = self._pending, self._number_to_tensor(number)

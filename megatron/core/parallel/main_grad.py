@@ -62,9 +62,6 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, *, mixed_dtype_addmm
 
 
 def active_main_grad(parameter: Tensor) -> MainGrad | None:
-    """Return the main gradient of a parameter (any shape) during a step;
-
-    None outside of one, when autograd is to return gradients.
-    """
+    """Return a parameter's (any shape) main gradient during a step; None when autograd is to return gradients."""
     result = getattr(parameter, "main_grad", None)
     return result if result is not None and result.open else None

@@ -94,9 +94,7 @@ class DualBatchThreads:
             self._changed.wait_for(lambda: self._turn == thread)
 
     def run(self, main: Callable[[], None], second: Callable[[], None], device: torch.device) -> None:
-        """Run both in turns, `main` in this thread and `second` in another, which begins; they change at `switch`.
-        Raise the first error when both have ended.
-        """
+        """Run `main` here and `second`, which begins, in a thread; `switch` changes. Raises the first error."""
         errors: list[BaseException] = []
 
         def run_second_on_device() -> None:

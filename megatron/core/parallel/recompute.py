@@ -115,9 +115,7 @@ class _RecomputedOutputs:
         self.made: tuple[Tensor, ...] = ()
 
     def unpacker_of(self, index: int, view: Tensor) -> Callable[[], Tensor]:
-        """Return a function that recomputes the outputs, if needed, and returns a view of output `index` with the
-        shape, strides and offset of `view`.
-        """
+        """Return a function that returns a view, strided as `view`, of output `index`, recomputed if needed."""
         shape = (view.size(), view.stride(), view.storage_offset())
         self.promised += 1
 

@@ -97,8 +97,7 @@ class RandomStreams:
 
     @staticmethod
     def build(mesh: Mesh, seed: int, *, per_data_rank: bool = False) -> RandomStreams:
-        """Return the two dropout streams of this rank: "default", seeded by seed, pipeline rank and context rank, and "cut", seeded by
-        the tensor rank too.
+        """Return the dropout streams of this rank, by seed, pipeline and context rank; "cut" also by tensor rank.
 
         per_data_rank: both also by the data-parallel rank; otherwise data-parallel ranks draw the same numbers.
         """

@@ -63,10 +63,7 @@ def kaiming_uniform_initializer() -> Initial:
 
 
 class LoRAFactors(nn.Module):
-    """The LoRA factors A and B of one adapter, and with DoRA the magnitudes of its rows.
-
-    rows: the output segments that B covers.
-    """
+    """LoRA factors A and B, with DoRA row magnitudes, of one adapter. rows: the output segments that B covers."""
 
     def __init__(
         self,
@@ -193,10 +190,7 @@ class LinearAdapter(nn.Module):
         return whole if factors is None else whole * factors[:, None].to(whole.dtype)
 
     def dora_row_factors(self, weight: Tensor) -> Tensor | None:
-        """Return the factor magnitude / norm of each row, [out], 1 for rows without an adapter; None without DoRA.
-
-        weight: [out, in], this rank's shard of the base.
-        """
+        """Return magnitude / norm of each row, [out], 1 without adapter; None without DoRA. weight: [out, in]."""
         if not self.build.dora:
             return None
         factors = {
@@ -222,10 +216,7 @@ class LinearAdapter(nn.Module):
         return cast(list[tuple[str, LoRAFactors]], list(self.pairs.items()))
 
     def _add_lora_output(self, base: Tensor, low: Tensor) -> Tensor:
-        """Return base [.., out] plus scale B low of each adapter, in the columns of its part.
-
-        low: [.., ranks of all adapters], outputs of A, concatenated.
-        """
+        """Return base [.., out] plus scale B low of each adapter, in its part's columns. low: [.., all ranks], of A."""
         firsts = dict(zip(self.names, accumulate(self.sizes, initial=0), strict=False))
         firsts.setdefault(WHOLE, 0)
         pairs = [pair for _, pair in self.named_lora_factors]

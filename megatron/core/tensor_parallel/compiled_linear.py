@@ -66,9 +66,6 @@ _linear_into_main_grad_op.register_autograd(_linear_backward, setup_context=_sav
 
 
 def linear_into_main_grad(x: Tensor, weight: Tensor, bias: Tensor | None, into: MainGrad) -> Tensor:
-    """Return x W^T + b, [..., out], in a compiled graph; the backward pass adds the weight's gradient to `into`.
-
-    x: [..., in]; weight: [out, in]; bias: [out].
-    """
+    """Return x [..., in] W^T + b in a compiled graph; backward adds dW [out, in] to the main gradient `into`."""
     into.added_in_graph = True
     return _linear_into_main_grad_op(x, weight, bias, into.total, into.mixed_dtype_addmm)

@@ -54,9 +54,7 @@ def _linear_options_by_handle(handle: Tensor) -> LowPrecisionLinearOptions:
 def _low_precision_matmul_op(
     x: Tensor, weight: Tensor, handle: Tensor, block: int, dtype: torch.dtype, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Operation for graphs: return x W^T, and of x what the backward pass needs: rounded values and their scales, or
-    two empty tensors if x itself is saved.
-    """
+    """For graphs: return x W^T, and x rounded with its scales, or two empty tensors if x itself is saved."""
     way = _linear_options_by_handle(handle)
     output, kept, scales, _ = low_precision_forward(x, weight, saved_input_form(way.scaling.recipe), way)
     if block == _WHOLE:
@@ -135,8 +133,7 @@ def low_precision_op_arguments(
 def compiled_low_precision_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, scaling: LowPrecisionScaling
 ) -> Tensor:
-    """Return x W^T + b, [.., out], of operands rounded to 8 or 4 bits, in a compiled graph. Differentiable; no
-    communication of activations.
+    """Return x W^T + b, [.., out], in 8 or 4 bits, in a compiled graph; no communication. Differentiable.
 
     x: [.., in]; weight: [out, in]; bias: [out].
     """

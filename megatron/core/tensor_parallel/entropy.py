@@ -47,8 +47,7 @@ def fused_linear_entropy(
     softcap: float | None = None,
     factor: float = 1.0,
 ) -> Tensor:
-    """Return the entropy in nats of the distribution over the vocabulary of every token, [s, b] in fp32 (fp64 for fp64
-    states), the same on all tensor ranks.
+    """Return each token's entropy over the vocabulary in nats, [s, b] in fp32 or wider, equal on all tensor ranks.
 
     x: [s or s/tp, b, h]; weight: [v/tp, h]; bias: [v/tp]. factor: multiplies the logits, after the soft cap.
     """

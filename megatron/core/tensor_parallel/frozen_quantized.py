@@ -76,10 +76,7 @@ class FrozenQuantizedWeight:
         return self._tensors
 
     def quantize_box(self, index: int, values: Tensor) -> None:
-        """Quantize the values of box number `index`, and store the part that this rank holds.
-
-        values: of the shape of boxes[index].
-        """
+        """Quantize the values (any shape, that of boxes[index]), and store the part that this rank holds."""
         shard, box, values = self.shards[index], self.boxes[index], values.to(self.device)
         own = values[shard.box.shifted(tuple(-start for start in box.offset)).slices()]
         self.unquantized_hashes[index] = box_hash(own, shard.box, self.spec.shape, derive_seed("base", self.spec.name))
@@ -169,10 +166,7 @@ class _FrozenQuantizedProduct(Function):
 
 
 def frozen_quantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x W^T + b, [.., out], with a quantized weight; saves neither x nor the dequantized W for backward.
-
-    x: [.., in]; weight: [out, in], quantized.
-    """
+    """Return x [.., in] W^T + b, [.., out], W [out, in] quantized; saves neither x nor the dequantized W."""
     product = _FrozenQuantizedProduct.apply(x, weight, F.linear)
     return product if bias is None else product + bias
 

@@ -41,10 +41,7 @@ from megatron.core.tensor_parallel.region import TensorParallelRegion
 def _weight_and_bias_gradients(
     x: Tensor, gradient: Tensor, *, bias: bool, into: MainGrad | None
 ) -> tuple[Tensor | None, ...]:
-    """Return dW, and with `bias` also db, of y = x W^T + b; dW is None if it was added `into` the main gradient.
-
-    x: [..., in]; gradient: of y, [..., out].
-    """
+    """Return dW (None if added `into` the main gradient) and with `bias` db. x: [..., in]; gradient: [..., out]."""
     flat, x, weight_gradient = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1]), None
     if into is None:
         weight_gradient = flat.t().matmul(x)
@@ -187,8 +184,7 @@ class AdaptableLinear(nn.Module):
     def apply_with_adapter(
         self, x: Tensor, bias: Tensor | None, multiply: Callable[[Tensor, Tensor | None], Tensor]
     ) -> Tensor:
-        """Return multiply(x, bias), changed by the adapter if there is an enabled one. With DoRA the bias is added
-        after the rows are rescaled.
+        """Return multiply(x, bias), changed by an enabled adapter; DoRA rescales rows before the bias is added.
 
         x: [..., in]; bias: [out/tp] or [out]. Returns [..., out/tp] or [..., out], whole or a partial sum as `multiply`
         gives it.

@@ -124,10 +124,7 @@ class LowPrecisionScaling(nn.Module):
     def quantise_with_transpose(
         self, operand: Operand, x: Tensor, largest: Tensor | None, *, turned: bool = True
     ) -> tuple[QuantizedMatrix, QuantizedMatrix | None]:
-        """Quantize x [m, k] for a sum over k, and if `turned` its transpose for a sum over m, but never of 4 bits.
-
-        largest: from `global_amax`.
-        """
+        """Quantize x [m, k] for a sum over k, if `turned` (and not of 4 bits) also its transpose, for a sum over m."""
         if self.recipe.is_4_bit:
             return self.quantise(operand, x, largest), None
         notes = self.recipe.history and self.training and self.knows_steps
@@ -353,8 +350,7 @@ def saved_input_form(recipe: LowPrecisionRecipe, *, gathers: bool = False) -> Fo
 def low_precision_forward(
     x: Tensor, weight: Tensor, form: Form, way: LowPrecisionLinearOptions
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return x W^T, [.., out], and for the backward pass what is saved of x, its scales or None, and the weight's
-    largest value [] or None.
+    """Return x W^T, [.., out], what is saved of x, its scales or None, and the weight's largest value [] or None.
 
     x: [.., in]; weight: [out, in]; form: of what is saved.
     """
@@ -460,9 +456,7 @@ def _gather_then_weight_gradients(compute: Any, kept: Tensor, way: LowPrecisionL
 def _start_input_gradient_reduction(
     gradient: Tensor, way: LowPrecisionLinearOptions, shape: torch.Size
 ) -> tuple[Tensor, collectives.Work]:
-    """Start to sum an input's gradient [t, in] over the ranks of `way.axis`. Returns the tensor that will hold it, of
-    `shape`, and what to wait for.
-    """
+    """Start to sum an input's gradient [t, in] over `way.axis`; return the result, of `shape`, and the work."""
     if way.axis is None:
         return gradient.view(shape), None
     if not way.gathers:

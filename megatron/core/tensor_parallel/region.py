@@ -66,9 +66,7 @@ class TensorParallelRegion:
         return self.scatter_to_sequence(collectives.gather_columns_with_split_backward(columns, self.axis))
 
     def scatter_to_sequence(self, whole: Tensor) -> Tensor:
-        """Return what a rank keeps outside of regions of a tensor [s, ...] that all ranks computed: itself, or with
-        sequence parallelism its shard [s/tp, ...]. Backward gathers.
-        """
+        """Return this rank's part outside of regions of a tensor [s, ...] that all ranks have; backward gathers."""
         return collectives.split_with_gather_backward(whole, self.axis) if self.sequence_parallel else whole
 
     def scatter_tokens(self, x: Tensor) -> Tensor:

@@ -43,11 +43,7 @@ class DecodingCache(Protocol):
         """
 
     def cached_cross_attention_kv(self, layer: object, make: Callable[[], Tensor]) -> Tensor:
-        """Return the keys and values that a cross-attention layer makes of the encoder's output, [s, b, ...]: `make()`
-        in the first pass, the stored result later.
-
-        layer: the module, as the key.
-        """
+        """Return the keys and values [s, b, ...] of cross-attention module `layer`: `make()` at first, then stored."""
 
     def select_logit_states(self, x: Tensor) -> Tensor:
         """Return the hidden states of the tokens whose logits are needed, [w, 1, h]. x: [t, 1, h]."""

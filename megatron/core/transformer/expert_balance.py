@@ -50,10 +50,7 @@ def local_balancing_loss(scores: Tensor, chosen: Tensor, *, num_tokens: int) -> 
 
 
 def local_router_z_loss(scores: Tensor, *, num_tokens: int) -> Tensor:
-    """Return this rank's share of the z-loss, the mean squared log-sum-exp of router logits (Zoph et al., 2022).
-
-    scores: logits [t, e]. num_tokens: on all ranks.
-    """
+    """Return this rank's share of the mean squared log-sum-exp of logits [t, e] (z-loss, Zoph et al., 2022)."""
     return torch.logsumexp(scores, dim=-1).square().sum() / num_tokens
 
 

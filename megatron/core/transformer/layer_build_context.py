@@ -180,10 +180,7 @@ class LayerBuildContext:
     def apply_norm_then_linear(
         self, norm: nn.Module | None, linear: Callable[[Tensor], Any], x: Tensor
     ) -> tuple[Any, Tensor]:
-        """Return linear(norm(x)) and norm(x) for x [s, b, h]; norm None: no norm.
-
-        If norms are recomputed, the linear layer does not save norm(x).
-        """
+        """Return linear(norm(x)) and norm(x) of x [s, b, h], which linear does not save if norms are recomputed."""
         if norm is not None and self.recomputes_module("layernorm"):
             return recompute_intermediate(norm, linear, x)
         normed = x if norm is None else norm(x)

@@ -87,10 +87,7 @@ class MambaMixer(nn.Module):
     def forward(
         self, x: Tensor, norm: nn.Module | None, context: ForwardContext, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run the mixer on whole sequences, or with a cache on new tokens.
-
-        x: [s or s/tp, b, h], before its norm. Returns the mixer's output and the normed input, both like x.
-        """
+        """Run the mixer, with a cache on new tokens, on norm(x); return its output and norm(x), like x [.., b, h]."""
         projected, normed = self.build.apply_norm_then_linear(norm, self.in_proj, x)
         exchange = HeadExchange.from_mask(
             self.build.mesh,
@@ -115,9 +112,7 @@ class MambaMixer(nn.Module):
         return MixerState(weight.new_zeros((sizes.conv_width - 1, batch, len(weight))), scan)
 
     def _conv_and_scan_from(self, parts: list[Tensor], state: MixerState) -> tuple[Tensor, MixerState]:
-        """Run convolution and scan on the next tokens, as `_split_projection` gives them, from a state. Returns as
-        `_conv_and_scan`.
-        """
+        """Run convolution and scan on the next tokens' parts from a state. Returns as `_conv_and_scan`."""
         return self._conv_and_scan(parts, ALONE, None, state)
 
     def _split_projection(self, projected: Tensor) -> tuple[Tensor, ...]:

@@ -135,8 +135,7 @@ class MultiLatentAttention(nn.Module):
         return {query.weight: queries.flatten(), self.linear_kv_up_proj.weight: keys.flatten()}
 
     def _down_projections(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries or their latent, the latent of keys and values [s or s/tp, b, r], and the shared key [s, b, 1,
-        d], not yet rotated.
+        """Return queries or their latent, the latent [s or s/tp, b, r] and the unrotated shared key [s, b, 1, d].
 
         x: [s or s/tp, b, h]. Latents are normed if they have norms.
         """

@@ -31,10 +31,7 @@ class MLP(nn.Module):
         self.gate_weight = meta_parameter(gate, build.mesh, build.dtype) if weighs else None
 
     def forward(self, x: Tensor, norm: nn.Module | None, context: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Run the MLP on norm(x). x: [s or s/tp, b, h], before its norm; norm None: already normed.
-
-        Returns the MLP's output and the normed input, both like x.
-        """
+        """Return the MLP's output and norm(x), like x [s or s/tp, b, h]; norm None: x is already normed."""
         skips = self.build.adds_bias_in_activation
         linear = partial(self.linear_fc1, skip_bias_add=True) if skips else self.linear_fc1
         bias = self.linear_fc1.bias if skips else None

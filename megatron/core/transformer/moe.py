@@ -41,10 +41,7 @@ from megatron.core.transformer.router import TopKRouter
 
 
 class _DelayedWgradGroupedLinear(Function):
-    """Autograd function: x W^T of each row's expert; a `WeightGradStore` may take its weight gradient for later.
-
-    kernel: the grouped matmul.
-    """
+    """Autograd function of the grouped matmul `kernel`; a `WeightGradStore` may take its weight gradient."""
 
     @staticmethod
     def forward(
@@ -63,18 +60,11 @@ class _DelayedWgradGroupedLinear(Function):
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         x, weight, counts = context.saved_tensors
         own = context.kernel(gradient, weight.transpose(1, 2), counts)
+        compute = partial(grouped.grouped_weight_gradients, x, gradient, counts)  # [e, out, in]
         if context.wgrad_store.is_delaying and context.needs_input_grad[1]:
-            context.wgrad_store.put([weight], partial(_expert_weight_gradients, x, gradient, counts))
+            context.wgrad_store.put([weight], lambda: (compute(),))
             return own, None, None, None, None
-        return own, *_expert_weight_gradients(x, gradient, counts), None, None, None
-
-
-def _expert_weight_gradients(x: Tensor, gradient: Tensor, counts: Tensor) -> tuple[Tensor]:
-    """Return the weight gradient dW, [e, out, in], as a tuple of one.
-
-    x: [n, in]; gradient: of the output, [n, out], sorted by expert; counts: [e].
-    """
-    return (grouped.grouped_weight_gradients(x, gradient, counts),)
+        return own, compute(), None, None, None
 
 
 class GroupedLinear(nn.Module):
@@ -145,10 +135,7 @@ class GroupedLinear(nn.Module):
 
 
 class GroupedMLP(nn.Module):
-    """The MLPs of this rank's experts as grouped matmuls: routing weight * linear_fc2(activation(linear_fc1(x))).
-
-    Gated: linear_fc1 is [gate | up].
-    """
+    """Experts as grouped matmuls: routing weight * linear_fc2(activation(linear_fc1(x))); gated: fc1 is [gate | up]."""
 
     def __init__(self, build: LayerBuildContext) -> None:
         super().__init__()
