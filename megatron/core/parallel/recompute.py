@@ -80,12 +80,27 @@ def recompute_intermediate(
     x: any shape. Cheaper than recomputing both: `first` is a norm, `second` a matmul that needs its input but not its
     output.
     """
-    return recompute_intermediates(lambda x: (first(x),), lambda middle: (second(middle), middle), x)
+    intermediate = first(x)
+    position, source = storage_id_and_offset(intermediate), x.detach()
+
+    def pack_saved_tensor(tensor: Tensor) -> Any:
+        same = storage_id_and_offset(tensor) == position and tensor.numel() == num_elements and tensor.is_contiguous()
+        return tensor.shape if same else tensor
+
+    def unpack_saved_tensor(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        with torch.no_grad():
+            return first(source).view(packed)
+
+    num_elements = intermediate.numel()
+    with torch.autograd.graph.saved_tensors_hooks(pack_saved_tensor, unpack_saved_tensor):
+        return second(intermediate), intermediate
 
 
 def recompute_intermediates(
-    first: Callable[..., tuple[Tensor, ...]], second: Callable[..., Any], *tensors: Tensor
-) -> Any:
+    first: Callable[..., tuple[Tensor, ...]], second: Callable[..., Tensor], *tensors: Tensor
+) -> Tensor:
     """Return second(*first(*tensors)); outputs of `first` are recomputed when the backward pass needs one.
 
     tensors: any shape. Cheaper than recomputing both: `second` may be costly and needs only its inputs again. `first`
