@@ -29,13 +29,7 @@ class Embedding(nn.Module):
     ) -> None:
         super().__init__()
         model = build.model
-        spec = vocabulary_matrix_spec(
-            model.true_vocab_size,
-            model.padded_vocab_size,
-            model.hidden_size,
-            build.embedding_init_method(),
-            tied=tied or has_mtp_copy,
-        )
+        spec = vocabulary_matrix_spec(model, build.embedding_init_method(), tied=tied or has_mtp_copy)
         spec = replace(spec, tied_over="embed" if tied else "mtp_embed")
         shared: dict[str, Any] = {
             "init": build.embedding_init_method(),

@@ -51,14 +51,8 @@ class LanguageModelHead(nn.Module):
         self.entropy: Tensor | None = None
         ties = model.ties_embeddings
         if not ties or embedding is None:
-            spec = vocabulary_matrix_spec(
-                model.true_vocab_size,
-                model.padded_vocab_size,
-                model.hidden_size,
-                build.embedding_init_method() if ties else build.init_method(),
-                tied=ties,
-                name=WORD_EMBEDDING if ties else "",
-            )
+            init = build.embedding_init_method() if ties else build.init_method()
+            spec = vocabulary_matrix_spec(model, init, tied=ties, name=WORD_EMBEDDING if ties else "")
             self.weight = meta_parameter(spec, build.mesh, build.dtype)
         vocabulary_shard = ShardedDim(
             0, "tp", (FusedWeightSegment(model.true_vocab_size, padded=model.padded_vocab_size),)

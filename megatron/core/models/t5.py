@@ -11,6 +11,8 @@ tied output layer, as in a decoder-only model.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -95,14 +97,9 @@ class T5Model(StageModel):
         if self.encoder is not None:
             memory = self._run_encoder(memory, tables, encoder_padding)
         if self.decoder is not None:
-            context = ForwardContext(
-                AttentionMaskSpec(),
-                rotary_table_for(self.build, state),
-                memory_mask=AttentionMaskSpec(causal=False, padding=encoder_padding),
-            )
-            state = self.decoder(
-                state, context, bias=self._relative_score_bias(tables, state, causal=True), memory=memory
-            )
+            context = self._decoder_context(state, encoder_padding)
+            bias = self._relative_score_bias(tables, state, causal=True)
+            state = self.decoder(state, context, bias=bias, memory=memory)
         if self.output_layer is None:
             return (state, memory, *tables)
         return self.output_layer(state, self.output_weight(), labels)
@@ -124,12 +121,7 @@ class T5Model(StageModel):
         assert self.embedding is not None and self.decoder is not None and self.output_layer is not None, _WHOLE
         positions = torch.full_like(ids, place)
         state = self.embedding(ids, positions)
-        context = ForwardContext(
-            AttentionMaskSpec(),
-            rotary_table_for(self.build, state, positions),
-            memory_mask=AttentionMaskSpec(causal=False, padding=padding),
-            cache=cache,
-        )
+        context = replace(self._decoder_context(state, padding, positions), cache=cache)
         bias = None
         if tables:
             bias = relative_score_bias(tables[0][1], place + 1, self.build.model.rope, causal=True)[:, :, -1:]
@@ -138,6 +130,15 @@ class T5Model(StageModel):
     def output_weight(self) -> Tensor:
         """Return the matrix of the output layer [v/tp, h]: its own, or the embedding's."""
         return output_layer_weight(self.output_layer, self.embedding)
+
+    def _decoder_context(
+        self, state: Tensor, padding: Tensor | None, positions: Tensor | None = None
+    ) -> ForwardContext:
+        table, memory_mask = (
+            rotary_table_for(self.build, state, positions),
+            AttentionMaskSpec(causal=False, padding=padding),
+        )
+        return ForwardContext(AttentionMaskSpec(), table, memory_mask=memory_mask)
 
     def _embed_inputs(self, encoder_ids: Tensor, decoder_ids: Tensor) -> Message:
         """Return the first message: decoder and encoder embeddings [s or s/tp, b, h], and any stacked bias tables."""

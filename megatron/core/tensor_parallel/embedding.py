@@ -6,17 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import FusedWeightSegment, Initial, ParamSpec, ShardedDim, local_shape, meta_parameter
 from megatron.core.tensor_parallel.region import TensorParallelRegion
 
 
-def vocabulary_matrix_spec(
-    true_size: int, padded_size: int, hidden_size: int, init: Initial, *, tied: bool = False, name: str = ""
-) -> ParamSpec:
+def vocabulary_matrix_spec(model: ModelConfig, init: Initial, *, tied: bool, name: str = "") -> ParamSpec:
     """Return the spec of a matrix [vocabulary, hidden], rows cut over tensor ranks, without padding rows."""
-    cut = ShardedDim(0, "tp", (FusedWeightSegment(true_size, padded=padded_size),))
-    return ParamSpec((true_size, hidden_size), init, "embedding", (cut,), tied=tied, name=name)
+    cut = ShardedDim(0, "tp", (FusedWeightSegment(model.true_vocab_size, padded=model.padded_vocab_size),))
+    return ParamSpec((model.true_vocab_size, model.hidden_size), init, "embedding", (cut,), tied=tied, name=name)
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -304,7 +304,7 @@ class _LowPrecisionLinear(Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         weight, largest, kept, scales = context.saved_tensors
-        way, scaling, recipe = context.way, context.way.scaling, context.way.scaling.recipe
+        way, scaling = context.way, context.way.scaling
         later = way.wgrad_store is not None and way.wgrad_store.is_delaying and context.needs_input_grad[1]
         gathering = None
         if context.form != "turned":
@@ -312,12 +312,7 @@ class _LowPrecisionLinear(Function):
             if way.gathers and not later:
                 kept, gathering = _start_row_gather(kept, way.axis)
         flat = gradient.reshape(-1, gradient.shape[-1])
-        rounded, across = scaling.quantise_with_transpose(
-            "gradient", flat, scaling.global_amax("gradient", flat), turned=recipe.wgrad
-        )
-        input_gradient = recipe.quantized_matmul(
-            rounded, _transposed_quantized_weight(way, weight, largest), gradient.dtype
-        )
+        input_gradient, across = _input_gradient(flat, weight, largest, way)
         collectives.wait(gathering)
         own, sending = _start_input_gradient_reduction(input_gradient, way, context.shape)
         compute = partial(
@@ -389,12 +384,20 @@ def low_precision_backward(
     flat, form = gradient.reshape(-1, gradient.shape[-1]), saved_input_form(recipe)
     ready = way.held_transposed_weight is not None or scaling.caches
     largest = None if ready else scaling.global_amax("weight", weight)
-    rounded, across = scaling.quantise_with_transpose(
-        "gradient", flat, scaling.global_amax("gradient", flat), turned=recipe.wgrad
-    )
-    own = recipe.quantized_matmul(rounded, _transposed_quantized_weight(way, weight, largest), gradient.dtype)
+    own, across = _input_gradient(flat, weight, largest, way)
     kept = kept if form == "turned" else kept.reshape(-1, kept.shape[-1])
     return own, _weight_and_bias_gradients(scaling, form, scales, flat, across, kept, bias=False)[0]
+
+
+def _input_gradient(
+    gradient: Tensor, weight: Tensor, largest: Tensor | None, way: LowPrecisionLinearOptions
+) -> tuple[Tensor, QuantizedMatrix | None]:
+    """Return g W for a gradient g [t, out], and g transposed and quantized if the weight gradient is an 8-bit product."""
+    scaling, recipe = way.scaling, way.scaling.recipe
+    amax = scaling.global_amax("gradient", gradient)
+    rounded, across = scaling.quantise_with_transpose("gradient", gradient, amax, turned=recipe.wgrad)
+    matrix = _transposed_quantized_weight(way, weight, largest)
+    return recipe.quantized_matmul(rounded, matrix, gradient.dtype), across
 
 
 def _transposed_quantized_weight(

@@ -79,9 +79,9 @@ class Embeddings(nn.Module):
     def __init__(self, mesh: Mesh, region: TensorParallelRegion, *, normalization: str, one_plus: bool) -> None:
         super().__init__()
         padded = -(-V // (4 * region.axis.size)) * 4 * region.axis.size
-        self.words = VocabParallelEmbedding(
-            vocabulary_matrix_spec(V, padded, H, normal_initializer(1.0)), region=region, mesh=mesh, dtype=torch.float64
-        )
+        sizes = ModelConfig(true_vocab_size=V, padded_vocab_size=padded, hidden_size=H)
+        spec = vocabulary_matrix_spec(sizes, normal_initializer(1.0), tied=False)
+        self.words = VocabParallelEmbedding(spec, region=region, mesh=mesh, dtype=torch.float64)
         self.places = PositionEmbeddingTable(
             S + 2, H, init=normal_initializer(1.0), region=region, mesh=mesh, dtype=torch.float64
         )
