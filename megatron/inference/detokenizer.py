@@ -15,7 +15,9 @@ _PATIENCE = 64  # ids without a complete character after which waiting for one e
 
 
 class Detokenizer:
-    """Detokenizes one reply while it grows. keep_stop: with its stop word. ended: whether one was found."""
+    """Detokenizes one reply while it grows. keep_stop: with its stop word. ended: one was found. full_text: all text so
+    far, up to a stop word.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int], stop_words: Sequence[str] = (), *, keep_stop: bool = False
@@ -27,34 +29,31 @@ class Detokenizer:
             len(self._ids),
         )  # ids before _settled have their text; from _first on they are context
         self._before = ""  # the text of the new ones among the settled
-        self._text, self._said, self._searched = "", 0, 0
+        self.full_text, self._said, self._searched = "", 0, 0
         self.ended = False
-
-    @property
-    def full_text(self) -> str:
-        """All text decoded so far, up to a stop word."""
-        return self._text
 
     def add(self, ids: Sequence[int]) -> str:
         """Add new ids; return the text that is now final. `ended` tells whether a stop word was found."""
         self._ids += ids
         self._decode_complete(finishing=False)
         self._cut_at_stop_word()
-        return self._take_text_until(len(self._text) if self.ended else len(self._text) - self._possible_stop_length())
+        return self._take_text_until(
+            len(self.full_text) if self.ended else len(self.full_text) - self._possible_stop_length()
+        )
 
     def finish(self) -> str:
         """End the text; return what was held back."""
         if not self.ended:
             self._decode_complete(finishing=True)
             self._cut_at_stop_word()
-        return self._take_text_until(len(self._text))
+        return self._take_text_until(len(self.full_text))
 
     def _decode_complete(self, *, finishing: bool) -> None:
         """Decode all ids. finishing: also an incomplete character at the end, which is left out otherwise."""
         context = self._tokenizer.detokenize(self._ids[self._first : self._settled])
         text = self._tokenizer.detokenize(self._ids[self._first :])[len(context) :]
         whole = finishing or not text.endswith(_UNFINISHED)
-        self._text = self._before + (text if whole else text[:-1])
+        self.full_text = self._before + (text if whole else text[:-1])
         if whole or len(self._ids) - self._settled > _PATIENCE:
             self._before, self._settled = self._before + text, len(self._ids)
             self._first = max(self._first, self._settled - _CONTEXT)
@@ -63,23 +62,23 @@ class Detokenizer:
         """Cut the text at the first stop word, if one is in the new text, and set `ended`."""
         longest = max(map(len, self._stop_words), default=0)
         first = max(0, self._searched - longest + 1)
-        matches = [(place, len(word)) for word in self._stop_words if (place := self._text.find(word, first)) >= 0]
-        self._searched = len(self._text)
+        matches = [(place, len(word)) for word in self._stop_words if (place := self.full_text.find(word, first)) >= 0]
+        self._searched = len(self.full_text)
         if matches:
             place, length = min(matches)
-            self._text = self._text[: place + length if self._keep_stop else place]
+            self.full_text = self.full_text[: place + length if self._keep_stop else place]
             self.ended = True
 
     def _possible_stop_length(self) -> int:
         """Number of characters at the end that may begin a stop word."""
         return max(
-            (size for word in self._stop_words for size in range(1, len(word)) if self._text.endswith(word[:size])),
+            (size for word in self._stop_words for size in range(1, len(word)) if self.full_text.endswith(word[:size])),
             default=0,
         )
 
     def _take_text_until(self, end: int) -> str:
         """Return the text up to this index that was not returned before."""
-        text = self._text[self._said : end] if end > self._said else ""
+        text = self.full_text[self._said : end] if end > self._said else ""
         self._said = max(self._said, end)
         return text
 

@@ -73,10 +73,7 @@ def read_image_questions(
     texts: list[str] = []
     prompts: list[tuple[Ids, PromptImages]] = []
     references: list[tuple[str, ...]] = []
-    for place, line in enumerate(read_flag_file_text(path, "--eval-generate").splitlines(), start=1):
-        if not line.strip():
-            continue
-        where = f"--eval-generate {path} line {place}"
+    for where, line in _lines_with_location(path, "questions"):
         with _errors_with_location(where):
             row = json.loads(line)
             messages, names = row["messages"], row.get("images", [])
@@ -85,8 +82,6 @@ def read_image_questions(
         prompts.append(
             encode_image_question(messages, names, written, folder, where=where, positions=positions - num_tokens)
         )
-    if not prompts:
-        raise ConfigError(f"--eval-generate {path} has no questions; write one a line")
     ids, images = zip(*prompts, strict=True)
     in_prompts = tuple(one if len(one.images) else None for one in images)
     return EvaluationPrompts(
@@ -140,34 +135,36 @@ def read_prompts(
     used. positions: of the network, into which a prompt and its continuation must fit. template: chat template (as for
     `ConversationEncoder`) of lines that are objects with "messages"; None: all lines are text.
     """
-    lines = [
-        (place, line)
-        for place, line in enumerate(read_flag_file_text(path, "--eval-generate").splitlines(), start=1)
-        if line.strip()
-    ]
-    if not lines:
-        raise ConfigError(f"--eval-generate {path} has no prompts; write one a line")
-    encoder = None
+    encoder, lines = None, _lines_with_location(path, "prompts")
     if template is not None and any(_is_conversation(line) for _, line in lines):
         try:
             encoder = ConversationEncoder(tokenizer, template)
         except ConfigError as error:
-            place = next(place for place, line in lines if _is_conversation(line))
-            raise ConfigError(f"--eval-generate {path} line {place} is a conversation: {error}") from error
+            where = next(where for where, line in lines if _is_conversation(line))
+            raise ConfigError(f"{where} is a conversation: {error}") from error
     stop_ids, stop_words = ((), ()) if encoder is None else encoder.answer_end_ids_and_texts()
-    prompts = [
-        _encode_prompt_line(line, f"--eval-generate {path} line {place}", tokenizer, encoder) for place, line in lines
-    ]
+    prompts = [_encode_prompt_line(line, where, tokenizer, encoder) for where, line in lines]
     raise_config_error_if(
-        f"--eval-generate {path} line {place}: {len(ids)} tokens and --eval-generate-tokens {num_tokens} are more than the {positions} "
+        f"{where}: {len(ids)} tokens and --eval-generate-tokens {num_tokens} are more than the {positions} "
         "positions of the network; shorten the line or ask for fewer"
-        for (place, _), (_, ids) in zip(lines, prompts, strict=True)
+        for (where, _), (_, ids) in zip(lines, prompts, strict=True)
         if len(ids) + num_tokens > positions
     )
     texts, ids = zip(*prompts, strict=True)
     return EvaluationPrompts(
         texts, ids, num_tokens, SamplingParams(temperature), seed, stop_ids=stop_ids, stop_words=stop_words
     )
+
+
+def _lines_with_location(path: str, noun: str) -> list[tuple[str, str]]:
+    """Return (location for messages, line) of the lines that are not blank; `ConfigError` that misses `noun` if none is."""
+    text = read_flag_file_text(path, "--eval-generate")
+    numbered = [
+        (f"--eval-generate {path} line {n}", line) for n, line in enumerate(text.splitlines(), 1) if line.strip()
+    ]
+    if not numbered:
+        raise ConfigError(f"--eval-generate {path} has no {noun}; write one a line")
+    return numbered
 
 
 def _is_conversation(line: str) -> bool:

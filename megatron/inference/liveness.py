@@ -25,16 +25,13 @@ _JOIN_SECONDS, _HELLO_SECONDS = 60.0, 5.0
 
 
 class RankLiveness:
-    """Which rank died first, as the first rank sees it; always empty with one rank, and on other ranks."""
+    """Which rank died first, as the first rank sees it. lost_rank_text: in words; "" while all live, with one rank, and
+    on other ranks.
+    """
 
     def __init__(self) -> None:
         self._news = threading.Event()
-        self._watches, self._lost = False, ""
-
-    @property
-    def lost_rank_text(self) -> str:
-        """In words, the rank that ended first; "" while all are alive."""
-        return self._lost
+        self._watches, self.lost_rank_text = False, ""
 
     def wait_for_loss(self, seconds: float) -> str:
         """Wait up to so many seconds for a rank to be found dead, and return `lost_rank_text`: that may be noticed
@@ -42,7 +39,7 @@ class RankLiveness:
         """
         if self._watches:
             self._news.wait(seconds)
-        return self._lost
+        return self.lost_rank_text
 
     def watch(self, ranks: dict[socket.socket, str], over: socket.socket) -> None:
         """Thread: wait until the connection of a rank closes, or `over` does, which ends the watching."""
@@ -53,7 +50,7 @@ class RankLiveness:
             ended = {key.fd for key, _ in selector.select()}
         gone = [name for connection, name in ranks.items() if connection.fileno() in ended]
         if gone and over.fileno() not in ended:
-            self._lost = f"{gone[0]} has ended"
+            self.lost_rank_text = f"{gone[0]} has ended"
             self._news.set()
 
 

@@ -27,7 +27,7 @@ class ServiceStoppedError(Exception):
 class ServiceThread(ABC):
     """A network in a thread of its own. noun: what is submitted to it, in messages. heartbeat: an empty collective, so
     that those of other ranks do not time out while nothing is submitted. close: ends what runs, and lets the other ranks
-    go. liveness: tells when another rank is lost.
+    go. liveness: tells when another rank is lost. closing_reason: why no more is accepted; "" while it is.
     """
 
     def __init__(
@@ -42,18 +42,13 @@ class ServiceThread(ABC):
         self._noun, self._device, self._liveness = noun, device, liveness or RankLiveness()
         self._heartbeat, self._close = heartbeat, close
         self._lock, self._news = threading.Lock(), threading.Event()
-        self._closing, self._ending, self._failure = "", False, ""
+        self.closing_reason, self._ending, self._failure = "", False, ""
         self._thread = threading.Thread(target=self._serve_until_stopped, name=f"serving {noun}", daemon=True)
 
     @property
     def failure_reason(self) -> str:
         """Why the work failed; "" while it succeeds."""
         return self._failure or ("" if self._ending else self._liveness.lost_rank_text)
-
-    @property
-    def closing_reason(self) -> str:
-        """Why no more is accepted; "" while it is."""
-        return self._closing
 
     @property
     @abstractmethod
@@ -75,7 +70,7 @@ class ServiceThread(ABC):
     def drain(self, seconds: float | None = None) -> bool:
         """Accept no more, and wait up to so many seconds for what was accepted; return whether all of it is finished."""
         with self._lock:
-            self._closing = self._closing or f"no more {self._noun} are taken: the service is about to end"
+            self.closing_reason = self.closing_reason or f"no more {self._noun} are taken: the service is about to end"
         end = None if seconds is None else time.monotonic() + seconds
         while (
             self._thread.is_alive()
@@ -88,7 +83,7 @@ class ServiceThread(ABC):
     def stop(self) -> None:
         """Accept no more, end what runs, let the other ranks go, and wait for the thread."""
         with self._lock:
-            self._closing = self._closing or f"no more {self._noun} are taken: the service has ended"
+            self.closing_reason = self.closing_reason or f"no more {self._noun} are taken: the service has ended"
         lost = self.failure_reason and self._liveness.lost_rank_text
         self._ending = not lost
         self._news.set()
@@ -97,7 +92,7 @@ class ServiceThread(ABC):
 
     def _require_open(self) -> None:
         """Raise `ServiceStoppedError` if no more is accepted."""
-        if why := self.failure_reason or self._closing:
+        if why := self.failure_reason or self.closing_reason:
             raise ServiceStoppedError(why)
 
     def _serve_until_stopped(self) -> None:
@@ -114,7 +109,7 @@ class ServiceThread(ABC):
                 self._news.clear()
             self._close()
             with self._lock:
-                self._fail_pending(self._closing)
+                self._fail_pending(self.closing_reason)
         except BaseException as error:  # noqa: BLE001 - everyone who waits must get an answer
             lost = self._liveness.wait_for_loss(_EXPLAINED_SECONDS)
             with self._lock:

@@ -217,21 +217,17 @@ def _train_and_keep_best(
 
     Returns the last metrics.
     """
-    run, best, results = trainer.run, -1.0, dict[str, float]()
-    if epochs is None:
-        results, rows = evaluate_task_sets(trainer, task, sets)
-        writers.write_scores(str(task.task), results, iteration=trainer.progress.iteration)
-        write_predictions(task, sets, rows, run)
-        return results
-    for epoch in range(task.epochs):
-        train_epoch(trainer, epochs, epoch, validator, writers)
+    run, best, results = trainer.run, float("-inf"), dict[str, float]()
+    for epoch in range(task.epochs if epochs is not None else 1):
+        if epochs is not None:
+            train_epoch(trainer, epochs, epoch, validator, writers)
         results, rows = evaluate_task_sets(trainer, task, sets)
         writers.write_scores(str(task.task), results, iteration=trainer.progress.iteration)
         score = next(iter(results.values()), 0.0)
         if score > best:
             best = score
             write_predictions(task, sets, rows, run)
-            if run.config.checkpoint.save:
+            if epochs is not None and run.config.checkpoint.save:
                 checkpoint.save()
     return results
 
@@ -270,10 +266,9 @@ def open_encoder_checkpoint(path: str, given: dict[str, Any]) -> CheckpointSourc
     given: settings that the checkpoint may lack, by field name.
     """
     source = open_checkpoint(path, given=given)
-    if not any(name.startswith("model.encoder.") for name in source.formats) or any(
-        name.startswith("model.decoder.") for name in source.formats
-    ):
-        kind = "a T5" if any(name.startswith("model.encoder.") for name in source.formats) else "a GPT"
+    encodes, decodes = (any(n.startswith(f"model.{part}.") for n in source.formats) for part in ("encoder", "decoder"))
+    if not encodes or decodes:
+        kind = "a T5" if encodes else "a GPT"
         raise CheckpointError(
             f"{source.where} holds {kind}; this task finetunes a BERT: give a checkpoint of pretrain_bert.py, or one "
             "of a published BERT"

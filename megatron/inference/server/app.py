@@ -221,7 +221,7 @@ def _add_generation_routes(app: FastAPI, serving: GenerationServing, chat: ChatP
     ) -> Response:
         completion = await asyncio.to_thread(parse, await read_body(request, serving.limits), serving)
         call = HTTPCallRequests(serving.service, completion.requests)
-        if completion.is_streaming:
+        if completion.fields["stream"]:
             return EventStream(
                 call,
                 with_keepalives(openai.completion_events(completion, call, serving), serving.limits.silence_seconds),

@@ -135,11 +135,6 @@ class CompletionRequest:
         """Whether log-probabilities are returned."""
         return self.requests[0].logprobs or self.requests[0].prompt_logprobs
 
-    @property
-    def is_streaming(self) -> bool:
-        """Whether the response is streamed."""
-        return self.fields["stream"]
-
     def echoed_prompt(self, place: int) -> str:
         """Return the prompt that a choice's text begins with (echo), or "". place: index of the choice."""
         return self.echo[place // self.fields["n"]] if self.echo else ""
