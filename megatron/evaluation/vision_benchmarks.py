@@ -1,6 +1,6 @@
 """Benchmarks of language models that see: their official files, how a question is put, the scores, and the files of results.
 
-    {"data": [{"question_id", "image_id", "question", "answers"}]}  ->  Question(id, messages, image, references)
+    {"data": [{"question_id", "image_id", "question", "answers"}]}  ->  BenchmarkQuestion
 
 Official files of right answers are read as they are published: COCO captions, VQAv2 (questions and annotations, or Megatron's list),
 TextVQA, ChartQA, DocVQA. Any benchmark can be given as JSON lines instead, as tools/generate.py reads them, with an "id" and "references";

@@ -1,6 +1,6 @@
 """Inference: continuous batching with a paged KV cache, on the pipeline stages that training uses.
 
-requests.py                Request, Reply, Event: what is asked, and what is answered
+requests.py                GenerationRequest, GenerationReply, GenerationEvent: what is asked, and what is answered
 sampling.py                the next token from logits, by a random number of the request's own
 detokenizer.py             incremental detokenization; stop words
 block_allocator.py         block tables of the paged KV cache, prefix caching; no tensors
@@ -20,5 +20,5 @@ generate.py                text in, text out
 encoder_decoder.py         the same requests for a T5, one batch after the other
 
     engine = Engine(load_network(folder, GPT).stages, tokenizer)
-    (reply,) = engine.run([Request(tuple(tokenizer.tokenize("Once upon")), num_tokens=20)])
+    (reply,) = engine.run([GenerationRequest(tuple(tokenizer.tokenize("Once upon")), num_tokens=20)])
 """

@@ -39,16 +39,14 @@ from megatron.inference.step_input import SequenceInput
 
 
 class _EncoderDecoderCache:
-    """The `DecodingCache` of equally long decoded texts: keys and values of each layer, [t, b, g, d], for up to `most` tokens."""
+    """The `DecodingCache` of equally long decoded texts: keys and values of each layer, [t, b, g, d], for up to `most` tokens.
+    length: of the texts, including the next pass's token.
+    """
 
     def __init__(self, most: int) -> None:
-        self._most, self._length = most, 0
+        self._most, self.length = most, 0
         self._stored: dict[int, tuple[Tensor, Tensor]] = {}
         self._memories: dict[object, Tensor] = {}
-
-    def set_length(self, length: int) -> None:
-        """Set the length of the texts including the next pass's token."""
-        self._length = length
 
     def wrap_attention_kernel(self, layer: int, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return an attention function for the last token of all texts, which attends to all tokens before."""
@@ -64,8 +62,8 @@ class _EncoderDecoderCache:
             if layer not in self._stored:
                 self._stored[layer] = k.new_empty((self._most, *k.shape[1:])), v.new_empty((self._most, *v.shape[1:]))
             for stored, new in zip(self._stored[layer], (k, v), strict=True):
-                stored[self._length - 1] = new[0]
-            keys, values = (stored[: self._length] for stored in self._stored[layer])
+                stored[self.length - 1] = new[0]
+            keys, values = (stored[: self.length] for stored in self._stored[layer])
             return kernel(q, keys, values, replace(mask, causal=False), dropout, scores)  # the last token sees all
 
         return attend_with_cache
@@ -231,7 +229,7 @@ class EncoderDecoderEngine:
         past = _EncoderDecoderCache(max(one.request.num_tokens for one in texts))
         last = torch.full((len(texts), 1), self._start, device=device)
         for place in itertools.count():
-            past.set_length(place + 1)
+            past.length = place + 1
             logits = self._stage.decode_next_logits(last, place, message, padding=padding, cache=past)
             rows = [one.next_input(1, ()) if one.reason is None else SequenceInput((0,), place, ()) for one in texts]
             numbers = [number for number, row in enumerate(rows) if row.num_logits]

@@ -1,7 +1,7 @@
 """Detects dead ranks: each keeps a TCP connection to the first rank, which the system closes when its process ends.
 
-    with roll_call(mesh, address) as roll:     # on all ranks together
-        roll.lost                              # on the first: "rank 1 of 2 (process 4711 on host) has ended", or nothing
+    with watch_ranks(mesh, address) as liveness:     # on all ranks together
+        liveness.lost_rank_text                      # on the first: "rank 1 of 2 (process 4711 on host) has ended", or nothing
 
 A collective notices a dead rank only while one is running, sometimes never, and does not say which rank it was.
 """

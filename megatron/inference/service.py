@@ -1,9 +1,9 @@
 """An engine in a thread of its own, for programs that submit requests from many threads or from an event loop.
 
-    with Service(engine) as service:
-        stream = service.submit(Request(prompt))
+    with EngineService(engine) as service:
+        stream = service.submit(GenerationRequest(prompt))
         for event in stream: ...             # tokens and text as they come
-        reply = stream.reply()               # or all at once
+        reply = stream.wait_for_reply()      # or all at once
         stream.cancel()
 
 An event loop gives a listener instead, which hands each event over: `lambda event: loop.call_soon_threadsafe(queue.put_nowait,

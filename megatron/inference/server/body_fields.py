@@ -1,7 +1,7 @@
 """What a body may hold: each field with its kind, its limits and what it is when left out.
 
-    PUT = (Field("tokens_to_generate", integer(0), 64), ...)
-    asked = read(PUT, body)          # every field has a value; `RequestRefused` lists all that is wrong
+    FIELDS = (BodyField("tokens_to_generate", integer_range_check(0), 64), ...)
+    fields = read_body_fields(FIELDS, body)          # every field has a value; `RequestRefused` lists all that is wrong
 
 A number is never a boolean, and never NaN or infinite. Unknown fields are refused by name: one that is misspelt would
 change nothing, and nobody would know.

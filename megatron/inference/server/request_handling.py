@@ -1,7 +1,7 @@
 """The engine requests of one HTTP call.
 
-    call = Call(service, requests)            # from the event loop
-    replies = await call.replies()            # or: async for place, event in call.events()
+    call = HTTPCallRequests(service, requests)      # from the event loop
+    replies = await call.wait_for_replies()         # or: async for place, event in call.events()
 
 The engine sends events in its own thread; they are handed over to the event loop. Leaving the iteration cancels the requests.
 """
