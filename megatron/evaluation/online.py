@@ -31,10 +31,8 @@ from megatron.inference.eval_generate import EvaluationPrompts, encode_image_que
 from megatron.inference.image_prompts import ImagePromptWriter
 from megatron.inference.sampling import SamplingParams
 
-_TASKS = {
-    "captioning": "captions",
-    "spdocvqa": "docvqa",
-}  # Megatron's name -> ours, where they differ by more than case
+# Megatron's name -> ours, where they differ by more than case.
+_TASKS = {"captioning": "captions", "spdocvqa": "docvqa"}
 _FLAG = "--online-evaluation-config"
 
 

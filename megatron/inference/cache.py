@@ -104,9 +104,8 @@ class KVCache:
         }
         for tensors in self.layers.values():
             for tensor in tensors:
-                tensor[0] = (
-                    0.0  # read in the place of keys that a shorter row lacks; no other slot is read before it is written
-                )
+                # Read in the place of keys that a shorter row lacks; no other slot is read before it is written.
+                tensor[0] = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,9 +245,8 @@ class StepKVCache:
             assert dropout == 0.0 and scores.bias is None, (
                 "texts are decoded without dropout and without a bias of the scores"
             )
-            for pool, new in zip(
-                stored, (k, v), strict=False
-            ):  # latent attention stores what its values are the beginning of
+            # Latent attention stores what its values are the beginning of.
+            for pool, new in zip(stored, (k, v), strict=False):
                 pool.index_copy_(0, self._new, new[:, 0].flatten(1))
             paged = self._pool.paged
             outputs = [

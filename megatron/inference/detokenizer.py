@@ -24,10 +24,8 @@ class Detokenizer:
     ) -> None:
         self._tokenizer, self._stop_words, self._keep_stop = tokenizer, tuple(stop_words), keep_stop
         self._ids = list(prompt[-_CONTEXT:])
-        self._first, self._settled = (
-            0,
-            len(self._ids),
-        )  # ids before _settled have their text; from _first on they are context
+        # Ids before _settled have their text; from _first on they are context.
+        self._first, self._settled = 0, len(self._ids)
         self._before = ""  # the text of the new ones among the settled
         self.full_text, self._said, self._searched = "", 0, 0
         self.ended = False

@@ -403,9 +403,8 @@ class Engine:
         budget = [self.config.inference_dynamic_batching_max_tokens] * len(self.allocators)
         scored = [_SCORED] * len(self.allocators)
         chosen: list[list[tuple[SequenceState, int]]] = [[] for _ in self.allocators]
-        for one in sorted(
-            self._running, key=lambda one: (one.num_uncomputed > 1, one.ticket)
-        ):  # who decodes goes first
+        # Who decodes goes first.
+        for one in sorted(self._running, key=lambda one: (one.num_uncomputed > 1, one.ticket)):
             if one in self._running:  # and was not asked to wait again for one before
                 self._schedule_sequence(one, budget, scored, chosen)
         while self._waiting and len(self._running) < self.config.inference_max_requests * len(self.allocators):

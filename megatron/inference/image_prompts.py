@@ -44,9 +44,7 @@ class ImagePromptWriter:
     options: ImageOptions
     rows: int
     filler: int
-    cache: OrderedDict[bytes, np.ndarray] = field(
-        default_factory=OrderedDict
-    )  # tiles of the files that came last, by their hash
+    cache: OrderedDict[bytes, np.ndarray] = field(default_factory=OrderedDict)
 
     @staticmethod
     def from_model(

@@ -83,9 +83,7 @@ class CachedNetwork:
         captured_graphs: int = 0,
         paged: Callable[..., Tensor] | None = None,
     ) -> None:
-        self.recorder: ExpertChoiceRecorder | None = (
-            None  # notes the experts of each token, where the caller wants them
-        )
+        self.recorder: ExpertChoiceRecorder | None = None  # notes each token's experts, if the caller wants them
         self.routes: Routes = []  # of the rows of the last pass, by the layers of this rank
         self.stages, self.block_size = tuple(stages), block_size
         build = stages[0].build
@@ -283,9 +281,8 @@ class _InferenceMicrobatch:
         self.of_token = tables.pop().to(torch.int64) if of_token else None
         self.ids, self.logit_positions = given.to(torch.int64)[None], positions.to(torch.int64)
         write_sampled_ids(self.ids[0], network.sampled_before, awaited_at, sampled)
-        self._cut = (
-            network.build.tp_region.sequence_parallel
-        )  # ranks hold pieces of the tokens: the positions with logits are chosen at the end
+        # Ranks hold pieces of the tokens: the positions with logits are chosen at the end.
+        self._cut = network.build.tp_region.sequence_parallel
         self.cache = make_step_kv_cache(
             network.pool,
             grouped,

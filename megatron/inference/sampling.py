@@ -102,9 +102,8 @@ def apply_repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Te
 def uniform_random(seed: int, number: int) -> float:
     """Return a number in [0, 1) for a request's token: Philox (Salmon et al., 2011) keyed by seed and number."""
     key = np.array((seed % 2**64, number), np.uint64)
-    return (
-        int(np.random.Philox(key=key).random_raw()) >> 12
-    ) * 2.0**-52  # so far below 1 that no product rounds up to 1
+    # So far below 1 that no product rounds up to 1.
+    return (int(np.random.Philox(key=key).random_raw()) >> 12) * 2.0**-52
 
 
 def sample_by_uniform_numbers(logits: Tensor, settings: Sequence[SamplingParams], numbers: Sequence[float]) -> Tensor:

@@ -39,13 +39,8 @@ class SequenceState:
         adapter: int = 0,
     ) -> None:
         assert request.seed is not None, "a request that runs has a seed"
-        self.ticket, self.request, self.seed, self._listener, self._ends = (
-            ticket,
-            request,
-            request.seed,
-            listener,
-            frozenset(ends),
-        )
+        self.ticket, self.request, self.seed = ticket, request, request.seed
+        self._listener, self._ends = listener, frozenset(ends)
         self.ids = list(request.prompt)
         self.states: StateSlotsOfSequence | None = None
         self.replica, self.blocks, self.computed, self.drafted = 0, list[int](), 0, 0

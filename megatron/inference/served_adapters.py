@@ -25,9 +25,8 @@ class ServedAdapters:
         self._runner, self._most, self._rank = runner, most, rank
         self._model = runner.networks[0].build.model
         self._numbers: dict[str, int] = {}
-        self._serial = count(
-            1
-        )  # a number is given once, so that keys of an adapter that is gone are never taken for another's
+        # A number is given once, so that keys of an adapter that is gone are never taken for another's.
+        self._serial = count(1)
         self._retired: set[int] = set()
 
     @property

@@ -131,9 +131,8 @@ def _lambada_request(line: str, tokenizer: Tokenizer, *, strict: bool, length: i
     else:
         (ids,) = (ids.tolist() for ids in encode_without_special_tokens(tokenizer, (text,)))
         beginning, word = ids[:-1], ids[-1:]
-    beginning = (
-        tokenizer.tokenize("1")[: count_ids_around_text(tokenizer)[0]] + beginning
-    )  # a begin of text, where the tokenizer has one
+    # A begin of text, where the tokenizer has one.
+    beginning = tokenizer.tokenize("1")[: count_ids_around_text(tokenizer)[0]] + beginning
     if not beginning or not word or len(word) > length:
         raise ValueError(
             f"of {len(beginning) + len(word)} tokens, {len(word)} are to be predicted; that fits no window"

@@ -171,11 +171,9 @@ def add_health_routes(app: FastAPI, service: ServiceThread) -> None:
     async def answer_health() -> Response:
         if failure := service.failure_reason:
             return json_answer({"status": "failed", "reason": failure}, 503)
-        return (
-            json_answer({"status": "draining", "reason": service.closing_reason}, 503)
-            if service.closing_reason
-            else json_answer({"status": "ok"})
-        )
+        if service.closing_reason:
+            return json_answer({"status": "draining", "reason": service.closing_reason}, 503)
+        return json_answer({"status": "ok"})
 
 
 def _add_info_routes(app: FastAPI, serving: GenerationServing, answers: Counter[tuple[str, int]]) -> None:
