@@ -16,23 +16,16 @@ from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_default_flags
 from megatron.core.config.settings.adapter import AdapterConfig
 
-_OF_ADAPTERS = (
-    "lora_alpha",
-    "lora_dropout",
-    "lora_targets",
-    "lora_rslora",
-    "dora",
-    "lora_base_quantization",
-    "lora_modules_to_save",
-)
-
 
 @config_rule("adapter-numbers")
 def _adapter_setting_problems(s: ConfigRuleInput) -> Iterator[str]:
     """What is said of adapters belongs to a run that has them."""
     config = s.run.model.adapter
     if not config.has_adapters:
-        if given := non_default_flags(config, _OF_ADAPTERS) + non_default_flags(s.run.optimizer, ("lora_plus_ratio",)):
+        given = non_default_flags(config, without=("freeze",)) + non_default_flags(
+            s.run.optimizer, ("lora_plus_ratio",)
+        )
+        if given:
             yield f"{', '.join(given)}: of adapters, and there are none; give --lora-rank"
         return
     if (config.lora_rank or 0) < 1:

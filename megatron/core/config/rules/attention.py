@@ -12,6 +12,9 @@ from megatron.core.config.settings.model import ModelConfig, PositionConfig
 from megatron.core.config.settings.network import YARN
 from megatron.core.config.settings.run import RunConfig
 
+_VARIANT_SWITCHES = ("attention_output_gate", "qk_l2_norm", "qk_clip")
+_STRETCHING = ("use_rope_scaling", "rotary_seq_len_interpolation_factor")
+
 
 @config_rule("layer-patterns", needs_sizes=True)
 def layer_frequency_problems(s: ConfigRuleInput) -> Iterator[str]:
@@ -66,7 +69,9 @@ def attention_problems(s: ConfigRuleInput) -> Iterator[str]:
             "--activation-func-clamp-value and --glu-linear-offset are for gated MLPs only; add --swiglu, --geglu or "
             "--quick-geglu"
         )
-    given = _attention_variant_flags(model)
+    given = non_default_flags(
+        model, ("window_size", "softmax_type", "attention_logit_softcap", "final_logit_softcap", *_VARIANT_SWITCHES)
+    )
     if given and model.architecture == "t5":
         yield f"{', '.join(given)}: not for an encoder and a decoder; leave out"
     unknown = [name for name in given if name in ("--softmax-type", "--attention-output-gate", "--qk-l2-norm")]
@@ -79,9 +84,7 @@ def _rope_scaling_problems(model: ModelConfig, *, yarn: bool) -> Iterator[str]:
     rope = model.rope
     if not yarn and (given := non_default_flags(rope, YARN)):
         yield f"{', '.join(given)}: for yarn only; add --rope-type yarn or leave out"
-    other = [
-        flag_name(name) for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor") if getattr(rope, name)
-    ]
+    other = non_default_flags(rope, _STRETCHING)
     if other and yarn and not model.mla.multi_latent_attention:  # which has a rule of its own
         yield f"{' and '.join(other)} and yarn each stretch the rotations; keep one (--rope-type rope is without yarn)"
     if rope.rotary_scaling_factor < 1:
@@ -114,20 +117,6 @@ def rotary_problems(s: ConfigRuleInput) -> Iterator[str]:
         yield "--mrope-section is for --position-embedding-type mrope only; leave it out"
 
 
-def _attention_variant_flags(model: ModelConfig) -> list[str]:
-    """Return the given flags that change what attention computes."""
-    given = {
-        "window_size": model.window_size is not None,
-        "softmax_type": model.softmax_type != "vanilla",
-        "attention_logit_softcap": model.attention_logit_softcap is not None,
-        "final_logit_softcap": model.final_logit_softcap is not None,
-        "attention_output_gate": model.attention_output_gate,
-        "qk_l2_norm": model.qk_l2_norm,
-        "qk_clip": model.qk_clip,
-    }
-    return [flag_name(name) for name, on in given.items() if on]
-
-
 def _mla_rope_problems(rope: PositionConfig) -> Iterator[str]:
     """Yield the rotary settings that latent attention does not support."""
     if rope.position_embedding_type in ("mrope", "relative"):
@@ -137,8 +126,7 @@ def _mla_rope_problems(rope: PositionConfig) -> Iterator[str]:
         )
     if rope.rotary_interleaved:
         yield "--multi-latent-attention rotates neighbouring channels together as it is; leave --rotary-interleaved out"
-    names = ("use_rope_scaling", "rotary_seq_len_interpolation_factor")
-    if stretched := [flag_name(name) for name in names if getattr(rope, name)]:
+    if stretched := non_default_flags(rope, _STRETCHING):
         yield (
             f"{', '.join(stretched)}: Megatron's latent attention passes over it; stretch its rotations by "
             "--rope-type yarn --rotary-scaling-factor, or leave it out"

@@ -85,15 +85,9 @@ def _masked_text_problems(s: ConfigRuleInput) -> Iterator[str]:
         yield f"--mask-prob {masking.mask_prob:g} hides nothing or everything; choose a share between 0 and 1"
     if not 0 <= masking.short_seq_prob <= 1:
         yield f"--short-seq-prob {masking.short_seq_prob:g} is a probability, from 0 to 1"
-    windows = {
-        "reset_position_ids": data.reset_position_ids,
-        "reset_attention_mask": data.reset_attention_mask,
-        "eod_mask_loss": data.eod_mask_loss,
-        "dataloader_inter_document_masking": data.dataloader_inter_document_masking,
-        "fim_data": data.fill.fim_data,
-        "sft": data.chat.sft,
-    }
-    names = [flag_name(name) for name, on in windows.items() if on]
+    windows = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "dataloader_inter_document_masking")
+    names = non_default_flags(data, windows)
+    names += non_default_flags(data.fill, ("fim_data",)) + non_default_flags(data.chat, ("sft",))
     if names:
         yield f"{', '.join(names)}: for windows of text, which only pretrain_gpt.py reads; leave out"
     if model.architecture == "bert" and s.run.train.seq_length is not None and s.run.train.seq_length < 5:

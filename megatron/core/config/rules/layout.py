@@ -6,7 +6,13 @@ from collections.abc import Iterator
 
 from megatron.core.config.flags import ConfigError, flag_name
 from megatron.core.config.plan import microbatch_group_problem, nearest_multiples_text
-from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, division_problem, divisors_text
+from megatron.core.config.rules.rule import (
+    ConfigRuleInput,
+    config_rule,
+    division_problem,
+    divisors_text,
+    non_default_flags,
+)
 from megatron.core.config.stages import stage_specs_of_run
 
 
@@ -122,15 +128,14 @@ def _pipeline_split_problem(s: ConfigRuleInput) -> str:
             "leave out virtual stages, or choose 1f1b, which interleaves them"
         )
     if parallel.pp == 1 and len(stages) > 1:
-        asking = [
-            flag_name(name)
-            for name in (
+        asking = non_default_flags(
+            parallel,
+            (
                 "num_virtual_stages_per_pipeline_rank",
                 "num_layers_per_virtual_pipeline_stage",
                 "pipeline_model_parallel_layout",
-            )
-            if getattr(parallel, name) is not None
-        ]
+            ),
+        )
         return (
             f"{len(stages)} chunks on a pipeline of one rank have nothing to interleave with; choose "
             f"--pipeline-model-parallel-size 2 or more, or leave out {' and '.join(asking)}"
@@ -198,11 +203,8 @@ def _fsdp_problems(s: ConfigRuleInput) -> Iterator[str]:
         for name, why in reasons.items()
         if getattr(parallel, name) not in (False, None)
     ]
-    writing = {
-        "--eval-generate": s.run.train.eval_generate,
-        "--online-evaluation-config": s.run.data.multimodal.online_evaluation_config,
-    }
-    for name in (name for name, file in writing.items() if file is not None):
+    writing = non_default_flags(s.run.train, ("eval_generate",))
+    for name in writing + non_default_flags(s.run.data.multimodal, ("online_evaluation_config",)):
         yield (
             f"{name} lets every data-parallel rank write by itself, and all must gather a layer as often; leave it out, "
             "or --use-torch-fsdp2"

@@ -41,11 +41,8 @@ def _encoder_decoder_problems(s: ConfigRuleInput) -> Iterator[str]:
 
 
 def _unused_decoder_flags_problem(s: ConfigRuleInput) -> Iterator[str]:
-    given = {
-        "--decoder-num-layers": s.run.model.decoder_num_layers,
-        "--decoder-seq-length": s.run.train.decoder_seq_length,
-    }
-    names = [name for name, value in given.items() if value is not None]
+    names = non_default_flags(s.run.model, ("decoder_num_layers",))
+    names += non_default_flags(s.run.train, ("decoder_seq_length",))
     if names:
         yield f"{', '.join(names)}: for pretrain_t5.py only; give --num-layers and --seq-length"
 

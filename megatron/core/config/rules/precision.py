@@ -71,14 +71,8 @@ def _fp8_param_gather_problems(run: RunConfig) -> Iterator[str]:
         yield f"{flag} is about what --use-distributed-optimizer gathers; add it"
     if run.model.mla.multi_latent_attention:
         yield f"{flag}: --multi-latent-attention reads its weights as they are when it decodes; leave one of them out"
-    given = [
-        name
-        for name, on in (
-            ("--use-precision-aware-optimizer", run.precision.use_precision_aware_optimizer),
-            ("--optimizer-cpu-offload", optimizer.optimizer_cpu_offload),
-        )
-        if on
-    ]
+    given = non_default_flags(run.precision, ("use_precision_aware_optimizer",))
+    given += non_default_flags(optimizer, ("optimizer_cpu_offload",))
     if given:
         yield f"{flag} keeps main weights of its own in fp32, which {' and '.join(given)} would keep elsewhere; leave one of them out"
 

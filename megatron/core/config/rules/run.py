@@ -14,15 +14,11 @@ from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_de
 def _missing_settings_problem(setting: ConfigRuleInput) -> str:
     """Sizes that follow from nothing else are given."""
     run = setting.run
-    required = {
-        "num_layers": run.model,
-        "hidden_size": run.model,
-        "num_attention_heads": run.model,
-        "seq_length": run.train,
-        "micro_batch_size": run.train,
-    }
-    lacking = [name for name, part in required.items() if getattr(part, name) is None]
-    taken = any(required[name] is run.model for name in lacking) and not run.checkpoint.use_checkpoint_args
+    of_model = [
+        name for name in ("num_layers", "hidden_size", "num_attention_heads") if getattr(run.model, name) is None
+    ]
+    lacking = of_model + [name for name in ("seq_length", "micro_batch_size") if getattr(run.train, name) is None]
+    taken = of_model and not run.checkpoint.use_checkpoint_args
     hint = "; --load FOLDER --use-checkpoint-args takes a network's shape from its checkpoint" if taken else ""
     return f"{', '.join(map(flag_name, lacking))} must be given{hint}" if lacking else ""
 

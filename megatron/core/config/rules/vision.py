@@ -89,13 +89,8 @@ def _tile_problems(s: ConfigRuleInput) -> Iterator[str]:
         return
     if data.max_num_tiles < 1:
         yield f"--max-num-tiles {data.max_num_tiles} is not a positive number"
-    of_tiling = {
-        "--max-num-tiles": data.max_num_tiles != 1,
-        "--use-thumbnail": data.use_thumbnail,
-        "--use-tile-tags": data.use_tile_tags,
-    }
-    if not data.use_tiling and any(of_tiling.values()):
-        given = [name for name, on in of_tiling.items() if on]
+    given = non_default_flags(data, ("max_num_tiles", "use_thumbnail", "use_tile_tags"))
+    if not data.use_tiling and given:
         yield f"{', '.join(given)}: for --use-tiling only; add it"
     if data.use_tiling and data.image_aspect_ratio != "square":
         yield (

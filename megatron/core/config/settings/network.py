@@ -15,9 +15,16 @@ from typing import Any
 from megatron.core.config.flags import config_to_dict, field_resume_roles
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.hybrid import HybridConfig
-from megatron.core.config.settings.model import MLAConfig, ModelConfig, RequestedModel
+from megatron.core.config.settings.model import MLAConfig, ModelConfig, PositionConfig, RequestedModel
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.config.settings.vision import VisionConfig
+
+
+def _names_starting(config_class: type, prefix: str, *, without: str = "") -> tuple[str, ...]:
+    return tuple(
+        field.name for field in fields(config_class) if field.name.startswith(prefix) and field.name != without
+    )
+
 
 _ROTARY = (
     "rotary_base",
@@ -28,30 +35,13 @@ _ROTARY = (
     "rope_type",
     "no_rope_freq",
 )
-_SCALING = (
-    "rope_scaling_factor",
-    "rope_scaling_low_freq_factor",
-    "rope_scaling_high_freq_factor",
-    "rope_scaling_original_length",
-)
-YARN = (
-    "rotary_scaling_factor",
-    "yarn_original_max_position_embeddings",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "yarn_correction_range_round_to_int",
-    "mscale",
-    "mscale_all_dim",
-)
+_SCALING = _names_starting(PositionConfig, "rope_scaling_")
+YARN = ("rotary_scaling_factor", *_names_starting(PositionConfig, "yarn_"), "mscale", "mscale_all_dim")
 _RELATIVE = ("relative_attention_num_buckets", "relative_attention_max_distance")
-_LATENT = tuple(field.name for field in fields(MLAConfig) if field.name != "multi_latent_attention")
-_EXPERTS = tuple(field.name for field in fields(MoEConfig) if field.name != "num_experts")
-_MAMBA = tuple(field.name for field in fields(HybridConfig) if field.name.startswith("mamba_"))
-_DELTA_NET = tuple(
-    field.name
-    for field in fields(HybridConfig)
-    if field.name.startswith("linear_") and field.name != "linear_attention_freq"
-)
+_LATENT = _names_starting(MLAConfig, "", without="multi_latent_attention")
+_EXPERTS = _names_starting(MoEConfig, "", without="num_experts")
+_MAMBA = _names_starting(HybridConfig, "mamba_")
+_DELTA_NET = _names_starting(HybridConfig, "linear_", without="linear_attention_freq")
 _ATTENTION = ("num_attention_heads", "kv_channels", "num_query_groups", "qk_layernorm", "softmax_scale")
 _VISION = tuple(name for name, role in field_resume_roles(VisionConfig).items() if role in ("network", "adaptable"))
 _PROJECTION = tuple(
