@@ -67,10 +67,8 @@ class FailureReporter:
         board = RendezvousStore.connect(self.place)
         if board is None:
             return True
-        return (
-            board.write_if_absent(FIRST_FAILURE, f"{rank_and_node_text(self.place.rank)}: {error_text(error)}")
-            or board.read(FIRST_FAILURE) is None
-        )
+        text = f"{rank_and_node_text(self.place.rank)}: {error_text(error)}"
+        return board.write_if_absent(FIRST_FAILURE, text) or board.read(FIRST_FAILURE) is None
 
     def stop_watching(self) -> None:
         """Stop the watching thread: one that returns from the store while Python ends would abort the process."""

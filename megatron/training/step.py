@@ -50,17 +50,11 @@ class StepWork:
         self.trainer, self.training, self.num_microbatches = trainer, training, num_microbatches
         self.device = trainer.run.mesh.device
         self._batches = batches
-        # Sequences that are divided by their length make another number of microbatches on every rank.
-        self.own_microbatches: int
         self._seen: list[Batch] = [] if again is None else list(again.taken_microbatches)
-        if again is not None:
-            self.own_microbatches = again.own_microbatches
-        else:
-            self.own_microbatches = (
-                batches.prepare_step(num_microbatches)
-                if isinstance(batches, VariableCountBatches)
-                else num_microbatches
-            )
+        self.own_microbatches: int = num_microbatches if again is None else again.own_microbatches
+        # Sequences that are divided by their length make another number of microbatches on every rank.
+        if again is None and isinstance(batches, VariableCountBatches):
+            self.own_microbatches = batches.prepare_step(num_microbatches)
         self._contexts: dict[int, MicrobatchContext] = {}
         self.reports: list[dict[str, Tensor]] = []
         self.data_figures: tuple[str, ...] = ()  # names of those that tell of the data alone
@@ -273,11 +267,8 @@ def _expert_loads(trainer: Trainer) -> ExpertLoads | None:
     model = trainer.run.config.model
     if not model.moe.num_experts:
         return None
-    table = torch.zeros(
-        (model.num_layers + (model.mtp.mtp_num_layers or 0), model.moe.num_experts + 1),
-        dtype=torch.int64,
-        device=trainer.run.mesh.device,
-    )
+    shape = (model.num_layers + (model.mtp.mtp_num_layers or 0), model.moe.num_experts + 1)
+    table = torch.zeros(shape, dtype=torch.int64, device=trainer.run.mesh.device)
     for router in routers_of(trainer.stages):
         table[router.layer : router.layer + len(router.tally)] = router.tally
     return ExpertLoads(table, model.moe.moe_per_layer_logging)

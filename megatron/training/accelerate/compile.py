@@ -99,10 +99,8 @@ class LayerCompiler:
         for stage in trainer.stages:
             for layer in (part for part in stage.modules() if isinstance(part, TransformerLayer)):
                 kinds[_compile_layer(layer, compile_, ops)] += 1
-        self._say(
-            f"compile by {config.compile_backend}: "
-            + ("; ".join(_compiled_layers_text(kind, count) for kind, count in kinds.items()) or "no layers here")
-        )
+        parts = "; ".join(_compiled_layers_text(kind, count) for kind, count in kinds.items())
+        self._say(f"compile by {config.compile_backend}: {parts or 'no layers here'}")
         self._first, self.again = True, 0
 
     @contextmanager
@@ -120,9 +118,8 @@ class LayerCompiler:
             for reason, count in breaks.items():
                 self._say(f"  {count} x {_shorten_break_reason(reason)}")
         elif graphs and not self.again:
-            reasons = {
-                one.recompile_reason.strip() for one in _compilation_metrics_since(began) if one.recompile_reason
-            }
+            metrics = _compilation_metrics_since(began)
+            reasons = {one.recompile_reason.strip() for one in metrics if one.recompile_reason}
             self._say(
                 f"WARNING: iteration {iteration} compiled {_count_text(graphs, 'more graph')}, since {'; '.join(sorted(reasons)) or 'of nothing told'}. "
                 "Of later ones nothing is said"
@@ -137,11 +134,8 @@ def configured_torch_compile(config: CompileConfig) -> Callable[[Callable], Call
     known = {"recompile_limit": _LIMIT} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
     if config.compile_backend != "inductor":
         return partial(torch.compile, backend=config.compile_backend, **known)
-    return partial(
-        torch.compile,
-        options={**torch._inductor.list_mode_options(config.compile_mode), "fallback_random": True},
-        **known,
-    )
+    options = {**torch._inductor.list_mode_options(config.compile_mode), "fallback_random": True}
+    return partial(torch.compile, options=options, **known)
 
 
 def _compile_layer(

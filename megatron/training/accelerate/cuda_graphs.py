@@ -201,10 +201,8 @@ class LayerGraphCapturer:
                 kinds[methods] += 1
                 for method in methods:
                     setattr(layer, method, _GraphedMethod(layer, method, self, parallel))
-        self._say(
-            "CUDA graphs: "
-            + ("; ".join(_captured_parts_text(methods, count) for methods, count in kinds.items()) or "no layers here")
-        )
+        parts = "; ".join(_captured_parts_text(methods, count) for methods, count in kinds.items())
+        self._say(f"CUDA graphs: {parts or 'no layers here'}")
 
     @contextmanager
     def watch_step(self, iteration: int) -> Iterator[None]:

@@ -126,13 +126,11 @@ class SourceWithRowNorms:
         matrix, first, _ = self._rows[name]
         rows = Box((first + box.offset[0], 0), (box.shape[0], self._source.formats[matrix].shape[1]))
         format = self._format if not is_trained_parameter(matrix.removeprefix("model."), self._config) else "none"
-        values = (
-            self._source.read(matrix, rows)
-            if format == "none"
-            else quantize_dequantize_box(
-                partial(self._source.read, matrix), rows, self._source.formats[matrix].shape, format
-            )
-        )
+        if format == "none":
+            values = self._source.read(matrix, rows)
+        else:
+            shape = self._source.formats[matrix].shape
+            values = quantize_dequantize_box(partial(self._source.read, matrix), rows, shape, format)
         return values.to(torch.promote_types(values.dtype, torch.float32)).square().sum(dim=1).sqrt()
 
 

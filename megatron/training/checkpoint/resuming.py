@@ -60,13 +60,10 @@ class OpenedCheckpoint:
 def find_requested_checkpoint(config: RunConfig) -> ResumeRequest | None:
     """Find what a run loads, unopened; None for a fresh start. `CheckpointError` if what must be there is not."""
     options = config.checkpoint
-    request = (
-        _resume_request_for_path(options.load, options, weights_only=options.finetune, chosen=True)
-        if options.load
-        else None
-    )
-    if request is not None:
-        return request
+    if options.load:
+        request = _resume_request_for_path(options.load, options, weights_only=options.finetune, chosen=True)
+        if request is not None:
+            return request
     if options.pretrained_checkpoint:
         request = _resume_request_for_path(options.pretrained_checkpoint, options, weights_only=True, chosen=False)
         if request is None:
@@ -94,11 +91,8 @@ def open_requested_checkpoint(request: ResumeRequest, config: RunConfig, axis: A
         opened = _open_native_checkpoint(request, config, axis)
     else:
         source = _run_on_all_ranks(lambda: _open_foreign_checkpoint(request, config), axis)
-        opened = OpenedCheckpoint(
-            source,
-            request.weights_only or "run.progress" not in source.values,
-            size=sum(one.num_bytes for one in source.formats.values()),
-        )
+        size = sum(one.num_bytes for one in source.formats.values())
+        opened = OpenedCheckpoint(source, request.weights_only or "run.progress" not in source.values, size=size)
     if config.model.moe.moe_use_upcycling and is_dense_checkpoint(opened.source):
         opened = replace(opened, source=UpcycledSource(opened.source, config), weights_only=True)
     # What tensors do not tell: the checkpoint holds arguments too.
@@ -175,12 +169,10 @@ def _open_native_checkpoint(request: ResumeRequest, config: RunConfig, axis: Axi
     try:
         saved, refused = open_first_valid(request.steps, axis, verified=options.verify_integrity)
     except CheckpointError as error:
-        raise CheckpointError(
-            f"{request.path} holds no sound checkpoint"
-            if len(request.steps) > 1
-            else f"{request.steps[0].folder} is damaged, and no other is to be loaded",
-            error.problems,
-        ) from None
+        message = f"{request.path} holds no sound checkpoint"
+        if len(request.steps) == 1:
+            message = f"{request.steps[0].folder} is damaged, and no other is to be loaded"
+        raise CheckpointError(message, error.problems) from None
     step = CommittedCheckpoint(saved.folder, saved.commit)
     return OpenedCheckpoint(saved, request.weights_only, step, saved.description.world_size, saved.size, tuple(refused))
 

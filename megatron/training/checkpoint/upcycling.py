@@ -77,12 +77,8 @@ class UpcycledSource:
         dense, which = self._made[name]
         first, count = box.offset[0], box.shape[0]
         inner = Box(box.offset[1:], box.shape[1:])
-        return torch.stack(
-            [
-                self._expert_slice(dense, which, (first + place) % self.moe.moe_upcycling_granularity, inner)
-                for place in range(count)
-            ]
-        )
+        slices = (expert % self.moe.moe_upcycling_granularity for expert in range(first, first + count))
+        return torch.stack([self._expert_slice(dense, which, number, inner) for number in slices])
 
     def _add_expert_formats(self, name: str, match: re.Match[str], format: ShapeAndDtype) -> None:
         """Add the formats of the experts' parameter (and of the router) that a dense MLP parameter becomes."""
@@ -132,11 +128,8 @@ class UpcycledSource:
     def _router_rows(self, name: str) -> Tensor:
         """Return the router's initial weight [e, h], the same row for all slices of a copy."""
         model = self.config.model
-        init = (
-            xavier_uniform_initializer()
-            if model.init_method_xavier_uniform
-            else normal_initializer(model.init_method_std)
-        )
+        xavier, normal = xavier_uniform_initializer(), normal_initializer(model.init_method_std)
+        init = xavier if model.init_method_xavier_uniform else normal
         generator = torch.Generator().manual_seed(
             derive_seed("initial", self.config.train.seed, name.removeprefix("model."))
         )

@@ -91,11 +91,9 @@ def search_help(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
 
     matches: list[Section] = []
     for title, description, actions in help_groups(parser):
-        chosen = (
-            actions
-            if text_has_all_words(title)
-            else [one for one in actions if text_has_all_words(f"{' '.join(one.option_strings)} {one.help}")]
-        )
+        chosen = actions
+        if not text_has_all_words(title):
+            chosen = [one for one in actions if text_has_all_words(f"{' '.join(one.option_strings)} {one.help}")]
         if chosen:
             matches.append((title, description if chosen is actions else None, chosen))
     return _format_help_sections(parser, matches) if matches else ""

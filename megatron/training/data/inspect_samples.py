@@ -231,10 +231,8 @@ class RunDataInspector:
         if split != "train":
             count = train.eval_iters * self.schedule.evaluation_batch_size
             begin = self.start.valid_samples if split == "valid" and not train.skip_train else 0
-            return [
-                (begin + number * count, count // self.schedule.unit)
-                for number in self._evaluations_at_iteration(split, step)
-            ]
+            evaluations = self._evaluations_at_iteration(split, step)
+            return [(begin + number * count, count // self.schedule.unit) for number in evaluations]
         if not 1 <= step <= self.num_iterations:
             raise ConfigError(f"--step {step}: the run goes from iteration 1 to {self.num_iterations}")
         late = self.start if step > self.start.iteration else ResumeCounters()

@@ -77,11 +77,9 @@ class BatchSchedule:
     @property
     def evaluation_batch_size(self) -> int:
         """The global batch of an evaluation."""
-        return (
-            self.final_batch_size
-            if self.asked_of_evaluation is None
-            else self.asked_of_evaluation // self.unit * self.unit
-        )
+        if self.asked_of_evaluation is None:
+            return self.final_batch_size
+        return self.asked_of_evaluation // self.unit * self.unit
 
     def require_divisible_sizes(self, consumed_samples: int = 0) -> None:
         """Raise `ConfigError` listing every global batch size that the ranks' microbatches do not divide. Sizes that

@@ -62,11 +62,8 @@ class RebalancedBatches:
     def prepare_step(self, num_microbatches: int) -> int:
         """Regroup the next global batch; return this rank's number of microbatches. num_microbatches: before it."""
         axis = self.mesh.dp
-        documents = [
-            document
-            for _ in range(num_microbatches * axis.size)
-            for document in documents_with_loss(next_batch_or_data_error(self.rows))
-        ]
+        rows = (next_batch_or_data_error(self.rows) for _ in range(num_microbatches * axis.size))
+        documents = [document for batch in rows for document in documents_with_loss(batch)]
         self.plan = assign_documents_to_ranks(
             [len(document["tokens"]) for document in documents], self.config, axis.size
         )
@@ -93,14 +90,10 @@ class RebalancedBatches:
     def _empty_batch(self) -> Batch:
         length = lcm(2, self.mesh.tp.size)
         ids = torch.zeros((1, length), dtype=torch.int64, device=self.mesh.device)
-        names = [
-            f"mtp_{depth}_{name}"
-            for depth in range(1, (self.config.model.mtp.mtp_num_layers or 0) + 1)
-            for name in ("tokens", "labels", "loss_mask", "weights")
-        ]
-        return _batch_from_tensors(
-            dict.fromkeys(("tokens", "labels", "positions", "documents", "loss_mask", *names), ids)
-        )
+        names = ["tokens", "labels", "positions", "documents", "loss_mask"]
+        for depth in range(1, (self.config.model.mtp.mtp_num_layers or 0) + 1):
+            names += [f"mtp_{depth}_{name}" for name in ("tokens", "labels", "loss_mask", "weights")]
+        return _batch_from_tensors(dict.fromkeys(names, ids))
 
 
 def assign_documents_to_ranks(lengths: Sequence[int], config: RunConfig, ranks: int) -> SequenceAssignment:
@@ -116,11 +109,9 @@ def documents_with_loss(batch: Batch) -> Iterator[Document]:
     labels, loss_mask = batch.labels, batch.loss_mask
     assert tokens is not None and apart is not None, "documents are apart, which the rules ask for"
     assert labels is not None and loss_mask is not None, "every rank reads all of a batch that is divided"
-    positions = (
-        torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        if batch.positions is None
-        else batch.positions
-    )
+    positions = batch.positions
+    if positions is None:
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     rows = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "positions": positions}
     rows |= {name: row for name, row in batch.extras.items() if name.startswith("mtp_")}
     for index in range(len(tokens)):

@@ -42,11 +42,9 @@ class AttentionMaskVariant:
     transport: str
 
     def __str__(self) -> str:
-        reach = (
-            "layers without a window"
-            if self.window is None
-            else f"layers with a window of {self.window[0]},{self.window[1]}"
-        )
+        reach = "layers without a window"
+        if self.window is not None:
+            reach = f"layers with a window of {self.window[0]},{self.window[1]}"
         return reach + (f" and context transport {self.transport}" if self.transport else "")
 
 

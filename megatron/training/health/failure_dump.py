@@ -67,16 +67,12 @@ def write_failure_dump(
         target.mkdir(parents=True, exist_ok=True)
         torch.save(dict(streams), target / dumped_rng_file_name(mesh.world.rank))
         if mesh.tp.is_first and mesh.pp.is_first:
-            read = {
-                "rank": mesh.world.rank,
-                "microbatches": [_dumpable_batch(batch) for batch in work.taken_microbatches],
-            }
+            batches = [_dumpable_batch(batch) for batch in work.taken_microbatches]
+            read = {"rank": mesh.world.rank, "microbatches": batches}
             torch.save(read, target / dumped_batch_file_name(mesh.dp.rank, mesh.cp.rank))
         if mesh.world.is_first:
-            (target / STEP).write_text(
-                json.dumps(_bad_step_record(work, problem, losses, norm) | {"parameters": table}, indent=1) + "\n",
-                encoding="utf-8",
-            )
+            record = _bad_step_record(work, problem, losses, norm) | {"parameters": table}
+            (target / STEP).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     except (OSError, RuntimeError) as error:  # torch.save's on a full disk is the latter
         failure = f"rank {mesh.world.rank}: {error}"
     failures = list(filter(None, collectives.gather_objects(failure, mesh.world)))

@@ -97,9 +97,7 @@ def annotate_errors(run: RunContext) -> Iterator[None]:
         error.add_note(
             f"on {rank_and_node_text(rank)}, in {flight_recorder.current_position_text()}{f', at {place}' if place else ''}"
         )
-        append_failure_file(
-            failure_folder(run.config),
-            rank,
-            f"{error_text(error)}\n{''.join(traceback.format_exception(error))}{own_last_collectives_text(flight_recorder)}",
-        )
+        trace = "".join(traceback.format_exception(error))
+        text = f"{error_text(error)}\n{trace}{own_last_collectives_text(flight_recorder)}"
+        append_failure_file(failure_folder(run.config), rank, text)
         raise

@@ -155,11 +155,8 @@ class StepRerun(StepValidator):
         everyone = collectives.gather_objects((self.mesh.world.rank, variation), self.mesh.world)
         rows = [(rank, name, row) for rank, table in everyone for name, row in table.items()]
         pairs, equal = (int(sum(row[place] for _, _, row in rows)) for place in (0, 1))
-        rank, name, largest = max(
-            ((rank, name, row[2]) for rank, name, row in rows),
-            key=lambda difference: difference[2],
-            default=(0, "", 0.0),
-        )
+        differences = ((rank, name, row[2]) for rank, name, row in rows)
+        rank, name, largest = max(differences, key=lambda one: one[2], default=(0, "", 0.0))
         worst = f"; the largest relative difference is {largest:.3e} ({name}, rank {rank})" if pairs > equal else ""
         return f"determinism: of {pairs} results computed twice, {equal} were equal{worst}"
 
@@ -329,11 +326,10 @@ class StepRerun(StepValidator):
         """Describe the number that differs most between two passes, over all ranks; "" within tolerance. Collective."""
         shared = {name: symmetric_relative_difference(before[name], now[name]) for name in before if name in now}
         worst = max(shared, key=lambda name: shared[name], default=None)
-        mine = (
-            (0.0, "")
-            if worst is None
-            else (shared[worst], f"{worst} on rank {self.mesh.world.rank}: {before[worst]:.6g}, then {now[worst]:.6g}")
-        )
+        mine = (0.0, "")
+        if worst is not None:
+            text = f"{worst} on rank {self.mesh.world.rank}: {before[worst]:.6g}, then {now[worst]:.6g}"
+            mine = (shared[worst], text)
         largest = max(collectives.gather_objects(mine, self.mesh.world))
         return largest[1] if largest[0] > TOLERANCE else ""
 
@@ -369,10 +365,8 @@ class StepRerun(StepValidator):
         path = self.config.faults.result_rejected_tracker_filename
         if path is None or not (witness.suspicious or self.mesh.world.is_first):
             return
-        result = next(
-            (value for value in witness.results.values() if not math.isfinite(value)),
-            self._whole.get("lm loss", math.nan),
-        )
+        bad_values = (value for value in witness.results.values() if not math.isfinite(value))
+        result = next(bad_values, self._whole.get("lm loss", math.nan))
         try:
             with open(path, "a", encoding="utf-8") as file:
                 file.write(
