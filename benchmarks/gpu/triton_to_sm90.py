@@ -48,15 +48,15 @@ from megatron.core.kernels.table import CANDIDATES
 SPILLS = 0  # bytes a thread of spilled registers that a kernel may have
 # The state of a head, the products of a chunk and their factors are more than 255 registers of 128 threads.
 BY_TRITON_3_6 = {
-    "scan_forward._selective": 480,
-    "scan_forward._delta": 1112,
-    "scan_forward._invert_chunk_systems": 1496,
+    "scan_forward._selective_scan_kernel": 480,
+    "scan_forward._delta_rule_scan_kernel": 1112,
+    "scan_forward._invert_chunk_systems_kernel": 1496,
 }
 MORE_SPILLS = {
-    "scan_forward._selective": 160,
-    "scan_forward._delta": 1000,
-    "scan_gradients._selective_gradient": 160,
-    "scan_gradients._delta_gradient": 800,
+    "scan_forward._selective_scan_kernel": 176,
+    "scan_forward._delta_rule_scan_kernel": 1000,
+    "scan_gradients._selective_backward_kernel": 160,
+    "scan_gradients._delta_rule_backward_kernel": 800,
     **(BY_TRITON_3_6 if triton.__version__.startswith("3.6.") else {}),
 }
 TARGET = GPUTarget("cuda", 90, 32)
@@ -228,7 +228,7 @@ def quantised(block: tuple[int, int] | None, *, delayed: bool = False) -> Case:
         elif delayed:
             op.quantize_per_tensor(x, E5M2, torch.ones(16), seen=torch.zeros(()))
         else:
-            op.quantize_per_tensor(x, E4M3, op.partial_amaxes(x))
+            op.quantize_per_tensor(x, E4M3, op.largest_of(x))
 
     return call
 

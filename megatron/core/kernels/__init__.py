@@ -11,6 +11,7 @@ permute.py              permute tokens to the order of experts and back; grouped
 triton/                 norms, gated activations, rotary embeddings, token permutation and the softmax of the loss in Triton
 external/               flash-attn 2 and 3, Transformer Engine, DeepEP, torchao
 low_precision/          fp8 and NVFP4 matrices, scaling recipes, and the GPU's native fp8 matrix products
-table.py                the Kernels record, and select(): the best candidate for each op, with reasons
+table.py                the Kernels record, and select_kernels(): the best candidate for each op, with reasons
+requirements.py         what a run requires of its kernels
 kernel_check.py         a trial of each op against its definition; startup_check.py: a run's kernels, with defaults that passed theirs
 """

@@ -1,8 +1,8 @@
 """The kernels of a run, after a trial of the defaults that are to be tried on every machine.
 
-    select(need)            the formula, for what was not tried
-    choose(config, need)    the same, where a default kernel fits: each is compiled and compared with its op's definition on a small
-                            input, forward and backward (`kernel_check.py`); one that fails is named, and the next candidate taken
+    select_kernels                the formula, for what was not tried
+    select_kernels_with_trials    the same, where a default kernel fits: each is compiled and compared with its op's definition on a small
+                                  input, forward and backward (`kernel_check.py`); one that fails is named, and the next candidate taken
 
 A kernel that is asked for by name is not tried here, and never replaced; `tools/doctor.py` tries all.
 """

@@ -1,4 +1,4 @@
-"""fp8 and NVFP4 matrix products on the GPU's tensor cores; `fp8.product` defines them, up to the order of sums.
+"""fp8 and NVFP4 matrix products on the GPU's tensor cores; `fp8.emulated_quantized_matmul` defines them, up to the order of sums.
 
     one scale a tensor     Ada and newer        torch._scaled_mm
     1 x 128 and 128 x 128  Hopper               torch.nn.functional.scaled_mm
