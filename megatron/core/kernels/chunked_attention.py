@@ -55,7 +55,10 @@ class _ChunkedAttention(torch.autograd.Function):
         work = _ChunkedAttentionCall(mask, dropout, scores, *tensors)
         output = work.q.new_empty((*work.q.shape[:3], work.v.shape[-1]))
         for part in work.query_chunks():
-            shares, dropout_mask = work.probabilities(part), work.draw_dropout_mask(part)
+            shares, dropout_mask = (
+                work.probabilities_with_sink(part)[..., : part.num_queries_and_keys[1]],
+                work.draw_dropout_mask(part),
+            )
             work.write_chunk_output(
                 output, part, shares.mul_(dropout_mask).to(work.v.dtype) @ work.values[:, part.keys] * work.factor
             )
@@ -65,12 +68,8 @@ class _ChunkedAttention(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
         with torch.random.fork_rng(devices=()):
             torch.set_rng_state(context.state)
-            return (
-                None,
-                None,
-                None,
-                *_ChunkedAttentionCall(*context.settings, *context.saved_tensors).input_gradients(gradient),
-            )
+            call = _ChunkedAttentionCall(*context.settings, *context.saved_tensors)
+            return None, None, None, *call.input_gradients(gradient)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +148,6 @@ class _ChunkedAttentionCall:
             padding=None if mask.padding is None else mask.padding[:, columns],
         )
 
-    def probabilities(self, part: _QueryChunk) -> Tensor:
-        """Return the attention probabilities of a chunk, before dropout, [b * g, n/g * queries, keys]."""
-        return self._probabilities_with_sink(part)[..., : part.num_queries_and_keys[1]]
-
     def draw_dropout_mask(self, part: _QueryChunk) -> Tensor:
         """Draw the dropout mask of a chunk's probabilities: bool [b * g, n/g * queries, keys], True where kept."""
         batch, groups, each = self.heads
@@ -173,19 +168,14 @@ class _ChunkedAttentionCall:
         output.
         """
         exact = accumulation_dtype_of(self.q.dtype)
-        dq, dk, dv = (
-            torch.empty_like(self.q, memory_format=torch.contiguous_format),
-            *(torch.zeros_like(x, dtype=exact) for x in (self.keys, self.values)),
-        )
+        dq = torch.empty_like(self.q, memory_format=torch.contiguous_format)
+        dk, dv = (torch.zeros_like(x, dtype=exact) for x in (self.keys, self.values))
         dbias, dsink = (None if x is None else torch.zeros_like(x, dtype=exact) for x in (self.bias, self.sink))
         arriving = gradient.view(*self.q.shape[:3], -1) * self.factor
         for part in self.query_chunks():
-            whole = self._probabilities_with_sink(part)
-            shares, dropout_mask, rows = (
-                whole[..., : part.num_queries_and_keys[1]],
-                self.draw_dropout_mask(part),
-                self._queries_of_chunk(arriving, part),
-            )
+            whole = self.probabilities_with_sink(part)
+            shares, dropout_mask = whole[..., : part.num_queries_and_keys[1]], self.draw_dropout_mask(part)
+            rows = self._queries_of_chunk(arriving, part)
             _accumulate_matmul(dv[:, part.keys], (shares * dropout_mask).to(self.v.dtype).transpose(1, 2), rows)
             dshares = (rows @ self.values[:, part.keys].transpose(1, 2)).to(exact).mul_(dropout_mask)
             if dsink is not None:
@@ -206,22 +196,18 @@ class _ChunkedAttentionCall:
         dk, dv = (
             total.view(batch, groups, *total.shape[1:]).permute(2, 0, 1, 3).to(self.q.dtype) for total in (dk, dv)
         )
-        return (
-            dq,
-            dk,
-            dv,
-            *(
-                None if total is None or given is None else total.to(given.dtype)
-                for total, given in ((dbias, self.bias), (dsink, self.sink))
-            ),
+        more = (
+            None if total is None or given is None else total.to(given.dtype)
+            for total, given in ((dbias, self.bias), (dsink, self.sink))
         )
+        return dq, dk, dv, *more
 
     def _queries_of_chunk(self, x: Tensor, part: _QueryChunk) -> Tensor:
         """Return a chunk's queries of x [queries, b, n, d] as [b * g, n/g * queries, d]."""
         batch, groups, each = self.heads
         return x[part.queries].permute(1, 2, 0, 3).reshape(batch * groups, each * part.num_queries_and_keys[0], -1)
 
-    def _probabilities_with_sink(self, part: _QueryChunk) -> Tensor:
+    def probabilities_with_sink(self, part: _QueryChunk) -> Tensor:
         """Return the attention probabilities of a chunk before dropout, [b * g, n/g * queries, keys]; if there is a
         sink, its probability as one more column.
         """
