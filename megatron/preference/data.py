@@ -22,10 +22,10 @@ from megatron.core.datasets.dataset_protocols import DatasetKind
 from megatron.core.datasets.kinds import gpt_dataset_kind
 from megatron.core.parallel import collectives
 from megatron.core.transformer.adapters import without_adapters
-from megatron.preference.answer_scoring import compute_answer_logprobs, mismatched_answers_batch
 from megatron.preference.dataset import PreferenceDatasetKind
 from megatron.preference.reference_cache import load_or_cache_reference_logprobs
 from megatron.preference.settings import PreferenceConfig, reference_checkpoint_path
+from megatron.preference.step import compute_answer_logprobs, mismatched_answers_batch
 from megatron.training.checkpoint.reference import load_reference_policy
 from megatron.training.data.batch import Batch
 from megatron.training.loader import ClosableBatches, Datasets, SplitBatches, build_split_batches

@@ -29,9 +29,9 @@ from megatron.core.datasets.storage import atomic_file
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import tokenizer_fingerprint_fields
 from megatron.core.transformer.adapters import without_adapters
-from megatron.preference.answer_scoring import compute_answer_logprobs, mismatched_answers_batch
 from megatron.preference.dataset import PreferenceDataset, PreferenceDatasetKind, PreferenceRowSource
 from megatron.preference.settings import PreferenceConfig
+from megatron.preference.step import compute_answer_logprobs, mismatched_answers_batch
 from megatron.training.checkpoint.adapters import source_base_hash
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.checkpoint.resuming import decide_on_first_rank

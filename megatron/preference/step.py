@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,10 +13,14 @@ from torch import Tensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
+from megatron.core.pipeline_parallel.executor import run_rank_script as execute
 from megatron.preference.losses import PAIR_LOSSES, AnswerLogprobs, kto_loss, reward_loss
 from megatron.preference.settings import PreferenceConfig
 from megatron.training.data.batch import Batch, Loss, LossFunction
+from megatron.training.evaluate import evaluation_mode
 from megatron.training.run import RunContext
+from megatron.training.step import StepWork
+from megatron.training.trainer import Trainer
 
 
 class PreferenceStep:
@@ -158,3 +164,46 @@ def reward_step_loss(config: PreferenceConfig, values: Tensor, batch: Batch, con
 
 
 LOSSES = {"dpo": pair_step_loss, "kto": kto_step_loss, "reward": reward_step_loss}
+
+
+def compute_answer_logprobs(trainer: Trainer, network: Trainer, batches: Sequence[Batch]) -> list[Tensor]:
+    """Return log-probabilities of the answers' labels, 0 at others: [b, s] for each microbatch on ranks of the last
+    stage, [] on others. No gradients. Collective.
+
+    trainer: the run's. network: the trainer whose stages compute them, which have no dropout in this pass.
+    """
+    mesh, step = trainer.run.mesh, trainer.forward_step
+    assert isinstance(step, PreferenceStep), "answers are trained by a preference step"
+    step.collected = []
+    names, network.loss_names = network.loss_names, ()
+    try:
+        with evaluation_mode(trainer) if trainer.stages[0].training else nullcontext():
+            work = StepWork(network, iter(batches), len(batches), training=False)
+            execute(
+                trainer.pipeline_script(len(batches), training=False),
+                work=work,
+                axis=mesh.pp,
+                backward_axis=mesh.pp_backward,
+            )
+        return step.collected
+    finally:
+        step.collected, network.loss_names = None, names
+
+
+def mismatched_answers_batch(batch: Batch, context: Axis) -> Batch:
+    """Return KTO's microbatch of mismatched answers that belongs to a batch. Samples that only pad an evaluation get a
+    zero mask.
+    """
+    if batch.tokens is None or batch.loss_mask is None:
+        return batch
+    counts = collectives.all_reduce(batch.loss_mask.sum(dim=1, keepdim=True), context) > 0
+    extras = {name.removeprefix("kl_"): value for name, value in batch.extras.items() if name.startswith("kl_")}
+    return dataclasses.replace(
+        batch,
+        tokens=extras.pop("tokens"),
+        labels=extras.pop("labels"),
+        loss_mask=extras.pop("loss_mask") * counts,
+        positions=extras.pop("position_ids"),
+        documents=extras.pop("document_ids")[:, :-1],
+        extras={**extras, "answer_mask": extras["answer_mask"] * counts},
+    )

@@ -12,7 +12,7 @@ import torch
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.adapters import without_adapters
-from megatron.preference import answer_scoring
+from megatron.preference import step as preference_step
 from megatron.preference.data import ReferenceScoredBatches
 from megatron.preference.settings import PreferenceConfig
 from megatron.training.checkpoint.checkpointing import Checkpointer
@@ -73,7 +73,7 @@ KINDS: dict[str, tuple[Callable[[Path], tuple[float, float]], tuple[Any, str, An
     "of a checkpoint": (of_a_checkpoint, (GPTModel, "eval", lambda self: self)),
     "the base under adapters": (
         of_the_base_under_adapters,
-        (answer_scoring, "evaluation_mode", lambda trainer: nullcontext()),
+        (preference_step, "evaluation_mode", lambda trainer: nullcontext()),
     ),
 }
 
