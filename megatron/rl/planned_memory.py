@@ -13,7 +13,7 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.inference import MOST_CACHE_BYTES
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.stages import stage_specs_of_run
-from megatron.core.models.flops import BYTES, estimate_memory_by_pipeline_rank
+from megatron.core.models.flops import BYTES, RankMemory, estimate_memory_by_pipeline_rank
 from megatron.rl.algorithms import ALGORITHMS
 from megatron.rl.settings import RLConfig, generation_run_config, reference_checkpoint_path
 
@@ -26,9 +26,8 @@ def memory_beside_policy(rl: RLConfig, run: RunConfig, world_size: int) -> Mappi
 
     The KV cache is there while rollouts are sampled; activations are not.
     """
-    size, dp = BYTES[run.precision.param_dtype_name], run.parallel.data_parallel_size(world_size)
-    ranks = estimate_memory_by_pipeline_rank(run, stage_specs_of_run(run), data_parallel_size=dp, num_microbatches=1)
-    weights = size * max(rank.parameters for rank in ranks)
+    ranks = _memory_by_rank(run, world_size, trains=False)
+    weights = BYTES[run.precision.param_dtype_name] * max(rank.parameters for rank in ranks)
     parts: dict[str, float] = {"reference": weights} if reference_checkpoint_path(rl, run) else {}
     if ALGORITHMS[rl.rl_algorithm].has_critic:
         parts["critic"] = max(rank.total for rank in ranks)
@@ -43,9 +42,7 @@ def generation_memory(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[
     generating = generation_run_config(run, rl.inference_parallel_sizes) if rl.needs_network_copy(run) else run
     replicas = generating.parallel.data_parallel_size(own or world_size)
     if rl.needs_network_copy(run):
-        copies = estimate_memory_by_pipeline_rank(
-            generating, stage_specs_of_run(generating), data_parallel_size=replicas, num_microbatches=1
-        )
+        copies = _memory_by_rank(generating, own or world_size, trains=False)
         name = "network that generates" if own else "copy that generates"
         parts[name] = BYTES[run.precision.param_dtype_name] * max(rank.parameters for rank in copies)
     together = min(TOGETHER, -(-rl.rollouts_per_round * (1 + rl.generation_lag * rl.rl_partial_rollouts) // replicas))
@@ -67,11 +64,7 @@ def rank_roles_and_memory_lines(rl: RLConfig, run: RunConfig, world_size: int, h
     """Return lines on which ranks train and generate, their layout and memory. world_size: ranks that train.
     hosts: of all ranks.
     """
-    dp = run.parallel.data_parallel_size(world_size)
-    count = max(1, run.train.global_batch_size // (run.train.micro_batch_size * dp))
-    ranks = estimate_memory_by_pipeline_rank(
-        run, stage_specs_of_run(run), data_parallel_size=dp, num_microbatches=count
-    )
+    ranks = _memory_by_rank(run, world_size)
     training = {"policy in training": max(rank.total for rank in ranks), **memory_beside_policy(rl, run, world_size)}
     generating = generation_run_config(run, rl.inference_parallel_sizes)
     return [
@@ -80,6 +73,15 @@ def rank_roles_and_memory_lines(rl: RLConfig, run: RunConfig, world_size: int, h
         f"  generation: {_ranks_by_host_text(hosts, range(world_size, len(hosts)))} ({_layout_text(generating, rl.rl_generation_ranks)}): "
         f"{memory_parts_text(generation_rank_memory(rl, run, world_size))}; rank {world_size} plays the environments",
     ]
+
+
+def _memory_by_rank(run: RunConfig, world_size: int, *, trains: bool = True) -> tuple[RankMemory, ...]:
+    """Estimate the memory of each pipeline rank. trains: with the microbatches of a step, not one."""
+    dp = run.parallel.data_parallel_size(world_size)
+    count = (run.train.global_batch_size or 1) // (run.train.micro_batch_size * dp) if trains else 1
+    return estimate_memory_by_pipeline_rank(
+        run, stage_specs_of_run(run), data_parallel_size=dp, num_microbatches=max(1, count)
+    )
 
 
 def _layout_text(run: RunConfig, world_size: int) -> str:
@@ -105,11 +107,7 @@ def _ranks_by_host_text(hosts: Sequence[str], ranks: range) -> str:
 
 def lower_bound_of_rank_memory(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[str, float]:
     """Estimate the least bytes that the fullest rank needs, by part: in training or in generation, whichever is more."""
-    dp = run.parallel.data_parallel_size(world_size)
-    count = max(1, (run.train.global_batch_size or 1) // (run.train.micro_batch_size * dp))
-    ranks = estimate_memory_by_pipeline_rank(
-        run, stage_specs_of_run(run), data_parallel_size=dp, num_microbatches=count
-    )
+    ranks = _memory_by_rank(run, world_size)
     fullest = max(ranks, key=lambda rank: rank.total)
     beside = dict(memory_beside_policy(rl, run, world_size))
     cache = beside.pop("keys and values", 0.0)
