@@ -41,7 +41,7 @@ from megatron.core.datasets.special_tokens import encode_without_special_tokens
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.models.bert import BERTModel
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.tools.parser import ToolArgumentParser, add_checkpoint_options, add_dtype
+from megatron.tools.parser import ToolArgumentParser, add_checkpoint_options, add_dtype, exit_on
 from megatron.training.checkpoint.inference_model import ModelKind, load_network
 from megatron.training.launch.launch_info import install_interrupt_excepthook
 
@@ -282,14 +282,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     install_interrupt_excepthook()
     given, began = parse_arguments(argv), time.perf_counter()
     logging.basicConfig(level=logging.WARNING)
-    try:
+    with exit_on(ConfigError, CheckpointError, DataError):
         embedder = load_embedder(given)
         count, lost = write_embeddings(
             embedder, given.input, key=given.json_key, output=given.output, refuse_long=given.long_texts == "refuse"
         )
-    except (ConfigError, CheckpointError, DataError) as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        raise SystemExit(1) from None
     seconds = time.perf_counter() - began
     sys.stdout.write(
         f"{given.output}: {count} texts x {embedder.vector_size} ({given.pooling}) in {seconds:.1f} s; {lost} lost what is behind "

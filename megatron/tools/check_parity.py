@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
-from megatron.tools.parser import ToolArgumentParser, add_world_size_and_entry, parse_options_and_run_words
+from megatron.tools.parser import ToolArgumentParser, add_world_size_and_entry, exit_on, parse_options_and_run_words
 from megatron.trust.flags.command import ENTRIES, parse_training_command
 from megatron.trust.parity.proxy_config import ProxyConfig, make_proxy_config
 
@@ -157,11 +157,8 @@ def main(argv: list[str] | None = None) -> None:
     """Print the report, and exit with its code."""
     options, words = parse_arguments(sys.argv[1:] if argv is None else argv)
     began = time.monotonic()
-    try:
+    with exit_on(ConfigError, code=2):
         small = proxy_config_of_command(options, words)
-    except ConfigError as error:
-        sys.stderr.write(f"ConfigError: {error}\n")
-        raise SystemExit(2) from None
     sys.stderr.write(f"one rank against {layout_text(small.config, small.world_size)} ...\n")
     result = parity_check_report_values(small, options.limit)
     seconds = time.monotonic() - began

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from megatron.evaluation.vision_benchmarks import (
     score_benchmark_answers,
     write_benchmark_answers,
 )
-from megatron.tools.parser import ToolArgumentParser
+from megatron.tools.parser import ToolArgumentParser, exit_on
 from megatron.training.launch.launch_info import install_interrupt_excepthook
 
 
@@ -84,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--prompt", help="--questions: how one is put, with <image> and {question} in it; left out: LLaVA's way"
     )
     args = made.parse_args(arguments)
-    try:
+    with exit_on(ConfigError, OSError):
         if args.answers is None and args.questions is None:
             raise ConfigError("nothing to do; give --answers to be scored, or --questions to be written")
         questions = read_benchmark_questions(args.task, args.references, args.prompt)
@@ -92,6 +91,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
             write_questions_as_prompts(questions, args.image_folder, args.questions)
         if args.answers is not None:
             print("\n".join(benchmark_score_lines(args.task, args.answers, questions, args.results)))
-    except (ConfigError, OSError) as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        raise SystemExit(1) from None

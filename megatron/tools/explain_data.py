@@ -27,7 +27,7 @@ from megatron.core.datasets.kinds import KINDS
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.parallel.grid import axis_rank_groups
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.tools.parser import ToolArgumentParser
+from megatron.tools.parser import ToolArgumentParser, exit_on
 from megatron.training.cli.arguments import parse_args_or_raise, run_config_of_args
 from megatron.training.data.inspect_samples import (
     DocumentOccurrence,
@@ -182,9 +182,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # texts may hold what the terminal cannot show
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     options, flags = parse_arguments(sys.argv[1:] if argv is None else argv)
-    try:
+    with exit_on(ConfigError, DataError, CheckpointError, code=2):
         for line in data_explanation_lines(options, flags):
             sys.stdout.write(line + "\n")
-    except (ConfigError, DataError, CheckpointError) as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        raise SystemExit(2) from None

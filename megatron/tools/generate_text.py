@@ -19,6 +19,7 @@ from megatron.tools.parser import (
     add_checkpoint_options,
     add_sampling_options,
     add_tokenizer_options,
+    exit_on,
 )
 from megatron.training.checkpoint.inference_model import GPT, load_network
 from megatron.training.launch.launch_info import install_interrupt_excepthook
@@ -41,14 +42,11 @@ def main(argv: list[str] | None = None) -> None:
     install_interrupt_excepthook()
     given = parse_arguments(argv)
     logging.basicConfig(level=logging.WARNING)
-    try:
+    with exit_on(ConfigError, CheckpointError, GenerationFailed):
         changed = {name: value for name in TOKENIZER if (value := getattr(given, name)) is not None}
         loaded = load_network(given.load, GPT, step=given.ckpt_step, tokenizer=changed)
         sampling = SamplingParams(given.temperature, given.top_k, given.top_p)
         engine = Engine(loaded.stages, loaded.tokenizer)
         texts = generate_texts(engine, given.prompt, num_tokens=given.num_tokens, sampling=sampling, seed=given.seed)
-    except (ConfigError, CheckpointError, GenerationFailed) as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        raise SystemExit(1) from None
     for text in texts:
         sys.stdout.write(text + "\n")

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+@contextmanager
+def exit_on(*errors: type[Exception], code: int = 1) -> Iterator[None]:
+    """Within: an error of these classes is told on standard error, and the process exits with `code`."""
+    try:
+        yield
+    except errors as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        raise SystemExit(code) from None
 
 
 class ToolArgumentParser(argparse.ArgumentParser):

@@ -26,7 +26,7 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.tokenizers.build import expected_vocab_size
 from megatron.rl.planned_memory import memory_parts_text
-from megatron.tools.parser import ToolArgumentParser, add_world_size_and_entry, parse_options_and_run_words
+from megatron.tools.parser import ToolArgumentParser, add_world_size_and_entry, exit_on, parse_options_and_run_words
 from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags.command import ENTRIES, parse_training_command
 from megatron.trust.flags.repair import RequestedSetup
@@ -221,11 +221,8 @@ def main(argv: list[str] | None = None) -> None:
     if options.measure:
         measure_and_write_hardware(options.measure)
         return
-    try:
+    with exit_on(ConfigError, code=2):
         hardware = hardware_of(options.hardware or options.gpu)
-    except ConfigError as error:
-        print_to_stderr(f"ConfigError: {error}")
-        raise SystemExit(2) from None
     setting, config = resolve_setup_or_exit(options, words)
     code = (
         search_and_print_layouts(options, setting, hardware)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -27,7 +26,7 @@ from megatron.core.datasets.multimodal_bin_idx import IMAGE, TEXT, image_bytes_t
 from megatron.core.datasets.storage import DataError
 from megatron.core.tokenizers.base import Tokenizer, tokenizer_fingerprint_fields
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.tools.parser import ToolArgumentParser
+from megatron.tools.parser import ToolArgumentParser, exit_on
 from megatron.training.launch.launch_info import install_interrupt_excepthook
 
 _AT_ONCE = 256
@@ -95,9 +94,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = made.parse_args(arguments)
     if min(args.pad_length, args.workers) < 1:
         made.error("--pad-length and --workers are 1 or more")
-    try:
+    with exit_on(ConfigError, DataError, OSError):
         count = write_multimodal_pair(args, build_tokenizer(config_from_namespace(TokenizerConfig, args)))
-    except (ConfigError, DataError, OSError) as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        raise SystemExit(1) from None
     print(f"{args.output_prefix}: {count} documents of a text and an image")

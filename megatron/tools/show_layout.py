@@ -21,7 +21,7 @@ from megatron.core.parallel.grid import axis_rank_groups
 from megatron.core.pipeline_parallel.schedules import num_plan_stages, training_plan_of_run
 from megatron.core.pipeline_parallel.timeline import draw_text_timeline, simulate_pipeline_plan
 from megatron.core.tokenizers.build import expected_vocab_size
-from megatron.tools.parser import ToolArgumentParser
+from megatron.tools.parser import ToolArgumentParser, exit_on
 from megatron.training.cli.arguments import parse_args_unchecked
 from megatron.trust.plan.analytic_estimate import num_microbatches, with_padded_vocabulary
 from megatron.trust.units import bytes_text
@@ -108,15 +108,12 @@ def stage_table(config: RunConfig, true_vocab_size: int, world_size: int, num_mi
 
 def main(argv: list[str] | None = None) -> None:
     """Print the tables and the schedule."""
-    try:
+    with exit_on(ConfigError, code=2):
         options, config = parse_arguments(argv)
         lines = axis_rank_groups_table(config, options.world_size)
         count = num_microbatches(config, options.world_size)
         plan = training_plan_of_run(config, count)
         lines += ["", *stage_table(config, options.true_vocab_size, options.world_size, count)]
-    except ConfigError as error:
-        sys.stderr.write(f"ConfigError: {error}\n")
-        raise SystemExit(2) from None
     timeline = simulate_pipeline_plan(plan)
     lines += [
         "",

@@ -12,7 +12,6 @@ that is not asked for and a head for classes are left out.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +36,7 @@ from megatron.core.families.registry import model_config_from_settings
 from megatron.core.families.tokenizer_files import tokenizer_settings_of_folder
 from megatron.core.models.describe import global_parameter_shapes
 from megatron.core.parallel.boxes import Box
-from megatron.tools.parser import ToolArgumentParser
+from megatron.tools.parser import ToolArgumentParser, exit_on
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.checkpoint.inference_model import infer_checkpoint_architecture
 from megatron.training.launch.launch_info import install_interrupt_excepthook
@@ -123,12 +122,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Combine, and print what was done."""
     install_interrupt_excepthook()
     args = parser().parse_args(arguments)
-    try:
+    with exit_on(CheckpointError, ConfigError, OSError):
         print(
             write_combined_checkpoint(
                 args.language_model, args.vision_model, args.save, config_from_namespace(VisionConfig, args)
             )
         )
-    except (CheckpointError, ConfigError, OSError) as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        raise SystemExit(1) from None
