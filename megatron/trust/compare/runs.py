@@ -198,9 +198,8 @@ def _sorted_setup_differences(
 ) -> tuple[tuple[RunSetupDifference, ...], tuple[RunSetupDifference, ...]]:
     """Return (differing inputs of the kinds in `order`, in that order; the others)."""
     causes = list(run_setup_differences(mine.given, theirs.given))
-    kinds = [
-        kind for kind in order if kind != "resumed state" or mine.loaded or theirs.loaded
-    ]  # else it only saves there
+    # A --load that nothing was loaded from is only where the run saves.
+    kinds = [kind for kind in order if kind != "resumed state" or mine.loaded or theirs.loaded]
     known = sorted((one for one in causes if one.kind in kinds), key=lambda one: kinds.index(one.kind))
     return tuple(known), tuple(one for one in causes if one not in known)
 

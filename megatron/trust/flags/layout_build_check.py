@@ -44,9 +44,8 @@ def check_layout_parameters(
     what differs. most: ranks to build; of more, the first and the last.
     """
     model = config.model.with_vocabulary(true_vocab_size, config.parallel.tp)
-    config = replace(
-        config, model=replace(model, true_vocab_size=model.padded_vocab_size)
-    )  # a vocabulary without padding
+    # A vocabulary without padding.
+    config = replace(config, model=replace(model, true_vocab_size=model.padded_vocab_size))
     stages, problems = stage_specs_of_run(config), []
     layers = sum(len(stage.layers) for stage in stages)
     expected = len(network_layer_plans(config.model))

@@ -313,9 +313,8 @@ class _RepairSearch:
         if self.late or self.min_further_edits(broken, done) > left:
             return
         setting = self._setup_after(done)
-        one = min(
-            broken, key=lambda one: len(set(self._editable_flags(one)) - done.keys())
-        )  # the rule that leaves the least choice
+        # The rule that leaves the least choice.
+        one = min(broken, key=lambda one: len(set(self._editable_flags(one)) - done.keys()))
         edits = [
             edit
             for name in self._editable_flags(one)

@@ -144,9 +144,8 @@ def _compare_numbers_of_ranks(
     differences = []
     for name, value in expected.items():
         theirs = [numbers.get(name, float("nan")) for numbers in reports]
-        odd = [
-            place for place, one in enumerate(theirs) if one != theirs[0]
-        ]  # ranks that disagree are apart, however little
+        # Ranks that disagree are apart, however little.
+        odd = [place for place, one in enumerate(theirs) if one != theirs[0]]
         says = (
             f"{theirs[0]!r} on rank 0, {theirs[odd[0]]!r} on rank {odd[0]}"
             if odd

@@ -357,9 +357,8 @@ def run_short_training_pickled(
     config: RunConfig, steps: int = STEPS, finetuning: PreferenceConfig | None = None
 ) -> bytes:
     """Return the result of `run_short_training`, pickled."""
-    return pickle.dumps(
-        run_short_training(config, steps, finetuning)
-    )  # whole: torch would hand over each of its thousands of tensors as an open file
+    # Whole: torch would hand over each of its thousands of tensors as an open file.
+    return pickle.dumps(run_short_training(config, steps, finetuning))
 
 
 def unpickle_short_run_result(content: bytes) -> ShortRun:

@@ -42,9 +42,8 @@ def measure_hardware(say: Say) -> Hardware | None:
         say("links are those of a built-in profile; run this under torchrun to measure them")
         return _measure_device_rates(device, say)
     is_first = place.rank == 0
-    hardware = (
-        _measure_device_rates(device, say) if is_first else PROFILES["cpu"]
-    )  # the others wait, so as not to disturb
+    # The others wait, so as not to disturb.
+    hardware = _measure_device_rates(device, say) if is_first else PROFILES["cpu"]
     dist.init_process_group(process_group_backend(device), device_id=device if device.type == "cuda" else None)
     try:
         hardware = measure_links(hardware, device, say if is_first else lambda line: None)

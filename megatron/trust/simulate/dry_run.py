@@ -51,12 +51,8 @@ from megatron.trust.simulate.scan_recorder import ScanRecorder
 from megatron.trust.simulate.trace import DryRunResult, EventList, Trace
 
 _MOST_KINDS = 8
-_LENGTHS = (
-    "varlen",
-    "flash_attn_2",
-    "flash_attn_3",
-    "transformer_engine",
-)  # kernels that are told where documents begin
+# Kernels that are told where documents begin.
+_LENGTHS = ("varlen", "flash_attn_2", "flash_attn_3", "transformer_engine")
 _NEVER_REPLAYED = 3  # microbatches: two that are compared, and the last
 _BEGIN, _PHASES = "begin", {"reduction of gradients": "reduction"}
 

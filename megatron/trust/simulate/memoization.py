@@ -196,9 +196,8 @@ class MicrobatchMemo:
 
     def __init__(self, recorder: FakeTensorRecorder, microbatches: int) -> None:
         self.recorder, self.last = recorder, microbatches - 1
-        self._until_step_end: list[
-            StorageLifetime
-        ] = []  # what serves until the step ends, of passes that were not followed
+        # What serves until the step ends, of passes that were not followed.
+        self._until_step_end: list[StorageLifetime] = []
         self._graph: list[StorageLifetime] = []  # what has to end with a graph, before the next pass
         self._former: _PendingBackward | None = (
             None  # the forward pass that was followed last, until the next pass begins

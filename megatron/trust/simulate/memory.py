@@ -91,9 +91,8 @@ class StorageTracker:
         self.event = 0  # index of the event under way
         self.lives: list[StorageLifetime] = []
         self.ticks = array("q")  # event at every tick of the clock
-        self._moves: list[
-            StorageLifetime | None
-        ] = []  # who came or went at it; nobody's name is known in what is counted again
+        # The storage that came or went at each tick; None in what is counted again.
+        self._moves: list[StorageLifetime | None] = []
         self._again: list[tuple[int, AllocationTrace]] = []  # (clock before it, what was counted again)
         self._open: dict[int, tuple[StorageLifetime, weakref.ref]] = {}
         self._forward = -1  # the number of the pass under way

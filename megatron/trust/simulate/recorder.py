@@ -71,9 +71,8 @@ def op_cost_facts(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -
     """Compute FLOPs, bytes moved, shape and dtypes of an operation from its arguments and its result."""
     made = tuple(tensors_of((result,)))
     count = flop_registry.get(func._overloadpacket)
-    shaped = [
-        arg for arg in args if not isinstance(arg, torch.dtype)
-    ]  # torch's formulas know of no product into another format
+    # Torch's formulas know of no product into another format.
+    shaped = [arg for arg in args if not isinstance(arg, torch.dtype)]
     flops = 0 if count is None else int(count(*shaped, **kwargs, out_val=result))
     moved = 0 if func.is_view else sum(tensor.numel() * tensor.itemsize for tensor in (*tensors_of(args), *made))
     first = made[0] if made else None
@@ -116,9 +115,8 @@ class StepRecorder(TorchDispatchMode):
         self.memory, self.events = StorageTracker(), EventList()
         self.action, self._entered, self.module = "setup", "setup", ""
         self._offloads = False  # something lies in the host's memory
-        self.shared: Mapping[
-            str, str
-        ] = {}  # name of a process group -> its axis, of those over which FSDP2 cuts weights
+        # Name of a process group -> its axis, of those over which FSDP2 cuts weights.
+        self.shared: Mapping[str, str] = {}
         self.begins: dict[str, int] = {}  # action -> when it began, by the memory's clock
         self._seen: dict[CodeType, str] = {}
         self._lines: dict[tuple[CodeType, int], str] = {}
