@@ -72,9 +72,7 @@ def forward_step(run: RunContext, batches: Iterator[Batch], stage: GPTModel) -> 
 
 
 def make_eval_generate_function(run: RunContext, template: str | None = None) -> Samples:
-    """Return the function that continues the prompts of --eval-generate. template: chat template of conversations among
-    them; left out: as --sft writes them.
-    """
+    """Return the function that continues --eval-generate's prompts. template: of conversations; left out: as --sft."""
     train, chat = run.config.train, run.config.data.chat
     assert train.eval_generate is not None, "nothing is continued without --eval-generate"
     prompts = read_prompts(

@@ -43,9 +43,7 @@ def model_provider(run: RunContext, stage: StageSpec) -> ImageClassifierModel:
 def forward_step(
     run: RunContext, batches: Iterator[Batch], stage: ImageClassifierModel
 ) -> tuple[torch.Tensor, LossFunction]:
-    """Run one microbatch through one stage. Return (message, or on the last stage the class scores; loss function,
-    which also reports accuracy).
-    """
+    """Run one microbatch through one stage. Return (message, or at the last class scores; loss function)."""
     batch = next(batches)
     output = stage(images=batch.images, hidden=batch.hidden)
 

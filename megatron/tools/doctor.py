@@ -41,9 +41,7 @@ STAND_IN = (
 
 
 def parse_config_to_diagnose(words: Sequence[str], entry: str) -> tuple[RunConfig, list[DoctorFinding]]:
-    """Return (the resolved config to check, rows on flags that cannot be read and rules that are broken). Without valid
-    flags it is a small stand-in.
-    """
+    """Return (the config to check, rows on unreadable flags and broken rules); without valid flags a small stand-in."""
     stand_in, _ = resolve_and_examine(config_from_namespace(RequestedRun, parse_args_unchecked(STAND_IN)), 1)
     if not words:
         return stand_in, [DoctorFinding("rules", "OK", "no flags given: the machines alone, with a small network")]

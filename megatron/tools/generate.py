@@ -139,9 +139,7 @@ def load_engine(given: argparse.Namespace) -> Engine | EncoderDecoderEngine:
 
 
 def decoder_start_token(loaded: InferenceModel) -> int:
-    """Return the token that a T5's decoded text begins with: a Hugging Face folder's own, else the tokenizer's bos.
-    `ConfigError` if there is none.
-    """
+    """Return the token a T5's decoded text begins with: of a Hugging Face folder, else bos. `ConfigError` if none."""
     where, tokenizer = loaded.source.where, loaded.tokenizer
     message = (
         json.loads(read_flag_file_text(Path(where) / "config.json", "--load")).get("decoder_start_token_id")
@@ -283,9 +281,7 @@ def generate_outputs_in_order(
 
 
 def count_finished_lines(output: Path, lines: Iterator[tuple[int, str]]) -> int:
-    """Return the number of whole lines that an earlier run wrote to `output`, truncating an unfinished one.
-    `ConfigError` if they do not answer these lines.
-    """
+    """Return how many whole lines `output` has, truncating a part of one. `ConfigError` if they answer other lines."""
     if not output.exists():
         return 0
     whole = number = 0

@@ -224,9 +224,7 @@ def adapter_folders_by_name(given: argparse.Namespace) -> dict[str, str]:
 def make_adapter_opener(
     source: CheckpointSource, model: ModelConfig, names: Sequence[str] = ()
 ) -> Callable[[str], LoadedAdapter]:
-    """Return a function that opens a folder's adapters of this network. source: the network's, by which their base is
-    checked; names: further names of the network.
-    """
+    """Return a function that opens adapters of the network `source` and checks their base. names: others of it."""
     hashes: dict[AdapterConfig, str] = {}
 
     def open_checked_adapters(folder: str) -> LoadedAdapter:
@@ -313,9 +311,7 @@ def serve_reward_model(
 
 
 def enable_image_prompts(engine: Engine, loaded: InferenceModel, given: argparse.Namespace) -> None:
-    """Give the engine of a network that reads images an encoder of prompts, with the format of its training unless the
-    command line differs.
-    """
+    """Give an engine that reads images an encoder of prompts, in its training's format unless the flags differ."""
     if not loaded.config.model.has_vision:
         return
     if given.chat_format == "tokenizer":

@@ -45,9 +45,7 @@ from megatron.training.trainer import ForwardStep, ModelProvider, Trainer, build
 
 @dataclass(frozen=True, slots=True)
 class BadValue:
-    """A value that is not finite, or too large. what: output or gradient; where: module; when: pipeline action; cause:
-    whether inputs and weights were good.
-    """
+    """A bad value. what: output or gradient; where: module; when: action; cause: if inputs and weights were good."""
 
     what: str
     where: str

@@ -27,9 +27,7 @@ from megatron.core.parallel.spec import ParamSpec, local_shard_boxes, param_spec
 
 @dataclass(frozen=True, slots=True)
 class LayoutBuildResult:
-    """Result of `check_layout_parameters`. ranks: number of ranks that were built. layers, parameters: of the whole
-    network. problems: what does not agree.
-    """
+    """Result of `check_layout_parameters`. ranks: that were built. layers, parameters: of the whole network."""
 
     ranks: int
     layers: int

@@ -188,9 +188,7 @@ class FlagEdit:
 
 @dataclass(frozen=True, slots=True)
 class RepairResult:
-    """Edits that keep every rule, or None if none were found. fewest: no smaller set among the values tried does it.
-    tried: number of configurations tried.
-    """
+    """Edits that keep every rule, or None. fewest: no smaller set of the values tried does. tried: configurations."""
 
     edits: tuple[FlagEdit, ...] | None
     fewest: bool
@@ -303,9 +301,7 @@ class _RepairSearch:
     def update_best_edits(
         self, done: Mapping[str, FlagEdit], broken: tuple[BrokenRule, ...], left: int, cost: float
     ) -> None:
-        """Try all sets with up to `left` more edits than `done`, updating `best`. broken: rules that are broken after
-        `done`; cost: of `done`.
-        """
+        """Try all sets of up to `left` more edits than `done`, updating `best`. broken: after `done`; cost: its."""
         if not broken:
             self.best, self.cost = dict(done), cost
             return

@@ -33,9 +33,7 @@ class RankFailed(Exception):
 
 
 def run_on_local_ranks(function: Callable[..., Any], size: int, *arguments: Any, timeout: float = 120.0) -> list[Any]:
-    """Call function(*arguments) on `size` local processes, or here if that is one; return the results in rank order.
-    timeout: in seconds. Raises `RankFailed`.
-    """
+    """Call a function on `size` local processes; return results by rank. timeout: seconds. Raises `RankFailed`."""
     if size == 1:
         return [function(*arguments)]
     context = multiprocessing.get_context("forkserver")

@@ -130,9 +130,7 @@ def _proxy_pattern(config: RunConfig, rows: list[LayerPlan]) -> Values:
 
 
 def _representative_layers(rows: list[tuple[Any, ...]], count: int) -> list[int]:
-    """Return indices of `count` layers that represent all: the first of each kind, and others spread evenly; repeated
-    if there are too few.
-    """
+    """Return indices of `count` layers: the first of each kind, others spread evenly; repeated if there are too few."""
     picked = {rows.index(kind) for kind in rows}
     spread = [round(place * (len(rows) - 1) / max(1, count - 1)) for place in range(count)]
     for place in [*spread, *range(len(rows))]:

@@ -95,9 +95,7 @@ class LayoutParityResult:
 def compare_short_runs_with_serial(
     serial: ShortRun, ranks: Sequence[ShortRun], *, tolerance: float = TOLERANCE
 ) -> LayoutParityResult:
-    """Compare losses, gradient norms, gradients and weights of a layout's ranks with one rank's, and find where they
-    begin to differ. tolerance: relative.
-    """
+    """Compare a layout's ranks with one rank's run, and find where they begin to differ. tolerance: relative."""
     checked, compared, start = [], 0, None
     for number, expected in enumerate(serial.steps):
         theirs = [(rank, rank.steps[number]) for rank in ranks]

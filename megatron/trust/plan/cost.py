@@ -426,9 +426,7 @@ def _seconds_until_gradients_reduced(rank: RankStepTime, run: DryRunResult, time
 
 
 def _exposed_gather_seconds(rank: RankStepTime) -> float:
-    """Return how long a step waits for new weights that are gathered during the first forward pass: the first all-gather, and what exceeds
-    that pass.
-    """
+    """Return how long the first forward pass waits for new weights: the first all-gather, and what exceeds the pass."""
     if not rank.gathers:
         return 0.0
     hides = sum(spent.seconds_per_action for key, spent in rank.spent.items() if key[0] == "F" and ACTION.match(key))

@@ -141,9 +141,7 @@ def _can_compare_optimizer_sums(run: DryRunResult, lists: Mapping[str, RankLists
 def match_rank_communication(
     lines: Mapping[int, RankCommunicationSequence], played: Sequence[int] | None = None, *, overlap: bool = True
 ) -> CollectiveMatchReport:
-    """Compare ranks' collectives and messages, and simulate their waiting. played: ranks to simulate; left out, all.
-    overlap: whether messages overlap with actions.
-    """
+    """Compare ranks' collectives and messages, and simulate waiting of `played`, or all. overlap: with actions."""
     problems, collectives = _compare_collectives(lines)
     others, messages = _compare_sent_and_received(lines)
     problems += others

@@ -89,9 +89,7 @@ class _ForwardingFlightRecorder(FlightRecorder):
         self.recorder.begin_action(_BEGIN)
 
     def enter_phase(self, action: object) -> None:
-        """As `FlightRecorder.enter_phase`; the `StepRecorder` begins the action too, except reading data, which belongs to
-        the action that needs it.
-        """
+        """As `FlightRecorder`'s; the `StepRecorder` begins the action too, except reading data, which another needs."""
         super().enter_phase(action)
         name = _PHASES.get(str(action), str(action))
         if name and not name.startswith("data of"):

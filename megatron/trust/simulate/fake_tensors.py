@@ -50,9 +50,7 @@ class _FakeTensorBlueprint:
 
 @dataclass(frozen=True, slots=True)
 class _FakeResultBlueprint:
-    """How to make the cached result of an operation on such shapes. kind: None for a single output, else the type of
-    the sequence of outputs.
-    """
+    """How to make a cached result. kind: None for a single output, else the type of the sequence of outputs."""
 
     kind: type | None
     outputs: tuple[_FakeTensorBlueprint | None, ...]

@@ -343,9 +343,7 @@ class MicrobatchMemo:
         return _RecordedPass(trace, events, mark.live, recorder.memory.event - mark.event, given, ended)
 
     def _tensor_layout(self, tensor: Tensor, place: dict[int, int]) -> _PassTensorLayout:
-        """Return the layout of a tensor that a pass returns; `TraceMismatch` if its storage is not of this pass. place:
-        id of a lifetime -> birth.
-        """
+        """Return a tensor's layout. place: id of a lifetime -> birth in this pass; `TraceMismatch` if it has none."""
         life = self.recorder.memory.find_lifetime(tensor)
         if life is None or id(life) not in place:
             raise TraceMismatch("a stage gives what it was given")
