@@ -22,7 +22,7 @@ from megatron.core.distributed import ddp, finalize, fsdp
 from megatron.core.distributed.buffers import OwnedSegment
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.distributed.fsdp import FullySharded
-from megatron.core.models import gpt, output_heads
+from megatron.core.models import output_heads, stage_model
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5 import T5Model
@@ -124,7 +124,7 @@ def _one_rate_on_the_last_rank(
 # Initial values and what a stage holds.
 
 _materialize, _seed_of, _stages_of, _groups = (
-    gpt.materialize_parameters,
+    stage_model.materialize_parameters,
     rng.derive_seed,
     stages.stage_specs_of_run,
     TransformerStack._recompute_groups,
@@ -427,7 +427,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         "the tied matrix starts differently on its two stages",
         (("pp2", "gpt"),),
-        ((gpt, "materialize_parameters", _second_home_of_its_own),),
+        ((stage_model, "materialize_parameters", _second_home_of_its_own),),
     ),
     Defect(
         "initial values are drawn by rank instead of by name",

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.core.config.settings.model import MTPConfig
 from megatron.core.distributed import finalize
 from megatron.core.distributed.buffers import OwnedSegment
-from megatron.core.models import gpt
+from megatron.core.models import stage_model
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.mtp import MTPLosses, MultiTokenPrediction
 from megatron.core.optimizer import clip
@@ -33,7 +33,7 @@ _make_column = LayerBuildContext.make_column_linear
 
 _counted_ranges, _materialize, _sum_replicated = (
     clip.gradient_ranges_counted_once,
-    gpt.materialize_parameters,
+    stage_model.materialize_parameters,
     finalize.sum_replicated_grads,
 )
 _look, _cut, _message, _predict, _turn = (
@@ -222,7 +222,7 @@ LATENTS: tuple[Defect, ...] = (
     Defect(
         "the embedding's copy starts otherwise",
         (("pp2", "mtp2"), ("pp4 layout=Et|t|ttmm|L mb2", "mtp2-tied-packed")),
-        ((gpt, "materialize_parameters", _copy_of_its_own),),
+        ((stage_model, "materialize_parameters", _copy_of_its_own),),
     ),
     Defect(
         "the norm counts the embedding's copy",
