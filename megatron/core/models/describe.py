@@ -114,13 +114,6 @@ def count_active_parameters(model: ModelConfig) -> int:
     return count_parameters(model).total - inactive
 
 
-def count_layer_parameters(
-    model: ModelConfig, split: WeightShardCounts = WeightShardCounts(), plan: LayerPlan | None = None
-) -> int:
-    """Count the parameters of one layer that each rank holds. plan: which layer; None: the first."""
-    return _count_layer_parameters(model, split, replace(plan or network_layer_plans(model)[0], index=0), False)[0]
-
-
 def count_rank_parameters(
     model: ModelConfig,
     stages: Sequence[StageSpec],
@@ -161,33 +154,28 @@ def _count_layer_parameters(
     model: ModelConfig, split: WeightShardCounts, plan: LayerPlan, trained: bool
 ) -> tuple[int, int]:
     """Return the number of parameters of a layer on a rank, and how many of them belong to experts."""
-    sizes = dict(
-        _local_parameter_sizes(
-            model, split, StageSpec(0, 1, 0, 0, (plan,), has_embedding=False, has_output=False), trained
-        )
-    )
-    layer_sizes = {
-        name: size for name, size in sizes.items() if _strip_vision_model_prefix(model, name).startswith(_LAYERS)
-    }
-    return sum(layer_sizes.values()), sum(size for name, size in layer_sizes.items() if _EXPERTS in name)
+    stage = StageSpec(0, 1, 0, 0, (plan,), has_embedding=False, has_output=False)
+    held = dict(_local_parameter_sizes(model, split, stage, trained))
+    sizes = {name: size for name, size in held.items() if name.startswith(_LAYERS)}
+    return sum(sizes.values()), sum(size for name, size in sizes.items() if _EXPERTS in name)
 
 
 @lru_cache(maxsize=1024)
 def _count_nonlayer_parameters(model: ModelConfig, split: WeightShardCounts, stage: StageSpec, trained: bool) -> int:
     """Count the parameters of a stage on a rank, without those of its layers."""
-    sizes = (
-        (_strip_vision_model_prefix(model, name), size)
-        for name, size in _local_parameter_sizes(model, split, stage, trained)
-    )
-    return sum(size for name, size in sizes if not name.startswith(_LAYERS))
+    held = _local_parameter_sizes(model, split, stage, trained)
+    return sum(size for name, size in held if not name.startswith(_LAYERS))
 
 
 def _local_parameter_sizes(
     model: ModelConfig, split: WeightShardCounts, stage: StageSpec, trained: bool
 ) -> Iterator[tuple[str, int]]:
-    """Yield (name, elements on a rank) of each parameter of a stage; trained: only of those that the run trains."""
-    held = _parameter_sizes_on_meta(model, split, stage)
-    return ((name, size) for name, _, size in held if not trained or is_trained_parameter(name, model.adapter))
+    """Yield (name, elements on a rank) of each parameter of a stage, without the prefix vision_model.; trained: only
+    of those that the run trains.
+    """
+    for name, _, size in _parameter_sizes_on_meta(model, split, stage):
+        if not trained or is_trained_parameter(name, model.adapter):
+            yield _strip_vision_model_prefix(model, name), size
 
 
 def _parameter_sizes_on_meta(

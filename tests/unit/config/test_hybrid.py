@@ -11,9 +11,9 @@ from megatron.core.config.plan import mtp_depth_layer_plans, network_layer_plans
 from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.hybrid import SYMBOLS, suggested_hybrid_patterns
 from megatron.core.config.stages import stage_specs_of_run
-from megatron.core.models.describe import count_layer_parameters
 from megatron.core.models.flops import flops_per_token
 from tests.helpers import tiny
+from tests.helpers.counts import count_layer_parameters
 
 SMALL: dict[str, Any] = {"num_layers": None, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_state_dim": 6}
 

@@ -8,10 +8,11 @@ import pytest
 
 from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.models import flops
-from megatron.core.models.describe import WeightShardCounts, count_layer_parameters, count_parameters
+from megatron.core.models.describe import WeightShardCounts, count_parameters
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.spec import param_spec_of
 from tests.helpers import tiny
+from tests.helpers.counts import count_layer_parameters
 
 GATE = {
     "attention_output_gate": True,

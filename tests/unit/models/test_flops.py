@@ -16,13 +16,9 @@ from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import RecomputeConfig, RunConfig, TrainConfig
 from megatron.core.models import flops
-from megatron.core.models.describe import (
-    WeightShardCounts,
-    count_layer_parameters,
-    count_parameters,
-    count_rank_parameters,
-)
+from megatron.core.models.describe import WeightShardCounts, count_parameters, count_rank_parameters
 from tests.helpers import tiny
+from tests.helpers.counts import count_layer_parameters
 
 S, B = 32, 2
 PLAIN = dict(num_layers=3, hidden_size=24, num_attention_heads=4, max_position_embeddings=S, padded_vocab_size=80)

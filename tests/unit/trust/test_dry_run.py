@@ -15,7 +15,6 @@ from benchmarks.planning import MODELS, planned
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.stages import stage_specs_of_run
-from megatron.core.models.describe import count_layer_parameters
 from megatron.core.models.flops import BYTES, estimate_memory_by_pipeline_rank
 from megatron.core.parallel.mesh import Mesh
 from megatron.trust.plan.cost import step_cost
@@ -23,6 +22,7 @@ from megatron.trust.plan.hardware import PROFILES
 from megatron.trust.simulate.dry_run import dry_run, schedule_plan, uses_varlen_attention
 from megatron.trust.simulate.trace import TOGETHER, Trace
 from tests.helpers import tiny
+from tests.helpers.counts import count_layer_parameters
 from tests.unit.trust.real_steps import real_trace, trace_of
 
 ROOT = Path(__file__).resolve().parents[3]
