@@ -100,7 +100,9 @@ class ScanRecorder:
     def spans(
         self, kind: ScanKind, tensors: dict[str, Tensor], segments: Tensor | None, state: Tensor | None
     ) -> list[ScanSpan]:
-        """Return a scan's spans, with costs. The first may have no state before it; the last's gets no gradient."""
+        """Return the spans of a scan with values [s, b, n, p], with costs. The first may have no state before it; the
+        last one's final state has no gradient.
+        """
         length, size = len(tensors[kind.values]), scans.checkpoint_span_tokens()
         ends = [(start, min(start + size, length)) for start in range(0, length, size)]
         return [
