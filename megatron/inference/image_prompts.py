@@ -36,13 +36,10 @@ KEPT_FILES = 32  # files whose tiles stay
 
 @dataclass(frozen=True, slots=True)
 class ImagePromptWriter:
-    """Encodes conversations with images as prompts of one network. rows: embeddings of an image tile. filler: id at
-    image slots. cache: tiles of the latest files, by hash.
-    """
+    """Encodes prompts with images for one network. filler: id at image slots. cache: latest files' tiles, by hash."""
 
     writer: ImageConversationEncoder
     options: ImageOptions
-    rows: int
     filler: int
     cache: OrderedDict[bytes, np.ndarray] = field(default_factory=OrderedDict)
 
@@ -56,12 +53,7 @@ class ImagePromptWriter:
         writer = ImageConversationEncoder(
             encoder, build_image_token_layout(model, data, tokenizer), plain=chat.sft_tokenizer_prompt_format == "plain"
         )
-        return ImagePromptWriter(
-            writer,
-            ImageOptions.from_config(model, data),
-            model.vision.num_image_embeddings,
-            image_slot_token_id(model, tokenizer),
-        )
+        return ImagePromptWriter(writer, ImageOptions.from_config(model, data), image_slot_token_id(model, tokenizer))
 
     def encode_prompt(
         self, messages: Sequence[Mapping[str, Any]], files: Sequence[bytes]

@@ -11,7 +11,6 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -76,21 +75,11 @@ class TokenWindows:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class PerplexityText:
-    """A text to score. original_words: words of the file as it is published, white space between."""
-
-    windows: TokenWindows
-    original_words: int
-
-
-def read_perplexity_text(path: str, tokenizer: Tokenizer, *, length: int, stride: int) -> PerplexityText:
-    """Read a text file for WIKITEXT103: detokenized, tokenized and cut into windows."""
+def read_perplexity_text(path: str, tokenizer: Tokenizer, *, length: int, stride: int) -> tuple[TokenWindows, int]:
+    """Read a text file for WIKITEXT103: (windows of its detokenized text, number of its words as published)."""
     text = read_utf8_text(path)
     ids = tokenizer.tokenize(detokenize_corpus_text(text, path).strip())
-    return PerplexityText(
-        TokenWindows(ids, length=length, stride=stride, fill=tokenizer.eod), len(text.strip().split(" "))
-    )
+    return TokenWindows(ids, length=length, stride=stride, fill=tokenizer.eod), len(text.strip().split(" "))
 
 
 def read_lambada_passages(
@@ -162,8 +151,8 @@ def run_zero_shot(run: RunContext, task: TaskConfig) -> dict[str, float]:
     results: dict[str, float] = {}
     for path in paths:
         if wiki:
-            text = read_perplexity_text(path, run.tokenizer, length=length, stride=task.overlapping_eval)
-            results = perplexity_metrics(mean_loss_of_token_windows(trainer, text.windows), text)
+            windows, words = read_perplexity_text(path, run.tokenizer, length=length, stride=task.overlapping_eval)
+            results = perplexity_metrics(mean_loss_of_token_windows(trainer, windows), windows.labels, words)
         else:
             passages = read_lambada_passages([path], run.tokenizer, length=length, strict=task.strict_lambada)
             results = last_word_metrics(last_word_likelihoods(trainer, passages))
@@ -183,12 +172,12 @@ def mean_loss_of_token_windows(trainer: Trainer, windows: TokenWindows) -> float
     return score
 
 
-def perplexity_metrics(loss: float, text: PerplexityText) -> dict[str, float]:
+def perplexity_metrics(loss: float, labels: int, original_words: int) -> dict[str, float]:
     """Return loss, perplexity, adjusted perplexity and token ratio for a mean loss per token.
 
     The adjusted perplexity divides the whole loss by the words of the published file, so that tokenizers compare.
     """
-    ratio = text.windows.labels / max(1, text.original_words - 1)
+    ratio = labels / max(1, original_words - 1)
     return {
         "avg loss": loss,
         "ppl": math.exp(min(LARGEST_EXPONENT, loss)),

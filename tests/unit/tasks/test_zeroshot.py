@@ -23,13 +23,7 @@ from megatron.core.parallel.mesh import Axis
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer, build_tokenizer
 from megatron.evaluation.likelihood import LoglikelihoodRequest, argmax_token_ids
 from megatron.tasks import zeroshot
-from megatron.tasks.zeroshot import (
-    PerplexityText,
-    TokenWindows,
-    detokenize_corpus_text,
-    read_lambada_passages,
-    read_perplexity_text,
-)
+from megatron.tasks.zeroshot import TokenWindows, detokenize_corpus_text, read_lambada_passages, read_perplexity_text
 from megatron.training.trainer import Trainer, build_trainer
 from tests.helpers import tiny
 from tests.helpers.architecture import ROOT
@@ -266,13 +260,12 @@ def one_by_one(text: str) -> str:
 def test_words_of_the_published_file_are_counted_before_it_is_rewritten(tmp_path: Path) -> None:
     path = tmp_path / "wiki.txt"
     path.write_text("one @-@ two three", encoding="utf-8")
-    text = read_perplexity_text(str(path), ByteTokenizer(), length=8, stride=4)
-    assert text.original_words == 4 and bytes(text.windows.ids.tolist()) == b"one-two three"
+    windows, words = read_perplexity_text(str(path), ByteTokenizer(), length=8, stride=4)
+    assert words == 4 and bytes(windows.ids.tolist()) == b"one-two three"
 
 
 def test_perplexities_are_those_of_the_definition() -> None:
-    text = PerplexityText(TokenWindows(list(range(11)), length=8, stride=8, fill=0), original_words=6)
-    found = zeroshot.perplexity_metrics(2.0, text)
+    found = zeroshot.perplexity_metrics(2.0, 10, original_words=6)
     assert found == {
         "avg loss": 2.0,
         "ppl": pytest.approx(math.e**2),
