@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.lock import LOCK, FolderLock
 from megatron.core.dist_checkpointing.saved import open_native_checkpoint
 from tests.conftest import NOTES
+from tests.helpers.checkpoints import complete_iterations
 from tests.helpers.programme import TINY
 from tests.unit.dist_checkpointing.two_ranks import save_as_two
 
@@ -72,7 +73,7 @@ def two_writers(folder: Path, count: int) -> str:
     good = sum(results.get(timeout=PATIENCE) for _ in processes)
     for process in processes:
         process.join()
-    there = checkpoint_folders.complete_iterations(folder)
+    there = complete_iterations(folder)
     assert not unsound(folder)
     assert good and good <= len(there), "a save that said it went well is there"
     return (

@@ -189,11 +189,6 @@ def scan_checkpoint_folder(folder: str | Path, *, files: FileSystem = DISK) -> C
     return CheckpointFolderScan(tuple(steps), tuple(sorted(damaged, reverse=True)))
 
 
-def complete_iterations(folder: str | Path) -> list[int]:
-    """Return the iterations with a committed checkpoint, ascending."""
-    return sorted({step.iteration for step in scan_checkpoint_folder(folder).steps})
-
-
 def newest_iteration(folder: str | Path) -> int | None:
     """Return the iteration committed last; None in a folder without checkpoints."""
     return next((step.iteration for step in scan_checkpoint_folder(folder).steps), None)
@@ -242,15 +237,6 @@ def _require_checkpoints_not_lost(folder: str | Path, damaged: Sequence[str], fi
             f"{Path(folder) / TRACKER} names a checkpoint, but {folder} holds no complete one; put the "
             f"iter_... folder back, or remove {TRACKER} to start afresh"
         )
-
-
-def find_checkpoint(folder: str | Path, step: int | None = None) -> CommittedCheckpoint | None:
-    """Return the checkpoint of iteration `step`, or the newest; None in a folder without checkpoints. It is not
-    verified.
-
-    Raises `CheckpointError` if `step` does not exist, or if the folder has lost its checkpoints.
-    """
-    return next(iter(checkpoints_to_try(folder, step)), None)
 
 
 def temporary_save_path(folder: str | Path, iteration: int, save: str) -> Path:

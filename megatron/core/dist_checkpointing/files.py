@@ -15,7 +15,6 @@ import sys
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 _AT_ONCE = 1 << 24  # bytes given to one write
 POPULATE_READ, POPULATE_WRITE = 22, 23  # MADV_..., which Python's mmap does not name
@@ -30,76 +29,34 @@ class FolderEntry:
     is_link: bool
 
 
-class WritableFile(Protocol):
-    """A file that is being written, from its first byte."""
+class OpenFile:
+    """An open file of this machine. handle: its descriptor."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
 
     def write(self, content: memoryview) -> int:
         """Append bytes; returns how many were written, which may be fewer than given."""
-
-    def sync(self) -> None:
-        """Return once the written bytes are durable, that is, survive a power failure."""
-
-    def close(self) -> None:
-        """Close the file."""
-
-
-class ReadableFile(Protocol):
-    """A file that is being read."""
+        return os.write(self._handle, content)
 
     def read_into(self, content: memoryview, place: int) -> int:
         """Fill `content` with the bytes from offset `place`; returns how many were read, 0 at the end of the file."""
+        return os.preadv(self._handle, [content], place)
+
+    def sync(self) -> None:
+        """Return once the written bytes are durable, that is, survive a power failure."""
+        os.fsync(self._handle)
 
     def close(self) -> None:
         """Close the file."""
+        os.close(self._handle)
 
 
-class FileSystem(Protocol):
-    """A file system."""
-
-    def make_folder(self, path: Path, *, durable: bool) -> None:
-        """Create a folder and its parents, if they do not exist. durable: they survive a power failure."""
-
-    def list_entries(self, path: Path) -> list[FolderEntry]:
-        """Return the entries of a folder, by name."""
-
-    def size(self, path: Path) -> int:
-        """Return the size of a file in bytes."""
-
-    def create(self, path: Path) -> WritableFile:
-        """Create or truncate a file and open it for writing."""
-
-    def open_for_reading(self, path: Path) -> ReadableFile:
-        """Open a file for reading."""
-
-    def map(self, path: Path) -> memoryview:
-        """Memory-map a file and return its bytes: pages are read when accessed. Changes stay private to this process."""
-
-    def prefault_range(self, content: memoryview, start: int, length: int) -> None:
-        """Read the range [start, start + length) of a mapping into memory, so that an unreadable page raises `OSError`
-        here; accessing it would kill the process.
-        """
-
-    def rename(self, path: Path, to: Path) -> None:
-        """Rename a file or folder atomically. A file with the new name is replaced; a folder with it must not exist."""
-
-    def symlink(self, path: Path, to: Path) -> None:
-        """Make `path` a symbolic link to `to`, in the same folder, replacing an older link atomically."""
-
-    def remove(self, path: Path) -> None:
-        """Delete a file or a link."""
-
-    def remove_empty_folder(self, path: Path) -> None:
-        """Delete an empty folder."""
-
-    def sync_folder(self, path: Path) -> None:
-        """Return once the names in a folder are durable, that is, survive a power failure."""
-
-
-class Disk:
+class FileSystem:
     """The file system of this machine."""
 
     def make_folder(self, path: Path, *, durable: bool) -> None:
-        """See `FileSystem`."""
+        """Create a folder and its parents, if they do not exist. durable: they survive a power failure."""
         if path.is_dir():
             return
         if not path.parent.is_dir():
@@ -109,24 +66,24 @@ class Disk:
             self.sync_folder(path.parent)
 
     def list_entries(self, path: Path) -> list[FolderEntry]:
-        """See `FileSystem`."""
+        """Return the entries of a folder, by name."""
         with os.scandir(path) as entries:
             return sorted(FolderEntry(entry.name, _is_folder(entry), entry.is_symlink()) for entry in entries)
 
     def size(self, path: Path) -> int:
-        """See `FileSystem`."""
+        """Return the size of a file in bytes."""
         return path.stat().st_size
 
-    def create(self, path: Path) -> WritableFile:
-        """See `FileSystem`."""
-        return _OpenDiskFile(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o666))
+    def create(self, path: Path) -> OpenFile:
+        """Create or truncate a file and open it for writing."""
+        return OpenFile(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o666))
 
-    def open_for_reading(self, path: Path) -> ReadableFile:
-        """See `FileSystem`."""
-        return _OpenDiskFile(_open_regular_file(path))
+    def open_for_reading(self, path: Path) -> OpenFile:
+        """Open a file for reading; a pipe, which would block, is refused."""
+        return OpenFile(_open_regular_file(path))
 
     def map(self, path: Path) -> memoryview:
-        """See `FileSystem`."""
+        """Memory-map a file and return its bytes: pages are read when accessed. Changes stay private to this process."""
         file = _open_regular_file(path)
         try:
             if not os.fstat(file).st_size:
@@ -136,7 +93,9 @@ class Disk:
             os.close(file)
 
     def prefault_range(self, content: memoryview, start: int, length: int) -> None:
-        """See `FileSystem`. On systems without support, pages are read when they are accessed."""
+        """Read the range [start, start + length) of a mapping into memory, so that an unreadable page raises `OSError`
+        here; accessing it would kill the process. On systems without support, pages are read when they are accessed.
+        """
         if not length or not madvise_range(content, start, length, POPULATE_READ):
             return
         number = ctypes.get_errno()
@@ -145,11 +104,11 @@ class Disk:
             raise OSError(number, os.strerror(number))
 
     def rename(self, path: Path, to: Path) -> None:
-        """See `FileSystem`."""
+        """Rename a file or folder atomically. A file with the new name is replaced; a folder with it must not exist."""
         os.rename(path, to)
 
     def symlink(self, path: Path, to: Path) -> None:
-        """See `FileSystem`."""
+        """Make `path` a symbolic link to `to`, in the same folder, replacing an older link atomically."""
         made = path.with_suffix(".tmp")
         if os.path.lexists(made):
             os.unlink(made)
@@ -157,15 +116,15 @@ class Disk:
         os.rename(made, path)
 
     def remove(self, path: Path) -> None:
-        """See `FileSystem`."""
+        """Delete a file or a link."""
         os.unlink(path)
 
     def remove_empty_folder(self, path: Path) -> None:
-        """See `FileSystem`."""
+        """Delete an empty folder."""
         os.rmdir(path)
 
     def sync_folder(self, path: Path) -> None:
-        """See `FileSystem`."""
+        """Return once the names in a folder are durable, that is, survive a power failure."""
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(handle)
@@ -193,26 +152,7 @@ def _open_regular_file(path: Path) -> int:
     return file
 
 
-class _OpenDiskFile:
-    """An open file of this machine."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-
-    def write(self, content: memoryview) -> int:
-        return os.write(self._handle, content)
-
-    def read_into(self, content: memoryview, place: int) -> int:
-        return os.preadv(self._handle, [content], place)
-
-    def sync(self) -> None:
-        os.fsync(self._handle)
-
-    def close(self) -> None:
-        os.close(self._handle)
-
-
-DISK = Disk()
+DISK = FileSystem()
 
 
 def madvise_range(content: memoryview, start: int, length: int, advice: int) -> int:
@@ -226,7 +166,7 @@ def madvise_range(content: memoryview, start: int, length: int, advice: int) -> 
     )
 
 
-def write_all_bytes(file: WritableFile, content: memoryview) -> None:
+def write_all_bytes(file: OpenFile, content: memoryview) -> None:
     """Write all bytes to the file, in as many calls as needed. Raises `OSError` if a write takes none."""
     done = 0
     while done < len(content):

@@ -130,7 +130,10 @@ class FolderLock:
         except FileExistsError:
             return False
         except OSError:  # a file system without hard links
-            if not _create_exclusively(self.path, content):
+            try:
+                with self.path.open("xb") as file:
+                    file.write(content)
+            except FileExistsError:
                 return False
         finally:
             new.unlink(missing_ok=True)
@@ -217,19 +220,6 @@ def _heartbeat_loop(file: int, over: threading.Event, heartbeat: float) -> None:
         except OSError:
             pass  # a moment without the server; or another owns the name, which the next save finds out
     os.close(file)
-
-
-def _create_exclusively(path: Path, content: bytes) -> bool:
-    """Create a file with this content atomically; returns False if it exists."""
-    try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    except FileExistsError:
-        return False
-    try:
-        os.write(file, content)
-    finally:
-        os.close(file)
-    return True
 
 
 def _read_owner(path: Path) -> tuple[LockOwner | None, int]:

@@ -21,23 +21,9 @@ from typing import Any
 from megatron.core.dist_checkpointing.checkpoint_folders import MANIFEST, CheckpointError
 from megatron.core.parallel.boxes import Box
 
-WIDTHS = {
-    "F64": 8,
-    "I64": 8,
-    "U64": 8,
-    "F32": 4,
-    "I32": 4,
-    "U32": 4,
-    "BF16": 2,
-    "F16": 2,
-    "I16": 2,
-    "U16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-}  # safetensors' words for dtypes -> bytes an element
+_WORDS_BY_WIDTH = {8: "F64 I64 U64", 4: "F32 I32 U32", 2: "BF16 F16 I16 U16", 1: "F8_E4M3 F8_E5M2 I8 U8 BOOL"}
+# Safetensors' words for dtypes -> bytes an element.
+WIDTHS = {word: width for width, words in _WORDS_BY_WIDTH.items() for word in words.split()}
 _FILE = re.compile(r"rank_\d{5,}\.safetensors")
 
 

@@ -9,7 +9,6 @@ Needs no torch: shards are passed as memory.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -20,25 +19,9 @@ import xxhash
 
 from megatron.core.dist_checkpointing.checkpoint_folders import xxh3_hex_digest
 from megatron.core.dist_checkpointing.files import FileSystem, write_all_bytes
-from megatron.core.dist_checkpointing.manifest import WIDTHS
 
-_ALIGNMENT = 64  # the pieces begin at a multiple of it
 _SHOWN = 5  # damaged pieces of a file that are named
 _AT_ONCE = 1 << 22  # bytes that are fetched and hashed
-
-
-@dataclass(frozen=True, slots=True)
-class TensorHeader:
-    """The header entry of one shard: key, dtype in safetensors' notation, shape."""
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Number of bytes."""
-        return math.prod(self.shape) * WIDTHS[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +33,6 @@ class HashedByteRange:
     length: int
     hash: str
     what: str
-
-
-def make_safetensors_header(parts: Sequence[TensorHeader], *, save: str, iteration: int, name: str) -> bytes:
-    """Return the header of a data file (safetensors) for parts of any shape.
-
-    Parts keep their order; dtypes with large elements come first, so that all are aligned.
-    """
-    entries: dict[str, object] = {
-        "__metadata__": {"format": "pt", "save": save, "iteration": str(iteration), "file": name}
-    }
-    end = 0
-    for part in parts:
-        entries[part.key] = {
-            "dtype": part.dtype,
-            "shape": list(part.shape),
-            "data_offsets": [end, end + part.num_bytes],
-        }
-        end += part.num_bytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
 
 
 def write_rank_file(files: FileSystem, path: Path, header: bytes, contents: Iterable[memoryview]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ from megatron.core.dist_checkpointing.manifest import (
     data_file_name,
     shard_key,
 )
-from megatron.core.dist_checkpointing.rank_file import HashedByteRange, TensorHeader, make_safetensors_header
+from megatron.core.dist_checkpointing.rank_file import HashedByteRange
 from megatron.core.dist_checkpointing.saved import WORDS
 from megatron.core.dist_checkpointing.sharded_state import ShardedTensor, Tree, replicated_tensor
 from megatron.core.parallel.boxes import Box
+
+_ALIGNMENT = 64  # boxes begin at a multiple of it
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -38,9 +41,9 @@ class BoxToWrite:
         return self.box.num_elements * WIDTHS[self.dtype]
 
     @property
-    def header_entry(self) -> TensorHeader:
-        """Its entry in the header of a data file: key, dtype and shape of the box."""
-        return TensorHeader(shard_key(self.name, self.box, self.shape), self.dtype, self.box.shape)
+    def key(self) -> str:
+        """Its key in a data file."""
+        return shard_key(self.name, self.box, self.shape)
 
 
 def sharded_tensors_of_state(state: Tree) -> dict[str, ShardedTensor]:
@@ -92,10 +95,16 @@ def local_tensor_of_box(offer: BoxToWrite, tensors: dict[str, ShardedTensor]) ->
 
 
 def rank_file_header(rank: int, share: Sequence[BoxToWrite], *, save: str, iteration: int) -> bytes:
-    """Return the header of a rank's data file."""
-    return make_safetensors_header(
-        [offer.header_entry for offer in share], save=save, iteration=iteration, name=data_file_name(rank)
-    )
+    """Return the header of a rank's data file (safetensors). The boxes keep their order."""
+    metadata = {"format": "pt", "save": save, "iteration": str(iteration), "file": data_file_name(rank)}
+    entries: dict[str, object] = {"__metadata__": metadata}
+    end = 0
+    for offer in share:
+        start, end = end, end + offer.num_bytes
+        entries[offer.key] = {"dtype": offer.dtype, "shape": list(offer.box.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
 
 
 def rank_file_ranges(
@@ -104,7 +113,7 @@ def rank_file_ranges(
     """Return the byte ranges of a rank's data file, header first, with their hashes. hashes: of header and boxes."""
     result, place = [HashedByteRange(data_file_name(rank), 0, len(header), hashes[0], "its header")], len(header)
     for offer, hash_ in zip(share, hashes[1:], strict=True):
-        result.append(HashedByteRange(data_file_name(rank), place, offer.num_bytes, hash_, offer.header_entry.key))
+        result.append(HashedByteRange(data_file_name(rank), place, offer.num_bytes, hash_, offer.key))
         place += offer.num_bytes
     return result
 

@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -251,7 +251,7 @@ class CheckpointSaver:
         """
         if not self._copies:
             copied.set()
-            return lambda: _iter_tensor_bytes(sources)
+            return lambda: (memoryview(tensor_bytes_view(source.cpu().contiguous())) for source in sources)
         if not later:
             taken = self._snapshot.copy_to_host(sources)
             copied.set()
@@ -448,14 +448,6 @@ def save(
             f"the checkpoint of iteration {iteration} cannot be written to {folder}", outcome.problems
         )
     return outcome.folder
-
-
-def _iter_tensor_bytes(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
-    """Yield the tensors' bytes without a copy if they are contiguous in host memory, else through a temporary copy of
-    one tensor.
-    """
-    for tensor in tensors:
-        yield memoryview(tensor_bytes_view(tensor.cpu().contiguous()))
 
 
 def _available_host_memory() -> int | None:

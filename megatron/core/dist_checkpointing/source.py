@@ -26,9 +26,14 @@ class ShapeAndDtype:
     dtype: torch.dtype
 
     @property
+    def num_elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
     def num_bytes(self) -> int:
-        """Size of the tensor in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        """Bytes of the values."""
+        return self.num_elements * self.dtype.itemsize
 
 
 class CheckpointSource(Protocol):

@@ -8,10 +8,10 @@ import threading
 import time
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.files import DISK, Disk, WritableFile
+from megatron.core.dist_checkpointing.files import DISK, FileSystem, OpenFile
 
 
-class Faulty(Disk):
+class Faulty(FileSystem):
     """Fails, is slow, or takes less than it is given, in files or folders whose path holds `where`.
 
     fault: the number of an error. on: the operation that has it. after: how many of these go well before. at_once: most
@@ -44,7 +44,7 @@ class Faulty(Disk):
         self.strike("make_folder", path)
         super().make_folder(path, durable=durable)
 
-    def create(self, path: Path) -> WritableFile:
+    def create(self, path: Path) -> OpenFile:
         self.strike("create", path)
         return FaultyFile(self, path, super().create(path))
 

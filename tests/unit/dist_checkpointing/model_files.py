@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.files import FolderEntry
+from megatron.core.dist_checkpointing.files import FileSystem, FolderEntry
 
 
 class Crash(BaseException):
@@ -60,8 +60,8 @@ class Folder:
         self.names, self.pending = dict(self.durable), []
 
 
-class ModelFiles:
-    """A `Files`. It raises `Crash` instead of doing the change number `crash_at`; `log` names every change."""
+class ModelFiles(FileSystem):
+    """A file system that raises `Crash` instead of doing the change number `crash_at`; `log` names every change."""
 
     def __init__(self, *, syncs_files: bool = True, syncs_folders: bool = True) -> None:
         self.root = Folder()

@@ -14,16 +14,12 @@ import torch
 
 from megatron.core.dist_checkpointing import checkpoint_folders
 from megatron.core.dist_checkpointing import saver as saver_module
-from megatron.core.dist_checkpointing.checkpoint_folders import (
-    CheckpointError,
-    SavedRunConfig,
-    checkpoints_to_try,
-    complete_iterations,
-)
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError, SavedRunConfig, checkpoints_to_try
 from megatron.core.dist_checkpointing.files import DISK
 from megatron.core.dist_checkpointing.load import load_into_sharded_state, open_first_valid
 from megatron.core.dist_checkpointing.saver import CheckpointSaver, SaveOutcome, SavePolicy, save
 from megatron.core.parallel import collectives
+from tests.helpers.checkpoints import complete_iterations
 from tests.helpers.world import Worlds
 from tests.unit.dist_checkpointing.failing_files import BROKEN, FULL, READ_ONLY, Faulty
 from tests.unit.dist_checkpointing.held import Layout, mesh_of

@@ -18,7 +18,8 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.dist_checkpointing import checkpoint_folders
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError, SavedRunConfig
-from megatron.core.dist_checkpointing.files import Disk
+from megatron.core.dist_checkpointing.files import FileSystem
+from tests.helpers.checkpoints import complete_iterations
 
 
 def save(folder: Path, iteration: int, **values: object) -> Path:
@@ -42,7 +43,7 @@ def test_a_checkpoint_has_its_name_only_when_it_is_complete(tmp_path: Path) -> N
     made = checkpoint_folders.begin_save(tmp_path, 100, "f" * 32)
     assert (
         made.parent == tmp_path
-        and checkpoint_folders.complete_iterations(tmp_path) == []
+        and complete_iterations(tmp_path) == []
         and checkpoint_folders.newest_iteration(tmp_path) is None
     )
     target = save(tmp_path, 100, a=1)
@@ -60,7 +61,7 @@ def test_a_save_that_died_is_neither_loaded_nor_left_behind(tmp_path: Path) -> N
     (remains / "data").write_text("half")
     assert checkpoint_folders.newest_iteration(tmp_path) == 100
     save(tmp_path, 300)
-    assert not remains.exists() and checkpoint_folders.complete_iterations(tmp_path) == [100, 300]
+    assert not remains.exists() and complete_iterations(tmp_path) == [100, 300]
 
 
 def test_the_same_iteration_can_be_saved_again(tmp_path: Path) -> None:
@@ -75,9 +76,12 @@ def test_the_newest_is_what_was_committed_last_even_after_going_back(tmp_path: P
         save(tmp_path, iteration)
     assert [step.iteration for step in checkpoint_folders.checkpoints_to_try(tmp_path)] == [150, 300, 200, 100]
     save(tmp_path, 200)
-    assert checkpoint_folders.newest_iteration(tmp_path) == 200 and checkpoint_folders.complete_iterations(
-        tmp_path
-    ) == [100, 150, 200, 300]
+    assert checkpoint_folders.newest_iteration(tmp_path) == 200 and complete_iterations(tmp_path) == [
+        100,
+        150,
+        200,
+        300,
+    ]
 
 
 @pytest.mark.parametrize("text", ["100", "", "rubbish", "150", "-1", "\u00e9", None])
@@ -94,7 +98,7 @@ def test_the_tracker_is_a_hint_and_decides_nothing(tmp_path: Path, text: str | N
 def test_a_tracker_without_any_checkpoint_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
     with pytest.raises(CheckpointError, match="holds no complete one"):
-        checkpoint_folders.find_checkpoint(tmp_path)
+        checkpoint_folders.checkpoints_to_try(tmp_path)
 
 
 def test_folders_that_lost_their_commit_are_an_error_and_no_fresh_start(tmp_path: Path) -> None:
@@ -104,19 +108,19 @@ def test_folders_that_lost_their_commit_are_an_error_and_no_fresh_start(tmp_path
         CheckpointError,
         match="holds no complete checkpoint\n.*iter_0000100 is no complete checkpoint: it has no commit.txt",
     ):
-        checkpoint_folders.find_checkpoint(tmp_path)
+        checkpoint_folders.checkpoints_to_try(tmp_path)
 
 
 def test_a_step_that_is_not_there_is_an_error_that_lists_those_that_are(tmp_path: Path) -> None:
     save(tmp_path, 100)
     save(tmp_path, 200)
     assert (
-        checkpoint_folders.find_checkpoint(tmp_path, 100).iteration == 100
-        and checkpoint_folders.find_checkpoint(tmp_path).iteration == 200
+        checkpoint_folders.checkpoints_to_try(tmp_path, 100)[0].iteration == 100
+        and checkpoint_folders.checkpoints_to_try(tmp_path)[0].iteration == 200
     )
-    assert checkpoint_folders.find_checkpoint(tmp_path / "none") is None
+    assert checkpoint_folders.checkpoints_to_try(tmp_path / "none") == []
     with pytest.raises(CheckpointError, match="--ckpt-step 150: .* it has: 100, 200"):
-        checkpoint_folders.find_checkpoint(tmp_path, 150)
+        checkpoint_folders.checkpoints_to_try(tmp_path, 150)
 
 
 def test_a_required_iteration_must_be_the_newest(tmp_path: Path) -> None:
@@ -142,7 +146,7 @@ def test_retention_keeps_multiples_the_newest_later_ones_and_links(tmp_path: Pat
     (tmp_path / "iter_0000050").rename(elsewhere)
     (tmp_path / "iter_0000050").symlink_to(elsewhere)
     assert retain(tmp_path, saved=200, interval=100) == [150, 175]
-    assert checkpoint_folders.complete_iterations(tmp_path) == [50, 100, 200, 250]
+    assert complete_iterations(tmp_path) == [50, 100, 200, 250]
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.endswith((".old", ".tmp", ".gone"))) == []
 
 
@@ -165,7 +169,7 @@ def test_both_rules_of_retention_keep_what_they_name(
     for iteration in (10, 20, 30, 40, 50):
         save(tmp_path, iteration)
     retain(tmp_path, saved=50, interval=interval, keep_last=keep_last)
-    assert checkpoint_folders.complete_iterations(tmp_path) == left
+    assert complete_iterations(tmp_path) == left
 
 
 def test_the_best_checkpoint_is_kept_and_linked_where_it_is_complete(tmp_path: Path) -> None:
@@ -208,7 +212,7 @@ def test_retention_counts_and_deletes_only_what_is_ours(tmp_path: Path) -> None:
     foreign.mkdir()
     (foreign / "metadata.json").write_text("{}")
     assert retain(tmp_path, saved=30, keep_last=2) == [10]
-    assert foreign.is_dir() and checkpoint_folders.complete_iterations(tmp_path) == [20, 30]
+    assert foreign.is_dir() and complete_iterations(tmp_path) == [20, 30]
 
 
 def test_a_save_folder_that_cannot_be_written_is_refused_with_the_reason(tmp_path: Path) -> None:
@@ -322,7 +326,7 @@ def test_remains_lose_their_name_before_their_files(tmp_path: Path) -> None:
     remains = checkpoint_folders.begin_save(tmp_path, 5, "f" * 32)
     (remains / "data").write_text("")
 
-    class Stuck(Disk):
+    class Stuck(FileSystem):
         """Deletes nothing."""
 
         def remove(self, path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import pretrain_gpt
-from megatron.core.dist_checkpointing.checkpoint_folders import find_checkpoint
+from megatron.core.dist_checkpointing.checkpoint_folders import checkpoints_to_try
 from megatron.core.dist_checkpointing.saved import open_native_checkpoint
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
@@ -55,7 +55,7 @@ def not_a_number(stage: GPTModel, output: Tensor) -> Tensor:
 
 def weights(folder: Path) -> dict[str, Tensor]:
     """The weights in the newest checkpoint of a folder."""
-    saved = open_native_checkpoint(find_checkpoint(folder).folder)
+    saved = open_native_checkpoint(checkpoints_to_try(folder)[0].folder)
     return {
         name: saved.read(name, Box((0,) * len(found.shape), tuple(found.shape))).clone()
         for name, found in saved.formats.items()

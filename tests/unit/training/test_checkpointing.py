@@ -27,6 +27,7 @@ from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.run import TrainingProgress
 from megatron.training.trainer import Trainer
 from tests.helpers import tiny
+from tests.helpers.checkpoints import complete_iterations
 from tests.helpers.programme import trained
 from tests.helpers.training import Held, assemble, held_weights, train_alone, train_on
 from tests.helpers.world import Worlds
@@ -258,7 +259,7 @@ def test_ckpt_step_goes_back_and_retention_keeps_multiples(tmp_path: Path) -> No
     for _ in range(5):
         train_on(trainer, 1)
         checkpoint.save()
-    assert checkpoint_folders.complete_iterations(tmp_path) == [2, 4, 5]
+    assert complete_iterations(tmp_path) == [2, 4, 5]
     back, checkpoint = start(load=str(tmp_path), ckpt_step=2)
     checkpoint.resume()
     assert back.progress.iteration == 2
@@ -532,10 +533,7 @@ def test_a_save_waits_for_the_one_before_it_and_says_so(tmp_path: Path, caplog: 
     train_on(trainer, 1)
     (first,) = checkpoint.begin_save()
     assert first.iteration == 1 and not first.problems and "the save of iteration 2 waited" in caplog.text
-    assert checkpoint.wait_for_save_outcome().iteration == 2 and checkpoint_folders.complete_iterations(tmp_path) == [
-        1,
-        2,
-    ]
+    assert checkpoint.wait_for_save_outcome().iteration == 2 and complete_iterations(tmp_path) == [1, 2]
 
 
 def test_a_loop_lives_through_saves_that_fail_tells_of_them_and_ends_in_an_error_if_the_last_one_did(
@@ -568,7 +566,7 @@ def test_a_loop_lives_through_saves_that_fail_tells_of_them_and_ends_in_an_error
                 trained(flags)
         else:
             trained(flags)
-        assert checkpoint_folders.complete_iterations(save) == kept
+        assert complete_iterations(save) == kept
         records = [
             record for line in log.read_text().splitlines() if (record := json.loads(line))["kind"] == "checkpoint"
         ]
