@@ -16,11 +16,10 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 
@@ -28,7 +27,7 @@ from megatron.core.config.flags import ConfigError, config_to_dict
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite_checkpoint
 from megatron.core.dist_checkpointing.saved import NativeCheckpoint
-from megatron.core.dist_checkpointing.source import CheckpointSource, FilteredCheckpointSource
+from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.families import hf_export
 from megatron.core.families.megatron.export import (
     extra_flags_for_megatron,
@@ -39,12 +38,13 @@ from megatron.core.families.megatron.open import read_megatron_arguments
 from megatron.core.families.registry import FAMILIES, model_config_from_settings
 from megatron.core.families.tokenizer_files import tokenizer_settings_of_folder
 from megatron.core.models.parameter_names import WORD_EMBEDDING
-from megatron.core.parallel.boxes import Box, whole_box
+from megatron.core.parallel.boxes import Box
 from megatron.tools.checkpoint.export import DTYPES
 from megatron.tools.parser import ToolArgumentParser, add_ckpt_step
 from megatron.training.checkpoint.export import export_hf_with_special_tokens
 from megatron.training.checkpoint.formats import FOREIGN, OURS, foreign_checkpoint_settings, open_checkpoint
 from megatron.training.launch.launch_info import install_interrupt_excepthook
+from megatron.trust.compare.checkpoints import compare_sources
 
 OWN, PUBLISHED, MEGATRON = "own", "hf", "megatron"
 TORCH_DIST, TORCH = "torch_dist", "torch"
@@ -63,12 +63,8 @@ class ProgressReportingSource:
     """A source that advances a progress bar by the bytes that are read from it."""
 
     def __init__(self, source: CheckpointSource, bar: tqdm) -> None:
-        self.where, self.formats, self.values, self.settings = (
-            source.where,
-            source.formats,
-            source.values,
-            source.settings,
-        )
+        self.where, self.formats = source.where, source.formats
+        self.values, self.settings = source.values, source.settings
         self._source, self._bar = source, bar
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -131,7 +127,7 @@ def write_converted(
             if checkpoint_format == PUBLISHED
             else megatron_run_settings(args)
         )
-    num_files = max(1, math.ceil(total_tensor_bytes(source) / args.max_shard_size))
+    num_files = max(1, math.ceil(sum(one.num_bytes for one in source.formats.values()) / args.max_shard_size))
     ranks = source.description.world_size if isinstance(source, NativeCheckpoint) else 1
     return rewrite_checkpoint(
         source, args.save, iteration=iteration, settings=settings, num_files=num_files, world_size=ranks
@@ -169,36 +165,13 @@ def write_for_megatron(source: CheckpointSource, args: argparse.Namespace, itera
     ]
 
 
-def total_tensor_bytes(source: CheckpointSource, beginning: str = "") -> int:
-    """Return the bytes of the tensors whose names begin with `beginning`."""
-    return sum(one.num_bytes for name, one in source.formats.items() if name.startswith(beginning))
-
-
-def tensor_difference_lines(source: CheckpointSource, target: CheckpointSource) -> Iterator[str]:
-    """Yield a line for each tensor that the target lacks, adds, or holds otherwise than the source."""
-    for name in source.formats:
-        if name not in target.formats:
-            yield f"{name} is missing"
-            continue
-        mine, theirs = source.formats[name], target.formats[name]
-        if mine != theirs:
-            yield f"{name} has shape {theirs.shape} and {theirs.dtype}, not {mine.shape} and {mine.dtype}"
-        elif not torch.equal(
-            *(one.read(name, whole_box(mine.shape)).contiguous().view(-1).view(torch.uint8) for one in (source, target))
-        ):
-            yield f"{name} has other values"
-    yield from (f"{name} is new" for name in target.formats if name not in source.formats)
-
-
 def verify_converted(source: CheckpointSource, path: Path, saver: str) -> None:
     """Read the target again and compare with the source. Raises `CheckpointError` with everything that differs."""
     target = CHECKPOINT_FORMATS[saver].open(
         path, {"true_vocab_size": source.formats[f"model.{WORD_EMBEDDING}"].shape[0]}
     )
     problems = target.verify() if isinstance(target, NativeCheckpoint) else []
-    problems += tensor_difference_lines(
-        source if saver == OWN else FilteredCheckpointSource(source, lambda name: name.startswith("model.")), target
-    )
+    problems += map(str, compare_sources(source, target, patterns=() if saver == OWN else ("model.*",)))
     if problems:
         raise CheckpointError(f"{path} does not hold what {source.where} holds", problems)
 
@@ -212,7 +185,8 @@ def convert(args: argparse.Namespace) -> str:
     if args.saver != PUBLISHED and (args.family or args.like):
         raise ConfigError(f"--family and --like are for --saver {PUBLISHED}; this one is {args.saver}")
     converted = CastSource(source, DTYPES[args.dtype]) if args.dtype else source
-    size = total_tensor_bytes(converted, "" if args.saver == OWN else "model.")
+    kept = "" if args.saver == OWN else "model."
+    size = sum(one.num_bytes for name, one in converted.formats.items() if name.startswith(kept))
     with tqdm(total=size, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
         path, remarks = write_converted(
             ProgressReportingSource(converted, bar), args, checkpoint_format=checkpoint_format
@@ -222,7 +196,7 @@ def convert(args: argparse.Namespace) -> str:
         print(remark)
     if args.verify:
         verify_converted(converted, path, args.saver)
-    count = sum(whole_box(one.shape).num_elements for name, one in source.formats.items() if name.startswith("model."))
+    count = sum(one.num_elements for name, one in source.formats.items() if name.startswith("model."))
     words = f"{count:,} parameters, {size / 1e9:.3g} GB in {seconds:.1f} s ({size / 1e9 / seconds:.2g} GB/s)"
     return f"{source.where} ({CHECKPOINT_FORMATS[checkpoint_format].name}): {words} -> {path} ({CHECKPOINT_FORMATS[args.saver].name}){', verified' if args.verify else ''}"
 

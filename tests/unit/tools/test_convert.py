@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError, checkpoint_model_settings
-from megatron.core.dist_checkpointing.files import Disk
+from megatron.core.dist_checkpointing.files import FileSystem
 from megatron.core.dist_checkpointing.load import verify_checkpoint
 from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite_checkpoint
 from megatron.core.dist_checkpointing.saved import open_native_checkpoint
@@ -160,7 +160,7 @@ def test_a_rewrite_holds_few_tensors_and_leaves_nothing_when_it_fails(tmp_path: 
     with pytest.raises(CheckpointError, match="is there already"):
         rewrite_checkpoint(source, tmp_path, iteration=1, settings={})
 
-    class Full(Disk):
+    class Full(FileSystem):
         """A disk without room for the manifest."""
 
         def create(self, path: Path) -> Any:
@@ -174,23 +174,6 @@ def test_a_rewrite_holds_few_tensors_and_leaves_nothing_when_it_fails(tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
-def test_verification_finds_what_differs(tool: ModuleType) -> None:
-    source, other = Made(LLAMA), Made({**LLAMA, "true_vocab_size": 21})
-    assert list(tool.tensor_difference_lines(source, source)) == []
-    assert len(list(tool.tensor_difference_lines(source, other))) == 2
-    del other.formats["model.output_layer.weight"]
-    other.formats["model.extra"] = ShapeAndDtype((1,), torch.float32)
-    assert [line.split(" ")[0] for line in tool.tensor_difference_lines(source, other)][1:] == [
-        "model.output_layer.weight",
-        "model.extra",
-    ]
-    changed = Made(LLAMA)
-    changed.read = lambda name, box: source.read(name, box) + (name == "model.decoder.final_layernorm.weight")
-    assert list(tool.tensor_difference_lines(source, changed)) == [
-        "model.decoder.final_layernorm.weight has other values"
-    ]
-
-
 def test_a_bad_copy_is_found_by_verify(
     tool: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,7 +185,7 @@ def test_a_bad_copy_is_found_by_verify(
 
     real = hf_export.export_hf_folder
     monkeypatch.setattr(hf_export, "export_hf_folder", careless)
-    with pytest.raises(SystemExit, match="has other values"):
+    with pytest.raises(SystemExit, match="elements differ"):
         tool.main(["--load", str(folder), "--save", str(tmp_path / "out"), "--saver", "hf", "--verify"])
 
 
