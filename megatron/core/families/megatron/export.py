@@ -9,10 +9,13 @@ with the product behind it, and not for `--transformer-impl local`.
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -21,6 +24,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from megatron.core.config.flags import config_from_dict
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
@@ -40,7 +46,6 @@ from megatron.core.families.megatron.names import (
     sharding_problem,
     split_into_tensor_shards,
 )
-from megatron.core.families.megatron.torch_dist_writer import write_torch_dist_tensors
 from megatron.core.parallel.boxes import whole_box
 
 _WORDS = "embedding.word_embeddings.weight"
@@ -61,6 +66,13 @@ _EXPERTS = re.compile(r"\.mlp\.experts\.(linear_fc\d\.)")
 _TRACKER = "latest_checkpointed_iteration.txt"
 # How a distributed checkpoint is read: layers carry their number in the name.
 _CONTENT = {"singleton_local_shards": False, "non_homogeneous_layers": True, "chained_optim_avoid_prefix": True}
+# What metadata.json says.
+_FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 
 
 class _MegatronExport:
@@ -189,10 +201,50 @@ def write_torch_dist_checkpoint(
         }
         if not pieces:
             values[theirs], formats[theirs] = partial(export.single_rank_tensor, name), whole
-    write_torch_dist_tensors(
+    _write_torch_dist_tensors(
         export.made, values, formats, states, {**export.common_entries(1, "torch_dist"), "content_metadata": _CONTENT}
     )
     return export.publish_folder()
+
+
+class _LazySavePlanner(DefaultSavePlanner):
+    """Save planner that plans with meta tensors, and computes each tensor when it is written."""
+
+    def __init__(self, values: Mapping[str, Callable[[], Tensor]]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._values = values
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """See `SavePlanner`."""
+        if write_item.type != WriteItemType.BYTE_IO:
+            return self._values[write_item.index.fqn]()
+        empty = io.BytesIO()
+        torch.save([None], empty)
+        return empty
+
+
+def _write_torch_dist_tensors(
+    folder: Path,
+    values: Mapping[str, Callable[[], Tensor]],
+    formats: Mapping[str, Tensor],
+    states: Sequence[str],
+    common: Mapping[str, Any],
+) -> None:
+    """Write tensors of any shape into an existing folder, under the names of the torch_dist format.
+
+    values: functions that make each tensor; formats: the same tensors on the meta device; states: keys of objects that
+    are all None (stored as a list with one element); common: values that are no tensors.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no process group is there
+        checkpoint.save(
+            {**formats, **dict.fromkeys(states)},
+            planner=_LazySavePlanner(values),
+            no_dist=True,
+            storage_writer=checkpoint.FileSystemWriter(folder, single_file_per_rank=True, thread_count=1),
+        )
+    torch.save(dict(common), folder / "common.pt")
+    (folder / "metadata.json").write_text(json.dumps(_FORMAT), encoding="ascii")
 
 
 def _meta_tensor_for_export(name: str, export: _MegatronExport) -> Tensor:

@@ -52,11 +52,6 @@ class OptimizerBuffer:
         return [stored.shape[0] for stored in self.buckets["param"]]
 
 
-def has_flat_optimizer_state(tensors: Mapping[str, TorchDistIndexEntry]) -> bool:
-    """Whether the optimizer state is stored in flat buckets."""
-    return any(_FLAT.match(key) for key in tensors)
-
-
 def entries_from_flat_fragments(tensors: Mapping[str, TorchDistIndexEntry]) -> Entries:
     """Return entries for optimizer state that is stored by parameter but in rows of elements, with the boxes of the
     weights.
@@ -82,12 +77,14 @@ def entries_from_flat_fragments(tensors: Mapping[str, TorchDistIndexEntry]) -> E
 def unflatten_optimizer_buckets(
     tensors: Mapping[str, TorchDistIndexEntry], arguments: Mapping[str, Any], read: Read, *, tied: bool
 ) -> Entries:
-    """Return entries `optimizer.state.<slot>.<parameter>` for optimizer state that is stored in flat buckets.
+    """Return entries `optimizer.state.<slot>.<parameter>` for optimizer state that is stored in flat buckets; {} if none is.
 
     read: returns the stored values of a box; used to compare small fp32 weights with the model. tied: word embedding
     and output layer are one matrix. Raises `UnreadableStateError` if it cannot be known what belongs to which
     parameter.
     """
+    if not any(_FLAT.match(key) for key in tensors):
+        return {}
     model = [
         GlobalParameter(key, stored.shape, tuple(chunk.box for chunk in stored.chunks))
         for key, stored in tensors.items()

@@ -46,18 +46,18 @@ _PIECES = (
 Held = TypeVar("Held")
 
 
-class LazyTensor(Protocol):
-    """A tensor that is read or computed when it is asked for."""
+class LazyTensorShard(Protocol):
+    """A tensor rank's shard or a piece of a parameter: a tensor, or an object that reads one when it is asked for."""
 
     def to(self, device: str, /) -> Tensor:
-        """Return the tensor (any shape) on a device."""
+        """Return the tensor (any shape) on a device. On "meta" nothing is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConcatenatedTensor:
     """Pieces of a parameter, concatenated along dimension 0 when they are read."""
 
-    pieces: Sequence[LazyTensor]
+    pieces: Sequence[LazyTensorShard]
 
     def to(self, device: str) -> Tensor:
         """Return the whole tensor [rows, ...] on a device. On "meta" nothing is read."""
@@ -98,11 +98,11 @@ def mixer_piece_names(name: str) -> tuple[str, ...]:
     return next((pieces for pattern, pieces in _PIECES if pattern.search(name)), ())
 
 
-def join_mixer_pieces(entries: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+def join_mixer_pieces(entries: Mapping[str, LazyTensorShard]) -> dict[str, LazyTensorShard]:
     """Return entries by our names with the pieces of each parameter concatenated. `CheckpointError` if some are
     missing.
     """
-    joined: dict[str, LazyTensor] = {}
+    joined: dict[str, LazyTensorShard] = {}
     for name, held in entries.items():
         whole, _, piece = name.rpartition(".")
         pieces = mixer_piece_names(whole)

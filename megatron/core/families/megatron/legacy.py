@@ -27,8 +27,7 @@ from megatron.core.families.megatron.hybrid import merge_layer_pairs
 from megatron.core.families.megatron.names import flatten_nested_state, map_names_to_ours
 from megatron.core.families.megatron.pickles import attributes_of_inert, read_torch_file
 from megatron.core.families.megatron.rank_state import read_rank_optimizer_state
-from megatron.core.families.megatron.source import MegatronSource, Shards, make_megatron_source
-from megatron.core.families.megatron.training_counters import saved_training_counters
+from megatron.core.families.megatron.source import MegatronSource, Shards, make_megatron_source, saved_training_counters
 from megatron.core.models.parameter_names import WORD_EMBEDDING
 
 _FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
@@ -36,7 +35,6 @@ _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _EXPERT_RANKS = "expert ranks are not read; save the model as torch_dist, and read that"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 Held: TypeAlias = Tensor | LazyStackedExperts
-RankChunks = dict[tuple[int, int], list[dict[str, Held]]]  # (tensor rank, pipeline rank) -> by chunk: parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +189,8 @@ def _collect_tensor_rank_shards(
     chunks: tensors of each rank's model chunks by their names: weights, or one slot of the optimizer state.
     """
     arguments = attributes_of_inert(files[min(files)].content.get("args"))
-    stacked = _with_stacked_experts(chunks, arguments.get("num_experts") or 1)
+    experts = arguments.get("num_experts") or 1
+    stacked = {place: [with_stacked_experts(chunk, experts) for chunk in parts] for place, parts in chunks.items()}
     tensor, pipeline = (1 + max(place[axis] for place in files) for axis in (0, 1))
     joined: dict[str, list[Held]] = {}
     problems: list[str] = []
@@ -209,10 +208,6 @@ def _collect_tensor_rank_shards(
                 joined.setdefault(ours, [part[name] for part in here])
             before += _count_layers_by_stack(map(renamed.__getitem__, names))
     return merge_layer_pairs(joined, arguments), problems
-
-
-def _with_stacked_experts(chunks: Mapping[tuple[int, int], list[dict[str, Tensor]]], experts: int) -> RankChunks:
-    return {place: [with_stacked_experts(chunk, experts) for chunk in parts] for place, parts in chunks.items()}
 
 
 def _stack_name_prefix(name: str) -> str:

@@ -61,8 +61,8 @@ _DROPPED = re.compile(
 )
 _HEADS = re.compile(r"\.self_attention\.linear_qkv\.(weight|bias)$")
 _KEYS_AND_VALUES = re.compile(r"\.cross_attention\.linear_kv\.(weight|bias)$")
-_GATED = re.compile(r"\.mlp\.(shared_experts\.)?linear_fc1\.(weight|bias)$")
-_EXPERTS = re.compile(r"\.mlp\.experts\.linear_fc(1|2)\.(weight|bias)$")
+_GATED = re.compile(r"\.mlp\.((shared_)?experts\.)?linear_fc1\.(weight|bias)$")
+_EXPERTS = re.compile(r"\.mlp\.experts\.linear_fc[12]\.(weight|bias)$")  # with a leading axis of experts
 _LATENT = re.compile(r"\.self_attention\.linear_(q|kv)_down_proj\.(weight|bias)$")
 _ROWS = re.compile(
     r"(^embedding\.word_embeddings\.weight|^output_layer\.(weight|bias)"
@@ -171,20 +171,19 @@ def merge_tensor_shards(name: str, shards: Sequence[Tensor], layout: MegatronRow
         return _concat_fused_parts([_ungroup_qkv_heads(shard, layout, len(shards)) for shard in shards])
     if _KEYS_AND_VALUES.search(name):
         return _concat_fused_parts([_split_kv_rows(shard, layout, len(shards)) for shard in shards])
-    if layout.gated and _GATED.search(name):
-        return _concat_fused_parts([shard.chunk(2) for shard in shards])
     if len(shards) == 1:
         return shards[0]
+    rows = 1 if _EXPERTS.search(name) else 0  # the axis
+    if layout.gated and _GATED.search(name):
+        return _concat_fused_parts([shard.chunk(2, rows) for shard in shards], rows)
     if pieces := layout.mixer_piece_rows(name):
         return _concat_fused_parts(_split_fused_pieces(name, shards, pieces))
-    if experts := _EXPERTS.search(name):
-        return _merge_expert_tensor_shards(shards, layout, first=experts[1] == "1", bias=experts[2] == "bias")
     if latent := _LATENT.search(name):  # some versions cut them, others hold them whole on every rank
         cut_rows = shards[0].shape[0] < layout.latent[latent[1] == "kv"]
         return torch.cat(list(shards)) if cut_rows else shards[0]
     if _ROWS.search(name):
-        return torch.cat(list(shards))
-    return torch.cat(list(shards), dim=1) if _COLUMNS.search(name) else shards[0]
+        return torch.cat(list(shards), rows)
+    return torch.cat(list(shards), rows + 1) if _COLUMNS.search(name) else shards[0]
 
 
 def split_into_tensor_shards(
@@ -198,16 +197,15 @@ def split_into_tensor_shards(
     """
     if _HEADS.search(name):
         return list(_group_qkv_heads(whole, layout).chunk(ranks))
+    rows = 1 if _EXPERTS.search(name) else 0  # the axis
     if layout.gated and _GATED.search(name):
-        gate, up = (part.chunk(ranks) for part in whole.chunk(2))
-        return [torch.cat(pair) for pair in zip(gate, up)]
+        gate, up = (part.chunk(ranks, rows) for part in whole.chunk(2, rows))
+        return [torch.cat(pair, rows) for pair in zip(gate, up)]
     if pieces := layout.mixer_piece_rows(name):
         return [torch.cat(parts) for parts in zip(*(piece.chunk(ranks) for piece in whole.split(pieces)))]
-    if experts := _EXPERTS.search(name):
-        return _split_experts_by_tensor_rank(whole, ranks, layout, first=experts[1] == "1", bias=experts[2] == "bias")
     if _ROWS.search(name) or (_LATENT.search(name) and not whole_latents):
-        return list(whole.chunk(ranks))
-    return list(whole.chunk(ranks, dim=1)) if _COLUMNS.search(name) else [whole] * ranks
+        return list(whole.chunk(ranks, rows))
+    return list(whole.chunk(ranks, rows + 1)) if _COLUMNS.search(name) else [whole] * ranks
 
 
 def sharding_problem(name: str, ranks: int, layout: MegatronRowLayout) -> str:
@@ -217,9 +215,9 @@ def sharding_problem(name: str, ranks: int, layout: MegatronRowLayout) -> str:
     return f"{layout.groups} key heads" if _HEADS.search(name) and layout.groups % ranks else ""
 
 
-def _concat_fused_parts(parts: Sequence[Sequence[Tensor]]) -> Tensor:
+def _concat_fused_parts(parts: Sequence[Sequence[Tensor]], axis: int = 0) -> Tensor:
     """Concatenate all ranks' first parts, then all second parts, and so on. parts: those of each rank."""
-    return torch.cat([torch.cat(list(column)) for column in zip(*parts)])
+    return torch.cat([torch.cat(list(column), axis) for column in zip(*parts)], axis)
 
 
 def _split_fused_pieces(name: str, shards: Sequence[Tensor], pieces: Sequence[int]) -> list[Sequence[Tensor]]:
@@ -245,32 +243,6 @@ def _ungroup_qkv_heads(shard: Tensor, layout: MegatronRowLayout, ranks: int) -> 
         [part // layout.groups for part in layout.total_heads_per_qkv_part], dim=1
     )
     return [part.reshape(-1, *rest) for part in turns]
-
-
-def _merge_expert_tensor_shards(
-    shards: Sequence[Tensor], layout: MegatronRowLayout, *, first: bool, bias: bool
-) -> Tensor:
-    """Merge the ranks' shards of all experts to matrices [e, outputs, inputs] or biases [e, outputs]. first: of
-    linear_fc1.
-    """
-    if not first:
-        return shards[0] if bias else torch.cat(list(shards), dim=2)
-    if layout.gated:
-        return torch.cat(
-            [torch.cat(list(half), dim=1) for half in zip(*(shard.chunk(2, dim=1) for shard in shards))], dim=1
-        )
-    return torch.cat(list(shards), dim=1)
-
-
-def _split_experts_by_tensor_rank(
-    whole: Tensor, ranks: int, layout: MegatronRowLayout, *, first: bool, bias: bool
-) -> list[Tensor]:
-    """Split all experts' matrices or biases over the ranks by width. first: of linear_fc1."""
-    if not first:
-        return [whole] * ranks if bias else list(whole.chunk(ranks, dim=2))
-    if layout.gated:
-        return [torch.cat(pair, dim=1) for pair in zip(*(half.chunk(ranks, dim=1) for half in whole.chunk(2, dim=1)))]
-    return list(whole.chunk(ranks, dim=1))
 
 
 def _split_kv_rows(shard: Tensor, layout: MegatronRowLayout, ranks: int) -> list[Tensor]:

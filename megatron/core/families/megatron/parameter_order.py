@@ -117,7 +117,8 @@ class SavedRunLayout:
             )
             if arguments.get(name)
         ]
-        odd += ["hybrid_layer_pattern"] if _pattern_has_stage_marks(arguments) else []
+        patterns = (arguments.get(name) for name in ("hybrid_layer_pattern", "hybrid_override_pattern"))
+        odd += ["hybrid_layer_pattern"] if any("|" in str(pattern) for pattern in patterns) else []
         if pipeline > 1 and odd:
             raise UnreadableStateError(f"its run divided the layers by --{odd[0].replace('_', '-')}")
         fused = arguments.get("transformer_impl") == "transformer_engine"
@@ -178,7 +179,8 @@ def parameters_of_rank(
     chunks: list[list[LocalParameter]] = [[] for _ in range(ranks.chunks)]
     model, fused = _group_mixer_pieces(model)
     for whole, pieces in fused.items():
-        stage = _stage_of_fused_parameter(whole, ranks)
+        match = _LAYER.match(whole)
+        stage = _stage_of_key(whole, int(match[2]) if match else 0, ranks)
         if stage[0] == pipeline:
             name = _CONV.sub(r".conv1d_\1", whole) if own_conv else whole
             chunks[stage[1]].append(
@@ -215,17 +217,6 @@ def _group_mixer_pieces(
             fused[whole] = [by_key[each] for each in keys]
     taken = {one.key for pieces in fused.values() for one in pieces}
     return [one for one in model if one.key not in taken], fused
-
-
-def _stage_of_fused_parameter(name: str, ranks: SavedRunLayout) -> tuple[int, int]:
-    """Return (pipeline rank, chunk) of a fused parameter of a stateful mixer."""
-    match = _LAYER.match(name)
-    return _stage_of_key(name, int(match[2]) if match else 0, ranks)
-
-
-def _pattern_has_stage_marks(arguments: Mapping[str, Any]) -> bool:
-    """Whether a hybrid layer pattern marks the ends of stages (|)."""
-    return any("|" in str(arguments.get(name)) for name in ("hybrid_layer_pattern", "hybrid_override_pattern"))
 
 
 def _describe_joined_pieces(name: str, pieces: Sequence[LocalParameter]) -> LocalParameter:

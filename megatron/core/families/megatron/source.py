@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -15,18 +15,11 @@ from megatron.core.families.megatron.arguments_to_settings import (
     run_settings_of_megatron_args,
     settings_of_megatron_args,
 )
+from megatron.core.families.megatron.hybrid import LazyTensorShard
 from megatron.core.families.megatron.names import MegatronRowLayout, has_vocabulary_rows, merge_tensor_shards
-from megatron.core.families.megatron.training_counters import parameter_of_state_name
+from megatron.core.families.megatron.pickles import attributes_of_inert
 from megatron.core.models.parameter_names import WORD_EMBEDDING
 from megatron.core.parallel.boxes import Box
-
-
-class LazyTensorShard(Protocol):
-    """What one tensor rank holds of a parameter: a tensor, or an object that reads one when it is asked for."""
-
-    def to(self, device: str, /) -> Tensor:
-        """Return the tensor (any shape) on a device. On "meta" nothing is read."""
-
 
 Shards = dict[
     str, list[LazyTensorShard]
@@ -126,3 +119,50 @@ def _require_rows_for_ids(folder: Path, words: Sequence[LazyTensorShard], ids: i
         raise CheckpointError(
             f"{folder} has {rows} rows of word embeddings, fewer than the tokenizer's {ids} ids; it is another tokenizer's"
         )
+
+
+def parameter_of_state_name(name: str) -> str:
+    """Return the parameter that a name in a saved state, model.<parameter> or optimizer.<slot>.<parameter>, refers to."""
+    return name.split(".", 2)[2] if name.startswith("optimizer.") else name.removeprefix("model.")
+
+
+def saved_training_counters(common: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the counters that a run resumes from, as far as they are known; {} without iteration or samples.
+
+    common: what a checkpoint holds beside tensors.
+    """
+    arguments = attributes_of_inert(common.get("args"))
+    iteration = common.get("iteration")
+    samples = arguments.get("consumed_train_samples")
+    if not isinstance(iteration, int) or not isinstance(samples, int):
+        return {}
+    skipped = arguments.get("skipped_train_samples") or 0
+    values: dict[str, Any] = {
+        "run.progress": {
+            "iteration": iteration,
+            "consumed_train_samples": samples,
+            "skipped_train_samples": skipped,
+            "consumed_valid_samples": arguments.get("consumed_valid_samples") or 0,
+            "schedule_samples": samples - skipped,
+            "consumed_tokens": samples * int(arguments.get("seq_length") or 0),
+            "floating_point_operations": int(common.get("num_floating_point_operations_so_far") or 0),
+        }
+    }
+    steps = set(_step_counts_in_state(common.get("optimizer")))
+    if len(steps) == 1:
+        values["run.optimizer_steps"] = steps.pop()
+    return values
+
+
+def _step_counts_in_state(value: Any) -> Iterator[int]:
+    """Yield every number of updates found in an optimizer's state, of groups or parameters."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            if name in ("step", "common_step"):
+                yield int(item)
+            elif isinstance(item, (Mapping, list, tuple)):
+                yield from _step_counts_in_state(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            if isinstance(item, (Mapping, list)):
+                yield from _step_counts_in_state(item)

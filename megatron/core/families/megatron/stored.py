@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,6 +104,16 @@ def read_chunk_values(chunk: StoredChunk | FlatBox, stored: TorchDistIndexEntry,
             Box(chunk.inside, chunk.part or chunk.shape).slices()
         ]
         return (values.transpose(-1, -2) if chunk.transposed else values).reshape(chunk.box.shape)
+    values = read_stored_object(chunk, folder, stored.key)
+    if not isinstance(values, Tensor) or values.numel() != chunk.box.num_elements or values.dtype != stored.dtype:
+        raise CheckpointError(
+            f"{folder / chunk.file} is damaged: what it holds for {stored.key} is not the box that the index promises"
+        )
+    return values.reshape(chunk.box.shape)
+
+
+def read_stored_object(chunk: StoredChunk, folder: Path, name: str) -> Any:
+    """Read the tensor or object that a byte range of a file holds. name: for errors."""
     path = folder / chunk.file
     try:
         with path.open("rb") as file:
@@ -111,10 +122,5 @@ def read_chunk_values(chunk: StoredChunk | FlatBox, stored: TorchDistIndexEntry,
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
     if len(content) != chunk.length:
-        raise CheckpointError(f"{path} ends early: {stored.key} lies behind its end")
-    values = read_torch_bytes(content, f"{path} ({stored.key})")
-    if not isinstance(values, Tensor) or values.numel() != chunk.box.num_elements or values.dtype != stored.dtype:
-        raise CheckpointError(
-            f"{path} is damaged: what it holds for {stored.key} is not the box that the index promises"
-        )
-    return values.reshape(chunk.box.shape)
+        raise CheckpointError(f"{path} ends early: {name} lies behind its end")
+    return read_torch_bytes(content, f"{path} ({name})")

@@ -7,6 +7,16 @@
 
 Layers that are all alike are one tensor with a leading layer axis; others carry their number in the name. State of the
 optimizer is stored by parameter (`optimizer.state.exp_avg.<parameter>`), or in flat buckets, which flat_state.py tells apart.
+
+Megatron FSDP's format (`--ckpt-format fsdp_dtensor`) has the same index and boxes, no metadata.json, and other names:
+
+    model.module.<parameter>                               weights, layer by layer and expert by expert
+    optimizer.state.module.<parameter>.exp_avg             Adam's moments
+    optimizer.param_to_group_meta.module.<parameter>.step  how many updates it has made (or `step` beside the moments)
+    args, iteration, ...                                   what is no tensor
+
+How often `module.` stands before a parameter depends on what wraps the network. The halves of a gated matrix are apart,
+`<parameter>_w` and `<parameter>_v`: its rows are cut over ranks, and each rank has rows of both.
 """
 
 from __future__ import annotations
@@ -14,7 +24,8 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +34,25 @@ import torch
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.files import DISK, read_file
 from megatron.core.families.megatron.buffers import WAY_OUT, UnreadableStateError
-from megatron.core.families.megatron.flat_state import (
-    entries_from_flat_fragments,
-    has_flat_optimizer_state,
-    unflatten_optimizer_buckets,
-)
-from megatron.core.families.megatron.fsdp import COMMON, STEP, is_megatron_fsdp, rename_to_torch_dist
+from megatron.core.families.megatron.experts import split_expert_name
+from megatron.core.families.megatron.flat_state import entries_from_flat_fragments, unflatten_optimizer_buckets
 from megatron.core.families.megatron.hybrid import join_mixer_pieces, merge_layer_pairs
 from megatron.core.families.megatron.names import map_names_to_ours
-from megatron.core.families.megatron.pickles import InertObject, attributes_of_inert, read_torch_bytes, read_torch_file
-from megatron.core.families.megatron.source import MegatronSource, make_megatron_source
+from megatron.core.families.megatron.pickles import InertObject, attributes_of_inert, read_torch_file
+from megatron.core.families.megatron.source import (
+    MegatronSource,
+    make_megatron_source,
+    parameter_of_state_name,
+    saved_training_counters,
+)
 from megatron.core.families.megatron.stored import (
     StoredChunk,
     StoredTensor,
     TorchDistIndexEntry,
     read_chunk_values,
     read_stored_box,
+    read_stored_object,
 )
-from megatron.core.families.megatron.training_counters import parameter_of_state_name, saved_training_counters
 from megatron.core.parallel.boxes import Box
 
 _SLOTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "master", "param": "master"}
@@ -49,6 +61,12 @@ _STACKED = re.compile(r"^(encoder|decoder)\.layers\.(?!\d)(.+)$")
 _STATES = re.compile(
     r"^(optimizer|rng_state|rerun_state_machine_state|common_state|chained_\d+\.optimizer)\b|_extra_state"
 )
+# Names of Megatron FSDP.
+_WEIGHT = re.compile(r"^model\.(?:module\.)*(.+)$")
+_MOMENT = re.compile(r"^optimizer\.state\.(?:module\.)*(.+)\.(exp_avg|exp_avg_sq|fp32_param|param)$")
+_STEP = re.compile(r"^optimizer\.(state|param_to_group_meta)\..+\.step$")
+_COMMON = ("args", "iteration", "checkpoint_version", "num_floating_point_operations_so_far")
+_HALF = re.compile(r"^(.+\.linear_fc1\.(?:weight|bias)\d*)_([wv])$")
 
 
 def open_torch_dist_checkpoint(folder: str | Path, given: Mapping[str, Any] | None = None) -> MegatronSource:
@@ -61,8 +79,8 @@ def open_torch_dist_checkpoint(folder: str | Path, given: Mapping[str, Any] | No
     tensors, texts = _parse_torch_dist_index(_read_torch_dist_index(folder / ".metadata"), folder)
     common = _read_common_state(folder, texts, tensors)
     arguments = attributes_of_inert(common.get("args"))
-    if is_megatron_fsdp((*texts, *tensors)):
-        tensors = rename_to_torch_dist(tensors)
+    if _is_megatron_fsdp((*texts, *tensors)):
+        tensors = _rename_fsdp_to_torch_dist(tensors)
     tensors, skipped = _with_optimizer_entries(tensors, texts, folder, arguments)
     entries = {name: StoredTensor(stored, folder) for name, stored in _entries_by_our_names(tensors).items()}
     return make_megatron_source(
@@ -90,7 +108,7 @@ def is_torch_dist(folder: str | Path) -> bool:
     except (OSError, ValueError):
         return False
     try:
-        return is_megatron_fsdp(getattr(_read_torch_dist_index(folder / ".metadata"), "state_dict_metadata", ()))
+        return _is_megatron_fsdp(getattr(_read_torch_dist_index(folder / ".metadata"), "state_dict_metadata", ()))
     except CheckpointError:
         return False
 
@@ -175,13 +193,7 @@ def _read_optimizer_groups(texts: Mapping[str, StoredChunk], folder: Path) -> It
     """Yield the state of the groups of distributed optimizers, where every rank saved its own."""
     for name, chunk in texts.items():
         if re.match(r"(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer(/|$)", name):
-            yield _unpickle_stored_object(chunk, folder, name)
-
-
-def _unpickle_stored_object(chunk: StoredChunk, folder: Path, name: str) -> Any:
-    with (folder / chunk.file).open("rb") as file:
-        file.seek(chunk.start)
-        return read_torch_bytes(file.read(chunk.length), f"{folder / chunk.file} ({name})")
+            yield read_stored_object(chunk, folder, name)
 
 
 def _dtype_of_properties(properties: Any) -> torch.dtype:
@@ -196,14 +208,14 @@ def _read_common_state(
     folder: Path, texts: Mapping[str, StoredChunk], tensors: Mapping[str, TorchDistIndexEntry]
 ) -> dict[str, Any]:
     """Return what is no tensor: arguments, counters, optimizer groups; {} if there is none."""
-    if is_megatron_fsdp((*texts, *tensors)):
+    if _is_megatron_fsdp((*texts, *tensors)):
         return _read_fsdp_common_state(folder, texts, tensors)
     if (folder / "common.pt").is_file():
         state = read_torch_file(folder / "common.pt")
         return state if isinstance(state, dict) else {}
     for name, chunk in texts.items():
         if name.split("/")[0] == "common_state":
-            state = _unpickle_stored_object(chunk, folder, name)
+            state = read_stored_object(chunk, folder, name)
             state = state[0] if isinstance(state, list) and len(state) == 1 else state  # the state of one of one rank
             return state if isinstance(state, dict) else {}
     return {}
@@ -214,10 +226,10 @@ def _read_fsdp_common_state(
 ) -> dict[str, Any]:
     """As `_read_common_state`, for Megatron FSDP, whose optimizer steps are stored one by one."""
     steps = [
-        *(_unpickle_stored_object(chunk, folder, name) for name, chunk in texts.items() if STEP.match(name)),
-        *(read_stored_box(stored, folder) for name, stored in tensors.items() if STEP.match(name)),
+        *(read_stored_object(chunk, folder, name) for name, chunk in texts.items() if _STEP.match(name)),
+        *(read_stored_box(stored, folder) for name, stored in tensors.items() if _STEP.match(name)),
     ]
-    common = {name: _unpickle_stored_object(texts[name], folder, name) for name in COMMON if name in texts}
+    common = {name: read_stored_object(texts[name], folder, name) for name in _COMMON if name in texts}
     return {**common, "optimizer": [{"step": step} for step in steps]}
 
 
@@ -234,12 +246,10 @@ def _with_optimizer_entries(
             raise UnreadableStateError(
                 f"{gathered} is of a release that gathered it on one rank (dp_zero_gather_scatter); {WAY_OUT}"
             )
-        entries = {**tensors, **entries_from_flat_fragments(tensors)}
-        if has_flat_optimizer_state(tensors):
-            entries |= unflatten_optimizer_buckets(
-                tensors, arguments, lambda stored, chunk: read_chunk_values(chunk, stored, folder), tied=tied
-            )
-        return entries, ""
+        buckets = unflatten_optimizer_buckets(
+            tensors, arguments, lambda stored, chunk: read_chunk_values(chunk, stored, folder), tied=tied
+        )
+        return {**tensors, **entries_from_flat_fragments(tensors), **buckets}, ""
     except UnreadableStateError as error:
         return {
             key: stored for key, stored in tensors.items() if not _OPTIMIZER.match(key)
@@ -275,3 +285,60 @@ def _weight_and_moment_entries(
             yield f"optimizer.{_SLOTS[slot[1]]}.", slot[2], stored
         elif not _STATES.search(key):
             yield "model.", key, stored
+
+
+def _is_megatron_fsdp(names: Collection[str]) -> bool:
+    """Whether the names of an index are those of Megatron FSDP's format."""
+    return "args" in names and any(name.startswith("model.module.") for name in names)
+
+
+def _rename_fsdp_to_torch_dist(tensors: Mapping[str, TorchDistIndexEntry]) -> dict[str, TorchDistIndexEntry]:
+    """Return the entries under the names of torch_dist: weights by their own, moments as
+    `optimizer.state.<slot>.<parameter>`.
+    """
+    renamed: dict[str, TorchDistIndexEntry] = {}
+    for key, stored in tensors.items():
+        moment, weight = _MOMENT.match(key), _WEIGHT.match(key)
+        if moment:
+            renamed[f"optimizer.state.{moment[2]}.{moment[1]}"] = stored
+        elif weight:
+            renamed[weight[1]] = stored
+    return _stack_expert_entries(_join_gated_half_entries(renamed))
+
+
+def _join_gated_half_entries(entries: Mapping[str, TorchDistIndexEntry]) -> dict[str, TorchDistIndexEntry]:
+    """Join the halves (_w, _v) of each gated matrix along dimension 0."""
+    joined = {}
+    for key, stored in entries.items():
+        half = _HALF.match(key)
+        if not half:
+            joined[key] = stored
+        elif half[2] == "w" and f"{half[1]}_v" in entries:
+            below = entries[f"{half[1]}_v"]
+            rows, shift = stored.shape[0], (stored.shape[0], *(0,) * (len(stored.shape) - 1))
+            chunks = (*stored.chunks, *(replace(chunk, box=chunk.box.shifted(shift)) for chunk in below.chunks))
+            joined[half[1]] = TorchDistIndexEntry(
+                half[1], (rows + below.shape[0], *stored.shape[1:]), stored.dtype, chunks
+            )
+    return joined
+
+
+def _stack_expert_entries(entries: Mapping[str, TorchDistIndexEntry]) -> dict[str, TorchDistIndexEntry]:
+    """Stack single experts to one entry with a leading axis."""
+    tensors, stacks = {}, dict[str, dict[int, TorchDistIndexEntry]]()
+    for key, stored in entries.items():
+        if one := split_expert_name(key):
+            stacks.setdefault(one[0], {})[one[1]] = stored
+        else:
+            tensors[key] = stored
+    for key, experts in stacks.items():
+        first = next(iter(experts.values()))
+        chunks = tuple(
+            _shift_chunk_to_expert(chunk, expert) for expert, stored in experts.items() for chunk in stored.chunks
+        )
+        tensors[key] = TorchDistIndexEntry(key, (len(experts), *first.shape), first.dtype, chunks)
+    return tensors
+
+
+def _shift_chunk_to_expert(chunk: Any, expert: int) -> StoredChunk:
+    return replace(chunk, box=Box((expert, *chunk.box.offset), (1, *chunk.box.shape)))
