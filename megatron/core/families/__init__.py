@@ -1,6 +1,6 @@
 """Published weights: settings and names, no ranks.
 
-parameter_mapping.py  Op, Row, Family: rows that run both ways, and the check that they lose nothing
+parameter_mapping.py  Family, and mappings of parameters that run both ways
 config_json.py        the keys of a config.json
 gpt2.py               GPT-2
 llama.py              Llama 2 and 3, SmolLM2, Mistral

@@ -8,7 +8,7 @@ Merged          a network's source whose weights are W + scale B A, and with len
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -229,8 +229,3 @@ class MergedAdapterSource:
             if pair.lengths is not None:
                 own *= (pair.lengths.to(wide) / own.norm(dim=-1))[..., None]
         return weight.to(format.dtype)
-
-
-def config_without_adapters(model: ModelConfig) -> ModelConfig:
-    """Return the config of the network without its adapters."""
-    return replace(model, adapter=AdapterConfig())

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.config_json import ErrorCollectingConfigReader
+from megatron.core.families.config_json import ErrorCollectingConfigReader, PlainKeys, read_plain_keys, write_plain_keys
 from megatron.core.families.llama import NO_BIAS, attention_mappings, mlp_mappings, read_llama_keys, write_llama_keys
 from megatron.core.families.nemotron_h import mamba_mappings, mamba_time_step_limit_value, read_mamba_time_step_limits
 from megatron.core.families.parameter_mapping import (
@@ -36,6 +36,7 @@ _FACTORS = (
     "ssm_out_multiplier",
 )
 _FACTOR_LISTS = ("ssm_multipliers", "mlp_multipliers")
+_MAMBA_KEYS: PlainKeys = {"mamba_n_groups": ("mamba_num_groups", 1), "mamba_d_state": ("mamba_state_dim", 256)}
 _PINNED = (*NO_BIAS, ("mlp_bias", False), ("mamba_d_conv", 4), ("mamba_conv_bias", True), ("mamba_proj_bias", False))
 _NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "pre_ff_layernorm"}
 _SHARE = 0.5  # of a head that is rotated, where a config does not say
@@ -50,8 +51,7 @@ def _read_mamba_keys(keys: ErrorCollectingConfigReader, inner: int) -> dict[str,
     return {
         "mamba_num_heads": heads,
         "mamba_head_dim": inner // heads or 1,
-        "mamba_num_groups": keys.positive_int("mamba_n_groups", 1),
-        "mamba_state_dim": keys.positive_int("mamba_d_state", 256),
+        **read_plain_keys(keys, _MAMBA_KEYS),
         "mamba_time_step_limit": read_mamba_time_step_limits(keys),
     }
 
@@ -95,8 +95,7 @@ def _mamba_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str,
     return {
         "mamba_n_heads": hybrid.mamba_num_heads,
         "mamba_d_head": like.get("mamba_d_head") if like.get("mamba_d_head") == "auto" else hybrid.mamba_head_dim,
-        "mamba_n_groups": hybrid.mamba_num_groups,
-        "mamba_d_state": hybrid.mamba_state_dim,
+        **write_plain_keys(model, _MAMBA_KEYS),
         **({"time_step_limit": mamba_time_step_limit_value(model)} if limited else {}),
     }
 

@@ -16,7 +16,15 @@ from functools import partial
 from typing import Any
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.config_json import TANH_GELU, ErrorCollectingConfigReader, architectures_of, preserved_keys
+from megatron.core.families.config_json import (
+    TANH_GELU,
+    ErrorCollectingConfigReader,
+    PlainKeys,
+    architectures_of,
+    preserved_keys,
+    read_plain_keys,
+    write_plain_keys,
+)
 from megatron.core.families.parameter_mapping import (
     BIASED,
     Family,
@@ -47,12 +55,27 @@ _BEFORE = {"norm_after_residual": False, "embedding_layernorm": False}
 _WORDS, _POOLER, _PAIRS = ("lm_head.", "output_layer."), "pooler.", "binary_head."
 
 
+_KEYS: PlainKeys = {
+    "vocab_size": ("true_vocab_size", None),
+    "hidden_size": ("hidden_size", None),
+    "num_hidden_layers": ("num_layers", None),
+    "num_attention_heads": ("num_attention_heads", None),
+    "intermediate_size": ("ffn_hidden_size", None),
+    "max_position_embeddings": ("max_position_embeddings", None),
+    "layer_norm_eps": ("norm_epsilon", 1e-12),
+    "initializer_range": ("init_method_std", 0.02),
+    "hidden_dropout_prob": ("hidden_dropout", 0.1),
+    "attention_probs_dropout_prob": ("attention_dropout", 0.1),
+}
+
+
 def _read_bert_config(keys: ErrorCollectingConfigReader, *, norms: Mapping[str, bool], pairs: str) -> dict[str, Any]:
     """Read our settings from the keys of a config.json; what cannot be expressed is noted in `keys.problems`.
 
     norms: settings of the places of the norms. pairs: name of the class that always has the head for pairs of texts.
     """
-    hidden, heads = keys.positive_int("hidden_size"), keys.positive_int("num_attention_heads")
+    settings = read_plain_keys(keys, _KEYS)
+    hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
     if hidden % heads:
         keys.problems.append(f"hidden_size: {hidden} is not a multiple of num_attention_heads, {heads}")
     if keys.config.get("is_decoder"):
@@ -60,46 +83,25 @@ def _read_bert_config(keys: ErrorCollectingConfigReader, *, norms: Mapping[str, 
     activation = keys.one_of("hidden_act", ("gelu", *TANH_GELU), "gelu")
     keys.one_of("position_embedding_type", ("absolute",), "absolute")
     return {
+        **settings,
         "architecture": "bert",
-        "num_layers": keys.positive_int("num_hidden_layers"),
-        "hidden_size": hidden,
-        "ffn_hidden_size": keys.positive_int("intermediate_size"),
-        "num_attention_heads": heads,
         "kv_channels": hidden // heads,
-        "max_position_embeddings": keys.positive_int("max_position_embeddings"),
-        "true_vocab_size": keys.positive_int("vocab_size"),
         "position_embedding_type": "learned_absolute",
         "normalization": "LayerNorm",
-        "norm_epsilon": keys.non_negative_float("layer_norm_eps", 1e-12),
         **norms,
         "add_bias_linear": True,
         "openai_gelu": activation in TANH_GELU,
         "untie_embeddings_and_output_weights": False,
         "bert_binary_head": pairs in architectures_of(keys.config),
-        "init_method_std": keys.non_negative_float("initializer_range", 0.02),
-        "hidden_dropout": keys.non_negative_float("hidden_dropout_prob", 0.1),
-        "attention_dropout": keys.non_negative_float("attention_probs_dropout_prob", 0.1),
     }
 
 
-def write_bert_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of config.json that describe a network. like: an earlier config.json of it, whose spellings are
-    kept.
-    """
+def _write_bert_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     activation = like.get("hidden_act", "gelu_new")
     return {
         **preserved_keys(like, "position_embedding_type", "add_cross_attention"),
-        "vocab_size": model.true_vocab_size,
-        "hidden_size": model.hidden_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_attention_heads,
-        "intermediate_size": model.ffn_hidden_size,
-        "max_position_embeddings": model.max_position_embeddings,
+        **write_plain_keys(model, _KEYS),
         "hidden_act": (activation if activation in TANH_GELU else "gelu_new") if model.openai_gelu else "gelu",
-        "layer_norm_eps": model.norm_epsilon,
-        "initializer_range": model.init_method_std,
-        "hidden_dropout_prob": model.hidden_dropout,
-        "attention_probs_dropout_prob": model.attention_dropout,
     }
 
 
@@ -163,21 +165,21 @@ _COPIES = (
     ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
     ("cls.predictions.decoder.bias", "cls.predictions.bias"),
 )
-_RENAMED = ((".gamma", ".weight"), (".beta", ".bias"))
+_RESPELLED = ((r"\.gamma$", ".weight"), (r"\.beta$", ".bias"))
 
 BERT = Family(
     "bert",
     "BertForPreTraining",
     "bert",
     partial(_read_bert_config, norms=_AFTER, pairs="BertForPreTraining"),
-    write_bert_config,
+    _write_bert_config,
     parameter_mappings,
     silent=_SAYS_NOTHING,
     pinned=(("type_vocab_size", 2), ("tie_word_embeddings", True)),
     base="bert.",
     skipped=_SKIPPED,
     copies=_COPIES,
-    renamed=_RENAMED,
+    respelled=_RESPELLED,
     variants=_bert_model_classes("Bert"),
     seen=_binary_head_from_tensor_names,
 )

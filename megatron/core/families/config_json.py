@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from megatron.core.config.flags import config_to_values
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig, PositionConfig
 
@@ -34,6 +35,10 @@ IGNORED = frozenset(
 # Keys that say how experts are balanced while they are trained.
 BALANCE = ("aux_loss_alpha", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "seq_aux")
 TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # one formula by three names
+
+
+# Key of config.json -> our setting that it holds as it is, and its value where it is left out (None: it must be there).
+PlainKeys = Mapping[str, tuple[str, int | float | bool | None]]
 
 
 class ErrorCollectingConfigReader:
@@ -116,6 +121,18 @@ class ErrorCollectingConfigReader:
     def _pop_or_default(self, name: str, default: Any) -> Any:
         value = self._left.pop(name, None)
         return default if value is None else value
+
+
+def read_plain_keys(keys: ErrorCollectingConfigReader, table: PlainKeys) -> dict[str, Any]:
+    """Read the settings of a table: flags, numbers from 0 on and positive integers, by the type of their default."""
+    takes: dict[type, Callable[[str, Any], Any]] = {bool: keys.boolean, float: keys.non_negative_float}
+    return {setting: takes.get(type(usual), keys.positive_int)(key, usual) for key, (setting, usual) in table.items()}
+
+
+def write_plain_keys(model: ModelConfig, table: PlainKeys) -> dict[str, Any]:
+    """Return the keys of a table for a config.json."""
+    values = config_to_values(model)
+    return {key: values[setting] for key, (setting, _) in table.items()}
 
 
 def architectures_of(config: Mapping[str, Any]) -> list[str]:

@@ -15,7 +15,14 @@ from typing import Any
 
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.config_json import BALANCE, ErrorCollectingConfigReader, format_layer_freq
+from megatron.core.families.config_json import (
+    BALANCE,
+    ErrorCollectingConfigReader,
+    PlainKeys,
+    format_layer_freq,
+    read_plain_keys,
+    write_plain_keys,
+)
 from megatron.core.families.llama import (
     NO_BIAS,
     decoder_layer_mappings,
@@ -48,6 +55,14 @@ _SAYS_NOTHING = (
     "mlp_bias",
     "rope_interleave",
 )
+_KEYS: PlainKeys = {
+    "kv_lora_rank": ("kv_lora_rank", None),
+    "qk_nope_head_dim": ("qk_head_dim", None),
+    "qk_rope_head_dim": ("qk_pos_emb_head_dim", None),
+    "v_head_dim": ("v_head_dim", None),
+    "n_routed_experts": ("num_experts", None),
+    "num_experts_per_tok": ("moe_router_topk", None),
+}
 _EPSILON = 1e-6  # of the norms of latent vectors, whatever the others have
 
 
@@ -80,19 +95,18 @@ def _read_deepseek_keys(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
         "multi_latent_attention": True,
         "qk_layernorm": True,
         "q_lora_rank": keys.positive_int_or_none("q_lora_rank"),
-        "kv_lora_rank": keys.positive_int("kv_lora_rank"),
-        "qk_head_dim": keys.positive_int("qk_nope_head_dim"),
-        "qk_pos_emb_head_dim": keys.positive_int("qk_rope_head_dim"),
-        "v_head_dim": keys.positive_int("v_head_dim"),
-        "num_experts": keys.positive_int("n_routed_experts"),
-        "moe_router_topk": keys.positive_int("num_experts_per_tok"),
+        **read_plain_keys(keys, _KEYS),
         "moe_ffn_hidden_size": width,
         "moe_shared_expert_intermediate_size": width * keys.positive_int("n_shared_experts"),
         "moe_layer_freq": format_layer_freq([place >= dense for place in range(layers)]) if dense else "1",
-        "moe_router_topk_scaling_factor": None
-        if (factor := keys.non_negative_float("routed_scaling_factor", 1.0)) == 1.0
-        else factor,
+        **read_scaling_factor(keys),
     }
+
+
+def read_scaling_factor(keys: ErrorCollectingConfigReader) -> dict[str, float | None]:
+    """Read the factor of what the experts return; 1 is none."""
+    factor = keys.non_negative_float("routed_scaling_factor", 1.0)
+    return {"moe_router_topk_scaling_factor": None if factor == 1.0 else factor}
 
 
 def read_group_limited_routing_keys(keys: ErrorCollectingConfigReader, score: str, *, used: bool) -> dict[str, Any]:
@@ -105,25 +119,42 @@ def read_group_limited_routing_keys(keys: ErrorCollectingConfigReader, score: st
     return settings if used and groups > 1 else {}
 
 
-def _deepseek_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of config.json that V2 and V3 have in common."""
-    mla, moe = model.mla, model.moe
-    width = moe.moe_ffn_hidden_size or 1
+def check_sigmoid_routing(keys: ErrorCollectingConfigReader, settings: Mapping[str, Any]) -> None:
+    """Note what of a routing by normalized sigmoids has no counterpart here."""
+    used, groups = settings["moe_router_topk"], settings.get("moe_router_group_topk")
+    if groups and used // groups != 2:
+        keys.problems.append(
+            f"topk_group: {groups} of num_experts_per_tok: {used}; here a group's score is the sum of its best "
+            f"{used // groups}, there of its best 2"
+        )
+    if used == 1:
+        keys.problems.append(
+            "num_experts_per_tok: 1 with norm_topk_prob: True weighs every expert alike; 2 or more have a counterpart"
+        )
+
+
+def write_routing_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json for the factor of the experts and the groups that routing is limited to."""
+    moe = model.moe
     return {
-        **write_llama_keys(model, like),
-        "q_lora_rank": mla.q_lora_rank,
-        "kv_lora_rank": mla.kv_lora_rank,
-        "qk_nope_head_dim": mla.qk_head_dim,
-        "qk_rope_head_dim": mla.qk_pos_emb_head_dim,
-        "v_head_dim": mla.v_head_dim,
-        "n_routed_experts": moe.num_experts,
-        "num_experts_per_tok": moe.moe_router_topk,
-        "moe_intermediate_size": width,
-        "n_shared_experts": (moe.moe_shared_expert_intermediate_size or 0) // width,
-        "first_k_dense_replace": sum(plan.mlp == "dense" for plan in network_layer_plans(model)),
         "routed_scaling_factor": moe.moe_router_topk_scaling_factor or 1.0,
         "n_group": moe.moe_router_num_groups or like.get("n_group", 1),
         "topk_group": moe.moe_router_group_topk or like.get("topk_group", 1),
+    }
+
+
+def _deepseek_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json that V2 and V3 have in common."""
+    moe = model.moe
+    width = moe.moe_ffn_hidden_size or 1
+    return {
+        **write_llama_keys(model, like),
+        "q_lora_rank": model.mla.q_lora_rank,
+        **write_plain_keys(model, _KEYS),
+        "moe_intermediate_size": width,
+        "n_shared_experts": (moe.moe_shared_expert_intermediate_size or 0) // width,
+        "first_k_dense_replace": sum(plan.mlp == "dense" for plan in network_layer_plans(model)),
+        **write_routing_keys(model, like),
     }
 
 
@@ -146,16 +177,7 @@ def _read_v3_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     keys.one_of("topk_method", ("noaux_tc",), "noaux_tc")
     keys.one_of("scoring_func", ("sigmoid",), "sigmoid")
     settings = {**_read_deepseek_keys(keys), **read_group_limited_routing_keys(keys, "sum", used=True)}
-    used, groups = settings["moe_router_topk"], settings.get("moe_router_group_topk")
-    if groups and used // groups != 2:
-        keys.problems.append(
-            f"topk_group: {groups} of num_experts_per_tok: {used}; here a group's score is the sum of its best "
-            f"{used // groups}, there of its best 2"
-        )
-    if used == 1:
-        keys.problems.append(
-            "num_experts_per_tok: 1 with norm_topk_prob: True weighs every expert alike; 2 or more have a counterpart"
-        )
+    check_sigmoid_routing(keys, settings)
     return {**settings, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 
 

@@ -7,6 +7,7 @@ scaled by a number of its own, which the largest of them takes from the width in
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from megatron.core.config.settings.model import ModelConfig
@@ -17,16 +18,8 @@ from megatron.core.families.config_json import (
     sliding_window_to_settings,
     window_and_layers_of_model,
 )
-from megatron.core.families.llama import (
-    NO_BIAS,
-    attention_mappings,
-    decoder_mappings,
-    mlp_mappings,
-    parameter_mappings,
-    read_llama_keys,
-    write_llama_keys,
-)
-from megatron.core.families.parameter_mapping import Family, ParameterMapping
+from megatron.core.families.llama import NO_BIAS, parameter_mappings, read_llama_keys, write_llama_keys
+from megatron.core.families.parameter_mapping import Family
 from megatron.core.families.qwen import read_windowed_layers
 
 _HEAD_SIZE = 256  # of a config.json that does not say
@@ -113,11 +106,6 @@ def _write_gemma2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[st
     }
 
 
-def _gemma2_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
-    """Return the mappings of all parameters of Gemma 2, in the order of transformers."""
-    return decoder_mappings(model, attention_mappings, {"dense": mlp_mappings}, _NORMS)
-
-
 GEMMA = Family(
     "gemma", "GemmaForCausalLM", "gemma", _read_gemma_keys, _write_gemma_config, parameter_mappings, pinned=NO_BIAS
 )
@@ -127,7 +115,7 @@ GEMMA2 = Family(
     "gemma2",
     _read_gemma2_config,
     _write_gemma2_config,
-    _gemma2_mappings,
+    partial(parameter_mappings, norms=_NORMS),
     silent=_SAYS_NOTHING,
     pinned=NO_BIAS,
 )

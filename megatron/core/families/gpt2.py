@@ -11,7 +11,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.config_json import TANH_GELU, ErrorCollectingConfigReader, preserved_keys
+from megatron.core.families.config_json import (
+    TANH_GELU,
+    ErrorCollectingConfigReader,
+    PlainKeys,
+    preserved_keys,
+    read_plain_keys,
+    write_plain_keys,
+)
 from megatron.core.families.parameter_mapping import (
     BIASED,
     Family,
@@ -22,10 +29,22 @@ from megatron.core.families.parameter_mapping import (
     transpose,
 )
 
+_KEYS: PlainKeys = {
+    "vocab_size": ("true_vocab_size", None),
+    "n_positions": ("max_position_embeddings", None),
+    "n_embd": ("hidden_size", None),
+    "n_layer": ("num_layers", None),
+    "n_head": ("num_attention_heads", None),
+    "layer_norm_epsilon": ("norm_epsilon", 1e-5),
+    "initializer_range": ("init_method_std", 0.02),
+    "resid_pdrop": ("hidden_dropout", 0.1),
+    "attn_pdrop": ("attention_dropout", 0.1),
+}
 
-def read_gpt2_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
-    """Read our settings from the keys of a config.json; what cannot be expressed is noted in `keys.problems`."""
-    hidden, heads = keys.positive_int("n_embd"), keys.positive_int("n_head")
+
+def _read_gpt2_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+    settings = read_plain_keys(keys, _KEYS)
+    hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
     if hidden % heads:
         keys.problems.append(f"n_embd: {hidden} is not a multiple of n_head, {heads}")
     activation = keys.one_of("activation_function", (*TANH_GELU, "gelu"), "gelu_new")
@@ -33,32 +52,20 @@ def read_gpt2_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     keys.one_of("scale_attn_weights", (True,), True)
     keys.one_of("scale_attn_by_inverse_layer_idx", (False,), False)
     keys.one_of("add_cross_attention", (False,), False)
-    dropout = keys.non_negative_float("resid_pdrop", 0.1)
-    keys.non_negative_float("embd_pdrop", dropout)  # ours has one share for both
+    keys.non_negative_float("embd_pdrop", settings["hidden_dropout"])  # ours has one share for both
     return {
-        "num_layers": keys.positive_int("n_layer"),
-        "hidden_size": hidden,
+        **settings,
         "ffn_hidden_size": inner,
-        "num_attention_heads": heads,
         "kv_channels": hidden // heads,
-        "max_position_embeddings": keys.positive_int("n_positions"),
-        "true_vocab_size": keys.positive_int("vocab_size"),
         "position_embedding_type": "learned_absolute",
         "normalization": "LayerNorm",
-        "norm_epsilon": keys.non_negative_float("layer_norm_epsilon", 1e-5),
         "add_bias_linear": True,
         "openai_gelu": activation in TANH_GELU,
         "untie_embeddings_and_output_weights": not keys.boolean("tie_word_embeddings", True),
-        "init_method_std": keys.non_negative_float("initializer_range", 0.02),
-        "hidden_dropout": dropout,
-        "attention_dropout": keys.non_negative_float("attn_pdrop", 0.1),
     }
 
 
-def write_gpt2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of config.json that describe a network. like: an earlier config.json of it, whose spellings are
-    kept.
-    """
+def _write_gpt2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     activation = like.get("activation_function", "gelu_new")
     tanh = activation if activation in TANH_GELU else "gelu_new"
     inner = model.ffn_hidden_size
@@ -66,18 +73,10 @@ def write_gpt2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, 
         **preserved_keys(
             like, "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "embd_pdrop"
         ),
-        "vocab_size": model.true_vocab_size,
-        "n_positions": model.max_position_embeddings,
-        "n_embd": model.hidden_size,
-        "n_layer": model.num_layers,
-        "n_head": model.num_attention_heads,
+        **write_plain_keys(model, _KEYS),
         "n_inner": None if inner == 4 * model.hidden_size and not like.get("n_inner") else inner,
         "activation_function": tanh if model.openai_gelu else "gelu",
-        "layer_norm_epsilon": model.norm_epsilon,
-        "initializer_range": model.init_method_std,
-        "resid_pdrop": model.hidden_dropout,
         "embd_pdrop": like.get("embd_pdrop", model.hidden_dropout),
-        "attn_pdrop": model.attention_dropout,
         "tie_word_embeddings": model.ties_embeddings,
     }
 
@@ -109,8 +108,8 @@ GPT2 = Family(
     "gpt2",
     "GPT2LMHeadModel",
     "gpt2",
-    read_gpt2_config,
-    write_gpt2_config,
+    _read_gpt2_config,
+    _write_gpt2_config,
     parameter_mappings,
     base="transformer.",
     skipped=re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"),  # causal masks, kept as buffers once

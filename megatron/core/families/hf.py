@@ -26,7 +26,6 @@ from torch import Tensor
 from megatron.core.config.flags import flag_fields
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-from megatron.core.dist_checkpointing.files import DISK, read_file
 from megatron.core.dist_checkpointing.source import ShapeAndDtype
 from megatron.core.families.config_json import architectures_of
 from megatron.core.families.dequantize import (
@@ -38,7 +37,7 @@ from megatron.core.families.megatron.pickles import read_torch_file
 from megatron.core.families.parameter_mapping import Family, HFModelClass, ParameterMapping, hf_shapes
 from megatron.core.families.registry import family_of_config, model_config_from_settings
 from megatron.core.families.tensor_file import read_safetensors_header
-from megatron.core.families.tokenizer_files import tokenizer_settings_of_folder
+from megatron.core.families.tokenizer_files import read_json_or_empty, tokenizer_settings_of_folder
 from megatron.core.models.describe import global_parameter_shapes, num_stored_mtp_layers
 from megatron.core.models.parameter_names import VOCABULARY
 from megatron.core.parallel.boxes import Box
@@ -107,22 +106,13 @@ class HFCheckpoint:
 
 def is_hf_checkpoint(path: str | Path) -> bool:
     """Whether a folder holds the config.json of a published model (that of our own checkpoints has other keys)."""
-    config = _read_config_or_empty(path)
+    config = read_json_or_empty(Path(path) / CONFIG_FILE)
     return "architectures" in config or "model_type" in config
 
 
 def hf_model_name_or_path(path: str | Path) -> str:
     """Return _name_or_path of a folder's config.json, the model's name or path; empty if there is none."""
-    return str(_read_config_or_empty(path).get("_name_or_path") or "")
-
-
-def _read_config_or_empty(path: str | Path) -> Mapping[str, Any]:
-    """Return the config.json of a folder; {} if it cannot be read."""
-    try:
-        config = json.loads(read_file(DISK, Path(path) / CONFIG_FILE))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return config if isinstance(config, dict) else {}
+    return str(read_json_or_empty(Path(path) / CONFIG_FILE).get("_name_or_path") or "")
 
 
 def open_hf_folder(path: str | Path, given: Mapping[str, Any] | None = None) -> HFCheckpoint:
@@ -259,13 +249,11 @@ def _normalize_tensor_names(
     """Return the tensors under the names that mappings use: with the family's prefix, and older spellings replaced."""
     if not any(name.startswith(family.base) for name in files):  # saved without its head
         files = {name if name.startswith(_HEADS) else f"{family.base}{name}": stored for name, stored in files.items()}
-    for pattern, replacement in family.respelled:
-        files = {re.sub(pattern, replacement, name): stored for name, stored in files.items()}
     renamed = dict(files)
-    for name, stored in files.items():
-        for old, new in family.renamed:
-            now = f"{name.removesuffix(old)}{new}"
-            if name.endswith(old) and now not in renamed:
+    for pattern, replacement in family.respelled:
+        for name in list(renamed):
+            now = re.sub(pattern, replacement, name)
+            if now not in renamed:
                 renamed[now] = renamed.pop(name)
     return renamed
 
@@ -399,3 +387,8 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is damaged: it holds a {type(content).__name__}, not an object")
     return content
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write an object as a file of indented JSON with sorted keys."""
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,9 +16,10 @@ import torch
 
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.core.dist_checkpointing.files import DISK
 from megatron.core.dist_checkpointing.source import CheckpointSource, ShapeAndDtype
 from megatron.core.families.config_json import architectures_of
-from megatron.core.families.hf import CONFIG_FILE, DTYPE_WORDS, PUBLISHED, WEIGHTS_FILE, read_json
+from megatron.core.families.hf import CONFIG_FILE, DTYPE_WORDS, PUBLISHED, WEIGHTS_FILE, read_json, write_json
 from megatron.core.families.parameter_mapping import Family, HFModelClass, ParameterMapping, hf_shapes
 from megatron.core.families.registry import family_of_config, fitting_family, model_config_from_settings
 from megatron.core.families.tensor_file import SafetensorsEntry, preallocate_safetensors_file, write_safetensors_tensor
@@ -80,12 +79,13 @@ def export_hf_folder(
         shutil.rmtree(made, ignore_errors=True)
         made.mkdir(parents=True)
         _write_weights(made, rows, formats, source, shard_bytes, chosen.constants(model))
-        _write_json(made / CONFIG_FILE, config)
+        write_json(made / CONFIG_FILE, config)
         _write_generation_config(made, config)
         _copy_tokenizer_files(like, made)
-        _fsync_folder_and_files(made)
-        os.rename(made, folder)
-        _fsync_folder_and_files(folder.parent, only=True)
+        for path in (*made.iterdir(), made):
+            DISK.sync_folder(path)
+        DISK.rename(made, folder)
+        DISK.sync_folder(folder.parent)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error}") from None
     finally:
@@ -175,7 +175,7 @@ def _split_into_files(formats: Mapping[str, ShapeAndDtype], limit: int) -> dict[
     open_file: list[str] = []
     size = 0
     for name, one in formats.items():
-        length = whole_box(one.shape).num_elements * one.dtype.itemsize
+        length = one.num_bytes
         if length > limit:
             files.append([name])
             continue
@@ -213,7 +213,7 @@ def _write_weights(
     for name, (shape, value) in constants.items():
         write_safetensors_tensor(places[name], torch.full(shape, value, dtype=formats[name].dtype))
     if len(files) > 1:
-        _write_json(folder / f"{WEIGHTS_FILE}.index.json", _make_weight_index(files, formats))
+        write_json(folder / f"{WEIGHTS_FILE}.index.json", _make_weight_index(files, formats))
 
 
 def _write_converted_parameter(
@@ -235,10 +235,9 @@ def _write_converted_parameter(
 
 def _make_weight_index(files: Mapping[str, list[str]], formats: Mapping[str, ShapeAndDtype]) -> dict[str, Any]:
     """Return the content of the index: file of each tensor, numbers of parameters and bytes."""
-    elements = {name: whole_box(one.shape).num_elements for name, one in formats.items()}
-    size = sum(elements[name] * one.dtype.itemsize for name, one in formats.items())
+    parameters, size = (sum(getattr(one, name) for one in formats.values()) for name in ("num_elements", "num_bytes"))
     return {
-        "metadata": {"total_parameters": sum(elements.values()), "total_size": size},
+        "metadata": {"total_parameters": parameters, "total_size": size},
         "weight_map": {name: file for file, names in files.items() for name in names},
     }
 
@@ -251,7 +250,7 @@ def _write_generation_config(folder: Path, config: Mapping[str, Any]) -> None:
         if name in config
     }
     if generation.get("eos_token_id") is not None:
-        _write_json(folder / "generation_config.json", generation)
+        write_json(folder / "generation_config.json", generation)
 
 
 def _copy_tokenizer_files(like: str | Path | None, folder: Path) -> None:
@@ -260,17 +259,3 @@ def _copy_tokenizer_files(like: str | Path | None, folder: Path) -> None:
         for name in _CARRIED:
             if (Path(like) / name).is_file():
                 shutil.copyfile(Path(like) / name, folder / name)
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _fsync_folder_and_files(folder: Path, *, only: bool = False) -> None:
-    """Flush a folder to disk, and unless `only`, the files in it."""
-    for path in [folder] if only else [*folder.iterdir(), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -13,11 +13,14 @@ from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.config_json import (
     ErrorCollectingConfigReader,
+    PlainKeys,
+    read_plain_keys,
     read_rope_keys,
     rope_config_keys,
     settings_from_head_counts,
     sliding_window_to_settings,
     window_and_layers_of_model,
+    write_plain_keys,
 )
 from megatron.core.families.parameter_mapping import (
     BIASED,
@@ -37,37 +40,40 @@ _MOST_LAYERS = 10_000
 NO_BIAS = (("attention_bias", False),)
 
 
+_KEYS: PlainKeys = {
+    "vocab_size": ("true_vocab_size", None),
+    "hidden_size": ("hidden_size", None),
+    "intermediate_size": ("ffn_hidden_size", None),
+    "num_hidden_layers": ("num_layers", None),
+    "num_attention_heads": ("num_attention_heads", None),
+    "max_position_embeddings": ("max_position_embeddings", None),
+    "initializer_range": ("init_method_std", 0.02),
+    "rms_norm_eps": ("norm_epsilon", 1e-6),
+    "attention_dropout": ("attention_dropout", 0.0),
+}
+
+
 def read_llama_keys(
     keys: ErrorCollectingConfigReader, *, tied: bool = False, base: float = 10000.0, latent: bool = False
 ) -> dict[str, Any]:
     """Read the settings that all Llama-like networks have. tied, base: defaults if the config does not say;
     latent: see `read_rope_keys`.
     """
-    hidden, heads, layers = (
-        keys.positive_int("hidden_size"),
-        keys.positive_int("num_attention_heads"),
-        keys.positive_int("num_hidden_layers"),
-    )
+    settings = read_plain_keys(keys, _KEYS)
+    hidden, heads, layers = (settings[name] for name in ("hidden_size", "num_attention_heads", "num_layers"))
     keys.one_of("hidden_act", ("silu",), "silu")
     if layers > _MOST_LAYERS:  # which some kinds count one by one
         keys.problems.append(f"num_hidden_layers: {layers} are more than any network has")
-        layers = 1
+        settings["num_layers"] = 1
     return {
-        "num_layers": layers,
-        "hidden_size": hidden,
-        "ffn_hidden_size": keys.positive_int("intermediate_size"),
+        **settings,
         **settings_from_head_counts(heads, keys.positive_int("num_key_value_heads", heads)),
         "kv_channels": keys.positive_int("head_dim", hidden // heads or 1),
-        "max_position_embeddings": keys.positive_int("max_position_embeddings"),
-        "true_vocab_size": keys.positive_int("vocab_size"),
         "untie_embeddings_and_output_weights": not keys.boolean("tie_word_embeddings", tied),
         "normalization": "RMSNorm",
-        "norm_epsilon": keys.non_negative_float("rms_norm_eps", 1e-6),
         "swiglu": True,
         "add_bias_linear": False,
-        "init_method_std": keys.non_negative_float("initializer_range", 0.02),
         "hidden_dropout": 0.0,
-        "attention_dropout": keys.non_negative_float("attention_dropout", 0.0),
         **read_rope_keys(keys, base=base, latent=latent),
     }
 
@@ -75,18 +81,10 @@ def read_llama_keys(
 def write_llama_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of config.json that all Llama-like networks have. like: an earlier config.json."""
     return {
-        "vocab_size": model.true_vocab_size,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_hidden_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_attention_heads,
+        **write_plain_keys(model, _KEYS),
         "num_key_value_heads": model.num_query_groups,
         "hidden_act": "silu",
-        "max_position_embeddings": model.max_position_embeddings,
-        "initializer_range": model.init_method_std,
-        "rms_norm_eps": model.norm_epsilon,
         "tie_word_embeddings": model.ties_embeddings,
-        "attention_dropout": model.attention_dropout,
         **rope_config_keys(model, like),
     }
 
@@ -158,9 +156,9 @@ def _linear_parameter_names(bias: bool) -> tuple[str, ...]:
     return BIASED if bias else ("weight",)
 
 
-def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
-    """Return the mappings of all parameters of a network whose layers are all alike."""
-    return decoder_mappings(model, attention_mappings, {"dense": mlp_mappings})
+def parameter_mappings(model: ModelConfig, norms: Mapping[str, str] = NORMS) -> tuple[ParameterMapping, ...]:
+    """Return the mappings of all parameters of a network whose layers are all alike. norms: see `decoder_mappings`."""
+    return decoder_mappings(model, attention_mappings, {"dense": mlp_mappings}, norms)
 
 
 def _read_llama_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:

@@ -114,14 +114,6 @@ def _write_llava_keys(vision: VisionConfig) -> dict[str, Any]:
     }
 
 
-def _add_language_model_prefix(name: str, base: str) -> str:
-    return f"language_model.{name}"
-
-
-def _prefix_text_model(name: str, base: str) -> str:
-    return f"model.text_model.{name.removeprefix(base)}" if name.startswith(base) else name
-
-
 _MLP = {"encoder.linear_fc1": "linear_1", "encoder.linear_fc2": "linear_2"}
 _PROJECTOR = "multi_modal_projector."
 _LLAVA = VLMCheckpointFormat(
@@ -133,7 +125,7 @@ _LLAVA = VLMCheckpointFormat(
     layer=-2,
     tower="vision_tower.",
     projector={ours: f"{_PROJECTOR}{theirs}" for ours, theirs in _MLP.items()},
-    language=_add_language_model_prefix,
+    language=lambda name, base: f"language_model.{name}",
     reads=_read_llava_keys,
     writes=lambda vision: {**_write_llava_keys(vision), "multimodal_projector_bias": vision.vision_projection_bias},
     head=("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),
@@ -148,7 +140,7 @@ _SMOLVLM = VLMCheckpointFormat(
     layer=None,
     tower="model.vision_model.",
     projector={"encoder.linear": "model.connector.modality_projection.proj"},
-    language=_prefix_text_model,
+    language=lambda name, base: f"model.text_model.{name.removeprefix(base)}" if name.startswith(base) else name,
     reads=_read_smolvlm_keys,
     writes=lambda vision: {"scale_factor": vision.pixel_shuffle_factor},
     head=("lm_head.weight", "model.text_model.embed_tokens.weight"),

@@ -10,7 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.config_json import BALANCE, ErrorCollectingConfigReader
+from megatron.core.families.config_json import (
+    BALANCE,
+    ErrorCollectingConfigReader,
+    PlainKeys,
+    read_plain_keys,
+    write_plain_keys,
+)
 from megatron.core.families.llama import (
     attention_mappings,
     decoder_mappings,
@@ -53,30 +59,27 @@ def expert_mappings(
     ]
 
 
-def read_mixtral_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
-    """Read our settings from the keys of a config.json; what cannot be expressed is noted in `keys.problems`."""
+_KEYS: PlainKeys = {"num_local_experts": ("num_experts", 8), "num_experts_per_tok": ("moe_router_topk", 2)}
+
+
+def _read_mixtral_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     settings = read_llama_keys(keys, base=1e6)
     return {
         **settings,
         **read_sliding_window_settings(keys, settings),
-        "num_experts": keys.positive_int("num_local_experts", 8),
         "moe_ffn_hidden_size": settings["ffn_hidden_size"],
-        "moe_router_topk": keys.positive_int("num_experts_per_tok", 2),
+        **read_plain_keys(keys, _KEYS),
     }
 
 
-def write_mixtral_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of config.json that describe a network. like: an earlier config.json of it, whose spellings are
-    kept.
-    """
+def _write_mixtral_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     plain = model.kv_channels * model.num_attention_heads == model.hidden_size
     return {
         **write_llama_keys(model, like),
         **write_sliding_window_key(model, like),
         "head_dim": like.get("head_dim") if plain else model.kv_channels,
-        "num_local_experts": model.moe.num_experts,
+        **write_plain_keys(model, _KEYS),
         "intermediate_size": model.moe.moe_ffn_hidden_size,
-        "num_experts_per_tok": model.moe.moe_router_topk,
     }
 
 
@@ -93,10 +96,10 @@ MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
     "mixtral",
-    read_mixtral_config,
-    write_mixtral_config,
+    _read_mixtral_config,
+    _write_mixtral_config,
     parameter_mappings,
     silent=BALANCE,
-    renamed=((".mlp.gate.weight", ".block_sparse_moe.gate.weight"),),
+    respelled=((r"\.mlp\.gate\.weight$", ".block_sparse_moe.gate.weight"),),
     fused=_FUSED,
 )

@@ -16,8 +16,19 @@ from typing import Any
 
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.config_json import ErrorCollectingConfigReader, settings_from_head_counts
-from megatron.core.families.deepseek import read_group_limited_routing_keys
+from megatron.core.families.config_json import (
+    ErrorCollectingConfigReader,
+    PlainKeys,
+    read_plain_keys,
+    settings_from_head_counts,
+    write_plain_keys,
+)
+from megatron.core.families.deepseek import (
+    check_sigmoid_routing,
+    read_group_limited_routing_keys,
+    read_scaling_factor,
+    write_routing_keys,
+)
 from megatron.core.families.llama import NO_BIAS, attention_mappings
 from megatron.core.families.parameter_mapping import (
     Family,
@@ -67,33 +78,47 @@ _PINNED = (("use_bias", False), ("use_conv_bias", True), ("conv_kernel", 4))
 _ANY_LENGTH = 2**20  # of a network without positions, whose config.json has no length
 
 
+_COMMON_KEYS: PlainKeys = {
+    "hidden_size": ("hidden_size", None),
+    "vocab_size": ("true_vocab_size", None),
+    "n_groups": ("mamba_num_groups", 8),
+    "layer_norm_epsilon": ("norm_epsilon", 1e-5),
+    "initializer_range": ("init_method_std", 0.02),
+}
+_NEMOTRON_KEYS: PlainKeys = {
+    "num_attention_heads": ("num_attention_heads", None),
+    "intermediate_size": ("ffn_hidden_size", None),
+    "mamba_num_heads": ("mamba_num_heads", None),
+    "mamba_head_dim": ("mamba_head_dim", None),
+    "ssm_state_size": ("mamba_state_dim", None),
+    "max_position_embeddings": ("max_position_embeddings", None),
+    "hidden_dropout": ("hidden_dropout", 0.0),
+    "attention_dropout": ("attention_dropout", 0.0),
+}
+_EXPERT_KEYS: PlainKeys = {
+    "n_routed_experts": ("num_experts", 8),
+    "num_experts_per_tok": ("moe_router_topk", 2),
+    "moe_intermediate_size": ("moe_ffn_hidden_size", None),
+    "moe_shared_expert_intermediate_size": ("moe_shared_expert_intermediate_size", None),
+}
+
+
 def _read_mamba_common_keys(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     """Read the settings that Mamba-2 and Nemotron-H have by the same keys."""
     keys.one_of("mamba_proj_bias", (False,), False)
-    epsilon = keys.non_negative_float("layer_norm_epsilon", 1e-5)
+    settings = read_plain_keys(keys, _COMMON_KEYS)
     return {
-        "hidden_size": keys.positive_int("hidden_size"),
-        "true_vocab_size": keys.positive_int("vocab_size"),
-        "mamba_num_groups": keys.positive_int("n_groups", 8),
+        **settings,
         "position_embedding_type": "none",
         "normalization": "RMSNorm",
-        "norm_epsilon": epsilon,
-        "mamba_norm_epsilon": epsilon,
+        "mamba_norm_epsilon": settings["norm_epsilon"],
         "add_bias_linear": False,
         "untie_embeddings_and_output_weights": not keys.boolean("tie_word_embeddings", False),
-        "init_method_std": keys.non_negative_float("initializer_range", 0.02),
     }
 
 
 def _mamba_common_config_keys(model: ModelConfig) -> dict[str, Any]:
-    return {
-        "hidden_size": model.hidden_size,
-        "vocab_size": model.true_vocab_size,
-        "n_groups": model.hybrid.mamba_num_groups,
-        "layer_norm_epsilon": model.norm_epsilon,
-        "tie_word_embeddings": model.ties_embeddings,
-        "initializer_range": model.init_method_std,
-    }
+    return {**write_plain_keys(model, _COMMON_KEYS), "tie_word_embeddings": model.ties_embeddings}
 
 
 def _float_or_json_infinity(value: Any) -> float:
@@ -171,38 +196,21 @@ def _read_moe_keys(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     keys.one_of("norm_topk_prob", (True,), True)
     keys.one_of("moe_latent_size", (None,), None)
     keys.one_of("n_shared_experts", (1,), 1)
-    used = keys.positive_int("num_experts_per_tok", 2)
-    if used == 1:
-        keys.problems.append(
-            "num_experts_per_tok: 1 with norm_topk_prob: True weighs every expert alike; 2 or more have a counterpart"
-        )
     settings = {
-        "num_experts": keys.positive_int("n_routed_experts", 8),
-        "moe_router_topk": used,
-        "moe_ffn_hidden_size": keys.positive_int("moe_intermediate_size"),
-        "moe_shared_expert_intermediate_size": keys.positive_int("moe_shared_expert_intermediate_size"),
+        **read_plain_keys(keys, _EXPERT_KEYS),
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        "moe_router_topk_scaling_factor": None
-        if (factor := keys.non_negative_float("routed_scaling_factor", 1.0)) == 1.0
-        else factor,
+        **read_scaling_factor(keys),
         **read_group_limited_routing_keys(keys, "sum", used=True),
     }
-    chosen = settings.get("moe_router_group_topk")
-    if chosen and used // chosen != 2:
-        keys.problems.append(
-            f"topk_group: {chosen} of num_experts_per_tok: {used}; here a group's score is the sum of its best {used // chosen}, there of its best 2"
-        )
+    check_sigmoid_routing(keys, settings)
     return settings
 
 
 def _read_nemotron_h_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     keys.one_of("sliding_window", (None,), None)
-    settings, symbols, heads = (
-        _read_mamba_common_keys(keys),
-        _read_layer_symbols(keys),
-        keys.positive_int("num_attention_heads"),
-    )
+    settings = {**_read_mamba_common_keys(keys), **read_plain_keys(keys, _NEMOTRON_KEYS)}
+    symbols, heads = _read_layer_symbols(keys), settings["num_attention_heads"]
     experts = _read_moe_keys(keys) if "E" in symbols else {}
     if not experts:
         keys.ignore_keys(*_EXPERTS)
@@ -213,54 +221,30 @@ def _read_nemotron_h_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]
         "num_layers": len(symbols),
         "hybrid_layer_pattern": symbols,
         "kv_channels": keys.positive_int("head_dim", settings["hidden_size"] // heads or 1),
-        "ffn_hidden_size": keys.positive_int("intermediate_size"),
         "squared_relu": True,
-        "mamba_num_heads": keys.positive_int("mamba_num_heads"),
-        "mamba_head_dim": keys.positive_int("mamba_head_dim"),
-        "mamba_state_dim": keys.positive_int("ssm_state_size"),
         "mamba_time_step_limit": (keys.non_negative_float("time_step_min", 0.001), math.inf),
-        "max_position_embeddings": keys.positive_int("max_position_embeddings"),
-        "hidden_dropout": keys.non_negative_float("hidden_dropout", 0.0),
-        "attention_dropout": keys.non_negative_float("attention_dropout", 0.0),
     }
 
 
 def _write_nemotron_h_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    hybrid, moe = model.hybrid, model.moe
     symbols = "".join(_symbol_of_layer(plan.mixer, plan.mlp) for plan in network_layer_plans(model))
     old = "hybrid_override_pattern" in like
     layers: Any = symbols if old else [_KINDS.get(symbol, symbol) for symbol in symbols]
     experts: dict[str, Any] = {name: like[name] for name in _EXPERTS if name in like}
-    if moe.num_experts:
-        experts |= {
-            "n_routed_experts": moe.num_experts,
-            "num_experts_per_tok": moe.moe_router_topk,
-            "moe_intermediate_size": moe.moe_ffn_hidden_size,
-            "moe_shared_expert_intermediate_size": moe.moe_shared_expert_intermediate_size,
-            "n_shared_experts": 1,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": moe.moe_router_topk_scaling_factor or 1.0,
-            "n_group": moe.moe_router_num_groups or like.get("n_group", 1),
-            "topk_group": moe.moe_router_group_topk or like.get("topk_group", 1),
-        }
+    if model.moe.num_experts:
+        experts |= {"n_shared_experts": 1, "norm_topk_prob": True}
+        experts |= {**write_plain_keys(model, _EXPERT_KEYS), **write_routing_keys(model, like)}
     return {
         **_mamba_common_config_keys(model),
         **experts,
         "hybrid_override_pattern" if old else "layers_block_type": layers,
         **({"sliding_window": None} if "sliding_window" in like else {}),
         **({"num_hidden_layers": model.num_layers} if "num_hidden_layers" in like else {}),
-        "num_attention_heads": model.num_attention_heads,
+        **write_plain_keys(model, _NEMOTRON_KEYS),
         "num_key_value_heads": model.num_query_groups,
         "head_dim": model.kv_channels,
-        "intermediate_size": model.ffn_hidden_size,
         "mamba_proj_bias": False,
-        "mamba_num_heads": hybrid.mamba_num_heads,
-        "mamba_head_dim": hybrid.mamba_head_dim,
-        "ssm_state_size": hybrid.mamba_state_dim,
-        "time_step_min": (hybrid.mamba_time_step_limit or (0.0, math.inf))[0],
-        "max_position_embeddings": model.max_position_embeddings,
-        "hidden_dropout": model.hidden_dropout,
-        "attention_dropout": model.attention_dropout,
+        "time_step_min": (model.hybrid.mamba_time_step_limit or (0.0, math.inf))[0],
     }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megatron.core.config.plan import network_layer_plans
@@ -18,8 +19,8 @@ from megatron.core.families.config_json import ErrorCollectingConfigReader, form
 from megatron.core.families.llama import (
     NO_BIAS,
     attention_mappings,
-    decoder_mappings,
     mlp_mappings,
+    parameter_mappings,
     read_llama_keys,
     write_llama_keys,
 )
@@ -54,13 +55,14 @@ def _read_olmo_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     return {**read_llama_keys(keys), **_NORM_SETTINGS}
 
 
-def _olmo2_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
-    """Return the mappings of all parameters of OLMo 2, in the order of transformers."""
-    return decoder_mappings(model, attention_mappings, {"dense": mlp_mappings}, _NORMS)
-
-
 OLMO2 = Family(
-    "olmo2", "Olmo2ForCausalLM", "olmo2", _read_olmo_config, write_llama_keys, _olmo2_mappings, pinned=NO_BIAS
+    "olmo2",
+    "Olmo2ForCausalLM",
+    "olmo2",
+    _read_olmo_config,
+    write_llama_keys,
+    partial(parameter_mappings, norms=_NORMS),
+    pinned=NO_BIAS,
 )
 
 

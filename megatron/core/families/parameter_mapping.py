@@ -60,11 +60,6 @@ class HFModelClass:
     bare: bool = False
 
 
-def return_settings_unchanged(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return the settings unchanged: for families whose config.json says everything."""
-    return settings
-
-
 @dataclass(frozen=True, slots=True)
 class Family:
     """A published architecture.
@@ -75,9 +70,9 @@ class Family:
     is computed here, which is also what holds where they are left out. base: what names begin
     with, and lack in files of the network without its head. skipped: names in files that hold nothing of the network, as a rule
     tables that follow from the settings. copies: names that a file may hold beside others of theirs, whose copies they are.
-    renamed: endings of names as they once were, and as they are. variants: the other classes with this network, those with most heads first; heads that none
+    variants: the other classes with this network, those with most heads first; heads that none
     requires may be left out. seen: completes the settings by the names that the files have. respelled: (pattern, replacement)
-    of names as they once were. unused: whether a tensor belongs to a part that the network does not have. constants: tensors that
+    of names as they once were, where the new name is not there. unused: whether a tensor belongs to a part that the network does not have. constants: tensors that
     are written beside the rows, since their class wants them: name -> shape and value of all elements. fallbacks: keys of a
     config.json that are written where nothing else says them, since the class would take another value. within: the key of the network's own config, in classes that hold others beside it.
     """
@@ -93,11 +88,10 @@ class Family:
     base: str = "model."
     skipped: re.Pattern[str] = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
     copies: tuple[tuple[str, str], ...] = (("lm_head.weight", "model.embed_tokens.weight"),)
-    renamed: tuple[tuple[str, str], ...] = ()
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     beyond: re.Pattern[str] | None = None
     variants: tuple[HFModelClass, ...] = ()
-    seen: Callable[[dict[str, Any], Collection[str]], dict[str, Any]] = return_settings_unchanged
+    seen: Callable[[dict[str, Any], Collection[str]], dict[str, Any]] = lambda settings, names: settings
     respelled: tuple[tuple[str, str], ...] = ()
     unused: Callable[[ModelConfig, str], bool] = lambda model, name: False
     fallbacks: tuple[tuple[str, Any], ...] = ()

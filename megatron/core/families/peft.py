@@ -12,7 +12,6 @@ patterns and `all-linear` in the config need not be understood; ranks too. Alpha
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -31,7 +30,8 @@ from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-from megatron.core.families.adapter_set import LinearLoraWeights, LoadedAdapter, config_without_adapters
+from megatron.core.families.adapter_set import LinearLoraWeights, LoadedAdapter
+from megatron.core.families.hf import read_json, write_json
 from megatron.core.families.parameter_mapping import ParameterMapping
 from megatron.core.families.registry import fitting_family
 from megatron.core.models.describe import global_parameter_shapes
@@ -59,7 +59,7 @@ class _PeftMatrixMapping:
     """
 
     def __init__(self, model: ModelConfig) -> None:
-        model = config_without_adapters(model)
+        model = replace(model, adapter=AdapterConfig())
         family = fitting_family(model)
         if family.name == "gpt_oss" and model.moe.num_experts:
             raise CheckpointError(
@@ -276,12 +276,7 @@ def _adapter_config_from_peft(
 
 def _read_peft_config(folder: Path) -> dict[str, Any]:
     """Read adapter_config.json; `CheckpointError` if it asks for anything that is not computed here."""
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{folder / CONFIG} cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{folder / CONFIG} is damaged: it holds no object")
+    config = read_json(folder / CONFIG)
     problems = [] if config.get("peft_type") == "LORA" else [f"peft_type {config.get('peft_type')}: known is LORA"]
     problems += [] if config.get("bias", "none") == "none" else [f"bias {config['bias']}: known is none"]
     problems += [f"{name}: {config[name]}" for name in _UNKNOWN if config.get(name)]
@@ -330,7 +325,7 @@ def write_peft_folder(adapters: LoadedAdapter, folder: str | Path, *, base: str 
     metadata = {"format": "pt", **({"base_hash": str(hash_of_base)} if hash_of_base else {})}
     save_file({name: tensor.contiguous().clone() for name, tensor in file.tensors.items()}, folder / WEIGHTS, metadata)
     config = _make_peft_config(adapters.model, file, places, base)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_json(folder / CONFIG, config)
 
 
 @dataclass(slots=True)
@@ -368,19 +363,14 @@ def _make_peft_config(
         "lora_dropout": model.adapter.lora_dropout,
         "target_modules": _peft_target_modules(linears, places),
         "target_parameters": file.parameters or None,
-        "rank_pattern": {_module_pattern(module): size[0] for module, size in sizes.items() if size[0] != rank},
-        "alpha_pattern": {_module_pattern(module): size[1] for module, size in sizes.items() if size[1] != alpha},
+        "rank_pattern": {re.escape(module): size[0] for module, size in sizes.items() if size[0] != rank},
+        "alpha_pattern": {re.escape(module): size[1] for module, size in sizes.items() if size[1] != alpha},
         "use_rslora": rslora,
         "use_dora": model.adapter.dora,
         "modules_to_save": sorted(file.saved) or None,
         "fan_in_fan_out": any(places.is_transposed(places.linear_of[module]) for module in linears),
         "inference_mode": True,
     }
-
-
-def _module_pattern(module: str) -> str:
-    """Return a regular expression that matches exactly this module."""
-    return re.escape(module)
 
 
 def _export_linear_adapters(

@@ -10,7 +10,7 @@ weighed by a sigmoid of the token. Layers may see a window; which of them do, ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.config.plan import network_layer_plans
@@ -18,9 +18,12 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.config_json import (
     BALANCE,
     ErrorCollectingConfigReader,
+    PlainKeys,
     format_layer_freq,
+    read_plain_keys,
     sliding_window_to_settings,
     window_and_layers_of_model,
+    write_plain_keys,
 )
 from megatron.core.families.llama import (
     NO_BIAS,
@@ -35,7 +38,10 @@ from megatron.core.families.llama import (
 from megatron.core.families.mixtral import expert_mappings
 from megatron.core.families.parameter_mapping import Family, ParameterMapping, same
 
-Windowed = Callable[[int, int], bool]  # whether a layer sees a window: its number, max_window_layers
+_EXPERT_KEYS: PlainKeys = {
+    "moe_intermediate_size": ("moe_ffn_hidden_size", None),
+    "num_experts_per_tok": ("moe_router_topk", None),
+}
 _WINDOWS = ("sliding_window", "max_window_layers", "layer_types")
 FUSED = (
     (r"(model\.layers\.\d+\.mlp\.experts\.)gate_up_proj", (r"\1{e}.gate_proj.weight", r"\1{e}.up_proj.weight")),
@@ -43,27 +49,24 @@ FUSED = (
 )
 
 
-def _has_window_from_layer(layer: int, first: int) -> bool:
-    """Whether a layer has a window: from max_window_layers (first) on."""
-    return layer >= first
+def _windowed_layers(layers: int, first: int, windows: str) -> list[bool]:
+    """Return for each layer whether it has a window, where layer_types is missing.
+
+    windows: layers "from" max_window_layers (first) on, the "even" ones before it, or "all".
+    """
+    rules = {
+        "from": [layer >= first for layer in range(layers)],
+        "even": [layer % 2 == 0 and layer < first for layer in range(layers)],
+    }
+    return rules.get(windows, [True] * layers)
 
 
-def _layer_is_windowed_if_even(layer: int, first: int) -> bool:
-    """Whether a layer has a window: every other one before max_window_layers (first)."""
-    return layer % 2 == 0 and layer < first
-
-
-def _layer_is_always_windowed(layer: int, first: int) -> bool:
-    """Whether a layer has a window: always."""
-    return True
-
-
-def _read_window_keys(keys: ErrorCollectingConfigReader, layers: int, windowed: Windowed) -> dict[str, Any]:
-    """Read the settings of sliding windows. windowed: which layers have one if layer_types is missing."""
+def _read_window_keys(keys: ErrorCollectingConfigReader, layers: int, windows: str) -> dict[str, Any]:
+    """Read the settings of sliding windows. windows: see `_windowed_layers`."""
     used, kinds = keys.boolean("use_sliding_window", False), keys.pop_or_none("layer_types")
     window, first = keys.pop_or_none("sliding_window"), keys.pop_or_none("max_window_layers")
-    seen = [windowed(layer, 28 if first is None else first) for layer in range(layers)]
-    if kinds is not None and windowed is not _layer_is_always_windowed:
+    seen = _windowed_layers(layers, 28 if first is None else first, windows)
+    if kinds is not None and windows != "all":
         seen = read_windowed_layers(keys, kinds, layers)
     if not used:
         if kinds is not None and any(seen):
@@ -90,38 +93,38 @@ def read_windowed_layers(keys: ErrorCollectingConfigReader, kinds: Any, layers: 
     return [known[kind] for kind in kinds]
 
 
-def _window_config_keys(model: ModelConfig, like: Mapping[str, Any], windowed: Windowed) -> dict[str, Any]:
-    """Return the keys of config.json for sliding windows."""
+def _window_config_keys(model: ModelConfig, like: Mapping[str, Any], windows: str) -> dict[str, Any]:
+    """Return the keys of config.json for sliding windows. windows: see `_windowed_layers`."""
     window, layers = window_and_layers_of_model(model)
     if window is None:
         silent = () if "sliding_attention" in (like.get("layer_types") or ()) else _WINDOWS
         return {**{name: like[name] for name in silent if name in like}, "use_sliding_window": False}
     config: dict[str, Any] = {"use_sliding_window": True, "sliding_window": window}
     first = like.get("max_window_layers", layers.index(True))
-    if windowed is _layer_is_always_windowed:
+    if windows == "all":
         return {**config, **({"max_window_layers": like["max_window_layers"]} if "max_window_layers" in like else {})}
-    if "layer_types" in like or layers != [windowed(layer, first) for layer in range(len(layers))]:
+    if "layer_types" in like or layers != _windowed_layers(len(layers), first, windows):
         config["layer_types"] = [("full_attention", "sliding_attention")[seen] for seen in layers]
     return {**config, "max_window_layers": first}
 
 
-def _read_qwen_config(keys: ErrorCollectingConfigReader, windowed: Windowed) -> dict[str, Any]:
-    """Read the settings that all Qwen networks have. windowed: which layers have a window if layer_types is missing."""
+def _read_qwen_config(keys: ErrorCollectingConfigReader, windows: str) -> dict[str, Any]:
+    """Read the settings that all Qwen networks have. windows: see `_windowed_layers`."""
     settings = read_llama_keys(keys)
-    return {**settings, **_read_window_keys(keys, settings["num_layers"], windowed)}
+    return {**settings, **_read_window_keys(keys, settings["num_layers"], windows)}
 
 
-def _write_qwen_config(model: ModelConfig, like: Mapping[str, Any], windowed: Windowed) -> dict[str, Any]:
-    """Return the keys of config.json that all Qwen networks have. windowed: as in `_read_config`."""
-    return {**write_llama_keys(model, like), **_window_config_keys(model, like, windowed)}
+def _write_qwen_config(model: ModelConfig, like: Mapping[str, Any], windows: str) -> dict[str, Any]:
+    """Return the keys of config.json that all Qwen networks have. windows: see `_windowed_layers`."""
+    return {**write_llama_keys(model, like), **_window_config_keys(model, like, windows)}
 
 
 def _read_qwen2_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
-    return {**_read_qwen_config(keys, _has_window_from_layer), "add_qkv_bias": True}
+    return {**_read_qwen_config(keys, "from"), "add_qkv_bias": True}
 
 
 def _write_qwen2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_write_qwen_config(model, like, _has_window_from_layer), **write_head_dim_key(model, like)}
+    return {**_write_qwen_config(model, like, "from"), **write_head_dim_key(model, like)}
 
 
 def write_head_dim_key(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,11 +136,11 @@ def write_head_dim_key(model: ModelConfig, like: Mapping[str, Any]) -> dict[str,
 
 
 def _read_qwen3_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
-    return {**_read_qwen_config(keys, _has_window_from_layer), "qk_layernorm": True}
+    return {**_read_qwen_config(keys, "from"), "qk_layernorm": True}
 
 
 def _write_qwen3_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_write_qwen_config(model, like, _has_window_from_layer), "head_dim": model.kv_channels}
+    return {**_write_qwen_config(model, like, "from"), "head_dim": model.kv_channels}
 
 
 def read_moe_keys(keys: ErrorCollectingConfigReader, layers: int) -> dict[str, Any]:
@@ -153,8 +156,7 @@ def read_moe_keys(keys: ErrorCollectingConfigReader, layers: int) -> dict[str, A
     settings = {
         "num_experts": inner.positive_int("num_experts"),
         "moe_layer_freq": "1" if all(sparse) else format_layer_freq(sparse),
-        "moe_ffn_hidden_size": keys.positive_int("moe_intermediate_size"),
-        "moe_router_topk": keys.positive_int("num_experts_per_tok"),
+        **read_plain_keys(keys, _EXPERT_KEYS),
         "moe_router_pre_softmax": not keys.boolean("norm_topk_prob", False),
     }
     keys.problems += inner.problems
@@ -167,10 +169,24 @@ def write_moe_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any
     return {
         **_sparse_layer_keys([plan.mlp == "moe" for plan in network_layer_plans(model)], like),
         "num_local_experts" if "num_local_experts" in like else "num_experts": moe.num_experts,
-        "moe_intermediate_size": moe.moe_ffn_hidden_size,
-        "num_experts_per_tok": moe.moe_router_topk,
+        **write_plain_keys(model, _EXPERT_KEYS),
         "norm_topk_prob": not moe.moe_router_pre_softmax,
     }
+
+
+def read_shared_expert_moe_keys(keys: ErrorCollectingConfigReader, layers: int) -> dict[str, Any]:
+    """Read the settings of experts beside an expert that every token uses, weighed by a sigmoid."""
+    return {
+        **read_moe_keys(keys, layers),
+        "moe_shared_expert_gate": True,
+        "moe_shared_expert_intermediate_size": keys.positive_int("shared_expert_intermediate_size"),
+    }
+
+
+def write_shared_expert_moe_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json for experts beside an expert that every token uses."""
+    shared = model.moe.moe_shared_expert_intermediate_size
+    return {**write_moe_keys(model, like), "shared_expert_intermediate_size": shared}
 
 
 def _sparse_layer_keys(sparse: Sequence[bool], like: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,37 +201,30 @@ def _sparse_layer_keys(sparse: Sequence[bool], like: Mapping[str, Any]) -> dict[
 
 
 def _read_qwen2_moe_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
-    settings = _read_qwen_config(keys, _layer_is_windowed_if_even)
+    settings = _read_qwen_config(keys, "even")
     return {
         **settings,
-        **read_moe_keys(keys, settings["num_layers"]),
+        **read_shared_expert_moe_keys(keys, settings["num_layers"]),
         "add_qkv_bias": keys.boolean("qkv_bias", True),
-        "moe_shared_expert_gate": True,
-        "moe_shared_expert_intermediate_size": keys.positive_int("shared_expert_intermediate_size"),
     }
 
 
 def _write_qwen2_moe_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     config = {
-        **_write_qwen_config(model, like, _layer_is_windowed_if_even),
-        **write_moe_keys(model, like),
+        **_write_qwen_config(model, like, "even"),
+        **write_shared_expert_moe_keys(model, like),
         **write_head_dim_key(model, like),
-        "shared_expert_intermediate_size": model.moe.moe_shared_expert_intermediate_size,
     }
     return config if model.add_qkv_bias and "qkv_bias" not in like else {**config, "qkv_bias": model.add_qkv_bias}
 
 
 def _read_qwen3_moe_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
-    settings = _read_qwen_config(keys, _layer_is_always_windowed)
+    settings = _read_qwen_config(keys, "all")
     return {**settings, **read_moe_keys(keys, settings["num_layers"]), "qk_layernorm": True}
 
 
 def _write_qwen3_moe_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **_write_qwen_config(model, like, _layer_is_always_windowed),
-        "head_dim": model.kv_channels,
-        **write_moe_keys(model, like),
-    }
+    return {**_write_qwen_config(model, like, "all"), "head_dim": model.kv_channels, **write_moe_keys(model, like)}
 
 
 def qwen_moe_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:

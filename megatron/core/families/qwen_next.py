@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,12 @@ from megatron.core.families.parameter_mapping import (
     rename_only_weight_mappings,
     same,
 )
-from megatron.core.families.qwen import FUSED, moe_mappings_with_shared_expert, read_moe_keys, write_moe_keys
+from megatron.core.families.qwen import (
+    FUSED,
+    moe_mappings_with_shared_expert,
+    read_shared_expert_moe_keys,
+    write_shared_expert_moe_keys,
+)
 
 _SKIPPED = re.compile(r"mtp\..*|model\.rotary_emb\.inv_freq")
 _SAYS_NOTHING = ("full_attention_interval", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
@@ -112,26 +118,11 @@ def write_partial_rotary_factor(config: dict[str, Any], model: ModelConfig, like
 
 def _read_qwen3_next_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     settings = _read_qwen_next_keys(keys)
-    return {**settings, **_read_shared_expert_moe_keys(keys, settings["num_layers"])}
-
-
-def _read_shared_expert_moe_keys(keys: ErrorCollectingConfigReader, layers: int) -> dict[str, Any]:
-    return {
-        **read_moe_keys(keys, layers),
-        "moe_shared_expert_gate": True,
-        "moe_shared_expert_intermediate_size": keys.positive_int("shared_expert_intermediate_size"),
-    }
+    return {**settings, **read_shared_expert_moe_keys(keys, settings["num_layers"])}
 
 
 def _write_qwen3_next_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_qwen_next_config_keys(model, like), **_shared_expert_moe_config_keys(model, like)}
-
-
-def _shared_expert_moe_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **write_moe_keys(model, like),
-        "shared_expert_intermediate_size": model.moe.moe_shared_expert_intermediate_size,
-    }
+    return {**_qwen_next_config_keys(model, like), **write_shared_expert_moe_keys(model, like)}
 
 
 def _read_qwen3_5_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
@@ -148,7 +139,7 @@ def _read_qwen3_5_moe_config(keys: ErrorCollectingConfigReader) -> dict[str, Any
     keys.ignore_keys(*_EVERY)
     keys.set_key_defaults(**_EVERY)
     settings = _read_qwen3_5_config(keys)
-    return {**settings, **_read_shared_expert_moe_keys(keys, settings["num_layers"])}
+    return {**settings, **read_shared_expert_moe_keys(keys, settings["num_layers"])}
 
 
 def _write_qwen3_5_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,7 +155,7 @@ def _write_qwen3_5_moe_config(model: ModelConfig, like: Mapping[str, Any]) -> di
     """Return the config.json of a language model of Qwen3.5 with experts; keys that the class ignores are kept from an
     earlier one.
     """
-    experts = {name: value for name, value in _shared_expert_moe_config_keys(model, like).items() if name not in _EVERY}
+    experts = {name: value for name, value in write_shared_expert_moe_keys(model, like).items() if name not in _EVERY}
     width = {name: like[name] for name in ("intermediate_size",) if name in like}  # of no layer
     config = {name: value for name, value in _write_qwen3_5_config(model, like).items() if name != "intermediate_size"}
     return {**config, **width, **experts, **{name: like[name] for name in _EVERY if name in like}}
@@ -256,23 +247,13 @@ def _qwen_next_mappings(model: ModelConfig, *, fused: bool) -> tuple[ParameterMa
     return decoder_mappings_with_ends(model, rows)
 
 
-def qwen3_next_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
-    """Return the mappings of all parameters of Qwen3-Next."""
-    return _qwen_next_mappings(model, fused=True)
-
-
-def qwen3_5_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
-    """Return the mappings of all parameters of a language model of Qwen3.5."""
-    return _qwen_next_mappings(model, fused=False)
-
-
 QWEN3_NEXT = Family(
     "qwen3_next",
     "Qwen3NextForCausalLM",
     "qwen3_next",
     _read_qwen3_next_config,
     _write_qwen3_next_config,
-    qwen3_next_mappings,
+    partial(_qwen_next_mappings, fused=True),
     silent=(*_SAYS_NOTHING, *BALANCE),
     pinned=NO_BIAS,
     skipped=_SKIPPED,
@@ -284,7 +265,7 @@ QWEN3_5 = Family(
     "qwen3_5_text",
     _read_qwen3_5_config,
     _write_qwen3_5_config,
-    qwen3_5_mappings,
+    partial(_qwen_next_mappings, fused=False),
     silent=_SAYS_NOTHING,
     pinned=NO_BIAS,
     skipped=_SKIPPED,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 from megatron.core.config.flags import config_from_dict, config_to_dict, flag_name
@@ -11,60 +12,38 @@ from megatron.core.config.plan import LayerPlan, network_layer_plans
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
 from megatron.core.config.settings.network import canonical_values, network_fields, unused_settings
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-from megatron.core.families.bamba import BAMBA, FALCON_H1
-from megatron.core.families.bert import BERT, MEGATRON_BERT
-from megatron.core.families.config_json import architectures_of
-from megatron.core.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from megatron.core.families.gemma import GEMMA, GEMMA2
-from megatron.core.families.gpt2 import GPT2
-from megatron.core.families.gpt_oss import GPT_OSS
-from megatron.core.families.llama import LLAMA, MISTRAL
-from megatron.core.families.llava import DecoderFamilies, vlm_families
-from megatron.core.families.mixtral import MIXTRAL
-from megatron.core.families.nemotron_h import MAMBA2, NEMOTRON_H
-from megatron.core.families.olmo import OLMO2, OLMO_HYBRID
-from megatron.core.families.parameter_mapping import Family
-from megatron.core.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from megatron.core.families.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
-from megatron.core.families.t5 import T5
-from megatron.core.families.vision import CLIP, DINOV2, INTERNVIT, SIGLIP, VIT
-
-_DECODERS = (
-    GPT2,
-    LLAMA,
-    MISTRAL,
-    QWEN2,
-    QWEN3,
-    MIXTRAL,
-    QWEN2_MOE,
-    QWEN3_MOE,
-    DEEPSEEK_V2,
-    DEEPSEEK_V3,
-    GPT_OSS,
-    GEMMA,
-    GEMMA2,
-    OLMO2,
-    OLMO_HYBRID,
-    QWEN3_NEXT,
-    QWEN3_5,
-    QWEN3_5_MOE,
-    MAMBA2,
-    NEMOTRON_H,
-    BAMBA,
-    FALCON_H1,
+from megatron.core.families import (
+    bamba,
+    bert,
+    deepseek,
+    gemma,
+    gpt2,
+    gpt_oss,
+    llama,
+    mixtral,
+    nemotron_h,
+    olmo,
+    qwen,
+    qwen_next,
+    t5,
+    vision,
 )
+from megatron.core.families.config_json import architectures_of
+from megatron.core.families.llava import DecoderFamilies, vlm_families
+from megatron.core.families.parameter_mapping import Family
+
+
+def _families_in(*modules: ModuleType) -> tuple[Family, ...]:
+    return tuple(value for module in modules for value in vars(module).values() if isinstance(value, Family))
+
+
+# The first that can express a network is the one that it is exported as.
+_DECODERS = _families_in(gpt2, llama, mixtral, qwen, deepseek, gpt_oss, gemma, olmo, qwen_next, nemotron_h, bamba)
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         *_DECODERS,
-        BERT,
-        MEGATRON_BERT,
-        T5,
-        VIT,
-        CLIP,
-        SIGLIP,
-        INTERNVIT,
-        DINOV2,
+        *_families_in(bert, t5, vision),
         *vlm_families(DecoderFamilies(_DECODERS, lambda model, family: not lost_settings(model, family))),
     )
 }

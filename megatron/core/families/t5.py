@@ -15,7 +15,13 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.config_json import ErrorCollectingConfigReader, preserved_keys
+from megatron.core.families.config_json import (
+    ErrorCollectingConfigReader,
+    PlainKeys,
+    preserved_keys,
+    read_plain_keys,
+    write_plain_keys,
+)
 from megatron.core.families.parameter_mapping import (
     Family,
     HFModelClass,
@@ -38,9 +44,22 @@ _LENGTH = 512  # of the texts that the published ones were trained on; their pos
 _HEAD = "lm_head.weight"
 
 
-def read_t5_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
-    """Read our settings from the keys of a config.json; what cannot be expressed is noted in `keys.problems`."""
-    layers, heads = keys.positive_int("num_layers"), keys.positive_int("num_heads")
+_KEYS: PlainKeys = {
+    "vocab_size": ("true_vocab_size", None),
+    "d_model": ("hidden_size", None),
+    "d_kv": ("kv_channels", None),
+    "d_ff": ("ffn_hidden_size", None),
+    "num_layers": ("num_layers", None),
+    "num_heads": ("num_attention_heads", None),
+    "relative_attention_num_buckets": ("relative_attention_num_buckets", 32),
+    "relative_attention_max_distance": ("relative_attention_max_distance", 128),
+    "dropout_rate": ("hidden_dropout", 0.1),
+    "layer_norm_epsilon": ("norm_epsilon", 1e-6),
+}
+
+
+def _read_t5_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+    settings = read_plain_keys(keys, _KEYS)
     kind = keys.one_of("feed_forward_proj", tuple(_MLP), "relu")
     mlp, activation = _MLP.get(kind, ({}, ""))
     keys.one_of("dense_act_fn", (activation,), activation)
@@ -51,37 +70,24 @@ def read_t5_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
         keys.problems.append(
             "tie_word_embeddings: False with scale_decoder_outputs: True; only a tied output layer is scaled here"
         )
-    dropout = keys.non_negative_float("dropout_rate", 0.1)
     return {
+        **settings,
         "architecture": "t5",
-        "num_layers": layers,
-        "encoder_num_layers": layers,
-        "decoder_num_layers": keys.positive_int("num_decoder_layers", layers),
-        "hidden_size": keys.positive_int("d_model"),
-        "ffn_hidden_size": keys.positive_int("d_ff"),
-        "num_attention_heads": heads,
-        "kv_channels": keys.positive_int("d_kv"),
-        "true_vocab_size": keys.positive_int("vocab_size"),
+        "encoder_num_layers": settings["num_layers"],
+        "decoder_num_layers": keys.positive_int("num_decoder_layers", settings["num_layers"]),
         "max_position_embeddings": keys.positive_int("n_positions", _LENGTH),
         "position_embedding_type": "relative",
-        "relative_attention_num_buckets": keys.positive_int("relative_attention_num_buckets", 32),
-        "relative_attention_max_distance": keys.positive_int("relative_attention_max_distance", 128),
         "normalization": "RMSNorm",
-        "norm_epsilon": keys.non_negative_float("layer_norm_epsilon", 1e-6),
         "add_bias_linear": False,
         "softmax_scale": 1.0,
         **{name: mlp.get(name, False) for name in _CHOICES},
         "untie_embeddings_and_output_weights": not tied,
         "scale_tied_logits": scaled,
-        "hidden_dropout": dropout,
-        "attention_dropout": dropout,
+        "attention_dropout": settings["hidden_dropout"],
     }
 
 
-def write_t5_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of config.json that describe a network. like: an earlier config.json of it, whose spellings are
-    kept.
-    """
+def _write_t5_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     chosen = {name for name in _CHOICES if getattr(model, name)}
     kind = min(_MLP, key=lambda kind: len(_MLP[kind][0].keys() ^ chosen))  # the same, or the nearest
     derived = {"dense_act_fn": _MLP[kind][1], "is_gated_act": kind.startswith("gated-")}
@@ -90,17 +96,8 @@ def write_t5_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, An
         ends = {"tie_word_embeddings": True, "scale_decoder_outputs": model.scale_tied_logits and model.ties_embeddings}
     return {
         **preserved_keys(like, "n_positions"),
-        "vocab_size": model.true_vocab_size,
-        "d_model": model.hidden_size,
-        "d_kv": model.kv_channels,
-        "d_ff": model.ffn_hidden_size,
-        "num_layers": model.num_layers,
+        **write_plain_keys(model, _KEYS),
         "num_decoder_layers": model.decoder_num_layers,
-        "num_heads": model.num_attention_heads,
-        "relative_attention_num_buckets": model.rope.relative_attention_num_buckets,
-        "relative_attention_max_distance": model.rope.relative_attention_max_distance,
-        "dropout_rate": model.hidden_dropout,
-        "layer_norm_epsilon": model.norm_epsilon,
         "feed_forward_proj": kind,
         **{name: value for name, value in derived.items() if name in like},
         **ends,
@@ -163,8 +160,8 @@ T5 = Family(
     "t5",
     "T5ForConditionalGeneration",
     "t5",
-    read_t5_config,
-    write_t5_config,
+    _read_t5_config,
+    _write_t5_config,
     parameter_mappings,
     silent=("initializer_factor", "classifier_dropout"),
     pinned=(("is_encoder_decoder", True),),
@@ -177,7 +174,7 @@ T5 = Family(
         ("encoder.embed_tokens.weight", "shared.weight"),
         ("decoder.embed_tokens.weight", "shared.weight"),
     ),
-    renamed=(("encoder.embed_tokens.weight", "shared.weight"), ("decoder.embed_tokens.weight", "shared.weight")),
+    respelled=((r"^(encoder|decoder)\.embed_tokens\.weight$", "shared.weight"),),
     variants=(HFModelClass("T5ForConditionalGeneration"), HFModelClass("T5WithLMHeadModel")),
     seen=_complete_by_tensor_names,
 )

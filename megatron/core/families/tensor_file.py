@@ -10,7 +10,6 @@ writes for the same tensors.
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import os
 from collections.abc import Mapping, Sequence
@@ -37,24 +36,19 @@ class SafetensorsEntry:
     path: Path
     start: int
 
-    @property
-    def num_bytes(self) -> int:
-        """Number of bytes."""
-        return math.prod(self.format.shape) * self.format.dtype.itemsize
-
     def read(self) -> Tensor:
         """Return the tensor (any shape), as a mapping of the file that must not be written to."""
-        if not self.num_bytes:
+        if not self.format.num_bytes:
             return torch.empty(self.format.shape, dtype=self.format.dtype)
         first = self.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         try:
             with self.path.open("rb") as file:
                 mapped = mmap.mmap(
-                    file.fileno(), self.start - first + self.num_bytes, offset=first, access=mmap.ACCESS_COPY
+                    file.fileno(), self.start - first + self.format.num_bytes, offset=first, access=mmap.ACCESS_COPY
                 )
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path} cannot be read: {error}") from None
-        flat = torch.frombuffer(mapped, dtype=torch.uint8, offset=self.start - first, count=self.num_bytes)
+        flat = torch.frombuffer(mapped, dtype=torch.uint8, offset=self.start - first, count=self.format.num_bytes)
         if self.start % self.format.dtype.itemsize:  # a header of another program that ends at an odd place
             flat = flat.clone()
         return flat.view(self.format.dtype).view(self.format.shape)
@@ -83,10 +77,10 @@ def read_safetensors_header(path: Path) -> dict[str, SafetensorsEntry]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: its header cannot be read: {error}") from None
     end = 8 + length
-    for stored in sorted(tensors.values(), key=lambda one: (one.start, one.num_bytes)):
+    for stored in sorted(tensors.values(), key=lambda one: (one.start, one.format.num_bytes)):
         if stored.start != end:
             raise CheckpointError(f"{path} is damaged: its tensors overlap or leave bytes between them at {end}")
-        end += stored.num_bytes
+        end += stored.format.num_bytes
     if end != size:
         raise CheckpointError(
             f"{path} is {'cut short' if size < end else 'damaged'}: it has {size} bytes, its header promises {end}"
@@ -100,7 +94,7 @@ def preallocate_safetensors_file(path: Path, formats: Mapping[str, ShapeAndDtype
     places, end = {}, 0
     for name in sorted(formats, key=lambda name: (_ORDER.index(formats[name].dtype), name)):
         one = formats[name]
-        size = math.prod(one.shape) * one.dtype.itemsize
+        size = one.num_bytes
         entries[name] = {"dtype": WORDS[one.dtype], "shape": list(one.shape), "data_offsets": [end, end + size]}
         places[name], end = end, end + size
     header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
@@ -116,7 +110,7 @@ def write_safetensors_tensor(place: SafetensorsEntry, tensor: Tensor) -> None:
     assert (tuple(tensor.shape), tensor.dtype) == (place.format.shape, place.format.dtype), (
         "a tensor goes where its like has room"
     )
-    if not place.num_bytes:
+    if not place.format.num_bytes:
         return
     content = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
     handle = os.open(place.path, os.O_WRONLY)
@@ -139,9 +133,9 @@ def _parse_header_entry(name: str, entry: Any, path: Path, base: int) -> Safeten
             f"{name} has numbers of the kind {word!r}, which is not known here; save it as F32, BF16 or F16"
         )
     stored = SafetensorsEntry(ShapeAndDtype(tuple(shape), DTYPES[word]), path, base + offsets[0])
-    if stored.num_bytes != offsets[1] - offsets[0]:
+    if stored.format.num_bytes != offsets[1] - offsets[0]:
         raise ValueError(
-            f"{name} of shape {shape} takes {stored.num_bytes} bytes, and its place has {offsets[1] - offsets[0]}"
+            f"{name} of shape {shape} takes {stored.format.num_bytes} bytes, and its place has {offsets[1] - offsets[0]}"
         )
     return stored
 

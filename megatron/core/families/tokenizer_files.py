@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.files import DISK, read_file
+
 _SIGNS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -22,7 +24,8 @@ def tokenizer_settings_of_folder(folder: Path) -> dict[str, Any]:
     if not any((folder / name).is_file() for name in _SIGNS):
         return {}
     here = folder.resolve()
-    named = _read_tokenizer_config(folder).get("tokenizer_class")
+    config = read_json_or_empty(folder / "tokenizer_config.json")
+    named = config.get("tokenizer_class")
     kind = str(named).removesuffix("Fast") if named else None
 
     def has_files_but_no_tokenizer_json(*names: str) -> bool:
@@ -35,17 +38,17 @@ def tokenizer_settings_of_folder(folder: Path) -> dict[str, Any]:
             "merge_file": str(here / "merges.txt"),
         }
     if has_files_but_no_tokenizer_json("vocab.txt") and kind in (None, "BertTokenizer"):
-        case = "LowerCase" if _read_tokenizer_config(folder).get("do_lower_case", True) else "Case"
+        case = "LowerCase" if config.get("do_lower_case", True) else "Case"
         return {"tokenizer_type": f"BertWordPiece{case}", "vocab_file": str(here / "vocab.txt")}
     if has_files_but_no_tokenizer_json("tokenizer.model") and kind in (None, "LlamaTokenizer"):
         return {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(here / "tokenizer.model")}
     return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(here)}
 
 
-def _read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json; {} if it is missing or unreadable, which building the tokenizer reports."""
+def read_json_or_empty(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; {} if it is missing, unreadable or no object, which a later reader reports."""
     try:
-        content = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = json.loads(read_file(DISK, path))
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -87,17 +87,7 @@ _DINOV2 = VisionEncoderParameterNames(
     final_norm="layernorm",
     scales=("layer_scale1.lambda1", "layer_scale2.lambda1"),
 )
-_VIT = VisionEncoderParameterNames(
-    class_token="embeddings.cls_token",
-    positions="embeddings.position_embeddings",
-    patches="embeddings.patch_embeddings.projection",
-    layer="encoder.layer.{i}.",
-    qkv=("attention.attention.query", "attention.attention.key", "attention.attention.value"),
-    proj="attention.output.dense",
-    norms=("layernorm_before", "layernorm_after"),
-    mlp=("intermediate.dense", "output.dense"),
-    final_norm="layernorm",
-)
+_VIT = replace(_DINOV2, norms=_INTERNVIT.norms, mlp=("intermediate.dense", "output.dense"), scales=None)
 NAMES: Mapping[str, VisionEncoderParameterNames] = MappingProxyType(
     {
         "vit": _VIT,
@@ -185,25 +175,15 @@ def read_vision_encoder_config(keys: ErrorCollectingConfigReader, kind: str) -> 
     image, heads = _read_square_side(keys, "image_size"), keys.positive_int("num_attention_heads")
     usual = {"clip": "quick_gelu", "siglip": "gelu_pytorch_tanh"}.get(kind, "gelu")
     activation = keys.one_of("hidden_act", tuple(_GELU), usual)
-    for name in ("hidden_dropout_prob", "projection_dropout", "drop_path_rate", "attention_dropout"):
+    for name in sorted({name for names in _DROPOUTS.values() for name in names}):
         keys.one_of(name, (0, 0.0), 0.0)
-    keys.one_of("attention_probs_dropout_prob", (0, 0.0), 0.0)
+    for name, value in _PINNED.get(kind, {}).items():
+        keys.one_of(name, (value,), _USUAL.get(name, value))
     keys.ignore_keys(*_SAYS_NOTHING)
     if kind == "dinov2":
-        keys.one_of("qkv_bias", (True,), True)
-        keys.one_of("use_swiglu_ffn", (False,), False)
         ffn = int(hidden * keys.non_negative_float("mlp_ratio", 4.0))
     else:
         ffn = keys.positive_int("intermediate_size")
-    if kind.startswith("internvit"):
-        large = kind == "internvit"
-        keys.one_of("attention_bias", (not large,), False)
-        keys.one_of("norm_type", ("rms_norm" if large else "layer_norm",), "layer_norm")
-        keys.one_of("use_qk_norm", (large,), False)
-        keys.one_of("use_absolute_position_embeddings", (True,), True)
-        keys.one_of("use_mean_pooling", (True,), True)
-    elif kind == "vit":
-        keys.one_of("qkv_bias", (True,), True)
     epsilon = {"clip": 1e-5, "vit": 1e-12}.get(kind, 1e-6)
     return {
         "num_layers": keys.positive_int("num_hidden_layers"),
@@ -221,6 +201,31 @@ def read_vision_encoder_config(keys: ErrorCollectingConfigReader, kind: str) -> 
     }
 
 
+# Keys with the one value that is computed here, by type of encoder; what holds where some are left out; and dropouts.
+_PINNED: Mapping[str, Mapping[str, Any]] = {
+    "vit": {"qkv_bias": True},
+    "dinov2": {"qkv_bias": True, "use_swiglu_ffn": False},
+    **{
+        kind: {
+            "attention_bias": kind == "internvit300M",
+            "norm_type": norm,
+            "use_qk_norm": kind == "internvit",
+            "use_mean_pooling": True,
+            "use_absolute_position_embeddings": True,
+        }
+        for kind, norm in (("internvit", "rms_norm"), ("internvit300M", "layer_norm"))
+    },
+}
+_USUAL = {"attention_bias": False, "norm_type": "layer_norm", "use_qk_norm": False}
+_INTERNVIT_DROPOUTS = ("hidden_dropout_prob", "projection_dropout", "attention_dropout")
+_DROPOUTS = {
+    "vit": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    "dinov2": ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate"),
+    "clip": ("attention_dropout",),
+    "siglip": ("attention_dropout",),
+    "internvit": _INTERNVIT_DROPOUTS,
+    "internvit300M": _INTERNVIT_DROPOUTS,
+}
 _SAYS_NOTHING = tuple(
     """
     initializer_range initializer_factor projection_dim vocab_size vision_use_head apply_layernorm out_features
@@ -260,31 +265,15 @@ def vision_encoder_config_json(model: ModelConfig, like: Mapping[str, Any]) -> d
         "patch_size": [patch, patch] if pairs else patch,
         "num_channels": vision.num_channels,
         "model_type": MODEL_TYPES[kind],
+        **_PINNED.get(kind, {}),
+        **dict.fromkeys(_DROPOUTS[kind], 0.0),
     }
+    ratio = model.ffn_hidden_size / model.hidden_size
     if kind == "dinov2":
-        config |= {
-            "mlp_ratio": _mlp_ratio(model),
-            "qkv_bias": True,
-            "use_swiglu_ffn": False,
-            "hidden_dropout_prob": 0.0,
-        }
-        return config | {"attention_probs_dropout_prob": 0.0, "drop_path_rate": 0.0}
-    config["intermediate_size"] = model.ffn_hidden_size
+        return config | {"mlp_ratio": int(ratio) if ratio.is_integer() else ratio}
     if kind == "siglip":  # the pooling head is not kept
         config["vision_use_head"] = False
-    if kind.startswith("internvit"):
-        large = kind == "internvit"
-        config |= {"attention_bias": not large, "norm_type": "rms_norm" if large else "layer_norm"}
-        config |= {"use_qk_norm": large, "use_mean_pooling": True, "use_absolute_position_embeddings": True}
-        return config | {"hidden_dropout_prob": 0.0, "projection_dropout": 0.0, "attention_dropout": 0.0}
-    if kind == "vit":
-        return config | {"qkv_bias": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return config | {"attention_dropout": 0.0}
-
-
-def _mlp_ratio(model: ModelConfig) -> float | int:
-    ratio = model.ffn_hidden_size / model.hidden_size
-    return int(ratio) if ratio.is_integer() else ratio
+    return config | {"intermediate_size": model.ffn_hidden_size}
 
 
 MODEL_TYPES: Mapping[str, str] = MappingProxyType(
